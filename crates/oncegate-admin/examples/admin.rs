@@ -1,4 +1,4 @@
-//! A consumer with an admin port, as the book shows it.
+//! A consumer with an admin port, as in the book.
 
 use oncegate::{
     Consumer, ConsumerStatus, Context, Failure, Handler, IdSource, Kafka, KafkaStatus, Readiness,

@@ -15,40 +15,40 @@ use tokio::sync::oneshot;
 
 use crate::last_errors::LastErrors;
 use crate::scrape::Metrics;
-use crate::status::{Page, Reads, Watched, said};
+use crate::status::{StatusPage, WatchedConsumer, WatchedSource, log_lines};
 
-/// Where it listens unless told otherwise: this port of 127.0.0.1.
+/// The default port, on 127.0.0.1.
 pub const PORT: u16 = 9623;
 
-/// How often what was measured moves into its histograms.
-const TIDIES_EVERY: Duration = Duration::from_secs(5);
+/// How often samples are moved into histograms.
+const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What the admin port shows, and where. Nothing listens before [`Admin::serve`].
+/// Configures the admin port. Nothing listens before [`Admin::serve`].
 #[derive(Clone, Debug, Default)]
 #[must_use = "nothing listens before `serve`"]
 pub struct Admin {
     address: Option<SocketAddr>,
-    shown: Shown,
+    state: AdminState,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Shown {
-    consumers: Vec<Watched>,
-    sources: Vec<Reads>,
+struct AdminState {
+    consumers: Vec<WatchedConsumer>,
+    sources: Vec<WatchedSource>,
     errors: LastErrors,
     metrics: Option<Metrics>,
 }
 
-/// The admin port, open. Dropping this closes it.
+/// A running admin port. Dropping it closes the port.
 #[derive(Debug)]
 #[must_use = "dropping it closes the port"]
-pub struct Serving {
+pub struct AdminServer {
     address: SocketAddr,
-    closes: Option<oneshot::Sender<()>>,
+    shutdown: Option<oneshot::Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Why the admin port could not be opened.
+/// The admin port could not be opened.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "the admin port {address} cannot be opened: {source}; choose another with `.listen(address)`"
@@ -59,28 +59,30 @@ pub struct ServeError {
 }
 
 impl Admin {
-    /// Of no consumer, on 127.0.0.1 and [`PORT`]. Without a consumer it is never ready.
+    /// Without consumers, on 127.0.0.1 and [`PORT`]. Without a consumer it is never ready.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Where to listen; with port 0 the system chooses, and [`Serving::address`] says which.
+    /// Sets the address. With port 0 the system chooses one, which [`AdminServer::address`]
+    /// returns.
     ///
-    /// There is no login, and the page shows ids: whoever can reach the address can read them.
+    /// There is no authentication, and the pages contain message ids: everyone who can reach the
+    /// address can read them.
     pub fn listen(mut self, address: impl Into<SocketAddr>) -> Self {
         self.address = Some(address.into());
         self
     }
 
-    /// Shows one more consumer. Give the same two values to the consumer itself. Of several, all
-    /// must be ready.
+    /// Adds a consumer. Pass the same two values to the consumer itself. `/ready` requires all
+    /// consumers to be ready.
     pub fn consumer(
         mut self,
         name: impl Into<String>,
         readiness: Readiness,
         status: ConsumerStatus,
     ) -> Self {
-        self.shown.consumers.push(Watched {
+        self.state.consumers.push(WatchedConsumer {
             name: name.into(),
             readiness,
             status,
@@ -88,40 +90,42 @@ impl Admin {
         self
     }
 
-    /// Shows one more Kafka source: its partitions, how far each is, and what holds it up.
+    /// Adds a Kafka source: its partitions, their offsets, and what blocks them.
     #[cfg(feature = "kafka")]
     pub fn kafka(mut self, name: impl Into<String>, status: oncegate::KafkaStatus) -> Self {
-        self.shown.sources.push(Reads::Kafka(name.into(), status));
+        self.state
+            .sources
+            .push(WatchedSource::Kafka(name.into(), status));
         self
     }
 
-    /// Shows one more RabbitMQ source: what it holds, and what its connections do.
+    /// Adds a RabbitMQ source: its unacknowledged deliveries and its connections.
     #[cfg(feature = "rabbitmq")]
     pub fn rabbitmq(mut self, name: impl Into<String>, status: oncegate::RabbitMqStatus) -> Self {
-        self.shown
+        self.state
             .sources
-            .push(Reads::RabbitMq(name.into(), status));
+            .push(WatchedSource::RabbitMq(name.into(), status));
         self
     }
 
-    /// Shows the last warnings.
+    /// Adds the last warnings and errors.
     pub fn last_errors(mut self, errors: LastErrors) -> Self {
-        self.shown.errors = errors;
+        self.state.errors = errors;
         self
     }
 
-    /// Answers `/metrics`, which is not there otherwise.
+    /// Serves `/metrics`, which otherwise returns 404.
     pub fn metrics(mut self, metrics: Metrics) -> Self {
-        self.shown.metrics = Some(metrics);
+        self.state.metrics = Some(metrics);
         self
     }
 
-    /// Opens the port and answers on a thread of its own, so that it answers also while handlers
-    /// block all others.
+    /// Opens the port and serves it on its own thread, so that it responds even while handlers
+    /// block all other threads.
     ///
     /// # Errors
-    /// If the port is taken, or there is no thread to be had.
-    pub fn serve(self) -> Result<Serving, ServeError> {
+    /// The port is in use, or no thread can be started.
+    pub fn serve(self) -> Result<AdminServer, ServeError> {
         let address = self
             .address
             .unwrap_or_else(|| (Ipv4Addr::LOCALHOST, PORT).into());
@@ -129,95 +133,95 @@ impl Admin {
             .map_err(|source| ServeError { address, source })
     }
 
-    fn open(self, address: SocketAddr) -> std::io::Result<Serving> {
+    fn open(self, address: SocketAddr) -> std::io::Result<AdminServer> {
         let listener = TcpListener::bind(address)?;
         listener.set_nonblocking(true)?;
         let address = listener.local_addr()?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()?;
-        let (closes, closed) = oneshot::channel();
-        let metrics = self.shown.metrics.clone();
+        let (shutdown, shutdown_requested) = oneshot::channel();
+        let metrics = self.state.metrics.clone();
         let listener = {
             let _inside = runtime.enter();
             tokio::net::TcpListener::from_std(listener)?
         };
-        let router = router(self.shown);
+        let router = router(self.state);
         let serve = async move {
             tokio::select! {
-                ended = axum::serve(listener, router) => tracing::error!(?ended, "the admin port has ended"),
-                () = tidy(metrics) => {}
-                _ = closed => {} // told to close, or dropped
+                ended = axum::serve(listener, router) => tracing::error!(?ended, "admin port stopped; /live, /ready, /status and /metrics are unavailable until the process restarts"),
+                () = run_upkeep(metrics) => {}
+                _ = shutdown_requested => {} // the server was dropped
             }
         };
         let thread = std::thread::Builder::new()
             .name("oncegate-admin".to_owned())
             .spawn(move || runtime.block_on(serve))?;
-        Ok(Serving {
+        Ok(AdminServer {
             address,
-            closes: Some(closes),
+            shutdown: Some(shutdown),
             thread: Some(thread),
         })
     }
 }
 
-async fn tidy(metrics: Option<Metrics>) {
+async fn run_upkeep(metrics: Option<Metrics>) {
     let Some(metrics) = metrics else {
         return std::future::pending().await;
     };
-    let mut ticks = tokio::time::interval(TIDIES_EVERY);
+    let mut ticks = tokio::time::interval(UPKEEP_INTERVAL);
     loop {
         ticks.tick().await;
-        metrics.tidy();
+        metrics.run_upkeep();
     }
 }
 
-impl Serving {
-    /// Where it listens.
+impl AdminServer {
+    /// The address it listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 }
 
-impl Drop for Serving {
+impl Drop for AdminServer {
     fn drop(&mut self) {
-        drop(self.closes.take());
+        drop(self.shutdown.take());
         if let Some(thread) = self.thread.take() {
-            let _ = thread.join(); // it says nothing; a panic inside it was told when it happened
+            let _ = thread.join(); // the panic hook has reported a panic
         }
     }
 }
 
-fn router(shown: Shown) -> Router {
+fn router(state: AdminState) -> Router {
     let mut router = Router::new()
-        .route("/", get(start))
+        .route("/", get(index))
         .route("/live", get(live))
         .route("/ready", get(ready))
         .route("/status", get(status));
-    if shown.metrics.is_some() {
+    if state.metrics.is_some() {
         router = router.route("/metrics", get(metrics));
     }
-    router.with_state(Arc::new(shown))
+    router.with_state(Arc::new(state))
 }
 
-impl Shown {
+impl AdminState {
     fn is_ready(&self) -> bool {
         !self.consumers.is_empty() && self.consumers.iter().all(|it| it.readiness.is_ready())
     }
 }
 
-/// The start page: what there is to ask.
-async fn start(State(shown): State<Arc<Shown>>) -> String {
-    let metrics = if shown.metrics.is_some() {
-        "all metrics of the process, as Prometheus reads them"
+/// The index page.
+async fn index(State(state): State<Arc<AdminState>>) -> String {
+    let metrics = if state.metrics.is_some() {
+        "all metrics of the process in the Prometheus text format"
     } else {
-        "not there: no metrics were installed"
+        "not available: no metrics recorder was installed"
     };
     format!(
         "oncegate admin port\n\n\
-         /live     200 while the process answers\n\
-         /ready    200 while every consumer takes messages, 503 otherwise\n\
-         /status   what each consumer and source holds and waits for, and the last warnings, as JSON\n\
+         /live     200 while the process responds\n\
+         /ready    200 while every consumer accepts messages, 503 otherwise\n\
+         /status   consumers, sources and the last warnings as JSON\n\
          /metrics  {metrics}\n"
     )
 }
@@ -226,30 +230,30 @@ async fn live() -> &'static str {
     "live\n"
 }
 
-async fn ready(State(shown): State<Arc<Shown>>) -> impl IntoResponse {
-    if shown.is_ready() {
+async fn ready(State(state): State<Arc<AdminState>>) -> impl IntoResponse {
+    if state.is_ready() {
         (StatusCode::OK, "ready\n")
     } else {
-        (StatusCode::SERVICE_UNAVAILABLE, "takes no messages\n")
+        (StatusCode::SERVICE_UNAVAILABLE, "not ready\n")
     }
 }
 
-async fn status(State(shown): State<Arc<Shown>>) -> impl IntoResponse {
-    let page = Page {
-        ready: shown.is_ready(),
-        consumers: shown.consumers.iter().map(Watched::now).collect(),
-        sources: shown.sources.iter().map(Reads::now).collect(),
-        last_errors: said(&shown.errors),
+async fn status(State(state): State<Arc<AdminState>>) -> impl IntoResponse {
+    let page = StatusPage {
+        ready: state.is_ready(),
+        consumers: state.consumers.iter().map(WatchedConsumer::view).collect(),
+        sources: state.sources.iter().map(WatchedSource::view).collect(),
+        last_errors: log_lines(&state.errors),
     };
     ([(header::CACHE_CONTROL, "no-store")], Json(page))
 }
 
-async fn metrics(State(shown): State<Arc<Shown>>) -> impl IntoResponse {
-    let text = shown
+async fn metrics(State(state): State<Arc<AdminState>>) -> impl IntoResponse {
+    let text = state
         .metrics
         .as_ref()
         .map(Metrics::text)
-        .unwrap_or_default(); // without metrics it has no route
+        .unwrap_or_default(); // without metrics there is no route
     (
         [(
             header::CONTENT_TYPE,

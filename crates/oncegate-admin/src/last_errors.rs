@@ -1,4 +1,4 @@
-//! What oncegate warned of last.
+//! Keeps the last warnings and errors of oncegate.
 
 use std::collections::VecDeque;
 use std::fmt::{self, Write};
@@ -10,22 +10,21 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::Layer;
 use tracing_subscriber::layer::Context;
 
-/// How many are kept.
-const KEPT: usize = 20;
-/// How much of each is kept, in bytes.
-pub(crate) const LONGEST: usize = 500;
-/// Fields that name one message. What an error beside them says is the handler's own words.
-const OF_ONE_MESSAGE: &[&str] = &["id", "key", "origin"];
+/// The maximum number of lines.
+const CAPACITY: usize = 20;
+/// The maximum length of a line, in bytes.
+pub(crate) const MAX_LINE_BYTES: usize = 500;
+/// Fields that identify a message. An error beside them comes from the handler.
+const MESSAGE_FIELDS: &[&str] = &["id", "key", "origin"];
 
-/// The last warnings and errors that oncegate wrote to the log, at most 20, for the status page.
-/// Clones share them.
+/// Keeps the last 20 warnings and errors that oncegate logged, for the status page. Clones share
+/// them.
 ///
-/// A layer for `tracing-subscriber`: add it to your registry, and give a clone to
-/// [`Admin::last_errors`](crate::Admin::last_errors). It hears what the filters before it let
-/// through.
+/// A layer for `tracing-subscriber`: add it to the registry, and pass a clone to
+/// [`Admin::last_errors`](crate::Admin::last_errors). It receives the events that earlier filters
+/// let through.
 ///
-/// What a handler said of a message, and with what it panicked, is left out: it may quote a
-/// payload.
+/// Omits error texts and panic messages of handlers, which may quote a payload.
 ///
 /// ```
 /// use oncegate_admin::{Admin, LastErrors};
@@ -36,11 +35,11 @@ const OF_ONE_MESSAGE: &[&str] = &["id", "key", "origin"];
 /// let admin = Admin::new().last_errors(errors);
 /// ```
 #[derive(Clone, Default)]
-pub struct LastErrors(Arc<Mutex<VecDeque<Said>>>);
+pub struct LastErrors(Arc<Mutex<VecDeque<LogLine>>>);
 
-/// One line of the log.
+/// A logged event.
 #[derive(Clone)]
-pub(crate) struct Said {
+pub(crate) struct LogLine {
     pub(crate) at: Instant,
     pub(crate) level: &'static str,
     pub(crate) by: &'static str,
@@ -48,18 +47,18 @@ pub(crate) struct Said {
 }
 
 impl LastErrors {
-    /// Nothing was heard yet.
+    /// An empty list.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The last ones, the newest first.
-    pub(crate) fn newest_first(&self) -> Vec<Said> {
+    /// All lines, newest first.
+    pub(crate) fn newest_first(&self) -> Vec<LogLine> {
         self.lock().iter().rev().cloned().collect()
     }
 
-    fn lock(&self) -> MutexGuard<'_, VecDeque<Said>> {
-        // Nothing panics while it is held.
+    fn lock(&self) -> MutexGuard<'_, VecDeque<LogLine>> {
+        // Nothing panics while the lock is held.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -71,46 +70,46 @@ impl<S: Subscriber> Layer<S> for LastErrors {
         if !is_ours || *metadata.level() > Level::WARN {
             return;
         }
-        let mut line = Line::default();
-        event.record(&mut line);
-        let said = Said {
+        let mut visitor = LineVisitor::default();
+        event.record(&mut visitor);
+        let logged = LogLine {
             at: Instant::now(),
             level: metadata.level().as_str(),
             by: metadata.target(),
-            text: line.finish(),
+            text: visitor.finish(),
         };
-        let mut kept = self.lock();
-        if kept.len() == KEPT {
-            kept.pop_front();
+        let mut lines = self.lock();
+        if lines.len() == CAPACITY {
+            lines.pop_front();
         }
-        kept.push_back(said);
+        lines.push_back(logged);
     }
 }
 
 impl fmt::Debug for LastErrors {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_list()
-            .entries(self.newest_first().iter().map(|said| &said.text))
+            .entries(self.newest_first().iter().map(|logged| &logged.text))
             .finish()
     }
 }
 
-/// An event's message and fields, as one line.
+/// Formats the message and fields of an event as one line.
 #[derive(Default)]
-struct Line {
+struct LineVisitor {
     message: String,
     fields: String,
     error: Option<String>,
-    is_of_one_message: bool,
+    concerns_message: bool,
 }
 
-impl Visit for Line {
+impl Visit for LineVisitor {
     fn record_str(&mut self, field: &Field, value: &str) {
         self.record_debug(field, &format_args!("{value}"));
     }
 
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        self.is_of_one_message |= OF_ONE_MESSAGE.contains(&field.name());
+        self.concerns_message |= MESSAGE_FIELDS.contains(&field.name());
         let written = match field.name() {
             "message" => write!(self.message, "{value:?}"),
             "error" => {
@@ -124,33 +123,33 @@ impl Visit for Line {
     }
 }
 
-impl Line {
+impl LineVisitor {
     fn finish(self) -> String {
         let Self {
             mut message,
             fields,
             error,
-            is_of_one_message,
+            concerns_message,
         } = self;
         const PANICKED: &str = "panicked: ";
-        if let Some(begins) = message.find(PANICKED) {
-            message.truncate(begins + PANICKED.len());
-            message.push_str("what it said stands in the log");
+        if let Some(start) = message.find(PANICKED) {
+            message.truncate(start + PANICKED.len());
+            message.push_str("see the log");
         }
         message.push_str(&fields);
         match error {
-            Some(_) if is_of_one_message => message.push_str(" error=(as it stands in the log)"),
+            Some(_) if concerns_message => message.push_str(" error=(see the log)"),
             Some(error) => message.push_str(&format!(" error={error}")),
             None => {}
         }
-        message.truncate(boundary(&message, LONGEST));
+        message.truncate(truncation_point(&message, MAX_LINE_BYTES));
         message
     }
 }
 
-/// Where a text can be cut so that at most so many bytes stay. (`str::floor_char_boundary` is
-/// younger than the oldest Rust that builds this.)
-pub(crate) fn boundary(text: &str, at_most: usize) -> usize {
+/// The largest length up to `at_most` at a character boundary. (`str::floor_char_boundary` requires
+/// a newer Rust than the minimum version.)
+pub(crate) fn truncation_point(text: &str, at_most: usize) -> usize {
     (0..=at_most.min(text.len()))
         .rev()
         .find(|at| text.is_char_boundary(*at))
@@ -163,19 +162,19 @@ mod tests {
 
     use super::*;
 
-    fn heard(say: impl FnOnce()) -> Vec<String> {
+    fn recorded(log: impl FnOnce()) -> Vec<String> {
         let errors = LastErrors::new();
-        tracing::subscriber::with_default(tracing_subscriber::registry().with(errors.clone()), say);
+        tracing::subscriber::with_default(tracing_subscriber::registry().with(errors.clone()), log);
         errors
             .newest_first()
             .into_iter()
-            .map(|said| format!("{} {}", said.level, said.text))
+            .map(|logged| format!("{} {}", logged.level, logged.text))
             .collect()
     }
 
     #[test]
-    fn the_last_warnings_and_errors_of_oncegate_are_kept() {
-        let all = heard(|| {
+    fn keeps_the_last_warnings_and_errors_of_oncegate() {
+        let all = recorded(|| {
             for n in 0..30 {
                 tracing::warn!(target: "oncegate_redis", n, "away");
             }
@@ -183,7 +182,7 @@ mod tests {
             tracing::info!(target: "oncegate_core", "an info");
             tracing::error!(target: "oncegater", "another crate");
         });
-        assert_eq!(all.len(), KEPT);
+        assert_eq!(all.len(), CAPACITY);
         assert_eq!(
             all[..2],
             ["ERROR stopping error=no connection", "WARN away n=29"]
@@ -191,19 +190,19 @@ mod tests {
     }
 
     #[test]
-    fn what_may_quote_a_payload_is_left_out() {
-        let all = heard(|| {
-            tracing::warn!(target: "oncegate_core", reason = "rejected", id = "pay-42", error = "the card canary", "set aside");
+    fn omits_texts_that_may_quote_a_payload() {
+        let all = recorded(|| {
+            tracing::warn!(target: "oncegate_core", reason = "rejected", id = "pay-42", error = "the card canary", "message dead-lettered");
             tracing::error!(target: "oncegate_core", said = "canary", "the handler panicked while it was dropped");
             tracing::error!(target: "oncegate_core", origin = ?"payments", "the function that reads the id panicked: canary");
         });
         assert_eq!(
             all[2],
-            "WARN set aside reason=rejected id=pay-42 error=(as it stands in the log)"
+            "WARN message dead-lettered reason=rejected id=pay-42 error=(see the log)"
         );
         assert_eq!(all[1], "ERROR the handler panicked while it was dropped");
         assert!(
-            all[0].starts_with("ERROR the function that reads the id panicked: what it said"),
+            all[0].starts_with("ERROR the function that reads the id panicked: see the log"),
             "{}",
             all[0]
         );
@@ -211,8 +210,9 @@ mod tests {
     }
 
     #[test]
-    fn a_long_line_is_cut_between_characters() {
-        let all = heard(|| tracing::warn!(target: "oncegate_core", "{}", "ü".repeat(LONGEST)));
-        assert_eq!(all[0].len(), "WARN ".len() + LONGEST);
+    fn truncates_long_lines_between_characters() {
+        let all =
+            recorded(|| tracing::warn!(target: "oncegate_core", "{}", "ü".repeat(MAX_LINE_BYTES)));
+        assert_eq!(all[0].len(), "WARN ".len() + MAX_LINE_BYTES);
     }
 }

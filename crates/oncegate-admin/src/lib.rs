@@ -1,17 +1,16 @@
-//! An admin port for oncegate's consumers: is it alive, does it take messages, what holds it up,
-//! what has it counted.
+//! An HTTP port for the liveness, readiness, status and metrics of oncegate consumers.
 //!
 //! | path | answers |
 //! | --- | --- |
 //! | `GET /` | these paths, as text |
-//! | `GET /live` | 200 while the process answers; trouble with a broker or a store, which no restart heals, changes nothing |
-//! | `GET /ready` | 200 while every consumer takes messages, 503 otherwise |
-//! | `GET /status` | what each consumer and source holds and waits for, and the last warnings, as JSON |
-//! | `GET /metrics` | all metrics of the process, as Prometheus reads them |
+//! | `GET /live` | 200 while the process responds, even if a broker or a store is unavailable, which a restart does not fix |
+//! | `GET /ready` | 200 while every consumer accepts messages, 503 otherwise |
+//! | `GET /status` | consumers, sources and the last warnings, as JSON |
+//! | `GET /metrics` | all metrics of the process in the Prometheus text format |
 //!
-//! It shows ids, names of topics and queues, and what the log says. It never shows a payload, a
-//! header, what a handler said, or a secret. Ids can be personal data, and there is no login: it
-//! listens on 127.0.0.1 unless told otherwise.
+//! It shows message ids, names of topics and queues, and log lines. It never shows payloads,
+//! headers, error texts of handlers, or secrets. Ids can be personal data, and there is no
+//! authentication: by default it listens on 127.0.0.1.
 //!
 //! ```no_run
 //! use oncegate::{Consumer, ConsumerStatus, Readiness};
@@ -33,6 +32,6 @@ mod last_errors;
 mod scrape;
 mod status;
 
-pub use admin::{Admin, PORT, ServeError, Serving};
+pub use admin::{Admin, AdminServer, PORT, ServeError};
 pub use last_errors::LastErrors;
 pub use scrape::{InstallError, Metrics};

@@ -1,38 +1,38 @@
-//! What Prometheus reads.
+//! Metrics for Prometheus.
 
 use metrics_exporter_prometheus::{
     Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder,
 };
 use oncegate::metric::Kind;
 
-/// The bounds of the histograms' buckets, in seconds: from a claim in memory to a handler that runs
-/// for minutes.
+/// The bucket bounds of histograms, in seconds: from an in-memory claim to a handler that runs for
+/// minutes.
 const BUCKETS: &[f64] = &[
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
     60.0, 300.0,
 ];
 
-/// All metrics of the process, as Prometheus reads them. Clones share it.
+/// The metrics of the process in the Prometheus text format. Clones share it.
 #[derive(Clone)]
 pub struct Metrics(PrometheusHandle);
 
-/// Another recorder keeps the metrics of this process already.
+/// Another metrics recorder is installed in this process.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "another metrics recorder is installed: hand its Prometheus handle to Metrics::of, or install none before"
+    "another metrics recorder is installed: pass its Prometheus handle to Metrics::of, or do not install it"
 )]
 pub struct InstallError;
 
 impl Metrics {
-    /// Keeps the metrics of this process from now on. Called once, before the first consumer is
-    /// built: what was looked up before goes nowhere.
+    /// Installs the recorder of this process. Call it once, before the first consumer is built:
+    /// earlier metrics are lost.
     ///
-    /// Durations are kept as histograms with buckets, so that those of several processes add up.
-    /// Counters without labels stand at 0 from the beginning: the first increment of a counter that
-    /// was not there before is no increase to Prometheus.
+    /// Durations are histograms with buckets, so that they can be aggregated over processes.
+    /// Counters without labels start at 0, since Prometheus does not count the first value of a new
+    /// counter as an increase.
     ///
     /// # Errors
-    /// If a recorder is installed already.
+    /// A recorder is already installed.
     pub fn install() -> Result<Self, InstallError> {
         let (metrics, recorder) = Self::recorder();
         metrics::set_global_recorder(recorder).map_err(|_| InstallError)?;
@@ -40,8 +40,8 @@ impl Metrics {
         Ok(metrics)
     }
 
-    /// The same, for a recorder of your own that passes on to this one what it is told. Call
-    /// [`Metrics::begin`] once yours is installed.
+    /// Returns a recorder to forward to from a recorder of your own. Call [`Metrics::begin`] once
+    /// yours is installed.
     pub fn recorder() -> (Self, PrometheusRecorder) {
         let recorder = PrometheusBuilder::new()
             .set_buckets_for_metric(Matcher::Prefix("oncegate_".to_owned()), BUCKETS)
@@ -50,7 +50,7 @@ impl Metrics {
         (Self(recorder.handle()), recorder)
     }
 
-    /// Says what each metric means, and lets counters without labels begin at 0.
+    /// Describes each metric and initializes counters without labels to 0.
     pub fn begin() {
         oncegate::metrics::describe();
         for it in
@@ -60,19 +60,18 @@ impl Metrics {
         }
     }
 
-    /// Of an exporter that you have installed yourself.
+    /// Uses the handle of an exporter that you installed.
     pub fn of(handle: PrometheusHandle) -> Self {
         Self(handle)
     }
 
-    /// The text that Prometheus reads.
+    /// The metrics in the Prometheus text format.
     pub(crate) fn text(&self) -> String {
         self.0.render()
     }
 
-    /// What was measured since the last time moves into its histograms; without it memory would
-    /// grow until somebody asks.
-    pub(crate) fn tidy(&self) {
+    /// Moves samples into their histograms; without it memory grows until the next scrape.
+    pub(crate) fn run_upkeep(&self) {
         self.0.run_upkeep();
     }
 }

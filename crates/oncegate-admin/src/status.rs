@@ -1,4 +1,4 @@
-//! What `/status` shows.
+//! The JSON of `/status`.
 
 use std::time::Duration;
 
@@ -7,61 +7,61 @@ use oncegate::{
 };
 use serde::Serialize;
 
-use crate::last_errors::{LONGEST, LastErrors, Said, boundary};
+use crate::last_errors::{LastErrors, LogLine, MAX_LINE_BYTES, truncation_point};
 
-/// The whole page.
+/// The complete page.
 #[derive(Serialize)]
-pub(crate) struct Page {
+pub(crate) struct StatusPage {
     pub(crate) ready: bool,
-    pub(crate) consumers: Vec<Consumer>,
-    pub(crate) sources: Vec<Source>,
-    pub(crate) last_errors: Vec<LastError>,
+    pub(crate) consumers: Vec<ConsumerView>,
+    pub(crate) sources: Vec<SourceView>,
+    pub(crate) last_errors: Vec<LastErrorView>,
 }
 
-/// A consumer, as it was given to the admin port.
+/// A consumer of the admin port.
 #[derive(Clone, Debug)]
-pub(crate) struct Watched {
+pub(crate) struct WatchedConsumer {
     pub(crate) name: String,
     pub(crate) readiness: Readiness,
     pub(crate) status: ConsumerStatus,
 }
 
 #[derive(Serialize)]
-pub(crate) struct Consumer {
+pub(crate) struct ConsumerView {
     name: String,
     ready: bool,
     in_flight: usize,
     waiting: usize,
-    store: Option<Store>,
-    oldest: Vec<Oldest>,
+    store: Option<StoreView>,
+    oldest: Vec<OldestDelivery>,
 }
 
-/// What a consumer has seen of its store.
+/// The store as a consumer last observed it.
 #[derive(Serialize)]
-struct Store {
+struct StoreView {
     name: String,
     #[serde(flatten)]
-    state: State,
-    last_error: Option<Trouble>,
+    state: StoreStateView,
+    last_error: Option<StoreErrorView>,
 }
 
-/// Each with seconds: since its last answer, or since it gave none.
+/// Seconds since the last answer, or since the store became unavailable.
 #[derive(Serialize)]
 #[serde(tag = "state", rename_all = "lowercase")]
-enum State {
+enum StoreStateView {
     Unasked,
     Answers { last_answer_seconds: f64 },
     Away { away_seconds: f64 },
 }
 
 #[derive(Serialize)]
-struct Trouble {
+struct StoreErrorView {
     seconds_ago: f64,
     text: String,
 }
 
 #[derive(Serialize)]
-struct Oldest {
+struct OldestDelivery {
     id: Option<String>,
     from: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -74,9 +74,9 @@ struct Oldest {
     crashes: u32,
 }
 
-/// A source, as it was given to the admin port.
+/// A source of the admin port.
 #[derive(Clone, Debug)]
-pub(crate) enum Reads {
+pub(crate) enum WatchedSource {
     #[cfg(feature = "kafka")]
     Kafka(String, oncegate::KafkaStatus),
     #[cfg(feature = "rabbitmq")]
@@ -85,13 +85,13 @@ pub(crate) enum Reads {
 
 #[derive(Serialize)]
 #[serde(tag = "broker", rename_all = "lowercase")]
-pub(crate) enum Source {
+pub(crate) enum SourceView {
     #[cfg(feature = "kafka")]
     Kafka {
         name: String,
         clients_replaced: u64,
         messages_missed: u64,
-        partitions: Vec<Partition>,
+        partitions: Vec<PartitionView>,
     },
     #[cfg(feature = "rabbitmq")]
     RabbitMq {
@@ -110,7 +110,7 @@ pub(crate) enum Source {
 
 #[cfg(feature = "kafka")]
 #[derive(Serialize)]
-pub(crate) struct Partition {
+pub(crate) struct PartitionView {
     topic: String,
     partition: i32,
     committable: Option<i64>,
@@ -118,60 +118,60 @@ pub(crate) struct Partition {
     lag: Option<u64>,
     handed_out: usize,
     delayed: usize,
-    waits_for: Option<WaitsFor>,
+    waits_for: Option<BlockerView>,
 }
 
 #[cfg(feature = "kafka")]
 #[derive(Serialize)]
-struct WaitsFor {
+struct BlockerView {
     offset: i64,
     seconds: f64,
     holder: &'static str,
 }
 
 #[derive(Serialize)]
-pub(crate) struct LastError {
+pub(crate) struct LastErrorView {
     seconds_ago: f64,
     level: &'static str,
     by: &'static str,
     text: String,
 }
 
-/// Of a person's interest: to the millisecond.
+/// Seconds, rounded to milliseconds.
 fn seconds(duration: Duration) -> f64 {
     duration.as_millis() as f64 / 1000.0
 }
 
-impl Watched {
-    pub(crate) fn now(&self) -> Consumer {
+impl WatchedConsumer {
+    pub(crate) fn view(&self) -> ConsumerView {
         let snapshot = self.status.snapshot();
-        Consumer {
+        ConsumerView {
             name: self.name.clone(),
             ready: self.readiness.is_ready(),
             in_flight: snapshot.in_flight,
             waiting: snapshot.waiting,
-            store: snapshot.store.map(Store::of),
-            oldest: snapshot.oldest.iter().map(Oldest::of).collect(),
+            store: snapshot.store.map(StoreView::of),
+            oldest: snapshot.oldest.iter().map(OldestDelivery::of).collect(),
         }
     }
 }
 
-impl Store {
+impl StoreView {
     fn of(snapshot: StoreSnapshot) -> Self {
         let state = match snapshot.state {
-            StoreState::Answers { last } => State::Answers {
+            StoreState::Answers { last } => StoreStateView::Answers {
                 last_answer_seconds: seconds(last),
             },
-            StoreState::Away { since } => State::Away {
+            StoreState::Away { since } => StoreStateView::Away {
                 away_seconds: seconds(since),
             },
-            _ => State::Unasked,
+            _ => StoreStateView::Unasked,
         };
         let trouble = |StoreTrouble {
                            since, mut text, ..
                        }| {
-            text.truncate(boundary(&text, LONGEST));
-            Trouble {
+            text.truncate(truncation_point(&text, MAX_LINE_BYTES));
+            StoreErrorView {
                 seconds_ago: seconds(since),
                 text,
             }
@@ -184,39 +184,39 @@ impl Store {
     }
 }
 
-impl Oldest {
-    fn of(held: &InFlightDelivery) -> Self {
-        let (partition, offset) = match held.origin.position {
+impl OldestDelivery {
+    fn of(delivery: &InFlightDelivery) -> Self {
+        let (partition, offset) = match delivery.origin.position {
             Position::Offset { partition, offset } => (Some(partition), Some(offset)),
             Position::Queue => (None, None),
         };
         Self {
-            id: held.id.as_ref().map(ToString::to_string),
-            from: held.origin.name.to_string(),
+            id: delivery.id.as_ref().map(ToString::to_string),
+            from: delivery.origin.name.to_string(),
             partition,
             offset,
-            seconds: seconds(held.since),
-            doing: held.doing.as_str(),
-            attempt: held.attempt,
-            crashes: held.crashes,
+            seconds: seconds(delivery.since),
+            doing: delivery.doing.as_str(),
+            attempt: delivery.attempt,
+            crashes: delivery.crashes,
         }
     }
 }
 
-impl Reads {
-    pub(crate) fn now(&self) -> Source {
+impl WatchedSource {
+    pub(crate) fn view(&self) -> SourceView {
         match *self {
             #[cfg(feature = "kafka")]
-            Self::Kafka(ref name, ref status) => Source::Kafka {
+            Self::Kafka(ref name, ref status) => SourceView::Kafka {
                 name: name.clone(),
                 clients_replaced: status.clients_replaced(),
-                messages_missed: status.messages_missed(),
-                partitions: status.partitions().iter().map(Partition::of).collect(),
+                messages_missed: status.messages_expired(),
+                partitions: status.partitions().iter().map(PartitionView::of).collect(),
             },
             #[cfg(feature = "rabbitmq")]
             Self::RabbitMq(ref name, ref status) => {
                 let now = status.snapshot();
-                Source::RabbitMq {
+                SourceView::RabbitMq {
                     name: name.clone(),
                     unacked: now.unacked,
                     delivered: now.delivered,
@@ -234,22 +234,22 @@ impl Reads {
 }
 
 #[cfg(feature = "kafka")]
-impl Partition {
+impl PartitionView {
     fn of(status: &oncegate::PartitionStatus) -> Self {
-        use oncegate::{Holder, Stuck};
-        let waits_for = status.lowest.map(
-            |Stuck {
+        use oncegate::{BlockedBy, Blocker};
+        let waits_for = status.blocker.map(
+            |Blocker {
                  offset,
                  since,
-                 holder,
+                 blocked_by,
                  ..
-             }| WaitsFor {
+             }| BlockerView {
                 offset,
                 seconds: seconds(since),
-                holder: match holder {
-                    Holder::Queue => "queue",
-                    Holder::Consumer => "consumer",
-                    Holder::Delay { .. } => "delay",
+                holder: match blocked_by {
+                    BlockedBy::Queue => "queue",
+                    BlockedBy::Consumer => "consumer",
+                    BlockedBy::Delay { .. } => "delay",
                     _ => "elsewhere",
                 },
             },
@@ -267,13 +267,13 @@ impl Partition {
     }
 }
 
-pub(crate) fn said(errors: &LastErrors) -> Vec<LastError> {
-    let one = |Said {
+pub(crate) fn log_lines(errors: &LastErrors) -> Vec<LastErrorView> {
+    let one = |LogLine {
                    at,
                    level,
                    by,
                    text,
-               }| LastError {
+               }| LastErrorView {
         seconds_ago: seconds(at.elapsed()),
         level,
         by,

@@ -1,4 +1,4 @@
-//! The admin port, asked by a real client while consumers run in memory.
+//! The admin port, tested by a real client while consumers run in memory.
 
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,18 +7,18 @@ use std::time::Duration;
 
 use oncegate::marker::{Guarantee, Operation, Verdict};
 use oncegate::*;
-use oncegate_admin::{Admin, LastErrors, PORT, Serving};
+use oncegate_admin::{Admin, AdminServer, LastErrors, PORT};
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
 use serde_json::Value;
 use tokio::sync::Semaphore;
 use tracing_subscriber::layer::SubscriberExt;
 
-/// In all that nobody may read on the page: a payload, a header, a key, the words of a handler.
+/// Occurs in everything that must not be on a page: payload, header, key, error text of a handler.
 const CANARY: &str = "secret-canary";
 
 const ANY_PORT: (Ipv4Addr, u16) = (Ipv4Addr::LOCALHOST, 0);
 
-/// What is logged in this process.
+/// The log of this process.
 static LOGGED: LazyLock<LastErrors> = LazyLock::new(|| {
     let errors = LastErrors::new();
     tracing::subscriber::set_global_default(tracing_subscriber::registry().with(errors.clone()))
@@ -26,7 +26,7 @@ static LOGGED: LazyLock<LastErrors> = LazyLock::new(|| {
     errors
 });
 
-/// Waits until it is let, for an id that says so, and refuses what says so.
+/// Waits for a permit for the id `waits`, and rejects the id `refused`.
 struct Waits(Arc<Semaphore>);
 
 #[async_trait]
@@ -43,7 +43,7 @@ impl Handler for Waits {
     }
 }
 
-/// A store that can be sent away.
+/// A store that can become unavailable.
 #[derive(Clone, Default)]
 struct MayBeAway {
     store: MemoryStore,
@@ -70,21 +70,21 @@ fn message(id: &str) -> Message {
         .with_key(CANARY)
 }
 
-async fn get(serving: &Serving, path: &str) -> (u16, String) {
+async fn get(serving: &AdminServer, path: &str) -> (u16, String) {
     let answer = reqwest::get(format!("http://{}{path}", serving.address()))
         .await
         .expect("it answers");
     (answer.status().as_u16(), answer.text().await.expect("text"))
 }
 
-async fn page(serving: &Serving) -> Value {
+async fn page(serving: &AdminServer) -> Value {
     let (status, text) = get(serving, "/status").await;
     assert_eq!(status, 200);
     assert!(!text.contains(CANARY), "{text}");
     serde_json::from_str(&text).expect("JSON")
 }
 
-/// Asks again until it is so.
+/// Polls until there is a result.
 async fn until<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
     let found = async {
         loop {
@@ -99,7 +99,7 @@ async fn until<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
         .unwrap_or_else(|_| panic!("not so: {what}"))
 }
 
-async fn until_ready_answers(serving: &Serving, status: u16) {
+async fn until_ready_answers(serving: &AdminServer, status: u16) {
     until(&format!("/ready answers {status}"), async || {
         (get(serving, "/ready").await.0 == status).then_some(())
     })
@@ -121,7 +121,7 @@ async fn ready_follows_the_consumer_and_live_does_not() {
         .expect("it opens");
     assert_eq!(
         get(&serving, "/ready").await,
-        (503, "takes no messages\n".to_owned()),
+        (503, "not ready\n".to_owned()),
         "nothing has started"
     );
     assert_eq!(get(&serving, "/live").await.0, 200);
@@ -167,7 +167,7 @@ async fn ready_follows_the_consumer_and_live_does_not() {
 }
 
 #[tokio::test]
-async fn status_names_what_is_held_and_what_was_warned_of_and_nothing_secret() {
+async fn status_shows_deliveries_and_warnings_without_secrets() {
     let errors = LOGGED.clone();
     let (broker, readiness, status, lets) = (
         MemoryBroker::new("payments"),
@@ -249,9 +249,9 @@ async fn status_names_what_is_held_and_what_was_warned_of_and_nothing_secret() {
     assert_eq!(self::page(&serving).await["consumers"][0]["in_flight"], 0);
 }
 
-/// The password stands in the URL of the store: `page` refuses to see it.
+/// The URL of the store contains the password: `page` checks that it is not shown.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn status_names_the_store_and_says_when_it_goes_and_when_it_is_back() {
+async fn status_shows_when_the_store_is_unavailable_and_back() {
     let mut server =
         RedisServer::start(RedisOptions::new().password(CANARY)).expect("Redis starts");
     assert!(server.url().contains(CANARY));
@@ -325,7 +325,7 @@ async fn status_names_the_store_and_says_when_it_goes_and_when_it_is_back() {
     assert_eq!(store().await, Value::Null, "it has ended");
 }
 
-/// Holds its thread until it is let.
+/// Blocks its thread until it is released.
 struct Blocks(std::sync::Mutex<(mpsc::Sender<()>, mpsc::Receiver<()>)>);
 
 #[async_trait]
@@ -341,7 +341,7 @@ impl Handler for Blocks {
 }
 
 #[tokio::test]
-async fn it_answers_while_a_handler_blocks_the_only_thread() {
+async fn it_responds_while_a_handler_blocks_the_only_thread() {
     let (begun, has_begun) = mpsc::channel();
     let (go_on, goes_on) = mpsc::channel();
     let (readiness, status) = (Readiness::new(), ConsumerStatus::new());
@@ -355,7 +355,7 @@ async fn it_answers_while_a_handler_blocks_the_only_thread() {
             .enable_all()
             .build()
             .expect("a runtime");
-        // Opened where the handler blocks: the port must not need that thread.
+        // Opened on the thread that the handler blocks: the port must not need it.
         runtime.block_on(async move {
             let serving = admin.serve().expect("it opens");
             let all = broker.clone();
@@ -396,7 +396,7 @@ async fn it_answers_while_a_handler_blocks_the_only_thread() {
 }
 
 #[tokio::test]
-async fn nothing_but_get_of_what_is_there() {
+async fn only_get_of_known_paths() {
     let serving = Admin::new().listen(ANY_PORT).serve().expect("it opens");
     let client = reqwest::Client::new();
     for (method, path, status) in [
@@ -434,7 +434,7 @@ async fn nothing_but_get_of_what_is_there() {
 }
 
 #[test]
-fn it_listens_on_this_machine_alone_and_says_when_it_cannot() {
+fn it_listens_on_localhost_and_reports_errors() {
     let (taken, local) = (
         Admin::new().serve(),
         SocketAddr::from((Ipv4Addr::LOCALHOST, PORT)),

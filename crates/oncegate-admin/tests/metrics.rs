@@ -1,4 +1,4 @@
-//! What Prometheus reads. A process of its own: the recorder is installed once for all of it.
+//! Metrics for Prometheus. The recorder is installed once per process, so this test has its own.
 
 use std::io::Write;
 use std::net::Ipv4Addr;
@@ -23,7 +23,7 @@ impl Handler for Done {
 }
 
 #[tokio::test]
-async fn a_scrape_has_the_consumers_metrics_and_promtool_objects_to_none() {
+async fn a_scrape_has_all_metrics_and_passes_promtool() {
     let metrics = Metrics::install().expect("the first recorder");
     assert!(
         Metrics::install()
@@ -45,7 +45,7 @@ async fn a_scrape_has_the_consumers_metrics_and_promtool_objects_to_none() {
         .run_until(async move { all.drained().await })
         .await
         .expect("a clean end");
-    // Those that the servers' adapters would count: each metric once, so that each is looked at.
+    // Registers the metrics of the adapters too, so that each is checked once.
     for metric in oncegate::metrics::all() {
         let labels: Vec<(&str, &str)> = metric.labels.iter().map(|it| (*it, "some")).collect();
         match metric.kind {
@@ -93,10 +93,10 @@ async fn a_scrape_has_the_consumers_metrics_and_promtool_objects_to_none() {
         );
     }
     assert!(!text.contains("canary"), "{text}");
-    promtool_objects_to_nothing_in(&text);
+    promtool_accepts(&text);
 }
 
-fn promtool_objects_to_nothing_in(text: &str) {
+fn promtool_accepts(text: &str) {
     let mut promtool = Command::new("promtool")
         .args(["check", "metrics"])
         .stdin(Stdio::piped())

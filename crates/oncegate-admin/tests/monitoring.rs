@@ -1,5 +1,4 @@
-//! The alert rules and the dashboard of `monitoring/` hold together with the metrics, the book and
-//! Prometheus.
+//! The alert rules and the dashboard of `monitoring/` match the metrics, the book and Prometheus.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -47,7 +46,7 @@ fn alerts() -> Vec<String> {
     alerts
 }
 
-/// What the panels ask, with the title of each.
+/// The queries of the panels, with their titles.
 fn queries() -> Vec<(String, String)> {
     let dashboard: Value = serde_json::from_str(&read("monitoring/dashboard.json")).expect("JSON");
     let text = |value: &Value| value.as_str().expect("text").to_owned();
@@ -69,7 +68,7 @@ fn words(text: &str) -> BTreeSet<&str> {
         .collect()
 }
 
-/// Whether a series of this name is one of a metric's.
+/// Whether a series belongs to a metric.
 fn is_of(series: &str, name: &str, kind: Kind) -> bool {
     match kind {
         Kind::Histogram => series
@@ -79,7 +78,7 @@ fn is_of(series: &str, name: &str, kind: Kind) -> bool {
     }
 }
 
-/// What is asked of the label `outcome`.
+/// The values of the label `outcome` in a query.
 fn outcomes(text: &str) -> Vec<&str> {
     let asked = text.split("outcome=").skip(1);
     let values = asked.map(|it| it.trim_start_matches('~').trim_start_matches('"'));
@@ -89,13 +88,13 @@ fn outcomes(text: &str) -> Vec<&str> {
 }
 
 #[test]
-fn promtool_accepts_the_rules_and_each_fires_when_it_should() {
+fn promtool_accepts_the_rules_and_their_tests() {
     promtool(&["check", "rules"], "monitoring/alerts.yml");
     promtool(&["test", "rules"], "monitoring/alerts.test.yml");
 }
 
 #[test]
-fn each_alert_is_tested_and_leads_to_its_place_in_the_book() {
+fn each_alert_is_tested_and_links_to_the_book() {
     let (rules, tests, book) = (
         read("monitoring/alerts.yml"),
         read("monitoring/alerts.test.yml"),
@@ -125,7 +124,7 @@ fn each_alert_is_tested_and_leads_to_its_place_in_the_book() {
 }
 
 #[test]
-fn the_line_in_the_head_puts_an_address_into_every_rule() {
+fn the_documented_command_sets_the_address_in_every_rule() {
     let rules = read("monitoring/alerts.yml");
     let sed = rules
         .lines()
@@ -134,7 +133,7 @@ fn the_line_in_the_head_puts_an_address_into_every_rule() {
     let script = sed
         .strip_suffix("' alerts.yml")
         .expect("a script, and the file");
-    // As it says, but for `-i`, which would change the file.
+    // As documented, without `-i`, which would change the file.
     let changed = Command::new("sed")
         .arg(script)
         .arg(path("monitoring/alerts.yml"))
@@ -158,7 +157,7 @@ fn the_line_in_the_head_puts_an_address_into_every_rule() {
 }
 
 #[test]
-fn rules_and_dashboard_ask_for_metrics_and_outcomes_that_there_are() {
+fn rules_and_dashboard_use_existing_metrics_and_outcomes() {
     let mut asked = read("monitoring/alerts.yml");
     for (_, query) in queries() {
         asked.push_str(&query);
@@ -186,7 +185,7 @@ fn rules_and_dashboard_ask_for_metrics_and_outcomes_that_there_are() {
 }
 
 #[test]
-fn what_is_not_there_is_found() {
+fn unknown_metrics_are_found() {
     assert!(is_of(
         "oncegate_claim_seconds_bucket",
         "oncegate_claim_seconds",

@@ -1,4 +1,4 @@
-//! What commands make of the configuration.
+//! Configuration values as commands use them.
 
 use std::time::Duration;
 
@@ -6,13 +6,13 @@ use oncegate::marker::{Fingerprint, Terms};
 use oncegate::{Guarantee, Key, MessageId};
 pub(crate) use oncegate_config::Config;
 
-use crate::failure::Failure;
+use crate::error::CliError;
 
-/// A time on the command line, such as `500ms`, `30s`, `5m`, `24h` or `7d`.
+/// A duration on the command line, such as `500ms`, `30s`, `5m`, `24h` or `7d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Span(pub(crate) Duration);
+pub(crate) struct TimeArg(pub(crate) Duration);
 
-impl std::str::FromStr for Span {
+impl std::str::FromStr for TimeArg {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -20,8 +20,7 @@ impl std::str::FromStr for Span {
     }
 }
 
-/// The terms on which an operator writes. Where a consumer is bare its markers are done or not
-/// there, and are compared as others are.
+/// The terms of writes by an operator. Bare markers are compared like those of effectively once.
 pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms {
     let guarantee = if config.guarantee() == Guarantee::Bare {
         Guarantee::EffectivelyOnce
@@ -36,9 +35,9 @@ pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms 
     }
 }
 
-/// The window by which acts go, and that nobody said which, where nobody did.
-pub(crate) fn window_told(config: &Config) -> String {
-    let window = crate::say::span(config.window());
+/// The window as text, marked as the default if it is not configured.
+pub(crate) fn window_description(config: &Config) -> String {
+    let window = crate::output::duration_text(config.window());
     if config.has("gate.dedup-window") {
         window
     } else {
@@ -46,14 +45,14 @@ pub(crate) fn window_told(config: &Config) -> String {
     }
 }
 
-/// The key of an id.
-pub(crate) fn key(config: &Config, id: &MessageId) -> Result<Key, Failure> {
+/// The store key of an id.
+pub(crate) fn key(config: &Config, id: &MessageId) -> Result<Key, CliError> {
     Ok(config.scope()?.key(id))
 }
 
-/// An id as a person gives it: as a producer wrote it, or as it stands in keys and logs.
-pub(crate) fn id(config: &Config, text: &str) -> Result<MessageId, Failure> {
+/// An id from the command line: as a producer wrote it, or as keys and logs show it.
+pub(crate) fn id(config: &Config, text: &str) -> Result<MessageId, CliError> {
     config
         .message_id(text)
-        .ok_or_else(|| Failure::usage("an id is not empty"))
+        .ok_or_else(|| CliError::usage("the id is empty"))
 }

@@ -1,83 +1,90 @@
-//! `oncegate dead-letters`: what was set aside, and how it gets on.
+//! `oncegate dead-letters`: lists, redrives and drops dead letters.
 
 use clap::{Args, Subcommand};
 use oncegate::Guarantee;
 use oncegate::marker::{Ask, Effect, Hold, Marker, UNKNOWN_ATTEMPT};
 
-use crate::Context;
-use crate::audit::{Act, Audit};
+use crate::CliContext;
+use crate::audit::{Audit, PlannedAction};
 use crate::config;
-use crate::failure::Failure;
-use crate::letters::act::{Acting, Doing, Pace, Report, Stop, Turns, closing, publish};
-use crate::letters::filter::{Filter, Meant};
-use crate::letters::judge::{self, Accepts, Copy};
-use crate::letters::look::{self, List, Looking, Show};
-use crate::letters::{Begins, Broker, Letter, Reader, Shelf};
-use crate::marker::change::Subject;
-use crate::marker::told;
-use crate::markers::Markers;
-use crate::say::NotLookedAt;
+use crate::destination::bulk::{
+    BulkCommand, BulkLimits, BulkReport, ConfirmArgs, RateLimiter, StopSignal, close_reader,
+    publish,
+};
+use crate::destination::filter::{FilterMatch, MessageFilter};
+use crate::destination::listing::{self, ListArgs, QueueAccessArgs, ShowArgs};
+use crate::destination::redrive_policy::{self, AcceptedRisks, CopyPlan};
+use crate::destination::{Broker, CopyAge, DeadLetter, Destination, DestinationReader};
+use crate::error::CliError;
+use crate::marker::change::ObservedMarker;
+use crate::marker::description;
+use crate::marker_store::MarkerStore;
+use crate::output::Unchecked;
 
 #[derive(Subcommand)]
 pub(crate) enum DeadLettersCommand {
-    /// Lists what waits there.
-    List(List),
-    /// Shows all that stands there under an id, with its headers.
-    Show(Show),
-    /// Sends them back to where they came from, through the gate, to be run whatever they failed of
-    /// before. What was handled meanwhile is left, and so is what may have been.
-    Redrive(Redrive),
-    /// Gives them up. On RabbitMQ they are gone; on Kafka they stay, and the audit says that
-    /// nothing is to be done about them.
-    Drop(Choice),
+    /// List pending dead letters
+    List(ListArgs),
+    /// Show the dead letters of an id, with their headers
+    Show(ShowArgs),
+    /// Publish dead letters to their source again, through the gate, even if they were rejected
+    /// before. Skips messages that were handled meanwhile or may have been
+    Redrive(RedriveArgs),
+    /// Drop dead letters: RabbitMQ removes them; on Kafka they stay, and the audit records that
+    /// they were dropped
+    Drop(BulkArgs),
 }
 
-/// Which letters, and how.
+/// The arguments of commands that change many messages.
 #[derive(Args)]
-pub(crate) struct Choice {
+pub(crate) struct BulkArgs {
     #[command(flatten)]
-    filter: Filter,
+    filter: MessageFilter,
     #[command(flatten)]
-    pace: Pace,
+    limits: BulkLimits,
     #[command(flatten)]
-    doing: Doing,
+    confirm: ConfirmArgs,
     #[command(flatten)]
-    looking: Looking,
+    queue_access: QueueAccessArgs,
 }
 
 #[derive(Args)]
-pub(crate) struct Redrive {
+pub(crate) struct RedriveArgs {
     #[command(flatten)]
-    choice: Choice,
+    bulk: BulkArgs,
     #[command(flatten)]
-    accepts: Accepts,
+    accepted: AcceptedRisks,
 }
 
-pub(crate) async fn run(context: &Context, command: DeadLettersCommand) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, command: DeadLettersCommand) -> Result<(), CliError> {
     match command {
-        DeadLettersCommand::List(list) => look::list(context, Shelf::DeadLetters, list).await,
-        DeadLettersCommand::Show(show) => look::show(context, Shelf::DeadLetters, show).await,
-        DeadLettersCommand::Redrive(Redrive { choice, accepts }) => {
-            each(context, choice, What::Redrive(accepts)).await
+        DeadLettersCommand::List(list) => {
+            listing::list(context, Destination::DeadLetters, list).await
         }
-        DeadLettersCommand::Drop(choice) => each(context, choice, What::Drop).await,
+        DeadLettersCommand::Show(show) => {
+            listing::show(context, Destination::DeadLetters, show).await
+        }
+        DeadLettersCommand::Redrive(RedriveArgs { bulk, accepted }) => {
+            run_bulk(context, bulk, DeadLetterAction::Redrive(accepted)).await
+        }
+        DeadLettersCommand::Drop(bulk) => run_bulk(context, bulk, DeadLetterAction::Drop).await,
     }
 }
 
 #[derive(Clone, Copy)]
-enum What {
-    Redrive(Accepts),
+enum DeadLetterAction {
+    Redrive(AcceptedRisks),
     Drop,
 }
 
-impl What {
-    fn acting(self) -> Acting {
+impl DeadLetterAction {
+    fn command(self) -> BulkCommand {
         match self {
-            Self::Redrive(_) => Acting {
+            Self::Redrive(_) => BulkCommand {
                 name: "dead-letters redrive",
                 verb: "redriven",
             },
-            Self::Drop => Acting {
+            Self::Drop => BulkCommand {
                 name: "dead-letters drop",
                 verb: "dropped",
             },
@@ -85,247 +92,291 @@ impl What {
     }
 }
 
-async fn each(context: &Context, choice: Choice, what: What) -> Result<(), Failure> {
-    let Choice {
+async fn run_bulk(
+    context: &CliContext,
+    bulk: BulkArgs,
+    action: DeadLetterAction,
+) -> Result<(), CliError> {
+    let BulkArgs {
         filter,
-        pace,
-        doing,
-        looking,
-    } = choice;
-    if !filter.chooses() && !pace.all {
-        return Err(Failure::usage(
-            "say which: --id, --reason, --older-than or --younger-than; or --all",
+        limits,
+        confirm,
+        queue_access,
+    } = bulk;
+    if !filter.is_restrictive() && !limits.all {
+        return Err(CliError::usage(
+            "no messages are selected; pass --id, --reason, --older-than or --younger-than, or --all",
         ));
     }
-    let filter = filter.checked(context)?;
-    let (named, why) = (filter.id.is_some(), doing.why.as_deref());
-    let desk = Desk {
+    let filter = filter.normalized(context)?;
+    let (by_id, why) = (filter.id.is_some(), confirm.why.as_deref());
+    let session = DeadLetterSession {
         context,
         audit: Audit::of(context)?,
-        markers: store(context)?,
-        named,
+        markers: open_marker_store(context)?,
+        by_id,
         why,
     };
-    let (mut report, mut stopped, mut turns, mut stop) =
-        (Report::default(), None, pace.turns(&doing), Stop::watch());
-    let mut not_looked_at = NotLookedAt::default();
-    for broker in Broker::wanted(context, filter.broker, &mut not_looked_at)? {
-        let opened = look::open(context, broker, Shelf::DeadLetters, looking.counts(context));
-        let mut reader = match stop.or(opened).await {
+    let (mut report, mut stopped, mut rate_limiter, mut stop_signal) = (
+        BulkReport::default(),
+        None,
+        limits.rate_limiter(&confirm),
+        StopSignal::watch(),
+    );
+    let mut unchecked = Unchecked::default();
+    for broker in Broker::selected(context, filter.broker, &mut unchecked)? {
+        let opened = listing::open(
+            context,
+            broker,
+            Destination::DeadLetters,
+            queue_access.count_policy(context),
+        );
+        let mut reader = match stop_signal.or(opened).await {
             Ok(reader) => reader,
-            // What was done on another broker is told all the same.
+            // The report still shows what was done on another broker.
             Err(failure) => {
                 stopped = Some(failure);
                 break;
             }
         };
-        let bar = look::bar(&reader, what.acting().verb);
+        let bar = listing::bar(&reader, action.command().verb);
         let passed = async {
-            while !report.is_full(&pace)
-                && let Some(letter) = stop.or(reader.next()).await?
+            while !report.is_full(&limits)
+                && let Some(message) = stop_signal.or(reader.next()).await?
             {
                 bar.inc(1);
-                if !letter.state.waits() {
+                if !message.state.is_pending() {
                     continue;
                 }
-                match filter.judge(&letter) {
-                    Meant::Yes => {}
-                    Meant::No => continue,
-                    Meant::Ageless => {
-                        report.note_ageless();
+                match filter.matches(&message) {
+                    FilterMatch::Yes => {}
+                    FilterMatch::No => continue,
+                    FilterMatch::UnknownAge => {
+                        report.note_unknown_age();
                         continue;
                     }
                 }
-                let said = match what {
-                    What::Redrive(accepts) => {
-                        desk.redrive(&mut reader, &letter, accepts, &mut turns, doing.yes)
+                let result = match action {
+                    DeadLetterAction::Redrive(accepted) => {
+                        session
+                            .redrive(
+                                &mut reader,
+                                &message,
+                                accepted,
+                                &mut rate_limiter,
+                                confirm.yes,
+                            )
                             .await
                     }
-                    What::Drop => desk.drop(&reader, &letter, &mut turns, doing.yes).await,
+                    DeadLetterAction::Drop => {
+                        session
+                            .drop(&reader, &message, &mut rate_limiter, confirm.yes)
+                            .await
+                    }
                 };
-                report.note(&letter, said)?;
+                report.note(&message, result)?;
             }
             Ok(())
         };
         stopped = passed.await.err();
-        closing(reader, bar).await;
+        close_reader(reader, bar).await;
         if stopped.is_some() {
             break;
         }
     }
-    report.finish(context, &doing, what.acting(), stopped)?;
-    not_looked_at.end()
+    report.finish(context, &confirm, action.command(), stopped)?;
+    unchecked.end()
 }
 
-/// Without a store nothing is looked at: the gate itself still keeps what was handled from being
-/// handled again, and what it may keep from running is left.
-fn store(context: &Context) -> Result<Option<Markers>, Failure> {
+/// Without a store no marker is read: the gate still deduplicates, and messages that their marker
+/// may block are skipped.
+fn open_marker_store(context: &CliContext) -> Result<Option<MarkerStore>, CliError> {
     context
         .config
-        .place()?
-        .map(|_| Markers::of(&context.config))
+        .store_kind()?
+        .map(|_| MarkerStore::of(&context.config))
         .transpose()
 }
 
-/// Where letters are dealt with.
-struct Desk<'a> {
-    context: &'a Context,
+/// The state of one redrive or drop command.
+struct DeadLetterSession<'a> {
+    context: &'a CliContext,
     audit: Audit,
-    markers: Option<Markers>,
-    /// Whether one id was asked for.
-    named: bool,
+    markers: Option<MarkerStore>,
+    /// Whether `--id` selects the messages.
+    by_id: bool,
     why: Option<&'a str>,
 }
 
-impl Desk<'_> {
-    /// Looks at the marker; then, if it is to be done, sends it back, publishes a copy with
-    /// confirmation, writes that down, and takes the letter out, in this order. A crash anywhere
-    /// leaves the letter, or a copy more, which passes the gate.
+impl DeadLetterSession<'_> {
+    /// Reads the marker and, if confirmed, releases it, publishes a copy, records the action in the
+    /// audit and removes the original, in this order. A crash leaves the original, or an additional
+    /// copy that the gate deduplicates.
     ///
     /// # Errors
-    /// The letter is left where it is.
+    /// The message stays in its destination.
     async fn redrive(
         &self,
-        reader: &mut Reader,
-        letter: &Letter,
-        accepts: Accepts,
-        turns: &mut Turns,
-        does: bool,
-    ) -> Result<String, Failure> {
-        judge::is_ours(letter, reader.target())?;
-        judge::is_whole(letter, accepts)?;
+        reader: &mut DestinationReader,
+        message: &DeadLetter,
+        accepted: AcceptedRisks,
+        rate_limiter: &mut RateLimiter,
+        confirmed: bool,
+    ) -> Result<String, CliError> {
+        redrive_policy::check_source(message, reader.target())?;
+        redrive_policy::check_complete(message, accepted)?;
         if self.markers.is_none() {
-            judge::runs_without_a_look(letter)?;
+            redrive_policy::check_without_store(message)?;
         }
-        let subject = self.subject(letter).await?;
-        let Copy { begins, word } =
-            judge::copy(letter, subject.as_ref(), self.named, accepts, self.context)?;
-        let after = sent(reader.target(), begins, self.context);
-        let frees = subject
-            .as_ref()
-            .and_then(|subject| Some((subject, send_back(subject, word, letter, self.context)?)));
-        if !does {
-            let freed = if frees.is_some() { "freed, and " } else { "" };
-            return Ok(format!("would be {freed}{after}"));
+        let marker = self.marker(message).await?;
+        let CopyPlan { age, effect } = redrive_policy::plan_copy(
+            message,
+            marker.as_ref(),
+            self.by_id,
+            accepted,
+            self.context,
+        )?;
+        let after = copy_description(reader.target(), age, self.context);
+        let release = marker.as_ref().and_then(|marker| {
+            Some((
+                marker,
+                release_request(marker, effect, message, self.context)?,
+            ))
+        });
+        if !confirmed {
+            let released = if release.is_some() {
+                "released and "
+            } else {
+                ""
+            };
+            return Ok(format!("would be {released}{after}"));
         }
-        turns.next().await;
-        let before = subject.as_ref().map_or_else(
-            || "set aside".to_owned(),
-            |subject| format!("set aside, {}", subject.in_words()),
+        rate_limiter.next().await;
+        let before = marker.as_ref().map_or_else(
+            || "dead-lettered".to_owned(),
+            |marker| format!("dead-lettered, {}", marker.summary()),
         );
-        let fence = subject
+        let fence = marker
             .as_ref()
-            .and_then(|subject| told::attempt(&subject.standing.marker))
+            .and_then(|marker| description::attempt(&marker.standing.marker))
             .unwrap_or(0)
-            .max(known(letter));
-        let act = Act {
+            .max(known_attempt(message));
+        let action = PlannedAction {
             attempt: Some(fence),
-            ..self.act("dead-letters redrive", letter, before, after.clone())
+            ..self.planned_action("dead-letters redrive", message, before, after.clone())
         };
-        let begun = self.audit.begin(act, self.why).await?;
-        if let Some((subject, ask)) = frees
-            && let Err(failure) = subject.ask(ask, known(letter)).await
+        let pending = self.audit.begin(action, self.why).await?;
+        if let Some((marker, ask)) = release
+            && let Err(failure) = marker.apply(ask, known_attempt(message)).await
         {
-            self.audit.failed(begun, &failure).await?;
+            self.audit.failed(pending, &failure).await?;
             return Err(failure);
         }
-        publish(&self.audit, begun, reader, letter, begins).await?;
+        publish(&self.audit, pending, reader, message, age).await?;
         Ok(after)
     }
 
     async fn drop(
         &self,
-        reader: &Reader,
-        letter: &Letter,
-        turns: &mut Turns,
-        does: bool,
-    ) -> Result<String, Failure> {
-        judge::is_ours(letter, reader.target())?;
-        if !does {
+        reader: &DestinationReader,
+        message: &DeadLetter,
+        rate_limiter: &mut RateLimiter,
+        confirmed: bool,
+    ) -> Result<String, CliError> {
+        redrive_policy::check_source(message, reader.target())?;
+        if !confirmed {
             return Ok("would be dropped".into());
         }
-        turns.next().await;
-        let before = match self.subject(letter).await? {
-            Some(subject) => format!("set aside, {}", subject.in_words()),
-            None => "set aside".to_owned(),
+        rate_limiter.next().await;
+        let before = match self.marker(message).await? {
+            Some(marker) => format!("dead-lettered, {}", marker.summary()),
+            None => "dead-lettered".to_owned(),
         };
-        let begun = self
+        let pending = self
             .audit
             .begin(
-                self.act("dead-letters drop", letter, before, "dropped".into()),
+                self.planned_action("dead-letters drop", message, before, "dropped".into()),
                 self.why,
             )
             .await?;
-        if let Err(failure) = reader.take_out(letter).await {
-            self.audit.unknown(begun, &failure).await;
+        if let Err(failure) = reader.take_out(message).await {
+            self.audit.unknown(pending, &failure).await;
             return Err(failure);
         }
-        self.audit.done(begun).await?;
+        self.audit.done(pending).await?;
         Ok("dropped".into())
     }
 
-    fn act(&self, what: &'static str, letter: &Letter, before: String, after: String) -> Act {
-        Act {
+    fn planned_action(
+        &self,
+        what: &'static str,
+        message: &DeadLetter,
+        before: String,
+        after: String,
+    ) -> PlannedAction {
+        PlannedAction {
             what,
-            id: letter.id().map(str::to_owned),
-            place: Some(letter.place.clone()),
+            id: message.id().map(str::to_owned),
+            place: Some(message.place.clone()),
             before,
             after,
             attempt: None,
         }
     }
 
-    async fn subject(&self, letter: &Letter) -> Result<Option<Subject<'_>>, Failure> {
-        let (Some(markers), Some(id)) = (&self.markers, letter.id()) else {
+    async fn marker(&self, message: &DeadLetter) -> Result<Option<ObservedMarker<'_>>, CliError> {
+        let (Some(markers), Some(id)) = (&self.markers, message.id()) else {
             return Ok(None);
         };
-        // What somebody else wrote into the header may be anything.
+        // A foreign header may hold anything.
         let Ok(id) = config::id(&self.context.config, id) else {
             return Ok(None);
         };
-        Subject::look(self.context, markers, id)
+        ObservedMarker::look(self.context, markers, id)
             .await
             .map(Some)
-            .map_err(Failure::of_one_letter)
+            .map_err(CliError::for_one_message)
     }
 }
 
-/// What is asked of the store before a copy is published, so that it is run whatever its id was
-/// rejected for before. `None` where nothing is known of the id that would keep it from running, or
-/// where the gate has to find it in doubt first.
-fn send_back(
-    subject: &Subject<'_>,
-    word: Effect,
-    letter: &Letter,
-    context: &Context,
+/// The marker change that lets a copy run. `None` if the marker does not block it, or if the gate
+/// has to find the id in doubt first.
+fn release_request(
+    marker: &ObservedMarker<'_>,
+    effect: Effect,
+    message: &DeadLetter,
+    context: &CliContext,
 ) -> Option<Ask> {
-    let seen = subject.standing.marker;
+    let seen = marker.standing.marker;
     let doubted =
         |hold: &Hold| [hold.guarantee, context.config.guarantee()].contains(&Guarantee::AtMostOnce);
     match seen {
-        Marker::Absent if known(letter) == 0 && word == Effect::Nothing => None,
+        Marker::Absent if known_attempt(message) == 0 && effect == Effect::Nothing => None,
         Marker::InProgress(hold) if doubted(&hold) => None,
-        _ => Some(Ask::SendBack { seen, effect: word }),
+        _ => Some(Ask::SendBack {
+            seen,
+            effect: effect,
+        }),
     }
 }
 
-/// How far the attempts of its id had come when it was dead-lettered. Of an id that was used for
-/// another body nobody knows.
-fn known(letter: &Letter) -> u32 {
-    if letter.fence() == 0 && letter.reason() == "conflict" {
+/// The last attempt of its id when it was dead-lettered. Unknown if the id was used for another
+/// body.
+fn known_attempt(message: &DeadLetter) -> u32 {
+    if message.fence() == 0 && message.reason() == "conflict" {
         UNKNOWN_ATTEMPT
     } else {
-        letter.fence()
+        message.fence()
     }
 }
 
-/// What comes of a letter whose copy goes there.
-pub(crate) fn sent(target: &str, begins: Begins, context: &Context) -> String {
-    match begins {
-        Begins::Afresh => format!("sent to {target}"),
-        Begins::Aged(_) => format!(
+/// The description of a redriven copy.
+pub(crate) fn copy_description(target: &str, age: CopyAge, context: &CliContext) -> String {
+    match age {
+        CopyAge::New => format!("sent to {target}"),
+        CopyAge::FirstSeen(_) => format!(
             "sent to {target} with its age, to be reconciled: it may have been handled longer ago than the window of {}",
-            config::window_told(&context.config)
+            config::window_description(&context.config)
         ),
     }
 }

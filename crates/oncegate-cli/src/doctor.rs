@@ -1,4 +1,4 @@
-//! `oncegate doctor`: what is wrong with a set-up, and what to do about it. Asks; changes nothing.
+//! `oncegate doctor`: finds problems in servers and settings and suggests fixes. Changes nothing.
 
 mod codes;
 #[cfg(feature = "kafka")]
@@ -12,46 +12,47 @@ mod sqlite;
 mod store;
 
 use clap::Args;
-use oncegate_config::Place;
+use oncegate_config::StoreKind;
 use serde::Serialize;
 
-use crate::Context;
-use crate::failure::Failure;
-use crate::letters::Broker;
-use crate::say::{NotLookedAt, Table, plain};
+use crate::CliContext;
+use crate::destination::Broker;
+use crate::error::CliError;
+use crate::output::{TextTable, Unchecked, printable};
 
-/// How bad it is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Level {
-    /// It does not work, or breaks what was promised.
+pub(crate) enum Severity {
+    /// Something does not work or breaks a guarantee.
     Error,
-    /// It may lose or double something, or stop, one day.
+    /// It may lose or duplicate messages, or stop, under some conditions.
     Warning,
-    /// It is worth knowing.
+    /// A recommendation.
     Advice,
 }
 
-/// One thing that was found.
+/// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
-pub(crate) struct Finding {
-    /// What it is, in a word that stays the same; the book lists them.
+pub(crate) struct DoctorFinding {
+    /// A stable code; the book lists all of them.
     pub(crate) code: &'static str,
-    pub(crate) level: Level,
-    /// A server, topic, queue or setting.
+    #[serde(rename = "level")]
+    pub(crate) severity: Severity,
+    /// The server, topic, queue or setting.
     pub(crate) at: String,
     pub(crate) what: String,
     pub(crate) remedy: String,
 }
 
-/// What was found so far.
+/// Collects findings.
 #[derive(Default)]
-pub(crate) struct Findings(Vec<Finding>);
+pub(crate) struct DoctorFindings(Vec<DoctorFinding>);
 
-impl Findings {
+impl DoctorFindings {
     pub(crate) fn add(
         &mut self,
-        level: Level,
+        severity: Severity,
         code: &'static str,
         at: impl Into<String>,
         what: impl Into<String>,
@@ -61,9 +62,9 @@ impl Findings {
             codes::CODES.iter().any(|(known, _)| *known == code),
             "{code} is not in the list"
         );
-        self.0.push(Finding {
+        self.0.push(DoctorFinding {
             code,
-            level,
+            severity,
             at: at.into(),
             what: what.into(),
             remedy: remedy.into(),
@@ -77,7 +78,7 @@ impl Findings {
         what: impl Into<String>,
         remedy: impl Into<String>,
     ) {
-        self.add(Level::Error, code, at, what, remedy);
+        self.add(Severity::Error, code, at, what, remedy);
     }
 
     pub(crate) fn warning(
@@ -87,7 +88,7 @@ impl Findings {
         what: impl Into<String>,
         remedy: impl Into<String>,
     ) {
-        self.add(Level::Warning, code, at, what, remedy);
+        self.add(Severity::Warning, code, at, what, remedy);
     }
 
     pub(crate) fn has(&self, code: &str) -> bool {
@@ -97,14 +98,14 @@ impl Findings {
 
 #[derive(Args)]
 pub(crate) struct DoctorArguments {
-    /// Lists every code that a finding may have, and asks nobody.
+    /// List every code that a finding may have, without contacting a server
     #[arg(long)]
     list: bool,
 }
 
-pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Result<(), CliError> {
     if arguments.list {
-        let mut table = Table::new(&["code", "says"]);
+        let mut table = TextTable::new(&["code", "says"]);
         codes::CODES
             .iter()
             .for_each(|(code, says)| table.row([(*code).to_owned(), (*says).to_owned()]));
@@ -113,47 +114,49 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
     context.has_configuration()?;
     let config = &context.config;
     let (store, brokers) = (
-        config.place()?,
+        config.store_kind()?,
         Broker::configured(context, None).unwrap_or_default(),
     );
-    let (mut findings, mut looked_at, mut not_looked_at) = (
-        Findings::default(),
+    let (mut findings, mut checked, mut unchecked) = (
+        DoctorFindings::default(),
         vec!["the settings"],
-        NotLookedAt::default(),
+        Unchecked::default(),
     );
-    let is_incomplete = Broker::note_incomplete(context, &mut not_looked_at);
-    settings::look(config, &mut findings)?;
+    let is_incomplete = Broker::note_incomplete(context, &mut unchecked);
+    settings::check(config, &mut findings)?;
     if store.is_none() && brokers.is_empty() && !is_incomplete {
-        return Err(Failure::usage(
+        return Err(CliError::usage(
             "no server is configured: set store.url, and kafka.brokers and kafka.topic, or rabbitmq.url and rabbitmq.queue",
         ));
     }
-    // Who cannot be asked keeps nobody from hearing what else was found.
-    let mut note = |whom: &str, asked: Result<(), Failure>| {
-        if let Err(failure) = asked {
-            not_looked_at.note(whom, failure);
+    // An unreachable server must not hide other findings.
+    let mut note = |server: &str, result: Result<(), CliError>| {
+        if let Err(failure) = result {
+            unchecked.note(server, failure);
         }
     };
     match store {
-        Some(Place::Redis) => {
-            looked_at.push("Redis");
+        Some(StoreKind::Redis) => {
+            checked.push("Redis");
             #[cfg(feature = "redis")]
-            note("Redis", store::look(config, &mut findings).await);
+            note("Redis", store::check(config, &mut findings).await);
             #[cfg(not(feature = "redis"))]
-            note("Redis", Err(Failure::left_out("Redis", "redis")));
+            note("Redis", Err(CliError::feature_missing("Redis", "redis")));
         }
         #[cfg(feature = "sqlite")]
-        Some(Place::Sqlite(file)) => {
-            looked_at.push("SQLite");
-            sqlite::look(config, file, &mut findings).await;
+        Some(StoreKind::Sqlite(file)) => {
+            checked.push("SQLite");
+            sqlite::check(config, file, &mut findings).await;
         }
         #[cfg(not(feature = "sqlite"))]
-        Some(Place::Sqlite(_)) => note("SQLite", Err(Failure::left_out("SQLite", "sqlite"))),
-        Some(Place::Memory) => {
-            let what = "it is the memory of the consumer's process: what was handled is forgotten with that process";
-            let remedy = "for more than a test name Redis or an SQLite file in store.url";
+        Some(StoreKind::Sqlite(_)) => {
+            note("SQLite", Err(CliError::feature_missing("SQLite", "sqlite")))
+        }
+        Some(StoreKind::Memory) => {
+            let what = "it is the memory of the consumer process: its markers are lost when that process ends";
+            let remedy = "outside of tests, set store.url to Redis or an SQLite file";
             findings.add(
-                settings::forgetting(config),
+                settings::volatile_store_severity(config),
                 "store-forgets",
                 "store.url",
                 what,
@@ -166,52 +169,52 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
         match broker {
             #[cfg(feature = "kafka")]
             Broker::Kafka => {
-                looked_at.push("Kafka");
-                note("Kafka", kafka::look(config, &mut findings).await);
+                checked.push("Kafka");
+                note("Kafka", kafka::check(config, &mut findings).await);
             }
             #[cfg(feature = "rabbitmq")]
             Broker::Rabbitmq => {
-                looked_at.push("RabbitMQ");
-                note("RabbitMQ", rabbitmq::look(config, &mut findings).await);
+                checked.push("RabbitMQ");
+                note("RabbitMQ", rabbitmq::check(config, &mut findings).await);
             }
             #[allow(unreachable_patterns)]
-            broker => note(broker.name(), Err(broker.left_out())),
+            broker => note(broker.name(), Err(broker.feature_missing())),
         }
     }
     let mut findings = findings.0;
-    findings.sort_by_key(|finding| finding.level);
+    findings.sort_by_key(|finding| finding.severity);
     let mut text = String::new();
-    for Finding {
+    for DoctorFinding {
         code,
-        level,
+        severity,
         at,
         what,
         remedy,
     } in &findings
     {
-        let level = format!("{level:?}").to_uppercase();
+        let severity = format!("{severity:?}").to_uppercase();
         text.push_str(&format!(
-            "{level}  {}  [{code}]\n  {}\n  Do: {}\n\n",
-            plain(at),
-            plain(what),
-            plain(remedy)
+            "{severity}  {}  [{code}]\n  {}\n  Fix: {}\n\n",
+            printable(at),
+            printable(what),
+            printable(remedy)
         ));
     }
     let bad = findings
         .iter()
-        .filter(|finding| finding.level != Level::Advice)
+        .filter(|finding| finding.severity != Severity::Advice)
         .count();
     text.push_str(&format!(
-        "Looked at {}: {bad} to be mended, {} to be known.",
-        looked_at.join(", "),
+        "Checked {}; problems: {bad}, recommendations: {}.",
+        checked.join(", "),
         findings.len() - bad
     ));
-    text.push_str(&not_looked_at.for_people());
-    context.format.print(&serde_json::json!({ "findings": findings, "looked_at": looked_at, "not_looked_at": not_looked_at }), text)?;
-    not_looked_at.end()?;
+    text.push_str(&unchecked.to_text());
+    context.format.print(&serde_json::json!({ "findings": findings, "looked_at": checked, "not_looked_at": unchecked }), text)?;
+    unchecked.end()?;
     if bad == 0 {
         Ok(())
     } else {
-        Err(Failure::not_all(format!("{bad} to be mended")))
+        Err(CliError::not_all(format!("problems found: {bad}")))
     }
 }

@@ -1,4 +1,4 @@
-//! `oncegate explain`: was it handled, and why not twice? From all that is known of one id.
+//! `oncegate explain`: was an id handled, and why not twice?
 
 mod verdict;
 
@@ -8,222 +8,235 @@ use clap::Args;
 use oncegate::Guarantee;
 use serde::Serialize;
 
-use crate::Context;
-use crate::audit::{self, Audit, Entry};
+use crate::CliContext;
+use crate::audit::{self, Audit, AuditEntry};
 use crate::config;
-use crate::failure::Failure;
-use crate::letters::filter::Filter;
-use crate::letters::look::{Looking, gather};
-use crate::letters::{Broker, Letter, Shelf, look};
+use crate::destination::filter::MessageFilter;
+use crate::destination::listing::{QueueAccessArgs, collect_messages};
 #[cfg(feature = "kafka")]
-use crate::letters::{Done, kafka};
-use crate::marker::told::Told;
-use crate::markers::Markers;
-use crate::say::{NotLookedAt, plain};
-use verdict::Verdict;
+use crate::destination::{AuditedStates, kafka};
+use crate::destination::{Broker, DeadLetter, Destination, listing};
+use crate::error::CliError;
+use crate::marker::description::MarkerDescription;
+use crate::marker_store::MarkerStore;
+use crate::output::{Unchecked, printable};
+use verdict::HandlingVerdict;
 
 #[derive(Args)]
-pub(crate) struct Explain {
-    /// As the producer wrote it, or as it stands in keys and logs.
+pub(crate) struct ExplainArgs {
+    /// The id as the producer wrote it, or as keys and logs show it
     id: String,
-    /// Goes through the Kafka topic too, and counts the messages with this id in it; needs
-    /// `gate.id`. Refused where only RabbitMQ is configured: a queue keeps nothing that was
-    /// consumed.
+    /// Also count the messages with this id in the Kafka topic; needs `gate.id`. Refused if only
+    /// RabbitMQ is configured: a queue does not keep consumed messages
     #[arg(long)]
     copies: bool,
     #[command(flatten)]
-    looking: Looking,
+    queue_access: QueueAccessArgs,
 }
 
-/// All that is known of an id.
+/// The explanation of an id as JSON.
 #[derive(Serialize)]
-struct Story {
+struct Explanation {
     id: String,
-    verdict: Verdict,
+    verdict: HandlingVerdict,
     says: String,
     #[serde(skip_serializing_if = "Option::is_none")]
-    marker: Option<Told>,
-    /// Null where none was found, and not all was looked at.
+    marker: Option<MarkerDescription>,
+    /// Null if none was found and not everything was checked.
     dead_letters: Option<Vec<serde_json::Value>>,
     in_doubt: Option<Vec<serde_json::Value>>,
-    /// Where messages with this id stand in the topic.
+    /// Positions of messages with this id in the topic.
     #[serde(skip_serializing_if = "Option::is_none")]
     copies: Option<Vec<String>>,
-    audit: Vec<Entry>,
-    /// What could not be asked, and why.
-    not_looked_at: NotLookedAt,
+    audit: Vec<AuditEntry>,
+    /// What could not be checked, and why.
+    #[serde(rename = "not_looked_at")]
+    unchecked: Unchecked,
 }
 
-/// What was found.
-pub(crate) struct Known {
-    pub(crate) marker: Option<Told>,
-    pub(crate) dead_letters: Vec<Letter>,
-    pub(crate) in_doubt: Vec<Letter>,
+/// Everything that was found about an id.
+pub(crate) struct Evidence {
+    pub(crate) marker: Option<MarkerDescription>,
+    pub(crate) dead_letters: Vec<DeadLetter>,
+    pub(crate) in_doubt: Vec<DeadLetter>,
     pub(crate) copies: Option<Vec<String>>,
-    /// The destinations of which not all was looked at.
-    pub(crate) unseen: Vec<Shelf>,
-    pub(crate) acts: Vec<Entry>,
+    /// Destinations that were not completely checked.
+    pub(crate) incomplete: Vec<Destination>,
+    pub(crate) actions: Vec<AuditEntry>,
     pub(crate) guarantee: Guarantee,
     pub(crate) window: Duration,
-    /// The same in words.
-    pub(crate) window_told: String,
+    /// The window as text.
+    pub(crate) window_description: String,
 }
 
-impl Known {
-    fn nothing(context: &Context) -> Self {
+impl Evidence {
+    fn nothing(context: &CliContext) -> Self {
         Self {
             marker: None,
             dead_letters: Vec::new(),
             in_doubt: Vec::new(),
             copies: None,
-            unseen: Vec::new(),
-            acts: Vec::new(),
+            incomplete: Vec::new(),
+            actions: Vec::new(),
             guarantee: context.config.guarantee(),
             window: context.config.window(),
-            window_told: config::window_told(&context.config),
+            window_description: config::window_description(&context.config),
         }
     }
 }
 
-pub(crate) async fn run(context: &Context, explain: Explain) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<(), CliError> {
     context.has_configuration()?;
     let id = config::id(&context.config, &explain.id)?;
     if explain.copies {
-        can_be_counted(context)?;
+        check_copies(context)?;
     }
-    let (mut known, mut not_looked_at) = (Known::nothing(context), NotLookedAt::default());
+    let (mut evidence, mut unchecked) = (Evidence::nothing(context), Unchecked::default());
     match marker(context, &id).await {
-        Ok(told) => known.marker = Some(told),
-        Err(failure) => not_looked_at.note("the store", failure),
+        Ok(marker) => evidence.marker = Some(marker),
+        Err(failure) => unchecked.note("the store", failure),
     }
-    match acts(context, &id).await {
-        Ok(acts) => known.acts = acts,
-        Err(failure) => not_looked_at.note("the audit", failure),
+    match actions(context, &id).await {
+        Ok(actions) => evidence.actions = actions,
+        Err(failure) => unchecked.note("the audit", failure),
     }
-    let filter = Filter::of_id(context, id.as_str(), None)?;
-    if Broker::note_incomplete(context, &mut not_looked_at) {
-        known.unseen = vec![Shelf::DeadLetters, Shelf::InDoubt];
+    let filter = MessageFilter::for_id(context, id.as_str(), None)?;
+    if Broker::note_incomplete(context, &mut unchecked) {
+        evidence.incomplete = vec![Destination::DeadLetters, Destination::InDoubt];
     }
-    let counts = explain.looking.counts(context);
+    let count_policy = explain.queue_access.count_policy(context);
     for broker in Broker::configured(context, None).unwrap_or_default() {
-        for (shelf, found) in [
-            (Shelf::DeadLetters, &mut known.dead_letters),
-            (Shelf::InDoubt, &mut known.in_doubt),
+        for (destination, found) in [
+            (Destination::DeadLetters, &mut evidence.dead_letters),
+            (Destination::InDoubt, &mut evidence.in_doubt),
         ] {
-            match gather(
+            match collect_messages(
                 context,
-                shelf,
+                destination,
                 broker,
-                counts,
+                count_policy,
                 usize::MAX,
-                &mut not_looked_at,
-                |letter| filter.takes(letter),
+                &mut unchecked,
+                |message| filter.selects(message),
             )
             .await
             {
-                Ok((letters, _)) => found.extend(letters),
+                Ok((messages, _)) => found.extend(messages),
                 Err(failure) => {
-                    not_looked_at.note(look::named(shelf, broker), failure);
-                    known.unseen.push(shelf);
+                    unchecked.note(listing::description(destination, broker), failure);
+                    evidence.incomplete.push(destination);
                 }
             }
         }
     }
     if explain.copies {
-        known.copies = Some(copies(context, &filter).await?);
+        evidence.copies = Some(copies(context, &filter).await?);
     }
-    let ended = not_looked_at.end();
-    // Without a broker there is a store alone, as behind a gate of its own, and nothing is set
-    // aside.
-    if !Broker::is_any(context) {
-        not_looked_at.note(
+    let ended = unchecked.end();
+    // A gate may be used without a broker; then there are no destinations.
+    if !Broker::any_configured(context) {
+        unchecked.note(
             "the dead letters and messages in doubt",
-            Failure::usage("no broker is configured"),
+            CliError::usage("no broker is configured"),
         );
     }
-    let (verdict, mut says) = verdict::of(&known);
-    if let Some(places) = not_looked_at.places() {
+    let (verdict, mut says) = verdict::of(&evidence);
+    if let Some(names) = unchecked.names() {
         says.push_str(&format!(
-            " Not looked at: {places}; what stands there is not known."
+            " Not checked: {names}; messages there are unknown."
         ));
     }
-    let view = |shelf: Shelf, letters: &[Letter]| {
-        let views: Vec<_> = letters
+    let summaries_of = |destination: Destination, messages: &[DeadLetter]| {
+        let summaries: Vec<_> = messages
             .iter()
-            .map(|letter| serde_json::json!(letter.view()))
+            .map(|message| serde_json::json!(message.summary()))
             .collect();
-        let is_whole = Broker::is_any(context) && !known.unseen.contains(&shelf);
-        (is_whole || !views.is_empty()).then_some(views)
+        let check_complete =
+            Broker::any_configured(context) && !evidence.incomplete.contains(&destination);
+        (check_complete || !summaries.is_empty()).then_some(summaries)
     };
-    let story = Story {
+    let explanation = Explanation {
         id: id.to_string(),
         verdict,
         says,
-        dead_letters: view(Shelf::DeadLetters, &known.dead_letters),
-        in_doubt: view(Shelf::InDoubt, &known.in_doubt),
-        marker: known.marker.clone(),
-        copies: known.copies.clone(),
-        audit: known.acts.clone(),
-        not_looked_at,
+        dead_letters: summaries_of(Destination::DeadLetters, &evidence.dead_letters),
+        in_doubt: summaries_of(Destination::InDoubt, &evidence.in_doubt),
+        marker: evidence.marker.clone(),
+        copies: evidence.copies.clone(),
+        audit: evidence.actions.clone(),
+        unchecked,
     };
-    context.format.print(&story, for_people(&story, &known))?;
+    context
+        .format
+        .print(&explanation, to_text(&explanation, &evidence))?;
     ended
 }
 
-async fn marker(context: &Context, id: &oncegate::MessageId) -> Result<Told, Failure> {
+async fn marker(
+    context: &CliContext,
+    id: &oncegate::MessageId,
+) -> Result<MarkerDescription, CliError> {
     let key = config::key(&context.config, id)?;
-    let standing = Markers::of(&context.config)?.look(&key).await?;
-    Ok(Told::of(key.as_str(), &standing, context.config.window()))
+    let standing = MarkerStore::of(&context.config)?.look(&key).await?;
+    Ok(MarkerDescription::of(
+        key.as_str(),
+        &standing,
+        context.config.window(),
+    ))
 }
 
-/// What was done about an id, in the order in which it ended.
-async fn acts(context: &Context, id: &oncegate::MessageId) -> Result<Vec<Entry>, Failure> {
-    let mut acts = Audit::of(context)?.acts_on(id).await?;
-    acts.sort_by_key(|act| act.at_ms);
-    Ok(acts)
+/// The actions on an id, in the order in which they ended.
+async fn actions(
+    context: &CliContext,
+    id: &oncegate::MessageId,
+) -> Result<Vec<AuditEntry>, CliError> {
+    let mut actions = Audit::of(context)?.actions_on(id).await?;
+    actions.sort_by_key(|act| act.at_ms);
+    Ok(actions)
 }
 
-/// Whether there is a topic to go through, and an id to look for in it.
+/// Checks that there is a topic to read and an id source.
 ///
 /// # Errors
-/// There is not: it says why, and what to do instead.
-fn can_be_counted(context: &Context) -> Result<(), Failure> {
+/// One is missing; the error says what to do instead.
+fn check_copies(context: &CliContext) -> Result<(), CliError> {
     let config = &context.config;
     if cfg!(not(feature = "kafka")) {
-        return Err(Broker::Kafka.left_out());
+        return Err(Broker::Kafka.feature_missing());
     }
     if Broker::configured(context, Some(Broker::Kafka)).is_err() {
-        return Err(Failure::usage(
+        return Err(CliError::usage(
             if Broker::configured(context, Some(Broker::Rabbitmq)).is_ok() {
-                "--copies counts the messages with this id in a Kafka topic. A RabbitMQ queue keeps nothing that was consumed, so that there is \
-             nothing to go through: leave --copies out. The marker and the letters tell the story of the id, and \
+                "--copies counts the messages with this id in a Kafka topic. A RabbitMQ queue does not keep consumed messages, so there is \
+             nothing to count: omit --copies. The marker and the messages in the destinations explain the id, and \
              oncegate_deliveries_total{outcome=\"duplicate\"} counts the duplicates of all ids"
             } else {
-                "--copies counts the messages with this id in a Kafka topic, and none is configured: set kafka.brokers and kafka.topic, or leave \
-             --copies out"
+                "--copies counts the messages with this id in a Kafka topic, and none is configured: set kafka.brokers and kafka.topic, or omit \
+             --copies"
             },
         ));
     }
     match config.id_source()? {
         Some(_) => Ok(()),
-        None => Err(Failure::usage(
+        None => Err(CliError::usage(
             "--copies needs gate.id, to read the ids of messages",
         )),
     }
 }
 
-/// Every message of the topic that the filter takes.
+/// The positions of matching messages in the topic.
 #[cfg(feature = "kafka")]
-async fn copies(context: &Context, filter: &Filter) -> Result<Vec<String>, Failure> {
+async fn copies(context: &CliContext, filter: &MessageFilter) -> Result<Vec<String>, CliError> {
     let topic = kafka::topic(&context.config)?;
-    let mut reader =
-        crate::letters::Reader::Kafka(kafka::Reader::of(context, topic, Done::of(&[])).await?);
-    let bar = look::bar(&reader, "messages looked at");
+    let mut reader = crate::destination::DestinationReader::Kafka(
+        kafka::TopicReader::of(context, topic, AuditedStates::of(&[])).await?,
+    );
+    let bar = listing::bar(&reader, "messages read");
     let mut copies = Vec::new();
-    while let Some(letter) = reader.next().await? {
+    while let Some(message) = reader.next().await? {
         bar.inc(1);
-        if filter.takes(&letter) {
-            copies.push(letter.place.to_string());
+        if filter.selects(&message) {
+            copies.push(message.place.to_string());
         }
     }
     bar.finish_and_clear();
@@ -231,21 +244,21 @@ async fn copies(context: &Context, filter: &Filter) -> Result<Vec<String>, Failu
 }
 
 #[cfg(not(feature = "kafka"))]
-async fn copies(_: &Context, _: &Filter) -> Result<Vec<String>, Failure> {
-    Err(Broker::Kafka.left_out())
+async fn copies(_: &CliContext, _: &MessageFilter) -> Result<Vec<String>, CliError> {
+    Err(Broker::Kafka.feature_missing())
 }
 
-fn for_people(story: &Story, known: &Known) -> String {
-    let unseen = story
-        .not_looked_at
-        .places()
-        .map(|places| format!("; not looked at: {places}"))
+fn to_text(explanation: &Explanation, evidence: &Evidence) -> String {
+    let incomplete = explanation
+        .unchecked
+        .names()
+        .map(|names| format!("; not checked: {names}"))
         .unwrap_or_default();
     let mut text = format!(
-        "{}: {}{unseen}\n{}\n",
-        story.id,
-        story.verdict.word(known.guarantee),
-        plain(&story.says)
+        "{}: {}{incomplete}\n{}\n",
+        explanation.id,
+        explanation.verdict.word(evidence.guarantee),
+        printable(&explanation.says)
     );
     let mut section = |title: &str, lines: String| {
         if !lines.is_empty() {
@@ -254,37 +267,37 @@ fn for_people(story: &Story, known: &Known) -> String {
     };
     section(
         "The marker",
-        story
+        explanation
             .marker
             .as_ref()
-            .map(Told::for_people)
+            .map(MarkerDescription::to_text)
             .unwrap_or_default(),
     );
-    for (title, letters) in [
-        ("Dead letters", &known.dead_letters),
-        ("In doubt", &known.in_doubt),
+    for (title, messages) in [
+        ("Dead letters", &evidence.dead_letters),
+        ("In doubt", &evidence.in_doubt),
     ] {
         section(
             title,
-            if letters.is_empty() {
+            if messages.is_empty() {
                 String::new()
             } else {
-                look::table(letters).to_string()
+                listing::table(messages).to_string()
             },
         );
     }
     section(
         "Messages with this id in the topic",
-        story.copies.as_deref().unwrap_or_default().join("\n"),
+        explanation.copies.as_deref().unwrap_or_default().join("\n"),
     );
     section(
         "What operators did",
-        if story.audit.is_empty() {
+        if explanation.audit.is_empty() {
             String::new()
         } else {
-            audit::table(&story.audit).to_string()
+            audit::table(&explanation.audit).to_string()
         },
     );
-    text.push_str(&story.not_looked_at.for_people());
+    text.push_str(&explanation.unchecked.to_text());
     text
 }

@@ -1,5 +1,4 @@
-//! `oncegate in-doubt`: messages of which nobody knows whether they happened, until a person says
-//! so.
+//! `oncegate in-doubt`: lists messages with unknown effect and records what an operator found out.
 
 use std::collections::HashMap;
 
@@ -7,181 +6,190 @@ use clap::{Args, Subcommand};
 use oncegate::marker::{Ask, Effect, Finding};
 use serde_json::{Value, json};
 
-use crate::Context;
-use crate::audit::{Act, Audit};
+use crate::CliContext;
+use crate::audit::{Audit, PlannedAction};
 use crate::config;
-use crate::failure::{Code, Failure};
-use crate::letters::act::{Acting, Doing, Report, Stop, closing, publish, take_out};
-use crate::letters::judge::{self, Accepts};
-use crate::letters::look::{self, List, Looking, Show};
-use crate::letters::{Begins, Broker, Letter, Reader, Shelf};
-use crate::marker::change::Subject;
-use crate::marker::told::{self, State, is_being_reconciled};
-use crate::markers::Markers;
-use crate::say::NotLookedAt;
+use crate::destination::bulk::{
+    BulkCommand, BulkReport, ConfirmArgs, StopSignal, close_reader, publish, take_out,
+};
+use crate::destination::listing::{self, ListArgs, QueueAccessArgs, ShowArgs};
+use crate::destination::redrive_policy::{self, AcceptedRisks};
+use crate::destination::{Broker, CopyAge, DeadLetter, Destination, DestinationReader};
+use crate::error::{CliError, CliErrorCode};
+use crate::marker::change::ObservedMarker;
+use crate::marker::description::{self, MarkerState, is_being_reconciled};
+use crate::marker_store::MarkerStore;
+use crate::output::Unchecked;
 
 #[derive(Subcommand)]
 pub(crate) enum InDoubtCommand {
-    /// Lists what waits there.
-    List(List),
-    /// Shows all that stands there under an id, with its headers.
-    Show(Show),
-    /// Says what you found out about one or more ids. What happened is recorded as done; what did
-    /// not is sent back, to be handled.
-    Resolve(Resolve),
+    /// List pending messages in doubt
+    List(ListArgs),
+    /// Show the messages in doubt of an id, with their headers
+    Show(ShowArgs),
+    /// Record what you found out about one or more ids: those that happened are recorded as done,
+    /// the others are sent back to be handled
+    Resolve(ResolveArgs),
 }
 
 #[derive(Args)]
-pub(crate) struct Resolve {
-    /// As the producer wrote them, or as they are in keys and logs.
+pub(crate) struct ResolveArgs {
+    /// The ids as the producer wrote them, or as keys and logs show them
     #[arg(required = true)]
     ids: Vec<String>,
     #[command(flatten)]
-    found: Found,
-    /// The broker to look at, where both are configured.
+    finding: FindingArgs,
+    /// Only this broker, if both are configured
     #[arg(long)]
     broker: Option<Broker>,
     #[command(flatten)]
-    doing: Doing,
+    confirm: ConfirmArgs,
     #[command(flatten)]
-    accepts: Accepts,
+    accepted: AcceptedRisks,
     #[command(flatten)]
-    looking: Looking,
+    queue_access: QueueAccessArgs,
 }
 
 #[derive(Args)]
 #[group(required = true, multiple = false)]
-struct Found {
-    /// The effect happened.
+struct FindingArgs {
+    /// The effect happened
     #[arg(long)]
     happened: bool,
-    /// It did not, and nothing still can: no request of an earlier attempt is under way any more.
+    /// The effect did not happen and no longer can: no request of an earlier attempt is in progress
     #[arg(long)]
     did_not_happen: bool,
 }
 
-pub(crate) async fn run(context: &Context, command: InDoubtCommand) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, command: InDoubtCommand) -> Result<(), CliError> {
     match command {
-        InDoubtCommand::List(list) => look::list(context, Shelf::InDoubt, list).await,
-        InDoubtCommand::Show(show) => look::show(context, Shelf::InDoubt, show).await,
+        InDoubtCommand::List(list) => listing::list(context, Destination::InDoubt, list).await,
+        InDoubtCommand::Show(show) => listing::show(context, Destination::InDoubt, show).await,
         InDoubtCommand::Resolve(resolve) => self::resolve(context, resolve).await,
     }
 }
 
-const ACT: Acting = Acting {
+const COMMAND: BulkCommand = BulkCommand {
     name: "in-doubt resolve",
     verb: "resolved",
 };
 
-async fn resolve(context: &Context, resolve: Resolve) -> Result<(), Failure> {
-    let finding = if resolve.found.happened {
+async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliError> {
+    let finding = if resolve.finding.happened {
         Finding::Happened
     } else {
         Finding::DidNotHappen
     };
-    let mut not_looked_at = NotLookedAt::default();
-    let brokers = Broker::wanted(context, resolve.broker, &mut not_looked_at)?;
-    let (audit, doing) = (Audit::of(context)?, &resolve.doing);
-    let mut desk = Desk {
+    let mut unchecked = Unchecked::default();
+    let brokers = Broker::selected(context, resolve.broker, &mut unchecked)?;
+    let (audit, confirm) = (Audit::of(context)?, &resolve.confirm);
+    let mut session = ResolveSession {
         context,
         audit,
         finding,
-        accepts: resolve.accepts,
-        why: doing.why.as_deref(),
-        cases: HashMap::new(),
+        accepted: resolve.accepted,
+        why: confirm.why.as_deref(),
+        ids: HashMap::new(),
     };
-    desk.look(&resolve.ids).await?;
-    let (mut report, mut stopped, mut stop) = (Report::default(), None, Stop::watch());
+    session.read_markers(&resolve.ids).await?;
+    let (mut report, mut stopped, mut stop_signal) =
+        (BulkReport::default(), None, StopSignal::watch());
     for broker in brokers {
-        let opened = look::open(
+        let opened = listing::open(
             context,
             broker,
-            Shelf::InDoubt,
-            resolve.looking.counts(context),
+            Destination::InDoubt,
+            resolve.queue_access.count_policy(context),
         );
-        let mut reader = match stop.or(opened).await {
+        let mut reader = match stop_signal.or(opened).await {
             Ok(reader) => reader,
-            // What was done on another broker is told all the same.
+            // The report still shows what was done on another broker.
             Err(failure) => {
                 stopped = Some(failure);
                 break;
             }
         };
-        let bar = look::bar(&reader, "looked at");
+        let bar = listing::bar(&reader, "read");
         let passed = async {
-            while let Some(letter) = stop.or(reader.next()).await? {
+            while let Some(message) = stop_signal.or(reader.next()).await? {
                 bar.inc(1);
-                if letter.state.waits() && letter.id().is_some_and(|id| desk.cases.contains_key(id))
+                if message.state.is_pending()
+                    && message.id().is_some_and(|id| session.ids.contains_key(id))
                 {
-                    report.note(&letter, desk.settle(&mut reader, &letter, doing.yes).await)?;
+                    report.note(
+                        &message,
+                        session
+                            .resolve_message(&mut reader, &message, confirm.yes)
+                            .await,
+                    )?;
                 }
             }
             Ok(())
         };
         stopped = passed.await.err();
-        closing(reader, bar).await;
+        close_reader(reader, bar).await;
         if stopped.is_some() {
             break;
         }
     }
     if stopped.is_none() {
-        stopped = desk
-            .settle_markers_alone(&mut report, doing.yes)
+        stopped = session
+            .resolve_markers_without_messages(&mut report, confirm.yes)
             .await
             .err();
     }
     for id in &resolve.ids {
-        if let Some(case) = desk.cases.get(config::id(&context.config, id)?.as_str()) {
-            report.note_marker(desk.marker(case, doing.yes));
+        if let Some(entry) = session.ids.get(config::id(&context.config, id)?.as_str()) {
+            report.note_marker(session.marker(entry, confirm.yes));
         }
     }
-    report.finish(context, doing, ACT, stopped)?;
-    not_looked_at.end()
+    report.finish(context, confirm, COMMAND, stopped)?;
+    unchecked.end()
 }
 
-/// What a person found out about ids.
-struct Desk<'a> {
-    context: &'a Context,
+/// The state of one resolve command.
+struct ResolveSession<'a> {
+    context: &'a CliContext,
     audit: Audit,
     finding: Finding,
-    accepts: Accepts,
+    accepted: AcceptedRisks,
     why: Option<&'a str>,
     /// By id.
-    cases: HashMap<String, Case<'a>>,
+    ids: HashMap<String, DoubtfulId<'a>>,
 }
 
-/// One id.
-struct Case<'a> {
-    subject: Subject<'a>,
-    recorded: Recorded,
-    /// How many of its letters were dealt with.
-    letters: usize,
+/// An id to resolve.
+struct DoubtfulId<'a> {
+    marker: ObservedMarker<'a>,
+    update: MarkerUpdate,
+    /// The number of its messages that were processed.
+    messages: usize,
 }
 
-/// Whether the marker says what was found out.
+/// Whether the marker has to be updated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Recorded {
-    /// It is recorded before the first letter is dealt with.
-    NotYet,
-    Now,
-    /// It said so before.
-    Before,
+enum MarkerUpdate {
+    /// Before the first message is processed.
+    Needed,
+    Written,
+    /// The marker recorded the finding before.
+    NotNeeded,
 }
 
-impl<'a> Desk<'a> {
-    /// Looks at the markers, and whether they may become what was found out.
-    async fn look(&mut self, ids: &[String]) -> Result<(), Failure> {
-        let markers = Markers::of(&self.context.config)?;
+impl<'a> ResolveSession<'a> {
+    /// Reads the markers and checks that they may be updated.
+    async fn read_markers(&mut self, ids: &[String]) -> Result<(), CliError> {
+        let markers = MarkerStore::of(&self.context.config)?;
         for id in ids {
             let id = config::id(&self.context.config, id)?;
-            let subject = Subject::look(self.context, &markers, id.clone()).await?;
-            let recorded = may_be_recorded(&subject, self.finding)?;
-            self.cases.insert(
+            let marker = ObservedMarker::look(self.context, &markers, id.clone()).await?;
+            let update = check_marker(&marker, self.finding)?;
+            self.ids.insert(
                 id.to_string(),
-                Case {
-                    subject,
-                    recorded,
-                    letters: 0,
+                DoubtfulId {
+                    marker,
+                    update,
+                    messages: 0,
                 },
             );
         }
@@ -189,7 +197,7 @@ impl<'a> Desk<'a> {
     }
 
     fn after(&self) -> String {
-        let window = config::window_told(&self.context.config);
+        let window = config::window_description(&self.context.config);
         match self.finding {
             Finding::Happened => format!("done for {window}, as an operator found out"),
             Finding::DidNotHappen => {
@@ -198,238 +206,241 @@ impl<'a> Desk<'a> {
         }
     }
 
-    fn marker(&self, case: &Case<'_>, did: bool) -> Value {
-        let before = case.subject.in_words();
-        let changes = case.recorded == Recorded::Now || (!did && case.recorded == Recorded::NotYet);
+    fn marker(&self, entry: &DoubtfulId<'_>, did: bool) -> Value {
+        let before = entry.marker.summary();
+        let changes =
+            entry.update == MarkerUpdate::Written || (!did && entry.update == MarkerUpdate::Needed);
         let after = if changes {
             self.after()
         } else {
             before.clone()
         };
-        json!({ "id": case.subject.id.to_string(), "before": before, "after": after })
+        json!({ "id": entry.marker.id.to_string(), "before": before, "after": after })
     }
 
-    /// Looks again right before anything is done about an id: others may have acted since all were
-    /// looked at.
-    async fn look_again(&mut self, id: &str) -> Result<(), Failure> {
-        let Some(case) = self
-            .cases
+    /// Reads the marker again before a change, since others may have acted meanwhile.
+    async fn refresh_marker(&mut self, id: &str) -> Result<(), CliError> {
+        let Some(entry) = self
+            .ids
             .get_mut(id)
-            .filter(|case| case.recorded == Recorded::NotYet)
+            .filter(|entry| entry.update == MarkerUpdate::Needed)
         else {
             return Ok(());
         };
-        let subject =
-            Subject::look(self.context, &case.subject.markers, case.subject.id.clone()).await?;
-        (case.recorded, case.subject) = (may_be_recorded(&subject, self.finding)?, subject);
+        let marker =
+            ObservedMarker::look(self.context, &entry.marker.markers, entry.marker.id.clone())
+                .await?;
+        (entry.update, entry.marker) = (check_marker(&marker, self.finding)?, marker);
         Ok(())
     }
 
-    /// Records what was found out about an id, once.
-    async fn settle_marker(&mut self, id: &str, fence: u32) -> Result<(), Failure> {
+    /// Records the finding in the marker of an id, once.
+    async fn resolve_marker(&mut self, id: &str, fence: u32) -> Result<(), CliError> {
         let after = self.after();
-        let Some(case) = self
-            .cases
+        let Some(entry) = self
+            .ids
             .get_mut(id)
-            .filter(|case| case.recorded == Recorded::NotYet)
+            .filter(|entry| entry.update == MarkerUpdate::Needed)
         else {
             return Ok(());
         };
-        let (subject, seen) = (&case.subject, case.subject.standing.marker);
-        let ask = match (self.finding, subject.state()) {
-            (Finding::Happened, State::InDoubt) => Ask::Resolve(Finding::Happened),
+        let (marker, seen) = (&entry.marker, entry.marker.standing.marker);
+        let ask = match (self.finding, marker.state()) {
+            (Finding::Happened, MarkerState::InDoubt) => Ask::Resolve(Finding::Happened),
             (Finding::Happened, _) => Ask::Complete,
             (Finding::DidNotHappen, _) => Ask::SendBack {
                 seen,
                 effect: Effect::Nothing,
             },
         };
-        let attempt = Some(told::attempt(&seen).unwrap_or(0).max(fence));
-        let act = Act {
-            what: ACT.name,
+        let attempt = Some(description::attempt(&seen).unwrap_or(0).max(fence));
+        let action = PlannedAction {
+            what: COMMAND.name,
             id: Some(id.to_owned()),
             place: None,
-            before: subject.in_words(),
+            before: marker.summary(),
             after,
             attempt,
         };
-        let begun = self.audit.begin(act, self.why).await?;
-        if let Err(failure) = subject.ask(ask, fence).await {
-            self.audit.failed(begun, &failure).await?;
+        let pending = self.audit.begin(action, self.why).await?;
+        if let Err(failure) = marker.apply(ask, fence).await {
+            self.audit.failed(pending, &failure).await?;
             return Err(failure);
         }
-        case.recorded = Recorded::Now;
-        self.audit.done(begun).await
+        entry.update = MarkerUpdate::Written;
+        self.audit.done(pending).await
     }
 
-    /// A copy stands, confirmed, before the letter is taken out.
-    async fn settle(
+    /// Resolves one message. A copy is confirmed before the original is removed.
+    async fn resolve_message(
         &mut self,
-        reader: &mut Reader,
-        letter: &Letter,
-        does: bool,
-    ) -> Result<String, Failure> {
-        let another = || Failure::not_all("left: another id");
-        let id = letter.id().ok_or_else(another)?;
-        self.cases.get_mut(id).ok_or_else(another)?.letters += 1;
-        judge::is_ours(letter, reader.target())?;
-        if does {
-            self.look_again(id).await?;
+        reader: &mut DestinationReader,
+        message: &DeadLetter,
+        confirmed: bool,
+    ) -> Result<String, CliError> {
+        let another = || CliError::not_all("left: another id");
+        let id = message.id().ok_or_else(another)?;
+        self.ids.get_mut(id).ok_or_else(another)?.messages += 1;
+        redrive_policy::check_source(message, reader.target())?;
+        if confirmed {
+            self.refresh_marker(id).await?;
         }
-        let case = self.cases.get(id).ok_or_else(another)?;
-        let (is, recorded) = (case.subject.in_words(), case.recorded);
+        let entry = self.ids.get(id).ok_or_else(another)?;
+        let (state, update) = (entry.marker.summary(), entry.update);
         if self.finding == Finding::DidNotHappen {
-            judge::is_whole(letter, self.accepts)?;
-            may_be_sent(&case.subject, letter, self.accepts, self.context)?;
+            redrive_policy::check_complete(message, self.accepted)?;
+            check_resend(&entry.marker, message, self.accepted, self.context)?;
         }
         let (would, after) = match self.finding {
-            Finding::Happened if recorded == Recorded::NotYet => (
-                format!("would be recorded as {}, and taken out", self.after()),
-                "taken out, since it happened".to_owned(),
+            Finding::Happened if update == MarkerUpdate::Needed => (
+                format!("would be recorded as {} and removed", self.after()),
+                "removed, since it happened".to_owned(),
             ),
             Finding::Happened => (
-                "would be taken out".into(),
-                "taken out, since it happened".to_owned(),
+                "would be removed".into(),
+                "removed, since it happened".to_owned(),
             ),
             Finding::DidNotHappen => {
                 let target = reader.target();
                 (
-                    format!("would be freed, sent to {target}, and taken out"),
+                    format!("would be released, sent to {target} and removed"),
                     format!("sent to {target}, since it did not happen"),
                 )
             }
         };
-        if !does {
-            return Ok(format!("{is}; {would}"));
+        if !confirmed {
+            return Ok(format!("{state}; {would}"));
         }
-        self.settle_marker(id, letter.fence()).await?;
-        let place = Some(letter.place.clone());
-        let act = Act {
-            what: ACT.name,
+        self.resolve_marker(id, message.fence()).await?;
+        let place = Some(message.place.clone());
+        let action = PlannedAction {
+            what: COMMAND.name,
             id: Some(id.to_owned()),
             place,
-            before: "set aside".into(),
+            before: "in doubt".into(),
             after: after.clone(),
             attempt: None,
         };
-        let begun = self.audit.begin(act, self.why).await?;
+        let pending = self.audit.begin(action, self.why).await?;
         match self.finding {
             Finding::DidNotHappen => {
-                publish(&self.audit, begun, reader, letter, Begins::Afresh).await?
+                publish(&self.audit, pending, reader, message, CopyAge::New).await?
             }
-            Finding::Happened => take_out(&self.audit, begun, reader, letter).await?,
+            Finding::Happened => take_out(&self.audit, pending, reader, message).await?,
         }
         Ok(after)
     }
 
-    /// Of an id without a letter the marker alone may be in doubt: there is no copy to send, and
-    /// the producer may send it again.
-    async fn settle_markers_alone(
+    /// Resolves ids that have no message: only the marker is in doubt, there is no copy to send,
+    /// and the producer may send the message again.
+    async fn resolve_markers_without_messages(
         &mut self,
-        report: &mut Report,
-        does: bool,
-    ) -> Result<(), Failure> {
-        let alone: Vec<String> = self
-            .cases
+        report: &mut BulkReport,
+        confirmed: bool,
+    ) -> Result<(), CliError> {
+        let without_messages: Vec<String> = self
+            .ids
             .iter()
-            .filter(|(_, case)| case.letters == 0)
+            .filter(|(_, entry)| entry.messages == 0)
             .map(|(id, _)| id.clone())
             .collect();
-        for id in alone {
-            if does && let Err(failure) = self.look_again(&id).await {
+        for id in without_messages {
+            if confirmed && let Err(failure) = self.refresh_marker(&id).await {
                 match failure.code {
-                    Code::NotAll => report.note_left(&id, failure.to_string()),
+                    CliErrorCode::NotAll => report.note_left(&id, failure.to_string()),
                     _ => return Err(failure),
                 }
                 continue;
             }
-            let Some(case) = self.cases.get(&id) else {
+            let Some(entry) = self.ids.get(&id) else {
                 continue;
             };
-            let (before, state) = (case.subject.in_words(), case.subject.state());
-            if state != State::InDoubt {
+            let (before, state) = (entry.marker.summary(), entry.marker.state());
+            if state != MarkerState::InDoubt {
                 report.note_left(
                     &id,
                     format!(
-                        "{id} is {before}, and no message with this id waits in the in-doubt destination. Check how the \
-                     id is written, or mark it done with `oncegate marker complete`"
+                        "{id} is {before}, and the in-doubt destination has no message with this id. Check the \
+                     spelling of the id, or mark it done with `oncegate marker complete`"
                     ),
                 );
                 continue;
             }
-            let (was, is) = if does {
+            let (was, is) = if confirmed {
                 ("was", "is")
             } else {
                 ("is", "would be")
             };
-            let says = format!(
-                "{id}: {was} {before}, {is} {}; no message with this id is in the in-doubt destination",
+            let text = format!(
+                "{id}: {was} {before}, {is} {}; the in-doubt destination has no message with this id",
                 self.after()
             );
-            if does && let Err(failure) = self.settle_marker(&id, 0).await {
+            if confirmed && let Err(failure) = self.resolve_marker(&id, 0).await {
                 match failure.code {
-                    Code::NotAll => report.note_left(&id, failure.to_string()),
+                    CliErrorCode::NotAll => report.note_left(&id, failure.to_string()),
                     _ => return Err(failure),
                 }
                 continue;
             }
-            report.note_done(&id, says);
+            report.note_done(&id, text);
         }
         Ok(())
     }
 }
 
-/// The doubt of which a person speaks has to be this one: what is absent may have been freed, and
+/// Checks that the doubt is still the same: an id without a marker may have been released and
 /// handled since.
-fn may_be_sent(
-    subject: &Subject<'_>,
-    letter: &Letter,
-    accepts: Accepts,
-    context: &Context,
-) -> Result<(), Failure> {
-    let state = if subject.state() == State::InDoubt {
-        State::Rejected
+fn check_resend(
+    marker: &ObservedMarker<'_>,
+    message: &DeadLetter,
+    accepted: AcceptedRisks,
+    context: &CliContext,
+) -> Result<(), CliError> {
+    let state = if marker.state() == MarkerState::InDoubt {
+        MarkerState::Rejected
     } else {
-        subject.state()
+        marker.state()
     };
-    match judge::judge(letter, state, true, accepts, context)?.begins {
-        Begins::Afresh => Ok(()),
-        // It would be doubted again.
-        Begins::Aged(_) => Err(Failure::not_all(format!(
-            "left: its id is not in doubt any more, and may have been freed and handled longer ago than the window of {}; find out, and say \
-             --happened, or --accept-forgotten",
-            config::window_told(&context.config)
+    match redrive_policy::plan_for_state(message, state, true, accepted, context)?.age {
+        CopyAge::New => Ok(()),
+        // The consumer would find it in doubt again.
+        CopyAge::FirstSeen(_) => Err(CliError::not_all(format!(
+            "left: its id is no longer in doubt, and may have been released and handled longer ago than the window of {}; find out, and pass \
+             --happened or --accept-forgotten",
+            config::window_description(&context.config)
         ))),
     }
 }
 
-/// Whether the marker has to be changed first.
+/// Checks whether the marker may become what was found out.
 ///
 /// # Errors
-/// It may not be.
-fn may_be_recorded(subject: &Subject<'_>, finding: Finding) -> Result<Recorded, Failure> {
-    let id = &subject.id;
+/// The marker must not be changed.
+fn check_marker(marker: &ObservedMarker<'_>, finding: Finding) -> Result<MarkerUpdate, CliError> {
+    let id = &marker.id;
     let refused = |why: &str| {
-        Err(Failure::not_all(format!(
+        Err(CliError::not_all(format!(
             "{id} is {}: {why}",
-            subject.in_words()
+            marker.summary()
         )))
     };
-    match (subject.state(), finding) {
-        (State::InDoubt, _) if is_being_reconciled(&subject.standing) => {
-            refused("somebody is finding out at this moment; try again later")
+    match (marker.state(), finding) {
+        (MarkerState::InDoubt, _) if is_being_reconciled(&marker.standing) => {
+            refused("a consumer is reconciling it right now; try again later")
         }
-        (State::Done, Finding::Happened) => Ok(Recorded::Before),
-        (State::Done, Finding::DidNotHappen) => {
-            refused("it was handled, or somebody has said so; `oncegate explain` tells more")
+        (MarkerState::Done, Finding::Happened) => Ok(MarkerUpdate::NotNeeded),
+        (MarkerState::Done, Finding::DidNotHappen) => {
+            refused("it was handled or recorded as done; see `oncegate explain`")
         }
-        // Where the doubt has ended in the meantime, the letters are still there.
-        (State::InDoubt | State::Absent | State::Cleared, _) => Ok(Recorded::NotYet),
-        (State::Rejected, _) => refused("it stands in the dead letters, and nothing happened"),
-        (State::InProgress, _) => refused("somebody is handling it; let that end first"),
-        (State::Lapsed, _) => refused(
-            "its holder is gone, and its next delivery finds it in doubt; where none comes, redrive its dead letter",
+        // The messages remain even if the doubt has ended meanwhile.
+        (MarkerState::InDoubt | MarkerState::Absent | MarkerState::Cleared, _) => {
+            Ok(MarkerUpdate::Needed)
+        }
+        (MarkerState::Rejected, _) => refused("it is dead-lettered, and nothing happened"),
+        (MarkerState::InProgress, _) => refused("a consumer is handling it; wait until that ends"),
+        (MarkerState::Lapsed, _) => refused(
+            "its lease expired, and its next delivery finds it in doubt; if none comes, redrive its dead letter",
         ),
-        (State::Unreadable, _) => refused("its marker cannot be read"),
+        (MarkerState::Unreadable, _) => refused("its marker cannot be read"),
     }
 }

@@ -1,8 +1,8 @@
-//! `oncegate`: what an operator asks and does.
+//! `oncegate`: the command-line tool for operators.
 //!
-//! One command a file; what several need lies beside them.
+//! Each command has a module of its own.
 #![forbid(unsafe_code)]
-// What a broker or a store that was left out alone needs.
+// Builds without a broker or a store leave some items unused.
 #![cfg_attr(
     not(all(
         feature = "kafka",
@@ -16,15 +16,15 @@
 mod audit;
 mod config;
 mod dead_letters;
+mod destination;
 mod doctor;
+mod error;
 mod explain;
-mod failure;
 mod in_doubt;
-mod letters;
 mod marker;
-mod markers;
+mod marker_store;
+mod output;
 mod plan;
-mod say;
 mod show_config;
 
 use std::path::PathBuf;
@@ -34,29 +34,29 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Parser, Subcommand};
 
 use crate::config::Config;
-use crate::failure::{Code, Failure};
-use crate::say::Format;
+use crate::error::{CliError, CliErrorCode};
+use crate::output::OutputFormat;
 
-/// Was it handled, and why not twice? Looks into the store, the dead letters and the messages in
-/// doubt, and changes what an operator decides, with an audit.
+/// Explains what happened to a message id, from the store, the dead letters and the messages in
+/// doubt, and applies operator decisions with an audit.
 #[derive(Parser)]
-#[command(name = "oncegate", version, after_help = failure::CODES, arg_required_else_help = true)]
-struct Arguments {
+#[command(name = "oncegate", version, after_help = error::CODES, arg_required_else_help = true)]
+struct CliArgs {
     #[command(flatten)]
-    common: Common,
+    common: GlobalArgs,
     #[command(subcommand)]
-    command: Command,
+    command: CliCommand,
 }
 
 #[derive(clap::Args)]
-struct Common {
-    /// The configuration; `oncegate.toml` here, if there is one, where this is not said.
+struct GlobalArgs {
+    /// The configuration file; by default `oncegate.toml` in the current directory, if it exists
     #[arg(long, global = true, env = "ONCEGATE_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Writes JSON for machines instead of text for people.
+    /// Print JSON instead of text
     #[arg(long, global = true)]
     json: bool,
-    /// Who acts, for the audit; by default the user of this machine.
+    /// The operator name for the audit; by default the current user
     #[arg(
         long = "as",
         global = true,
@@ -66,60 +66,56 @@ struct Common {
     operator: Option<String>,
 }
 
-impl Common {
-    fn format(&self) -> Format {
+impl GlobalArgs {
+    fn format(&self) -> OutputFormat {
         if self.json {
-            Format::Machines
+            OutputFormat::Json
         } else {
-            Format::People
+            OutputFormat::Text
         }
     }
 }
 
 #[derive(Subcommand)]
-enum Command {
-    /// The whole story of an id: was it handled, and why not twice?
-    Explain(explain::Explain),
-    /// What the store remembers of ids.
+enum CliCommand {
+    /// Explain what happened to an id: was it handled, and why not twice?
+    Explain(explain::ExplainArgs),
+    /// Show and change markers in the store
     #[command(subcommand)]
     Marker(marker::MarkerCommand),
-    /// Messages that were set aside because they cannot be handled.
+    /// List, redrive and drop messages that could not be handled
     #[command(subcommand)]
     DeadLetters(dead_letters::DeadLettersCommand),
-    /// Messages of which nobody knows whether they happened.
+    /// List and resolve messages whose effect is unknown
     #[command(subcommand)]
     InDoubt(in_doubt::InDoubtCommand),
-    /// Asks the servers, and says what is wrong with them and with the settings, and what to do
-    /// about it.
+    /// Check servers and settings, and suggest fixes
     Doctor(doctor::DoctorArguments),
-    /// What operators did.
+    /// Show the actions of operators
     Audit(audit::AuditArguments),
-    /// What a load needs of Redis: memory, servers, connections.
+    /// Estimate the memory, servers and connections that Redis needs for a load
     Plan(plan::PlanArguments),
-    /// The configuration.
+    /// Check and print the configuration
     #[command(subcommand)]
     Config(show_config::ConfigCommand),
 }
 
-/// What every command goes by.
-pub(crate) struct Context {
+/// The context of every command.
+pub(crate) struct CliContext {
     pub(crate) config: Config,
-    pub(crate) format: Format,
+    pub(crate) format: OutputFormat,
     pub(crate) operator: String,
 }
 
-impl Context {
-    fn of(common: &Common) -> Result<Self, Failure> {
-        // A variable that is no text is nobody's that we know.
+impl CliContext {
+    fn of(common: &GlobalArgs) -> Result<Self, CliError> {
+        // Variables that are not UTF-8 cannot be ours.
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         });
         let config = Config::read(common.config.as_deref(), variables)?;
         let format = common.format();
-        let operator = common
-            .operator
-            .clone()
-            .unwrap_or_else(audit::user_of_this_machine);
+        let operator = common.operator.clone().unwrap_or_else(audit::login_name);
         Ok(Self {
             config,
             format,
@@ -127,11 +123,11 @@ impl Context {
         })
     }
 
-    /// Whether anything is configured.
+    /// Checks that anything is configured.
     ///
     /// # Errors
-    /// Nothing is: there is nothing to look at.
-    pub(crate) fn has_configuration(&self) -> Result<(), Failure> {
+    /// No file and no variable sets a key.
+    pub(crate) fn has_configuration(&self) -> Result<(), CliError> {
         if self.config.set().next().is_some() {
             return Ok(());
         }
@@ -139,19 +135,19 @@ impl Context {
             || "there is no oncegate.toml here".to_owned(),
             |it| format!("{} is empty", it.display()),
         );
-        Err(Failure::usage(format!(
-            "nothing is configured: {file}, and no variable sets a key; give it --config FILE, or set ONCEGATE_STORE_URL and the variables of \
+        Err(CliError::usage(format!(
+            "nothing is configured: {file}, and no variable sets a key; pass --config FILE, or set ONCEGATE_STORE_URL and the variables of \
              a broker, which `oncegate config keys` lists"
         )))
     }
 }
 
 fn main() -> ExitCode {
-    let arguments = match Arguments::try_parse() {
+    let arguments = match CliArgs::try_parse() {
         Ok(arguments) => arguments,
-        Err(error) if names_nothing_known(&error) => {
+        Err(error) if is_unknown_value(&error) => {
             let _ = error.print();
-            return ExitCode::from(Code::UnknownWord as u8);
+            return ExitCode::from(CliErrorCode::UnknownWord as u8);
         }
         Err(error) => error.exit(),
     };
@@ -162,43 +158,48 @@ fn main() -> ExitCode {
         .build()
     {
         Ok(runtime) => runtime,
-        Err(error) => return told(format, &Failure::server(format!("no runtime: {error}"))),
+        Err(error) => {
+            return report_failure(
+                format,
+                &CliError::server(format!("cannot start the runtime: {error}")),
+            );
+        }
     };
     let done = runtime.block_on(run(arguments));
-    // A client that is still connecting to somebody is not waited for.
+    // Do not wait for a client that is still connecting.
     runtime.shutdown_background();
     match done {
         Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => told(format, &failure),
+        Err(failure) => report_failure(format, &failure),
     }
 }
 
-/// Whether a word was said where only some are known, such as a reason or a state.
-fn names_nothing_known(error: &clap::Error) -> bool {
-    let said = matches!(error.get(ContextKind::InvalidValue), Some(ContextValue::String(word)) if !word.is_empty());
-    let known = matches!(error.get(ContextKind::ValidValue), Some(ContextValue::Strings(words)) if !words.is_empty());
-    error.kind() == ErrorKind::InvalidValue && said && known
+/// Whether an argument has a value that is not one of its possible values.
+fn is_unknown_value(error: &clap::Error) -> bool {
+    let has_value = matches!(error.get(ContextKind::InvalidValue), Some(ContextValue::String(word)) if !word.is_empty());
+    let has_choices = matches!(error.get(ContextKind::ValidValue), Some(ContextValue::Strings(words)) if !words.is_empty());
+    error.kind() == ErrorKind::InvalidValue && has_value && has_choices
 }
 
-fn told(format: Format, failure: &Failure) -> ExitCode {
-    format.failed(failure);
-    eprintln!("oncegate: {}", say::plain(&failure.to_string()));
+fn report_failure(format: OutputFormat, failure: &CliError) -> ExitCode {
+    format.print_failure(failure);
+    eprintln!("oncegate: {}", output::printable(&failure.to_string()));
     failure.exit()
 }
 
-async fn run(arguments: Arguments) -> Result<(), Failure> {
-    let context = Context::of(&arguments.common)?;
+async fn run(arguments: CliArgs) -> Result<(), CliError> {
+    let context = CliContext::of(&arguments.common)?;
     match arguments.command {
-        Command::Explain(explain) => explain::run(&context, explain).await,
+        CliCommand::Explain(explain) => explain::run(&context, explain).await,
         #[cfg(feature = "redis")]
-        Command::Plan(arguments) => plan::run(&context, &arguments),
+        CliCommand::Plan(arguments) => plan::run(&context, &arguments),
         #[cfg(not(feature = "redis"))]
-        Command::Plan(_) => Err(Failure::left_out("Redis", "redis")),
-        Command::Marker(command) => marker::run(&context, command).await,
-        Command::DeadLetters(command) => dead_letters::run(&context, command).await,
-        Command::InDoubt(command) => in_doubt::run(&context, command).await,
-        Command::Doctor(arguments) => doctor::run(&context, arguments).await,
-        Command::Audit(command) => audit::run(&context, command).await,
-        Command::Config(command) => show_config::run(&context, command),
+        CliCommand::Plan(_) => Err(CliError::feature_missing("Redis", "redis")),
+        CliCommand::Marker(command) => marker::run(&context, command).await,
+        CliCommand::DeadLetters(command) => dead_letters::run(&context, command).await,
+        CliCommand::InDoubt(command) => in_doubt::run(&context, command).await,
+        CliCommand::Doctor(arguments) => doctor::run(&context, arguments).await,
+        CliCommand::Audit(command) => audit::run(&context, command).await,
+        CliCommand::Config(command) => show_config::run(&context, command),
     }
 }

@@ -1,50 +1,50 @@
-//! `oncegate marker`: what the store remembers, and what an operator makes of it.
+//! `oncegate marker`: shows, lists and changes markers.
 
 pub(crate) mod change;
-pub(crate) mod told;
+pub(crate) mod description;
 
 use clap::{Args, Subcommand};
 
-use crate::Context;
+use crate::CliContext;
 use crate::config;
-use crate::failure::Failure;
-use crate::markers::Markers;
-use crate::say::Table;
-use told::Told;
+use crate::error::CliError;
+use crate::marker_store::MarkerStore;
+use crate::output::TextTable;
+use description::MarkerDescription;
 
 #[derive(Subcommand)]
 pub(crate) enum MarkerCommand {
-    /// Says what stands under an id.
+    /// Show the marker of an id
     Show {
-        /// As the producer wrote it, or as it stands in keys and logs.
+        /// The id as the producer wrote it, or as keys and logs show it
         id: String,
     },
-    /// Lists markers, in no order.
-    List(List),
-    /// Lets an id be handled again: what is done, rejected or in doubt is forgotten.
-    Forget(change::Change),
-    /// Records an id as done, so that it is not handled any more.
-    Complete(change::Change),
+    /// List markers, in no order
+    List(MarkerListArgs),
+    /// Delete a marker, so that the id can be handled again
+    Forget(change::ChangeArgs),
+    /// Record an id as done, so that it is not handled again
+    Complete(change::ChangeArgs),
 }
 
 #[derive(Args)]
-pub(crate) struct List {
-    /// Only those in this state: in-progress, lapsed, in-doubt, rejected, cleared, done or
-    /// unreadable. May be said several times.
+pub(crate) struct MarkerListArgs {
+    /// Only markers in this state: in-progress, lapsed, in-doubt, rejected, cleared, done or
+    /// unreadable; may be repeated
     #[arg(long = "state", value_name = "STATE")]
-    states: Vec<told::State>,
-    /// Those of every scope, though one is configured.
+    states: Vec<description::MarkerState>,
+    /// Markers of every scope, even if one is configured
     #[arg(long)]
     every_scope: bool,
-    /// The most to show.
+    /// Maximum number of markers to show
     #[arg(long, default_value_t = 100)]
     limit: usize,
-    /// The most keys to look at; a store may hold a hundred million.
+    /// Maximum number of keys to scan; a store may hold a hundred million
     #[arg(long, default_value_t = 1_000_000)]
     scan: usize,
 }
 
-pub(crate) async fn run(context: &Context, command: MarkerCommand) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, command: MarkerCommand) -> Result<(), CliError> {
     match command {
         MarkerCommand::Show { id } => show(context, &id).await,
         MarkerCommand::List(list) => self::list(context, list).await,
@@ -53,49 +53,49 @@ pub(crate) async fn run(context: &Context, command: MarkerCommand) -> Result<(),
     }
 }
 
-async fn show(context: &Context, id: &str) -> Result<(), Failure> {
+async fn show(context: &CliContext, id: &str) -> Result<(), CliError> {
     let key = config::key(&context.config, &config::id(&context.config, id)?)?;
-    let standing = Markers::of(&context.config)?.look(&key).await?;
-    let told = Told::of(key.as_str(), &standing, context.config.window());
-    context.format.print(&told, told.for_people())
+    let standing = MarkerStore::of(&context.config)?.look(&key).await?;
+    let description = MarkerDescription::of(key.as_str(), &standing, context.config.window());
+    context.format.print(&description, description.to_text())
 }
 
-async fn list(context: &Context, list: List) -> Result<(), Failure> {
-    // Small enough not to hold the server up.
+async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError> {
+    // Small enough not to block the server.
     const PAGE: usize = 500;
     let window = context.config.window();
-    let mut browse = Markers::of(&context.config)?.browse(PAGE).await?;
+    let mut browse = MarkerStore::of(&context.config)?.browse(PAGE).await?;
     let scope = context
         .config
         .text("store.scope")
         .filter(|_| !list.every_scope)
         .map(|scope| format!("{scope}|"));
-    let bar = indicatif::ProgressBar::new_spinner().with_message("keys looked at");
+    let bar = indicatif::ProgressBar::new_spinner().with_message("keys scanned");
     bar.set_style(
         indicatif::ProgressStyle::with_template("{spinner} {pos} {msg}")
             .unwrap_or_else(|_| indicatif::ProgressStyle::default_bar()),
     );
-    let (mut shown, mut looked_at, mut more) = (Vec::new(), 0, false);
+    let (mut shown, mut scanned, mut more) = (Vec::new(), 0, false);
     while let Some(page) = browse.next().await? {
-        looked_at += page.len();
-        bar.set_position(looked_at as u64);
+        scanned += page.len();
+        bar.set_position(scanned as u64);
         let ours = page.into_iter().filter(|listed| {
             scope
                 .as_ref()
                 .is_none_or(|scope| listed.name.starts_with(scope))
         });
-        let told = ours.map(|listed| Told::of_listed(&listed, window));
-        shown.extend(
-            told.filter(|told| list.states.is_empty() || list.states.contains(&told.state)),
-        );
-        if shown.len() > list.limit || looked_at >= list.scan {
+        let description = ours.map(|listed| MarkerDescription::of_listed(&listed, window));
+        shown.extend(description.filter(|description| {
+            list.states.is_empty() || list.states.contains(&description.state)
+        }));
+        if shown.len() > list.limit || scanned >= list.scan {
             more = true;
             break;
         }
     }
     bar.finish_and_clear();
     shown.truncate(list.limit);
-    let mut table = Table::new(&[
+    let mut table = TextTable::new(&[
         "key",
         "state",
         "attempts",
@@ -104,20 +104,17 @@ async fn list(context: &Context, list: List) -> Result<(), Failure> {
         "expires in",
         "fingerprint",
     ]);
-    for told in &shown {
-        table.row(told.cells());
+    for description in &shown {
+        table.row(description.cells());
     }
     let rest = if more {
         "\nThere may be more: raise --limit and --scan."
     } else {
         ""
     };
-    let machines = serde_json::json!({ "markers": shown, "looked_at": looked_at, "all": !more });
+    let json = serde_json::json!({ "markers": shown, "looked_at": scanned, "all": !more });
     context.format.print(
-        &machines,
-        format!(
-            "{table}{} shown of {looked_at} looked at.{rest}",
-            shown.len()
-        ),
+        &json,
+        format!("{table}{} shown of {scanned} scanned.{rest}", shown.len()),
     )
 }

@@ -1,33 +1,33 @@
-//! `oncegate plan`: what a load needs of Redis.
+//! `oncegate plan`: estimates what Redis needs for a load.
 
 use clap::Args;
 #[cfg(feature = "redis")]
 use oncegate::{Load, Markers, plan};
 
-use crate::Context;
-use crate::config::Span;
-use crate::failure::Failure;
-use crate::say::span;
+use crate::CliContext;
+use crate::config::TimeArg;
+use crate::error::CliError;
+use crate::output::duration_text;
 
 #[derive(Args)]
 pub(crate) struct PlanArguments {
-    /// New ids a second, on the average of a window; `gate.rate` where this is not said.
+    /// New ids per second, averaged over a window; by default `gate.rate`
     #[arg(long)]
     rate: Option<u64>,
-    /// How long a done id is remembered; `gate.dedup-window` where this is not said.
+    /// How long done ids are remembered; by default `gate.dedup-window`
     #[arg(long, value_name = "TIME")]
-    window: Option<Span>,
-    /// Bytes of an id; a UUID has 36.
+    window: Option<TimeArg>,
+    /// Bytes of an id; a UUID has 36
     #[arg(long, default_value_t = 36)]
     id_bytes: u64,
-    /// Consumer processes.
+    /// Consumer processes
     #[arg(long, default_value_t = 1)]
     processes: u64,
-    /// Primaries over which the keys are spread.
+    /// Primaries that share the keys
     #[arg(long, default_value_t = 1)]
     primaries: u64,
-    /// Whether markers hold a fingerprint of the body: by default in at most once, as with
-    /// consumers.
+    /// Whether markers contain a fingerprint of the body; by default only in at most once, as in
+    /// consumers
     #[arg(long, value_name = "yes|no")]
     fingerprints: Option<YesNo>,
 }
@@ -39,15 +39,15 @@ enum YesNo {
 }
 
 #[cfg(feature = "redis")]
-pub(crate) fn run(context: &Context, arguments: &PlanArguments) -> Result<(), Failure> {
+pub(crate) fn run(context: &CliContext, arguments: &PlanArguments) -> Result<(), CliError> {
     let config = &context.config;
     let rate = arguments
         .rate
         .or(config.number("gate.rate"))
-        .ok_or_else(|| Failure::usage("say --rate, or set gate.rate: new ids a second"))?;
+        .ok_or_else(|| CliError::usage("pass --rate or set gate.rate: new ids per second"))?;
     let window = arguments.window.map_or(config.window(), |it| it.0);
     let with_fingerprints = match arguments.fingerprints {
-        Some(said) => said == YesNo::Yes,
+        Some(choice) => choice == YesNo::Yes,
         None => config.guarantee() == oncegate::Guarantee::AtMostOnce,
     };
     let before = config.prefix().len()
@@ -69,28 +69,28 @@ pub(crate) fn run(context: &Context, arguments: &PlanArguments) -> Result<(), Fa
         primaries: arguments.primaries,
     };
     let needs = plan(&load);
-    let machines = serde_json::json!({
-        "rate": rate, "window_ms": crate::say::ms(window), "fingerprints": with_fingerprints, "markers": needs.markers,
+    let json = serde_json::json!({
+        "rate": rate, "window_ms": crate::output::ms(window), "fingerprints": with_fingerprints, "markers": needs.markers,
         "memory_bytes": needs.memory, "maxmemory_bytes": needs.maxmemory, "servers": needs.servers,
         "connections_to_each_primary": needs.connections,
     });
-    let people = format!(
-        "{rate} new ids a second, remembered for {}: {} markers\n\
+    let text = format!(
+        "{rate} new ids per second, remembered for {}: {} markers\n\
          memory       {} on each server\n\
          maxmemory    {}, a quarter more; the machine needs up to as much again while the append-only file is rewritten\n\
          servers      {}\n\
          connections  {} to each primary",
-        span(window),
+        duration_text(window),
         needs.markers,
         bytes(needs.memory),
         bytes(needs.maxmemory),
         needs.servers,
         needs.connections
     );
-    context.format.print(&machines, people)
+    context.format.print(&json, text)
 }
 
-/// A size in the largest unit of a thousand.
+/// A size in its largest decimal unit.
 pub(crate) fn bytes(bytes: u64) -> String {
     let units = [
         (1_000_000_000_000, "TB"),

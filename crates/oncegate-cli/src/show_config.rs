@@ -1,48 +1,48 @@
-//! `oncegate config`: what is configured, and what can be.
+//! `oncegate config`: checks and prints the configuration.
 
 use clap::Subcommand;
-use oncegate_config::Value;
-use oncegate_config::settings::{Hides, SETTINGS};
+use oncegate_config::SettingValue;
+use oncegate_config::settings::{Redaction, SETTINGS};
 use serde::Serialize;
 
-use crate::Context;
-use crate::failure::Failure;
-use crate::say::Table;
+use crate::CliContext;
+use crate::error::CliError;
+use crate::output::TextTable;
 
 #[derive(Subcommand)]
 pub(crate) enum ConfigCommand {
-    /// Reads the configuration, and asks no server. Exit code 2 if anything in it means nothing, or
-    /// contradicts itself.
+    /// Check the configuration without contacting a server; exits with 2 if a setting is unknown,
+    /// invalid or contradictory
     Check {
-        /// Wants all that a consumer needs, too: a store, one broker, an id.
+        /// Also require what a consumer needs: a store, one broker and an id
         #[arg(long)]
         consumer: bool,
     },
-    /// Shows what holds and where it comes from, passwords hidden.
+    /// Print the effective settings and their origin, with passwords hidden
     Print,
-    /// Lists every key, its variable, and what it says.
+    /// List every key, its variable and its meaning
     Keys,
 }
 
-/// A setting as it is.
+/// A configured setting.
 #[derive(Serialize)]
-struct Shown {
+struct ConfigEntry {
     key: &'static str,
     value: serde_json::Value,
     from: String,
 }
 
-/// A setting as it may be.
+/// A known setting.
 #[derive(Serialize)]
-struct Known {
+struct SettingEntry {
     key: &'static str,
     variable: String,
     secret: bool,
     says: &'static str,
 }
 
-pub(crate) fn run(context: &Context, command: ConfigCommand) -> Result<(), Failure> {
-    // An empty file is one that somebody wrote, and what a consumer lacks is named below.
+pub(crate) fn run(context: &CliContext, command: ConfigCommand) -> Result<(), CliError> {
+    // An existing empty file is intentional, and missing consumer settings are reported below.
     let names_all = matches!(
         command,
         ConfigCommand::Keys | ConfigCommand::Check { consumer: true }
@@ -57,7 +57,7 @@ pub(crate) fn run(context: &Context, command: ConfigCommand) -> Result<(), Failu
     }
 }
 
-fn check(context: &Context, for_consumer: bool) -> Result<(), Failure> {
+fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
     let config = &context.config;
     if for_consumer {
         config.check_for_consumer()?
@@ -68,48 +68,48 @@ fn check(context: &Context, for_consumer: bool) -> Result<(), Failure> {
     let file = config
         .file()
         .map_or_else(|| "no file".to_owned(), |path| path.display().to_string());
-    let machines = serde_json::json!({ "settings": count, "file": config.file() });
+    let json = serde_json::json!({ "settings": count, "file": config.file() });
     let found = if for_consumer {
-        "a consumer can be wired from them"
+        "a consumer can be built from them"
     } else {
-        "each means something"
+        "all are valid"
     };
     context.format.print(
-        &machines,
+        &json,
         format!("{count} settings ({file} and variables): {found}"),
     )
 }
 
-fn print(context: &Context) -> Result<(), Failure> {
-    let set = context.config.set();
-    let set = set.map(|it| Shown {
+fn print(context: &CliContext) -> Result<(), CliError> {
+    let entries = context.config.set();
+    let entries = entries.map(|it| ConfigEntry {
         key: it.setting.key,
-        value: shown(it.setting.hides, &it.value),
+        value: display_value(it.setting.redaction, &it.value),
         from: it.origin.clone(),
     });
-    let set: Vec<Shown> = set.collect();
-    let mut table = Table::new(&["key", "value", "from"]);
-    for shown in &set {
+    let entries: Vec<ConfigEntry> = entries.collect();
+    let mut table = TextTable::new(&["key", "value", "from"]);
+    for display_value in &entries {
         table.row([
-            shown.key.to_owned(),
-            shown.value.to_string(),
-            shown.from.clone(),
+            display_value.key.to_owned(),
+            display_value.value.to_string(),
+            display_value.from.clone(),
         ]);
     }
-    context.format.print(&set, table)
+    context.format.print(&entries, table)
 }
 
-fn keys(context: &Context) -> Result<(), Failure> {
-    let all: Vec<Known> = SETTINGS
+fn keys(context: &CliContext) -> Result<(), CliError> {
+    let all: Vec<SettingEntry> = SETTINGS
         .iter()
-        .map(|setting| Known {
+        .map(|setting| SettingEntry {
             key: setting.key,
             variable: setting.variable(),
             secret: setting.is_secret(),
-            says: setting.says,
+            says: setting.description,
         })
         .collect();
-    let mut table = Table::new(&["key", "variable", "says"]);
+    let mut table = TextTable::new(&["key", "variable", "says"]);
     for known in &all {
         table.row([
             known.key.to_owned(),
@@ -120,17 +120,17 @@ fn keys(context: &Context) -> Result<(), Failure> {
     context.format.print(&all, table)
 }
 
-fn shown(hides: Hides, value: &Value) -> serde_json::Value {
-    let text = |text: &str| match hides {
-        Hides::Nothing => text.to_owned(),
-        Hides::Password => without_password(text),
-        Hides::All => HIDDEN.to_owned(),
+fn display_value(redaction: Redaction, value: &SettingValue) -> serde_json::Value {
+    let text = |text: &str| match redaction {
+        Redaction::Nothing => text.to_owned(),
+        Redaction::Password => without_password(text),
+        Redaction::All => HIDDEN.to_owned(),
     };
     match value {
-        Value::Text(it) => text(it).into(),
-        Value::Number(number) => (*number).into(),
-        Value::List(list) => list.iter().map(|it| text(it)).collect(),
-        Value::Names(names) => names
+        SettingValue::Text(it) => text(it).into(),
+        SettingValue::Number(number) => (*number).into(),
+        SettingValue::List(list) => list.iter().map(|it| text(it)).collect(),
+        SettingValue::Names(names) => names
             .iter()
             .map(|(name, value)| {
                 let is_secret = ["password", "secret", "key", "config", "token"]
@@ -143,14 +143,14 @@ fn shown(hides: Hides, value: &Value) -> serde_json::Value {
     }
 }
 
-/// In the place of a secret.
+/// Replaces a secret.
 const HIDDEN: &str = "***";
 
-/// Hides all between the scheme and the last `@` but the user: a password may hold anything.
+/// Hides everything between the user and the last `@`: a password may contain any character.
 pub(crate) fn without_password(url: &str) -> String {
     let from = url.find("://").map_or(0, |at| at + 3);
     let Some(to) = url.rfind('@').filter(|to| *to >= from) else {
-        // A query may hold one too.
+        // A query may hold a password too.
         return url
             .split_once('?')
             .map_or_else(|| url.to_owned(), |(before, _)| format!("{before}?***"));

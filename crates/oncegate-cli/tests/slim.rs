@@ -27,7 +27,7 @@ const KAFKA: [(&str, &str); 3] = [
 ];
 
 #[test]
-fn what_was_left_out_is_told_in_one_line_with_an_exit_code_of_its_own() {
+fn missing_features_have_an_error_and_an_exit_code() {
     let audited = [KAFKA.as_slice(), &[("ONCEGATE_AUDIT_FILE", "/dev/null")]].concat();
     let sqlite = [("ONCEGATE_STORE_URL", "sqlite:markers.db")];
     for (arguments, variables, lacks) in [
@@ -52,7 +52,7 @@ fn what_was_left_out_is_told_in_one_line_with_an_exit_code_of_its_own() {
 }
 
 #[test]
-fn the_rest_of_it_works() {
+fn other_commands_work() {
     let (code, said) = run(&["config", "check"], &KAFKA);
     assert_eq!(code, Some(0), "{said}");
     let (code, said) = run(&["plan", "--rate", "1000"], &[]);

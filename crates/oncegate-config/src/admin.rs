@@ -1,14 +1,14 @@
-//! The admin port of a consumer that is wired from its configuration.
+//! The admin port of a configured consumer.
 
 use oncegate::{ConsumerStatus, Readiness};
-use oncegate_admin::{Admin, LastErrors, Metrics, Serving};
+use oncegate_admin::{Admin, AdminServer, LastErrors, Metrics};
 
 use crate::config::Config;
 use crate::error::{Broker, Error};
 
-/// What the admin port asks: clones of these are with the consumer and its source.
+/// Status handles, shared with the consumer and its source.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Watched {
+pub(crate) struct StatusHandles {
     pub(crate) readiness: Readiness,
     pub(crate) status: ConsumerStatus,
     #[cfg(feature = "kafka")]
@@ -17,15 +17,14 @@ pub(crate) struct Watched {
     pub(crate) rabbitmq: oncegate::RabbitMqStatus,
 }
 
-/// Opens the port, if one is wanted. Called before the consumer is built: what is counted before
-/// goes nowhere.
+/// Opens the port, if configured. Call it before the consumer is built: earlier metrics are lost.
 pub(crate) fn open(
     config: &Config,
     broker: Broker,
-    watched: &Watched,
+    handles: &StatusHandles,
     errors: LastErrors,
-) -> Result<Option<Serving>, Error> {
-    let Some(address) = config.listens_at()? else {
+) -> Result<Option<AdminServer>, Error> {
+    let Some(address) = config.admin_address()? else {
         return Ok(None);
     };
     let name = match broker {
@@ -35,24 +34,26 @@ pub(crate) fn open(
     let name = name.unwrap_or_default();
     let mut admin = Admin::new()
         .listen(address)
-        .consumer(name, watched.readiness.clone(), watched.status.clone())
+        .consumer(name, handles.readiness.clone(), handles.status.clone())
         .last_errors(errors);
     match Metrics::install() {
         Ok(metrics) => admin = admin.metrics(metrics),
-        // The program keeps its metrics itself.
-        Err(error) => tracing::info!(%error, "the admin port has no /metrics"),
+        // The program has its own metrics recorder.
+        Err(error) => {
+            tracing::info!(%error, "admin port without /metrics: the program has its own metrics recorder")
+        }
     }
     match broker {
         #[cfg(feature = "kafka")]
-        Broker::Kafka => admin = admin.kafka(name, watched.kafka.clone()),
+        Broker::Kafka => admin = admin.kafka(name, handles.kafka.clone()),
         #[cfg(feature = "rabbitmq")]
-        Broker::RabbitMq => admin = admin.rabbitmq(name, watched.rabbitmq.clone()),
+        Broker::RabbitMq => admin = admin.rabbitmq(name, handles.rabbitmq.clone()),
         #[cfg(not(all(feature = "kafka", feature = "rabbitmq")))]
         _ => {}
     }
-    let serving = admin
+    let server = admin
         .serve()
         .map_err(|error| Error::misconfigured(format!("admin.listen: {error}")))?;
-    tracing::info!("admin port http://{}/status", serving.address());
-    Ok(Some(serving))
+    tracing::info!("admin port http://{}/status", server.address());
+    Ok(Some(server))
 }

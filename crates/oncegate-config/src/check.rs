@@ -1,12 +1,12 @@
-//! Keys held against each other: what contradicts itself, and what is missing.
+//! Checks keys against each other: contradictions and missing keys.
 
 use crate::config::Config;
 use crate::error::{Broker, Error};
 use crate::settings::{SETTINGS, Setting, find};
-use crate::store::{Place, no_store};
+use crate::store::{StoreKind, no_store};
 
-/// Numbers that the library keeps in fewer bits.
-const AT_MOST: [(&str, u64); 8] = [
+/// Upper bounds of numbers that the library stores in fewer bits.
+const UPPER_BOUNDS: [(&str, u64); 8] = [
     ("store.replicas", u32::MAX as u64),
     ("gate.max-attempts", u32::MAX as u64),
     ("gate.max-crashes", u32::MAX as u64),
@@ -17,8 +17,8 @@ const AT_MOST: [(&str, u64); 8] = [
     ("rabbitmq.prefetch", u16::MAX as u64),
 ];
 
-/// What says something to Redis alone.
-const OF_REDIS: [&str; 6] = [
+/// Keys for Redis only.
+const REDIS_ONLY: [&str; 6] = [
     "store.prefix",
     "store.replicas",
     "store.replicas-timeout",
@@ -28,31 +28,31 @@ const OF_REDIS: [&str; 6] = [
 ];
 
 impl Config {
-    /// Checks what was set, whatever it is for. Asks no server.
+    /// Validates all settings. Contacts no server.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`]: a value that means nothing, or keys that contradict each other.
+    /// [`Error::Misconfigured`]: an invalid value, or contradictory keys.
     pub fn check(&self) -> Result<(), Error> {
         self.check_store()?;
         self.scope()?;
         self.id_source()?;
-        self.pairs(&[
+        self.check_pairs(&[
             ("kafka.create-partitions", "kafka.create-replicas"),
             ("kafka.create-replicas", "kafka.create-partitions"),
             ("rabbitmq.client-certificate", "rabbitmq.client-key"),
             ("rabbitmq.client-key", "rabbitmq.client-certificate"),
         ])?;
-        for (key, most) in AT_MOST {
-            if let Some(number) = self.number(key).filter(|number| *number > most) {
+        for (key, max) in UPPER_BOUNDS {
+            if let Some(number) = self.number(key).filter(|number| *number > max) {
                 return Err(Error::misconfigured(format!(
-                    "{key}: {number} is too large; write at most {most}"
+                    "{key}: {number} is too large; write at most {max}"
                 )));
             }
         }
-        self.listens_at().map(drop)
+        self.admin_address().map(drop)
     }
 
-    /// One store at the most, and nothing said to it that it does not know.
+    /// Checks that there is at most one store, with only its own keys.
     pub(crate) fn check_store(&self) -> Result<(), Error> {
         let named = ["store.url", "store.sentinels", "store.cluster"]
             .into_iter()
@@ -66,18 +66,18 @@ impl Config {
         for key in ["store.sentinels", "store.cluster"] {
             if self.has(key) && self.list(key).is_empty() {
                 return Err(Error::misconfigured(format!(
-                    "{key} names nobody; write at least one, or leave it out"
+                    "{key} is empty; list at least one server, or remove it"
                 )));
             }
         }
-        if let Some(Place::Sqlite(_) | Place::Memory) = self.place()?
-            && let Some(key) = OF_REDIS.into_iter().find(|key| self.has(key))
+        if let Some(StoreKind::Sqlite(_) | StoreKind::Memory) = self.store_kind()?
+            && let Some(key) = REDIS_ONLY.into_iter().find(|key| self.has(key))
         {
             return Err(Error::misconfigured(format!(
-                "{key} is Redis's, and store.url names another store; leave one of them out"
+                "{key} requires Redis, and store.url names another store; remove one of them"
             )));
         }
-        self.pairs(&[
+        self.check_pairs(&[
             ("store.sentinels", "store.sentinel-name"),
             ("store.sentinel-name", "store.sentinels"),
             ("store.replicas-timeout", "store.replicas"),
@@ -86,36 +86,38 @@ impl Config {
         ])
     }
 
-    /// The first needs the second.
-    fn pairs(&self, pairs: &[(&str, &str)]) -> Result<(), Error> {
-        match pairs
+    /// Each first key requires the second.
+    fn check_pairs(&self, check_pairs: &[(&str, &str)]) -> Result<(), Error> {
+        match check_pairs
             .iter()
             .find(|(one, other)| self.has(one) && !self.has(other))
         {
             Some((one, other)) => Err(Error::misconfigured(format!(
-                "{one} needs {other}; set both, or leave {one} out"
+                "{one} requires {other}; set both, or remove {one}"
             ))),
             None => Ok(()),
         }
     }
 
-    /// Checks, besides, that a consumer can be wired from it: a store, one broker, an id. Asks no
-    /// server.
+    /// Also checks that a consumer can be built: a store, one broker and an id. Contacts no server.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`]: the key that is missing, and what to write; or as for [`Config::check`].
+    /// [`Error::Misconfigured`]: the missing key and its format; or as for [`Config::check`].
     pub fn check_for_consumer(&self) -> Result<(), Error> {
         self.check()?;
-        self.place()?.ok_or_else(no_store)?;
+        self.store_kind()?.ok_or_else(no_store)?;
         if !self.has("gate.id") {
             return Err(missing(
                 "gate.id",
-                "where ids are read, such as \"header payment-id\"; a wrong guess would skip messages",
+                "where to read ids, such as \"header payment-id\"; a wrong source would skip messages",
             ));
         }
         let needed: &[(&str, &str)] = match self.broker()? {
             Broker::Kafka => &[
-                ("kafka.brokers", "host:port of one or, with commas, several"),
+                (
+                    "kafka.brokers",
+                    "host:port of one or more brokers, separated by commas",
+                ),
                 ("kafka.topic", "the topic to consume"),
                 (
                     "kafka.group",
@@ -125,7 +127,7 @@ impl Config {
             Broker::RabbitMq => &[
                 (
                     "rabbitmq.url",
-                    "say amqp://user:password@localhost:5672/%2f",
+                    "for example amqp://user:password@localhost:5672/%2f",
                 ),
                 ("rabbitmq.queue", "the queue to consume"),
             ],
@@ -136,7 +138,7 @@ impl Config {
         }
     }
 
-    /// Which broker a consumer reads.
+    /// The broker that the consumer reads.
     pub(crate) fn broker(&self) -> Result<Broker, Error> {
         let has = |broker: Broker| {
             SETTINGS
@@ -151,7 +153,7 @@ impl Config {
             (Some("kafka"), ..) | (None, true, false) => Ok(Broker::Kafka),
             (Some(_), ..) | (None, false, true) => Ok(Broker::RabbitMq),
             (None, true, true) => Err(Error::misconfigured(
-                "[kafka] and [rabbitmq] are both configured, and one consumer reads one of them; leave one out, or say which with gate.broker",
+                "[kafka] and [rabbitmq] are both configured, and a consumer reads only one; remove one, or choose with gate.broker",
             )),
             (None, false, false) => Err(Error::misconfigured(
                 "no broker: set kafka.brokers, kafka.topic and kafka.group, or rabbitmq.url and rabbitmq.queue",

@@ -1,4 +1,4 @@
-//! What was configured.
+//! The configuration.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -7,28 +7,28 @@ use std::time::Duration;
 use oncegate::{Guarantee, defaults};
 
 use crate::settings::{SETTINGS, Setting, find};
-use crate::value::{Value, time};
+use crate::value::{SettingValue, time};
 
-/// What a file and variables say: each value is of the kind that its key wants.
+/// The settings of a file and of variables, each with a value of the right kind.
 ///
-/// [`Config::load`] reads it, [`Config::check`] says whether keys contradict each other. `Debug`
-/// shows keys and where they come from, and no value.
+/// [`Config::load`] reads it, [`Config::check`] validates it. `Debug` shows keys and their origin,
+/// and no values.
 #[derive(Clone, Default)]
 pub struct Config {
     /// By key.
-    pub(crate) set: BTreeMap<&'static str, Set>,
-    /// The file, where there is one.
+    pub(crate) set: BTreeMap<&'static str, ConfiguredValue>,
+    /// The file, if there is one.
     pub(crate) file: Option<PathBuf>,
 }
 
-/// One key that was set.
+/// A key that is set.
 #[derive(Clone, Debug)]
-pub struct Set {
-    /// Its setting.
+pub struct ConfiguredValue {
+    /// The setting.
     pub setting: &'static Setting,
-    /// Its value, which may be a secret.
-    pub value: Value,
-    /// The file or the variable that it comes from.
+    /// The value, which may be a secret.
+    pub value: SettingValue,
+    /// The file or variable that it comes from.
     pub origin: String,
 }
 
@@ -41,63 +41,63 @@ impl std::fmt::Debug for Config {
 }
 
 impl Config {
-    /// The file that was read, where there is one.
+    /// The file that was read, if there is one.
     pub fn file(&self) -> Option<&Path> {
         self.file.as_deref()
     }
 
-    /// All that was set, in the order of [`SETTINGS`].
-    pub fn set(&self) -> impl Iterator<Item = &Set> {
+    /// All keys that are set, in the order of [`SETTINGS`].
+    pub fn set(&self) -> impl Iterator<Item = &ConfiguredValue> {
         SETTINGS
             .iter()
             .filter_map(|setting| self.set.get(setting.key))
     }
 
-    /// Whether a key was set.
+    /// Whether a key is set.
     pub fn has(&self, key: &str) -> bool {
         self.value(key).is_some()
     }
 
-    /// A text; `None` where it was not set.
+    /// A text; `None` if it is not set.
     pub fn text(&self, key: &str) -> Option<&str> {
         match self.value(key)? {
-            Value::Text(text) => Some(text),
+            SettingValue::Text(text) => Some(text),
             _ => None,
         }
     }
 
-    /// A whole number; `None` where it was not set.
+    /// A whole number; `None` if it is not set.
     pub fn number(&self, key: &str) -> Option<u64> {
         match self.value(key)? {
-            Value::Number(number) => Some(*number),
+            SettingValue::Number(number) => Some(*number),
             _ => None,
         }
     }
 
-    /// A time; `None` where it was not set.
+    /// A duration; `None` if it is not set.
     pub fn time(&self, key: &str) -> Option<Duration> {
-        // It was read before it was taken in.
+        // It was validated when it was read.
         time(self.text(key)?).ok()
     }
 
-    /// Several texts; none where they were not set.
+    /// A list of texts; empty if it is not set.
     pub fn list(&self, key: &str) -> &[String] {
         match self.value(key) {
-            Some(Value::List(list)) => list,
+            Some(SettingValue::List(list)) => list,
             _ => &[],
         }
     }
 
-    /// Names and texts; none where they were not set.
+    /// Names and texts; empty if they are not set.
     pub fn names(&self, key: &str) -> &[(String, String)] {
         match self.value(key) {
-            Some(Value::Names(names)) => names,
+            Some(SettingValue::Names(names)) => names,
             _ => &[],
         }
     }
 
-    fn value(&self, key: &str) -> Option<&Value> {
-        debug_assert!(find(key).is_some(), "{key} is no setting");
+    fn value(&self, key: &str) -> Option<&SettingValue> {
+        debug_assert!(find(key).is_some(), "{key} is not a setting");
         self.set.get(key).map(|set| &set.value)
     }
 

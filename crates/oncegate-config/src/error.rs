@@ -1,37 +1,36 @@
-//! Why a program cannot be wired, or ended.
+//! Configuration errors.
 
 use oncegate::{SourceError, StoreError};
 
 use crate::config::Config;
 
-/// Why a program cannot be wired as its configuration says, or why its consumer ended. Each says
-/// what to change.
+/// A consumer cannot be built from its configuration, or has failed. Each error says what to
+/// change.
 #[derive(thiserror::Error)]
 pub enum Error {
-    /// A key that means nothing, a value that means nothing, a part that is missing or that
-    /// contradicts another one.
+    /// An unknown key, an invalid value, or a missing or contradictory setting.
     #[error("{0}")]
     Misconfigured(String),
-    /// Another reason why a consumer ended, or a connection failed.
+    /// Another failure of a consumer or a connection.
     #[error(transparent)]
     Consumer(oncegate::Error),
 }
 
 impl std::fmt::Debug for Error {
-    /// The same line as `Display`: it is what a `main` that returns this error prints.
+    /// The same line as `Display`: a `main` that returns this error prints it.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{self}")
     }
 }
 
 impl Error {
-    /// What a person has to change.
+    /// An error that requires a change of the configuration.
     pub(crate) fn misconfigured(text: impl Into<String>) -> Self {
         Self::Misconfigured(text.into())
     }
 
-    /// The error of a source, client or connection of this broker, with the key to change in place
-    /// of the setter.
+    /// Converts the error of a source, client or connection of this broker: names the configuration
+    /// key instead of the builder method.
     pub fn of_source(broker: Broker, error: SourceError) -> Self {
         let by_key = |setting: &str, problem, remedy| {
             format!("{}: {problem}; {remedy}", key(broker.section(), setting))
@@ -58,7 +57,7 @@ impl Error {
     }
 }
 
-/// A broker, and the section in which its settings stand.
+/// A broker and its section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Broker {
     /// `[kafka]`.
@@ -77,8 +76,7 @@ impl Broker {
 }
 
 impl Config {
-    /// What a consumer ended with, by the key that changes it: the library itself names what stands
-    /// in code.
+    /// Converts the error of a consumer: names the configuration key instead of the builder method.
     pub fn explain(&self, error: oncegate::Error) -> Error {
         match error {
             oncegate::Error::Misconfigured {
@@ -88,7 +86,7 @@ impl Config {
             } => Error::Misconfigured(format!("{}: {problem}; {remedy}", key("gate", setting))),
             oncegate::Error::Scope(error) => Error::Misconfigured(format!("store.scope: {error}")),
             oncegate::Error::ForgetfulStore(why) => Error::Misconfigured(format!(
-                "gate.guarantee: at most once needs a store that does not forget, and {why}; change that, or accept it with \
+                "gate.guarantee: at most once requires a durable store, and {why}; change that, or accept it with \
                  store.forgetful = \"accepted\""
             )),
             oncegate::Error::Store(error @ StoreError::Misconfigured(_)) => {
@@ -103,10 +101,10 @@ impl Config {
     }
 }
 
-/// The key of a setter; a property of librdkafka's has dots of its own.
+/// The key for a builder method; properties of librdkafka contain dots.
 fn key(section: &str, setting: &str) -> String {
     match setting {
-        // Both are one key here.
+        // Both bounds have one key here.
         "adaptive_lease" => "gate.shortest-lease".into(),
         "property" => format!("{section}.properties"),
         property if property.contains('.') => format!("{section}.properties: {property}"),
@@ -119,25 +117,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_library_says_is_told_by_its_key() {
+    fn errors_of_the_library_name_the_key() {
         let topic = [("ONCEGATE_KAFKA_TOPIC".to_owned(), "payments".to_owned())];
         let config = Config::read(Some(std::path::Path::new("/dev/null")), topic).expect("one key");
-        let said = |error| config.explain(error).to_string();
+        let message = |error| config.explain(error).to_string();
         let wrong = oncegate::Error::Misconfigured {
             setting: "max_age",
             problem: "it is long".into(),
             remedy: "shorten it",
         };
-        assert_eq!(said(wrong), "gate.max-age: it is long; shorten it");
+        assert_eq!(message(wrong), "gate.max-age: it is long; shorten it");
         let source = |setting: &str| {
             oncegate::Error::Source(SourceError::misconfigured(setting, "no", "yes"))
         };
-        assert_eq!(said(source("dead_letters")), "kafka.dead-letters: no; yes");
         assert_eq!(
-            said(source("enable.auto.commit")),
+            message(source("dead_letters")),
+            "kafka.dead-letters: no; yes"
+        );
+        assert_eq!(
+            message(source("enable.auto.commit")),
             "kafka.properties: enable.auto.commit: no; yes"
         );
-        assert_eq!(said(source("property")), "kafka.properties: no; yes");
+        assert_eq!(message(source("property")), "kafka.properties: no; yes");
         let unavailable = SourceError::Unavailable(
             SourceError::misconfigured("ca_certificate", "no", "yes").into(),
         );
@@ -147,7 +148,7 @@ mod tests {
             unavailable.to_string(),
             "the broker cannot be used: rabbitmq.ca-certificate: no; yes"
         );
-        let forgets = said(oncegate::Error::ForgetfulStore("it evicts".into()));
+        let forgets = message(oncegate::Error::ForgetfulStore("it evicts".into()));
         assert!(
             forgets.contains("it evicts") && forgets.contains("store.forgetful"),
             "{forgets}"

@@ -1,4 +1,4 @@
-//! The gate as it is configured: ids, terms, limits.
+//! Configures the gate: ids, terms, limits.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -8,16 +8,16 @@ use oncegate::{Builder, Execution, Fingerprints, IdSource, MessageId, Order, Out
 use crate::config::Config;
 use crate::error::Error;
 
-/// Behind `gate.id`: ids are hashed.
-const HASHED: &str = " hashed";
+/// Suffix of `gate.id`: ids are hashed.
+const HASHED_SUFFIX: &str = " hashed";
 
 impl Config {
-    /// Sets a consumer up as `[gate]` and `store.scope` say: guarantee, ids, window, lease, limits,
-    /// order, retries. What is not configured stays as it is.
+    /// Applies `[gate]` and `store.scope` to a builder: guarantee, ids, window, lease, limits,
+    /// order, retries. Keeps what is not configured.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`], as for [`Config::check`]. What is out of bounds is said when the
-    /// consumer starts.
+    /// [`Error::Misconfigured`], as for [`Config::check`]. The consumer checks bounds when it
+    /// starts.
     pub fn consumer<S, T, H, D>(
         &self,
         consumer: Builder<S, T, H, D>,
@@ -31,7 +31,7 @@ impl Config {
                 })*
             };
         }
-        // None of them is larger than it may be: that was checked.
+        // `check` has rejected larger numbers.
         let small = |key| {
             self.number(key)
                 .map(|number| u32::try_from(number).unwrap_or(u32::MAX))
@@ -94,7 +94,7 @@ impl Config {
         })
     }
 
-    /// The first and the longest pause, if one of them is configured.
+    /// The first and the longest backoff, if one of them is configured.
     fn backoff(&self) -> Option<(Duration, Duration)> {
         let (first, longest) = (self.time("gate.backoff"), self.time("gate.longest-backoff"));
         (first.or(longest)).map(|_| {
@@ -105,15 +105,15 @@ impl Config {
         })
     }
 
-    /// Where ids are read, if it is said.
+    /// The id source, if it is configured.
     ///
     /// # Errors
-    /// `gate.id` means nothing.
+    /// `gate.id` is not valid.
     pub fn id_source(&self) -> Result<Option<IdSource>, Error> {
         let Some(whole) = self.text("gate.id") else {
             return Ok(None);
         };
-        let text = whole.strip_suffix(HASHED).unwrap_or(whole);
+        let text = whole.strip_suffix(HASHED_SUFFIX).unwrap_or(whole);
         let (kind, name) = text
             .split_once(' ')
             .map_or((text, ""), |(kind, name)| (kind, name.trim()));
@@ -126,7 +126,7 @@ impl Config {
             ("position", "") => IdSource::position(),
             _ => {
                 return Err(Error::misconfigured(format!(
-                    "gate.id: {whole:?} means nothing; write header NAME, json /POINTER, message-id, key, body-hash or position"
+                    "gate.id: {whole:?} is not valid; write header NAME, json /POINTER, message-id, key, body-hash or position"
                 )));
             }
         };
@@ -137,8 +137,8 @@ impl Config {
         }))
     }
 
-    /// An id as a person gives it: as a producer wrote it, or as it stands in keys and logs. `None`
-    /// if it is empty.
+    /// An id from the command line: as a producer wrote it, or as keys and logs show it. `None` if
+    /// it is empty.
     pub fn message_id(&self, text: &str) -> Option<MessageId> {
         let id = MessageId::stored(text).or_else(|| MessageId::new(text))?;
         Some(if self.hashes_ids() { id.hashed() } else { id })
@@ -146,16 +146,16 @@ impl Config {
 
     fn hashes_ids(&self) -> bool {
         self.text("gate.id")
-            .is_some_and(|text| text.ends_with(HASHED))
+            .is_some_and(|text| text.ends_with(HASHED_SUFFIX))
     }
 
-    /// Where the admin port is to listen.
-    pub(crate) fn listens_at(&self) -> Result<Option<SocketAddr>, Error> {
+    /// The address of the admin port.
+    pub(crate) fn admin_address(&self) -> Result<Option<SocketAddr>, Error> {
         let Some(text) = self.text("admin.listen") else {
             return Ok(None);
         };
         text.parse().map(Some).map_err(|_| {
-            Error::misconfigured(format!("admin.listen: {text:?} is no address; write an IP address and a port, such as 127.0.0.1:9623"))
+            Error::misconfigured(format!("admin.listen: {text:?} is not an address; write an IP address and a port, such as 127.0.0.1:9623"))
         })
     }
 }

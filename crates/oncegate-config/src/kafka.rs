@@ -1,4 +1,4 @@
-//! `[kafka]` as a source.
+//! Builds a Kafka source from `[kafka]`.
 
 use oncegate::{Kafka, OutOfRange, StartAt, TopicCreation};
 
@@ -6,7 +6,7 @@ use crate::config::Config;
 use crate::error::Error;
 
 impl Config {
-    /// The topic that is configured, as a source.
+    /// The configured topic as a source.
     ///
     /// # Errors
     /// [`Error::Misconfigured`]: `kafka.topic` is missing, or as for [`Config::check`].
@@ -34,7 +34,7 @@ impl Config {
             drain_on_revoke: self.time("kafka.drain-on-revoke"),
             stalled_after: self.time("kafka.stalled-after"),
         }
-        // None of them is larger than it may be: that was checked.
+        // `check` has rejected larger numbers.
         let count = |key| {
             self.number(key)
                 .map(|number| u16::try_from(number).unwrap_or(u16::MAX))

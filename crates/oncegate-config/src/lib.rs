@@ -1,7 +1,7 @@
-//! One `oncegate.toml` and `ONCEGATE_…` variables: read, checked, and made into a consumer.
+//! Reads and validates `oncegate.toml` and `ONCEGATE_…` variables, and builds a consumer from them.
 //!
-//! A program hands over its handler; the file says all else, and `oncegate`, the operator's tool,
-//! reads the same file:
+//! A program passes its handler; the file configures everything else. `oncegate`, the command-line
+//! tool, reads the same file:
 //!
 //! ```no_run
 //! # #[cfg(feature = "run")]
@@ -12,9 +12,9 @@
 //! # }
 //! ```
 //!
-//! A key that means nothing is refused, with the nearest one that does. Secrets may stand in files
-//! of their own. Whoever needs more than a file can say takes from it what it says:
-//! [`Config::consumer`] sets up a builder, and [`Config::store`] makes a store.
+//! Unknown keys are rejected with the nearest known one. Secrets may be in files of their own. A
+//! program that needs more than a file can express uses parts of the configuration:
+//! [`Config::consumer`] configures a builder, and [`Config::store`] creates a store.
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "run")]
@@ -38,9 +38,9 @@ mod store;
 mod traces;
 mod value;
 
-pub use config::{Config, Set};
+pub use config::{Config, ConfiguredValue};
 pub use error::{Broker, Error};
-pub use store::{AnyStore, Place};
+pub use store::{AnyStore, StoreKind};
 #[cfg(feature = "otlp")]
 pub use traces::Traces;
-pub use value::{Value, time};
+pub use value::{SettingValue, time};

@@ -1,4 +1,4 @@
-//! What a consumer that is wired from its configuration says, and where.
+//! Logging of a consumer that is built from its configuration.
 
 use std::io::IsTerminal;
 
@@ -10,19 +10,18 @@ use tracing_subscriber::util::SubscriberInitExt;
 use crate::config::Config;
 use crate::error::Error;
 
-/// The variable that everybody knows.
+/// The standard variable for log filters.
 const RUST_LOG: &str = "RUST_LOG";
 
-/// What runs for as long as the consumer does.
-pub(crate) struct Told {
+/// Logging resources that live as long as the consumer.
+pub(crate) struct Logging {
     pub(crate) errors: LastErrors,
     #[cfg(feature = "otlp")]
     _traces: Option<crate::traces::Traces>,
 }
 
-/// The filter that is configured. What RabbitMQ's client says of a refusal, in several lines at the
-/// level of errors, oncegate says in one, with what to do; so its lines are left out of a filter
-/// that does not name it.
+/// The configured filter. lapin logs errors that oncegate reports in one line with a remedy, so a
+/// filter that does not name lapin turns its lines off.
 fn filter(configured: Option<&str>) -> Result<EnvFilter, Error> {
     let text = configured.unwrap_or("info");
     let text = if text.contains("lapin") {
@@ -32,25 +31,23 @@ fn filter(configured: Option<&str>) -> Result<EnvFilter, Error> {
     };
     let filter = EnvFilter::builder().parse(text);
     filter.map_err(|error| {
-        Error::misconfigured(format!(
-            "log.filter: {error}; write it as RUST_LOG is written"
-        ))
+        Error::misconfigured(format!("log.filter: {error}; use the syntax of RUST_LOG"))
     })
 }
 
-/// Begins to log on standard error, and to export spans where that is wanted. A program that has a
-/// subscriber of its own keeps it, and nothing is added.
-pub(crate) fn begin(config: &Config) -> Result<Told, Error> {
+/// Starts logging on standard error and, if configured, exporting spans. Keeps a subscriber that
+/// the program has installed.
+pub(crate) fn init(config: &Config) -> Result<Logging, Error> {
     let errors = LastErrors::new();
     let filter = match std::env::var(RUST_LOG) {
-        // As everywhere: what cannot be read of it is passed over.
+        // As usual, invalid parts are ignored.
         Ok(text) if !text.is_empty() => EnvFilter::builder().parse_lossy(text),
         _ => filter(config.text("log.filter"))?,
     };
     let lines = tracing_subscriber::fmt::layer()
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal());
-    let said =
+    let subscriber =
         tracing_subscriber::registry().with(lines.and_then(errors.clone()).with_filter(filter));
     #[cfg(feature = "otlp")]
     {
@@ -59,18 +56,18 @@ pub(crate) fn begin(config: &Config) -> Result<Told, Error> {
             .or(config.text("store.scope"))
             .unwrap_or("oncegate");
         let traces = crate::traces::Traces::from_environment(name)?;
-        let _ = said
+        let _ = subscriber
             .with(traces.as_ref().map(crate::traces::Traces::layer))
             .try_init();
-        Ok(Told {
+        Ok(Logging {
             errors,
             _traces: traces,
         })
     }
     #[cfg(not(feature = "otlp"))]
     {
-        let _ = said.try_init();
-        Ok(Told { errors })
+        let _ = subscriber.try_init();
+        Ok(Logging { errors })
     }
 }
 
@@ -88,7 +85,7 @@ mod tests {
         fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
             self.0
                 .lock()
-                .expect("nobody panicked")
+                .expect("the lock is not poisoned")
                 .extend_from_slice(bytes);
             Ok(bytes.len())
         }
@@ -99,7 +96,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_client_of_rabbitmq_says_is_left_out_unless_it_is_named() {
+    fn lapin_is_silent_unless_the_filter_names_it() {
         for (configured, expected) in [
             (None, 1),
             (Some("info"), 1),
@@ -110,14 +107,14 @@ mod tests {
             let lines = Lines::default();
             let written = lines.clone();
             let layer = tracing_subscriber::fmt::layer().with_writer(move || written.clone());
-            let said = tracing_subscriber::registry()
+            let subscriber = tracing_subscriber::registry()
                 .with(layer.with_filter(filter(configured).expect("a filter")));
-            tracing::subscriber::with_default(said, || {
+            tracing::subscriber::with_default(subscriber, || {
                 tracing::error!(target: "lapin::channels", "Connection error");
                 tracing::error!(target: "oncegate_amqp::session", "the broker refuses the login");
             });
-            let text =
-                String::from_utf8(lines.0.lock().expect("nobody panicked").clone()).expect("text");
+            let text = String::from_utf8(lines.0.lock().expect("the lock is not poisoned").clone())
+                .expect("text");
             assert_eq!(text.lines().count(), expected, "{configured:?}: {text}");
         }
     }

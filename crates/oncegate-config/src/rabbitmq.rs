@@ -1,4 +1,4 @@
-//! `[rabbitmq]` as a source.
+//! Builds a RabbitMQ source from `[rabbitmq]`.
 
 use oncegate::{QueueKind, RabbitMq, Rejects, Topology};
 
@@ -6,7 +6,7 @@ use crate::config::Config;
 use crate::error::Error;
 
 impl Config {
-    /// The queue that is configured, as a source.
+    /// The configured queue as a source.
     ///
     /// # Errors
     /// [`Error::Misconfigured`]: `rabbitmq.queue` is missing, or as for [`Config::check`].
@@ -28,7 +28,7 @@ impl Config {
             ca_certificate: self.text("rabbitmq.ca-certificate"),
             dead_letters: self.text("rabbitmq.dead-letters"),
             in_doubt: self.text("rabbitmq.in-doubt"),
-            // It is not larger than it may be: that was checked.
+            // `check` has rejected larger numbers.
             prefetch: self.number("rabbitmq.prefetch").map(|count| u32::try_from(count).unwrap_or(u32::MAX)),
             key_header: self.text("rabbitmq.key-header"),
             body_limit: self.number("rabbitmq.body-limit").map(|bytes| usize::try_from(bytes).unwrap_or(usize::MAX)),

@@ -1,60 +1,62 @@
-//! From a file and from variables to one value a key, and where each came from.
+//! Reads the file and the variables into one value per key, with its origin.
 
 use std::path::Path;
 
 use toml::Table;
 
-use crate::config::{Config, Set};
+use crate::config::{Config, ConfiguredValue};
 use crate::error::Error;
-use crate::settings::{Kind, SETTINGS, Setting, find, nearest, sections};
-use crate::value::{Value, time};
+use crate::settings::{SETTINGS, Setting, ValueKind, find, nearest, sections};
+use crate::value::{SettingValue, time};
 
-/// The file that is read where no other is named.
-pub(crate) const FILE: &str = "oncegate.toml";
+/// The file that is read by default.
+pub(crate) const DEFAULT_FILE: &str = "oncegate.toml";
 
-/// The variable that names another one.
-pub(crate) const NAMES_THE_FILE: &str = "ONCEGATE_CONFIG";
+/// The variable with another file name.
+pub(crate) const FILE_VARIABLE: &str = "ONCEGATE_CONFIG";
 
 impl Config {
-    /// Reads the file that the variable `ONCEGATE_CONFIG` names, or `oncegate.toml` here if there
-    /// is one, and then the variables `ONCEGATE_<SECTION>_<KEY>`, which win.
+    /// Reads the file in the variable `ONCEGATE_CONFIG`, or `oncegate.toml` in the current
+    /// directory if it exists, and then the variables `ONCEGATE_<SECTION>_<KEY>`, which take
+    /// precedence.
     ///
     /// # Errors
     /// [`Error::Misconfigured`], as for [`Config::read`].
     pub fn load() -> Result<Self, Error> {
-        let named = std::env::var_os(NAMES_THE_FILE).filter(|name| !name.is_empty());
-        // A variable that is no text is nobody's that we know.
+        let named = std::env::var_os(FILE_VARIABLE).filter(|name| !name.is_empty());
+        // Variables that are not UTF-8 cannot be ours.
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         });
         Self::read(named.as_deref().map(Path::new), variables)
     }
 
-    /// Reads the file that was named, or `oncegate.toml` here if there is one, and then these
-    /// variables, which win. Variables of other sections are somebody else's, unless a section is
-    /// but misspelt.
+    /// Reads the given file, or `oncegate.toml` in the current directory if it exists, and then
+    /// these variables, which take precedence. Variables of other sections are ignored, unless the
+    /// section is a misspelling.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`]: a file that cannot be read or is no TOML, a key that is none, a value of the wrong kind. It names
-    /// the key, and shows no secret. Whether keys go together is for [`Config::check`] to say.
+    /// [`Error::Misconfigured`]: the file cannot be read or parsed, a key is unknown, or a value
+    /// has the wrong kind. It names the key and shows no secret. [`Config::check`] checks keys
+    /// against each other.
     pub fn read(
         named: Option<&Path>,
         variables: impl IntoIterator<Item = (String, String)>,
     ) -> Result<Self, Error> {
         let mut config = Self::default();
-        let path = named.unwrap_or(Path::new(FILE));
+        let path = named.unwrap_or(Path::new(DEFAULT_FILE));
         match std::fs::read_to_string(path) {
-            Ok(text) => config.take_file(path, &text)?,
+            Ok(text) => config.read_file(path, &text)?,
             Err(error) if named.is_none() && error.kind() == std::io::ErrorKind::NotFound => {}
             Err(error) => return Err(Error::misconfigured(format!("{}: {error}", path.display()))),
         }
-        config.take_variables(variables)?;
+        config.read_variables(variables)?;
         Ok(config)
     }
 
-    fn take_file(&mut self, path: &Path, text: &str) -> Result<(), Error> {
+    fn read_file(&mut self, path: &Path, text: &str) -> Result<(), Error> {
         let shown = path.display();
-        // The parser's own message shows the line, which may hold a password.
+        // The message of the parser quotes the line, which may contain a password.
         let table: Table = text.parse().map_err(|error: toml::de::Error| {
             let line = error.span().map_or(0, |span| {
                 text[..span.start.min(text.len())].lines().count().max(1)
@@ -63,28 +65,28 @@ impl Config {
         })?;
         for (section, values) in table {
             let toml::Value::Table(values) = values else {
-                return Err(unknown(
+                return Err(unknown_name(
                     &format!("{shown}: `{section}`"),
                     &section,
                     sections(),
                 ));
             };
             if !sections().any(|name| name == section) {
-                return Err(unknown(
+                return Err(unknown_name(
                     &format!("{shown}: the section [{section}]"),
                     &section,
                     sections(),
                 ));
             }
             for (name, value) in values {
-                self.take_value(path, &section, &name, value)?;
+                self.read_value(path, &section, &name, value)?;
             }
         }
         self.file = Some(path.to_owned());
         Ok(())
     }
 
-    fn take_value(
+    fn read_value(
         &mut self,
         path: &Path,
         section: &str,
@@ -100,14 +102,14 @@ impl Config {
         if let Some(setting) = secret {
             let toml::Value::String(named) = value else {
                 return Err(Error::misconfigured(format!(
-                    "{shown}: {key} wants the name of a file"
+                    "{shown}: {key} requires a file name"
                 )));
             };
-            // Beside the file that names it.
+            // Relative to the file that names it.
             let named = path.parent().unwrap_or(Path::new("")).join(named);
-            return self.put(
+            return self.insert(
                 setting,
-                Value::Text(secret_in(&named, &key)?),
+                SettingValue::Text(read_secret(&named, &key)?),
                 named.display().to_string(),
             );
         }
@@ -116,30 +118,37 @@ impl Config {
                 .iter()
                 .map(|setting| setting.key)
                 .filter(|key| key.starts_with(&format!("{section}.")));
-            return Err(unknown(&format!("{shown}: {key}"), &key, known));
+            return Err(unknown_name(&format!("{shown}: {key}"), &key, known));
         };
-        let value =
-            of_toml(setting.kind, value).ok_or_else(|| wants(&shown.to_string(), setting))?;
-        self.put(setting, value, shown.to_string())
+        let value = from_toml(setting.kind, value)
+            .ok_or_else(|| wrong_kind(&shown.to_string(), setting))?;
+        self.insert(setting, value, shown.to_string())
     }
 
-    /// Variables of a section are ours, and so are those of what is nearly one: nobody else would
-    /// tell that it is misspelt. Others that begin with `ONCEGATE_` belong to somebody else.
-    fn take_variables(
+    /// Variables of a known or misspelt section are ours, since nothing else would report the
+    /// misspelling. Other `ONCEGATE_` variables are ignored.
+    fn read_variables(
         &mut self,
         variables: impl IntoIterator<Item = (String, String)>,
     ) -> Result<(), Error> {
-        for (name, text) in variables.into_iter().filter(|(name, _)| is_ours(name)) {
-            let named = |wanted: &str| SETTINGS.iter().find(|setting| setting.variable() == wanted);
+        for (name, text) in variables
+            .into_iter()
+            .filter(|(name, _)| is_oncegate_variable(name))
+        {
+            let named = |expected: &str| {
+                SETTINGS
+                    .iter()
+                    .find(|setting| setting.variable() == expected)
+            };
             let in_a_file = name
                 .strip_suffix("_FILE")
                 .and_then(named)
                 .filter(|setting| setting.is_secret());
             if let Some(setting) = in_a_file {
-                let secret = secret_in(Path::new(&text), &name)?;
-                self.put(
+                let secret = read_secret(Path::new(&text), &name)?;
+                self.insert(
                     setting,
-                    Value::Text(secret),
+                    SettingValue::Text(secret),
                     format!("{text}, named by {name}"),
                 )?;
                 continue;
@@ -155,53 +164,57 @@ impl Config {
                     .map(Setting::variable)
                     .chain(in_files)
                     .collect();
-                return Err(unknown(
+                return Err(unknown_name(
                     &format!("the variable {name}"),
                     &name,
                     all.iter().map(String::as_str),
                 ));
             };
             let value = match setting.kind {
-                Kind::Number => Value::Number(text.parse().map_err(|_| {
-                    Error::misconfigured(format!("{name}: {text:?} is no whole number"))
+                ValueKind::Number => SettingValue::Number(text.parse().map_err(|_| {
+                    Error::misconfigured(format!("{name}: {text:?} is not a whole number"))
                 })?),
-                Kind::List => {
-                    Value::List(text.split(',').map(|part| part.trim().to_owned()).collect())
+                ValueKind::List => {
+                    SettingValue::List(text.split(',').map(|part| part.trim().to_owned()).collect())
                 }
-                Kind::Names => Value::Names(names_in(&name, &text)?),
-                Kind::Text | Kind::Time | Kind::Choice(_) => Value::Text(text),
+                ValueKind::Names => SettingValue::Names(parse_names(&name, &text)?),
+                ValueKind::Text | ValueKind::Time | ValueKind::Choice(_) => {
+                    SettingValue::Text(text)
+                }
             };
-            self.put(setting, value, name)?;
+            self.insert(setting, value, name)?;
         }
         Ok(())
     }
 
-    fn put(
+    fn insert(
         &mut self,
         setting: &'static Setting,
-        value: Value,
+        value: SettingValue,
         origin: String,
     ) -> Result<(), Error> {
         let key = setting.key;
         match (setting.kind, &value) {
-            (Kind::Time, Value::Text(text)) => {
+            (ValueKind::Time, SettingValue::Text(text)) => {
                 time(text)
                     .map_err(|wrong| Error::misconfigured(format!("{origin}: {key}: {wrong}")))?;
             }
-            (Kind::Choice(words), Value::Text(text)) if !words.contains(&text.as_str()) => {
+            (ValueKind::Choice(words), SettingValue::Text(text))
+                if !words.contains(&text.as_str()) =>
+            {
                 let near = nearest(text, words.iter().copied())
                     .map(|near| format!("; did you mean {near}?"))
                     .unwrap_or_default();
                 let words = words.join(", ");
                 return Err(Error::misconfigured(format!(
-                    "{origin}: {key}: {text:?} means nothing; write one of {words}{near}"
+                    "{origin}: {key}: {text:?} is not valid; write one of {words}{near}"
                 )));
             }
             _ => {}
         }
         self.set.insert(
             key,
-            Set {
+            ConfiguredValue {
                 setting,
                 value,
                 origin,
@@ -211,70 +224,72 @@ impl Config {
     }
 }
 
-/// Whether a variable has a section of ours, or nearly. What has no section at all is not ours:
-/// `ONCEGATE_KAFKA` names the broker of the tests, `ONCEGATE_CONFIG` the file, `ONCEGATE_OPERATOR`
-/// who acts.
-fn is_ours(variable: &str) -> bool {
+/// Whether a variable has a section of ours, or a misspelling of one. Variables without a section
+/// are not settings: `ONCEGATE_KAFKA` is the broker of tests, `ONCEGATE_CONFIG` the file,
+/// `ONCEGATE_OPERATOR` the operator.
+fn is_oncegate_variable(variable: &str) -> bool {
     let Some((section, _)) = variable
         .strip_prefix("ONCEGATE_")
         .and_then(|rest| rest.split_once('_'))
     else {
         return false;
     };
-    // A letter too many, too few or another one, or two that changed places; two such in a long
-    // name.
-    sections()
-        .any(|ours| strsim::damerau_levenshtein(&section.to_lowercase(), ours) <= ours.len() / 4)
+    // Tolerates one edit, or two in a long name.
+    sections().any(|section_name| {
+        strsim::damerau_levenshtein(&section.to_lowercase(), section_name) <= section_name.len() / 4
+    })
 }
 
-/// A value of TOML's, if it is of the kind that is wanted.
-fn of_toml(kind: Kind, value: toml::Value) -> Option<Value> {
+/// Converts a TOML value, if it has the expected kind.
+fn from_toml(kind: ValueKind, value: toml::Value) -> Option<SettingValue> {
     let text = |value: toml::Value| match value {
         toml::Value::String(text) => Some(text),
         _ => None,
     };
     match (kind, value) {
-        (Kind::Number, value) => value
+        (ValueKind::Number, value) => value
             .as_integer()
             .and_then(|number| u64::try_from(number).ok())
-            .map(Value::Number),
-        (Kind::List, toml::Value::Array(list)) => list
+            .map(SettingValue::Number),
+        (ValueKind::List, toml::Value::Array(list)) => list
             .into_iter()
             .map(text)
             .collect::<Option<_>>()
-            .map(Value::List),
-        (Kind::Names, toml::Value::Table(table)) => table
+            .map(SettingValue::List),
+        (ValueKind::Names, toml::Value::Table(table)) => table
             .into_iter()
             .map(|(name, value)| Some((name, text(value)?)))
             .collect::<Option<_>>()
-            .map(Value::Names),
-        (Kind::Text | Kind::Time | Kind::Choice(_), value) => text(value).map(Value::Text),
-        (Kind::List | Kind::Names, _) => None,
+            .map(SettingValue::Names),
+        (ValueKind::Text | ValueKind::Time | ValueKind::Choice(_), value) => {
+            text(value).map(SettingValue::Text)
+        }
+        (ValueKind::List | ValueKind::Names, _) => None,
     }
 }
 
-fn wants(origin: &str, setting: &Setting) -> Error {
-    let wanted = match setting.kind {
-        Kind::Text => "a text, in quotes".to_owned(),
-        Kind::Time => "a time, in quotes, such as \"30s\"".to_owned(),
-        Kind::Choice(words) => format!("one of {}, in quotes", words.join(", ")),
-        Kind::Number => "a whole number, 0 or more".to_owned(),
-        Kind::List => "a list of texts, in brackets".to_owned(),
-        Kind::Names => "a table of texts".to_owned(),
+fn wrong_kind(origin: &str, setting: &Setting) -> Error {
+    let expected = match setting.kind {
+        ValueKind::Text => "a text, in quotes".to_owned(),
+        ValueKind::Time => "a duration, in quotes, such as \"30s\"".to_owned(),
+        ValueKind::Choice(words) => format!("one of {}, in quotes", words.join(", ")),
+        ValueKind::Number => "a whole number, 0 or more".to_owned(),
+        ValueKind::List => "a list of texts, in brackets".to_owned(),
+        ValueKind::Names => "a table of texts".to_owned(),
     };
-    Error::misconfigured(format!("{origin}: {} wants {wanted}", setting.key))
+    Error::misconfigured(format!("{origin}: {} requires {expected}", setting.key))
 }
 
-fn unknown<'a>(what: &str, wrong: &str, right: impl Iterator<Item = &'a str>) -> Error {
+fn unknown_name<'a>(what: &str, wrong: &str, right: impl Iterator<Item = &'a str>) -> Error {
     Error::misconfigured(match nearest(wrong, right) {
-        Some(near) => format!("{what} means nothing here; did you mean {near}?"),
-        None => format!("{what} means nothing here; `oncegate config keys` lists what does"),
+        Some(near) => format!("{what} is unknown; did you mean {near}?"),
+        None => format!("{what} is unknown; `oncegate config keys` lists all keys"),
     })
 }
 
-/// Names and their texts: one a line, or, in a single line, with commas between them. No error
-/// shows a text, nor what may be one.
-fn names_in(variable: &str, text: &str) -> Result<Vec<(String, String)>, Error> {
+/// Parses `name=value` pairs: one per line, or separated by commas in a single line. Errors show no
+/// value, nor a text that may be one.
+fn parse_names(variable: &str, text: &str) -> Result<Vec<(String, String)>, Error> {
     let between = if text.contains('\n') { '\n' } else { ',' };
     let mut names: Vec<(String, String)> = Vec::new();
     for (place, pair) in text
@@ -289,13 +304,13 @@ fn names_in(variable: &str, text: &str) -> Result<Vec<(String, String)>, Error> 
             .filter(|(name, _)| !name.is_empty())
         else {
             return Err(Error::misconfigured(format!(
-                "{variable}: number {} is no name=value; where a value has a comma, put each pair on a line of its own",
+                "{variable}: entry {} is not name=value; if a value contains a comma, write one pair per line",
                 place + 1
             )));
         };
         if names.iter().any(|(known, _)| known == name) {
             return Err(Error::misconfigured(format!(
-                "{variable}: {name} stands there twice"
+                "{variable}: {name} occurs twice"
             )));
         }
         names.push((name.to_owned(), value.to_owned()));
@@ -303,7 +318,7 @@ fn names_in(variable: &str, text: &str) -> Result<Vec<(String, String)>, Error> 
     Ok(names)
 }
 
-fn secret_in(path: &Path, named_by: &str) -> Result<String, Error> {
+fn read_secret(path: &Path, named_by: &str) -> Result<String, Error> {
     let secret = std::fs::read_to_string(path).map_err(|error| {
         Error::misconfigured(format!("{named_by}: {}: {error}", path.display()))
     })?;
@@ -326,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn properties_stand_in_one_variable() {
+    fn one_variable_holds_all_properties() {
         let names = |pairs: &[(&str, &str)]| {
             Ok(pairs
                 .iter()
@@ -346,7 +361,7 @@ mod tests {
             read("security.protocol=SASL_SSL\r\nsasl.username=me\n\nssl.key.password=a=b\n"),
             names(&login)
         );
-        // One line is enough, with its end.
+        // A single line with a line break.
         assert_eq!(
             read("debug=broker,topic\n"),
             names(&[("debug", "broker,topic")])
@@ -355,22 +370,22 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_pair_is_refused_and_not_shown() {
-        for (text, says) in [
+    fn malformed_pairs_are_rejected_without_their_values() {
+        for (text, expected) in [
             (
                 "ssl.key.password=s3cret,s3cret",
-                "number 2 is no name=value",
+                "entry 2 is not name=value",
             ),
-            ("=s3cret", "number 1 is no name=value"),
+            ("=s3cret", "entry 1 is not name=value"),
             (
                 "client.rack=s3cret,client.rack=s3cret",
-                "client.rack stands there twice",
+                "client.rack occurs twice",
             ),
         ] {
             let said = read(text).expect_err("it is refused");
             assert!(
                 said.contains("ONCEGATE_KAFKA_PROPERTIES")
-                    && said.contains(says)
+                    && said.contains(expected)
                     && !said.contains("s3cret"),
                 "{said}"
             );

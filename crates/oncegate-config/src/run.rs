@@ -1,30 +1,30 @@
-//! A consumer that is wired from its configuration alone.
+//! Runs a consumer from its configuration.
 
 use std::future::Future;
 
 use oncegate::{Consumer, Handler, Shadow, ShadowReport, shutdown_signal};
 
-use crate::admin::{self, Watched};
+use crate::admin::{self, StatusHandles};
 use crate::config::Config;
 use crate::error::{Broker, Error};
 use crate::log;
 use crate::store::AnyStore;
 
 impl Config {
-    /// Wires source, store, gate, log and admin port, and handles messages until SIGTERM or Ctrl-C;
-    /// then it drains and returns. Bodies are JSON; for others, and for whatever else a file cannot
-    /// say, wire a builder with [`Config::consumer`].
+    /// Builds the source, store, gate, log and admin port, and handles messages until SIGTERM or
+    /// Ctrl-C; then drains and returns. Bodies are JSON; for other formats, use a builder with
+    /// [`Config::consumer`].
     ///
-    /// It logs on standard error, unless the program has installed a subscriber of its own.
+    /// Logs on standard error, unless the program has installed a subscriber.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`] names the key that has to be changed; [`Error::Consumer`] is what
-    /// the consumer ended with.
+    /// [`Error::Misconfigured`] names the key to change; [`Error::Consumer`] is the failure of the
+    /// consumer.
     pub async fn run<H: Handler>(self, handler: H) -> Result<(), Error> {
         self.run_until(handler, shutdown_signal()).await
     }
 
-    /// The same until `shutdown` is over.
+    /// Like [`Config::run`], until `shutdown` completes.
     ///
     /// # Errors
     /// As for [`Config::run`].
@@ -35,9 +35,9 @@ impl Config {
     ) -> Result<(), Error> {
         self.check_for_consumer()?;
         let broker = self.broker()?;
-        let told = log::begin(&self)?;
-        let watched = Watched::default();
-        let _serving = admin::open(&self, broker, &watched, told.errors.clone())?;
+        let logging = log::init(&self)?;
+        let handles = StatusHandles::default();
+        let _serving = admin::open(&self, broker, &handles, logging.errors.clone())?;
         let report = (self.text("gate.mode") == Some("trial")).then(ShadowReport::new);
         let store = match &report {
             Some(report) => AnyStore::of(Shadow::new(self.store()?, report.clone())),
@@ -48,39 +48,39 @@ impl Config {
             .store(store)
             .handler(handler);
         let consumer = consumer
-            .readiness(watched.readiness.clone())
-            .status(watched.status.clone());
+            .readiness(handles.readiness.clone())
+            .status(handles.status.clone());
         let ended: Result<(), oncegate::Error> = match broker {
             #[cfg(feature = "kafka")]
             Broker::Kafka => {
                 consumer
-                    .source(self.kafka()?.status(watched.kafka.clone()))
+                    .source(self.kafka()?.status(handles.kafka.clone()))
                     .run_until(shutdown)
                     .await
             }
             #[cfg(feature = "rabbitmq")]
             Broker::RabbitMq => {
                 consumer
-                    .source(self.rabbitmq()?.status(watched.rabbitmq.clone()))
+                    .source(self.rabbitmq()?.status(handles.rabbitmq.clone()))
                     .run_until(shutdown)
                     .await
             }
             #[cfg(not(all(feature = "kafka", feature = "rabbitmq")))]
             _ => {
                 drop((consumer, shutdown));
-                Err(left_out(broker))
+                Err(feature_missing(broker))
             }
         };
         if let Some(report) = report {
-            tracing::info!("on trial: {report}");
+            tracing::info!("trial mode: {report}");
         }
         ended.map_err(|error| self.explain(error))
     }
 }
 
-/// A broker that was left out when the program was built.
+/// The error for a broker that this build does not include.
 #[cfg(not(all(feature = "kafka", feature = "rabbitmq")))]
-fn left_out(broker: Broker) -> oncegate::Error {
+fn feature_missing(broker: Broker) -> oncegate::Error {
     let feature = match broker {
         Broker::Kafka => "add the feature `kafka` of oncegate-config",
         Broker::RabbitMq => "add the feature `rabbitmq` of oncegate-config",

@@ -1,30 +1,30 @@
-//! Every setting, once: its key, how its value is written, and what it says.
+//! All settings: key, kind of value, and description.
 
-/// How a value is written.
+/// The kind of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum ValueKind {
     /// A text.
     Text,
-    /// A text that is a time: `30s`.
+    /// A duration: `30s`.
     Time,
     /// One of these words.
     Choice(&'static [&'static str]),
     /// A whole number, 0 or more.
     Number,
-    /// Several texts; in a variable with commas between them.
+    /// A list of texts; separated by commas in a variable.
     List,
-    /// Names and texts; in a variable `name=value`, with commas between them or one a line.
+    /// Names and texts; in a variable `name=value`, separated by commas or one per line.
     Names,
 }
 
-/// What of a value nobody is shown.
+/// Which part of a value is secret.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Hides {
-    /// All of it is shown.
+pub enum Redaction {
+    /// None.
     Nothing,
-    /// What stands between the user and the host of a URL.
+    /// The part between the user and the host of a URL.
     Password,
-    /// All of it.
+    /// The whole value.
     All,
 }
 
@@ -33,16 +33,16 @@ pub enum Hides {
 pub struct Setting {
     /// `<section>.<name>`.
     pub key: &'static str,
-    /// How its value is written.
-    pub kind: Kind,
-    /// What of it is a secret.
-    pub hides: Hides,
-    /// What it says, with its default.
-    pub says: &'static str,
+    /// The kind of its value.
+    pub kind: ValueKind,
+    /// Which part is secret.
+    pub redaction: Redaction,
+    /// Its meaning and default.
+    pub description: &'static str,
 }
 
 impl Setting {
-    /// The variable that sets it, and wins over the file.
+    /// The variable that sets it and overrides the file.
     pub fn variable(&self) -> String {
         format!(
             "ONCEGATE_{}",
@@ -50,84 +50,90 @@ impl Setting {
         )
     }
 
-    /// A secret may stand in a file of its own, which `<key>-file` names.
+    /// Whether it may be in a file of its own, which `<key>-file` names.
     pub fn is_secret(&self) -> bool {
-        self.hides != Hides::Nothing && self.kind == Kind::Text
+        self.redaction != Redaction::Nothing && self.kind == ValueKind::Text
     }
 }
 
-const fn text(key: &'static str, says: &'static str) -> Setting {
+const fn text(key: &'static str, description: &'static str) -> Setting {
     Setting {
         key,
-        kind: Kind::Text,
-        hides: Hides::Nothing,
-        says,
+        kind: ValueKind::Text,
+        redaction: Redaction::Nothing,
+        description,
     }
 }
 
-const fn time(key: &'static str, says: &'static str) -> Setting {
+const fn time(key: &'static str, description: &'static str) -> Setting {
     Setting {
         key,
-        kind: Kind::Time,
-        hides: Hides::Nothing,
-        says,
+        kind: ValueKind::Time,
+        redaction: Redaction::Nothing,
+        description,
     }
 }
 
-const fn number(key: &'static str, says: &'static str) -> Setting {
+const fn number(key: &'static str, description: &'static str) -> Setting {
     Setting {
         key,
-        kind: Kind::Number,
-        hides: Hides::Nothing,
-        says,
+        kind: ValueKind::Number,
+        redaction: Redaction::Nothing,
+        description,
     }
 }
 
-const fn choice(key: &'static str, words: &'static [&'static str], says: &'static str) -> Setting {
+const fn choice(
+    key: &'static str,
+    words: &'static [&'static str],
+    description: &'static str,
+) -> Setting {
     Setting {
         key,
-        kind: Kind::Choice(words),
-        hides: Hides::Nothing,
-        says,
+        kind: ValueKind::Choice(words),
+        redaction: Redaction::Nothing,
+        description,
     }
 }
 
-const fn hiding(key: &'static str, kind: Kind, hides: Hides, says: &'static str) -> Setting {
+const fn redacted(
+    key: &'static str,
+    kind: ValueKind,
+    redaction: Redaction,
+    description: &'static str,
+) -> Setting {
     Setting {
         key,
         kind,
-        hides,
-        says,
+        redaction,
+        description,
     }
 }
 
-/// All of them, section by section.
+/// All settings, by section.
 pub const SETTINGS: &[Setting] = &[
-    hiding(
+    redacted(
         "store.url",
-        Kind::Text,
-        Hides::Password,
+        ValueKind::Text,
+        Redaction::Password,
         "the store: redis://[user[:password]@]host[:port][/database], rediss://, sqlite:FILE, or memory: for a test",
     ),
-    hiding(
+    redacted(
         "store.sentinels",
-        Kind::List,
-        Hides::Password,
-        "instead: the Sentinels that know the primary",
+        ValueKind::List,
+        Redaction::Password,
+        "instead of store.url: the Sentinels that monitor the primary",
     ),
-    text(
-        "store.sentinel-name",
-        "the name by which the Sentinels know the primary",
-    ),
-    hiding(
+    text("store.sentinel-name", "the name of the primary in Sentinel"),
+    redacted(
         "store.cluster",
-        Kind::List,
-        Hides::Password,
-        "instead: nodes of a Redis Cluster",
+        ValueKind::List,
+        Redaction::Password,
+        "instead of store.url: nodes of a Redis Cluster",
     ),
     text(
         "store.prefix",
-        "what stands before each key; processed: by default",
+        "the prefix of every key; processed: by default",
     ),
     text(
         "store.scope",
@@ -139,26 +145,26 @@ pub const SETTINGS: &[Setting] = &[
     ),
     number(
         "store.replicas",
-        "how many replicas have to know of a claim; none by default",
+        "how many replicas must acknowledge a claim; none by default",
     ),
     time(
         "store.replicas-timeout",
-        "how long they have for it; 200ms by default",
+        "how long to wait for these replicas; 200ms by default",
     ),
     choice(
         "store.forgetful",
         &["refused", "accepted"],
-        "whether at most once takes a store that may forget; refused by default",
+        "whether at most once accepts a volatile store; refused by default",
     ),
-    text(
-        "store.ca-certificate",
-        "the authority that is trusted over TLS (PEM)",
-    ),
+    text("store.ca-certificate", "the CA certificate for TLS (PEM)"),
     text(
         "store.client-certificate",
-        "the certificate to show over TLS (PEM)",
+        "the client certificate for TLS (PEM)",
     ),
-    text("store.client-key", "its key (PEM)"),
+    text(
+        "store.client-key",
+        "the key of the client certificate (PEM)",
+    ),
     choice(
         "gate.guarantee",
         &["at-most-once", "effectively-once", "bare"],
@@ -167,7 +173,7 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "gate.mode",
         &["on", "trial"],
-        "on, or trial: stops nothing, and counts what it would have stopped; on by default",
+        "on, or trial: blocks no message and counts those it would have blocked; on by default",
     ),
     time(
         "gate.dedup-window",
@@ -175,15 +181,15 @@ pub const SETTINGS: &[Setting] = &[
     ),
     time(
         "gate.max-age",
-        "how old a message may be and be taken for new; half the window by default",
+        "the maximum age of a message that is taken as new; half the window by default",
     ),
     time(
         "gate.lease",
-        "how long a claim holds without renewal; 30s by default",
+        "how long a claim is valid without renewal; 30s by default",
     ),
     time(
         "gate.shortest-lease",
-        "lets the lease go by how long handlers run, between this and gate.lease; not by default",
+        "adapts the lease to the run time of handlers, between this and gate.lease; off by default",
     ),
     time(
         "gate.handler-timeout",
@@ -191,52 +197,52 @@ pub const SETTINGS: &[Setting] = &[
     ),
     number(
         "gate.max-attempts",
-        "how many attempts a message gets before it is dead-lettered; 5 by default",
+        "attempts before a message is dead-lettered; 5 by default",
     ),
     number(
         "gate.max-crashes",
-        "how many processes may end while they handle a message before it is dead-lettered; 10 by default",
+        "process crashes during handling before a message is dead-lettered; 10 by default",
     ),
     number(
         "gate.max-inline-retries",
-        "how often a handler is run again in place within one attempt; 3 by default",
+        "inline retries of a handler within one attempt; 3 by default",
     ),
     time(
         "gate.backoff",
-        "the first pause before a retry, which doubles; 100ms by default",
+        "the first backoff before a retry, which doubles; 100ms by default",
     ),
     time(
         "gate.longest-backoff",
-        "the longest pause before a retry; 10s by default",
+        "the longest backoff before a retry; 10s by default",
     ),
     number(
         "gate.max-reconciles",
-        "how often `reconcile` is tried before a message goes to those in doubt; 5 by default",
+        "calls of `reconcile` before a message moves to the in-doubt destination; 5 by default",
     ),
     number(
         "gate.max-in-flight",
-        "how many deliveries one process has in flight; 512 by default",
+        "maximum deliveries in flight per process; 512 by default",
     ),
     number(
         "gate.max-in-flight-bytes",
-        "how many bytes they have together; 67108864 by default",
+        "maximum bytes of deliveries in flight; 67108864 by default",
     ),
     number(
         "gate.max-queued",
-        "how many deliveries wait in order behind others of their key or partition; 10000 by default",
+        "maximum deliveries queued behind others of their key or partition; 10000 by default",
     ),
     number(
         "gate.max-queued-bytes",
-        "how many bytes they have together; 67108864 by default",
+        "maximum bytes of queued deliveries; 67108864 by default",
     ),
     time(
         "gate.drain-timeout",
-        "how long a drain may take; 30s by default",
+        "the maximum duration of a drain; 30s by default",
     ),
     choice(
         "gate.order",
         &["by-key", "by-partition", "unordered"],
-        "what is handled one after the other: by-key (the default on Kafka), by-partition or unordered (the default on RabbitMQ)",
+        "which messages are handled in order: by-key (the default on Kafka), by-partition or unordered (the default on RabbitMQ)",
     ),
     choice(
         "gate.execution",
@@ -246,159 +252,170 @@ pub const SETTINGS: &[Setting] = &[
     choice(
         "gate.outage",
         &["hold", "pass-through"],
-        "what to do while the store is away: hold (the default) or pass-through",
+        "what to do while the store is unavailable: hold (the default) or pass-through",
     ),
     choice(
         "gate.fingerprints",
         &["by-guarantee", "body", "off"],
-        "whether the same id with another body is told apart: by-guarantee (in at most once alone, the default), body or off",
+        "whether to detect the same id with another body: by-guarantee (only in at most once, the default), body or off",
     ),
     text(
         "gate.id",
-        "where ids are read: header NAME, message-id, key, json POINTER, body-hash or position; with `hashed` behind it they are hashed",
+        "where to read ids: header NAME, message-id, key, json POINTER, body-hash or position; append `hashed` to hash them",
     ),
     number(
         "gate.rate",
-        "new ids a second, for judging the memory of the store",
+        "new ids per second, to estimate the memory of the store",
     ),
     choice(
         "gate.broker",
         &["kafka", "rabbitmq"],
-        "which one is consumed, where both are configured",
+        "the broker to consume, if both are configured",
     ),
     text(
         "kafka.brokers",
-        "host:port of one broker or, with commas, several",
+        "host:port of one or more brokers, separated by commas",
     ),
-    text("kafka.topic", "the topic that is consumed"),
+    text("kafka.topic", "the consumed topic"),
     text("kafka.group", "the consumer group"),
     text(
         "kafka.dead-letters",
-        "its dead letters; `<topic>.dead-letters` by default",
+        "the dead-letter topic; `<topic>.dead-letters` by default",
     ),
     text(
         "kafka.in-doubt",
-        "its messages in doubt; `<topic>.in-doubt` by default",
+        "the in-doubt topic; `<topic>.in-doubt` by default",
     ),
     choice(
         "kafka.start",
         &["earliest", "error"],
-        "where a group begins that has no offset yet: earliest (the default) or error",
+        "where a group without a committed offset starts: earliest (the default) or error",
     ),
     choice(
         "kafka.out-of-range",
         &["earliest", "error"],
-        "what to do where the log does not have the group's offset any more: earliest (the default) or error",
+        "what to do if the committed offset is out of range: earliest (the default) or error",
     ),
     number(
         "kafka.create-partitions",
-        "creates missing topics of letters, with so many partitions; they are not created by default",
+        "creates missing dead-letter and in-doubt topics with this many partitions; not created by default",
     ),
-    number("kafka.create-replicas", "and so many replicas"),
+    number(
+        "kafka.create-replicas",
+        "the replication factor of created topics",
+    ),
     choice(
         "kafka.limited-retention",
         &["refused", "accepted"],
-        "whether topics of letters may forget what nobody has looked at; refused by default",
+        "whether dead-letter and in-doubt topics may have limited retention; refused by default",
     ),
     number(
         "kafka.body-limit",
-        "the largest body to hand over, in bytes; no limit by default",
+        "the maximum body size, in bytes; no limit by default",
     ),
     time(
         "kafka.drain-on-revoke",
-        "how long a rebalance waits for what is being handled; 10s by default",
+        "how long a rebalance waits for messages in flight; 10s by default",
     ),
     time(
         "kafka.stalled-after",
-        "how long a partition may stand still while its log grows; 60s by default",
+        "how long a partition may make no progress while its log grows; 60s by default",
     ),
-    hiding("kafka.password", Kind::Text, Hides::All, "sasl.password"),
-    hiding(
+    redacted(
+        "kafka.password",
+        ValueKind::Text,
+        Redaction::All,
+        "sasl.password",
+    ),
+    redacted(
         "kafka.properties",
-        Kind::Names,
-        Hides::All,
+        ValueKind::Names,
+        Redaction::All,
         "properties of librdkafka, such as security.protocol and sasl.username",
     ),
-    hiding(
+    redacted(
         "rabbitmq.url",
-        Kind::Text,
-        Hides::Password,
+        ValueKind::Text,
+        Redaction::Password,
         "the broker: amqp://user:password@host:port/vhost, or amqps://",
     ),
-    text("rabbitmq.queue", "the queue that is consumed"),
+    text("rabbitmq.queue", "the consumed queue"),
     text(
         "rabbitmq.dead-letters",
-        "its dead letters; `<queue>.dead-letters` by default",
+        "the dead-letter queue; `<queue>.dead-letters` by default",
     ),
     text(
         "rabbitmq.in-doubt",
-        "its messages in doubt; `<queue>.in-doubt` by default",
+        "the in-doubt queue; `<queue>.in-doubt` by default",
     ),
     number(
         "rabbitmq.prefetch",
-        "how many deliveries are handed over ahead of their acknowledgement; 512 by default",
+        "the maximum number of unacknowledged deliveries; 512 by default",
     ),
     text(
         "rabbitmq.key-header",
-        "the header that holds a message's key; its routing key by default",
+        "the header with the key of a message; its routing key by default",
     ),
     number(
         "rabbitmq.body-limit",
-        "the largest body to hand over, in bytes; no limit by default",
+        "the maximum body size, in bytes; no limit by default",
     ),
     time(
         "rabbitmq.consumer-timeout",
-        "how long the broker lets a delivery stay open; 30m by default",
+        "the consumer timeout of the broker; 30m by default",
     ),
     choice(
         "rabbitmq.topology",
         &["declare", "check", "trust"],
-        "what to do about the queues: declare (the default), check or trust",
+        "how to set up the queues: declare (the default), check or trust",
     ),
     choice(
         "rabbitmq.queue-kind",
         &["quorum", "classic"],
-        "what kind of queue to create: quorum (the default) or classic",
+        "the type of created queues: quorum (the default) or classic",
     ),
     choice(
         "rabbitmq.consumers",
         &["competing", "single-active"],
-        "who consumes a queue that is created: competing (the default) or single-active",
+        "the consumers of created queues: competing (the default) or single-active",
     ),
     choice(
         "rabbitmq.rejects",
         &["published", "by-queue"],
-        "how what is rejected reaches the dead letters: published (the default) or by-queue",
+        "how rejected messages reach the dead letters: published (the default) or by-queue",
     ),
     choice(
         "rabbitmq.delivery-counts",
         &["refused", "accepted"],
-        "whether letters are left as they are that RabbitMQ counted often: refused (the default) replaces such a letter by a copy, accepted leaves it",
+        "whether to accept high delivery counts of dead letters: refused (the default) replaces such a message by a copy, accepted leaves it",
     ),
     text(
         "rabbitmq.ca-certificate",
-        "an authority that is trusted over TLS beside the system's (PEM)",
+        "an additional CA certificate for TLS (PEM)",
     ),
     text(
         "rabbitmq.client-certificate",
-        "the certificate to show over TLS (PEM)",
+        "the client certificate for TLS (PEM)",
     ),
-    text("rabbitmq.client-key", "its key (PEM)"),
+    text(
+        "rabbitmq.client-key",
+        "the key of the client certificate (PEM)",
+    ),
     text(
         "admin.listen",
-        "where a consumer answers /live, /ready, /status and /metrics, such as 127.0.0.1:9623; nowhere by default",
+        "the address of /live, /ready, /status and /metrics, such as 127.0.0.1:9623; none by default",
     ),
     text(
         "log.filter",
-        "what a consumer logs, as RUST_LOG says it, which wins; info by default, without what RabbitMQ's client (lapin) says unless it is named",
+        "the log filter, in the syntax of RUST_LOG, which overrides it; info by default, without lapin (the RabbitMQ client) unless named",
     ),
     text(
         "audit.file",
-        "a file for the audit, instead of the stream `<prefix>!audit` on the store",
+        "the audit file, instead of the stream `<prefix>!audit` in the store",
     ),
 ];
 
-/// The setting of a key.
+/// The setting with this key.
 pub fn find(key: &str) -> Option<&'static Setting> {
     SETTINGS.iter().find(|setting| setting.key == key)
 }
@@ -412,7 +429,7 @@ pub fn sections() -> impl Iterator<Item = &'static str> {
     })
 }
 
-/// The one that somebody may have meant, of those that can be named.
+/// The known name that is most similar to an unknown one.
 pub fn nearest<'a>(wrong: &str, right: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let near = |name: &&str| strsim::damerau_levenshtein(wrong, name);
     right
@@ -426,7 +443,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_section_stands_in_one_place_and_each_key_once() {
+    fn sections_are_contiguous_and_keys_unique() {
         let sections: Vec<&str> = sections().collect();
         let mut once = sections.clone();
         once.sort_unstable();
@@ -439,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn no_two_settings_have_one_variable() {
+    fn variables_are_unique() {
         let mut variables: Vec<String> = SETTINGS.iter().map(Setting::variable).collect();
         let count = variables.len();
         variables.sort_unstable();

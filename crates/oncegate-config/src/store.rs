@@ -1,4 +1,4 @@
-//! The store that is configured.
+//! The configured store.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -14,18 +14,18 @@ use oncegate::{MemoryStore, Persistence, Scope, Store, StoreError};
 use crate::config::Config;
 use crate::error::Error;
 
-/// Which store is configured.
+/// The kind of the configured store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Place<'a> {
-    /// A Redis server, a primary that Sentinels know, or a Cluster.
+pub enum StoreKind<'a> {
+    /// A Redis server, a primary behind Sentinel, or a Cluster.
     Redis,
     /// An SQLite file.
     Sqlite(&'a Path),
-    /// The memory of the consumer's process.
+    /// The memory of the consumer process.
     Memory,
 }
 
-/// A store, whichever is configured.
+/// The configured store.
 #[derive(Clone)]
 pub struct AnyStore(Arc<dyn Store>);
 
@@ -68,55 +68,55 @@ impl Store for AnyStore {
     }
 }
 
-/// A store that was left out when the program was built.
+/// The error for a store that this build does not include.
 #[cfg(not(all(feature = "redis", feature = "sqlite")))]
-fn left_out(what: &str, feature: &str) -> Error {
+fn feature_missing(what: &str, feature: &str) -> Error {
     Error::misconfigured(format!(
-        "store.url: this program was built without {what}: add the feature `{feature}` of oncegate-config, or name another store"
+        "store.url: this program was built without {what}; add the feature `{feature}` of oncegate-config, or configure another store"
     ))
 }
 
 impl Config {
-    /// Which store is configured; `None` where none is.
+    /// The kind of the configured store; `None` if there is none.
     ///
     /// # Errors
-    /// `store.url` names something else.
-    pub fn place(&self) -> Result<Option<Place<'_>>, Error> {
+    /// `store.url` is not valid.
+    pub fn store_kind(&self) -> Result<Option<StoreKind<'_>>, Error> {
         let Some(url) = self.text("store.url") else {
             let is_named = self.has("store.sentinels") || self.has("store.cluster");
-            return Ok(is_named.then_some(Place::Redis));
+            return Ok(is_named.then_some(StoreKind::Redis));
         };
         let (scheme, rest) = url.split_once(':').unwrap_or((url, ""));
         match (scheme, rest) {
-            ("memory", "" | "//") => Ok(Some(Place::Memory)),
+            ("memory", "" | "//") => Ok(Some(StoreKind::Memory)),
             ("sqlite", file) => {
                 let file = file.strip_prefix("//").unwrap_or(file);
                 if file.is_empty() {
                     return Err(Error::misconfigured(
-                        "store.url: sqlite: names no file; write sqlite:markers.db, or sqlite:/var/lib/markers.db",
+                        "store.url: sqlite: has no file; write sqlite:markers.db, or sqlite:/var/lib/markers.db",
                     ));
                 }
-                Ok(Some(Place::Sqlite(Path::new(file))))
+                Ok(Some(StoreKind::Sqlite(Path::new(file))))
             }
-            // What is wrong with a URL of Redis's is said by Redis's own client. A scheme holds no
-            // secret, and another text may.
-            ("redis" | "rediss" | "redis+unix", _) => Ok(Some(Place::Redis)),
+            // The Redis client checks its URLs itself. Only a scheme may be shown: other text may
+            // contain a secret.
+            ("redis" | "rediss" | "redis+unix", _) => Ok(Some(StoreKind::Redis)),
             _ => Err(Error::misconfigured(
-                "store.url names no store; write redis://HOST:PORT, rediss://HOST:PORT, sqlite:FILE or memory:",
+                "store.url is not valid; write redis://HOST:PORT, rediss://HOST:PORT, sqlite:FILE or memory:",
             )),
         }
     }
 
-    /// The store as a consumer uses it, connected to when it is first used.
+    /// Creates the store for a consumer. The connection is made on first use.
     ///
     /// # Errors
-    /// None is configured, or it was left out when the program was built.
+    /// No store is configured, or this build does not include it.
     pub fn store(&self) -> Result<AnyStore, Error> {
         self.check_store()?;
-        match self.place()?.ok_or_else(no_store)? {
-            Place::Memory => Ok(AnyStore::of(MemoryStore::new())),
+        match self.store_kind()?.ok_or_else(no_store)? {
+            StoreKind::Memory => Ok(AnyStore::of(MemoryStore::new())),
             #[cfg(feature = "redis")]
-            Place::Redis => {
+            StoreKind::Redis => {
                 let redis = self.redis(None)?;
                 Ok(AnyStore::of(if self.allows_volatile_store() {
                     redis.allow_volatile_store()
@@ -125,9 +125,9 @@ impl Config {
                 }))
             }
             #[cfg(not(feature = "redis"))]
-            Place::Redis => Err(left_out("Redis", "redis")),
+            StoreKind::Redis => Err(feature_missing("Redis", "redis")),
             #[cfg(feature = "sqlite")]
-            Place::Sqlite(file) => {
+            StoreKind::Sqlite(file) => {
                 let sqlite = oncegate::Sqlite::file(file);
                 Ok(AnyStore::of(match self.time("store.timeout") {
                     Some(timeout) => sqlite.timeout(timeout),
@@ -135,22 +135,20 @@ impl Config {
                 }))
             }
             #[cfg(not(feature = "sqlite"))]
-            Place::Sqlite(_) => Err(left_out("SQLite", "sqlite")),
+            StoreKind::Sqlite(_) => Err(feature_missing("SQLite", "sqlite")),
         }
     }
 
-    /// Redis as it is configured. Where `store.timeout` says nothing, a reply may take this long,
-    /// or as long as the store has it by default.
+    /// Creates the Redis store. Without `store.timeout` the timeout is `default_timeout`, or that
+    /// of the store.
     ///
     /// # Errors
     /// Another store is configured, or none.
     #[cfg(feature = "redis")]
-    pub fn redis(&self, patience: Option<Duration>) -> Result<Redis, Error> {
+    pub fn redis(&self, default_timeout: Option<Duration>) -> Result<Redis, Error> {
         self.check_store()?;
-        if self.place()?.ok_or_else(no_store)? != Place::Redis {
-            return Err(Error::misconfigured(
-                "store.url names another store than Redis",
-            ));
+        if self.store_kind()?.ok_or_else(no_store)? != StoreKind::Redis {
+            return Err(Error::misconfigured("store.url does not name Redis"));
         }
         let mut redis = match (
             self.text("store.url"),
@@ -162,7 +160,7 @@ impl Config {
             _ => Redis::cluster(self.list("store.cluster")),
         };
         redis = redis.prefix(self.prefix()).durability(self.durability());
-        if let Some(timeout) = self.time("store.timeout").or(patience) {
+        if let Some(timeout) = self.time("store.timeout").or(default_timeout) {
             redis = redis.timeout(timeout);
         }
         if let Some(path) = self.text("store.ca-certificate") {
@@ -202,7 +200,7 @@ impl Config {
     /// `store.scope`, or none.
     ///
     /// # Errors
-    /// It cannot stand in a key.
+    /// It is not valid in a key.
     pub fn scope(&self) -> Result<Scope, Error> {
         match self.text("store.scope") {
             None => Ok(Scope::none()),
@@ -218,6 +216,6 @@ impl Config {
 
 pub(crate) fn no_store() -> Error {
     Error::misconfigured(
-        "no store: set store.url in oncegate.toml, or ONCEGATE_STORE_URL, say redis://localhost:6379",
+        "no store: set store.url in oncegate.toml, or ONCEGATE_STORE_URL, for example redis://localhost:6379",
     )
 }

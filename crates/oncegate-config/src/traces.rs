@@ -1,4 +1,4 @@
-//! Spans that go out by OTLP.
+//! Exports spans by OTLP.
 
 use opentelemetry::trace::TracerProvider;
 use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig};
@@ -11,25 +11,25 @@ use tracing_subscriber::registry::LookupSpan;
 
 use crate::error::Error;
 
-/// Where to export to, as OpenTelemetry names it; without one of them nothing is exported.
+/// The variables of OpenTelemetry for the endpoint; without one of them nothing is exported.
 const ENDPOINTS: [&str; 2] = [
     "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
     "OTEL_EXPORTER_OTLP_ENDPOINT",
 ];
 
-/// Exports spans by OTLP over HTTP (protobuf). Dropping it sends what is left.
+/// Exports spans by OTLP over HTTP (protobuf). Dropping it exports the remaining spans.
 ///
-/// OpenTelemetry's own variables say all else: `OTEL_SERVICE_NAME`, `OTEL_RESOURCE_ATTRIBUTES`,
-/// `OTEL_TRACES_SAMPLER`, `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_…`.
+/// The variables of OpenTelemetry configure the rest: `OTEL_SERVICE_NAME`,
+/// `OTEL_RESOURCE_ATTRIBUTES`, `OTEL_TRACES_SAMPLER`, `OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_BSP_…`.
 #[derive(Debug)]
 pub struct Traces(SdkTracerProvider);
 
 impl Traces {
-    /// An exporter, if `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` says
-    /// where to. The service has this name unless `OTEL_SERVICE_NAME` says another.
+    /// Creates an exporter if `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`
+    /// is set. `OTEL_SERVICE_NAME` overrides the service name.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`]: what a variable says cannot be used.
+    /// [`Error::Misconfigured`]: a variable is not valid.
     pub fn from_environment(service: &str) -> Result<Option<Self>, Error> {
         let Some(endpoint) = ENDPOINTS
             .into_iter()
@@ -41,10 +41,11 @@ impl Traces {
             .with_http()
             .with_protocol(Protocol::HttpBinary)
             .build();
-        let exporter = exporter
-            .map_err(|error| Error::misconfigured(format!("{endpoint}: no exporter: {error}")))?;
+        let exporter = exporter.map_err(|error| {
+            Error::misconfigured(format!("{endpoint}: cannot create an exporter: {error}"))
+        })?;
         let resource = Resource::builder();
-        // Those builders go by the variable themselves.
+        // The resource builder reads the variable itself.
         let is_named = std::env::var_os("OTEL_SERVICE_NAME").is_some_and(|name| !name.is_empty());
         let resource = if is_named {
             resource
@@ -59,24 +60,24 @@ impl Traces {
         )))
     }
 
-    /// The layer that takes the spans: oncegate's, which are written at the level `DEBUG`, and
-    /// others from `INFO`.
+    /// The layer that exports spans: those of oncegate, which have the level `DEBUG`, and others
+    /// from `INFO`.
     pub fn layer<S: Subscriber + for<'a> LookupSpan<'a> + Send + Sync>(
         &self,
     ) -> impl Layer<S> + use<S> {
-        let takes = Targets::new()
+        let filter = Targets::new()
             .with_default(Level::INFO)
             .with_target("oncegate", Level::DEBUG);
         tracing_opentelemetry::layer()
             .with_tracer(self.0.tracer("oncegate"))
-            .with_filter(takes)
+            .with_filter(filter)
     }
 }
 
 impl Drop for Traces {
     fn drop(&mut self) {
         if let Err(error) = self.0.shutdown() {
-            tracing::warn!(%error, "the last spans were not exported");
+            tracing::warn!(%error, "remaining spans not exported at shutdown; check the OTLP endpoint");
         }
     }
 }

@@ -1,11 +1,11 @@
-//! What may stand behind a key.
+//! Values of settings.
 
 use std::time::Duration;
 
-/// A value as it was written, of the kind that its key wants.
+/// A value of the kind that its key requires.
 #[derive(Clone, PartialEq, Eq)]
-pub enum Value {
-    /// A text; a time and a choice are texts too.
+pub enum SettingValue {
+    /// A text; durations and choices are texts too.
     Text(String),
     /// A whole number, 0 or more.
     Number(u64),
@@ -15,8 +15,8 @@ pub enum Value {
     Names(Vec<(String, String)>),
 }
 
-impl std::fmt::Debug for Value {
-    /// Its kind alone: it may be a secret.
+impl std::fmt::Debug for SettingValue {
+    /// Only its kind: the value may be a secret.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Text(_) => "Text(***)",
@@ -27,28 +27,30 @@ impl std::fmt::Debug for Value {
     }
 }
 
-/// Reads a time such as `500ms`, `30s`, `5m`, `24h` or `7d`.
+/// Parses a duration such as `500ms`, `30s`, `5m`, `24h` or `7d`.
 ///
 /// # Errors
-/// Says how times are written.
+/// The text is not a duration; the message shows the format.
 pub fn time(text: &str) -> Result<Duration, String> {
-    let wrong = || {
-        format!("{text:?} is no time; write a whole number and its unit: 500ms, 30s, 5m, 24h or 7d")
+    let invalid = || {
+        format!(
+            "{text:?} is not a duration; write a whole number and a unit: 500ms, 30s, 5m, 24h or 7d"
+        )
     };
     let unit = text
-        .find(|letter: char| !letter.is_ascii_digit())
-        .ok_or_else(wrong)?;
-    let number: u64 = text[..unit].parse().map_err(|_| wrong())?;
+        .find(|character: char| !character.is_ascii_digit())
+        .ok_or_else(invalid)?;
+    let number: u64 = text[..unit].parse().map_err(|_| invalid())?;
     let unit = match text[unit..].trim() {
         "ms" => return Ok(Duration::from_millis(number)),
         "s" => 1,
         "m" | "min" => 60,
         "h" => 3_600,
         "d" => 86_400,
-        _ => return Err(wrong()),
+        _ => return Err(invalid()),
     };
     Ok(Duration::from_secs(
-        number.checked_mul(unit).ok_or_else(wrong)?,
+        number.checked_mul(unit).ok_or_else(invalid)?,
     ))
 }
 
@@ -57,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_time_has_a_number_and_a_unit() {
+    fn a_duration_has_a_number_and_a_unit() {
         assert_eq!(time("500ms"), Ok(Duration::from_millis(500)));
         assert_eq!(time("2 h"), Ok(Duration::from_secs(7_200)));
         for wrong in [
@@ -70,7 +72,7 @@ mod tests {
             "99999999999999999d",
         ] {
             assert!(
-                time(wrong).is_err_and(|said| said.contains("30s, 5m, 24h or 7d")),
+                time(wrong).is_err_and(|error| error.contains("30s, 5m, 24h or 7d")),
                 "{wrong}"
             );
         }

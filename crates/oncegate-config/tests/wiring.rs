@@ -1,5 +1,5 @@
-//! What a consumer says that is wired from a file in which something is wrong: the key, and what to
-//! do. No server is asked.
+//! Errors of a consumer that is built from a wrong configuration: the key, and what to do. No
+//! server is contacted.
 #![cfg(all(
     feature = "run",
     feature = "kafka",
@@ -26,8 +26,7 @@ impl Handler for Nothing {
 const RABBITMQ: &str = "[rabbitmq]\nurl = \"amqp://localhost:1/%2f\"\nqueue = \"q\"\n";
 const KAFKA: &str = "[kafka]\nbrokers = \"localhost:1\"\ntopic = \"t\"\ngroup = \"g\"\n";
 
-/// What is said of this file. Nobody stops the consumer: it says so by itself, and before it looks
-/// for its broker.
+/// The error for this file. The consumer reports it by itself, before it connects to its broker.
 async fn said(text: &str, variables: &[(&str, &str)]) -> String {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("oncegate.toml");
@@ -48,7 +47,7 @@ async fn said(text: &str, variables: &[(&str, &str)]) -> String {
 }
 
 #[tokio::test]
-async fn what_is_wrong_is_said_by_its_key() {
+async fn errors_name_the_key() {
     let good = "[store]\nurl = \"memory:\"\n[gate]\nid = \"message-id\"\n";
     for (text, words) in [
         (
@@ -81,11 +80,11 @@ async fn what_is_wrong_is_said_by_its_key() {
             &["gate.shortest-lease is longer than gate.lease"],
         ),
         (
-            format!("{good}attempts = 0\n{RABBITMQ}"),
+            format!("{good}max-attempts = 0\n{RABBITMQ}"),
             &["gate.max-attempts: it is 0; set at least 1"],
         ),
         (
-            format!("{good}attempts = 5000000000\n{RABBITMQ}"),
+            format!("{good}max-attempts = 5000000000\n{RABBITMQ}"),
             &["gate.max-attempts: 5000000000 is too large"],
         ),
         (
@@ -118,11 +117,11 @@ async fn what_is_wrong_is_said_by_its_key() {
         ),
         (
             good.replace("memory:", "mongodb://root:s3cret@x") + RABBITMQ,
-            &["store.url names no store", "redis://", "sqlite:"],
+            &["store.url is not valid", "redis://", "sqlite:"],
         ),
         (
             good.replace("memory:", "sqlite:") + RABBITMQ,
-            &["store.url", "names no file"],
+            &["store.url", "has no file"],
         ),
         (
             good.replace("memory:", "redis://x:notaport") + RABBITMQ,
@@ -139,13 +138,13 @@ async fn what_is_wrong_is_said_by_its_key() {
 }
 
 #[tokio::test]
-async fn variables_win_and_are_named() {
+async fn variables_take_precedence_and_are_named() {
     let good = format!("[store]\nurl = \"memory:\"\n[gate]\nid = \"message-id\"\n{RABBITMQ}");
     for (name, value, words) in [
         (
             "ONCEGATE_GATE_LEASE",
             "soon",
-            "ONCEGATE_GATE_LEASE: gate.lease: \"soon\" is no time",
+            "ONCEGATE_GATE_LEASE: gate.lease: \"soon\" is not a duration",
         ),
         ("ONCEGATE_GATE_LEASE", "25h", "gate.lease: "),
         ("ONCEGATE_GATE_ORDER", "by-kye", "did you mean by-key?"),
@@ -162,7 +161,7 @@ async fn variables_win_and_are_named() {
         (
             "ONCEGATE_ADMIN_LISTEN",
             "localhost",
-            "admin.listen: \"localhost\" is no address",
+            "admin.listen: \"localhost\" is not an address",
         ),
     ] {
         let said = said(&good, &[(name, value)]).await;
@@ -189,7 +188,7 @@ fn debug_shows_keys_and_no_value() {
 }
 
 #[test]
-fn ids_are_hashed_where_that_is_said() {
+fn ids_are_hashed_if_configured() {
     let read = |id: &str| {
         let variables = [("ONCEGATE_GATE_ID".to_owned(), id.to_owned())];
         Config::read(Some(std::path::Path::new("/dev/null")), variables).expect("one key")

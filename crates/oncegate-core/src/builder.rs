@@ -270,7 +270,9 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// How long a drain may take. Default: 30 s.
+    /// How long handlers may run on once the consumer stops. Default: 30 s. One that still runs then
+    /// is dropped: its outcome is unknown, which spends an attempt and counts no crash. The stop
+    /// waits up to 2 s longer until the store has recorded that.
     pub fn drain_timeout(mut self, bound: Duration) -> Self {
         self.settings.drain = bound;
         self
@@ -490,6 +492,14 @@ pub(crate) fn age(message: &Message, now: SystemTime) -> Option<Duration> {
         .max()
 }
 
+fn check_id(id: &IdSource) -> Result<(), Error> {
+    id.check().map_err(|problem| Error::Misconfigured {
+        setting: "id",
+        problem,
+        remedy: "write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -550,12 +560,4 @@ mod tests {
             assert_eq!(aged(seen(nonsense), None), None, "{nonsense:?}");
         }
     }
-}
-
-fn check_id(id: &IdSource) -> Result<(), Error> {
-    id.check().map_err(|problem| Error::Misconfigured {
-        setting: "id",
-        problem,
-        remedy: "write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
-    })
 }

@@ -272,7 +272,7 @@ impl<T> GuardedRun<'_, T> {
                 0
             };
             if silent > PATIENCE {
-                event = Event::DrainOver;
+                event = Event::StopNow;
             }
         }
     }
@@ -338,7 +338,7 @@ impl<T> GuardedRun<'_, T> {
             Some(Err(error @ (StoreError::UnreadableMarker(_) | StoreError::Misconfigured(_)))) => {
                 self.gate.0.breaker().answered(Instant::now());
                 self.silence = Some(error);
-                Event::DrainOver
+                Event::StopNow
             }
             silence => {
                 self.gate.0.breaker().silent(Instant::now());

@@ -35,7 +35,7 @@ fn text(guarantee: Guaranteed, window: &str, store: &str, broker: &str) -> Strin
         .map(|value| value.get_name().to_owned())
         .unwrap_or_default();
     let gate = format!(
-        "guarantee = \"{guarantee}\"\nwindow = \"{window}\"\nid = \"header {ID_HEADER}\"\n"
+        "guarantee = \"{guarantee}\"\ndedup-window = \"{window}\"\nid = \"header {ID_HEADER}\"\n"
     );
     format!("[store]\n{store}\n[gate]\n{gate}\n{broker}")
 }
@@ -71,7 +71,7 @@ mod tests {
         );
         assert_eq!(
             text,
-            "[store]\nurl = \"sqlite:/data/payments.db\"\n\n[gate]\nguarantee = \"at-most-once\"\nwindow = \"24h\"\nid = \"header payment-id\"\n\n\
+            "[store]\nurl = \"sqlite:/data/payments.db\"\n\n[gate]\nguarantee = \"at-most-once\"\ndedup-window = \"24h\"\nid = \"header payment-id\"\n\n\
              [rabbitmq]\nqueue = \"payments\"\n"
         );
     }

@@ -1,6 +1,6 @@
-//! Every code that a finding may have.
+//! The codes of findings.
 
-/// Code, and what it says.
+/// Code and meaning.
 pub(crate) const CODES: &[(&str, &str)] = &[
     (
         "lease-against-window",
@@ -12,11 +12,11 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ),
     (
         "max-age-against-window",
-        "messages are taken for new that are older than what is remembered",
+        "messages older than the window are taken as new",
     ),
     (
         "runs-outlast-the-consumer-timeout",
-        "handlers may run, and leases last, for longer than RabbitMQ lets a delivery stay open",
+        "a delivery may stay unacknowledged for longer than the consumer timeout of RabbitMQ",
     ),
     (
         "no-scope",
@@ -24,33 +24,33 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ),
     (
         "audit-has-no-place",
-        "the directory of the audit does not exist",
+        "the directory of the audit file does not exist",
     ),
-    ("store-away", "Redis does not answer"),
+    ("store-away", "Redis is unreachable"),
     (
         "store-refuses-the-login",
-        "Redis refuses the user or the password",
+        "Redis rejects the user or the password",
     ),
     (
         "store-lacks-a-right",
-        "the user may not run a command, or not on these keys",
+        "the user lacks permission for a command or for its keys",
     ),
     (
         "store-unusable",
-        "the store cannot be used for another reason, which it says",
+        "the store cannot be used for the reason that it reports",
     ),
     (
         "store-forgets",
-        "the store is the memory of a process, or an SQLite file on a file system in memory",
+        "the store is volatile: the memory of a process, or an SQLite file on a file system in memory",
     ),
     ("store-too-old", "Redis is older than 7.0"),
+    ("store-is-a-replica", "the configured server is a replica"),
     (
-        "store-is-a-replica",
-        "a replica is named instead of its primary",
+        "store-is-a-cluster-node",
+        "the configured server is one node of a Cluster",
     ),
-    ("store-is-a-cluster-node", "one node of a Cluster is named"),
     ("store-evicts", "Redis evicts keys when its memory is full"),
-    ("store-keeps-no-file", "Redis keeps no append-only file"),
+    ("store-keeps-no-file", "Redis has no append-only file"),
     (
         "store-cannot-write-its-file",
         "Redis cannot write its append-only file",
@@ -69,96 +69,99 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ),
     (
         "too-few-replicas",
-        "fewer replicas follow than claims wait for",
+        "fewer replicas are connected than claims wait for",
     ),
-    ("kafka-away", "Kafka does not answer, or refuses"),
+    ("kafka-away", "Kafka is unreachable or refuses the request"),
     (
         "kafka-lacks-a-right",
-        "the user may not look at a topic, not read the one that is consumed, or not use the group",
+        "the user lacks permission to describe a topic, read the consumed one, or use the group",
     ),
-    ("topic-missing", "the topic that is consumed does not exist"),
+    ("topic-missing", "the consumed topic does not exist"),
     (
         "dead-letter-topic-missing",
-        "the topic of dead letters does not exist",
+        "the dead-letter topic does not exist",
     ),
     (
         "in-doubt-topic-missing",
-        "the topic of messages in doubt does not exist",
+        "the in-doubt topic does not exist",
     ),
     (
         "topic-not-described",
-        "the broker does not tell how a topic is configured",
+        "the user may not read the configuration of a topic",
     ),
     (
         "window-shorter-than-retention",
-        "messages may come again after their ids were forgotten",
+        "the topic keeps messages for longer than the window",
     ),
     (
         "letters-expire",
-        "a topic of letters loses them after a time, or beyond a size",
+        "a dead-letter or in-doubt topic deletes messages by time or size",
     ),
     (
         "letters-are-compacted",
-        "a topic of letters keeps the last of each key alone",
+        "a dead-letter or in-doubt topic is compacted",
     ),
     (
         "letters-are-refused",
-        "a topic of letters wants more copies in sync than it has",
+        "a dead-letter or in-doubt topic needs more in-sync replicas than it has",
     ),
     (
         "letters-too-small",
-        "a topic of letters takes smaller messages than the one that is consumed",
+        "a dead-letter or in-doubt topic has a smaller message limit than the consumed topic",
     ),
     (
         "letters-have-one-copy",
-        "a topic of letters stands on one broker alone",
+        "a dead-letter or in-doubt topic has one replica",
     ),
-    ("rabbitmq-away", "RabbitMQ does not answer"),
+    ("rabbitmq-away", "RabbitMQ is unreachable"),
     (
         "rabbitmq-refuses-the-login",
-        "RabbitMQ refuses the user or the password",
+        "RabbitMQ rejects the user or the password",
     ),
     (
         "rabbitmq-refuses-the-virtual-host",
-        "the virtual host does not exist, or is not for this user",
+        "the virtual host does not exist, or the user has no permission for it",
     ),
-    ("queue-missing", "the queue that is consumed does not exist"),
+    ("queue-missing", "the consumed queue does not exist"),
     (
         "dead-letter-queue-missing",
-        "the queue of dead letters does not exist",
+        "the dead-letter queue does not exist",
     ),
     (
         "in-doubt-queue-missing",
-        "the queue of messages in doubt does not exist",
+        "the in-doubt queue does not exist",
     ),
-    ("queue-cannot-be-used", "the user may not look at a queue"),
+    (
+        "queue-cannot-be-used",
+        "the user has no permission for a queue",
+    ),
     (
         "queue-not-compared",
-        "the user may not configure a queue, so that its arguments cannot be compared",
+        "the user may not configure a queue, so its arguments cannot be compared",
     ),
     (
         "queue-not-durable",
-        "a queue goes when the broker starts again",
+        "a queue is deleted when the broker restarts",
     ),
     (
         "queue-deletes-itself",
-        "a queue goes with its last consumer or its owner",
+        "a queue is deleted with its last consumer or connection",
     ),
-    ("queue-expires", "what a queue holds goes after a time"),
+    ("queue-expires", "a queue has a message TTL or expires"),
     (
         "queue-has-a-length-limit",
         "a queue drops or refuses messages when it is full",
     ),
     (
         "letters-are-dropped-when-looked-at",
-        "a quorum queue of letters counts looks towards a delivery limit",
+        "a dead-letter or in-doubt quorum queue counts reads towards a delivery limit",
     ),
     (
         "queue-drops-what-it-gives-up",
-        "what the broker gives up on does not reach the dead letters",
+        "messages over the delivery limit are not dead-lettered",
     ),
     (
         "queue-has-other-arguments",
-        "a queue has arguments that oncegate does not give",
+        "a queue has arguments that oncegate does not declare",
     ),
 ];

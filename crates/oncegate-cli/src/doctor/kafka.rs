@@ -1,6 +1,6 @@
-//! Kafka: are the topics there, may they be read, and do they keep what nobody has looked at?
+//! Kafka: checks that the topics exist, are readable, and keep dead letters.
 
-mod rights;
+mod permissions;
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -10,84 +10,84 @@ use rdkafka::client::DefaultClientContext;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::RDKafkaErrorCode;
 
-use self::rights::Says;
-use super::{Findings, Level};
+use self::permissions::Permission;
+use super::{DoctorFindings, Severity};
 use crate::config::Config;
-use crate::failure::Failure;
-use crate::letters::{Shelf, kafka};
-use crate::say::span;
+use crate::destination::{Destination, kafka};
+use crate::error::CliError;
+use crate::output::duration_text;
 
-/// How long one question may take.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// The time limit of one request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What is told of a topic that is there.
+/// Metadata of an existing topic.
 #[derive(Clone, Copy)]
-struct Seen {
-    /// In the cluster.
+struct TopicMetadata {
+    /// Brokers in the cluster.
     brokers: usize,
     replicas: usize,
     /// One of its partitions.
     partition: i32,
 }
 
-/// A topic that is there, with how it is configured.
-struct Topic {
+/// An existing topic with its configuration.
+struct TopicSettings {
     brokers: usize,
     replicas: usize,
     config: BTreeMap<String, String>,
 }
 
-impl Topic {
+impl TopicSettings {
     fn number(&self, key: &str) -> Option<i64> {
         self.config.get(key)?.parse().ok()
     }
 }
 
-pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
+pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     let name = kafka::topic(config)?;
-    let letters = [
+    let destinations = [
         (
             "dead-letter-topic-missing",
-            kafka::destination(config, Shelf::DeadLetters)?,
+            kafka::destination_topic(config, Destination::DeadLetters)?,
         ),
         (
             "in-doubt-topic-missing",
-            kafka::destination(config, Shelf::InDoubt)?,
+            kafka::destination_topic(config, Destination::InDoubt)?,
         ),
     ];
     let brokers = config.text("kafka.brokers").unwrap_or_default().to_owned();
     let consumer = kafka::consumer(config)?;
     let names: Vec<String> = std::iter::once(&name)
-        .chain(letters.iter().map(|(_, name)| name))
+        .chain(destinations.iter().map(|(_, name)| name))
         .cloned()
         .collect();
-    let asked = tokio::task::spawn_blocking(move || {
+    let task = tokio::task::spawn_blocking(move || {
         let mut found = Vec::new();
         for name in &names {
-            found.push(seen(&consumer, name));
-            // Who does not answer is asked no more.
-            if matches!(found.last(), Some(Err(Unseen::Away(_)))) {
+            found.push(look_up_topic(&consumer, name));
+            // Do not ask an unreachable broker again.
+            if matches!(found.last(), Some(Err(MetadataError::Unavailable(_)))) {
                 break;
             }
         }
         found
     });
-    let found = asked
+    let found = task
         .await
-        .map_err(|error| Failure::server(error.to_string()))?;
+        .map_err(|error| CliError::server(error.to_string()))?;
     let mut found = found.into_iter();
-    let mut there = Vec::new();
-    for (code, name) in std::iter::once(("topic-missing", name.clone())).chain(letters) {
+    let mut existing = Vec::new();
+    for (code, name) in std::iter::once(("topic-missing", name.clone())).chain(destinations) {
         match found.next() {
-            Some(Ok(Found::There(seen))) => there.push((name, seen)),
-            Some(Ok(Found::Missing { brokers: count })) => {
+            Some(Ok(TopicLookup::Exists(metadata))) => existing.push((name, metadata)),
+            Some(Ok(TopicLookup::Missing { brokers: count })) => {
                 let replicas = replicas(count);
                 let what = if code == "topic-missing" {
                     "it does not exist"
                 } else {
-                    "it does not exist, so that nothing can be set aside"
+                    "it does not exist, so messages cannot be dead-lettered or moved in doubt"
                 };
-                let (lets, keeps) = match code {
+                let (create_by_consumer, retention) = match code {
                     "topic-missing" => (String::new(), ""),
                     _ => (
                         format!(
@@ -97,82 +97,82 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
                     ),
                 };
                 let remedy = format!(
-                    "{lets}create it: kafka-topics.sh --bootstrap-server {brokers} --create --topic {name} --replication-factor {replicas}{keeps} \
-                     (`kafka-topics` in some packages; in the Docker image it stands in /opt/kafka/bin)"
+                    "{create_by_consumer}create it: kafka-topics.sh --bootstrap-server {brokers} --create --topic {name} --replication-factor {replicas}{retention} \
+                     (`kafka-topics` in some packages; in /opt/kafka/bin in the Docker image)"
                 );
                 findings.error(code, format!("Kafka topic {name}"), what, remedy);
             }
-            Some(Err(Unseen::Forbidden(remedy, said))) => {
+            Some(Err(MetadataError::Forbidden(remedy, reply))) => {
                 findings.error(
                     "kafka-lacks-a-right",
                     format!("Kafka topic {name}"),
-                    said,
+                    reply,
                     remedy,
                 );
             }
-            Some(Err(Unseen::Away(error))) => {
-                let remedy = "start it, or correct kafka.brokers, and kafka.properties if it wants TLS or a login";
+            Some(Err(MetadataError::Unavailable(error))) => {
+                let remedy = "start it, or correct kafka.brokers, and kafka.properties if it requires TLS or SASL";
                 findings.error("kafka-away", format!("Kafka at {brokers}"), error, remedy);
                 return Ok(());
             }
             None => {}
         }
     }
-    let source = there
+    let source = existing
         .iter()
         .find(|(it, _)| *it == name)
-        .map(|(_, seen)| seen.partition);
+        .map(|(_, metadata)| metadata.partition);
     let admin: AdminClient<DefaultClientContext> = kafka::client(config, &[])?;
-    let topics = describe(&admin, there, findings).await;
-    judge(&brokers, &name, config, &topics, findings);
+    let topics = describe(&admin, existing, findings).await;
+    check_topics(&brokers, &name, config, &topics, findings);
     match source {
-        Some(partition) => look_at_rights(config, &name, partition, findings).await,
+        Some(partition) => check_permissions(config, &name, partition, findings).await,
         None => Ok(()),
     }
 }
 
-/// What is wrong with how the topics are configured.
-fn judge(
+/// Adds findings about the configuration of the topics.
+fn check_topics(
     brokers: &str,
     name: &str,
     config: &Config,
-    topics: &BTreeMap<String, Topic>,
-    findings: &mut Findings,
+    topics: &BTreeMap<String, TopicSettings>,
+    findings: &mut DoctorFindings,
 ) {
     let source = topics.get(name);
     if let Some(source) = source {
-        window(config, name, source, findings);
+        check_retention(config, name, source, findings);
     }
-    for (name, letters) in topics.iter().filter(|(it, _)| *it != name) {
-        keeps(brokers, name, letters, findings);
+    for (name, destinations) in topics.iter().filter(|(it, _)| *it != name) {
+        check_destination_topic(brokers, name, destinations, findings);
         if let (Some(theirs), Some(ours)) = (
             source.and_then(|it| it.number("max.message.bytes")),
-            letters.number("max.message.bytes"),
+            destinations.number("max.message.bytes"),
         ) && ours < theirs
         {
             let what = format!(
-                "it takes messages of {ours} bytes, and those that are consumed may have {theirs}: such a one is set aside without its body"
+                "it accepts messages of {ours} bytes, and the consumed topic accepts {theirs}: larger messages are dead-lettered without their body"
             );
             findings.warning(
                 "letters-too-small",
                 format!("Kafka topic {name}"),
                 what,
-                format!("set max.message.bytes={theirs} there"),
+                format!("set max.message.bytes={theirs} for it"),
             );
         }
     }
 }
 
-/// Whether the user may read what is consumed, and see the group, where one is configured.
+/// Checks that the user may read the topic and use the group, if one is configured.
 ///
 /// # Errors
-/// A broker that told of the topic says nothing of one of them.
-async fn look_at_rights(
+/// The broker returned metadata and does not answer one of these requests.
+async fn check_permissions(
     config: &Config,
     topic: &str,
     partition: i32,
-    findings: &mut Findings,
-) -> Result<(), Failure> {
+    findings: &mut DoctorFindings,
+) -> Result<(), CliError> {
     let group = config.text("kafka.group").map(str::to_owned);
     let reader = kafka::consumer(config)?;
     let member: Option<BaseConsumer> = match &group {
@@ -183,75 +183,81 @@ async fn look_at_rights(
         None => None,
     };
     let name = topic.to_owned();
-    let asked = tokio::task::spawn_blocking(move || {
+    let task = tokio::task::spawn_blocking(move || {
         (
-            rights::read(&reader, &name, partition),
-            member.map(|member| rights::see_group(&member, &name, partition)),
+            permissions::read_topic(&reader, &name, partition),
+            member.map(|member| permissions::see_group(&member, &name, partition)),
         )
     });
-    let (read, seen) = asked
+    let (topic_permission, group_permission) = task
         .await
-        .map_err(|error| Failure::server(error.to_string()))?;
-    let mut untold = Vec::new();
-    let mut note = |says: Says, at: String, what: &str, remedy: String| match says {
-        Says::Yes => {}
-        Says::No(code) => {
+        .map_err(|error| CliError::server(error.to_string()))?;
+    let mut unknown = Vec::new();
+    let mut note = |permission: Permission, at: String, what: &str, remedy: String| match permission
+    {
+        Permission::Granted => {}
+        Permission::Denied(code) => {
             findings.error("kafka-lacks-a-right", at, format!("{what}: {code}"), remedy)
         }
-        Says::Nothing(why) => untold.push(format!(
-            "{at}: what the user may do with it is not told ({why})"
+        Permission::Unknown(why) => unknown.push(format!(
+            "{at}: the permissions of the user cannot be determined ({why})"
         )),
     };
     let (what, remedy) = (
-        "the user may see it and not read it",
+        "the user may describe it but not read it",
         format!("grant Read on the topic {topic} to the user (kafka-acls.sh)"),
     );
-    note(read, format!("Kafka topic {topic}"), what, remedy);
-    if let (Some(group), Some(seen)) = (group, seen) {
+    note(
+        topic_permission,
+        format!("Kafka topic {topic}"),
+        what,
+        remedy,
+    );
+    if let (Some(group), Some(permission)) = (group, group_permission) {
         let (what, remedy) = (
-            "the user may not use it",
+            "the user may not read it",
             format!("grant Read on the group {group} to the user (kafka-acls.sh)"),
         );
-        note(seen, format!("Kafka group {group}"), what, remedy);
+        note(permission, format!("Kafka group {group}"), what, remedy);
     }
-    if untold.is_empty() {
+    if unknown.is_empty() {
         Ok(())
     } else {
-        Err(Failure::server(untold.join("; ")))
+        Err(CliError::server(unknown.join("; ")))
     }
 }
 
-/// Why a topic was not seen.
-enum Unseen {
-    /// The user lacks a right: what to do about it, and what the broker said.
+/// Why metadata is not available.
+enum MetadataError {
+    /// The user lacks permission: the remedy, and the reply of the broker.
     Forbidden(String, String),
-    /// No broker answered, or with another error.
-    Away(String),
+    /// No broker answered, or it returned another error.
+    Unavailable(String),
 }
 
-/// What is told of a topic.
-enum Found {
-    There(Seen),
-    /// In a cluster of so many brokers.
+/// The result of a metadata request.
+enum TopicLookup {
+    Exists(TopicMetadata),
+    /// The number of brokers in the cluster.
     Missing {
         brokers: usize,
     },
 }
 
-/// As many copies as a cluster of this size can hold, and three at most.
+/// The replication factor for a cluster of this size, at most three.
 fn replicas(brokers: usize) -> usize {
     brokers.clamp(1, 3)
 }
 
-fn seen(consumer: &impl Consumer, name: &str) -> Result<Found, Unseen> {
+fn look_up_topic(consumer: &impl Consumer, name: &str) -> Result<TopicLookup, MetadataError> {
     let metadata = consumer
-        .fetch_metadata(Some(name), PATIENCE)
+        .fetch_metadata(Some(name), REQUEST_TIMEOUT)
         .map_err(|error| match error.rdkafka_error_code() {
-            Some(code) if grant(name, code).is_some() => unseen(name, code),
-            _ => Unseen::Away(format!("it cannot be asked: {error}")),
+            Some(code) if missing_grant(name, code).is_some() => metadata_error(name, code),
+            _ => MetadataError::Unavailable(format!("metadata request failed: {error}")),
         })?;
     let brokers = metadata.brokers().len();
-    let missing = Found::Missing { brokers };
+    let missing = TopicLookup::Missing { brokers };
     let Some(topic) = metadata.topics().first() else {
         return Ok(missing);
     };
@@ -263,7 +269,7 @@ fn seen(consumer: &impl Consumer, name: &str) -> Result<Found, Unseen> {
                 .map(|partition| partition.replicas().len())
                 .min()
                 .unwrap_or(0);
-            Found::There(Seen {
+            TopicLookup::Exists(TopicMetadata {
                 brokers,
                 replicas,
                 partition: first.id(),
@@ -272,25 +278,22 @@ fn seen(consumer: &impl Consumer, name: &str) -> Result<Found, Unseen> {
         Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => {
             Ok(missing)
         }
-        Some(code) => Err(unseen(name, code)),
+        Some(code) => Err(metadata_error(name, code)),
     }
 }
 
-fn unseen(name: &str, code: RDKafkaErrorCode) -> Unseen {
-    let said = format!("the topic {name}: {code}");
-    match grant(name, code) {
-        Some(remedy) => Unseen::Forbidden(
-            remedy,
-            format!(
-                "the user may not look at it: a broker shows a topic to who may Describe it ({said})"
-            ),
-        ),
-        None => Unseen::Away(said),
+fn metadata_error(name: &str, code: RDKafkaErrorCode) -> MetadataError {
+    let reply = format!("the topic {name}: {code}");
+    match missing_grant(name, code) {
+        Some(remedy) => {
+            MetadataError::Forbidden(remedy, format!("the user may not describe it ({reply})"))
+        }
+        None => MetadataError::Unavailable(reply),
     }
 }
 
-/// The right to give where this is what a broker says of a topic; `None` where no right is missing.
-fn grant(name: &str, code: RDKafkaErrorCode) -> Option<String> {
+/// The ACL to grant for this error; `None` if no permission is missing.
+fn missing_grant(name: &str, code: RDKafkaErrorCode) -> Option<String> {
     match code {
         RDKafkaErrorCode::TopicAuthorizationFailed => Some(format!(
             "grant Describe on the topic {name} to the user (kafka-acls.sh)"
@@ -304,34 +307,34 @@ fn grant(name: &str, code: RDKafkaErrorCode) -> Option<String> {
 
 async fn describe(
     admin: &AdminClient<DefaultClientContext>,
-    there: Vec<(String, Seen)>,
-    findings: &mut Findings,
-) -> BTreeMap<String, Topic> {
-    if there.is_empty() {
+    existing: Vec<(String, TopicMetadata)>,
+    findings: &mut DoctorFindings,
+) -> BTreeMap<String, TopicSettings> {
+    if existing.is_empty() {
         return BTreeMap::new();
     }
-    // The broker wants to be asked of each once.
-    let there: BTreeMap<String, Seen> = there.into_iter().collect();
-    let resources: Vec<_> = there
+    // Each topic may occur only once in a request.
+    let existing: BTreeMap<String, TopicMetadata> = existing.into_iter().collect();
+    let resources: Vec<_> = existing
         .keys()
         .map(|name| ResourceSpecifier::Topic(name))
         .collect();
-    let asked = admin
+    let task = admin
         .describe_configs(
             &resources,
-            &AdminOptions::new().request_timeout(Some(PATIENCE)),
+            &AdminOptions::new().request_timeout(Some(REQUEST_TIMEOUT)),
         )
         .await;
-    // Of each what it says of itself, or why nothing is said of any.
-    let answers: Vec<Result<_, String>> = match asked {
+    // The configuration of each topic, or the error.
+    let answers: Vec<Result<_, String>> = match task {
         Ok(answers) => answers
             .into_iter()
             .map(|answer| answer.map_err(|code| code.to_string()))
             .collect(),
-        Err(error) => there.iter().map(|_| Err(error.to_string())).collect(),
+        Err(error) => existing.iter().map(|_| Err(error.to_string())).collect(),
     };
     let mut topics = BTreeMap::new();
-    for ((name, seen), described) in there.iter().zip(answers) {
+    for ((name, metadata), described) in existing.iter().zip(answers) {
         match described {
             Ok(resource) => {
                 let config = resource
@@ -340,9 +343,9 @@ async fn describe(
                     .filter_map(|entry| Some((entry.name.clone(), entry.value.clone()?)));
                 topics.insert(
                     name.clone(),
-                    Topic {
-                        brokers: seen.brokers,
-                        replicas: seen.replicas,
+                    TopicSettings {
+                        brokers: metadata.brokers,
+                        replicas: metadata.replicas,
                         config: config.collect(),
                     },
                 );
@@ -350,7 +353,7 @@ async fn describe(
             Err(why) => findings.warning(
                 "topic-not-described",
                 format!("Kafka topic {name}"),
-                format!("for how long it keeps messages is not told ({why})"),
+                format!("its configuration cannot be read ({why})"),
                 "grant DescribeConfigs on it",
             ),
         }
@@ -358,37 +361,47 @@ async fn describe(
     topics
 }
 
-/// What is kept for longer than it is remembered is handled again when the group is set back.
-fn window(config: &Config, name: &str, topic: &Topic, findings: &mut Findings) {
+/// Messages that outlive the window are handled again after an offset reset.
+fn check_retention(
+    config: &Config,
+    name: &str,
+    topic: &TopicSettings,
+    findings: &mut DoctorFindings,
+) {
     let deletes = topic
         .config
         .get("cleanup.policy")
         .is_none_or(|policy| policy.contains("delete"));
-    let kept = topic
+    let retention = topic
         .number("retention.ms")
         .filter(|_| deletes)
         .and_then(|ms| u64::try_from(ms).ok())
         .map(Duration::from_millis);
-    if kept.is_none_or(|kept| kept > config.window()) {
-        let said = kept.map_or_else(
+    if retention.is_none_or(|retention| retention > config.window()) {
+        let reply = retention.map_or_else(
             || "without limit".to_owned(),
-            |kept| format!("for {}", span(kept)),
+            |retention| format!("for {}", duration_text(retention)),
         );
         findings.warning(
             "window-shorter-than-retention",
             format!("Kafka topic {name}"),
             format!(
-                "it keeps messages {said}, and ids are remembered for {}: when the group is set back, what was handled before that is handled \
-                 again, or stands in doubt in at most once",
-                span(config.window())
+                "it keeps messages {reply}, and ids are remembered for {}: after an offset reset, older messages are handled \
+                 again, or are in doubt in at most once",
+                duration_text(config.window())
             ),
-            "lengthen gate.dedup-window and the consumer's `.dedup_window(…)` to how far back the group may be set, or shorten retention.ms",
+            "lengthen gate.dedup-window and the consumer's `.dedup_window(…)` to the maximum offset reset, or shorten retention.ms",
         );
     }
 }
 
-/// Whether a topic of letters keeps them, and takes them.
-fn keeps(brokers: &str, name: &str, topic: &Topic, findings: &mut Findings) {
+/// Checks that a dead-letter or in-doubt topic keeps messages and accepts them.
+fn check_destination_topic(
+    brokers: &str,
+    name: &str,
+    topic: &TopicSettings,
+    findings: &mut DoctorFindings,
+) {
     let at = format!("Kafka topic {name}");
     let alter = |config: &str| {
         format!(
@@ -407,10 +420,7 @@ fn keeps(brokers: &str, name: &str, topic: &Topic, findings: &mut Findings) {
         .filter_map(wrong)
         .collect();
     if !limits.is_empty() {
-        let what = format!(
-            "it loses messages that nobody has looked at ({})",
-            limits.join(", ")
-        );
+        let what = format!("it deletes unprocessed messages ({})", limits.join(", "));
         findings.error(
             "letters-expire",
             &at,
@@ -423,7 +433,7 @@ fn keeps(brokers: &str, name: &str, topic: &Topic, findings: &mut Findings) {
         .get("cleanup.policy")
         .filter(|policy| policy.contains("compact"))
     {
-        let what = format!("it keeps the last message of each key alone (cleanup.policy={policy})");
+        let what = format!("it keeps only the last message of each key (cleanup.policy={policy})");
         findings.error(
             "letters-are-compacted",
             &at,
@@ -437,7 +447,7 @@ fn keeps(brokers: &str, name: &str, topic: &Topic, findings: &mut Findings) {
         .unwrap_or(1);
     if needed > topic.replicas {
         let what = format!(
-            "it has {} copies and wants {needed} in sync (min.insync.replicas): it takes nothing",
+            "it has {} replicas and requires {needed} in sync (min.insync.replicas): it rejects every message",
             topic.replicas
         );
         findings.error(
@@ -447,15 +457,15 @@ fn keeps(brokers: &str, name: &str, topic: &Topic, findings: &mut Findings) {
             alter(&format!("min.insync.replicas={}", topic.replicas)),
         );
     } else if topic.replicas == 1 {
-        let what = "it has one copy: the loss of one disk loses what was set aside";
+        let what = "it has one replica: the loss of one disk loses its messages";
         findings.add(
-            Level::Advice,
+            Severity::Advice,
             "letters-have-one-copy",
             &at,
             what,
             match replicas(topic.brokers) {
                 1 => "the cluster has one broker: add two, then reassign its partitions (kafka-reassign-partitions.sh)".to_owned(),
-                copies => format!("reassign its partitions to {copies} brokers (kafka-reassign-partitions.sh), or create it anew with --replication-factor {copies}"),
+                copies => format!("reassign its partitions to {copies} brokers (kafka-reassign-partitions.sh), or recreate it with --replication-factor {copies}"),
             },
         );
     }

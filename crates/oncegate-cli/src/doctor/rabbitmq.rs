@@ -1,15 +1,15 @@
-//! RabbitMQ: are the queues there, and do they keep what they hold?
+//! RabbitMQ: checks that the queues exist and keep their messages.
 
 use lapin::Connection;
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
 
-use super::{Findings, Level};
+use super::{DoctorFindings, Severity};
 use crate::config::Config;
-use crate::failure::Failure;
-use crate::letters::{Shelf, rabbitmq};
+use crate::destination::{Destination, rabbitmq};
+use crate::error::CliError;
 
-pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
+pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     let shown = config
         .text("rabbitmq.url")
         .map(crate::show_config::without_password)
@@ -18,70 +18,75 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
     let connection = match rabbitmq::connect(config).await {
         Ok(connection) => connection,
         Err(failure) => {
-            let said = failure.to_string();
-            if said.contains("ACCESS_REFUSED") || said.contains("access-refused") {
-                let remedy = "put the right user and password into rabbitmq.url; `guest` may only connect from the broker's own host";
-                findings.error("rabbitmq-refuses-the-login", at, said, remedy);
-            } else if said.contains("NOT_ALLOWED") || said.contains("not-allowed") {
-                let remedy = "name a virtual host that exists, and let the user use it: rabbitmqctl set_permissions";
-                findings.error("rabbitmq-refuses-the-virtual-host", at, said, remedy);
+            let reply = failure.to_string();
+            if reply.contains("ACCESS_REFUSED") || reply.contains("access-refused") {
+                let remedy = "correct the user and password in rabbitmq.url; `guest` may only connect from the host of the broker";
+                findings.error("rabbitmq-refuses-the-login", at, reply, remedy);
+            } else if reply.contains("NOT_ALLOWED") || reply.contains("not-allowed") {
+                let remedy = "configure an existing virtual host, and grant the user permissions: rabbitmqctl set_permissions";
+                findings.error("rabbitmq-refuses-the-virtual-host", at, reply, remedy);
             } else {
                 findings.error(
                     "rabbitmq-away",
                     at,
-                    said,
-                    "start it, or correct rabbitmq.url, or what is said of TLS",
+                    reply,
+                    "start it, or correct rabbitmq.url or the TLS settings",
                 );
             }
             return Ok(());
         }
     };
     let queue = rabbitmq::queue(config)?;
-    let dead_letters = rabbitmq::destination(config, Shelf::DeadLetters)?;
-    // Who checks or trusts needs no right to configure, and still has to know that nobody compared.
-    let level = if matches!(config.text("rabbitmq.topology"), None | Some("declare")) {
-        Level::Error
+    let dead_letters = rabbitmq::destination_queue(config, Destination::DeadLetters)?;
+    // With `check` or `trust` the consumer needs no configure permission, so a missing comparison
+    // is only advice.
+    let severity = if matches!(config.text("rabbitmq.topology"), None | Some("declare")) {
+        Severity::Error
     } else {
-        Level::Advice
+        Severity::Advice
     };
     for (missing, name, role) in [
         (
             "queue-missing",
             queue,
-            Role::Consumed {
+            QueueRole::Consumed {
                 dead_letters: dead_letters.clone(),
             },
         ),
-        ("dead-letter-queue-missing", dead_letters, Role::Letters),
+        (
+            "dead-letter-queue-missing",
+            dead_letters,
+            QueueRole::Destination,
+        ),
         (
             "in-doubt-queue-missing",
-            rabbitmq::destination(config, Shelf::InDoubt)?,
-            Role::Letters,
+            rabbitmq::destination_queue(config, Destination::InDoubt)?,
+            QueueRole::Destination,
         ),
     ] {
-        judge(&connection, missing, &name, &role, level, findings).await?;
+        check_queue(&connection, missing, &name, &role, severity, findings).await?;
     }
     let _ = connection.close(200, "OK".into()).await;
     Ok(())
 }
 
-enum Role {
+enum QueueRole {
     Consumed { dead_letters: String },
-    Letters,
+    Destination,
 }
 
-/// Declares a queue that is there as it should be: it stays as it is, and the broker names the
-/// first thing that differs.
-async fn judge(
+/// Declares an existing queue as it should be: the queue stays unchanged, and the broker names the
+/// first argument that differs.
+async fn check_queue(
     connection: &Connection,
     missing: &'static str,
     name: &str,
-    role: &Role,
-    not_compared: Level,
-    findings: &mut Findings,
-) -> Result<(), Failure> {
+    role: &QueueRole,
+    not_compared: Severity,
+    findings: &mut DoctorFindings,
+) -> Result<(), CliError> {
     let at = format!("RabbitMQ queue {name}");
-    match rabbitmq::passively(&connection.create_channel().await?, name).await {
+    match rabbitmq::declare_passively(&connection.create_channel().await?, name).await {
         Ok(_) => {}
         Err(error) if rabbitmq::reply_code(&error) == Some(404) => {
             let remedy =
@@ -94,69 +99,71 @@ async fn judge(
                 "queue-cannot-be-used",
                 at,
                 error.to_string(),
-                "let the user configure, read and write it",
+                "grant the user configure, write and read permissions",
             );
             return Ok(());
         }
     }
-    let mut differs = Vec::new();
+    let mut mismatches = Vec::new();
     for (arguments, answer) in probes(role) {
-        match (differs_from(connection, name, arguments).await?, answer) {
-            (Compared::Same, Probe::Good) => return Ok(()),
-            (Compared::Same, Probe::PlainQuorum) => {
-                plain_quorum(role, at, findings);
+        match (
+            compare_arguments(connection, name, arguments).await?,
+            answer,
+        ) {
+            (ArgumentComparison::Same, ProbeResult::Good) => return Ok(()),
+            (ArgumentComparison::Same, ProbeResult::PlainQuorum) => {
+                add_plain_quorum(role, at, findings);
                 return Ok(());
             }
-            (Compared::Not(said), _) => {
+            (ArgumentComparison::Not(reply), _) => {
                 let what = format!(
-                    "whether it keeps what it holds is not known: RabbitMQ compares a queue's arguments only for a user who may configure it, \
-                     and `Topology::Declare` needs that right too ({said})"
+                    "whether it may lose messages is unknown: RabbitMQ compares a queue's arguments only for a user who may configure it, \
+                     and `Topology::Declare` needs that right too ({reply})"
                 );
                 let remedy = format!(
-                    "let the user configure `{name}` (rabbitmqctl set_permissions), or see that nothing of it loses messages, and use \
+                    "let the user configure `{name}` (rabbitmqctl set_permissions), or check that none of its arguments loses messages, and use \
                      `Topology::Check` in the consumer (rabbitmq.topology = \"check\")"
                 );
                 findings.add(not_compared, "queue-not-compared", at, what, remedy);
                 return Ok(());
             }
-            (Compared::Differs(differing), _) => differs.push(differing),
+            (ArgumentComparison::Differs(mismatch), _) => mismatches.push(mismatch),
         }
     }
-    // A classic queue differs from a classic one in something else than its kind.
-    let is_quorum = differs
+    // A classic queue differs in more than its type.
+    let is_quorum = mismatches
         .iter()
-        .any(|it| it.argument == "x-queue-type" && it.said.contains("current is 'quorum'"));
-    let rank = |it: &Differing| {
-        TELLING
+        .any(|it| it.argument == "x-queue-type" && it.reply.contains("current is 'quorum'"));
+    let rank = |it: &ArgumentMismatch| {
+        WORST_FIRST
             .iter()
             .position(|argument| *argument == it.argument)
-            .unwrap_or(TELLING.len())
+            .unwrap_or(WORST_FIRST.len())
     };
-    if let Some(differing) = differs.into_iter().min_by_key(rank) {
-        differs_in(&differing, role, is_quorum, at, findings);
+    if let Some(mismatch) = mismatches.into_iter().min_by_key(rank) {
+        add_mismatch(&mismatch, role, is_quorum, at, findings);
     }
     Ok(())
 }
 
-/// An argument of a queue, and what the broker says of it.
-struct Differing {
+/// An argument that differs, and the reply of the broker.
+struct ArgumentMismatch {
     argument: String,
-    said: String,
+    reply: String,
 }
 
-/// What became of comparing a queue's arguments.
-enum Compared {
-    /// They are just so.
+/// The result of comparing the arguments of a queue.
+enum ArgumentComparison {
+    /// All arguments are equal.
     Same,
-    /// Something differs.
-    Differs(Differing),
-    /// The user may not ask: what the broker says to that.
+    /// One argument differs.
+    Differs(ArgumentMismatch),
+    /// The user has no configure permission; the reply of the broker.
     Not(String),
 }
 
-/// Arguments that lose messages, the worst first: the broker names one alone, and another one each
-/// time.
-const TELLING: [&str; 9] = [
+/// Arguments that lose messages, worst first: the broker names only one per declaration.
+const WORST_FIRST: [&str; 9] = [
     "durable",
     "auto_delete",
     "exclusive",
@@ -168,12 +175,12 @@ const TELLING: [&str; 9] = [
     "x-dead-letter-exchange",
 ];
 
-/// What differs first.
-async fn differs_from(
+/// Compares the arguments of a queue with these.
+async fn compare_arguments(
     connection: &Connection,
     name: &str,
     arguments: FieldTable,
-) -> Result<Compared, Failure> {
+) -> Result<ArgumentComparison, CliError> {
     let channel = connection.create_channel().await?;
     let options = QueueDeclareOptions {
         durable: true,
@@ -182,136 +189,135 @@ async fn differs_from(
     let error = match channel.queue_declare(name.into(), options, arguments).await {
         Ok(_) => {
             channel.close(200, "OK".into()).await?;
-            return Ok(Compared::Same);
+            return Ok(ArgumentComparison::Same);
         }
         Err(error) => error,
     };
     match rabbitmq::reply_code(&error) {
-        Some(403) => Ok(Compared::Not(error.to_string())),
+        Some(403) => Ok(ArgumentComparison::Not(error.to_string())),
         // An exclusive queue is locked.
         Some(405 | 406) => {
-            let said = error.to_string();
-            let argument = said
+            let reply = error.to_string();
+            let argument = reply
                 .split("inequivalent arg '")
                 .nth(1)
                 .and_then(|rest| rest.split('\'').next());
-            Ok(Compared::Differs(Differing {
+            Ok(ArgumentComparison::Differs(ArgumentMismatch {
                 argument: argument.unwrap_or("exclusive").to_owned(),
-                said,
+                reply,
             }))
         }
         _ => Err(error.into()),
     }
 }
 
-fn plain_quorum(role: &Role, at: String, findings: &mut Findings) {
+fn add_plain_quorum(role: &QueueRole, at: String, findings: &mut DoctorFindings) {
     match role {
-        Role::Letters => findings.warning(
+        QueueRole::Destination => findings.warning(
             "letters-are-dropped-when-looked-at",
             at,
-            "it is a quorum queue without a delivery limit of its own: since RabbitMQ 4.0 it drops what was looked at 20 times",
-            format!("{ANEW} with x-delivery-limit=2147483647"),
+            "it is a quorum queue with the default delivery limit: since RabbitMQ 4.0 it drops messages after 20 reads",
+            format!("{REDECLARE} with x-delivery-limit=2147483647"),
         ),
-        Role::Consumed { dead_letters } => findings.warning(
+        QueueRole::Consumed { dead_letters } => findings.warning(
             "queue-drops-what-it-gives-up",
             at,
-            "it is a quorum queue that dead-letters to nowhere: since RabbitMQ 4.0 it drops what was delivered 20 times",
-            format!("set dead-letter-exchange \"\" and dead-letter-routing-key {dead_letters} by a policy, or declare it anew"),
+            "it is a quorum queue without a dead-letter exchange: since RabbitMQ 4.0 it drops messages after 20 deliveries",
+            format!("set dead-letter-exchange \"\" and dead-letter-routing-key {dead_letters} by a policy, or redeclare it"),
         ),
     }
 }
 
-const ANEW: &str =
-    "such a thing cannot be changed: let the queue run empty, delete it, and declare it anew";
+const REDECLARE: &str =
+    "queue arguments cannot be changed: drain the queue, delete it, and declare it";
 
-fn differs_in(
-    differing: &Differing,
-    role: &Role,
+fn add_mismatch(
+    mismatch: &ArgumentMismatch,
+    role: &QueueRole,
     is_quorum: bool,
     at: String,
-    findings: &mut Findings,
+    findings: &mut DoctorFindings,
 ) {
-    let Differing { argument, said } = differing;
+    let ArgumentMismatch { argument, reply } = mismatch;
     match (argument.as_str(), role) {
         ("durable", _) => {
             findings.error(
                 "queue-not-durable",
                 at,
-                format!("it goes when the broker starts again, with all that it holds ({said})"),
-                ANEW,
+                format!("it is deleted with its messages when the broker restarts ({reply})"),
+                REDECLARE,
             );
         }
         ("auto_delete" | "exclusive", _) => {
             findings.error(
                 "queue-deletes-itself",
                 at,
-                format!("it goes when its last consumer or its owner does ({said})"),
-                ANEW,
+                format!("it is deleted with its last consumer or its connection ({reply})"),
+                REDECLARE,
             );
         }
         ("x-message-ttl" | "x-expires", _) => {
             findings.error(
                 "queue-expires",
                 at,
-                format!("what it holds goes after a time ({said})"),
-                format!("{ANEW} without it"),
+                format!("its messages expire ({reply})"),
+                format!("{REDECLARE} without it"),
             );
         }
         ("x-max-length" | "x-max-length-bytes", _) => {
-            let what = format!("it drops or refuses messages when it is full ({said})");
+            let what = format!("it drops or refuses messages when it is full ({reply})");
             findings.error(
                 "queue-has-a-length-limit",
                 at,
                 what,
-                format!("{ANEW} without it"),
+                format!("{REDECLARE} without it"),
             );
         }
-        ("x-delivery-limit", Role::Letters) if is_quorum => {
-            let what = format!("it drops what was looked at too often: each look counts ({said})");
+        ("x-delivery-limit", QueueRole::Destination) if is_quorum => {
+            let what = format!("each read counts, and it drops messages over the limit ({reply})");
             findings.error(
                 "letters-are-dropped-when-looked-at",
                 at,
                 what,
-                format!("{ANEW} with x-delivery-limit=2147483647"),
+                format!("{REDECLARE} with x-delivery-limit=2147483647"),
             );
         }
-        (it, Role::Consumed { dead_letters })
+        (it, QueueRole::Consumed { dead_letters })
             if it.starts_with("x-dead-letter-") || it == "x-delivery-limit" =>
         {
-            let what = format!(
-                "what the broker gives up on, at a delivery limit say, does not go to {dead_letters} ({said})"
-            );
+            let what =
+                format!("messages over the delivery limit do not go to {dead_letters} ({reply})");
             let remedy = format!(
-                "set dead-letter-exchange \"\" and dead-letter-routing-key {dead_letters} by a policy, or declare it anew"
+                "set dead-letter-exchange \"\" and dead-letter-routing-key {dead_letters} by a policy, or redeclare it"
             );
             findings.warning("queue-drops-what-it-gives-up", at, what, remedy);
         }
         _ => {
-            let remedy =
-                "see that nothing of it loses messages, and use `Topology::Check` in the consumer";
-            findings.warning("queue-has-other-arguments", at, said.clone(), remedy);
+            let remedy = "check that none of its arguments loses messages, and use `Topology::Check` in the consumer";
+            findings.warning("queue-has-other-arguments", at, reply.clone(), remedy);
         }
     }
 }
 
-/// What it means that a queue is just so.
+/// The meaning of equal arguments.
 #[derive(Clone, Copy)]
-enum Probe {
+enum ProbeResult {
     Good,
     PlainQuorum,
 }
 
-/// As the source declares them; as a classic queue; and as what tells more.
-fn probes(role: &Role) -> Vec<(FieldTable, Probe)> {
+/// Argument sets to compare: as the source declares them, as a classic queue, and some that reveal
+/// more.
+fn probes(role: &QueueRole) -> Vec<(FieldTable, ProbeResult)> {
     let text = |value: &str| AMQPValue::LongString(value.into());
     let mut plain = FieldTable::default();
     plain.insert("x-queue-type".into(), text("quorum"));
     let mut ours = plain.clone();
     match role {
-        Role::Letters => {
+        QueueRole::Destination => {
             ours.insert("x-delivery-limit".into(), AMQPValue::LongInt(i32::MAX));
         }
-        Role::Consumed { dead_letters } => {
+        QueueRole::Consumed { dead_letters } => {
             for (name, value) in [
                 ("x-dead-letter-exchange", ""),
                 ("x-dead-letter-routing-key", dead_letters),
@@ -327,10 +333,10 @@ fn probes(role: &Role) -> Vec<(FieldTable, Probe)> {
     let mut classic = FieldTable::default();
     classic.insert("x-queue-type".into(), text("classic"));
     vec![
-        (ours, Probe::Good),
-        (FieldTable::default(), Probe::Good),
-        (classic, Probe::Good),
-        (single, Probe::Good),
-        (plain, Probe::PlainQuorum),
+        (ours, ProbeResult::Good),
+        (FieldTable::default(), ProbeResult::Good),
+        (classic, ProbeResult::Good),
+        (single, ProbeResult::Good),
+        (plain, ProbeResult::PlainQuorum),
     ]
 }

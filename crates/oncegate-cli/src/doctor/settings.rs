@@ -1,26 +1,26 @@
-//! Settings held against each other.
+//! Checks settings against each other.
 
 use std::path::Path;
 use std::time::Duration;
 
 use oncegate::{Consumer, Guarantee};
 
-use super::{Findings, Level};
+use super::{DoctorFindings, Severity};
 use crate::config::Config;
-use crate::failure::Failure;
-use crate::say::span;
+use crate::error::CliError;
+use crate::output::duration_text;
 
-/// How bad a store is that forgets: at most once does not start on it, and effectively once handles
-/// again what was forgotten.
-pub(super) fn forgetting(config: &Config) -> Level {
+/// The severity of a volatile store: at most once does not start on it, and effectively once
+/// handles lost ids again.
+pub(super) fn volatile_store_severity(config: &Config) -> Severity {
     if config.guarantee() == Guarantee::AtMostOnce {
-        Level::Error
+        Severity::Error
     } else {
-        Level::Warning
+        Severity::Warning
     }
 }
 
-pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
+pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     config.check()?;
     let (lease, window, max_age) = (config.lease(), config.window(), config.max_age());
     if lease >= window {
@@ -29,17 +29,20 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
             "gate.lease",
             format!(
                 "the lease ({}) is not shorter than the window ({})",
-                span(lease),
-                span(window)
+                duration_text(lease),
+                duration_text(window)
             ),
-            "shorten gate.lease, or lengthen gate.dedup-window; a consumer refuses to start",
+            "shorten gate.lease or lengthen gate.dedup-window; the consumer does not start otherwise",
         );
     }
     if lease < Duration::from_millis(100) {
         findings.error(
             "lease-too-short",
             "gate.lease",
-            format!("{} is too short to be renewed in time", span(lease)),
+            format!(
+                "{} is too short to be renewed in time",
+                duration_text(lease)
+            ),
             "set at least 100ms; 30s is the default",
         );
     }
@@ -48,28 +51,27 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
             "max-age-against-window",
             "gate.max-age",
             format!(
-                "messages of an age of {} are taken for new, and ids are forgotten after {}",
-                span(max_age),
-                span(window)
+                "messages up to an age of {} are taken as new, and ids are forgotten after {}",
+                duration_text(max_age),
+                duration_text(window)
             ),
             "set gate.max-age to at most gate.dedup-window, half of it by default",
         );
     }
-    // As the consumer itself reckons at its start. What no consumer can be set up from, it says
-    // itself.
+    // The same calculation as in a starting consumer, which reports other errors itself.
     let open = config
         .consumer(Consumer::builder())
         .map_or(Duration::ZERO, |consumer| consumer.longest_open());
-    let patience = config.consumer_timeout();
-    if config.has("rabbitmq.url") && open > patience / 10 * 9 {
+    let consumer_timeout = config.consumer_timeout();
+    if config.has("rabbitmq.url") && open > consumer_timeout / 10 * 9 {
         findings.error(
             "runs-outlast-the-consumer-timeout",
             "gate.handler-timeout",
             format!(
-                "a delivery may stay open for {}, with each run of its handler in place and a wait of two leases, and RabbitMQ closes the \
-                 channel of one that stays open for {}: all that it holds comes back",
-                span(open),
-                span(patience)
+                "a delivery may stay unacknowledged for {}, with every inline retry and a wait of two leases, and RabbitMQ closes the \
+                 channel after {}: all its unacknowledged deliveries are requeued",
+                duration_text(open),
+                duration_text(consumer_timeout)
             ),
             "shorten gate.handler-timeout or gate.lease, lower gate.max-inline-retries, or raise consumer_timeout in rabbitmq.conf and \
              rabbitmq.consumer-timeout here",
@@ -77,11 +79,11 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
     }
     if !config.has("store.scope") && !config.has("store.prefix") {
         findings.add(
-            Level::Advice,
+            Severity::Advice,
             "no-scope",
             "store.scope",
             "two services on one Redis without a scope or a prefix of their own skip each other's messages",
-            "if another service may ever share this Redis, give each a scope: `.scope(\"ledger\")` in the consumer, store.scope here",
+            "if another service may share this Redis, give each a scope: `.scope(\"ledger\")` in the consumer, store.scope here",
         );
     }
     if let Some(directory) = config
@@ -94,10 +96,10 @@ pub(super) fn look(config: &Config, findings: &mut Findings) -> Result<(), Failu
             "audit-has-no-place",
             "audit.file",
             format!(
-                "the directory {} does not exist, so that nothing can be done that is audited",
+                "the directory {} does not exist, so audited commands fail",
                 directory.display()
             ),
-            "create it, or leave audit.file out: the audit then stands on the store",
+            "create it, or remove audit.file to keep the audit in the store",
         );
     }
     Ok(())

@@ -1,31 +1,31 @@
-//! Redis: does it remember, is it let be asked, is it large enough?
+//! Redis: checks durability, permissions and memory.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oncegate::{Durability, Guarantee, Load, Markers, ServerInfo, Store, StoreError, plan};
 
-use super::Findings;
-use super::settings::forgetting;
+use super::DoctorFindings;
+use super::settings::volatile_store_severity;
 use crate::config::Config;
-use crate::failure::Failure;
-use crate::markers::PATIENCE;
+use crate::error::CliError;
+use crate::marker_store::REPLY_TIMEOUT;
 use crate::plan::bytes;
 
-/// How far the clocks of this machine and of Redis may differ.
-const CLOCKS_DIFFER: Duration = Duration::from_secs(5);
+/// The maximum difference between the clocks of this machine and Redis.
+const MAX_CLOCK_SKEW: Duration = Duration::from_secs(5);
 
-pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(), Failure> {
-    let redis = config.redis(Some(PATIENCE))?;
+pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
+    let redis = config.redis(Some(REPLY_TIMEOUT))?;
     match redis.servers().await {
         Ok(servers) => servers
             .iter()
-            .for_each(|server| judge(server, servers.len() as u64, config, findings)),
-        // Which commands it needs is told below.
-        Err(error) if lacks_a_right(&error.to_string()) => {
+            .for_each(|server| check_server(server, servers.len() as u64, config, findings)),
+        // The preflight below names the missing commands.
+        Err(error) if is_permission_error(&error.to_string()) => {
             if let Err(error) = redis.preflight(config.guarantee()).await {
-                unusable(error, findings);
+                add_store_error(error, findings);
             } else {
-                let what = "the user may not run INFO: what the store loses is not seen";
+                let what = "the user may not run INFO, so durability and memory cannot be checked";
                 findings.warning(
                     "store-lacks-a-right",
                     "Redis",
@@ -36,14 +36,14 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
             return Ok(());
         }
         Err(error) => {
-            let away = is_away(&error);
-            unusable(error, findings);
-            if away || findings.has("store-refuses-the-login") {
+            let unavailable = is_unavailable(&error);
+            add_store_error(error, findings);
+            if unavailable || findings.has("store-refuses-the-login") {
                 return Ok(());
             }
         }
     }
-    // What is known already is not said again in other words.
+    // Avoid a second finding for the same cause.
     if [
         "store-too-old",
         "store-is-a-cluster-node",
@@ -55,63 +55,73 @@ pub(super) async fn look(config: &Config, findings: &mut Findings) -> Result<(),
         return Ok(());
     }
     if let Err(error) = redis.preflight(config.guarantee()).await {
-        unusable(error, findings);
+        add_store_error(error, findings);
     }
     Ok(())
 }
 
-fn is_away(error: &StoreError) -> bool {
+fn is_unavailable(error: &StoreError) -> bool {
     !matches!(
         error,
         StoreError::Misconfigured(_) | StoreError::UnreadableMarker(_)
     )
 }
 
-fn lacks_a_right(said: &str) -> bool {
-    said.contains("NOPERM") || said.contains("does not let")
+fn is_permission_error(text: &str) -> bool {
+    text.contains("NOPERM") || text.contains("does not let")
 }
 
-/// The store says itself what to do.
-fn unusable(error: StoreError, findings: &mut Findings) {
-    let said = error.to_string();
-    if is_away(&error) {
+/// Adds an error of the store, which contains its remedy.
+fn add_store_error(error: StoreError, findings: &mut DoctorFindings) {
+    let text = error.to_string();
+    if is_unavailable(&error) {
         findings.error(
             "store-away",
             "Redis",
-            said,
+            text,
             "start it, or correct store.url",
         );
-    } else if said.contains("refuses the user or the password") {
+    } else if text.contains("rejected the user or the password") {
         findings.error(
             "store-refuses-the-login",
             "Redis",
-            said,
-            "put the right user and password into store.url",
+            text,
+            "correct the user and password in store.url",
         );
-    } else if lacks_a_right(&said) {
-        let (what, remedy) = match said.split_once(": ACL SETUSER ") {
+    } else if is_permission_error(&text) {
+        let (what, remedy) = match text.split_once(": ACL SETUSER ") {
             Some((what, rights)) => (what.to_owned(), format!("ACL SETUSER {rights}")),
             None => (
-                said,
-                "give the user the rights that the book lists under \"Stores\"".to_owned(),
+                text,
+                "grant the user the permissions that the book lists under \"Stores\"".to_owned(),
             ),
         };
         findings.error("store-lacks-a-right", "Redis", what, remedy);
     } else if !findings.has("store-unusable") {
-        findings.error("store-unusable", "Redis", said, "change what it says");
+        findings.error(
+            "store-unusable",
+            "Redis",
+            text,
+            "fix what the error reports",
+        );
     }
 }
 
-fn judge(server: &ServerInfo, primaries: u64, config: &Config, findings: &mut Findings) {
+fn check_server(
+    server: &ServerInfo,
+    primaries: u64,
+    config: &Config,
+    findings: &mut DoctorFindings,
+) {
     let at = format!("Redis at {}", server.address);
     let guarantee = config.guarantee();
-    let forgets = forgetting(config);
+    let forgets = volatile_store_severity(config);
     if server.field("cluster_enabled") == Some("1") && config.has("store.url") {
         findings.error(
             "store-is-a-cluster-node",
             &at,
-            "it is a node of a Cluster, and serves a part of the keys",
-            "name its nodes in store.cluster",
+            "it is a node of a Cluster and serves only part of the keys",
+            "list its nodes in store.cluster",
         );
     }
     let version = server.field("redis_version").unwrap_or("unknown");
@@ -120,21 +130,21 @@ fn judge(server: &ServerInfo, primaries: u64, config: &Config, findings: &mut Fi
         .next()
         .and_then(|major| major.parse().ok());
     if major.is_some_and(|major| major < 7) && guarantee != Guarantee::Bare {
-        let what = format!("it is of version {version}; what consumers ask of it came with 7.0");
+        let what = format!("it has version {version}; consumers need commands of 7.0");
         findings.error(
             "store-too-old",
             &at,
             what,
-            "upgrade it to 7.0 or newer, or use the guarantee bare, with its documented losses",
+            "upgrade it to 7.0 or newer, or use the guarantee bare with its documented limits",
         );
     }
     if server.field("role") != Some("master") {
-        let what = "it is a replica: it takes no writes, and follows its primary late";
+        let what = "it is a replica: it accepts no writes and lags behind its primary";
         findings.error(
             "store-is-a-replica",
             &at,
             what,
-            "name the primary in store.url, or the Sentinels in store.sentinels",
+            "set store.url to the primary, or store.sentinels to the Sentinels",
         );
     }
     if let Some(policy) = server
@@ -142,7 +152,7 @@ fn judge(server: &ServerInfo, primaries: u64, config: &Config, findings: &mut Fi
         .filter(|policy| *policy != "noeviction")
     {
         let what = format!(
-            "it evicts keys when its memory is full (maxmemory-policy {policy}): what was handled is handled again"
+            "it evicts keys when its memory is full (maxmemory-policy {policy}), so messages may be handled again"
         );
         findings.add(
             forgets,
@@ -153,7 +163,7 @@ fn judge(server: &ServerInfo, primaries: u64, config: &Config, findings: &mut Fi
         );
     }
     if server.field("aof_enabled") != Some("1") {
-        let what = "it keeps no append-only file: a crash forgets what was handled since its last snapshot, or all of it";
+        let what = "it has no append-only file: a crash loses markers since the last snapshot, or all of them";
         findings.add(
             forgets,
             "store-keeps-no-file",
@@ -162,15 +172,15 @@ fn judge(server: &ServerInfo, primaries: u64, config: &Config, findings: &mut Fi
             "CONFIG SET appendonly yes, and the same in redis.conf",
         );
     } else if server.field("aof_last_write_status") == Some("err") {
-        let what = "it cannot write its append-only file, and takes no writes meanwhile";
+        let what = "it cannot write its append-only file and rejects writes until it can";
         findings.error(
             "store-cannot-write-its-file",
             &at,
             what,
-            "look at its disk: is it full?",
+            "check that its disk is not full",
         );
     }
-    memory(server, primaries, config, &at, findings);
+    check_memory(server, primaries, config, &at, findings);
     let ours = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
@@ -179,10 +189,10 @@ fn judge(server: &ServerInfo, primaries: u64, config: &Config, findings: &mut Fi
         .map_or(Duration::ZERO, |theirs| {
             Duration::from_micros(theirs).abs_diff(ours)
         });
-    if apart > CLOCKS_DIFFER {
+    if apart > MAX_CLOCK_SKEW {
         let what = format!(
-            "its clock is {} apart from this machine's, which tells the age of messages",
-            crate::say::span(apart)
+            "its clock differs by {} from the local clock, which determines the age of messages",
+            crate::output::duration_text(apart)
         );
         findings.warning("clocks-differ", &at, what, "run NTP on both");
     }
@@ -191,7 +201,7 @@ fn judge(server: &ServerInfo, primaries: u64, config: &Config, findings: &mut Fi
         && follow < u64::from(count)
     {
         let what = format!(
-            "{follow} replicas follow it, and store.replicas wants {count}: no claim is granted until they do"
+            "{follow} replicas are connected, and store.replicas requires {count}: no claim is granted until then"
         );
         findings.error(
             "too-few-replicas",
@@ -202,7 +212,13 @@ fn judge(server: &ServerInfo, primaries: u64, config: &Config, findings: &mut Fi
     }
 }
 
-fn memory(server: &ServerInfo, primaries: u64, config: &Config, at: &str, findings: &mut Findings) {
+fn check_memory(
+    server: &ServerInfo,
+    primaries: u64,
+    config: &Config,
+    at: &str,
+    findings: &mut DoctorFindings,
+) {
     let limited = server.number("maxmemory").filter(|limit| *limit > 0);
     let Some(limit) = limited.or_else(|| server.number("total_system_memory")) else {
         return;
@@ -212,7 +228,7 @@ fn memory(server: &ServerInfo, primaries: u64, config: &Config, at: &str, findin
         .filter(|used| used.saturating_mul(100) > limit.saturating_mul(80))
     {
         let what = format!(
-            "it uses {} of {} of memory; when that is full it takes no claim any more",
+            "it uses {} of {} of memory; when memory is full, no claim is granted",
             bytes(used),
             bytes(limit)
         );
@@ -239,7 +255,7 @@ fn memory(server: &ServerInfo, primaries: u64, config: &Config, at: &str, findin
         let needs = plan(&load).memory;
         if needs > limit {
             let what = format!(
-                "{rate} new ids a second for the window need {} of memory, and it has {}",
+                "{rate} new ids per second for the window need {} of memory, and it has {}",
                 bytes(needs),
                 bytes(limit)
             );

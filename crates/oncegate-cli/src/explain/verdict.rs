@@ -1,45 +1,46 @@
-//! What all of it comes to.
+//! Derives the answer of `oncegate explain` from everything that was found.
 
 use oncegate::Guarantee;
 use oncegate::source::headers;
 use serde::Serialize;
 
-use super::Known;
-use crate::audit::{Deed, Entry, Stage};
-use crate::letters::{Letter, Shelf, State as LetterState, judge};
-use crate::marker::told::State;
-use crate::say::{ms, now_ms};
+use super::Evidence;
+use crate::audit::{ActionStage, AuditEntry, AuditedAction};
+use crate::destination::{DeadLetter, DeadLetterState, Destination, redrive_policy};
+use crate::marker::description::MarkerState;
+use crate::output::{ms, now_ms};
 
-/// The answer in one word.
+/// The answer as a code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Verdict {
-    /// Once.
+pub(crate) enum HandlingVerdict {
+    /// Handled once.
     Handled,
-    /// Once, and there were several messages.
+    /// Handled once; there were several messages.
     HandledWithDuplicates,
     InProgress,
-    /// Its holder is gone, and nobody has looked yet.
+    /// Its lease expired, and no delivery followed.
     LeftByItsHolder,
     InDoubt,
     DeadLettered,
-    /// A person gave it up.
+    /// An operator dropped it.
     Dropped,
-    /// A person sent it back, and it was not handled yet.
+    /// An operator sent it back, and it was not handled since.
     SentBack,
-    /// It failed, and will be run again.
+    /// It failed, and will run again.
     WillRunAgain,
-    /// The topic holds messages with it, and nothing else is known of it.
+    /// The topic has messages with this id, and nothing else is known.
     NotRecorded,
-    /// Nothing is known of it.
+    /// Nothing is known.
     Unknown,
-    /// Nothing is known of it, and not all was looked at.
-    NotLookedAt,
-    /// The store could not be asked.
+    /// Nothing is known, and not everything was checked.
+    #[serde(rename = "not-looked-at")]
+    Unchecked,
+    /// The store could not be read.
     NotSeen,
 }
 
-impl Verdict {
+impl HandlingVerdict {
     pub(crate) fn word(self, guarantee: Guarantee) -> &'static str {
         match (self, guarantee) {
             (Self::Handled, Guarantee::AtMostOnce) => return "handled, once",
@@ -49,108 +50,114 @@ impl Verdict {
             _ => {}
         }
         match self {
-            // A run that a crash cut off may have had its effect, too.
+            // An interrupted run may have had an effect, too.
             Self::Handled => "handled",
             Self::HandledWithDuplicates => "handled; there were duplicates",
             Self::InProgress => "being handled",
-            Self::LeftByItsHolder => "left by its holder",
+            Self::LeftByItsHolder => "abandoned by its holder",
             Self::InDoubt => "in doubt",
             Self::DeadLettered => "not handled; in the dead letters",
-            Self::Dropped => "not handled; dropped by a person",
-            Self::SentBack => "sent back by a person; not handled yet",
-            Self::WillRunAgain => "not handled yet; will be run again",
-            Self::NotRecorded => "not recorded as handled; the topic holds messages with this id",
+            Self::Dropped => "not handled; dropped by an operator",
+            Self::SentBack => "sent back by an operator; not handled yet",
+            Self::WillRunAgain => "not handled yet; will run again",
+            Self::NotRecorded => "not recorded as handled; the topic has messages with this id",
             Self::Unknown => "unknown",
-            Self::NotLookedAt => "not known, since not all was looked at",
-            Self::NotSeen => "not known: the store could not be asked",
+            Self::Unchecked => "unknown; not everything was checked",
+            Self::NotSeen => "unknown; the store could not be read",
         }
     }
 }
 
-/// The word, and the whole in sentences.
-pub(crate) fn of(known: &Known) -> (Verdict, String) {
-    let Some(marker) = &known.marker else {
-        let says = "The store could not be asked, and it alone knows what was handled. What else was found stands below.";
-        return (Verdict::NotSeen, says.into());
+/// The answer as a code and as text.
+pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
+    let Some(marker) = &evidence.marker else {
+        let text = "The store could not be read, and only the store records what was handled. Other findings are listed below.";
+        return (HandlingVerdict::NotSeen, text.into());
     };
-    // What came from elsewhere is another consumer's.
-    let waits = |letters: &[Letter]| {
-        letters
+    // Messages from another source belong to another consumer.
+    let waits = |messages: &[DeadLetter]| {
+        messages
             .iter()
-            .find(|letter| letter.state.waits() && letter.elsewhere.is_none())
+            .find(|message| message.state.is_pending() && message.other_source.is_none())
             .cloned()
     };
-    let (dead, doubt) = (waits(&known.dead_letters), waits(&known.in_doubt));
-    let (verdict, mut says) = match marker.state {
-        State::Done => handled(known, dead.as_ref(), doubt.as_ref()),
-        State::InProgress => (
-            Verdict::InProgress,
-            "A consumer holds it at this moment. Every other message with this id waits until that has ended; none is accepted before."
+    let (dead, doubt) = (waits(&evidence.dead_letters), waits(&evidence.in_doubt));
+    let (verdict, mut text) = match marker.state {
+        MarkerState::Done => handled(evidence, dead.as_ref(), doubt.as_ref()),
+        MarkerState::InProgress => (
+            HandlingVerdict::InProgress,
+            "A consumer is handling it right now. Every other message with this id waits until that ends; none is accepted before."
                 .into(),
         ),
-        State::Lapsed => (Verdict::LeftByItsHolder, lapsed(&marker.says, dead.as_ref())),
-        State::InDoubt => (Verdict::InDoubt, in_doubt(known, doubt.as_ref())),
-        State::Unreadable => (Verdict::NotSeen, marker.says.clone()),
-        State::Rejected | State::Absent | State::Cleared => match (dead, doubt) {
-            (Some(letter), _) => (Verdict::DeadLettered, dead_lettered(known, &letter, marker.state)),
-            (None, Some(letter)) => (Verdict::InDoubt, in_doubt(known, Some(&letter))),
-            (None, None) => without_letters(known, marker.state),
+        MarkerState::Lapsed => (HandlingVerdict::LeftByItsHolder, lapsed(&marker.text, dead.as_ref())),
+        MarkerState::InDoubt => (HandlingVerdict::InDoubt, in_doubt(evidence, doubt.as_ref())),
+        MarkerState::Unreadable => (HandlingVerdict::NotSeen, marker.text.clone()),
+        MarkerState::Rejected | MarkerState::Absent | MarkerState::Cleared => match (dead, doubt) {
+            (Some(message), _) => (HandlingVerdict::DeadLettered, dead_lettered(evidence, &message, marker.state)),
+            (None, Some(message)) => (HandlingVerdict::InDoubt, in_doubt(evidence, Some(&message))),
+            (None, None) => without_messages(evidence, marker.state),
         },
     };
-    if known.acts.iter().any(|act| act.stage == Stage::Begun) {
-        says.push_str(" An operator began something of which the end is not known: look at it below, and do it again if need be.");
-    }
-    (verdict, says)
-}
-
-/// How far the clock of the operator's machine and the store's may be apart.
-const CLOCKS: u64 = 60_000;
-
-/// What people did about it last, if it was done.
-fn last(known: &Known) -> Option<(&Entry, Deed)> {
-    let mut done = known
-        .acts
+    if evidence
+        .actions
         .iter()
-        .filter(|act| act.stage == Stage::Done)
-        .map(|act| (act, act.deed()));
-    done.rfind(|(_, deed)| *deed != Deed::Other)
+        .any(|entry| entry.stage == ActionStage::Begun)
+    {
+        text.push_str(
+            " The result of an operator action is unknown: see below, and repeat it if necessary.",
+        );
+    }
+    (verdict, text)
 }
 
-/// Whether no claim was granted since a person freed the id.
-fn nothing_ran_since(known: &Known) -> bool {
-    known
+/// The tolerated difference between the clocks of this machine and the store, in milliseconds.
+const CLOCK_SKEW_MS: u64 = 60_000;
+
+/// The last completed operator action that affects the next delivery.
+fn last_action(evidence: &Evidence) -> Option<(&AuditEntry, AuditedAction)> {
+    let mut done = evidence
+        .actions
+        .iter()
+        .filter(|entry| entry.stage == ActionStage::Done)
+        .map(|entry| (entry, entry.action()));
+    done.rfind(|(_, action)| *action != AuditedAction::Other)
+}
+
+/// Whether no claim was granted since an operator released the id.
+fn nothing_ran_since(evidence: &Evidence) -> bool {
+    evidence
         .marker
         .as_ref()
         .is_some_and(|marker| marker.attempts == Some(0))
 }
 
-/// Whether an act is so long ago that a record of what came after it may be gone.
-fn is_past(act: &Entry, known: &Known) -> bool {
-    now_ms().saturating_sub(act.at_ms) >= ms(known.window)
+/// Whether an action is older than the window, so that later markers may have expired.
+fn is_older_than_window(entry: &AuditEntry, evidence: &Evidence) -> bool {
+    now_ms().saturating_sub(entry.at_ms) >= ms(evidence.window)
 }
 
-/// The act by which it counts as handled, unless the record was written later, by a consumer.
-fn by_a_person(known: &Known) -> Option<&Entry> {
-    let written = known
+/// The action that recorded it as done, unless a consumer wrote the marker later.
+fn completed_by_operator(evidence: &Evidence) -> Option<&AuditEntry> {
+    let written = evidence
         .marker
         .as_ref()
         .and_then(|marker| marker.written_at_ms);
-    let (act, deed) = last(known)?;
-    (deed == Deed::Completed
-        && written.is_none_or(|written| written <= act.at_ms.saturating_add(CLOCKS)))
-    .then_some(act)
+    let (entry, action) = last_action(evidence)?;
+    (action == AuditedAction::Completed
+        && written.is_none_or(|written| written <= entry.at_ms.saturating_add(CLOCK_SKEW_MS)))
+    .then_some(entry)
 }
 
-/// The messages of the topic that were not set aside.
-fn copies(known: &Known) -> Option<usize> {
-    let aside: Vec<&str> = known
+/// The number of messages in the topic that are not in a destination.
+fn copies(evidence: &Evidence) -> Option<usize> {
+    let aside: Vec<&str> = evidence
         .dead_letters
         .iter()
-        .chain(&known.in_doubt)
-        .filter_map(|letter| letter.header(headers::ORIGIN))
+        .chain(&evidence.in_doubt)
+        .filter_map(|message| message.header(headers::ORIGIN))
         .collect();
-    let copies = known.copies.as_ref()?.iter();
-    // A place has its broker before it.
+    let copies = evidence.copies.as_ref()?.iter();
+    // A position starts with its broker.
     Some(
         copies
             .filter(|copy| {
@@ -163,236 +170,245 @@ fn copies(known: &Known) -> Option<usize> {
     )
 }
 
-fn handled(known: &Known, dead: Option<&Letter>, doubt: Option<&Letter>) -> (Verdict, String) {
-    let copies = copies(known).unwrap_or(0);
-    let mut says = match by_a_person(known) {
-        Some(act) => format!(
-            "It counts as handled: {} said so on {} (`{}`).",
-            act.who, act.at, act.what
+fn handled(
+    evidence: &Evidence,
+    dead: Option<&DeadLetter>,
+    doubt: Option<&DeadLetter>,
+) -> (HandlingVerdict, String) {
+    let copies = copies(evidence).unwrap_or(0);
+    let mut text = match completed_by_operator(evidence) {
+        Some(entry) => format!(
+            "It counts as handled: {} recorded that on {} (`{}`).",
+            entry.who, entry.at, entry.what
         ),
-        None => "It was handled, and that was recorded.".to_owned(),
+        None => "It was handled and recorded.".to_owned(),
     };
-    if known.guarantee != Guarantee::AtMostOnce {
-        says.push_str(
-            " Before that it may have been run more than once, if a run was cut off: this consumer does not promise at most once.",
+    if evidence.guarantee != Guarantee::AtMostOnce {
+        text.push_str(
+            " Before that it may have run more than once, if a run was interrupted: this consumer does not guarantee at most once.",
         );
     }
-    says.push_str(" Not twice, because every further message with this id finds the record, and is accepted without a run, for as long as the record stands.");
-    match (copies, dead.map(Letter::reason)) {
-        (2.., _) => says.push_str(&format!(" The topic holds {copies} messages with this id that were not set aside: one was handled, the others are duplicates.")),
+    text.push_str(" Not twice, because every further message with this id finds the marker and is accepted without a run, until the marker expires.");
+    match (copies, dead.map(DeadLetter::reason)) {
+        (2.., _) => text.push_str(&format!(" The topic has {copies} messages with this id outside the destinations: one was handled, the others are duplicates.")),
         (_, Some("conflict")) => {}
-        _ if known.copies.is_none() => says.push_str(" A duplicate leaves no trace of its own in the store; the counter `oncegate_deliveries_total{outcome=\"duplicate\"}` counts them."),
+        _ if evidence.copies.is_none() => text.push_str(" A duplicate leaves no trace in the store; the counter `oncegate_deliveries_total{outcome=\"duplicate\"}` counts them."),
         _ => {}
     }
     match dead {
-        Some(letter) if letter.reason() == "conflict" => {
-            says.push_str(" Another message came with the same id and ANOTHER BODY. It was not handled, and stands in the dead letters: its producer used the id twice.");
+        Some(message) if message.reason() == "conflict" => {
+            text.push_str(" Another message had the same id and ANOTHER BODY. It was not handled and is dead-lettered: its producer used the id twice.");
         }
-        Some(_) => says
-            .push_str(" What stands in the dead letters under this id was handled after all: `oncegate dead-letters drop` clears it away."),
+        Some(_) => text.push_str(
+            " Its dead letter was handled after all: `oncegate dead-letters drop` drops it.",
+        ),
         None => {}
     }
     if doubt.is_some() {
-        says.push_str(" What stands in doubt under this id is settled by that: `oncegate in-doubt resolve --happened` clears it away.");
+        text.push_str(" That settles its message in doubt: `oncegate in-doubt resolve --happened` removes it.");
     }
     (
         if copies > 1 {
-            Verdict::HandledWithDuplicates
+            HandlingVerdict::HandledWithDuplicates
         } else {
-            Verdict::Handled
+            HandlingVerdict::Handled
         },
-        says,
+        text,
     )
 }
 
-fn in_doubt(known: &Known, letter: Option<&Letter>) -> String {
-    let why = letter.map(|letter| match letter.reason() {
-        "in-doubt-said" => "its handler said that it may have happened",
-        "in-doubt-panicked" => "its handler panicked in the midst of it",
-        "in-doubt-timed-out" => "its handler did not return in time",
-        "in-doubt-unreadable-marker" => "what the store holds under its id is no marker",
-        "in-doubt-holder-gone" => "the process that handled it is gone",
-        "in-doubt-too-old" => {
-            "it is older than what the store remembers, so it may have been handled before"
-        }
-        _ => "nobody could tell",
+fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>) -> String {
+    let why = message.map(|message| match message.reason() {
+        "in-doubt-said" => "its handler reported that it may have happened",
+        "in-doubt-panicked" => "its handler panicked",
+        "in-doubt-timed-out" => "its handler timed out",
+        "in-doubt-unreadable-marker" => "the value of its key in the store is not a marker",
+        "in-doubt-holder-gone" => "the lease of the process that handled it expired",
+        "in-doubt-too-old" => "it is older than the window, so it may have been handled before",
+        _ => "the reason is unknown",
     });
-    match (letter, why) {
-        (Some(letter), Some(why)) => format!(
-            "Nobody knows whether it happened: {why}. It is not run again on a guess. The message waits in {} for a person who finds out, \
-             and says so with `oncegate in-doubt resolve`.",
-            letter.place
+    match (message, why) {
+        (Some(message), Some(why)) => format!(
+            "Its effect is unknown: {why}. It does not run again without a decision. The message waits in {} for an operator to find out \
+             and run `oncegate in-doubt resolve`.",
+            message.place
         ),
-        _ if known.unseen.contains(&Shelf::InDoubt) => {
-            "Nobody knows whether it happened. It is not run again on a guess; whether a message waits in the in-doubt destination is not known."
+        _ if evidence.incomplete.contains(&Destination::InDoubt) => {
+            "Its effect is unknown. It does not run again without a decision; whether the in-doubt destination has a message is unknown."
                 .into()
         }
-        _ => "Nobody knows whether it happened. It is not run again on a guess; no message waits in the in-doubt destination, so a delivery may \
-              still find out, or a person says so with `oncegate in-doubt resolve`."
+        _ => "Its effect is unknown. It does not run again without a decision; the in-doubt destination has no message, so a delivery may \
+              still reconcile it, or an operator runs `oncegate in-doubt resolve`."
             .into(),
     }
 }
 
-fn lapsed(marker: &str, dead: Option<&Letter>) -> String {
+fn lapsed(marker: &str, dead: Option<&DeadLetter>) -> String {
     match dead {
         None => marker.to_owned(),
-        // The broker itself may have set it aside, after so many crashes.
-        Some(letter) => format!(
-            "{marker} Where no delivery is left, its message stands in {}: `oncegate dead-letters redrive` sends it back through the gate, which \
-             goes on from there.",
-            letter.place
+        // The broker may have dead-lettered it, after many crashes.
+        Some(message) => format!(
+            "{marker} If no delivery is left, its message is in {}: `oncegate dead-letters redrive` sends it back through the gate, which \
+             continues from this marker.",
+            message.place
         ),
     }
 }
 
-fn dead_lettered(known: &Known, letter: &Letter, state: State) -> String {
-    let why = match letter.reason() {
-        "missing-id" => "it bears no id",
-        "unusable-id" => "what it bears for an id cannot be used as one",
+fn dead_lettered(evidence: &Evidence, message: &DeadLetter, state: MarkerState) -> String {
+    let why = match message.reason() {
+        "missing-id" => "it has no id",
+        "unusable-id" => "its id is not valid",
         "unreadable" => "its body cannot be read",
         "conflict" => "its id was used for another body",
-        "refused" => "its handler said that it will never work",
-        "attempts-spent" => "it failed too often",
-        "crashes-spent" => "too many processes ended while they handled it",
-        "rejected-before" => "a message with this id was rejected before, and not redriven since",
-        "too-large" => "it is larger than the source takes",
-        "set-aside-by-the-broker" => "the broker itself gave it up, as at its delivery limit",
-        _ => "nobody says why",
+        "refused" => "its handler rejected it",
+        "attempts-spent" => "its attempts are exhausted",
+        "crashes-spent" => "too many processes crashed while they handled it",
+        "rejected-before" => "a message with this id was rejected before and not redriven since",
+        "too-large" => "it exceeds the body limit of the source",
+        "set-aside-by-the-broker" => {
+            "the broker dead-lettered it, for example at its delivery limit"
+        }
+        _ => "the reason is unknown",
     };
-    let error = letter
+    let error = message
         .header(headers::LAST_ERROR)
         .map(|error| format!(" The last error: {error}."))
         .unwrap_or_default();
-    let stands = format!(
-        "It was not handled: {why}.{error} It stands in {}.",
-        letter.place
+    let location = format!(
+        "It was not handled: {why}.{error} It is in {}.",
+        message.place
     );
-    if state == State::Rejected {
+    if state == MarkerState::Rejected {
         return format!(
-            "{stands} A message with this id is not run until it is redriven; `oncegate dead-letters redrive` sends it back."
+            "{location} A message with this id does not run until it is redriven; `oncegate dead-letters redrive` sends it back."
         );
     }
-    let mut says = stands;
-    if letter.state == LetterState::Begun {
-        says.push_str(" A command that was cut off may have sent a copy of it back.");
+    let mut text = location;
+    if message.state == DeadLetterState::Begun {
+        text.push_str(" An interrupted command may have sent a copy of it back.");
     }
-    if state == State::Absent && judge::may_be_forgotten(letter, known.window) {
-        says.push_str(&format!(
-            " That was longer ago than the window of {}: whether another message with its id was handled before or since is not known any more. \
-             Find out; `oncegate dead-letters redrive` says what it takes to send it.",
-            known.window_told
+    if state == MarkerState::Absent
+        && redrive_policy::marker_may_have_expired(message, evidence.window)
+    {
+        text.push_str(&format!(
+            " That was longer ago than the window of {}: whether another message with its id was handled before or since is unknown. \
+             Find out; `oncegate dead-letters redrive` reports what is needed to send it.",
+            evidence.window_description
         ));
     } else {
-        says.push_str(" Another message with this id would be run; `oncegate dead-letters redrive` sends it back.");
+        text.push_str(" Another message with this id would run; `oncegate dead-letters redrive` sends it back.");
     }
-    says
+    text
 }
 
-fn without_letters(known: &Known, state: State) -> (Verdict, String) {
-    let last = last(known);
-    // A marker that says that nothing counts is known; one that is not there says so for the length
-    // of the window alone.
-    let is_known = |act: &Entry| state != State::Absent || !is_past(act, known);
-    let gone = || {
+fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict, String) {
+    let last = last_action(evidence);
+    // A marker that records no effect is proof; an absent one only within the window.
+    let is_known =
+        |entry: &AuditEntry| state != MarkerState::Absent || !is_older_than_window(entry, evidence);
+    let expired = || {
         format!(
-            " Whether a message with this id was handled since is unknown: that is longer ago than the window of {}, and a record would be gone. \
-             Ask whoever was to see the effect before it is sent again.",
-            known.window_told
+            " Whether a message with this id was handled since is unknown: that is longer ago than the window of {}, and a marker would have expired. \
+             Check the effect before sending it again.",
+            evidence.window_description
         )
     };
     match (last, state) {
-        (Some((act, Deed::Dropped)), _) if is_known(act) => {
+        (Some((entry, AuditedAction::Dropped)), _) if is_known(entry) => {
             return (
-                Verdict::Dropped,
+                HandlingVerdict::Dropped,
                 format!(
                     "It was not handled. {} dropped it from the dead letters on {}.",
-                    act.who, act.at
+                    entry.who, entry.at
                 ),
             );
         }
-        (Some((act, Deed::Dropped)), _) => {
+        (Some((entry, AuditedAction::Dropped)), _) => {
             return (
-                Verdict::Unknown,
+                HandlingVerdict::Unknown,
                 format!(
                     "{} dropped it from the dead letters on {}.{}",
-                    act.who,
-                    act.at,
-                    gone()
+                    entry.who,
+                    entry.at,
+                    expired()
                 ),
             );
         }
-        (Some((act, Deed::SentBack)), State::Absent | State::Cleared) => {
-            let sent = format!("{} sent it back on {}", act.who, act.at);
-            return match is_known(act) {
+        (Some((entry, AuditedAction::SentBack)), MarkerState::Absent | MarkerState::Cleared) => {
+            let sent = format!("{} sent it back on {}", entry.who, entry.at);
+            return match is_known(entry) {
                 true => (
-                    Verdict::SentBack,
+                    HandlingVerdict::SentBack,
                     format!("{sent}; it was not handled since."),
                 ),
-                false => (Verdict::Unknown, format!("{sent}.{}", gone())),
+                false => (HandlingVerdict::Unknown, format!("{sent}.{}", expired())),
             };
         }
-        (Some((act, Deed::Forgotten)), State::Cleared) if nothing_ran_since(known) => {
-            let says = format!(
-                "{} had it forgotten on {}; before, it was {}. Nothing ran since; the next message with this id is handled.",
-                act.who, act.at, act.before
+        (Some((entry, AuditedAction::Forgotten)), MarkerState::Cleared)
+            if nothing_ran_since(evidence) =>
+        {
+            let text = format!(
+                "{} forgot it on {}; before, it was {}. Nothing ran since; the next message with this id is handled.",
+                entry.who, entry.at, entry.before
             );
-            return (Verdict::Unknown, says);
+            return (HandlingVerdict::Unknown, text);
         }
-        (Some((act, Deed::Completed)), State::Absent) => {
+        (Some((entry, AuditedAction::Completed)), MarkerState::Absent) => {
             return (
-                Verdict::Unknown,
+                HandlingVerdict::Unknown,
                 format!(
-                    "{} said on {} that it counts as handled.{}",
-                    act.who,
-                    act.at,
-                    gone()
+                    "{} recorded it as done on {}.{}",
+                    entry.who,
+                    entry.at,
+                    expired()
                 ),
             );
         }
         _ => {}
     }
     match state {
-        State::Rejected if !known.unseen.is_empty() => {
-            (Verdict::DeadLettered, "It was not handled: it was rejected. Where its message is now is not known.".into())
+        MarkerState::Rejected if !evidence.incomplete.is_empty() => {
+            (HandlingVerdict::DeadLettered, "It was not handled: it was rejected. Where its message is now is unknown.".into())
         }
-        State::Cleared if !known.unseen.is_empty() => (
-            Verdict::NotLookedAt,
-            "An attempt has failed, and nothing of it counts. Whether its message is still at the broker or was set aside is not known.".into(),
+        MarkerState::Cleared if !evidence.incomplete.is_empty() => (
+            HandlingVerdict::Unchecked,
+            "An attempt failed without a recorded effect. Whether its message is still in the broker or in a destination is unknown.".into(),
         ),
-        State::Rejected => (
-            Verdict::DeadLettered,
-            "It was not handled: it was rejected. Its letter does not stand in the dead letters that are configured here: it was taken out \
-             without this tool, or is on its way there."
+        MarkerState::Rejected => (
+            HandlingVerdict::DeadLettered,
+            "It was not handled: it was rejected. The configured dead letters do not have its message: it was removed \
+             without this tool, or has not arrived yet."
                 .into(),
         ),
-        State::Cleared => (
-            Verdict::WillRunAgain,
-            "An attempt has failed, and nothing of it counts. Its message is still at the broker, and will be run again.".into(),
+        MarkerState::Cleared => (
+            HandlingVerdict::WillRunAgain,
+            "An attempt failed without a recorded effect. Its message is still in the broker and will run again.".into(),
         ),
         _ => {
             let forgotten = last
-                .filter(|(_, deed)| *deed == Deed::Forgotten)
-                .map(|(act, _)| format!("{} had it forgotten on {}; before, it was {}. ", act.who, act.at, act.before))
+                .filter(|(_, action)| *action == AuditedAction::Forgotten)
+                .map(|(entry, _)| format!("{} forgot it on {}; before, it was {}. ", entry.who, entry.at, entry.before))
                 .unwrap_or_default();
-            let copies = copies(known).unwrap_or(0);
+            let copies = copies(evidence).unwrap_or(0);
             if copies > 0 {
-                let says = format!(
-                    "{forgotten}The topic holds {copies} messages with this id, and the store has no record of it: no consumer has taken them \
-                     yet, or a first attempt failed and had done nothing, or they were handled longer ago than the window of {}. Look also \
-                     whether the scope and the prefix are those of the consumer.",
-                    known.window_told
+                let text = format!(
+                    "{forgotten}The topic has {copies} messages with this id, and the store has no marker for it: no consumer has claimed them \
+                     yet, or a first attempt failed without an effect, or they were handled longer ago than the window of {}. Check also \
+                     that the scope and the prefix are those of the consumer.",
+                    evidence.window_description
                 );
-                return (Verdict::NotRecorded, says);
+                return (HandlingVerdict::NotRecorded, text);
             }
-            if !known.unseen.is_empty() {
-                let says = format!("{forgotten}The store has no record of this id; its message may have been set aside.");
-                return (Verdict::NotLookedAt, says);
+            if !evidence.incomplete.is_empty() {
+                let text = format!("{forgotten}The store has no marker for this id; its message may be in a destination.");
+                return (HandlingVerdict::Unchecked, text);
             }
-            let says = format!(
-                "{forgotten}Nothing is known of this id. Either no message with it was ever taken, or a first attempt failed and had done \
-                 nothing, or it was handled longer ago than the window. Look also whether the scope and the prefix are those of the consumer."
+            let text = format!(
+                "{forgotten}Nothing is known about this id. No message with it was ever claimed, or a first attempt failed without an \
+                 effect, or it was handled longer ago than the window. Check also that the scope and the prefix are those of the consumer."
             );
-            (Verdict::Unknown, says)
+            (HandlingVerdict::Unknown, text)
         }
     }
 }

@@ -1,45 +1,45 @@
-//! What an operator changes of a marker: shown first, written down, done only if the marker still
-//! is what was shown.
+//! Changes of markers by an operator: shown first, audited, and applied only if the marker is
+//! unchanged.
 
 use clap::Args;
 use oncegate::marker::{self, Ask, Effect, Marker, Operation, Token, UNKNOWN_ATTEMPT, Verdict};
 use oncegate::{Key, MessageId, Standing};
 use serde::Serialize;
 
-use super::told::{self, State, Told};
-use crate::Context;
-use crate::audit::{Act, Audit};
+use super::description::{self, MarkerDescription, MarkerState};
+use crate::CliContext;
+use crate::audit::{Audit, PlannedAction};
 use crate::config;
-use crate::failure::Failure;
-use crate::markers::Markers;
+use crate::error::CliError;
+use crate::marker_store::MarkerStore;
 
 #[derive(Args)]
-pub(crate) struct Change {
-    /// As the producer wrote it, or as it stands in keys and logs.
+pub(crate) struct ChangeArgs {
+    /// The id as the producer wrote it, or as keys and logs show it
     id: String,
-    /// Does it; without this it only shows what it would do.
+    /// Apply the change; without this, show what would be done and exit with 4
     #[arg(long)]
     yes: bool,
-    /// Why, for the audit.
+    /// The reason, for the audit
     #[arg(long, value_name = "TEXT")]
     why: Option<String>,
 }
 
-/// One id on the store.
-pub(crate) struct Subject<'a> {
-    context: &'a Context,
-    pub(crate) markers: Markers,
+/// The marker of an id, as it was read.
+pub(crate) struct ObservedMarker<'a> {
+    context: &'a CliContext,
+    pub(crate) markers: MarkerStore,
     pub(crate) id: MessageId,
     pub(crate) key: Key,
     pub(crate) standing: Standing,
 }
 
-impl<'a> Subject<'a> {
+impl<'a> ObservedMarker<'a> {
     pub(crate) async fn look(
-        context: &'a Context,
-        markers: &Markers,
+        context: &'a CliContext,
+        markers: &MarkerStore,
         id: MessageId,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CliError> {
         let key = config::key(&context.config, &id)?;
         let standing = markers.look(&key).await?;
         Ok(Self {
@@ -51,41 +51,41 @@ impl<'a> Subject<'a> {
         })
     }
 
-    pub(crate) fn state(&self) -> State {
-        told::state(&self.standing)
+    pub(crate) fn state(&self) -> MarkerState {
+        description::state(&self.standing)
     }
 
-    /// In one line, for the audit.
-    pub(crate) fn in_words(&self) -> String {
-        match told::attempt(&self.standing.marker) {
+    /// State and attempt in one line, for the audit.
+    pub(crate) fn summary(&self) -> String {
+        match description::attempt(&self.standing.marker) {
             Some(attempt) => format!("{}, attempt {attempt}", self.state().word()),
             None => self.state().word().to_owned(),
         }
     }
 
-    /// Asks the store for a change of the marker as it was seen. Where it frees the id for another
-    /// run, the fence goes on above `known`, the highest attempt that a dead letter or the audit
-    /// names; 0 if none does.
+    /// Changes the marker if it is unchanged since it was read. If the change releases the id,
+    /// later attempts are numbered above `known`, the highest attempt in a dead letter or the
+    /// audit; 0 if unknown.
     ///
     /// # Errors
-    /// The store's; or it has become another meanwhile, and nothing was changed.
-    pub(crate) async fn ask(&self, ask: Ask, known: u32) -> Result<(), Failure> {
+    /// The store failed, or the marker changed meanwhile and nothing was written.
+    pub(crate) async fn apply(&self, ask: Ask, known: u32) -> Result<(), CliError> {
         match self.markers.apply(self.operation(ask, known)).await? {
             Verdict::Kept | Verdict::Done { .. } => Ok(()),
-            _ => Err(Failure::not_all(format!(
-                "{}: the marker changed since it was read; nothing was written; look again",
+            _ => Err(CliError::not_all(format!(
+                "{}: the marker changed since it was read; nothing was written; run the command again",
                 self.id
             ))),
         }
     }
 
-    /// What the id becomes if it is freed so, in a few words.
-    pub(crate) fn freed(&self, ask: Ask, known: u32) -> String {
+    /// The state after a release, in a few words.
+    pub(crate) fn state_after_release(&self, ask: Ask, known: u32) -> String {
         match marker::freed(&self.operation(ask, known)) {
             Some(Marker::Cleared { attempts, .. }) => {
                 format!("cleared, attempt {}", attempts.number)
             }
-            _ => State::Absent.word().to_owned(),
+            _ => MarkerState::Absent.word().to_owned(),
         }
     }
 
@@ -98,10 +98,10 @@ impl<'a> Subject<'a> {
         let mut terms = config::terms(config, hold.and_then(|hold| hold.fingerprint));
         let frees = matches!(ask, Ask::SendBack { .. } | Ask::Forget { .. });
         if frees {
-            // The literal gate takes whatever is there for a duplicate: it is deleted.
+            // Bare treats any marker as a duplicate, so the marker is deleted.
             terms.guarantee = config.guarantee();
         }
-        // Who resolves or completes speaks of the claim that was seen.
+        // Resolve and complete apply to the observed claim.
         let holder = hold.filter(|_| !frees);
         Operation {
             key: self.key.clone(),
@@ -113,168 +113,170 @@ impl<'a> Subject<'a> {
     }
 }
 
-/// The number above which attempts go on after an id that is done is forgotten: nobody knows how
-/// far they had come since `known`.
+/// The fence for attempts after a done id is forgotten: above every attempt that may have followed
+/// `known`.
 fn fence_above(known: u32) -> u32 {
     (known / UNKNOWN_ATTEMPT)
         .saturating_add(1)
         .saturating_mul(UNKNOWN_ATTEMPT)
 }
 
-pub(crate) async fn forget(context: &Context, change: Change) -> Result<(), Failure> {
-    let subject = Subject::look(
+pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(), CliError> {
+    let marker = ObservedMarker::look(
         context,
-        &Markers::of(&context.config)?,
+        &MarkerStore::of(&context.config)?,
         config::id(&context.config, &change.id)?,
     )
     .await?;
-    let id = &subject.id;
-    let seen = subject.standing.marker;
-    let (ask, consequence) = match subject.state() {
-        State::Done => (
+    let id = &marker.id;
+    let seen = marker.standing.marker;
+    let (ask, consequence) = match marker.state() {
+        MarkerState::Done => (
             Ask::Forget { seen },
             "was handled, and would be handled AGAIN if a message with this id came",
         ),
-        State::Rejected => (
+        MarkerState::Rejected => (
             Ask::SendBack {
                 seen,
                 effect: Effect::Unknown,
             },
-            "was rejected, and would be handled if a message with this id came; `dead-letters redrive` frees it and publishes the message again",
+            "was rejected, and would be handled if a message with this id came; `dead-letters redrive` releases it and publishes the message again",
         ),
-        State::Absent => return nothing_to_do(context, "marker forget", &subject),
-        State::Cleared => {
-            return Err(Failure::not_all(format!(
-                "{id} is cleared: it is free to be claimed already. Its attempt is kept, since an earlier run may not be over; it goes with \
+        MarkerState::Absent => return report_unchanged(context, "marker forget", &marker),
+        MarkerState::Cleared => {
+            return Err(CliError::not_all(format!(
+                "{id} is cleared: it is already free to be claimed. Its attempt is kept, since an earlier run may not have ended; it expires with \
                  the window"
             )));
         }
-        State::InDoubt => {
-            return Err(Failure::not_all(format!(
-                "{id} is in doubt: find out whether it happened, then say so with `oncegate in-doubt resolve {id} --happened` or \
+        MarkerState::InDoubt => {
+            return Err(CliError::not_all(format!(
+                "{id} is in doubt: find out whether it happened, then run `oncegate in-doubt resolve {id} --happened` or \
                  `--did-not-happen`"
             )));
         }
-        State::InProgress | State::Lapsed | State::Unreadable => {
-            return Err(Failure::not_all(format!(
-                "{id} is {}: whoever holds it may be at work; let it end, or be found in doubt",
-                subject.state().word()
+        MarkerState::InProgress | MarkerState::Lapsed | MarkerState::Unreadable => {
+            return Err(CliError::not_all(format!(
+                "{id} is {}: a consumer may be handling it; wait until that ends or the id is in doubt",
+                marker.state().word()
             )));
         }
     };
-    let known = match subject.state() {
-        State::Done => fence_above(Audit::of(context)?.fence(id).await?),
+    let known = match marker.state() {
+        MarkerState::Done => fence_above(Audit::of(context)?.fence(id).await?),
         _ => 0,
     };
-    let what = What {
+    let what = MarkerChange {
         what: "marker forget",
         ask,
         known,
-        after: subject.freed(ask, known),
-        lasts: None,
+        after: marker.state_after_release(ask, known),
+        duration: None,
         consequence,
     };
-    run(context, &change, &subject, what).await
+    run(context, &change, &marker, what).await
 }
 
-pub(crate) async fn complete(context: &Context, change: Change) -> Result<(), Failure> {
-    let subject = Subject::look(
+pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result<(), CliError> {
+    let marker = ObservedMarker::look(
         context,
-        &Markers::of(&context.config)?,
+        &MarkerStore::of(&context.config)?,
         config::id(&context.config, &change.id)?,
     )
     .await?;
-    let id = &subject.id;
-    match subject.state() {
-        State::Absent | State::Cleared | State::Lapsed | State::InDoubt => {}
-        State::Done => return nothing_to_do(context, "marker complete", &subject),
-        State::Rejected => {
-            return Err(Failure::not_all(format!(
-                "{id} is rejected: it is not run as it is; `dead-letters drop` takes its letter out"
+    let id = &marker.id;
+    match marker.state() {
+        MarkerState::Absent | MarkerState::Cleared | MarkerState::Lapsed | MarkerState::InDoubt => {
+        }
+        MarkerState::Done => return report_unchanged(context, "marker complete", &marker),
+        MarkerState::Rejected => {
+            return Err(CliError::not_all(format!(
+                "{id} is rejected and will not run; `dead-letters drop` drops its dead letter"
             )));
         }
-        State::InProgress | State::Unreadable => {
-            return Err(Failure::not_all(format!(
-                "{id} is {}: whoever holds it is at work, and says itself how it ends",
-                subject.state().word()
+        MarkerState::InProgress | MarkerState::Unreadable => {
+            return Err(CliError::not_all(format!(
+                "{id} is {}: a consumer is handling it and will record the result",
+                marker.state().word()
             )));
         }
     }
     let consequence =
         "would count as handled: a message with this id is accepted without a run for that long";
-    let lasts = Some(config::window_told(&context.config));
-    let what = What {
+    let duration = Some(config::window_description(&context.config));
+    let what = MarkerChange {
         what: "marker complete",
         ask: Ask::Complete,
         known: 0,
         after: "done".into(),
-        lasts,
+        duration,
         consequence,
     };
-    run(context, &change, &subject, what).await
+    run(context, &change, &marker, what).await
 }
 
-/// What is to be done.
-struct What {
+/// A marker change before it is applied.
+struct MarkerChange {
     what: &'static str,
     ask: Ask,
-    /// The highest attempt that is known of the id, where it is freed.
+    /// The highest known attempt of the id, if it is released.
     known: u32,
     after: String,
-    /// For how long, where the window says it.
-    lasts: Option<String>,
+    /// How long it lasts, if the window decides it.
+    duration: Option<String>,
     consequence: &'static str,
 }
 
 async fn run(
-    context: &Context,
-    change: &Change,
-    subject: &Subject<'_>,
-    what: What,
-) -> Result<(), Failure> {
-    let What {
+    context: &CliContext,
+    change: &ChangeArgs,
+    marker: &ObservedMarker<'_>,
+    what: MarkerChange,
+) -> Result<(), CliError> {
+    let MarkerChange {
         what,
         ask,
         known,
-        after: is,
-        lasts,
+        after: state_after,
+        duration,
         consequence,
     } = what;
-    let lasts = lasts
-        .map(|lasts| format!(" for {lasts}"))
+    let duration = duration
+        .map(|duration| format!(" for {duration}"))
         .unwrap_or_default();
-    let after = format!("{is}{lasts}");
-    let before = subject.in_words();
+    let after = format!("{state_after}{duration}");
+    let before = marker.summary();
     let audit = Audit::of(context)?;
-    let stays = if what == "marker forget" {
-        stays_in_the_audit(&audit, &subject.id).await
+    let notice = if what == "marker forget" {
+        audit_notice(&audit, &marker.id).await
     } else {
         String::new()
     };
     if !change.yes {
-        let told = Told::of(
-            subject.key.as_str(),
-            &subject.standing,
+        let description = MarkerDescription::of(
+            marker.key.as_str(),
+            &marker.standing,
             context.config.window(),
         );
-        let people = format!(
-            "{}\n{what}: {} {consequence}. It would be {after}.{stays}",
-            told.for_people(),
-            subject.id
+        let text = format!(
+            "{}\n{what}: {} {consequence}. It would be {after}.{notice}",
+            description.to_text(),
+            marker.id
         );
-        context
-            .format
-            .print(&Acted::of(what, false, subject, &before, &after), people)?;
-        return Err(Failure::not_confirmed());
+        context.format.print(
+            &ChangeReport::of(what, false, marker, &before, &after),
+            text,
+        )?;
+        return Err(CliError::not_confirmed());
     }
-    // What is to be forgotten is not to stand in the audit for ever.
+    // The audit must not keep a forgotten id.
     let id = if what == "marker forget" {
-        subject.id.clone().hashed()
+        marker.id.clone().hashed()
     } else {
-        subject.id.clone()
+        marker.id.clone()
     };
-    let attempt = told::attempt(&subject.standing.marker).max((known > 0).then_some(known));
-    let act = Act {
+    let attempt = description::attempt(&marker.standing.marker).max((known > 0).then_some(known));
+    let action = PlannedAction {
         what,
         id: Some(id.to_string()),
         place: None,
@@ -282,71 +284,75 @@ async fn run(
         after: after.clone(),
         attempt,
     };
-    let begun = audit.begin(act, change.why.as_deref()).await?;
-    if let Err(failure) = subject.ask(ask, known).await {
-        audit.failed(begun, &failure).await?;
+    let pending = audit.begin(action, change.why.as_deref()).await?;
+    if let Err(failure) = marker.apply(ask, known).await {
+        audit.failed(pending, &failure).await?;
         return Err(failure);
     }
-    audit.done(begun).await?;
-    let people = format!("{}: was {before}, is {is} now{lasts}{stays}", subject.id);
+    audit.done(pending).await?;
+    let text = format!(
+        "{}: was {before}, is {state_after} now{duration}{notice}",
+        marker.id
+    );
     context
         .format
-        .print(&Acted::of(what, true, subject, &before, &after), people)
+        .print(&ChangeReport::of(what, true, marker, &before, &after), text)
 }
 
-/// What whoever erases an id has to know: an audit is not rewritten, so what was done before names
-/// the id still.
-async fn stays_in_the_audit(audit: &Audit, id: &MessageId) -> String {
-    // Where it cannot be read, the act itself says so.
-    let named = audit.acts_on(id).await.map_or(0, |acts| {
-        acts.iter()
-            .filter(|act| act.id.as_deref() == Some(id.as_str()))
+/// The notice that earlier audit lines still contain the id, since the audit is not rewritten.
+async fn audit_notice(audit: &Audit, id: &MessageId) -> String {
+    // If the audit cannot be read, writing the action reports it.
+    let named = audit.actions_on(id).await.map_or(0, |actions| {
+        actions
+            .iter()
+            .filter(|action| action.id.as_deref() == Some(id.as_str()))
             .count()
     });
-    let acts = match named {
+    let actions = match named {
         0 => return String::new(),
-        1 => "1 earlier act".to_owned(),
-        _ => format!("{named} earlier acts"),
+        1 => "1 earlier action".to_owned(),
+        _ => format!("{named} earlier actions"),
     };
     format!(
-        "\nThe audit still names it, in {acts}: \"An id has to be erased\" in the book says how they go."
+        "\nThe audit still names it, in {actions}: \"An id has to be erased\" in the book describes how to remove them."
     )
 }
 
-fn nothing_to_do(
-    context: &Context,
+fn report_unchanged(
+    context: &CliContext,
     what: &'static str,
-    subject: &Subject<'_>,
-) -> Result<(), Failure> {
-    let is = subject.in_words();
-    let people = format!("{} is {is} already: nothing to do", subject.id);
+    marker: &ObservedMarker<'_>,
+) -> Result<(), CliError> {
+    let state = marker.summary();
+    let text = format!("{} is already {state}: nothing to do", marker.id);
     context
         .format
-        .print(&Acted::of(what, false, subject, &is, &is), people)
+        .print(&ChangeReport::of(what, false, marker, &state, &state), text)
 }
 
-/// What machines are told of an act, whether it was done or not.
+/// A previewed or applied change as JSON.
 #[derive(Serialize)]
-struct Acted<'a> {
+struct ChangeReport<'a> {
     act: &'static str,
-    did: bool,
+    #[serde(rename = "did")]
+    done: bool,
     id: String,
     before: &'a str,
     after: &'a str,
 }
 
-impl<'a> Acted<'a> {
+impl<'a> ChangeReport<'a> {
     fn of(
         act: &'static str,
-        did: bool,
-        subject: &Subject<'_>,
+        done: bool,
+        marker: &ObservedMarker<'_>,
         before: &'a str,
         after: &'a str,
     ) -> Self {
         Self {
             act,
-            did,
-            id: subject.id.to_string(),
+            done,
+            id: marker.id.to_string(),
             before,
             after,
         }

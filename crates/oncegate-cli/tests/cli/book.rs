@@ -1,21 +1,21 @@
-//! The book names what the program knows, and nothing else.
+//! The book matches the program.
 
 use serde_json::Value;
 
-use crate::desk::Desk;
+use crate::cli::TestCli;
 
 const BOOK: &str = include_str!("../../../../docs/src/cli.md");
 
-/// Where the keys of the configuration stand.
+/// The page that lists the keys.
 const CONFIGURATION: &str = include_str!("../../../../docs/src/configuration.md");
 
-fn desk() -> Desk {
-    let desk = Desk::at("redis://127.0.0.1:1");
-    desk.write("oncegate.toml", "");
-    desk
+fn cli() -> TestCli {
+    let cli = TestCli::at("redis://127.0.0.1:1");
+    cli.write("oncegate.toml", "");
+    cli
 }
 
-/// The first cells of the rows of a table, without their backticks.
+/// The first cells of the rows of a table, without backticks.
 fn first_cells(page: &str, title: &str) -> Vec<String> {
     let section = page
         .split(&format!("\n## {title}\n"))
@@ -33,8 +33,8 @@ fn first_cells(page: &str, title: &str) -> Vec<String> {
 }
 
 #[test]
-fn every_setting_stands_in_the_book() {
-    let known = desk().json(&["config", "keys"]);
+fn the_book_lists_every_setting() {
+    let known = cli().json(&["config", "keys"]);
     let text = |value: &Value| value.as_str().unwrap_or("-").to_owned();
     let known: Vec<&Value> = known.as_array().expect("a list").iter().collect();
     assert_eq!(
@@ -56,20 +56,20 @@ fn every_setting_stands_in_the_book() {
 }
 
 #[test]
-fn the_file_that_the_book_shows_is_the_one_that_a_program_is_wired_from() {
+fn the_book_shows_the_example_configuration() {
     let file = include_str!("../../../../examples/payments/worker.toml");
     assert!(
         CONFIGURATION.contains(&format!("```text\n{file}```\n")),
         "copy worker.toml into docs/src/configuration.md again"
     );
-    let desk = desk();
-    desk.write("oncegate.toml", file);
-    desk.run(&["config", "check", "--consumer"]).ended(0);
+    let cli = cli();
+    cli.write("oncegate.toml", file);
+    cli.run(&["config", "check", "--consumer"]).exits_with(0);
 }
 
 #[test]
-fn every_finding_stands_in_the_book() {
-    let known = desk().json(&["doctor", "--list"]);
+fn the_book_lists_every_finding() {
+    let known = cli().json(&["doctor", "--list"]);
     let text = |value: &Value| value.as_str().expect("a text").to_owned();
     let known: Vec<(String, String)> = known
         .as_array()
@@ -93,8 +93,8 @@ fn every_finding_stands_in_the_book() {
 }
 
 #[test]
-fn every_exit_code_stands_in_the_book() {
-    let help = desk().run(&["--help"]).ended(0).out;
+fn the_book_lists_every_exit_code() {
+    let help = cli().run(&["--help"]).exits_with(0).out;
     let codes = help.split("Exit codes:").nth(1).expect("the exit codes");
     let codes: Vec<&str> = codes
         .lines()

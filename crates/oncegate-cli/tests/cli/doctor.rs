@@ -1,5 +1,5 @@
-//! Misconfigurations that were planted, and what `oncegate doctor` says of each. A good set-up is
-//! the control: whatever is found there would be found everywhere.
+//! Each finding of `oncegate doctor`, from a real misconfiguration. A good setup must have no
+//! findings.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -14,14 +14,14 @@ use rdkafka::admin::{NewTopic, TopicReplication};
 use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 use serde_json::Value;
 
-use crate::desk::Desk;
-use crate::world::{self, Broker, World};
+use crate::cli::TestCli;
+use crate::fixture::{self, Broker, BrokerFixture};
 
 const AT_MOST_ONCE: &str = "scope = \"s\"\n[gate]\nguarantee = \"at-most-once\"\n";
 
-/// What was found: code and level, of those that are to be mended.
-fn found(desk: &Desk) -> Vec<(String, String)> {
-    let said = desk.run(&["doctor", "--json"]);
+/// Code and level of the findings that are problems.
+fn findings(cli: &TestCli) -> Vec<(String, String)> {
+    let said = cli.run(&["doctor", "--json"]);
     assert!(said.code <= 1, "{said:?}");
     let json = said.json();
     let findings = json["findings"].as_array().expect("a list");
@@ -42,15 +42,15 @@ fn found(desk: &Desk) -> Vec<(String, String)> {
 }
 
 #[track_caller]
-fn finds(desk: &Desk, expected: &[(&str, &str)]) {
+fn assert_findings(cli: &TestCli, expected: &[(&str, &str)]) {
     let expected: Vec<(String, String)> = expected
         .iter()
         .map(|(code, level)| ((*code).to_owned(), (*level).to_owned()))
         .collect();
-    assert_eq!(found(desk), expected);
+    assert_eq!(findings(cli), expected);
 }
 
-fn good() -> RedisOptions {
+fn good_options() -> RedisOptions {
     RedisOptions::new().persistence(RedisPersistence::EverySecond)
 }
 
@@ -58,18 +58,18 @@ fn redis(options: RedisOptions) -> RedisServer {
     RedisServer::start(options).expect("Redis starts")
 }
 
-fn desk(server: &RedisServer, more: &str) -> Desk {
-    let desk = Desk::at(&server.url());
-    desk.configure(more);
-    desk
+fn cli(server: &RedisServer, more: &str) -> TestCli {
+    let cli = TestCli::at(&server.url());
+    cli.configure(more);
+    cli
 }
 
-/// Each code stands here as what is found of something that was planted.
+/// Each code occurs in a test of this file.
 #[test]
-fn every_finding_is_planted() {
-    let listed = Desk::at("redis://127.0.0.1:1")
+fn every_finding_has_a_test() {
+    let listed = TestCli::at("redis://127.0.0.1:1")
         .run(&["doctor", "--list", "--json"])
-        .ended(0)
+        .exits_with(0)
         .json();
     let codes: Vec<&str> = listed
         .as_array()
@@ -89,65 +89,68 @@ fn every_finding_is_planted() {
 }
 
 #[test]
-fn a_good_store_is_let_be() {
-    let server = redis(good());
-    finds(&desk(&server, AT_MOST_ONCE), &[]);
-    let desk = desk(&server, "");
-    desk.write(
+fn a_good_redis_has_no_findings() {
+    let server = redis(good_options());
+    assert_findings(&cli(&server, AT_MOST_ONCE), &[]);
+    let cli = cli(&server, "");
+    cli.write(
         "oncegate.toml",
         &format!("[store]\nurl = \"{}\"\n", server.url()),
     );
-    desk.run(&["doctor"])
-        .ended(0)
-        .says("ADVICE")
-        .says("no-scope")
-        .says("Looked at the settings, Redis: 0 to be mended");
+    cli.run(&["doctor"])
+        .exits_with(0)
+        .prints("ADVICE")
+        .prints("no-scope")
+        .prints("Checked the settings, Redis; problems: 0");
 }
 
 #[test]
-fn a_store_that_evicts_or_forgets_is_found() {
-    let server = redis(good().setting("maxmemory-policy", "allkeys-lru"));
-    finds(&desk(&server, AT_MOST_ONCE), &[("store-evicts", "error")]);
-    finds(&desk(&server, ""), &[("store-evicts", "warning")]);
+fn finds_eviction_and_missing_persistence() {
+    let server = redis(good_options().setting("maxmemory-policy", "allkeys-lru"));
+    assert_findings(&cli(&server, AT_MOST_ONCE), &[("store-evicts", "error")]);
+    assert_findings(&cli(&server, ""), &[("store-evicts", "warning")]);
     let server = redis(RedisOptions::new());
-    finds(
-        &desk(&server, AT_MOST_ONCE),
+    assert_findings(
+        &cli(&server, AT_MOST_ONCE),
         &[("store-keeps-no-file", "error")],
     );
-    desk(&server, AT_MOST_ONCE)
+    cli(&server, AT_MOST_ONCE)
         .run(&["doctor"])
-        .ended(1)
-        .says("CONFIG SET appendonly yes");
+        .exits_with(1)
+        .prints("CONFIG SET appendonly yes");
 }
 
 #[test]
-fn a_store_that_is_the_wrong_one_is_found() {
-    let primary = redis(good());
-    let replica = redis(good().replica_of(primary.port()));
-    finds(
-        &desk(&replica, AT_MOST_ONCE),
+fn finds_replicas_and_cluster_nodes() {
+    let primary = redis(good_options());
+    let replica = redis(good_options().replica_of(primary.port()));
+    assert_findings(
+        &cli(&replica, AT_MOST_ONCE),
         &[("store-is-a-replica", "error")],
     );
-    // A real one would take another port, which may be in use.
-    let node = Liar::before(&primary, |bytes| say(bytes, "cluster_enabled:", "1"));
-    let desk = Desk::at(&node.url());
-    desk.configure(AT_MOST_ONCE);
-    finds(&desk, &[("store-is-a-cluster-node", "error")]);
+    // A real one may need a port that is in use.
+    let node = RewritingProxy::before(&primary, |bytes| overwrite(bytes, "cluster_enabled:", "1"));
+    let cli = TestCli::at(&node.url());
+    cli.configure(AT_MOST_ONCE);
+    assert_findings(&cli, &[("store-is-a-cluster-node", "error")]);
 }
 
 #[test]
-fn a_store_that_is_away_or_refuses_is_found() {
-    let server = redis(good().password("right"));
-    finds(
-        &Desk::at(&server.url().replace("right", "wrong")),
+fn finds_an_unreachable_store_and_a_rejected_login() {
+    let server = redis(good_options().password("right"));
+    assert_findings(
+        &TestCli::at(&server.url().replace("right", "wrong")),
         &[("store-refuses-the-login", "error")],
     );
-    finds(&Desk::at("redis://127.0.0.1:1"), &[("store-away", "error")]);
+    assert_findings(
+        &TestCli::at("redis://127.0.0.1:1"),
+        &[("store-away", "error")],
+    );
 }
 
 #[test]
-fn a_right_that_is_missing_is_found() {
-    let server = redis(good());
+fn finds_missing_redis_permissions() {
+    let server = redis(good_options());
     for (rights, missing) in [
         (
             "+set +get +mget +del +pttl +pexpire +eval +info +hello",
@@ -167,37 +170,37 @@ fn a_right_that_is_missing_is_found() {
                 "ACL SETUSER some reset on >word ~test:* -@all {rights}"
             ))
             .expect("Redis answers");
-        let desk = Desk::at(&server.url().replace("redis://", "redis://some:word@"));
-        desk.configure(AT_MOST_ONCE);
-        finds(&desk, &[("store-lacks-a-right", "error")]);
-        let said = desk.run(&["doctor"]).ended(1).says(missing);
-        // One line grants all that is needed.
-        let grant = said
+        let cli = TestCli::at(&server.url().replace("redis://", "redis://some:word@"));
+        cli.configure(AT_MOST_ONCE);
+        assert_findings(&cli, &[("store-lacks-a-right", "error")]);
+        let output = cli.run(&["doctor"]).exits_with(1).prints(missing);
+        // One ACL line grants everything.
+        let grant = output
             .out
             .lines()
-            .filter_map(|line| line.trim().strip_prefix("Do: "))
+            .filter_map(|line| line.trim().strip_prefix("Fix: "))
             .collect::<Vec<_>>();
         assert!(
             matches!(grant[..], [grant] if grant.starts_with("ACL SETUSER some ~test:")),
-            "{said:?}"
+            "{output:?}"
         );
         assert_eq!(server.command(grant[0]).expect("a reply"), "+OK");
-        finds(&desk, &[]);
+        assert_findings(&cli, &[]);
     }
 }
 
 #[test]
-fn a_store_that_is_too_small_is_found() {
-    let server = redis(good().setting("maxmemory", "100mb"));
-    finds(&desk(&server, AT_MOST_ONCE), &[]);
-    finds(
-        &desk(&server, &format!("{AT_MOST_ONCE}rate = 1000\n")),
+fn finds_insufficient_memory() {
+    let server = redis(good_options().setting("maxmemory", "100mb"));
+    assert_findings(&cli(&server, AT_MOST_ONCE), &[]);
+    assert_findings(
+        &cli(&server, &format!("{AT_MOST_ONCE}rate = 1000\n")),
         &[("store-too-small", "warning")],
     );
     server
         .command("CONFIG SET maxmemory 1100kb")
         .expect("Redis answers");
-    let codes: Vec<String> = found(&desk(&server, AT_MOST_ONCE))
+    let codes: Vec<String> = findings(&cli(&server, AT_MOST_ONCE))
         .into_iter()
         .map(|(code, _)| code)
         .collect();
@@ -205,45 +208,39 @@ fn a_store_that_is_too_small_is_found() {
 }
 
 #[test]
-fn replicas_that_are_missing_are_found() {
-    let server = redis(good());
-    finds(
-        &desk(&server, "scope = \"s\"\nreplicas = 1\n"),
+fn finds_missing_replicas() {
+    let server = redis(good_options());
+    assert_findings(
+        &cli(&server, "scope = \"s\"\nreplicas = 1\n"),
         &[("too-few-replicas", "error")],
     );
 }
 
 #[test]
-fn a_store_that_cannot_be_used_for_another_reason_is_found() {
+fn finds_an_unusable_store() {
     for store in [
         "url = \"rediss://127.0.0.1:1\"\nca-certificate = \"/no/such.pem\"\n",
         "url = \"sqlite:/no/such/directory/markers.db\"\n",
         "url = \"sqlite:oncegate.toml\"\n",
     ] {
-        let desk = Desk::on_sqlite();
-        desk.write("oncegate.toml", &format!("[store]\n{store}{AT_MOST_ONCE}"));
-        finds(&desk, &[("store-unusable", "error")]);
+        let cli = TestCli::on_sqlite();
+        cli.write("oncegate.toml", &format!("[store]\n{store}{AT_MOST_ONCE}"));
+        assert_findings(&cli, &[("store-unusable", "error")]);
     }
 }
 
 #[tokio::test]
-async fn a_file_that_survives_is_let_be_and_one_in_memory_is_found() {
-    let desk = Desk::on_sqlite();
-    desk.configure(AT_MOST_ONCE);
-    // Not there yet.
-    finds(&desk, &[]);
-    desk.ask(
-        "a",
-        oncegate::marker::Ask::Claim,
-        1,
-        0,
-        crate::desk::terms(),
-    )
-    .await;
-    finds(&desk, &[]);
-    desk.run(&["doctor"])
-        .ended(0)
-        .says("Looked at the settings, SQLite");
+async fn finds_an_sqlite_file_in_memory() {
+    let cli = TestCli::on_sqlite();
+    cli.configure(AT_MOST_ONCE);
+    // The file does not exist yet.
+    assert_findings(&cli, &[]);
+    cli.ask("a", oncegate::marker::Ask::Claim, 1, 0, crate::cli::terms())
+        .await;
+    assert_findings(&cli, &[]);
+    cli.run(&["doctor"])
+        .exits_with(0)
+        .prints("Checked the settings, SQLite");
     // A file system in memory, on every Linux.
     let memory = tempfile::tempdir_in("/dev/shm").expect("a directory");
     let file = memory.path().join("markers.db");
@@ -251,25 +248,25 @@ async fn a_file_that_survives_is_let_be_and_one_in_memory_is_found() {
         .await
         .expect("it is made");
     for store in [format!("sqlite:{}", file.display()), "memory:".to_owned()] {
-        desk.write(
+        cli.write(
             "oncegate.toml",
             &format!("[store]\nurl = \"{store}\"\n{AT_MOST_ONCE}"),
         );
-        finds(&desk, &[("store-forgets", "error")]);
-        desk.write(
+        assert_findings(&cli, &[("store-forgets", "error")]);
+        cli.write(
             "oncegate.toml",
             &format!("[store]\nurl = \"{store}\"\nscope = \"s\"\n"),
         );
-        finds(&desk, &[("store-forgets", "warning")]);
+        assert_findings(&cli, &[("store-forgets", "warning")]);
     }
 }
 
-/// Changes what a server says of itself, by texts of the same length.
-struct Liar {
+/// Rewrites replies of a server with texts of the same length.
+struct RewritingProxy {
     port: u16,
 }
 
-impl Liar {
+impl RewritingProxy {
     fn before(server: &RedisServer, lie: impl Fn(&mut Vec<u8>) + Send + Sync + 'static) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
         let (port, server, lie) = (
@@ -300,7 +297,7 @@ impl Liar {
 
 fn pass(mut from: TcpStream, mut to: TcpStream, change: impl Fn(&mut Vec<u8>) + Send + 'static) {
     std::thread::spawn(move || {
-        // All of an INFO fits in.
+        // The buffer holds a whole INFO reply.
         let mut buffer = vec![0; 1 << 20];
         while let Ok(read @ 1..) = from.read(&mut buffer) {
             let mut bytes = buffer[..read].to_vec();
@@ -313,8 +310,8 @@ fn pass(mut from: TcpStream, mut to: TcpStream, change: impl Fn(&mut Vec<u8>) + 
     });
 }
 
-/// Writes over what stands behind a name, where it is said in one piece.
-fn say(bytes: &mut [u8], name: &str, value: &str) {
+/// Overwrites the value behind a name.
+fn overwrite(bytes: &mut [u8], name: &str, value: &str) {
     if let Some(at) = bytes
         .windows(name.len())
         .position(|it| it == name.as_bytes())
@@ -327,38 +324,42 @@ fn say(bytes: &mut [u8], name: &str, value: &str) {
 }
 
 #[test]
-fn a_store_that_is_too_old_is_found() {
-    let server = redis(good());
-    let old = Liar::before(&server, |bytes| say(bytes, "redis_version:", "6.2"));
-    let desk = Desk::at(&old.url());
-    desk.configure(AT_MOST_ONCE);
-    finds(&desk, &[("store-too-old", "error")]);
-    desk.configure("scope = \"s\"\n[gate]\nguarantee = \"bare\"\n");
-    finds(&desk, &[]);
+fn finds_an_old_redis() {
+    let server = redis(good_options());
+    let old = RewritingProxy::before(&server, |bytes| overwrite(bytes, "redis_version:", "6.2"));
+    let cli = TestCli::at(&old.url());
+    cli.configure(AT_MOST_ONCE);
+    assert_findings(&cli, &[("store-too-old", "error")]);
+    cli.configure("scope = \"s\"\n[gate]\nguarantee = \"bare\"\n");
+    assert_findings(&cli, &[]);
 }
 
 #[test]
-fn a_store_that_cannot_write_its_file_is_found() {
-    let server = redis(good());
-    let full = Liar::before(&server, |bytes| say(bytes, "aof_last_write_status:", "err"));
-    let desk = Desk::at(&full.url());
-    desk.configure(AT_MOST_ONCE);
-    finds(&desk, &[("store-cannot-write-its-file", "error")]);
+fn finds_a_failing_append_only_file() {
+    let server = redis(good_options());
+    let full = RewritingProxy::before(&server, |bytes| {
+        overwrite(bytes, "aof_last_write_status:", "err")
+    });
+    let cli = TestCli::at(&full.url());
+    cli.configure(AT_MOST_ONCE);
+    assert_findings(&cli, &[("store-cannot-write-its-file", "error")]);
 }
 
 #[test]
-fn a_clock_that_is_elsewhere_is_found() {
-    let server = redis(good());
-    let late = Liar::before(&server, |bytes| say(bytes, "server_time_usec:", "1600000"));
-    let desk = Desk::at(&late.url());
-    desk.configure(AT_MOST_ONCE);
-    finds(&desk, &[("clocks-differ", "warning")]);
+fn finds_clock_skew() {
+    let server = redis(good_options());
+    let late = RewritingProxy::before(&server, |bytes| {
+        overwrite(bytes, "server_time_usec:", "1600000")
+    });
+    let cli = TestCli::at(&late.url());
+    cli.configure(AT_MOST_ONCE);
+    assert_findings(&cli, &[("clocks-differ", "warning")]);
 }
 
 #[test]
-fn settings_that_do_not_go_together_are_found() {
-    let server = redis(good());
-    let desk = desk(&server, "");
+fn finds_contradictory_settings() {
+    let server = redis(good_options());
+    let cli = cli(&server, "");
     for (settings, code) in [
         ("[gate]\nlease = \"25h\"\n", "lease-against-window"),
         ("[gate]\nlease = \"50ms\"\n", "lease-too-short"),
@@ -368,56 +369,56 @@ fn settings_that_do_not_go_together_are_found() {
             "audit-has-no-place",
         ),
     ] {
-        desk.configure(&format!("scope = \"s\"\n{settings}"));
-        finds(&desk, &[(code, "error")]);
+        cli.configure(&format!("scope = \"s\"\n{settings}"));
+        assert_findings(&cli, &[(code, "error")]);
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn topics_that_are_missing_are_found() {
-    let desk = Desk::new();
+async fn finds_missing_topics() {
+    let cli = TestCli::new();
     let configure = |topic: &str| {
-        desk.write(
+        cli.write(
             "oncegate.toml",
             &format!(
-                "[gate]\nwindow = \"30d\"\n[kafka]\nbrokers = \"{}\"\ntopic = \"{topic}\"\n",
-                world::kafka()
+                "[gate]\ndedup-window = \"30d\"\n[kafka]\nbrokers = \"{}\"\ntopic = \"{topic}\"\n",
+                fixture::kafka()
             ),
         );
     };
-    configure(&desk.name);
+    configure(&cli.name);
     let missing = [
         ("topic-missing", "error"),
         ("dead-letter-topic-missing", "error"),
         ("in-doubt-topic-missing", "error"),
     ];
-    finds(&desk, &missing);
-    let said = desk
+    assert_findings(&cli, &missing);
+    let said = cli
         .run(&["doctor"])
-        .ended(1)
-        .says("--replication-factor 1 ")
-        .says("kafka.create-replicas = 1")
-        .says("kafka-topics.sh");
+        .exits_with(1)
+        .prints("--replication-factor 1 ")
+        .prints("kafka.create-replicas = 1")
+        .prints("kafka-topics.sh");
     assert!(
         !said.out.contains("factor 3"),
         "the cluster has one broker: {said:?}"
     );
-    world::create_topics(&[NewTopic::new(&desk.name, 2, TopicReplication::Fixed(1))]).await;
-    finds(&desk, &missing[1..]);
-    desk.write(
+    fixture::create_topics(&[NewTopic::new(&cli.name, 2, TopicReplication::Fixed(1))]).await;
+    assert_findings(&cli, &missing[1..]);
+    cli.write(
         "oncegate.toml",
         "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\n",
     );
-    finds(&desk, &[("kafka-away", "error")]);
+    assert_findings(&cli, &[("kafka-away", "error")]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn topics_that_lose_or_refuse_letters_are_found() {
-    let desk = Desk::new();
+async fn finds_topics_that_lose_or_reject_dead_letters() {
+    let cli = TestCli::new();
     let keeping =
         |name| NewTopic::new(name, 2, TopicReplication::Fixed(1)).set("retention.ms", "-1");
-    let names: Vec<String> = (0..7).map(|n| format!("{}-{n}", desk.name)).collect();
-    world::create_topics(&[
+    let names: Vec<String> = (0..7).map(|n| format!("{}-{n}", cli.name)).collect();
+    fixture::create_topics(&[
         keeping(&names[0]),
         NewTopic::new(&names[1], 2, TopicReplication::Fixed(1)).set("retention.ms", "3600000"),
         keeping(&names[2]).set("retention.bytes", "1000000"),
@@ -430,65 +431,69 @@ async fn topics_that_lose_or_refuse_letters_are_found() {
     let with = |topic: &str, dead_letters: &str, in_doubt: &str| {
         let kafka = format!(
             "brokers = \"{}\"\ntopic = \"{topic}\"\ndead-letters = \"{dead_letters}\"\nin-doubt = \"{in_doubt}\"\n",
-            world::kafka()
+            fixture::kafka()
         );
-        desk.write("oncegate.toml", &format!("[kafka]\n{kafka}"));
+        cli.write("oncegate.toml", &format!("[kafka]\n{kafka}"));
     };
     with(&names[6], &names[0], &names[0]);
-    finds(&desk, &[]);
-    let settings = std::fs::read_to_string(desk.path("oncegate.toml")).expect("just written");
-    desk.write(
+    assert_findings(&cli, &[]);
+    let settings = std::fs::read_to_string(cli.path("oncegate.toml")).expect("just written");
+    cli.write(
         "oncegate.toml",
-        &format!("{settings}group = \"{}\"\n", desk.name),
+        &format!("{settings}group = \"{}\"\n", cli.name),
     );
-    finds(&desk, &[]);
-    desk.run(&["doctor"]).ended(0).says("letters-have-one-copy");
-    for (letters, code, level) in [
+    assert_findings(&cli, &[]);
+    cli.run(&["doctor"])
+        .exits_with(0)
+        .prints("letters-have-one-copy");
+    for (messages, code, level) in [
         (&names[1], "letters-expire", "error"),
         (&names[2], "letters-expire", "error"),
         (&names[3], "letters-are-compacted", "error"),
         (&names[4], "letters-are-refused", "error"),
         (&names[5], "letters-too-small", "warning"),
     ] {
-        with(&names[6], letters, &names[0]);
-        finds(&desk, &[(code, level)]);
-        with(&names[6], &names[0], letters);
-        finds(&desk, &[(code, level)]);
+        with(&names[6], messages, &names[0]);
+        assert_findings(&cli, &[(code, level)]);
+        with(&names[6], &names[0], messages);
+        assert_findings(&cli, &[(code, level)]);
     }
-    // A topic that keeps for ever is read again from its beginning one day.
+    // An unlimited topic may be read again from the start.
     with(&names[0], &names[0], &names[0]);
-    finds(&desk, &[("window-shorter-than-retention", "warning")]);
+    assert_findings(&cli, &[("window-shorter-than-retention", "warning")]);
 }
 
-/// This broker answers as one that lets nobody ask for it: it does not know the question.
+/// A broker that denies DescribeConfigs: it does not know the request.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn topics_that_are_not_described_are_found() {
+async fn finds_unreadable_topic_configurations() {
     let broker = rdkafka::mocking::MockCluster::new(1).expect("a mock broker");
-    let desk = Desk::new();
+    let cli = TestCli::new();
     for suffix in ["", ".dead-letters", ".in-doubt"] {
         broker
-            .create_topic(&format!("{}{suffix}", desk.name), 1, 1)
+            .create_topic(&format!("{}{suffix}", cli.name), 1, 1)
             .expect("a topic");
     }
-    desk.write(
+    cli.write(
         "oncegate.toml",
         &format!(
             "[kafka]\nbrokers = \"{}\"\ntopic = \"{}\"\n",
             broker.bootstrap_servers(),
-            desk.name
+            cli.name
         ),
     );
-    finds(&desk, &[("topic-not-described", "warning"); 3]);
-    desk.run(&["doctor"]).ended(1).says("grant DescribeConfigs");
+    assert_findings(&cli, &[("topic-not-described", "warning"); 3]);
+    cli.run(&["doctor"])
+        .exits_with(1)
+        .prints("grant DescribeConfigs");
 }
 
-/// This broker answers of each topic as one with an authorizer does to who may not Describe it.
+/// A broker that denies Describe on each topic, like one with an authorizer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn topics_that_may_not_be_described_are_found() {
+async fn finds_missing_describe_permission() {
     let broker = rdkafka::mocking::MockCluster::new(1).expect("a mock broker");
-    let desk = Desk::new();
+    let cli = TestCli::new();
     for suffix in ["", ".dead-letters", ".in-doubt"] {
-        let topic = format!("{}{suffix}", desk.name);
+        let topic = format!("{}{suffix}", cli.name);
         broker.create_topic(&topic, 1, 1).expect("a topic");
         broker
             .topic_error(
@@ -497,43 +502,43 @@ async fn topics_that_may_not_be_described_are_found() {
             )
             .expect("a topic that is there");
     }
-    desk.write(
+    cli.write(
         "oncegate.toml",
         &format!(
             "[kafka]\nbrokers = \"{}\"\ntopic = \"{}\"\n",
             broker.bootstrap_servers(),
-            desk.name
+            cli.name
         ),
     );
-    finds(&desk, &[("kafka-lacks-a-right", "error"); 3]);
-    desk.run(&["doctor"]).ended(1).says(&format!(
+    assert_findings(&cli, &[("kafka-lacks-a-right", "error"); 3]);
+    cli.run(&["doctor"]).exits_with(1).prints(&format!(
         "grant Describe on the topic {}.in-doubt",
-        desk.name
+        cli.name
     ));
 }
 
-/// This broker answers as one with an authorizer does to who may see the topic and not read it, or
-/// not see the group. It does not know the question for how a topic is configured.
+/// A broker that denies Read on the topic or access to the group, like one with an authorizer. It
+/// does not know DescribeConfigs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_may_be_seen_and_not_used_is_found() {
+async fn finds_missing_read_permission() {
     use RDKafkaRespErr::{
         RD_KAFKA_RESP_ERR_GROUP_AUTHORIZATION_FAILED, RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED,
     };
     let broker = rdkafka::mocking::MockCluster::new(1).expect("a mock broker");
-    let desk = Desk::new();
+    let cli = TestCli::new();
     for suffix in ["", ".dead-letters", ".in-doubt"] {
         broker
-            .create_topic(&format!("{}{suffix}", desk.name), 1, 1)
+            .create_topic(&format!("{}{suffix}", cli.name), 1, 1)
             .expect("a topic");
     }
-    // In the version of the answer in which a broker refuses each partition for itself. It then
-    // tells no end of the log, and this one does: not where the reader stands, or librdkafka would
-    // take that for all that was said.
+    // A response version in which each partition has its own error. A denied partition has no log
+    // end offset; this response has one that differs from the position of the reader, or librdkafka
+    // would report the end of the partition.
     broker
-        .partition_follower(&desk.name, 0, 1)
+        .partition_follower(&cli.name, 0, 1)
         .expect("a partition that is there");
     broker
-        .follower_watermarks(&desk.name, 0, Some(0), Some(7))
+        .follower_watermarks(&cli.name, 0, Some(0), Some(7))
         .expect("a partition that is there");
     broker
         .apiversion(RDKafkaApiKey::Fetch, Some(0), Some(3))
@@ -546,12 +551,12 @@ async fn what_may_be_seen_and_not_used_is_found() {
         RDKafkaApiKey::FindCoordinator,
         &[RD_KAFKA_RESP_ERR_GROUP_AUTHORIZATION_FAILED; 100],
     );
-    let (brokers, topic) = (broker.bootstrap_servers(), &desk.name);
-    desk.write(
+    let (brokers, topic) = (broker.bootstrap_servers(), &cli.name);
+    cli.write(
         "oncegate.toml",
         &format!("[kafka]\nbrokers = \"{brokers}\"\ntopic = \"{topic}\"\ngroup = \"ledger\"\n"),
     );
-    let said = desk.run(&["doctor", "--json"]).ended(1).json();
+    let said = cli.run(&["doctor", "--json"]).exits_with(1).json();
     let lacking = said["findings"]
         .as_array()
         .expect("a list")
@@ -575,36 +580,36 @@ async fn what_may_be_seen_and_not_used_is_found() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_broker_that_is_away_or_refuses_is_found() {
-    let desk = Desk::new();
+async fn finds_an_unreachable_broker_and_a_rejected_login() {
+    let cli = TestCli::new();
     for (url, code) in [
         (
             "amqp://guest:guest@127.0.0.1:1/%2f".to_owned(),
             "rabbitmq-away",
         ),
         (
-            world::rabbitmq().replace("guest:guest", "guest:wrong"),
+            fixture::rabbitmq().replace("guest:guest", "guest:wrong"),
             "rabbitmq-refuses-the-login",
         ),
         (
-            world::rabbitmq().replace("%2f", "nowhere"),
+            fixture::rabbitmq().replace("%2f", "nowhere"),
             "rabbitmq-refuses-the-virtual-host",
         ),
     ] {
-        desk.write(
+        cli.write(
             "oncegate.toml",
             &format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"q\"\n"),
         );
-        finds(&desk, &[(code, "error")]);
+        assert_findings(&cli, &[(code, "error")]);
     }
 }
 
-/// Arguments of a queue.
+/// The arguments of a queue.
 type Arguments = Vec<(&'static str, AMQPValue)>;
 
 /// Declares a queue.
 async fn declare(name: &str, durable: bool, arguments: &[(&'static str, AMQPValue)]) {
-    let (connection, channel) = world::open().await;
+    let (connection, channel) = fixture::open().await;
     let mut table = FieldTable::default();
     for (name, value) in arguments {
         table.insert((*name).into(), value.clone());
@@ -624,40 +629,40 @@ async fn declare(name: &str, durable: bool, arguments: &[(&'static str, AMQPValu
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn queues_that_lose_messages_are_found() {
-    let world = World::on(Broker::RabbitMq).await;
-    let desk = &world.desk;
+async fn finds_queues_that_lose_messages() {
+    let fixture = BrokerFixture::on(Broker::RabbitMq).await;
+    let cli = &fixture.cli;
     let with = |more: &str| {
-        desk.write(
+        cli.write(
             "oncegate.toml",
-            &format!("[rabbitmq]\nurl = \"{}\"\n{more}", world::rabbitmq()),
+            &format!("[rabbitmq]\nurl = \"{}\"\n{more}", fixture::rabbitmq()),
         )
     };
-    with(&format!("queue = \"{}\"\n", desk.name));
-    finds(desk, &[]);
+    with(&format!("queue = \"{}\"\n", cli.name));
+    assert_findings(cli, &[]);
     with(&format!(
         "queue = \"{}\"\nconsumer-timeout = \"5m\"\n",
-        desk.name
+        cli.name
     ));
-    finds(desk, &[("runs-outlast-the-consumer-timeout", "error")]);
-    // Each of the runs in place counts, and the wait for another holder: four runs of ten minutes,
-    // or two leases of fifteen.
-    for (gate, found) in [
+    assert_findings(cli, &[("runs-outlast-the-consumer-timeout", "error")]);
+    // Inline retries and the wait for another holder count: four runs of ten minutes, or two leases
+    // of fifteen.
+    for (gate, findings) in [
         ("handler-timeout = \"10m\"", true),
         ("lease = \"15m\"", true),
         ("handler-timeout = \"6m\"", false),
     ] {
-        desk.write(
+        cli.write(
             "oncegate.toml",
             &format!(
                 "[gate]\n{gate}\n[rabbitmq]\nurl = \"{}\"\nqueue = \"{}\"\n",
-                world::rabbitmq(),
-                desk.name
+                fixture::rabbitmq(),
+                cli.name
             ),
         );
-        finds(
-            desk,
-            if found {
+        assert_findings(
+            cli,
+            if findings {
                 &[("runs-outlast-the-consumer-timeout", "error")]
             } else {
                 &[]
@@ -665,8 +670,8 @@ async fn queues_that_lose_messages_are_found() {
         );
     }
     with("queue = \"no-such-queue\"\n");
-    finds(
-        desk,
+    assert_findings(
+        cli,
         &[
             ("queue-missing", "error"),
             ("dead-letter-queue-missing", "error"),
@@ -718,14 +723,14 @@ async fn queues_that_lose_messages_are_found() {
     ];
     let mut declared = Vec::new();
     for (name, durable, arguments, code) in planted {
-        let name = format!("{}.{name}", desk.name);
+        let name = format!("{}.{name}", cli.name);
         declare(&name, durable, &arguments).await;
         with(&format!(
             "queue = \"{}\"\ndead-letters = \"{name}\"\n",
-            desk.name
+            cli.name
         ));
-        let codes: Vec<String> = found(desk).into_iter().map(|(code, _)| code).collect();
-        // The queue that is consumed gives up to another one, then.
+        let codes: Vec<String> = findings(cli).into_iter().map(|(code, _)| code).collect();
+        // The consumed queue dead-letters to another queue.
         let codes: Vec<&str> = codes
             .iter()
             .map(String::as_str)
@@ -738,8 +743,8 @@ async fn queues_that_lose_messages_are_found() {
         );
         declared.push(name);
     }
-    let leaving = format!("{}.leaving", desk.name);
-    let (connection, channel) = world::open().await;
+    let leaving = format!("{}.leaving", cli.name);
+    let (connection, channel) = fixture::open().await;
     let options = QueueDeclareOptions {
         durable: true,
         auto_delete: true,
@@ -755,13 +760,13 @@ async fn queues_that_lose_messages_are_found() {
         .expect("a clean end");
     with(&format!(
         "queue = \"{}\"\nin-doubt = \"{leaving}\"\n",
-        desk.name
+        cli.name
     ));
-    finds(desk, &[("queue-deletes-itself", "error")]);
+    assert_findings(cli, &[("queue-deletes-itself", "error")]);
     declared.push(leaving);
-    // Only its owner may look at it.
-    let taken = format!("{}.taken", desk.name);
-    let (owner, channel) = world::open().await;
+    // Only the connection that declared it may use it.
+    let taken = format!("{}.taken", cli.name);
+    let (owner, channel) = fixture::open().await;
     let options = QueueDeclareOptions {
         exclusive: true,
         ..QueueDeclareOptions::default()
@@ -772,28 +777,28 @@ async fn queues_that_lose_messages_are_found() {
         .expect("a new queue");
     with(&format!(
         "queue = \"{}\"\nin-doubt = \"{taken}\"\n",
-        desk.name
+        cli.name
     ));
-    finds(desk, &[("queue-cannot-be-used", "error")]);
+    assert_findings(cli, &[("queue-cannot-be-used", "error")]);
     owner.close(200, "OK".into()).await.expect("a clean end");
-    let gives_up = format!("{}.gives-up", desk.name);
+    let gives_up = format!("{}.gives-up", cli.name);
     declare(&gives_up, true, &[quorum()]).await;
     let ours = format!(
         "dead-letters = \"{0}.dead-letters\"\nin-doubt = \"{0}.in-doubt\"\n",
-        desk.name
+        cli.name
     );
     with(&format!("queue = \"{gives_up}\"\n{ours}"));
-    finds(desk, &[("queue-drops-what-it-gives-up", "warning")]);
+    assert_findings(cli, &[("queue-drops-what-it-gives-up", "warning")]);
     declared.push(gives_up);
     for name in declared {
-        world::delete(&name).await;
+        fixture::delete(&name).await;
     }
-    world.end().await;
+    fixture.end().await;
 }
 
-/// The rights are the server's own: of one that other tests use they would be everybody's.
+/// A server of its own: permissions of a shared server would affect other tests.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn queues_that_may_not_be_configured_are_found() {
+async fn finds_missing_configure_permission() {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
@@ -805,16 +810,16 @@ async fn queues_that_may_not_be_configured_are_found() {
         .expect("the queues are declared");
     let source: Box<dyn Source> = Box::new(source);
     source
-        .close(Instant::now() + world::PATIENCE)
+        .close(Instant::now() + fixture::PATIENCE)
         .await
         .expect("a clean end");
     server
         .control(&["add_user", "reader", "word"])
         .expect("a new user");
-    let desk = Desk::new();
+    let cli = TestCli::new();
     let url = server.url().replace("guest:guest", "reader:word");
     let with = |more: &str| {
-        desk.write(
+        cli.write(
             "oncegate.toml",
             &format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"payments\"\n{more}"),
         )
@@ -823,52 +828,57 @@ async fn queues_that_may_not_be_configured_are_found() {
     server
         .control(&["set_permissions", "reader", ".*", ".*", ".*"])
         .expect("all rights");
-    finds(&desk, &[]);
+    assert_findings(&cli, &[]);
     server
         .control(&["set_permissions", "reader", "^$", ".*", ".*"])
         .expect("fewer rights");
-    finds(&desk, &[("queue-not-compared", "error"); 3]);
-    desk.run(&["doctor"])
-        .ended(1)
-        .says("let the user configure `payments.dead-letters`")
-        .says("only for a user who may configure it");
-    // Such a consumer is none that declares.
+    assert_findings(&cli, &[("queue-not-compared", "error"); 3]);
+    cli.run(&["doctor"])
+        .exits_with(1)
+        .prints("let the user configure `payments.dead-letters`")
+        .prints("only for a user who may configure it");
+    // With this topology the consumer declares nothing.
     with("topology = \"check\"\n");
-    finds(&desk, &[]);
-    desk.run(&["doctor"]).ended(0).says("queue-not-compared");
+    assert_findings(&cli, &[]);
+    cli.run(&["doctor"])
+        .exits_with(0)
+        .prints("queue-not-compared");
 }
 
 #[test]
-fn a_server_that_cannot_be_asked_hides_nothing_that_was_found() {
-    let desk = Desk::new();
+fn an_unreachable_server_hides_no_findings() {
+    let cli = TestCli::new();
     let kafka = "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\nproperties = { \"security.protocol\" = \"nonsense\" }\n";
-    desk.configure(&format!(
-        "[gate]\nwindow = \"1h\"\nmax-age = \"2h\"\n{kafka}"
+    cli.configure(&format!(
+        "[gate]\ndedup-window = \"1h\"\nmax-age = \"2h\"\n{kafka}"
     ));
-    let said = desk.run(&["doctor", "--json"]).ended(2);
-    let found = said.json();
-    let codes: Vec<&str> = found["findings"]
+    let said = cli.run(&["doctor", "--json"]).exits_with(2);
+    let findings = said.json();
+    let codes: Vec<&str> = findings["findings"]
         .as_array()
         .expect("a list")
         .iter()
         .map(|it| it["code"].as_str().expect("a code"))
         .collect();
-    assert!(codes.contains(&"max-age-against-window"), "{found}");
-    assert!(found["not_looked_at"][0]["where"] == "Kafka", "{found}");
-    desk.run(&["doctor"])
-        .ended(2)
-        .says("max-age-against-window")
-        .says("Not looked at: Kafka");
+    assert!(codes.contains(&"max-age-against-window"), "{findings}");
+    assert!(
+        findings["not_looked_at"][0]["where"] == "Kafka",
+        "{findings}"
+    );
+    cli.run(&["doctor"])
+        .exits_with(2)
+        .prints("max-age-against-window")
+        .prints("Not checked: Kafka");
 }
 
 #[test]
-fn a_consumer_timeout_of_any_length_is_judged() {
-    let desk = Desk::new();
+fn a_consumer_timeout_of_any_length_is_checked() {
+    let cli = TestCli::new();
     let rabbitmq = "[rabbitmq]\nurl = \"amqp://127.0.0.1:1\"\nqueue = \"q\"\nconsumer-timeout = \"18446744073709551615s\"\n";
-    desk.configure(rabbitmq);
-    let said = desk.run(&["doctor"]).ended(1);
+    cli.configure(rabbitmq);
+    let output = cli.run(&["doctor"]).exits_with(1);
     assert!(
-        !said.out.contains("runs-outlast-the-consumer-timeout"),
-        "{said:?}"
+        !output.out.contains("runs-outlast-the-consumer-timeout"),
+        "{output:?}"
     );
 }

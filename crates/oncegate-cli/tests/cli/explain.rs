@@ -1,26 +1,26 @@
-//! The whole story of an id, told right for each end that it can have; and what a load needs.
+//! Explanations for each outcome of an id, and the plan of a load.
 
 use std::sync::Arc;
 
 use oncegate::marker::Ask;
 
-use crate::desk::{Desk, terms};
+use crate::cli::{TestCli, terms};
+use crate::fixture::{Broker, BrokerFixture, PaymentProvider};
 use crate::redrive::write_marker;
-use crate::world::{Broker, Provider, World};
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_end_is_told_right_on_kafka() {
-    each_end_is_told_right(Broker::Kafka).await;
+async fn explains_each_outcome_on_kafka() {
+    explains_each_outcome(Broker::Kafka).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_end_is_told_right_on_rabbitmq() {
-    each_end_is_told_right(Broker::RabbitMq).await;
+async fn explains_each_outcome_on_rabbitmq() {
+    explains_each_outcome(Broker::RabbitMq).await;
 }
 
-async fn each_end_is_told_right(broker: Broker) {
-    let world = Arc::new(World::on(broker).await);
-    world
+async fn explains_each_outcome(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
+    fixture
         .publish(&[
             ("charged", "works"),
             ("twice", "works"),
@@ -28,18 +28,21 @@ async fn each_end_is_told_right(broker: Broker) {
             ("silent", "silent"),
         ])
         .await;
-    // The same payment again, and another one under an id that was used.
-    world
+    // A duplicate, and another payment under a used id.
+    fixture
         .publish(&[("twice", "works"), ("charged", "another card")])
         .await;
-    world.consume(Provider::Judges, 2, 2, 1).await;
+    fixture.consume(PaymentProvider::Judges, 2, 2, 1).await;
     let told = async |id: &str, verdict: &str, words: &[&str]| {
-        let story = world.json(&["explain", id]).await;
-        assert_eq!(story["verdict"], verdict, "{story}");
+        let explanation = fixture.json(&["explain", id]).await;
+        assert_eq!(explanation["verdict"], verdict, "{explanation}");
         for word in words {
-            assert!(story.to_string().contains(word), "no {word:?} in {story}");
+            assert!(
+                explanation.to_string().contains(word),
+                "no {word:?} in {explanation}"
+            );
         }
-        story
+        explanation
     };
     let twice = told(
         "twice",
@@ -57,7 +60,7 @@ async fn each_end_is_told_right(broker: Broker) {
         "declined",
         "dead-lettered",
         &[
-            "will never work",
+            "its handler rejected it",
             "the card was declined",
             "dead-letters redrive",
         ],
@@ -74,7 +77,7 @@ async fn each_end_is_told_right(broker: Broker) {
         "silent",
         "in-doubt",
         &[
-            "its handler said that it may have happened",
+            "its handler reported that it may have happened",
             "in-doubt resolve",
             ".in-doubt",
         ],
@@ -84,11 +87,11 @@ async fn each_end_is_told_right(broker: Broker) {
     told(
         "nobody",
         "unknown",
-        &["Nothing is known of this id", "scope and the prefix"],
+        &["Nothing is known about this id", "scope and the prefix"],
     )
     .await;
     if broker == Broker::Kafka {
-        let copies = world.json(&["explain", "twice", "--copies"]).await;
+        let copies = fixture.json(&["explain", "twice", "--copies"]).await;
         assert_eq!(
             (
                 &copies["verdict"],
@@ -97,11 +100,11 @@ async fn each_end_is_told_right(broker: Broker) {
             (&"handled-with-duplicates".into(), Some(2)),
             "{copies}"
         );
-        // Another consumer has not taken them: they are there all the same.
-        world
-            .desk
-            .configure(&format!("scope = \"other\"\n{}", world.settings()));
-        let copies = world.json(&["explain", "twice", "--copies"]).await;
+        // No consumer has claimed them: the topic still has them.
+        fixture
+            .cli
+            .configure(&format!("scope = \"other\"\n{}", fixture.settings()));
+        let copies = fixture.json(&["explain", "twice", "--copies"]).await;
         assert_eq!(
             (
                 &copies["verdict"],
@@ -112,25 +115,28 @@ async fn each_end_is_told_right(broker: Broker) {
         );
         let says = copies["says"].as_str().expect("a text");
         assert!(
-            says.contains("The topic holds 2 messages with this id")
+            says.contains("The topic has 2 messages with this id")
                 && !says.contains("Nothing is known"),
             "{says}"
         );
-        world.desk.configure(&world.settings());
-        world
+        fixture.cli.configure(&fixture.settings());
+        fixture
             .run(&["explain", "twice", "--copies"])
             .await
-            .ended(0)
-            .says("2 messages with this id that were not set aside: one was handled");
+            .exits_with(0)
+            .prints("2 messages with this id outside the destinations: one was handled");
     } else {
-        let refused = world.run(&["explain", "twice", "--copies"]).await.ended(2);
+        let refused = fixture
+            .run(&["explain", "twice", "--copies"])
+            .await
+            .exits_with(2);
         refused
-            .says("A RabbitMQ queue keeps nothing that was consumed")
-            .says("leave --copies out");
+            .prints("A RabbitMQ queue does not keep consumed messages")
+            .prints("omit --copies");
     }
 
-    // And when a person has dealt with it.
-    world
+    // After an operator resolved it.
+    fixture
         .run(&[
             "dead-letters",
             "redrive",
@@ -141,14 +147,14 @@ async fn each_end_is_told_right(broker: Broker) {
             "ann",
         ])
         .await
-        .ended(0);
+        .exits_with(0);
     told(
         "declined",
         "sent-back",
         &["ann sent it back", "dead-letters redrive"],
     )
     .await;
-    world
+    fixture
         .run(&[
             "in-doubt",
             "resolve",
@@ -159,82 +165,82 @@ async fn each_end_is_told_right(broker: Broker) {
             "bob",
         ])
         .await
-        .ended(0);
-    told("silent", "handled", &["bob said so", "in-doubt resolve"]).await;
-    world
+        .exits_with(0);
+    told(
+        "silent",
+        "handled",
+        &["bob recorded that", "in-doubt resolve"],
+    )
+    .await;
+    fixture
         .run(&["dead-letters", "drop", "--reason", "conflict", "--yes"])
         .await
-        .ended(0);
+        .exits_with(0);
     let left = if broker == Broker::Kafka { 2 } else { 0 };
-    world
+    fixture
         .consume(
-            Provider::Works,
+            PaymentProvider::Works,
             3,
             left,
             if broker == Broker::Kafka { 1 } else { 0 },
         )
         .await;
     told("declined", "handled", &["ann"]).await;
-    world
+    fixture
         .run(&["explain", "declined"])
         .await
-        .ended(0)
-        .says("declined: handled, once")
-        .says("What operators did")
-        .says("The marker");
-    world
+        .exits_with(0)
+        .prints("declined: handled, once")
+        .prints("What operators did")
+        .prints("The marker");
+    fixture
         .run(&["marker", "forget", "twice", "--yes", "--as", "cleo"])
         .await
-        .ended(0);
-    told(
-        "twice",
-        "unknown",
-        &["cleo had it forgotten", "it was done"],
-    )
-    .await;
-    world.end().await;
+        .exits_with(0);
+    told("twice", "unknown", &["cleo forgot it", "it was done"]).await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_dropped_and_what_could_not_be_asked_is_said() {
-    let world = Arc::new(World::on(Broker::RabbitMq).await);
-    world.publish(&[("a", "declined")]).await;
-    world.consume(Provider::Judges, 0, 1, 0).await;
-    world
+async fn explains_dropped_messages_and_names_what_was_not_checked() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
+    fixture.publish(&[("a", "declined")]).await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
+    fixture
         .run(&["dead-letters", "drop", "--id", "a", "--yes", "--as", "ann"])
         .await
-        .ended(0);
-    assert_eq!(world.json(&["explain", "a"]).await["verdict"], "dropped");
-    let (desk, settings) = (&world.desk, world.settings());
-    desk.write(
+        .exits_with(0);
+    assert_eq!(fixture.json(&["explain", "a"]).await["verdict"], "dropped");
+    let (cli, settings) = (&fixture.cli, fixture.settings());
+    cli.write(
         "oncegate.toml",
         &format!("[store]\nurl = \"redis://127.0.0.1:1\"\n{settings}"),
     );
-    let said = world.run(&["explain", "a", "--json"]).await.ended(3);
-    let story = said.json();
-    assert_eq!(story["verdict"], "not-seen");
+    let said = fixture.run(&["explain", "a", "--json"]).await.exits_with(3);
+    let explanation = said.json();
+    assert_eq!(explanation["verdict"], "not-seen");
     assert!(
-        story["not_looked_at"]
+        explanation["not_looked_at"]
             .as_array()
             .is_some_and(|parts| parts.len() == 2),
-        "the store and its audit: {story}"
+        "the store and its audit: {explanation}"
     );
-    desk.configure(&settings.replace(&desk.name, "no-such-queue"));
-    let said = world.run(&["explain", "a"]).await.ended(3);
-    said.says("dropped by a person")
-        .says("`no-such-queue.dead-letters` does not exist");
-    world.end().await;
+    cli.configure(&settings.replace(&cli.name, "no-such-queue"));
+    let said = fixture.run(&["explain", "a"]).await.exits_with(3);
+    said.prints("dropped by an operator")
+        .prints("`no-such-queue.dead-letters` does not exist");
+    fixture.end().await;
 }
 
 #[test]
-fn a_load_is_planned_by_measured_bytes() {
-    let desk = Desk::new();
-    desk.write("oncegate.toml", "");
-    let plan = desk.json(&["plan", "--rate", "1000", "--window", "24h"]);
+fn plan_uses_measured_bytes() {
+    let cli = TestCli::new();
+    cli.write("oncegate.toml", "");
+    let plan = cli.json(&["plan", "--rate", "1000", "--window", "24h"]);
     let memory = plan["memory_bytes"].as_u64().expect("a number");
     assert!((14_000_000_000..17_000_000_000).contains(&memory), "{plan}");
-    desk.write("oncegate.toml", "[gate]\nrate = 1000\nwindow = \"24h\"\nguarantee = \"at-most-once\"\n[store]\nreplicas = 1\n");
-    let strict = desk.json(&["plan"]);
+    cli.write("oncegate.toml", "[gate]\nrate = 1000\ndedup-window = \"24h\"\nguarantee = \"at-most-once\"\n[store]\nreplicas = 1\n");
+    let strict = cli.json(&["plan"]);
     assert!(
         strict["memory_bytes"]
             .as_u64()
@@ -246,30 +252,33 @@ fn a_load_is_planned_by_measured_bytes() {
         (&strict["servers"], &strict["connections_to_each_primary"]),
         (&2.into(), &3.into())
     );
-    desk.run(&["plan"]).ended(0).says("maxmemory").says("GB");
-    desk.write("oncegate.toml", "");
-    desk.run(&["plan"]).ended(2).says("--rate");
+    cli.run(&["plan"])
+        .exits_with(0)
+        .prints("maxmemory")
+        .prints("GB");
+    cli.write("oncegate.toml", "");
+    cli.run(&["plan"]).exits_with(2).prints("--rate");
 }
 
-/// Where the record of an id is gone with its time, the tool does not make up what happened since.
+/// Without a marker the tool must not invent what happened.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_is_longer_ago_than_the_window_is_not_known() {
-    let world = Arc::new(World::on(Broker::Kafka).await);
-    world
+async fn actions_older_than_the_window_prove_nothing() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::Kafka).await);
+    fixture
         .publish(&[("a", "declined"), ("b", "declined"), ("c", "declined")])
         .await;
-    world.consume(Provider::Judges, 0, 3, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
     let told = async |id: &str, verdict: &str, words: &str| {
-        let story = world.json(&["explain", id]).await;
-        assert_eq!(story["verdict"], verdict, "{story}");
+        let explanation = fixture.json(&["explain", id]).await;
+        assert_eq!(explanation["verdict"], verdict, "{explanation}");
         assert!(
-            story["says"]
+            explanation["says"]
                 .as_str()
                 .is_some_and(|says| says.contains(words)),
-            "no {words:?} in {story}"
+            "no {words:?} in {explanation}"
         );
     };
-    world
+    fixture
         .run(&[
             "dead-letters",
             "redrive",
@@ -280,182 +289,196 @@ async fn what_is_longer_ago_than_the_window_is_not_known() {
             "ann",
         ])
         .await
-        .ended(0);
-    world
+        .exits_with(0);
+    fixture
         .run(&["dead-letters", "drop", "--id", "b", "--yes", "--as", "bob"])
         .await
-        .ended(0);
+        .exits_with(0);
     told("a", "sent-back", "ann sent it back").await;
     told("b", "dropped", "bob dropped it").await;
     for id in ["a", "b", "c"] {
-        write_marker(&world.desk, id, None).await;
+        write_marker(&fixture.cli, id, None).await;
     }
-    // As if a window had passed since.
-    world.desk.configure(
-        &world
+    // As after the window.
+    fixture.cli.configure(
+        &fixture
             .settings()
-            .replace("[kafka]", "window = \"1ms\"\n[kafka]"),
+            .replace("[kafka]", "dedup-window = \"1ms\"\n[kafka]"),
     );
     told("a", "unknown", "longer ago than the window of 1 ms").await;
     told("b", "unknown", "longer ago than the window of 1 ms").await;
-    told("c", "dead-lettered", "not known any more").await;
-    world.end().await;
+    told(
+        "c",
+        "dead-lettered",
+        "was handled before or since is unknown",
+    )
+    .await;
+    fixture.end().await;
 }
 
-/// Of several acts on one id the last one counts.
+/// The last of several actions on one id decides.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_last_act_tells() {
-    let world = Arc::new(World::on(Broker::RabbitMq).await);
-    world.publish(&[("a", "declined"), ("b", "declined")]).await;
-    world.consume(Provider::Judges, 0, 2, 0).await;
-    let story = async |id: &str| world.json(&["explain", id]).await;
-    // Sent back, failed again, and given up then.
-    world
+async fn the_last_action_decides() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
+    fixture
+        .publish(&[("a", "declined"), ("b", "declined")])
+        .await;
+    fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
+    let explanation = async |id: &str| fixture.json(&["explain", id]).await;
+    // Redriven, failed again, then dropped.
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes", "--as", "ann"])
         .await
-        .ended(0);
-    world.consume(Provider::Judges, 0, 2, 0).await;
-    world
+        .exits_with(0);
+    fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
+    fixture
         .run(&["dead-letters", "drop", "--id", "a", "--yes", "--as", "bob"])
         .await
-        .ended(0);
-    assert_eq!(story("a").await["verdict"], "dropped");
-    // Sent back, rejected again, and its letter taken away by somebody else.
-    crate::world::take_all(&format!("{}.dead-letters", world.desk.name)).await;
-    let gone = story("b").await;
+        .exits_with(0);
+    assert_eq!(explanation("a").await["verdict"], "dropped");
+    // Redriven, rejected again, and its dead letter removed by another tool.
+    crate::fixture::take_all(&format!("{}.dead-letters", fixture.cli.name)).await;
+    let gone = explanation("b").await;
     assert_eq!(
         gone["verdict"], "dead-lettered",
         "it was sent back, and is not on its way any more: {gone}"
     );
-    // Recorded by hand, forgotten, and handled then.
-    let says = |story: &serde_json::Value| story["says"].as_str().expect("a text").to_owned();
-    world
+    // Completed by an operator, forgotten, then handled.
+    let says =
+        |explanation: &serde_json::Value| explanation["says"].as_str().expect("a text").to_owned();
+    fixture
         .run(&["marker", "complete", "c", "--yes", "--as", "cleo"])
         .await
-        .ended(0);
-    assert!(says(&story("c").await).contains("cleo said so"));
-    world
+        .exits_with(0);
+    assert!(says(&explanation("c").await).contains("cleo recorded that"));
+    fixture
         .run(&["marker", "forget", "c", "--yes", "--as", "dora"])
         .await
-        .ended(0);
+        .exits_with(0);
     assert!(
-        says(&story("c").await).contains("dora had it forgotten"),
+        says(&explanation("c").await).contains("dora forgot it"),
         "and that is not lost with the id"
     );
-    world.desk.ask("c", Ask::Claim, 1, 0, terms()).await;
-    world
-        .desk
+    fixture.cli.ask("c", Ask::Claim, 1, 0, terms()).await;
+    fixture
+        .cli
         .ask("c", Ask::Complete, 1, 1_000_001, terms())
         .await;
-    let handled = story("c").await;
+    let handled = explanation("c").await;
     assert!(
         handled["verdict"] == "handled" && !says(&handled).contains("cleo"),
         "{handled}"
     );
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_was_set_aside_is_no_duplicate_and_no_message_speaks_to_the_terminal() {
-    let world = Arc::new(World::on(Broker::Kafka).await);
-    // One payment, and another one under its id.
-    world
+async fn dead_letters_are_no_duplicates_and_control_characters_are_not_printed() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::Kafka).await);
+    // One payment, and another one with its id.
+    fixture
         .publish(&[("a", "works"), ("a", "another card")])
         .await;
-    world.consume(Provider::Works, 1, 1, 0).await;
-    let story = world.json(&["explain", "a", "--copies"]).await;
+    fixture.consume(PaymentProvider::Works, 1, 1, 0).await;
+    let explanation = fixture.json(&["explain", "a", "--copies"]).await;
     assert_eq!(
-        (&story["verdict"], story["copies"].as_array().map(Vec::len)),
+        (
+            &explanation["verdict"],
+            explanation["copies"].as_array().map(Vec::len)
+        ),
         (&"handled".into(), Some(2)),
-        "{story}"
+        "{explanation}"
     );
-    let origin = format!("{}/0/7", world.desk.name);
+    let origin = format!("{}/0/7", fixture.cli.name);
     let headers = [
         ("oncegate-id", "b"),
         ("oncegate-reason", "refused"),
         ("oncegate-origin", &origin),
         ("oncegate-last-error", "\u{1b}[2Jgone\nb: handled, once"),
     ];
-    world
+    fixture
         .publish_to(
-            &format!("{}.dead-letters", world.desk.name),
+            &format!("{}.dead-letters", fixture.cli.name),
             "b",
             "{}",
             &headers,
         )
         .await;
-    let said = world
+    let said = fixture
         .run(&["explain", "b", "--as", "\u{1b}[2J"])
         .await
-        .ended(0)
-        .says("[2Jgone");
+        .exits_with(0)
+        .prints("[2Jgone");
     assert!(
         !said.out.contains('\u{1b}') && !said.out.contains("\nb: handled"),
         "{said:?}"
     );
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_promise_that_is_not_made_is_not_told() {
-    let desk = Desk::new();
-    desk.run(&["marker", "complete", "a", "--yes"]).ended(0);
-    desk.ask("b", Ask::Complete, 1, 1, terms()).await;
-    let said = desk
+async fn explain_claims_only_the_configured_guarantee() {
+    let cli = TestCli::new();
+    cli.run(&["marker", "complete", "a", "--yes"]).exits_with(0);
+    cli.ask("b", Ask::Complete, 1, 1, terms()).await;
+    let said = cli
         .run(&["explain", "b"])
-        .ended(0)
-        .says("may have been run more than once");
+        .exits_with(0)
+        .prints("may have run more than once");
     assert!(!said.out.contains("handled, once"), "{said:?}");
-    desk.configure("[gate]\nguarantee = \"at-most-once\"\n");
-    let said = desk
+    cli.configure("[gate]\nguarantee = \"at-most-once\"\n");
+    let said = cli
         .run(&["explain", "b"])
-        .ended(0)
-        .says("b: handled, once");
+        .exits_with(0)
+        .prints("b: handled, once");
     assert!(!said.out.contains("more than once"), "{said:?}");
-    desk.configure("[kafka]\nbrokers = \"127.0.0.1:1\"\n");
-    desk.run(&["explain", "b"])
-        .ended(2)
-        .says("b: handled; not looked at: kafka")
-        .says("kafka.topic is missing");
+    cli.configure("[kafka]\nbrokers = \"127.0.0.1:1\"\n");
+    cli.run(&["explain", "b"])
+        .exits_with(2)
+        .prints("b: handled; not checked: kafka")
+        .prints("kafka.topic is missing");
 }
 
-/// Several services may have one Redis, and so one audit, and the same ids.
+/// Services may share a Redis, an audit and ids.
 #[tokio::test]
-async fn what_was_done_about_another_services_id_is_not_told() {
-    let desk = Desk::new();
-    desk.configure("scope = \"ledger\"\n");
-    desk.run(&["marker", "complete", "order-1", "--yes", "--as", "ann"])
-        .ended(0);
-    desk.run(&["explain", "order-1"])
-        .ended(0)
-        .says("ann said so")
-        .says("no broker is configured");
-    desk.run(&["explain", "order-1", "--copies"])
-        .ended(2)
-        .says("set kafka.brokers and kafka.topic");
-    desk.configure("scope = \"shipping\"\n");
-    let story = desk.json(&["explain", "order-1"]);
+async fn explain_ignores_actions_of_other_scopes() {
+    let cli = TestCli::new();
+    cli.configure("scope = \"ledger\"\n");
+    cli.run(&["marker", "complete", "order-1", "--yes", "--as", "ann"])
+        .exits_with(0);
+    cli.run(&["explain", "order-1"])
+        .exits_with(0)
+        .prints("ann recorded that")
+        .prints("no broker is configured");
+    cli.run(&["explain", "order-1", "--copies"])
+        .exits_with(2)
+        .prints("set kafka.brokers and kafka.topic");
+    cli.configure("scope = \"shipping\"\n");
+    let explanation = cli.json(&["explain", "order-1"]);
     assert_eq!(
-        (&story["verdict"], story["audit"].as_array().map(Vec::len)),
+        (
+            &explanation["verdict"],
+            explanation["audit"].as_array().map(Vec::len)
+        ),
         (&"unknown".into(), Some(0)),
-        "{story}"
+        "{explanation}"
     );
-    let audit = desk.json(&["audit", "--id", "order-1"]);
+    let audit = cli.json(&["audit", "--id", "order-1"]);
     assert_eq!(
         audit[0]["scope"], "ledger",
         "the audit itself tells of all: {audit}"
     );
-    desk.run(&["marker", "complete", "order-2", "--yes", "--as", "bob"])
-        .ended(0);
-    desk.configure("");
-    desk.run(&["marker", "complete", "order-3", "--yes", "--as", "cleo"])
-        .ended(0);
+    cli.run(&["marker", "complete", "order-2", "--yes", "--as", "bob"])
+        .exits_with(0);
+    cli.configure("");
+    cli.run(&["marker", "complete", "order-3", "--yes", "--as", "cleo"])
+        .exits_with(0);
     for (scope, who) in [
         ("ledger", vec!["ann"]),
         ("shipping", vec!["bob"]),
         ("", vec!["cleo"]),
     ] {
-        let audit = desk.json(&["audit", "--scope", scope]);
+        let audit = cli.json(&["audit", "--scope", scope]);
         let acts = audit.as_array().expect("a list");
         assert_eq!(
             acts.iter()

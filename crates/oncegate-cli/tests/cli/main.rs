@@ -1,21 +1,20 @@
-//! The program, run as an operator runs it, on real servers. Their addresses stand in the
-//! environment (`ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ`, `ONCEGATE_REDIS`); `cargo xtask test` sees
-//! to that.
+//! Runs the program like an operator, on real servers. `ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ` and
+//! `ONCEGATE_REDIS` name them; `cargo xtask test` sets these variables.
 #![forbid(unsafe_code)]
 
 mod book;
-mod clients;
+mod broker_clients;
+mod cli;
 mod config;
-mod cut;
-mod desk;
+mod destinations;
 mod doctor;
 mod explain;
-mod forged;
-mod letters;
+mod fixture;
+mod forged_headers;
+mod interrupted;
+mod json_shapes;
 mod markers;
 mod redrive;
-mod send_back;
-mod shapes;
+mod redrive_load;
 mod sqlite;
 mod tls;
-mod world;

@@ -5,15 +5,15 @@ use std::time::Duration;
 use oncegate::Fingerprint;
 use oncegate::marker::{Ask, Attempts, Effect, Guarantee, Marker, Terms, Verdict};
 
-use crate::desk::{Desk, terms};
+use crate::cli::{TestCli, terms};
 
 /// One id in each state.
-pub(crate) async fn one_of_each(desk: &Desk) {
+pub(crate) async fn one_of_each(cli: &TestCli) {
     let body = Terms {
         fingerprint: Some(Fingerprint::new(42)),
         ..terms()
     };
-    let claim = |id: &'static str, terms| desk.ask(id, Ask::Claim, 1, 0, terms);
+    let claim = |id: &'static str, terms| cli.ask(id, Ask::Claim, 1, 0, terms);
     claim("held", terms()).await;
     claim(
         "left",
@@ -24,22 +24,22 @@ pub(crate) async fn one_of_each(desk: &Desk) {
     )
     .await;
     claim("handled", body).await;
-    desk.ask("handled", Ask::Complete, 1, 1, body).await;
+    cli.ask("handled", Ask::Complete, 1, 1, body).await;
     claim("refused", terms()).await;
-    desk.ask("refused", Ask::Reject(Effect::Nothing), 1, 1, terms())
+    cli.ask("refused", Ask::Reject(Effect::Nothing), 1, 1, terms())
         .await;
     claim("unknown", terms()).await;
-    desk.ask("unknown", Ask::Doubt, 1, 1, terms()).await;
+    cli.ask("unknown", Ask::Doubt, 1, 1, terms()).await;
     let again = Terms {
         guarantee: Guarantee::EffectivelyOnce,
         ..terms()
     };
     claim("failed", again).await;
-    desk.ask("failed", Ask::Clear(Effect::Unknown), 1, 1, again)
+    cli.ask("failed", Ask::Clear(Effect::Unknown), 1, 1, again)
         .await;
 }
 
-/// Of each of them, and of one that never was: its state, and what is said of it.
+/// State and description of each, and of an id that never existed.
 pub(crate) const TOLD: [(&str, &str, &str); 7] = [
     ("never", "absent", "never claimed"),
     (
@@ -53,7 +53,7 @@ pub(crate) const TOLD: [(&str, &str, &str); 7] = [
     (
         "unknown",
         "in-doubt",
-        "Nobody knows whether it happened in attempt 1",
+        "Whether attempt 1 had an effect is unknown",
     ),
     (
         "failed",
@@ -63,11 +63,11 @@ pub(crate) const TOLD: [(&str, &str, &str); 7] = [
 ];
 
 #[tokio::test]
-async fn each_state_is_told_in_plain_words() {
-    let desk = Desk::new();
-    one_of_each(&desk).await;
+async fn each_marker_state_is_described() {
+    let cli = TestCli::new();
+    one_of_each(&cli).await;
     for (id, state, words) in TOLD {
-        let shown = desk.json(&["marker", "show", id]);
+        let shown = cli.json(&["marker", "show", id]);
         assert_eq!(shown["state"], state, "{shown}");
         assert!(
             shown["says"]
@@ -75,9 +75,9 @@ async fn each_state_is_told_in_plain_words() {
                 .is_some_and(|says| says.contains(words)),
             "{shown}"
         );
-        desk.run(&["marker", "show", id]).ended(0).says(words);
+        cli.run(&["marker", "show", id]).exits_with(0).prints(words);
     }
-    let done = desk.json(&["marker", "show", "handled"]);
+    let done = cli.json(&["marker", "show", "handled"]);
     assert_eq!(done["fingerprint"], "000000000000000042");
     assert!(
         done["written_at_ms"].as_u64().is_some() && done["expires_in_ms"].as_u64().is_some(),
@@ -86,9 +86,9 @@ async fn each_state_is_told_in_plain_words() {
 }
 
 #[tokio::test]
-async fn markers_are_listed_by_state_and_the_librarys_own_keys_are_not() {
-    let desk = Desk::new();
-    one_of_each(&desk).await;
+async fn markers_are_listed_by_state_without_internal_keys() {
+    let cli = TestCli::new();
+    one_of_each(&cli).await;
     let keys = |listed: &serde_json::Value| {
         let mut keys: Vec<String> = listed["markers"]
             .as_array()
@@ -99,81 +99,81 @@ async fn markers_are_listed_by_state_and_the_librarys_own_keys_are_not() {
         keys.sort();
         keys
     };
-    let all = desk.json(&["marker", "list"]);
+    let all = cli.json(&["marker", "list"]);
     assert_eq!(
         keys(&all),
         ["failed", "handled", "held", "left", "refused", "unknown"]
     );
     assert_eq!(all["all"], true);
     assert_eq!(
-        keys(&desk.json(&["marker", "list", "--state", "lapsed", "--state", "done"])),
+        keys(&cli.json(&["marker", "list", "--state", "lapsed", "--state", "done"])),
         ["handled", "left"]
     );
-    assert_eq!(desk.json(&["marker", "list", "--limit", "2"])["all"], false);
-    desk.run(&["marker", "list"])
-        .ended(0)
-        .says("KEY")
-        .says("in doubt")
-        .says("6 shown");
-    desk.configure("scope = \"ledger\"\n");
-    desk.run(&["marker", "complete", "handled", "--yes"])
-        .ended(0);
+    assert_eq!(cli.json(&["marker", "list", "--limit", "2"])["all"], false);
+    cli.run(&["marker", "list"])
+        .exits_with(0)
+        .prints("KEY")
+        .prints("in doubt")
+        .prints("6 shown");
+    cli.configure("scope = \"ledger\"\n");
+    cli.run(&["marker", "complete", "handled", "--yes"])
+        .exits_with(0);
     assert_eq!(
-        keys(&desk.json(&["marker", "list"])),
+        keys(&cli.json(&["marker", "list"])),
         ["ledger|handled"],
         "another scope's marker is another one"
     );
     assert_eq!(
-        keys(&desk.json(&["marker", "list", "--every-scope"])).len(),
+        keys(&cli.json(&["marker", "list", "--every-scope"])).len(),
         7
     );
 }
 
 #[tokio::test]
-async fn nothing_is_forgotten_that_was_not_shown_first_and_all_of_it_is_audited() {
-    let desk = Desk::new();
-    one_of_each(&desk).await;
-    desk.run(&["marker", "forget", "handled"])
-        .ended(4)
-        .says("would be handled AGAIN")
-        .says("say --yes");
+async fn forget_previews_and_audits() {
+    let cli = TestCli::new();
+    one_of_each(&cli).await;
+    cli.run(&["marker", "forget", "handled"])
+        .exits_with(4)
+        .prints("would be handled AGAIN")
+        .prints("pass --yes");
     assert_eq!(
-        desk.json(&["marker", "show", "handled"])["state"],
+        cli.json(&["marker", "show", "handled"])["state"],
         "done",
         "showing changes nothing"
     );
-    // The fence goes on above the last attempt, which a done marker does not hold.
+    // The fence continues above the last attempt, which a done marker does not store.
     for (id, fence) in [("handled", 1_000_000), ("refused", 1)] {
         let says = format!("is cleared, attempt {fence} now");
-        desk.run(&[
+        cli.run(&[
             "marker", "forget", id, "--yes", "--why", "a test", "--as", "ann",
         ])
-        .ended(0)
-        .says(&says);
-        let shown = desk.json(&["marker", "show", id]);
+        .exits_with(0)
+        .prints(&says);
+        let shown = cli.json(&["marker", "show", id]);
         assert_eq!(
             (&shown["state"], &shown["fence"]),
             (&"cleared".into(), &fence.into())
         );
     }
     let refused = [
-        ("held", "may be at work"),
-        ("left", "may be at work"),
-        ("failed", "free to be claimed already"),
+        ("held", "may be handling it"),
+        ("left", "may be handling it"),
+        ("failed", "already free to be claimed"),
         (
             "unknown",
             "`oncegate in-doubt resolve unknown --happened` or `--did-not-happen`",
         ),
     ];
     for (id, why) in refused {
-        desk.run(&["marker", "forget", id, "--yes"])
-            .ended(1)
-            .says(why);
+        cli.run(&["marker", "forget", id, "--yes"])
+            .exits_with(1)
+            .prints(why);
     }
-    desk.run(&["marker", "forget", "never", "--yes"])
-        .ended(0)
-        .says("nothing to do");
-    let audit = desk.json(&["audit"]);
+    cli.run(&["marker", "forget", "never", "--yes"])
+        .exits_with(0)
+        .prints("nothing to do");
+    let audit = cli.json(&["audit"]);
     let acts = audit.as_array().expect("a list");
     assert_eq!(acts.len(), 2, "{audit}");
     let expected = [
@@ -201,108 +201,109 @@ async fn nothing_is_forgotten_that_was_not_shown_first_and_all_of_it_is_audited(
         );
     }
     assert_eq!(
-        desk.json(&["audit", "--id", "refused"])
+        cli.json(&["audit", "--id", "refused"])
             .as_array()
             .map(Vec::len),
         Some(1)
     );
     assert_eq!(
-        desk.json(&["audit", "--who", "ann"])
+        cli.json(&["audit", "--who", "ann"])
             .as_array()
             .map(Vec::len),
         Some(2)
     );
-    desk.run(&["audit"])
-        .ended(0)
-        .says("WHO")
-        .says("marker forget");
-    // Forgotten once more, it goes on above what was named then.
-    desk.run(&["marker", "complete", "handled", "--yes"])
-        .ended(0);
-    desk.run(&["marker", "forget", "handled", "--yes"])
-        .ended(0)
-        .says("is cleared, attempt 2000000 now");
+    cli.run(&["audit"])
+        .exits_with(0)
+        .prints("WHO")
+        .prints("marker forget");
+    // Forgotten again, it continues above the recorded fence.
+    cli.run(&["marker", "complete", "handled", "--yes"])
+        .exits_with(0);
+    cli.run(&["marker", "forget", "handled", "--yes"])
+        .exits_with(0)
+        .prints("is cleared, attempt 2000000 now");
     let next = Attempts {
         number: 2_000_001,
         base: 2_000_000,
         crashes: 0,
     };
     assert_eq!(
-        desk.ask("handled", Ask::Claim, 9, 0, terms()).await,
+        cli.ask("handled", Ask::Claim, 9, 0, terms()).await,
         Verdict::Granted(next)
     );
 }
 
 #[tokio::test]
-async fn what_an_operator_completes_is_not_run_any_more() {
-    let desk = Desk::new();
-    one_of_each(&desk).await;
-    desk.run(&["marker", "complete", "unknown"])
-        .ended(4)
-        .says("would count as handled");
+async fn completed_ids_do_not_run() {
+    let cli = TestCli::new();
+    one_of_each(&cli).await;
+    cli.run(&["marker", "complete", "unknown"])
+        .exits_with(4)
+        .prints("would count as handled");
     assert_eq!(
-        desk.json(&["marker", "show", "unknown"])["state"],
+        cli.json(&["marker", "show", "unknown"])["state"],
         "in-doubt"
     );
     for id in ["unknown", "left", "failed", "never"] {
-        desk.run(&["marker", "complete", id, "--yes"])
-            .ended(0)
-            .says("is done now");
+        cli.run(&["marker", "complete", id, "--yes"])
+            .exits_with(0)
+            .prints("is done now");
         assert!(
             matches!(
-                desk.ask(id, Ask::Claim, 9, 0, terms()).await,
+                cli.ask(id, Ask::Claim, 9, 0, terms()).await,
                 oncegate::marker::Verdict::Duplicate
             ),
             "{id}"
         );
     }
-    desk.run(&["marker", "complete", "handled", "--yes"])
-        .ended(0)
-        .says("nothing to do");
+    cli.run(&["marker", "complete", "handled", "--yes"])
+        .exits_with(0)
+        .prints("nothing to do");
     for id in ["held", "refused"] {
-        desk.run(&["marker", "complete", id, "--yes"]).ended(1);
+        cli.run(&["marker", "complete", id, "--yes"]).exits_with(1);
     }
-    assert_eq!(desk.json(&["audit"]).as_array().map(Vec::len), Some(4));
+    assert_eq!(cli.json(&["audit"]).as_array().map(Vec::len), Some(4));
 }
 
 #[tokio::test]
-async fn a_fingerprint_outlives_a_completion_and_an_id_may_be_anything() {
-    let desk = Desk::new();
+async fn completion_keeps_the_fingerprint_and_accepts_any_id() {
+    let cli = TestCli::new();
     let body = Terms {
         fingerprint: Some(Fingerprint::new(7)),
         ..terms()
     };
     let odd = "söme {id} with\nlines";
-    desk.ask(odd, Ask::Claim, 1, 0, body).await;
-    desk.ask(odd, Ask::Doubt, 1, 1, body).await;
-    desk.run(&["marker", "complete", odd, "--yes"]).ended(0);
-    let shown = desk.json(&["marker", "show", odd]);
+    cli.ask(odd, Ask::Claim, 1, 0, body).await;
+    cli.ask(odd, Ask::Doubt, 1, 1, body).await;
+    cli.run(&["marker", "complete", odd, "--yes"]).exits_with(0);
+    let shown = cli.json(&["marker", "show", odd]);
     assert_eq!(
         (&shown["state"], &shown["fingerprint"]),
         (&"done".into(), &"000000000000000007".into())
     );
-    // As it stands in keys and logs.
+    // As keys and logs show it.
     let stored = shown["key"].as_str().expect("a key");
     assert!(stored.starts_with("h:"));
-    assert_eq!(desk.json(&["marker", "show", stored])["state"], "done");
+    assert_eq!(cli.json(&["marker", "show", stored])["state"], "done");
 }
 
 #[tokio::test]
-async fn nothing_is_done_that_cannot_be_audited() {
-    let desk = Desk::new();
-    one_of_each(&desk).await;
-    let directory = desk.path("");
-    desk.configure(&format!("[audit]\nfile = \"{}\"\n", directory.display()));
-    desk.run(&["marker", "forget", "handled", "--yes"])
-        .ended(3)
-        .says("nothing was done, since the audit cannot be");
-    assert_eq!(desk.json(&["marker", "show", "handled"])["state"], "done");
-    desk.configure(&format!(
+async fn no_change_without_an_audit() {
+    let cli = TestCli::new();
+    one_of_each(&cli).await;
+    let directory = cli.path("");
+    cli.configure(&format!("[audit]\nfile = \"{}\"\n", directory.display()));
+    cli.run(&["marker", "forget", "handled", "--yes"])
+        .exits_with(3)
+        .prints("nothing was done, since the audit cannot be");
+    assert_eq!(cli.json(&["marker", "show", "handled"])["state"], "done");
+    cli.configure(&format!(
         "[audit]\nfile = \"{}\"\n",
-        desk.path("audit.jsonl").display()
+        cli.path("audit.jsonl").display()
     ));
-    desk.run(&["marker", "forget", "handled", "--yes"]).ended(0);
-    let lines = std::fs::read_to_string(desk.path("audit.jsonl")).expect("the audit");
+    cli.run(&["marker", "forget", "handled", "--yes"])
+        .exits_with(0);
+    let lines = std::fs::read_to_string(cli.path("audit.jsonl")).expect("the audit");
     let stages: Vec<String> = lines
         .lines()
         .map(|line| {
@@ -314,12 +315,12 @@ async fn nothing_is_done_that_cannot_be_audited() {
         .collect();
     assert_eq!(stages, ["begun", "done"]);
     assert_eq!(
-        desk.json(&["audit"]).as_array().map(Vec::len),
+        cli.json(&["audit"]).as_array().map(Vec::len),
         Some(1),
         "both lines are one act"
     );
     assert!(
-        desk.store()
+        cli.store()
             .read_audit()
             .await
             .expect("Redis answers")
@@ -329,27 +330,27 @@ async fn nothing_is_done_that_cannot_be_audited() {
 }
 
 #[tokio::test]
-async fn what_no_release_reads_is_listed_and_left_alone() {
-    let desk = Desk::new();
-    let client = redis::Client::open(desk.redis.as_str()).expect("a URL");
+async fn unreadable_markers_are_listed_and_unchanged() {
+    let cli = TestCli::new();
+    let client = redis::Client::open(cli.redis.as_str()).expect("a URL");
     let mut plain = client
         .get_multiplexed_async_connection()
         .await
         .expect("Redis answers");
     let () = redis::cmd("SET")
-        .arg(format!("{}odd", desk.prefix()))
+        .arg(format!("{}odd", cli.prefix()))
         .arg("\u{1b}[2Jx")
         .query_async(&mut plain)
         .await
         .expect("set");
-    let listed = desk.json(&["marker", "list"]);
+    let listed = cli.json(&["marker", "list"]);
     assert_eq!(listed["markers"][0]["state"], "unreadable", "{listed}");
     for command in ["show", "forget", "complete"] {
-        desk.run(&["marker", command, "odd"])
-            .ended(3)
-            .says("left as it is");
+        cli.run(&["marker", command, "odd"])
+            .exits_with(3)
+            .prints("left as it is");
     }
-    let seen = desk
+    let seen = cli
         .store()
         .look(&oncegate::Key::new(
             &oncegate::MessageId::new("odd").expect("an id"),
@@ -359,7 +360,7 @@ async fn what_no_release_reads_is_listed_and_left_alone() {
 }
 
 #[tokio::test]
-async fn the_rights_that_the_book_lists_are_enough() {
+async fn the_documented_permissions_suffice() {
     let book = include_str!("../../../../docs/src/stores.md");
     let line = book
         .lines()
@@ -377,67 +378,67 @@ async fn the_rights_that_the_book_lists_are_enough() {
         .url()
         .replace("redis://", "redis://oncegate:PASSWORD@");
     server.command(line).expect("Redis answers");
-    let desk = Desk::at(&url);
-    desk.write("oncegate.toml", &format!("[store]\nurl = \"{url}\"\n"));
-    desk.run(&["marker", "complete", "x", "--yes"])
-        .ended(3)
-        .says("nothing was done, since the audit cannot be")
-        .says("NOPERM");
-    assert_eq!(desk.json(&["marker", "show", "x"])["state"], "absent");
+    let cli = TestCli::at(&url);
+    cli.write("oncegate.toml", &format!("[store]\nurl = \"{url}\"\n"));
+    cli.run(&["marker", "complete", "x", "--yes"])
+        .exits_with(3)
+        .prints("nothing was done, since the audit cannot be")
+        .prints("NOPERM");
+    assert_eq!(cli.json(&["marker", "show", "x"])["state"], "absent");
     server
         .command(&format!("{line} +xadd +xrange +scan"))
         .expect("Redis answers");
-    desk.run(&["marker", "complete", "x", "--yes"]).ended(0);
-    assert_eq!(desk.json(&["marker", "list"])["markers"][0]["key"], "x");
-    assert_eq!(desk.json(&["audit"]).as_array().map(Vec::len), Some(1));
-    desk.run(&["marker", "forget", "x", "--yes"]).ended(0);
+    cli.run(&["marker", "complete", "x", "--yes"]).exits_with(0);
+    assert_eq!(cli.json(&["marker", "list"])["markers"][0]["key"], "x");
+    assert_eq!(cli.json(&["audit"]).as_array().map(Vec::len), Some(1));
+    cli.run(&["marker", "forget", "x", "--yes"]).exits_with(0);
 }
 
 #[test]
-fn a_store_that_is_not_there_is_told_of_without_its_password() {
-    let desk = Desk::at("redis://:s3cret@127.0.0.1:1");
-    let said = desk
+fn errors_do_not_contain_the_store_password() {
+    let cli = TestCli::at("redis://:s3cret@127.0.0.1:1");
+    let said = cli
         .run(&["marker", "show", "x"])
-        .ended(3)
-        .says("127.0.0.1:1");
+        .exits_with(3)
+        .prints("127.0.0.1:1");
     assert!(!format!("{said:?}").contains("s3cret"), "{said:?}");
 }
 
-/// What an operator writes stands for a window, and who has not said which is told so.
+/// A record expires with the window; the output names a default window.
 #[tokio::test]
-async fn an_act_tells_how_long_it_lasts() {
-    let desk = Desk::new();
-    desk.run(&["marker", "complete", "a"])
-        .ended(4)
-        .says("It would be done for 1 d, the default.");
-    desk.run(&["marker", "complete", "a", "--yes"])
-        .ended(0)
-        .says("for 1 d, the default");
+async fn actions_report_how_long_they_last() {
+    let cli = TestCli::new();
+    cli.run(&["marker", "complete", "a"])
+        .exits_with(4)
+        .prints("It would be done for 1 d, the default.");
+    cli.run(&["marker", "complete", "a", "--yes"])
+        .exits_with(0)
+        .prints("for 1 d, the default");
     assert_eq!(
-        desk.json(&["audit"])[0]["after"],
+        cli.json(&["audit"])[0]["after"],
         "done for 1 d, the default"
     );
-    desk.configure("[gate]\nwindow = \"7d\"\n");
-    desk.run(&["marker", "complete", "b", "--yes"])
-        .ended(0)
-        .says("is done now for 7 d");
+    cli.configure("[gate]\ndedup-window = \"7d\"\n");
+    cli.run(&["marker", "complete", "b", "--yes"])
+        .exits_with(0)
+        .prints("is done now for 7 d");
 }
 
 #[tokio::test]
-async fn what_was_forgotten_is_found_in_the_audit_by_its_id_alone() {
-    let desk = Desk::new();
-    desk.run(&["marker", "complete", "anna@example.org", "--yes"])
-        .ended(0);
+async fn forgotten_ids_are_found_in_the_audit_by_id() {
+    let cli = TestCli::new();
+    cli.run(&["marker", "complete", "anna@example.org", "--yes"])
+        .exits_with(0);
     for (yes, code) in [(&[][..], 4), (&["--yes"], 0)] {
         let forget: Vec<&str> = ["marker", "forget", "anna@example.org"]
             .into_iter()
             .chain(yes.iter().copied())
             .collect();
-        desk.run(&forget)
-            .ended(code)
-            .says("The audit still names it, in 1 earlier act:");
+        cli.run(&forget)
+            .exits_with(code)
+            .prints("The audit still names it, in 1 earlier action:");
     }
-    let audit = desk.json(&["audit", "--id", "anna@example.org"]);
+    let audit = cli.json(&["audit", "--id", "anna@example.org"]);
     assert_eq!(audit.as_array().map(Vec::len), Some(2));
     assert!(
         audit[1]["id"]
@@ -445,27 +446,27 @@ async fn what_was_forgotten_is_found_in_the_audit_by_its_id_alone() {
             .is_some_and(|id| id.starts_with("h:")),
         "{audit}"
     );
-    desk.configure("[gate]\nid = \"header payment-id hashed\"\n");
+    cli.configure("[gate]\nid = \"header payment-id hashed\"\n");
     assert!(
-        desk.json(&["marker", "show", "anna@example.org"])["key"]
+        cli.json(&["marker", "show", "anna@example.org"])["key"]
             .as_str()
             .is_some_and(|key| key.starts_with("h:"))
     );
 }
 
 #[test]
-fn a_line_of_the_audit_that_was_cut_off_swallows_no_other_and_the_file_is_nobody_elses() {
-    let desk = Desk::new();
-    let file = desk.path("audit.jsonl");
-    desk.configure(&format!("[audit]\nfile = \"{}\"\n", file.display()));
-    desk.run(&["marker", "complete", "a", "--yes"]).ended(0);
+fn a_truncated_audit_line_affects_no_other_and_the_file_is_private() {
+    let cli = TestCli::new();
+    let file = cli.path("audit.jsonl");
+    cli.configure(&format!("[audit]\nfile = \"{}\"\n", file.display()));
+    cli.run(&["marker", "complete", "a", "--yes"]).exits_with(0);
     let mode = std::os::unix::fs::PermissionsExt::mode(
         &std::fs::metadata(&file).expect("the audit").permissions(),
     );
     assert_eq!(mode & 0o777, 0o600);
     let whole = std::fs::read_to_string(&file).expect("the audit");
     std::fs::write(&file, format!("{whole}{{\"act\":\"0")).expect("the file is ours");
-    desk.run(&["marker", "complete", "b", "--yes"]).ended(0);
+    cli.run(&["marker", "complete", "b", "--yes"]).exits_with(0);
     let lines = std::fs::read_to_string(&file).expect("the audit");
     assert_eq!(
         lines
@@ -475,10 +476,10 @@ fn a_line_of_the_audit_that_was_cut_off_swallows_no_other_and_the_file_is_nobody
         4,
         "two lines an act: {lines}"
     );
-    let audit = desk
+    let audit = cli
         .run(&["audit", "--json"])
-        .ended(1)
-        .says("lines of the audit that cannot be read, and are not shown: 1")
+        .exits_with(1)
+        .prints("lines of the audit that cannot be read, and are not shown: 1")
         .json();
     let ends: Vec<_> = audit
         .as_array()

@@ -1,5 +1,4 @@
-//! What is sent back, and what is left: a letter stands for ever, and what keeps its id from being
-//! handled twice does not.
+//! Which messages a redrive sends and which it skips: messages stay without limit, markers expire.
 
 use std::sync::Arc;
 
@@ -8,20 +7,20 @@ use rdkafka::admin::{AdminOptions, AlterConfig, ResourceSpecifier};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use serde_json::Value;
 
-use crate::desk::{Desk, terms};
-use crate::letters::{ids, on_both_brokers};
-use crate::world::{Broker, PATIENCE, Provider, World};
+use crate::cli::{TestCli, terms};
+use crate::destinations::{ids, on_both_brokers};
+use crate::fixture::{Broker, BrokerFixture, PATIENCE, PaymentProvider};
 
 on_both_brokers!(
-    what_may_have_been_handled_longer_ago_than_the_window_is_reconciled,
-    without_a_promise_of_at_most_once_it_is_left,
-    what_came_from_elsewhere_is_left,
-    a_conflict_is_sent_only_by_its_name,
-    without_a_store_what_the_gate_may_hold_is_left,
-    what_its_holder_left_gets_out_of_the_dead_letters,
-    what_is_left_does_not_use_up_the_limit,
-    one_marker_that_cannot_be_read_keeps_no_other_letter,
-    an_id_that_is_a_place_is_not_sent_back,
+    messages_older_than_the_window_are_reconciled,
+    messages_older_than_the_window_are_skipped_without_at_most_once,
+    messages_from_another_source_are_skipped,
+    conflicts_are_redriven_only_by_id,
+    without_a_store_messages_that_a_marker_may_block_are_skipped,
+    lapsed_ids_are_redriven,
+    skipped_messages_do_not_count_towards_the_limit,
+    an_unreadable_marker_blocks_no_other_message,
+    position_ids_are_not_redriven,
 );
 
 const TWO_DAYS_MS: u64 = 2 * 24 * 3_600_000;
@@ -34,11 +33,11 @@ fn now_ms() -> u64 {
     u64::try_from(since.as_millis()).expect("before the end of time")
 }
 
-impl World {
-    async fn set_aside(&self, shelf: &str, id: &str, reason: &str, more: &[(&str, &str)]) {
+impl BrokerFixture {
+    async fn dead_letter(&self, destination: &str, id: &str, reason: &str, more: &[(&str, &str)]) {
         let origin = match self.broker {
-            Broker::Kafka => format!("{}/0/7", self.desk.name),
-            Broker::RabbitMq => self.desk.name.clone(),
+            Broker::Kafka => format!("{}/0/7", self.cli.name),
+            Broker::RabbitMq => self.cli.name.clone(),
         };
         let origin = if more.iter().any(|(name, _)| *name == "oncegate-origin") {
             None
@@ -50,12 +49,17 @@ impl World {
             .chain(origin)
             .chain(more.iter().copied())
             .collect();
-        self.publish_to(&format!("{}.{shelf}", self.desk.name), id, BODY, &headers)
-            .await;
+        self.publish_to(
+            &format!("{}.{destination}", self.cli.name),
+            id,
+            BODY,
+            &headers,
+        )
+        .await;
     }
 
-    /// How many letters stay when so many were taken out.
-    fn stay(&self, on_kafka: u64, on_rabbitmq: u64) -> u64 {
+    /// The expected number of remaining messages.
+    fn remaining(&self, on_kafka: u64, on_rabbitmq: u64) -> u64 {
         if self.broker == Broker::Kafka {
             on_kafka
         } else {
@@ -64,14 +68,14 @@ impl World {
     }
 }
 
-/// Puts anything under the id of a marker; nothing, as if its time were over.
-pub(crate) async fn write_marker(desk: &Desk, id: &str, value: Option<&str>) {
-    let client = redis::Client::open(desk.redis.as_str()).expect("a URL");
+/// Writes any value under the key of a marker; `None` deletes it, as if it had expired.
+pub(crate) async fn write_marker(cli: &TestCli, id: &str, value: Option<&str>) {
+    let client = redis::Client::open(cli.redis.as_str()).expect("a URL");
     let mut plain = client
         .get_multiplexed_async_connection()
         .await
         .expect("Redis answers");
-    let key = format!("{}{id}", desk.prefix());
+    let key = format!("{}{id}", cli.prefix());
     let () = match value {
         Some(value) => redis::cmd("SET")
             .arg(key)
@@ -87,47 +91,48 @@ pub(crate) async fn write_marker(desk: &Desk, id: &str, value: Option<&str>) {
     };
 }
 
-async fn what_may_have_been_handled_longer_ago_than_the_window_is_reconciled(broker: Broker) {
-    let world = Arc::new(World::on(broker).await);
+async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
     let old = (now_ms() - TWO_DAYS_MS).to_string();
-    // As large as it is, nobody looked at its marker when it was set aside.
-    world
-        .set_aside(
+    // It was too large, so its marker was not read when it was dead-lettered.
+    fixture
+        .dead_letter(
             "dead-letters",
             "old",
             "too-large",
             &[("oncegate-first-seen", &old)],
         )
         .await;
-    let would = world
+    let would = fixture
         .run(&["dead-letters", "redrive", "--all", "--dry-run"])
         .await
-        .ended(0);
+        .exits_with(0);
     would
-        .says("with its age, to be reconciled")
-        .says("1 d, the default");
-    world
+        .prints("with its age, to be reconciled")
+        .prints("1 d, the default");
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(0)
-        .says("1 redriven");
-    // The consumer finds it too old, and its `reconcile` cannot tell: nothing is charged on a
-    // guess.
-    world.consume(Provider::Works, 0, world.stay(1, 0), 1).await;
+        .exits_with(0)
+        .prints("1 redriven");
+    // The consumer finds it too old, and its `reconcile` cannot decide: nothing is charged.
+    fixture
+        .consume(PaymentProvider::Works, 0, fixture.remaining(1, 0), 1)
+        .await;
     assert_eq!(
-        world.json(&["in-doubt", "list"]).await["letters"][0]["reason"],
+        fixture.json(&["in-doubt", "list"]).await["letters"][0]["reason"],
         "in-doubt-too-old"
     );
-    // Whoever answers for it has it run.
-    world
-        .set_aside(
+    // The operator accepts the risk and it runs.
+    fixture
+        .dead_letter(
             "dead-letters",
             "sure",
             "too-large",
             &[("oncegate-first-seen", &old)],
         )
         .await;
-    world
+    fixture
         .run(&[
             "dead-letters",
             "redrive",
@@ -137,57 +142,60 @@ async fn what_may_have_been_handled_longer_ago_than_the_window_is_reconciled(bro
             "--yes",
         ])
         .await
-        .ended(0)
-        .says("1 redriven");
-    world.consume(Provider::Works, 1, world.stay(2, 0), 1).await;
-    assert_eq!(world.charged(), ["sure"]);
-    world.end().await;
+        .exits_with(0)
+        .prints("1 redriven");
+    fixture
+        .consume(PaymentProvider::Works, 1, fixture.remaining(2, 0), 1)
+        .await;
+    assert_eq!(fixture.charged(), ["sure"]);
+    fixture.end().await;
 }
 
-async fn without_a_promise_of_at_most_once_it_is_left(broker: Broker) {
-    let world = Arc::new(World::on(broker).await);
-    world
-        .desk
-        .configure(&world.settings().replace("at-most-once", "effectively-once"));
+async fn messages_older_than_the_window_are_skipped_without_at_most_once(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
+    fixture.cli.configure(
+        &fixture
+            .settings()
+            .replace("at-most-once", "effectively-once"),
+    );
     let old = (now_ms() - TWO_DAYS_MS).to_string();
-    world
-        .set_aside(
+    fixture
+        .dead_letter(
             "dead-letters",
             "old",
             "too-large",
             &[("oncegate-first-seen", &old)],
         )
         .await;
-    world
-        .set_aside(
+    fixture
+        .dead_letter(
             "in-doubt",
             "doubt",
             "in-doubt-too-old",
             &[("oncegate-first-seen", &old)],
         )
         .await;
-    world
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(1)
-        .says("longer ago than the window of 1 d, the default");
-    world
+        .exits_with(1)
+        .prints("longer ago than the window of 1 d, the default");
+    fixture
         .run(&["in-doubt", "resolve", "doubt", "--did-not-happen", "--yes"])
         .await
-        .ended(1)
-        .says("--accept-forgotten");
-    world.until_there_are(0, "").await;
-    world.desk.configure(
-        &world
-            .settings()
-            .replace("at-most-once\"", "effectively-once\"\nwindow = \"7d\""),
-    );
-    world
+        .exits_with(1)
+        .prints("--accept-forgotten");
+    fixture.until_there_are(0, "").await;
+    fixture.cli.configure(&fixture.settings().replace(
+        "at-most-once\"",
+        "effectively-once\"\ndedup-window = \"7d\"",
+    ));
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--dry-run"])
         .await
-        .ended(0)
-        .says("1 would be redriven");
-    world
+        .exits_with(0)
+        .prints("1 would be redriven");
+    fixture
         .run(&[
             "in-doubt",
             "resolve",
@@ -197,29 +205,29 @@ async fn without_a_promise_of_at_most_once_it_is_left(broker: Broker) {
             "--yes",
         ])
         .await
-        .ended(0)
-        .says("1 resolved");
-    world.until_there_are(1, "").await;
-    world.end().await;
+        .exits_with(0)
+        .prints("1 resolved");
+    fixture.until_there_are(1, "").await;
+    fixture.end().await;
 }
 
-async fn what_came_from_elsewhere_is_left(broker: Broker) {
-    let world = Arc::new(World::on(broker).await);
+async fn messages_from_another_source_are_skipped(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
     let origin = if broker == Broker::Kafka {
         "theirs/0/7"
     } else {
         "theirs"
     };
-    world
-        .set_aside(
+    fixture
+        .dead_letter(
             "dead-letters",
             "a",
             "refused",
             &[("oncegate-origin", origin)],
         )
         .await;
-    world
-        .set_aside(
+    fixture
+        .dead_letter(
             "in-doubt",
             "a",
             "in-doubt-said",
@@ -232,106 +240,107 @@ async fn what_came_from_elsewhere_is_left(broker: Broker) {
         &["in-doubt", "resolve", "a", "--did-not-happen"],
     ] {
         let arguments: Vec<&str> = act.iter().copied().chain(["--yes"]).collect();
-        world
+        fixture
             .run(&arguments)
             .await
-            .ended(1)
-            .says("it came from theirs")
-            .says("1 left where they are");
+            .exits_with(1)
+            .prints("it was consumed from theirs")
+            .prints("1 left where they are");
     }
     assert_eq!(
-        world.json(&["explain", "a"]).await["verdict"],
+        fixture.json(&["explain", "a"]).await["verdict"],
         "unknown",
         "it is another consumer's"
     );
-    for (shelf, count) in [(".dead-letters", 1), (".in-doubt", 1), ("", 0)] {
-        world.until_there_are(count, shelf).await;
+    for (destination, count) in [(".dead-letters", 1), (".in-doubt", 1), ("", 0)] {
+        fixture.until_there_are(count, destination).await;
     }
     assert_eq!(
-        world.json(&["audit"]).await.as_array().map(Vec::len),
+        fixture.json(&["audit"]).await.as_array().map(Vec::len),
         Some(0)
     );
-    world.end().await;
+    fixture.end().await;
 }
 
-async fn a_conflict_is_sent_only_by_its_name(broker: Broker) {
-    let world = Arc::new(World::on(broker).await);
-    world
+async fn conflicts_are_redriven_only_by_id(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
+    fixture
         .publish(&[("a", "works"), ("a", "another card")])
         .await;
-    world.consume(Provider::Works, 1, 1, 0).await;
-    // The time of the marker of what was handled is over.
-    write_marker(&world.desk, "a", None).await;
-    world
+    fixture.consume(PaymentProvider::Works, 1, 1, 0).await;
+    // The marker of the handled id expired.
+    write_marker(&fixture.cli, "a", None).await;
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(1)
-        .says("its id was used for another body");
-    world.until_there_are(1, ".dead-letters").await;
-    world
+        .exits_with(1)
+        .prints("its id was used for another body");
+    fixture.until_there_are(1, ".dead-letters").await;
+    fixture
         .run(&["dead-letters", "redrive", "--id", "a", "--dry-run"])
         .await
-        .ended(0)
-        .says("1 would be redriven");
-    // Whose lease is over is not done with: its own letter, or its next delivery, is for the other
-    // body.
+        .exits_with(0)
+        .prints("1 would be redriven");
+    // An expired lease is unfinished: only its own message or delivery may continue.
     let short = Terms {
         lease: std::time::Duration::from_millis(1),
         ..terms()
     };
-    world.desk.ask("held", Ask::Claim, 1, 0, short).await;
-    world
-        .set_aside("dead-letters", "held", "conflict", &[])
+    fixture.cli.ask("held", Ask::Claim, 1, 0, short).await;
+    fixture
+        .dead_letter("dead-letters", "held", "conflict", &[])
         .await;
-    world
+    fixture
         .run(&["dead-letters", "redrive", "--id", "held", "--yes"])
         .await
-        .ended(1)
-        .says("another body, whose holder is gone");
-    world.end().await;
+        .exits_with(1)
+        .prints("another body, whose lease expired");
+    fixture.end().await;
 }
 
-async fn what_its_holder_left_gets_out_of_the_dead_letters(broker: Broker) {
-    let world = Arc::new(World::on(broker).await);
+async fn lapsed_ids_are_redriven(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
     let short = Terms {
         lease: std::time::Duration::from_millis(1),
         ..terms()
     };
-    world.desk.ask("a", Ask::Claim, 1, 0, short).await;
-    world
-        .set_aside("dead-letters", "a", "attempts-spent", &[])
+    fixture.cli.ask("a", Ask::Claim, 1, 0, short).await;
+    fixture
+        .dead_letter("dead-letters", "a", "attempts-spent", &[])
         .await;
-    let story = world.json(&["explain", "a"]).await;
-    assert_eq!(story["verdict"], "left-by-its-holder");
+    let explanation = fixture.json(&["explain", "a"]).await;
+    assert_eq!(explanation["verdict"], "left-by-its-holder");
     assert!(
-        story["says"]
+        explanation["says"]
             .as_str()
             .is_some_and(|says| says.contains("dead-letters redrive")),
-        "{story}"
+        "{explanation}"
     );
-    world
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(0)
-        .says("1 redriven");
-    // The gate finds it in doubt, whatever sent it.
-    world.consume(Provider::Works, 0, world.stay(1, 0), 1).await;
-    world.end().await;
+        .exits_with(0)
+        .prints("1 redriven");
+    // The gate finds it in doubt.
+    fixture
+        .consume(PaymentProvider::Works, 0, fixture.remaining(1, 0), 1)
+        .await;
+    fixture.end().await;
 }
 
-async fn what_is_left_does_not_use_up_the_limit(broker: Broker) {
-    let world = Arc::new(World::on(broker).await);
-    world
-        .set_aside("dead-letters", "used", "conflict", &[])
+async fn skipped_messages_do_not_count_towards_the_limit(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
+    fixture
+        .dead_letter("dead-letters", "used", "conflict", &[])
         .await;
-    world
-        .set_aside("dead-letters", "good", "refused", &[])
+    fixture
+        .dead_letter("dead-letters", "good", "refused", &[])
         .await;
-    world
-        .set_aside("dead-letters", "better", "refused", &[])
+    fixture
+        .dead_letter("dead-letters", "better", "refused", &[])
         .await;
     for rest in [1, 0] {
-        let said = world
+        let said = fixture
             .run(&[
                 "dead-letters",
                 "redrive",
@@ -343,59 +352,64 @@ async fn what_is_left_does_not_use_up_the_limit(broker: Broker) {
             ])
             .await;
         assert_eq!(said.json()["done"], 1, "{said:?}");
-        let would = world
+        let would = fixture
             .run(&["dead-letters", "redrive", "--all", "--dry-run"])
             .await
-            .ended(0);
-        would.says(&format!("{rest} would be redriven, 1 would be left"));
+            .exits_with(0);
+        would.prints(&format!("{rest} would be redriven, 1 would be left"));
     }
-    world.end().await;
+    fixture.end().await;
 }
 
-async fn one_marker_that_cannot_be_read_keeps_no_other_letter(broker: Broker) {
-    let world = Arc::new(World::on(broker).await);
-    write_marker(&world.desk, "odd", Some("v9 of a later release")).await;
-    world.set_aside("dead-letters", "odd", "refused", &[]).await;
-    world
-        .set_aside("dead-letters", "good", "refused", &[])
+async fn an_unreadable_marker_blocks_no_other_message(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
+    write_marker(&fixture.cli, "odd", Some("v9 of a later release")).await;
+    fixture
+        .dead_letter("dead-letters", "odd", "refused", &[])
         .await;
-    let said = world
+    fixture
+        .dead_letter("dead-letters", "good", "refused", &[])
+        .await;
+    let said = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(1);
-    said.says("left as it is").says("1 redriven, 1 left");
-    assert_eq!(ids(&world.json(&["dead-letters", "list"]).await), ["odd"]);
-    world.end().await;
+        .exits_with(1);
+    said.prints("left as it is").prints("1 redriven, 1 left");
+    assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["odd"]);
+    fixture.end().await;
 }
 
-async fn without_a_store_what_the_gate_may_hold_is_left(broker: Broker) {
-    let world = Arc::new(World::on(broker).await);
-    world
-        .set_aside("dead-letters", "spent", "attempts-spent", &[])
+async fn without_a_store_messages_that_a_marker_may_block_are_skipped(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
+    fixture
+        .dead_letter("dead-letters", "spent", "attempts-spent", &[])
         .await;
-    world
-        .set_aside("dead-letters", "odd", "too-large", &[])
+    fixture
+        .dead_letter("dead-letters", "odd", "too-large", &[])
         .await;
-    let brokers = world.settings();
-    let audit = world.desk.path("audit.jsonl");
-    world.desk.write(
+    let brokers = fixture.settings();
+    let audit = fixture.cli.path("audit.jsonl");
+    fixture.cli.write(
         "oncegate.toml",
         &format!("{brokers}[audit]\nfile = \"{}\"\n", audit.display()),
     );
-    let said = world
+    let said = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(1);
-    said.says("set store.url").says("1 redriven, 1 left");
-    assert_eq!(ids(&world.json(&["dead-letters", "list"]).await), ["spent"]);
-    world.desk.configure(&brokers);
-    world.end().await;
+        .exits_with(1);
+    said.prints("set store.url").prints("1 redriven, 1 left");
+    assert_eq!(
+        ids(&fixture.json(&["dead-letters", "list"]).await),
+        ["spent"]
+    );
+    fixture.cli.configure(&brokers);
+    fixture.end().await;
 }
 
-async fn an_id_that_is_a_place_is_not_sent_back(broker: Broker) {
-    let world = Arc::new(World::on(broker).await);
-    world
-        .set_aside(
+async fn position_ids_are_not_redriven(broker: Broker) {
+    let fixture = Arc::new(BrokerFixture::on(broker).await);
+    fixture
+        .dead_letter(
             "dead-letters",
             "queue/0/7",
             "refused",
@@ -407,19 +421,19 @@ async fn an_id_that_is_a_place_is_not_sent_back(broker: Broker) {
     } else {
         "queue/0/7"
     };
-    world.desk.configure(&world.settings().replace(
-        &format!("\"{}\"", world.desk.name),
+    fixture.cli.configure(&fixture.settings().replace(
+        &format!("\"{}\"", fixture.cli.name),
         &format!(
             "\"{target}\"\ndead-letters = \"{}.dead-letters\"",
-            world.desk.name
+            fixture.cli.name
         ),
     ));
-    world
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(1)
-        .says("its id is its place");
-    world
+        .exits_with(1)
+        .prints("its id is its position");
+    fixture
         .run(&[
             "dead-letters",
             "redrive",
@@ -428,14 +442,14 @@ async fn an_id_that_is_a_place_is_not_sent_back(broker: Broker) {
             "--dry-run",
         ])
         .await
-        .ended(0)
-        .says("1 would be redriven");
-    world.desk.configure(&world.settings());
-    world.end().await;
+        .exits_with(0)
+        .prints("1 would be redriven");
+    fixture.cli.configure(&fixture.settings());
+    fixture.end().await;
 }
 
-/// The stages of all acts, and whether something went wrong.
-fn ends(audit: &Value) -> Vec<(&str, bool)> {
+/// The stages of all actions, and whether they failed.
+fn stages(audit: &Value) -> Vec<(&str, bool)> {
     let acts = audit.as_array().expect("a list");
     acts.iter()
         .map(|act| {
@@ -449,7 +463,7 @@ fn ends(audit: &Value) -> Vec<(&str, bool)> {
 
 async fn set_largest(topic: &str, bytes: &str) {
     let config = AlterConfig::new(ResourceSpecifier::Topic(topic)).set("max.message.bytes", bytes);
-    let altered = crate::world::admin()
+    let altered = crate::fixture::admin()
         .alter_configs(&[config], &AdminOptions::new())
         .await
         .expect("Kafka answers");
@@ -458,9 +472,9 @@ async fn set_largest(topic: &str, bytes: &str) {
         .for_each(|topic| drop(topic.expect("altered")));
 }
 
-/// With a body of so many bytes, which a producer's own limit would refuse.
+/// Publishes a body that exceeds the default limit of a producer.
 async fn publish_large(topic: &str, id: &str, reason: &str, bytes: usize) {
-    let mut config = crate::world::config();
+    let mut config = crate::fixture::config();
     let producer: FutureProducer = config
         .set("acks", "all")
         .set("message.max.bytes", "100000000")
@@ -477,7 +491,7 @@ async fn publish_large(topic: &str, id: &str, reason: &str, bytes: usize) {
             value: Some(value),
         });
     }
-    // Zeros would be compressed by nobody either.
+    // Not zeros, which compression would shrink.
     let body = vec![b'x'; bytes];
     producer
         .send(
@@ -492,37 +506,37 @@ async fn publish_large(topic: &str, id: &str, reason: &str, bytes: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_letter_of_two_megabytes_is_sent_back_on_kafka() {
-    let world = Arc::new(World::on(Broker::Kafka).await);
-    let (name, letters) = (
-        world.desk.name.clone(),
-        format!("{}.dead-letters", world.desk.name),
+async fn a_message_of_two_megabytes_is_redriven_on_kafka() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::Kafka).await);
+    let (name, messages) = (
+        fixture.cli.name.clone(),
+        format!("{}.dead-letters", fixture.cli.name),
     );
     set_largest(&name, "5000000").await;
-    set_largest(&letters, "5000000").await;
-    publish_large(&letters, "large", "refused", 2_000_000).await;
-    world
+    set_largest(&messages, "5000000").await;
+    publish_large(&messages, "large", "refused", 2_000_000).await;
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(0)
-        .says("1 redriven");
-    world.until_there_are(1, "").await;
-    world.end().await;
+        .exits_with(0)
+        .prints("1 redriven");
+    fixture.until_there_are(1, "").await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_a_topic_refuses_waits_on_and_keeps_no_other_letter() {
-    let world = Arc::new(World::on(Broker::Kafka).await);
-    let name = world.desk.name.clone();
+async fn a_refused_copy_blocks_no_other_message() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::Kafka).await);
+    let name = fixture.cli.name.clone();
     set_largest(&name, "1000").await;
     publish_large(&format!("{name}.dead-letters"), "large", "refused", 5_000).await;
     publish_large(&format!("{name}.in-doubt"), "doubt", "in-doubt-said", 5_000).await;
-    world.desk.ask("doubt", Ask::Claim, 1, 0, terms()).await;
-    world.desk.ask("doubt", Ask::Doubt, 1, 1, terms()).await;
-    world
-        .set_aside("dead-letters", "small", "refused", &[])
+    fixture.cli.ask("doubt", Ask::Claim, 1, 0, terms()).await;
+    fixture.cli.ask("doubt", Ask::Doubt, 1, 1, terms()).await;
+    fixture
+        .dead_letter("dead-letters", "small", "refused", &[])
         .await;
-    let said = world
+    let said = fixture
         .run(&[
             "dead-letters",
             "redrive",
@@ -532,25 +546,24 @@ async fn what_a_topic_refuses_waits_on_and_keeps_no_other_letter() {
             "to see",
         ])
         .await
-        .ended(1);
-    said.says("does not take the copy")
-        .says("1 redriven, 1 left");
+        .exits_with(1);
+    said.prints("the copy to").prints("1 redriven, 1 left");
     assert_eq!(
-        ids(&world.json(&["dead-letters", "list"]).await),
+        ids(&fixture.json(&["dead-letters", "list"]).await),
         ["large"],
         "nothing of it was done"
     );
-    world
+    fixture
         .run(&["in-doubt", "resolve", "doubt", "--did-not-happen", "--yes"])
         .await
-        .ended(1)
-        .says("does not take the copy");
+        .exits_with(1)
+        .prints("the copy to");
     assert_eq!(
-        world.json(&["in-doubt", "list"]).await["letters"][0]["state"],
+        fixture.json(&["in-doubt", "list"]).await["letters"][0]["state"],
         "waiting"
     );
-    let audit = world.json(&["audit"]).await;
-    let mut told = ends(&audit);
+    let audit = fixture.json(&["audit"]).await;
+    let mut told = stages(&audit);
     told.sort_unstable();
     assert_eq!(
         told,
@@ -574,61 +587,61 @@ async fn what_a_topic_refuses_waits_on_and_keeps_no_other_letter() {
     );
     set_largest(&name, "1000000").await;
     let again = async |arguments: &[&str]| {
-        // The broker knows of the new limit a moment later.
+        // The broker applies the new limit after a moment.
         let begun = std::time::Instant::now();
-        while world.run(arguments).await.code != 0 {
+        while fixture.run(arguments).await.code != 0 {
             assert!(begun.elapsed() < PATIENCE, "{arguments:?}");
         }
     };
     again(&["dead-letters", "redrive", "--all", "--yes"]).await;
     again(&["in-doubt", "resolve", "doubt", "--did-not-happen", "--yes"]).await;
-    world.until_there_are(3, "").await;
-    world.end().await;
+    fixture.until_there_are(3, "").await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_doubt_whose_copy_is_not_taken_stays_where_it_is_on_rabbitmq() {
-    let world = Arc::new(World::on(Broker::RabbitMq).await);
-    world.publish(&[("a", "silent")]).await;
-    world.consume(Provider::Judges, 0, 0, 1).await;
-    crate::world::delete(&world.desk.name).await;
-    world
+async fn a_doubtful_message_stays_if_its_copy_is_refused_on_rabbitmq() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
+    fixture.publish(&[("a", "silent")]).await;
+    fixture.consume(PaymentProvider::Judges, 0, 0, 1).await;
+    crate::fixture::delete(&fixture.cli.name).await;
+    fixture
         .run(&["in-doubt", "resolve", "a", "--did-not-happen", "--yes"])
         .await
-        .ended(3)
-        .says("is not there, or is full");
-    world.until_there_are(1, ".in-doubt").await;
+        .exits_with(3)
+        .prints("does not exist or is full");
+    fixture.until_there_are(1, ".in-doubt").await;
     assert_eq!(
-        ends(&world.json(&["audit"]).await),
+        stages(&fixture.json(&["audit"]).await),
         [("done", false), ("not-sent", true)]
     );
-    crate::world::declare_as_the_source_does(&world.desk.name).await;
-    world
+    crate::fixture::declare_as_the_source_does(&fixture.cli.name).await;
+    fixture
         .run(&["in-doubt", "resolve", "a", "--did-not-happen", "--yes"])
         .await
-        .ended(0)
-        .says("1 resolved");
-    world.consume(Provider::Works, 1, 0, 0).await;
-    world.end().await;
+        .exits_with(0)
+        .prints("1 resolved");
+    fixture.consume(PaymentProvider::Works, 1, 0, 0).await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_lost_headers_is_sent_only_if_that_is_accepted() {
-    let world = Arc::new(World::on(Broker::RabbitMq).await);
-    world
-        .set_aside(
+async fn messages_that_lost_headers_need_acceptance() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
+    fixture
+        .dead_letter(
             "dead-letters",
             "a",
             "refused",
             &[("oncegate-dropped-headers", "signature")],
         )
         .await;
-    world
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(1)
-        .says("signature");
-    world
+        .exits_with(1)
+        .prints("signature");
+    fixture
         .run(&[
             "dead-letters",
             "redrive",
@@ -637,28 +650,30 @@ async fn what_lost_headers_is_sent_only_if_that_is_accepted() {
             "--yes",
         ])
         .await
-        .ended(0)
-        .says("1 redriven");
-    world.end().await;
+        .exits_with(0)
+        .prints("1 redriven");
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_rate_is_kept() {
-    let world = Arc::new(World::on(Broker::RabbitMq).await);
-    let audit = world.desk.path("audit.jsonl");
-    world.desk.configure(&format!(
+async fn the_rate_limit_holds() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
+    let audit = fixture.cli.path("audit.jsonl");
+    fixture.cli.configure(&format!(
         "{}[audit]\nfile = \"{}\"\n",
-        world.settings(),
+        fixture.settings(),
         audit.display()
     ));
     for id in ["a", "b", "c"] {
-        world.set_aside("dead-letters", id, "refused", &[]).await;
+        fixture
+            .dead_letter("dead-letters", id, "refused", &[])
+            .await;
     }
-    world
+    fixture
         .run(&["dead-letters", "drop", "--all", "--rate", "1", "--yes"])
         .await
-        .ended(0)
-        .says("3 dropped");
+        .exits_with(0)
+        .prints("3 dropped");
     let lines = std::fs::read_to_string(audit).expect("the audit");
     let begun: Vec<u64> = lines
         .lines()
@@ -671,14 +686,14 @@ async fn a_rate_is_kept() {
         begun[2] - begun[0] >= 1_000,
         "two pauses of a second, the first of which may have begun a while before: {begun:?}"
     );
-    world.end().await;
+    fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_tombstone_stays_one() {
-    let world = Arc::new(World::on(Broker::Kafka).await);
-    let name = world.desk.name.clone();
-    let producer: FutureProducer = crate::world::config()
+async fn a_tombstone_stays_a_tombstone() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::Kafka).await);
+    let name = fixture.cli.name.clone();
+    let producer: FutureProducer = crate::fixture::config()
         .set("acks", "all")
         .create()
         .expect("a producer");
@@ -686,58 +701,61 @@ async fn a_tombstone_stays_one() {
         key: "oncegate-reason",
         value: Some("missing-id"),
     });
-    let letters = format!("{name}.dead-letters");
+    let messages = format!("{name}.dead-letters");
     producer
         .send(
-            FutureRecord::<str, [u8]>::to(&letters)
+            FutureRecord::<str, [u8]>::to(&messages)
                 .key("k")
                 .headers(headers),
             PATIENCE,
         )
         .await
         .expect("it is taken");
-    world
+    fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
-        .ended(0)
-        .says("1 redriven");
-    let read = crate::world::bodies(&name).await;
+        .exits_with(0)
+        .prints("1 redriven");
+    let read = crate::fixture::bodies(&name).await;
     assert_eq!(read, [None]);
-    world.end().await;
+    fixture.end().await;
 }
 
-/// Who mistypes an id records nothing.
+/// A mistyped id records nothing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_id_without_a_letter_and_without_a_doubt_is_not_resolved() {
-    let world = Arc::new(World::on(Broker::RabbitMq).await);
+async fn ids_without_a_message_or_doubt_are_not_resolved() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
     for found in ["--happened", "--did-not-happen"] {
-        world
+        fixture
             .run(&["in-doubt", "resolve", "typo", found, "--yes"])
             .await
-            .ended(1)
-            .says("marker complete");
+            .exits_with(1)
+            .prints("marker complete");
     }
     assert_eq!(
-        world.json(&["marker", "show", "typo"]).await["state"],
+        fixture.json(&["marker", "show", "typo"]).await["state"],
         "absent"
     );
-    // A marker alone may be in doubt, and what was found out lasts for the window.
-    world.desk.ask("a", Ask::Claim, 1, 0, terms()).await;
-    world.desk.ask("a", Ask::Doubt, 1, 1, terms()).await;
-    world
+    // A marker without a message may be in doubt, and the finding lasts for the window.
+    fixture.cli.ask("a", Ask::Claim, 1, 0, terms()).await;
+    fixture.cli.ask("a", Ask::Doubt, 1, 1, terms()).await;
+    fixture
         .run(&["in-doubt", "resolve", "a", "--happened", "--dry-run"])
         .await
-        .ended(0)
-        .says("would be done for 1 d, the default");
+        .exits_with(0)
+        .prints("would be done for 1 d, the default");
     assert_eq!(
-        world.json(&["marker", "show", "a"]).await["state"],
+        fixture.json(&["marker", "show", "a"]).await["state"],
         "in-doubt"
     );
-    world
+    fixture
         .run(&["in-doubt", "resolve", "a", "--happened", "--yes"])
         .await
-        .ended(0)
-        .says("is done for 1 d, the default");
-    assert_eq!(world.json(&["marker", "show", "a"]).await["state"], "done");
-    world.end().await;
+        .exits_with(0)
+        .prints("is done for 1 d, the default");
+    assert_eq!(
+        fixture.json(&["marker", "show", "a"]).await["state"],
+        "done"
+    );
+    fixture.end().await;
 }

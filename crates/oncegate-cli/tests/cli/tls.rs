@@ -1,5 +1,4 @@
-//! A RabbitMQ that takes no plain connection, and whose certificate an authority of its own has
-//! signed.
+//! A RabbitMQ that accepts only TLS, with a certificate of a private CA.
 
 use std::path::Path;
 use std::time::Instant;
@@ -11,12 +10,12 @@ use lapin::{BasicProperties, Connection, ConnectionProperties};
 use oncegate::{Open, RabbitMq, Source};
 use oncegate_testkit::servers::{RabbitOptions, RabbitServer};
 
-use crate::desk::Desk;
-use crate::world::PATIENCE;
+use crate::cli::TestCli;
+use crate::fixture::PATIENCE;
 
 const QUEUE: &str = "payments";
 
-/// The queues as a source declares them, and one dead letter.
+/// Declares the queues of a source and publishes one dead letter.
 async fn prepare(server: &RabbitServer) {
     let (authority, (certificate, key)) =
         (server.certificate_authority(), server.client_certificate());
@@ -57,10 +56,10 @@ async fn prepare(server: &RabbitServer) {
     let properties = BasicProperties::default()
         .with_delivery_mode(2)
         .with_headers(headers);
-    let letters = format!("{QUEUE}.dead-letters");
+    let messages = format!("{QUEUE}.dead-letters");
     let published = channel.basic_publish(
         "".into(),
-        letters.as_str().into(),
+        messages.as_str().into(),
         BasicPublishOptions::default(),
         b"{}",
         properties,
@@ -80,14 +79,14 @@ async fn prepare(server: &RabbitServer) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_broker_with_an_authority_of_its_own_is_looked_into_and_sent_to() {
+async fn a_broker_with_a_private_ca_is_read_and_redriven() {
     let start = || RabbitServer::start_with(&RabbitOptions::new().tls());
     let server = tokio::task::spawn_blocking(start)
         .await
         .expect("no panic")
         .expect("a server");
     prepare(&server).await;
-    let desk = Desk::new();
+    let cli = TestCli::new();
     let (authority, (certificate, key)) =
         (server.certificate_authority(), server.client_certificate());
     let rabbitmq = format!(
@@ -101,43 +100,43 @@ async fn a_broker_with_an_authority_of_its_own_is_looked_into_and_sent_to() {
         key.display()
     );
 
-    desk.configure(&rabbitmq);
-    desk.run(&["dead-letters", "list"])
-        .ended(3)
-        .says("UnknownIssuer")
-        .says("rabbitmq.ca-certificate");
-    desk.configure(&format!("{rabbitmq}{trusts}"));
-    desk.run(&["dead-letters", "list"])
-        .ended(3)
-        .says("amqps://guest@localhost")
-        .says("cannot be reached");
-    desk.configure(&format!("{rabbitmq}ca-certificate = \"nowhere.pem\"\n"));
-    desk.run(&["dead-letters", "list"])
-        .ended(2)
-        .says("rabbitmq.ca-certificate: nowhere.pem");
-    desk.configure(&format!("{rabbitmq}{trusts}client-key = \"x\"\n"));
-    desk.run(&["config", "check"])
-        .ended(2)
-        .says("rabbitmq.client-key needs rabbitmq.client-certificate");
+    cli.configure(&rabbitmq);
+    cli.run(&["dead-letters", "list"])
+        .exits_with(3)
+        .prints("UnknownIssuer")
+        .prints("rabbitmq.ca-certificate");
+    cli.configure(&format!("{rabbitmq}{trusts}"));
+    cli.run(&["dead-letters", "list"])
+        .exits_with(3)
+        .prints("amqps://guest@localhost")
+        .prints("cannot be reached");
+    cli.configure(&format!("{rabbitmq}ca-certificate = \"nowhere.pem\"\n"));
+    cli.run(&["dead-letters", "list"])
+        .exits_with(2)
+        .prints("rabbitmq.ca-certificate: nowhere.pem");
+    cli.configure(&format!("{rabbitmq}{trusts}client-key = \"x\"\n"));
+    cli.run(&["config", "check"])
+        .exits_with(2)
+        .prints("rabbitmq.client-key requires rabbitmq.client-certificate");
 
-    desk.configure(&format!("{rabbitmq}{trusts}{shows}"));
-    desk.run(&["doctor"])
-        .says("Looked at the settings, Redis, RabbitMQ");
+    cli.configure(&format!("{rabbitmq}{trusts}{shows}"));
+    cli.run(&["doctor"])
+        .prints("Checked the settings, Redis, RabbitMQ");
     assert_eq!(
-        desk.json(&["dead-letters", "list"])["letters"][0]["id"],
+        cli.json(&["dead-letters", "list"])["letters"][0]["id"],
         "pay-1"
     );
-    desk.run(&[
+    cli.run(&[
         "dead-letters",
         "redrive",
         "--all",
         "--accept-forgotten",
         "--yes",
     ])
-    .ended(0)
-    .says("1 redriven");
+    .exits_with(0)
+    .prints("1 redriven");
     assert_eq!(
-        desk.json(&["dead-letters", "list"])["letters"]
+        cli.json(&["dead-letters", "list"])["letters"]
             .as_array()
             .map(Vec::len),
         Some(0)

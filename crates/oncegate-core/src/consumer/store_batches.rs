@@ -211,7 +211,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
                 Err(error @ StoreError::Misconfigured(_)) => {
                     misconfigured = Some(error);
-                    Event::DrainOver
+                    Event::StopNow
                 }
                 Err(StoreError::UnreadableMarker(why)) => {
                     self.report_unreadable_marker(slot, &why);
@@ -278,7 +278,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// Abandons deliveries whose claim was not sent: a misconfigured store grants none.
     fn drop_claims(&mut self) {
         for slot in std::mem::take(&mut self.claims) {
-            self.happens(slot, Event::DrainOver);
+            self.happens(slot, Event::StopNow);
         }
     }
 

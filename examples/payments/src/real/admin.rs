@@ -3,7 +3,7 @@
 use std::net::SocketAddr;
 
 use oncegate::{ConsumerStatus, Readiness};
-use oncegate_admin::{Admin, LastErrors, Metrics, Serving};
+use oncegate_admin::{Admin, AdminServer, LastErrors, Metrics};
 
 use super::Error;
 use crate::counters::Outcomes;
@@ -28,7 +28,7 @@ pub(super) fn open(
     wanted: Option<SocketAddr>,
     watched: &Watched,
     errors: LastErrors,
-) -> Result<(Outcomes, Option<Serving>), Error> {
+) -> Result<(Outcomes, Option<AdminServer>), Error> {
     let Some(address) = wanted else {
         return Ok((Outcomes::install(), None));
     };

@@ -1,0 +1,338 @@
+//! Applies an action to many messages and reports the results.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::time::Duration;
+
+use clap::Args;
+use oncegate::shutdown_signal;
+use serde::Serialize;
+
+use super::filter::unknown_age_note;
+use super::{CopyAge, DeadLetter, DestinationReader, PublishError};
+use crate::CliContext;
+use crate::audit::{Audit, PendingAction};
+use crate::error::{CliError, CliErrorCode};
+use crate::output::TextTable;
+
+/// Whether to apply a change, and why.
+#[derive(Args)]
+pub(crate) struct ConfirmArgs {
+    /// Show what would be done and exit with 0
+    #[arg(long)]
+    pub(crate) dry_run: bool,
+    /// Apply the change; without this, show what would be done and exit with 4
+    #[arg(long, conflicts_with = "dry_run")]
+    pub(crate) yes: bool,
+    /// The reason, for the audit
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) why: Option<String>,
+}
+
+/// Selects and limits the messages of one command.
+#[derive(Args)]
+pub(crate) struct BulkLimits {
+    /// Select every pending message, if no filter is given
+    #[arg(long)]
+    pub(crate) all: bool,
+    /// Maximum number of messages to process; skipped ones do not count
+    #[arg(long)]
+    pub(crate) limit: Option<usize>,
+    /// Maximum number of messages per second
+    #[arg(long, value_name = "NUMBER", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    rate: Option<u32>,
+}
+
+impl BulkLimits {
+    /// Limits the rate of changes; a preview is not limited.
+    pub(crate) fn rate_limiter(&self, confirm: &ConfirmArgs) -> RateLimiter {
+        RateLimiter(self.rate.filter(|_| confirm.yes).map(|rate| {
+            let mut rate_limiter = tokio::time::interval(Duration::from_secs(1) / rate);
+            rate_limiter.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+            rate_limiter
+        }))
+    }
+}
+
+pub(crate) struct RateLimiter(Option<tokio::time::Interval>);
+
+impl RateLimiter {
+    pub(crate) async fn next(&mut self) {
+        if let Some(rate_limiter) = &mut self.0 {
+            rate_limiter.tick().await;
+        }
+    }
+}
+
+/// Ends the command on SIGTERM or Ctrl-C after the current message and still prints the report.
+/// Only SIGKILL interrupts a message.
+pub(crate) struct StopSignal(Pin<Box<dyn Future<Output = ()> + Send>>);
+
+impl StopSignal {
+    /// From now on SIGTERM and Ctrl-C no longer end the process by themselves.
+    pub(crate) fn watch() -> Self {
+        Self(Box::pin(shutdown_signal()))
+    }
+
+    /// Runs an operation unless a stop signal arrives first.
+    ///
+    /// # Errors
+    /// The signal arrived; do not use this value again.
+    pub(crate) async fn or<T>(
+        &mut self,
+        operation: impl Future<Output = Result<T, CliError>>,
+    ) -> Result<T, CliError> {
+        tokio::select! {
+            biased;
+            () = &mut self.0 => Err(CliError::not_all("stopped by a signal before the end; run the command again for the remaining messages")),
+            result = operation => result,
+        }
+    }
+}
+
+/// The actual or planned result for one message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+enum BulkOutcome {
+    /// The action was applied, or would be.
+    Done,
+    /// The message was left where it is.
+    Left,
+}
+
+#[derive(Serialize)]
+struct BulkRow {
+    place: String,
+    id: Option<String>,
+    reason: String,
+    outcome: BulkOutcome,
+    says: String,
+}
+
+/// The results of all messages.
+#[derive(Default)]
+pub(crate) struct BulkReport {
+    rows: Vec<BulkRow>,
+    done: usize,
+    left: usize,
+    /// Messages that match the filter except that their age is unknown.
+    unknown_age: usize,
+    /// Marker changes, for JSON output.
+    markers: Vec<serde_json::Value>,
+}
+
+/// The maximum number of messages in a report.
+const ROWS: usize = 1_000;
+
+impl BulkReport {
+    fn add(&mut self, message: &DeadLetter, outcome: BulkOutcome, says: impl Into<String>) {
+        match outcome {
+            BulkOutcome::Done => self.done += 1,
+            BulkOutcome::Left => self.left += 1,
+        }
+        if self.rows.len() < ROWS {
+            let (place, id, reason) = (
+                message.place.to_string(),
+                message.id().map(str::to_owned),
+                message.reason().to_owned(),
+            );
+            self.rows.push(BulkRow {
+                place,
+                id,
+                reason,
+                outcome,
+                says: says.into(),
+            });
+        }
+    }
+
+    /// Adds the result for one message.
+    ///
+    /// # Errors
+    /// The failure, if it would repeat for the next message.
+    pub(crate) fn note(
+        &mut self,
+        message: &DeadLetter,
+        result: Result<String, CliError>,
+    ) -> Result<(), CliError> {
+        match result {
+            Ok(text) => self.add(message, BulkOutcome::Done, text),
+            Err(failure) => {
+                self.add(message, BulkOutcome::Left, failure.to_string());
+                if !concerns_one_message(&failure) {
+                    return Err(failure);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn total(&self) -> usize {
+        self.done + self.left
+    }
+
+    /// Skipped messages do not count: they would be skipped again next time and block those behind
+    /// them.
+    pub(crate) fn is_full(&self, limits: &BulkLimits) -> bool {
+        limits.limit.is_some_and(|limit| self.done >= limit)
+    }
+
+    pub(crate) fn note_unknown_age(&mut self) {
+        self.unknown_age += 1;
+    }
+
+    pub(crate) fn note_marker(&mut self, marker: serde_json::Value) {
+        self.markers.push(marker);
+    }
+
+    /// Adds the result for an id that has no message.
+    pub(crate) fn note_done(&mut self, id: &str, says: String) {
+        self.done += 1;
+        self.note_id(id, BulkOutcome::Done, says);
+    }
+
+    /// Adds a skipped id that has no message.
+    pub(crate) fn note_left(&mut self, id: &str, says: String) {
+        self.left += 1;
+        self.note_id(id, BulkOutcome::Left, says);
+    }
+
+    fn note_id(&mut self, id: &str, outcome: BulkOutcome, says: String) {
+        if self.rows.len() < ROWS {
+            let none = || "-".to_owned();
+            self.rows.push(BulkRow {
+                place: none(),
+                id: Some(id.to_owned()),
+                reason: none(),
+                outcome,
+                says,
+            });
+        }
+    }
+
+    /// Prints the report. Returns the failure that stopped the command, if any.
+    pub(crate) fn finish(
+        self,
+        context: &CliContext,
+        confirm: &ConfirmArgs,
+        command: BulkCommand,
+        stopped: Option<CliError>,
+    ) -> Result<(), CliError> {
+        let mut table = TextTable::new(&["where", "id", "reason", "what"]);
+        for row in &self.rows {
+            table.row([
+                row.place.clone(),
+                row.id.clone().unwrap_or_else(|| "-".into()),
+                row.reason.clone(),
+                row.says.clone(),
+            ]);
+        }
+        let (total, shown) = (self.total(), self.rows.len());
+        let cut = if shown < total {
+            format!("Only the first {shown} of {total} are shown.\n")
+        } else {
+            String::new()
+        };
+        let (verb, would) = (command.verb, if confirm.yes { "" } else { "would be " });
+        let unknown_age_note = unknown_age_note(self.unknown_age);
+        let summary = format!(
+            "{cut}{} {would}{verb}, {} {would}left where they are.{unknown_age_note}",
+            self.done, self.left
+        );
+        self.print(
+            context,
+            confirm,
+            command,
+            stopped.as_ref(),
+            format!("{table}{summary}"),
+        )?;
+        self.end(confirm, stopped)
+    }
+
+    fn print(
+        &self,
+        context: &CliContext,
+        confirm: &ConfirmArgs,
+        command: BulkCommand,
+        stopped: Option<&CliError>,
+        text: String,
+    ) -> Result<(), CliError> {
+        let json = serde_json::json!({
+            "act": command.name, "did": confirm.yes, "done": self.done, "left": self.left, "without_age": self.unknown_age,
+            "markers": self.markers, "letters": self.rows, "all": self.rows.len() == self.total(), "stopped": stopped.map(ToString::to_string),
+        });
+        context.format.print(&json, text)
+    }
+
+    fn end(&self, confirm: &ConfirmArgs, stopped: Option<CliError>) -> Result<(), CliError> {
+        match stopped {
+            Some(failure) => Err(failure),
+            None if confirm.dry_run => Ok(()),
+            None if !confirm.yes => Err(CliError::not_confirmed()),
+            None if self.left > 0 => Err(CliError::not_all(format!(
+                "{} were left where they are",
+                self.left
+            ))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The name of a bulk command and the verb for its report.
+#[derive(Clone, Copy)]
+pub(crate) struct BulkCommand {
+    pub(crate) name: &'static str,
+    pub(crate) verb: &'static str,
+}
+
+/// Publishes a copy and waits for its confirmation, records it in the audit, and removes the
+/// original, in this order. A crash leaves the original, or an additional copy that the gate
+/// deduplicates.
+///
+/// # Errors
+/// The message stays in its destination; the audit records whether a copy may exist.
+pub(crate) async fn publish(
+    audit: &Audit,
+    pending: PendingAction,
+    reader: &mut DestinationReader,
+    message: &DeadLetter,
+    age: CopyAge,
+) -> Result<(), CliError> {
+    match reader.publish(message, age).await {
+        Ok(()) => {}
+        Err(PublishError::Refused(failure)) => {
+            audit.not_sent(pending, &failure).await?;
+            return Err(failure);
+        }
+        Err(PublishError::Unconfirmed(failure)) => {
+            audit.unknown(pending, &failure).await;
+            return Err(failure);
+        }
+    }
+    take_out(audit, pending, reader, message).await
+}
+
+/// Records the action in the audit and removes the message.
+///
+/// # Errors
+/// The message stays in its destination.
+pub(crate) async fn take_out(
+    audit: &Audit,
+    pending: PendingAction,
+    reader: &DestinationReader,
+    message: &DeadLetter,
+) -> Result<(), CliError> {
+    audit.done(pending).await?;
+    reader.take_out(message).await
+}
+
+/// Whether the failure concerns only this message, so that the next may be tried.
+fn concerns_one_message(failure: &CliError) -> bool {
+    failure.code == CliErrorCode::NotAll
+}
+
+/// Closes the reader, so that unacknowledged messages are returned.
+pub(crate) async fn close_reader(reader: DestinationReader, bar: indicatif::ProgressBar) {
+    bar.finish_and_clear();
+    reader.close().await;
+}

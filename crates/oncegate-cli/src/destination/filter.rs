@@ -1,0 +1,114 @@
+//! Selects messages of a destination.
+
+use clap::Args;
+use clap::builder::PossibleValuesParser;
+
+use super::{Broker, DeadLetter};
+use crate::CliContext;
+use crate::config::{self, TimeArg};
+use crate::error::CliError;
+use crate::output::{ms, now_ms};
+
+/// Filters by id, reason and age; all given filters must match.
+#[derive(Args, Clone, Debug, Default)]
+pub(crate) struct MessageFilter {
+    /// Only messages with this id
+    #[arg(long)]
+    pub(crate) id: Option<String>,
+    /// Only messages with this reason; may be repeated
+    #[arg(long = "reason", value_name = "REASON", value_parser = PossibleValuesParser::new(super::reasons()))]
+    reasons: Vec<String>,
+    /// Only messages sent longer ago than this, such as 2h; if unknown, the time of dead-lettering
+    /// counts. Messages with neither time are skipped and counted
+    #[arg(long, value_name = "TIME")]
+    older_than: Option<TimeArg>,
+    /// Only messages sent within this time
+    #[arg(long, value_name = "TIME")]
+    younger_than: Option<TimeArg>,
+    /// Only this broker, if both are configured
+    #[arg(long)]
+    pub(crate) broker: Option<Broker>,
+}
+
+impl MessageFilter {
+    /// Whether it excludes any message.
+    pub(crate) fn is_restrictive(&self) -> bool {
+        self.id.is_some()
+            || !self.reasons.is_empty()
+            || self.older_than.is_some()
+            || self.younger_than.is_some()
+    }
+
+    /// Converts the id to the form that headers use.
+    pub(crate) fn normalized(mut self, context: &CliContext) -> Result<Self, CliError> {
+        self.id = self
+            .id
+            .as_deref()
+            .map(|id| config::id(&context.config, id))
+            .transpose()?
+            .map(|id| id.to_string());
+        Ok(self)
+    }
+
+    pub(crate) fn for_id(
+        context: &CliContext,
+        id: &str,
+        broker: Option<Broker>,
+    ) -> Result<Self, CliError> {
+        Self {
+            id: Some(id.to_owned()),
+            broker,
+            ..Self::default()
+        }
+        .normalized(context)
+    }
+
+    /// The result of a filter.
+    pub(crate) fn matches(&self, message: &DeadLetter) -> FilterMatch {
+        let matches_other_filters = self.id.as_deref().is_none_or(|id| message.id() == Some(id))
+            && (self.reasons.is_empty()
+                || self.reasons.iter().any(|reason| message.reason() == reason));
+        if !matches_other_filters {
+            return FilterMatch::No;
+        }
+        let filters_by_age = self.older_than.is_some() || self.younger_than.is_some();
+        let Some(age) = message
+            .age_from_ms()
+            .map(|from| now_ms().saturating_sub(from))
+        else {
+            return if filters_by_age {
+                FilterMatch::UnknownAge
+            } else {
+                FilterMatch::Yes
+            };
+        };
+        let is_in_range = self.older_than.is_none_or(|than| age > ms(than.0))
+            && self.younger_than.is_none_or(|than| age <= ms(than.0));
+        if is_in_range {
+            FilterMatch::Yes
+        } else {
+            FilterMatch::No
+        }
+    }
+
+    pub(crate) fn selects(&self, message: &DeadLetter) -> bool {
+        self.matches(message) == FilterMatch::Yes
+    }
+}
+
+/// The result of a filter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FilterMatch {
+    Yes,
+    No,
+    /// Everything but the age matches, and the age is unknown.
+    UnknownAge,
+}
+
+/// The summary line about messages of unknown age.
+pub(crate) fn unknown_age_note(count: usize) -> String {
+    match count {
+        0 => String::new(),
+        _ => format!("\n{count} more were skipped: their age is unknown."),
+    }
+}

@@ -1,0 +1,414 @@
+//! Reads a topic with manually assigned partitions: joins no group and commits no offset.
+
+use std::collections::HashSet;
+use std::time::{Duration, Instant};
+
+use oncegate::IdSource;
+use oncegate::source::headers;
+use rdkafka::config::FromClientConfig;
+use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::message::{BorrowedMessage, Header, Headers, Message, OwnedHeaders};
+use rdkafka::producer::{FutureProducer, FutureRecord};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use tokio::sync::mpsc;
+
+use super::{
+    AuditedStates, Broker, CopyAge, DeadLetter, DeadLetterState, Destination, PublishError,
+    is_dropped_from_copies,
+};
+use crate::CliContext;
+use crate::audit::MessageLocation;
+use crate::config::Config;
+use crate::error::CliError;
+
+/// The time limit of one request.
+pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How many records are read ahead.
+const READ_AHEAD: usize = 64;
+
+/// A client with the configuration of the consumer and these additional settings.
+pub(crate) fn client<C: FromClientConfig>(
+    config: &Config,
+    settings: &[(&str, &str)],
+) -> Result<C, CliError> {
+    let settings = [&[("client.id", "oncegate-cli")], settings].concat();
+    let client = config.kafka()?.client(&settings);
+    client.map_err(|error| {
+        oncegate_config::Error::of_source(oncegate_config::Broker::Kafka, error).into()
+    })
+}
+
+/// The consumed topic.
+pub(crate) fn topic(config: &Config) -> Result<String, CliError> {
+    let topic = config.text("kafka.topic").map(str::to_owned);
+    topic.ok_or_else(|| CliError::usage("no topic: set kafka.topic, or ONCEGATE_KAFKA_TOPIC"))
+}
+
+pub(crate) fn destination_topic(
+    config: &Config,
+    destination: Destination,
+) -> Result<String, CliError> {
+    let topic = topic(config)?;
+    let (named, suffix) = match destination {
+        Destination::DeadLetters => (config.text("kafka.dead-letters"), "dead-letters"),
+        Destination::InDoubt => (config.text("kafka.in-doubt"), "in-doubt"),
+    };
+    Ok(named.map_or_else(|| format!("{topic}.{suffix}"), str::to_owned))
+}
+
+/// A consumer without a group: librdkafka requires a name, and nothing is subscribed or committed.
+pub(crate) fn consumer(config: &Config) -> Result<BaseConsumer, CliError> {
+    let settings = [
+        ("group.id", "oncegate-cli"),
+        ("enable.auto.commit", "false"),
+        ("enable.auto.offset.store", "false"),
+        ("enable.partition.eof", "true"),
+        ("auto.offset.reset", "earliest"),
+    ];
+    client(config, &settings)
+}
+
+/// A copy is confirmed once all in-sync replicas have it.
+const PRODUCER: [(&str, &str); 5] = [
+    ("enable.idempotence", "true"),
+    ("acks", "all"),
+    ("linger.ms", "0"),
+    ("message.timeout.ms", "30000"),
+    // The broker decides which size is too large; this is the maximum of librdkafka.
+    ("message.max.bytes", "1000000000"),
+];
+
+/// Reads one topic.
+pub(crate) struct TopicReader {
+    pub(crate) total: u64,
+    pub(crate) target: String,
+    dead_letters: mpsc::Receiver<Result<DeadLetter, CliError>>,
+    config: Config,
+    publisher: Option<FutureProducer>,
+    done: AuditedStates,
+}
+
+impl TopicReader {
+    pub(crate) async fn open(
+        context: &CliContext,
+        destination: Destination,
+        done: AuditedStates,
+    ) -> Result<Self, CliError> {
+        Self::of(
+            context,
+            destination_topic(&context.config, destination)?,
+            done,
+        )
+        .await
+    }
+
+    /// Opens a topic by name.
+    pub(crate) async fn of(
+        context: &CliContext,
+        name: String,
+        done: AuditedStates,
+    ) -> Result<Self, CliError> {
+        let config = &context.config;
+        let (consumer, ids) = (consumer(config)?, config.id_source()?);
+        let (total_tx, total_rx) = tokio::sync::oneshot::channel();
+        let (dead_letters_tx, dead_letters) = mpsc::channel(READ_AHEAD);
+        tokio::task::spawn_blocking(move || {
+            let assignment = assign_from_start(&consumer, &name);
+            let (total, unread) = match assignment {
+                Ok((total, unread)) => (Ok(total), unread),
+                Err(failure) => (Err(failure), HashSet::new()),
+            };
+            if total_tx.send(total).is_ok() {
+                read(&consumer, unread, ids.as_ref(), &dead_letters_tx);
+            }
+        });
+        let total = total_rx
+            .await
+            .map_err(|_| CliError::server("Kafka: the reader thread ended"))??;
+        Ok(Self {
+            total,
+            target: topic(config)?,
+            dead_letters,
+            config: config.clone(),
+            publisher: None,
+            done,
+        })
+    }
+
+    pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, CliError> {
+        let Some(dead_letter) = self.dead_letters.recv().await else {
+            return Ok(None);
+        };
+        let mut dead_letter = dead_letter?;
+        // No record of the consumed topic is a dead letter.
+        if dead_letter.place.name == self.target {
+            dead_letter.remove_reserved_headers();
+        }
+        dead_letter.state = self.done.state(&dead_letter);
+        dead_letter.other_source = dead_letter
+            .header(headers::ORIGIN)
+            .map(topic_of)
+            .filter(|name| *name != self.target)
+            .map(str::to_owned);
+        Ok(Some(dead_letter))
+    }
+
+    pub(crate) async fn publish(
+        &mut self,
+        dead_letter: &DeadLetter,
+        age: CopyAge,
+    ) -> Result<(), PublishError> {
+        let publisher = match &self.publisher {
+            Some(publisher) => publisher,
+            None => self
+                .publisher
+                .insert(client(&self.config, &PRODUCER).map_err(PublishError::Refused)?),
+        };
+        let mut written = OwnedHeaders::new();
+        for (name, value) in dead_letter
+            .raw_headers
+            .iter()
+            .filter(|(name, _)| !is_dropped_from_copies(name))
+        {
+            written = written.insert(Header {
+                key: name,
+                value: value.as_ref(),
+            });
+        }
+        if let Some(first_seen) = age.first_seen_header() {
+            written = written.insert(Header {
+                key: headers::FIRST_SEEN,
+                value: Some(&first_seen),
+            });
+        }
+        // The original partition, which keeps records of one key together whatever partitioner the
+        // producer uses.
+        let partition = dead_letter
+            .header(headers::ORIGIN)
+            .and_then(|origin| partition_of(origin, &self.target));
+        let record = |partition| FutureRecord::<[u8], [u8]> {
+            topic: &self.target,
+            partition,
+            payload: dead_letter.body.as_deref(),
+            key: dead_letter.key.as_deref(),
+            timestamp: None,
+            headers: Some(written.clone()),
+        };
+        let sent = match publisher.send(record(partition), REQUEST_TIMEOUT).await {
+            // The topic was recreated with fewer partitions.
+            Err((KafkaError::MessageProduction(RDKafkaErrorCode::UnknownPartition), _))
+                if partition.is_some() =>
+            {
+                publisher.send(record(None), REQUEST_TIMEOUT).await
+            }
+            sent => sent,
+        };
+        sent.map(drop)
+            .map_err(|(error, _)| publish_error(&error, &self.target))
+    }
+}
+
+/// Whether an error means that the copy does not exist.
+fn publish_error(error: &KafkaError, target: &str) -> PublishError {
+    use RDKafkaErrorCode::{
+        InvalidTopic, MessageSizeTooLarge, PolicyViolation, QueueFull, TopicAuthorizationFailed,
+        UnknownPartition, UnknownTopic, UnknownTopicOrPartition,
+    };
+    let text = format!("Kafka: the copy to {target} failed: {error}");
+    match error {
+        // The next record may be smaller.
+        KafkaError::MessageProduction(MessageSizeTooLarge) => {
+            PublishError::Refused(CliError::not_all(format!("left: {text}")))
+        }
+        KafkaError::MessageProduction(
+            InvalidTopic
+            | PolicyViolation
+            | QueueFull
+            | TopicAuthorizationFailed
+            | UnknownPartition
+            | UnknownTopic
+            | UnknownTopicOrPartition,
+        ) => PublishError::Refused(CliError::server(text)),
+        _ => PublishError::Unconfirmed(CliError::server(text)),
+    }
+}
+
+/// The topic in `topic/partition/offset`.
+fn topic_of(origin: &str) -> &str {
+    origin.rsplitn(3, '/').nth(2).unwrap_or(origin)
+}
+
+/// The partition in `topic/partition/offset`, if it names this topic.
+fn partition_of(origin: &str, topic: &str) -> Option<i32> {
+    let (rest, _) = origin.rsplit_once('/')?;
+    let (name, partition) = rest.rsplit_once('/')?;
+    (name == topic).then(|| partition.parse().ok()).flatten()
+}
+
+/// Assigns all partitions from their start. Returns the number of offsets and the end offset of
+/// every partition that has records.
+fn assign_from_start(
+    consumer: &BaseConsumer,
+    topic: &str,
+) -> Result<(u64, HashSet<(i32, i64)>), CliError> {
+    let partitions = partitions(consumer, topic)?;
+    let (mut total, mut unread, mut assigned) = (0, HashSet::new(), TopicPartitionList::new());
+    for partition in partitions {
+        let (low, high) = consumer.fetch_watermarks(topic, partition, REQUEST_TIMEOUT)?;
+        if high > low {
+            total += u64::try_from(high - low).unwrap_or(0);
+            unread.insert((partition, high));
+            assigned.add_partition_offset(topic, partition, Offset::Offset(low))?;
+        }
+    }
+    consumer.assign(&assigned)?;
+    Ok((total, unread))
+}
+
+/// The partitions of a topic.
+///
+/// # Errors
+/// The topic does not exist, or the broker does not answer.
+pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32>, CliError> {
+    let metadata = consumer
+        .fetch_metadata(Some(topic), REQUEST_TIMEOUT)
+        .map_err(|error| CliError::server(format!("Kafka: metadata of `{topic}`: {error}")))?;
+    let found = metadata.topics().first();
+    match found.map(|topic| topic.error().map(RDKafkaErrorCode::from)) {
+        Some(None) => Ok(found
+            .map(|topic| topic.partitions().iter().map(|it| it.id()).collect())
+            .unwrap_or_default()),
+        Some(Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic))
+        | None => Err(CliError::server(format!(
+            "Kafka: the topic `{topic}` does not exist"
+        ))),
+        Some(Some(code)) => Err(CliError::server(format!(
+            "Kafka: the topic `{topic}`: {code}"
+        ))),
+    }
+}
+
+/// Reads each partition up to the end offset it had when reading started.
+fn read(
+    consumer: &BaseConsumer,
+    mut unread: HashSet<(i32, i64)>,
+    ids: Option<&IdSource>,
+    dead_letters_tx: &mpsc::Sender<Result<DeadLetter, CliError>>,
+) {
+    let mut last = Instant::now();
+    while !unread.is_empty() {
+        let dead_letter = match consumer.poll(Duration::from_millis(200)) {
+            None if last.elapsed() < REQUEST_TIMEOUT * 3 => continue,
+            None => Err(CliError::server(
+                "Kafka: no more records arrived, and the end of the topic was not reached; run the command again",
+            )),
+            Some(Err(KafkaError::PartitionEOF(partition))) => {
+                unread.retain(|(it, _)| *it != partition);
+                last = Instant::now();
+                continue;
+            }
+            // librdkafka reconnects by itself.
+            Some(Err(_)) if last.elapsed() < REQUEST_TIMEOUT * 3 => continue,
+            Some(Err(error)) => Err(error.into()),
+            Some(Ok(message)) => {
+                let (partition, next) = (message.partition(), message.offset() + 1);
+                let end = unread
+                    .iter()
+                    .find(|(it, _)| *it == partition)
+                    .map(|(_, end)| *end);
+                let Some(end) = end else { continue };
+                if next >= end {
+                    unread.remove(&(partition, end));
+                }
+                // After a gap the next record may be past the end.
+                if next > end {
+                    continue;
+                }
+                last = Instant::now();
+                Ok(dead_letter(&message, ids))
+            }
+        };
+        let failed = dead_letter.is_err();
+        // The receiver was closed.
+        if dead_letters_tx.blocking_send(dead_letter).is_err() || failed {
+            return;
+        }
+    }
+}
+
+fn dead_letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> DeadLetter {
+    let (mut raw_headers, mut unnamed) = (Vec::new(), 0);
+    if let Some(headers) = message.headers() {
+        // The iterator panics on a name that is not UTF-8.
+        for at in 0..headers.count() {
+            let read = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                let header = headers.get(at);
+                (header.key.to_owned(), header.value.map(<[u8]>::to_vec))
+            }));
+            match read {
+                Ok(header) => raw_headers.push(header),
+                Err(_) => unnamed += 1,
+            }
+        }
+    }
+    let text = |value: &Option<Vec<u8>>| {
+        String::from_utf8_lossy(value.as_deref().unwrap_or_default()).into_owned()
+    };
+    let written_ms = message
+        .timestamp()
+        .to_millis()
+        .and_then(|ms| u64::try_from(ms).ok());
+    let mut dead_letter = DeadLetter {
+        place: MessageLocation {
+            broker: Broker::Kafka.name().to_owned(),
+            name: message.topic().to_owned(),
+            partition: Some(message.partition()),
+            offset: Some(message.offset()),
+            written_ms,
+        },
+        state: DeadLetterState::Waiting,
+        headers: raw_headers
+            .iter()
+            .map(|(name, value)| (name.clone(), text(value)))
+            .collect(),
+        key: message.key().map(<[u8]>::to_vec),
+        body: message.payload().map(<[u8]>::to_vec),
+        sent_ms: None,
+        dead_lettered_ms: written_ms,
+        other_source: None,
+        missing_parts: (unnamed > 0)
+            .then(|| format!("{unnamed} of its headers have names that are not UTF-8")),
+        #[cfg(feature = "rabbitmq")]
+        delivery: None,
+        raw_headers,
+        delivery_count: None,
+        read_id: None,
+    };
+    dead_letter.read_id = ids
+        .and_then(|ids| ids.read(&as_message(&dead_letter)).ok())
+        .map(|id| id.to_string());
+    dead_letter
+}
+
+/// The message as a consumer receives it.
+fn as_message(dead_letter: &DeadLetter) -> oncegate::Message {
+    let mut message = oncegate::Message::new(dead_letter.bytes().to_vec());
+    for (name, value) in &dead_letter.raw_headers {
+        message = message.with_header(name, value.clone().unwrap_or_default());
+    }
+    if let Some(key) = &dead_letter.key {
+        message = message.with_key(key.clone());
+    }
+    if let (Some(partition), Some(offset)) = (dead_letter.place.partition, dead_letter.place.offset)
+    {
+        let position = oncegate::Position::Offset { partition, offset };
+        message.origin = oncegate::Origin {
+            name: dead_letter.place.name.as_str().into(),
+            position,
+            system: Some("kafka"),
+        };
+    }
+    message
+}

@@ -1,0 +1,261 @@
+//! Decides whether a copy of a message may be sent, and with which age.
+//!
+//! A message stays in its destination without limit, while its marker expires after the window. A
+//! marker that records no effect is therefore proof at any time; an absent marker is proof only
+//! within the window.
+
+use std::time::Duration;
+
+use clap::Args;
+use oncegate::marker::{Effect, Marker};
+use oncegate::source::headers;
+use oncegate::{Fingerprint, Guarantee};
+
+use super::{CopyAge, DeadLetter, DeadLetterState};
+use crate::CliContext;
+use crate::config;
+use crate::error::CliError;
+use crate::marker::change::ObservedMarker;
+use crate::marker::description::MarkerState;
+use crate::output::{ms, now_ms};
+
+/// Marks a message whose body was omitted because it exceeds the record limit of the broker.
+const BODY_OMITTED: &str = "oncegate-body-omitted";
+
+/// Risks that the operator accepts.
+#[derive(Args, Clone, Copy, Debug, Default)]
+pub(crate) struct AcceptedRisks {
+    /// Send messages that may have been handled before: without a marker, and older than the
+    /// window, so that the marker may have expired
+    #[arg(long)]
+    accept_forgotten: bool,
+    /// Send messages again that an interrupted command may have sent
+    #[arg(long)]
+    accept_unfinished: bool,
+    /// Send messages that lost headers when they were dead-lettered
+    #[arg(long)]
+    accept_lost_headers: bool,
+}
+
+/// Reasons that the gate itself assigns: its claim held the id until the message was dead-lettered,
+/// so the id was not handled before that time.
+const CLAIMED_UNTIL_DEAD_LETTERED: [&str; 8] = [
+    "refused",
+    "attempts-spent",
+    "crashes-spent",
+    "rejected-before",
+    "in-doubt-said",
+    "in-doubt-panicked",
+    "in-doubt-timed-out",
+    "in-doubt-holder-gone",
+];
+
+fn refuse<T>(why: impl std::fmt::Display) -> Result<T, CliError> {
+    Err(CliError::not_all(format!("left: {why}")))
+}
+
+/// Checks that the message comes from the configured source.
+///
+/// # Errors
+/// It was consumed from another topic or queue.
+pub(crate) fn check_source(message: &DeadLetter, target: &str) -> Result<(), CliError> {
+    match &message.other_source {
+        None => Ok(()),
+        Some(from) => refuse(format!(
+            "it was consumed from {from}, and {target} is configured here"
+        )),
+    }
+}
+
+/// Checks that a copy would equal the original.
+///
+/// # Errors
+/// The copy would lack its body or headers.
+pub(crate) fn check_complete(
+    message: &DeadLetter,
+    accepted: AcceptedRisks,
+) -> Result<(), CliError> {
+    check_body(message)?;
+    match &message.missing_parts {
+        Some(what) if !accepted.accept_lost_headers => refuse(format!(
+            "{what}, so a copy would lack them; --accept-lost-headers sends it without them"
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// Checks that no marker can block a copy, where no store is configured.
+///
+/// # Errors
+/// The marker may block it, and only the store can release it.
+pub(crate) fn check_without_store(message: &DeadLetter) -> Result<(), CliError> {
+    let may_be_kept = CLAIMED_UNTIL_DEAD_LETTERED.contains(&message.reason())
+        || matches!(message.reason(), "unreadable" | "conflict");
+    if message.id().is_some() && may_be_kept {
+        return refuse(
+            "the marker of its id may block a copy, and no store is configured to release it; set store.url",
+        );
+    }
+    Ok(())
+}
+
+/// Checks that the body is present.
+///
+/// # Errors
+/// The body was omitted; names the position of the original.
+fn check_body(message: &DeadLetter) -> Result<(), CliError> {
+    match message.header(BODY_OMITTED) {
+        None => Ok(()),
+        Some(bytes) => Err(CliError::not_all(format!(
+            "left: its body of {bytes} bytes was too large for this destination; the only complete message is {}",
+            message
+                .header(headers::ORIGIN)
+                .unwrap_or("at an unknown position")
+        ))),
+    }
+}
+
+/// Whether the id of a message is its position, so that a copy gets another id.
+fn id_is_position(message: &DeadLetter, context: &CliContext) -> bool {
+    let by_place = context
+        .config
+        .text("gate.id")
+        .is_some_and(|text| text.split(' ').next() == Some("position"));
+    by_place || (message.id().is_some() && message.id() == message.header(headers::ORIGIN))
+}
+
+/// How long ago its id may have been handled without a marker that still proves it; `None` if
+/// unknown.
+fn unprotected_ms(message: &DeadLetter) -> Option<u64> {
+    let sent = message.first_seen_ms().or(message.dead_lettered_ms);
+    let since = if CLAIMED_UNTIL_DEAD_LETTERED.contains(&message.reason()) {
+        message.dead_lettered_ms.or(sent)
+    } else {
+        sent
+    };
+    since.map(|since| now_ms().saturating_sub(since))
+}
+
+/// Whether the marker of its id may have expired.
+pub(crate) fn marker_may_have_expired(message: &DeadLetter, window: Duration) -> bool {
+    unprotected_ms(message).is_none_or(|age| age >= ms(window))
+}
+
+/// How a copy is redriven.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CopyPlan {
+    pub(crate) age: CopyAge,
+    /// What the marker records about earlier attempts.
+    pub(crate) effect: Effect,
+}
+
+const NEW_COPY: CopyPlan = CopyPlan {
+    age: CopyAge::New,
+    effect: Effect::Nothing,
+};
+
+/// Whether the marker has the fingerprint of another body. Only checked for messages whose id
+/// oncegate did not write, for example those that a broker dead-lettered: otherwise anyone who may
+/// publish could release the id of another message.
+fn has_other_body(message: &DeadLetter, marker: &Marker) -> bool {
+    let theirs = match marker {
+        Marker::Rejected { fingerprint, .. } => *fingerprint,
+        Marker::InProgress(hold) => hold.fingerprint,
+        _ => None,
+    };
+    message.header(headers::ID).is_none()
+        && theirs.is_some_and(|theirs| theirs != Fingerprint::of(message.bytes()))
+}
+
+/// Plans the copy of a message from its marker; `None` means that there is no store.
+///
+/// # Errors
+/// The message must stay, and why.
+pub(crate) fn plan_copy(
+    message: &DeadLetter,
+    seen: Option<&ObservedMarker<'_>>,
+    named: bool,
+    accepted: AcceptedRisks,
+    context: &CliContext,
+) -> Result<CopyPlan, CliError> {
+    let state = seen.map_or(MarkerState::Absent, ObservedMarker::state);
+    if let Some(subject) = seen.filter(|_| !named)
+        && has_other_body(message, &subject.standing.marker)
+    {
+        return refuse("its id was used for another body; select it with --id to send it anyway");
+    }
+    plan_for_state(message, state, named, accepted, context)
+}
+
+/// Plans the copy of a message from the state of its marker; `Absent` if there is no store.
+pub(crate) fn plan_for_state(
+    message: &DeadLetter,
+    state: MarkerState,
+    named: bool,
+    accepted: AcceptedRisks,
+    context: &CliContext,
+) -> Result<CopyPlan, CliError> {
+    if id_is_position(message, context) && !accepted.accept_forgotten {
+        return refuse(
+            "its id is its position, so a copy gets another id and may be handled twice; --accept-forgotten sends it",
+        );
+    }
+    let is_conflict = message.reason() == "conflict";
+    match state {
+        MarkerState::Done if is_conflict => {
+            refuse("its id was handled with another body; give it an id of its own, or drop it")
+        }
+        MarkerState::Done => {
+            refuse("its id was handled meanwhile, so a copy would be a duplicate; drop it")
+        }
+        MarkerState::Rejected if is_conflict => refuse(
+            "its id belongs to a message with another body, which was rejected; process that one first",
+        ),
+        MarkerState::Lapsed if is_conflict => refuse(
+            "its id belongs to a message with another body, whose lease expired; process that one first",
+        ),
+        MarkerState::InDoubt => refuse("its id is in doubt; run `oncegate in-doubt resolve` first"),
+        MarkerState::InProgress => refuse("its id is being handled right now; try again later"),
+        MarkerState::Unreadable => refuse("its marker cannot be read"),
+        MarkerState::Absent | MarkerState::Cleared if is_conflict && !named => refuse(
+            "its id was used for another body, which may have been handled; select it with --id to send it anyway",
+        ),
+        MarkerState::Rejected => Ok(NEW_COPY),
+        // An unknown effect stays unknown: at most once finds it in doubt and reconciles.
+        MarkerState::Cleared | MarkerState::Lapsed => Ok(CopyPlan {
+            age: CopyAge::New,
+            effect: Effect::Unknown,
+        }),
+        MarkerState::Absent => plan_without_marker(message, accepted, context),
+    }
+}
+
+fn plan_without_marker(
+    message: &DeadLetter,
+    accepted: AcceptedRisks,
+    context: &CliContext,
+) -> Result<CopyPlan, CliError> {
+    if message.state == DeadLetterState::Begun && !accepted.accept_unfinished {
+        return refuse(
+            "an interrupted command may have sent it; see `oncegate audit`. --accept-unfinished sends it again, `drop` drops it",
+        );
+    }
+    // A message without an id was never handled under one.
+    if accepted.accept_forgotten
+        || matches!(message.reason(), "missing-id" | "unusable-id")
+        || !marker_may_have_expired(message, context.config.window())
+    {
+        return Ok(NEW_COPY);
+    }
+    match context.config.guarantee() {
+        // The consumer finds the copy too old and reconciles.
+        Guarantee::AtMostOnce => Ok(CopyPlan {
+            age: CopyAge::FirstSeen(message.age_from_ms().unwrap_or(0)),
+            effect: Effect::Unknown,
+        }),
+        _ => refuse(format!(
+            "its id has no marker, and it may have been handled longer ago than the window of {}; find out, then drop it or pass --accept-forgotten",
+            config::window_description(&context.config)
+        )),
+    }
+}

@@ -1,0 +1,168 @@
+//! Exit codes and error messages.
+
+use std::fmt;
+use std::process::ExitCode;
+
+use oncegate::StoreError;
+use oncegate_config::settings::nearest;
+
+/// The exit codes in `--help`.
+pub(crate) const CODES: &str = "Exit codes:
+  0  success
+  1  incomplete, or problems were found (see the output)
+  2  invalid command line or configuration
+  3  a server is unreachable or refused the request
+  4  nothing was done: this was a preview, --yes applies it
+  5  a filter value is unknown
+  6  this build does not include the broker or store";
+
+/// An exit code other than 0.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CliErrorCode {
+    NotAll = 1,
+    Usage = 2,
+    Server = 3,
+    NotConfirmed = 4,
+    UnknownWord = 5,
+    LeftOut = 6,
+}
+
+/// The error that ends the program.
+#[derive(Debug)]
+pub(crate) struct CliError {
+    pub(crate) code: CliErrorCode,
+    text: String,
+    /// Whether the same request would fail again.
+    permanence: Permanence,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Permanence {
+    Perhaps,
+    /// The marker of this key cannot be read.
+    Yes,
+}
+
+impl CliError {
+    pub(crate) fn usage(text: impl Into<String>) -> Self {
+        Self {
+            code: CliErrorCode::Usage,
+            text: text.into(),
+            permanence: Permanence::Perhaps,
+        }
+    }
+
+    pub(crate) fn server(text: impl Into<String>) -> Self {
+        Self {
+            code: CliErrorCode::Server,
+            text: text.into(),
+            permanence: Permanence::Perhaps,
+        }
+    }
+
+    pub(crate) fn not_all(text: impl Into<String>) -> Self {
+        Self {
+            code: CliErrorCode::NotAll,
+            text: text.into(),
+            permanence: Permanence::Perhaps,
+        }
+    }
+
+    /// A filter value that matches nothing.
+    pub(crate) fn unknown_value(filter: &str, word: &str, known: &[&str]) -> Self {
+        let meant = nearest(word, known.iter().copied())
+            .map(|near| format!(", did you mean {near:?}?"))
+            .unwrap_or_default();
+        let text = format!("{filter}: {word:?} is unknown{meant}; known values: {known:?}");
+        Self {
+            code: CliErrorCode::UnknownWord,
+            text,
+            permanence: Permanence::Perhaps,
+        }
+    }
+
+    /// The command needs a feature that this build does not include.
+    pub(crate) fn feature_missing(what: &str, feature: &str) -> Self {
+        let remedy = format!(
+            "install it with the feature `{feature}` of oncegate-cli (all are on by default)"
+        );
+        Self::feature_missing_text(format!("this oncegate was built without {what}; {remedy}"))
+    }
+
+    /// The same with a complete text.
+    pub(crate) fn feature_missing_text(text: String) -> Self {
+        Self {
+            code: CliErrorCode::LeftOut,
+            text,
+            permanence: Permanence::Perhaps,
+        }
+    }
+
+    /// The preview was shown.
+    pub(crate) fn not_confirmed() -> Self {
+        Self {
+            code: CliErrorCode::NotConfirmed,
+            text: "nothing was done; pass --yes to apply it".into(),
+            permanence: Permanence::Perhaps,
+        }
+    }
+
+    /// Turns a failure that concerns a single message, such as an unreadable marker, into a reason
+    /// to skip it.
+    pub(crate) fn for_one_message(self) -> Self {
+        match self.permanence {
+            Permanence::Yes => Self::not_all(format!("left: {}", self.text)),
+            Permanence::Perhaps => self,
+        }
+    }
+
+    pub(crate) fn exit(&self) -> ExitCode {
+        ExitCode::from(self.code as u8)
+    }
+}
+
+impl fmt::Display for CliError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl From<oncegate_config::Error> for CliError {
+    fn from(error: oncegate_config::Error) -> Self {
+        match &error {
+            oncegate_config::Error::Misconfigured(_) => Self::usage(error.to_string()),
+            oncegate_config::Error::Consumer(_) => Self::server(error.to_string()),
+        }
+    }
+}
+
+impl From<StoreError> for CliError {
+    fn from(error: StoreError) -> Self {
+        let permanence = if matches!(
+            error,
+            StoreError::Misconfigured(_) | StoreError::UnreadableMarker(_)
+        ) {
+            Permanence::Yes
+        } else {
+            Permanence::Perhaps
+        };
+        Self {
+            permanence,
+            ..Self::server(error.to_string())
+        }
+    }
+}
+
+#[cfg(feature = "kafka")]
+impl From<rdkafka::error::KafkaError> for CliError {
+    fn from(error: rdkafka::error::KafkaError) -> Self {
+        Self::server(format!("Kafka: {error}"))
+    }
+}
+
+#[cfg(feature = "rabbitmq")]
+impl From<lapin::Error> for CliError {
+    fn from(error: lapin::Error) -> Self {
+        Self::server(format!("RabbitMQ: {error}"))
+    }
+}

@@ -1,0 +1,278 @@
+//! Describes a marker as text and JSON.
+
+use std::time::Duration;
+
+use oncegate::marker::{Doubt, Effect, Guarantee, Hold, Marker};
+use oncegate::{Listed, Standing};
+use serde::Serialize;
+
+use crate::output::{duration_text, ms, now_ms, utc_text};
+
+/// The state of a marker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, clap::ValueEnum)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum MarkerState {
+    Absent,
+    Cleared,
+    InProgress,
+    /// In progress, and its lease has expired.
+    Lapsed,
+    InDoubt,
+    Rejected,
+    Done,
+    /// Not a marker that this release can read.
+    Unreadable,
+}
+
+impl MarkerState {
+    pub(crate) fn word(self) -> &'static str {
+        match self {
+            Self::Absent => "absent",
+            Self::Cleared => "cleared",
+            Self::InProgress => "in progress",
+            Self::Lapsed => "lapsed",
+            Self::InDoubt => "in doubt",
+            Self::Rejected => "rejected",
+            Self::Done => "done",
+            Self::Unreadable => "unreadable",
+        }
+    }
+}
+
+/// A marker as text and JSON.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct MarkerDescription {
+    pub(crate) key: String,
+    pub(crate) state: MarkerState,
+    #[serde(rename = "says")]
+    pub(crate) text: String,
+    /// Attempts that count towards the budget.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) attempts: Option<u32>,
+    /// The fencing token: the number of the last attempt.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fence: Option<u32>,
+    /// The first digits of the token of the current claim.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    claim: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    guarantee: Option<&'static str>,
+    /// When it was last written; for done, rejected and cleared markers computed from the
+    /// configured window.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) written_at_ms: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    lease_ms: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) expires_in_ms: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fingerprint: Option<String>,
+}
+
+impl MarkerDescription {
+    pub(crate) fn of(key: &str, standing: &Standing, window: Duration) -> Self {
+        let age = standing.age();
+        let state = state(standing);
+        let hold = match standing.marker {
+            Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
+            _ => None,
+        };
+        let by_window = || window.checked_sub(standing.expires_in?);
+        let fingerprint = match standing.marker {
+            Marker::Done(it)
+            | Marker::Rejected {
+                fingerprint: it, ..
+            } => it,
+            _ => hold.and_then(|hold| hold.fingerprint),
+        };
+        Self {
+            key: key.to_owned(),
+            state,
+            text: describe(standing),
+            attempts: spent(&standing.marker),
+            fence: attempt(&standing.marker),
+            claim: hold.map(|hold| claim(&hold)),
+            guarantee: hold.map(|hold| guarantee_name(hold.guarantee)),
+            written_at_ms: age
+                .or_else(by_window)
+                .map(|age| now_ms().saturating_sub(ms(age))),
+            lease_ms: hold.map(|hold| ms(hold.lease)),
+            expires_in_ms: standing.expires_in.map(ms),
+            fingerprint: fingerprint.map(|it| format!("{:018}", it.get())),
+        }
+    }
+
+    pub(crate) fn of_listed(listed: &Listed, window: Duration) -> Self {
+        match &listed.standing {
+            Ok(standing) => Self::of(&listed.name, standing, window),
+            Err(error) => Self {
+                key: listed.name.clone(),
+                state: MarkerState::Unreadable,
+                text: error.to_string(),
+                attempts: None,
+                fence: None,
+                claim: None,
+                guarantee: None,
+                written_at_ms: None,
+                lease_ms: None,
+                expires_in_ms: None,
+                fingerprint: None,
+            },
+        }
+    }
+
+    /// The cells of a table row.
+    pub(crate) fn cells(&self) -> [String; 7] {
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+        [
+            self.key.clone(),
+            self.state.word().to_owned(),
+            or_dash(self.attempts.map(|count| count.to_string())),
+            or_dash(self.fence.map(|number| number.to_string())),
+            or_dash(self.written_at_ms.map(utc_text)),
+            or_dash(
+                self.expires_in_ms
+                    .map(|left| duration_text(Duration::from_millis(left))),
+            ),
+            or_dash(self.fingerprint.clone()),
+        ]
+    }
+
+    /// The complete description.
+    pub(crate) fn to_text(&self) -> String {
+        let mut lines = vec![
+            format!("{}: {}", self.key, self.state.word()),
+            format!("  {}", self.text),
+        ];
+        let mut add = |name: &str, value: Option<String>| {
+            lines.extend(value.map(|value| format!("  {name}: {value}")))
+        };
+        add("attempts", self.attempts.map(|count| count.to_string()));
+        add("fence", self.fence.map(|number| number.to_string()));
+        add("claim", self.claim.clone());
+        add("guarantee", self.guarantee.map(str::to_owned));
+        add("written", self.written_at_ms.map(utc_text));
+        add(
+            "expires in",
+            self.expires_in_ms
+                .map(|left| duration_text(Duration::from_millis(left))),
+        );
+        add("fingerprint of the body", self.fingerprint.clone());
+        lines.join("\n")
+    }
+}
+
+/// The number of the last attempt, if the marker stores it.
+pub(crate) fn attempt(marker: &Marker) -> Option<u32> {
+    match marker {
+        Marker::Cleared { attempts, .. } => Some(attempts.number),
+        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold.attempts.number),
+        Marker::Rejected { attempt, .. } => Some(*attempt),
+        Marker::Absent | Marker::Done(_) => None,
+    }
+}
+
+/// Attempts that count towards the budget.
+fn spent(marker: &Marker) -> Option<u32> {
+    match marker {
+        Marker::Cleared { attempts, .. } => Some(attempts.spent()),
+        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold.attempts.spent()),
+        Marker::Absent | Marker::Rejected { .. } | Marker::Done(_) => None,
+    }
+}
+
+/// The state of a marker.
+pub(crate) fn state(standing: &Standing) -> MarkerState {
+    let overdue = |hold: &Hold| standing.age().is_some_and(|age| age > hold.lease);
+    match standing.marker {
+        Marker::Absent => MarkerState::Absent,
+        Marker::Cleared { .. } => MarkerState::Cleared,
+        Marker::InProgress(hold) if overdue(&hold) => MarkerState::Lapsed,
+        Marker::InProgress(_) => MarkerState::InProgress,
+        Marker::InDoubt(..) => MarkerState::InDoubt,
+        Marker::Rejected { .. } => MarkerState::Rejected,
+        Marker::Done(_) => MarkerState::Done,
+    }
+}
+
+/// Whether a consumer is reconciling it now.
+pub(crate) fn is_being_reconciled(standing: &Standing) -> bool {
+    match standing.marker {
+        Marker::InDoubt(hold, Doubt::Reconciling) => {
+            standing.age().is_none_or(|age| age <= hold.lease)
+        }
+        _ => false,
+    }
+}
+
+fn claim(hold: &Hold) -> String {
+    format!("{:032x}", hold.token.0)[..8].to_owned()
+}
+
+fn guarantee_name(guarantee: Guarantee) -> &'static str {
+    match guarantee {
+        Guarantee::AtMostOnce => "at most once",
+        Guarantee::EffectivelyOnce => "effectively once",
+        Guarantee::Bare => "bare",
+    }
+}
+
+fn describe(standing: &Standing) -> String {
+    let since = |hold: &Hold| match standing.age() {
+        Some(age) => format!("{} ago", duration_text(age)),
+        None => format!(
+            "at an unknown time, for a lease of {}",
+            duration_text(hold.lease)
+        ),
+    };
+    let overdue = |hold: &Hold| standing.age().and_then(|age| age.checked_sub(hold.lease));
+    match standing.marker {
+        Marker::Absent => {
+            "The store has no marker for this id: it was never claimed, or its first attempt failed without an effect, or it was forgotten, or the \
+             marker expired."
+                .into()
+        }
+        Marker::Cleared { attempts, effect } => format!(
+            "Free to be claimed. The next attempt is {}; attempts used of the budget: {}.{}",
+            attempts.number.saturating_add(1),
+            attempts.spent(),
+            match effect {
+                Effect::Nothing => "",
+                Effect::Unknown => " Whether an earlier attempt had an effect is unknown: in at most once the next claim finds it in doubt.",
+            }
+        ),
+        Marker::InProgress(hold) => match overdue(&hold) {
+            None => format!(
+                "Claim {} holds it for attempt {}; written {}, when it was granted or renewed. It is valid for a lease of {} from then.",
+                claim(&hold),
+                hold.attempts.number,
+                since(&hold),
+                duration_text(hold.lease)
+            ),
+            Some(overdue) => format!(
+                "Claim {} expired: its lease in attempt {} ended {} ago. Its process crashed or cannot reach the store. {}",
+                claim(&hold),
+                hold.attempts.number,
+                duration_text(overdue),
+                match hold.guarantee {
+                    Guarantee::AtMostOnce => "The next delivery finds it in doubt.",
+                    _ => "The next delivery runs it again.",
+                }
+            ),
+        },
+        Marker::InDoubt(hold, doubt) => format!(
+            "Whether attempt {} had an effect is unknown; written {}. {}",
+            hold.attempts.number,
+            since(&hold),
+            match (doubt, is_being_reconciled(standing)) {
+                (Doubt::Reconciling, true) => "A consumer is reconciling it.",
+                (Doubt::Reconciling, false) => "The lease of the reconciling consumer has expired.",
+                (Doubt::Waiting, _) => "It waits for a delivery that reconciles it, or for an operator: `oncegate in-doubt resolve`.",
+            }
+        ),
+        Marker::Rejected { attempt, .. } => {
+            format!("It was rejected in attempt {attempt}, and nothing happened. It is dead-lettered until it is redriven or forgotten.")
+        }
+        Marker::Done(_) => "It was handled. Another message with this id is accepted without a run.".into(),
+    }
+}

@@ -1,0 +1,156 @@
+//! The configured store, as an operator reads it.
+
+use std::convert::Infallible;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+#[cfg(feature = "redis")]
+use oncegate::Redis;
+use oncegate::marker::{Operation, Verdict};
+use oncegate::{Key, Listed, Standing, Store};
+#[cfg(feature = "sqlite")]
+use oncegate::{Sqlite, SqliteBrowse};
+use oncegate_config::StoreKind;
+
+use crate::config::Config;
+use crate::error::CliError;
+
+/// The default reply timeout: an operator can wait longer than a consumer.
+pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// A store that another process can read.
+#[derive(Clone)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "there is one of them, whatever the build holds"
+)]
+pub(crate) enum MarkerStore {
+    #[cfg(feature = "redis")]
+    Redis(Redis),
+    #[cfg(feature = "sqlite")]
+    Sqlite(Sqlite),
+    /// For builds with neither.
+    #[allow(dead_code)]
+    None(Infallible),
+}
+
+/// Reads all markers, page by page.
+pub(crate) enum MarkerPages {
+    #[cfg(feature = "redis")]
+    Redis(oncegate::Browse),
+    #[cfg(feature = "sqlite")]
+    Sqlite(SqliteBrowse),
+    /// For builds with neither.
+    #[allow(dead_code)]
+    None(Infallible),
+}
+
+impl MarkerStore {
+    /// Opens the configured store; the connection is made on first use.
+    ///
+    /// # Errors
+    /// No store is configured, another process cannot read it, or its file does not exist.
+    pub(crate) fn of(config: &Config) -> Result<Self, CliError> {
+        match config.store_kind()? {
+            #[cfg(feature = "sqlite")]
+            Some(StoreKind::Sqlite(file)) => {
+                // The store would create the file.
+                if !file.exists() {
+                    let remedy = "no consumer has used it yet, or store.url names another file";
+                    return Err(CliError::server(format!(
+                        "there is no {}: {remedy}",
+                        file.display()
+                    )));
+                }
+                Ok(Self::Sqlite(sqlite(config, file)))
+            }
+            Some(StoreKind::Memory) => Err(CliError::usage(
+                "store.url: memory: is the memory of the consumer process; no other process can read it, and it is lost when that process ends",
+            )),
+            #[cfg(not(feature = "sqlite"))]
+            Some(StoreKind::Sqlite(_)) => Err(CliError::feature_missing("SQLite", "sqlite")),
+            #[cfg(feature = "redis")]
+            Some(StoreKind::Redis) | None => Ok(Self::Redis(config.redis(Some(REPLY_TIMEOUT))?)),
+            #[cfg(not(feature = "redis"))]
+            Some(StoreKind::Redis) => Err(CliError::feature_missing("Redis", "redis")),
+            #[cfg(not(feature = "redis"))]
+            None => Err(config
+                .store()
+                .err()
+                .map_or_else(|| CliError::usage("no store"), CliError::from)),
+        }
+    }
+
+    /// Reads the marker of a key.
+    pub(crate) async fn look(&self, key: &Key) -> Result<Standing, CliError> {
+        Ok(match self {
+            #[cfg(feature = "redis")]
+            Self::Redis(redis) => redis.look_with_expiry(key).await?,
+            #[cfg(feature = "sqlite")]
+            Self::Sqlite(sqlite) => {
+                let (marker, expires_in) = sqlite.look_with_expiry(key).await?;
+                Standing { marker, expires_in }
+            }
+            Self::None(never) => match *never {},
+        })
+    }
+
+    pub(crate) async fn browse(&self, page: usize) -> Result<MarkerPages, CliError> {
+        Ok(match self {
+            #[cfg(feature = "redis")]
+            Self::Redis(redis) => MarkerPages::Redis(redis.browse(page).await?),
+            #[cfg(feature = "sqlite")]
+            Self::Sqlite(sqlite) => MarkerPages::Sqlite(sqlite.browse(page)),
+            Self::None(never) => match *never {},
+        })
+    }
+
+    /// Applies one operation.
+    pub(crate) async fn apply(&self, operation: Operation) -> Result<Verdict, CliError> {
+        let answers = match self {
+            #[cfg(feature = "redis")]
+            Self::Redis(redis) => redis.apply(&[operation]).await,
+            #[cfg(feature = "sqlite")]
+            Self::Sqlite(sqlite) => sqlite.apply(&[operation]).await,
+            Self::None(never) => match *never {},
+        };
+        Ok(answers
+            .into_iter()
+            .next()
+            .ok_or_else(|| CliError::server("the store gave no answer"))??)
+    }
+}
+
+impl MarkerPages {
+    /// The next page, or `None` after the last.
+    pub(crate) async fn next(&mut self) -> Result<Option<Vec<Listed>>, CliError> {
+        Ok(match self {
+            #[cfg(feature = "redis")]
+            Self::Redis(browse) => browse.next().await?,
+            #[cfg(feature = "sqlite")]
+            Self::Sqlite(browse) => browse.next().await?.map(|page| {
+                let listed = page.into_iter().map(|(name, standing)| {
+                    let standing = standing.map(|(marker, left)| Standing {
+                        marker,
+                        expires_in: Some(left),
+                    });
+                    Listed { name, standing }
+                });
+                listed.collect()
+            }),
+            Self::None(never) => match *never {},
+        })
+    }
+}
+
+#[cfg(feature = "sqlite")]
+pub(crate) fn sqlite(config: &Config, file: &Path) -> Sqlite {
+    Sqlite::file(file).timeout(config.time("store.timeout").unwrap_or(REPLY_TIMEOUT))
+}
+
+/// The default audit file of an SQLite store, next to its file.
+pub(crate) fn audit_beside(file: &Path) -> PathBuf {
+    let mut name = file.as_os_str().to_owned();
+    name.push(".audit.jsonl");
+    name.into()
+}

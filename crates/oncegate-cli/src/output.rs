@@ -1,0 +1,268 @@
+//! Output: times, tables, and text from outside.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+
+use crate::error::{CliError, CliErrorCode};
+
+/// The format of the output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum OutputFormat {
+    Text,
+    Json,
+}
+
+impl OutputFormat {
+    /// Prints the JSON or the text on standard output.
+    pub(crate) fn print(
+        self,
+        json: &impl Serialize,
+        text_output: impl fmt::Display,
+    ) -> Result<(), CliError> {
+        let text = match self {
+            Self::Text => text_output.to_string(),
+            Self::Json => serde_json::to_string_pretty(json).map_err(|error| {
+                CliError::not_all(format!("cannot be written as JSON: {error}"))
+            })?,
+        };
+        print_line(&text);
+        Ok(())
+    }
+
+    /// Prints a failure as JSON, unless output was printed before.
+    pub(crate) fn print_failure(self, failure: &CliError) {
+        if self == Self::Json && !PRINTED.load(Ordering::Relaxed) {
+            print_line(
+                &serde_json::json!({ "failed": failure.to_string(), "code": failure.code as u8 })
+                    .to_string(),
+            );
+        }
+    }
+}
+
+/// Whether anything was printed on standard output.
+static PRINTED: AtomicBool = AtomicBool::new(false);
+
+/// Prints lines on standard output, without control characters that a terminal would interpret.
+/// Ignores a closed pipe, as with `head`.
+pub(crate) fn print_line(text: &str) {
+    use std::io::Write;
+    PRINTED.store(true, Ordering::Relaxed);
+    let shown = |character: char| {
+        if character.is_control() && character != '\n' {
+            '\u{fffd}'
+        } else {
+            character
+        }
+    };
+    let _ = writeln!(
+        std::io::stdout().lock(),
+        "{}",
+        text.trim_end().chars().map(shown).collect::<String>()
+    );
+}
+
+/// Milliseconds since 1970, by the local clock.
+pub(crate) fn now_ms() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, ms)
+}
+
+pub(crate) fn ms(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// What could not be checked, and why: the output makes no claim about it.
+#[derive(Debug, Default, Serialize)]
+#[serde(transparent)]
+pub(crate) struct Unchecked(Vec<UncheckedItem>);
+
+#[derive(Debug, Serialize)]
+struct UncheckedItem {
+    #[serde(rename = "where")]
+    place: String,
+    why: String,
+    #[serde(skip)]
+    code: CliErrorCode,
+}
+
+impl Unchecked {
+    /// Adds an item once.
+    pub(crate) fn note(&mut self, place: impl Into<String>, why: CliError) {
+        let place = place.into();
+        if !self.0.iter().any(|it| it.place == place) {
+            self.0.push(UncheckedItem {
+                place,
+                why: why.to_string(),
+                code: why.code,
+            });
+        }
+    }
+
+    /// The names of all items; `None` if everything was checked.
+    pub(crate) fn names(&self) -> Option<String> {
+        let names: Vec<&str> = self.0.iter().map(|it| it.place.as_str()).collect();
+        (!names.is_empty()).then(|| names.join(", "))
+    }
+
+    /// One line for each item.
+    pub(crate) fn to_text(&self) -> String {
+        self.0
+            .iter()
+            .map(|it| {
+                format!(
+                    "\nNot checked: {}: {}",
+                    printable(&it.place),
+                    printable(&it.why)
+                )
+            })
+            .collect()
+    }
+
+    /// The result of a command that has printed its output.
+    ///
+    /// # Errors
+    /// Something was not checked.
+    pub(crate) fn end(&self) -> Result<(), CliError> {
+        match self.names() {
+            None => Ok(()),
+            Some(names) => {
+                // A build with that feature would check it: report that.
+                if let Some(feature_missing) =
+                    self.0.iter().find(|it| it.code == CliErrorCode::LeftOut)
+                {
+                    return Err(CliError::feature_missing_text(feature_missing.why.clone()));
+                }
+                let text = format!("not checked: {names}; there may be more than what is shown");
+                Err(if self.0.iter().all(|it| it.code == CliErrorCode::Usage) {
+                    CliError::usage(text)
+                } else {
+                    CliError::server(text)
+                })
+            }
+        }
+    }
+}
+
+/// A point in time as RFC 3339, in UTC and whole seconds.
+pub(crate) fn utc_text(ms: u64) -> String {
+    let seconds = ms / 1_000;
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    // Days since 0000-03-01, in eras of 400 years, as in Howard Hinnant's "chrono-Compatible
+    // Low-Level Date Algorithms".
+    let days = days + 719_468;
+    let (era, day_of_era) = (days / 146_097, days % 146_097);
+    let year_of_era =
+        (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * from_march + 2) / 5 + 1;
+    let month = if from_march < 10 {
+        from_march + 3
+    } else {
+        from_march - 9
+    };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    format!(
+        "{year:04}-{month:02}-{day:02}T{:02}:{:02}:{:02}Z",
+        rest / 3_600,
+        rest / 60 % 60,
+        rest % 60
+    )
+}
+
+/// A duration in its two largest units.
+pub(crate) fn duration_text(duration: Duration) -> String {
+    let seconds = duration.as_secs();
+    if seconds == 0 {
+        return format!("{} ms", duration.as_millis());
+    }
+    let units = [
+        (86_400 * 365, "y"),
+        (86_400, "d"),
+        (3_600, "h"),
+        (60, "min"),
+        (1, "s"),
+    ];
+    let first = units
+        .iter()
+        .position(|(unit, _)| seconds >= *unit)
+        .unwrap_or(units.len() - 1);
+    let (unit, name) = units[first];
+    let mut text = format!("{} {name}", seconds / unit);
+    if let Some((smaller, name)) = units.get(first + 1)
+        && seconds % unit / smaller > 0
+    {
+        text = format!("{text} {} {name}", seconds % unit / smaller);
+    }
+    text
+}
+
+/// Text from outside, on one line and without control characters.
+pub(crate) fn printable(text: &str) -> String {
+    text.chars()
+        .map(|character| {
+            if character.is_control() {
+                '\u{fffd}'
+            } else {
+                character
+            }
+        })
+        .collect()
+}
+
+/// The maximum characters of a cell, and of the last cell of a row.
+const CELL: usize = 72;
+const LAST_CELL: usize = 400;
+
+/// A table for text output.
+pub(crate) struct TextTable {
+    rows: Vec<Vec<String>>,
+}
+
+impl TextTable {
+    pub(crate) fn new(head: &[&str]) -> Self {
+        Self {
+            rows: vec![head.iter().map(|cell| cell.to_uppercase()).collect()],
+        }
+    }
+
+    pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = String>) {
+        let cells: Vec<String> = cells.into_iter().collect();
+        let last = cells.len().saturating_sub(1);
+        let cut = |(column, cell): (usize, &String)| {
+            let longest = if column == last { LAST_CELL } else { CELL };
+            match cell.char_indices().nth(longest) {
+                Some((end, _)) => format!("{}…", printable(&cell[..end])),
+                None => printable(cell),
+            }
+        };
+        self.rows.push(cells.iter().enumerate().map(cut).collect());
+    }
+}
+
+impl fmt::Display for TextTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let columns = self.rows.iter().map(Vec::len).max().unwrap_or(0);
+        let width = |column: usize| {
+            self.rows
+                .iter()
+                .filter_map(|row| row.get(column))
+                .map(|cell| cell.chars().count())
+                .max()
+                .unwrap_or(0)
+        };
+        let widths: Vec<usize> = (0..columns).map(width).collect();
+        for row in &self.rows {
+            let cells: Vec<String> = row
+                .iter()
+                .zip(&widths)
+                .map(|(cell, width)| format!("{cell:<width$}"))
+                .collect();
+            writeln!(f, "{}", cells.join("  ").trim_end())?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,874 @@
+//! Reading and changing dead letters and messages in doubt of a real consumer, on both brokers.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use lapin::BasicProperties;
+use lapin::types::AMQPValue;
+use oncegate::{Open, RabbitMq, Source};
+use oncegate_testkit::servers::RabbitServer;
+use serde_json::Value;
+
+use crate::cli::TestCli;
+use crate::fixture::{Broker, BrokerFixture, PATIENCE, PaymentProvider, publish_properties};
+
+/// Creates a test for each scenario and broker.
+macro_rules! on_both_brokers {
+    ($($scenario:ident),+ $(,)?) => {
+        mod on_kafka {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::fixture::Broker::Kafka).await;
+            })+
+        }
+
+        mod on_rabbitmq {
+            $(#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $scenario() {
+                super::$scenario(crate::fixture::Broker::RabbitMq).await;
+            })+
+        }
+    };
+}
+
+pub(crate) use on_both_brokers;
+
+on_both_brokers!(
+    dead_letters_are_listed_redriven_and_charged_once,
+    dropped_messages_are_not_listed_again,
+    messages_in_doubt_are_resolved_either_way,
+    redrive_skips_handled_and_doubtful_messages,
+    ids_without_a_marker_are_redriven,
+);
+
+pub(crate) fn ids(listed: &Value) -> Vec<String> {
+    let mut ids: Vec<String> = listed["letters"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|it| it["id"].as_str().unwrap_or("-").to_owned())
+        .collect();
+    ids.sort();
+    ids
+}
+
+async fn fixture(broker: Broker) -> Arc<BrokerFixture> {
+    Arc::new(BrokerFixture::on(broker).await)
+}
+
+async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
+    let fixture = fixture(broker).await;
+    fixture
+        .publish(&[
+            ("a", "works"),
+            ("b", "declined"),
+            ("c", "declined"),
+            ("d", "declined"),
+        ])
+        .await;
+    fixture.consume(PaymentProvider::Judges, 1, 3, 0).await;
+
+    let listed = fixture.json(&["dead-letters", "list"]).await;
+    assert_eq!(ids(&listed), ["b", "c", "d"]);
+    let message = &listed["letters"][0];
+    assert_eq!(
+        (&message["reason"], &message["state"]),
+        (&"refused".into(), &"waiting".into()),
+        "{message}"
+    );
+    assert!(
+        message["last_error"]
+            .as_str()
+            .is_some_and(|error| error.contains("declined")),
+        "{message}"
+    );
+    for (filter, found) in [
+        (&["--reason", "refused"][..], 3),
+        (&["--reason", "conflict"], 0),
+        (&["--id", "b"], 1),
+        (&["--limit", "2"], 2),
+        (&["--younger-than", "1h", "--reason", "refused"], 3),
+        (&["--older-than", "1h"], 0),
+    ] {
+        let arguments: Vec<&str> = ["dead-letters", "list"]
+            .into_iter()
+            .chain(filter.iter().copied())
+            .collect();
+        assert_eq!(
+            ids(&fixture.json(&arguments).await).len(),
+            found,
+            "{filter:?}"
+        );
+    }
+    fixture
+        .run(&["dead-letters", "list"])
+        .await
+        .exits_with(0)
+        .prints("REASON")
+        .prints("3 shown");
+    let shown = fixture.json(&["dead-letters", "show", "b"]).await;
+    assert!(
+        shown[0]["headers"]
+            .as_array()
+            .is_some_and(|headers| headers.len() > 4)
+            && shown[0]["body"].is_null(),
+        "{shown}"
+    );
+    fixture
+        .run(&["dead-letters", "show", "b", "--body"])
+        .await
+        .exits_with(0)
+        .prints("\"card\":\"declined\"")
+        .prints("payment-id: b");
+    fixture
+        .run(&["dead-letters", "show", "a"])
+        .await
+        .exits_with(1);
+
+    // A command without a selection fails.
+    fixture
+        .run(&["dead-letters", "redrive", "--yes"])
+        .await
+        .exits_with(2)
+        .prints("--all");
+    fixture
+        .run(&["dead-letters", "redrive", "--all", "--dry-run"])
+        .await
+        .exits_with(0)
+        .prints("would be released and sent to")
+        .prints("3 would be redriven");
+    fixture
+        .run(&["dead-letters", "redrive", "--id", "b"])
+        .await
+        .exits_with(4)
+        .prints("1 would be redriven");
+    assert_eq!(
+        fixture.json(&["marker", "show", "b"]).await["state"],
+        "rejected"
+    );
+    assert_eq!(
+        fixture.json(&["audit"]).await.as_array().map(Vec::len),
+        Some(0)
+    );
+
+    let redriven = fixture
+        .json(&[
+            "dead-letters",
+            "redrive",
+            "--id",
+            "b",
+            "--yes",
+            "--as",
+            "ann",
+            "--why",
+            "the card was mended",
+        ])
+        .await;
+    assert_eq!(
+        (&redriven["done"], &redriven["left"]),
+        (&1.into(), &0.into()),
+        "{redriven}"
+    );
+    assert_eq!(
+        ids(&fixture.json(&["dead-letters", "list"]).await),
+        ["c", "d"]
+    );
+    assert_eq!(
+        fixture.json(&["marker", "show", "b"]).await["state"],
+        "cleared"
+    );
+    let rest = fixture
+        .json(&[
+            "dead-letters",
+            "redrive",
+            "--all",
+            "--limit",
+            "1",
+            "--rate",
+            "50",
+            "--yes",
+        ])
+        .await;
+    assert_eq!(rest["done"], 1, "{rest}");
+    let left_on_kafka = if broker == Broker::Kafka { 3 } else { 1 };
+    fixture
+        .consume(PaymentProvider::Works, 3, left_on_kafka, 0)
+        .await;
+    let mut charged = fixture.charged();
+    charged.sort();
+    assert_eq!(charged.len(), 3, "{charged:?}");
+    assert_eq!(&charged[..2], ["a", "b"]);
+    assert_eq!(
+        fixture.json(&["marker", "show", "b"]).await["state"],
+        "done"
+    );
+
+    let audit = fixture.json(&["audit", "--id", "b"]).await;
+    let act = &audit[0];
+    assert_eq!(
+        (&act["who"], &act["what"], &act["stage"]),
+        (
+            &"ann".into(),
+            &"dead-letters redrive".into(),
+            &"done".into()
+        ),
+        "{audit}"
+    );
+    assert_eq!(
+        (&act["before"], &act["why"]),
+        (
+            &"dead-lettered, rejected, attempt 1".into(),
+            &"the card was mended".into()
+        )
+    );
+    assert_eq!(act["place"]["broker"], fixture.broker_name());
+    fixture.end().await;
+}
+
+async fn dropped_messages_are_not_listed_again(broker: Broker) {
+    let fixture = fixture(broker).await;
+    fixture
+        .publish(&[("a", "declined"), ("b", "declined")])
+        .await;
+    fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
+    fixture
+        .run(&["dead-letters", "drop", "--id", "a"])
+        .await
+        .exits_with(4)
+        .prints("would be dropped");
+    assert_eq!(
+        ids(&fixture.json(&["dead-letters", "list"]).await),
+        ["a", "b"]
+    );
+    fixture
+        .run(&["dead-letters", "drop", "--id", "a", "--yes"])
+        .await
+        .exits_with(0)
+        .prints("1 dropped");
+    assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["b"]);
+    let everything = fixture
+        .json(&["dead-letters", "list", "--everything"])
+        .await;
+    match broker {
+        Broker::Kafka => {
+            assert_eq!(ids(&everything), ["a", "b"], "nothing can be deleted there");
+            let states: Vec<&Value> = everything["letters"]
+                .as_array()
+                .expect("a list")
+                .iter()
+                .map(|it| &it["state"])
+                .collect();
+            assert!(
+                states.contains(&&"dropped".into()) && states.contains(&&"waiting".into()),
+                "{everything}"
+            );
+        }
+        Broker::RabbitMq => fixture.until_there_are(1, ".dead-letters").await,
+    }
+    // The id stays rejected: another copy does not run.
+    assert_eq!(
+        fixture.json(&["marker", "show", "a"]).await["state"],
+        "rejected"
+    );
+    assert_eq!(
+        fixture.json(&["audit"]).await[0]["what"],
+        "dead-letters drop"
+    );
+    let again = fixture
+        .json(&["dead-letters", "redrive", "--all", "--yes"])
+        .await;
+    assert_eq!(again["done"], 1, "the other one alone: {again}");
+    fixture.end().await;
+}
+
+async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
+    let fixture = fixture(broker).await;
+    fixture
+        .publish(&[("yes", "silent"), ("no", "silent")])
+        .await;
+    fixture.consume(PaymentProvider::Judges, 0, 0, 2).await;
+    assert_eq!(
+        ids(&fixture.json(&["in-doubt", "list"]).await),
+        ["no", "yes"]
+    );
+    fixture
+        .run(&["in-doubt", "list"])
+        .await
+        .exits_with(0)
+        .prints("in-doubt-said")
+        .prints("the handler has no `reconcile`");
+    fixture
+        .run(&["in-doubt", "show", "yes"])
+        .await
+        .exits_with(0)
+        .prints("payment-id: yes")
+        .prints("no answer from the provider");
+    fixture
+        .run(&["in-doubt", "resolve", "yes"])
+        .await
+        .exits_with(2);
+    fixture
+        .run(&["in-doubt", "resolve", "yes", "--happened"])
+        .await
+        .exits_with(4)
+        .prints("would be recorded as done");
+    assert_eq!(
+        fixture.json(&["marker", "show", "yes"]).await["state"],
+        "in-doubt"
+    );
+
+    fixture
+        .run(&["in-doubt", "resolve", "yes", "--happened", "--yes"])
+        .await
+        .exits_with(0)
+        .prints("1 resolved");
+    assert_eq!(
+        fixture.json(&["marker", "show", "yes"]).await["state"],
+        "done"
+    );
+    fixture
+        .run(&["in-doubt", "resolve", "no", "--did-not-happen", "--yes"])
+        .await
+        .exits_with(0)
+        .prints("sent to");
+    assert_eq!(
+        fixture.json(&["marker", "show", "no"]).await["state"],
+        "cleared"
+    );
+    assert_eq!(ids(&fixture.json(&["in-doubt", "list"]).await), [""; 0]);
+
+    let left = if broker == Broker::Kafka { 2 } else { 0 };
+    fixture.consume(PaymentProvider::Works, 1, 0, left).await;
+    assert_eq!(
+        fixture.charged(),
+        ["no"],
+        "what happened is not charged again"
+    );
+    fixture
+        .run(&["in-doubt", "resolve", "no", "--did-not-happen", "--yes"])
+        .await
+        .exits_with(1)
+        .prints("it was handled");
+    let what: Vec<String> = fixture
+        .json(&["audit"])
+        .await
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|act| act["after"].to_string())
+        .collect();
+    assert_eq!(what.len(), 4, "the marker and the letter of each: {what:?}");
+    fixture.end().await;
+}
+
+async fn redrive_skips_handled_and_doubtful_messages(broker: Broker) {
+    let fixture = fixture(broker).await;
+    fixture
+        .publish(&[("done", "declined"), ("doubt", "silent")])
+        .await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 1).await;
+    // An operator releases the id, and the producer sends it again.
+    fixture
+        .run(&["marker", "forget", "done", "--yes"])
+        .await
+        .exits_with(0);
+    fixture.publish(&[("done", "works")]).await;
+    fixture.consume(PaymentProvider::Works, 1, 1, 1).await;
+    // One that is in doubt is dead-lettered too.
+    let headers = [
+        ("oncegate-id", "doubt"),
+        ("oncegate-reason", "attempts-spent"),
+    ];
+    fixture
+        .publish_to(
+            &format!("{}.dead-letters", fixture.cli.name),
+            "doubt",
+            "{}",
+            &headers,
+        )
+        .await;
+    let said = fixture
+        .run(&["dead-letters", "redrive", "--all", "--yes"])
+        .await
+        .exits_with(1);
+    let said = said
+        .prints("would be a duplicate")
+        .prints("`oncegate in-doubt resolve` first")
+        .prints("0 redriven, 2 left");
+    assert!(!said.out.contains("sent to"), "{said:?}");
+    assert_eq!(
+        ids(&fixture.json(&["dead-letters", "list"]).await),
+        ["done", "doubt"],
+        "both are still there"
+    );
+    assert_eq!(
+        fixture.json(&["marker", "show", "done"]).await["state"],
+        "done"
+    );
+    fixture.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reading_joins_no_group_and_commits_no_offset_on_kafka() {
+    let fixture = fixture(Broker::Kafka).await;
+    fixture.publish(&[("a", "declined")]).await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
+    let before = crate::fixture::groups().await;
+    for _ in 0..3 {
+        assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["a"]);
+    }
+    fixture
+        .run(&["dead-letters", "redrive", "--all", "--yes"])
+        .await
+        .exits_with(0);
+    let new: Vec<String> = crate::fixture::groups()
+        .await
+        .into_iter()
+        .filter(|group| !before.contains(group))
+        .collect();
+    assert!(
+        !new.iter().any(|group| group.starts_with("oncegate-cli")),
+        "{new:?}"
+    );
+    fixture.end().await;
+}
+
+/// How RabbitMQ counts reads: a classic queue counts nothing, a quorum queue of 3.10 counts each
+/// one.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn counting_queues_are_read_only_with_an_unreachable_limit() {
+    let fixture = fixture(Broker::RabbitMq).await;
+    let name = fixture.cli.name.clone();
+    let counted = async |queue: &str, extra: &[&str]| {
+        let settings = fixture
+            .settings()
+            .replace(crate::fixture::COUNTS_ACCEPTED, "");
+        fixture
+            .cli
+            .configure(&format!("{settings}dead-letters = \"{queue}\"\n"));
+        fixture
+            .publish_to(queue, "x", "{}", &[("oncegate-id", "x")])
+            .await;
+        for _ in 0..2 {
+            let arguments: Vec<&str> = ["dead-letters", "list", "--json"]
+                .into_iter()
+                .chain(extra.iter().copied())
+                .collect();
+            let said = fixture.run(&arguments).await;
+            if said.code != 0 {
+                said.exits_with(3).prints("--accept-delivery-counts");
+                return None;
+            }
+            assert_eq!(ids(&said.json()), ["x"]);
+            fixture.until(queue, 1).await;
+        }
+        let taken = crate::fixture::take_all(queue).await;
+        assert_eq!(taken.len(), 1, "{taken:?}");
+        Some(taken[0].2)
+    };
+    let (classic, limited) = (format!("{name}.classic"), format!("{name}.limited"));
+    crate::fixture::declare(&classic, &[("x-queue-type", "classic")], None).await;
+    crate::fixture::declare(&limited, &[("x-queue-type", "quorum")], Some(5)).await;
+    assert_eq!(counted(&classic, &[]).await, Some(0));
+    // The header comes from another queue.
+    let table: BTreeMap<_, _> = [
+        ("oncegate-id".into(), crate::fixture::text("z")),
+        ("x-delivery-count".into(), AMQPValue::LongLongInt(9)),
+    ]
+    .into();
+    let properties = BasicProperties::default().with_headers(table.into());
+    publish_properties(&crate::fixture::rabbitmq(), &classic, "{}", properties).await;
+    let listed = fixture.json(&["dead-letters", "list"]).await;
+    assert_eq!(
+        (ids(&listed), &listed["letters"][0]["looks"]),
+        (vec!["z".to_owned()], &Value::Null),
+        "{listed}"
+    );
+    assert_eq!(
+        counted(&limited, &[]).await,
+        None,
+        "what is dropped after five looks is not looked into"
+    );
+    crate::fixture::take_all(&limited).await;
+    assert_eq!(
+        counted(&limited, &["--accept-delivery-counts"]).await,
+        Some(2)
+    );
+    assert_eq!(
+        counted(&format!("{name}.dead-letters"), &[]).await,
+        Some(2),
+        "towards a limit of two thousand million"
+    );
+    for queue in [classic, limited] {
+        crate::fixture::delete(&queue).await;
+    }
+    fixture.end().await;
+}
+
+/// A policy may set a limit that no client can see.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start)
+        .await
+        .expect("no panic")
+        .expect("a server");
+    let source: Box<dyn Source> = Box::new(
+        RabbitMq::queue("payments")
+            .url(server.url())
+            .open()
+            .await
+            .expect("the queues are declared"),
+    );
+    source
+        .close(Instant::now() + PATIENCE)
+        .await
+        .expect("a clean end");
+    let limit = [
+        "-q",
+        "set_policy",
+        "limit",
+        "dead-letters",
+        r#"{"delivery-limit": 5}"#,
+        "--apply-to",
+        "queues",
+    ];
+    server.control(&limit).expect("a policy");
+    let cli = TestCli::new();
+    cli.configure(&format!(
+        "[gate]\nid = \"header payment-id\"\n[rabbitmq]\nurl = \"{}\"\nqueue = \"payments\"\n",
+        server.url()
+    ));
+    for id in ["x", "y"] {
+        let headers = [
+            ("payment-id", id),
+            ("oncegate-id", id),
+            ("oncegate-reason", "refused"),
+            ("oncegate-attempts", "5"),
+            ("oncegate-fence", "6"),
+        ];
+        let table: BTreeMap<_, _> = headers
+            .iter()
+            .map(|(name, value)| ((*name).into(), crate::fixture::text(value)))
+            .collect();
+        let properties = BasicProperties::default()
+            .with_headers(table.into())
+            .with_timestamp(1_000)
+            .with_message_id("m".into());
+        publish_properties(
+            &server.url(),
+            "payments.dead-letters",
+            r#"{"card":"works"}"#,
+            properties,
+        )
+        .await;
+    }
+    let first = cli.json(&["dead-letters", "show", "x"])[0].clone();
+    for look in 0..20 {
+        let mut seen = ids(&cli.json(&["dead-letters", "list"]));
+        seen.sort_unstable();
+        assert_eq!(seen, ["x", "y"], "at look {look}");
+    }
+    let explanation = cli.json(&["explain", "x"]);
+    assert_eq!(
+        (&explanation["verdict"], &explanation["not_looked_at"]),
+        (&"dead-lettered".into(), &serde_json::json!([])),
+        "{explanation}"
+    );
+    let (message, last) = (
+        &explanation["dead_letters"][0],
+        cli.json(&["dead-letters", "show", "x", "--body"])[0].clone(),
+    );
+    assert_eq!(
+        (&message["attempts"], &message["fence"]),
+        (&5.into(), &6.into()),
+        "{message}"
+    );
+    cli.run(&["dead-letters", "list"])
+        .exits_with(0)
+        .prints("ATTEMPTS  FENCE");
+    let named = |message: &Value| -> BTreeMap<String, String> {
+        let headers = message["headers"].as_array().expect("a list").iter();
+        let text = |it: &Value| it.as_str().expect("a text").to_owned();
+        headers
+            .map(|it| (text(&it[0]), text(&it[1])))
+            .filter(|(name, _)| {
+                !["x-delivery-count", "oncegate-replaced-by"].contains(&name.as_str())
+            })
+            .collect()
+    };
+    assert_eq!(
+        (named(&last), &last["from_ms"], &last["body"]),
+        (
+            named(&first),
+            &first["from_ms"],
+            &r#"{"card":"works"}"#.into()
+        ),
+        "a copy is the letter"
+    );
+    // A user without write permission cannot replace messages: the queue is reported as not
+    // checked.
+    server
+        .control(&[
+            "-q",
+            "set_permissions",
+            "guest",
+            ".*",
+            "^(?!amq.default$).*$",
+            ".*",
+        ])
+        .expect("rights");
+    let blind = cli.run(&["explain", "x", "--json"]).exits_with(3).json();
+    assert_eq!(
+        (&blind["verdict"], &blind["dead_letters"]),
+        (&"not-looked-at".into(), &Value::Null),
+        "{blind}"
+    );
+    assert_eq!(
+        blind["not_looked_at"][0]["where"], "the dead-letter destination on rabbitmq",
+        "{blind}"
+    );
+    cli.run(&["explain", "x"])
+        .exits_with(3)
+        .prints("x: unknown; not everything was checked; not checked: the dead-letter destination on rabbitmq");
+    cli.run(&["dead-letters", "list"])
+        .exits_with(3)
+        .prints("Not checked: the dead-letter destination on rabbitmq")
+        .prints("list_policies");
+    let listed = cli
+        .run(&["dead-letters", "list", "--json"])
+        .exits_with(3)
+        .json();
+    assert_eq!(
+        (&listed["all"], &listed["not_looked_at"][0]["where"]),
+        (&false.into(), &blind["not_looked_at"][0]["where"]),
+        "{listed}"
+    );
+    server
+        .control(&["-q", "set_permissions", "guest", ".*", ".*", ".*"])
+        .expect("rights");
+    assert_eq!(
+        ids(&cli.json(&["dead-letters", "list"])).len(),
+        2,
+        "what was not looked at was not counted"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_message_stays_if_its_copy_is_refused() {
+    let fixture = fixture(Broker::RabbitMq).await;
+    fixture
+        .publish(&[("a", "declined"), ("b", "declined")])
+        .await;
+    fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
+    crate::fixture::delete(&fixture.cli.name).await;
+    let said = fixture
+        .run(&["dead-letters", "redrive", "--all", "--yes"])
+        .await
+        .exits_with(3);
+    said.prints("does not exist or is full")
+        .prints("0 redriven, 1 left");
+    fixture.until_there_are(2, ".dead-letters").await;
+    let act = fixture.json(&["audit"]).await[0].clone();
+    assert_eq!(
+        act["stage"], "not-sent",
+        "its marker was freed, and no copy stands"
+    );
+    // Either may be first.
+    let first = act["id"].as_str().expect("an id");
+    assert_eq!(
+        fixture.json(&["marker", "show", first]).await["state"],
+        "cleared"
+    );
+    // The consumer declares the queue again; no message is lost.
+    crate::fixture::declare_as_the_source_does(&fixture.cli.name).await;
+    fixture
+        .run(&["dead-letters", "redrive", "--all", "--yes"])
+        .await
+        .exits_with(0)
+        .prints("2 redriven");
+    fixture.consume(PaymentProvider::Works, 2, 0, 0).await;
+    fixture.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_without_body_are_skipped_and_copies_keep_their_partition() {
+    let fixture = fixture(Broker::Kafka).await;
+    let name = fixture.cli.name.clone();
+    let set_aside =
+        |id: &'static str, partition: i32, omitted: &'static [(&'static str, &'static str)]| {
+            let (fixture, name, origin) = (
+                &fixture,
+                &name,
+                format!("{}/{partition}/7", fixture.cli.name),
+            );
+            async move {
+                let headers = [
+                    ("oncegate-id", id),
+                    ("oncegate-reason", "refused"),
+                    ("oncegate-origin", origin.as_str()),
+                ];
+                let headers: Vec<(&str, &str)> = headers.iter().chain(omitted).copied().collect();
+                fixture
+                    .publish_to(
+                        &format!("{name}.dead-letters"),
+                        id,
+                        r#"{"card":"works"}"#,
+                        &headers,
+                    )
+                    .await;
+            }
+        };
+    set_aside("large", 0, &[("oncegate-body-omitted", "2000000")]).await;
+    set_aside("first", 0, &[]).await;
+    set_aside("second", 1, &[]).await;
+    set_aside("gone", 9, &[]).await;
+    let said = fixture
+        .run(&["dead-letters", "redrive", "--all", "--yes"])
+        .await
+        .exits_with(1);
+    let said = said
+        .prints("body of 2000000 bytes")
+        .prints("3 redriven, 1 left");
+    assert!(
+        said.out
+            .contains(&format!("complete message is {name}/0/7")),
+        "it says where the whole one is: {said:?}"
+    );
+    assert_eq!(
+        ids(&fixture.json(&["dead-letters", "list"]).await),
+        ["large"]
+    );
+    fixture.cli.configure(&format!(
+        "{}dead-letters = \"{name}\"\n",
+        fixture.settings()
+    ));
+    let sent = fixture
+        .json(&["dead-letters", "list", "--everything"])
+        .await;
+    let partition = |id: &str| {
+        sent["letters"]
+            .as_array()
+            .expect("a list")
+            .iter()
+            .find(|it| it["id"] == id)
+            .map(|it| it["partition"].clone())
+    };
+    assert_eq!(
+        (partition("first"), partition("second")),
+        (Some(0.into()), Some(1.into())),
+        "{sent}"
+    );
+    assert!(
+        partition("gone").is_some(),
+        "to another one, where its own is gone: {sent}"
+    );
+    fixture.end().await;
+}
+
+/// Messages that RabbitMQ dead-lettered have no `oncegate-*` headers.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn messages_dead_lettered_by_the_broker_have_their_own_id() {
+    let fixture = fixture(Broker::RabbitMq).await;
+    fixture
+        .publish_to(
+            &format!("{}.dead-letters", fixture.cli.name),
+            "plain",
+            r#"{"card":"works"}"#,
+            &[],
+        )
+        .await;
+    assert_eq!(
+        ids(&fixture
+            .json(&["dead-letters", "list", "--id", "plain"])
+            .await),
+        ["plain"]
+    );
+    // Its age is unknown.
+    fixture
+        .run(&["dead-letters", "redrive", "--id", "plain", "--dry-run"])
+        .await
+        .exits_with(0)
+        .prints("to be reconciled");
+    fixture
+        .run(&[
+            "dead-letters",
+            "redrive",
+            "--id",
+            "plain",
+            "--accept-forgotten",
+            "--yes",
+        ])
+        .await
+        .exits_with(0);
+    fixture.consume(PaymentProvider::Works, 1, 0, 0).await;
+    assert_eq!(fixture.charged(), ["plain"]);
+    fixture.end().await;
+}
+
+async fn ids_without_a_marker_are_redriven(broker: Broker) {
+    let fixture = fixture(broker).await;
+    // It is old enough to be in doubt and has failed more often than allowed.
+    let headers = [
+        ("oncegate-id", "old"),
+        ("oncegate-first-seen", "1000"),
+        ("oncegate-failures", "99"),
+        ("kept", "yes"),
+    ];
+    let body = r#"{"id":"old","card":"works","amount":1}"#;
+    fixture
+        .publish_to(
+            &format!("{}.dead-letters", fixture.cli.name),
+            "old",
+            body,
+            &headers,
+        )
+        .await;
+    assert_eq!(
+        ids(&fixture
+            .json(&["dead-letters", "list", "--older-than", "365d"])
+            .await),
+        ["old"]
+    );
+    let redrive = [
+        "dead-letters",
+        "redrive",
+        "--older-than",
+        "365d",
+        "--accept-forgotten",
+        "--yes",
+    ];
+    fixture
+        .run(&redrive)
+        .await
+        .exits_with(0)
+        .prints("1 redriven");
+    // The consumed queue is read like a destination.
+    let name = &fixture.cli.name;
+    fixture.cli.configure(&format!(
+        "{}dead-letters = \"{name}\"\n",
+        fixture.settings()
+    ));
+    let copy = fixture
+        .json(&["dead-letters", "show", "old", "--accept-delivery-counts"])
+        .await;
+    let headers: Vec<&str> = copy[0]["headers"]
+        .as_array()
+        .expect("a list")
+        .iter()
+        .map(|it| it[0].as_str().expect("a name"))
+        .collect();
+    assert!(
+        headers.contains(&"kept") && headers.contains(&"payment-id"),
+        "{copy}"
+    );
+    let ours = headers.iter().filter(|name| {
+        name.starts_with("oncegate-") || (name.starts_with("x-") && **name != "x-delivery-count")
+    });
+    assert_eq!(ours.count(), 0, "it begins anew: {copy}");
+    fixture.cli.configure(&fixture.settings());
+    let left = if broker == Broker::Kafka { 1 } else { 0 };
+    fixture.consume(PaymentProvider::Works, 1, left, 0).await;
+    assert_eq!(fixture.charged(), ["old"]);
+    fixture.end().await;
+}
