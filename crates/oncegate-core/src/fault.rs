@@ -91,7 +91,7 @@ pub fn wrong(name: &str) -> bool {
     NAME.as_deref() == Some(name)
 }
 
-/// The token of a claim that is made anew: the new one.
+/// The token of a repeated claim: a new one.
 #[inline(always)]
 pub(crate) fn token(earlier: Token, new: Token) -> Token {
     crate::wrong_version!("token-per-delivery", {

@@ -10,7 +10,7 @@ use crate::message::{Message, Position};
 
 pub(crate) mod json;
 
-/// The longest id that stands in a key as it is, in bytes.
+/// The longest id that is used in a key unchanged, in bytes.
 pub const LONGEST_PLAIN_ID: usize = 200;
 
 /// An idempotency key: what makes two messages the same.
@@ -63,14 +63,14 @@ impl MessageId {
                     .bytes()
                     .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
         };
-        let stands = match text.strip_prefix("h:") {
+        let is_valid = match text.strip_prefix("h:") {
             Some(rest) => hash(rest),
             None => !text.is_empty() && is_plain(text.as_bytes()),
         };
-        stands.then(|| Self(SmallVec::from_slice(text.as_bytes())))
+        is_valid.then(|| Self(SmallVec::from_slice(text.as_bytes())))
     }
 
-    /// The id as it stands in keys, headers and logs.
+    /// The id as it is written in keys, headers and logs.
     pub fn as_str(&self) -> &str {
         // Only plain ASCII gets in: see `is_plain` and `push_hex`.
         std::str::from_utf8(&self.0).unwrap_or_default()
@@ -192,7 +192,7 @@ impl Scope {
     }
 }
 
-/// A scope name that cannot stand in a key.
+/// A scope name with characters that are not allowed in a key.
 #[derive(Debug, thiserror::Error)]
 #[error(
     "scope `{0}` cannot stand in a key: use 1 to 100 of the characters A-Z a-z 0-9 . _ : @ / + = - and not `h:` at the start"
@@ -361,7 +361,7 @@ impl Read {
     }
 }
 
-/// The value of a header that must not stand there with two.
+/// The value of a header that must not occur with two values.
 fn only_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>, NoId> {
     let mut values = message
         .headers

@@ -10,12 +10,12 @@ use sha2::{Digest, Sha256};
 
 use crate::id::Key;
 
-/// What the user chose to hold when nobody knows whether the handler's effect happened.
+/// What follows when it is unknown whether the handler's effect happened, as the user chose.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Guarantee {
-    /// The handler never starts a second time for an id unless it said itself that nothing
-    /// happened, or `reconcile` found that nothing happened and nothing still can. What stays
-    /// unknown goes to the in-doubt queue.
+    /// The handler never starts a second time for an id, unless it reported that nothing happened,
+    /// or `reconcile` found that nothing happened and nothing still can. Messages whose outcome
+    /// stays unknown go to the in-doubt queue.
     AtMostOnce,
     /// The handler runs again after a crash or a lost lease; a completed id is never handled again
     /// within the window.
@@ -27,7 +27,7 @@ pub enum Guarantee {
     Bare,
 }
 
-/// Names one claim. Made anew for each claim, before its first command is sent.
+/// Identifies one claim. Each claim gets a new token before its first operation is sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Token(pub u128);
 
@@ -38,12 +38,12 @@ impl Token {
     }
 }
 
-/// Makes tokens, many from one call to the operating system.
+/// Generates tokens, many with one call to the operating system.
 #[derive(Default)]
 pub struct Tokens(Vec<Token>);
 
 impl Tokens {
-    /// A token that nobody had before.
+    /// A new, unique token.
     pub fn token(&mut self) -> Token {
         if let Some(token) = self.0.pop() {
             return token;
@@ -60,7 +60,7 @@ impl Tokens {
 }
 
 impl std::fmt::Debug for Tokens {
-    /// A token that is still to be given out is nobody's business.
+    /// Hides the unused tokens.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Tokens")
     }
@@ -96,7 +96,7 @@ impl Fingerprint {
     }
 }
 
-/// What a store remembers under one key.
+/// The record of a store under one key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Marker {
     /// Never seen, cleared for retry, or forgotten.
@@ -108,7 +108,7 @@ pub enum Marker {
         /// What they may have left behind. Claimed at most once, [`Effect::Unknown`] is in doubt.
         effect: Effect,
     },
-    /// Someone holds the permit.
+    /// A claim is held.
     InProgress(Hold),
     /// Nobody knows whether it happened.
     InDoubt(Hold, Doubt),
@@ -119,7 +119,7 @@ pub enum Marker {
         /// The body that was rejected.
         fingerprint: Option<Fingerprint>,
     },
-    /// Handled. Without a fingerprint it matches any body.
+    /// Handled. Without a fingerprint, any body matches.
     Done(Option<Fingerprint>),
 }
 
@@ -214,10 +214,10 @@ pub struct Hold {
     pub fingerprint: Option<Fingerprint>,
 }
 
-/// Whether someone is finding out what happened.
+/// Whether a holder reconciles a doubt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Doubt {
-    /// Nobody: free to take over.
+    /// Nobody does: it may be taken over.
     Waiting,
     /// The holder, while its lease lives.
     Reconciling,
@@ -254,7 +254,7 @@ pub struct Operation {
 pub enum Ask {
     /// May I handle this id now?
     Claim,
-    /// I still hold it: let the lease begin anew.
+    /// Renews the lease.
     Renew,
     /// It happened.
     Complete,
@@ -356,9 +356,10 @@ impl Terms {
 pub enum Verdict {
     /// The claim holds; this is the attempt.
     Granted(Attempts),
-    /// Nobody knows whether it happened, and the asker is the one to find out. This is the attempt.
+    /// It is unknown whether it happened, and the claimant has to reconcile it. This is the
+    /// attempt.
     InDoubt(Attempts),
-    /// Someone else holds it.
+    /// Another claim holds it.
     Busy {
         /// How long until that lease is over.
         remaining: Duration,
@@ -367,7 +368,7 @@ pub enum Verdict {
     Duplicate,
     /// It was dead-lettered before, and is not to be run.
     Rejected {
-        /// The number of its last attempt: the fence that its letters bear.
+        /// The number of its last attempt, which its dead letters carry as the fencing token.
         attempt: u32,
     },
     /// The same id was used for another body.
@@ -383,7 +384,7 @@ pub enum Verdict {
     Lost,
 }
 
-/// What a store has to do to a key. Every write starts the expiry anew.
+/// What a store has to do with a key. Every write restarts the expiry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Change {
     /// Nothing: the marker and its expiry stay as they are.
@@ -580,7 +581,7 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     }
 }
 
-/// The rows of what a person asks for.
+/// The rows of an operator's operations.
 fn free(marker: Marker, age: Age, operation: &Operation, seen: Marker) -> (Change, Verdict) {
     let runs = matches!(marker, Marker::InProgress(hold) if !over(&hold, age));
     match freed(operation) {
@@ -650,7 +651,7 @@ fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
     }
 }
 
-/// In doubt without having been in progress: nobody finds out yet.
+/// In doubt without having been in progress: no holder reconciles it yet.
 fn doubted(operation: &Operation, attempts: Attempts) -> (Change, Verdict) {
     let hold = own_hold(operation, attempts, Effect::Unknown);
     (
