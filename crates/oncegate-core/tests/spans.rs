@@ -188,17 +188,17 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
     (0..10).for_each(|number| keyed(&format!("behind-{number}"), "work"));
     consume(&broker, &MemoryStore::new(), Guarantee::EffectivelyOnce).await;
     let log = String::from_utf8(kept.0.lock().expect("no panic").clone()).expect("text");
-    let crowded: Vec<&str> = log
+    let queue_full: Vec<&str> = log
         .lines()
-        .filter(|line| line.contains("nothing more is taken in"))
+        .filter(|line| line.contains("queue limit reached"))
         .collect();
-    let [crowded] = crowded[..] else {
-        panic!("{crowded:#?}")
+    let [queue_full] = queue_full[..] else {
+        panic!("{queue_full:#?}")
     };
     assert!(
-        crowded.contains("WARN")
-            && crowded.contains("waiting=")
-            && crowded.contains("raise `waiting`"),
-        "{crowded}"
+        queue_full.contains("WARN")
+            && queue_full.contains("waiting=")
+            && queue_full.contains("raise `max_queued`"),
+        "{queue_full}"
     );
 }
