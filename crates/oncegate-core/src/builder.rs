@@ -298,6 +298,18 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
+    /// Checks the settings as the consumer does before it starts. Connects to nothing.
+    ///
+    /// # Errors
+    /// [`Error::Misconfigured`] names the first setting that is wrong, and what to set instead.
+    pub fn check(&self) -> Result<(), Error> {
+        self.settings.check()?;
+        if let Some(scope) = &self.scope {
+            Scope::named(scope)?;
+        }
+        self.settings.id.as_ref().map_or(Ok(()), check_id)
+    }
+
     /// How long a delivery may stay unsettled by these settings: it waits for another holder for
     /// two leases, and then its handler runs as often as it may in place, each time to its timeout,
     /// with the longest pauses between. What `reconcile` takes comes on top, and so does what waits
@@ -352,6 +364,9 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             scope,
         } = self;
         settings.check()?;
+        if let Some(id) = &settings.id {
+            check_id(id)?;
+        }
         if let Some(scope) = scope {
             settings.scope = Scope::named(&scope)?;
         }
@@ -528,4 +543,12 @@ mod tests {
             assert_eq!(aged(seen(nonsense), None), None, "{nonsense:?}");
         }
     }
+}
+
+fn check_id(id: &IdSource) -> Result<(), Error> {
+    id.check().map_err(|problem| Error::Misconfigured {
+        setting: "id",
+        problem,
+        remedy: "write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
+    })
 }

@@ -27,6 +27,9 @@ impl Context {
     /// The fence: which attempt the store granted, from 1. A sink that refuses anything below the
     /// highest attempt it has seen for an id is safe from a holder that was too slow to notice that
     /// it had lost its lease.
+    ///
+    /// It grows after each attempt that may have had an effect. An attempt that ended with
+    /// [`retry`](crate::FailureExt::retry) had none, and the next may have the same number.
     pub fn attempt(&self) -> u32 {
         self.attempt
     }

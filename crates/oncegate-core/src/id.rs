@@ -229,6 +229,28 @@ enum Read {
     Hashed(Arc<Read>),
 }
 
+impl Read {
+    fn check(&self) -> Result<(), String> {
+        match self {
+            Self::Hashed(read) => read.check(),
+            Self::JsonPointer(pointer) if !pointer.is_empty() && !pointer.starts_with('/') => Err(
+                format!("the JSON pointer `{pointer}` does not begin with `/`"),
+            ),
+            Self::JsonPointer(pointer)
+                if pointer
+                    .split('~')
+                    .skip(1)
+                    .any(|rest| !rest.starts_with(['0', '1'])) =>
+            {
+                Err(format!(
+                    "the JSON pointer `{pointer}` has a `~` that is not `~0` or `~1`"
+                ))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
 impl IdSource {
     /// The header of this name. Where it stands several times with different values, none of them
     /// is the id.
@@ -258,8 +280,16 @@ impl IdSource {
     /// `7`. A byte order mark before the JSON is passed over. `null` is a missing id; anything else
     /// (an object, a fraction), a body that is no JSON, and a field on the way that stands twice in
     /// its object are an unusable one.
+    ///
+    /// The consumer does not start with a pointer that does not begin with `/`, or that has a `~`
+    /// without `0` or `1` behind it. The empty pointer is the whole body.
     pub fn json_pointer(pointer: &str) -> Self {
         Self(Read::JsonPointer(Arc::from(pointer)))
+    }
+
+    /// What is wrong with a JSON pointer that can name no field of any body.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        self.0.check()
     }
 
     /// The SHA-256 of the body: two messages are the same if their bodies are.
@@ -492,6 +522,23 @@ mod tests {
             Some("k")
         );
     }
+
+    #[test]
+    fn a_json_pointer_that_names_no_field_is_refused() {
+        for pointer in ["", "/", "/id", "/a/0/b", "/a~1b~0c", "/a b"] {
+            assert_eq!(IdSource::json_pointer(pointer).check(), Ok(()), "{pointer}");
+        }
+        for pointer in ["id", "$.id", "#/id", "a/b", "/a~2", "/a~", "/~~1"] {
+            for source in [
+                IdSource::json_pointer(pointer),
+                IdSource::json_pointer(pointer).hashed(),
+            ] {
+                let problem = source.check().expect_err(pointer);
+                assert!(problem.contains(pointer), "{problem}");
+            }
+        }
+    }
+
     #[test]
     fn two_ids_in_one_header_are_none() {
         let message = Message::new("")

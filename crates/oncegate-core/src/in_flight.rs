@@ -58,9 +58,11 @@ impl InFlight {
                 let story = matches!(settlement, Settlement::Reject(_)).then(|| {
                     let mut story = story.unwrap_or_default();
                     // The marker forgets attempts that did nothing; the delivery does not.
-                    let granted = attempts
-                        .spent()
-                        .max(delivery.failures + u32::from(attempts.spent() > 0));
+                    let granted = attempts.spent().max(
+                        delivery
+                            .failures
+                            .saturating_add(u32::from(attempts.spent() > 0)),
+                    );
                     story.attempts = match settlement {
                         // The last grant is never run.
                         Settlement::Reject(Reason::CrashesSpent) => {

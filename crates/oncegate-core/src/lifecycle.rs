@@ -512,9 +512,10 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         {
             reject(Reason::AttemptsSpent)
         }
-        (Ungated(history), Returned(_)) => {
-            release(policy.pause(history.failures), history.failures + 1)
-        }
+        (Ungated(history), Returned(_)) => release(
+            policy.pause(history.failures),
+            history.failures.saturating_add(1),
+        ),
 
         // The marker is not ours any more, or has become what a new claim has to read: look again.
         (

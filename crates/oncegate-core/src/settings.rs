@@ -155,14 +155,14 @@ impl Settings {
         }
         if self.window.is_zero() {
             return wrong(
-                "window",
+                "dedup_window",
                 "it is 0, so nothing would be remembered".into(),
                 "set the dedup window to at least twice the oldest redelivery",
             );
         }
         if self.window < Duration::from_secs(1) {
             return wrong(
-                "window",
+                "dedup_window",
                 format!("{:?} is below one second", self.window),
                 "set at least 1 s",
             );
@@ -193,20 +193,20 @@ impl Settings {
             );
         }
         let zeros = [
-            ("attempts", self.attempts == 0, "set at least 1"),
-            ("in_flight", self.in_flight == 0, "set at least 1"),
+            ("max_attempts", self.attempts == 0, "set at least 1"),
+            ("max_in_flight", self.in_flight == 0, "set at least 1"),
             (
-                "in_flight_bytes",
+                "max_in_flight_bytes",
                 self.in_flight_bytes == 0,
                 "set at least the size of one message",
             ),
-            ("waiting", self.waiting == 0, "set at least 1"),
+            ("max_queued", self.waiting == 0, "set at least 1"),
             (
-                "waiting_bytes",
+                "max_queued_bytes",
                 self.waiting_bytes == 0,
                 "set at least the size of one message",
             ),
-            ("reconciles", self.reconciles == 0, "set at least 1"),
+            ("max_reconciles", self.reconciles == 0, "set at least 1"),
             (
                 "handler_timeout",
                 self.handler_timeout.is_zero(),
@@ -219,10 +219,10 @@ impl Settings {
             }
         }
         let durations = [
-            ("window", self.window),
+            ("dedup_window", self.window),
             ("handler_timeout", self.handler_timeout),
             ("backoff", self.longest_backoff),
-            ("drain", self.drain),
+            ("drain_timeout", self.drain),
         ];
         for (setting, duration) in durations {
             if duration > LONGEST {

@@ -493,15 +493,15 @@ async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
     let world = World::new();
     let base = || world.consumer(Guarantee::EffectivelyOnce);
     let wrong = [
-        ("window", base().dedup_window(Duration::ZERO)),
+        ("dedup_window", base().dedup_window(Duration::ZERO)),
         (
             "lease",
             base()
                 .dedup_window(Duration::from_secs(1))
                 .lease(Duration::from_secs(1)),
         ),
-        ("in_flight", base().max_in_flight(0)),
-        ("attempts", base().max_attempts(0)),
+        ("max_in_flight", base().max_in_flight(0)),
+        ("max_attempts", base().max_attempts(0)),
         ("handler_timeout", base().handler_timeout(Duration::ZERO)),
         (
             "outage",
@@ -510,7 +510,7 @@ async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
                 .outage(Outage::PassThrough),
         ),
         ("scope", base().scope("a|b")),
-        ("waiting", base().max_queued(0)),
+        ("max_queued", base().max_queued(0)),
         (
             "adaptive_lease",
             base()

@@ -423,11 +423,11 @@ async fn settings_beyond_every_clock_are_refused() {
         Builder<MemorySource, MemoryStore, Slow, RawBytes>,
     ) -> Builder<MemorySource, MemoryStore, Slow, RawBytes>;
     let wrong: [(&str, Set); 5] = [
-        ("drain", |it| it.drain_timeout(Duration::MAX)),
+        ("drain_timeout", |it| it.drain_timeout(Duration::MAX)),
         ("handler_timeout", |it| it.handler_timeout(Duration::MAX)),
         ("backoff", |it| it.backoff(ms(100), Duration::MAX)),
         ("backoff", |it| it.backoff(Duration::ZERO, Duration::ZERO)),
-        ("window", |it| it.dedup_window(Duration::MAX)),
+        ("dedup_window", |it| it.dedup_window(Duration::MAX)),
     ];
     for (setting, set) in wrong {
         let error = set(consumer(&one(), MemoryStore::new(), Slow::default()))
