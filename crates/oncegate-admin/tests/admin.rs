@@ -197,7 +197,7 @@ async fn status_shows_deliveries_and_warnings_without_secrets() {
     let all = broker.clone();
     let running = tokio::spawn(consumer.run_until(async move { all.drained().await }));
 
-    let warned = "message dead-lettered";
+    let warned = "message rejected, sending it to the dead letters";
     let page = until("one is held and one is set aside", async || {
         let page = page(&serving).await;
         let warnings: Vec<String> = page["last_errors"]

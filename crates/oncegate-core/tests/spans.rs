@@ -172,7 +172,7 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
             "the handler has no `reconcile`",
         ],
     );
-    let dead = lines("WARN", "message dead-lettered");
+    let dead = lines("WARN", "message rejected, sending it to the dead letters");
     assert_eq!(dead.len(), 10, "ten stand for a hundred: {dead:#?}");
     has(dead[0], &[r#"reason="missing-id""#, "origin=q"]);
     let claim = log

@@ -28,7 +28,10 @@ const LOOK: Duration = Duration::from_millis(10);
 /// How each message ends that the gate settles, as `oncegate_deliveries_total` has it.
 const ENDS: [&str; 4] = ["completed", "duplicate", "rejected", "in_doubt"];
 /// What the log says of a message that the gate rejects.
-const SAID: [&str; 2] = ["message dead-lettered", "message in doubt"];
+const SAID: [&str; 2] = [
+    "message rejected, sending it to the dead letters",
+    "message in doubt",
+];
 /// What a source says of one that it sets aside.
 const SOURCE_SAID: &str = "a body is over the limit";
 

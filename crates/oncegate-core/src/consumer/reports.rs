@@ -91,7 +91,7 @@ impl Reporter {
                 "message in doubt: find out whether it happened, then `oncegate in-doubt resolve` it"
             );
         } else {
-            warn!("message dead-lettered");
+            warn!("message rejected, sending it to the dead letters");
         }
     }
 
