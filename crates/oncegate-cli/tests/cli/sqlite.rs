@@ -106,6 +106,15 @@ async fn changes_apply_to_consumers_and_are_audited_beside_the_file() {
     let lines = std::fs::read_to_string(cli.path("markers.db.audit.jsonl")).expect("the audit");
     assert_eq!(lines.lines().count(), 10, "two lines an act");
     // Another file can be configured.
+    // A line that is not UTF-8 hides no other.
+    let mut bytes = lines.into_bytes();
+    bytes.splice(0..0, *b"{\"act\":\"\xff\"}\n");
+    std::fs::write(cli.path("markers.db.audit.jsonl"), bytes).expect("the file is ours");
+    let audit = cli.run(&["audit", "--json"]).exits_with(1);
+    assert_eq!(audit.json().as_array().map(Vec::len), Some(5));
+    audit.prints("lines of the audit that cannot be read, and are not shown: 1");
+    cli.run(&["marker", "complete", "new", "--yes"])
+        .exits_with(0);
     cli.configure(&format!(
         "[audit]\nfile = \"{}\"\n",
         cli.path("audit.jsonl").display()
