@@ -168,7 +168,7 @@ impl OpenFile {
     pub(crate) fn memory(&self, place: &Place) -> rusqlite::Result<Persistence> {
         const FULL: i32 = 2;
         let (file, sqlite) = (place.name(), rusqlite::version());
-        if lies_in_memory(&place.path) {
+        if is_on_memory_file_system(&place.path) {
             return Ok(Persistence::Volatile(format!(
                 "{file} lies on a file system in memory, and is gone when the machine starts anew: name a file on a disk"
             )));
@@ -419,7 +419,7 @@ impl Identity {
 }
 
 #[cfg(target_os = "linux")]
-fn lies_in_memory(path: &Path) -> bool {
+pub(crate) fn is_on_memory_file_system(path: &Path) -> bool {
     const TMPFS: i64 = 0x0102_1994;
     const RAMFS: i64 = 0x8584_58f6;
     // What cannot be asked is taken for a disk.
@@ -427,6 +427,6 @@ fn lies_in_memory(path: &Path) -> bool {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn lies_in_memory(_: &Path) -> bool {
+pub(crate) fn is_on_memory_file_system(_: &Path) -> bool {
     false
 }
