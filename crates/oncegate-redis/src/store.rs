@@ -241,6 +241,17 @@ impl Redis {
         self.anew()
     }
 
+    /// Checks URLs, certificate files and settings without connecting.
+    ///
+    /// # Errors
+    /// [`StoreError::Misconfigured`], as at the first use.
+    pub fn check(&self) -> Result<(), StoreError> {
+        match &self.target {
+            Ok(_) => Ok(()),
+            Err(problem) => Err(StoreError::Misconfigured(problem.clone().into())),
+        }
+    }
+
     /// Lets at most once run on a server that may forget what it was told: one that evicts keys,
     /// keeps no append-only file, or is a replica; and go on when it is seen to forget. A forgotten
     /// marker lets its message run again.
