@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate::{
-    ConsumerStatus, Held, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
+    ConsumerStatus, InFlightDelivery, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
 };
 use serde::Serialize;
 
@@ -185,20 +185,20 @@ impl StoreView {
 }
 
 impl OldestDelivery {
-    fn of(held: &Held) -> Self {
-        let (partition, offset) = match held.origin.position {
+    fn of(delivery: &InFlightDelivery) -> Self {
+        let (partition, offset) = match delivery.origin.position {
             Position::Offset { partition, offset } => (Some(partition), Some(offset)),
             Position::Queue => (None, None),
         };
         Self {
-            id: held.id.as_ref().map(ToString::to_string),
-            from: held.origin.name.to_string(),
+            id: delivery.id.as_ref().map(ToString::to_string),
+            from: delivery.origin.name.to_string(),
             partition,
             offset,
-            seconds: seconds(held.since),
-            doing: held.doing.as_str(),
-            attempt: held.attempt,
-            crashes: held.crashes,
+            seconds: seconds(delivery.since),
+            doing: delivery.doing.as_str(),
+            attempt: delivery.attempt,
+            crashes: delivery.crashes,
         }
     }
 }

@@ -6,7 +6,7 @@ use oncegate::marker::{Fingerprint, Terms};
 use oncegate::{Guarantee, Key, MessageId};
 pub(crate) use oncegate_config::Config;
 
-use crate::failure::Failure;
+use crate::error::CliError;
 
 /// A duration on the command line, such as `500ms`, `30s`, `5m`, `24h` or `7d`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,13 +46,13 @@ pub(crate) fn window_description(config: &Config) -> String {
 }
 
 /// The store key of an id.
-pub(crate) fn key(config: &Config, id: &MessageId) -> Result<Key, Failure> {
+pub(crate) fn key(config: &Config, id: &MessageId) -> Result<Key, CliError> {
     Ok(config.scope()?.key(id))
 }
 
 /// An id from the command line: as a producer wrote it, or as keys and logs show it.
-pub(crate) fn id(config: &Config, text: &str) -> Result<MessageId, Failure> {
+pub(crate) fn id(config: &Config, text: &str) -> Result<MessageId, CliError> {
     config
         .message_id(text)
-        .ok_or_else(|| Failure::usage("the id is empty"))
+        .ok_or_else(|| CliError::usage("the id is empty"))
 }

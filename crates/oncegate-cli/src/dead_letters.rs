@@ -4,7 +4,7 @@ use clap::{Args, Subcommand};
 use oncegate::Guarantee;
 use oncegate::marker::{Ask, Effect, Hold, Marker, UNKNOWN_ATTEMPT};
 
-use crate::Context;
+use crate::CliContext;
 use crate::audit::{Audit, PlannedAction};
 use crate::config;
 use crate::destination::bulk::{
@@ -15,7 +15,7 @@ use crate::destination::filter::{FilterMatch, MessageFilter};
 use crate::destination::listing::{self, ListArgs, QueueAccessArgs, ShowArgs};
 use crate::destination::redrive_policy::{self, AcceptedRisks, CopyPlan};
 use crate::destination::{Broker, CopyAge, DeadLetter, Destination, DestinationReader};
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::marker::change::ObservedMarker;
 use crate::marker::description;
 use crate::marker_store::MarkerStore;
@@ -56,7 +56,7 @@ pub(crate) struct RedriveArgs {
     accepted: AcceptedRisks,
 }
 
-pub(crate) async fn run(context: &Context, command: DeadLettersCommand) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, command: DeadLettersCommand) -> Result<(), CliError> {
     match command {
         DeadLettersCommand::List(list) => {
             listing::list(context, Destination::DeadLetters, list).await
@@ -93,10 +93,10 @@ impl DeadLetterAction {
 }
 
 async fn run_bulk(
-    context: &Context,
+    context: &CliContext,
     bulk: BulkArgs,
     action: DeadLetterAction,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     let BulkArgs {
         filter,
         limits,
@@ -104,7 +104,7 @@ async fn run_bulk(
         queue_access,
     } = bulk;
     if !filter.is_restrictive() && !limits.all {
-        return Err(Failure::usage(
+        return Err(CliError::usage(
             "no messages are selected; pass --id, --reason, --older-than or --younger-than, or --all",
         ));
     }
@@ -190,7 +190,7 @@ async fn run_bulk(
 
 /// Without a store no marker is read: the gate still deduplicates, and messages that their marker
 /// may block are skipped.
-fn open_marker_store(context: &Context) -> Result<Option<MarkerStore>, Failure> {
+fn open_marker_store(context: &CliContext) -> Result<Option<MarkerStore>, CliError> {
     context
         .config
         .store_kind()?
@@ -200,7 +200,7 @@ fn open_marker_store(context: &Context) -> Result<Option<MarkerStore>, Failure> 
 
 /// The state of one redrive or drop command.
 struct DeadLetterSession<'a> {
-    context: &'a Context,
+    context: &'a CliContext,
     audit: Audit,
     markers: Option<MarkerStore>,
     /// Whether `--id` selects the messages.
@@ -222,7 +222,7 @@ impl DeadLetterSession<'_> {
         accepted: AcceptedRisks,
         rate_limiter: &mut RateLimiter,
         confirmed: bool,
-    ) -> Result<String, Failure> {
+    ) -> Result<String, CliError> {
         redrive_policy::check_source(message, reader.target())?;
         redrive_policy::check_complete(message, accepted)?;
         if self.markers.is_none() {
@@ -282,7 +282,7 @@ impl DeadLetterSession<'_> {
         message: &DeadLetter,
         rate_limiter: &mut RateLimiter,
         confirmed: bool,
-    ) -> Result<String, Failure> {
+    ) -> Result<String, CliError> {
         redrive_policy::check_source(message, reader.target())?;
         if !confirmed {
             return Ok("would be dropped".into());
@@ -324,7 +324,7 @@ impl DeadLetterSession<'_> {
         }
     }
 
-    async fn marker(&self, message: &DeadLetter) -> Result<Option<ObservedMarker<'_>>, Failure> {
+    async fn marker(&self, message: &DeadLetter) -> Result<Option<ObservedMarker<'_>>, CliError> {
         let (Some(markers), Some(id)) = (&self.markers, message.id()) else {
             return Ok(None);
         };
@@ -335,7 +335,7 @@ impl DeadLetterSession<'_> {
         ObservedMarker::look(self.context, markers, id)
             .await
             .map(Some)
-            .map_err(Failure::for_one_message)
+            .map_err(CliError::for_one_message)
     }
 }
 
@@ -345,7 +345,7 @@ fn release_request(
     marker: &ObservedMarker<'_>,
     effect: Effect,
     message: &DeadLetter,
-    context: &Context,
+    context: &CliContext,
 ) -> Option<Ask> {
     let seen = marker.standing.marker;
     let doubted =
@@ -371,7 +371,7 @@ fn known_attempt(message: &DeadLetter) -> u32 {
 }
 
 /// The description of a redriven copy.
-pub(crate) fn copy_description(target: &str, age: CopyAge, context: &Context) -> String {
+pub(crate) fn copy_description(target: &str, age: CopyAge, context: &CliContext) -> String {
     match age {
         CopyAge::New => format!("sent to {target}"),
         CopyAge::FirstSeen(_) => format!(

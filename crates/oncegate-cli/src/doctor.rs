@@ -15,9 +15,9 @@ use clap::Args;
 use oncegate_config::StoreKind;
 use serde::Serialize;
 
-use crate::Context;
+use crate::CliContext;
 use crate::destination::Broker;
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::output::{TextTable, Unchecked, printable};
 
 /// The severity of a finding.
@@ -103,7 +103,7 @@ pub(crate) struct DoctorArguments {
     list: bool,
 }
 
-pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Result<(), CliError> {
     if arguments.list {
         let mut table = TextTable::new(&["code", "says"]);
         codes::CODES
@@ -125,12 +125,12 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
     let is_incomplete = Broker::note_incomplete(context, &mut unchecked);
     settings::check(config, &mut findings)?;
     if store.is_none() && brokers.is_empty() && !is_incomplete {
-        return Err(Failure::usage(
+        return Err(CliError::usage(
             "no server is configured: set store.url, and kafka.brokers and kafka.topic, or rabbitmq.url and rabbitmq.queue",
         ));
     }
     // An unreachable server must not hide other findings.
-    let mut note = |server: &str, result: Result<(), Failure>| {
+    let mut note = |server: &str, result: Result<(), CliError>| {
         if let Err(failure) = result {
             unchecked.note(server, failure);
         }
@@ -141,7 +141,7 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
             #[cfg(feature = "redis")]
             note("Redis", store::check(config, &mut findings).await);
             #[cfg(not(feature = "redis"))]
-            note("Redis", Err(Failure::feature_missing("Redis", "redis")));
+            note("Redis", Err(CliError::feature_missing("Redis", "redis")));
         }
         #[cfg(feature = "sqlite")]
         Some(StoreKind::Sqlite(file)) => {
@@ -150,7 +150,7 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
         }
         #[cfg(not(feature = "sqlite"))]
         Some(StoreKind::Sqlite(_)) => {
-            note("SQLite", Err(Failure::feature_missing("SQLite", "sqlite")))
+            note("SQLite", Err(CliError::feature_missing("SQLite", "sqlite")))
         }
         Some(StoreKind::Memory) => {
             let what = "it is the memory of the consumer process: its markers are lost when that process ends";
@@ -205,7 +205,7 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
         .filter(|finding| finding.severity != Severity::Advice)
         .count();
     text.push_str(&format!(
-        "Checked {}: {bad} problems, {} recommendations.",
+        "Checked {}; problems: {bad}, recommendations: {}.",
         checked.join(", "),
         findings.len() - bad
     ));
@@ -215,6 +215,6 @@ pub(crate) async fn run(context: &Context, arguments: DoctorArguments) -> Result
     if bad == 0 {
         Ok(())
     } else {
-        Err(Failure::not_all(format!("{bad} problems found")))
+        Err(CliError::not_all(format!("problems found: {bad}")))
     }
 }

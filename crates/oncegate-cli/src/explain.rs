@@ -8,7 +8,7 @@ use clap::Args;
 use oncegate::Guarantee;
 use serde::Serialize;
 
-use crate::Context;
+use crate::CliContext;
 use crate::audit::{self, Audit, AuditEntry};
 use crate::config;
 use crate::destination::filter::MessageFilter;
@@ -16,7 +16,7 @@ use crate::destination::listing::{QueueAccessArgs, collect_messages};
 #[cfg(feature = "kafka")]
 use crate::destination::{AuditedStates, kafka};
 use crate::destination::{Broker, DeadLetter, Destination, listing};
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::marker::description::MarkerDescription;
 use crate::marker_store::MarkerStore;
 use crate::output::{Unchecked, printable};
@@ -70,7 +70,7 @@ pub(crate) struct Evidence {
 }
 
 impl Evidence {
-    fn nothing(context: &Context) -> Self {
+    fn nothing(context: &CliContext) -> Self {
         Self {
             marker: None,
             dead_letters: Vec::new(),
@@ -85,7 +85,7 @@ impl Evidence {
     }
 }
 
-pub(crate) async fn run(context: &Context, explain: ExplainArgs) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<(), CliError> {
     context.has_configuration()?;
     let id = config::id(&context.config, &explain.id)?;
     if explain.copies {
@@ -137,7 +137,7 @@ pub(crate) async fn run(context: &Context, explain: ExplainArgs) -> Result<(), F
     if !Broker::any_configured(context) {
         unchecked.note(
             "the dead letters and messages in doubt",
-            Failure::usage("no broker is configured"),
+            CliError::usage("no broker is configured"),
         );
     }
     let (verdict, mut says) = verdict::of(&evidence);
@@ -172,7 +172,10 @@ pub(crate) async fn run(context: &Context, explain: ExplainArgs) -> Result<(), F
     ended
 }
 
-async fn marker(context: &Context, id: &oncegate::MessageId) -> Result<MarkerDescription, Failure> {
+async fn marker(
+    context: &CliContext,
+    id: &oncegate::MessageId,
+) -> Result<MarkerDescription, CliError> {
     let key = config::key(&context.config, id)?;
     let standing = MarkerStore::of(&context.config)?.look(&key).await?;
     Ok(MarkerDescription::of(
@@ -183,7 +186,10 @@ async fn marker(context: &Context, id: &oncegate::MessageId) -> Result<MarkerDes
 }
 
 /// The actions on an id, in the order in which they ended.
-async fn actions(context: &Context, id: &oncegate::MessageId) -> Result<Vec<AuditEntry>, Failure> {
+async fn actions(
+    context: &CliContext,
+    id: &oncegate::MessageId,
+) -> Result<Vec<AuditEntry>, CliError> {
     let mut actions = Audit::of(context)?.actions_on(id).await?;
     actions.sort_by_key(|act| act.at_ms);
     Ok(actions)
@@ -193,13 +199,13 @@ async fn actions(context: &Context, id: &oncegate::MessageId) -> Result<Vec<Audi
 ///
 /// # Errors
 /// One is missing; the error says what to do instead.
-fn check_copies(context: &Context) -> Result<(), Failure> {
+fn check_copies(context: &CliContext) -> Result<(), CliError> {
     let config = &context.config;
     if cfg!(not(feature = "kafka")) {
         return Err(Broker::Kafka.feature_missing());
     }
     if Broker::configured(context, Some(Broker::Kafka)).is_err() {
-        return Err(Failure::usage(
+        return Err(CliError::usage(
             if Broker::configured(context, Some(Broker::Rabbitmq)).is_ok() {
                 "--copies counts the messages with this id in a Kafka topic. A RabbitMQ queue does not keep consumed messages, so there is \
              nothing to count: omit --copies. The marker and the messages in the destinations explain the id, and \
@@ -212,7 +218,7 @@ fn check_copies(context: &Context) -> Result<(), Failure> {
     }
     match config.id_source()? {
         Some(_) => Ok(()),
-        None => Err(Failure::usage(
+        None => Err(CliError::usage(
             "--copies needs gate.id, to read the ids of messages",
         )),
     }
@@ -220,7 +226,7 @@ fn check_copies(context: &Context) -> Result<(), Failure> {
 
 /// The positions of matching messages in the topic.
 #[cfg(feature = "kafka")]
-async fn copies(context: &Context, filter: &MessageFilter) -> Result<Vec<String>, Failure> {
+async fn copies(context: &CliContext, filter: &MessageFilter) -> Result<Vec<String>, CliError> {
     let topic = kafka::topic(&context.config)?;
     let mut reader = crate::destination::DestinationReader::Kafka(
         kafka::TopicReader::of(context, topic, AuditedStates::of(&[])).await?,
@@ -238,7 +244,7 @@ async fn copies(context: &Context, filter: &MessageFilter) -> Result<Vec<String>
 }
 
 #[cfg(not(feature = "kafka"))]
-async fn copies(_: &Context, _: &MessageFilter) -> Result<Vec<String>, Failure> {
+async fn copies(_: &CliContext, _: &MessageFilter) -> Result<Vec<String>, CliError> {
     Err(Broker::Kafka.feature_missing())
 }
 

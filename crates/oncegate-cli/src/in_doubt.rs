@@ -6,7 +6,7 @@ use clap::{Args, Subcommand};
 use oncegate::marker::{Ask, Effect, Finding};
 use serde_json::{Value, json};
 
-use crate::Context;
+use crate::CliContext;
 use crate::audit::{Audit, PlannedAction};
 use crate::config;
 use crate::destination::bulk::{
@@ -15,7 +15,7 @@ use crate::destination::bulk::{
 use crate::destination::listing::{self, ListArgs, QueueAccessArgs, ShowArgs};
 use crate::destination::redrive_policy::{self, AcceptedRisks};
 use crate::destination::{Broker, CopyAge, DeadLetter, Destination, DestinationReader};
-use crate::failure::{Failure, FailureCode};
+use crate::error::{CliError, CliErrorCode};
 use crate::marker::change::ObservedMarker;
 use crate::marker::description::{self, MarkerState, is_being_reconciled};
 use crate::marker_store::MarkerStore;
@@ -61,7 +61,7 @@ struct FindingArgs {
     did_not_happen: bool,
 }
 
-pub(crate) async fn run(context: &Context, command: InDoubtCommand) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, command: InDoubtCommand) -> Result<(), CliError> {
     match command {
         InDoubtCommand::List(list) => listing::list(context, Destination::InDoubt, list).await,
         InDoubtCommand::Show(show) => listing::show(context, Destination::InDoubt, show).await,
@@ -76,7 +76,7 @@ const COMMAND: BulkCommand = BulkCommand {
     verb: "resolved",
 };
 
-async fn resolve(context: &Context, resolve: ResolveArgs) -> Result<(), Failure> {
+async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliError> {
     let finding = if resolve.finding.happened {
         Finding::Happened
     } else {
@@ -166,7 +166,7 @@ async fn resolve(context: &Context, resolve: ResolveArgs) -> Result<(), Failure>
 
 /// The state of one resolve command.
 struct ResolveSession<'a> {
-    context: &'a Context,
+    context: &'a CliContext,
     audit: Audit,
     finding: Finding,
     accepted: AcceptedRisks,
@@ -197,7 +197,7 @@ enum MarkerUpdate {
 
 impl<'a> ResolveSession<'a> {
     /// Reads the markers and checks that they may be updated.
-    async fn read_markers(&mut self, ids: &[String]) -> Result<(), Failure> {
+    async fn read_markers(&mut self, ids: &[String]) -> Result<(), CliError> {
         let markers = MarkerStore::of(&self.context.config)?;
         for id in ids {
             let id = config::id(&self.context.config, id)?;
@@ -238,7 +238,7 @@ impl<'a> ResolveSession<'a> {
     }
 
     /// Reads the marker again before a change, since others may have acted meanwhile.
-    async fn refresh_marker(&mut self, id: &str) -> Result<(), Failure> {
+    async fn refresh_marker(&mut self, id: &str) -> Result<(), CliError> {
         let Some(entry) = self
             .ids
             .get_mut(id)
@@ -254,7 +254,7 @@ impl<'a> ResolveSession<'a> {
     }
 
     /// Records the finding in the marker of an id, once.
-    async fn resolve_marker(&mut self, id: &str, fence: u32) -> Result<(), Failure> {
+    async fn resolve_marker(&mut self, id: &str, fence: u32) -> Result<(), CliError> {
         let after = self.after();
         let Some(entry) = self
             .ids
@@ -296,8 +296,8 @@ impl<'a> ResolveSession<'a> {
         reader: &mut DestinationReader,
         message: &DeadLetter,
         confirmed: bool,
-    ) -> Result<String, Failure> {
-        let another = || Failure::not_all("left: another id");
+    ) -> Result<String, CliError> {
+        let another = || CliError::not_all("left: another id");
         let id = message.id().ok_or_else(another)?;
         self.ids.get_mut(id).ok_or_else(another)?.messages += 1;
         redrive_policy::check_source(message, reader.target())?;
@@ -356,7 +356,7 @@ impl<'a> ResolveSession<'a> {
         &mut self,
         report: &mut BulkReport,
         confirmed: bool,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CliError> {
         let without_messages: Vec<String> = self
             .ids
             .iter()
@@ -366,7 +366,7 @@ impl<'a> ResolveSession<'a> {
         for id in without_messages {
             if confirmed && let Err(failure) = self.refresh_marker(&id).await {
                 match failure.code {
-                    FailureCode::NotAll => report.note_left(&id, failure.to_string()),
+                    CliErrorCode::NotAll => report.note_left(&id, failure.to_string()),
                     _ => return Err(failure),
                 }
                 continue;
@@ -398,7 +398,7 @@ impl<'a> ResolveSession<'a> {
             );
             if confirmed && let Err(failure) = self.resolve_marker(&id, 0).await {
                 match failure.code {
-                    FailureCode::NotAll => report.note_left(&id, failure.to_string()),
+                    CliErrorCode::NotAll => report.note_left(&id, failure.to_string()),
                     _ => return Err(failure),
                 }
                 continue;
@@ -415,8 +415,8 @@ fn check_resend(
     marker: &ObservedMarker<'_>,
     message: &DeadLetter,
     accepted: AcceptedRisks,
-    context: &Context,
-) -> Result<(), Failure> {
+    context: &CliContext,
+) -> Result<(), CliError> {
     let state = if marker.state() == MarkerState::InDoubt {
         MarkerState::Rejected
     } else {
@@ -425,7 +425,7 @@ fn check_resend(
     match redrive_policy::plan_for_state(message, state, true, accepted, context)?.age {
         CopyAge::New => Ok(()),
         // The consumer would find it in doubt again.
-        CopyAge::FirstSeen(_) => Err(Failure::not_all(format!(
+        CopyAge::FirstSeen(_) => Err(CliError::not_all(format!(
             "left: its id is no longer in doubt, and may have been released and handled longer ago than the window of {}; find out, and pass \
              --happened or --accept-forgotten",
             config::window_description(&context.config)
@@ -437,10 +437,10 @@ fn check_resend(
 ///
 /// # Errors
 /// The marker must not be changed.
-fn check_marker(marker: &ObservedMarker<'_>, finding: Finding) -> Result<MarkerUpdate, Failure> {
+fn check_marker(marker: &ObservedMarker<'_>, finding: Finding) -> Result<MarkerUpdate, CliError> {
     let id = &marker.id;
     let refused = |why: &str| {
-        Err(Failure::not_all(format!(
+        Err(CliError::not_all(format!(
             "{id} is {}: {why}",
             marker.summary()
         )))

@@ -18,8 +18,8 @@ mod config;
 mod dead_letters;
 mod destination;
 mod doctor;
+mod error;
 mod explain;
-mod failure;
 mod in_doubt;
 mod marker;
 mod marker_store;
@@ -34,22 +34,22 @@ use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Parser, Subcommand};
 
 use crate::config::Config;
-use crate::failure::{Failure, FailureCode};
+use crate::error::{CliError, CliErrorCode};
 use crate::output::OutputFormat;
 
 /// Explains what happened to a message id, from the store, the dead letters and the messages in
 /// doubt, and applies operator decisions with an audit.
 #[derive(Parser)]
-#[command(name = "oncegate", version, after_help = failure::CODES, arg_required_else_help = true)]
-struct Arguments {
+#[command(name = "oncegate", version, after_help = error::CODES, arg_required_else_help = true)]
+struct CliArgs {
     #[command(flatten)]
-    common: Common,
+    common: GlobalArgs,
     #[command(subcommand)]
-    command: Command,
+    command: CliCommand,
 }
 
 #[derive(clap::Args)]
-struct Common {
+struct GlobalArgs {
     /// The configuration file; by default `oncegate.toml` in the current directory, if it exists
     #[arg(long, global = true, env = "ONCEGATE_CONFIG", value_name = "FILE")]
     config: Option<PathBuf>,
@@ -66,7 +66,7 @@ struct Common {
     operator: Option<String>,
 }
 
-impl Common {
+impl GlobalArgs {
     fn format(&self) -> OutputFormat {
         if self.json {
             OutputFormat::Json
@@ -77,7 +77,7 @@ impl Common {
 }
 
 #[derive(Subcommand)]
-enum Command {
+enum CliCommand {
     /// Explain what happened to an id: was it handled, and why not twice?
     Explain(explain::ExplainArgs),
     /// Show and change markers in the store
@@ -101,14 +101,14 @@ enum Command {
 }
 
 /// The context of every command.
-pub(crate) struct Context {
+pub(crate) struct CliContext {
     pub(crate) config: Config,
     pub(crate) format: OutputFormat,
     pub(crate) operator: String,
 }
 
-impl Context {
-    fn of(common: &Common) -> Result<Self, Failure> {
+impl CliContext {
+    fn of(common: &GlobalArgs) -> Result<Self, CliError> {
         // Variables that are not UTF-8 cannot be ours.
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
@@ -131,7 +131,7 @@ impl Context {
     ///
     /// # Errors
     /// No file and no variable sets a key.
-    pub(crate) fn has_configuration(&self) -> Result<(), Failure> {
+    pub(crate) fn has_configuration(&self) -> Result<(), CliError> {
         if self.config.set().next().is_some() {
             return Ok(());
         }
@@ -139,7 +139,7 @@ impl Context {
             || "there is no oncegate.toml here".to_owned(),
             |it| format!("{} is empty", it.display()),
         );
-        Err(Failure::usage(format!(
+        Err(CliError::usage(format!(
             "nothing is configured: {file}, and no variable sets a key; pass --config FILE, or set ONCEGATE_STORE_URL and the variables of \
              a broker, which `oncegate config keys` lists"
         )))
@@ -147,11 +147,11 @@ impl Context {
 }
 
 fn main() -> ExitCode {
-    let arguments = match Arguments::try_parse() {
+    let arguments = match CliArgs::try_parse() {
         Ok(arguments) => arguments,
         Err(error) if is_unknown_value(&error) => {
             let _ = error.print();
-            return ExitCode::from(FailureCode::UnknownWord as u8);
+            return ExitCode::from(CliErrorCode::UnknownWord as u8);
         }
         Err(error) => error.exit(),
     };
@@ -165,7 +165,7 @@ fn main() -> ExitCode {
         Err(error) => {
             return report_failure(
                 format,
-                &Failure::server(format!("cannot start the runtime: {error}")),
+                &CliError::server(format!("cannot start the runtime: {error}")),
             );
         }
     };
@@ -185,25 +185,25 @@ fn is_unknown_value(error: &clap::Error) -> bool {
     error.kind() == ErrorKind::InvalidValue && has_value && has_choices
 }
 
-fn report_failure(format: OutputFormat, failure: &Failure) -> ExitCode {
+fn report_failure(format: OutputFormat, failure: &CliError) -> ExitCode {
     format.print_failure(failure);
     eprintln!("oncegate: {}", output::printable(&failure.to_string()));
     failure.exit()
 }
 
-async fn run(arguments: Arguments) -> Result<(), Failure> {
-    let context = Context::of(&arguments.common)?;
+async fn run(arguments: CliArgs) -> Result<(), CliError> {
+    let context = CliContext::of(&arguments.common)?;
     match arguments.command {
-        Command::Explain(explain) => explain::run(&context, explain).await,
+        CliCommand::Explain(explain) => explain::run(&context, explain).await,
         #[cfg(feature = "redis")]
-        Command::Plan(arguments) => plan::run(&context, &arguments),
+        CliCommand::Plan(arguments) => plan::run(&context, &arguments),
         #[cfg(not(feature = "redis"))]
-        Command::Plan(_) => Err(Failure::feature_missing("Redis", "redis")),
-        Command::Marker(command) => marker::run(&context, command).await,
-        Command::DeadLetters(command) => dead_letters::run(&context, command).await,
-        Command::InDoubt(command) => in_doubt::run(&context, command).await,
-        Command::Doctor(arguments) => doctor::run(&context, arguments).await,
-        Command::Audit(command) => audit::run(&context, command).await,
-        Command::Config(command) => show_config::run(&context, command),
+        CliCommand::Plan(_) => Err(CliError::feature_missing("Redis", "redis")),
+        CliCommand::Marker(command) => marker::run(&context, command).await,
+        CliCommand::DeadLetters(command) => dead_letters::run(&context, command).await,
+        CliCommand::InDoubt(command) => in_doubt::run(&context, command).await,
+        CliCommand::Doctor(arguments) => doctor::run(&context, arguments).await,
+        CliCommand::Audit(command) => audit::run(&context, command).await,
+        CliCommand::Config(command) => show_config::run(&context, command),
     }
 }

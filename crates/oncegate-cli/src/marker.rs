@@ -5,9 +5,9 @@ pub(crate) mod description;
 
 use clap::{Args, Subcommand};
 
-use crate::Context;
+use crate::CliContext;
 use crate::config;
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::marker_store::MarkerStore;
 use crate::output::TextTable;
 use description::MarkerDescription;
@@ -44,7 +44,7 @@ pub(crate) struct MarkerListArgs {
     scan: usize,
 }
 
-pub(crate) async fn run(context: &Context, command: MarkerCommand) -> Result<(), Failure> {
+pub(crate) async fn run(context: &CliContext, command: MarkerCommand) -> Result<(), CliError> {
     match command {
         MarkerCommand::Show { id } => show(context, &id).await,
         MarkerCommand::List(list) => self::list(context, list).await,
@@ -53,14 +53,14 @@ pub(crate) async fn run(context: &Context, command: MarkerCommand) -> Result<(),
     }
 }
 
-async fn show(context: &Context, id: &str) -> Result<(), Failure> {
+async fn show(context: &CliContext, id: &str) -> Result<(), CliError> {
     let key = config::key(&context.config, &config::id(&context.config, id)?)?;
     let standing = MarkerStore::of(&context.config)?.look(&key).await?;
     let description = MarkerDescription::of(key.as_str(), &standing, context.config.window());
     context.format.print(&description, description.to_text())
 }
 
-async fn list(context: &Context, list: MarkerListArgs) -> Result<(), Failure> {
+async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError> {
     // Small enough not to block the server.
     const PAGE: usize = 500;
     let window = context.config.window();

@@ -13,7 +13,7 @@ use oncegate::{Sqlite, SqliteBrowse};
 use oncegate_config::StoreKind;
 
 use crate::config::Config;
-use crate::failure::Failure;
+use crate::error::CliError;
 
 /// The default reply timeout: an operator can wait longer than a consumer.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -50,39 +50,39 @@ impl MarkerStore {
     ///
     /// # Errors
     /// No store is configured, another process cannot read it, or its file does not exist.
-    pub(crate) fn of(config: &Config) -> Result<Self, Failure> {
+    pub(crate) fn of(config: &Config) -> Result<Self, CliError> {
         match config.store_kind()? {
             #[cfg(feature = "sqlite")]
             Some(StoreKind::Sqlite(file)) => {
                 // The store would create the file.
                 if !file.exists() {
                     let remedy = "no consumer has used it yet, or store.url names another file";
-                    return Err(Failure::server(format!(
+                    return Err(CliError::server(format!(
                         "there is no {}: {remedy}",
                         file.display()
                     )));
                 }
                 Ok(Self::Sqlite(sqlite(config, file)))
             }
-            Some(StoreKind::Memory) => Err(Failure::usage(
+            Some(StoreKind::Memory) => Err(CliError::usage(
                 "store.url: memory: is the memory of the consumer process; no other process can read it, and it is lost when that process ends",
             )),
             #[cfg(not(feature = "sqlite"))]
-            Some(StoreKind::Sqlite(_)) => Err(Failure::feature_missing("SQLite", "sqlite")),
+            Some(StoreKind::Sqlite(_)) => Err(CliError::feature_missing("SQLite", "sqlite")),
             #[cfg(feature = "redis")]
             Some(StoreKind::Redis) | None => Ok(Self::Redis(config.redis(Some(REPLY_TIMEOUT))?)),
             #[cfg(not(feature = "redis"))]
-            Some(StoreKind::Redis) => Err(Failure::feature_missing("Redis", "redis")),
+            Some(StoreKind::Redis) => Err(CliError::feature_missing("Redis", "redis")),
             #[cfg(not(feature = "redis"))]
             None => Err(config
                 .store()
                 .err()
-                .map_or_else(|| Failure::usage("no store"), Failure::from)),
+                .map_or_else(|| CliError::usage("no store"), CliError::from)),
         }
     }
 
     /// Reads the marker of a key.
-    pub(crate) async fn look(&self, key: &Key) -> Result<Standing, Failure> {
+    pub(crate) async fn look(&self, key: &Key) -> Result<Standing, CliError> {
         Ok(match self {
             #[cfg(feature = "redis")]
             Self::Redis(redis) => redis.look_closely(key).await?,
@@ -95,7 +95,7 @@ impl MarkerStore {
         })
     }
 
-    pub(crate) async fn browse(&self, page: usize) -> Result<MarkerPages, Failure> {
+    pub(crate) async fn browse(&self, page: usize) -> Result<MarkerPages, CliError> {
         Ok(match self {
             #[cfg(feature = "redis")]
             Self::Redis(redis) => MarkerPages::Redis(redis.browse(page).await?),
@@ -106,7 +106,7 @@ impl MarkerStore {
     }
 
     /// Applies one operation.
-    pub(crate) async fn apply(&self, operation: Operation) -> Result<Verdict, Failure> {
+    pub(crate) async fn apply(&self, operation: Operation) -> Result<Verdict, CliError> {
         let answers = match self {
             #[cfg(feature = "redis")]
             Self::Redis(redis) => redis.apply(&[operation]).await,
@@ -117,13 +117,13 @@ impl MarkerStore {
         Ok(answers
             .into_iter()
             .next()
-            .ok_or_else(|| Failure::server("the store gave no answer"))??)
+            .ok_or_else(|| CliError::server("the store gave no answer"))??)
     }
 }
 
 impl MarkerPages {
     /// The next page, or `None` after the last.
-    pub(crate) async fn next(&mut self) -> Result<Option<Vec<Listed>>, Failure> {
+    pub(crate) async fn next(&mut self) -> Result<Option<Vec<Listed>>, CliError> {
         Ok(match self {
             #[cfg(feature = "redis")]
             Self::Redis(browse) => browse.next().await?,

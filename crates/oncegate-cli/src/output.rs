@@ -6,7 +6,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 
-use crate::failure::{Failure, FailureCode};
+use crate::error::{CliError, CliErrorCode};
 
 /// The format of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -21,18 +21,19 @@ impl OutputFormat {
         self,
         json: &impl Serialize,
         text_output: impl fmt::Display,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CliError> {
         let text = match self {
             Self::Text => text_output.to_string(),
-            Self::Json => serde_json::to_string_pretty(json)
-                .map_err(|error| Failure::not_all(format!("cannot be written as JSON: {error}")))?,
+            Self::Json => serde_json::to_string_pretty(json).map_err(|error| {
+                CliError::not_all(format!("cannot be written as JSON: {error}"))
+            })?,
         };
         print_line(&text);
         Ok(())
     }
 
     /// Prints a failure as JSON, unless output was printed before.
-    pub(crate) fn print_failure(self, failure: &Failure) {
+    pub(crate) fn print_failure(self, failure: &CliError) {
         if self == Self::Json && !PRINTED.load(Ordering::Relaxed) {
             print_line(
                 &serde_json::json!({ "failed": failure.to_string(), "code": failure.code as u8 })
@@ -84,12 +85,12 @@ struct UncheckedItem {
     place: String,
     why: String,
     #[serde(skip)]
-    code: FailureCode,
+    code: CliErrorCode,
 }
 
 impl Unchecked {
     /// Adds an item once.
-    pub(crate) fn note(&mut self, place: impl Into<String>, why: Failure) {
+    pub(crate) fn note(&mut self, place: impl Into<String>, why: CliError) {
         let place = place.into();
         if !self.0.iter().any(|it| it.place == place) {
             self.0.push(UncheckedItem {
@@ -124,21 +125,21 @@ impl Unchecked {
     ///
     /// # Errors
     /// Something was not checked.
-    pub(crate) fn end(&self) -> Result<(), Failure> {
+    pub(crate) fn end(&self) -> Result<(), CliError> {
         match self.names() {
             None => Ok(()),
             Some(names) => {
                 // A build with that feature would check it: report that.
                 if let Some(feature_missing) =
-                    self.0.iter().find(|it| it.code == FailureCode::LeftOut)
+                    self.0.iter().find(|it| it.code == CliErrorCode::LeftOut)
                 {
-                    return Err(Failure::feature_missing_text(feature_missing.why.clone()));
+                    return Err(CliError::feature_missing_text(feature_missing.why.clone()));
                 }
                 let text = format!("not checked: {names}; there may be more than what is shown");
-                Err(if self.0.iter().all(|it| it.code == FailureCode::Usage) {
-                    Failure::usage(text)
+                Err(if self.0.iter().all(|it| it.code == CliErrorCode::Usage) {
+                    CliError::usage(text)
                 } else {
-                    Failure::server(text)
+                    CliError::server(text)
                 })
             }
         }

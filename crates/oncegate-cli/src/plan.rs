@@ -4,9 +4,9 @@ use clap::Args;
 #[cfg(feature = "redis")]
 use oncegate::{Load, Markers, plan};
 
-use crate::Context;
+use crate::CliContext;
 use crate::config::TimeArg;
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::output::duration_text;
 
 /// The longest id that is not hashed, in bytes.
@@ -42,12 +42,12 @@ enum YesNo {
 }
 
 #[cfg(feature = "redis")]
-pub(crate) fn run(context: &Context, arguments: &PlanArguments) -> Result<(), Failure> {
+pub(crate) fn run(context: &CliContext, arguments: &PlanArguments) -> Result<(), CliError> {
     let config = &context.config;
     let rate = arguments
         .rate
         .or(config.number("gate.rate"))
-        .ok_or_else(|| Failure::usage("pass --rate or set gate.rate: new ids per second"))?;
+        .ok_or_else(|| CliError::usage("pass --rate or set gate.rate: new ids per second"))?;
     let window = arguments.window.map_or(config.window(), |it| it.0);
     let with_fingerprints = match arguments.fingerprints {
         Some(choice) => choice == YesNo::Yes,

@@ -1,12 +1,12 @@
 //! `oncegate config`: checks and prints the configuration.
 
 use clap::Subcommand;
-use oncegate_config::Value;
+use oncegate_config::SettingValue;
 use oncegate_config::settings::{Redaction, SETTINGS};
 use serde::Serialize;
 
-use crate::Context;
-use crate::failure::Failure;
+use crate::CliContext;
+use crate::error::CliError;
 use crate::output::TextTable;
 
 #[derive(Subcommand)]
@@ -41,7 +41,7 @@ struct SettingEntry {
     says: &'static str,
 }
 
-pub(crate) fn run(context: &Context, command: ConfigCommand) -> Result<(), Failure> {
+pub(crate) fn run(context: &CliContext, command: ConfigCommand) -> Result<(), CliError> {
     // An existing empty file is intentional, and missing consumer settings are reported below.
     let names_all = matches!(
         command,
@@ -57,7 +57,7 @@ pub(crate) fn run(context: &Context, command: ConfigCommand) -> Result<(), Failu
     }
 }
 
-fn check(context: &Context, for_consumer: bool) -> Result<(), Failure> {
+fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
     let config = &context.config;
     if for_consumer {
         config.check_for_consumer()?
@@ -80,7 +80,7 @@ fn check(context: &Context, for_consumer: bool) -> Result<(), Failure> {
     )
 }
 
-fn print(context: &Context) -> Result<(), Failure> {
+fn print(context: &CliContext) -> Result<(), CliError> {
     let entries = context.config.set();
     let entries = entries.map(|it| ConfigEntry {
         key: it.setting.key,
@@ -99,7 +99,7 @@ fn print(context: &Context) -> Result<(), Failure> {
     context.format.print(&entries, table)
 }
 
-fn keys(context: &Context) -> Result<(), Failure> {
+fn keys(context: &CliContext) -> Result<(), CliError> {
     let all: Vec<SettingEntry> = SETTINGS
         .iter()
         .map(|setting| SettingEntry {
@@ -120,17 +120,17 @@ fn keys(context: &Context) -> Result<(), Failure> {
     context.format.print(&all, table)
 }
 
-fn display_value(redaction: Redaction, value: &Value) -> serde_json::Value {
+fn display_value(redaction: Redaction, value: &SettingValue) -> serde_json::Value {
     let text = |text: &str| match redaction {
         Redaction::Nothing => text.to_owned(),
         Redaction::Password => without_password(text),
         Redaction::All => HIDDEN.to_owned(),
     };
     match value {
-        Value::Text(it) => text(it).into(),
-        Value::Number(number) => (*number).into(),
-        Value::List(list) => list.iter().map(|it| text(it)).collect(),
-        Value::Names(names) => names
+        SettingValue::Text(it) => text(it).into(),
+        SettingValue::Number(number) => (*number).into(),
+        SettingValue::List(list) => list.iter().map(|it| text(it)).collect(),
+        SettingValue::Names(names) => names
             .iter()
             .map(|(name, value)| {
                 let is_secret = ["password", "secret", "key", "config", "token"]

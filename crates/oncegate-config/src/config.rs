@@ -7,7 +7,7 @@ use std::time::Duration;
 use oncegate::{Guarantee, defaults};
 
 use crate::settings::{SETTINGS, Setting, find};
-use crate::value::{Value, time};
+use crate::value::{SettingValue, time};
 
 /// The settings of a file and of variables, each with a value of the right kind.
 ///
@@ -27,7 +27,7 @@ pub struct ConfiguredValue {
     /// The setting.
     pub setting: &'static Setting,
     /// The value, which may be a secret.
-    pub value: Value,
+    pub value: SettingValue,
     /// The file or variable that it comes from.
     pub origin: String,
 }
@@ -61,7 +61,7 @@ impl Config {
     /// A text; `None` if it is not set.
     pub fn text(&self, key: &str) -> Option<&str> {
         match self.value(key)? {
-            Value::Text(text) => Some(text),
+            SettingValue::Text(text) => Some(text),
             _ => None,
         }
     }
@@ -69,7 +69,7 @@ impl Config {
     /// A whole number; `None` if it is not set.
     pub fn number(&self, key: &str) -> Option<u64> {
         match self.value(key)? {
-            Value::Number(number) => Some(*number),
+            SettingValue::Number(number) => Some(*number),
             _ => None,
         }
     }
@@ -83,7 +83,7 @@ impl Config {
     /// A list of texts; empty if it is not set.
     pub fn list(&self, key: &str) -> &[String] {
         match self.value(key) {
-            Some(Value::List(list)) => list,
+            Some(SettingValue::List(list)) => list,
             _ => &[],
         }
     }
@@ -91,12 +91,12 @@ impl Config {
     /// Names and texts; empty if they are not set.
     pub fn names(&self, key: &str) -> &[(String, String)] {
         match self.value(key) {
-            Some(Value::Names(names)) => names,
+            Some(SettingValue::Names(names)) => names,
             _ => &[],
         }
     }
 
-    fn value(&self, key: &str) -> Option<&Value> {
+    fn value(&self, key: &str) -> Option<&SettingValue> {
         debug_assert!(find(key).is_some(), "{key} is not a setting");
         self.set.get(key).map(|set| &set.value)
     }

@@ -44,4 +44,4 @@ pub use error::{Broker, Error};
 pub use store::{AnyStore, StoreKind};
 #[cfg(feature = "otlp")]
 pub use traces::Traces;
-pub use value::{Value, time};
+pub use value::{SettingValue, time};

@@ -7,7 +7,7 @@ use toml::Table;
 use crate::config::{Config, ConfiguredValue};
 use crate::error::Error;
 use crate::settings::{SETTINGS, Setting, ValueKind, find, nearest, sections};
-use crate::value::{Value, time};
+use crate::value::{SettingValue, time};
 
 /// The file that is read by default.
 pub(crate) const DEFAULT_FILE: &str = "oncegate.toml";
@@ -109,7 +109,7 @@ impl Config {
             let named = path.parent().unwrap_or(Path::new("")).join(named);
             return self.insert(
                 setting,
-                Value::Text(read_secret(&named, &key)?),
+                SettingValue::Text(read_secret(&named, &key)?),
                 named.display().to_string(),
             );
         }
@@ -148,7 +148,7 @@ impl Config {
                 let secret = read_secret(Path::new(&text), &name)?;
                 self.insert(
                     setting,
-                    Value::Text(secret),
+                    SettingValue::Text(secret),
                     format!("{text}, named by {name}"),
                 )?;
                 continue;
@@ -171,14 +171,16 @@ impl Config {
                 ));
             };
             let value = match setting.kind {
-                ValueKind::Number => Value::Number(text.parse().map_err(|_| {
+                ValueKind::Number => SettingValue::Number(text.parse().map_err(|_| {
                     Error::misconfigured(format!("{name}: {text:?} is not a whole number"))
                 })?),
                 ValueKind::List => {
-                    Value::List(text.split(',').map(|part| part.trim().to_owned()).collect())
+                    SettingValue::List(text.split(',').map(|part| part.trim().to_owned()).collect())
                 }
-                ValueKind::Names => Value::Names(parse_names(&name, &text)?),
-                ValueKind::Text | ValueKind::Time | ValueKind::Choice(_) => Value::Text(text),
+                ValueKind::Names => SettingValue::Names(parse_names(&name, &text)?),
+                ValueKind::Text | ValueKind::Time | ValueKind::Choice(_) => {
+                    SettingValue::Text(text)
+                }
             };
             self.insert(setting, value, name)?;
         }
@@ -188,16 +190,18 @@ impl Config {
     fn insert(
         &mut self,
         setting: &'static Setting,
-        value: Value,
+        value: SettingValue,
         origin: String,
     ) -> Result<(), Error> {
         let key = setting.key;
         match (setting.kind, &value) {
-            (ValueKind::Time, Value::Text(text)) => {
+            (ValueKind::Time, SettingValue::Text(text)) => {
                 time(text)
                     .map_err(|wrong| Error::misconfigured(format!("{origin}: {key}: {wrong}")))?;
             }
-            (ValueKind::Choice(words), Value::Text(text)) if !words.contains(&text.as_str()) => {
+            (ValueKind::Choice(words), SettingValue::Text(text))
+                if !words.contains(&text.as_str()) =>
+            {
                 let near = nearest(text, words.iter().copied())
                     .map(|near| format!("; did you mean {near}?"))
                     .unwrap_or_default();
@@ -237,7 +241,7 @@ fn is_oncegate_variable(variable: &str) -> bool {
 }
 
 /// Converts a TOML value, if it has the expected kind.
-fn from_toml(kind: ValueKind, value: toml::Value) -> Option<Value> {
+fn from_toml(kind: ValueKind, value: toml::Value) -> Option<SettingValue> {
     let text = |value: toml::Value| match value {
         toml::Value::String(text) => Some(text),
         _ => None,
@@ -246,19 +250,19 @@ fn from_toml(kind: ValueKind, value: toml::Value) -> Option<Value> {
         (ValueKind::Number, value) => value
             .as_integer()
             .and_then(|number| u64::try_from(number).ok())
-            .map(Value::Number),
+            .map(SettingValue::Number),
         (ValueKind::List, toml::Value::Array(list)) => list
             .into_iter()
             .map(text)
             .collect::<Option<_>>()
-            .map(Value::List),
+            .map(SettingValue::List),
         (ValueKind::Names, toml::Value::Table(table)) => table
             .into_iter()
             .map(|(name, value)| Some((name, text(value)?)))
             .collect::<Option<_>>()
-            .map(Value::Names),
+            .map(SettingValue::Names),
         (ValueKind::Text | ValueKind::Time | ValueKind::Choice(_), value) => {
-            text(value).map(Value::Text)
+            text(value).map(SettingValue::Text)
         }
         (ValueKind::List | ValueKind::Names, _) => None,
     }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// A value of the kind that its key requires.
 #[derive(Clone, PartialEq, Eq)]
-pub enum Value {
+pub enum SettingValue {
     /// A text; durations and choices are texts too.
     Text(String),
     /// A whole number, 0 or more.
@@ -15,7 +15,7 @@ pub enum Value {
     Names(Vec<(String, String)>),
 }
 
-impl std::fmt::Debug for Value {
+impl std::fmt::Debug for SettingValue {
     /// Only its kind: the value may be a secret.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {

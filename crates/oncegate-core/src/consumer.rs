@@ -48,7 +48,7 @@ use crate::seen::Seen;
 use crate::settings::Settings;
 use crate::slots::{Slot, Slots};
 use crate::source::{Incoming, Limit, Settled, Source};
-use crate::status::{DeliveryState, Held, TELLS_EVERY};
+use crate::status::{DeliveryState, InFlightDelivery, TELLS_EVERY};
 use crate::store::Store;
 
 /// A consumer that runs.
@@ -394,7 +394,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             .collect();
         status.tell(self.flights.len() - self.aside, self.aside, all, |slot| {
             let flight = self.flights.at(slot)?;
-            Some(Held {
+            Some(InFlightDelivery {
                 id: flight.id.clone(),
                 origin: flight.passage.delivery().message.origin.clone(),
                 since: Duration::ZERO,

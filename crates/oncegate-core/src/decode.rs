@@ -28,16 +28,42 @@ pub struct Json;
 impl Decode for Json {
     fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, BoxError> {
         serde_json::from_slice(crate::id::json::without_mark(&message.body)).map_err(|error| {
-            // The full text may quote the payload; line and column do not.
-            format!(
-                "not the JSON that was expected ({:?} error at line {}, column {})",
-                error.classify(),
-                error.line(),
-                error.column()
-            )
+            let (line, column) = (error.line(), error.column());
+            match expectation(&error.to_string()) {
+                Some(expected) => {
+                    format!(
+                        "not the JSON that was expected: {expected} (line {line}, column {column})"
+                    )
+                }
+                None => format!(
+                    "not the JSON that was expected ({:?} error at line {line}, column {column})",
+                    error.classify(),
+                ),
+            }
             .into()
         })
     }
+}
+
+/// The part of an error of serde_json that comes from the payload's type: the field that is missing,
+/// or what was expected. The rest may quote the body.
+fn expectation(error: &str) -> Option<String> {
+    let (error, _) = error.rsplit_once(" at line ")?;
+    if error.starts_with("missing field `") {
+        return Some(error.to_owned());
+    }
+    let may_quote = [
+        "invalid type: ",
+        "invalid value: ",
+        "invalid length ",
+        "unknown field `",
+        "unknown variant `",
+    ];
+    if !may_quote.iter().any(|start| error.starts_with(start)) {
+        return None;
+    }
+    let (_, expected) = error.rsplit_once(", expected ")?;
+    Some(format!("expected {expected}"))
 }
 
 /// The body as it is: for payloads that can be made of bytes, such as [`Raw`].
@@ -96,5 +122,44 @@ mod tests {
             .decode::<u32>(&Message::new("\"secret-canary\""))
             .expect_err("no number");
         assert!(!error.to_string().contains("canary"), "{error}");
+    }
+
+    #[test]
+    fn an_error_names_the_field_or_the_type_and_quotes_no_payload() {
+        #[derive(Debug, serde::Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Payment {
+            #[expect(dead_code, reason = "only its name matters")]
+            cents: u64,
+        }
+        let body = |body: &str| {
+            Json.decode::<Payment>(&Message::new(body.to_owned()))
+                .expect_err("not a payment")
+                .to_string()
+        };
+        for (sent, said) in [
+            (
+                r#"{}"#,
+                "expected: missing field `cents` (line 1, column 2)",
+            ),
+            (
+                r#"{"cents":"canary, expected 7"}"#,
+                "expected: expected u64 (line 1, column 29)",
+            ),
+            (
+                r#"{"cents":-1}"#,
+                "expected: expected u64 (line 1, column 11)",
+            ),
+            (
+                r#"{"canary at line 1":1}"#,
+                "expected: expected `cents` (line 1, column 19)",
+            ),
+            (r#"{"cents":1"#, "(Eof error at line 1, column 10)"),
+            ("canary", "(Syntax error at line 1, column 1)"),
+        ] {
+            let text = body(sent);
+            assert!(text.ends_with(said), "{sent}: {text}");
+            assert!(!text.contains("canary"), "{text}");
+        }
     }
 }

@@ -10,9 +10,9 @@ use serde::Serialize;
 
 use super::filter::unknown_age_note;
 use super::{CopyAge, DeadLetter, DestinationReader, PublishError};
-use crate::Context;
+use crate::CliContext;
 use crate::audit::{Audit, PendingAction};
-use crate::failure::{Failure, FailureCode};
+use crate::error::{CliError, CliErrorCode};
 use crate::output::{TextTable, Unchecked};
 
 /// Whether to apply a change, and why.
@@ -80,11 +80,11 @@ impl StopSignal {
     /// The signal arrived; do not use this value again.
     pub(crate) async fn or<T>(
         &mut self,
-        operation: impl Future<Output = Result<T, Failure>>,
-    ) -> Result<T, Failure> {
+        operation: impl Future<Output = Result<T, CliError>>,
+    ) -> Result<T, CliError> {
         tokio::select! {
             biased;
-            () = &mut self.0 => Err(Failure::not_all("stopped by a signal before the end; run the command again for the remaining messages")),
+            () = &mut self.0 => Err(CliError::not_all("stopped by a signal before the end; run the command again for the remaining messages")),
             result = operation => result,
         }
     }
@@ -153,8 +153,8 @@ impl BulkReport {
     pub(crate) fn note(
         &mut self,
         message: &DeadLetter,
-        result: Result<String, Failure>,
-    ) -> Result<(), Failure> {
+        result: Result<String, CliError>,
+    ) -> Result<(), CliError> {
         match result {
             Ok(text) => self.add(message, BulkOutcome::Done, text),
             Err(failure) => {
@@ -167,7 +167,7 @@ impl BulkReport {
         Ok(())
     }
 
-    pub(crate) fn seen(&self) -> usize {
+    pub(crate) fn total(&self) -> usize {
         self.done + self.left
     }
 
@@ -213,12 +213,12 @@ impl BulkReport {
     /// Prints the report. Returns the failure that stopped the command, if any.
     pub(crate) fn finish(
         self,
-        context: &Context,
+        context: &CliContext,
         confirm: &ConfirmArgs,
         command: BulkCommand,
-        stopped: Option<Failure>,
+        stopped: Option<CliError>,
         unchecked: &Unchecked,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CliError> {
         let mut table = TextTable::new(&["where", "id", "reason", "what"]);
         for row in &self.rows {
             table.row([
@@ -228,9 +228,9 @@ impl BulkReport {
                 row.says.clone(),
             ]);
         }
-        let (seen, shown) = (self.seen(), self.rows.len());
-        let cut = if shown < seen {
-            format!("Only the first {shown} of {seen} are shown.\n")
+        let (total, shown) = (self.total(), self.rows.len());
+        let cut = if shown < total {
+            format!("Only the first {shown} of {total} are shown.\n")
         } else {
             String::new()
         };
@@ -255,27 +255,27 @@ impl BulkReport {
 
     fn print(
         &self,
-        context: &Context,
+        context: &CliContext,
         confirm: &ConfirmArgs,
         command: BulkCommand,
-        stopped: Option<&Failure>,
+        stopped: Option<&CliError>,
         unchecked: &Unchecked,
         text: String,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CliError> {
         let json = serde_json::json!({
             "act": command.name, "did": confirm.yes, "done": self.done, "left": self.left, "without_age": self.unknown_age,
-            "markers": self.markers, "letters": self.rows, "all": self.rows.len() == self.seen(), "stopped": stopped.map(ToString::to_string),
+            "markers": self.markers, "letters": self.rows, "all": self.rows.len() == self.total(), "stopped": stopped.map(ToString::to_string),
             "not_looked_at": unchecked,
         });
         context.format.print(&json, text)
     }
 
-    fn end(&self, confirm: &ConfirmArgs, stopped: Option<Failure>) -> Result<(), Failure> {
+    fn end(&self, confirm: &ConfirmArgs, stopped: Option<CliError>) -> Result<(), CliError> {
         match stopped {
             Some(failure) => Err(failure),
             None if confirm.dry_run => Ok(()),
-            None if !confirm.yes => Err(Failure::not_confirmed()),
-            None if self.left > 0 => Err(Failure::not_all(format!(
+            None if !confirm.yes => Err(CliError::not_confirmed()),
+            None if self.left > 0 => Err(CliError::not_all(format!(
                 "{} were left where they are",
                 self.left
             ))),
@@ -303,7 +303,7 @@ pub(crate) async fn publish(
     reader: &mut DestinationReader,
     message: &DeadLetter,
     age: CopyAge,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     match reader.publish(message, age).await {
         Ok(()) => {}
         Err(PublishError::Refused(failure)) => {
@@ -327,14 +327,14 @@ pub(crate) async fn take_out(
     pending: PendingAction,
     reader: &DestinationReader,
     message: &DeadLetter,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     audit.done(pending).await?;
     reader.take_out(message).await
 }
 
 /// Whether the failure concerns only this message, so that the next may be tried.
-fn concerns_one_message(failure: &Failure) -> bool {
-    failure.code == FailureCode::NotAll
+fn concerns_one_message(failure: &CliError) -> bool {
+    failure.code == CliErrorCode::NotAll
 }
 
 /// Closes the reader, so that unacknowledged messages are returned.

@@ -4,9 +4,9 @@ use clap::Args;
 use clap::builder::PossibleValuesParser;
 
 use super::{Broker, DeadLetter};
-use crate::Context;
+use crate::CliContext;
 use crate::config::{self, TimeArg};
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::output::{ms, now_ms};
 
 /// Filters by id, reason and age; all given filters must match.
@@ -40,7 +40,7 @@ impl MessageFilter {
     }
 
     /// Converts the id to the form that headers use.
-    pub(crate) fn normalized(mut self, context: &Context) -> Result<Self, Failure> {
+    pub(crate) fn normalized(mut self, context: &CliContext) -> Result<Self, CliError> {
         self.id = self
             .id
             .as_deref()
@@ -51,10 +51,10 @@ impl MessageFilter {
     }
 
     pub(crate) fn for_id(
-        context: &Context,
+        context: &CliContext,
         id: &str,
         broker: Option<Broker>,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CliError> {
         Self {
             id: Some(id.to_owned()),
             broker,

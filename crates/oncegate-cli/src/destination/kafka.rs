@@ -17,10 +17,10 @@ use super::{
     AuditedStates, Broker, CopyAge, DeadLetter, DeadLetterState, Destination, PublishError,
     is_dropped_from_copies,
 };
-use crate::Context;
+use crate::CliContext;
 use crate::audit::MessageLocation;
 use crate::config::Config;
-use crate::failure::Failure;
+use crate::error::CliError;
 
 /// The time limit of one request.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
@@ -32,7 +32,7 @@ const READ_AHEAD: usize = 64;
 pub(crate) fn client<C: FromClientConfig>(
     config: &Config,
     settings: &[(&str, &str)],
-) -> Result<C, Failure> {
+) -> Result<C, CliError> {
     let settings = [&[("client.id", "oncegate-cli")], settings].concat();
     let client = config.kafka()?.client(&settings);
     client.map_err(|error| {
@@ -41,15 +41,15 @@ pub(crate) fn client<C: FromClientConfig>(
 }
 
 /// The consumed topic.
-pub(crate) fn topic(config: &Config) -> Result<String, Failure> {
+pub(crate) fn topic(config: &Config) -> Result<String, CliError> {
     let topic = config.text("kafka.topic").map(str::to_owned);
-    topic.ok_or_else(|| Failure::usage("no topic: set kafka.topic, or ONCEGATE_KAFKA_TOPIC"))
+    topic.ok_or_else(|| CliError::usage("no topic: set kafka.topic, or ONCEGATE_KAFKA_TOPIC"))
 }
 
 pub(crate) fn destination_topic(
     config: &Config,
     destination: Destination,
-) -> Result<String, Failure> {
+) -> Result<String, CliError> {
     let topic = topic(config)?;
     let (named, suffix) = match destination {
         Destination::DeadLetters => (config.text("kafka.dead-letters"), "dead-letters"),
@@ -59,7 +59,7 @@ pub(crate) fn destination_topic(
 }
 
 /// A consumer without a group: librdkafka requires a name, and nothing is subscribed or committed.
-pub(crate) fn consumer(config: &Config) -> Result<BaseConsumer, Failure> {
+pub(crate) fn consumer(config: &Config) -> Result<BaseConsumer, CliError> {
     let settings = [
         ("group.id", "oncegate-cli"),
         ("enable.auto.commit", "false"),
@@ -84,7 +84,7 @@ const PRODUCER: [(&str, &str); 5] = [
 pub(crate) struct TopicReader {
     pub(crate) total: u64,
     pub(crate) target: String,
-    dead_letters: mpsc::Receiver<Result<DeadLetter, Failure>>,
+    dead_letters: mpsc::Receiver<Result<DeadLetter, CliError>>,
     config: Config,
     publisher: Option<FutureProducer>,
     done: AuditedStates,
@@ -92,10 +92,10 @@ pub(crate) struct TopicReader {
 
 impl TopicReader {
     pub(crate) async fn open(
-        context: &Context,
+        context: &CliContext,
         destination: Destination,
         done: AuditedStates,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CliError> {
         Self::of(
             context,
             destination_topic(&context.config, destination)?,
@@ -106,10 +106,10 @@ impl TopicReader {
 
     /// Opens a topic by name.
     pub(crate) async fn of(
-        context: &Context,
+        context: &CliContext,
         name: String,
         done: AuditedStates,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CliError> {
         let config = &context.config;
         let (consumer, ids) = (consumer(config)?, config.id_source()?);
         let (total_tx, total_rx) = tokio::sync::oneshot::channel();
@@ -126,7 +126,7 @@ impl TopicReader {
         });
         let total = total_rx
             .await
-            .map_err(|_| Failure::server("Kafka: the reader thread ended"))??;
+            .map_err(|_| CliError::server("Kafka: the reader thread ended"))??;
         Ok(Self {
             total,
             target: topic(config)?,
@@ -137,7 +137,7 @@ impl TopicReader {
         })
     }
 
-    pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, Failure> {
+    pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, CliError> {
         let Some(dead_letter) = self.dead_letters.recv().await else {
             return Ok(None);
         };
@@ -220,7 +220,7 @@ fn publish_error(error: &KafkaError, target: &str) -> PublishError {
     match error {
         // The next record may be smaller.
         KafkaError::MessageProduction(MessageSizeTooLarge) => {
-            PublishError::Refused(Failure::not_all(format!("left: {text}")))
+            PublishError::Refused(CliError::not_all(format!("left: {text}")))
         }
         KafkaError::MessageProduction(
             InvalidTopic
@@ -230,8 +230,8 @@ fn publish_error(error: &KafkaError, target: &str) -> PublishError {
             | UnknownPartition
             | UnknownTopic
             | UnknownTopicOrPartition,
-        ) => PublishError::Refused(Failure::server(text)),
-        _ => PublishError::Unconfirmed(Failure::server(text)),
+        ) => PublishError::Refused(CliError::server(text)),
+        _ => PublishError::Unconfirmed(CliError::server(text)),
     }
 }
 
@@ -252,7 +252,7 @@ fn partition_of(origin: &str, topic: &str) -> Option<i32> {
 fn assign_from_start(
     consumer: &BaseConsumer,
     topic: &str,
-) -> Result<(u64, HashSet<(i32, i64)>), Failure> {
+) -> Result<(u64, HashSet<(i32, i64)>), CliError> {
     let partitions = partitions(consumer, topic)?;
     let (mut total, mut unread, mut assigned) = (0, HashSet::new(), TopicPartitionList::new());
     for partition in partitions {
@@ -271,20 +271,20 @@ fn assign_from_start(
 ///
 /// # Errors
 /// The topic does not exist, or the broker does not answer.
-pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32>, Failure> {
+pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32>, CliError> {
     let metadata = consumer
         .fetch_metadata(Some(topic), REQUEST_TIMEOUT)
-        .map_err(|error| Failure::server(format!("Kafka: metadata of `{topic}`: {error}")))?;
+        .map_err(|error| CliError::server(format!("Kafka: metadata of `{topic}`: {error}")))?;
     let found = metadata.topics().first();
     match found.map(|topic| topic.error().map(RDKafkaErrorCode::from)) {
         Some(None) => Ok(found
             .map(|topic| topic.partitions().iter().map(|it| it.id()).collect())
             .unwrap_or_default()),
         Some(Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic))
-        | None => Err(Failure::server(format!(
+        | None => Err(CliError::server(format!(
             "Kafka: the topic `{topic}` does not exist"
         ))),
-        Some(Some(code)) => Err(Failure::server(format!(
+        Some(Some(code)) => Err(CliError::server(format!(
             "Kafka: the topic `{topic}`: {code}"
         ))),
     }
@@ -295,13 +295,13 @@ fn read(
     consumer: &BaseConsumer,
     mut unread: HashSet<(i32, i64)>,
     ids: Option<&IdSource>,
-    dead_letters_tx: &mpsc::Sender<Result<DeadLetter, Failure>>,
+    dead_letters_tx: &mpsc::Sender<Result<DeadLetter, CliError>>,
 ) {
     let mut last = Instant::now();
     while !unread.is_empty() {
         let dead_letter = match consumer.poll(Duration::from_millis(200)) {
             None if last.elapsed() < REQUEST_TIMEOUT * 3 => continue,
-            None => Err(Failure::server(
+            None => Err(CliError::server(
                 "Kafka: no more records arrived, and the end of the topic was not reached; run the command again",
             )),
             Some(Err(KafkaError::PartitionEOF(partition))) => {

@@ -9,9 +9,9 @@ use super::{
     AuditedStates, Broker, DeadLetter, DeadLetterSummary, DeliveryCountPolicy, Destination,
     DestinationReader, REPLACED_FROM_COUNT,
 };
-use crate::Context;
+use crate::CliContext;
 use crate::audit::{Audit, AuditEntry};
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::output::{TextTable, Unchecked, duration_text, printable};
 
 #[derive(Args)]
@@ -53,7 +53,7 @@ pub(crate) struct QueueAccessArgs {
 
 impl QueueAccessArgs {
     /// The policy from this flag or from `rabbitmq.delivery-counts`.
-    pub(crate) fn count_policy(self, context: &Context) -> DeliveryCountPolicy {
+    pub(crate) fn count_policy(self, context: &CliContext) -> DeliveryCountPolicy {
         let is_accepted = self.accept_delivery_counts
             || context.config.text("rabbitmq.delivery-counts") == Some("accepted");
         if is_accepted {
@@ -64,7 +64,7 @@ impl QueueAccessArgs {
     }
 }
 
-async fn actions(context: &Context) -> Result<Vec<AuditEntry>, Failure> {
+async fn actions(context: &CliContext) -> Result<Vec<AuditEntry>, CliError> {
     if Audit::is_configured(context)? {
         Audit::of(context)?.actions().await
     } else {
@@ -74,11 +74,11 @@ async fn actions(context: &Context) -> Result<Vec<AuditEntry>, Failure> {
 
 /// Opens a destination together with the audited states of its messages.
 pub(crate) async fn open(
-    context: &Context,
+    context: &CliContext,
     broker: Broker,
     destination: Destination,
     count_policy: DeliveryCountPolicy,
-) -> Result<DestinationReader, Failure> {
+) -> Result<DestinationReader, CliError> {
     DestinationReader::open(
         context,
         broker,
@@ -92,16 +92,16 @@ pub(crate) async fn open(
 /// Opens a destination for reading only. On RabbitMQ the audit adds only interrupted actions, so
 /// messages are readable without it.
 async fn open_read_only(
-    context: &Context,
+    context: &CliContext,
     broker: Broker,
     destination: Destination,
     count_policy: DeliveryCountPolicy,
     unchecked: &mut Unchecked,
-) -> Result<DestinationReader, Failure> {
+) -> Result<DestinationReader, CliError> {
     match open(context, broker, destination, count_policy).await {
         Ok(reader) if broker == Broker::Kafka && !Audit::is_configured(context)? => {
             let text = "no store and no audit.file is configured: what was redriven or dropped is shown as waiting";
-            unchecked.note("the audit", Failure::usage(text));
+            unchecked.note("the audit", CliError::usage(text));
             Ok(reader)
         }
         Err(_)
@@ -132,14 +132,14 @@ pub(crate) fn bar(reader: &DestinationReader, message: &'static str) -> indicati
 
 /// Collects up to `limit` matching messages. Returns them and whether there may be more.
 pub(crate) async fn collect_messages(
-    context: &Context,
+    context: &CliContext,
     destination: Destination,
     broker: Broker,
     count_policy: DeliveryCountPolicy,
     limit: usize,
     unchecked: &mut Unchecked,
     mut selects: impl FnMut(&DeadLetter) -> bool,
-) -> Result<(Vec<DeadLetter>, bool), Failure> {
+) -> Result<(Vec<DeadLetter>, bool), CliError> {
     let mut reader = open_read_only(context, broker, destination, count_policy, unchecked).await?;
     let bar = bar(&reader, "read");
     let (mut found, mut more) = (Vec::new(), false);
@@ -157,7 +157,7 @@ pub(crate) async fn collect_messages(
         }
         Ok(())
     };
-    let read: Result<(), Failure> = read.await;
+    let read: Result<(), CliError> = read.await;
     close_reader(reader, bar).await;
     read.map(|()| (found, more))
 }
@@ -172,10 +172,10 @@ pub(crate) fn description(destination: Destination, broker: Broker) -> String {
 }
 
 pub(crate) async fn list(
-    context: &Context,
+    context: &CliContext,
     destination: Destination,
     list: ListArgs,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     let (filter, count_policy) = (
         list.filter.normalized(context)?,
         list.queue_access.count_policy(context),
@@ -293,10 +293,10 @@ struct DeadLetterDetails<'a> {
 }
 
 pub(crate) async fn show(
-    context: &Context,
+    context: &CliContext,
     destination: Destination,
     show: ShowArgs,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     let filter = MessageFilter::for_id(context, &show.id, show.broker)?;
     let (mut messages, mut unchecked) = (Vec::new(), Unchecked::default());
     for broker in Broker::selected(context, show.broker, &mut unchecked)? {
@@ -362,7 +362,7 @@ pub(crate) async fn show(
     unchecked.end()?;
     let waiting = messages.iter().any(|message| message.state.is_pending());
     if messages.is_empty() {
-        return Err(Failure::not_all(format!(
+        return Err(CliError::not_all(format!(
             "{}: no message has this id",
             filter.id.unwrap_or_default()
         )));

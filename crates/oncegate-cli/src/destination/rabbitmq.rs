@@ -8,6 +8,8 @@
 //! set a lower one, which no client can see, so a message with a high count is replaced by a copy
 //! that counts from zero. Other queues are only read if the operator accepts it.
 
+mod properties;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -22,18 +24,20 @@ use oncegate::IdSource;
 use oncegate::marker::Token;
 use oncegate::source::headers;
 
+use self::properties::{
+    XDeath, as_message, delivery_count, redriven_properties, replacement_properties, text,
+};
 use super::{
     AuditedStates, Broker, CopyAge, DeadLetter, DeadLetterState, DeliveryCountPolicy, Destination,
-    PublishError, REPLACED_FROM_COUNT, ROUTING_KEY, is_dropped_from_copies,
+    PublishError, REPLACED_FROM_COUNT, ROUTING_KEY,
 };
-use crate::Context;
+use crate::CliContext;
 use crate::audit::MessageLocation;
 use crate::config::Config;
-use crate::failure::Failure;
-use crate::output::now_ms;
+use crate::error::CliError;
 
 /// When a message was moved to its destination, in milliseconds since 1970.
-const SET_ASIDE_AT: &str = "oncegate-set-aside-at";
+const MOVED_AT: &str = "oncegate-set-aside-at";
 
 /// Names of headers that were too large for the copy in the destination.
 const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
@@ -66,7 +70,7 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
 }
 
 /// A connection with the configuration of the consumer.
-pub(crate) async fn connect(config: &Config) -> Result<Connection, Failure> {
+pub(crate) async fn connect(config: &Config) -> Result<Connection, CliError> {
     let connected = config.rabbitmq()?.connect("oncegate-cli").await;
     connected.map_err(|error| {
         oncegate_config::Error::of_source(oncegate_config::Broker::RabbitMq, error).into()
@@ -74,15 +78,15 @@ pub(crate) async fn connect(config: &Config) -> Result<Connection, Failure> {
 }
 
 /// The consumed queue.
-pub(crate) fn queue(config: &Config) -> Result<String, Failure> {
+pub(crate) fn queue(config: &Config) -> Result<String, CliError> {
     let queue = config.text("rabbitmq.queue").map(str::to_owned);
-    queue.ok_or_else(|| Failure::usage("no queue: set rabbitmq.queue, or ONCEGATE_RABBITMQ_QUEUE"))
+    queue.ok_or_else(|| CliError::usage("no queue: set rabbitmq.queue, or ONCEGATE_RABBITMQ_QUEUE"))
 }
 
 pub(crate) fn destination_queue(
     config: &Config,
     destination: Destination,
-) -> Result<String, Failure> {
+) -> Result<String, CliError> {
     let queue = queue(config)?;
     let (named, suffix) = match destination {
         Destination::DeadLetters => (config.text("rabbitmq.dead-letters"), "dead-letters"),
@@ -119,13 +123,13 @@ pub(crate) async fn declare_passively(channel: &Channel, queue: &str) -> lapin::
 pub(crate) async fn queue_kind(
     connection: &Connection,
     queue: &str,
-) -> Result<DestinationQueueKind, Failure> {
+) -> Result<DestinationQueueKind, CliError> {
     match declare_passively(&connection.create_channel().await?, queue).await {
         Ok(_) => {}
         Err(error) if reply_code(&error) == Some(404) => return Ok(DestinationQueueKind::Missing),
         // An exclusive queue of another connection, or no permission.
         Err(error) => {
-            return Err(Failure::server(format!(
+            return Err(CliError::server(format!(
                 "RabbitMQ: the queue `{queue}`: {error}"
             )));
         }
@@ -191,23 +195,23 @@ pub(crate) struct QueueReader {
 
 impl QueueReader {
     pub(crate) async fn open(
-        context: &Context,
+        context: &CliContext,
         destination: Destination,
         done: AuditedStates,
         count_policy: DeliveryCountPolicy,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CliError> {
         let config = &context.config;
         let (name, target) = (destination_queue(config, destination)?, queue(config)?);
         let connection = connect(config).await?;
         let queue_kind = queue_kind(&connection, &name).await?;
         match (queue_kind, count_policy) {
             (DestinationQueueKind::Missing, _) => {
-                return Err(Failure::server(format!(
+                return Err(CliError::server(format!(
                     "RabbitMQ: the queue `{name}` does not exist"
                 )));
             }
             (DestinationQueueKind::Other, DeliveryCountPolicy::Refused) => {
-                return Err(Failure::server(format!(
+                return Err(CliError::server(format!(
                     "RabbitMQ: the arguments of the queue `{name}` differ from those oncegate declares. A quorum queue counts each read of a \
                      message and drops it at its delivery limit; if that limit is high enough, pass --accept-delivery-counts"
                 )));
@@ -246,14 +250,14 @@ impl QueueReader {
 
     /// Checks that copies can be published before any message is taken, since requeueing counts. A
     /// message to a queue that does not exist is returned if the user may publish.
-    async fn check_may_publish(&mut self) -> Result<(), Failure> {
+    async fn check_may_publish(&mut self) -> Result<(), CliError> {
         let missing_queue = format!("oncegate-nowhere-{}", self.reader_id);
         match self
             .send(&missing_queue, b"", BasicProperties::default())
             .await
         {
             Ok(()) | Err(PublishError::Refused(_)) => Ok(()),
-            Err(PublishError::Unconfirmed(failure)) => Err(Failure::server(format!(
+            Err(PublishError::Unconfirmed(failure)) => Err(CliError::server(format!(
                 "RabbitMQ: reads may count towards a delivery-limit that a policy sets for `{}`, and the user may not publish the copies that \
                  reset the count ({failure}). Let the user write to the default exchange (rabbitmqctl set_permissions); or, if `rabbitmqctl \
                  list_policies` shows no delivery-limit for this queue, pass --accept-delivery-counts or set \
@@ -265,7 +269,7 @@ impl QueueReader {
 
     /// Returns each message once; messages that arrive meanwhile, for example redriven ones that
     /// fail again, are not read.
-    pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, Failure> {
+    pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, CliError> {
         let (delivery, table, delivery_count) = loop {
             if self.received >= self.total && self.unread_copies == 0 {
                 return Ok(None);
@@ -309,7 +313,7 @@ impl QueueReader {
         let x_death = XDeath::of(&table);
         let (dead_lettered_ms, origin) = match &x_death {
             Some(x_death) => (x_death.at_ms, x_death.queue.clone()),
-            None => (number(SET_ASIDE_AT), header(headers::ORIGIN)),
+            None => (number(MOVED_AT), header(headers::ORIGIN)),
         };
         let timestamp = delivery
             .properties
@@ -367,14 +371,14 @@ impl QueueReader {
         &mut self,
         delivery: Delivery,
         delivery_count: Option<u64>,
-    ) -> Result<(), Failure> {
+    ) -> Result<(), CliError> {
         let name = self.name.clone();
         let properties = replacement_properties(&delivery, &name, &self.reader_id);
         if let Err(PublishError::Refused(failure) | PublishError::Unconfirmed(failure)) =
             self.send(&name, &delivery.data, properties).await
         {
             let times = delivery_count.unwrap_or(0);
-            return Err(Failure::server(format!(
+            return Err(CliError::server(format!(
                 "RabbitMQ: a message in `{name}` has delivery count {times}, and its replacement was not published: {failure}"
             )));
         }
@@ -383,7 +387,7 @@ impl QueueReader {
     }
 
     /// The channel for copies, in confirm mode.
-    async fn publishing(&mut self) -> Result<Channel, Failure> {
+    async fn publishing(&mut self) -> Result<Channel, CliError> {
         if let Some(channel) = &self.publishing {
             return Ok(channel.clone());
         }
@@ -400,7 +404,7 @@ impl QueueReader {
         age: CopyAge,
     ) -> Result<(), PublishError> {
         let Some(unacked) = &dead_letter.delivery else {
-            return Err(PublishError::Refused(Failure::server(
+            return Err(PublishError::Refused(CliError::server(
                 "RabbitMQ: not a delivery",
             )));
         };
@@ -436,26 +440,26 @@ impl QueueReader {
                     let text = format!(
                         "RabbitMQ: the queue `{target}` does not exist or is full: the copy was not accepted"
                     );
-                    Err(PublishError::Refused(Failure::server(text)))
+                    Err(PublishError::Refused(CliError::server(text)))
                 }
             },
-            Ok(Err(error)) => Err(PublishError::Unconfirmed(Failure::server(format!(
+            Ok(Err(error)) => Err(PublishError::Unconfirmed(CliError::server(format!(
                 "RabbitMQ: the copy for `{target}` was not confirmed: {error}"
             )))),
-            Err(_) => Err(PublishError::Unconfirmed(Failure::server(format!(
+            Err(_) => Err(PublishError::Unconfirmed(CliError::server(format!(
                 "RabbitMQ: the copy for `{target}` was not confirmed within {REQUEST_TIMEOUT:?}"
             )))),
         }
     }
 
-    pub(crate) async fn take_out(&self, dead_letter: &DeadLetter) -> Result<(), Failure> {
+    pub(crate) async fn take_out(&self, dead_letter: &DeadLetter) -> Result<(), CliError> {
         let Some(unacked) = &dead_letter.delivery else {
-            return Err(Failure::server("RabbitMQ: not a delivery"));
+            return Err(CliError::server("RabbitMQ: not a delivery"));
         };
         self.acknowledge(unacked.tag).await
     }
 
-    async fn acknowledge(&self, tag: u64) -> Result<(), Failure> {
+    async fn acknowledge(&self, tag: u64) -> Result<(), CliError> {
         self.consuming
             .basic_ack(tag, BasicAckOptions::default())
             .await?;
@@ -463,7 +467,7 @@ impl QueueReader {
             self.acknowledged.fetch_add(1, Ordering::Relaxed);
             Ok(())
         } else {
-            Err(Failure::server(
+            Err(CliError::server(
                 "RabbitMQ: the channel closed before the message was acknowledged; it may still be in the queue",
             ))
         }
@@ -490,153 +494,5 @@ impl QueueReader {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(())
-    }
-}
-
-/// The properties of the original, made persistent, without headers, timestamp, expiration and user
-/// id.
-fn kept_properties(original: &BasicProperties) -> BasicProperties {
-    let mut kept_properties = BasicProperties::default().with_delivery_mode(2);
-    macro_rules! keep {
-        ($($get:ident $set:ident),*) => { $(if let Some(value) = original.$get() { kept_properties = kept_properties.$set(value.clone()); })* };
-    }
-    keep!(content_type with_content_type, content_encoding with_content_encoding, priority with_priority);
-    keep!(correlation_id with_correlation_id, reply_to with_reply_to, message_id with_message_id);
-    keep!(kind with_type, app_id with_app_id, cluster_id with_cluster_id);
-    kept_properties
-}
-
-/// The properties of a redriven copy, without those that record earlier deliveries.
-fn redriven_properties(original: &BasicProperties, age: CopyAge) -> BasicProperties {
-    let mut kept_properties = kept_properties(original);
-    if original.timestamp().is_some() {
-        // The original timestamp could make the copy too old to be taken as new.
-        kept_properties = kept_properties.with_timestamp(now_ms() / 1_000);
-    }
-    let mut table = FieldTable::default();
-    for (name, value) in original
-        .headers()
-        .as_ref()
-        .into_iter()
-        .flat_map(|table| table.inner())
-    {
-        if !is_dropped_from_copies(name.as_str()) {
-            table.insert(name.clone(), value.clone());
-        }
-    }
-    if let Some(first_seen) = age.first_seen_header() {
-        table.insert(
-            headers::FIRST_SEEN.into(),
-            AMQPValue::LongString(first_seen.into()),
-        );
-    }
-    kept_properties.with_headers(table)
-}
-
-/// The properties of a copy that replaces a message in its queue, without the delivery count and
-/// additional routing.
-fn replacement_properties(dead_letter: &Delivery, queue: &str, reader_id: &str) -> BasicProperties {
-    let mut copy = kept_properties(&dead_letter.properties);
-    if let Some(sent) = dead_letter.properties.timestamp() {
-        copy = copy.with_timestamp(*sent);
-    }
-    let feature_missing = ["x-delivery-count", "x-acquired-count", "CC", "BCC"];
-    let mut headers = FieldTable::default();
-    for (name, value) in dead_letter
-        .properties
-        .headers()
-        .as_ref()
-        .into_iter()
-        .flat_map(|table| table.inner())
-    {
-        if !feature_missing.contains(&name.as_str()) {
-            headers.insert(name.clone(), value.clone());
-        }
-    }
-    if dead_letter.routing_key.as_str() != queue && !headers.inner().contains_key(ROUTING_KEY) {
-        headers.insert(
-            ROUTING_KEY.into(),
-            AMQPValue::LongString(dead_letter.routing_key.as_str().into()),
-        );
-    }
-    headers.insert(REPLACED_BY.into(), AMQPValue::LongString(reader_id.into()));
-    copy.with_headers(headers)
-}
-
-/// The header `x-death` that RabbitMQ writes when it dead-letters a message.
-///
-/// RabbitMQ always overwrites that header, and dead letters of oncegate never carry it. So oncegate
-/// did not dead-letter a message that has it, and its `oncegate-*` headers come from its producer
-/// or a delayed copy.
-struct XDeath {
-    /// The queue that it was dead-lettered from.
-    queue: Option<String>,
-    at_ms: Option<u64>,
-}
-
-impl XDeath {
-    /// The last death, which the broker writes first.
-    fn of(table: &FieldTable) -> Option<Self> {
-        let deaths = table.inner().get("x-death")?;
-        let last = deaths
-            .as_array()
-            .and_then(|deaths| deaths.as_slice().first()?.as_field_table());
-        let entry = |name: &str| last.and_then(|last| last.inner().get(name));
-        let at_ms = match entry("time") {
-            Some(AMQPValue::Timestamp(seconds)) => Some(seconds.saturating_mul(1_000)),
-            _ => None,
-        };
-        Some(Self {
-            queue: entry("queue").map(text),
-            at_ms,
-        })
-    }
-}
-
-/// The delivery count of a message, if its queue counts. In a classic queue the header comes from
-/// another queue.
-fn delivery_count(table: &FieldTable, queue_kind: DestinationQueueKind) -> Option<u64> {
-    if queue_kind == DestinationQueueKind::Classic {
-        return None;
-    }
-    let counted = table
-        .inner()
-        .get("x-delivery-count")
-        .and_then(AMQPValue::as_long_long_int)
-        .and_then(|count| u64::try_from(count).ok());
-    // A queue that counts sets no header on the first delivery.
-    counted.or((queue_kind == DestinationQueueKind::Unlimited).then_some(0))
-}
-
-fn text(value: &AMQPValue) -> String {
-    match value {
-        AMQPValue::LongString(text) => String::from_utf8_lossy(text.as_bytes()).into_owned(),
-        AMQPValue::ShortString(text) => text.to_string(),
-        AMQPValue::Boolean(it) => it.to_string(),
-        AMQPValue::LongLongInt(number) => number.to_string(),
-        AMQPValue::LongInt(number) => number.to_string(),
-        AMQPValue::LongUInt(number) => number.to_string(),
-        AMQPValue::ShortInt(number) => number.to_string(),
-        AMQPValue::ShortShortInt(number) => number.to_string(),
-        other => format!("{other:?}"),
-    }
-}
-
-/// The message as a consumer receives it.
-fn as_message(dead_letter: &DeadLetter) -> oncegate::Message {
-    let mut message = oncegate::Message::new(dead_letter.bytes().to_vec());
-    for (name, value) in &dead_letter.headers {
-        message = message.with_header(name, value);
-    }
-    if let Some(key) = &dead_letter.key {
-        message = message.with_key(key.clone());
-    }
-    let id = dead_letter
-        .delivery
-        .as_ref()
-        .and_then(|unacked| unacked.properties.message_id().as_ref());
-    match id {
-        Some(id) => message.with_message_id(id.as_str().as_bytes().to_vec()),
-        None => message,
     }
 }

@@ -12,9 +12,9 @@ use oncegate::source::headers;
 use oncegate::{Fingerprint, Guarantee};
 
 use super::{CopyAge, DeadLetter, DeadLetterState};
-use crate::Context;
+use crate::CliContext;
 use crate::config;
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::marker::change::ObservedMarker;
 use crate::marker::description::MarkerState;
 use crate::output::{ms, now_ms};
@@ -50,15 +50,15 @@ const CLAIMED_UNTIL_DEAD_LETTERED: [&str; 8] = [
     "in-doubt-holder-gone",
 ];
 
-fn refuse<T>(why: impl std::fmt::Display) -> Result<T, Failure> {
-    Err(Failure::not_all(format!("left: {why}")))
+fn refuse<T>(why: impl std::fmt::Display) -> Result<T, CliError> {
+    Err(CliError::not_all(format!("left: {why}")))
 }
 
 /// Checks that the message comes from the configured source.
 ///
 /// # Errors
 /// It was consumed from another topic or queue.
-pub(crate) fn check_source(message: &DeadLetter, target: &str) -> Result<(), Failure> {
+pub(crate) fn check_source(message: &DeadLetter, target: &str) -> Result<(), CliError> {
     match &message.other_source {
         None => Ok(()),
         Some(from) => refuse(format!(
@@ -71,7 +71,10 @@ pub(crate) fn check_source(message: &DeadLetter, target: &str) -> Result<(), Fai
 ///
 /// # Errors
 /// The copy would lack its body or headers.
-pub(crate) fn check_complete(message: &DeadLetter, accepted: AcceptedRisks) -> Result<(), Failure> {
+pub(crate) fn check_complete(
+    message: &DeadLetter,
+    accepted: AcceptedRisks,
+) -> Result<(), CliError> {
     check_body(message)?;
     match &message.missing_parts {
         Some(what) if !accepted.accept_lost_headers => refuse(format!(
@@ -85,7 +88,7 @@ pub(crate) fn check_complete(message: &DeadLetter, accepted: AcceptedRisks) -> R
 ///
 /// # Errors
 /// The marker may block it, and only the store can release it.
-pub(crate) fn check_without_store(message: &DeadLetter) -> Result<(), Failure> {
+pub(crate) fn check_without_store(message: &DeadLetter) -> Result<(), CliError> {
     let may_be_kept = CLAIMED_UNTIL_DEAD_LETTERED.contains(&message.reason())
         || matches!(message.reason(), "unreadable" | "conflict");
     if message.id().is_some() && may_be_kept {
@@ -100,10 +103,10 @@ pub(crate) fn check_without_store(message: &DeadLetter) -> Result<(), Failure> {
 ///
 /// # Errors
 /// The body was omitted; names the position of the original.
-fn check_body(message: &DeadLetter) -> Result<(), Failure> {
+fn check_body(message: &DeadLetter) -> Result<(), CliError> {
     match message.header(BODY_OMITTED) {
         None => Ok(()),
-        Some(bytes) => Err(Failure::not_all(format!(
+        Some(bytes) => Err(CliError::not_all(format!(
             "left: its body of {bytes} bytes was too large for this destination; the only complete message is {}",
             message
                 .header(headers::ORIGIN)
@@ -113,7 +116,7 @@ fn check_body(message: &DeadLetter) -> Result<(), Failure> {
 }
 
 /// Whether the id of a message is its position, so that a copy gets another id.
-fn id_is_position(message: &DeadLetter, context: &Context) -> bool {
+fn id_is_position(message: &DeadLetter, context: &CliContext) -> bool {
     let by_place = context
         .config
         .text("gate.id")
@@ -173,8 +176,8 @@ pub(crate) fn plan_copy(
     seen: Option<&ObservedMarker<'_>>,
     named: bool,
     accepted: AcceptedRisks,
-    context: &Context,
-) -> Result<CopyPlan, Failure> {
+    context: &CliContext,
+) -> Result<CopyPlan, CliError> {
     let state = seen.map_or(MarkerState::Absent, ObservedMarker::state);
     if let Some(subject) = seen.filter(|_| !named)
         && has_other_body(message, &subject.standing.marker)
@@ -190,8 +193,8 @@ pub(crate) fn plan_for_state(
     state: MarkerState,
     named: bool,
     accepted: AcceptedRisks,
-    context: &Context,
-) -> Result<CopyPlan, Failure> {
+    context: &CliContext,
+) -> Result<CopyPlan, CliError> {
     if id_is_position(message, context) && !accepted.accept_forgotten {
         return refuse(
             "its id is its position, so a copy gets another id and may be handled twice; --accept-forgotten sends it",
@@ -230,8 +233,8 @@ pub(crate) fn plan_for_state(
 fn plan_without_marker(
     message: &DeadLetter,
     accepted: AcceptedRisks,
-    context: &Context,
-) -> Result<CopyPlan, Failure> {
+    context: &CliContext,
+) -> Result<CopyPlan, CliError> {
     if message.state == DeadLetterState::Begun && !accepted.accept_unfinished {
         return refuse(
             "an interrupted command may have sent it; see `oncegate audit`. --accept-unfinished sends it again, `drop` drops it",

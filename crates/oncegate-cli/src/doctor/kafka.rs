@@ -14,7 +14,7 @@ use self::permissions::Permission;
 use super::{DoctorFindings, Severity};
 use crate::config::Config;
 use crate::destination::{Destination, kafka};
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::output::duration_text;
 
 /// The time limit of one request.
@@ -43,7 +43,7 @@ impl TopicSettings {
     }
 }
 
-pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), Failure> {
+pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     let name = kafka::topic(config)?;
     let destinations = [
         (
@@ -61,25 +61,25 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
         .chain(destinations.iter().map(|(_, name)| name))
         .cloned()
         .collect();
-    let asked = tokio::task::spawn_blocking(move || {
+    let task = tokio::task::spawn_blocking(move || {
         let mut found = Vec::new();
         for name in &names {
             found.push(look_up_topic(&consumer, name));
             // Do not ask an unreachable broker again.
-            if matches!(found.last(), Some(Err(MetadataError::Away(_)))) {
+            if matches!(found.last(), Some(Err(MetadataError::Unavailable(_)))) {
                 break;
             }
         }
         found
     });
-    let found = asked
+    let found = task
         .await
-        .map_err(|error| Failure::server(error.to_string()))?;
+        .map_err(|error| CliError::server(error.to_string()))?;
     let mut found = found.into_iter();
-    let mut there = Vec::new();
+    let mut existing = Vec::new();
     for (code, name) in std::iter::once(("topic-missing", name.clone())).chain(destinations) {
         match found.next() {
-            Some(Ok(TopicLookup::Exists(look_up_topic))) => there.push((name, look_up_topic)),
+            Some(Ok(TopicLookup::Exists(metadata))) => existing.push((name, metadata)),
             Some(Ok(TopicLookup::Missing { brokers: count })) => {
                 let replicas = replicas(count);
                 let what = if code == "topic-missing" {
@@ -102,15 +102,15 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
                 );
                 findings.error(code, format!("Kafka topic {name}"), what, remedy);
             }
-            Some(Err(MetadataError::Forbidden(remedy, said))) => {
+            Some(Err(MetadataError::Forbidden(remedy, reply))) => {
                 findings.error(
                     "kafka-lacks-a-right",
                     format!("Kafka topic {name}"),
-                    said,
+                    reply,
                     remedy,
                 );
             }
-            Some(Err(MetadataError::Away(error))) => {
+            Some(Err(MetadataError::Unavailable(error))) => {
                 let remedy = "start it, or correct kafka.brokers, and kafka.properties if it requires TLS or SASL";
                 findings.error("kafka-away", format!("Kafka at {brokers}"), error, remedy);
                 return Ok(());
@@ -118,12 +118,12 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             None => {}
         }
     }
-    let source = there
+    let source = existing
         .iter()
         .find(|(it, _)| *it == name)
-        .map(|(_, look_up_topic)| look_up_topic.partition);
+        .map(|(_, metadata)| metadata.partition);
     let admin: AdminClient<DefaultClientContext> = kafka::client(config, &[])?;
-    let topics = describe(&admin, there, findings).await;
+    let topics = describe(&admin, existing, findings).await;
     check_topics(&brokers, &name, config, &topics, findings);
     match source {
         Some(partition) => check_permissions(config, &name, partition, findings).await,
@@ -172,7 +172,7 @@ async fn check_permissions(
     topic: &str,
     partition: i32,
     findings: &mut DoctorFindings,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     let group = config.text("kafka.group").map(str::to_owned);
     let reader = kafka::consumer(config)?;
     let member: Option<BaseConsumer> = match &group {
@@ -183,17 +183,18 @@ async fn check_permissions(
         None => None,
     };
     let name = topic.to_owned();
-    let asked = tokio::task::spawn_blocking(move || {
+    let task = tokio::task::spawn_blocking(move || {
         (
             permissions::read_topic(&reader, &name, partition),
             member.map(|member| permissions::see_group(&member, &name, partition)),
         )
     });
-    let (read, look_up_topic) = asked
+    let (topic_permission, group_permission) = task
         .await
-        .map_err(|error| Failure::server(error.to_string()))?;
+        .map_err(|error| CliError::server(error.to_string()))?;
     let mut unknown = Vec::new();
-    let mut note = |says: Permission, at: String, what: &str, remedy: String| match says {
+    let mut note = |permission: Permission, at: String, what: &str, remedy: String| match permission
+    {
         Permission::Granted => {}
         Permission::Denied(code) => {
             findings.error("kafka-lacks-a-right", at, format!("{what}: {code}"), remedy)
@@ -206,18 +207,23 @@ async fn check_permissions(
         "the user may describe it but not read it",
         format!("grant Read on the topic {topic} to the user (kafka-acls.sh)"),
     );
-    note(read, format!("Kafka topic {topic}"), what, remedy);
-    if let (Some(group), Some(look_up_topic)) = (group, look_up_topic) {
+    note(
+        topic_permission,
+        format!("Kafka topic {topic}"),
+        what,
+        remedy,
+    );
+    if let (Some(group), Some(permission)) = (group, group_permission) {
         let (what, remedy) = (
             "the user may not read it",
             format!("grant Read on the group {group} to the user (kafka-acls.sh)"),
         );
-        note(look_up_topic, format!("Kafka group {group}"), what, remedy);
+        note(permission, format!("Kafka group {group}"), what, remedy);
     }
     if unknown.is_empty() {
         Ok(())
     } else {
-        Err(Failure::server(unknown.join("; ")))
+        Err(CliError::server(unknown.join("; ")))
     }
 }
 
@@ -226,7 +232,7 @@ enum MetadataError {
     /// The user lacks permission: the remedy, and the reply of the broker.
     Forbidden(String, String),
     /// No broker answered, or it returned another error.
-    Away(String),
+    Unavailable(String),
 }
 
 /// The result of a metadata request.
@@ -248,7 +254,7 @@ fn look_up_topic(consumer: &impl Consumer, name: &str) -> Result<TopicLookup, Me
         .fetch_metadata(Some(name), REQUEST_TIMEOUT)
         .map_err(|error| match error.rdkafka_error_code() {
             Some(code) if missing_grant(name, code).is_some() => metadata_error(name, code),
-            _ => MetadataError::Away(format!("metadata request failed: {error}")),
+            _ => MetadataError::Unavailable(format!("metadata request failed: {error}")),
         })?;
     let brokers = metadata.brokers().len();
     let missing = TopicLookup::Missing { brokers };
@@ -277,12 +283,12 @@ fn look_up_topic(consumer: &impl Consumer, name: &str) -> Result<TopicLookup, Me
 }
 
 fn metadata_error(name: &str, code: RDKafkaErrorCode) -> MetadataError {
-    let said = format!("the topic {name}: {code}");
+    let reply = format!("the topic {name}: {code}");
     match missing_grant(name, code) {
         Some(remedy) => {
-            MetadataError::Forbidden(remedy, format!("the user may not describe it ({said})"))
+            MetadataError::Forbidden(remedy, format!("the user may not describe it ({reply})"))
         }
-        None => MetadataError::Away(said),
+        None => MetadataError::Unavailable(reply),
     }
 }
 
@@ -301,34 +307,34 @@ fn missing_grant(name: &str, code: RDKafkaErrorCode) -> Option<String> {
 
 async fn describe(
     admin: &AdminClient<DefaultClientContext>,
-    there: Vec<(String, TopicMetadata)>,
+    existing: Vec<(String, TopicMetadata)>,
     findings: &mut DoctorFindings,
 ) -> BTreeMap<String, TopicSettings> {
-    if there.is_empty() {
+    if existing.is_empty() {
         return BTreeMap::new();
     }
     // Each topic may occur only once in a request.
-    let there: BTreeMap<String, TopicMetadata> = there.into_iter().collect();
-    let resources: Vec<_> = there
+    let existing: BTreeMap<String, TopicMetadata> = existing.into_iter().collect();
+    let resources: Vec<_> = existing
         .keys()
         .map(|name| ResourceSpecifier::Topic(name))
         .collect();
-    let asked = admin
+    let task = admin
         .describe_configs(
             &resources,
             &AdminOptions::new().request_timeout(Some(REQUEST_TIMEOUT)),
         )
         .await;
     // The configuration of each topic, or the error.
-    let answers: Vec<Result<_, String>> = match asked {
+    let answers: Vec<Result<_, String>> = match task {
         Ok(answers) => answers
             .into_iter()
             .map(|answer| answer.map_err(|code| code.to_string()))
             .collect(),
-        Err(error) => there.iter().map(|_| Err(error.to_string())).collect(),
+        Err(error) => existing.iter().map(|_| Err(error.to_string())).collect(),
     };
     let mut topics = BTreeMap::new();
-    for ((name, look_up_topic), described) in there.iter().zip(answers) {
+    for ((name, metadata), described) in existing.iter().zip(answers) {
         match described {
             Ok(resource) => {
                 let config = resource
@@ -338,8 +344,8 @@ async fn describe(
                 topics.insert(
                     name.clone(),
                     TopicSettings {
-                        brokers: look_up_topic.brokers,
-                        replicas: look_up_topic.replicas,
+                        brokers: metadata.brokers,
+                        replicas: metadata.replicas,
                         config: config.collect(),
                     },
                 );
@@ -366,21 +372,21 @@ fn check_retention(
         .config
         .get("cleanup.policy")
         .is_none_or(|policy| policy.contains("delete"));
-    let kept = topic
+    let retention = topic
         .number("retention.ms")
         .filter(|_| deletes)
         .and_then(|ms| u64::try_from(ms).ok())
         .map(Duration::from_millis);
-    if kept.is_none_or(|kept| kept > config.window()) {
-        let said = kept.map_or_else(
+    if retention.is_none_or(|retention| retention > config.window()) {
+        let reply = retention.map_or_else(
             || "without limit".to_owned(),
-            |kept| format!("for {}", duration_text(kept)),
+            |retention| format!("for {}", duration_text(retention)),
         );
         findings.warning(
             "window-shorter-than-retention",
             format!("Kafka topic {name}"),
             format!(
-                "it keeps messages {said}, and ids are remembered for {}: after an offset reset, older messages are handled \
+                "it keeps messages {reply}, and ids are remembered for {}: after an offset reset, older messages are handled \
                  again, or are in doubt in at most once",
                 duration_text(config.window())
             ),

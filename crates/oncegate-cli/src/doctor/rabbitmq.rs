@@ -7,9 +7,9 @@ use lapin::types::{AMQPValue, FieldTable};
 use super::{DoctorFindings, Severity};
 use crate::config::Config;
 use crate::destination::{Destination, rabbitmq};
-use crate::failure::Failure;
+use crate::error::CliError;
 
-pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), Failure> {
+pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     let shown = config
         .text("rabbitmq.url")
         .map(crate::show_config::without_password)
@@ -18,18 +18,18 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
     let connection = match rabbitmq::connect(config).await {
         Ok(connection) => connection,
         Err(failure) => {
-            let said = failure.to_string();
-            if said.contains("ACCESS_REFUSED") || said.contains("access-refused") {
+            let reply = failure.to_string();
+            if reply.contains("ACCESS_REFUSED") || reply.contains("access-refused") {
                 let remedy = "correct the user and password in rabbitmq.url; `guest` may only connect from the host of the broker";
-                findings.error("rabbitmq-refuses-the-login", at, said, remedy);
-            } else if said.contains("NOT_ALLOWED") || said.contains("not-allowed") {
+                findings.error("rabbitmq-refuses-the-login", at, reply, remedy);
+            } else if reply.contains("NOT_ALLOWED") || reply.contains("not-allowed") {
                 let remedy = "configure an existing virtual host, and grant the user permissions: rabbitmqctl set_permissions";
-                findings.error("rabbitmq-refuses-the-virtual-host", at, said, remedy);
+                findings.error("rabbitmq-refuses-the-virtual-host", at, reply, remedy);
             } else {
                 findings.error(
                     "rabbitmq-away",
                     at,
-                    said,
+                    reply,
                     "start it, or correct rabbitmq.url or the TLS settings",
                 );
             }
@@ -84,7 +84,7 @@ async fn check_queue(
     role: &QueueRole,
     not_compared: Severity,
     findings: &mut DoctorFindings,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     let at = format!("RabbitMQ queue {name}");
     match rabbitmq::declare_passively(&connection.create_channel().await?, name).await {
         Ok(_) => {}
@@ -115,10 +115,10 @@ async fn check_queue(
                 add_plain_quorum(role, at, findings);
                 return Ok(());
             }
-            (ArgumentComparison::Not(said), _) => {
+            (ArgumentComparison::Not(reply), _) => {
                 let what = format!(
                     "whether it may lose messages is unknown: RabbitMQ compares a queue's arguments only for a user who may configure it, \
-                     and `Topology::Declare` needs that right too ({said})"
+                     and `Topology::Declare` needs that right too ({reply})"
                 );
                 let remedy = format!(
                     "let the user configure `{name}` (rabbitmqctl set_permissions), or check that none of its arguments loses messages, and use \
@@ -133,7 +133,7 @@ async fn check_queue(
     // A classic queue differs in more than its type.
     let is_quorum = mismatches
         .iter()
-        .any(|it| it.argument == "x-queue-type" && it.said.contains("current is 'quorum'"));
+        .any(|it| it.argument == "x-queue-type" && it.reply.contains("current is 'quorum'"));
     let rank = |it: &ArgumentMismatch| {
         WORST_FIRST
             .iter()
@@ -149,7 +149,7 @@ async fn check_queue(
 /// An argument that differs, and the reply of the broker.
 struct ArgumentMismatch {
     argument: String,
-    said: String,
+    reply: String,
 }
 
 /// The result of comparing the arguments of a queue.
@@ -180,7 +180,7 @@ async fn compare_arguments(
     connection: &Connection,
     name: &str,
     arguments: FieldTable,
-) -> Result<ArgumentComparison, Failure> {
+) -> Result<ArgumentComparison, CliError> {
     let channel = connection.create_channel().await?;
     let options = QueueDeclareOptions {
         durable: true,
@@ -197,14 +197,14 @@ async fn compare_arguments(
         Some(403) => Ok(ArgumentComparison::Not(error.to_string())),
         // An exclusive queue is locked.
         Some(405 | 406) => {
-            let said = error.to_string();
-            let argument = said
+            let reply = error.to_string();
+            let argument = reply
                 .split("inequivalent arg '")
                 .nth(1)
                 .and_then(|rest| rest.split('\'').next());
             Ok(ArgumentComparison::Differs(ArgumentMismatch {
                 argument: argument.unwrap_or("exclusive").to_owned(),
-                said,
+                reply,
             }))
         }
         _ => Err(error.into()),
@@ -238,13 +238,13 @@ fn add_mismatch(
     at: String,
     findings: &mut DoctorFindings,
 ) {
-    let ArgumentMismatch { argument, said } = mismatch;
+    let ArgumentMismatch { argument, reply } = mismatch;
     match (argument.as_str(), role) {
         ("durable", _) => {
             findings.error(
                 "queue-not-durable",
                 at,
-                format!("it is deleted with its messages when the broker restarts ({said})"),
+                format!("it is deleted with its messages when the broker restarts ({reply})"),
                 REDECLARE,
             );
         }
@@ -252,7 +252,7 @@ fn add_mismatch(
             findings.error(
                 "queue-deletes-itself",
                 at,
-                format!("it is deleted with its last consumer or its connection ({said})"),
+                format!("it is deleted with its last consumer or its connection ({reply})"),
                 REDECLARE,
             );
         }
@@ -260,12 +260,12 @@ fn add_mismatch(
             findings.error(
                 "queue-expires",
                 at,
-                format!("its messages expire ({said})"),
+                format!("its messages expire ({reply})"),
                 format!("{REDECLARE} without it"),
             );
         }
         ("x-max-length" | "x-max-length-bytes", _) => {
-            let what = format!("it drops or refuses messages when it is full ({said})");
+            let what = format!("it drops or refuses messages when it is full ({reply})");
             findings.error(
                 "queue-has-a-length-limit",
                 at,
@@ -274,7 +274,7 @@ fn add_mismatch(
             );
         }
         ("x-delivery-limit", QueueRole::Destination) if is_quorum => {
-            let what = format!("each read counts, and it drops messages over the limit ({said})");
+            let what = format!("each read counts, and it drops messages over the limit ({reply})");
             findings.error(
                 "letters-are-dropped-when-looked-at",
                 at,
@@ -286,7 +286,7 @@ fn add_mismatch(
             if it.starts_with("x-dead-letter-") || it == "x-delivery-limit" =>
         {
             let what =
-                format!("messages over the delivery limit do not go to {dead_letters} ({said})");
+                format!("messages over the delivery limit do not go to {dead_letters} ({reply})");
             let remedy = format!(
                 "set dead-letter-exchange \"\" and dead-letter-routing-key {dead_letters} by a policy, or redeclare it"
             );
@@ -294,7 +294,7 @@ fn add_mismatch(
         }
         _ => {
             let remedy = "check that none of its arguments loses messages, and use `Topology::Check` in the consumer";
-            findings.warning("queue-has-other-arguments", at, said.clone(), remedy);
+            findings.warning("queue-has-other-arguments", at, reply.clone(), remedy);
         }
     }
 }

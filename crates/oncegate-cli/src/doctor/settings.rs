@@ -7,7 +7,7 @@ use oncegate::{Consumer, Guarantee};
 
 use super::{DoctorFindings, Severity};
 use crate::config::Config;
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::output::duration_text;
 
 /// The severity of a volatile store: at most once does not start on it, and effectively once
@@ -20,7 +20,7 @@ pub(super) fn volatile_store_severity(config: &Config) -> Severity {
     }
 }
 
-pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), Failure> {
+pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     config.check()?;
     let (lease, window, max_age) = (config.lease(), config.window(), config.max_age());
     if lease >= window {

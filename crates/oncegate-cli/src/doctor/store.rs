@@ -7,14 +7,14 @@ use oncegate::{Durability, Guarantee, Load, Markers, ServerInfo, Store, StoreErr
 use super::DoctorFindings;
 use super::settings::volatile_store_severity;
 use crate::config::Config;
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::marker_store::REPLY_TIMEOUT;
 use crate::plan::bytes;
 
 /// The maximum difference between the clocks of this machine and Redis.
 const MAX_CLOCK_SKEW: Duration = Duration::from_secs(5);
 
-pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), Failure> {
+pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
     let redis = config.redis(Some(REPLY_TIMEOUT))?;
     match redis.servers().await {
         Ok(servers) => servers

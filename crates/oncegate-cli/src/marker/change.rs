@@ -7,10 +7,10 @@ use oncegate::{Key, MessageId, Standing};
 use serde::Serialize;
 
 use super::description::{self, MarkerDescription, MarkerState};
-use crate::Context;
+use crate::CliContext;
 use crate::audit::{Audit, PlannedAction};
 use crate::config;
-use crate::failure::Failure;
+use crate::error::CliError;
 use crate::marker_store::MarkerStore;
 
 #[derive(Args)]
@@ -27,7 +27,7 @@ pub(crate) struct ChangeArgs {
 
 /// The marker of an id, as it was read.
 pub(crate) struct ObservedMarker<'a> {
-    context: &'a Context,
+    context: &'a CliContext,
     pub(crate) markers: MarkerStore,
     pub(crate) id: MessageId,
     pub(crate) key: Key,
@@ -36,10 +36,10 @@ pub(crate) struct ObservedMarker<'a> {
 
 impl<'a> ObservedMarker<'a> {
     pub(crate) async fn look(
-        context: &'a Context,
+        context: &'a CliContext,
         markers: &MarkerStore,
         id: MessageId,
-    ) -> Result<Self, Failure> {
+    ) -> Result<Self, CliError> {
         let key = config::key(&context.config, &id)?;
         let standing = markers.look(&key).await?;
         Ok(Self {
@@ -69,10 +69,10 @@ impl<'a> ObservedMarker<'a> {
     ///
     /// # Errors
     /// The store failed, or the marker changed meanwhile and nothing was written.
-    pub(crate) async fn apply(&self, ask: Ask, known: u32) -> Result<(), Failure> {
+    pub(crate) async fn apply(&self, ask: Ask, known: u32) -> Result<(), CliError> {
         match self.markers.apply(self.operation(ask, known)).await? {
             Verdict::Kept | Verdict::Done { .. } => Ok(()),
-            _ => Err(Failure::not_all(format!(
+            _ => Err(CliError::not_all(format!(
                 "{}: the marker changed since it was read; nothing was written; run the command again",
                 self.id
             ))),
@@ -121,7 +121,7 @@ fn fence_above(known: u32) -> u32 {
         .saturating_mul(UNKNOWN_ATTEMPT)
 }
 
-pub(crate) async fn forget(context: &Context, change: ChangeArgs) -> Result<(), Failure> {
+pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(), CliError> {
     let marker = ObservedMarker::look(
         context,
         &MarkerStore::of(&context.config)?,
@@ -144,19 +144,19 @@ pub(crate) async fn forget(context: &Context, change: ChangeArgs) -> Result<(), 
         ),
         MarkerState::Absent => return report_unchanged(context, "marker forget", &marker),
         MarkerState::Cleared => {
-            return Err(Failure::not_all(format!(
+            return Err(CliError::not_all(format!(
                 "{id} is cleared: it is already free to be claimed. Its attempt is kept, since an earlier run may not have ended; it expires with \
                  the window"
             )));
         }
         MarkerState::InDoubt => {
-            return Err(Failure::not_all(format!(
+            return Err(CliError::not_all(format!(
                 "{id} is in doubt: find out whether it happened, then run `oncegate in-doubt resolve {id} --happened` or \
                  `--did-not-happen`"
             )));
         }
         MarkerState::InProgress | MarkerState::Lapsed | MarkerState::Unreadable => {
-            return Err(Failure::not_all(format!(
+            return Err(CliError::not_all(format!(
                 "{id} is {}: a consumer may be handling it; wait until that ends or the id is in doubt",
                 marker.state().word()
             )));
@@ -177,7 +177,7 @@ pub(crate) async fn forget(context: &Context, change: ChangeArgs) -> Result<(), 
     run(context, &change, &marker, what).await
 }
 
-pub(crate) async fn complete(context: &Context, change: ChangeArgs) -> Result<(), Failure> {
+pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result<(), CliError> {
     let marker = ObservedMarker::look(
         context,
         &MarkerStore::of(&context.config)?,
@@ -190,12 +190,12 @@ pub(crate) async fn complete(context: &Context, change: ChangeArgs) -> Result<()
         }
         MarkerState::Done => return report_unchanged(context, "marker complete", &marker),
         MarkerState::Rejected => {
-            return Err(Failure::not_all(format!(
+            return Err(CliError::not_all(format!(
                 "{id} is rejected and will not run; `dead-letters drop` drops its dead letter"
             )));
         }
         MarkerState::InProgress | MarkerState::Unreadable => {
-            return Err(Failure::not_all(format!(
+            return Err(CliError::not_all(format!(
                 "{id} is {}: a consumer is handling it and will record the result",
                 marker.state().word()
             )));
@@ -228,11 +228,11 @@ struct MarkerChange {
 }
 
 async fn run(
-    context: &Context,
+    context: &CliContext,
     change: &ChangeArgs,
     marker: &ObservedMarker<'_>,
     what: MarkerChange,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     let MarkerChange {
         what,
         ask,
@@ -267,7 +267,7 @@ async fn run(
             &ChangeReport::of(what, false, marker, &before, &after),
             text,
         )?;
-        return Err(Failure::not_confirmed());
+        return Err(CliError::not_confirmed());
     }
     // The audit must not keep a forgotten id.
     let id = if what == "marker forget" {
@@ -319,10 +319,10 @@ async fn audit_notice(audit: &Audit, id: &MessageId) -> String {
 }
 
 fn report_unchanged(
-    context: &Context,
+    context: &CliContext,
     what: &'static str,
     marker: &ObservedMarker<'_>,
-) -> Result<(), Failure> {
+) -> Result<(), CliError> {
     let state = marker.summary();
     let text = format!("{} is already {state}: nothing to do", marker.id);
     context

@@ -11,7 +11,9 @@ use oncegate_testkit::proxy::{Fate, Proxy};
 
 use crate::cli::TestCli;
 use crate::destinations::ids;
-use crate::fixture::{Broker, BrokerFixture, Provider, kafka, publish_properties, rabbitmq, text};
+use crate::fixture::{
+    Broker, BrokerFixture, PaymentProvider, kafka, publish_properties, rabbitmq, text,
+};
 
 /// Commands that connect to a broker.
 const COMMANDS: [&[&str]; 5] = [
@@ -166,7 +168,7 @@ async fn list_and_redrive_tolerate_unreadable_headers() {
         .exits_with(0)
         .prints("3 redriven");
     // The consumer dead-letters a message with a header name that is not UTF-8.
-    fixture.consume(Provider::Works, 2, 1, 0).await;
+    fixture.consume(PaymentProvider::Works, 2, 1, 0).await;
     let mut charged = fixture.charged();
     charged.sort();
     assert_eq!(charged, ["deep", "sound"]);

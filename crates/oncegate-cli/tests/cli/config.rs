@@ -27,9 +27,12 @@ fn unknown_keys_are_rejected_with_a_suggestion() {
             .prints("oncegate.toml");
     }
     cli.configure("");
-    cli.run_with(&["config", "check"], &[("ONCEGATE_GATE_WINDOWS", "1h")])
-        .exits_with(2)
-        .prints("did you mean ONCEGATE_GATE_DEDUP_WINDOW?");
+    cli.run_with(
+        &["config", "check"],
+        &[("ONCEGATE_GATE_DEDUP_WINDOWS", "1h")],
+    )
+    .exits_with(2)
+    .prints("did you mean ONCEGATE_GATE_DEDUP_WINDOW?");
     for (wrong, near) in [
         ("ONCEGATE_KAFAK_TOPIC", "ONCEGATE_KAFKA_TOPIC"),
         ("ONCEGATE_STROE_URL", "ONCEGATE_STORE_URL"),

@@ -11,7 +11,7 @@ use oncegate_testkit::servers::RabbitServer;
 use serde_json::Value;
 
 use crate::cli::TestCli;
-use crate::fixture::{Broker, BrokerFixture, PATIENCE, Provider, publish_properties};
+use crate::fixture::{Broker, BrokerFixture, PATIENCE, PaymentProvider, publish_properties};
 
 /// Creates a test for each scenario and broker.
 macro_rules! on_both_brokers {
@@ -67,7 +67,7 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
             ("d", "declined"),
         ])
         .await;
-    fixture.consume(Provider::Judges, 1, 3, 0).await;
+    fixture.consume(PaymentProvider::Judges, 1, 3, 0).await;
 
     let listed = fixture.json(&["dead-letters", "list"]).await;
     assert_eq!(ids(&listed), ["b", "c", "d"]);
@@ -192,7 +192,9 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
         .await;
     assert_eq!(rest["done"], 1, "{rest}");
     let left_on_kafka = if broker == Broker::Kafka { 3 } else { 1 };
-    fixture.consume(Provider::Works, 3, left_on_kafka, 0).await;
+    fixture
+        .consume(PaymentProvider::Works, 3, left_on_kafka, 0)
+        .await;
     let mut charged = fixture.charged();
     charged.sort();
     assert_eq!(charged.len(), 3, "{charged:?}");
@@ -229,7 +231,7 @@ async fn dropped_messages_are_not_listed_again(broker: Broker) {
     fixture
         .publish(&[("a", "declined"), ("b", "declined")])
         .await;
-    fixture.consume(Provider::Judges, 0, 2, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
     fixture
         .run(&["dead-letters", "drop", "--id", "a"])
         .await
@@ -285,7 +287,7 @@ async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
     fixture
         .publish(&[("yes", "silent"), ("no", "silent")])
         .await;
-    fixture.consume(Provider::Judges, 0, 0, 2).await;
+    fixture.consume(PaymentProvider::Judges, 0, 0, 2).await;
     assert_eq!(
         ids(&fixture.json(&["in-doubt", "list"]).await),
         ["no", "yes"]
@@ -337,7 +339,7 @@ async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
     assert_eq!(ids(&fixture.json(&["in-doubt", "list"]).await), [""; 0]);
 
     let left = if broker == Broker::Kafka { 2 } else { 0 };
-    fixture.consume(Provider::Works, 1, 0, left).await;
+    fixture.consume(PaymentProvider::Works, 1, 0, left).await;
     assert_eq!(
         fixture.charged(),
         ["no"],
@@ -365,14 +367,14 @@ async fn redrive_skips_handled_and_doubtful_messages(broker: Broker) {
     fixture
         .publish(&[("done", "declined"), ("doubt", "silent")])
         .await;
-    fixture.consume(Provider::Judges, 0, 1, 1).await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 1).await;
     // An operator releases the id, and the producer sends it again.
     fixture
         .run(&["marker", "forget", "done", "--yes"])
         .await
         .exits_with(0);
     fixture.publish(&[("done", "works")]).await;
-    fixture.consume(Provider::Works, 1, 1, 1).await;
+    fixture.consume(PaymentProvider::Works, 1, 1, 1).await;
     // One that is in doubt is dead-lettered too.
     let headers = [
         ("oncegate-id", "doubt"),
@@ -411,7 +413,7 @@ async fn redrive_skips_handled_and_doubtful_messages(broker: Broker) {
 async fn reading_joins_no_group_and_commits_no_offset_on_kafka() {
     let fixture = fixture(Broker::Kafka).await;
     fixture.publish(&[("a", "declined")]).await;
-    fixture.consume(Provider::Judges, 0, 1, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
     let before = crate::fixture::groups().await;
     for _ in 0..3 {
         assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["a"]);
@@ -658,7 +660,7 @@ async fn a_message_stays_if_its_copy_is_refused() {
     fixture
         .publish(&[("a", "declined"), ("b", "declined")])
         .await;
-    fixture.consume(Provider::Judges, 0, 2, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
     crate::fixture::delete(&fixture.cli.name).await;
     let said = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
@@ -685,7 +687,7 @@ async fn a_message_stays_if_its_copy_is_refused() {
         .await
         .exits_with(0)
         .prints("2 redriven");
-    fixture.consume(Provider::Works, 2, 0, 0).await;
+    fixture.consume(PaymentProvider::Works, 2, 0, 0).await;
     fixture.end().await;
 }
 
@@ -799,7 +801,7 @@ async fn messages_dead_lettered_by_the_broker_have_their_own_id() {
         ])
         .await
         .exits_with(0);
-    fixture.consume(Provider::Works, 1, 0, 0).await;
+    fixture.consume(PaymentProvider::Works, 1, 0, 0).await;
     assert_eq!(fixture.charged(), ["plain"]);
     fixture.end().await;
 }
@@ -866,7 +868,7 @@ async fn ids_without_a_marker_are_redriven(broker: Broker) {
     assert_eq!(ours.count(), 0, "it begins anew: {copy}");
     fixture.cli.configure(&fixture.settings());
     let left = if broker == Broker::Kafka { 1 } else { 0 };
-    fixture.consume(Provider::Works, 1, left, 0).await;
+    fixture.consume(PaymentProvider::Works, 1, left, 0).await;
     assert_eq!(fixture.charged(), ["old"]);
     fixture.end().await;
 }

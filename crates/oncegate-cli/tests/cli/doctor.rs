@@ -101,7 +101,7 @@ fn a_good_redis_has_no_findings() {
         .exits_with(0)
         .prints("ADVICE")
         .prints("no-scope")
-        .prints("Checked the settings, Redis: 0 problems");
+        .prints("Checked the settings, Redis; problems: 0");
 }
 
 #[test]
@@ -173,16 +173,16 @@ fn finds_missing_redis_permissions() {
         let cli = TestCli::at(&server.url().replace("redis://", "redis://some:word@"));
         cli.configure(AT_MOST_ONCE);
         assert_findings(&cli, &[("store-lacks-a-right", "error")]);
-        let said = cli.run(&["doctor"]).exits_with(1).prints(missing);
+        let output = cli.run(&["doctor"]).exits_with(1).prints(missing);
         // One ACL line grants everything.
-        let grant = said
+        let grant = output
             .out
             .lines()
-            .filter_map(|line| line.trim().strip_prefix("Do: "))
+            .filter_map(|line| line.trim().strip_prefix("Fix: "))
             .collect::<Vec<_>>();
         assert!(
             matches!(grant[..], [grant] if grant.starts_with("ACL SETUSER some ~test:")),
-            "{said:?}"
+            "{output:?}"
         );
         assert_eq!(server.command(grant[0]).expect("a reply"), "+OK");
         assert_findings(&cli, &[]);
@@ -904,9 +904,9 @@ fn a_consumer_timeout_of_any_length_is_checked() {
     let cli = TestCli::new();
     let rabbitmq = "[rabbitmq]\nurl = \"amqp://127.0.0.1:1\"\nqueue = \"q\"\nconsumer-timeout = \"18446744073709551615s\"\n";
     cli.configure(rabbitmq);
-    let said = cli.run(&["doctor"]).exits_with(1);
+    let output = cli.run(&["doctor"]).exits_with(1);
     assert!(
-        !said.out.contains("runs-outlast-the-consumer-timeout"),
-        "{said:?}"
+        !output.out.contains("runs-outlast-the-consumer-timeout"),
+        "{output:?}"
     );
 }

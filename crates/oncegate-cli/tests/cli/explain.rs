@@ -5,7 +5,7 @@ use std::sync::Arc;
 use oncegate::marker::Ask;
 
 use crate::cli::{TestCli, terms};
-use crate::fixture::{Broker, BrokerFixture, Provider};
+use crate::fixture::{Broker, BrokerFixture, PaymentProvider};
 use crate::redrive::write_marker;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -32,7 +32,7 @@ async fn explains_each_outcome(broker: Broker) {
     fixture
         .publish(&[("twice", "works"), ("charged", "another card")])
         .await;
-    fixture.consume(Provider::Judges, 2, 2, 1).await;
+    fixture.consume(PaymentProvider::Judges, 2, 2, 1).await;
     let told = async |id: &str, verdict: &str, words: &[&str]| {
         let explanation = fixture.json(&["explain", id]).await;
         assert_eq!(explanation["verdict"], verdict, "{explanation}");
@@ -179,7 +179,7 @@ async fn explains_each_outcome(broker: Broker) {
     let left = if broker == Broker::Kafka { 2 } else { 0 };
     fixture
         .consume(
-            Provider::Works,
+            PaymentProvider::Works,
             3,
             left,
             if broker == Broker::Kafka { 1 } else { 0 },
@@ -205,7 +205,7 @@ async fn explains_each_outcome(broker: Broker) {
 async fn explains_dropped_messages_and_names_what_was_not_checked() {
     let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
     fixture.publish(&[("a", "declined")]).await;
-    fixture.consume(Provider::Judges, 0, 1, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
     fixture
         .run(&["dead-letters", "drop", "--id", "a", "--yes", "--as", "ann"])
         .await
@@ -283,7 +283,7 @@ async fn actions_older_than_the_window_prove_nothing() {
     fixture
         .publish(&[("a", "declined"), ("b", "declined"), ("c", "declined")])
         .await;
-    fixture.consume(Provider::Judges, 0, 3, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
     let told = async |id: &str, verdict: &str, words: &str| {
         let explanation = fixture.json(&["explain", id]).await;
         assert_eq!(explanation["verdict"], verdict, "{explanation}");
@@ -319,7 +319,7 @@ async fn actions_older_than_the_window_prove_nothing() {
     fixture.cli.configure(
         &fixture
             .settings()
-            .replace("[kafka]", "window = \"1ms\"\n[kafka]"),
+            .replace("[kafka]", "dedup-window = \"1ms\"\n[kafka]"),
     );
     told("a", "unknown", "longer ago than the window of 1 ms").await;
     told("b", "unknown", "longer ago than the window of 1 ms").await;
@@ -334,14 +334,14 @@ async fn the_last_action_decides() {
     fixture
         .publish(&[("a", "declined"), ("b", "declined")])
         .await;
-    fixture.consume(Provider::Judges, 0, 2, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
     let explanation = async |id: &str| fixture.json(&["explain", id]).await;
     // Redriven, failed again, then dropped.
     fixture
         .run(&["dead-letters", "redrive", "--all", "--yes", "--as", "ann"])
         .await
         .exits_with(0);
-    fixture.consume(Provider::Judges, 0, 2, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
     fixture
         .run(&["dead-letters", "drop", "--id", "a", "--yes", "--as", "bob"])
         .await
@@ -390,7 +390,7 @@ async fn dead_letters_are_no_duplicates_and_control_characters_are_not_printed()
     fixture
         .publish(&[("a", "works"), ("a", "another card")])
         .await;
-    fixture.consume(Provider::Works, 1, 1, 0).await;
+    fixture.consume(PaymentProvider::Works, 1, 1, 0).await;
     let explanation = fixture.json(&["explain", "a", "--copies"]).await;
     assert_eq!(
         (

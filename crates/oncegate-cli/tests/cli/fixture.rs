@@ -40,7 +40,7 @@ pub(crate) enum Broker {
 
 /// How the provider replies to a payment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Provider {
+pub(crate) enum PaymentProvider {
     /// It accepts every payment.
     Works,
     /// It rejects the card `declined`, and does not reply for the card `silent`.
@@ -53,7 +53,7 @@ struct Payment {
 }
 
 struct Charge {
-    provider: Provider,
+    provider: PaymentProvider,
     charged: Arc<Mutex<Vec<String>>>,
 }
 
@@ -63,8 +63,10 @@ impl Handler for Charge {
 
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
         match (self.provider, payment.card.as_str()) {
-            (Provider::Judges, "declined") => Err(Failure::Reject("the card was declined".into())),
-            (Provider::Judges, "silent") => {
+            (PaymentProvider::Judges, "declined") => {
+                Err(Failure::Reject("the card was declined".into()))
+            }
+            (PaymentProvider::Judges, "silent") => {
                 Err(Failure::InDoubt("no answer from the provider".into()))
             }
             _ => {
@@ -296,7 +298,7 @@ impl BrokerFixture {
     /// Consumes until this many payments are charged, dead-lettered and in doubt.
     pub(crate) async fn consume(
         &self,
-        provider: Provider,
+        provider: PaymentProvider,
         charged: usize,
         dead_letters: u64,
         in_doubt: u64,
@@ -332,7 +334,7 @@ impl BrokerFixture {
     async fn consume_through(
         &self,
         store: impl Store + 'static,
-        provider: Provider,
+        provider: PaymentProvider,
         until: impl Future<Output = ()>,
     ) {
         let charge = Charge {

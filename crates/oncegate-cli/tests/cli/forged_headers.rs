@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 use crate::destinations::{ids, on_both_brokers};
 use crate::fixture::{
-    BODY_LIMIT, Broker, BrokerFixture, Provider, open, publish_properties, rabbitmq, text,
+    BODY_LIMIT, Broker, BrokerFixture, PaymentProvider, open, publish_properties, rabbitmq, text,
 };
 
 on_both_brokers!(
@@ -38,7 +38,7 @@ const FORGED: [(&str, &str); 6] = [
 async fn with_a_rejected_victim(broker: Broker) -> Arc<BrokerFixture> {
     let fixture = Arc::new(BrokerFixture::on(broker).await);
     fixture.publish(&[("victim", "declined")]).await;
-    fixture.consume(Provider::Judges, 0, 1, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
     fixture
         .run(&["dead-letters", "drop", "--id", "victim", "--yes"])
         .await
@@ -85,7 +85,7 @@ async fn redrive_ignores_a_forged_id(broker: Broker) {
         .await;
     fixture
         .consume(
-            Provider::Judges,
+            PaymentProvider::Judges,
             0,
             if broker == Broker::Kafka { 3 } else { 2 },
             0,
@@ -133,7 +133,7 @@ async fn redrive_skips_another_body_under_a_rejected_id(broker: Broker) {
         .await;
     fixture
         .consume(
-            Provider::Judges,
+            PaymentProvider::Judges,
             0,
             if broker == Broker::Kafka { 2 } else { 1 },
             0,
@@ -290,7 +290,7 @@ async fn redrive_ignores_forged_headers_of_rabbitmq_dead_letters() {
         .exits_with(0)
         .prints("4 redriven");
     is_still_rejected(&fixture).await;
-    fixture.consume(Provider::Works, 4, 0, 0).await;
+    fixture.consume(PaymentProvider::Works, 4, 0, 0).await;
     let mut charged = fixture.charged();
     charged.sort();
     assert_eq!(charged, ["expired", "rejected", "same", "text"]);

@@ -7,7 +7,7 @@ use oncegate_testkit::proxy::{Fate, Proxy, holds};
 
 use crate::cli::TestCli;
 use crate::destinations::{ids, on_both_brokers};
-use crate::fixture::{Broker, BrokerFixture, Provider};
+use crate::fixture::{Broker, BrokerFixture, PaymentProvider};
 use crate::redrive::write_marker;
 
 on_both_brokers!(
@@ -81,7 +81,7 @@ async fn sigterm_ends_a_redrive_after_the_current_message(broker: Broker) {
     fixture
         .publish(&[("a", "declined"), ("b", "declined"), ("c", "declined")])
         .await;
-    fixture.consume(Provider::Judges, 0, 3, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
     let (met, mut meets) = tokio::sync::mpsc::unbounded_channel();
     proxy.judge(move |request| {
         if !records_sent(request) || met.send(()).is_err() {
@@ -134,7 +134,7 @@ async fn sigterm_ends_a_redrive_after_the_current_message(broker: Broker) {
         .prints("2 redriven");
     fixture
         .consume(
-            Provider::Works,
+            PaymentProvider::Works,
             3,
             if broker == Broker::Kafka { 3 } else { 0 },
             0,
@@ -148,7 +148,7 @@ async fn a_redrive_survives_sigkill_at_each_step(broker: Broker) {
     fixture
         .publish(&[("a", "declined"), ("b", "declined"), ("c", "declined")])
         .await;
-    fixture.consume(Provider::Judges, 0, 3, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
     let steps: [(&str, RequestMatch, &str); 3] = [
         ("a", starts_action, "waiting"),
         ("b", releases_marker, "begun"),
@@ -176,7 +176,7 @@ async fn a_redrive_survives_sigkill_at_each_step(broker: Broker) {
     said.prints("an interrupted command may have sent it")
         .prints("2 redriven, 1 left");
     let left = if broker == Broker::Kafka { 3 } else { 1 };
-    fixture.consume(Provider::Works, 3, left, 0).await;
+    fixture.consume(PaymentProvider::Works, 3, left, 0).await;
     let mut charged = fixture.charged();
     charged.sort();
     assert_eq!(charged, ["a", "b", "c"]);
@@ -208,7 +208,7 @@ async fn a_redrive_survives_sigkill_at_each_step(broker: Broker) {
 async fn a_resolve_survives_sigkill_before_its_audit_line(broker: Broker) {
     let (fixture, proxy) = fixture(broker).await;
     fixture.publish(&[("a", "silent")]).await;
-    fixture.consume(Provider::Judges, 0, 0, 1).await;
+    fixture.consume(PaymentProvider::Judges, 0, 0, 1).await;
     let resolve = ["in-doubt", "resolve", "a", "--did-not-happen", "--yes"];
     kill_at(&fixture, &proxy, records_sent, &resolve).await;
     fixture.until_there_are(1, ".in-doubt").await;
@@ -224,7 +224,7 @@ async fn a_resolve_survives_sigkill_before_its_audit_line(broker: Broker) {
         .prints("1 resolved");
     fixture
         .consume(
-            Provider::Works,
+            PaymentProvider::Works,
             1,
             0,
             if broker == Broker::Kafka { 1 } else { 0 },
@@ -239,7 +239,7 @@ async fn a_resolve_survives_sigkill_before_its_audit_line(broker: Broker) {
 async fn a_sent_message_that_was_not_removed_is_not_sent_again_blindly(broker: Broker) {
     let (fixture, proxy) = fixture(broker).await;
     fixture.publish(&[("a", "declined")]).await;
-    fixture.consume(Provider::Judges, 0, 1, 0).await;
+    fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
     proxy.judge(|request| {
         if records_sent(request) {
             Fate::LoseReply
@@ -274,7 +274,7 @@ async fn a_sent_message_that_was_not_removed_is_not_sent_again_blindly(broker: B
     fixture.until_there_are(2, "").await;
     fixture
         .consume(
-            Provider::Works,
+            PaymentProvider::Works,
             1,
             if broker == Broker::Kafka { 1 } else { 0 },
             0,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use serde_json::Value;
 
-use crate::fixture::{Broker, BrokerFixture, Provider};
+use crate::fixture::{Broker, BrokerFixture, PaymentProvider};
 
 const BOOK: &str = include_str!("../../../../docs/src/cli.md");
 
@@ -60,7 +60,7 @@ async fn the_book_documents_every_json_output() {
     fixture
         .publish(&[("a", "declined"), ("b", "silent"), ("c", "works")])
         .await;
-    fixture.consume(Provider::Judges, 1, 1, 1).await;
+    fixture.consume(PaymentProvider::Judges, 1, 1, 1).await;
     for id in ["a", "b", "c", "nobody"] {
         has_the_shape(
             &fixture.json(&["explain", id, "--copies"]).await,

@@ -157,8 +157,8 @@ async fn forget_previews_and_audits() {
         );
     }
     let refused = [
-        ("held", "may be at work"),
-        ("left", "may be at work"),
+        ("held", "may be handling it"),
+        ("left", "may be handling it"),
         ("failed", "already free to be claimed"),
         (
             "unknown",

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use crate::cli::{TestCli, terms};
 use crate::destinations::{ids, on_both_brokers};
-use crate::fixture::{Broker, BrokerFixture, PATIENCE, Provider};
+use crate::fixture::{Broker, BrokerFixture, PATIENCE, PaymentProvider};
 
 on_both_brokers!(
     messages_older_than_the_window_are_reconciled,
@@ -117,7 +117,7 @@ async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
         .prints("1 redriven");
     // The consumer finds it too old, and its `reconcile` cannot decide: nothing is charged.
     fixture
-        .consume(Provider::Works, 0, fixture.remaining(1, 0), 1)
+        .consume(PaymentProvider::Works, 0, fixture.remaining(1, 0), 1)
         .await;
     assert_eq!(
         fixture.json(&["in-doubt", "list"]).await["letters"][0]["reason"],
@@ -145,7 +145,7 @@ async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
         .exits_with(0)
         .prints("1 redriven");
     fixture
-        .consume(Provider::Works, 1, fixture.remaining(2, 0), 1)
+        .consume(PaymentProvider::Works, 1, fixture.remaining(2, 0), 1)
         .await;
     assert_eq!(fixture.charged(), ["sure"]);
     fixture.end().await;
@@ -267,7 +267,7 @@ async fn conflicts_are_redriven_only_by_id(broker: Broker) {
     fixture
         .publish(&[("a", "works"), ("a", "another card")])
         .await;
-    fixture.consume(Provider::Works, 1, 1, 0).await;
+    fixture.consume(PaymentProvider::Works, 1, 1, 0).await;
     // The marker of the handled id expired.
     write_marker(&fixture.cli, "a", None).await;
     fixture
@@ -323,7 +323,7 @@ async fn lapsed_ids_are_redriven(broker: Broker) {
         .prints("1 redriven");
     // The gate finds it in doubt.
     fixture
-        .consume(Provider::Works, 0, fixture.remaining(1, 0), 1)
+        .consume(PaymentProvider::Works, 0, fixture.remaining(1, 0), 1)
         .await;
     fixture.end().await;
 }
@@ -603,7 +603,7 @@ async fn a_refused_copy_blocks_no_other_message() {
 async fn a_doubtful_message_stays_if_its_copy_is_refused_on_rabbitmq() {
     let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
     fixture.publish(&[("a", "silent")]).await;
-    fixture.consume(Provider::Judges, 0, 0, 1).await;
+    fixture.consume(PaymentProvider::Judges, 0, 0, 1).await;
     crate::fixture::delete(&fixture.cli.name).await;
     fixture
         .run(&["in-doubt", "resolve", "a", "--did-not-happen", "--yes"])
@@ -621,7 +621,7 @@ async fn a_doubtful_message_stays_if_its_copy_is_refused_on_rabbitmq() {
         .await
         .exits_with(0)
         .prints("1 resolved");
-    fixture.consume(Provider::Works, 1, 0, 0).await;
+    fixture.consume(PaymentProvider::Works, 1, 0, 0).await;
     fixture.end().await;
 }
 

@@ -25,10 +25,10 @@ const COPIES: usize = 11;
 
 /// A provider that does not reply until it recovers, and books what it receives.
 #[derive(Clone, Default)]
-struct Provider(Arc<Ledger>);
+struct RecoveringProvider(Arc<BookedCharges>);
 
 #[derive(Default)]
-struct Ledger {
+struct BookedCharges {
     healed: AtomicBool,
     /// Whether it can be asked for the outcome.
     tells: AtomicBool,
@@ -46,7 +46,7 @@ struct Account {
     voided: u32,
 }
 
-impl Provider {
+impl RecoveringProvider {
     fn charges(&self) -> MutexGuard<'_, HashMap<String, Account>> {
         self.0.charges.lock().expect("nobody panicked")
     }
@@ -60,7 +60,7 @@ impl Provider {
 }
 
 #[async_trait]
-impl Handler for Provider {
+impl Handler for RecoveringProvider {
     type Payload = Value;
 
     async fn handle(&self, _: Value, cx: &Context) -> Result<(), Failure> {
@@ -116,7 +116,7 @@ async fn until(what: &str, is: impl AsyncFn() -> bool) {
 }
 
 /// Each id was booked once, by an attempt above every voided or unanswered one.
-fn each_was_booked_once(provider: &Provider) {
+fn each_was_booked_once(provider: &RecoveringProvider) {
     let charges = provider.charges();
     assert_eq!(charges.len(), MESSAGES);
     for (id, account) in charges.iter() {
@@ -131,7 +131,10 @@ fn each_was_booked_once(provider: &Provider) {
 /// A thousand messages fail with unknown effect until their attempts are exhausted; the provider
 /// recovers; they are redriven.
 async fn redriven(broker: Broker, guarantee: Guarantee) {
-    let (fixture, provider) = (fixture(broker, guarantee).await, Provider::default());
+    let (fixture, provider) = (
+        fixture(broker, guarantee).await,
+        RecoveringProvider::default(),
+    );
     provider.0.tells.store(true, Ordering::Relaxed);
     fixture.publish_many((0..MESSAGES).map(id)).await;
     fixture
@@ -204,7 +207,10 @@ async fn dead_letters_of_unknown_outcomes_are_redriven_at_most_once(broker: Brok
 /// A thousand messages with ten duplicates each end in doubt; an operator records that none
 /// happened; the provider recovers. Consumers with either guarantee may handle what was in doubt.
 async fn resolved(broker: Broker, guarantee: Guarantee) {
-    let (fixture, provider) = (fixture(broker, guarantee).await, Provider::default());
+    let (fixture, provider) = (
+        fixture(broker, guarantee).await,
+        RecoveringProvider::default(),
+    );
     fixture
         .publish_many((0..MESSAGES * COPIES).map(|number| id(number % MESSAGES)))
         .await;

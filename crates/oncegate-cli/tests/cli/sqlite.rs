@@ -7,7 +7,7 @@ use oncegate::{Failure, Gate, GateError, Guarantee, RunOutcome};
 use serde_json::Value;
 
 use crate::cli::{TestCli, terms};
-use crate::fixture::{Broker, BrokerFixture, Provider};
+use crate::fixture::{Broker, BrokerFixture, PaymentProvider};
 use crate::markers::{TOLD, one_of_each};
 
 /// The listed keys, in order.
@@ -240,7 +240,7 @@ async fn explain_and_resolve_work_with_a_consumer_on_sqlite() {
             ("no", "silent"),
         ])
         .await;
-    fixture.consume(Provider::Judges, 1, 1, 2).await;
+    fixture.consume(PaymentProvider::Judges, 1, 1, 2).await;
     let verdict = async |id: &str| fixture.json(&["explain", id]).await["verdict"].clone();
     for (id, told) in [
         ("charged", "handled"),
@@ -274,7 +274,7 @@ async fn explain_and_resolve_work_with_a_consumer_on_sqlite() {
         .await
         .exits_with(0)
         .prints("1 redriven");
-    fixture.consume(Provider::Works, 3, 0, 0).await;
+    fixture.consume(PaymentProvider::Works, 3, 0, 0).await;
     for id in ["charged", "declined", "yes", "no"] {
         assert_eq!(verdict(id).await, "handled", "{id}");
     }

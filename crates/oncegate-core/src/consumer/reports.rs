@@ -19,6 +19,7 @@ pub(super) struct Reporter {
     rejected: LogThrottle,
     in_doubt: LogThrottle,
     panicked: LogThrottle,
+    failed: LogThrottle,
     reconciled: LogThrottle,
     taken_over: LogThrottle,
     alone: LogThrottle,
@@ -30,8 +31,8 @@ const LINES: u32 = 10;
 
 impl Reporter {
     pub(super) fn nothing_yet() -> Self {
-        let [unavailable, not_remembered, crowded, unknown_age] =
-            [10, 10, 10, 600].map(|seconds| LogThrottle::every(Duration::from_secs(seconds)));
+        let [unavailable, not_remembered, crowded, unknown_age, failed] =
+            [10, 10, 10, 600, 1].map(|seconds| LogThrottle::every(Duration::from_secs(seconds)));
         let [
             rejected,
             in_doubt,
@@ -49,6 +50,7 @@ impl Reporter {
             rejected,
             in_doubt,
             panicked,
+            failed,
             reconciled,
             taken_over,
             alone,
@@ -104,12 +106,13 @@ impl Reporter {
     }
 
     fn ran_unlike_most(&mut self, flight: &InFlightEntry, finished: &Finished) {
-        let (seldom, panicked) = match finished.event {
-            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => (&mut self.panicked, true),
-            Event::Found(_) => (&mut self.reconciled, false),
+        let throttle = match finished.event {
+            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => &mut self.panicked,
+            Event::Returned(Outcome::Retry | Outcome::Unknown(_)) => &mut self.failed,
+            Event::Found(_) => &mut self.reconciled,
             _ => return,
         };
-        let Some(suppressed_lines) = seldom.due(Instant::now()) else {
+        let Some(suppressed_lines) = throttle.due(Instant::now()) else {
             return;
         };
         let (id, attempt) = (flight.id.as_ref().map(MessageId::as_str), flight.attempt());
@@ -117,15 +120,36 @@ impl Reporter {
             &flight.passage.delivery().message.origin,
             finished.error.as_deref(),
         );
-        let found = match finished.event {
-            Event::Found(Some(Finding::Happened)) => "happened",
-            Event::Found(Some(Finding::DidNotHappen)) => "did not happen",
-            _ => "unknown",
-        };
-        if panicked {
-            tracing::error!(id, attempt, error, %origin, suppressed_lines, "handler panicked: its outcome is unknown");
-        } else {
-            tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconciled");
+        macro_rules! log {
+            ($level:ident, $text:literal) => {
+                tracing::$level!(id, attempt, error, %origin, suppressed_lines, $text)
+            };
+        }
+        match finished.event {
+            Event::Returned(Outcome::Retry) => {
+                log!(
+                    warn,
+                    "handler failed and did nothing; the message is retried"
+                );
+            }
+            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => {
+                log!(error, "handler panicked: its outcome is unknown");
+            }
+            Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)) => {
+                log!(warn, "handler timed out: its outcome is unknown");
+            }
+            Event::Returned(_) => {
+                log!(warn, "handler does not know its outcome");
+            }
+            Event::Found(finding) => {
+                let found = match finding {
+                    Some(Finding::Happened) => "happened",
+                    Some(Finding::DidNotHappen) => "did not happen",
+                    None => "unknown",
+                };
+                tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconciled");
+            }
+            _ => {}
         }
     }
 

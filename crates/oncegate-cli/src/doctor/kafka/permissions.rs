@@ -24,10 +24,10 @@ pub(super) enum Permission {
 /// no group, commits no offset, and returns nothing unless a record arrives meanwhile.
 pub(super) fn read_topic(consumer: &BaseConsumer, topic: &str, partition: i32) -> Permission {
     let mut end = TopicPartitionList::new();
-    let asked = end
+    let assigned = end
         .add_partition_offset(topic, partition, Offset::End)
         .and_then(|()| consumer.assign(&end));
-    if let Err(error) = asked {
+    if let Err(error) = assigned {
         return Permission::Unknown(error.to_string());
     }
     let permission = poll_until_known(

@@ -18,7 +18,7 @@ pub(crate) const CODES: &str = "Exit codes:
 
 /// An exit code other than 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum FailureCode {
+pub(crate) enum CliErrorCode {
     NotAll = 1,
     Usage = 2,
     Server = 3,
@@ -29,8 +29,8 @@ pub(crate) enum FailureCode {
 
 /// The error that ends the program.
 #[derive(Debug)]
-pub(crate) struct Failure {
-    pub(crate) code: FailureCode,
+pub(crate) struct CliError {
+    pub(crate) code: CliErrorCode,
     text: String,
     /// Whether the same request would fail again.
     permanence: Permanence,
@@ -43,10 +43,10 @@ enum Permanence {
     Yes,
 }
 
-impl Failure {
+impl CliError {
     pub(crate) fn usage(text: impl Into<String>) -> Self {
         Self {
-            code: FailureCode::Usage,
+            code: CliErrorCode::Usage,
             text: text.into(),
             permanence: Permanence::Perhaps,
         }
@@ -54,7 +54,7 @@ impl Failure {
 
     pub(crate) fn server(text: impl Into<String>) -> Self {
         Self {
-            code: FailureCode::Server,
+            code: CliErrorCode::Server,
             text: text.into(),
             permanence: Permanence::Perhaps,
         }
@@ -62,7 +62,7 @@ impl Failure {
 
     pub(crate) fn not_all(text: impl Into<String>) -> Self {
         Self {
-            code: FailureCode::NotAll,
+            code: CliErrorCode::NotAll,
             text: text.into(),
             permanence: Permanence::Perhaps,
         }
@@ -75,7 +75,7 @@ impl Failure {
             .unwrap_or_default();
         let text = format!("{filter}: {word:?} is unknown{meant}; known values: {known:?}");
         Self {
-            code: FailureCode::UnknownWord,
+            code: CliErrorCode::UnknownWord,
             text,
             permanence: Permanence::Perhaps,
         }
@@ -92,7 +92,7 @@ impl Failure {
     /// The same with a complete text.
     pub(crate) fn feature_missing_text(text: String) -> Self {
         Self {
-            code: FailureCode::LeftOut,
+            code: CliErrorCode::LeftOut,
             text,
             permanence: Permanence::Perhaps,
         }
@@ -101,7 +101,7 @@ impl Failure {
     /// The preview was shown.
     pub(crate) fn not_confirmed() -> Self {
         Self {
-            code: FailureCode::NotConfirmed,
+            code: CliErrorCode::NotConfirmed,
             text: "nothing was done; pass --yes to apply it".into(),
             permanence: Permanence::Perhaps,
         }
@@ -121,13 +121,13 @@ impl Failure {
     }
 }
 
-impl fmt::Display for Failure {
+impl fmt::Display for CliError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
 }
 
-impl From<oncegate_config::Error> for Failure {
+impl From<oncegate_config::Error> for CliError {
     fn from(error: oncegate_config::Error) -> Self {
         match &error {
             oncegate_config::Error::Misconfigured(_) => Self::usage(error.to_string()),
@@ -136,7 +136,7 @@ impl From<oncegate_config::Error> for Failure {
     }
 }
 
-impl From<StoreError> for Failure {
+impl From<StoreError> for CliError {
     fn from(error: StoreError) -> Self {
         let permanence = if matches!(
             error,
@@ -154,14 +154,14 @@ impl From<StoreError> for Failure {
 }
 
 #[cfg(feature = "kafka")]
-impl From<rdkafka::error::KafkaError> for Failure {
+impl From<rdkafka::error::KafkaError> for CliError {
     fn from(error: rdkafka::error::KafkaError) -> Self {
         Self::server(format!("Kafka: {error}"))
     }
 }
 
 #[cfg(feature = "rabbitmq")]
-impl From<lapin::Error> for Failure {
+impl From<lapin::Error> for CliError {
     fn from(error: lapin::Error) -> Self {
         Self::server(format!("RabbitMQ: {error}"))
     }

@@ -1,0 +1,133 @@
+//! `oncegate audit`: shows the actions of operators.
+
+use std::collections::BTreeSet;
+
+use clap::Args;
+
+use super::{Audit, AuditEntry, MessageLocation};
+use crate::CliContext;
+use crate::config::TimeArg;
+use crate::error::CliError;
+use crate::output::{TextTable, ms, now_ms};
+
+#[derive(Args)]
+pub(crate) struct AuditArguments {
+    /// Only actions on this id
+    #[arg(long)]
+    id: Option<String>,
+    /// Only actions by this operator
+    #[arg(long)]
+    who: Option<String>,
+    /// Only actions in this scope, since several services may share an audit; an empty one selects
+    /// services without a scope
+    #[arg(long)]
+    scope: Option<String>,
+    /// Only actions within this time, such as 24h
+    #[arg(long, value_name = "TIME")]
+    since: Option<TimeArg>,
+    /// Maximum number of actions to show; the newest are shown
+    #[arg(long, default_value_t = 100)]
+    limit: usize,
+}
+
+pub(crate) fn table(actions: &[AuditEntry]) -> TextTable {
+    let mut table = TextTable::new(&[
+        "when", "who", "what", "scope", "id", "before", "after", "end", "where", "why", "failure",
+    ]);
+    for act in actions {
+        let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
+        table.row([
+            act.at.clone(),
+            act.who.clone(),
+            act.what.clone(),
+            or_dash(act.scope.clone()),
+            or_dash(act.id.clone()),
+            act.before.clone(),
+            act.after.clone(),
+            act.stage.description().to_owned(),
+            or_dash(act.place.as_ref().map(MessageLocation::to_string)),
+            or_dash(act.why.clone()),
+            or_dash(act.failure.clone()),
+        ]);
+    }
+    table
+}
+
+pub(crate) async fn run(context: &CliContext, arguments: AuditArguments) -> Result<(), CliError> {
+    let id = arguments
+        .id
+        .as_deref()
+        .map(|id| crate::config::id(&context.config, id))
+        .transpose()?;
+    let since = arguments
+        .since
+        .map_or(0, |since| now_ms().saturating_sub(ms(since.0)));
+    let audit = Audit::of(context)?;
+    let (mut actions, unreadable) = audit.read().await?;
+    check_known(
+        "--who",
+        arguments.who.as_deref(),
+        actions.iter().map(|act| act.who.as_str()),
+    )?;
+    let ours = context
+        .config
+        .text("store.scope")
+        .into_iter()
+        .chain([""])
+        .filter(|_| !actions.is_empty());
+    check_known(
+        "--scope",
+        arguments.scope.as_deref(),
+        actions
+            .iter()
+            .map(|act| act.scope.as_deref().unwrap_or_default())
+            .chain(ours),
+    )?;
+    actions.retain(|act| {
+        act.at_ms >= since
+            && id.as_ref().is_none_or(|id| act.concerns(id))
+            && arguments.who.as_ref().is_none_or(|who| act.who == *who)
+            && arguments
+                .scope
+                .as_ref()
+                .is_none_or(|scope| act.scope.as_deref().unwrap_or_default() == scope)
+    });
+    let shown = &actions[actions.len().saturating_sub(arguments.limit)..];
+    let count = match actions.len() {
+        all if all > shown.len() => format!("The newest {} of {all} are shown: raise --limit.", shown.len()),
+        0 if audit.has_no_file() => {
+            "0 shown: the audit file does not exist. No action was recorded yet, or audit.file names another file.".into()
+        }
+        all => format!("{all} shown."),
+    };
+    context
+        .format
+        .print(&shown, format!("{}{count}", table(shown)))?;
+    match unreadable {
+        0 => Ok(()),
+        _ => Err(CliError::not_all(format!(
+            "lines of the audit that cannot be read, and are not shown: {unreadable}"
+        ))),
+    }
+}
+
+/// Checks that a filter matches at least one action.
+///
+/// # Errors
+/// There are actions, and none matches.
+fn check_known<'a>(
+    filter: &str,
+    word: Option<&str>,
+    known: impl Iterator<Item = &'a str>,
+) -> Result<(), CliError> {
+    let Some(word) = word else { return Ok(()) };
+    let known: BTreeSet<&str> = known.collect();
+    if known.is_empty() || known.contains(word) {
+        return Ok(());
+    }
+    Err(CliError::unknown_value(
+        filter,
+        word,
+        &known.into_iter().collect::<Vec<_>>(),
+    ))
+}

@@ -1,0 +1,130 @@
+//! The lines of the audit.
+
+use oncegate::MessageId;
+use serde::{Deserialize, Serialize};
+
+/// The progress of an action.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum ActionStage {
+    /// It was started. Without a later line its result is unknown.
+    Begun,
+    Done,
+    /// Nothing was changed.
+    NotDone,
+    /// The copy was refused, so nothing was sent; the marker may have been released before.
+    NotSent,
+}
+
+impl ActionStage {
+    pub(super) fn description(self) -> &'static str {
+        match self {
+            Self::Begun => "begun, end unknown",
+            Self::Done => "done",
+            Self::NotDone => "not done",
+            Self::NotSent => "not sent",
+        }
+    }
+}
+
+/// The position of a message in a broker.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct MessageLocation {
+    pub(crate) broker: String,
+    /// The topic or queue.
+    pub(crate) name: String,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) partition: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) offset: Option<i64>,
+    /// Kafka: the timestamp of the record, since a recreated topic reuses offsets. RabbitMQ: when
+    /// the message was moved to its destination, if it says so.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) written_ms: Option<u64>,
+}
+
+impl std::fmt::Display for MessageLocation {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match (self.partition, self.offset) {
+            (Some(partition), Some(offset)) => {
+                write!(f, "{} {}/{partition}/{offset}", self.broker, self.name)
+            }
+            _ => write!(f, "{} {}", self.broker, self.name),
+        }
+    }
+}
+
+/// One line of the audit.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct AuditEntry {
+    /// Identifies the action; both of its lines have it.
+    pub(crate) act: String,
+    pub(crate) at_ms: u64,
+    /// The same as RFC 3339.
+    pub(crate) at: String,
+    pub(crate) who: String,
+    /// The command, such as `marker forget`.
+    pub(crate) what: String,
+    pub(crate) stage: ActionStage,
+    /// The scope of the markers; another service may use the same ids.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) scope: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) id: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) place: Option<MessageLocation>,
+    /// The state before.
+    pub(crate) before: String,
+    /// The intended state.
+    pub(crate) after: String,
+    /// The last known attempt of the id: a fence that no later action may lower.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) attempt: Option<u32>,
+    /// The reason that the operator gave.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) why: Option<String>,
+    /// The error.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) failure: Option<String>,
+}
+
+/// The effect of an action on the id.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AuditedAction {
+    SentBack,
+    Dropped,
+    Forgotten,
+    /// The id counts as handled.
+    Completed,
+    /// No effect on the next delivery.
+    Other,
+}
+
+impl AuditEntry {
+    /// Whether it concerns this id. Forgotten ids are recorded as hashes.
+    pub(crate) fn concerns(&self, id: &MessageId) -> bool {
+        self.id
+            .as_deref()
+            .is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
+    }
+
+    pub(crate) fn action(&self) -> AuditedAction {
+        match self.what.as_str() {
+            _ if self.after.starts_with("sent to ") => AuditedAction::SentBack,
+            _ if self.after.starts_with("done") => AuditedAction::Completed,
+            "dead-letters drop" => AuditedAction::Dropped,
+            "marker forget" => AuditedAction::Forgotten,
+            _ => AuditedAction::Other,
+        }
+    }
+}
+
+/// An action before it starts.
+pub(crate) struct PlannedAction {
+    pub(crate) what: &'static str,
+    pub(crate) id: Option<String>,
+    pub(crate) place: Option<MessageLocation>,
+    pub(crate) before: String,
+    pub(crate) after: String,
+    pub(crate) attempt: Option<u32>,
+}

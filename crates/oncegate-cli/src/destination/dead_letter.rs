@@ -1,0 +1,217 @@
+//! Messages in destinations.
+
+use oncegate::lifecycle::Reason;
+use oncegate::source::{headers, is_reserved};
+use serde::Serialize;
+
+use super::ROUTING_KEY;
+#[cfg(feature = "rabbitmq")]
+use super::rabbitmq;
+use crate::audit::MessageLocation;
+use crate::output::utc_text;
+
+/// The processing state of a message in a destination.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub(crate) enum DeadLetterState {
+    /// No operator has acted on it.
+    Waiting,
+    /// An action was started and its result is unknown: a copy may have been published.
+    Begun,
+    Redriven,
+    Dropped,
+    Resolved,
+}
+
+impl DeadLetterState {
+    /// Whether it still needs a decision.
+    pub(crate) fn is_pending(self) -> bool {
+        matches!(self, Self::Waiting | Self::Begun)
+    }
+}
+
+/// The reason of messages that the broker dead-lettered.
+const DEAD_LETTERED_BY_BROKER: &str = "set-aside-by-the-broker";
+
+/// The reason of messages without a reason header.
+const NO_REASON: &str = "unknown";
+
+/// Every reason that `--reason` accepts.
+pub(crate) fn reasons() -> impl Iterator<Item = &'static str> {
+    Reason::ALL
+        .into_iter()
+        .map(|reason| reason.as_str())
+        .chain([DEAD_LETTERED_BY_BROKER, NO_REASON])
+}
+
+/// A message in a dead-letter or in-doubt destination.
+#[derive(Clone, Debug)]
+pub(crate) struct DeadLetter {
+    pub(crate) place: MessageLocation,
+    pub(crate) state: DeadLetterState,
+    /// Names and values, in order; values as text. `oncegate-*` headers only where oncegate wrote
+    /// them.
+    pub(crate) headers: Vec<(String, String)>,
+    pub(crate) key: Option<Vec<u8>>,
+    /// `None` for a tombstone.
+    pub(crate) body: Option<Vec<u8>>,
+    /// The earlier of its timestamp and an inbound `oncegate-first-seen`.
+    pub(crate) sent_ms: Option<u64>,
+    pub(crate) dead_lettered_ms: Option<u64>,
+    /// The topic or queue it was consumed from, if not the configured one.
+    pub(crate) other_source: Option<String>,
+    /// What a copy of it would be missing, as text.
+    pub(crate) missing_parts: Option<String>,
+    /// RabbitMQ: the unacknowledged delivery and its properties.
+    #[cfg(feature = "rabbitmq")]
+    pub(crate) delivery: Option<Box<rabbitmq::UnackedDelivery>>,
+    /// Kafka: the headers as raw bytes.
+    pub(crate) raw_headers: Vec<(String, Option<Vec<u8>>)>,
+    /// The id that `gate.id` reads, where no header names one.
+    pub(crate) read_id: Option<String>,
+    /// The delivery count, on queues that count and may have a limit.
+    pub(crate) delivery_count: Option<u64>,
+}
+
+impl DeadLetter {
+    /// The last header with this name.
+    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+        self.headers
+            .iter()
+            .rev()
+            .find(|(it, _)| it == name)
+            .map(|(_, value)| value.as_str())
+    }
+
+    pub(crate) fn id(&self) -> Option<&str> {
+        self.header(headers::ID).or(self.read_id.as_deref())
+    }
+
+    /// The number of the last attempt of its id, as written when it was dead-lettered; 0 if
+    /// unknown.
+    pub(crate) fn fence(&self) -> u32 {
+        self.header(headers::FENCE)
+            .and_then(|text| text.parse().ok())
+            .unwrap_or(0)
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.body.as_deref().unwrap_or_default()
+    }
+
+    /// Why it was dead-lettered. Messages that the broker dead-lettered have no reason header.
+    pub(crate) fn reason(&self) -> &str {
+        self.header(headers::REASON)
+            .unwrap_or(if self.header("x-death").is_some() {
+                DEAD_LETTERED_BY_BROKER
+            } else {
+                NO_REASON
+            })
+    }
+
+    /// When it was sent: the earliest known time, at most the time it was dead-lettered.
+    pub(crate) fn first_seen_ms(&self) -> Option<u64> {
+        let sent = self
+            .header(headers::FIRST_SEEN)
+            .and_then(|text| text.parse().ok())
+            .into_iter()
+            .chain(self.sent_ms)
+            .min();
+        sent.map(|at| {
+            self.dead_lettered_ms
+                .map_or(at, |dead_lettered| at.min(dead_lettered))
+        })
+    }
+
+    /// Removes the `oncegate-*` headers of a message that oncegate did not dead-letter: its
+    /// producer wrote them.
+    pub(crate) fn remove_reserved_headers(&mut self) {
+        self.headers
+            .retain(|(name, _)| !is_reserved(name.as_bytes()));
+    }
+
+    /// When it was sent, or if unknown, when it was dead-lettered.
+    pub(crate) fn age_from_ms(&self) -> Option<u64> {
+        self.first_seen_ms().or(self.dead_lettered_ms)
+    }
+
+    /// The entry of a list.
+    pub(crate) fn summary(&self) -> DeadLetterSummary<'_> {
+        DeadLetterSummary {
+            broker: &self.place.broker,
+            name: &self.place.name,
+            partition: self.place.partition,
+            offset: self.place.offset,
+            id: self.id(),
+            reason: self.reason(),
+            attempts: self
+                .header(headers::ATTEMPTS)
+                .and_then(|text| text.parse().ok()),
+            fence: self
+                .header(headers::FENCE)
+                .and_then(|text| text.parse().ok()),
+            first_error: self.header(headers::FIRST_ERROR),
+            last_error: self.header(headers::LAST_ERROR),
+            origin: self.header(headers::ORIGIN),
+            from: self.age_from_ms().map(utc_text),
+            from_ms: self.age_from_ms(),
+            dead_lettered_ms: self.dead_lettered_ms,
+            state: self.state,
+            delivery_count: self.delivery_count,
+            bytes: self.bytes().len(),
+        }
+    }
+}
+
+/// A message as JSON, without its body.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct DeadLetterSummary<'a> {
+    pub(crate) broker: &'a str,
+    name: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    partition: Option<i32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    offset: Option<i64>,
+    pub(crate) id: Option<&'a str>,
+    pub(crate) reason: &'a str,
+    /// Runs that count towards the attempt budget.
+    pub(crate) attempts: Option<u32>,
+    /// The fencing token: the number of the last attempt.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) fence: Option<u32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    first_error: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) last_error: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) origin: Option<&'a str>,
+    /// When it was sent, or if unknown, when it was dead-lettered.
+    pub(crate) from: Option<String>,
+    from_ms: Option<u64>,
+    #[serde(rename = "set_aside_ms")]
+    dead_lettered_ms: Option<u64>,
+    pub(crate) state: DeadLetterState,
+    #[serde(rename = "looks", skip_serializing_if = "Option::is_none")]
+    delivery_count: Option<u64>,
+    bytes: usize,
+}
+
+/// Whether a copy of a message omits this header: `oncegate-*` headers and those that record
+/// earlier deliveries, which would make the copy too old or exhausted before it is handled.
+pub(crate) fn is_dropped_from_copies(header: &str) -> bool {
+    // The original key stays the key of the copy.
+    if header == ROUTING_KEY {
+        return false;
+    }
+    header.starts_with("oncegate-")
+        || [
+            "x-death",
+            "x-first-death-",
+            "x-last-death-",
+            "x-delivery-count",
+            "x-acquired-count",
+        ]
+        .iter()
+        .any(|it| header.starts_with(it))
+        || ["CC", "BCC"].contains(&header)
+}

@@ -1,0 +1,162 @@
+//! Properties and headers of messages in destinations and of their copies.
+
+use lapin::BasicProperties;
+use lapin::message::Delivery;
+use lapin::types::{AMQPValue, FieldTable};
+use oncegate::source::headers;
+
+use super::super::{CopyAge, DeadLetter, ROUTING_KEY, is_dropped_from_copies};
+use super::{DestinationQueueKind, REPLACED_BY};
+use crate::output::now_ms;
+
+/// The properties of the original, made persistent, without headers, timestamp, expiration and user
+/// id.
+fn kept_properties(original: &BasicProperties) -> BasicProperties {
+    let mut kept_properties = BasicProperties::default().with_delivery_mode(2);
+    macro_rules! keep {
+        ($($get:ident $set:ident),*) => { $(if let Some(value) = original.$get() { kept_properties = kept_properties.$set(value.clone()); })* };
+    }
+    keep!(content_type with_content_type, content_encoding with_content_encoding, priority with_priority);
+    keep!(correlation_id with_correlation_id, reply_to with_reply_to, message_id with_message_id);
+    keep!(kind with_type, app_id with_app_id, cluster_id with_cluster_id);
+    kept_properties
+}
+
+/// The properties of a redriven copy, without those that record earlier deliveries.
+pub(super) fn redriven_properties(original: &BasicProperties, age: CopyAge) -> BasicProperties {
+    let mut kept_properties = kept_properties(original);
+    if original.timestamp().is_some() {
+        // The original timestamp could make the copy too old to be taken as new.
+        kept_properties = kept_properties.with_timestamp(now_ms() / 1_000);
+    }
+    let mut table = FieldTable::default();
+    for (name, value) in original
+        .headers()
+        .as_ref()
+        .into_iter()
+        .flat_map(|table| table.inner())
+    {
+        if !is_dropped_from_copies(name.as_str()) {
+            table.insert(name.clone(), value.clone());
+        }
+    }
+    if let Some(first_seen) = age.first_seen_header() {
+        table.insert(
+            headers::FIRST_SEEN.into(),
+            AMQPValue::LongString(first_seen.into()),
+        );
+    }
+    kept_properties.with_headers(table)
+}
+
+/// The properties of a copy that replaces a message in its queue, without the delivery count and
+/// additional routing.
+pub(super) fn replacement_properties(
+    dead_letter: &Delivery,
+    queue: &str,
+    reader_id: &str,
+) -> BasicProperties {
+    let mut copy = kept_properties(&dead_letter.properties);
+    if let Some(sent) = dead_letter.properties.timestamp() {
+        copy = copy.with_timestamp(*sent);
+    }
+    let feature_missing = ["x-delivery-count", "x-acquired-count", "CC", "BCC"];
+    let mut headers = FieldTable::default();
+    for (name, value) in dead_letter
+        .properties
+        .headers()
+        .as_ref()
+        .into_iter()
+        .flat_map(|table| table.inner())
+    {
+        if !feature_missing.contains(&name.as_str()) {
+            headers.insert(name.clone(), value.clone());
+        }
+    }
+    if dead_letter.routing_key.as_str() != queue && !headers.inner().contains_key(ROUTING_KEY) {
+        headers.insert(
+            ROUTING_KEY.into(),
+            AMQPValue::LongString(dead_letter.routing_key.as_str().into()),
+        );
+    }
+    headers.insert(REPLACED_BY.into(), AMQPValue::LongString(reader_id.into()));
+    copy.with_headers(headers)
+}
+
+/// The header `x-death` that RabbitMQ writes when it dead-letters a message.
+///
+/// RabbitMQ always overwrites that header, and dead letters of oncegate never carry it. So oncegate
+/// did not dead-letter a message that has it, and its `oncegate-*` headers come from its producer
+/// or a delayed copy.
+pub(super) struct XDeath {
+    /// The queue that it was dead-lettered from.
+    pub(super) queue: Option<String>,
+    pub(super) at_ms: Option<u64>,
+}
+
+impl XDeath {
+    /// The last death, which the broker writes first.
+    pub(super) fn of(table: &FieldTable) -> Option<Self> {
+        let deaths = table.inner().get("x-death")?;
+        let last = deaths
+            .as_array()
+            .and_then(|deaths| deaths.as_slice().first()?.as_field_table());
+        let entry = |name: &str| last.and_then(|last| last.inner().get(name));
+        let at_ms = match entry("time") {
+            Some(AMQPValue::Timestamp(seconds)) => Some(seconds.saturating_mul(1_000)),
+            _ => None,
+        };
+        Some(Self {
+            queue: entry("queue").map(text),
+            at_ms,
+        })
+    }
+}
+
+/// The delivery count of a message, if its queue counts. In a classic queue the header comes from
+/// another queue.
+pub(super) fn delivery_count(table: &FieldTable, queue_kind: DestinationQueueKind) -> Option<u64> {
+    if queue_kind == DestinationQueueKind::Classic {
+        return None;
+    }
+    let counted = table
+        .inner()
+        .get("x-delivery-count")
+        .and_then(AMQPValue::as_long_long_int)
+        .and_then(|count| u64::try_from(count).ok());
+    // A queue that counts sets no header on the first delivery.
+    counted.or((queue_kind == DestinationQueueKind::Unlimited).then_some(0))
+}
+
+pub(super) fn text(value: &AMQPValue) -> String {
+    match value {
+        AMQPValue::LongString(text) => String::from_utf8_lossy(text.as_bytes()).into_owned(),
+        AMQPValue::ShortString(text) => text.to_string(),
+        AMQPValue::Boolean(it) => it.to_string(),
+        AMQPValue::LongLongInt(number) => number.to_string(),
+        AMQPValue::LongInt(number) => number.to_string(),
+        AMQPValue::LongUInt(number) => number.to_string(),
+        AMQPValue::ShortInt(number) => number.to_string(),
+        AMQPValue::ShortShortInt(number) => number.to_string(),
+        other => format!("{other:?}"),
+    }
+}
+
+/// The message as a consumer receives it.
+pub(super) fn as_message(dead_letter: &DeadLetter) -> oncegate::Message {
+    let mut message = oncegate::Message::new(dead_letter.bytes().to_vec());
+    for (name, value) in &dead_letter.headers {
+        message = message.with_header(name, value);
+    }
+    if let Some(key) = &dead_letter.key {
+        message = message.with_key(key.clone());
+    }
+    let id = dead_letter
+        .delivery
+        .as_ref()
+        .and_then(|unacked| unacked.properties.message_id().as_ref());
+    match id {
+        Some(id) => message.with_message_id(id.as_str().as_bytes().to_vec()),
+        None => message,
+    }
+}

@@ -1,0 +1,132 @@
+//! Reads a destination, and publishes copies to its source.
+
+use std::convert::Infallible;
+
+#[cfg(feature = "kafka")]
+use super::kafka;
+#[cfg(feature = "rabbitmq")]
+use super::rabbitmq;
+use super::{AuditedStates, Broker, CopyAge, DeadLetter, DeliveryCountPolicy, Destination};
+use crate::CliContext;
+use crate::error::CliError;
+
+/// Why a copy was not confirmed.
+#[derive(Debug)]
+pub(crate) enum PublishError {
+    /// The broker rejected it: no copy exists.
+    Refused(CliError),
+    /// No confirmation arrived: a copy may exist.
+    Unconfirmed(CliError),
+}
+
+impl From<PublishError> for CliError {
+    fn from(error: PublishError) -> Self {
+        match error {
+            PublishError::Refused(failure) | PublishError::Unconfirmed(failure) => failure,
+        }
+    }
+}
+
+/// Reads all messages of one destination, up to the end at the time it was opened.
+pub(crate) enum DestinationReader {
+    #[cfg(feature = "kafka")]
+    Kafka(kafka::TopicReader),
+    #[cfg(feature = "rabbitmq")]
+    Rabbitmq(Box<rabbitmq::QueueReader>),
+    /// For builds without a broker.
+    #[allow(dead_code)]
+    None(Infallible),
+}
+
+impl DestinationReader {
+    pub(crate) async fn open(
+        context: &CliContext,
+        broker: Broker,
+        destination: Destination,
+        done: AuditedStates,
+        count_policy: DeliveryCountPolicy,
+    ) -> Result<Self, CliError> {
+        Ok(match broker {
+            #[cfg(feature = "kafka")]
+            Broker::Kafka => {
+                Self::Kafka(kafka::TopicReader::open(context, destination, done).await?)
+            }
+            #[cfg(feature = "rabbitmq")]
+            Broker::Rabbitmq => Self::Rabbitmq(Box::new(
+                rabbitmq::QueueReader::open(context, destination, done, count_policy).await?,
+            )),
+            #[allow(unreachable_patterns)]
+            broker => return Err(broker.feature_missing()),
+        })
+    }
+
+    /// The number of messages when it was opened; an upper bound where the log has gaps.
+    pub(crate) fn total(&self) -> u64 {
+        match self {
+            #[cfg(feature = "kafka")]
+            Self::Kafka(reader) => reader.total,
+            #[cfg(feature = "rabbitmq")]
+            Self::Rabbitmq(reader) => reader.total,
+            Self::None(never) => match *never {},
+        }
+    }
+
+    /// The next message, or `None` after the last.
+    pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, CliError> {
+        match self {
+            #[cfg(feature = "kafka")]
+            Self::Kafka(reader) => reader.next().await,
+            #[cfg(feature = "rabbitmq")]
+            Self::Rabbitmq(reader) => reader.next().await,
+            Self::None(never) => match *never {},
+        }
+    }
+
+    /// The topic or queue that messages are redriven to.
+    pub(crate) fn target(&self) -> &str {
+        match self {
+            #[cfg(feature = "kafka")]
+            Self::Kafka(reader) => &reader.target,
+            #[cfg(feature = "rabbitmq")]
+            Self::Rabbitmq(reader) => &reader.target,
+            Self::None(never) => match *never {},
+        }
+    }
+
+    /// Publishes a copy to the source. `Ok` means that the broker confirmed it.
+    pub(crate) async fn publish(
+        &mut self,
+        message: &DeadLetter,
+        age: CopyAge,
+    ) -> Result<(), PublishError> {
+        match self {
+            #[cfg(feature = "kafka")]
+            Self::Kafka(reader) => reader.publish(message, age).await,
+            #[cfg(feature = "rabbitmq")]
+            Self::Rabbitmq(reader) => reader.publish(message, age).await,
+            Self::None(never) => match *never {},
+        }
+    }
+
+    /// Removes a message from its queue. On Kafka messages stay, and the audit records their state.
+    pub(crate) async fn take_out(&self, message: &DeadLetter) -> Result<(), CliError> {
+        match self {
+            #[cfg(feature = "kafka")]
+            Self::Kafka(_) => Ok(()),
+            #[cfg(feature = "rabbitmq")]
+            Self::Rabbitmq(reader) => reader.take_out(message).await,
+            Self::None(never) => match *never {},
+        }
+    }
+
+    /// Returns unacknowledged messages and closes the connection.
+    pub(crate) async fn close(self) {
+        match self {
+            #[cfg(feature = "kafka")]
+            Self::Kafka(_) => {}
+            #[cfg(feature = "rabbitmq")]
+            Self::Rabbitmq(reader) => reader.close().await,
+            Self::None(never) => match never {},
+        }
+    }
+}
