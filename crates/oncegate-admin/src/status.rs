@@ -210,7 +210,7 @@ impl WatchedSource {
             Self::Kafka(ref name, ref status) => SourceView::Kafka {
                 name: name.clone(),
                 clients_replaced: status.clients_replaced(),
-                messages_missed: status.messages_missed(),
+                messages_missed: status.messages_expired(),
                 partitions: status.partitions().iter().map(PartitionView::of).collect(),
             },
             #[cfg(feature = "rabbitmq")]
@@ -236,20 +236,20 @@ impl WatchedSource {
 #[cfg(feature = "kafka")]
 impl PartitionView {
     fn of(status: &oncegate::PartitionStatus) -> Self {
-        use oncegate::{Holder, Stuck};
-        let waits_for = status.lowest.map(
-            |Stuck {
+        use oncegate::{BlockedBy, Blocker};
+        let waits_for = status.blocker.map(
+            |Blocker {
                  offset,
                  since,
-                 holder,
+                 blocked_by,
                  ..
              }| BlockerView {
                 offset,
                 seconds: seconds(since),
-                holder: match holder {
-                    Holder::Queue => "queue",
-                    Holder::Consumer => "consumer",
-                    Holder::Delay { .. } => "delay",
+                holder: match blocked_by {
+                    BlockedBy::Queue => "queue",
+                    BlockedBy::Consumer => "consumer",
+                    BlockedBy::Delay { .. } => "delay",
                     _ => "elsewhere",
                 },
             },

@@ -158,7 +158,7 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
     }
     let ended = unchecked.end();
     if !has_broker {
-        unchecked.note("the messages in doubt", Failure::usage(NO_BROKER));
+        unchecked.note("the messages in doubt", CliError::usage(NO_BROKER));
     }
     report.finish(context, confirm, COMMAND, stopped, &unchecked)?;
     ended

@@ -133,7 +133,26 @@ enum Mode {
     Draining {
         until: Instant,
         because: Option<Error>,
+        phase: DrainPhase,
     },
+}
+
+/// What a drain waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DrainPhase {
+    /// The handlers that run.
+    Handlers,
+    /// The store alone, which records the outcomes of what was dropped: the drain timeout is over.
+    Outcomes,
+}
+
+/// What a drain does next.
+enum DrainStep {
+    Wait,
+    /// The drain timeout is over, and something is still in flight.
+    DropHandlers,
+    /// Closes the source, and ends.
+    Leave,
 }
 
 impl<H: Handler, D: Decode> Engine<H, D> {
@@ -218,13 +237,15 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             self.give_turns();
             self.ask_the_store();
             self.settle().await;
-            if let Mode::Draining { until, .. } = self.mode
-                && ((self.flights.is_empty()
-                    && (self.late.is_empty() || self.refused)
-                    && self.applies.is_empty())
-                    || Instant::now() >= until)
-            {
-                break;
+            if let Mode::Draining { until, phase, .. } = self.mode {
+                match self.drain_step(until, phase) {
+                    DrainStep::Wait => {}
+                    DrainStep::DropHandlers => {
+                        self.drop_handlers().await;
+                        continue;
+                    }
+                    DrainStep::Leave => break,
+                }
             }
             self.settings.readiness.tell(self.takes());
             self.say_if_crowded();

@@ -46,8 +46,8 @@ pub use oncegate_amqp::{
 };
 #[cfg(feature = "kafka")]
 pub use oncegate_kafka::{
-    Holder, KAFKA_METRICS, Kafka, KafkaLogin, KafkaSource, KafkaStatus, OutOfRange,
-    PartitionStatus, StartAt, Stuck, TopicCreation,
+    BlockedBy, Blocker, KAFKA_METRICS, Kafka, KafkaLogin, KafkaSource, KafkaStatus, OutOfRange,
+    PartitionStatus, StartAt, TopicCreation,
 };
 #[cfg(feature = "redis")]
 pub use oncegate_redis::{
