@@ -355,7 +355,7 @@ fn release_request(
         Marker::InProgress(hold) if doubted(&hold) => None,
         _ => Some(Ask::SendBack {
             seen,
-            effect: effect,
+            effect,
         }),
     }
 }
