@@ -85,7 +85,11 @@ pub(crate) fn parse_delivery(
             .and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
     };
     let failures = table.map_or(0, |table| {
-        released_failures(table).max(rejections(table, queue))
+        // With another setting nothing of ours comes back through a dead-letter exchange.
+        let rejections = settings
+            .counts_rejections()
+            .then(|| rejections(table, queue));
+        released_failures(table).max(rejections.unwrap_or(0))
     });
     (
         Delivery {
@@ -249,7 +253,8 @@ mod tests {
     }
 
     fn settings() -> QueueSettings {
-        RabbitMq::queue("q").check().expect("settings")
+        let source = RabbitMq::queue("q").rejects(crate::Rejects::ByQueue);
+        source.check().expect("settings")
     }
 
     fn parse_headers(headers: FieldTable) -> Delivery {
@@ -364,6 +369,10 @@ mod tests {
             ]
         };
         assert_eq!(parse_headers(dead(deaths())).failures, 3);
+        let published = RabbitMq::queue("q").check().expect("settings");
+        let properties = BasicProperties::default().with_headers(dead(deaths()));
+        let (delivery, _) = parse_delivery(raw(properties), &published, 3);
+        assert_eq!(delivery.failures, 0, "a producer can forge it");
         for (released, failures) in [(2, 3), (4, 4)] {
             let mut table = dead(deaths());
             table.insert(headers::FAILURES.into(), AMQPValue::LongLongInt(released));

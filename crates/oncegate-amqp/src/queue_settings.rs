@@ -49,6 +49,12 @@ pub(crate) const DELAYS: [Duration; 5] = [
 ];
 
 impl QueueSettings {
+    /// Whether `x-death` says how often a consumer rejected a message: only the queue's own
+    /// dead-letter exchange can bring it back. Otherwise a producer wrote it.
+    pub(crate) fn counts_rejections(&self) -> bool {
+        self.rejects == Rejects::ByQueue
+    }
+
     /// How long a delivery may be unsettled before the source closes the channel.
     pub(crate) fn unsettled_timeout(&self) -> Duration {
         self.consumer_timeout.mul_f64(0.9)

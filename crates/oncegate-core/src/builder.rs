@@ -485,6 +485,14 @@ pub(crate) fn age(message: &Message, now: SystemTime) -> Option<Duration> {
         .max()
 }
 
+fn check_id(id: &IdSource) -> Result<(), Error> {
+    id.check().map_err(|problem| Error::Misconfigured {
+        setting: "id",
+        problem,
+        remedy: "write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -545,12 +553,4 @@ mod tests {
             assert_eq!(aged(seen(nonsense), None), None, "{nonsense:?}");
         }
     }
-}
-
-fn check_id(id: &IdSource) -> Result<(), Error> {
-    id.check().map_err(|problem| Error::Misconfigured {
-        setting: "id",
-        problem,
-        remedy: "write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
-    })
 }

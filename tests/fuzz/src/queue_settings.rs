@@ -21,4 +21,8 @@ impl QueueSettings {
     pub(crate) fn uses_delay_queues(&self) -> bool {
         self.by_queue
     }
+
+    pub(crate) fn counts_rejections(&self) -> bool {
+        self.by_queue
+    }
 }
