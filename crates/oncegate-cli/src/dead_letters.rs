@@ -184,7 +184,7 @@ async fn run_bulk(
             break;
         }
     }
-    report.finish(context, &confirm, action.command(), stopped)?;
+    report.finish(context, &confirm, action.command(), stopped, &unchecked)?;
     unchecked.end()
 }
 
@@ -353,10 +353,7 @@ fn release_request(
     match seen {
         Marker::Absent if known_attempt(message) == 0 && effect == Effect::Nothing => None,
         Marker::InProgress(hold) if doubted(&hold) => None,
-        _ => Some(Ask::SendBack {
-            seen,
-            effect,
-        }),
+        _ => Some(Ask::SendBack { seen, effect }),
     }
 }
 

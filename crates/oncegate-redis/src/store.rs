@@ -236,6 +236,17 @@ impl Redis {
         self.rebuild()
     }
 
+    /// Checks URLs, certificate files and settings without connecting.
+    ///
+    /// # Errors
+    /// [`StoreError::Misconfigured`], as at the first use.
+    pub fn check(&self) -> Result<(), StoreError> {
+        match &self.deployment {
+            Ok(_) => Ok(()),
+            Err(problem) => Err(StoreError::Misconfigured(problem.clone().into())),
+        }
+    }
+
     /// Allows at most once on a server that may lose data: one that evicts keys, has no append-only
     /// file, or is a replica. Claims do not pause after a detected loss. A message whose marker is
     /// lost runs again.

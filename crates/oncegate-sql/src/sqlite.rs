@@ -115,6 +115,12 @@ impl Sqlite {
             .await??)
     }
 
+    /// Whether this file or directory is on a file system in memory, where at most once refuses to
+    /// store markers. `false` where that cannot be determined, as on systems other than Linux.
+    pub fn is_on_memory_file_system(path: impl AsRef<Path>) -> bool {
+        file::is_on_memory_file_system(path.as_ref())
+    }
+
     fn with_config(config: FileConfig, timeout: Duration) -> Self {
         Self(Arc::new(SqliteHandle {
             config,

@@ -434,7 +434,7 @@ impl FileIdentity {
 }
 
 #[cfg(target_os = "linux")]
-fn is_on_memory_file_system(path: &Path) -> bool {
+pub(crate) fn is_on_memory_file_system(path: &Path) -> bool {
     const TMPFS: i64 = 0x0102_1994;
     const RAMFS: i64 = 0x8584_58f6;
     // If the query fails, a disk is assumed.
@@ -442,6 +442,6 @@ fn is_on_memory_file_system(path: &Path) -> bool {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn is_on_memory_file_system(_: &Path) -> bool {
+pub(crate) fn is_on_memory_file_system(_: &Path) -> bool {
     false
 }
