@@ -39,6 +39,10 @@ pub(crate) struct ResolveArgs {
     ids: Vec<String>,
     #[command(flatten)]
     finding: FindingArgs,
+    /// Also release an id whose message is not in the in-doubt destination: the marker alone, and
+    /// nothing is sent. Check first that no other reader holds the message
+    #[arg(long)]
+    without_message: bool,
     /// Only this broker, if both are configured
     #[arg(long)]
     broker: Option<Broker>,
@@ -88,6 +92,7 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
         audit,
         finding,
         accepted: resolve.accepted,
+        without_message: resolve.without_message,
         why: confirm.why.as_deref(),
         ids: HashMap::new(),
     };
@@ -153,6 +158,8 @@ struct ResolveSession<'a> {
     audit: Audit,
     finding: Finding,
     accepted: AcceptedRisks,
+    /// Whether to release ids without a message.
+    without_message: bool,
     why: Option<&'a str>,
     /// By id.
     ids: HashMap<String, DoubtfulId<'a>>,
@@ -331,8 +338,9 @@ impl<'a> ResolveSession<'a> {
         Ok(after)
     }
 
-    /// Resolves ids that have no message: only the marker is in doubt, there is no copy to send,
-    /// and the producer may send the message again.
+    /// Resolves ids of which no message was read. RabbitMQ hides a message that another reader holds,
+    /// so an id is released only if the operator confirms that there is none. What happened is
+    /// recorded in any case: that sends nothing, and nothing may run.
     async fn resolve_markers_without_messages(
         &mut self,
         report: &mut BulkReport,
@@ -366,14 +374,30 @@ impl<'a> ResolveSession<'a> {
                 );
                 continue;
             }
+            if self.finding == Finding::DidNotHappen && !self.without_message {
+                report.note_left(
+                    &id,
+                    format!(
+                        "{id} is {before}: left, since the in-doubt destination shows no message with this id. On RabbitMQ another reader \
+                         (a list, another resolve, a management tool) hides the messages that it holds: try again. If there is no message, \
+                         pass --without-message"
+                    ),
+                );
+                continue;
+            }
             let (was, is) = if confirmed {
                 ("was", "is")
             } else {
                 ("is", "would be")
             };
             let text = format!(
-                "{id}: {was} {before}, {is} {}; the in-doubt destination has no message with this id",
-                self.after()
+                "{id}: {was} {before}, {is} {}; the marker alone, since the in-doubt destination shows no message with this id: {}",
+                self.after(),
+                match self.finding {
+                    Finding::Happened =>
+                        "if `in-doubt list` shows one later, resolve it again to remove it",
+                    Finding::DidNotHappen => "nothing is sent",
+                }
             );
             if confirmed && let Err(failure) = self.resolve_marker(&id, 0).await {
                 match failure.code {
