@@ -353,10 +353,7 @@ fn release_request(
     match seen {
         Marker::Absent if known_attempt(message) == 0 && effect == Effect::Nothing => None,
         Marker::InProgress(hold) if doubted(&hold) => None,
-        _ => Some(Ask::SendBack {
-            seen,
-            effect: effect,
-        }),
+        _ => Some(Ask::SendBack { seen, effect }),
     }
 }
 
