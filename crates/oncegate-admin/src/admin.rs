@@ -13,6 +13,7 @@ use axum::{Json, Router};
 use oncegate::{ConsumerStatus, Readiness};
 use tokio::sync::oneshot;
 
+use crate::connections::serve_connections;
 use crate::last_errors::LastErrors;
 use crate::scrape::Metrics;
 use crate::status::{StatusPage, WatchedConsumer, WatchedSource, log_lines};
@@ -149,7 +150,7 @@ impl Admin {
         let router = router(self.state);
         let serve = async move {
             tokio::select! {
-                ended = axum::serve(listener, router) => tracing::error!(?ended, "admin port stopped; /live, /ready, /status and /metrics are unavailable until the process restarts"),
+                () = serve_connections(listener, router) => {}
                 () = run_upkeep(metrics) => {}
                 _ = shutdown_requested => {} // the server was dropped
             }

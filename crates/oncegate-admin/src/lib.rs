@@ -28,6 +28,7 @@
 #![forbid(unsafe_code)]
 
 mod admin;
+mod connections;
 mod last_errors;
 mod scrape;
 mod status;

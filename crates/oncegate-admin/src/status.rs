@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate::{
-    ConsumerStatus, Held, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
+    ConsumerStatus, InFlightDelivery, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
 };
 use serde::Serialize;
 
@@ -185,20 +185,20 @@ impl StoreView {
 }
 
 impl OldestDelivery {
-    fn of(held: &Held) -> Self {
-        let (partition, offset) = match held.origin.position {
+    fn of(delivery: &InFlightDelivery) -> Self {
+        let (partition, offset) = match delivery.origin.position {
             Position::Offset { partition, offset } => (Some(partition), Some(offset)),
             Position::Queue => (None, None),
         };
         Self {
-            id: held.id.as_ref().map(ToString::to_string),
-            from: held.origin.name.to_string(),
+            id: delivery.id.as_ref().map(ToString::to_string),
+            from: delivery.origin.name.to_string(),
             partition,
             offset,
-            seconds: seconds(held.since),
-            doing: held.doing.as_str(),
-            attempt: held.attempt,
-            crashes: held.crashes,
+            seconds: seconds(delivery.since),
+            doing: delivery.doing.as_str(),
+            attempt: delivery.attempt,
+            crashes: delivery.crashes,
         }
     }
 }
@@ -210,7 +210,7 @@ impl WatchedSource {
             Self::Kafka(ref name, ref status) => SourceView::Kafka {
                 name: name.clone(),
                 clients_replaced: status.clients_replaced(),
-                messages_missed: status.messages_missed(),
+                messages_missed: status.messages_expired(),
                 partitions: status.partitions().iter().map(PartitionView::of).collect(),
             },
             #[cfg(feature = "rabbitmq")]
@@ -236,20 +236,20 @@ impl WatchedSource {
 #[cfg(feature = "kafka")]
 impl PartitionView {
     fn of(status: &oncegate::PartitionStatus) -> Self {
-        use oncegate::{Holder, Stuck};
-        let waits_for = status.lowest.map(
-            |Stuck {
+        use oncegate::{BlockedBy, Blocker};
+        let waits_for = status.blocker.map(
+            |Blocker {
                  offset,
                  since,
-                 holder,
+                 blocked_by,
                  ..
              }| BlockerView {
                 offset,
                 seconds: seconds(since),
-                holder: match holder {
-                    Holder::Queue => "queue",
-                    Holder::Consumer => "consumer",
-                    Holder::Delay { .. } => "delay",
+                holder: match blocked_by {
+                    BlockedBy::Queue => "queue",
+                    BlockedBy::Consumer => "consumer",
+                    BlockedBy::Delay { .. } => "delay",
                     _ => "elsewhere",
                 },
             },

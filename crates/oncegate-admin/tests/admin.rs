@@ -1,9 +1,10 @@
 //! The admin port, tested by a real client while consumers run in memory.
 
+use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, mpsc};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use oncegate::marker::{Guarantee, Operation, Verdict};
 use oncegate::*;
@@ -431,6 +432,57 @@ async fn only_get_of_known_paths() {
         (200, vec!["/live", "/ready", "/status", "/metrics"]),
         "{start}"
     );
+}
+
+/// The connections that the server has not closed.
+fn open_connections(connections: &mut [TcpStream]) -> usize {
+    let is_open = |connection: &mut TcpStream| {
+        let read = connection.read(&mut [0; 1_024]);
+        read.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock)
+    };
+    connections
+        .iter_mut()
+        .map(is_open)
+        .filter(|is_open| *is_open)
+        .count()
+}
+
+#[tokio::test]
+async fn incomplete_requests_are_bounded_and_live_answers() {
+    let serving = Admin::new().listen(ANY_PORT).serve().expect("it opens");
+    let connect = || {
+        let mut connection = TcpStream::connect(serving.address()).expect("it listens");
+        connection
+            .write_all(b"GET /live HTTP/1.1\r\nHost: x\r\n")
+            .expect("it is read");
+        connection.set_nonblocking(true).expect("a socket");
+        connection
+    };
+    let mut connections: Vec<TcpStream> = (0..300).map(|_| connect()).collect();
+    let client = reqwest::Client::builder()
+        .timeout(Duration::from_secs(2))
+        .build()
+        .expect("a client");
+    let live = format!("http://{}/live", serving.address());
+    for _ in 0..3 {
+        let answer = client.get(&live).send().await.expect("it answers");
+        assert_eq!(answer.status(), 200);
+    }
+    until("at most 64 are open", async || {
+        (open_connections(&mut connections) <= 64).then_some(())
+    })
+    .await;
+    assert!(
+        open_connections(&mut connections) > 32,
+        "the newest stay open"
+    );
+    // The headers of a request have to arrive within five seconds.
+    let began = Instant::now();
+    until("none is open", async || {
+        (open_connections(&mut connections) == 0).then_some(())
+    })
+    .await;
+    assert!(began.elapsed() < Duration::from_secs(20));
 }
 
 #[test]

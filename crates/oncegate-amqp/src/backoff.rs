@@ -1,12 +1,12 @@
-//! How long to wait before trying again.
+//! Pauses between retries.
 
 use std::time::Duration;
 
-const FIRST: Duration = Duration::from_millis(100);
-const LONGEST: Duration = Duration::from_secs(5);
+const DEFAULT_FIRST: Duration = Duration::from_millis(100);
+const DEFAULT_LONGEST: Duration = Duration::from_secs(5);
 
-/// 100 ms doubling to 5 s, each cut by up to a half at random, so that many consumers do not come
-/// back at once.
+/// Exponential backoff, 100 ms doubling to 5 s by default. Jitter shortens each pause by up to a
+/// half, so that many consumers do not reconnect at the same moment.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     pauses: u32,
@@ -16,17 +16,17 @@ pub(crate) struct Backoff {
 
 impl Default for Backoff {
     fn default() -> Self {
-        Self::up_to(LONGEST)
+        Self::up_to(DEFAULT_LONGEST)
     }
 }
 
 impl Backoff {
-    /// With another longest pause.
+    /// Doubles from 100 ms to this pause.
     pub(crate) fn up_to(longest: Duration) -> Self {
-        Self::between(FIRST, longest)
+        Self::between(DEFAULT_FIRST, longest)
     }
 
-    /// With another first and longest pause.
+    /// Doubles from the first pause to the longest.
     pub(crate) fn between(first: Duration, longest: Duration) -> Self {
         Self {
             pauses: 0,
@@ -45,7 +45,7 @@ impl Backoff {
         whole.mul_f64(0.5 + fastrand::f64() / 2.0)
     }
 
-    /// It worked: begin anew.
+    /// Starts again with the first pause, after a success.
     pub(crate) fn reset(&mut self) {
         self.pauses = 0;
     }
@@ -62,14 +62,14 @@ mod tests {
         assert!(
             pauses
                 .iter()
-                .all(|pause| *pause >= FIRST / 2 && *pause <= LONGEST)
+                .all(|pause| *pause >= DEFAULT_FIRST / 2 && *pause <= DEFAULT_LONGEST)
         );
-        assert!(pauses[39] >= LONGEST / 2);
+        assert!(pauses[39] >= DEFAULT_LONGEST / 2);
         assert!(
             pauses[20..].iter().any(|pause| *pause != pauses[39]),
-            "many consumers would come back at once"
+            "without jitter many consumers would reconnect at the same moment"
         );
         backoff.reset();
-        assert!(backoff.pause() <= FIRST);
+        assert!(backoff.pause() <= DEFAULT_FIRST);
     }
 }

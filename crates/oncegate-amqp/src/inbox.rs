@@ -1,4 +1,4 @@
-//! Deliveries on their way from the engine to the source.
+//! The queue of deliveries from the driver to the source.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,65 +6,65 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use oncegate_core::source::{Delivery, Incoming, Limit};
 use tokio::sync::Notify;
 
-/// The engine's end. Dropped, it ends the inbox.
-pub(crate) struct Writer(Arc<Inbox>);
+/// The driver's end. Dropping it closes the inbox.
+pub(crate) struct InboxSender(Arc<Inbox>);
 
 /// The source's end.
-pub(crate) struct Reader(Arc<Inbox>);
+pub(crate) struct InboxReceiver(Arc<Inbox>);
 
-/// The engine has ended.
+/// The driver has stopped, and the inbox is empty.
 #[derive(Debug)]
-pub(crate) struct Ended;
+pub(crate) struct InboxClosed;
 
-/// Bounded by the prefetch: what one channel left here goes before the next one opens.
+/// Bounded by the prefetch: deliveries of a lost channel are removed before the next one opens.
 #[derive(Default)]
 struct Inbox {
-    state: Mutex<State>,
+    state: Mutex<InboxState>,
     wake: Notify,
 }
 
 #[derive(Default)]
-struct State {
+struct InboxState {
     revoked: Vec<u64>,
     deliveries: VecDeque<Delivery>,
-    life: Life,
+    phase: InboxPhase,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum Life {
+enum InboxPhase {
     #[default]
     Open,
-    /// Nothing more is handed out.
+    /// No more deliveries are accepted or returned.
     Stopped,
-    Ended,
+    Closed,
 }
 
 /// An empty inbox.
-pub(crate) fn inbox() -> (Writer, Reader) {
+pub(crate) fn inbox() -> (InboxSender, InboxReceiver) {
     let inbox = Arc::new(Inbox::default());
-    (Writer(Arc::clone(&inbox)), Reader(inbox))
+    (InboxSender(Arc::clone(&inbox)), InboxReceiver(inbox))
 }
 
 impl Inbox {
-    fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing panics while it is held.
+    fn state(&self) -> MutexGuard<'_, InboxState> {
+        // No code panics while it holds the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Writer {
+impl InboxSender {
     pub(crate) fn deliver(&self, delivery: Delivery) {
         let mut state = self.0.state();
-        if state.life == Life::Open {
+        if state.phase == InboxPhase::Open {
             state.deliveries.push_back(delivery);
             self.0.wake.notify_one();
         }
     }
 
-    /// In this order, before all that came in meanwhile.
-    pub(crate) fn deliver_first(&self, deliveries: Vec<Delivery>) {
+    /// Inserts these in their order before all others.
+    pub(crate) fn deliver_at_front(&self, deliveries: Vec<Delivery>) {
         let mut state = self.0.state();
-        if state.life == Life::Open && !deliveries.is_empty() {
+        if state.phase == InboxPhase::Open && !deliveries.is_empty() {
             deliveries
                 .into_iter()
                 .rev()
@@ -73,7 +73,8 @@ impl Writer {
         }
     }
 
-    /// The channel of this epoch is gone: what came by it and still lies here is delivered again.
+    /// Removes all deliveries and reports the epoch as revoked: its channel is lost, and the broker
+    /// redelivers them.
     pub(crate) fn revoke(&self, epoch: u64) {
         let mut state = self.0.state();
         state.deliveries.clear();
@@ -82,20 +83,20 @@ impl Writer {
     }
 }
 
-impl Drop for Writer {
+impl Drop for InboxSender {
     fn drop(&mut self) {
-        self.0.state().life = Life::Ended;
+        self.0.state().phase = InboxPhase::Closed;
         self.0.wake.notify_one();
     }
 }
 
-impl Reader {
-    /// Waits until there is something that the limit allows, and takes it. Cancel-safe.
+impl InboxReceiver {
+    /// Waits until there is something within the limit, and removes it. Cancel-safe.
     pub(crate) async fn receive(
         &mut self,
         limit: Limit,
         into: &mut Vec<Incoming>,
-    ) -> Result<(), Ended> {
+    ) -> Result<(), InboxClosed> {
         loop {
             if self.take(limit, into)? {
                 return Ok(());
@@ -104,8 +105,8 @@ impl Reader {
         }
     }
 
-    /// Whether there was something.
-    fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<bool, Ended> {
+    /// Removes what is within the limit; `false` if there is nothing.
+    fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<bool, InboxClosed> {
         let mut state = self.0.state();
         let before = into.len();
         into.extend(state.revoked.drain(..).map(Incoming::Revoked));
@@ -122,23 +123,23 @@ impl Reader {
             into.push(Incoming::Delivery(next));
         }
         let found = into.len() > before;
-        if state.life == Life::Ended && !found {
-            Err(Ended)
+        if state.phase == InboxPhase::Closed && !found {
+            Err(InboxClosed)
         } else {
             Ok(found)
         }
     }
 
-    /// Hands nothing more out.
+    /// Removes all deliveries and accepts no more.
     pub(crate) fn stop(&self) {
         let mut state = self.0.state();
         state.deliveries.clear();
-        if state.life == Life::Open {
-            state.life = Life::Stopped;
+        if state.phase == InboxPhase::Open {
+            state.phase = InboxPhase::Stopped;
         }
     }
 
-    /// How many deliveries lie here.
+    /// How many deliveries wait to be received.
     pub(crate) fn len(&self) -> usize {
         self.0.state().deliveries.len()
     }
@@ -163,7 +164,7 @@ mod tests {
         }
     }
 
-    fn shown(incoming: &[Incoming]) -> Vec<(u64, Option<u64>)> {
+    fn summarize(incoming: &[Incoming]) -> Vec<(u64, Option<u64>)> {
         let show = |incoming: &Incoming| match incoming {
             Incoming::Revoked(epoch) => (*epoch, None),
             Incoming::Delivery(delivery) => {
@@ -173,56 +174,56 @@ mod tests {
         incoming.iter().map(show).collect()
     }
 
-    async fn received(
-        reader: &mut Reader,
+    async fn receive(
+        receiver: &mut InboxReceiver,
         count: usize,
         bytes: usize,
     ) -> Option<Vec<(u64, Option<u64>)>> {
         let mut into = Vec::new();
-        let receiving = reader.receive(Limit { count, bytes }, &mut into);
+        let receiving = receiver.receive(Limit { count, bytes }, &mut into);
         match tokio::time::timeout(std::time::Duration::from_millis(20), receiving).await {
-            Ok(outcome) => outcome.ok().map(|()| shown(&into)),
+            Ok(outcome) => outcome.ok().map(|()| summarize(&into)),
             Err(_) => Some(Vec::new()),
         }
     }
 
     #[tokio::test]
-    async fn a_lost_channel_leaves_nothing_behind_however_often() {
-        let (writer, mut reader) = inbox();
+    async fn revoked_deliveries_are_removed_and_every_epoch_is_reported() {
+        let (sender, mut receiver) = inbox();
         for epoch in 1..=50 {
-            (1..=100).for_each(|tag| writer.deliver(delivery(epoch, tag)));
-            assert_eq!(reader.len(), 100);
-            writer.revoke(epoch);
+            (1..=100).for_each(|tag| sender.deliver(delivery(epoch, tag)));
+            assert_eq!(receiver.len(), 100);
+            sender.revoke(epoch);
         }
-        writer.deliver(delivery(51, 1));
+        sender.deliver(delivery(51, 1));
         let revoked: Vec<_> = (1..=50).map(|epoch| (epoch, None)).collect();
-        assert_eq!(received(&mut reader, 0, 0).await, Some(revoked));
+        assert_eq!(receive(&mut receiver, 0, 0).await, Some(revoked));
         assert_eq!(
-            received(&mut reader, 9, 999).await,
+            receive(&mut receiver, 9, 999).await,
             Some(vec![(51, Some(1))])
         );
     }
 
     #[tokio::test]
-    async fn the_limits_hold_and_the_first_delivery_comes_however_large() {
-        let (writer, mut reader) = inbox();
-        (1..=5).for_each(|tag| writer.deliver(delivery(1, tag)));
-        assert_eq!(received(&mut reader, 0, 0).await, Some(vec![]));
+    async fn the_limits_hold_and_the_first_delivery_may_exceed_the_bytes() {
+        let (sender, mut receiver) = inbox();
+        (1..=5).for_each(|tag| sender.deliver(delivery(1, tag)));
+        assert_eq!(receive(&mut receiver, 0, 0).await, Some(vec![]));
         assert_eq!(
-            received(&mut reader, 2, 999).await,
+            receive(&mut receiver, 2, 999).await,
             Some(vec![(1, Some(1)), (1, Some(2))])
         );
-        assert_eq!(received(&mut reader, 9, 1).await, Some(vec![(1, Some(3))]));
-        writer.deliver_first(vec![delivery(1, 8), delivery(1, 9)]);
+        assert_eq!(receive(&mut receiver, 9, 1).await, Some(vec![(1, Some(3))]));
+        sender.deliver_at_front(vec![delivery(1, 8), delivery(1, 9)]);
         let first = vec![(1, Some(8)), (1, Some(9)), (1, Some(4)), (1, Some(5))];
-        assert_eq!(received(&mut reader, 9, 999).await, Some(first));
-        reader.stop();
-        writer.deliver(delivery(1, 6));
-        writer.deliver_first(vec![delivery(1, 7)]);
-        assert_eq!(received(&mut reader, 9, 999).await, Some(vec![]));
-        writer.revoke(1);
-        drop(writer);
-        assert_eq!(received(&mut reader, 0, 0).await, Some(vec![(1, None)]));
-        assert_eq!(received(&mut reader, 0, 0).await, None);
+        assert_eq!(receive(&mut receiver, 9, 999).await, Some(first));
+        receiver.stop();
+        sender.deliver(delivery(1, 6));
+        sender.deliver_at_front(vec![delivery(1, 7)]);
+        assert_eq!(receive(&mut receiver, 9, 999).await, Some(vec![]));
+        sender.revoke(1);
+        drop(sender);
+        assert_eq!(receive(&mut receiver, 0, 0).await, Some(vec![(1, None)]));
+        assert_eq!(receive(&mut receiver, 0, 0).await, None);
     }
 }

@@ -1,4 +1,4 @@
-//! What the broker hands over, as the core reads it.
+//! Converts the broker's deliveries to the core's.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -10,39 +10,40 @@ use lapin::types::{AMQPValue, FieldTable};
 use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin, Position};
 use oncegate_core::source::{Delivery, Receipt, headers};
 
-use crate::frames::SPOILT;
-use crate::settings::{DELAYS, Settings};
+use crate::client::frame_sanitizer::INVALID_UTF8_MARK;
+use crate::queue_settings::{DELAYS, QueueSettings};
 
-/// The routing key of a message before it was delayed: its copy had to be addressed to the delay
+/// The header with the original routing key of a delayed copy, whose own routing key is the delay
 /// queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
 
-/// AMQP's own limit, in bytes. A longer header is a producer's mistake, and is ignored.
-const LONGEST_ROUTING_KEY: usize = 255;
+/// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is not ours and is ignored.
+const MAX_ROUTING_KEY_BYTES: usize = 255;
 
-/// When a message comes back whose delay is longer than any delay queue's, in milliseconds since
-/// 1970.
+/// The header with the time of the redelivery, in milliseconds since 1970, of a copy whose delay is
+/// longer than its delay queue's.
 pub(crate) const NOT_BEFORE: &str = "oncegate-not-before";
 
-/// Nothing is delayed for longer than this: such a header is a producer's mistake, and counts as
-/// none.
-const LONGEST_DELAY: Duration = Duration::from_secs(366 * 86_400);
+/// The longest plausible delay. A [`NOT_BEFORE`] header beyond it is not ours and is ignored.
+const MAX_DELAY: Duration = Duration::from_secs(366 * 86_400);
 
-/// Nobody is released more often than this: a larger number is a producer's mistake or mischief,
-/// and counts as none.
-const MOST_FAILURES: u32 = 100_000;
+/// The largest plausible number of failures. A larger one is not ours and counts as 0.
+const MAX_FAILURES: u32 = 100_000;
 
-/// What a copy of a message will need beside the delivery.
+/// What a copy of a message needs in addition to the delivery.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Original {
+pub(crate) struct OriginalProperties {
     pub(crate) properties: BasicProperties,
-    /// Where the message's key is another.
+    /// The routing key, if the message's key is another one.
     pub(crate) routing_key: Option<Bytes>,
 }
 
-/// The delivery for the core, and the properties and the routing key that a copy of it will need.
-/// The body is not copied.
-pub(crate) fn read(raw: Raw, settings: &Settings, epoch: u64) -> (Delivery, Original) {
+/// Converts a delivery, and keeps what a copy of it will need. Does not copy the body.
+pub(crate) fn parse_delivery(
+    raw: Raw,
+    settings: &QueueSettings,
+    epoch: u64,
+) -> (Delivery, OriginalProperties) {
     let Raw {
         delivery_tag,
         routing_key,
@@ -51,17 +52,17 @@ pub(crate) fn read(raw: Raw, settings: &Settings, epoch: u64) -> (Delivery, Orig
         ..
     } = raw;
     let table = properties.headers().as_ref();
-    let kept = table
-        .and_then(|table| text(table, ROUTING_KEY))
-        .filter(|key| key.len() <= LONGEST_ROUTING_KEY);
-    let routing_key = kept.unwrap_or_else(|| Bytes::from(String::from(routing_key)));
+    let original_key = table
+        .and_then(|table| long_string(table, ROUTING_KEY))
+        .filter(|key| key.len() <= MAX_ROUTING_KEY_BYTES);
+    let routing_key = original_key.unwrap_or_else(|| Bytes::from(String::from(routing_key)));
     let headers = table.map(read_headers).unwrap_or_default();
     let key = settings
         .key_header
         .as_ref()
         .and_then(|name| headers.last(name))
         .map(Bytes::copy_from_slice);
-    let (key, kept) = match key {
+    let (key, routing_key) = match key {
         Some(key) => (key, Some(routing_key)),
         None => (routing_key, None),
     };
@@ -83,7 +84,9 @@ pub(crate) fn read(raw: Raw, settings: &Settings, epoch: u64) -> (Delivery, Orig
             .timestamp()
             .and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
     };
-    let failures = table.map_or(0, |table| failures(table).max(rejections(table, queue)));
+    let failures = table.map_or(0, |table| {
+        released_failures(table).max(rejections(table, queue))
+    });
     (
         Delivery {
             message,
@@ -94,16 +97,16 @@ pub(crate) fn read(raw: Raw, settings: &Settings, epoch: u64) -> (Delivery, Orig
             },
             failures,
         },
-        Original {
+        OriginalProperties {
             properties,
-            routing_key: kept,
+            routing_key,
         },
     )
 }
 
-/// Whether a short string of it was not UTF-8. What it was is gone, and two such messages could
-/// seem to be one.
-pub(crate) fn is_spoilt(raw: &Raw) -> bool {
+/// Whether a short string of the message was not UTF-8: the frame sanitizer replaced its bytes, so
+/// that two different messages may look the same.
+pub(crate) fn has_invalid_utf8(raw: &Raw) -> bool {
     let properties = &raw.properties;
     let texts = [
         properties.content_type(),
@@ -126,20 +129,20 @@ pub(crate) fn is_spoilt(raw: &Raw) -> bool {
         .flatten()
         .chain(names)
         .chain([&raw.routing_key])
-        .any(|text| text.as_str().contains(SPOILT))
+        .any(|text| text.as_str().contains(INVALID_UTF8_MARK))
 }
 
-/// How long a delayed copy still has to wait; `None` if its time has come. Where it would wait in
-/// memory, unacknowledged, it waits no longer than a delay queue would have held it.
-pub(crate) fn wait(delivery: &Delivery, settings: &Settings) -> Option<Duration> {
+/// The rest of a delayed copy's delay; `None` if it is over. At most the longest delay queue's if
+/// the delivery has to wait in memory, unacknowledged.
+pub(crate) fn remaining_delay(delivery: &Delivery, settings: &QueueSettings) -> Option<Duration> {
     let text = std::str::from_utf8(delivery.message.headers.last(NOT_BEFORE)?).ok()?;
     let until = UNIX_EPOCH.checked_add(Duration::from_millis(text.parse().ok()?))?;
     until
         .duration_since(SystemTime::now())
         .ok()
-        .filter(|wait| *wait <= LONGEST_DELAY)
+        .filter(|wait| *wait <= MAX_DELAY)
         .map(|wait| {
-            if settings.delays_by_queue() {
+            if settings.uses_delay_queues() {
                 wait
             } else {
                 wait.min(DELAYS[DELAYS.len() - 1])
@@ -157,7 +160,7 @@ fn read_headers(table: &FieldTable) -> Headers {
             AMQPValue::ShortString(value) => builder.push(name, Some(value.as_str().as_bytes())),
             AMQPValue::Void => builder.push(name, None),
             value => {
-                if let Some(text) = plain(value) {
+                if let Some(text) = scalar_text(value) {
                     builder.push(name, Some(text.as_bytes()));
                 }
             }
@@ -166,8 +169,8 @@ fn read_headers(table: &FieldTable) -> Headers {
     builder.finish()
 }
 
-/// A number or a truth value as text. What is nested (`x-death`, say) has no text.
-fn plain(value: &AMQPValue) -> Option<String> {
+/// A number or a boolean as text; `None` for tables and arrays, such as `x-death`.
+fn scalar_text(value: &AMQPValue) -> Option<String> {
     Some(match value {
         AMQPValue::Boolean(value) => value.to_string(),
         AMQPValue::ShortShortInt(value) => value.to_string(),
@@ -184,24 +187,24 @@ fn plain(value: &AMQPValue) -> Option<String> {
     })
 }
 
-fn text(table: &FieldTable, name: &str) -> Option<Bytes> {
+fn long_string(table: &FieldTable, name: &str) -> Option<Bytes> {
     match table.inner().get(name)? {
         AMQPValue::LongString(value) => Some(Bytes::copy_from_slice(value.as_bytes())),
         _ => None,
     }
 }
 
-/// How many attempts of a copy failed, as its last release said.
+/// The number of failed attempts that the last release wrote into the copy.
 ///
-/// The broker's own `x-delivery-count` and `x-acquired-count` are not counted: they grow with every
-/// lost connection, and a message that lay in the prefetch and was never handled must not spend its
-/// attempts by that. Attempts that ended with their process are counted by the store.
-fn failures(table: &FieldTable) -> u32 {
-    believable(table.inner().get(headers::FAILURES).and_then(number))
+/// The broker's `x-delivery-count` and `x-acquired-count` do not count: they grow with every lost
+/// connection, also for messages in the prefetch that no handler saw. The store counts attempts
+/// that ended with a crash.
+fn released_failures(table: &FieldTable) -> u32 {
+    plausible_failures(table.inner().get(headers::FAILURES).and_then(integer))
 }
 
-/// How often consumers of this queue rejected a message that came back to it by its dead-letter
-/// exchange.
+/// How often consumers of this queue rejected the message, by `x-death`: it came back through the
+/// dead-letter exchange.
 fn rejections(table: &FieldTable, queue: &str) -> u32 {
     let Some(AMQPValue::FieldArray(deaths)) = table.inner().get("x-death") else {
         return 0;
@@ -209,28 +212,28 @@ fn rejections(table: &FieldTable, queue: &str) -> u32 {
     let counts = deaths.as_slice().iter().filter_map(|death| match death {
         AMQPValue::FieldTable(death) => {
             let is = |name: &str, value: &str| {
-                text(death, name).is_some_and(|text| text == value.as_bytes())
+                long_string(death, name).is_some_and(|text| text == value.as_bytes())
             };
             (is("queue", queue) && is("reason", "rejected"))
-                .then(|| death.inner().get("count").and_then(number))?
+                .then(|| death.inner().get("count").and_then(integer))?
         }
         _ => None,
     });
-    believable(Some(counts.fold(0, u64::saturating_add)))
+    plausible_failures(Some(counts.fold(0, u64::saturating_add)))
 }
 
-/// A number in any of the ways in which one may be written.
-fn number(value: &AMQPValue) -> Option<u64> {
+/// An integer of any AMQP type, or as decimal text.
+fn integer(value: &AMQPValue) -> Option<u64> {
     match value {
         AMQPValue::LongString(value) => std::str::from_utf8(value.as_bytes()).ok()?.parse().ok(),
-        value => plain(value)?.parse().ok(),
+        value => scalar_text(value)?.parse().ok(),
     }
 }
 
-fn believable(count: Option<u64>) -> u32 {
+fn plausible_failures(count: Option<u64>) -> u32 {
     count
         .and_then(|count| u32::try_from(count).ok())
-        .filter(|count| *count <= MOST_FAILURES)
+        .filter(|count| *count <= MAX_FAILURES)
         .unwrap_or(0)
 }
 
@@ -245,12 +248,12 @@ mod tests {
         raw
     }
 
-    fn settings() -> Settings {
+    fn settings() -> QueueSettings {
         RabbitMq::queue("q").check().expect("settings")
     }
 
-    fn read_one(headers: FieldTable) -> Delivery {
-        read(
+    fn parse_headers(headers: FieldTable) -> Delivery {
+        parse_delivery(
             raw(BasicProperties::default().with_headers(headers)),
             &settings(),
             3,
@@ -259,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn properties_and_headers_are_read_as_text() {
+    fn properties_and_headers_are_converted_to_text() {
         let mut table = FieldTable::default();
         table.insert("text".into(), AMQPValue::LongString("as it is".into()));
         table.insert("bytes".into(), AMQPValue::ByteArray(vec![0xff, 0].into()));
@@ -275,7 +278,7 @@ mod tests {
             .with_message_id("m-1".into())
             .with_timestamp(1_000)
             .with_expiration("5".into());
-        let (delivery, original) = read(raw(properties), &settings(), 3);
+        let (delivery, original) = parse_delivery(raw(properties), &settings(), 3);
         let message = &delivery.message;
         assert_eq!(
             (message.key.as_deref(), message.message_id.as_deref()),
@@ -311,8 +314,8 @@ mod tests {
     }
 
     #[test]
-    fn a_message_of_an_absurd_time_has_none() {
-        let delivery = read(
+    fn a_timestamp_out_of_range_is_ignored() {
+        let delivery = parse_delivery(
             raw(BasicProperties::default().with_timestamp(u64::MAX)),
             &settings(),
             1,
@@ -322,18 +325,18 @@ mod tests {
     }
 
     #[test]
-    fn only_a_believable_number_of_failures_counts() {
+    fn only_a_plausible_number_of_failures_counts() {
         let released = |value: AMQPValue| {
             let mut table = FieldTable::default();
             table.insert(headers::FAILURES.into(), value);
-            read_one(table).failures
+            parse_headers(table).failures
         };
         assert_eq!(released(AMQPValue::LongString("3".into())), 3);
         assert_eq!(released(AMQPValue::LongInt(4)), 4);
         for odd in ["-1", "4294967295", "many", ""] {
             assert_eq!(released(AMQPValue::LongString(odd.into())), 0, "{odd}");
         }
-        assert_eq!(read_one(FieldTable::default()).failures, 0);
+        assert_eq!(parse_headers(FieldTable::default()).failures, 0);
     }
 
     fn death(queue: AMQPValue, reason: &str, count: AMQPValue) -> AMQPValue {
@@ -351,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn rejections_by_this_queue_count_and_the_larger_number_wins() {
+    fn rejections_from_this_queue_count_and_the_larger_number_wins() {
         let queue = |name: &str| AMQPValue::LongString(name.into());
         let deaths = || {
             vec![
@@ -360,16 +363,16 @@ mod tests {
                 death(queue("another"), "rejected", AMQPValue::LongLongInt(80)),
             ]
         };
-        assert_eq!(read_one(dead(deaths())).failures, 3);
+        assert_eq!(parse_headers(dead(deaths())).failures, 3);
         for (released, failures) in [(2, 3), (4, 4)] {
             let mut table = dead(deaths());
             table.insert(headers::FAILURES.into(), AMQPValue::LongLongInt(released));
-            assert_eq!(read_one(table).failures, failures);
+            assert_eq!(parse_headers(table).failures, failures);
         }
     }
 
     #[test]
-    fn forged_counts_of_odd_types_count_as_none() {
+    fn forged_counts_of_other_types_count_as_zero() {
         let queue = || AMQPValue::LongString("q".into());
         for count in [
             AMQPValue::LongLongInt(-7),
@@ -381,13 +384,13 @@ mod tests {
             AMQPValue::ByteArray(vec![0xff; 40].into()),
         ] {
             assert_eq!(
-                read_one(dead(vec![death(queue(), "rejected", count.clone())])).failures,
+                parse_headers(dead(vec![death(queue(), "rejected", count.clone())])).failures,
                 0,
                 "{count:?}"
             );
             let mut own = FieldTable::default();
             own.insert(headers::FAILURES.into(), count.clone());
-            assert_eq!(read_one(own).failures, 0, "{count:?}");
+            assert_eq!(parse_headers(own).failures, 0, "{count:?}");
         }
         let mut many = FieldTable::default();
         many.insert(
@@ -397,7 +400,7 @@ mod tests {
         many.insert("x-delivery-count".into(), AMQPValue::LongLongInt(50));
         many.insert("x-acquired-count".into(), AMQPValue::LongLongInt(50));
         assert_eq!(
-            read_one(many).failures,
+            parse_headers(many).failures,
             0,
             "lost connections are no failures"
         );
@@ -405,18 +408,18 @@ mod tests {
             AMQPValue::Void,
             death(AMQPValue::Boolean(true), "rejected", AMQPValue::LongInt(1)),
         ];
-        assert_eq!(read_one(dead(odd)).failures, 0);
+        assert_eq!(parse_headers(dead(odd)).failures, 0);
         let overflow = vec![death(queue(), "rejected", AMQPValue::LongLongInt(i64::MAX)); 3];
-        assert_eq!(read_one(dead(overflow)).failures, 0);
+        assert_eq!(parse_headers(dead(overflow)).failures, 0);
     }
 
     #[test]
-    fn a_copy_whose_time_has_not_come_waits_on() {
+    fn a_copy_before_its_time_is_delayed_again() {
         let waits_under = |topology, text: String| {
             let mut table = FieldTable::default();
             table.insert(NOT_BEFORE.into(), AMQPValue::LongString(text.into()));
-            wait(
-                &read_one(table),
+            remaining_delay(
+                &parse_headers(table),
                 &RabbitMq::queue("q")
                     .topology(topology)
                     .check()
@@ -442,8 +445,8 @@ mod tests {
             assert_eq!(waits(odd), None);
         }
         assert_eq!(
-            wait(
-                &read_one(FieldTable::default()),
+            remaining_delay(
+                &parse_headers(FieldTable::default()),
                 &RabbitMq::queue("q").check().expect("settings")
             ),
             None
@@ -453,12 +456,12 @@ mod tests {
         assert_eq!(
             waits_under(Topology::Trust, day),
             Some(Duration::from_secs(600)),
-            "a slot of the prefetch is not held for a day"
+            "a delivery must not occupy the prefetch for a day"
         );
     }
 
     #[test]
-    fn the_key_is_the_named_header_or_the_routing_key() {
+    fn the_key_is_the_key_header_or_the_routing_key() {
         let settings = RabbitMq::queue("q")
             .key_header("customer")
             .check()
@@ -468,7 +471,7 @@ mod tests {
             if let Some(value) = value {
                 table.insert("customer".into(), value);
             }
-            let (delivery, original) = read(
+            let (delivery, original) = parse_delivery(
                 raw(BasicProperties::default().with_headers(table)),
                 &settings,
                 1,
@@ -499,7 +502,7 @@ mod tests {
             AMQPValue::LongString("orders.eu".into()),
         );
         assert_eq!(
-            read_one(table.clone()).message.key.as_deref(),
+            parse_headers(table.clone()).message.key.as_deref(),
             Some(&b"orders.eu"[..])
         );
         table.insert(
@@ -507,9 +510,9 @@ mod tests {
             AMQPValue::LongString("k".repeat(256).into()),
         );
         assert_eq!(
-            read_one(table).message.key.as_deref(),
+            parse_headers(table).message.key.as_deref(),
             Some(&b"a.key"[..]),
-            "no routing key is that long"
+            "a routing key is at most 255 bytes long"
         );
     }
 }

@@ -7,43 +7,43 @@
 //! ```
 //!
 //! # What it does
-//! - It owns its connections and rebuilds them after any trouble, with backoff. A receipt belongs
-//!   to its channel: one from a channel that is gone is counted and dropped, never sent.
-//! - It acknowledges the contiguous prefix of settled deliveries with one frame.
-//! - Dead letters, in-doubt messages and long delays travel on a connection of their own, as
-//!   confirmed copies that stand in their queue before the original is acknowledged. A crash in
-//!   between leaves both.
-//! - A released delivery waits in memory for up to five seconds, else in a delay queue. One that
-//!   keeps hundreds behind it from being acknowledged together moves to a delay queue, too. If the
-//!   connection is lost meanwhile, what waited in memory comes back at once.
+//! - It owns its connections and reconnects with backoff after any failure. A receipt is valid on
+//!   the channel that delivered it: a settlement for a closed channel is counted and dropped.
+//! - It acknowledges the contiguous prefix of settled deliveries with one `basic.ack`
+//!   (`multiple`).
+//! - It publishes dead letters, in-doubt messages and long delays on a second connection, with
+//!   publisher confirms, and acknowledges the original after the confirm. A crash in between
+//!   leaves both messages.
+//! - A released delivery waits in memory for up to five seconds; a longer delay uses a delay queue.
+//!   A delivery that keeps hundreds behind it from being acknowledged together moves to a delay
+//!   queue, too. If the connection is lost, deliveries that wait in memory are redelivered at once.
 #![forbid(unsafe_code)]
 
-// Where to begin: `source` is what the consumer drives, and hands everything on to the `engine`. A
-// `session` is one channel that consumes, from its `opening` on, with its `acks` and what is `held`
-// back; `incoming` reads what it brings, and the `inbox` takes that back to the source. The
-// `publisher` sends each `copy` in a `flight`. From the URL to the bytes go `node`, `link`,
-// `handshake`, `guard` and `frames`.
-mod acks;
+// Where to begin: `source` implements core's `Source` and sends commands to the `driver`, a task on
+// a thread of its own. The driver owns one `session` (a consuming channel, opened by
+// `open_session`) with its `ack_ledger` and `delay_buffer`; `incoming` converts its deliveries, and
+// the `inbox` hands them to the source. The `publisher` publishes each `message_copy` on a
+// `publish_channel`. From the URL to the socket: `node`, `connector`, `client`.
+mod ack_ledger;
 mod backoff;
-mod copy;
-mod engine;
-mod flight;
-mod frames;
-mod guard;
-mod handshake;
-mod held;
+mod client;
+mod connector;
+mod delay_buffer;
+mod driver;
 mod inbox;
 mod incoming;
-mod link;
+mod message_copy;
 mod metric;
 mod node;
-mod opening;
+mod open_session;
+mod problem_throttle;
+mod publish_channel;
 mod publisher;
+mod queue_settings;
 mod session;
 mod settings;
 mod source;
 mod status;
-mod telling;
 mod tls;
 mod topology;
 

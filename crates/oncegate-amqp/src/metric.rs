@@ -15,46 +15,46 @@ pub(crate) const BLOCKED_SECONDS: &str = "oncegate_amqp_blocked_seconds_total";
 
 /// The metrics of the RabbitMQ source.
 pub const RABBITMQ_METRICS: &[Metric] = &[
-    Metric::gauge(
-        UNACKED,
-        &["queue"],
-        "Deliveries that are not acknowledged yet",
-    ),
-    Metric::counter(DELIVERED, &["queue"], "Deliveries that came in"),
+    Metric::gauge(UNACKED, &["queue"], "Unacknowledged deliveries"),
+    Metric::counter(DELIVERED, &["queue"], "Deliveries received"),
     Metric::counter(
         REDELIVERED,
         &["queue"],
         "Deliveries that the broker marked as redelivered",
     ),
-    Metric::counter(CHANNELS_LOST, &["queue"], "Channels that were lost"),
+    Metric::counter(
+        CHANNELS_LOST,
+        &["queue"],
+        "Channels lost; the source opens another one for each",
+    ),
     Metric::gauge(
         AWAY,
         &["queue"],
-        "1 while there is no channel, because one was lost and no other could be opened yet",
+        "1 while there is no channel because one was lost and no other could be opened yet",
     ),
     Metric::counter(
         STALE_RECEIPTS,
         &["queue"],
-        "Settlements whose channel had gone: never sent, their deliveries come back",
+        "Settlements for a closed channel: dropped, and their deliveries redelivered",
     ),
     Metric::counter(
         COPIES,
         &["queue"],
-        "Dead letters, in-doubt messages and delayed copies that stand in their queue",
+        "Dead letters, in-doubt messages and delayed copies that were published and confirmed",
     ),
     Metric::counter(
         PUBLISH_RETRIES,
         &["queue"],
-        "Copies that were not confirmed and are published again",
+        "Copies that were published again because they were not confirmed",
     ),
     Metric::gauge(
         BLOCKED,
         &["queue"],
-        "1 while the broker reads nothing that is published, for want of memory or disk space",
+        "1 while the broker blocks publishing because of a resource alarm (memory or disk space)",
     ),
     Metric::counter(
         BLOCKED_SECONDS,
         &["queue"],
-        "Whole seconds for which it read nothing, all such times that are over added up",
+        "Whole seconds for which the broker blocked publishing, summed over all alarms that are over",
     ),
 ];

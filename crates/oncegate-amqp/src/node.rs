@@ -1,4 +1,4 @@
-//! One node of the broker: its URL, read, and shown without its password.
+//! The nodes of the broker: their parsed URLs, and these without passwords for logs.
 
 use std::net::Ipv6Addr;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use lapin::uri::{AMQPScheme, AMQPUri};
 use oncegate_core::source::SourceError;
 
-/// Seconds between heartbeats, unless the URL says otherwise.
+/// The heartbeat interval in seconds, unless the URL has one.
 const HEARTBEAT: u16 = 10;
-/// Milliseconds for the whole handshake, unless the URL says otherwise.
+/// The timeout of the whole handshake in milliseconds, unless the URL has one.
 const CONNECTION_TIMEOUT: u64 = 5_000;
-/// What may stand in the query. Anything else would be ignored by the client, say `verify` or
-/// `cacertfile`.
-const QUERY: [&str; 5] = [
+/// The supported query parameters. lapin ignores any other, such as `verify` or `cacertfile`, so
+/// these are errors.
+const QUERY_PARAMETERS: [&str; 5] = [
     "heartbeat",
     "connection_timeout",
     "frame_max",
@@ -20,45 +20,45 @@ const QUERY: [&str; 5] = [
     "auth_mechanism",
 ];
 
-/// Where one node answers.
-pub(crate) struct Node {
+/// One node of a broker.
+pub(crate) struct BrokerNode {
     pub(crate) uri: AMQPUri,
-    /// The URL without its password.
-    pub(crate) shown: String,
+    /// The URL without the password.
+    pub(crate) redacted_url: String,
 }
 
-/// The nodes of one broker, and which of them is tried next.
-pub(crate) struct Nodes {
-    /// Not empty.
-    all: Vec<Node>,
+/// The nodes of one broker, and which of them is current.
+pub(crate) struct BrokerNodes {
+    /// Never empty.
+    all: Vec<BrokerNode>,
     at: AtomicUsize,
 }
 
-impl Nodes {
-    /// Reads the URLs. It begins with any of them, so that a fleet spreads over a cluster.
-    pub(crate) fn read(urls: &[String]) -> Result<Self, SourceError> {
+impl BrokerNodes {
+    /// Parses the URLs. The first current node is random, so that a fleet spreads over a cluster.
+    pub(crate) fn parse(urls: &[String]) -> Result<Self, SourceError> {
         let all = urls
             .iter()
-            .map(|url| Node::read(url))
+            .map(|url| BrokerNode::parse(url))
             .collect::<Result<Vec<_>, _>>()?;
         let Some(first) = all.first() else {
-            return Err(refused("none is named"));
+            return Err(url_error("no URL is configured"));
         };
         if all.iter().any(|node| node.uri.vhost != first.uri.vhost) {
-            return Err(refused(
-                "the nodes of one broker are named with different virtual hosts",
+            return Err(url_error(
+                "the URLs of one broker have different virtual hosts",
             ));
         }
         let at = AtomicUsize::new(fastrand::usize(..all.len()));
         Ok(Self { all, at })
     }
 
-    /// The node whose turn it is.
-    pub(crate) fn current(&self) -> &Node {
+    /// The node to connect to.
+    pub(crate) fn current(&self) -> &BrokerNode {
         &self.all[self.at.load(Ordering::Relaxed) % self.all.len()]
     }
 
-    /// It is the next one's turn.
+    /// Makes the next node the current one.
     pub(crate) fn advance(&self) {
         self.at.fetch_add(1, Ordering::Relaxed);
     }
@@ -67,32 +67,32 @@ impl Nodes {
         self.all.len()
     }
 
-    /// Whether one of them would be spoken to in plain text.
-    pub(crate) fn speak_plainly(&self) -> bool {
+    /// Whether a URL is without TLS.
+    pub(crate) fn any_plain_text(&self) -> bool {
         self.all
             .iter()
             .any(|node| node.uri.scheme == AMQPScheme::AMQP)
     }
 }
 
-impl Node {
-    /// Parses a URL. No error repeats it: a password may be in it.
-    pub(crate) fn read(url: &str) -> Result<Self, SourceError> {
+impl BrokerNode {
+    /// Parses a URL. No error contains it, since it may contain a password.
+    pub(crate) fn parse(url: &str) -> Result<Self, SourceError> {
         let Some((scheme, rest)) = url.split_once("://") else {
-            return Err(refused("it is not an AMQP URL"));
+            return Err(url_error("it is not an AMQP URL"));
         };
         let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
-        // With one of these in a password the rest of it would be read as a host, and shown.
+        // An unencoded one in the password would make the rest of it the host, which is logged.
         if path.contains(['@', '#']) {
-            return Err(refused(
-                "a character in it has to be percent-encoded: / is %2f, @ is %40, # is %23, ? is %3f",
+            return Err(url_error(
+                "it contains a character that must be percent-encoded: / as %2f, @ as %40, # as %23, ? as %3f",
             ));
         }
         let (credentials, host) = authority
             .rsplit_once('@')
             .map_or((None, authority), |(before, host)| (Some(before), host));
-        let address = literal(host)?;
-        // The client's parser takes no such address, and would go to `localhost` without a word.
+        let address = ipv6_literal(host)?;
+        // lapin's parser ignores an IPv6 address and would connect to `localhost`.
         let plain = match (&address, credentials) {
             (None, _) => url.to_owned(),
             (Some((_, port)), None) => format!("{scheme}://literal{port}{path}"),
@@ -102,33 +102,36 @@ impl Node {
         };
         let mut uri: AMQPUri = plain
             .parse()
-            .map_err(|_| refused("it is not an AMQP URL"))?;
+            .map_err(|_| url_error("it is not an AMQP URL"))?;
         if let Some((address, _)) = &address {
             uri.authority.host = address.to_string();
         }
         if uri.authority.host.is_empty() {
-            return Err(refused("it names no host"));
+            return Err(url_error("it has no host"));
         }
         let query = path.split_once('?').map_or("", |(_, query)| query);
         let names = query
             .split('&')
             .filter(|part| !part.is_empty())
             .map(|part| part.split('=').next().unwrap_or_default());
-        if names.into_iter().any(|name| !QUERY.contains(&name)) {
-            let text = "it has a query that means nothing here: heartbeat, connection_timeout, frame_max, channel_max and auth_mechanism do";
-            return Err(refused(text));
+        if names
+            .into_iter()
+            .any(|name| !QUERY_PARAMETERS.contains(&name))
+        {
+            let text = "it has an unsupported query parameter; supported are heartbeat, connection_timeout, frame_max, channel_max and auth_mechanism";
+            return Err(url_error(text));
         }
         uri.query.heartbeat.get_or_insert(HEARTBEAT);
         uri.query
             .connection_timeout
             .get_or_insert(CONNECTION_TIMEOUT);
-        let shown = shown(&uri);
-        Ok(Self { uri, shown })
+        let redacted_url = redacted_url(&uri);
+        Ok(Self { uri, redacted_url })
     }
 }
 
-/// An IPv6 address in brackets, and the port behind it with its colon; `None` if the host is none.
-fn literal(host: &str) -> Result<Option<(Ipv6Addr, &str)>, SourceError> {
+/// An IPv6 address in brackets, and the rest (a colon and the port); `None` for any other host.
+fn ipv6_literal(host: &str) -> Result<Option<(Ipv6Addr, &str)>, SourceError> {
     let Some(rest) = host.strip_prefix('[') else {
         return Ok(None);
     };
@@ -138,10 +141,10 @@ fn literal(host: &str) -> Result<Option<(Ipv6Addr, &str)>, SourceError> {
     let parsed = parsed.filter(|(_, port)| port.is_empty() || port.starts_with(':'));
     parsed
         .map(Some)
-        .ok_or_else(|| refused("what stands in brackets is not an IPv6 address"))
+        .ok_or_else(|| url_error("the host in brackets is not an IPv6 address"))
 }
 
-fn shown(uri: &AMQPUri) -> String {
+fn redacted_url(uri: &AMQPUri) -> String {
     let scheme = match uri.scheme {
         AMQPScheme::AMQP => "amqp",
         AMQPScheme::AMQPS => "amqps",
@@ -154,14 +157,14 @@ fn shown(uri: &AMQPUri) -> String {
     };
     format!(
         "{scheme}://{}@{host}:{}/{}",
-        encoded(&authority.userinfo.username),
+        percent_encode(&authority.userinfo.username),
         authority.port,
-        encoded(&uri.vhost)
+        percent_encode(&uri.vhost)
     )
 }
 
-/// Percent-encodes what has a meaning in a URL, and what would break a line of a log.
-fn encoded(text: &str) -> String {
+/// Percent-encodes reserved characters of URLs, and those that would break a log line.
+fn percent_encode(text: &str) -> String {
     let mut encoded = String::with_capacity(text.len());
     for character in text.chars() {
         if character.is_alphanumeric() || "-._~!$&'()*+,;=".contains(character) {
@@ -177,7 +180,7 @@ fn encoded(text: &str) -> String {
     encoded
 }
 
-fn refused(problem: &str) -> SourceError {
+fn url_error(problem: &str) -> SourceError {
     SourceError::misconfigured(
         "url",
         problem,
@@ -189,13 +192,13 @@ fn refused(problem: &str) -> SourceError {
 mod tests {
     use super::*;
 
-    fn read(url: &str) -> Node {
-        Node::read(url).unwrap_or_else(|error| panic!("{url}: {error}"))
+    fn parse(url: &str) -> BrokerNode {
+        BrokerNode::parse(url).unwrap_or_else(|error| panic!("{url}: {error}"))
     }
 
     #[test]
-    fn odd_characters_arrive_as_they_are_meant() {
-        let node = read(
+    fn percent_encoded_characters_are_decoded() {
+        let node = parse(
             "amqps://us%40er:p%2f%40%3a%23%3f%25%5b%5d@rabbit.example:5671/pay%2fments%20%c3%a9?heartbeat=3",
         );
         let authority = &node.uri.authority;
@@ -219,23 +222,23 @@ mod tests {
             (Some(3), Some(5_000))
         );
         assert_eq!(
-            node.shown,
+            node.redacted_url,
             "amqps://us%40er@rabbit.example:5671/pay%2fments%20é"
         );
         assert_eq!(
-            read("amqp://h/a%0ab").shown,
+            parse("amqp://h/a%0ab").redacted_url,
             "amqp://guest@h:5672/a%0ab",
-            "a line stays a line"
+            "a line break stays encoded"
         );
         assert_eq!(
-            read("amqp://localhost").shown,
+            parse("amqp://localhost").redacted_url,
             "amqp://guest@localhost:5672/%2f"
         );
     }
 
     #[test]
-    fn an_ipv6_address_stands_in_brackets() {
-        for (url, host, port, shown) in [
+    fn an_ipv6_address_is_written_in_brackets() {
+        for (url, host, port, redacted_url) in [
             (
                 "amqp://u:secret@[::1]:5673/%2f",
                 "::1",
@@ -249,14 +252,14 @@ mod tests {
                 "amqps://guest@[2001:db8::7]:5671/v",
             ),
         ] {
-            let node = read(url);
+            let node = parse(url);
             assert_eq!(
                 (
                     node.uri.authority.host.as_str(),
                     node.uri.authority.port,
-                    node.shown.as_str()
+                    node.redacted_url.as_str()
                 ),
-                (host, port, shown)
+                (host, port, redacted_url)
             );
         }
         for url in [
@@ -266,20 +269,22 @@ mod tests {
             "amqp://[::1]x/",
             "amqp://[::1]:port/",
         ] {
-            assert!(Node::read(url).is_err(), "{url}");
+            assert!(BrokerNode::parse(url).is_err(), "{url}");
         }
     }
 
     #[test]
-    fn a_password_that_was_not_encoded_is_refused_and_not_shown() {
-        // The digits would be the port of a host with the user's name.
+    fn an_unencoded_password_is_an_error_that_does_not_contain_it() {
+        // The digits would be parsed as the port of a host with the user's name.
         for url in [
             "amqp://user:12/canary@host/v",
             "amqp://user:12#canary@host/v",
             "amqp://user:12?canary@host/v",
             "amqp://u:canary",
         ] {
-            let error = Node::read(url).err().unwrap_or_else(|| panic!("{url}"));
+            let error = BrokerNode::parse(url)
+                .err()
+                .unwrap_or_else(|| panic!("{url}"));
             assert!(
                 !format!("{error} {error:?}").contains("canary")
                     && !error.to_string().contains("12"),
@@ -289,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_that_the_client_would_ignore_is_refused() {
+    fn a_query_parameter_that_lapin_would_ignore_is_refused() {
         for query in [
             "verify=verify_none",
             "cacertfile=/ca.pem",
@@ -297,18 +302,18 @@ mod tests {
             "heartbeat=10&x=1",
         ] {
             assert!(
-                Node::read(&format!("amqps://h/v?{query}")).is_err(),
+                BrokerNode::parse(&format!("amqps://h/v?{query}")).is_err(),
                 "{query}"
             );
         }
-        assert!(Node::read("amqps://h/v?auth_mechanism=external&heartbeat=5").is_ok());
-        assert!(Node::read("amqps://h/v?auth_mechanism=guessing").is_err());
+        assert!(BrokerNode::parse("amqps://h/v?auth_mechanism=external&heartbeat=5").is_ok());
+        assert!(BrokerNode::parse("amqps://h/v?auth_mechanism=guessing").is_err());
     }
 
     #[test]
-    fn the_nodes_of_one_broker_take_turns() {
+    fn advance_visits_every_node() {
         let urls = ["amqp://a/v", "amqp://b/v", "amqp://c/v"].map(String::from);
-        let nodes = Nodes::read(&urls).expect("nodes");
+        let nodes = BrokerNodes::parse(&urls).expect("nodes");
         let mut seen: Vec<String> = Vec::new();
         for _ in 0..6 {
             seen.push(nodes.current().uri.authority.host.clone());
@@ -317,7 +322,7 @@ mod tests {
         assert_eq!(seen[..3], seen[3..]);
         seen.sort();
         assert_eq!(seen, ["a", "a", "b", "b", "c", "c"]);
-        assert!(Nodes::read(&[]).is_err());
-        assert!(Nodes::read(&["amqp://a/v".to_owned(), "amqp://b/w".to_owned()]).is_err());
+        assert!(BrokerNodes::parse(&[]).is_err());
+        assert!(BrokerNodes::parse(&["amqp://a/v".to_owned(), "amqp://b/w".to_owned()]).is_err());
     }
 }

@@ -1,7 +1,7 @@
-//! Copies on their way: dead letters, in-doubt messages and delays, on a connection of their own.
+//! Publishes dead letters, in-doubt messages and delayed messages on a connection of their own.
 //!
-//! Of its own, because a broker that is short of memory stops reading from connections that
-//! publish, and acknowledgements must not wait for that.
+//! RabbitMQ stops reading from publishing connections during a resource alarm, and
+//! acknowledgements must not wait for that.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -17,224 +17,230 @@ use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
 use crate::backoff::Backoff;
-use crate::copy::{Copy, Withdrawal};
-use crate::flight::{Flight, Landed, Trouble};
-use crate::link;
-use crate::settings::Settings;
-use crate::telling::Telling;
+use crate::connector;
+use crate::message_copy::{MessageCopy, PublishCancellation};
+use crate::problem_throttle::ProblemThrottle;
+use crate::publish_channel::{BatchOutcome, CopyPublishError, PublishChannel};
+use crate::queue_settings::QueueSettings;
 
-/// How many copies may wait for their confirmation at once, for each destination.
-const WINDOW: usize = 256;
+/// How many copies to one queue may wait for confirms at once.
+const MAX_BATCH: usize = 256;
 
-/// How many copies may have a line of their own. Where all of them fail, for want of a permission,
-/// say, each would close channels at its own pace.
-const MOST_ALONE: usize = 8;
+/// How many copies may have a publish queue of their own. If all copies fail, for example without
+/// the write permission, more would only close more channels.
+const MAX_ISOLATED: usize = 8;
 
-/// The engine's end of the publisher.
-pub(crate) struct Publisher {
-    copies: UnboundedSender<Copy>,
-    confirmed: UnboundedReceiver<Confirmed>,
-    running: JoinHandle<()>,
+/// The driver's handle to the publisher task.
+pub(crate) struct CopyPublisher {
+    copies: UnboundedSender<MessageCopy>,
+    confirmed: UnboundedReceiver<ConfirmedCopy>,
+    task: JoinHandle<()>,
 }
 
-/// A copy that stands in its queue.
-pub(crate) struct Confirmed {
+/// A copy that is in its queue.
+pub(crate) struct ConfirmedCopy {
     pub(crate) epoch: u64,
     pub(crate) tag: u64,
-    pub(crate) withdrawal: Option<Withdrawal>,
+    pub(crate) cancellation: Option<PublishCancellation>,
 }
 
-impl Publisher {
-    /// Starts it. It connects when there is something to publish. Copies of an epoch that is not
-    /// `live` any more are dropped: their originals are delivered again.
-    pub(crate) fn start(settings: Arc<Settings>, live: Arc<AtomicU64>) -> Self {
+impl CopyPublisher {
+    /// Starts the task, which connects when there is something to publish. It drops copies of any
+    /// other epoch than `live_epoch`, because the broker redelivers their originals.
+    pub(crate) fn start(settings: Arc<QueueSettings>, live_epoch: Arc<AtomicU64>) -> Self {
         let (copies, to_publish) = unbounded_channel();
-        let (confirms, confirmed) = unbounded_channel();
-        let work = Work::new(settings, live, to_publish, confirms);
+        let (confirmations, confirmed) = unbounded_channel();
+        let task = PublisherTask::new(settings, live_epoch, to_publish, confirmations);
         Self {
             copies,
             confirmed,
-            running: tokio::spawn(work.run()),
+            task: tokio::spawn(task.run()),
         }
     }
 
-    /// Sees to it that the copy is published and confirmed, however often it takes.
-    pub(crate) fn publish(&self, copy: Copy) {
-        // If it has ended, `confirmed` says so.
+    /// Publishes the copy until it is confirmed.
+    pub(crate) fn publish(&self, copy: MessageCopy) {
+        // If the task ended, `confirmed` returns `None`.
         let _ = self.copies.send(copy);
     }
 
-    /// The next copy that stands in its queue; `None` if the publisher has ended, which only a bug
-    /// in it can do.
-    pub(crate) async fn confirmed(&mut self) -> Option<Confirmed> {
+    /// The next copy that is in its queue; `None` if the task ended, which only a bug can cause.
+    pub(crate) async fn confirmed(&mut self) -> Option<ConfirmedCopy> {
         self.confirmed.recv().await
     }
 
-    /// Ends it; what was not confirmed is given up.
-    pub(crate) async fn close(self, patience: Duration) {
+    /// Ends the task. Copies that are not confirmed are abandoned, and their originals redelivered.
+    pub(crate) async fn close(self, timeout: Duration) {
         drop(self.copies);
-        let _ = tokio::time::timeout(patience, self.running).await;
+        let _ = tokio::time::timeout(timeout, self.task).await;
     }
 }
 
-struct Work {
-    settings: Arc<Settings>,
-    live: Arc<AtomicU64>,
-    copies: UnboundedReceiver<Copy>,
-    confirms: UnboundedSender<Confirmed>,
-    lanes: BTreeMap<Lane, Line>,
-    flying: FuturesUnordered<BoxFuture<'static, (Lane, Landed)>>,
-    /// For connecting.
+struct PublisherTask {
+    settings: Arc<QueueSettings>,
+    live_epoch: Arc<AtomicU64>,
+    copies: UnboundedReceiver<MessageCopy>,
+    confirmations: UnboundedSender<ConfirmedCopy>,
+    queues: BTreeMap<PublishQueueKey, PublishQueue>,
+    in_flight: FuturesUnordered<BoxFuture<'static, (PublishQueueKey, BatchOutcome)>>,
+    /// For reconnecting.
     backoff: Backoff,
+    /// When to connect next.
     not_before: Instant,
     connection: Option<Arc<Connection>>,
-    /// What the broker says about the connection; ends with it.
+    /// The events of the connection, such as `connection.blocked`.
     events: BoxStream<'static, Event>,
-    telling: Telling,
+    throttle: ProblemThrottle,
 }
 
-/// What waits in one line, and fails together.
+/// Which copies share a [`PublishQueue`].
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Lane {
-    /// The copies for one queue: while it is missing, no others wait for it.
-    To(String),
-    /// A copy, by its tag, that was alone when its channel was closed. It takes no others with it
-    /// again.
-    Alone(u64),
+enum PublishQueueKey {
+    /// All copies for one queue, so that a missing queue does not delay copies to others.
+    Destination(String),
+    /// The copy with this tag, because the broker closed the channel when it was published singly.
+    /// It must not close the channel of other copies again.
+    Isolated(u64),
 }
 
-struct Line {
-    waiting: VecDeque<Copy>,
-    /// One after a failure: then it is clear which copy failed, and none is published twice for
-    /// another's sake.
-    window: usize,
+/// Copies that wait to be published, with their own backoff.
+struct PublishQueue {
+    waiting: VecDeque<MessageCopy>,
+    /// 1 after a failure: then it is known which copy fails, and no other is published twice.
+    batch_limit: usize,
     backoff: Backoff,
     not_before: Instant,
-    flight: Option<Flight>,
+    /// `None` while a batch is in flight.
+    channel: Option<PublishChannel>,
 }
 
-impl Line {
+impl PublishQueue {
     fn new() -> Self {
         Self {
             waiting: VecDeque::new(),
-            window: WINDOW,
+            batch_limit: MAX_BATCH,
             backoff: Backoff::default(),
             not_before: Instant::now(),
-            flight: Some(Flight::default()),
+            channel: Some(PublishChannel::default()),
         }
     }
 
-    /// What goes off together.
-    fn take_batch(&mut self) -> Vec<Copy> {
+    /// Removes the next batch.
+    fn take_batch(&mut self) -> Vec<MessageCopy> {
         self.waiting
-            .drain(..self.window.min(self.waiting.len()))
+            .drain(..self.batch_limit.min(self.waiting.len()))
             .collect()
     }
 
-    /// When it may go on; `None` while it has nothing to do or waits for confirmations.
+    /// When to publish the next batch; `None` while it is empty or a batch is in flight.
     fn due(&self) -> Option<Instant> {
-        (!self.waiting.is_empty() && self.flight.is_some()).then_some(self.not_before)
+        (!self.waiting.is_empty() && self.channel.is_some()).then_some(self.not_before)
     }
 }
 
-impl Work {
+impl PublisherTask {
     fn new(
-        settings: Arc<Settings>,
-        live: Arc<AtomicU64>,
-        copies: UnboundedReceiver<Copy>,
-        confirms: UnboundedSender<Confirmed>,
+        settings: Arc<QueueSettings>,
+        live_epoch: Arc<AtomicU64>,
+        copies: UnboundedReceiver<MessageCopy>,
+        confirmations: UnboundedSender<ConfirmedCopy>,
     ) -> Self {
         Self {
             settings,
-            live,
+            live_epoch,
             copies,
-            confirms,
-            lanes: BTreeMap::new(),
-            flying: FuturesUnordered::new(),
+            confirmations,
+            queues: BTreeMap::new(),
+            in_flight: FuturesUnordered::new(),
             backoff: Backoff::default(),
             not_before: Instant::now(),
             connection: None,
             events: Box::pin(futures_util::stream::pending()),
-            telling: Telling::default(),
+            throttle: ProblemThrottle::default(),
         }
     }
 
     async fn run(mut self) {
         loop {
-            self.fill().await;
+            self.publish_due().await;
             let due = self
-                .lanes
+                .queues
                 .values()
-                .filter_map(Line::due)
+                .filter_map(PublishQueue::due)
                 .min()
                 .map(|due| due.max(self.not_before));
             tokio::select! {
                 copy = self.copies.recv() => match copy {
-                    Some(copy) => self.take(copy),
+                    Some(copy) => self.enqueue(copy),
                     None => break,
                 },
-                Some((lane, landed)) = self.flying.next(), if !self.flying.is_empty() => self.landed(lane, landed),
-                event = self.events.next() => self.told(event),
+                Some((key, outcome)) = self.in_flight.next(), if !self.in_flight.is_empty() => {
+                    self.batch_finished(key, outcome);
+                }
+                event = self.events.next() => self.connection_event(event),
                 () = tokio::time::sleep_until(due.unwrap_or_else(Instant::now)), if due.is_some() => {}
             }
         }
-        self.settings.meter.unblocked();
+        self.settings.metrics.unblocked();
         if let Some(connection) = self.connection.take() {
-            link::close(&connection, Duration::from_secs(1)).await;
+            connector::close(&connection, Duration::from_secs(1)).await;
         }
     }
 
-    /// Whether the broker reads what is published.
-    fn told(&mut self, event: Option<Event>) {
+    /// Tracks `connection.blocked` and `connection.unblocked`.
+    fn connection_event(&mut self, event: Option<Event>) {
         let queue = &*self.settings.name;
         match event {
             Some(Event::ConnectionBlocked(reason)) => {
                 tracing::warn!(
                     queue,
                     reason,
-                    "the broker takes nothing that is published; dead letters and delayed messages are held"
+                    "RabbitMQ blocks publishing because of a resource alarm; dead letters and delayed messages wait; free memory or disk space on the broker"
                 );
-                self.settings.meter.blocked();
+                self.settings.metrics.blocked();
             }
             Some(Event::ConnectionUnblocked) => {
-                tracing::info!(queue, "the broker takes what is published again");
-                self.settings.meter.unblocked();
+                tracing::info!(queue, "RabbitMQ no longer blocks publishing");
+                self.settings.metrics.unblocked();
             }
             Some(_) => {}
             None => {
-                self.settings.meter.unblocked();
+                self.settings.metrics.unblocked();
                 self.events = Box::pin(futures_util::stream::pending());
             }
         }
     }
 
-    fn take(&mut self, copy: Copy) {
-        self.lanes
-            .entry(Lane::To(copy.to.to_string()))
-            .or_insert_with(Line::new)
+    fn enqueue(&mut self, copy: MessageCopy) {
+        self.queues
+            .entry(PublishQueueKey::Destination(copy.destination.to_string()))
+            .or_insert_with(PublishQueue::new)
             .waiting
             .push_back(copy);
     }
 
-    /// Publishes what waits, as far as the windows go.
-    async fn fill(&mut self) {
+    /// Publishes one batch of each queue that is due.
+    async fn publish_due(&mut self) {
         while let Ok(copy) = self.copies.try_recv() {
-            self.take(copy);
+            self.enqueue(copy);
         }
-        let live = self.live.load(Ordering::Acquire);
-        self.lanes.values_mut().for_each(|line| {
-            line.waiting
-                .retain(|copy| copy.epoch == live && !copy.is_withdrawn())
+        let live_epoch = self.live_epoch.load(Ordering::Acquire);
+        self.queues.values_mut().for_each(|queue| {
+            queue
+                .waiting
+                .retain(|copy| copy.epoch == live_epoch && !copy.is_cancelled())
         });
-        self.lanes.retain(|lane, line| {
-            matches!(lane, Lane::To(_)) || line.flight.is_none() || !line.waiting.is_empty()
+        self.queues.retain(|key, queue| {
+            matches!(key, PublishQueueKey::Destination(_))
+                || queue.channel.is_none()
+                || !queue.waiting.is_empty()
         });
         let now = Instant::now();
         if now < self.not_before
             || !self
-                .lanes
+                .queues
                 .values()
-                .filter_map(Line::due)
+                .filter_map(PublishQueue::due)
                 .any(|due| due <= now)
         {
             return;
@@ -242,22 +248,25 @@ impl Work {
         let Some(connection) = self.connection().await else {
             return;
         };
-        for (lane, line) in self
-            .lanes
+        for (key, queue) in self
+            .queues
             .iter_mut()
-            .filter(|(_, line)| line.due().is_some_and(|due| due <= now))
+            .filter(|(_, queue)| queue.due().is_some_and(|due| due <= now))
         {
-            let Some(flight) = line.flight.take() else {
+            let Some(channel) = queue.channel.take() else {
                 continue;
             };
-            let batch = line.take_batch();
-            let (lane, connection, settings) = (
-                lane.clone(),
+            let batch = queue.take_batch();
+            let (key, connection, settings) = (
+                key.clone(),
                 Arc::clone(&connection),
                 Arc::clone(&self.settings),
             );
-            self.flying.push(Box::pin(async move {
-                (lane, flight.fly(&connection, &settings, batch).await)
+            self.in_flight.push(Box::pin(async move {
+                (
+                    key,
+                    channel.publish_batch(&connection, &settings, batch).await,
+                )
             }));
         }
     }
@@ -271,94 +280,117 @@ impl Work {
             return Some(Arc::clone(connection));
         }
         self.connection = None;
-        self.settings.meter.unblocked();
-        match link::connect(&self.settings, "publishes").await {
+        self.settings.metrics.unblocked();
+        match connector::connect(&self.settings, "publishes").await {
             Ok(connection) => {
                 self.backoff.reset();
                 self.events = Box::pin(connection.events_listener());
                 Some(Arc::clone(self.connection.insert(Arc::new(connection))))
             }
-            Err(trouble) => {
+            Err(error) => {
                 let pause = self.backoff.pause();
                 self.not_before = Instant::now() + pause;
-                self.warn(&trouble.to_string(), pause);
+                self.warn(&error.to_string(), pause);
                 None
             }
         }
     }
 
-    fn landed(&mut self, lane: Lane, landed: Landed) {
-        let Landed {
-            flight,
+    fn batch_finished(&mut self, key: PublishQueueKey, outcome: BatchOutcome) {
+        let BatchOutcome {
+            channel,
             confirmed,
-            mut unsure,
-            trouble,
-        } = landed;
-        let was_alone = confirmed.is_empty() && unsure.len() == 1;
-        self.settings.meter.copied(confirmed.len());
+            mut unconfirmed,
+            error,
+        } = outcome;
+        let was_single = confirmed.is_empty() && unconfirmed.len() == 1;
+        self.settings.metrics.copies_confirmed(confirmed.len());
         for copy in confirmed {
-            let _ = self.confirms.send(Confirmed {
+            let _ = self.confirmations.send(ConfirmedCopy {
                 epoch: copy.epoch,
                 tag: copy.tag,
-                withdrawal: copy.withdrawal,
+                cancellation: copy.cancellation,
             });
         }
-        let line = self.lanes.entry(lane.clone()).or_insert_with(Line::new);
-        line.flight = Some(flight);
-        let Some(trouble) = trouble else {
-            line.window = (line.window * 2).min(WINDOW);
-            line.backoff.reset();
+        let queue = self
+            .queues
+            .entry(key.clone())
+            .or_insert_with(PublishQueue::new);
+        queue.channel = Some(channel);
+        let Some(error) = error else {
+            queue.batch_limit = (queue.batch_limit * 2).min(MAX_BATCH);
+            queue.backoff.reset();
             return;
         };
-        self.settings.meter.copies_again(unsure.len());
-        let pause = line.backoff.pause();
-        line.not_before = Instant::now() + pause;
-        line.window = 1;
-        let cost_the_channel =
-            was_alone && matches!((&trouble, &lane), (Trouble::Lost(_), Lane::To(_)));
-        let alone = if cost_the_channel { unsure.pop() } else { None };
-        unsure
+        self.settings.metrics.copies_retried(unconfirmed.len());
+        let pause = queue.backoff.pause();
+        queue.not_before = Instant::now() + pause;
+        queue.batch_limit = 1;
+        let closes_its_channel = was_single
+            && matches!(
+                (&error, &key),
+                (
+                    CopyPublishError::ChannelClosed(_),
+                    PublishQueueKey::Destination(_)
+                )
+            );
+        let to_isolate = if closes_its_channel {
+            unconfirmed.pop()
+        } else {
+            None
+        };
+        unconfirmed
             .into_iter()
             .rev()
-            .for_each(|copy| line.waiting.push_front(copy));
-        if let Some(copy) = alone {
-            self.set_apart(copy, lane);
+            .for_each(|copy| queue.waiting.push_front(copy));
+        if let Some(copy) = to_isolate {
+            self.isolate(copy, key);
         }
-        self.warn(&trouble.to_string(), pause);
+        self.warn(&error.to_string(), pause);
     }
 
-    /// Gives a copy that was alone when its channel was closed a line of its own, or the last place
-    /// in the line.
-    fn set_apart(&mut self, copy: Copy, lane: Lane) {
-        let apart = self
-            .lanes
+    /// Moves a copy to a publish queue of its own, or to the end of its queue if there are
+    /// [`MAX_ISOLATED`] already.
+    fn isolate(&mut self, copy: MessageCopy, key: PublishQueueKey) {
+        let isolated = self
+            .queues
             .keys()
-            .filter(|lane| matches!(lane, Lane::Alone(_)))
+            .filter(|key| matches!(key, PublishQueueKey::Isolated(_)))
             .count();
-        let is_free = apart < MOST_ALONE;
-        let line = self
-            .lanes
-            .entry(if is_free { Lane::Alone(copy.tag) } else { lane })
-            .or_insert_with(Line::new);
-        if is_free {
-            line.window = 1;
-            line.not_before = Instant::now() + line.backoff.pause();
+        let may_isolate = isolated < MAX_ISOLATED;
+        let queue = self
+            .queues
+            .entry(if may_isolate {
+                PublishQueueKey::Isolated(copy.tag)
+            } else {
+                key
+            })
+            .or_insert_with(PublishQueue::new);
+        if may_isolate {
+            queue.batch_limit = 1;
+            queue.not_before = Instant::now() + queue.backoff.pause();
         }
-        line.waiting.push_back(copy);
+        queue.waiting.push_back(copy);
     }
 
     fn warn(&mut self, problem: &str, pause: Duration) {
-        let (queue, broker) = (&*self.settings.name, self.settings.shown());
-        if self.telling.is_due(problem, Instant::now()) {
+        let (queue, broker) = (&*self.settings.name, self.settings.redacted_url());
+        if self.throttle.is_due(problem, Instant::now()) {
             tracing::warn!(
                 queue,
                 broker,
                 problem,
                 ?pause,
-                "a rejected or delayed message could not be published; it is held and tried again"
+                "cannot publish a dead letter, in-doubt or delayed message; retrying; its original stays unacknowledged"
             );
         } else {
-            tracing::debug!(queue, broker, problem, ?pause, "still not published");
+            tracing::debug!(
+                queue,
+                broker,
+                problem,
+                ?pause,
+                "publishing failed again; retrying"
+            );
         }
     }
 }
@@ -368,9 +400,9 @@ mod tests {
     use super::*;
     use crate::RabbitMq;
 
-    fn work() -> Work {
+    fn task() -> PublisherTask {
         let settings = Arc::new(RabbitMq::queue("orders").check().expect("settings"));
-        Work::new(
+        PublisherTask::new(
             settings,
             Arc::default(),
             unbounded_channel().1,
@@ -378,85 +410,100 @@ mod tests {
         )
     }
 
-    fn copy(tag: u64, to: &str) -> Copy {
-        Copy {
+    fn copy(tag: u64, to: &str) -> MessageCopy {
+        MessageCopy {
             epoch: 1,
             tag,
-            to: to.into(),
+            destination: to.into(),
             properties: lapin::BasicProperties::default(),
             body: "".into(),
-            withdrawal: None,
+            cancellation: None,
         }
     }
 
-    fn to(name: &str) -> Lane {
-        Lane::To(name.to_owned())
+    fn destination(name: &str) -> PublishQueueKey {
+        PublishQueueKey::Destination(name.to_owned())
     }
 
-    fn landed(confirmed: Vec<Copy>, unsure: Vec<Copy>, trouble: Option<Trouble>) -> Landed {
-        Landed {
-            flight: Flight::default(),
+    fn outcome(
+        confirmed: Vec<MessageCopy>,
+        unconfirmed: Vec<MessageCopy>,
+        error: Option<CopyPublishError>,
+    ) -> BatchOutcome {
+        BatchOutcome {
+            channel: PublishChannel::default(),
             confirmed,
-            unsure,
-            trouble,
+            unconfirmed,
+            error,
         }
     }
 
-    fn lost() -> Option<Trouble> {
-        Some(Trouble::Lost("closed".into()))
+    fn closed() -> Option<CopyPublishError> {
+        Some(CopyPublishError::ChannelClosed("closed".into()))
     }
 
     #[tokio::test]
-    async fn a_copy_that_costs_the_channel_alone_is_kept_from_the_others_and_has_its_own_backoff() {
-        let mut work = work();
-        work.landed(
-            to("a"),
-            landed(vec![], vec![copy(1, "a"), copy(2, "a")], lost()),
+    async fn a_single_copy_that_closes_its_channel_is_isolated_with_its_own_backoff() {
+        let mut task = task();
+        task.batch_finished(
+            destination("a"),
+            outcome(vec![], vec![copy(1, "a"), copy(2, "a")], closed()),
         );
-        let line = &work.lanes[&to("a")];
+        let queue = &task.queues[&destination("a")];
         assert_eq!(
-            (line.window, line.waiting.len()),
+            (queue.batch_limit, queue.waiting.len()),
             (1, 2),
-            "which of them it was is not known"
+            "it is not known which of them closed the channel"
         );
-        work.lanes
-            .get_mut(&to("a"))
-            .expect("the lane")
+        task.queues
+            .get_mut(&destination("a"))
+            .expect("the queue")
             .waiting
             .clear();
-        work.landed(to("a"), landed(vec![], vec![copy(1, "a")], lost()));
-        assert!(work.lanes[&to("a")].waiting.is_empty());
-        assert_eq!(work.lanes[&Lane::Alone(1)].waiting.len(), 1);
+        task.batch_finished(
+            destination("a"),
+            outcome(vec![], vec![copy(1, "a")], closed()),
+        );
+        assert!(task.queues[&destination("a")].waiting.is_empty());
+        assert_eq!(task.queues[&PublishQueueKey::Isolated(1)].waiting.len(), 1);
         for _ in 0..8 {
-            work.lanes
-                .get_mut(&Lane::Alone(1))
-                .expect("the lane")
+            task.queues
+                .get_mut(&PublishQueueKey::Isolated(1))
+                .expect("the queue")
                 .waiting
                 .clear();
-            work.landed(Lane::Alone(1), landed(vec![], vec![copy(1, "a")], lost()));
-            work.landed(to("a"), landed(vec![copy(2, "a")], vec![], None));
+            task.batch_finished(
+                PublishQueueKey::Isolated(1),
+                outcome(vec![], vec![copy(1, "a")], closed()),
+            );
+            task.batch_finished(destination("a"), outcome(vec![copy(2, "a")], vec![], None));
         }
-        assert!(work.lanes[&Lane::Alone(1)].not_before > Instant::now() + Duration::from_secs(2));
-        assert!(work.lanes[&to("a")].not_before < Instant::now() + Duration::from_secs(1));
-        assert!(work.lanes[&to("a")].window > 1);
+        assert!(
+            task.queues[&PublishQueueKey::Isolated(1)].not_before
+                > Instant::now() + Duration::from_secs(2)
+        );
+        assert!(
+            task.queues[&destination("a")].not_before < Instant::now() + Duration::from_secs(1)
+        );
+        assert!(task.queues[&destination("a")].batch_limit > 1);
     }
 
     #[tokio::test]
-    async fn where_each_copy_costs_the_channel_few_have_a_line_of_their_own_and_all_are_kept() {
-        let mut work = work();
-        (1..=500).for_each(|tag| work.take(copy(tag, "a")));
+    async fn if_every_copy_closes_its_channel_few_are_isolated_and_none_is_dropped() {
+        let mut task = task();
+        (1..=500).for_each(|tag| task.enqueue(copy(tag, "a")));
         for _ in 0..2_000 {
-            let line = work.lanes.get_mut(&to("a")).expect("the lane");
-            let Some(first) = line.waiting.pop_front() else {
+            let queue = task.queues.get_mut(&destination("a")).expect("the queue");
+            let Some(first) = queue.waiting.pop_front() else {
                 break;
             };
-            work.landed(to("a"), landed(vec![], vec![first], lost()));
+            task.batch_finished(destination("a"), outcome(vec![], vec![first], closed()));
         }
-        assert_eq!(work.lanes.len(), 1 + MOST_ALONE);
-        let mut kept: Vec<u64> = work
-            .lanes
+        assert_eq!(task.queues.len(), 1 + MAX_ISOLATED);
+        let mut kept: Vec<u64> = task
+            .queues
             .values()
-            .flat_map(|line| &line.waiting)
+            .flat_map(|queue| &queue.waiting)
             .map(|copy| copy.tag)
             .collect();
         kept.sort();
@@ -464,54 +511,58 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_one_queue_refuses_waits_longer_and_longer_whatever_another_takes() {
-        let mut work = work();
+    async fn the_backoff_of_a_failing_queue_grows_whatever_another_queue_confirms() {
+        let mut task = task();
         for _ in 0..8 {
-            work.lanes
-                .entry(to("a"))
-                .or_insert_with(Line::new)
+            task.queues
+                .entry(destination("a"))
+                .or_insert_with(PublishQueue::new)
                 .waiting
                 .clear();
-            work.landed(
-                to("a"),
-                landed(
+            task.batch_finished(
+                destination("a"),
+                outcome(
                     vec![],
                     vec![copy(1, "a"), copy(2, "a")],
-                    Some(Trouble::Refused("NO_ROUTE".into())),
+                    Some(CopyPublishError::ReturnedOrNacked("NO_ROUTE".into())),
                 ),
             );
-            work.landed(to("b"), landed(vec![copy(3, "b")], vec![], None));
+            task.batch_finished(destination("b"), outcome(vec![copy(3, "b")], vec![], None));
         }
-        let line = &work.lanes[&to("a")];
-        assert!(line.not_before > Instant::now() + Duration::from_secs(2));
+        let queue = &task.queues[&destination("a")];
+        assert!(queue.not_before > Instant::now() + Duration::from_secs(2));
         assert_eq!(
-            line.waiting.iter().map(|copy| copy.tag).collect::<Vec<_>>(),
+            queue
+                .waiting
+                .iter()
+                .map(|copy| copy.tag)
+                .collect::<Vec<_>>(),
             [1, 2]
         );
-        assert_eq!(work.lanes[&to("b")].window, WINDOW);
+        assert_eq!(task.queues[&destination("b")].batch_limit, MAX_BATCH);
     }
 
     #[tokio::test]
-    async fn copies_go_off_by_the_window_and_one_by_one_after_a_failure() {
-        let mut work = work();
-        (0..259).for_each(|tag| work.take(copy(tag, "a")));
-        let line = work.lanes.get_mut(&to("a")).expect("the lane");
+    async fn copies_are_published_in_batches_and_one_by_one_after_a_failure() {
+        let mut task = task();
+        (0..259).for_each(|tag| task.enqueue(copy(tag, "a")));
+        let queue = task.queues.get_mut(&destination("a")).expect("the queue");
         assert_eq!(
             [
-                line.take_batch().len(),
-                line.take_batch().len(),
-                line.take_batch().len()
+                queue.take_batch().len(),
+                queue.take_batch().len(),
+                queue.take_batch().len()
             ],
             [256, 3, 0]
         );
-        work.landed(
-            to("a"),
-            landed(vec![], vec![copy(1, "a"), copy(2, "a")], lost()),
+        task.batch_finished(
+            destination("a"),
+            outcome(vec![], vec![copy(1, "a"), copy(2, "a")], closed()),
         );
         assert_eq!(
-            work.lanes
-                .get_mut(&to("a"))
-                .expect("the lane")
+            task.queues
+                .get_mut(&destination("a"))
+                .expect("the queue")
                 .take_batch()
                 .len(),
             1
@@ -519,22 +570,22 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_copy_that_was_withdrawn_is_published_no_more() {
-        let mut work = work();
-        let withdrawal = Withdrawal::default();
-        work.live.store(1, Ordering::Release);
-        work.not_before = Instant::now() + Duration::from_secs(3_600);
-        work.take(Copy {
-            withdrawal: Some(withdrawal.clone()),
+    async fn a_cancelled_copy_is_not_published() {
+        let mut task = task();
+        let cancellation = PublishCancellation::default();
+        task.live_epoch.store(1, Ordering::Release);
+        task.not_before = Instant::now() + Duration::from_secs(3_600);
+        task.enqueue(MessageCopy {
+            cancellation: Some(cancellation.clone()),
             ..copy(1, "a")
         });
-        work.take(copy(2, "a"));
-        work.fill().await;
-        assert_eq!(work.lanes[&to("a")].waiting.len(), 2);
-        withdrawal.withdraw();
-        work.fill().await;
+        task.enqueue(copy(2, "a"));
+        task.publish_due().await;
+        assert_eq!(task.queues[&destination("a")].waiting.len(), 2);
+        cancellation.cancel();
+        task.publish_due().await;
         assert_eq!(
-            work.lanes[&to("a")]
+            task.queues[&destination("a")]
                 .waiting
                 .iter()
                 .map(|copy| copy.tag)
@@ -544,10 +595,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_end_of_the_publisher_is_noticed() {
+    async fn the_end_of_the_publisher_task_is_reported() {
         let settings = Arc::new(RabbitMq::queue("orders").check().expect("settings"));
-        let mut publisher = Publisher::start(settings, Arc::default());
-        publisher.running.abort();
+        let mut publisher = CopyPublisher::start(settings, Arc::default());
+        publisher.task.abort();
         let noticed = tokio::time::timeout(Duration::from_secs(5), publisher.confirmed()).await;
         assert!(noticed.expect("in time").is_none());
     }

@@ -1,4 +1,4 @@
-//! One channel that consumes: its deliveries, its acknowledgements and what it holds back.
+//! A consuming channel: its deliveries, its acknowledgements and its delayed deliveries.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,54 +7,43 @@ use futures_util::future::{BoxFuture, try_join_all};
 use futures_util::{FutureExt, StreamExt};
 use lapin::options::{
     BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions,
-    BasicRejectOptions, QueueDeclareOptions,
+    BasicRejectOptions,
 };
-use lapin::types::{AMQPValue, FieldTable, ShortString};
+use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, Consumer, ErrorKind};
 use oncegate_core::fault;
 use oncegate_core::source::SourceError;
 use tokio::time::Instant;
 
-use crate::acks::Acks;
-use crate::held::Held;
-use crate::incoming::Original;
-use crate::link::{self, Trouble, code, passes, reply_code};
-use crate::settings::{Consumers, Settings};
+use crate::ack_ledger::AckLedger;
+use crate::client::ack_drain::AckDrain;
+use crate::client::silence_probe::SilenceProbe;
+use crate::connector::{self, ConnectError, code, is_transient_refusal, reply_code};
+use crate::delay_buffer::DelayBuffer;
+use crate::incoming::OriginalProperties;
+use crate::queue_settings::{ConsumerMode, QueueSettings};
 use crate::topology;
 
-/// How long what is settled beyond a gap waits for the gap to close before it is acknowledged one
+/// How long settled deliveries behind an unsettled one wait for it, before they are acknowledged one
 /// by one.
-const GAP_PATIENCE: Duration = Duration::from_millis(100);
-/// How often a channel that no longer consumes is looked at.
-const LOOK: Duration = Duration::from_millis(200);
-/// A quorum queue applies 32 acknowledgements of a channel at a time. RabbitMQ keeps those beyond
-/// in the channel, tells nobody, and forgets them when the channel closes: they would come back as
-/// redeliveries.
-const APPLIED_AT_ONCE: usize = 16;
-/// How long a channel stays open after more acknowledgements than that.
-const APPLYING: Duration = Duration::from_millis(500);
+const GAP_TIMEOUT: Duration = Duration::from_millis(100);
+/// How often the status of a channel without a consumer is checked.
+const STATUS_CHECK_INTERVAL: Duration = Duration::from_millis(200);
+/// The consumer argument for the priority.
+const PRIORITY_ARGUMENT: &str = "x-priority";
+/// How long connecting and declaring the queues may take. A node without its cluster accepts
+/// connections and does not answer.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The consumer's argument that says how it ranks among the others of a queue.
-const PRIORITY: &str = "x-priority";
-/// How long nothing comes before it looks whether something stands ready: a queue may forget its
-/// consumer when it moves to another node, and nobody says so.
-pub(crate) const SILENCE: Duration = Duration::from_secs(3);
-/// The same on a channel that was opened because of silence, until something comes: then it was not
-/// forgotten, and waits behind an active consumer, say, of which nobody told it.
-pub(crate) const LONG_SILENCE: Duration = Duration::from_secs(60);
-/// How long connecting and preparing the queues may take: a node without its cluster accepts, and
-/// answers nothing.
-const OPENING: Duration = Duration::from_secs(30);
-
-/// What a delivery leaves here until it is settled.
-pub(crate) struct Carried {
-    /// What a copy would need.
-    pub(crate) original: Original,
+/// What the session keeps of an unsettled delivery.
+pub(crate) struct UnsettledDelivery {
+    /// What a copy needs.
+    pub(crate) original: OriginalProperties,
     since: Instant,
 }
 
-impl Carried {
-    pub(crate) fn now(original: Original) -> Self {
+impl UnsettledDelivery {
+    pub(crate) fn new(original: OriginalProperties) -> Self {
         Self {
             original,
             since: Instant::now(),
@@ -62,70 +51,56 @@ impl Carried {
     }
 }
 
-/// A channel from its first delivery to its end.
-pub(crate) struct Session {
+/// A connection and its consuming channel, from `basic.consume` until it is closed or lost.
+pub(crate) struct ConsumerSession {
     pub(crate) epoch: u64,
-    /// What was delivered and is not acknowledged.
-    pub(crate) acks: Acks<Carried>,
-    /// Released deliveries that wait for their time.
-    pub(crate) held: Held,
-    /// How many copies, beside the one that moves, wait for their confirmation.
+    pub(crate) acks: AckLedger<UnsettledDelivery>,
+    pub(crate) delayed: DelayBuffer,
+    /// How many copies wait for their confirms, without the one of a delivery that moves.
     pub(crate) publishing: usize,
     connection: Arc<Connection>,
     channel: Channel,
     consumer: Option<Consumer>,
-    /// How the consumer ended, if that was read along with its last deliveries.
-    ended: Option<Loss>,
+    /// Why the consumer ended, if its stream ended right after the last deliveries.
+    consumer_loss: Option<ChannelLoss>,
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
-    /// Rejected for the queue's own dead-letter exchange, and not sent yet.
+    /// Tags to reject to the queue's own dead-letter exchange.
     rejecting: Vec<u64>,
-    /// How long nothing comes before it looks whether something stands ready, and when that will
-    /// be.
-    silence: Duration,
-    look_at: Instant,
-    /// Looks whether something stands ready.
-    looking: Option<BoxFuture<'static, lapin::Result<u32>>>,
-    /// Whether the last look found something that had not come.
-    suspicious: bool,
-    queue: ShortString,
-    /// Whether silence means anything: behind a single active consumer the others wait in silence,
-    /// until one of them is handed something.
-    listens: bool,
-    consumers: Consumers,
-    /// What is to become of the order when it ends.
-    ending: Ending,
-    /// Whether nothing more is to be taken in.
-    stopped: bool,
-    /// How long a delivery may stand open.
-    patience: Duration,
+    silence_probe: SilenceProbe,
+    consumers: ConsumerMode,
+    close_mode: CloseMode,
+    /// Whether [`stop`](Self::stop) was called.
+    is_stopped: bool,
+    /// How long a delivery may be unsettled.
+    unsettled_timeout: Duration,
+    /// Since when there are settled deliveries behind an unsettled one.
     gap_since: Option<Instant>,
-    /// The latest acknowledgements that left soon after one another: how many, and when the last
-    /// one did.
-    burst: Option<(usize, Instant)>,
+    ack_drain: AckDrain,
     pub(crate) prefetch: usize,
 }
 
-/// What happened on a channel.
-pub(crate) enum Happened {
-    /// Deliveries came in.
+/// An event of the channel.
+pub(crate) enum SessionEvent {
+    /// Deliveries arrived.
     Delivered(Vec<lapin::message::Delivery>),
-    /// Acknowledgements were sent, or a time has come.
-    Due,
-    /// The channel is gone.
-    Lost(Loss),
+    /// Acknowledgements were sent, or a timer expired.
+    Wake,
+    /// The channel is closed or has to be replaced.
+    Lost(ChannelLoss),
 }
 
-/// Why a channel is gone.
+/// Why a channel is lost.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Loss {
+pub(crate) enum ChannelLoss {
+    /// It was closed, or has to be closed.
     Broken(String),
-    /// Nothing came, though something stood ready.
+    /// It received nothing although the queue has ready messages.
     Silent(String),
-    /// The client cannot read what the broker sent.
+    /// The client cannot parse what the broker sent.
     Unreadable(String),
 }
 
-impl From<lapin::Error> for Loss {
+impl From<lapin::Error> for ChannelLoss {
     fn from(error: lapin::Error) -> Self {
         match error.kind() {
             ErrorKind::ParsingError(_) => Self::Unreadable(error.to_string()),
@@ -134,80 +109,82 @@ impl From<lapin::Error> for Loss {
     }
 }
 
-/// How a channel ends that was told to stop.
+/// How the session is closed, which decides where unacknowledged messages are requeued.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Ending {
-    /// It cancels its consumer, and hands back what was not settled.
-    HandsBack,
-    /// It cancels its consumer and closes: what it holds goes back in the order of the queue. For
-    /// many that are handed back by one frame RabbitMQ 3 does not promise that.
-    Closes,
-    /// It consumes until it closes, and what still comes lies there unhandled: RabbitMQ activates
-    /// the next consumer as soon as this one is cancelled, though what this one gives back comes
-    /// before.
-    StaysActive,
+enum CloseMode {
+    /// Cancels the consumer and requeues unsettled deliveries by `basic.nack`.
+    Requeue,
+    /// Cancels the consumer and closes the channel: RabbitMQ requeues its messages in the order of
+    /// the queue, which RabbitMQ 3 does not guarantee for one `basic.nack` of many.
+    CloseOnly,
+    /// Consumes until the channel closes, and handles no more deliveries. RabbitMQ activates the
+    /// next consumer as soon as this one is cancelled, before it requeues this one's messages.
+    StayActive,
 }
 
-impl Ending {
-    fn of(settings: &Settings) -> Self {
+impl CloseMode {
+    fn for_settings(settings: &QueueSettings) -> Self {
         match settings.consumers {
-            _ if !settings.keeps_order() => Self::HandsBack,
-            Consumers::Competing => Self::Closes,
-            Consumers::SingleActive => Self::StaysActive,
+            _ if !settings.preserves_order() => Self::Requeue,
+            ConsumerMode::Competing => Self::CloseOnly,
+            ConsumerMode::SingleActive => Self::StayActive,
         }
     }
 }
 
-/// Whether acknowledgements may wait for a gap to close.
+/// Whether acknowledgements behind an unsettled delivery may wait for it.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Gaps {
+pub(crate) enum GapPolicy {
     Wait,
     Ignore,
 }
 
-impl Session {
-    /// Connects, prepares the queues and consumes.
+impl ConsumerSession {
+    /// Connects, declares or checks the queues, and consumes. `silence_check` is the interval of the
+    /// [`SilenceProbe`] until the first delivery.
     pub(crate) async fn open(
-        settings: &Settings,
+        settings: &QueueSettings,
         epoch: u64,
         prefetch: u16,
-        silence: Duration,
-    ) -> Result<Self, Trouble> {
-        let connection = link::connect(settings, "consumes").await?;
+        silence_check: Duration,
+    ) -> Result<Self, ConnectError> {
+        let connection = connector::connect(settings, "consumes").await?;
         let opening = tokio::time::timeout(
-            OPENING,
-            Self::consume(connection, settings, epoch, prefetch, silence),
+            OPEN_TIMEOUT,
+            Self::consume(connection, settings, epoch, prefetch, silence_check),
         )
         .await;
         opening
             .unwrap_or_else(|_| {
-                Err(Trouble::Passing(
-                    format!("the broker did not prepare the queues within {OPENING:?}").into(),
+                Err(ConnectError::Transient(
+                    format!(
+                        "the broker did not open the channel and its queues within {OPEN_TIMEOUT:?}"
+                    )
+                    .into(),
                 ))
             })
             .inspect_err(|_| {
-                // The node answers, and does not serve.
-                settings.access.nodes.advance();
+                // The node accepts connections but does not serve the queue: try another one.
+                settings.connector.nodes.advance();
             })
     }
 
     async fn consume(
         connection: Connection,
-        settings: &Settings,
+        settings: &QueueSettings,
         epoch: u64,
         prefetch: u16,
-        silence: Duration,
-    ) -> Result<Self, Trouble> {
+        silence_check: Duration,
+    ) -> Result<Self, ConnectError> {
         topology::prepare(&connection, settings).await?;
         let channel = connection.create_channel().await?;
-        // Before consuming: without a prefetch the broker sends all it has.
+        // Before `basic.consume`: without a prefetch the broker sends the whole queue.
         channel
             .basic_qos(prefetch, BasicQosOptions::default())
             .await?;
         let mut arguments = FieldTable::default();
-        // The usual priority. A stream knows none and refuses it; by nothing else would it be told
-        // from a queue.
-        arguments.insert(PRIORITY.into(), AMQPValue::LongInt(0));
+        // The default priority. A stream refuses the argument; nothing else tells it from a queue.
+        arguments.insert(PRIORITY_ARGUMENT.into(), AMQPValue::LongInt(0));
         fault::point("amqp.consume.before");
         let consuming = channel.basic_consume(
             settings.queue.clone(),
@@ -215,101 +192,98 @@ impl Session {
             BasicConsumeOptions::default(),
             arguments,
         );
-        let consumer = consuming.await.map_err(|error| refusal(error, settings))?;
+        let consumer = consuming.await.map_err(|error| classify(error, settings))?;
         fault::point("amqp.consume.after");
+        let connection = Arc::new(connection);
+        let silence_probe = SilenceProbe::new(
+            Arc::clone(&connection),
+            settings.queue.clone(),
+            silence_check,
+            settings.consumers == ConsumerMode::Competing,
+        );
         Ok(Self {
             epoch,
-            acks: Acks::new(),
-            held: Held::default(),
+            acks: AckLedger::new(),
+            delayed: DelayBuffer::default(),
             publishing: 0,
-            connection: Arc::new(connection),
+            connection,
             channel,
             consumer: Some(consumer),
-            ended: None,
+            consumer_loss: None,
             acknowledging: None,
             rejecting: Vec::new(),
-            silence,
-            look_at: Instant::now() + silence,
-            looking: None,
-            suspicious: false,
-            queue: settings.queue.clone(),
-            listens: settings.consumers == Consumers::Competing,
+            silence_probe,
             consumers: settings.consumers,
-            ending: Ending::of(settings),
-            stopped: false,
-            patience: settings.patience(),
+            close_mode: CloseMode::for_settings(settings),
+            is_stopped: false,
+            unsettled_timeout: settings.unsettled_timeout(),
             gap_since: None,
-            burst: None,
+            ack_drain: AckDrain::default(),
             prefetch: usize::from(prefetch),
         })
     }
 
-    /// Waits until something happens. Cancel-safe.
-    pub(crate) async fn happens(&mut self) -> Happened {
-        let wake = self.wake();
+    /// Waits for the next event. Cancel-safe.
+    pub(crate) async fn next_event(&mut self) -> SessionEvent {
+        let wake = self.next_wake();
         let Self {
             acknowledging,
             consumer,
-            ended,
-            looking,
+            consumer_loss,
+            silence_probe,
             ..
         } = self;
-        if let Some(problem) = ended.take() {
-            return Happened::Lost(problem);
+        if let Some(loss) = consumer_loss.take() {
+            return SessionEvent::Lost(loss);
         }
         tokio::select! {
             biased;
             sent = async { acknowledging.as_mut().expect("the branch is guarded").await }, if acknowledging.is_some() => {
                 *acknowledging = None;
                 match sent {
-                    Ok(()) => Happened::Due,
-                    Err(error) => Happened::Lost(last_word(consumer.as_mut()).unwrap_or_else(|| error.into())),
+                    Ok(()) => SessionEvent::Wake,
+                    Err(error) => SessionEvent::Lost(consumer_error(consumer.as_mut()).unwrap_or_else(|| error.into())),
                 }
             }
             item = async { consumer.as_mut().expect("the branch is guarded").next().await }, if consumer.is_some() => match item {
                 Some(Ok(first)) => {
-                    let (all, end) = drain(first, consumer.as_mut().expect("the branch is guarded"));
-                    *ended = end;
-                    (self.silence, self.listens) = (SILENCE, true);
-                    (self.look_at, self.suspicious) = (Instant::now() + SILENCE, false);
-                    Happened::Delivered(all)
+                    let (deliveries, loss) = drain_ready(first, consumer.as_mut().expect("the branch is guarded"));
+                    *consumer_loss = loss;
+                    silence_probe.delivered();
+                    SessionEvent::Delivered(deliveries)
                 }
-                Some(Err(error)) => Happened::Lost(error.into()),
-                None => Happened::Lost(cancelled()),
+                Some(Err(error)) => SessionEvent::Lost(error.into()),
+                None => SessionEvent::Lost(consumer_cancelled()),
             },
-            found = async { looking.as_mut().expect("the branch is guarded").await }, if looking.is_some() => {
-                *looking = None;
-                match found {
-                    Ok(ready @ 1..) if self.has_room() && self.suspicious => {
-                        Happened::Lost(Loss::Silent(format!("nothing comes, though {ready} messages stand ready")))
-                    }
-                    // It may be on its way: one more look, soon.
-                    Ok(1..) => {
-                        self.suspicious = true;
-                        self.look_at = Instant::now() + LOOK;
-                        Happened::Due
-                    }
-                    _ => Happened::Due,
+            ready = silence_probe.ready_messages(), if silence_probe.is_checking() => {
+                let has_room = self.has_room();
+                if self.silence_probe.is_forgotten(ready, has_room) {
+                    let problem = format!("the consumer receives nothing although {ready} messages are ready");
+                    SessionEvent::Lost(ChannelLoss::Silent(problem))
+                } else {
+                    SessionEvent::Wake
                 }
             }
             () = tokio::time::sleep_until(wake.unwrap_or_else(Instant::now)), if wake.is_some() => {
                 if !self.channel.status().connected() {
-                    Happened::Lost(Loss::Broken("the channel is closed".into()))
-                } else if self.timeout().is_some_and(|timeout| timeout <= Instant::now()) {
-                    let problem = format!("a delivery was not settled within {:?}, and the broker would soon close the channel for it", self.patience);
-                    Happened::Lost(Loss::Broken(problem))
+                    SessionEvent::Lost(ChannelLoss::Broken("the channel is closed".into()))
+                } else if self.unsettled_deadline().is_some_and(|deadline| deadline <= Instant::now()) {
+                    let problem = format!("a delivery was not settled within {:?}, nine tenths of the consumer timeout, after which the broker closes the channel; shorten the handler or raise the consumer timeout", self.unsettled_timeout);
+                    SessionEvent::Lost(ChannelLoss::Broken(problem))
                 } else {
-                    self.look();
-                    Happened::Due
+                    if self.can_receive() {
+                        self.silence_probe.check_if_due();
+                    }
+                    SessionEvent::Wake
                 }
             }
         }
     }
 
-    /// Sends the acknowledgements that are due: the settled prefix at once; what lies beyond a gap
-    /// when it is much, or when the gap has stood open for a while. One flush at a time, so that
-    /// they leave in order.
-    pub(crate) fn flush(&mut self, gaps: Gaps) {
+    /// Sends the acknowledgements that are due: the settled prefix at once, settled deliveries
+    /// behind an unsettled one when there are many or [`GAP_TIMEOUT`] is over. One flush at a time,
+    /// so that acknowledgements are sent in order.
+    pub(crate) fn flush(&mut self, gaps: GapPolicy) {
         if self.acknowledging.is_some() || (self.acks.settled() == 0 && self.rejecting.is_empty()) {
             return;
         }
@@ -317,13 +291,13 @@ impl Session {
         if prefix.is_some() {
             self.gap_since = None;
         }
-        let beyond = self.acks.settled();
-        let overdue = gaps == Gaps::Ignore
-            || beyond > self.prefetch / 4
+        let behind_gap = self.acks.settled();
+        let is_overdue = gaps == GapPolicy::Ignore
+            || behind_gap > self.prefetch / 4
             || self
                 .gap_since
-                .is_some_and(|since| since.elapsed() >= GAP_PATIENCE);
-        let singles = if beyond > 0 && overdue {
+                .is_some_and(|since| since.elapsed() >= GAP_TIMEOUT);
+        let singles = if behind_gap > 0 && is_overdue {
             self.acks.take_singles()
         } else {
             Vec::new()
@@ -334,19 +308,12 @@ impl Session {
             return;
         }
         let rejected = std::mem::take(&mut self.rejecting);
-        let now = Instant::now();
-        let before = self
-            .burst
-            .filter(|(_, last)| now < *last + APPLYING)
-            .map_or(0, |(count, _)| count);
-        self.burst = Some((
-            before + rejected.len() + usize::from(prefix.is_some()) + singles.len(),
-            now,
-        ));
+        self.ack_drain
+            .sent(rejected.len() + usize::from(prefix.is_some()) + singles.len());
         let channel = self.channel.clone();
         self.acknowledging = Some(Box::pin(async move {
             fault::point("amqp.ack.before");
-            // First, and one after the other: the prefix covers their tags.
+            // Before the prefix, which covers their tags.
             for tag in rejected {
                 channel
                     .basic_reject(tag, BasicRejectOptions { requeue: false })
@@ -366,25 +333,24 @@ impl Session {
         }));
     }
 
-    /// Leaves a delivery to the queue's own dead-letter exchange; `false` if it was not open.
+    /// Rejects a delivery to the queue's own dead-letter exchange; `false` if it is not unsettled.
     pub(crate) fn reject(&mut self, tag: u64) -> bool {
-        let is_open = self.acks.reject(tag).is_some();
-        if is_open {
+        let is_unsettled = self.acks.reject(tag).is_some();
+        if is_unsettled {
             self.rejecting.push(tag);
         }
-        is_open
+        is_unsettled
     }
 
-    /// The most bytes of a frame, as was agreed on; 0 if there is no limit.
+    /// The negotiated maximum size of a frame in bytes; 0 if unlimited.
     pub(crate) fn frame_max(&self) -> u32 {
         self.connection.configuration().frame_max()
     }
 
-    /// Tells the broker to send no more, unless that would cost the order. What came in before may
-    /// still be settled.
+    /// Cancels the consumer, unless [`CloseMode::StayActive`]. Deliveries may still be settled.
     pub(crate) async fn stop(&mut self) {
-        self.stopped = true;
-        if self.ending != Ending::StaysActive {
+        self.is_stopped = true;
+        if self.close_mode != CloseMode::StayActive {
             self.cancel().await;
         }
     }
@@ -401,17 +367,17 @@ impl Session {
             tokio::time::timeout(Duration::from_secs(2), cancelling).await,
             Ok(Ok(()))
         ) {
-            tracing::debug!("the broker did not confirm that it sends no more");
+            tracing::debug!("the broker did not confirm basic.cancel");
         }
         fault::point("amqp.cancel.after");
     }
 
-    /// Whether acknowledgements are on their way.
-    pub(crate) fn acknowledges(&self) -> bool {
+    /// Whether acknowledgements are being sent.
+    pub(crate) fn is_acknowledging(&self) -> bool {
         self.acknowledging.is_some()
     }
 
-    /// Whether nothing that was settled is still on its way.
+    /// Whether no settlement is pending.
     pub(crate) fn is_quiet(&self) -> bool {
         self.publishing == 0
             && self.acknowledging.is_none()
@@ -419,40 +385,38 @@ impl Session {
             && self.acks.settled() == 0
     }
 
-    /// Whether it holds no delivery.
+    /// Whether no delivery is unacknowledged.
     pub(crate) fn is_idle(&self) -> bool {
-        self.is_quiet() && self.held.is_empty() && self.acks.is_empty()
+        self.is_quiet() && self.delayed.is_empty() && self.acks.is_empty()
     }
 
-    /// Closes the channel and the connection: the broker takes back what was not acknowledged.
-    pub(crate) async fn close(mut self, patience: Duration) {
+    /// Closes the channel and the connection. The broker requeues unacknowledged messages.
+    pub(crate) async fn close(mut self, timeout: Duration) {
         self.acknowledging = None;
-        if let Some((_, last)) = self.burst.filter(|(count, _)| *count > APPLIED_AT_ONCE)
-            && self.channel.status().connected()
-        {
-            tokio::time::sleep_until(last + APPLYING).await;
+        if self.channel.status().connected() {
+            self.ack_drain.applied().await;
         }
-        // Behind a single active consumer that was not stopped, what follows would overtake what is
-        // handed back.
-        let hands_back = self.ending == Ending::HandsBack
-            && (self.stopped || self.consumers == Consumers::Competing);
-        if hands_back && !self.acks.is_empty() && self.channel.status().connected() {
-            let _ = tokio::time::timeout(patience, self.hand_back()).await;
+        // A single active consumer that was not stopped must not be cancelled: the next one would
+        // receive later messages before the requeued ones.
+        let requeues = self.close_mode == CloseMode::Requeue
+            && (self.is_stopped || self.consumers == ConsumerMode::Competing);
+        if requeues && !self.acks.is_empty() && self.channel.status().connected() {
+            let _ = tokio::time::timeout(timeout, self.requeue_unsettled()).await;
         }
-        let _ = tokio::time::timeout(patience, self.channel.close(200, "OK".into())).await;
-        link::close(&self.connection, patience).await;
+        let _ = tokio::time::timeout(timeout, self.channel.close(200, "OK".into())).await;
+        connector::close(&self.connection, timeout).await;
     }
 
-    /// Gives back what was not settled, in a way that a broker which counts failed deliveries
-    /// understands (RabbitMQ does from 4.3 on): what failed and waits is rejected, the rest was
-    /// only handed over. Closing the channel would count for all.
-    async fn hand_back(&mut self) -> lapin::Result<()> {
-        // Where it was not stopped: what is given back would come again, and count when the channel
-        // closes.
+    /// Requeues unsettled deliveries: released ones, which failed, by `basic.reject`, the others by
+    /// `basic.nack`. Since RabbitMQ 4.3 the former count towards the delivery limit and the latter do
+    /// not; closing the channel would count for all.
+    async fn requeue_unsettled(&mut self) -> lapin::Result<()> {
+        // Unless it is cancelled already: requeued messages would be delivered again, and count
+        // when the channel closes.
         self.cancel().await;
         fault::point("amqp.back.before");
         let mut rejected = 0;
-        for (_, tag) in self.held.take_all().0.into_keys() {
+        for (_, tag) in self.delayed.take_all().0.into_keys() {
             if self.acks.reject(tag).is_some() {
                 rejected += 1;
                 self.channel
@@ -461,7 +425,7 @@ impl Session {
                 fault::point("amqp.back.rejected");
             }
         }
-        // 0 is all that is left.
+        // Tag 0 with `multiple` is all unacknowledged deliveries.
         self.channel
             .basic_nack(
                 0,
@@ -472,66 +436,49 @@ impl Session {
             )
             .await?;
         fault::point("amqp.back.after");
-        if rejected > APPLIED_AT_ONCE {
-            tokio::time::sleep(APPLYING).await;
-        }
+        let mut drain = AckDrain::default();
+        drain.sent(rejected);
+        drain.applied().await;
         Ok(())
     }
 
-    /// Looks whether something stands ready, if nothing came for long though it could.
-    fn look(&mut self) {
-        if self.silent().is_none_or(|silent| silent > Instant::now()) {
-            return;
-        }
-        self.look_at = Instant::now() + self.silence;
-        let (connection, queue) = (Arc::clone(&self.connection), self.queue.clone());
-        self.looking = Some(Box::pin(async move {
-            let channel = connection.create_channel().await?;
-            let options = QueueDeclareOptions {
-                passive: true,
-                ..QueueDeclareOptions::default()
-            };
-            let found = channel
-                .queue_declare(queue, options, FieldTable::default())
-                .await?;
-            channel.close(200, "OK".into()).await?;
-            Ok(found.message_count())
-        }));
+    /// Whether the broker should deliver if the queue has ready messages.
+    fn can_receive(&self) -> bool {
+        !self.is_stopped && self.consumer.is_some() && self.has_room()
     }
 
-    /// When nothing will have come for long, though nothing that it holds keeps the broker from
-    /// sending more.
-    fn silent(&self) -> Option<Instant> {
-        (self.listens
-            && !self.stopped
-            && self.consumer.is_some()
-            && self.looking.is_none()
-            && self.has_room())
-        .then_some(self.look_at)
-    }
-
-    /// Whether the broker may send more.
+    /// Whether the prefetch has room.
     fn has_room(&self) -> bool {
         self.acks.unacked() < self.prefetch
     }
 
-    /// When the channel is given up for the delivery that has stood open for longest.
-    fn timeout(&self) -> Option<Instant> {
-        self.acks.oldest()?.since.checked_add(self.patience)
+    /// When the channel is closed because of the delivery that has been unsettled for longest.
+    fn unsettled_deadline(&self) -> Option<Instant> {
+        self.acks
+            .oldest_unsettled()?
+            .since
+            .checked_add(self.unsettled_timeout)
     }
 
-    fn wake(&self) -> Option<Instant> {
+    fn next_wake(&self) -> Option<Instant> {
         let gap = self
             .gap_since
             .filter(|_| self.acknowledging.is_none())
-            .map(|since| since + GAP_PATIENCE);
-        let look = self.consumer.is_none().then(|| Instant::now() + LOOK);
+            .map(|since| since + GAP_TIMEOUT);
+        let status_check = self
+            .consumer
+            .is_none()
+            .then(|| Instant::now() + STATUS_CHECK_INTERVAL);
+        let silence_check = self
+            .silence_probe
+            .next_check()
+            .filter(|_| self.can_receive());
         [
-            self.held.next_due(),
+            self.delayed.next_due(),
             gap,
-            look,
-            self.timeout(),
-            self.silent(),
+            status_check,
+            self.unsettled_deadline(),
+            silence_check,
         ]
         .into_iter()
         .flatten()
@@ -539,25 +486,26 @@ impl Session {
     }
 }
 
-/// All that is there without waiting, and the end if it comes right behind: the stream says it
-/// once.
-fn drain(
+/// All deliveries that are available without waiting. If the stream ends after them, also why: it
+/// reports that only once.
+fn drain_ready(
     first: lapin::message::Delivery,
     consumer: &mut Consumer,
-) -> (Vec<lapin::message::Delivery>, Option<Loss>) {
+) -> (Vec<lapin::message::Delivery>, Option<ChannelLoss>) {
     let mut all = vec![first];
     loop {
         match consumer.next().now_or_never() {
             None => return (all, None),
             Some(Some(Ok(more))) => all.push(more),
             Some(Some(Err(error))) => return (all, Some(error.into())),
-            Some(None) => return (all, Some(cancelled())),
+            Some(None) => return (all, Some(consumer_cancelled())),
         }
     }
 }
 
-/// Why the consumer ended, if it did: an acknowledgement only says that the connection is gone.
-fn last_word(consumer: Option<&mut Consumer>) -> Option<Loss> {
+/// Why the consumer ended, if it did. It has the cause; a failed acknowledgement reports only that
+/// the connection is closed.
+fn consumer_error(consumer: Option<&mut Consumer>) -> Option<ChannelLoss> {
     let consumer = consumer?;
     loop {
         match consumer.next().now_or_never()?? {
@@ -567,33 +515,32 @@ fn last_word(consumer: Option<&mut Consumer>) -> Option<Loss> {
     }
 }
 
-fn cancelled() -> Loss {
-    Loss::Broken("the broker cancelled the consumer; was its queue deleted?".into())
+fn consumer_cancelled() -> ChannelLoss {
+    ChannelLoss::Broken("the broker cancelled the consumer, for example because the queue was deleted or its leader moved".into())
 }
 
-fn refusal(error: lapin::Error, settings: &Settings) -> Trouble {
+fn classify(error: lapin::Error, settings: &QueueSettings) -> ConnectError {
     let wrong = |problem: &str, remedy| {
-        Trouble::Wrong(SourceError::misconfigured(
+        ConnectError::Misconfigured(SourceError::misconfigured(
             "queue",
             format!("`{}` {problem} ({error})", settings.name),
             remedy,
         ))
     };
     match reply_code(&error) {
-        Some(code::NOT_FOUND) if !passes(&error) => wrong(
-            "does not exist",
-            "create it, or let `Topology::Declare` do so",
-        ),
-        Some(code::PRECONDITION_FAILED) if error.to_string().contains(PRIORITY) => {
-            Trouble::Mismatch(SourceError::misconfigured(
+        Some(code::NOT_FOUND) if !is_transient_refusal(&error) => {
+            wrong("does not exist", "create it, or choose `Topology::Declare`")
+        }
+        Some(code::PRECONDITION_FAILED) if error.to_string().contains(PRIORITY_ARGUMENT) => {
+            ConnectError::QueueMismatch(SourceError::misconfigured(
                 "queue",
                 format!("`{}` is a stream ({error})", settings.name),
-                "consume a quorum or a classic queue: a stream keeps its messages whatever is acknowledged, and hands none of them out twice",
+                "consume a quorum or classic queue: a stream does not remove acknowledged messages and does not redeliver",
             ))
         }
         Some(code::ACCESS_REFUSED) => wrong(
-            "may not be read",
-            "give the user the right to read it, or end its exclusive consumer",
+            "cannot be consumed",
+            "grant the user the read permission, or stop the queue's exclusive consumer",
         ),
         _ => error.into(),
     }

@@ -1,4 +1,4 @@
-//! What the user says about the queue, checked.
+//! The public builder of a source, and the validation of its settings.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -6,26 +6,25 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::Connection;
-use lapin::types::ShortString;
 use oncegate_core::source::{Order, SourceError};
 
-use crate::link::Access;
-use crate::node::Node;
-use crate::status::{Meter, RabbitMqStatus};
-use crate::tls::{Identity, Tls};
+use crate::connector::BrokerConnector;
+use crate::node::BrokerNode;
+use crate::queue_settings::{ConsumerMode, QueueSettings, queue_name};
+use crate::status::{RabbitMqStatus, SourceMetrics};
+use crate::tls::{ClientIdentity, TlsFiles};
 
-/// How long RabbitMQ waits for an acknowledgement before it closes the channel, unless it was told
-/// otherwise.
+/// RabbitMQ's default consumer timeout.
 const CONSUMER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
-/// A RabbitMQ queue to consume from: hand it to the consumer as its source.
+/// The description of a RabbitMQ queue to consume: pass it to the consumer as its source.
 ///
-/// Nothing is checked before it is opened; then a wrong setting is an error that names it.
+/// Settings are validated when it is opened. An invalid one is an error that names it.
 #[derive(Clone)]
 pub struct RabbitMq {
     queue: String,
     urls: Vec<String>,
-    tls: Tls,
+    tls: TlsFiles,
     prefetch: u32,
     in_flight: usize,
     key_header: Option<String>,
@@ -34,7 +33,7 @@ pub struct RabbitMq {
     longest_open: Duration,
     topology: Topology,
     kind: QueueKind,
-    consumers: Consumers,
+    consumers: ConsumerMode,
     order: Order,
     rejects: Rejects,
     dead_letters: Option<String>,
@@ -42,63 +41,56 @@ pub struct RabbitMq {
     status: RabbitMqStatus,
 }
 
-/// What the source does about its queues when it connects.
+/// Whether the source declares or checks its queues when it connects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Topology {
-    /// Creates what is missing: the queue, its dead-letter and in-doubt queues, and its delay
-    /// queues (`<queue>.delay.<milliseconds>`). If the queue exists with other arguments, that is
-    /// an error: the broker does not say which, and a delivery limit without a dead-letter
-    /// exchange, say, loses messages. One of the other queues is used as it is, with a warning.
+    /// Creates the queues that do not exist: the queue, its dead-letter and in-doubt queues, and its
+    /// delay queues (`<queue>.delay.<milliseconds>`). If the queue exists with other arguments, that
+    /// is an error: AMQP does not tell which, and some lose messages, such as a delivery limit
+    /// without a dead-letter exchange. Any other existing queue is used as it is, with a warning.
     #[default]
     Declare,
-    /// Creates nothing; a queue, dead-letter or in-doubt queue that is missing is an error.
-    /// Released deliveries wait in memory, unacknowledged, however long their delay: keep it under
-    /// the broker's consumer timeout (30 minutes). The choice for a queue that is yours: it is
-    /// taken as it is, and what it loses by its own arguments is lost.
+    /// Creates nothing; a missing queue, dead-letter queue or in-doubt queue is an error. Released
+    /// deliveries wait in memory, unacknowledged, at most half of the broker's consumer timeout
+    /// (30 minutes by default). For queues that you declare yourself: their arguments are not
+    /// checked, and messages that they lose are lost.
     Check,
     /// Creates and checks nothing. Released deliveries wait as with [`Topology::Check`].
     Trust,
 }
 
-/// What kind of queue [`Topology::Declare`] creates.
+/// The type of the queues that [`Topology::Declare`] creates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum QueueKind {
-    /// Replicated, and its dead letters are confirmed. What the broker itself dead-letters (a
-    /// delivery limit) goes to the dead-letter queue too.
+    /// Replicated, with at-least-once dead-lettering. Messages that the broker dead-letters (by a
+    /// delivery limit) go to the dead-letter queue, too.
     #[default]
     Quorum,
-    /// Durable on one node. A delay queue of this kind may lose what it holds if its node fails.
+    /// Durable on one node. A delay queue of this type may lose its messages if the node fails.
     Classic,
 }
 
-/// How what is rejected reaches the dead letters.
+/// How rejected messages are dead-lettered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Rejects {
     /// The source publishes a copy to the dead-letter queue, with the reason, the errors and the id
     /// in its headers, and acknowledges the original once the copy is confirmed.
     #[default]
     Published,
-    /// The broker is told to reject, and the queue's own dead-letter exchange does the rest. No
-    /// reason goes along. Choose it only for a queue that *has* a dead-letter exchange which loses
-    /// nothing: without one the broker drops the message, and it tells nobody which a queue has.
-    /// In-doubt messages are published nevertheless.
+    /// The source sends `basic.reject`, and the broker routes the message to the queue's own
+    /// dead-letter exchange, without a reason. Choose it only for a queue that has a dead-letter
+    /// exchange which loses nothing: without one the broker drops the message, and AMQP does not
+    /// tell whether a queue has one. In-doubt messages are published as with [`Rejects::Published`].
     ByQueue,
 }
 
-/// Who consumes a queue that [`Topology::Declare`] creates.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Consumers {
-    Competing,
-    SingleActive,
-}
-
 impl RabbitMq {
-    /// Consumes from this queue.
+    /// A source that consumes this queue.
     pub fn queue(name: impl Into<String>) -> Self {
         Self {
             queue: name.into(),
             urls: vec!["amqp://guest:guest@localhost:5672/%2f".into()],
-            tls: Tls::default(),
+            tls: TlsFiles::default(),
             prefetch: 512,
             in_flight: usize::MAX,
             key_header: None,
@@ -107,7 +99,7 @@ impl RabbitMq {
             longest_open: Duration::ZERO,
             topology: Topology::default(),
             kind: QueueKind::default(),
-            consumers: Consumers::Competing,
+            consumers: ConsumerMode::Competing,
             order: Order::Unordered,
             rejects: Rejects::default(),
             dead_letters: None,
@@ -116,157 +108,154 @@ impl RabbitMq {
         }
     }
 
-    /// The broker: `amqp://user:password@host:port/vhost`, or `amqps://`. The default virtual host
-    /// is written `%2f`; an IPv6 address stands in brackets; what is odd in user, password and
-    /// virtual host is percent-encoded.
+    /// The URL of the broker: `amqp://user:password@host:port/vhost`, or `amqps://`;
+    /// `amqp://guest:guest@localhost:5672/%2f` by default. Write the default virtual host as `%2f`
+    /// and an IPv6 address in brackets, and percent-encode reserved characters.
     ///
-    /// The default is `amqp://guest:guest@localhost:5672/%2f`. In its query may stand `heartbeat`
-    /// (10 s unless it says otherwise), `connection_timeout` (5,000 ms, for the whole handshake),
-    /// `frame_max`, `channel_max`, and `auth_mechanism`: with `external` the broker takes the user
-    /// from the client's certificate. With `amqps://` the broker's certificate is always checked,
-    /// against the system's authorities and that of [`ca_certificate`](Self::ca_certificate); the
-    /// environment variable `SSL_CERT_FILE` names others for the system's.
+    /// Query parameters: `heartbeat` (10 s by default), `connection_timeout` (5,000 ms by default,
+    /// for the whole handshake), `frame_max`, `channel_max`, and `auth_mechanism` (with `external`
+    /// the broker takes the user from the client certificate). With `amqps://` the broker's
+    /// certificate is always verified, against the system's CA certificates, or those of the
+    /// environment variable `SSL_CERT_FILE`, and [`ca_certificate`](Self::ca_certificate).
     pub fn url(self, url: impl Into<String>) -> Self {
         self.urls([url])
     }
 
-    /// The nodes of a cluster, with one virtual host. It begins with any of them; while one cannot
-    /// be reached or does not serve, the next is tried at once.
+    /// The URLs of the nodes of a cluster, with the same virtual host. The source connects to a
+    /// random node first; if a node cannot be reached or does not serve the queue, to the next one
+    /// at once.
     pub fn urls(mut self, urls: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.urls = urls.into_iter().map(Into::into).collect();
         self
     }
 
-    /// Trusts the authorities in this file (PEM) beside the system's, for `amqps://`. It is read at
-    /// each connection.
+    /// Trusts the CA certificates in this file (PEM) in addition to the system's, for `amqps://`.
+    /// The file is read at each connection.
     pub fn ca_certificate(mut self, path: impl Into<PathBuf>) -> Self {
         self.tls.authority = Some(path.into());
         self
     }
 
-    /// Shows this certificate to a broker that asks for one, for `amqps://`: the files of the
-    /// certificate, with what links it to its authority, and of its key (PEM, without a
-    /// passphrase). They are read at each connection, so that a certificate which was renewed is
-    /// used.
+    /// The client certificate for `amqps://`: the files of the certificate, with intermediate ones,
+    /// and of its key (PEM, without a passphrase). The files are read at each connection, so that a
+    /// renewed certificate is used.
     pub fn client_certificate(
         mut self,
         certificate: impl Into<PathBuf>,
         key: impl Into<PathBuf>,
     ) -> Self {
-        self.tls.identity = Some(Identity {
+        self.tls.identity = Some(ClientIdentity {
             certificate: certificate.into(),
             key: key.into(),
         });
         self
     }
 
-    /// How many deliveries the broker hands over ahead of their acknowledgement: 1 to 65,535, 512
+    /// The prefetch count (`basic.qos`): how many deliveries may be unacknowledged, 1 to 65,535, 512
     /// by default.
     ///
-    /// It bounds what is in memory and in flight; 0 would mean without limit, and is refused. With
-    /// [`Topology::Declare`] the source asks for no more than twice what the consumer has in
-    /// flight, because what waits behind slow handlers runs into the broker's consumer timeout (30
-    /// minutes).
+    /// It bounds the deliveries in memory; 0, which means unlimited, is refused. With
+    /// [`Topology::Declare`] it is capped at twice the consumer's limit of deliveries in flight,
+    /// because a delivery that waits behind slow handlers may exceed the broker's consumer timeout
+    /// (30 minutes by default).
     pub fn prefetch(mut self, count: u32) -> Self {
         self.prefetch = count;
         self
     }
 
-    /// Takes the key of a message from this header; from its routing key where the header is
-    /// missing, as without this.
+    /// Takes the key of a message from this header instead of its routing key. A message without the
+    /// header has its routing key as the key.
     ///
-    /// `Order::ByKey` goes by it. What is published straight to the queue has the queue's name as
-    /// its routing key, so all of it would have one key.
+    /// The key matters for `Order::ByKey`. All messages published through the default exchange have
+    /// the queue's name as their routing key, hence the same key.
     pub fn key_header(mut self, name: impl Into<String>) -> Self {
         self.key_header = Some(name.into());
         self
     }
 
-    /// The largest body to hand over, in bytes; a larger one is rejected to the dead letters. No
-    /// limit by default.
+    /// The largest body to handle, in bytes; a message with a larger one goes to the dead letters.
+    /// Unlimited by default.
     ///
-    /// It does not keep such a message from being received: what a consumer may hold in memory is
-    /// the prefetch times the largest message that the broker takes.
+    /// Larger messages are received nevertheless: a consumer may need memory for the prefetch count
+    /// times the largest message that the broker accepts.
     pub fn body_limit(mut self, bytes: usize) -> Self {
         self.body_limit = bytes;
         self
     }
 
-    /// The broker's consumer timeout, if it is not RabbitMQ's default of 30 minutes: how long a
-    /// delivery may stay unacknowledged before the broker closes the channel.
+    /// The broker's `consumer_timeout`, 30 minutes by default as in RabbitMQ: how long a delivery may
+    /// be unacknowledged before the broker closes the channel.
     ///
-    /// When a delivery has stood open for nine tenths of it, the source gives the channel up by
-    /// itself and says so in its log; all that the channel held comes back. A release that waits in
-    /// memory waits for half of it at the most.
+    /// When a delivery has been unsettled for nine tenths of it, the source logs a warning and
+    /// closes the channel itself; its unacknowledged messages are redelivered. A release waits in
+    /// memory for at most half of it.
     pub fn consumer_timeout(mut self, timeout: Duration) -> Self {
         self.consumer_timeout = timeout;
         self
     }
 
-    /// What to do about the queues; [`Topology::Declare`] by default.
+    /// Whether to declare or check the queues; [`Topology::Declare`] by default.
     pub fn topology(mut self, topology: Topology) -> Self {
         self.topology = topology;
         self
     }
 
-    /// What kind of queue to create; [`QueueKind::Quorum`] by default.
+    /// The type of the queues to declare; [`QueueKind::Quorum`] by default.
     pub fn queue_kind(mut self, kind: QueueKind) -> Self {
         self.kind = kind;
         self
     }
 
-    /// Creates the queue with a single active consumer: of a fleet, one consumes, and when it goes
-    /// the next one does. With `Order::ByKey` the order by key then holds across the fleet; what is
-    /// released waits in memory therefore, however long its delay. A queue that exists without this
-    /// is an error.
+    /// Declares the queue with `x-single-active-consumer`: one consumer of a fleet receives messages,
+    /// and another one takes over when it ends. With `Order::ByKey` the order then holds across the
+    /// fleet; released deliveries therefore wait in memory, whatever their delay. An existing queue
+    /// without the argument is an error.
     pub fn single_active_consumer(mut self) -> Self {
-        self.consumers = Consumers::SingleActive;
+        self.consumers = ConsumerMode::SingleActive;
         self
     }
 
-    /// How what is rejected reaches the dead letters; [`Rejects::Published`] by default.
+    /// How rejected messages are dead-lettered; [`Rejects::Published`] by default.
     pub fn rejects(mut self, rejects: Rejects) -> Self {
         self.rejects = rejects;
         self
     }
 
-    /// Where to count. See [`RabbitMqStatus`].
+    /// The status to update. See [`RabbitMqStatus`].
     pub fn status(mut self, status: RabbitMqStatus) -> Self {
         self.status = status;
         self
     }
 
-    /// Where rejected deliveries go; `<queue>.dead-letters` by default.
+    /// The queue for dead letters; `<queue>.dead-letters` by default.
     pub fn dead_letters(mut self, queue: impl Into<String>) -> Self {
         self.dead_letters = Some(queue.into());
         self
     }
 
-    /// Where deliveries go of which nobody knows whether they happened; `<queue>.in-doubt` by
-    /// default.
+    /// The queue for messages whose effect is unknown; `<queue>.in-doubt` by default.
     pub fn in_doubt(mut self, queue: impl Into<String>) -> Self {
         self.in_doubt = Some(queue.into());
         self
     }
 
-    /// A connection to the broker for a tool that reads or repairs what the source writes, under
-    /// this name. It is made as the source makes its own: the same nodes, each tried once, TLS,
-    /// login and timeouts. Messages that would end the client arrive as they do at the source:
-    /// tables nested more than 32 deep as bytes, and of a short string that is not UTF-8 each byte
-    /// as U+001A.
+    /// Opens a connection with this name for a tool that reads or repairs the source's queues. It
+    /// uses the source's nodes (each is tried once), TLS, login and timeouts. Messages that lapin
+    /// cannot parse arrive as at the source: tables nested more than 32 deep as bytes, and each byte
+    /// of a short string that is not UTF-8 as U+001A.
     ///
-    /// Needs a tokio runtime.
+    /// Must be called within a tokio runtime.
     ///
     /// # Errors
-    /// [`SourceError::Misconfigured`]: a URL or a certificate that the source refuses; no node was asked. [`SourceError::Unavailable`]: no node
-    /// can be reached, or one refuses the login; it holds a [`SourceError::Misconfigured`] that
-    /// names the setting to look at.
+    /// [`SourceError::Misconfigured`]: an invalid URL or certificate; no connection was attempted.
+    /// [`SourceError::Unavailable`]: no node can be reached, or one refuses the login; its cause is
+    /// a [`SourceError::Misconfigured`] that names the setting to check.
     pub async fn connect(&self, name: &str) -> Result<Connection, SourceError> {
-        let access = Access::read(&self.urls, self.tls.clone())?;
-        access
+        let connector = BrokerConnector::new(&self.urls, self.tls.clone())?;
+        connector
             .connect(name)
             .await
-            .map_err(|trouble| SourceError::Unavailable(trouble.into()))
+            .map_err(|error| SourceError::Unavailable(error.into()))
     }
 
     pub(crate) fn in_flight(mut self, count: usize) -> Self {
@@ -284,14 +273,14 @@ impl RabbitMq {
         self
     }
 
-    pub(crate) fn check(self) -> Result<Settings, SourceError> {
+    pub(crate) fn check(self) -> Result<QueueSettings, SourceError> {
         let dead_letters = self
             .dead_letters
             .unwrap_or_else(|| format!("{}.dead-letters", self.queue));
         let in_doubt = self
             .in_doubt
             .unwrap_or_else(|| format!("{}.in-doubt", self.queue));
-        let access = Access::read(&self.urls, self.tls)?;
+        let connector = BrokerConnector::new(&self.urls, self.tls)?;
         let wanted = u16::try_from(self.prefetch)
             .ok()
             .filter(|count| *count > 0)
@@ -300,11 +289,10 @@ impl RabbitMq {
                 SourceError::misconfigured(
                     "prefetch",
                     problem,
-                    "choose how many deliveries may be in flight; 512 is the default",
+                    "choose how many deliveries may be unacknowledged; 512 is the default",
                 )
             })?;
-        // Without delay queues, what is released waits within the prefetch: there it has to be as
-        // wide as was said.
+        // Without delay queues, released deliveries count towards the prefetch: no cap then.
         let enough = if self.topology == Topology::Declare {
             self.in_flight.max(1).saturating_mul(2)
         } else {
@@ -318,7 +306,7 @@ impl RabbitMq {
                 "in_doubt"
             };
             let problem = format!(
-                "`{}` is the queue that is consumed: what is rejected would come back for ever",
+                "`{}` is the consumed queue: rejected messages would be redelivered endlessly",
                 self.queue
             );
             return Err(SourceError::misconfigured(
@@ -332,7 +320,7 @@ impl RabbitMq {
             .as_deref()
             .is_some_and(|name| name.is_empty() || name.len() > 255)
         {
-            let problem = "a header's name has 1 to 255 bytes";
+            let problem = "the name of a header has 1 to 255 bytes";
             return Err(SourceError::misconfigured(
                 "key_header",
                 problem,
@@ -344,26 +332,26 @@ impl RabbitMq {
             return Err(SourceError::misconfigured(
                 "consumer_timeout",
                 problem,
-                "name the broker's; 30 minutes is RabbitMQ's default",
+                "configure the broker's consumer_timeout; RabbitMQ's default is 30 minutes",
             ));
         }
         if (self.rejects, self.kind, self.topology)
             == (Rejects::ByQueue, QueueKind::Classic, Topology::Declare)
         {
-            let problem = "a classic queue is declared without a dead-letter exchange: the broker would drop what is rejected";
+            let problem = "a classic queue is declared without a dead-letter exchange: the broker would drop rejected messages";
             return Err(SourceError::misconfigured(
                 "rejects",
                 problem,
-                "let oncegate publish dead letters, or choose a quorum queue",
+                "choose `Rejects::Published`, or a quorum queue",
             ));
         }
-        Ok(Settings {
-            meter: Meter::new(self.status, &self.queue),
+        Ok(QueueSettings {
+            metrics: SourceMetrics::new(self.status, &self.queue),
             name: Arc::from(self.queue.as_str()),
             queue: queue_name("queue", self.queue)?,
             dead_letters: queue_name("dead_letters", dead_letters)?,
             in_doubt: queue_name("in_doubt", in_doubt)?,
-            access,
+            connector,
             prefetch,
             key_header: self.key_header,
             body_limit: self.body_limit,
@@ -379,13 +367,13 @@ impl RabbitMq {
 }
 
 impl fmt::Debug for RabbitMq {
-    /// Without the password.
+    /// Without passwords.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RabbitMq")
             .field("queue", &self.queue)
             .field(
                 "urls",
-                &self.urls.iter().map(|url| shown(url)).collect::<Vec<_>>(),
+                &self.urls.iter().map(|url| redact(url)).collect::<Vec<_>>(),
             )
             .field("tls", &self.tls)
             .field("prefetch", &self.prefetch)
@@ -402,105 +390,8 @@ impl fmt::Debug for RabbitMq {
     }
 }
 
-fn shown(url: &str) -> String {
-    Node::read(url).map_or_else(|_| "(not a broker's URL)".to_owned(), |node| node.shown)
-}
-
-/// What the user said, once it was checked.
-pub(crate) struct Settings {
-    pub(crate) name: Arc<str>,
-    pub(crate) queue: ShortString,
-    pub(crate) dead_letters: ShortString,
-    pub(crate) in_doubt: ShortString,
-    pub(crate) access: Access,
-    pub(crate) prefetch: u16,
-    pub(crate) key_header: Option<String>,
-    pub(crate) body_limit: usize,
-    pub(crate) consumer_timeout: Duration,
-    /// How long the consumer may leave a delivery unsettled; zero where no consumer said.
-    pub(crate) longest_open: Duration,
-    pub(crate) topology: Topology,
-    pub(crate) kind: QueueKind,
-    pub(crate) consumers: Consumers,
-    pub(crate) order: Order,
-    pub(crate) rejects: Rejects,
-    pub(crate) meter: Meter,
-}
-
-/// The delays that have a queue. A fixed time to live per queue, because a queue expires messages
-/// at its head alone.
-pub(crate) const DELAYS: [Duration; 5] = [
-    Duration::from_secs(1),
-    Duration::from_secs(5),
-    Duration::from_secs(30),
-    Duration::from_secs(120),
-    Duration::from_secs(600),
-];
-
-impl Settings {
-    /// When the source gives a channel up for a delivery that stands open.
-    pub(crate) fn patience(&self) -> Duration {
-        self.consumer_timeout.mul_f64(0.9)
-    }
-
-    /// What to say where deliveries may stand open for longer than that.
-    pub(crate) fn outlasts(&self) -> Option<String> {
-        let (open, patience) = (self.longest_open, self.patience());
-        (open > patience).then(|| {
-            format!(
-                "consumer_timeout: a delivery may stay open for {open:?} by .handler_timeout(…), .retries(…) and .lease(…), and at {patience:?} \
-                 the channel is given up, since the broker closes it at {:?}: all that it holds is delivered again; shorten one of them, or \
-                 raise consumer_timeout in rabbitmq.conf and say so by .consumer_timeout(…)",
-                self.consumer_timeout
-            )
-        })
-    }
-
-    /// The queue that holds a message for one of [`DELAYS`].
-    pub(crate) fn delay_queue(&self, delay: Duration) -> ShortString {
-        // The longest such name was checked with the queue's.
-        format!("{}.delay.{}", self.name, delay.as_millis()).into()
-    }
-
-    /// Whether a released delivery may wait outside of this process. Where an order is kept it may
-    /// not: while it is away, another consumer, or this one after a restart, could be handed what
-    /// comes after it.
-    pub(crate) fn delays_by_queue(&self) -> bool {
-        self.topology == Topology::Declare
-            && self.consumers == Consumers::Competing
-            && !self.keeps_order()
-    }
-
-    /// Whether an order is kept: then what is given back has to be in its place again before
-    /// anybody is handed what follows.
-    pub(crate) fn keeps_order(&self) -> bool {
-        self.order != Order::Unordered
-    }
-
-    /// The URL of the node that is used, without its password.
-    pub(crate) fn shown(&self) -> &str {
-        &self.access.nodes.current().shown
-    }
-}
-
-/// A name that leaves room for `.delay.600000` within AMQP's 255 bytes.
-fn queue_name(setting: &str, name: String) -> Result<ShortString, SourceError> {
-    if name.is_empty() {
-        return Err(SourceError::misconfigured(
-            setting,
-            "the name is empty",
-            "name a queue",
-        ));
-    }
-    if name.len() > 240 {
-        let problem = format!("the name has {} bytes", name.len());
-        return Err(SourceError::misconfigured(
-            setting,
-            problem,
-            "use a name of at most 240 bytes",
-        ));
-    }
-    Ok(name.into())
+fn redact(url: &str) -> String {
+    BrokerNode::parse(url).map_or_else(|_| "(not an AMQP URL)".to_owned(), |node| node.redacted_url)
 }
 
 #[cfg(test)]
@@ -516,7 +407,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wrong_setting_is_named() {
+    fn an_invalid_setting_is_named_in_the_error() {
         let payments = || RabbitMq::queue("payments");
         assert_eq!(setting(payments()), "none");
         assert_eq!(setting(RabbitMq::queue("")), "queue");
@@ -538,7 +429,7 @@ mod tests {
         assert_eq!(
             setting(payments().ca_certificate("/nowhere.pem")),
             "url",
-            "a certificate is no use in plain text"
+            "a CA certificate has no effect without TLS"
         );
         assert_eq!(
             setting(
@@ -566,7 +457,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_asked_for_than_twice_what_is_in_flight() {
+    fn the_prefetch_is_capped_at_twice_the_deliveries_in_flight() {
         let prefetch = |in_flight| {
             RabbitMq::queue("payments")
                 .in_flight(in_flight)
@@ -606,32 +497,32 @@ mod tests {
     }
 
     #[test]
-    fn deliveries_that_may_stay_open_for_too_long_are_warned_of() {
+    fn a_consumer_that_may_exceed_the_consumer_timeout_causes_a_warning() {
         let minutes = |count: u64| Duration::from_secs(60 * count);
-        let says = |open, timeout| {
+        let warning_for = |open, timeout| {
             let source = RabbitMq::queue("payments")
                 .consumer_timeout(timeout)
                 .longest_open(open);
-            source.check().expect("settings").outlasts()
+            source.check().expect("settings").consumer_timeout_warning()
         };
         assert_eq!(
             RabbitMq::queue("payments")
                 .check()
                 .expect("settings")
-                .outlasts(),
+                .consumer_timeout_warning(),
             None
         );
-        assert_eq!(says(minutes(27), minutes(30)), None);
-        let said = says(minutes(28), minutes(30)).expect("a warning");
+        assert_eq!(warning_for(minutes(27), minutes(30)), None);
+        let warning = warning_for(minutes(28), minutes(30)).expect("a warning");
         assert!(
-            said.starts_with("consumer_timeout: ") && said.contains(".handler_timeout(…)"),
-            "{said}"
+            warning.starts_with("consumer_timeout: ") && warning.contains(".handler_timeout(…)"),
+            "{warning}"
         );
-        assert_eq!(says(minutes(28), minutes(60)), None);
+        assert_eq!(warning_for(minutes(28), minutes(60)), None);
     }
 
     #[test]
-    fn no_text_shows_the_password() {
+    fn no_debug_output_or_error_contains_the_password() {
         for url in [
             "amqp://guest:canary@localhost:5672/%2f",
             "amqp:guest:canary",
@@ -641,7 +532,9 @@ mod tests {
             let source = RabbitMq::queue("payments").url(url);
             assert!(!format!("{source:?}").contains("canary"), "{source:?}");
             match source.check() {
-                Ok(settings) => assert_eq!(settings.shown(), "amqp://guest@localhost:5672/%2f"),
+                Ok(settings) => {
+                    assert_eq!(settings.redacted_url(), "amqp://guest@localhost:5672/%2f")
+                }
                 Err(error) => assert!(!format!("{error} {error:?}").contains("canary"), "{error}"),
             }
         }

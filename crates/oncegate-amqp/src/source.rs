@@ -1,4 +1,4 @@
-//! The source that the consumer drives.
+//! The public source: the consumer's end of the driver.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,20 +12,21 @@ use oncegate_core::source::{Incoming, Limit, Open, Order, Settled, Source, Sourc
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
-use crate::engine::{self, Command, Ends};
-use crate::inbox::{Reader, inbox};
-use crate::settings::{RabbitMq, Rejects, Settings};
+use crate::driver::{self, DriverEndpoints, SourceCommand};
+use crate::inbox::{InboxReceiver, inbox};
+use crate::queue_settings::QueueSettings;
+use crate::settings::{RabbitMq, Rejects};
 
-/// A queue that is consumed. Made by [`Open::open`] of a [`RabbitMq`].
+/// A consumed queue. Created by [`Open::open`] of a [`RabbitMq`].
 ///
-/// Dropped without [`Source::close`], it closes its connections in the background, and what was not
-/// acknowledged comes back.
+/// If it is dropped without [`Source::close`], its connections are closed in the background, and
+/// unacknowledged messages are redelivered.
 pub struct RabbitMqSource {
-    incoming: Reader,
-    commands: UnboundedSender<Command>,
-    live: Arc<AtomicU64>,
+    incoming: InboxReceiver,
+    commands: UnboundedSender<SourceCommand>,
+    live_epoch: Arc<AtomicU64>,
     chunk: usize,
-    settings: Arc<Settings>,
+    settings: Arc<QueueSettings>,
 }
 
 #[async_trait]
@@ -40,36 +41,36 @@ impl Open for RabbitMq {
         self.order(order)
     }
 
-    /// Held against the consumer timeout when it is opened; one that is too short is a warning.
+    /// Opening logs a warning if the consumer timeout is shorter than this needs.
     fn for_longest_open(self, open: Duration) -> Self {
         self.longest_open(open)
     }
 
-    /// Connects, prepares the queues as [`RabbitMq::topology`] says, and consumes.
+    /// Connects, declares or checks the queues by [`RabbitMq::topology`], and consumes.
     async fn open(self) -> Result<RabbitMqSource, SourceError> {
         let settings = Arc::new(self.check()?);
-        if let Some(warning) = settings.outlasts() {
+        if let Some(warning) = settings.consumer_timeout_warning() {
             tracing::warn!(queue = &*settings.name, "{warning}");
         }
         let chunk = usize::from(settings.prefetch / 4).clamp(1, 256);
-        let (out, incoming) = inbox();
-        let (commands, obeyed) = unbounded_channel();
-        let live = Arc::new(AtomicU64::new(0));
+        let (inbox, incoming) = inbox();
+        let (commands, command_receiver) = unbounded_channel();
+        let live_epoch = Arc::new(AtomicU64::new(0));
         let (opened, outcome) = oneshot::channel();
-        let ends = Ends {
-            out,
-            commands: obeyed,
-            live: Arc::clone(&live),
+        let endpoints = DriverEndpoints {
+            inbox,
+            commands: command_receiver,
+            live_epoch: Arc::clone(&live_epoch),
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .map_err(unavailable)?;
-        let engine_settings = Arc::clone(&settings);
+        let driver_settings = Arc::clone(&settings);
         std::thread::Builder::new()
             .name("oncegate-amqp".into())
             .spawn(move || {
-                runtime.block_on(engine::run(engine_settings, ends, opened));
+                runtime.block_on(driver::run(driver_settings, endpoints, opened));
                 runtime.shutdown_background();
             })
             .map_err(unavailable)?;
@@ -77,7 +78,7 @@ impl Open for RabbitMq {
         Ok(RabbitMqSource {
             incoming,
             commands,
-            live,
+            live_epoch,
             chunk,
             settings,
         })
@@ -90,7 +91,7 @@ impl Source for RabbitMqSource {
         self.incoming
             .receive(limit, into)
             .await
-            .map_err(|_| ended())
+            .map_err(|_| driver_stopped())
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
@@ -98,8 +99,8 @@ impl Source for RabbitMqSource {
             return Ok(());
         }
         self.commands
-            .send(Command::Settle(std::mem::take(settled)))
-            .map_err(|_| ended())
+            .send(SourceCommand::Settle(std::mem::take(settled)))
+            .map_err(|_| driver_stopped())
     }
 
     fn destination(&self, _: &Origin, reason: &Reason) -> Option<String> {
@@ -114,19 +115,19 @@ impl Source for RabbitMqSource {
 
     async fn stop(&mut self) {
         self.incoming.stop();
-        // If it is gone, `receive` says so.
-        let _ = self.commands.send(Command::Stop);
+        // If the driver has stopped, `receive` returns the error.
+        let _ = self.commands.send(SourceCommand::Stop);
     }
 
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
         let (done, finished) = oneshot::channel();
         self.commands
-            .send(Command::Close {
+            .send(SourceCommand::Close {
                 deadline: deadline.into(),
                 done,
             })
-            .map_err(|_| ended())?;
-        finished.await.map_err(|_| ended())?
+            .map_err(|_| driver_stopped())?;
+        finished.await.map_err(|_| driver_stopped())?
     }
 
     fn chunk(&self) -> usize {
@@ -135,9 +136,9 @@ impl Source for RabbitMqSource {
 }
 
 impl fmt::Debug for RabbitMqSource {
-    /// Without the messages in it.
+    /// Without messages.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let epoch = self.live.load(Ordering::Acquire);
+        let epoch = self.live_epoch.load(Ordering::Acquire);
         f.debug_struct("RabbitMqSource")
             .field("epoch", &epoch)
             .field("waiting", &self.incoming.len())
@@ -149,6 +150,6 @@ fn unavailable(error: impl std::error::Error + Send + Sync + 'static) -> SourceE
     SourceError::Unavailable(Box::new(error))
 }
 
-fn ended() -> SourceError {
-    SourceError::Unavailable("the thread that serves the broker has ended".into())
+fn driver_stopped() -> SourceError {
+    SourceError::Unavailable("the driver thread has stopped".into())
 }

@@ -1,4 +1,4 @@
-//! What a source has done and what it holds, for those who ask from outside.
+//! The status and the metrics of a source.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -8,10 +8,10 @@ use metrics::{Counter, Gauge};
 
 use crate::metric;
 
-/// What one RabbitMQ source has done and holds. Clones share it.
+/// The status of one RabbitMQ source: its counters and gauges. Clones share it.
 ///
-/// The same figures go through the `metrics` facade, with the label `queue`, as
-/// [`RABBITMQ_METRICS`](crate::RABBITMQ_METRICS) lists them.
+/// The same values are recorded through the `metrics` facade, with the label `queue`; see
+/// [`RABBITMQ_METRICS`](crate::RABBITMQ_METRICS).
 ///
 /// ```
 /// use oncegate_amqp::{RabbitMq, RabbitMqStatus};
@@ -21,36 +21,35 @@ use crate::metric;
 /// assert_eq!(status.snapshot().reconnects, 0);
 /// ```
 #[derive(Clone, Debug, Default)]
-pub struct RabbitMqStatus(Arc<Counts>);
+pub struct RabbitMqStatus(Arc<StatusCounters>);
 
-/// The figures of one moment.
+/// The values at one moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RabbitMqSnapshot {
-    /// Deliveries of the open channel that were not acknowledged yet. It never exceeds the
-    /// prefetch.
+    /// Unacknowledged deliveries of the open channel, at most the prefetch count.
     pub unacked: u64,
-    /// Deliveries that came in.
+    /// Deliveries received.
     pub delivered: u64,
-    /// Those of them that the broker marked as redelivered.
+    /// Deliveries that the broker marked as redelivered.
     pub redelivered: u64,
-    /// Channels that were lost; each is opened anew.
+    /// Channels lost. The source opens another one for each.
     pub reconnects: u64,
-    /// How long there has been no channel since the last one was lost; zero while there is one.
+    /// How long the source has been without a channel; zero while there is one.
     pub away: Duration,
-    /// Settlements whose channel had gone. They were not sent, and their deliveries come back.
+    /// Settlements for a closed channel. They were dropped, and their deliveries are redelivered.
     pub stale_receipts: u64,
-    /// Dead letters, in-doubt messages and delayed copies that stand in their queue.
+    /// Dead letters, in-doubt messages and delayed copies that were published and confirmed.
     pub copies: u64,
-    /// Copies that were not confirmed and are published again.
+    /// Copies that were published again because they were not confirmed.
     pub copy_retries: u64,
-    /// How long the broker has refused to read what is published, for want of memory or disk space.
-    /// The present refusal counts.
+    /// How long the broker has blocked publishing because of a resource alarm (memory or disk
+    /// space), including the current alarm.
     pub blocked: Duration,
 }
 
 #[derive(Debug, Default)]
-struct Counts {
+struct StatusCounters {
     unacked: AtomicU64,
     delivered: AtomicU64,
     redelivered: AtomicU64,
@@ -58,40 +57,41 @@ struct Counts {
     stale_receipts: AtomicU64,
     copies: AtomicU64,
     copy_retries: AtomicU64,
-    blocked: Mutex<Blocked>,
+    blocked: Mutex<BlockedTime>,
     away: Mutex<Option<Instant>>,
 }
 
 #[derive(Debug, Default)]
-struct Blocked {
-    before: Duration,
+struct BlockedTime {
+    /// The sum of all alarms that are over.
+    total: Duration,
     since: Option<Instant>,
 }
 
 impl RabbitMqStatus {
-    /// Of a source that has not been opened. Hand it to one source alone: to
+    /// The status of a source that is not open. Pass it to one source only, with
     /// [`RabbitMq::status`](crate::RabbitMq::status).
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The figures as they are now.
+    /// The current values.
     pub fn snapshot(&self) -> RabbitMqSnapshot {
         let read = |count: &AtomicU64| count.load(Ordering::Relaxed);
-        let counts = &*self.0;
-        let blocked = counts.blocked();
+        let counters = &*self.0;
+        let blocked = counters.blocked();
         RabbitMqSnapshot {
-            unacked: read(&counts.unacked),
-            delivered: read(&counts.delivered),
-            redelivered: read(&counts.redelivered),
-            reconnects: read(&counts.reconnects),
-            away: counts
+            unacked: read(&counters.unacked),
+            delivered: read(&counters.delivered),
+            redelivered: read(&counters.redelivered),
+            reconnects: read(&counters.reconnects),
+            away: counters
                 .away()
                 .map_or(Duration::ZERO, |since| since.elapsed()),
-            stale_receipts: read(&counts.stale_receipts),
-            copies: read(&counts.copies),
-            copy_retries: read(&counts.copy_retries),
-            blocked: blocked.before
+            stale_receipts: read(&counters.stale_receipts),
+            copies: read(&counters.copies),
+            copy_retries: read(&counters.copy_retries),
+            blocked: blocked.total
                 + blocked
                     .since
                     .map_or(Duration::ZERO, |since| since.elapsed()),
@@ -99,9 +99,9 @@ impl RabbitMqStatus {
     }
 }
 
-impl Counts {
-    fn blocked(&self) -> MutexGuard<'_, Blocked> {
-        // Nothing panics while it is held.
+impl StatusCounters {
+    fn blocked(&self) -> MutexGuard<'_, BlockedTime> {
+        // No code panics while it holds the lock.
         self.blocked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -110,8 +110,8 @@ impl Counts {
     }
 }
 
-/// Counts, here and through the `metrics` facade.
-pub(crate) struct Meter {
+/// Updates the status and records the `metrics`.
+pub(crate) struct SourceMetrics {
     status: RabbitMqStatus,
     unacked: Gauge,
     delivered: Counter,
@@ -125,7 +125,7 @@ pub(crate) struct Meter {
     blocked_seconds: Counter,
 }
 
-impl Meter {
+impl SourceMetrics {
     pub(crate) fn new(status: RabbitMqStatus, queue: &str) -> Self {
         let counter = |name: &'static str| metrics::counter!(name, "queue" => queue.to_owned());
         let gauge = |name: &'static str| metrics::gauge!(name, "queue" => queue.to_owned());
@@ -144,8 +144,8 @@ impl Meter {
         }
     }
 
-    /// How many deliveries the channel holds unacknowledged.
-    pub(crate) fn holds(&self, unacked: usize) {
+    /// The number of unacknowledged deliveries.
+    pub(crate) fn set_unacked(&self, unacked: usize) {
         if self
             .status
             .0
@@ -162,32 +162,32 @@ impl Meter {
         add(&self.status.0.redelivered, &self.redelivered, redelivered);
     }
 
-    /// The channel is gone.
-    pub(crate) fn lost(&self) {
+    /// The channel is lost.
+    pub(crate) fn channel_lost(&self) {
         add(&self.status.0.reconnects, &self.reconnects, 1);
         self.status.0.away().get_or_insert_with(Instant::now);
         self.away.set(1);
     }
 
-    /// There is a channel again, or none is wanted any more.
-    pub(crate) fn back(&self) {
+    /// A channel is open again, or the source is closed.
+    pub(crate) fn channel_opened(&self) {
         *self.status.0.away() = None;
         self.away.set(0);
     }
 
-    pub(crate) fn stale(&self) {
+    pub(crate) fn stale_receipt(&self) {
         add(&self.status.0.stale_receipts, &self.stale_receipts, 1);
     }
 
-    pub(crate) fn copied(&self, count: usize) {
+    pub(crate) fn copies_confirmed(&self, count: usize) {
         add(&self.status.0.copies, &self.copies, count);
     }
 
-    pub(crate) fn copies_again(&self, count: usize) {
+    pub(crate) fn copies_retried(&self, count: usize) {
         add(&self.status.0.copy_retries, &self.copy_retries, count);
     }
 
-    /// The broker reads nothing that is published from now on.
+    /// The broker blocks publishing (`connection.blocked`).
     pub(crate) fn blocked(&self) {
         self.status
             .0
@@ -197,22 +197,21 @@ impl Meter {
         self.blocked.set(1);
     }
 
-    /// Whether the broker is known to read nothing that is published.
+    /// Whether the broker is known to block publishing.
     pub(crate) fn is_blocked(&self) -> bool {
         self.status.0.blocked().since.is_some()
     }
 
-    /// It reads again, or there is no connection on which it would not.
+    /// The broker no longer blocks publishing, or the publishing connection is closed.
     pub(crate) fn unblocked(&self) {
         let mut blocked = self.status.0.blocked();
         if let Some(since) = blocked.since.take() {
-            let told = blocked.before.as_secs();
-            blocked.before += since.elapsed();
+            let counted_seconds = blocked.total.as_secs();
+            blocked.total += since.elapsed();
             self.blocked.set(0);
-            // A counter has no fractions: those of several times add up here, and are told as soon
-            // as they are a second.
+            // The counter has no fractions: those of several alarms add up.
             self.blocked_seconds
-                .increment(blocked.before.as_secs() - told);
+                .increment(blocked.total.as_secs() - counted_seconds);
         }
     }
 }
@@ -231,15 +230,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_counted_is_read() {
+    fn the_snapshot_has_what_was_counted() {
         let status = RabbitMqStatus::new();
-        let meter = Meter::new(status.clone(), "orders");
-        meter.holds(7);
-        meter.delivered(9, 2);
-        meter.lost();
-        meter.stale();
-        meter.copied(3);
-        meter.copies_again(4);
+        let metrics = SourceMetrics::new(status.clone(), "orders");
+        metrics.set_unacked(7);
+        metrics.delivered(9, 2);
+        metrics.channel_lost();
+        metrics.stale_receipt();
+        metrics.copies_confirmed(3);
+        metrics.copies_retried(4);
         let read = status.snapshot();
         let expected = RabbitMqSnapshot {
             unacked: 7,
@@ -257,28 +256,28 @@ mod tests {
     #[test]
     fn the_time_without_a_channel_grows_until_there_is_one() {
         let status = RabbitMqStatus::new();
-        let meter = Meter::new(status.clone(), "orders");
+        let metrics = SourceMetrics::new(status.clone(), "orders");
         assert_eq!(status.snapshot().away, Duration::ZERO);
-        meter.lost();
+        metrics.channel_lost();
         std::thread::sleep(Duration::from_millis(2));
         assert!(status.snapshot().away >= Duration::from_millis(2));
-        meter.back();
+        metrics.channel_opened();
         assert_eq!(status.snapshot().away, Duration::ZERO);
     }
 
     #[test]
-    fn the_time_of_a_refusal_grows_while_it_lasts_and_stays_when_it_is_over() {
+    fn the_blocked_time_grows_during_an_alarm_and_remains_afterwards() {
         let status = RabbitMqStatus::new();
-        let meter = Meter::new(status.clone(), "orders");
-        meter.blocked();
+        let metrics = SourceMetrics::new(status.clone(), "orders");
+        metrics.blocked();
         std::thread::sleep(Duration::from_millis(2));
         let during = status.snapshot().blocked;
         assert!(during >= Duration::from_millis(2));
-        meter.blocked();
-        meter.unblocked();
+        metrics.blocked();
+        metrics.unblocked();
         let after = status.snapshot().blocked;
         assert!(after >= during);
-        meter.unblocked();
+        metrics.unblocked();
         assert_eq!(status.snapshot().blocked, after);
     }
 
@@ -292,16 +291,16 @@ mod tests {
             .into_iter()
             .find(|it| it.0.key().name() == metric::BLOCKED_SECONDS)
         {
-            Some((_, _, _, DebugValue::Counter(since_the_last_look))) => since_the_last_look,
+            Some((_, _, _, DebugValue::Counter(since_last_snapshot))) => since_last_snapshot,
             other => panic!("{other:?}"),
         };
         metrics::with_local_recorder(&recorder, || {
-            let (meter, mut all) = (Meter::new(status.clone(), "orders"), 0);
+            let (metrics, mut all) = (SourceMetrics::new(status.clone(), "orders"), 0);
             for _ in 0..4 {
-                meter.blocked();
-                // As if it had begun earlier.
+                metrics.blocked();
+                // As if the alarm had begun earlier.
                 status.0.blocked().since = Instant::now().checked_sub(Duration::from_millis(600));
-                meter.unblocked();
+                metrics.unblocked();
                 all += counted();
                 assert_eq!(all, status.snapshot().blocked.as_secs());
             }

@@ -1,4 +1,4 @@
-//! What is trusted over TLS, and what is shown of oneself.
+//! CA and client certificates for TLS.
 
 use std::path::{Path, PathBuf};
 
@@ -7,40 +7,39 @@ use oncegate_core::source::SourceError;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 
-/// The files of an encrypted connection. They are read at each connection, so that a renewed
-/// certificate is used.
+/// The certificate files. They are read at each connection, so that a renewed certificate is used.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Tls {
-    /// The certificates of authorities that are trusted beside the system's.
+pub(crate) struct TlsFiles {
+    /// CA certificates that are trusted in addition to the system's.
     pub(crate) authority: Option<PathBuf>,
-    pub(crate) identity: Option<Identity>,
+    pub(crate) identity: Option<ClientIdentity>,
 }
 
-/// A client's certificate and its key.
+/// A client certificate and its key.
 #[derive(Clone, Debug)]
-pub(crate) struct Identity {
+pub(crate) struct ClientIdentity {
     pub(crate) certificate: PathBuf,
     pub(crate) key: PathBuf,
 }
 
-impl Tls {
-    /// Whether a file is named.
-    pub(crate) fn is_asked_for(&self) -> bool {
+impl TlsFiles {
+    /// Whether a file is configured.
+    pub(crate) fn is_configured(&self) -> bool {
         self.authority.is_some() || self.identity.is_some()
     }
 
-    /// Reads the files.
+    /// A connector with the files' current contents.
     pub(crate) fn connector(&self) -> Result<RustlsConnector, SourceError> {
         let mut config = match RustlsConnectorConfig::new_with_native_certs() {
             Ok(config) => config,
-            // A container may have none, and need none.
+            // A container may have no system certificates, and need none.
             Err(_) if self.authority.is_some() => RustlsConnectorConfig::default(),
             Err(error) => {
-                let problem = format!("the system has no certificates of authorities ({error})");
+                let problem = format!("the system has no CA certificates ({error})");
                 return Err(SourceError::misconfigured(
                     "url",
                     problem,
-                    "install `ca-certificates`, or name a file by `.ca_certificate(path)`",
+                    "install `ca-certificates`, or configure a file with `.ca_certificate(path)`",
                 ));
             }
         };
@@ -50,55 +49,55 @@ impl Tls {
         let connector = match &self.identity {
             None => config.connector_with_no_client_auth(),
             Some(identity) => {
-                let chain = certificates(CLIENT, &identity.certificate)?;
+                let chain = certificates(CLIENT_CERTIFICATE, &identity.certificate)?;
                 config.connector_with_single_cert(chain, key(&identity.key)?)
             }
         };
         connector.map_err(|error| {
             let setting = if self.identity.is_some() {
-                CLIENT
+                CLIENT_CERTIFICATE
             } else {
                 "ca_certificate"
             };
             SourceError::misconfigured(
                 setting,
                 format!("it cannot be used ({error})"),
-                "name a certificate and the key that belongs to it, in PEM form",
+                "configure a certificate and its key, both in PEM format",
             )
         })
     }
 }
 
-const CLIENT: &str = "client_certificate";
+const CLIENT_CERTIFICATE: &str = "client_certificate";
 
 fn certificates(setting: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>, SourceError> {
     let read = CertificateDer::pem_file_iter(path).and_then(Iterator::collect::<Result<Vec<_>, _>>);
     match read {
         Ok(certificates) if !certificates.is_empty() => Ok(certificates),
-        Ok(_) => Err(unusable(
+        Ok(_) => Err(unusable_file(
             setting,
             path,
-            "it holds no certificate in PEM form",
+            "it contains no certificate in PEM format",
         )),
-        Err(error) => Err(unusable(setting, path, &error.to_string())),
+        Err(error) => Err(unusable_file(setting, path, &error.to_string())),
     }
 }
 
 fn key(path: &Path) -> Result<PrivateKeyDer<'static>, SourceError> {
     PrivateKeyDer::from_pem_file(path).map_err(|error| {
-        unusable(
-            CLIENT,
+        unusable_file(
+            CLIENT_CERTIFICATE,
             path,
-            &format!("{error}; a key with a passphrase cannot be read"),
+            &format!("{error}; a key with a passphrase is not supported"),
         )
     })
 }
 
-fn unusable(setting: &str, path: &Path, problem: &str) -> SourceError {
+fn unusable_file(setting: &str, path: &Path, problem: &str) -> SourceError {
     SourceError::misconfigured(
         setting,
         format!("{} cannot be used: {problem}", path.display()),
-        "name a file in PEM form that this process may read",
+        "configure a file in PEM format that this process can read",
     )
 }
 
@@ -107,11 +106,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_file_that_cannot_be_used_is_named_with_its_setting() {
+    fn an_unusable_file_is_named_with_its_setting() {
         let missing = PathBuf::from("/nowhere/at-all.pem");
         let empty = PathBuf::from("/dev/null");
         for path in [&missing, &empty] {
-            let told = Tls {
+            let error = TlsFiles {
                 authority: Some(path.clone()),
                 identity: None,
             }
@@ -120,14 +119,15 @@ mod tests {
             .expect_err("no certificate")
             .to_string();
             assert!(
-                told.starts_with("ca_certificate: ") && told.contains(path.to_str().expect("text")),
-                "{told}"
+                error.starts_with("ca_certificate: ")
+                    && error.contains(path.to_str().expect("text")),
+                "{error}"
             );
-            let identity = Identity {
+            let identity = ClientIdentity {
                 certificate: path.clone(),
                 key: path.clone(),
             };
-            let told = Tls {
+            let error = TlsFiles {
                 authority: None,
                 identity: Some(identity),
             }
@@ -136,9 +136,9 @@ mod tests {
             .expect_err("no certificate")
             .to_string();
             assert!(
-                told.starts_with("client_certificate: ")
-                    || told.starts_with("url: the system has no"),
-                "{told}"
+                error.starts_with("client_certificate: ")
+                    || error.starts_with("url: the system has no"),
+                "{error}"
             );
         }
         assert!(

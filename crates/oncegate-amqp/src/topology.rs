@@ -1,40 +1,46 @@
-//! The queues that a source needs.
+//! Declares or checks the queues that a source needs.
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{Channel, Connection};
 use oncegate_core::source::SourceError;
 
-use crate::link::{Trouble, code, passes, reply_code};
-use crate::settings::{Consumers, DELAYS, QueueKind, Settings, Topology};
+use crate::connector::{ConnectError, code, is_transient_refusal, reply_code};
+use crate::queue_settings::{ConsumerMode, DELAYS, QueueSettings};
+use crate::settings::{QueueKind, Topology};
 
-struct Queue {
-    role: Role,
-    /// The setting that names it.
+/// A queue and the arguments to declare it with.
+struct QueueSpec {
+    purpose: QueuePurpose,
+    /// The setting with the name.
     setting: &'static str,
     name: ShortString,
     arguments: FieldTable,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Role {
-    /// Deliveries come from it. The broker does not say which arguments a queue has, and some of
-    /// them lose messages.
+enum QueuePurpose {
+    /// The source consumes it. It must have the declared arguments, since others may lose messages
+    /// and AMQP does not tell which a queue has.
     Consumed,
-    /// Copies go to it.
+    /// The source publishes copies to it.
     Target,
 }
 
-/// How often a message may be looked at and put back in a queue that a person reads. Without this,
-/// the broker drops it after 20 times since 4.0; older ones know no word for "without limit".
-const LOOKS: i32 = i32::MAX;
+/// The delivery limit of the dead-letter and in-doubt queues, whose messages operators may read and
+/// requeue often. RabbitMQ 4 drops a message after 20 redeliveries by default; older releases have
+/// no value for "unlimited".
+const UNLIMITED_DELIVERIES: i32 = i32::MAX;
 
-/// Creates or checks the queues, as the user chose.
-pub(crate) async fn prepare(connection: &Connection, settings: &Settings) -> Result<(), Trouble> {
+/// Declares or checks the queues, by [`Topology`].
+pub(crate) async fn prepare(
+    connection: &Connection,
+    settings: &QueueSettings,
+) -> Result<(), ConnectError> {
     if settings.topology == Topology::Trust {
         return Ok(());
     }
-    // A refusal closes the channel that it was asked on, so what goes on needs another.
+    // An error closes the channel, so `declare` replaces it.
     let mut channel = connection.create_channel().await?;
     for queue in named_queues(settings) {
         match settings.topology {
@@ -53,13 +59,13 @@ pub(crate) async fn prepare(connection: &Connection, settings: &Settings) -> Res
     Ok(())
 }
 
-/// Creates the dead-letter, in-doubt or delay queue of this name again, if it is the source that
-/// creates queues.
-pub(crate) async fn restore(
+/// Declares the dead-letter, in-doubt or delay queue with this name again, with
+/// [`Topology::Declare`].
+pub(crate) async fn redeclare(
     connection: &Connection,
-    settings: &Settings,
+    settings: &QueueSettings,
     name: &ShortString,
-) -> Result<(), Trouble> {
+) -> Result<(), ConnectError> {
     let queue = named_queues(settings)
         .into_iter()
         .chain(delay_queues(settings))
@@ -73,25 +79,27 @@ pub(crate) async fn restore(
     Ok(())
 }
 
-async fn check(channel: &Channel, queue: &Queue) -> Result<(), Trouble> {
-    match passively(channel, queue).await {
+async fn check(channel: &Channel, queue: &QueueSpec) -> Result<(), ConnectError> {
+    match declare_passive(channel, queue).await {
         Ok(()) => Ok(()),
-        Err(error) if reply_code(&error) == Some(code::NOT_FOUND) && !passes(&error) => {
-            Err(Trouble::Wrong(SourceError::misconfigured(
+        Err(error)
+            if reply_code(&error) == Some(code::NOT_FOUND) && !is_transient_refusal(&error) =>
+        {
+            Err(ConnectError::Misconfigured(SourceError::misconfigured(
                 queue.setting,
                 format!("the queue `{}` does not exist", queue.name),
-                "create it, or let `Topology::Declare` do so",
+                "create it, or choose `Topology::Declare`",
             )))
         }
-        Err(error) => Err(refusal(error, queue)),
+        Err(error) => Err(classify(error, queue)),
     }
 }
 
 async fn declare(
     channel: &mut Channel,
     connection: &Connection,
-    queue: &Queue,
-) -> Result<(), Trouble> {
+    queue: &QueueSpec,
+) -> Result<(), ConnectError> {
     let options = QueueDeclareOptions {
         durable: true,
         ..QueueDeclareOptions::default()
@@ -104,30 +112,30 @@ async fn declare(
         Err(error) => error,
     };
     if reply_code(&error) != Some(code::PRECONDITION_FAILED) {
-        return Err(refusal(error, queue));
+        return Err(classify(error, queue));
     }
-    if queue.role == Role::Consumed {
-        return Err(Trouble::Mismatch(SourceError::misconfigured(
+    if queue.purpose == QueuePurpose::Consumed {
+        return Err(ConnectError::QueueMismatch(SourceError::misconfigured(
             queue.setting,
             format!(
                 "the queue `{}` exists with other arguments ({error})",
                 queue.name
             ),
-            "if it is a classic queue, say `.queue_kind(QueueKind::Classic)`; if it is yours and loses nothing (a delivery limit needs a dead-letter exchange), create the dead-letter and in-doubt queues too and choose `Topology::Check`",
+            "for a classic queue choose `.queue_kind(QueueKind::Classic)`; for a queue that you declare yourself and that loses nothing (a delivery limit needs a dead-letter exchange), create the dead-letter and in-doubt queues, too, and choose `Topology::Check`",
         )));
     }
     *channel = connection.create_channel().await?;
-    passively(channel, queue)
+    declare_passive(channel, queue)
         .await
-        .map_err(|error| refusal(error, queue))?;
+        .map_err(|error| classify(error, queue))?;
     tracing::warn!(
         queue = queue.name.as_str(), %error,
-        "the queue exists with other arguments than oncegate would give it; it is used as it is. A delivery limit, a length limit or a time to live loses messages"
+        "the queue exists with other arguments than oncegate declares; using it as it is; check that no delivery limit, length limit or TTL drops its messages"
     );
     Ok(())
 }
 
-async fn passively(channel: &Channel, queue: &Queue) -> lapin::Result<()> {
+async fn declare_passive(channel: &Channel, queue: &QueueSpec) -> lapin::Result<()> {
     let options = QueueDeclareOptions {
         passive: true,
         ..QueueDeclareOptions::default()
@@ -138,40 +146,43 @@ async fn passively(channel: &Channel, queue: &Queue) -> lapin::Result<()> {
         .map(drop)
 }
 
-fn refusal(error: lapin::Error, queue: &Queue) -> Trouble {
+fn classify(error: lapin::Error, queue: &QueueSpec) -> ConnectError {
     if reply_code(&error) != Some(code::ACCESS_REFUSED) {
         return error.into();
     }
-    Trouble::Wrong(SourceError::misconfigured(
+    ConnectError::Misconfigured(SourceError::misconfigured(
         queue.setting,
-        format!("the queue `{}` may not be declared ({error})", queue.name),
-        "give the user the right to configure it, or create the queues and choose `Topology::Check`",
+        format!("the queue `{}` cannot be declared ({error})", queue.name),
+        "grant the user the configure permission, or create the queues and choose `Topology::Check`",
     ))
 }
 
-fn named_queues(settings: &Settings) -> [Queue; 3] {
-    let mut consumed = of_kind(settings.kind);
+fn named_queues(settings: &QueueSettings) -> [QueueSpec; 3] {
+    let mut consumed = queue_arguments(settings.kind);
     if settings.kind == QueueKind::Quorum {
-        // What the broker gives up on (a delivery limit, 20 by default since 4.0) is not to be
+        // A message over the delivery limit (20 by default since RabbitMQ 4.0) must not be
         // dropped.
-        dead_letters_to(&mut consumed, &settings.dead_letters, settings.kind);
+        dead_letter_to(&mut consumed, &settings.dead_letters, settings.kind);
     }
-    if settings.consumers == Consumers::SingleActive {
+    if settings.consumers == ConsumerMode::SingleActive {
         consumed.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
     }
-    let mut kept = of_kind(settings.kind);
+    let mut target_arguments = queue_arguments(settings.kind);
     if settings.kind == QueueKind::Quorum {
-        kept.insert("x-delivery-limit".into(), AMQPValue::LongInt(LOOKS));
+        target_arguments.insert(
+            "x-delivery-limit".into(),
+            AMQPValue::LongInt(UNLIMITED_DELIVERIES),
+        );
     }
-    let target = |setting, name: &ShortString| Queue {
-        role: Role::Target,
+    let target = |setting, name: &ShortString| QueueSpec {
+        purpose: QueuePurpose::Target,
         setting,
         name: name.clone(),
-        arguments: kept.clone(),
+        arguments: target_arguments.clone(),
     };
     [
-        Queue {
-            role: Role::Consumed,
+        QueueSpec {
+            purpose: QueuePurpose::Consumed,
             setting: "queue",
             name: settings.queue.clone(),
             arguments: consumed,
@@ -181,17 +192,17 @@ fn named_queues(settings: &Settings) -> [Queue; 3] {
     ]
 }
 
-fn delay_queues(settings: &Settings) -> impl Iterator<Item = Queue> {
+fn delay_queues(settings: &QueueSettings) -> impl Iterator<Item = QueueSpec> {
     DELAYS.into_iter().map(|delay| {
-        let mut arguments = of_kind(settings.kind);
-        // At most ten minutes.
+        let mut arguments = queue_arguments(settings.kind);
+        // Fits: at most ten minutes.
         arguments.insert(
             "x-message-ttl".into(),
             AMQPValue::LongInt(delay.as_millis() as i32),
         );
-        dead_letters_to(&mut arguments, &settings.queue, settings.kind);
-        Queue {
-            role: Role::Target,
+        dead_letter_to(&mut arguments, &settings.queue, settings.kind);
+        QueueSpec {
+            purpose: QueuePurpose::Target,
             setting: "queue",
             name: settings.delay_queue(delay),
             arguments,
@@ -199,7 +210,7 @@ fn delay_queues(settings: &Settings) -> impl Iterator<Item = Queue> {
     })
 }
 
-fn of_kind(kind: QueueKind) -> FieldTable {
+fn queue_arguments(kind: QueueKind) -> FieldTable {
     let mut arguments = FieldTable::default();
     let kind = match kind {
         QueueKind::Quorum => "quorum",
@@ -209,14 +220,14 @@ fn of_kind(kind: QueueKind) -> FieldTable {
     arguments
 }
 
-fn dead_letters_to(arguments: &mut FieldTable, target: &ShortString, kind: QueueKind) {
+fn dead_letter_to(arguments: &mut FieldTable, target: &ShortString, kind: QueueKind) {
     let mut set = |name: &str, value: &str| {
         arguments.insert(name.into(), AMQPValue::LongString(value.into()));
     };
     set("x-dead-letter-exchange", "");
     set("x-dead-letter-routing-key", target.as_str());
     if kind == QueueKind::Quorum {
-        // Confirmed dead-lettering; the broker asks for this overflow with it.
+        // At-least-once dead-lettering, which requires this overflow behaviour.
         set("x-dead-letter-strategy", "at-least-once");
         set("x-overflow", "reject-publish");
     }

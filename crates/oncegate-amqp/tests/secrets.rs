@@ -1,5 +1,5 @@
-//! No line at any level holds a password, and none for an operator a payload. Alone in its process,
-//! because it listens to all that is logged.
+//! No log line at any level contains a password, and none from `INFO` up a payload. In a test binary
+//! of its own, because it captures the log of the process.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -15,22 +15,22 @@ use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{Incoming, Limit, Open, Settled, Source, SourceError};
 
 #[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
+struct CapturedLog(Arc<Mutex<Vec<u8>>>);
 
-impl Log {
+impl CapturedLog {
     fn take(&self) -> String {
         String::from_utf8_lossy(&std::mem::take(
-            &mut *self.0.lock().expect("nobody panics with it"),
+            &mut *self.0.lock().expect("no panic while it is locked"),
         ))
         .into_owned()
     }
 }
 
-impl io::Write for Log {
+impl io::Write for CapturedLog {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
         self.0
             .lock()
-            .expect("nobody panics with it")
+            .expect("no panic while it is locked")
             .extend_from_slice(line);
         Ok(line.len())
     }
@@ -41,8 +41,8 @@ impl io::Write for Log {
 }
 
 #[tokio::test]
-async fn no_line_at_any_level_holds_a_password_and_none_for_an_operator_a_payload() {
-    let log = Log::default();
+async fn no_log_line_contains_a_password_and_none_from_info_up_a_payload() {
+    let log = CapturedLog::default();
     let writer = log.clone();
     tracing_subscriber::fmt()
         .with_ansi(false)
@@ -50,7 +50,7 @@ async fn no_line_at_any_level_holds_a_password_and_none_for_an_operator_a_payloa
         .with_writer(move || writer.clone())
         .init();
     let broker = oncegate_testkit::rabbitmq_url().expect("a RabbitMQ to test against");
-    // It knows no such user; the whole handshake is gone through all the same.
+    // The user does not exist, which the broker reports after the whole handshake.
     let url = broker.replacen("guest:guest", "someone:canary%21", 1);
     let refused = RabbitMq::queue("q")
         .urls([url.as_str(), "amqp://someone:canary%21@127.0.0.1:1/%2f"])
@@ -62,19 +62,18 @@ async fn no_line_at_any_level_holds_a_password_and_none_for_an_operator_a_payloa
         }
         other => panic!("{other:?}"),
     }
-    let said = log.take();
+    let logged = log.take();
     assert!(
-        said.contains("TRACE") && said.contains("lapin"),
-        "nothing was listened to: {said}"
+        logged.contains("TRACE") && logged.contains("lapin"),
+        "nothing was captured: {logged}"
     );
-    let leak = said.lines().find(|line| line.contains("canary"));
+    let leak = logged.lines().find(|line| line.contains("canary"));
     assert!(leak.is_none(), "{leak:?}");
-    a_message_that_comes_back_is_not_written_out(&broker, &log).await;
+    a_returned_message_is_not_logged(&broker, &log).await;
 }
 
-/// Its dead-letter queue does not exist: what is published there comes back, and the client says
-/// so.
-async fn a_message_that_comes_back_is_not_written_out(broker: &str, log: &Log) {
+/// The dead-letter queue does not exist, so the message is returned, and the client logs that.
+async fn a_returned_message_is_not_logged(broker: &str, log: &CapturedLog) {
     const BODY: &[u8] = b"canary in the body";
     let connection = Connection::connect(broker, ConnectionProperties::default())
         .await
@@ -129,20 +128,23 @@ async fn a_message_that_comes_back_is_not_written_out(broker: &str, log: &Log) {
             story: None,
         }])
         .await
-        .expect("told");
-    let (patience, mut said) = (Instant::now() + Duration::from_secs(30), String::new());
-    while !said.contains("returned us a message") {
-        assert!(Instant::now() < patience, "nothing came back: {said}");
+        .expect("settled");
+    let (deadline, mut logged) = (Instant::now() + Duration::from_secs(30), String::new());
+    while !logged.contains("returned us a message") {
+        assert!(
+            Instant::now() < deadline,
+            "no message was returned: {logged}"
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
-        said.push_str(&log.take());
+        logged.push_str(&log.take());
     }
     drop(source);
     channel
         .queue_delete(queue.as_str().into(), QueueDeleteOptions::default())
         .await
         .expect("deleted");
-    said.push_str(&log.take());
-    // The client shows bytes as numbers.
+    logged.push_str(&log.take());
+    // The client logs bytes as numbers.
     let numbers = format!("{BODY:?}");
     let shows =
         |line: &&str| line.contains("canary") || line.contains(numbers.trim_matches(['[', ']']));
@@ -151,6 +153,6 @@ async fn a_message_that_comes_back_is_not_written_out(broker: &str, log: &Log) {
             .iter()
             .any(|level| line.contains(level))
     };
-    let leak = said.lines().filter(for_operators).find(shows);
+    let leak = logged.lines().filter(for_operators).find(shows);
     assert!(leak.is_none(), "{leak:?}");
 }

@@ -252,11 +252,11 @@ impl Audit {
 
     /// Like [`Self::actions`], with the number of lines that cannot be read.
     async fn read(&self) -> Result<(Vec<AuditEntry>, usize), CliError> {
-        let lines = match &self.at {
+        let text = match &self.at {
             #[cfg(feature = "redis")]
-            AuditStorage::Store(redis) => redis.read_audit().await?,
-            AuditStorage::File(path) => match std::fs::read_to_string(path) {
-                Ok(text) => text.lines().map(str::to_owned).collect(),
+            AuditStorage::Store(redis) => redis.read_audit().await?.join("\n").into_bytes(),
+            AuditStorage::File(path) => match std::fs::read(path) {
+                Ok(text) => text,
                 Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
                 Err(error) => {
                     return Err(CliError::server(format!(
@@ -268,8 +268,9 @@ impl Audit {
         };
         let mut actions: Vec<AuditEntry> = Vec::new();
         let (mut at, mut unreadable) = (HashMap::new(), 0);
-        for line in &lines {
-            let Ok(entry) = serde_json::from_str::<AuditEntry>(line) else {
+        // A line that is not UTF-8 must not hide the others.
+        for line in lines(&text) {
+            let Ok(entry) = serde_json::from_slice::<AuditEntry>(line) else {
                 unreadable += 1;
                 continue;
             };
@@ -283,6 +284,14 @@ impl Audit {
         }
         Ok((actions, unreadable))
     }
+}
+
+fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
+    let text = text.strip_suffix(b"\n").unwrap_or(text);
+    (!text.is_empty())
+        .then(|| text.split(|byte| *byte == b'\n'))
+        .into_iter()
+        .flatten()
 }
 
 /// Appends with one write, so that lines of several operators do not mix. Starts a new line after

@@ -184,7 +184,7 @@ async fn run_bulk(
             break;
         }
     }
-    report.finish(context, &confirm, action.command(), stopped)?;
+    report.finish(context, &confirm, action.command(), stopped, &unchecked)?;
     unchecked.end()
 }
 

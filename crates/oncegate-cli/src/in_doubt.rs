@@ -73,6 +73,8 @@ pub(crate) async fn run(context: &CliContext, command: InDoubtCommand) -> Result
     }
 }
 
+const NO_BROKER: &str = "no broker is configured, so there was no message to move";
+
 const COMMAND: BulkCommand = BulkCommand {
     name: "in-doubt resolve",
     verb: "resolved",
@@ -85,15 +87,26 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
         Finding::DidNotHappen
     };
     let mut unchecked = Unchecked::default();
-    let brokers = Broker::selected(context, resolve.broker, &mut unchecked)?;
+    // A gate may be used without a broker; then only the markers are in doubt.
+    let has_broker = resolve.broker.is_some() || Broker::any_configured(context);
+    let brokers = if has_broker {
+        Broker::selected(context, resolve.broker, &mut unchecked)?
+    } else {
+        Vec::new()
+    };
     let (audit, confirm) = (Audit::of(context)?, &resolve.confirm);
     let mut session = ResolveSession {
         context,
         audit,
         finding,
         accepted: resolve.accepted,
-        without_message: resolve.without_message,
+        without_message: resolve.without_message || !has_broker,
         why: confirm.why.as_deref(),
+        no_message: if has_broker {
+            "the in-doubt destination shows no message with this id"
+        } else {
+            NO_BROKER
+        },
         ids: HashMap::new(),
     };
     session.read_markers(&resolve.ids).await?;
@@ -148,8 +161,12 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
             report.note_marker(session.marker(entry, confirm.yes));
         }
     }
-    report.finish(context, confirm, COMMAND, stopped)?;
-    unchecked.end()
+    let ended = unchecked.end();
+    if !has_broker {
+        unchecked.note("the messages in doubt", CliError::usage(NO_BROKER));
+    }
+    report.finish(context, confirm, COMMAND, stopped, &unchecked)?;
+    ended
 }
 
 /// The state of one resolve command.
@@ -161,6 +178,8 @@ struct ResolveSession<'a> {
     /// Whether to release ids without a message.
     without_message: bool,
     why: Option<&'a str>,
+    /// Why an id has no message.
+    no_message: &'static str,
     /// By id.
     ids: HashMap<String, DoubtfulId<'a>>,
 }
@@ -368,8 +387,9 @@ impl<'a> ResolveSession<'a> {
                 report.note_left(
                     &id,
                     format!(
-                        "{id} is {before}, and the in-doubt destination has no message with this id. Check the \
-                     spelling of the id, or mark it done with `oncegate marker complete`"
+                        "{id} is {before}, not in doubt, and {}. Check the spelling of the id, or mark it done with \
+                     `oncegate marker complete`",
+                        self.no_message
                     ),
                 );
                 continue;
@@ -391,12 +411,14 @@ impl<'a> ResolveSession<'a> {
                 ("is", "would be")
             };
             let text = format!(
-                "{id}: {was} {before}, {is} {}; the marker alone, since the in-doubt destination shows no message with this id: {}",
+                "{id}: {was} {before}, {is} {}; {}{}",
                 self.after(),
+                self.no_message,
                 match self.finding {
+                    _ if self.no_message == NO_BROKER => "",
                     Finding::Happened =>
-                        "if `in-doubt list` shows one later, resolve it again to remove it",
-                    Finding::DidNotHappen => "nothing is sent",
+                        ": the marker alone; if `in-doubt list` shows one later, resolve it again to remove it",
+                    Finding::DidNotHappen => ": the marker alone, and nothing is sent",
                 }
             );
             if confirmed && let Err(failure) = self.resolve_marker(&id, 0).await {

@@ -115,7 +115,11 @@ impl CliContext {
         });
         let config = Config::read(common.config.as_deref(), variables)?;
         let format = common.format();
-        let operator = common.operator.clone().unwrap_or_else(audit::login_name);
+        let operator = common
+            .operator
+            .clone()
+            .filter(|name| !name.trim().is_empty())
+            .unwrap_or_else(audit::login_name);
         Ok(Self {
             config,
             format,

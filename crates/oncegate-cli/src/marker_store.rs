@@ -85,7 +85,7 @@ impl MarkerStore {
     pub(crate) async fn look(&self, key: &Key) -> Result<Standing, CliError> {
         Ok(match self {
             #[cfg(feature = "redis")]
-            Self::Redis(redis) => redis.look_closely(key).await?,
+            Self::Redis(redis) => redis.look_with_expiry(key).await?,
             #[cfg(feature = "sqlite")]
             Self::Sqlite(sqlite) => {
                 let (marker, expires_in) = sqlite.look_with_expiry(key).await?;

@@ -9,6 +9,9 @@ use crate::config::TimeArg;
 use crate::error::CliError;
 use crate::output::duration_text;
 
+/// The longest id that is not hashed, in bytes.
+const MAX_ID_BYTES: u64 = 200;
+
 #[derive(Args)]
 pub(crate) struct PlanArguments {
     /// New ids per second, averaged over a window; by default `gate.rate`
@@ -17,14 +20,14 @@ pub(crate) struct PlanArguments {
     /// How long done ids are remembered; by default `gate.dedup-window`
     #[arg(long, value_name = "TIME")]
     window: Option<TimeArg>,
-    /// Bytes of an id; a UUID has 36
-    #[arg(long, default_value_t = 36)]
+    /// Bytes of an id; a UUID has 36. Longer ids than 200 bytes are hashed
+    #[arg(long, default_value_t = 36, value_parser = clap::value_parser!(u64).range(1..=MAX_ID_BYTES))]
     id_bytes: u64,
     /// Consumer processes
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     processes: u64,
     /// Primaries that share the keys
-    #[arg(long, default_value_t = 1)]
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     primaries: u64,
     /// Whether markers contain a fingerprint of the body; by default only in at most once, as in
     /// consumers

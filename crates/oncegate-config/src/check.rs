@@ -1,5 +1,9 @@
 //! Checks keys against each other: contradictions and missing keys.
 
+use std::time::Duration;
+
+use oncegate::{Consumer, Guarantee};
+
 use crate::config::Config;
 use crate::error::{Broker, Error};
 use crate::settings::{SETTINGS, Setting, find};
@@ -15,6 +19,19 @@ const UPPER_BOUNDS: [(&str, u64); 8] = [
     ("kafka.create-partitions", u16::MAX as u64),
     ("kafka.create-replicas", u16::MAX as u64),
     ("rabbitmq.prefetch", u16::MAX as u64),
+];
+
+/// Settings of the store that must not be 0, and what to set instead.
+const POSITIVE: [(&str, &str); 3] = [
+    (
+        "store.timeout",
+        "set at least a network round trip, such as 500ms",
+    ),
+    ("store.replicas", "set at least 1, or remove it"),
+    (
+        "store.replicas-timeout",
+        "set at least a network round trip, such as 200ms",
+    ),
 ];
 
 /// Keys for Redis only.
@@ -42,6 +59,11 @@ impl Config {
             ("rabbitmq.client-certificate", "rabbitmq.client-key"),
             ("rabbitmq.client-key", "rabbitmq.client-certificate"),
         ])?;
+        for (key, remedy) in POSITIVE {
+            if self.number(key) == Some(0) || self.time(key) == Some(Duration::ZERO) {
+                return Err(Error::misconfigured(format!("{key}: it is 0; {remedy}")));
+            }
+        }
         for (key, max) in UPPER_BOUNDS {
             if let Some(number) = self.number(key).filter(|number| *number > max) {
                 return Err(Error::misconfigured(format!(
@@ -99,13 +121,16 @@ impl Config {
         }
     }
 
-    /// Also checks that a consumer can be built: a store, one broker and an id. Contacts no server.
+    /// Also checks that a consumer can be built: a store, one broker and an id, and the bounds of
+    /// `[gate]`, the URLs of the store and `log.filter` as the consumer checks them at start.
+    /// Contacts no server. The source checks `[kafka]` and `[rabbitmq]` when it connects.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`]: the missing key and its format; or as for [`Config::check`].
+    /// [`Error::Misconfigured`]: the missing key and its format; an invalid value, as the consumer
+    /// reports it; or as for [`Config::check`].
     pub fn check_for_consumer(&self) -> Result<(), Error> {
         self.check()?;
-        self.store_kind()?.ok_or_else(no_store)?;
+        let store = self.store_kind()?.ok_or_else(no_store)?;
         if !self.has("gate.id") {
             return Err(missing(
                 "gate.id",
@@ -132,10 +157,36 @@ impl Config {
                 ("rabbitmq.queue", "the queue to consume"),
             ],
         };
-        match needed.iter().find(|(key, _)| !self.has(key)) {
-            Some((key, what)) => Err(missing(key, what)),
-            None => Ok(()),
+        if let Some((key, what)) = needed.iter().find(|(key, _)| !self.has(key)) {
+            return Err(missing(key, what));
         }
+        self.consumer(Consumer::builder())?
+            .check()
+            .map_err(|error| self.explain(error))?;
+        self.check_guarantee(store)?;
+        #[cfg(feature = "redis")]
+        if store == StoreKind::Redis {
+            let checked = self.redis(None)?.check();
+            checked.map_err(|error| self.explain(error.into()))?;
+        }
+        crate::log_filter::parse(self.text("log.filter")).map(drop)
+    }
+
+    /// Checks what at most once refuses at start.
+    fn check_guarantee(&self, store: StoreKind<'_>) -> Result<(), Error> {
+        if self.guarantee() != Guarantee::AtMostOnce {
+            return Ok(());
+        }
+        if self.text("gate.mode") == Some("trial") {
+            return Err(Error::misconfigured(
+                "gate.mode: trial blocks no message, and at most once has to; set gate.guarantee = \"effectively-once\" during the trial",
+            ));
+        }
+        if store == StoreKind::Memory && !self.allows_volatile_store() {
+            let why = "memory: is lost when the process ends".to_owned();
+            return Err(self.explain(oncegate::Error::ForgetfulStore(why)));
+        }
+        Ok(())
     }
 
     /// The broker that the consumer reads.

@@ -89,8 +89,8 @@ impl Config {
                 "gate.guarantee: at most once requires a durable store, and {why}; change that, or accept it with \
                  store.forgetful = \"accepted\""
             )),
-            oncegate::Error::Store(error @ StoreError::Misconfigured(_)) => {
-                Error::Misconfigured(format!("[store]: {error}"))
+            oncegate::Error::Store(StoreError::Misconfigured(problem)) => {
+                Error::Misconfigured(store_problem(&problem.to_string()))
             }
             oncegate::Error::Source(error) => match self.broker() {
                 Ok(broker) => Error::of_source(broker, error),
@@ -110,6 +110,30 @@ fn key(section: &str, setting: &str) -> String {
         property if property.contains('.') => format!("{section}.properties: {property}"),
         setter => format!("{section}.{}", setter.replace('_', "-")),
     }
+}
+
+/// The problem of a store, with keys instead of builder methods.
+fn store_problem(problem: &str) -> String {
+    const KEYS: [(&str, &str); 7] = [
+        ("Redis::at: ", "store.url: "),
+        ("Redis::sentinel: ", "store.sentinels: "),
+        ("Redis::cluster: ", "store.cluster: "),
+        ("Sqlite::file: ", "store.url: "),
+        ("ca_certificate: ", "store.ca-certificate: "),
+        ("client_certificate: ", "store.client-certificate: "),
+        ("", "[store]: "),
+    ];
+    let renamed = KEYS.into_iter().find_map(|(method, key)| {
+        let rest = problem.strip_prefix(method)?;
+        Some(format!("{key}{rest}"))
+    });
+    renamed
+        .unwrap_or_default()
+        .replace("ca_certificate(path)", "store.ca-certificate")
+        .replace(
+            "client_certificate(certificate, key)",
+            "store.client-certificate",
+        )
 }
 
 #[cfg(test)]

@@ -27,6 +27,7 @@ mod gate;
 mod kafka;
 #[cfg(feature = "run")]
 mod log;
+mod log_filter;
 #[cfg(feature = "rabbitmq")]
 mod rabbitmq;
 mod read;

@@ -96,6 +96,12 @@ impl Config {
                         "store.url: sqlite: has no file; write sqlite:markers.db, or sqlite:/var/lib/markers.db",
                     ));
                 }
+                // SQLite would take it for a database in memory, of which each process has its own.
+                if file == ":memory:" {
+                    return Err(Error::misconfigured(
+                        "store.url: sqlite::memory: is no file; write sqlite:FILE, or memory: for a test",
+                    ));
+                }
                 Ok(Some(StoreKind::Sqlite(Path::new(file))))
             }
             // The Redis client checks its URLs itself. Only a scheme may be shown: other text may

@@ -65,7 +65,7 @@ async fn errors_name_the_key() {
         ),
         (
             format!("{good}guarantee = \"at-most-once\"\nmode = \"trial\"\n{RABBITMQ}"),
-            &["at most once"],
+            &["gate.mode: ", "at most once"],
         ),
         (
             format!("{good}lease = \"25h\"\n{RABBITMQ}"),
@@ -125,7 +125,11 @@ async fn errors_name_the_key() {
         ),
         (
             good.replace("memory:", "redis://x:notaport") + RABBITMQ,
-            &["[store]: "],
+            &["store.url: ", "not a Redis URL"],
+        ),
+        (
+            good.replace("memory:", "sqlite::memory:") + RABBITMQ,
+            &["store.url: sqlite::memory: is no file", "memory:"],
         ),
     ] {
         let said = said(&text, &[]).await;

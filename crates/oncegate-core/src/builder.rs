@@ -267,7 +267,9 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// How long a drain may take. Default: 30 s.
+    /// How long handlers may run on once the consumer stops. Default: 30 s. One that still runs then
+    /// is dropped: its outcome is unknown, which spends an attempt and counts no crash. The stop
+    /// waits up to 2 s longer until the store has recorded that.
     pub fn drain_timeout(mut self, bound: Duration) -> Self {
         self.settings.drain = bound;
         self

@@ -48,7 +48,7 @@ use crate::seen::Seen;
 use crate::settings::Settings;
 use crate::slots::{Slot, Slots};
 use crate::source::{Incoming, Limit, Settled, Source};
-use crate::status::{DeliveryState, Held, TELLS_EVERY};
+use crate::status::{DeliveryState, InFlightDelivery, TELLS_EVERY};
 use crate::store::Store;
 
 /// A consumer that runs.
@@ -133,7 +133,26 @@ enum Mode {
     Draining {
         until: Instant,
         because: Option<Error>,
+        phase: DrainPhase,
     },
+}
+
+/// What a drain waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DrainPhase {
+    /// The handlers that run.
+    Handlers,
+    /// The store alone, which records the outcomes of what was dropped: the drain timeout is over.
+    Outcomes,
+}
+
+/// What a drain does next.
+enum DrainStep {
+    Wait,
+    /// The drain timeout is over, and something is still in flight.
+    DropHandlers,
+    /// Closes the source, and ends.
+    Leave,
 }
 
 impl<H: Handler, D: Decode> Engine<H, D> {
@@ -218,13 +237,15 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             self.give_turns();
             self.ask_the_store();
             self.settle().await;
-            if let Mode::Draining { until, .. } = self.mode
-                && ((self.flights.is_empty()
-                    && (self.late.is_empty() || self.refused)
-                    && self.applies.is_empty())
-                    || Instant::now() >= until)
-            {
-                break;
+            if let Mode::Draining { until, phase, .. } = self.mode {
+                match self.drain_step(until, phase) {
+                    DrainStep::Wait => {}
+                    DrainStep::DropHandlers => {
+                        self.drop_handlers().await;
+                        continue;
+                    }
+                    DrainStep::Leave => break,
+                }
             }
             self.settings.readiness.tell(self.takes());
             self.say_if_crowded();
@@ -394,7 +415,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             .collect();
         status.tell(self.flights.len() - self.aside, self.aside, all, |slot| {
             let flight = self.flights.at(slot)?;
-            Some(Held {
+            Some(InFlightDelivery {
                 id: flight.id.clone(),
                 origin: flight.passage.delivery().message.origin.clone(),
                 since: Duration::ZERO,

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::store::APPLY_TIMEOUT;
+
 /// How long a done id is remembered.
 pub const WINDOW: Duration = Duration::from_secs(24 * 3600);
 /// How long a claim holds without renewal; it is renewed at a third of this.
@@ -29,5 +31,8 @@ pub const IN_FLIGHT_BYTES: usize = 64 << 20;
 pub const WAITING: usize = 10_000;
 /// How many bytes of key, headers and body wait there at the most, and one delivery more.
 pub const WAITING_BYTES: usize = 64 << 20;
-/// How long a drain may take.
+/// How long handlers may run on once the consumer stops.
 pub const DRAIN: Duration = Duration::from_secs(30);
+/// How long a stop waits, on top of the drain timeout, until the store has recorded the outcomes of
+/// handlers that were dropped. There is no setting for it.
+pub const STOP_TIMEOUT: Duration = APPLY_TIMEOUT;

@@ -270,7 +270,7 @@ impl<T> Guarded<'_, T> {
                 0
             };
             if silent > PATIENCE {
-                event = Event::DrainOver;
+                event = Event::StopNow;
             }
         }
     }
@@ -336,7 +336,7 @@ impl<T> Guarded<'_, T> {
             Some(Err(error @ (StoreError::UnreadableMarker(_) | StoreError::Misconfigured(_)))) => {
                 self.gate.0.breaker().answered(Instant::now());
                 self.silence = Some(error);
-                Event::DrainOver
+                Event::StopNow
             }
             silence => {
                 self.gate.0.breaker().silent(Instant::now());

@@ -64,5 +64,5 @@ pub use shutdown::shutdown_signal;
 pub use source::{
     Delivery, FailureHistory, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError,
 };
-pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, Held};
+pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, InFlightDelivery};
 pub use store::{Listed, Persistence, Standing, Store, StoreError};

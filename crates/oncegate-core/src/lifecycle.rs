@@ -115,8 +115,10 @@ pub enum DoubtCause {
 pub enum AfterDoubt {
     /// Find out now.
     Reconcile,
-    /// The lease is lost, or the consumer drains: let whoever claims next find out.
+    /// The lease is lost: let whoever claims next find out, after a pause.
     Release,
+    /// The consumer stops: let whoever claims next find out.
+    ReleaseAtOnce,
     /// `reconcile` has tried in vain: to the in-doubt destination, and free for a person to
     /// resolve.
     Reject,
@@ -166,8 +168,11 @@ pub enum Event {
     Woke,
     /// The consumer stops, or the delivery belongs to someone else soon.
     Drain,
-    /// The time to drain is over.
+    /// The drain timeout is over: what still runs is dropped, and the store is asked to record that
+    /// its outcome is unknown.
     DrainOver,
+    /// The consumer stops now, whatever the store has not answered: the delivery is abandoned.
+    StopNow,
 }
 
 /// How a handler ended.
@@ -477,6 +482,9 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Doubting(permit, _, AfterDoubt::Release), Answer(_)) => {
             release(policy.pause(0), permit.failures)
         }
+        (Doubting(permit, _, AfterDoubt::ReleaseAtOnce), Answer(_)) => {
+            release(Duration::ZERO, permit.failures)
+        }
         (Doubting(_, cause, AfterDoubt::Reject), Answer(V::Kept)) => reject(Reason::InDoubt(cause)),
         (Reconciling(permit, _, _), Found(Some(finding))) => (
             Resolving(permit, finding),
@@ -549,6 +557,9 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Doubting(permit, _, AfterDoubt::Release), UnreadableMarker) => {
             release(policy.pause(0), permit.failures)
         }
+        (Doubting(permit, _, AfterDoubt::ReleaseAtOnce), UnreadableMarker) => {
+            release(Duration::ZERO, permit.failures)
+        }
         (Claiming(..) | Doubting(..) | Resolving(..) | Completing(_), UnreadableMarker) => {
             reject(Reason::InDoubt(DoubtCause::UnreadableMarker))
         }
@@ -586,20 +597,73 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Leaving(history), Answer(V::InDoubt(attempts))) => doubt(
             history.permit(attempts),
             DoubtCause::HolderGone,
-            AfterDoubt::Release,
+            AfterDoubt::ReleaseAtOnce,
         ),
         (Leaving(history), NotAsked) => release(Duration::ZERO, history.failures),
         (Leaving(_), Answer(V::Duplicate)) => accept(By::Duplicate),
         (Leaving(history), Answer(_)) => release(Duration::ZERO, history.failures),
         (Ready(permit), Drain) => withdraw(permit, AfterWithdrawal::Release),
         (Pausing(permit, _), Drain) => clear(permit, Effect::Nothing, Duration::ZERO),
-        (ReconcilePausing(permit, _, cause), Drain) => doubt(permit, cause, AfterDoubt::Release),
+        (ReconcilePausing(permit, _, cause), Drain) => {
+            doubt(permit, cause, AfterDoubt::ReleaseAtOnce)
+        }
         (Settled, _) => (Settled, Action::Wait),
-        (_, DrainOver) => (Settled, Action::Abandon),
+        (stage, DrainOver) => drain_over(stage, policy),
+        (_, StopNow) => (Settled, Action::Abandon),
 
         // Anything else comes too late, or changes nothing: a stale wake, a renewal's answer, a
         // drain while running.
         (stage, _) => (stage, Action::Wait),
+    }
+}
+
+/// The drain timeout is over. Nothing runs from here on: what ran has an unknown outcome, as after
+/// a handler timeout, so that no later claim takes it for a crash. What was asked stays asked.
+#[cold]
+fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
+    use Stage::*;
+    match stage {
+        // Nothing was started: as when the drain began.
+        New(history) | AwaitingHolder(history, _, ClaimReply::Answered) => {
+            release(Duration::ZERO, history.failures)
+        }
+        Claiming(history, _) => (Leaving(history), Action::Wait),
+        AwaitingHolder(history, _, ClaimReply::Unknown) => {
+            (Leaving(history), Action::Ask(Ask::Claim))
+        }
+        Ready(permit) => withdraw(permit, AfterWithdrawal::Release),
+        Pausing(permit, _) => clear(permit, Effect::Nothing, Duration::ZERO),
+
+        // The handler is dropped. A message whose last attempt this was is released all the same:
+        // the next claim dead-letters it, and a stop waits for no other system than the store.
+        Running(permit, _) => match policy.guarantee {
+            Guarantee::AtMostOnce => {
+                doubt(permit, DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce)
+            }
+            Guarantee::EffectivelyOnce | Guarantee::Bare => {
+                clear(permit.failed(), Effect::Unknown, Duration::ZERO)
+            }
+        },
+        Ungated(history) => release(Duration::ZERO, history.failures.saturating_add(1)),
+
+        // `reconcile` is dropped, or is not started any more: whoever claims next finds out.
+        Reconciling(permit, _, cause) | ReconcilePausing(permit, _, cause) => {
+            doubt(permit, cause, AfterDoubt::ReleaseAtOnce)
+        }
+        Doubting(permit, cause, AfterDoubt::Reconcile) => (
+            Doubting(permit, cause, AfterDoubt::ReleaseAtOnce),
+            Action::Wait,
+        ),
+
+        // An answer is still to come.
+        Leaving(_)
+        | Withdrawing(..)
+        | Doubting(_, _, AfterDoubt::Release | AfterDoubt::ReleaseAtOnce | AfterDoubt::Reject)
+        | Resolving(..)
+        | Completing(_)
+        | Clearing(..)
+        | Rejecting(..)
+        | Settled => (stage, Action::Wait),
     }
 }
 

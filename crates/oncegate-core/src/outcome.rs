@@ -45,7 +45,7 @@ outcomes!(
     passed_without_gate: "handled without the gate while the store was away (Outage::PassThrough)",
     too_old: "older than max_age when it came in: an absent marker says nothing of it",
     unknown_age: "without a timestamp, so that max_age could not be checked: taken for new",
-    dropped: "let go unsettled at the end of a drain; it comes back after its lease",
+    dropped: "abandoned, unsettled, because a consumer stopped before the store had answered; it comes back after its lease",
 );
 
 impl Outcomes {
@@ -97,7 +97,7 @@ impl Outcomes {
         self.unknown_age.increment(1);
     }
 
-    /// Counts a delivery that was let go at the end of a drain.
+    /// Counts a delivery that was abandoned because the consumer stopped.
     pub(crate) fn dropped(&self) {
         self.dropped.increment(1);
     }

@@ -41,7 +41,7 @@ pub(crate) struct Told {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
     /// Sorted by how long ago they arrived.
-    pub(crate) oldest: Vec<(Instant, Held)>,
+    pub(crate) oldest: Vec<(Instant, InFlightDelivery)>,
     pub(crate) store: Option<Seen>,
 }
 
@@ -55,7 +55,7 @@ pub struct ConsumerSnapshot {
     /// failed.
     pub waiting: usize,
     /// The deliveries that it has held longest, at most 20, the oldest first.
-    pub oldest: Vec<Held>,
+    pub oldest: Vec<InFlightDelivery>,
     /// What it has seen of its store; `None` before its start and after its end.
     pub store: Option<StoreSnapshot>,
 }
@@ -63,7 +63,7 @@ pub struct ConsumerSnapshot {
 /// One delivery that a consumer holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Held {
+pub struct InFlightDelivery {
     /// Its id; `None` where none could be read.
     pub id: Option<MessageId>,
     /// The topic or queue, and on Kafka the partition and the offset.
@@ -149,7 +149,7 @@ impl ConsumerStatus {
         let oldest = told
             .oldest
             .iter()
-            .map(|(arrived, held)| Held {
+            .map(|(arrived, held)| InFlightDelivery {
                 since: since(arrived),
                 ..held.clone()
             })
@@ -169,7 +169,7 @@ impl ConsumerStatus {
         in_flight: usize,
         waiting: usize,
         mut all: Vec<(Instant, T)>,
-        held: impl Fn(T) -> Option<Held>,
+        held: impl Fn(T) -> Option<InFlightDelivery>,
     ) {
         all.sort_by_key(|(arrived, _)| *arrived);
         all.truncate(NAMED);
@@ -220,7 +220,7 @@ impl fmt::Debug for ConsumerStatus {
 }
 
 /// One line for a person: `pay-42 of payments/3 at 1042: handling since 12s, attempt 1`.
-impl fmt::Display for Held {
+impl fmt::Display for InFlightDelivery {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.id {
             Some(id) => write!(f, "{id}")?,

@@ -1,12 +1,12 @@
-//! How fast the source reads a backlog, with the defaults and with properties of your choice:
+//! Measures how fast the source reads a backlog, with default or given properties:
 //!
 //! ```text
 //! cargo run --release -p oncegate-kafka --example backlog -- localhost:9092 5000000 100 [rounds=3] [property=value …]
 //! ```
 //!
-//! Makes a topic of four partitions, writes so many messages of so many bytes into it, reads them
-//! all as often as it is told, each time in a group of its own, and prints the rate of each round.
-//! Nothing handles them and no store is asked: this is the source alone.
+//! Creates a topic with four partitions, writes this many messages of this many bytes, and reads
+//! them all once per round, each time in a new group, and prints the rate of each round. There is
+//! no handler and no store: this measures the source alone.
 #![forbid(unsafe_code)]
 
 use std::error::Error;
@@ -23,7 +23,7 @@ use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedProducer};
 
 const PARTITIONS: i32 = 4;
-/// What a consumer asks for at once.
+/// The limit of one receive.
 const LIMIT: Limit = Limit {
     count: 1_024,
     bytes: 16 << 20,
@@ -118,7 +118,7 @@ async fn write(
     Ok(producer.flush(Duration::from_secs(60))?)
 }
 
-/// Accepts all; the time runs from the first delivery.
+/// Accepts everything; the time starts at the first delivery.
 async fn read(
     kafka: Kafka,
     count: usize,

@@ -1,17 +1,17 @@
-//! Logs that no partition is assigned for long. After a crash the group waits for the member that
-//! is gone, and the log would be silent.
+//! Logs that no partition has been assigned for a while. After a crash the group coordinator waits
+//! for the dead member's session timeout, and the log would show nothing meanwhile.
 
 use std::time::{Duration, Instant};
 
 use oncegate_core::LogThrottle;
 
 use crate::kafka::Kafka;
-use crate::shared::State;
+use crate::shared::SourceState;
 
-/// How long an assignment may take before it is logged: longer than a group without trouble needs.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// How often it is logged meanwhile. A group with more members than partitions leaves some without
-/// for good.
+/// How long an assignment may take before it is logged. A healthy group needs less.
+const LOG_AFTER: Duration = Duration::from_secs(5);
+/// How often it is logged while it lasts. A group with more members than partitions leaves some of
+/// them without one.
 const LOG_INTERVAL: Duration = Duration::from_secs(600);
 
 /// How long this member of the group has been without a partition.
@@ -19,18 +19,18 @@ pub(crate) struct AssignmentWait {
     group: String,
     topics: Vec<String>,
     session_timeout: Duration,
-    /// Since when the client is with its group and has no partition.
+    /// Since when the client reaches its group and has no partition.
     since: Option<Instant>,
     throttle: LogThrottle,
     is_logged: bool,
 }
 
-/// What is to be logged.
+/// A line to log.
 #[derive(Debug, PartialEq, Eq)]
-enum Line {
-    /// No partition is assigned for so long.
+enum WaitLine {
+    /// No partition has been assigned for this long.
     Waiting(Duration),
-    /// There is one, after so long.
+    /// Partitions were assigned after this long.
     Assigned(Duration),
 }
 
@@ -46,10 +46,14 @@ impl AssignmentWait {
         }
     }
 
-    /// Logs what there is to say now.
-    pub(crate) fn look(&mut self, state: &State) {
+    /// Logs a line if one is due.
+    pub(crate) fn check(&mut self, state: &SourceState) {
         let assigned = state.partitions().len();
-        let line = self.line(assigned, state.alone().is_none(), Instant::now());
+        let line = self.line(
+            assigned,
+            state.without_group_since().is_none(),
+            Instant::now(),
+        );
         let Self {
             group,
             topics,
@@ -57,14 +61,14 @@ impl AssignmentWait {
             ..
         } = self;
         match line {
-            Some(Line::Waiting(waited)) => tracing::info!(
+            Some(WaitLine::Waiting(waited)) => tracing::info!(
                 group,
                 ?topics,
                 ?waited,
                 ?session_timeout,
-                "waiting for partitions to be assigned; after a member of the group has crashed, the group coordinator waits for it until its session timeout (session.timeout.ms). A group with more members than partitions leaves some without"
+                "waiting for partitions to be assigned; after a member of the group has crashed, the group coordinator waits for it until its session timeout (session.timeout.ms); a group with more members than partitions leaves some without one"
             ),
-            Some(Line::Assigned(waited)) => {
+            Some(WaitLine::Assigned(waited)) => {
                 tracing::info!(
                     group,
                     ?topics,
@@ -77,19 +81,19 @@ impl AssignmentWait {
         }
     }
 
-    /// A client that is without its group has other troubles, which are logged elsewhere.
-    fn line(&mut self, assigned: usize, is_with_group: bool, now: Instant) -> Option<Line> {
+    /// A client that does not reach its group is logged elsewhere.
+    fn line(&mut self, assigned: usize, is_with_group: bool, now: Instant) -> Option<WaitLine> {
         if assigned == 0 && is_with_group {
             let waited = now.duration_since(*self.since.get_or_insert(now));
-            if waited < PATIENCE || self.throttle.due(now).is_none() {
+            if waited < LOG_AFTER || self.throttle.due(now).is_none() {
                 return None;
             }
             self.is_logged = true;
-            return Some(Line::Waiting(waited));
+            return Some(WaitLine::Waiting(waited));
         }
         let waited = now.duration_since(self.since.take()?);
         self.throttle = LogThrottle::every(LOG_INTERVAL);
-        (std::mem::take(&mut self.is_logged) && assigned > 0).then_some(Line::Assigned(waited))
+        (std::mem::take(&mut self.is_logged) && assigned > 0).then_some(WaitLine::Assigned(waited))
     }
 }
 
@@ -98,19 +102,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_assignment_that_takes_long_is_logged_once_in_a_while_and_so_is_its_end() {
-        let (mut wait, begun) = (
+    fn a_long_wait_for_an_assignment_is_logged_and_so_is_its_end() {
+        let (mut wait, started) = (
             AssignmentWait::new(&Kafka::topic("t").group("g")),
             Instant::now(),
         );
         let mut line = |assigned, is_with_group, second| {
-            wait.line(assigned, is_with_group, begun + Duration::from_secs(second))
+            wait.line(
+                assigned,
+                is_with_group,
+                started + Duration::from_secs(second),
+            )
         };
         let (waiting, assigned) = (
-            |second| Some(Line::Waiting(Duration::from_secs(second))),
-            |second| Some(Line::Assigned(Duration::from_secs(second))),
+            |second| Some(WaitLine::Waiting(Duration::from_secs(second))),
+            |second| Some(WaitLine::Assigned(Duration::from_secs(second))),
         );
-        // Without its group it waits for that.
+        // Nothing is logged while the client does not reach its group.
         assert_eq!([line(0, false, 0), line(0, false, 90)], [None, None]);
         assert_eq!(
             [
@@ -129,7 +137,7 @@ mod tests {
             [line(3, true, 710), line(3, true, 800)],
             [assigned(610), None]
         );
-        // A short wait is nothing to speak of, and a long one is a new one.
+        // A short wait is not logged, and the next long one is.
         assert_eq!([line(0, true, 801), line(1, true, 805)], [None, None]);
         assert_eq!(
             [

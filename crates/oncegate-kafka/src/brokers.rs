@@ -1,14 +1,14 @@
-//! A list of brokers, as a user writes it.
+//! The list of brokers as the user writes it.
 
 use std::net::Ipv6Addr;
 
-/// What librdkafka takes in front of a broker.
+/// The protocols that librdkafka accepts in front of a broker's address.
 const PROTOCOLS: [&str; 4] = ["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"];
 
-/// Refuses what can never be a list of brokers: librdkafka would look for it for ever.
+/// Rejects a list that can never work: librdkafka would retry it forever.
 ///
 /// # Errors
-/// What is wrong with it.
+/// What is wrong with the list.
 pub(crate) fn check(brokers: &str) -> Result<(), String> {
     brokers
         .split(',')
@@ -17,13 +17,13 @@ pub(crate) fn check(brokers: &str) -> Result<(), String> {
 
 fn check_one(entry: &str) -> Result<(), String> {
     if entry.is_empty() {
-        return Err("an entry is empty: there is a comma too many".to_owned());
+        return Err("an entry is empty; remove the extra comma".to_owned());
     }
     if entry.contains('@') {
-        // Not repeated: a password may stand in it.
-        return Err("an entry has an @ in it, and a broker's name has no user".to_owned());
+        // The entry is not repeated, because it may contain a password.
+        return Err("an entry contains an @, and a broker's address has no user".to_owned());
     }
-    let wrong = |what: &str| Err(format!("`{entry}` {what}"));
+    let invalid = |what: &str| Err(format!("`{entry}` {what}"));
     let address = match entry.split_once("://") {
         Some((protocol, address))
             if PROTOCOLS.contains(&protocol.to_ascii_lowercase().as_str()) =>
@@ -31,8 +31,8 @@ fn check_one(entry: &str) -> Result<(), String> {
             address
         }
         Some((protocol, _)) => {
-            return wrong(&format!(
-                "begins with {protocol}://, which is no protocol of Kafka's"
+            return invalid(&format!(
+                "begins with {protocol}://, which is not a Kafka protocol"
             ));
         }
         None => entry,
@@ -44,7 +44,7 @@ fn check_one(entry: &str) -> Result<(), String> {
         Some((host, "")) => (host, None),
         Some((host, rest)) => match rest.strip_prefix(':') {
             Some(port) => (host, Some(port)),
-            None => return wrong("has something other than a port behind its address"),
+            None => return invalid("has something other than a port after its address"),
         },
         None if address.parse::<Ipv6Addr>().is_ok() => (address, None),
         None => address
@@ -52,14 +52,14 @@ fn check_one(entry: &str) -> Result<(), String> {
             .map_or((address, None), |(host, port)| (host, Some(port))),
     };
     if host.is_empty() {
-        return wrong("has no host");
+        return invalid("has no host");
     }
-    if host.contains(|letter: char| letter.is_whitespace() || "/\\?#[]".contains(letter)) {
-        return wrong("has a host with a space or a sign in it that no host's name has");
+    if host.contains(|it: char| it.is_whitespace() || "/\\?#[]".contains(it)) {
+        return invalid("has a host with a space or a character that no host name has");
     }
     match port {
         Some(port) if !matches!(port.parse::<u16>(), Ok(1..)) => {
-            wrong("has no port between 1 and 65535")
+            invalid("has no port between 1 and 65535")
         }
         _ => Ok(()),
     }
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_can_never_be_a_broker_is_told() {
+    fn invalid_broker_lists_are_rejected() {
         for (brokers, what) in [
             ("http://x y", "begins with http://"),
             ("localhost:99999", "has no port between"),
@@ -84,20 +84,20 @@ mod tests {
             ("a:9092,", "an entry is empty"),
             (":9092", "has no host"),
             ("a b:9092", "a space"),
-            ("localhost/payments", "a space or a sign"),
+            ("localhost/payments", "a space or a character"),
             ("SSL://", "has no host"),
-            ("someone:canary@host:9092", "an entry has an @"),
+            ("someone:canary@host:9092", "an entry contains an @"),
         ] {
-            let told = check(brokers).expect_err(brokers);
+            let error = check(brokers).expect_err(brokers);
             assert!(
-                told.contains(what) && !told.contains("canary"),
-                "{brokers}: {told}"
+                error.contains(what) && !error.contains("canary"),
+                "{brokers}: {error}"
             );
         }
     }
 
     #[test]
-    fn what_librdkafka_takes_is_taken() {
+    fn valid_broker_lists_are_accepted() {
         for brokers in [
             "b",
             "localhost:9092",

@@ -1,40 +1,49 @@
-//! Commits: what is settled, on its way to the broker.
+//! Stores and commits offsets.
 
 use oncegate_core::fault;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
-use crate::log::complain;
-use crate::shared::{Commit, Shared, Way};
+use crate::client::log::log_error;
+use crate::shared::{OffsetCommit, SendMode, SharedState};
 
-/// Stores what is settled; librdkafka commits it within a second, and when it gives partitions
-/// back. What it would not commit by itself is sent.
-pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Shared) {
+/// Stores the offsets to commit. librdkafka commits a stored offset within
+/// `auto.commit.interval.ms` and when it gives partitions back. Offsets that librdkafka would not
+/// commit by itself are committed at once.
+pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &SharedState) {
     let commits = shared.lock().commits();
     if commits.is_empty() {
         return;
     }
     fault::point("kafka.commit.before");
-    // Also what is sent: what was stored before it may be higher, and librdkafka would commit that
-    // next.
-    if let Err(error) = consumer.store_offsets(&listed(commits.iter())) {
-        // The partition is someone else's by now: they deliver it again, and the gate knows it.
-        tracing::debug!(%error, "storing offsets");
+    // Offsets that are committed at once are stored too: an earlier stored offset may be higher,
+    // and librdkafka would commit that one next.
+    if let Err(error) = consumer.store_offsets(&partition_list(commits.iter())) {
+        // The partition belongs to another member now, which receives the message again; the gate
+        // skips it as a duplicate.
+        tracing::debug!(%error, "cannot store offsets of a revoked partition");
     }
     fault::point("kafka.commit.stored");
-    let sent = listed(commits.iter().filter(|commit| commit.way == Way::Sent));
+    let sent = partition_list(
+        commits
+            .iter()
+            .filter(|commit| commit.mode == SendMode::Immediate),
+    );
     if sent.count() > 0 {
-        complain("sending offsets", consumer.commit(&sent, CommitMode::Async));
+        log_error(
+            "cannot commit offsets",
+            consumer.commit(&sent, CommitMode::Async),
+        );
         fault::point("kafka.commit.sent");
     }
 }
 
-fn listed<'a>(commits: impl Iterator<Item = &'a Commit>) -> TopicPartitionList {
+fn partition_list<'a>(commits: impl Iterator<Item = &'a OffsetCommit>) -> TopicPartitionList {
     let mut list = TopicPartitionList::new();
     for commit in commits {
         let mut element = list.add_partition(&commit.topic, commit.partition);
-        complain(
-            "an offset",
+        log_error(
+            "cannot set the offset to commit",
             element.set_offset(Offset::Offset(commit.offset)),
         );
         if let Some(identity) = &commit.identity {

@@ -1,4 +1,4 @@
-//! What librdkafka calls back into, on the polling thread.
+//! The callbacks of librdkafka, which run on the polling thread.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,54 +12,58 @@ use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 use rdkafka::types::RDKafkaRespErr;
 
-use crate::batch::{Adoption, Batch, Fault, Queue};
+use crate::client;
+use crate::client::batch::{ForwardResult, MessageQueue, PartitionError, RecordBatch};
+use crate::client::connection_errors::ConnectionErrors;
+use crate::client::log::{self, log_error};
+use crate::client::statistics;
 use crate::commits;
+use crate::committed_offset;
+use crate::expired;
 use crate::kafka::{Kafka, OutOfRange, StartAt};
-use crate::log::{self, complain};
-use crate::made_anew::Topics;
-use crate::missing;
-use crate::outage::Outage;
-use crate::refusal;
-use crate::shared::{Begins, Jump, Leave, Phase, Shared};
-use crate::standing;
-use crate::statistics;
+use crate::shared::{OffsetGap, RevocationKind, SharedState, SourcePhase, StartPosition};
+use crate::topic_recreated::TopicIds;
 
-/// How long one look waits for a message while revoked deliveries are waited for.
+/// How long one read waits for a message while revoked deliveries are drained.
 const DRAIN_TURN: Duration = Duration::from_millis(5);
-/// How long librdkafka may take to begin at another offset.
-pub(crate) const SEEK: Duration = Duration::from_secs(1);
-/// Where a log begins that was made anew. Not `Offset::Beginning`: for that, librdkafka takes what
-/// the last answer for the old log said.
-const FIRST: Offset = Offset::Offset(0);
+/// How long a seek may take.
+pub(crate) const SEEK_TIMEOUT: Duration = Duration::from_secs(1);
+/// The start of a recreated topic's log. Not `Offset::Beginning`, for which librdkafka uses the log
+/// start offset of the deleted topic's last fetch response.
+const LOG_START: Offset = Offset::Offset(0);
 
-/// What librdkafka calls back into, on the polling thread.
-pub(crate) struct Context {
-    pub(crate) shared: Arc<Shared>,
+/// The consumer's callbacks, which run on the polling thread.
+pub(crate) struct CallbackContext {
+    pub(crate) shared: Arc<SharedState>,
     start: StartAt,
     pub(crate) out_of_range: OutOfRange,
-    /// Which log each topic is.
-    pub(crate) topics: Topics,
-    /// How long the questions of a rebalance may take together.
+    /// The topic ids that this client has seen.
+    pub(crate) topics: TopicIds,
+    /// The time budget for all requests of one rebalance.
     bound: Duration,
-    /// How long revoked deliveries are waited for.
+    /// How long revoked deliveries are drained.
     drain: Duration,
-    /// Set while the source lives; the queue holds the consumer, so it is taken out before the
+    /// Set while the source lives. The queue holds the consumer, so it is removed before the
     /// consumer is dropped.
-    queue: Mutex<Option<Arc<Queue<Context>>>>,
-    /// The last error of the client as a whole, for whoever waits for the broker.
-    trouble: Mutex<Option<(RDKafkaErrorCode, String)>>,
-    pub(crate) outage: Arc<Outage>,
-    /// Set when another client has taken the place of this one: what it still has to say is of no
-    /// interest.
+    queue: Mutex<Option<Arc<MessageQueue<CallbackContext>>>>,
+    /// The last error of the whole client, for `topics`, which waits for a broker.
+    last_error: Mutex<Option<(RDKafkaErrorCode, String)>>,
+    pub(crate) connection_errors: Arc<ConnectionErrors>,
+    /// Set once another client has replaced this one; its statistics and rebalances are ignored.
     pub(crate) is_replaced: AtomicBool,
 }
 
-impl Context {
-    pub(crate) fn new(shared: Arc<Shared>, kafka: &Kafka, outage: Arc<Outage>) -> Self {
-        let (start, out_of_range, drain) = (kafka.start, kafka.where_out_of_range(), kafka.drain());
-        let (topics, bound, queue, trouble) = (
-            Topics::default(),
-            kafka.bound(),
+impl CallbackContext {
+    pub(crate) fn new(
+        shared: Arc<SharedState>,
+        kafka: &Kafka,
+        connection_errors: Arc<ConnectionErrors>,
+    ) -> Self {
+        let (start, out_of_range, drain) =
+            (kafka.start, kafka.out_of_range_policy(), kafka.drain());
+        let (topics, bound, queue, last_error) = (
+            TopicIds::default(),
+            kafka.rebalance_step_limit(),
             Mutex::default(),
             Mutex::default(),
         );
@@ -71,161 +75,163 @@ impl Context {
             bound,
             drain,
             queue,
-            trouble,
-            outage,
+            last_error,
+            connection_errors,
             is_replaced: AtomicBool::new(false),
         }
     }
 
-    /// The same, with what the client before it has heard of the topics.
-    pub(crate) fn knowing(self, topics: Topics) -> Self {
+    /// Takes over the topic ids that the previous client has seen.
+    pub(crate) fn with_topic_ids(self, topics: TopicIds) -> Self {
         Self { topics, ..self }
     }
 
-    /// The last error of the client as a whole, and forgets it.
-    pub(crate) fn take_trouble(&self) -> Option<(RDKafkaErrorCode, String)> {
-        self.trouble
+    /// Returns and clears the last error of the whole client.
+    pub(crate) fn take_last_error(&self) -> Option<(RDKafkaErrorCode, String)> {
+        self.last_error
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .take()
     }
 
-    pub(crate) fn queue(&self) -> Option<Arc<Queue<Context>>> {
+    pub(crate) fn queue(&self) -> Option<Arc<MessageQueue<CallbackContext>>> {
         self.queue
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
     }
 
-    pub(crate) fn set_queue(&self, queue: Option<Arc<Queue<Context>>>) {
+    pub(crate) fn set_queue(&self, queue: Option<Arc<MessageQueue<CallbackContext>>>) {
         *self.queue.lock().unwrap_or_else(PoisonError::into_inner) = queue;
     }
 
     fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
-        // Before assigning, or first messages come through the main queue.
+        // Partitions are forwarded before they are assigned; otherwise their first messages arrive
+        // in the main queue.
         let Some(queue) = self.queue() else {
-            // The source is leaving: nothing is read any more, and a client that closes is not told
-            // where the group stands.
-            return self.take_over(consumer, partitions);
+            // The source is closing: nothing is read any more, and a closing client gets no answer
+            // about committed offsets.
+            return self.assign_partitions(consumer, partitions);
         };
         let mut assigned = partitions.clone();
         let is_leaving =
-            || self.shared.lock().phase() > Phase::Running || consumer.assignment_lost();
-        let patience = standing::Patience::new(self.bound, &is_leaving);
-        for (topic, partition, begins) in
-            standing::ask(consumer, partitions, &self.topics, patience, || {
-                queue.hear()
+            || self.shared.lock().phase() > SourcePhase::Running || consumer.assignment_lost();
+        let budget = committed_offset::TimeBudget::new(self.bound, &is_leaving);
+        for (topic, partition, start) in
+            committed_offset::start_positions(consumer, partitions, &self.topics, budget, || {
+                queue.forward_log()
             })
         {
-            if queue.adopt(&topic, partition) == Adoption::NoSuchPartition {
+            if queue.forward_partition(&topic, partition) == ForwardResult::NoSuchPartition {
                 tracing::error!(
                     topic,
                     partition,
-                    "the partition's queue cannot be read in batches"
+                    "partition queue not found in librdkafka; its messages are read one by one"
                 );
             }
             self.shared
-                .assign(&topic, partition, begins, self.topics.log(&topic, begins));
-            if let Some(offset) = self.begin(&topic, partition, begins) {
-                complain(
-                    "a beginning",
+                .assign(&topic, partition, start, self.topics.log(&topic, start));
+            if let Some(offset) = self.start_offset(&topic, partition, start) {
+                log_error(
+                    "cannot set the start offset of a partition",
                     assigned.set_partition_offset(&topic, partition, offset),
                 );
             }
         }
         metrics::counter!(crate::metric::ASSIGNED).increment(partitions.count() as u64);
-        self.take_over(consumer, &assigned);
-        // Nothing was read yet, and librdkafka says so: from now on its word counts.
-        self.pass_markers(consumer);
+        self.assign_partitions(consumer, &assigned);
+        // Nothing has been read yet, and librdkafka's positions confirm it. From now on they count.
+        self.advance_past_markers(consumer);
     }
 
-    /// Says where a partition is read on. Answers what librdkafka is told, if it is not to begin
-    /// where the group stands, or as `auto.offset.reset` says.
-    fn begin(&self, topic: &str, partition: i32, begins: Begins) -> Option<Offset> {
-        match begins {
-            Begins::At(offset) => {
+    /// Logs where reading starts. Returns the offset to assign, unless it is the committed one or
+    /// the one that `auto.offset.reset` selects.
+    fn start_offset(&self, topic: &str, partition: i32, start: StartPosition) -> Option<Offset> {
+        match start {
+            StartPosition::Committed(offset) => {
                 tracing::info!(topic, partition, offset, "partition assigned");
                 return None;
             }
-            Begins::Replica(offset) | Begins::Ambiguous(offset) => {
+            StartPosition::Replica(offset) | StartPosition::Ambiguous(offset) => {
                 metrics::counter!(crate::metric::REPLICA_OFFSETS).increment(1);
                 tracing::info!(topic, partition, offset, "partition assigned");
-                if matches!(begins, Begins::Ambiguous(_)) && self.out_of_range == OutOfRange::Error
+                if matches!(start, StartPosition::Ambiguous(_))
+                    && self.out_of_range == OutOfRange::Error
                 {
-                    self.shared.lock().bar(topic, partition);
+                    self.shared.lock().halt(topic, partition);
                     self.shared
-                        .fail(standing::ambiguous(topic, partition, offset));
+                        .fail(committed_offset::ambiguous(topic, partition, offset));
                 }
                 return None;
             }
-            Begins::Unknown => {
+            StartPosition::Unknown => {
                 tracing::info!(topic, partition, "partition assigned");
                 return None;
             }
-            Begins::Anew => {
-                metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(1);
+            StartPosition::Recreated => {
+                metrics::counter!(crate::metric::TOPICS_RECREATED).increment(1);
                 tracing::error!(
                     topic,
                     partition,
-                    "partition assigned; topic made anew: what the group has committed is an offset of the log before it"
+                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning"
                 );
                 if self.out_of_range == OutOfRange::Error {
-                    self.shared.lock().bar(topic, partition);
-                    self.shared.fail(standing::made_anew(topic));
+                    self.shared.lock().halt(topic, partition);
+                    self.shared.fail(committed_offset::recreated(topic));
                 }
             }
-            Begins::Added => {
+            StartPosition::AddedPartition => {
                 metrics::counter!(crate::metric::PARTITIONS_ADDED).increment(1);
                 tracing::warn!(
                     topic,
                     partition,
-                    "partition assigned; partition added: the group reads its topic already, and nothing of it was ever read; reading it from its beginning"
+                    "partition assigned; partition added: the group already reads its topic; reading the new partition from its beginning"
                 );
             }
-            Begins::Nowhere if self.start == StartAt::Earliest => {
+            StartPosition::NoOffset if self.start == StartAt::Earliest => {
                 tracing::info!(
                     topic,
                     partition,
-                    "partition assigned; the group has no offset for it yet, so it is read from its beginning"
+                    "partition assigned; the group has no committed offset for it; reading from the beginning"
                 );
             }
-            Begins::Nowhere => {
+            StartPosition::NoOffset => {
                 tracing::info!(
                     topic,
                     partition,
-                    "partition assigned; the group has no offset for it"
+                    "partition assigned; the group has no committed offset for it"
                 );
                 return None;
             }
         }
-        Some(if begins == Begins::Anew {
-            FIRST
+        Some(if start == StartPosition::Recreated {
+            LOG_START
         } else {
             Offset::Beginning
         })
     }
 
-    fn take_over(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+    fn assign_partitions(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         fault::point("kafka.assign.before");
         let outcome = match consumer.rebalance_protocol() {
             RebalanceProtocol::Cooperative => consumer.incremental_assign(partitions),
             _ => consumer.assign(partitions),
         };
         fault::point("kafka.assign.after");
-        complain("assigning partitions", outcome);
+        log_error("cannot assign partitions", outcome);
     }
 
-    /// Lets what was handed out be settled, for a while, and stores how far it came; librdkafka
-    /// commits that when it unassigns, before anyone else gets the partitions. A lost assignment is
-    /// someone else's already.
+    /// Drains deliveries for a bounded time and stores the offsets; librdkafka commits them when it
+    /// unassigns, before another member gets the partitions. A lost assignment already belongs to
+    /// another member.
     fn revoke(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
         let leaving = names(partitions);
-        let how = how_they_leave(consumer);
-        let lost = how == Leave::Lost;
+        let kind = revocation_kind(consumer);
+        let lost = kind == RevocationKind::Lost;
         let store = || commits::store(consumer, &self.shared);
-        let unsettled = self
-            .shared
-            .give_up(&leaving, how, |epochs| self.drain(epochs), store);
+        let unsettled =
+            self.shared
+                .end_assignments(&leaving, kind, |epochs| self.drain(epochs), store);
         for (topic, partition) in &leaving {
             tracing::info!(topic, partition, lost, unsettled, "partition revoked");
         }
@@ -238,14 +244,14 @@ impl Context {
         let end = Instant::now() + self.drain;
         while Instant::now() < end {
             let state = self.shared.lock();
-            if state.phase() >= Phase::Closing || state.out(epochs) == 0 {
+            if state.phase() >= SourcePhase::Closing || state.handed_out(epochs) == 0 {
                 return;
             }
             drop(state);
-            self.hear();
-            self.pump(DRAIN_TURN);
+            self.forward_log();
+            self.read_batch(DRAIN_TURN);
         }
-        tracing::warn!(bound = ?self.drain, "revoked partitions go with deliveries unsettled: they are delivered again elsewhere");
+        tracing::warn!(timeout = ?self.drain, "drain timeout exceeded, revoking partitions with unsettled deliveries; they are redelivered to another member");
     }
 
     fn unassign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
@@ -255,129 +261,147 @@ impl Context {
             _ => consumer.unassign(),
         };
         fault::point("kafka.unassign.after");
-        complain("giving partitions back", unassigned);
+        log_error("cannot unassign partitions", unassigned);
     }
 
-    /// Listens to what librdkafka has logged.
-    pub(crate) fn hear(&self) {
+    /// Forwards librdkafka's log lines.
+    pub(crate) fn forward_log(&self) {
         if let Some(queue) = self.queue() {
-            queue.hear();
+            queue.forward_log();
         }
     }
 
     /// Reads one batch, or waits. Does not serve the main queue, so it may run inside a rebalance.
-    pub(crate) fn pump(&self, wait: Duration) {
+    pub(crate) fn read_batch(&self, wait: Duration) {
         let Some(queue) = self.queue() else {
             return self.shared.wait(wait);
         };
         let mut state = self.shared.lock();
-        state.waits(queue.waiting());
+        state.set_queue_length(queue.length());
         let (room, full) = (state.room(), state.full());
         drop(state);
-        queue.set_apart(full);
+        queue.hold_back(full);
         if room == 0 {
             return self.shared.wait(wait);
         }
         let batch = queue.read(room, wait);
-        let count = batch.records.len() + batch.faults.len();
-        self.take_in(batch, &queue);
-        self.shared.lock().was_read(count as u64);
+        let count = batch.records.len() + batch.errors.len();
+        self.process_batch(batch, &queue);
+        self.shared.lock().count_read(count as u64);
     }
 
-    pub(crate) fn take_in(&self, batch: Batch, queue: &Queue<Self>) {
-        for fault in &batch.faults {
+    pub(crate) fn process_batch(&self, batch: RecordBatch, queue: &MessageQueue<Self>) {
+        for fault in &batch.errors {
             match unreadable(fault) {
                 Some(error) => {
-                    // Before the records: what follows on the unreadable part may stand in the same
-                    // batch.
-                    self.shared.lock().bar(&fault.topic, fault.partition);
+                    // Before the records: the same batch may contain records after the unreadable
+                    // part.
+                    self.shared.lock().halt(&fault.topic, fault.partition);
                     self.shared.fail(error);
                 }
-                // Handled as a change of the topic's id, in this turn.
+                // The changed topic id is handled in this turn.
                 None if fault.code == RDKafkaErrorCode::AutoOffsetReset
                     && self.topics.is_change_pending(&fault.topic) => {}
                 None if fault.code == RDKafkaErrorCode::AutoOffsetReset => {
-                    let stood = self.shared.lock().stands(&fault.topic, fault.partition);
-                    self.shared.fail(standing::lost(queue, fault, stood));
+                    let position = self
+                        .shared
+                        .lock()
+                        .position_of(&fault.topic, fault.partition);
+                    self.shared
+                        .fail(committed_offset::out_of_range(queue, fault, position));
                 }
-                None => self.judge(fault.code, &format!("{}/{}", fault.topic, fault.partition)),
+                None => {
+                    self.handle_error(fault.code, &format!("{}/{}", fault.topic, fault.partition))
+                }
             }
         }
-        let findings = self.shared.take_in(batch.records);
-        for jump in findings.jumps {
-            let first = queue.first_offset(&jump.topic, jump.partition);
-            missing::look_into(jump, first, &self.shared);
+        let intake = self.shared.add_records(batch.records);
+        for gap in intake.gaps {
+            let first = queue.first_offset(&gap.topic, gap.partition);
+            expired::classify_gap(gap, first, &self.shared);
         }
-        // After the records, which may stand before.
-        let faulty = batch.faults.iter().filter(|fault| fault.offset >= 0);
+        // After the records, which may precede the error.
+        let faulty = batch.errors.iter().filter(|fault| fault.offset >= 0);
         let faulty = faulty.map(|fault| (&*fault.topic, fault.partition, Some(fault.offset)));
-        for (topic, partition, stood) in faulty.chain(
-            findings
+        for (topic, partition, position) in faulty.chain(
+            intake
                 .restarted
                 .iter()
                 .map(|(topic, partition)| (&**topic, *partition, None)),
         ) {
-            self.read_on(topic, partition, stood, queue);
+            self.seek_after_last_read(topic, partition, position, queue);
         }
     }
 
-    /// Has librdkafka read on after the last message that was read. It counts an error that it
-    /// hands over as a message, and does not notice when a log begins anew: after the next
-    /// rebalance it would read on too far up, and skip what lies before.
-    fn read_on(&self, topic: &str, partition: i32, stood: Option<i64>, queue: &Queue<Self>) {
-        let Some(offset) = self.shared.lock().distrust(topic, partition, stood) else {
+    /// Seeks to the offset after the last message that was read. librdkafka counts an error as a
+    /// message, and does not notice that a log starts again. After the next rebalance it would
+    /// resume at an offset that is too high, and skip messages.
+    fn seek_after_last_read(
+        &self,
+        topic: &str,
+        partition: i32,
+        position: Option<i64>,
+        queue: &MessageQueue<Self>,
+    ) {
+        let Some(offset) = self
+            .shared
+            .lock()
+            .distrust_position(topic, partition, position)
+        else {
             return;
         };
         fault::point("kafka.seek.before");
-        let sought = queue
+        let result = queue
             .consumer()
-            .seek(topic, partition, Offset::Offset(offset), SEEK);
+            .seek(topic, partition, Offset::Offset(offset), SEEK_TIMEOUT);
         fault::point("kafka.seek.after");
-        match sought {
-            Ok(()) => self.shared.lock().told_where(topic, partition),
-            Err(error) => tracing::warn!(%error, topic, partition, offset, "reading on"),
+        match result {
+            Ok(()) => self.shared.lock().seek_succeeded(topic, partition),
+            Err(error) => {
+                tracing::warn!(%error, topic, partition, offset, "cannot seek to the next unread message; a rebalance may skip messages")
+            }
         }
     }
 
-    /// What is handed over is a message; how far librdkafka has read, it counts in markers of
-    /// transactions too.
-    pub(crate) fn pass_markers(&self, consumer: &BaseConsumer<Self>) {
+    /// librdkafka's position also counts transaction markers, which are not delivered as messages.
+    pub(crate) fn advance_past_markers(&self, consumer: &BaseConsumer<Self>) {
         let (Ok(positions), Some(queue)) = (consumer.position(), self.queue()) else {
             return;
         };
         let mut state = self.shared.lock();
-        let reached = positions.elements().into_iter().filter_map(|it| {
+        let gaps = positions.elements().into_iter().filter_map(|it| {
             let offset = if let Offset::Offset(offset) = it.offset() {
                 Some(offset)
             } else {
                 None
             };
-            state.reached(it.topic(), it.partition(), offset)
+            state.advance_to(it.topic(), it.partition(), offset)
         });
-        let jumps: Vec<Jump> = reached.collect();
+        let gaps: Vec<OffsetGap> = gaps.collect();
         drop(state);
         let first_of = |topic: &str, partition| queue.first_offset(topic, partition);
-        for jump in jumps {
-            let first = first_of(&jump.topic, jump.partition);
-            missing::look_into(jump, first, &self.shared);
+        for gap in gaps {
+            let first = first_of(&gap.topic, gap.partition);
+            expired::classify_gap(gap, first, &self.shared);
         }
-        missing::look_again(first_of, &self.shared);
+        expired::classify_deferred_gaps(first_of, &self.shared);
     }
 
-    /// Most errors pass by themselves, and librdkafka retries them. Those that do not end the
-    /// source.
-    pub(crate) fn judge(&self, code: RDKafkaErrorCode, place: &str) {
-        match for_a_person(code, place) {
+    /// librdkafka retries most errors. Permanent errors end the source.
+    pub(crate) fn handle_error(&self, code: RDKafkaErrorCode, place: &str) {
+        match permanent_error(code, place) {
             Some(fault) => self.shared.fail(fault),
-            // The client as a whole has told it.
-            None if Outage::is(code) => tracing::debug!(%code, place, "Kafka"),
-            None => tracing::warn!(%code, place, "Kafka"),
+            // The error callback of the client has logged it.
+            None if client::error::is_connection(code) => {
+                tracing::debug!(%code, place, "cannot reach a broker")
+            }
+            None => tracing::warn!(%code, place, "kafka error, librdkafka retries"),
         }
     }
 }
 
-/// The error of what no time heals, and a person has to change.
-pub(crate) fn for_a_person(code: RDKafkaErrorCode, place: &str) -> Option<SourceError> {
+/// The error of the source for a code that retrying cannot resolve.
+pub(crate) fn permanent_error(code: RDKafkaErrorCode, place: &str) -> Option<SourceError> {
     use RDKafkaErrorCode as E;
     Some(match code {
         E::TopicAuthorizationFailed => SourceError::misconfigured(
@@ -390,8 +414,7 @@ pub(crate) fn for_a_person(code: RDKafkaErrorCode, place: &str) -> Option<Source
             "not allowed to use the group",
             "grant Read on the group",
         ),
-        // Not replaced by another client: that one would fence the other member, which would fence
-        // it in turn, without end.
+        // Another client would fence the other member, which would fence it in turn, endlessly.
         E::FencedInstanceId | E::Fenced => SourceError::misconfigured(
             "group.instance.id",
             "another member of the group uses the same instance id",
@@ -399,58 +422,64 @@ pub(crate) fn for_a_person(code: RDKafkaErrorCode, place: &str) -> Option<Source
         ),
         E::InvalidGroupId => SourceError::misconfigured(
             "group",
-            "the broker refuses this group id",
-            "choose another one",
+            "the broker rejects this group id",
+            "choose another group id",
         ),
         E::UnsupportedAssignor => SourceError::misconfigured(
             "group.remote.assignor",
             "the broker has no assignor of this name",
-            "leave it away, or name one of the broker's group.consumer.assignors",
+            "remove it, or name one of the broker's group.consumer.assignors",
         ),
         E::UnsupportedVersion | E::UnsupportedFeature => SourceError::misconfigured(
             "group.protocol",
-            "the broker does not know this protocol of groups",
-            "leave it away, or use Kafka 4.0 or later",
+            "the broker does not support this group protocol",
+            "remove it, or use Kafka 4.0 or later",
         ),
         _ => return None,
     })
 }
 
-impl ClientContext for Context {
+impl ClientContext for CallbackContext {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
-        self.topics.hear(line);
+        self.topics.on_log_line(line);
         log::line(level, facility, line);
     }
 
-    fn stats_raw(&self, told: &[u8]) {
+    fn stats_raw(&self, statistics_json: &[u8]) {
         if !self.is_replaced.load(Ordering::Relaxed) {
-            self.shared
-                .lock()
-                .hears_of_the_group(statistics::is_with_its_group(told), Instant::now());
+            self.shared.lock().record_group_state(
+                statistics::is_coordinator_up(statistics_json),
+                Instant::now(),
+            );
         }
     }
 
     fn error(&self, error: KafkaError, reason: &str) {
         match error.rdkafka_error_code() {
-            Some(code) if Outage::is(code) => self.outage.tell(reason),
-            Some(RDKafkaErrorCode::Fatal) => tracing::error!(%error, reason, "Kafka"),
-            _ => tracing::warn!(%error, reason, "Kafka"),
+            Some(code) if client::error::is_connection(code) => self.connection_errors.log(reason),
+            Some(RDKafkaErrorCode::Fatal) => {
+                tracing::error!(%error, reason, "fatal kafka client error")
+            }
+            _ => tracing::warn!(%error, reason, "kafka client error"),
         }
         if let Some(code) = error.rdkafka_error_code() {
-            let mut trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
-            // That all brokers are down is said right after the reason why.
-            if !(Outage::is(code)
-                && trouble
+            let mut last_error = self
+                .last_error
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            // librdkafka reports "all brokers down" right after the cause; the cause is kept.
+            if !(client::error::is_connection(code)
+                && last_error
                     .as_ref()
-                    .is_some_and(|(before, _)| refusal::is_of_the_broker(*before)))
+                    .is_some_and(|(before, _)| client::error::is_authentication(*before)))
             {
-                *trouble = Some((code, reason.to_owned()));
+                *last_error = Some((code, reason.to_owned()));
             }
         }
     }
 }
 
-impl ConsumerContext for Context {
+impl ConsumerContext for CallbackContext {
     fn rebalance(
         &self,
         consumer: &BaseConsumer<Self>,
@@ -470,7 +499,7 @@ impl ConsumerContext for Context {
                 self.revoke(consumer, partitions)
             }
             other => {
-                tracing::error!(code = %RDKafkaErrorCode::from(other), "rebalance");
+                tracing::error!(code = %RDKafkaErrorCode::from(other), "rebalance failed, unassigning all partitions");
                 self.unassign(consumer, partitions);
             }
         }
@@ -492,31 +521,31 @@ impl ConsumerContext for Context {
                     failures.push((error, it));
                 }
                 (None, Offset::Offset(offset)) => {
-                    state.confirmed(it.topic(), it.partition(), offset)
+                    state.commit_confirmed(it.topic(), it.partition(), offset)
                 }
                 (None, _) => {}
             }
         }
         drop(state);
         if let Some((error, it)) = failures.first() {
-            tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failures.len(), "committing offsets again");
+            tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failures.len(), "offset commit failed, retrying");
         }
     }
 }
 
-/// Whether the group still takes this member's partitions for its own.
-pub(crate) fn how_they_leave(consumer: &BaseConsumer<Context>) -> Leave {
+/// Whether the partitions still belong to this member when they leave.
+pub(crate) fn revocation_kind(consumer: &BaseConsumer<CallbackContext>) -> RevocationKind {
     if consumer.assignment_lost() {
-        Leave::Lost
+        RevocationKind::Lost
     } else {
-        Leave::GivenBack
+        RevocationKind::Revoked
     }
 }
 
-/// The error of a part of a log that this client will never read, however often it tries.
-fn unreadable(fault: &Fault) -> Option<SourceError> {
+/// The error of a part of a log that this client can never read.
+fn unreadable(fault: &PartitionError) -> Option<SourceError> {
     use RDKafkaErrorCode as E;
-    let Fault {
+    let PartitionError {
         topic,
         partition,
         offset,
@@ -534,7 +563,7 @@ fn unreadable(fault: &Fault) -> Option<SourceError> {
     };
     Some(SourceError::misconfigured(
         "topic",
-        format!("{topic}/{partition} cannot be read on at offset {offset}: {code}"),
+        format!("{topic}/{partition} cannot be read at offset {offset}: {code}"),
         format!("{remedy}, or move the group past it: kafka-consumer-groups.sh --reset-offsets"),
     ))
 }
@@ -551,27 +580,27 @@ fn names(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
 mod tests {
     use super::*;
 
-    /// librdkafka answers `Beginning` with where the log before it began, if it has fetched of
-    /// that.
+    /// For `Beginning` librdkafka uses the log start offset of the deleted topic if it has fetched
+    /// from that.
     #[test]
-    fn a_topic_made_anew_begins_at_offset_0_and_not_where_the_one_before_it_began() {
+    fn a_recreated_topic_starts_at_offset_0() {
         let (kafka, shared) = (
             Kafka::topic("t").brokers("b").group("g"),
-            Arc::<Shared>::default(),
+            Arc::<SharedState>::default(),
         );
-        let context = Context::new(shared, &kafka, Arc::new(Outage::of("b")));
-        let begin = |begins| context.begin("t", 0, begins);
-        assert_eq!(begin(Begins::Anew), Some(Offset::Offset(0)));
+        let context = CallbackContext::new(shared, &kafka, Arc::new(ConnectionErrors::new("b")));
+        let begin = |start| context.start_offset("t", 0, start);
+        assert_eq!(begin(StartPosition::Recreated), Some(Offset::Offset(0)));
         assert_eq!(
-            [Begins::Added, Begins::Nowhere].map(begin),
+            [StartPosition::AddedPartition, StartPosition::NoOffset].map(begin),
             [Some(Offset::Beginning); 2]
         );
         assert_eq!(
             [
-                Begins::At(7),
-                Begins::Unknown,
-                Begins::Replica(7),
-                Begins::Ambiguous(7)
+                StartPosition::Committed(7),
+                StartPosition::Unknown,
+                StartPosition::Replica(7),
+                StartPosition::Ambiguous(7)
             ]
             .map(begin),
             [None; 4]

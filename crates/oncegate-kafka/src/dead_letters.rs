@@ -1,4 +1,4 @@
-//! Publishes rejected deliveries, and knows when they stand.
+//! Publishes rejected deliveries to dead-letter topics.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -12,66 +12,66 @@ use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
 
+use crate::client::connection_errors::ConnectionErrors;
+use crate::client::log::LogContext;
 use crate::kafka::Destinations;
-use crate::log::Log;
-use crate::outage::Outage;
-use crate::shared::Rejected;
+use crate::shared::RejectedDelivery;
 
-/// Says on a dead letter that its body was left out, and how large it was: the broker takes no
-/// message of that size.
+/// The header of a dead letter without its body, which the broker rejected as too large. Its value
+/// is the size of the body in bytes.
 const BODY_OMITTED: &str = "oncegate-body-omitted";
-/// The same of the key.
+/// The same for the key.
 const KEY_OMITTED: &str = "oncegate-key-omitted";
-/// Says that the message's own headers were left out, and how many there were.
+/// The header of a dead letter without the message's own headers. Its value is their number.
 const HEADERS_OMITTED: &str = "oncegate-headers-omitted";
 
-/// How long a producer that was confirmed nothing has to name a broker.
-const ASKED: Duration = Duration::from_secs(5);
+/// How long a producer whose message timed out has to fetch the metadata of its topic.
+const METADATA_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// How often it is logged of one topic that dead letters cannot be published to it.
+/// How often a failure is logged per topic.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-type Publisher = FutureProducer<Log>;
+type DeadLetterProducer = FutureProducer<LogContext>;
 
-/// Publishes dead letters and in-doubt messages: idempotent, confirmed by all replicas.
+/// Publishes dead letters and in-doubt messages with idempotent producers and `acks=all`.
 pub(crate) struct DeadLetters {
     destinations: Destinations,
-    batches: Producer,
-    /// One message a request. The broker answers for a batch as a whole, so only of what is
-    /// published alone is it known which message it refuses.
-    singles: Producer,
+    batches: RestartingProducer,
+    /// Sends one message per request. The broker acknowledges a batch as a whole, so only a message
+    /// that is sent alone can be identified as the rejected one.
+    singles: RestartingProducer,
     throttles: Mutex<HashMap<(String, &'static str), LogThrottle>>,
 }
 
-/// A dead letter that is to be published, and what the attempts so far have shown.
-pub(crate) struct DeadLetter {
-    pub(crate) rejected: Rejected,
-    extent: Extent,
-    grouping: Grouping,
+/// A dead letter that is not published yet, and how the next attempt sends it.
+pub(crate) struct UnpublishedDeadLetter {
+    pub(crate) rejected: RejectedDelivery,
+    parts: PublishedParts,
+    grouping: RequestGrouping,
 }
 
-/// What a dead letter shares its request with.
+/// Which messages share a request with the dead letter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Grouping {
+enum RequestGrouping {
     /// Others for the same partition.
     Batch,
-    /// Nothing: a batch that it was in was refused.
+    /// None: a batch with this message was rejected.
     Alone,
 }
 
-/// How much of a message goes out.
+/// The parts of the message that are published.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Extent {
+enum PublishedParts {
     /// All of it.
     Whole,
     /// Key and headers.
     NoBody,
-    /// What oncegate has to say of it.
+    /// Only the headers that oncegate adds.
     Note,
 }
 
-impl Extent {
-    /// What to try when this was too large.
+impl PublishedParts {
+    /// What to publish when this was too large.
     fn smaller(self) -> Option<Self> {
         match self {
             Self::Whole => Some(Self::NoBody),
@@ -81,34 +81,34 @@ impl Extent {
     }
 }
 
-impl DeadLetter {
-    pub(crate) fn new(rejected: Rejected) -> Self {
+impl UnpublishedDeadLetter {
+    pub(crate) fn new(rejected: RejectedDelivery) -> Self {
         Self {
             rejected,
-            extent: Extent::Whole,
-            grouping: Grouping::Batch,
+            parts: PublishedParts::Whole,
+            grouping: RequestGrouping::Batch,
         }
     }
 }
 
 impl DeadLetters {
-    /// Starts the producer.
+    /// Starts the producers.
     pub(crate) fn open(
         config: ClientConfig,
         destinations: Destinations,
-        outage: Arc<Outage>,
+        connection_errors: Arc<ConnectionErrors>,
     ) -> Result<Self, KafkaError> {
         let mut alone = config.clone();
         alone.set("batch.num.messages", "1");
-        let batches = Producer {
+        let batches = RestartingProducer {
             config,
-            outage: outage.clone(),
+            connection_errors: connection_errors.clone(),
             current: Mutex::default(),
         };
         drop(batches.current()?);
-        let singles = Producer {
+        let singles = RestartingProducer {
             config: alone,
-            outage,
+            connection_errors,
             current: Mutex::default(),
         };
         Ok(Self {
@@ -119,86 +119,95 @@ impl DeadLetters {
         })
     }
 
-    /// The topic to which messages of this one are rejected.
+    /// The topic to which messages of `topic` are rejected.
     pub(crate) fn destination(&self, topic: &str, reason: &Reason) -> String {
         self.destinations.of(topic, reason)
     }
 
-    /// Publishes one rejected delivery; when it returns `Ok`, all in-sync replicas have it.
+    /// Publishes one rejected delivery. On `Ok`, all in-sync replicas have it.
     ///
-    /// Key, headers and body are those of the message, with the headers of the rejection after
-    /// them. Inbound `oncegate-*` headers are removed. A header name that is not UTF-8 has its odd
-    /// bytes replaced, and a tombstone has an empty body. The record is as old as its publishing,
-    /// so that no broker takes it for expired or for one from the future; when the message itself
-    /// was sent stands in the header `oncegate-first-seen`. What the broker finds too large goes
-    /// without its body, and then without key and headers, and headers say so; the origin header
-    /// says where it still stands.
+    /// The dead letter has the message's key, headers and body, and after them the headers of the
+    /// rejection. Inbound `oncegate-*` headers are removed. Invalid UTF-8 in a header name is
+    /// replaced, and a tombstone gets an empty body. The record's timestamp is the time of
+    /// publishing, so that retention and timestamp checks do not reject it; the header
+    /// `oncegate-first-seen` has the original timestamp. If the broker rejects the message as too
+    /// large, it is sent without its body, then also without key and headers. Headers say what was
+    /// omitted, and the origin header says where the original is.
     ///
     /// # Errors
-    /// Nobody knows whether it stands: publish again; a second copy is harmless.
-    pub(crate) async fn publish(&self, letter: &mut DeadLetter) -> Result<(), KafkaError> {
+    /// It is unknown whether the dead letter was written. Publish it again; a second copy is
+    /// harmless.
+    pub(crate) async fn publish(
+        &self,
+        dead_letter: &mut UnpublishedDeadLetter,
+    ) -> Result<(), KafkaError> {
         loop {
-            let Err(error) = self.send(letter).await else {
+            let Err(error) = self.send(dead_letter).await else {
                 return Ok(());
             };
             let KafkaError::MessageProduction(code) = error else {
                 return Err(error);
             };
-            match (letter.grouping, letter.extent.smaller()) {
-                (Grouping::Batch, _) if is_refusal(code) => letter.grouping = Grouping::Alone,
-                (Grouping::Alone, Some(smaller))
+            match (dead_letter.grouping, dead_letter.parts.smaller()) {
+                (RequestGrouping::Batch, _) if is_rejection(code) => {
+                    dead_letter.grouping = RequestGrouping::Alone
+                }
+                (RequestGrouping::Alone, Some(smaller))
                     if code == RDKafkaErrorCode::MessageSizeTooLarge =>
                 {
-                    self.warn_of_size(letter);
-                    letter.extent = smaller;
+                    self.warn_of_size(dead_letter);
+                    dead_letter.parts = smaller;
                 }
                 _ => return Err(error),
             }
         }
     }
 
-    async fn send(&self, letter: &DeadLetter) -> Result<(), KafkaError> {
-        let DeadLetter {
+    async fn send(&self, dead_letter: &UnpublishedDeadLetter) -> Result<(), KafkaError> {
+        let UnpublishedDeadLetter {
             rejected:
-                Rejected {
+                RejectedDelivery {
                     delivery,
                     reason,
                     story,
                 },
-            extent,
+            parts,
             grouping,
-        } = letter;
-        let (message, topic) = (&delivery.message, self.topic_of(&letter.rejected));
-        let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(written(
+        } = dead_letter;
+        let (message, topic) = (&delivery.message, self.topic_of(&dead_letter.rejected));
+        let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(dead_letter_headers(
             delivery,
             reason,
             story.as_deref(),
-            *extent,
+            *parts,
         ));
-        record.payload = Some(if *extent == Extent::Whole {
+        record.payload = Some(if *parts == PublishedParts::Whole {
             &message.body
         } else {
             &[]
         });
-        record.key = message.key.as_deref().filter(|_| *extent != Extent::Note);
+        record.key = message
+            .key
+            .as_deref()
+            .filter(|_| *parts != PublishedParts::Note);
         match grouping {
-            Grouping::Batch => self.batches.send(record).await,
-            Grouping::Alone => self.singles.send(record).await,
+            RequestGrouping::Batch => self.batches.send(record).await,
+            RequestGrouping::Alone => self.singles.send(record).await,
         }
     }
 
-    fn topic_of(&self, rejected: &Rejected) -> String {
+    fn topic_of(&self, rejected: &RejectedDelivery) -> String {
         self.destination(&rejected.delivery.message.origin.name, &rejected.reason)
     }
 
-    /// Logs that a dead letter could not be published, once in a while for each topic.
-    pub(crate) fn warn_of_failure(&self, letter: &DeadLetter, error: &KafkaError) {
+    /// Logs that a dead letter could not be published, at most once per [`LOG_INTERVAL`] and topic.
+    pub(crate) fn warn_of_failure(&self, dead_letter: &UnpublishedDeadLetter, error: &KafkaError) {
         let (
             topic,
-            Rejected {
+            RejectedDelivery {
                 delivery, reason, ..
             },
-        ) = (self.topic_of(&letter.rejected), &letter.rejected);
+        ) = (self.topic_of(&dead_letter.rejected), &dead_letter.rejected);
         let Some(suppressed_lines) = self.due(&topic, "failure", Instant::now()) else {
             return;
         };
@@ -210,12 +219,15 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             reason = reason.as_str(),
             suppressed_lines,
-            "cannot publish to the dead-letter topic; the message is held, its offset is not committed, and publishing is tried again"
+            "cannot publish to the dead-letter topic; the message is held, its offset is not committed, and publishing is retried"
         );
     }
 
-    fn warn_of_size(&self, letter: &DeadLetter) {
-        let (topic, delivery) = (self.topic_of(&letter.rejected), &letter.rejected.delivery);
+    fn warn_of_size(&self, dead_letter: &UnpublishedDeadLetter) {
+        let (topic, delivery) = (
+            self.topic_of(&dead_letter.rejected),
+            &dead_letter.rejected.delivery,
+        );
         let Some(suppressed_lines) = self.due(&topic, "size", Instant::now()) else {
             return;
         };
@@ -226,11 +238,11 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             bytes = delivery.message.size(),
             suppressed_lines,
-            "the dead-letter topic takes no message of this size; a part of it is left out"
+            "message too large for the dead-letter topic; publishing it without its body, and without key and headers if that is not enough"
         );
     }
 
-    /// How many lines of this kind were suppressed for the topic, if one is due.
+    /// The number of suppressed lines of this kind for the topic, if a line is due.
     fn due(&self, topic: &str, kind: &'static str, now: Instant) -> Option<u64> {
         let mut throttles = self
             .throttles
@@ -243,9 +255,9 @@ impl DeadLetters {
     }
 }
 
-/// Whether the broker refused the batch, for this message or for another one in it. Otherwise
-/// nothing was heard of it.
-fn is_refusal(code: RDKafkaErrorCode) -> bool {
+/// Whether the broker rejected the batch, because of this message or another one. Otherwise the
+/// outcome is unknown.
+fn is_rejection(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     !matches!(
         code,
@@ -253,76 +265,78 @@ fn is_refusal(code: RDKafkaErrorCode) -> bool {
     )
 }
 
-/// A producer that is replaced when it fails for good.
-struct Producer {
+/// A producer that is replaced after a fatal error.
+struct RestartingProducer {
     config: ClientConfig,
-    outage: Arc<Outage>,
-    current: Mutex<Option<Publisher>>,
+    connection_errors: Arc<ConnectionErrors>,
+    current: Mutex<Option<DeadLetterProducer>>,
 }
 
-impl Producer {
+impl RestartingProducer {
     async fn send(&self, record: FutureRecord<'_, [u8], [u8]>) -> Result<(), KafkaError> {
         let (topic, producer) = (record.topic.to_owned(), self.current()?);
         let sent = producer.send(record, Duration::from_secs(30)).await;
         match &sent {
             Err(_) if producer.client().fatal_error().is_some() => {
-                self.replace(&producer, "it failed for good")
+                self.replace(&producer, "fatal error")
             }
             Err((KafkaError::MessageProduction(RDKafkaErrorCode::MessageTimedOut), _)) => {
-                self.replace_if_alone(producer, topic).await
+                self.replace_if_disconnected(producer, topic).await
             }
             _ => {}
         }
         sent.map(|_| ()).map_err(|(error, _)| error)
     }
 
-    fn current(&self) -> Result<Publisher, KafkaError> {
+    fn current(&self) -> Result<DeadLetterProducer, KafkaError> {
         let mut producer = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         match &*producer {
             Some(producer) => Ok(producer.clone()),
             None => Ok(producer
-                .insert(self.config.create_with_context(Log(self.outage.clone()))?)
+                .insert(
+                    self.config
+                        .create_with_context(LogContext(self.connection_errors.clone()))?,
+                )
                 .clone()),
         }
     }
 
-    /// It may be that it has forgotten its brokers, and would wait for them for ever: one that
-    /// names none is replaced. If there are none, the next one finds none either, and nothing is
-    /// lost by it.
-    async fn replace_if_alone(&self, producer: Publisher, topic: String) {
-        let asked = tokio::task::spawn_blocking(move || {
-            let answer = producer.client().fetch_metadata(Some(&topic), ASKED);
+    /// A producer may have lost its broker metadata and would wait forever, so one that cannot
+    /// fetch the topic's metadata is replaced. If no broker is up, the new producer fails as well,
+    /// and nothing is lost.
+    async fn replace_if_disconnected(&self, producer: DeadLetterProducer, topic: String) {
+        let fetched = tokio::task::spawn_blocking(move || {
+            let answer = producer
+                .client()
+                .fetch_metadata(Some(&topic), METADATA_TIMEOUT);
             (
                 answer.is_ok_and(|answer| !answer.brokers().is_empty()),
                 producer,
             )
         });
-        if let Ok((false, producer)) = asked.await {
-            self.replace(&producer, "it reaches no broker");
-            drop_aside(Some(producer));
+        if let Ok((false, producer)) = fetched.await {
+            self.replace(&producer, "it cannot fetch metadata");
+            drop_on_thread(Some(producer));
         }
     }
 
-    /// A fatal error of an idempotent producer stays: the next publish starts another one, unless
-    /// it has begun already.
-    fn replace(&self, failed: &Publisher, why: &str) {
+    /// A fatal error of an idempotent producer is permanent: the next publish creates a new
+    /// producer, unless another publish already has.
+    fn replace(&self, failed: &DeadLetterProducer, reason: &str) {
         let mut producer = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         if producer
             .as_ref()
             .is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr())
         {
-            tracing::warn!(
-                why,
-                "the producer of dead letters is replaced by another one"
-            );
-            drop_aside(producer.take());
+            tracing::warn!(reason, "dead-letter producer replaced");
+            drop_on_thread(producer.take());
         }
     }
 }
 
-impl Drop for Producer {
+impl Drop for RestartingProducer {
     fn drop(&mut self) {
-        drop_aside(
+        drop_on_thread(
             self.current
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner)
@@ -331,44 +345,46 @@ impl Drop for Producer {
     }
 }
 
-/// A producer joins its thread when it is dropped: not on an async thread.
-fn drop_aside(producer: Option<Publisher>) {
-    // Where no thread can be had, the closure is dropped here, and the producer with it.
+/// Dropping a producer joins its thread, which must not block an async thread.
+fn drop_on_thread(producer: Option<DeadLetterProducer>) {
+    // If no thread can be spawned, the closure and the producer are dropped here.
     let _ = std::thread::Builder::new()
         .name("oncegate-kafka-drop".into())
         .spawn(move || drop(producer));
 }
 
-/// All headers of a dead letter: those of the message's own that it keeps, then ours.
-fn written(
+/// The headers of a dead letter: those of the message that are kept, then those of the rejection.
+fn dead_letter_headers(
     delivery: &Delivery,
     reason: &Reason,
     story: Option<&FailureHistory>,
-    extent: Extent,
+    parts: PublishedParts,
 ) -> OwnedHeaders {
     let message = &delivery.message;
-    let mut written = OwnedHeaders::new();
-    if extent != Extent::Note {
+    let mut headers = OwnedHeaders::new();
+    if parts != PublishedParts::Note {
         for (name, value) in kept_headers(message) {
-            written = written.insert(Header {
+            headers = headers.insert(Header {
                 key: &String::from_utf8_lossy(name),
                 value,
             });
         }
     }
-    let mut ours = rejection_headers(delivery, reason, story);
-    ours.extend((extent != Extent::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())));
-    if extent == Extent::Note {
-        ours.extend(
+    let mut added = rejection_headers(delivery, reason, story);
+    added.extend(
+        (parts != PublishedParts::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())),
+    );
+    if parts == PublishedParts::Note {
+        added.extend(
             message
                 .key
                 .as_ref()
                 .map(|key| (KEY_OMITTED, key.len().to_string())),
         );
-        ours.push((HEADERS_OMITTED, message.headers.iter().count().to_string()));
+        added.push((HEADERS_OMITTED, message.headers.iter().count().to_string()));
     }
-    ours.iter().fold(written, |written, (name, value)| {
-        written.insert(Header {
+    added.iter().fold(headers, |headers, (name, value)| {
+        headers.insert(Header {
             key: name,
             value: Some(value),
         })
@@ -385,16 +401,20 @@ mod tests {
     use crate::Kafka;
 
     #[test]
-    fn of_each_topic_a_failure_is_logged_once_in_a_while_with_the_number_of_the_others() {
+    fn failures_are_logged_at_a_bounded_rate_per_topic() {
         let config = Kafka::topic("t")
             .brokers("localhost:1")
             .group("g")
             .producer_config();
-        let letters = DeadLetters::open(config, Destinations::default(), Arc::new(Outage::of("b")))
-            .expect("a producer");
-        let begun = Instant::now();
+        let letters = DeadLetters::open(
+            config,
+            Destinations::default(),
+            Arc::new(ConnectionErrors::new("b")),
+        )
+        .expect("a producer");
+        let started = Instant::now();
         let due =
-            |topic, second| letters.due(topic, "failure", begun + Duration::from_secs(second));
+            |topic, second| letters.due(topic, "failure", started + Duration::from_secs(second));
         assert_eq!(
             [
                 due("a", 0),
@@ -405,7 +425,7 @@ mod tests {
             ],
             [Some(0), None, Some(0), None, Some(2)]
         );
-        assert_eq!(letters.due("a", "size", begun), Some(0));
+        assert_eq!(letters.due("a", "size", started), Some(0));
     }
 
     #[test]
@@ -439,12 +459,12 @@ mod tests {
             },
             failures: 0,
         };
-        let names = |extent| {
-            let all = written(&delivery, &Reason::TooLarge, None, extent);
+        let names = |parts| {
+            let all = dead_letter_headers(&delivery, &Reason::TooLarge, None, parts);
             assert!(
                 all.iter()
                     .all(|header| header.value.is_some_and(|value| value != b"victim")),
-                "{extent:?}"
+                "{parts:?}"
             );
             all.iter()
                 .map(|header| header.key.to_owned())
@@ -456,13 +476,13 @@ mod tests {
             "oncegate-attempts",
             "oncegate-origin",
         ];
-        assert_eq!(names(Extent::Whole), whole);
+        assert_eq!(names(PublishedParts::Whole), whole);
         assert_eq!(
-            names(Extent::NoBody),
+            names(PublishedParts::NoBody),
             [&whole[..], &[BODY_OMITTED]].concat()
         );
         assert_eq!(
-            names(Extent::Note),
+            names(PublishedParts::Note),
             [&whole[1..], &[BODY_OMITTED, HEADERS_OMITTED]].concat()
         );
     }

@@ -1,4 +1,4 @@
-//! The description of a Kafka source: what a user writes.
+//! The settings of a Kafka source.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -10,26 +10,27 @@ use rdkafka::ClientConfig;
 use rdkafka::config::RDKafkaLogLevel;
 
 use crate::brokers;
+use crate::client::statistics;
 use crate::security::{self, KafkaLogin, Security};
-use crate::statistics;
 use crate::status::KafkaStatus;
 
-/// How long a partition may stand still while its log grows, by default.
+/// How long a partition may make no progress while its log grows, by default.
 const STALLED_AFTER: Duration = Duration::from_secs(60);
-/// How long revoked deliveries are waited for by default.
-const DRAIN: Duration = Duration::from_secs(10);
-/// How long a client that reaches no broker waits at the most until it tries again. As Kafka's own
-/// clients: with librdkafka's ten seconds a broker that is back is left alone for as long.
-const TRIES_AGAIN: Duration = Duration::from_secs(1);
-/// What librdkafka calls that, and the pause that it begins with, in milliseconds.
-const LONGEST_PAUSE: &str = "reconnect.backoff.max.ms";
-const FIRST_PAUSE: &str = "reconnect.backoff.ms";
-/// librdkafka's own `session.timeout.ms`, and Kafka's `group.consumer.session.timeout.ms`.
+/// How long revoked deliveries are drained by default.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+/// Maximum pause before a client reconnects to a broker, as in Kafka's own clients. With
+/// librdkafka's default of 10 s, a client would ignore a restarted broker for as long.
+const RECONNECT_BACKOFF_MAX: Duration = Duration::from_secs(1);
+/// librdkafka's properties for the longest and the first reconnect backoff.
+const RECONNECT_BACKOFF_MAX_MS: &str = "reconnect.backoff.max.ms";
+const RECONNECT_BACKOFF_MS: &str = "reconnect.backoff.ms";
+/// The default of librdkafka's `session.timeout.ms` and of Kafka's
+/// `group.consumer.session.timeout.ms`.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(45);
-/// librdkafka's own `max.poll.interval.ms`.
+/// The default of librdkafka's `max.poll.interval.ms`.
 const POLL_INTERVAL: Duration = Duration::from_secs(300);
 
-/// Describes a Kafka source: a member of a consumer group, reading one topic or several.
+/// Describes a Kafka source: a member of a consumer group that reads one or several topics.
 ///
 /// ```
 /// use oncegate_kafka::Kafka;
@@ -37,10 +38,10 @@ const POLL_INTERVAL: Duration = Duration::from_secs(300);
 /// let source = Kafka::topic("payments").brokers("localhost:9092").group("ledger");
 /// ```
 ///
-/// Rejected deliveries go to `<topic>.dead-letters` and `<topic>.in-doubt`, which have to exist
-/// unless [`create_topics`](Kafka::create_topics) says otherwise, and have to keep what stands
-/// there without limit unless [`accept_limited_retention`](Kafka::accept_limited_retention) says
-/// otherwise. `Debug` shows the names of properties, never their values.
+/// Rejected deliveries are published to `<topic>.dead-letters` and `<topic>.in-doubt`. These topics
+/// must exist, unless [`create_topics`](Kafka::create_topics) creates them, and must retain
+/// messages without limit, unless [`accept_limited_retention`](Kafka::accept_limited_retention) is
+/// set. `Debug` shows the names of properties, never their values.
 #[derive(Clone)]
 #[must_use]
 pub struct Kafka {
@@ -50,7 +51,7 @@ pub struct Kafka {
     pub(crate) destinations: Destinations,
     pub(crate) creation: TopicCreation,
     pub(crate) retention: Retention,
-    /// For how long the consumer remembers what it has handled, where there is one.
+    /// The consumer's deduplication window, if there is a consumer.
     pub(crate) window: Option<Duration>,
     pub(crate) body_limit: usize,
     pub(crate) start: StartAt,
@@ -62,63 +63,63 @@ pub struct Kafka {
     properties: Vec<(String, String)>,
 }
 
-/// Where a group begins that has no offset yet.
+/// Where a group without a committed offset starts.
 ///
-/// There is no `Latest`: it skips messages without a word.
+/// There is no `Latest`, because it skips messages silently.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum StartAt {
-    /// At the earliest message that is still there.
+    /// At the earliest message in the log.
     #[default]
     Earliest,
-    /// Nowhere: the consumer ends with an error, and a person decides; so it does where the offset
-    /// is [out of range](OutOfRange), whatever is said of that. A partition that was added to a
-    /// topic which the group reads already is read from its beginning all the same: nothing of it
-    /// was ever read.
+    /// The consumer ends with an error until somebody sets the group's offsets. It also does so if
+    /// the committed offset is [out of range](OutOfRange), whatever that policy is. A partition
+    /// that was added to a topic which the group already reads is always read from its beginning,
+    /// since nothing of it was ever read.
     Error,
 }
 
-/// What to do where the log does not have the offset any more that the group stands at: messages
-/// were removed before they were read, the topic was made anew, or the log lost its end.
+/// What to do if the committed offset is not in the log: messages expired before they were read,
+/// the topic was recreated, or the log was truncated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OutOfRange {
-    /// Reads on at the earliest message that is there. What was missed is counted
+    /// Continues at the earliest message in the log. The expired messages are counted
     /// (`oncegate_kafka_messages_missed_total`, `oncegate_kafka_logs_cut_total`) and logged as an
-    /// error with the offsets.
+    /// error with their offsets.
     #[default]
     Earliest,
-    /// The consumer ends with an error that names the offset, and a person decides. So it does
-    /// where the topic has another id than the committed offset names and no cluster id says
-    /// whether it is a replica, whose offset would be kept.
+    /// The consumer ends with an error that names the offset. It also does so if the topic's id
+    /// differs from that of the committed offset and no cluster id shows whether the topic is a
+    /// replica, for which the offset would be kept.
     Error,
 }
 
-/// Whether the dead-letter and in-doubt topics are created where they are missing.
+/// Whether missing dead-letter and in-doubt topics are created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TopicCreation {
-    /// A missing topic is an error when the source is opened.
+    /// Opening the source fails if a topic is missing.
     #[default]
     Never,
-    /// A missing topic is created, and keeps its messages without limit (`retention.ms=-1`,
+    /// Creates a missing topic that retains messages without limit (`retention.ms=-1`,
     /// `retention.bytes=-1`, `cleanup.policy=delete`).
     Create {
         /// Partitions of the new topic, at least 1.
         partitions: u16,
-        /// Replicas of each partition, at least 1; 3 where there are three brokers.
+        /// Replicas of each partition, at least 1; use 3 on clusters with three brokers or more.
         replication: u16,
     },
 }
 
-/// How long dead-letter and in-doubt topics have to keep what stands there.
+/// The retention that dead-letter and in-doubt topics must have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Retention {
-    /// Until somebody takes it out.
+    /// Unlimited.
     #[default]
     Unlimited,
-    /// As long as the topic happens to.
+    /// Any.
     Any,
 }
 
-/// Where rejected deliveries go.
+/// The topics of rejected deliveries.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Destinations {
     dead_letters: Option<String>,
@@ -126,7 +127,7 @@ pub(crate) struct Destinations {
 }
 
 impl Destinations {
-    /// Where a delivery of this topic goes that was rejected for this reason.
+    /// The topic for a delivery of `topic` that was rejected for this reason.
     pub(crate) fn of(&self, topic: &str, reason: &Reason) -> String {
         if reason.is_in_doubt() {
             self.in_doubt(topic)
@@ -167,7 +168,7 @@ impl Kafka {
             body_limit: usize::MAX,
             start: StartAt::default(),
             out_of_range: OutOfRange::default(),
-            drain: DRAIN,
+            drain: DRAIN_TIMEOUT,
             stalled_after: STALLED_AFTER,
             status: KafkaStatus::new(),
             security: Security::default(),
@@ -175,7 +176,7 @@ impl Kafka {
         }
     }
 
-    /// The brokers to ask first, as `host:port`, separated by commas.
+    /// The bootstrap servers, as `host:port`, separated by commas.
     pub fn brokers(mut self, brokers: impl Into<String>) -> Self {
         self.brokers = brokers.into();
         self
@@ -187,26 +188,26 @@ impl Kafka {
         self
     }
 
-    /// The topic for what was rejected; `<topic>.dead-letters` by default.
+    /// The topic for rejected messages; `<topic>.dead-letters` by default.
     pub fn dead_letters(mut self, topic: impl Into<String>) -> Self {
         self.destinations.dead_letters = Some(topic.into());
         self
     }
 
-    /// The topic for what nobody knows whether it happened; `<topic>.in-doubt` by default.
+    /// The topic for messages whose outcome is unknown; `<topic>.in-doubt` by default.
     pub fn in_doubt(mut self, topic: impl Into<String>) -> Self {
         self.destinations.in_doubt = Some(topic.into());
         self
     }
 
-    /// Where a group begins that has no offset yet; at the earliest message by default.
+    /// Where a group without a committed offset starts; at the earliest message by default.
     pub fn start(mut self, start: StartAt) -> Self {
         self.start = start;
         self
     }
 
-    /// What to do where the log does not have the group's offset any more; by default it is read on
-    /// at the earliest message, and what was missed is counted and logged.
+    /// What to do if the committed offset is not in the log. By default reading continues at the
+    /// earliest message, and the expired messages are counted and logged.
     pub fn out_of_range(mut self, policy: OutOfRange) -> Self {
         self.out_of_range = policy;
         self
@@ -218,59 +219,59 @@ impl Kafka {
         self
     }
 
-    /// Accepts dead-letter and in-doubt topics that forget: with a limit of time or size, or
-    /// compacted. A message that nobody has looked at by then is lost. Without this, opening the
-    /// source refuses such topics, as far as it may read their configuration.
+    /// Accepts dead-letter and in-doubt topics with limited retention (time, size or compaction). A
+    /// message that is not inspected before it expires is lost. Without this setting, opening the
+    /// source rejects such topics, if it may read their configuration.
     pub fn accept_limited_retention(mut self) -> Self {
         self.retention = Retention::Any;
         self
     }
 
-    /// The largest body to hand over, in bytes; a larger one is rejected to the dead letters. No
-    /// limit by default.
+    /// The largest message body to deliver, in bytes; a message with a larger one is rejected to
+    /// the dead-letter topic. Unlimited by default.
     pub fn body_limit(mut self, bytes: usize) -> Self {
         self.body_limit = bytes;
         self
     }
 
-    /// How long a rebalance waits for deliveries that are being handled, before their partition is
-    /// given back; 10 s by default, and never more than a third of `max.poll.interval.ms`. What is
-    /// not settled by then is delivered again elsewhere.
+    /// How long a rebalance waits for in-flight deliveries before their partition is revoked; 10 s
+    /// by default, and never more than a third of `max.poll.interval.ms`. Deliveries that are not
+    /// settled by then are redelivered to another member.
     pub fn drain_on_revoke(mut self, bound: Duration) -> Self {
         self.drain = bound;
         self
     }
 
-    /// How long a partition may stand still, while its log grows and all that the Kafka client
-    /// fetches is read, until that is replaced by another one; 60 s by default, at least 1 s. What
-    /// was not settled by then is delivered again. Each one that was replaced in vain gives the
-    /// next one twice the time, up to 64 times as long.
+    /// How long a partition may make no progress, while its log grows and everything that the Kafka
+    /// client fetches is read, before the client is replaced; 60 s by default, at least 1 s.
+    /// Unsettled deliveries are redelivered. Each replacement that does not help doubles the time
+    /// for the next one, up to 64 times.
     pub fn stalled_after(mut self, bound: Duration) -> Self {
         self.stalled_after = bound;
         self
     }
 
-    /// Where to say what the source is doing.
+    /// The status to update with what the source is doing.
     pub fn status(mut self, status: KafkaStatus) -> Self {
         self.status = status;
         self
     }
 
-    /// Speaks TLS, and believes brokers whose certificate one of the system's authorities signed
-    /// for their host.
+    /// Connects with TLS, and trusts certificates that one of the system's authorities issued for
+    /// the broker's host.
     pub fn tls(mut self) -> Self {
         self.security.tls();
         self
     }
 
-    /// Speaks TLS, and believes the authority of this certificate (a PEM file) instead of the
+    /// Connects with TLS, and trusts this certificate authority (a PEM file) instead of the
     /// system's.
     pub fn ca_certificate(mut self, file: impl Into<PathBuf>) -> Self {
         self.security.trust_authority(file.into());
         self
     }
 
-    /// Speaks TLS, and shows the broker this certificate with this key (PEM files): mutual TLS.
+    /// Connects with TLS, and presents this client certificate and key (PEM files): mutual TLS.
     pub fn client_certificate(
         mut self,
         certificate: impl Into<PathBuf>,
@@ -280,42 +281,42 @@ impl Kafka {
         self
     }
 
-    /// Logs in, inside TLS.
+    /// Authenticates with SASL over TLS.
     pub fn login(mut self, login: KafkaLogin) -> Self {
         self.security.log_in(login);
         self
     }
 
-    /// Speaks TLS to whoever answers: neither the certificate nor the host's name is looked at, and
-    /// anybody in between may read and change everything, the password of [`KafkaLogin::plain`]
-    /// too.
+    /// Connects with TLS without verifying the broker's certificate or host name. Anyone on the
+    /// network path can read and change everything, including the password of
+    /// [`KafkaLogin::plain`].
     pub fn danger_accept_any_certificate(mut self) -> Self {
         self.security.trust_anyone();
         self
     }
 
-    /// Any other property of librdkafka, such as `session.timeout.ms`, for the consumer and for the
-    /// producer of dead letters. Refused when the source is opened: what would break the promise,
-    /// such as `enable.auto.commit`.
+    /// Any other librdkafka property, such as `session.timeout.ms`, for the consumer and for the
+    /// producer of dead letters. Opening the source rejects properties that would break its
+    /// guarantees, such as `enable.auto.commit`.
     pub fn property(mut self, key: impl Into<String>, value: impl Into<String>) -> Self {
         self.properties.push((key.into(), value.into()));
         self
     }
 
-    /// Refuses what cannot work, before any broker is asked.
+    /// Rejects settings that cannot work, before connecting to a broker.
     pub(crate) fn check(&self) -> Result<(), SourceError> {
-        let wrong = |setting: &str, problem: &str, remedy: &str| {
+        let invalid = |setting: &str, problem: &str, remedy: &str| {
             Err(SourceError::misconfigured(setting, problem, remedy))
         };
         if self.topics.is_empty() || self.topics.iter().any(|topic| topic.trim().is_empty()) {
-            return wrong(
+            return invalid(
                 "topic",
                 "is empty",
                 "name the topic to read: Kafka::topic(\"payments\")",
             );
         }
         if let Some(pattern) = self.topics.iter().find(|topic| topic.starts_with('^')) {
-            return wrong(
+            return invalid(
                 "topic",
                 &format!("`{pattern}` is a pattern"),
                 "name each topic: Kafka::topics([\"a\", \"b\"])",
@@ -323,7 +324,7 @@ impl Kafka {
         }
         self.check_access()?;
         if self.group.trim().is_empty() {
-            return wrong(
+            return invalid(
                 "group",
                 "is empty",
                 "name the consumer group: .group(\"ledger\")",
@@ -335,7 +336,7 @@ impl Kafka {
                 ("in_doubt", self.destinations.in_doubt(topic)),
             ] {
                 if destination.trim().is_empty() || self.topics.contains(&destination) {
-                    return wrong(
+                    return invalid(
                         setting,
                         &format!("`{destination}` is empty, or is a topic that is read"),
                         "name another topic",
@@ -349,7 +350,7 @@ impl Kafka {
         } = self.creation
             && (partitions == 0 || replication == 0)
         {
-            return wrong(
+            return invalid(
                 "create_topics",
                 "partitions or replication is 0",
                 "use at least 1 of each",
@@ -359,16 +360,16 @@ impl Kafka {
             .property_value("auto.commit.interval.ms")
             .is_some_and(|value| value.trim().parse() == Ok(0))
         {
-            return wrong(
+            return invalid(
                 "auto.commit.interval.ms",
-                "is 0, which ends all commits under way",
+                "is 0, which disables periodic commits",
                 "use at least 1; the default is 1000",
             );
         }
         if self.stalled_after < Duration::from_secs(1) {
-            return wrong(
+            return invalid(
                 "stalled_after",
-                "is below a second",
+                "is below 1 s",
                 "use at least 1 s; the default is 60 s",
             );
         }
@@ -377,18 +378,18 @@ impl Kafka {
 
     /// Checks what every client of these brokers needs: addresses, TLS, login and properties.
     pub(crate) fn check_access(&self) -> Result<(), SourceError> {
-        let wrong = |setting: &str, problem: &str, remedy: &str| {
+        let invalid = |setting: &str, problem: &str, remedy: &str| {
             Err(SourceError::misconfigured(setting, problem, remedy))
         };
         if self.brokers.trim().is_empty() {
-            return wrong(
+            return invalid(
                 "brokers",
                 "is empty",
                 "name a broker: .brokers(\"localhost:9092\")",
             );
         }
         if let Err(problem) = brokers::check(&self.brokers) {
-            return wrong(
+            return invalid(
                 "brokers",
                 &problem,
                 "write host:port, and commas between several: .brokers(\"a:9092,b:9092\")",
@@ -399,28 +400,27 @@ impl Kafka {
             .iter()
             .try_for_each(|(key, value)| security::check_property(key, value))?;
         self.properties.iter().try_for_each(|(key, _)| {
-            refused(key).map_or(Ok(()), |remedy| {
-                wrong(key, "cannot be set as a property", remedy)
+            forbidden_property(key).map_or(Ok(()), |remedy| {
+                invalid(key, "cannot be set as a property", remedy)
             })
         })
     }
 
-    /// How long a rebalance may wait, well under the interval after which the group takes this
-    /// member for dead.
+    /// How long a rebalance may drain deliveries, well under `max.poll.interval.ms`.
     pub(crate) fn drain(&self) -> Duration {
-        self.drain.min(self.bound())
+        self.drain.min(self.rebalance_step_limit())
     }
 
-    /// How long one part of a rebalance may take at the most, so that all of it stays below the
-    /// poll interval.
-    pub(crate) fn bound(&self) -> Duration {
+    /// Time limit for one part of a rebalance, so that the whole stays below
+    /// `max.poll.interval.ms`.
+    pub(crate) fn rebalance_step_limit(&self) -> Duration {
         let interval = self
             .property_value("max.poll.interval.ms")
             .and_then(|it| it.parse().ok());
         interval.map_or(POLL_INTERVAL, Duration::from_millis) / 3
     }
 
-    /// After which silence the group takes this member for dead.
+    /// After how long without a heartbeat the group removes this member.
     pub(crate) fn session_timeout(&self) -> Duration {
         let set = self
             .property_value("session.timeout.ms")
@@ -428,20 +428,24 @@ impl Kafka {
         set.map_or(SESSION_TIMEOUT, Duration::from_millis)
     }
 
-    /// How long a client that reaches no broker waits at the most until it tries again.
-    pub(crate) fn tries_again(&self) -> Duration {
+    /// Maximum pause before a client reconnects.
+    pub(crate) fn reconnect_backoff_max(&self) -> Duration {
         let set = |key| {
             self.property_value(key)
                 .and_then(|it| it.parse().ok())
                 .map(Duration::from_millis)
         };
-        // librdkafka refuses a longest pause that is shorter than the first.
-        set(LONGEST_PAUSE).unwrap_or_else(|| set(FIRST_PAUSE).unwrap_or_default().max(TRIES_AGAIN))
+        // librdkafka rejects a maximum below the first backoff.
+        set(RECONNECT_BACKOFF_MAX_MS).unwrap_or_else(|| {
+            set(RECONNECT_BACKOFF_MS)
+                .unwrap_or_default()
+                .max(RECONNECT_BACKOFF_MAX)
+        })
     }
 
-    /// What to do where the group's offset is out of range: who is to begin nowhere by itself does
-    /// not begin again either.
-    pub(crate) fn where_out_of_range(&self) -> OutOfRange {
+    /// The policy for an offset out of range. A source with [`StartAt::Error`] does not restart at
+    /// another offset either.
+    pub(crate) fn out_of_range_policy(&self) -> OutOfRange {
         match self.start {
             StartAt::Earliest => self.out_of_range,
             StartAt::Error => OutOfRange::Error,
@@ -452,15 +456,15 @@ impl Kafka {
         let mut config = self.config();
         config
             .set("group.id", &self.group)
-            // Read ahead of us, for each partition: so many messages and one fetch, or so many
-            // bytes. librdkafka's own 100,000 messages, 64 MB and fetches of 1 MiB are memory and
-            // no speed, so long as it soon looks again whether to fetch.
+            // The prefetch limits per partition: messages and one fetch, or bytes. librdkafka's
+            // defaults (100,000 messages, 64 MB, fetches of 1 MiB) cost memory and are no faster,
+            // as long as `fetch.queue.backoff.ms` is short.
             .set("queued.min.messages", "5000")
             .set("queued.max.messages.kbytes", "16384")
             .set("fetch.queue.backoff.ms", "2")
             .set("isolation.level", "read_committed")
             .set("auto.commit.interval.ms", "1000");
-        // The same property by another name; which of two would count is chance.
+        // An alias of the same property; which of the two wins is undefined.
         if self.property_value("max.partition.fetch.bytes").is_none() {
             config.set("fetch.message.max.bytes", "262144");
         }
@@ -468,7 +472,7 @@ impl Kafka {
             config.set("partition.assignment.strategy", "cooperative-sticky");
         }
         self.set_properties(&mut config);
-        // That a topic was made anew is said there alone.
+        // A changed topic id is reported only in the log, at this level.
         config.set_log_level(RDKafkaLogLevel::Debug);
         config.set(
             "debug",
@@ -479,15 +483,15 @@ impl Kafka {
         );
         config.set(
             "statistics.interval.ms",
-            statistics::EVERY.as_millis().to_string(),
+            statistics::INTERVAL.as_millis().to_string(),
         );
-        // Where the group has no offset the source says itself where to begin.
+        // The source itself sets the start offset of a partition without a committed one.
         config
             .set("enable.auto.offset.store", "false")
             .set("enable.auto.commit", "true")
             .set(
                 "auto.offset.reset",
-                match (self.start, self.where_out_of_range()) {
+                match (self.start, self.out_of_range_policy()) {
                     (StartAt::Earliest, OutOfRange::Earliest) => "earliest",
                     _ => "error",
                 },
@@ -495,7 +499,7 @@ impl Kafka {
         config
     }
 
-    /// Of the client that watches: it joins no group.
+    /// The configuration of the watching client, which joins no group.
     pub(crate) fn watch_config(&self) -> ClientConfig {
         let mut config = self.config();
         config.set("isolation.level", "read_committed");
@@ -509,18 +513,17 @@ impl Kafka {
 
     pub(crate) fn producer_config(&self) -> ClientConfig {
         let mut config = self.config();
-        // Which size is too large is for the broker to say; this is the most that librdkafka
-        // allows.
+        // The broker decides which size is too large; this is librdkafka's maximum.
         config
             .set("linger.ms", "0")
             .set("delivery.timeout.ms", "30000")
             .set("message.max.bytes", "1000000000");
-        // Small enough that few topics refuse a batch for its size alone.
+        // Small enough that few topics reject a batch only for its size.
         config.set("batch.size", "131072");
         self.set_properties(&mut config);
         config.set("enable.idempotence", "true").set("acks", "all");
-        // A producer's question for a topic that was deleted would make it anew, and it would
-        // forget its messages as any other.
+        // A metadata request for a deleted topic would create it again, with the broker's default
+        // retention.
         config.set("allow.auto.create.topics", "false");
         config
     }
@@ -530,7 +533,10 @@ impl Kafka {
         config
             .set("bootstrap.servers", &self.brokers)
             .set("client.id", "oncegate");
-        config.set(LONGEST_PAUSE, self.tries_again().as_millis().to_string());
+        config.set(
+            RECONNECT_BACKOFF_MAX_MS,
+            self.reconnect_backoff_max().as_millis().to_string(),
+        );
         let debug = self.property_value("debug").is_some();
         self.security.set(&mut config);
         config.set_log_level(if debug {
@@ -556,39 +562,37 @@ impl Kafka {
     }
 }
 
-/// What to do instead of setting this property, where it may not be set.
-fn refused(key: &str) -> Option<&'static str> {
+/// The alternative to a property that may not be set.
+fn forbidden_property(key: &str) -> Option<&'static str> {
     match key.trim() {
         "enable.auto.commit"
         | "auto.commit.enable"
         | "enable.auto.offset.store"
-        | "offset.store.method" => {
-            Some("leave it away: only what is settled is committed, and the source sees to that")
-        }
+        | "offset.store.method" => Some("remove it: the source commits only what is settled"),
         "group.id" => Some("use .group(…)"),
         "bootstrap.servers" | "metadata.broker.list" => Some("use .brokers(…)"),
         "auto.offset.reset" => Some("use .start(…) and .out_of_range(…)"),
         "allow.auto.create.topics" => Some(
-            "leave it away, and use .create_topics(…): what a broker creates by itself forgets its messages",
+            "remove it, and use .create_topics(…): topics that a broker creates by itself have limited retention",
         ),
-        "statistics.interval.ms" => {
-            Some("leave it away: the source reads there whether it is with its group")
-        }
+        "statistics.interval.ms" => Some(
+            "remove it: the source reads the state of the group coordinator from the statistics",
+        ),
         "enable.partition.eof" => Some(
-            "leave it away: librdkafka would count each end as a message, and skip one after a rebalance",
+            "remove it: librdkafka would count each end of a partition as a message, and skip one after a rebalance",
         ),
-        "isolation.level" => Some(
-            "leave it away: what a transaction aborted was never sent, and must not be handled",
-        ),
+        "isolation.level" => {
+            Some("remove it: messages of an aborted transaction must not be handled")
+        }
         "enable.idempotence" | "acks" | "request.required.acks" | "transactional.id" => {
-            Some("leave it away: a dead letter counts only when all replicas have it")
+            Some("remove it: a dead letter counts only once all in-sync replicas have it")
         }
         _ => None,
     }
 }
 
 impl fmt::Debug for Kafka {
-    /// Properties by name only: their values may be secrets.
+    /// Shows properties by name only: their values may be secrets.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Kafka")
             .field("topics", &self.topics)

@@ -1,5 +1,5 @@
-//! The Kafka source of oncegate: a consumer group whose offsets say what is settled, and nothing
-//! else.
+//! The Kafka source of oncegate: a member of a consumer group that commits an offset only when
+//! every delivery below it is settled.
 //!
 //! ```no_run
 //! use oncegate_kafka::Kafka;
@@ -7,62 +7,54 @@
 //! let payments = Kafka::topic("payments").brokers("localhost:9092").group("ledger");
 //! ```
 //!
-//! [`Kafka`] describes the source; opening it gives a [`KafkaSource`]. What is committed for a
-//! partition is the lowest offset that was handed over and is not settled, so that a crash brings
-//! back everything that was not settled, and some of what was.
+//! [`Kafka`] describes the source; opening it returns a [`KafkaSource`]. The committed offset of a
+//! partition is its lowest delivered and unsettled offset. After a crash the group redelivers
+//! everything that was not settled, and some messages that were.
 
-//! # The modules
+//! # Modules
 //!
-//! Each imports only from groups that stand below its own, or from what stands behind it in its
-//! group.
+//! A module imports only from groups below its own and from modules further right in its group.
 //!
-//! | what | where |
+//! | group | modules |
 //! | --- | --- |
-//! | what a user holds | `open` (settings, topics, group, threads), `source` (receive, settle, close) |
-//! | the threads | `poll` (alone speaks to the group) with `assignment_wait` (logs that nothing is assigned), `watch` (asks from beside how far it is), `dead_letters` |
-//! | before the group is joined | `topics` (are they there), `retention` (for how long do they keep) |
-//! | what librdkafka calls back into | `context` (rebalances, what was read), `commits`, `standing` (where the group stands), `made_anew` (which log that is), `topic_identity` (whose offset was committed), `missing` (what is not in it any more) |
-//! | the state, behind one lock | `shared` (`assigned`, `telling`), `watermark` (which offset may be committed), `status` and `partition` |
-//! | what a user describes | `kafka`, `security`, `brokers`; `client` (for tools beside the source) |
-//! | librdkafka | `batch` (the only `unsafe`), `log`, `statistics`, `outage`, `refusal` |
+//! | public types | `open` (settings, topics, group, threads), `source` (receive, settle, close) |
+//! | threads | `poll` (the only thread that serves the group) with `assignment_wait` (logs a missing assignment), `watch` (lag, stalled partitions), `dead_letters` |
+//! | before joining the group | `topics` (existence, creation), `retention` (retention of the topics) |
+//! | callbacks of librdkafka | `context` (rebalances, records), `commits`, `committed_offset` (start positions), `topic_recreated` (topic ids), `topic_identity` (the topic of a committed offset), `expired` (offset gaps) |
+//! | state, behind one lock | `shared` (`assignment`, `health`), `watermark` (the offset to commit), `status` and `partition` |
+//! | settings | `kafka`, `security`, `brokers`; `tool_client` |
+//! | librdkafka | `client`: `batch` (the only `unsafe` code), `log`, `statistics`, `connection_errors`, `error`, `lost_metadata`, and a table of workarounds |
 
 #![warn(clippy::undocumented_unsafe_blocks)]
 
 mod assignment_wait;
-// Denied by the workspace everywhere else; `batch` alone lifts it.
-#[allow(unsafe_code)]
-mod batch;
 mod brokers;
 mod client;
 mod commits;
+mod committed_offset;
 mod context;
 mod dead_letters;
-mod forgotten;
+mod expired;
 mod kafka;
-mod log;
-mod made_anew;
 mod metric;
-mod missing;
 mod open;
-mod outage;
 mod partition;
 mod poll;
-mod refusal;
 mod retention;
 mod security;
 mod shared;
 mod source;
-mod standing;
-mod statistics;
 mod status;
+mod tool_client;
 mod topic_identity;
+mod topic_recreated;
 mod topics;
 mod watch;
 mod watermark;
 
 pub use kafka::{Kafka, OutOfRange, StartAt, TopicCreation};
 pub use metric::KAFKA_METRICS;
-pub use partition::{Holder, PartitionStatus, Stuck};
+pub use partition::{BlockedBy, Blocker, PartitionStatus};
 pub use security::KafkaLogin;
 pub use source::KafkaSource;
 pub use status::KafkaStatus;

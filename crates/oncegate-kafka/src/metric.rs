@@ -11,9 +11,9 @@ pub(crate) const STALE_SETTLEMENTS: &str = "oncegate_kafka_stale_settlements_tot
 pub(crate) const DEAD_LETTERS: &str = "oncegate_kafka_dead_letters_total";
 pub(crate) const DEAD_LETTER_FAILURES: &str = "oncegate_kafka_dead_letter_failures_total";
 pub(crate) const CLIENTS_REPLACED: &str = "oncegate_kafka_clients_replaced_total";
-pub(crate) const MESSAGES_MISSED: &str = "oncegate_kafka_messages_missed_total";
-pub(crate) const LOGS_CUT: &str = "oncegate_kafka_logs_cut_total";
-pub(crate) const TOPICS_MADE_ANEW: &str = "oncegate_kafka_topics_made_anew_total";
+pub(crate) const MESSAGES_EXPIRED: &str = "oncegate_kafka_messages_missed_total";
+pub(crate) const LOGS_TRUNCATED: &str = "oncegate_kafka_logs_cut_total";
+pub(crate) const TOPICS_RECREATED: &str = "oncegate_kafka_topics_made_anew_total";
 pub(crate) const REPLICA_OFFSETS: &str = "oncegate_kafka_replica_offsets_total";
 pub(crate) const IDS_REPEATED: &str = "oncegate_kafka_ids_repeated_total";
 pub(crate) const PARTITIONS_ADDED: &str = "oncegate_kafka_partitions_added_total";
@@ -25,78 +25,78 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::gauge(
         LAG,
         &["topic", "partition"],
-        "Offsets between the commit watermark and the end of the log; not told before both are known, 0 once the partition has left",
+        "Offsets between the commit watermark and the end of the log; absent until both are known, 0 once the partition is revoked",
     ),
     Metric::gauge(
         WATERMARK_AGE,
         &["topic", "partition"],
-        "For how long the watermark has waited for its lowest message",
+        "For how long the lowest unsettled message has held the commit watermark back",
     ),
     Metric::gauge(PARTITIONS, &[], "Partitions that are assigned now"),
     Metric::counter(ASSIGNED, &[], "Partitions that were assigned"),
     Metric::counter(
         REVOKED,
         &["lost"],
-        "Partitions that were taken away; lost ones without a word before",
+        "Partitions that were revoked, or lost without a revocation",
     ),
     Metric::counter(
         STALE_SETTLEMENTS,
         &[],
-        "Settlements that came after their partition had gone: nothing is committed for them",
+        "Settlements of partitions that were revoked before; nothing is committed for them",
     ),
     Metric::counter(
         DEAD_LETTERS,
         &["reason"],
-        "Dead letters and in-doubt messages that stand, confirmed",
+        "Confirmed dead letters and in-doubt messages",
     ),
     Metric::counter(
         DEAD_LETTER_FAILURES,
         &[],
-        "Attempts to publish one that failed; it is tried again",
+        "Failed attempts to publish a dead letter or an in-doubt message; each is retried",
     ),
     Metric::counter(
         CLIENTS_REPLACED,
         &[],
-        "Kafka clients that stalled, were without their group or failed for good",
+        "Kafka clients that were replaced because they stalled, could not reach the group coordinator or had a fatal error",
     ),
     Metric::counter(
-        MESSAGES_MISSED,
+        MESSAGES_EXPIRED,
         &[],
-        "Offsets that were removed from the log before the group had read them",
+        "Offsets that expired before the group read them",
     ),
     Metric::counter(
-        LOGS_CUT,
+        LOGS_TRUNCATED,
         &[],
-        "Partitions whose log ended before the group's offset",
+        "Partitions whose log was truncated below the group's offset",
     ),
     Metric::gauge(
         PARTITIONS_SILENT,
         &[],
-        "Own partitions of which no broker says where their log ends; not all of them are asked while none answers",
+        "Assigned partitions whose log end no broker returns; not all of them are requested while no broker answers",
     ),
     Metric::counter(
         LOG_ENDS_UNKNOWN,
         &[],
-        "Times that brokers ceased to say where a partition's log ends, so that its lag stands still",
+        "Times that the log end of a partition became unknown, so that its lag is not updated",
     ),
     Metric::counter(
-        TOPICS_MADE_ANEW,
+        TOPICS_RECREATED,
         &[],
-        "Partitions whose topic was deleted and made again",
+        "Partitions whose topic was deleted and created again",
     ),
     Metric::counter(
         REPLICA_OFFSETS,
         &[],
-        "Partitions read from an offset that was committed for a topic with another id, on another cluster or an unknown one",
+        "Partitions read from an offset that was committed for a topic with another id, on another or an unknown cluster",
     ),
     Metric::counter(
         IDS_REPEATED,
         &[],
-        "Messages of a recreated topic, of a replica, or of a log that lost its end, whose id was handled before: skipped",
+        "Messages of a recreated topic, of a replica or of a truncated log that were skipped because their id was handled before",
     ),
     Metric::counter(
         PARTITIONS_ADDED,
         &[],
-        "Partitions that were added to a topic which the group read already",
+        "Partitions that were added to a topic which the group already read",
     ),
 ];

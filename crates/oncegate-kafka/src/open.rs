@@ -1,4 +1,4 @@
-//! Opens a Kafka source: settings, broker, topics, group.
+//! Opens a Kafka source: checks settings, broker and topics, and joins the group.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,21 +7,20 @@ use async_trait::async_trait;
 use oncegate_core::SourceError;
 use oncegate_core::source::Open;
 
-use crate::context::Context;
+use crate::client::connection_errors::ConnectionErrors;
+use crate::context::CallbackContext;
 use crate::dead_letters::DeadLetters;
 use crate::kafka::Kafka;
-use crate::outage::Outage;
 use crate::poll;
-use crate::shared::Shared;
+use crate::shared::SharedState;
 use crate::source::KafkaSource;
-use crate::{refusal, topics, watch};
+use crate::{client, topics, watch};
 
 #[async_trait]
 impl Open for Kafka {
     type Source = KafkaSource;
 
-    /// Held against how long the topics keep their messages when it is opened; a window that is too
-    /// short is a warning.
+    /// Opening logs a warning if the topics retain messages for longer than this window.
     fn for_window(mut self, window: Duration) -> Self {
         self.window = Some(window);
         self
@@ -29,25 +28,25 @@ impl Open for Kafka {
 
     /// Checks the settings, waits for a broker, checks or creates the topics, and joins the group.
     ///
-    /// Needs a tokio runtime, which dead letters are published on.
+    /// Requires a tokio runtime, on which dead letters are published.
     async fn open(self) -> Result<KafkaSource, SourceError> {
         self.check()?;
-        let shared = Arc::new(Shared::default());
-        let outage = Arc::new(Outage::of(&self.brokers));
+        let shared = Arc::new(SharedState::default());
+        let connection_errors = Arc::new(ConnectionErrors::new(&self.brokers));
         let consumer = || {
-            let context = Context::new(shared.clone(), &self, outage.clone());
+            let context = CallbackContext::new(shared.clone(), &self, connection_errors.clone());
             self.consumer_config()
                 .create_with_context(context)
-                .map_err(refusal::of_setting)
+                .map_err(client::error::from_config)
         };
         let first = consumer()?;
         let dead_letters = DeadLetters::open(
             self.producer_config(),
             self.destinations.clone(),
-            outage.clone(),
+            connection_errors.clone(),
         )
-        .map_err(refusal::of_setting)?;
-        let consumer = topics::check(&self, first, consumer, &outage).await?;
+        .map_err(client::error::from_config)?;
+        let consumer = topics::check(&self, first, consumer, &connection_errors).await?;
 
         poll::subscribe(&consumer, &self)?;
         self.status.of(&shared);
@@ -55,25 +54,32 @@ impl Open for Kafka {
             self.watch_config(),
             self.topics.first().cloned().unwrap_or_default(),
         );
-        let (watched, told, tries_again, stalled_after) = (
+        let (watched, errors, reconnect_backoff_max, stalled_after) = (
             shared.clone(),
-            outage.clone(),
-            self.tries_again(),
+            connection_errors.clone(),
+            self.reconnect_backoff_max(),
             self.stalled_after,
         );
         tracing::info!(topics = ?self.topics, group = self.group, "reading from Kafka");
         let source = KafkaSource::new(shared, Arc::new(dead_letters), self.body_limit);
-        on_a_thread("oncegate-kafka", move || {
+        spawn_thread("oncegate-kafka", move || {
             poll::run(self, Arc::new(consumer))
         })?;
-        on_a_thread("oncegate-kafka-watch", move || {
-            watch::run(&watch, &topic, &watched, &told, tries_again, stalled_after)
+        spawn_thread("oncegate-kafka-watch", move || {
+            watch::run(
+                &watch,
+                &topic,
+                &watched,
+                &errors,
+                reconnect_backoff_max,
+                stalled_after,
+            )
         })?;
         Ok(source)
     }
 }
 
-fn on_a_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), SourceError> {
+fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), SourceError> {
     let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
     spawned
         .map(drop)

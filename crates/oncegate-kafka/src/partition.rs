@@ -1,10 +1,10 @@
-//! What is told of one partition.
+//! The status of one partition.
 
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// One partition that is assigned to this member.
+/// The status of one partition that is assigned to this member.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PartitionStatus {
@@ -12,43 +12,42 @@ pub struct PartitionStatus {
     pub topic: Arc<str>,
     /// The partition.
     pub partition: i32,
-    /// The commit watermark: all below it is settled. `None` while it is not known where the group
-    /// stands.
+    /// The commit watermark: every offset below it is settled. `None` while the group's offset is
+    /// unknown.
     pub committable: Option<i64>,
-    /// Where the log ends for those who read what is committed, asked of the broker every few
-    /// seconds.
+    /// The last stable offset, as polled from the broker every few seconds.
     pub log_end: Option<i64>,
-    /// How many offsets lie between the two.
+    /// The number of offsets between `committable` and `log_end`.
     pub lag: Option<u64>,
-    /// Deliveries that the consumer has and has not settled.
+    /// Deliveries that the consumer has not settled yet.
     pub handed_out: usize,
     /// Deliveries that were released and wait for their delay.
     pub delayed: usize,
-    /// What the watermark waits for; `None` where all that was read is settled.
-    pub lowest: Option<Stuck>,
+    /// The message that holds the watermark back; `None` if everything that was read is settled.
+    pub blocker: Option<Blocker>,
 }
 
-/// The lowest message of a partition that is not settled: no offset above it is committed.
+/// The lowest unsettled message of a partition. No offset above it is committed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Stuck {
-    /// Its offset. `kcat -C -t <topic> -p <partition> -o <offset> -c 1 -J` shows the message with
+pub struct Blocker {
+    /// The offset. `kcat -C -t <topic> -p <partition> -o <offset> -c 1 -J` shows the message with
     /// its id.
     pub offset: i64,
-    /// For how long the watermark has waited for it.
+    /// For how long it has held the watermark back.
     pub since: Duration,
-    /// Where it is.
-    pub holder: Holder,
+    /// What the message waits for.
+    pub blocked_by: BlockedBy,
 }
 
-/// Where an unsettled message is.
+/// What an unsettled message waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Holder {
-    /// It was read, and waits until the consumer takes it.
+pub enum BlockedBy {
+    /// It was read, and the consumer has not taken it yet.
     Queue,
-    /// The consumer has it: it waits for its key, its claim or its handler; or its dead letter does
-    /// not stand yet.
+    /// The consumer has it: it waits for its key, its claim or its handler, or its dead letter is
+    /// not confirmed yet.
     Consumer,
     /// It was released, and waits for its delay.
     Delay {
@@ -57,7 +56,7 @@ pub enum Holder {
     },
 }
 
-/// One line for a person: `payments/3 at 1042, 17 behind, waiting for 1042 since 12s (Consumer)`.
+/// One line: `payments/3 at 1042, 17 behind, waiting for 1042 since 12s (Consumer)`.
 impl fmt::Display for PartitionStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.topic, self.partition)?;
@@ -68,14 +67,14 @@ impl fmt::Display for PartitionStatus {
         if let Some(lag) = self.lag {
             write!(f, ", {lag} behind")?;
         }
-        match self.lowest {
-            Some(Stuck {
+        match self.blocker {
+            Some(Blocker {
                 offset,
                 since,
-                holder,
+                blocked_by,
             }) => write!(
                 f,
-                ", waiting for {offset} since {}s ({holder:?})",
+                ", waiting for {offset} since {}s ({blocked_by:?})",
                 since.as_secs()
             ),
             None => Ok(()),

@@ -1,4 +1,4 @@
-//! The polling thread: it alone speaks to the consumer group, and no handler can stop it.
+//! The polling thread: the only thread that serves the consumer group. No handler can block it.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
@@ -10,34 +10,34 @@ use rdkafka::error::KafkaError;
 use rdkafka::topic_partition_list::Offset;
 
 use crate::assignment_wait::AssignmentWait;
-use crate::batch::{self, Queue};
+use crate::client;
+use crate::client::batch::{self, MessageQueue};
 use crate::commits;
-use crate::context::{Context, SEEK, for_a_person, how_they_leave};
+use crate::committed_offset;
+use crate::context::{CallbackContext, SEEK_TIMEOUT, permanent_error, revocation_kind};
 use crate::kafka::{Kafka, OutOfRange};
-use crate::refusal;
-use crate::shared::{Leave, Phase, Shared};
-use crate::standing;
+use crate::shared::{RevocationKind, SharedState, SourcePhase};
 
-/// How many events of the group are served in one turn.
-const EVENTS: usize = 16;
-/// How long one turn waits for a message. Rebalances wait as long.
+/// Maximum number of events that are served per turn.
+const EVENTS_PER_TURN: usize = 16;
+/// How long one turn waits for a message, and a rebalance for its turn.
 const TURN: Duration = Duration::from_millis(50);
-/// How long a client that is replaced may take to close before it is left behind, unless it is
-/// without its group anyway.
-const CLOSE: Duration = Duration::from_secs(10);
-/// The pause before another client begins, and the longest.
+/// How long a replaced client may take to close before it is abandoned, unless it does not reach
+/// its group anyway.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The first and the longest pause before a replacement client starts.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
-/// How long a response with metadata is waited for.
-const METADATA: Duration = Duration::from_secs(1);
-/// How often it is looked whether markers of transactions are to be passed.
-const LOOK: Duration = Duration::from_millis(500);
+/// How long to wait for a metadata response.
+const METADATA_TIMEOUT: Duration = Duration::from_secs(1);
+/// How often positions, fatal errors and the assignment are checked.
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Joins the group.
+/// Subscribes to the topics, which joins the group.
 ///
 /// # Errors
-/// When librdkafka does not take the topics' names.
+/// If librdkafka rejects the names of the topics.
 pub(crate) fn subscribe(
-    consumer: &BaseConsumer<Context>,
+    consumer: &BaseConsumer<CallbackContext>,
     kafka: &Kafka,
 ) -> Result<(), SourceError> {
     let names: Vec<&str> = kafka.topics.iter().map(String::as_str).collect();
@@ -46,126 +46,130 @@ pub(crate) fn subscribe(
     })
 }
 
-/// Serves the group until the source closes, then leaves it. A client that stalls or fails for good
-/// is replaced by another one. Runs on a thread of its own.
-pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<Context>>) {
-    let Context {
+/// Serves the group until the source closes, then leaves it. Replaces a client that stalls or has a
+/// fatal error. Runs on its own thread.
+pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>) {
+    let CallbackContext {
         shared,
-        outage,
+        connection_errors,
         topics,
         ..
     } = &**consumer.context();
-    let (shared, outage, topics) = (shared.clone(), outage.clone(), topics.clone());
-    let _ended = Ended(shared.clone());
+    let (shared, connection_errors, topics) =
+        (shared.clone(), connection_errors.clone(), topics.clone());
+    let _ended = EndGuard(shared.clone());
     let (mut pause, mut assignment) = (PAUSES.0, AssignmentWait::new(&kafka));
     loop {
-        let begun = Instant::now();
-        pause = match stay(consumer, &shared, &mut assignment) {
-            Left::ForGood => return,
-            // Others get to the group.
-            Left::Alone => PAUSES.0,
-            // One that fails again and again is not replaced in haste.
-            Left::ForAnother if begun.elapsed() <= PAUSES.1 * 10 => (pause * 2).min(PAUSES.1),
-            Left::ForAnother => PAUSES.0,
+        let started = Instant::now();
+        pause = match serve_client(consumer, &shared, &mut assignment) {
+            ClientExit::SourceClosed => return,
+            // Other clients reach the group.
+            ClientExit::ReplacedWithoutGroup => PAUSES.0,
+            // Clients that fail repeatedly are replaced at growing intervals.
+            ClientExit::Replaced if started.elapsed() <= PAUSES.1 * 10 => (pause * 2).min(PAUSES.1),
+            ClientExit::Replaced => PAUSES.0,
         };
         consumer = loop {
             let until = Instant::now() + pause;
             while Instant::now() < until {
-                if shared.lock().phase() >= Phase::Closing {
+                if shared.lock().phase() >= SourcePhase::Closing {
                     return;
                 }
                 shared.wait(TURN);
             }
-            let context =
-                Context::new(shared.clone(), &kafka, outage.clone()).knowing(topics.clone());
+            let context = CallbackContext::new(shared.clone(), &kafka, connection_errors.clone())
+                .with_topic_ids(topics.clone());
             let created = kafka
                 .consumer_config()
                 .create_with_context(context)
-                .map_err(refusal::of_setting);
+                .map_err(client::error::from_config);
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
                 Err(error) => {
-                    tracing::error!(%error, "there is no other Kafka client; trying again")
+                    tracing::error!(%error, "cannot create the replacement kafka client, retrying")
                 }
             }
         };
     }
 }
 
-/// Why a client has left.
+/// Why a client has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Left {
+enum ClientExit {
     /// The source closes.
-    ForGood,
-    /// Another one is to take its place.
-    ForAnother,
-    /// The same, because it is without its group.
-    Alone,
+    SourceClosed,
+    /// Another client replaces it.
+    Replaced,
+    /// Another client replaces it because it does not reach its group.
+    ReplacedWithoutGroup,
 }
 
-/// The consumer is dropped when this returns, and has left the group if the source closes.
-fn stay(
-    consumer: Arc<BaseConsumer<Context>>,
-    shared: &Shared,
+/// Serves one client until it stops. The consumer is dropped when this returns, and has left the
+/// group if the source closes.
+fn serve_client(
+    consumer: Arc<BaseConsumer<CallbackContext>>,
+    shared: &SharedState,
     assignment: &mut AssignmentWait,
-) -> Left {
-    let Some(queue) = Queue::new(&consumer) else {
+) -> ClientExit {
+    let Some(queue) = MessageQueue::new(&consumer) else {
         shared.fail(SourceError::Unavailable(
-            "librdkafka has no memory for a queue".into(),
+            "librdkafka could not allocate a queue".into(),
         ));
-        return Left::ForGood;
+        return ClientExit::SourceClosed;
     };
     consumer.context().set_queue(Some(Arc::new(queue)));
-    let mut looked = Instant::now();
-    while shared.lock().phase() < Phase::Closing {
+    let mut last_check = Instant::now();
+    while shared.lock().phase() < SourcePhase::Closing {
         serve(&consumer);
         compare_topics(&consumer);
-        begin_anew(&consumer, shared);
-        leave_cluster(&consumer, shared);
-        if looked.elapsed() >= LOOK {
-            look_for_a_fatal_error(&consumer, shared);
-            consumer.context().pass_markers(&consumer);
-            assignment.look(&shared.lock());
-            looked = Instant::now();
+        restart_recreated_topics(&consumer, shared);
+        leave_former_cluster(&consumer, shared);
+        if last_check.elapsed() >= CHECK_INTERVAL {
+            check_fatal_error(&consumer, shared);
+            consumer.context().advance_past_markers(&consumer);
+            assignment.check(&shared.lock());
+            last_check = Instant::now();
         }
         commits::store(&consumer, shared);
-        if shared.lock().wants_another() {
-            return make_way(consumer, shared);
+        if shared.lock().needs_replacement() {
+            return replace_client(consumer, shared);
         }
-        consumer.context().pump(TURN);
+        consumer.context().read_batch(TURN);
     }
     commits::store(&consumer, shared);
-    // The queue holds the consumer: first the queue, then the consumer, which gives its partitions
-    // back, commits and leaves when it is dropped. Not to be unsubscribed before: closing at once
-    // after that never leaves.
+    // The queue holds the consumer, so the queue is dropped first. Dropping the consumer then
+    // revokes its partitions, commits and leaves the group. It must not be unsubscribed before: a
+    // consumer that is closed right after that never leaves the group.
     consumer.context().set_queue(None);
     drop(consumer);
-    Left::ForGood
+    ClientExit::SourceClosed
 }
 
-/// Lets what was handed out be settled, for a while, and leaves with that; whoever has the
-/// partitions next delivers the rest again. A client that does not even close is left behind on a
-/// thread of its own.
-fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
+/// Drains deliveries for a bounded time and closes the client; the next owner of the partitions
+/// redelivers the rest. A client that does not close in time is abandoned on its own thread.
+fn replace_client(
+    consumer: Arc<BaseConsumer<CallbackContext>>,
+    shared: &SharedState,
+) -> ClientExit {
     let mut state = shared.lock();
-    // One that is alone could neither commit nor leave.
-    let (left, close) = if state.is_suspected() {
-        (Left::Alone, Duration::ZERO)
+    // A client that does not reach its group can neither commit nor leave.
+    let (exit, close) = if state.is_suspected() {
+        (ClientExit::ReplacedWithoutGroup, Duration::ZERO)
     } else {
-        (Left::ForAnother, CLOSE)
+        (ClientExit::Replaced, CLOSE_TIMEOUT)
     };
-    let why = state.replacing().unwrap_or_default();
+    let reason = state.take_replacement().unwrap_or_default();
     drop(state);
     tracing::error!(
-        why,
-        "client replaced: the Kafka client does not do its work any more, and another one takes its place"
+        reason,
+        "client replaced: the kafka client stopped working; its unsettled messages are redelivered"
     );
     metrics::counter!(crate::metric::CLIENTS_REPLACED).increment(1);
     let context = consumer.context();
     let partitions = shared.lock().partitions();
-    shared.give_up(
+    shared.end_assignments(
         &partitions,
-        how_they_leave(&consumer),
+        revocation_kind(&consumer),
         |epochs| context.drain(epochs),
         || commits::store(&consumer, shared),
     );
@@ -174,7 +178,7 @@ fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
     let (closed, is_closed) = mpsc::channel();
     let closing = move || {
         drop(consumer);
-        // Nobody may wait for it any more.
+        // The receiver may have given up by now.
         let _ = closed.send(());
     };
     match std::thread::Builder::new()
@@ -182,50 +186,50 @@ fn make_way(consumer: Arc<BaseConsumer<Context>>, shared: &Shared) -> Left {
         .spawn(closing)
     {
         Ok(_) => drop(is_closed.recv_timeout(close)),
-        Err(error) => tracing::error!(%error, "the old Kafka client was closed here"),
+        Err(error) => {
+            tracing::error!(%error, "cannot spawn a thread; the replaced kafka client was closed on the polling thread")
+        }
     }
-    left
+    exit
 }
 
-/// A client that failed for good does nothing any more. Another one takes its place, unless that
-/// would fail the same way.
-fn look_for_a_fatal_error(consumer: &BaseConsumer<Context>, shared: &Shared) {
+/// A client with a fatal error does nothing any more. Another client replaces it, unless that would
+/// fail in the same way.
+fn check_fatal_error(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
     let Some((code, text)) = consumer.client().fatal_error() else {
         return;
     };
-    match for_a_person(code, "the group's topics") {
+    match permanent_error(code, "the group's topics") {
         Some(fault) => shared.fail(fault),
         None => shared
             .lock()
-            .ask_for_another(format!("it failed for good: {text}")),
+            .request_replacement(format!("fatal error: {text}")),
     }
 }
 
-/// Reads the cluster id, and compares the topics whose id has changed. Takes in no message
-/// meanwhile.
-fn compare_topics(consumer: &BaseConsumer<Context>) {
+/// Reads the cluster id, and compares the topics whose id has changed. Adds no records meanwhile.
+fn compare_topics(consumer: &BaseConsumer<CallbackContext>) {
     let topics = &consumer.context().topics;
     let changed = topics.changed();
     if changed.is_none() && topics.knows_cluster() {
         return;
     }
-    // librdkafka handles responses one by one. Once this one has arrived, the cluster id of the
-    // response with the new topic id is stored; without a response, it is stored long before the
-    // time is over.
+    // librdkafka handles responses in order. After this response, the cluster id from the response
+    // with the new topic id is stored; without a response, it is stored long before the timeout.
     if let Some(topic) = changed
-        && let Err(error) = consumer.fetch_metadata(Some(&topic), METADATA)
+        && let Err(error) = consumer.fetch_metadata(Some(&topic), METADATA_TIMEOUT)
     {
         tracing::debug!(%error, topic, "no metadata");
     }
     topics.compare(consumer.client().fetch_cluster_id(Duration::ZERO));
 }
 
-/// Ends all assignments, without a commit, once a topic is on another cluster or may be: their
-/// positions are offsets of the topic on the cluster before. Another client joins the group, and
-/// begins at the offsets that are committed on this cluster.
-fn leave_cluster(consumer: &BaseConsumer<Context>, shared: &Shared) {
+/// Ends all assignments, without a commit, once a topic is, or may be, on another cluster: their
+/// positions are offsets of the topic on the former cluster. Another client joins the group and
+/// starts at the offsets that are committed on this cluster.
+fn leave_former_cluster(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
     let topics = &consumer.context().topics;
-    for topic in topics.take_on_another_cluster() {
+    for topic in topics.take_moved() {
         let mut state = shared.lock();
         if state
             .outdated_assignments(&topic, topics.identity(&topic).as_ref())
@@ -234,77 +238,77 @@ fn leave_cluster(consumer: &BaseConsumer<Context>, shared: &Shared) {
             continue;
         }
         let partitions = state.partitions();
-        state.ask_for_another(format!(
-            "the topic `{topic}` has another id, on another cluster or an unknown one"
+        state.request_replacement(format!(
+            "the topic `{topic}` has another id, and is or may be on another cluster"
         ));
         drop(state);
-        shared.give_up(&partitions, Leave::Lost, |_| (), || ());
+        shared.end_assignments(&partitions, RevocationKind::Lost, |_| (), || ());
     }
 }
 
-/// Goes back to the beginning of topics that were deleted and made anew. librdkafka reads on where
-/// it stood, and where the new log is longer than that, nobody would ever read what lies before.
-/// And to what was not settled of a log that lost its end.
-fn begin_anew(consumer: &BaseConsumer<Context>, shared: &Shared) {
+/// Seeks to the beginning of recreated topics, and to the lowest unsettled offset of truncated
+/// logs. librdkafka keeps its position when a topic is recreated, and would skip the messages below
+/// it if the new log is longer.
+fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
     let context = consumer.context();
-    for topic in context.topics.take_made_anew() {
-        // With either policy, since an offset of the old log would be committed for the new one,
-        // and begun at after a restart.
-        let partitions = shared.begin_anew(&topic, context.topics.identity(&topic));
-        metrics::counter!(crate::metric::TOPICS_MADE_ANEW).increment(partitions as u64);
+    for topic in context.topics.take_recreated() {
+        // With either policy: otherwise an offset of the deleted topic would be committed for the
+        // new one, and used after a restart.
+        let partitions = shared.restart_topic(&topic, context.topics.identity(&topic));
+        metrics::counter!(crate::metric::TOPICS_RECREATED).increment(partitions as u64);
         match context.out_of_range {
-            // Where it was lost meanwhile, it is told when it is assigned again.
+            // If the partitions were lost meanwhile, the next assignment reports it.
             OutOfRange::Error if partitions == 0 => {}
-            OutOfRange::Error => shared.fail(standing::made_anew(&topic)),
+            OutOfRange::Error => shared.fail(committed_offset::recreated(&topic)),
             OutOfRange::Earliest => {
                 tracing::error!(
                     topic,
-                    "topic made anew: it was deleted and created again; reading it from its beginning"
+                    "topic recreated: it was deleted and created again; reading from its beginning"
                 );
             }
         }
     }
-    shared.go_back(|topic, partition, offset| {
+    shared.seek_all(|topic, partition, offset| {
         fault::point("kafka.seek.before");
-        let sought = consumer.seek(topic, partition, Offset::Offset(offset), SEEK);
+        let result = consumer.seek(topic, partition, Offset::Offset(offset), SEEK_TIMEOUT);
         fault::point("kafka.seek.after");
-        sought
+        result
     });
 }
 
-/// Serves rebalances and errors, and listens to what librdkafka has logged.
-fn serve(consumer: &BaseConsumer<Context>) {
+/// Serves rebalances and errors, and forwards librdkafka's log.
+fn serve(consumer: &BaseConsumer<CallbackContext>) {
     let context = consumer.context();
-    context.hear();
-    for _ in 0..EVENTS {
-        // Nothing may mean that there is none left, or that one was served by a callback.
+    context.forward_log();
+    for _ in 0..EVENTS_PER_TURN {
+        // `None` means that the queue is empty, or that a callback served the event.
         let Some(event) = consumer.poll(Duration::ZERO) else {
             continue;
         };
         match event {
-            // Not to be seen, since partitions are forwarded before they are assigned; not to be
-            // lost either.
+            // Does not happen, because partitions are forwarded before they are assigned; the
+            // message must not be lost if it does.
             Ok(message) => {
                 if let Some(queue) = context.queue() {
-                    context.take_in(batch::copy(&message), &queue);
+                    context.process_batch(batch::copy(&message), &queue);
                 }
             }
             Err(KafkaError::MessageConsumptionFatal(code)) => {
-                context.judge(code, "the client");
-                look_for_a_fatal_error(consumer, &context.shared);
+                context.handle_error(code, "the client");
+                check_fatal_error(consumer, &context.shared);
             }
-            Err(KafkaError::MessageConsumption(code)) => context.judge(code, "the group"),
-            Err(error) => tracing::warn!(%error, "Kafka"),
+            Err(KafkaError::MessageConsumption(code)) => context.handle_error(code, "the group"),
+            Err(error) => tracing::warn!(%error, "kafka client error"),
         }
     }
 }
 
-/// Says that the thread is over, also when it panicked, so that nobody waits for it.
-struct Ended(Arc<Shared>);
+/// Reports the end of the thread, also after a panic, so that `close` does not wait for it.
+struct EndGuard(Arc<SharedState>);
 
-impl Drop for Ended {
+impl Drop for EndGuard {
     fn drop(&mut self) {
-        self.0.enter(Phase::Ended);
+        self.0.enter(SourcePhase::Ended);
     }
 }
 
@@ -316,59 +320,65 @@ mod tests {
     use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
-    use crate::outage::Outage;
+    use crate::client::connection_errors::ConnectionErrors;
 
-    /// No step takes longer than this, however busy the machine.
+    /// The time limit of each test step, for slow machines.
     const BOUND: Duration = Duration::from_secs(60);
 
-    fn client(kafka: &Kafka, brokers: &str) -> (Arc<Shared>, Arc<BaseConsumer<Context>>) {
-        let (shared, outage) = (Arc::<Shared>::default(), Arc::new(Outage::of(brokers)));
-        let context = Context::new(shared.clone(), kafka, outage);
-        let consumer: Arc<BaseConsumer<Context>> = Arc::new(
+    fn client(
+        kafka: &Kafka,
+        brokers: &str,
+    ) -> (Arc<SharedState>, Arc<BaseConsumer<CallbackContext>>) {
+        let (shared, connection_errors) = (
+            Arc::<SharedState>::default(),
+            Arc::new(ConnectionErrors::new(brokers)),
+        );
+        let context = CallbackContext::new(shared.clone(), kafka, connection_errors);
+        let consumer: Arc<BaseConsumer<CallbackContext>> = Arc::new(
             kafka
                 .consumer_config()
                 .create_with_context(context)
                 .expect("a client"),
         );
-        consumer
-            .context()
-            .set_queue(Some(Arc::new(Queue::new(&consumer).expect("memory"))));
+        consumer.context().set_queue(Some(Arc::new(
+            MessageQueue::new(&consumer).expect("memory"),
+        )));
         subscribe(&consumer, kafka).expect("a topic");
         (shared, consumer)
     }
 
     #[test]
-    fn a_client_that_is_without_its_group_while_others_are_not_is_replaced_unless_it_comes_back() {
+    fn a_client_that_does_not_reach_its_group_while_others_do_is_replaced_unless_it_reconnects() {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         let kafka = Kafka::topic("t").brokers(&brokers).group("g");
         let (shared, consumer) = client(&kafka, &brokers);
         let end = Instant::now() + BOUND;
-        let until = |is_so: &dyn Fn() -> bool| {
-            while !is_so() {
+        let until = |condition: &dyn Fn() -> bool| {
+            while !condition() {
                 assert!(Instant::now() < end, "it did not come to that");
                 serve(&consumer);
-                consumer.context().pump(TURN);
+                consumer.context().read_batch(TURN);
             }
         };
-        let alone = || shared.lock().alone();
-        until(&|| !shared.lock().partitions().is_empty() && alone().is_none());
+        let without_group_since = || shared.lock().without_group_since();
+        until(&|| !shared.lock().partitions().is_empty() && without_group_since().is_none());
         cluster.broker_down(1).expect("down");
-        until(&|| alone().is_some());
-        let before = alone().expect("it is without its group");
+        until(&|| without_group_since().is_some());
+        let before = without_group_since().expect("it is without its group");
         cluster.broker_up(1).expect("up");
-        until(&|| alone().is_none());
-        shared.lock().suspect(before, Instant::now());
+        until(&|| without_group_since().is_none());
+        shared.lock().suspect_lost_metadata(before, Instant::now());
         assert!(!shared.lock().is_suspected(), "it has come back");
         cluster.broker_down(1).expect("down");
-        until(&|| alone().is_some());
-        let again = alone().expect("it is without its group");
-        shared.lock().suspect(again, Instant::now());
-        until(&|| shared.lock().wants_another());
+        until(&|| without_group_since().is_some());
+        let again = without_group_since().expect("it is without its group");
+        shared.lock().suspect_lost_metadata(again, Instant::now());
+        until(&|| shared.lock().needs_replacement());
     }
 
-    /// And one whose topic was recreated on the same cluster is not.
+    /// A client whose topic was recreated on the same cluster is not replaced.
     #[test]
     fn a_client_whose_topic_is_on_another_cluster_commits_nothing_and_is_replaced() {
         let cluster = MockCluster::new(1).expect("a broker");
@@ -377,40 +387,41 @@ mod tests {
         for (is_other_cluster, group) in [(true, "g1"), (false, "g2")] {
             let (shared, consumer) =
                 client(&Kafka::topic("t").brokers(&brokers).group(group), &brokers);
-            // As `topics` does before the group is joined: librdkafka logs the id of a topic that
-            // somebody asks for.
+            // As `topics` does before the group is joined: librdkafka logs the id of each requested
+            // topic.
             consumer.fetch_metadata(Some("t"), BOUND).expect("metadata");
             let topics = &consumer.context().topics;
             let end = Instant::now() + BOUND;
             while shared.lock().partitions().is_empty() {
                 assert!(Instant::now() < end, "nothing is assigned");
                 serve(&consumer);
-                consumer.context().pump(TURN);
+                consumer.context().read_batch(TURN);
             }
             let before = topics.identity("t").expect("it was logged").topic_id;
             if is_other_cluster {
                 topics.compare(Some("b25jZWdhdGUta2Fma2EtMg".to_owned()));
             }
-            topics.hear(&format!(
+            topics.on_log_line(&format!(
                 "Topic t changed id from {before} to q5BZ55PYTTyxda8B1C5Amg"
             ));
             compare_topics(&consumer);
-            leave_cluster(&consumer, &shared);
+            leave_former_cluster(&consumer, &shared);
             let mut state = shared.lock();
             assert_eq!(
-                (state.partitions().is_empty(), state.wants_another()),
+                (state.partitions().is_empty(), state.needs_replacement()),
                 (is_other_cluster, is_other_cluster)
             );
             assert_eq!(
-                (topics.take_made_anew().is_empty(), state.commits()),
+                (topics.take_recreated().is_empty(), state.commits()),
                 (is_other_cluster, vec![])
             );
         }
     }
 
-    /// What is settled of it moves nothing of whoever has it now, and nobody waits for it.
+    /// Settlements of lost partitions must not affect the next owner's offsets, so nothing is
+    /// drained.
     #[test]
-    fn a_client_that_makes_way_waits_for_nothing_of_what_was_lost() {
+    fn replacing_a_client_does_not_drain_lost_partitions() {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
@@ -436,7 +447,7 @@ mod tests {
         while !matches!(incoming[..], [Incoming::Delivery(_)]) {
             assert!(Instant::now() < end, "{incoming:?}");
             serve(&consumer);
-            consumer.context().pump(TURN);
+            consumer.context().read_batch(TURN);
             shared.lock().hand_out(
                 Limit { count: 1, bytes: 1 },
                 usize::MAX,
@@ -448,14 +459,14 @@ mod tests {
             RDKafkaApiKey::Heartbeat,
             &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN_MEMBER_ID],
         );
-        // Its rebalance stands in the queue, where nobody looks meanwhile.
+        // The rebalance is in the queue, which is not served meanwhile.
         while !consumer.assignment_lost() {
             assert!(Instant::now() < end, "it is not lost");
             std::thread::sleep(Duration::from_millis(10));
         }
-        let begun = Instant::now();
-        make_way(consumer, &shared);
-        assert!(begun.elapsed() < BOUND, "after {:?}", begun.elapsed());
+        let started = Instant::now();
+        replace_client(consumer, &shared);
+        assert!(started.elapsed() < BOUND, "after {:?}", started.elapsed());
         assert!(shared.lock().partitions().is_empty());
     }
 }

@@ -1,107 +1,110 @@
-//! For how long topics keep their messages, held against what they have to keep and against the
-//! consumer's window.
+//! Compares the retention of the topics with the required one and with the consumer's deduplication
+//! window.
 
 use std::time::Duration;
 
 use oncegate_core::SourceError;
 use rdkafka::admin::{AdminClient, AdminOptions, ConfigResource, ResourceSpecifier};
 
+use crate::client::log::LogContext;
 use crate::kafka::{Kafka, Retention};
-use crate::log::Log;
 
-/// How long one question to the broker may take.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// Timeout of one request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// What a topic needs to keep its messages until somebody takes them out.
-pub(crate) const KEEPS: [(&str, &str); 3] = [
+/// The configuration of a topic with unlimited retention.
+pub(crate) const UNLIMITED_RETENTION: [(&str, &str); 3] = [
     ("retention.ms", "-1"),
     ("retention.bytes", "-1"),
     ("cleanup.policy", "delete"),
 ];
 
-/// Refuses dead-letter and in-doubt topics that forget, unless that is accepted, and warns where
-/// something is kept for longer than it is remembered, or forgotten sooner. `letters` are those
+/// Rejects dead-letter and in-doubt topics with limited retention, unless that is accepted, and
+/// warns if a topic's retention and the deduplication window do not match. `topics` are the former
 /// topics, each with its setting.
 ///
-/// What a broker does not let itself be asked is said once, and is no error.
+/// If the broker does not return a topic's configuration, that is logged once and is no error.
 ///
 /// # Errors
-/// A topic of `letters` loses messages, and nobody has accepted that.
+/// One of `topics` has limited retention, which is not accepted.
 pub(crate) async fn check(
     kafka: &Kafka,
-    client: impl FnOnce() -> Result<AdminClient<Log>, SourceError>,
-    letters: &[(&str, &str)],
+    client: impl FnOnce() -> Result<AdminClient<LogContext>, SourceError>,
+    topics: &[(&str, &str)],
 ) -> Result<(), SourceError> {
-    // Nobody is told of a window by who opens the source without a consumer.
+    // A source that is opened without a consumer has no window.
     let read = kafka
         .topics
         .iter()
         .map(|name| ("topic", name.as_str()))
         .filter(|_| kafka.window.is_some());
-    let asked: Vec<(&str, &str)> = letters.iter().copied().chain(read).collect();
-    if asked.is_empty() {
+    let queried: Vec<(&str, &str)> = topics.iter().copied().chain(read).collect();
+    if queried.is_empty() {
         return Ok(());
     }
     let admin = client()?;
-    let described = describe(&admin, &asked).await;
+    let described = describe(&admin, &queried).await;
     for topic in described.iter().filter(|it| it.setting != "topic") {
         match kafka.window {
             _ if kafka.retention == Retention::Unlimited && !topic.limits.is_empty() => {
-                return Err(forgetful(kafka, topic));
+                return Err(limited_retention(kafka, topic));
             }
-            Some(window) => topic.tell_if_forgotten_within(window),
+            Some(window) => topic.warn_if_shorter_than(window),
             None => {}
         }
     }
     if let Some(window) = kafka.window
-        && let Some(kept) = longer_than(window, described.iter().filter(|it| it.setting == "topic"))
+        && let Some(kept) =
+            kept_longer_than(window, described.iter().filter(|it| it.setting == "topic"))
     {
-        let offsets = offsets_are_kept(admin, kafka.topics[0].clone()).await;
-        let forgotten = offsets.map_or_else(String::new, |kept| {
-            format!(", or after {} without a member", spoken(kept))
+        let offsets = offsets_retention(admin, kafka.topics[0].clone()).await;
+        let or_expire = offsets.map_or_else(String::new, |kept| {
+            format!(
+                " or expire, after {} without a member",
+                format_duration(kept)
+            )
         });
         tracing::warn!(
-            "window: {} is shorter than messages may come again ({}): when the group is set back{forgotten}, what was handled \
-             longer ago than the window is handled again, or stands in doubt in at most once; {}",
-            spoken(window),
-            kept.topics.join(", "),
+            window = format_duration(window),
+            topics = kept.topics.join(", "),
+            "deduplication window shorter than the topic retention: if the group's offsets are reset{or_expire}, messages that were handled \
+             longer ago than the window are handled again, or become in doubt in at most once; {}",
             kept.remedy()
         );
     }
     Ok(())
 }
 
-/// A topic as the broker describes it.
-struct Described<'a> {
+/// The retention settings of a topic.
+struct TopicConfig<'a> {
     setting: &'a str,
     name: &'a str,
-    /// For how long a message can be read at the most; `None` without a limit of time.
-    keeps: Option<Duration>,
-    /// Where it may lose messages that nobody has looked at: the configuration as it is and as it
-    /// has to be.
+    /// For how long messages are retained; `None` without a time limit.
+    limit: Option<Duration>,
+    /// The limits: each setting as it is and as it has to be.
     limits: Vec<(String, String)>,
-    /// What `keeps` was read from.
-    said: String,
+    /// The setting that `limit` comes from.
+    source: String,
 }
 
-impl<'a> Described<'a> {
+impl<'a> TopicConfig<'a> {
     fn of(setting: &'a str, name: &'a str, config: impl Fn(&str) -> Option<String>) -> Self {
-        let found: Vec<(&str, String, &str)> = KEEPS
+        let found: Vec<(&str, String, &str)> = UNLIMITED_RETENTION
             .iter()
-            .filter_map(|(key, keeps)| Some((*key, config(key)?, *keeps)))
-            .filter(|(key, is, keeps)| forgets(key, is, keeps))
+            .filter_map(|(key, limit)| Some((*key, config(key)?, *limit)))
+            .filter(|(key, is, limit)| limits_retention(key, is, limit))
             .collect();
         let limits = found
             .iter()
-            .map(|(key, is, keeps)| (format!("{key}={is}"), format!("{key}={keeps}")))
+            .map(|(key, is, limit)| (format!("{key}={is}"), format!("{key}={limit}")))
             .collect();
-        // A topic that is compacted and nothing else keeps the last message of each key for ever.
+        // A topic that is only compacted keeps the last message of each key forever.
         let deletes = config("cleanup.policy").is_none_or(|policy| policy.contains("delete"));
         let milliseconds = config("retention.ms")
             .and_then(|value| value.parse().ok())
             .filter(|_| deletes);
-        let keeps = milliseconds.map(Duration::from_millis);
-        let said = match milliseconds {
+        let limit = milliseconds.map(Duration::from_millis);
+        let source = match milliseconds {
             Some(milliseconds) => format!("retention.ms={milliseconds}"),
             None if deletes => "retention.ms=-1".to_owned(),
             None => "cleanup.policy=compact".to_owned(),
@@ -109,79 +112,84 @@ impl<'a> Described<'a> {
         Self {
             setting,
             name,
-            keeps,
+            limit,
             limits,
-            said,
+            source,
         }
     }
 
-    /// Says that a dead letter goes before the id of its message is free again.
-    fn tell_if_forgotten_within(&self, window: Duration) {
+    /// Warns if dead letters expire before the ids of their messages.
+    fn warn_if_shorter_than(&self, window: Duration) {
         let Self {
             setting,
             name,
-            said,
+            source,
             ..
         } = self;
-        if self.keeps.is_some_and(|keeps| keeps < window) {
+        if self.limit.is_some_and(|limit| limit < window) {
             tracing::warn!(
-                "{setting}: the topic `{name}` forgets messages ({said}) sooner than the window ({}) forgets their ids: until then an id \
-                 is refused, and nobody can see why any more; set retention.ms=-1 there, or at least {}",
-                spoken(window),
+                setting,
+                topic = name,
+                retention = source,
+                window = format_duration(window),
+                "topic retention shorter than the deduplication window: an id is rejected until the window ends, also after its dead \
+                 letter has expired; set retention.ms=-1 on the topic, or at least {}",
                 window.as_millis()
             );
         }
     }
 }
 
-/// Topics that keep messages for longer than the window.
+/// Topics that retain messages for longer than the window.
 #[derive(Debug, PartialEq, Eq)]
-struct Longer {
-    /// Each with how long it keeps them.
+struct LongRetention {
+    /// Each with its retention.
     topics: Vec<String>,
-    /// The longest; `None` without a limit.
+    /// The longest retention; `None` without a limit.
     longest: Option<Duration>,
 }
 
-impl Longer {
+impl LongRetention {
     fn remedy(&self) -> String {
         match self.longest {
-            Some(longest) => format!("set .window(…) to at least {}, or let the topic keep less (retention.ms)", spoken(longest)),
-            None => "set .window(…) to how far back the group may ever be set, or let the topic keep less (retention.ms)".to_owned(),
+            Some(longest) => format!("set .dedup_window(…) to at least {}, or reduce the retention of the topic (retention.ms)", format_duration(longest)),
+            None => "set .dedup_window(…) to how far back the group's offsets may ever be reset, or reduce the retention of the topic (retention.ms)".to_owned(),
         }
     }
 }
 
-fn longer_than<'a>(
+fn kept_longer_than<'a>(
     window: Duration,
-    topics: impl Iterator<Item = &'a Described<'a>>,
-) -> Option<Longer> {
-    let longer: Vec<&Described<'_>> = topics
-        .filter(|it| it.keeps.is_none_or(|keeps| keeps > window))
+    topics: impl Iterator<Item = &'a TopicConfig<'a>>,
+) -> Option<LongRetention> {
+    let longer: Vec<&TopicConfig<'_>> = topics
+        .filter(|it| it.limit.is_none_or(|limit| limit > window))
         .collect();
-    let kept = |it: &&Described<'_>| {
-        let time = it.keeps.map_or_else(|| "without limit".to_owned(), spoken);
+    let kept = |it: &&TopicConfig<'_>| {
+        let time = it
+            .limit
+            .map_or_else(|| "without limit".to_owned(), format_duration);
         format!(
-            "`{}` keeps them {}{time}, {}",
+            "`{}` retains messages {}{time}, {}",
             it.name,
-            if it.keeps.is_some() { "for " } else { "" },
-            it.said
+            if it.limit.is_some() { "for " } else { "" },
+            it.source
         )
     };
     let topics: Vec<String> = longer.iter().map(kept).collect();
     let longest = longer
         .iter()
-        .map(|it| it.keeps)
+        .map(|it| it.limit)
         .collect::<Option<Vec<_>>>()
         .map(|all| all.into_iter().max().unwrap_or_default());
-    (!topics.is_empty()).then_some(Longer { topics, longest })
+    (!topics.is_empty()).then_some(LongRetention { topics, longest })
 }
 
-/// Asks the broker; says once of which topics it does not tell.
+/// Fetches the configurations; logs once for which topics the broker returned none.
 async fn describe<'a>(
-    admin: &AdminClient<Log>,
+    admin: &AdminClient<LogContext>,
     topics: &[(&'a str, &'a str)],
-) -> Vec<Described<'a>> {
+) -> Vec<TopicConfig<'a>> {
     let resources: Vec<_> = topics
         .iter()
         .map(|(_, name)| ResourceSpecifier::Topic(name))
@@ -189,31 +197,31 @@ async fn describe<'a>(
     let answer = admin
         .describe_configs(
             &resources,
-            &AdminOptions::new().request_timeout(Some(PATIENCE)),
+            &AdminOptions::new().request_timeout(Some(REQUEST_TIMEOUT)),
         )
         .await;
-    let (mut described, mut untold, mut why) = (Vec::new(), Vec::new(), None);
+    let (mut described, mut unreadable, mut error) = (Vec::new(), Vec::new(), None);
     let answer = answer
-        .map_err(|error| why = Some(error.to_string()))
+        .map_err(|failed| error = Some(failed.to_string()))
         .unwrap_or_default();
     let mut answer = answer.into_iter();
     for (setting, name) in topics {
         match answer.next() {
             Some(Ok(topic)) => {
-                described.push(Described::of(setting, name, |key| value(&topic, key)))
+                described.push(TopicConfig::of(setting, name, |key| value(&topic, key)))
             }
             Some(Err(code)) => {
-                why = Some(code.to_string());
-                untold.push(*name);
+                error = Some(code.to_string());
+                unreadable.push(*name);
             }
-            None => untold.push(*name),
+            None => unreadable.push(*name),
         }
     }
-    if !untold.is_empty() {
+    if !unreadable.is_empty() {
         tracing::warn!(
-            "it is not known for how long these topics keep their messages: {} ({}); grant DescribeConfigs on them",
-            untold.join(", "),
-            why.unwrap_or_default()
+            topics = unreadable.join(", "),
+            error = error.unwrap_or_default(),
+            "cannot read the configuration of topics, so their retention is not checked; grant DescribeConfigs on them"
         );
     }
     described
@@ -223,20 +231,20 @@ fn value(resource: &ConfigResource, key: &str) -> Option<String> {
     resource.get(key)?.value.clone()
 }
 
-/// For how long the broker remembers the offsets of a group without members, where it says so.
-async fn offsets_are_kept(admin: AdminClient<Log>, topic: String) -> Option<Duration> {
-    let asked = tokio::task::spawn_blocking(move || {
+/// For how long the broker keeps the offsets of a group without members, if it returns that.
+async fn offsets_retention(admin: AdminClient<LogContext>, topic: String) -> Option<Duration> {
+    let queried = tokio::task::spawn_blocking(move || {
         let node = admin
             .inner()
-            .fetch_metadata(Some(&topic), PATIENCE)
+            .fetch_metadata(Some(&topic), REQUEST_TIMEOUT)
             .ok()?
             .brokers()
             .first()?
             .id();
         Some((admin, node))
     });
-    let (admin, node) = asked.await.ok().flatten()?;
-    let options = AdminOptions::new().request_timeout(Some(PATIENCE));
+    let (admin, node) = queried.await.ok().flatten()?;
+    let options = AdminOptions::new().request_timeout(Some(REQUEST_TIMEOUT));
     let described = admin
         .describe_configs(&[ResourceSpecifier::Broker(node)], &options)
         .await
@@ -250,8 +258,8 @@ async fn offsets_are_kept(admin: AdminClient<Log>, topic: String) -> Option<Dura
     Some(Duration::from_secs(minutes.saturating_mul(60)))
 }
 
-/// A time as a person says it.
-fn spoken(time: Duration) -> String {
+/// Formats a time in its largest whole unit.
+fn format_duration(time: Duration) -> String {
     let seconds = time.as_secs();
     let whole = [
         (86_400, "day"),
@@ -271,15 +279,15 @@ fn spoken(time: Duration) -> String {
     }
 }
 
-fn forgets(key: &str, is: &str, keeps: &str) -> bool {
+fn limits_retention(key: &str, is: &str, limit: &str) -> bool {
     match key {
         "cleanup.policy" => is.contains("compact"),
-        _ => is != keeps,
+        _ => is != limit,
     }
 }
 
-fn forgetful(kafka: &Kafka, topic: &Described<'_>) -> SourceError {
-    let Described {
+fn limited_retention(kafka: &Kafka, topic: &TopicConfig<'_>) -> SourceError {
+    let TopicConfig {
         setting,
         name,
         limits,
@@ -287,16 +295,16 @@ fn forgetful(kafka: &Kafka, topic: &Described<'_>) -> SourceError {
     } = topic;
     let (are, keep): (Vec<&str>, Vec<&str>) = limits
         .iter()
-        .map(|(is, keeps)| (is.as_str(), keeps.as_str()))
+        .map(|(is, limit)| (is.as_str(), limit.as_str()))
         .unzip();
     SourceError::misconfigured(
         *setting,
         format!(
-            "the topic `{name}` loses messages that nobody has looked at ({})",
+            "the topic `{name}` has limited retention ({}), so messages may expire before they are inspected",
             are.join(", ")
         ),
         format!(
-            "let it keep them: kafka-configs.sh --bootstrap-server {} --alter --entity-type topics --entity-name {name} \
+            "set unlimited retention: kafka-configs.sh --bootstrap-server {} --alter --entity-type topics --entity-name {name} \
              --add-config {}; or accept the loss: .accept_limited_retention()",
             kafka.brokers,
             keep.join(",")
@@ -310,8 +318,8 @@ mod tests {
 
     const DAY: Duration = Duration::from_secs(86_400);
 
-    fn described<'a>(name: &'a str, config: &[(&str, &str)]) -> Described<'a> {
-        Described::of("topic", name, |key| {
+    fn described<'a>(name: &'a str, config: &[(&str, &str)]) -> TopicConfig<'a> {
+        TopicConfig::of("topic", name, |key| {
             config
                 .iter()
                 .find(|(it, _)| *it == key)
@@ -328,9 +336,9 @@ mod tests {
     }
 
     #[test]
-    fn a_topic_that_loses_messages_is_told_from_one_that_keeps_them() {
-        assert_eq!(limited(&KEEPS), [""; 0]);
-        // What the broker does not tell is not held against it.
+    fn limited_retention_is_detected() {
+        assert_eq!(limited(&UNLIMITED_RETENTION), [""; 0]);
+        // A setting that the broker does not return does not count.
         assert_eq!(limited(&[]), [""; 0]);
         assert_eq!(
             limited(&[("retention.ms", "604800000"), ("retention.bytes", "-1")]),
@@ -346,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_kept_for_longer_than_the_window_is_told() {
+    fn only_retention_longer_than_the_window_is_reported() {
         let week = described(
             "week",
             &[("retention.ms", "604800000"), ("cleanup.policy", "delete")],
@@ -366,19 +374,19 @@ mod tests {
             "last",
             &[("retention.ms", "3600000"), ("cleanup.policy", "compact")],
         );
-        let longer = |window, topics: &[&Described<'_>]| {
-            longer_than(window, topics.iter().copied()).map(|it| (it.topics, it.longest))
+        let longer = |window, topics: &[&TopicConfig<'_>]| {
+            kept_longer_than(window, topics.iter().copied()).map(|it| (it.topics, it.longest))
         };
         assert_eq!(
             longer(DAY * 7, &[&week, &hour]),
             None,
             "a window of just as long is long enough"
         );
-        let kept = vec!["`week` keeps them for 7 days, retention.ms=604800000".to_owned()];
+        let kept = vec!["`week` retains messages for 7 days, retention.ms=604800000".to_owned()];
         assert_eq!(longer(DAY, &[&week, &hour]), Some((kept, Some(DAY * 7))));
         let kept = [
-            "`ever` keeps them without limit, retention.ms=-1",
-            "`last` keeps them without limit, cleanup.policy=compact",
+            "`ever` retains messages without limit, retention.ms=-1",
+            "`last` retains messages without limit, cleanup.policy=compact",
         ];
         assert_eq!(
             longer(DAY * 3_650, &[&week, &ever, &last]),
@@ -387,17 +395,17 @@ mod tests {
     }
 
     #[test]
-    fn times_are_said_in_their_largest_whole_unit() {
-        let said = [
+    fn durations_are_formatted_in_their_largest_whole_unit() {
+        let source = [
             (86_400 * 7, "7 days"),
             (86_400, "1 day"),
             (129_600, "36 hours"),
             (90, "90 seconds"),
             (0, "0ns"),
         ];
-        for (seconds, text) in said {
-            assert_eq!(spoken(Duration::from_secs(seconds)), text);
+        for (seconds, text) in source {
+            assert_eq!(format_duration(Duration::from_secs(seconds)), text);
         }
-        assert_eq!(spoken(Duration::from_millis(1_500)), "1.5s");
+        assert_eq!(format_duration(Duration::from_millis(1_500)), "1.5s");
     }
 }

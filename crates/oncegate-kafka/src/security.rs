@@ -1,4 +1,4 @@
-//! How a broker is spoken to: by TLS, with a certificate, with a name and a password.
+//! TLS and authentication.
 
 use std::fmt;
 use std::fs::File;
@@ -7,8 +7,7 @@ use std::path::{Path, PathBuf};
 use oncegate_core::SourceError;
 use rdkafka::ClientConfig;
 
-/// A name and a password, and how they are proven to the broker. `Debug` shows neither password nor
-/// name.
+/// SASL credentials and their mechanism. `Debug` shows neither password nor name.
 #[derive(Clone)]
 #[must_use]
 pub struct KafkaLogin {
@@ -18,7 +17,7 @@ pub struct KafkaLogin {
 }
 
 impl KafkaLogin {
-    /// SASL PLAIN: the password itself is sent, inside TLS.
+    /// SASL PLAIN: the password itself is sent, over TLS.
     pub fn plain(name: impl Into<String>, password: impl Into<String>) -> Self {
         Self {
             mechanism: "PLAIN",
@@ -54,10 +53,10 @@ impl fmt::Debug for KafkaLogin {
     }
 }
 
-/// What a user said about how to speak to the brokers.
+/// The security settings of the source.
 #[derive(Clone, Default)]
 pub(crate) struct Security {
-    transport: Transport,
+    transport: TransportSecurity,
     authority: Option<PathBuf>,
     own: Option<(PathBuf, PathBuf)>,
     login: Option<KafkaLogin>,
@@ -65,26 +64,26 @@ pub(crate) struct Security {
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum Transport {
-    /// Plain text, or what the property `security.protocol` says.
+enum TransportSecurity {
+    /// Plain text, or the property `security.protocol`.
     #[default]
     Unsaid,
     Tls,
 }
 
-/// Whom to believe.
+/// Which brokers are trusted.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum Trust {
-    /// A broker whose certificate an authority signed, and which bears its host's name.
+    /// Brokers whose certificate is signed by a trusted authority for their host name.
     #[default]
     Verified,
-    /// Whoever answers.
+    /// Any broker.
     Anyone,
 }
 
 impl Security {
     pub(crate) fn tls(&mut self) {
-        self.transport = Transport::Tls;
+        self.transport = TransportSecurity::Tls;
     }
 
     pub(crate) fn trust_authority(&mut self, certificate: PathBuf) {
@@ -107,7 +106,7 @@ impl Security {
         self.trust = Trust::Anyone;
     }
 
-    /// Refuses what cannot work: files that cannot be read, and an empty name or password.
+    /// Rejects files that cannot be read, and an empty name or password.
     pub(crate) fn check(&self) -> Result<(), SourceError> {
         let own = self.own.iter().flat_map(|(certificate, key)| {
             [
@@ -128,7 +127,7 @@ impl Security {
                 Err(SourceError::misconfigured(
                     "login",
                     "the name or the password is empty",
-                    "is the variable set that it comes from?",
+                    "check that the variable it comes from is set",
                 ))
             }
             _ => Ok(()),
@@ -137,9 +136,9 @@ impl Security {
 
     pub(crate) fn set(&self, config: &mut ClientConfig) {
         match (self.transport, &self.login) {
-            (Transport::Unsaid, _) => return,
-            (Transport::Tls, None) => config.set("security.protocol", "ssl"),
-            (Transport::Tls, Some(login)) => config
+            (TransportSecurity::Unsaid, _) => return,
+            (TransportSecurity::Tls, None) => config.set("security.protocol", "ssl"),
+            (TransportSecurity::Tls, Some(login)) => config
                 .set("security.protocol", "sasl_ssl")
                 .set("sasl.mechanism", login.mechanism)
                 .set("sasl.username", &login.name)
@@ -172,8 +171,8 @@ fn readable(setting: &str, file: &Path) -> Result<(), SourceError> {
     File::open(file).map(drop).map_err(refused)
 }
 
-/// Refuses a property that turns off the verification of certificates: only a setter with `danger`
-/// in its name does so.
+/// Rejects a property that disables certificate verification: only a setter with `danger` in its
+/// name does that.
 pub(crate) fn check_property(key: &str, value: &str) -> Result<(), SourceError> {
     match trusts_anyone(key, value) {
         true => Err(SourceError::misconfigured(
@@ -185,8 +184,7 @@ pub(crate) fn check_property(key: &str, value: &str) -> Result<(), SourceError> 
     }
 }
 
-/// Whether a property would switch off that the broker's certificate is looked at, or whom it was
-/// issued to.
+/// Whether a property disables the verification of the broker's certificate or host name.
 fn trusts_anyone(key: &str, value: &str) -> bool {
     match key.trim() {
         "enable.ssl.certificate.verification" => !matches!(value.trim(), "true" | "t" | "1"),
@@ -207,12 +205,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_leaves_the_properties_to_the_user() {
+    fn without_security_settings_the_properties_apply() {
         assert_eq!(config(|_| ()).get("security.protocol"), None);
     }
 
     #[test]
-    fn a_login_never_goes_without_tls() {
+    fn a_login_always_uses_tls() {
         let config = config(|security| security.log_in(KafkaLogin::plain("ledger", "secret")));
         assert_eq!(config.get("security.protocol"), Some("sasl_ssl"));
         assert_eq!(
@@ -223,21 +221,21 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_not_there_and_an_empty_password_are_told() {
-        let told = |set: fn(&mut Security)| {
+    fn a_missing_file_and_an_empty_password_are_errors() {
+        let error = |set: fn(&mut Security)| {
             let mut security = Security::default();
             set(&mut security);
             security.check().expect_err("refused").to_string()
         };
         assert!(
-            told(|it| it.trust_authority("/no/such.pem".into()))
+            error(|it| it.trust_authority("/no/such.pem".into()))
                 .starts_with("ca_certificate: /no/such.pem cannot be read")
         );
         assert!(
-            told(|it| it.present("/dev/null".into(), "/no/such.key".into()))
+            error(|it| it.present("/dev/null".into(), "/no/such.key".into()))
                 .starts_with("client_certificate: /no/such.key")
         );
-        assert!(told(|it| it.log_in(KafkaLogin::plain("ledger", ""))).starts_with("login: "));
+        assert!(error(|it| it.log_in(KafkaLogin::plain("ledger", ""))).starts_with("login: "));
     }
 
     #[test]
@@ -253,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn a_property_that_trusts_anyone_is_known() {
+    fn properties_that_disable_verification_are_detected() {
         for (key, value) in [
             ("enable.ssl.certificate.verification", "false"),
             (" enable.ssl.certificate.verification", "0"),

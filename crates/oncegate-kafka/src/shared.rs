@@ -1,9 +1,9 @@
-//! What the polling thread and the consumer share: what was read, what was handed out, what was
-//! released.
+//! The state that the polling thread and the consumer share: records that were read, deliveries
+//! that were handed out, and released ones.
 //!
-//! All of it stands behind one lock, and nothing in it is an atomic or a cell: two threads never
-//! see half of a change. What is left is the order of whole calls: `histories` draws it, and
-//! `threads` has a tool choose at each lock who goes on.
+//! All of it is behind one lock and none of it is an atomic or a cell, so no thread sees half of a
+//! change. What remains is the order of whole calls: `model_tests` draws random orders, and
+//! `shuttle_tests` lets shuttle schedule the threads at each lock.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -14,70 +14,73 @@ use oncegate_core::{
 };
 use tokio::sync::Notify;
 
-use crate::batch::Record;
-use crate::watermark::{Sequence, Settling, Watermark};
+use crate::client::batch::ConsumerRecord;
+use crate::watermark::{OffsetChange, OffsetOrder, Watermark};
 
-mod anew;
-mod assigned;
-mod committing;
-mod leaving;
-mod missing;
-mod monitor;
-mod settling;
-mod telling;
+mod assignment;
+mod commits;
+mod expired;
+mod health;
+mod lock;
+mod revocation;
+mod settlement;
+mod topic_recreated;
 
-use assigned::{Assigned, BEGINNING, Backlog, Keeps, ReadTo};
-pub(crate) use assigned::{Begins, Commit, Findings, Ids, Jump, Log, Way};
-pub(crate) use leaving::Leave;
-use missing::Missing;
-use monitor::{Monitor, Threads};
-pub(crate) use settling::Rejected;
-pub(crate) use telling::Reading;
+use assignment::{AssignedPartition, AssignmentState, Backlog, LOG_START, PositionTrust};
+pub(crate) use assignment::{
+    IntakeResult, LogIdentity, OffsetCommit, OffsetGap, PositionIds, SendMode, StartPosition,
+};
+use expired::ExpiryLog;
+pub(crate) use health::ReadProgress;
+use lock::{StateLock, StdLock};
+pub(crate) use revocation::RevocationKind;
+pub(crate) use settlement::RejectedDelivery;
 
-/// Read ahead of the consumer: messages.
-const READY: usize = 2_048;
-/// Read ahead of the consumer: bytes.
-const READY_BYTES: usize = 32 << 20;
-/// Released or on their way to the dead letters: messages. Past it a partition that has its share
-/// of them is not read.
-const HELD: usize = 10_000;
+/// Maximum number of messages that are read ahead of the consumer.
+const MAX_READY: usize = 2_048;
 /// The same in bytes.
-const HELD_BYTES: usize = 128 << 20;
-/// From the lowest unsettled offset of a partition to the last one read: messages. Past it the
-/// partition is not read. It costs 8 bytes each, and a crash brings so many back.
-const SPAN: usize = 1 << 20;
+const MAX_READY_BYTES: usize = 32 << 20;
+/// Maximum number of messages that are released or being published to dead-letter topics. Above it,
+/// a partition that holds its share of them is not read.
+const MAX_HELD: usize = 10_000;
+/// The same in bytes.
+const MAX_HELD_BYTES: usize = 128 << 20;
+/// Maximum number of messages between the lowest unsettled offset of a partition and the last one
+/// read. Above it, the partition is not read. Each costs 8 bytes, and a crash redelivers up to this
+/// many.
+const MAX_SPAN: usize = 1 << 20;
 
-/// The state behind one lock, held for a batch at a time, and what wakes either side.
+/// The state behind one lock, and what wakes each side.
 #[derive(Default)]
-pub(crate) struct Shared<M = Threads> {
-    /// Wakes the polling thread: there is room, or the last delivery of a revoked partition is
-    /// back.
-    monitor: M,
+pub(crate) struct SharedState<M = StdLock> {
+    /// Wakes the polling thread when there is room again, or when the last delivery of a revoked
+    /// partition is settled.
+    state_lock: M,
     /// Wakes the consumer.
-    news: Notify,
+    consumer_wakeup: Notify,
 }
 
-/// What the source is doing.
+/// The phase of the source's life.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Phase {
+pub(crate) enum SourcePhase {
     /// Hands out deliveries.
     #[default]
     Running,
-    /// Hands out no new ones; settlements still count.
+    /// Hands out no new deliveries; settlements still count.
     Stopped,
     /// Leaves the group.
     Closing,
-    /// Has left.
+    /// Has left the group.
     Ended,
 }
 
 #[derive(Default)]
-pub(crate) struct State {
-    assigned: HashMap<u64, Assigned>,
+pub(crate) struct SourceState {
+    assigned: HashMap<u64, AssignedPartition>,
     last_epoch: u64,
     ready: VecDeque<Delivery>,
     ready_bytes: usize,
-    /// Bytes of a message, on average of what was read last.
+    /// Average size of a message of the last batch, in bytes.
     size: usize,
     revoked: Vec<u64>,
     held: BTreeMap<(Instant, u64), Delivery>,
@@ -85,56 +88,56 @@ pub(crate) struct State {
     releases: u64,
     publishing: usize,
     publishing_bytes: usize,
-    phase: Phase,
+    phase: SourcePhase,
     fault: Option<SourceError>,
-    /// Why the client is to be replaced by another one.
+    /// Why the client is to be replaced.
     replace: Option<String>,
     replaced: u64,
-    /// Since when the client says that it is not with its group.
-    alone: Option<Instant>,
-    /// Since when it is known that it should be.
+    /// Since when the client reports that it does not reach its group coordinator.
+    without_group_since: Option<Instant>,
+    /// Since when fresh clients have reached it for long enough.
     suspected: Option<Instant>,
-    /// When it said anything of it last.
-    heard: Option<Instant>,
-    missed: u64,
-    reading: Reading,
-    /// Whether the polling thread was woken since it waited last.
+    /// When the client last reported it.
+    reported_at: Option<Instant>,
+    expired: u64,
+    progress: ReadProgress,
+    /// Whether the polling thread was woken since its last wait.
     has_changed: bool,
 }
 
-impl<M: Monitor> Shared<M> {
+impl<M: StateLock> SharedState<M> {
     pub(crate) fn lock(&self) -> M::Guard<'_> {
-        self.monitor.lock()
+        self.state_lock.lock()
     }
 
     /// Waits, on the polling thread, until something was settled or handed out since the last wait,
-    /// or for so long.
-    pub(crate) fn wait(&self, bound: Duration) {
+    /// or for `limit`.
+    pub(crate) fn wait(&self, limit: Duration) {
         let mut state = self.lock();
         if !state.has_changed {
-            state = self.monitor.wait(state, bound);
+            state = self.state_lock.wait(state, limit);
         }
         state.has_changed = false;
     }
 
-    /// Wakes the polling thread; also one that looked before, and is about to wait.
+    /// Wakes the polling thread, also if it is just about to wait.
     pub(crate) fn wake_poller(&self) {
         self.lock().has_changed = true;
-        self.monitor.notify();
+        self.state_lock.notify();
     }
 
-    /// Wakes the consumer.
     pub(crate) fn wake_consumer(&self) {
-        self.news.notify_one();
+        self.consumer_wakeup.notify_one();
     }
 
-    /// Waits, on the consumer's side. Cancel-safe, and woken by what happened since the last wait.
-    pub(crate) async fn news(&self) {
-        self.news.notified().await;
+    /// Waits on the consumer's side. Cancel-safe; returns at once if there was a change since the
+    /// last wait.
+    pub(crate) async fn wait_for_wakeup(&self) {
+        self.consumer_wakeup.notified().await;
     }
 
-    /// Enters a phase; there is no way back to an earlier one.
-    pub(crate) fn enter(&self, phase: Phase) {
+    /// Enters a phase. Does not return to an earlier one.
+    pub(crate) fn enter(&self, phase: SourcePhase) {
         let mut state = self.lock();
         state.phase = state.phase.max(phase);
         drop(state);
@@ -142,37 +145,45 @@ impl<M: Monitor> Shared<M> {
         self.wake_consumer();
     }
 
-    /// The source cannot go on.
+    /// Ends the source with an error.
     pub(crate) fn fail(&self, error: SourceError) {
         self.lock().fault.get_or_insert(error);
         self.wake_consumer();
     }
 
-    /// A partition is ours from now on.
-    pub(crate) fn assign(&self, topic: &str, partition: i32, begins: Begins, log: Log) {
-        self.lock().begin(Arc::from(topic), partition, begins, log);
+    /// A partition was assigned to this member.
+    pub(crate) fn assign(
+        &self,
+        topic: &str,
+        partition: i32,
+        start: StartPosition,
+        log: LogIdentity,
+    ) {
+        self.lock()
+            .start_assignment(Arc::from(topic), partition, start, log);
     }
 
-    /// These partitions are about to go: hands out nothing more of them, and says so.
+    /// Stops handing out messages of these partitions and reports the revocation to the consumer.
+    /// Returns their epochs.
     pub(crate) fn revoke(&self, leaving: &[(String, i32)]) -> Vec<u64> {
         let epochs = self.lock().revoke(leaving);
         self.wake_consumer();
         epochs
     }
 
-    /// Takes in what was read.
-    pub(crate) fn take_in(&self, records: Vec<Record>) -> Findings {
+    /// Adds records that were read.
+    pub(crate) fn add_records(&self, records: Vec<ConsumerRecord>) -> IntakeResult {
         if records.is_empty() {
-            return Findings::default();
+            return IntakeResult::default();
         }
-        let findings = self.lock().take_in(records);
+        let intake = self.lock().add_records(records);
         self.wake_consumer();
-        findings
+        intake
     }
 }
 
-impl State {
-    pub(crate) fn phase(&self) -> Phase {
+impl SourceState {
+    pub(crate) fn phase(&self) -> SourcePhase {
         self.phase
     }
 
@@ -187,14 +198,14 @@ impl State {
     /// How many messages may be read now, of partitions that are not [full](Self::full).
     pub(crate) fn room(&self) -> usize {
         let is_open = self.assigned.is_empty() || self.readable().any(|it| !self.is_full(it));
-        if self.phase != Phase::Running || self.ready_bytes >= READY_BYTES || !is_open {
+        if self.phase != SourcePhase::Running || self.ready_bytes >= MAX_READY_BYTES || !is_open {
             return 0;
         }
-        let fitting = (READY_BYTES - self.ready_bytes) / self.size.max(1) + 1;
-        fitting.min(READY.saturating_sub(self.ready.len()))
+        let fitting = (MAX_READY_BYTES - self.ready_bytes) / self.size.max(1) + 1;
+        fitting.min(MAX_READY.saturating_sub(self.ready.len()))
     }
 
-    /// The partitions of which nothing more is to be read for now, while others are.
+    /// The partitions that are not read for now, while others are.
     pub(crate) fn full(&self) -> Vec<(Arc<str>, i32)> {
         self.readable()
             .filter(|it| self.is_full(it))
@@ -202,56 +213,66 @@ impl State {
             .collect()
     }
 
-    fn readable(&self) -> impl Iterator<Item = &Assigned> {
+    fn readable(&self) -> impl Iterator<Item = &AssignedPartition> {
         self.assigned
             .values()
-            .filter(|it| it.keeps != Keeps::Revoking)
+            .filter(|it| it.state != AssignmentState::Revoking)
     }
 
-    /// Whether too much stands behind its lowest unsettled message, or too much is held in all and
-    /// it has its share of that: a partition with less is read on, so that none waits for the dead
-    /// letters of another. What is held is at most twice the bound for that.
-    fn is_full(&self, partition: &Assigned) -> bool {
+    /// Whether too many messages follow its lowest unsettled one, or too many messages are held in
+    /// total and it has its share of them. A partition with less is read on, so that none waits for
+    /// the dead letters of another. At most twice the limit is held.
+    fn is_full(&self, partition: &AssignedPartition) -> bool {
         let Backlog { count, bytes } = partition.backlog;
-        let has_share = |all: usize, own: usize, bound: usize| {
-            all >= bound && own >= (bound / self.assigned.len()).max(1)
+        let has_share = |all: usize, own: usize, limit: usize| {
+            all >= limit && own >= (limit / self.assigned.len()).max(1)
         };
-        partition.watermark.span() >= SPAN
-            || has_share(self.held.len() + self.publishing, count, HELD)
-            || has_share(self.held_bytes + self.publishing_bytes, bytes, HELD_BYTES)
+        partition.watermark.span() >= MAX_SPAN
+            || has_share(self.held.len() + self.publishing, count, MAX_HELD)
+            || has_share(
+                self.held_bytes + self.publishing_bytes,
+                bytes,
+                MAX_HELD_BYTES,
+            )
     }
 
-    fn begin(&mut self, topic: Arc<str>, partition: i32, begins: Begins, log: Log) -> u64 {
+    fn start_assignment(
+        &mut self,
+        topic: Arc<str>,
+        partition: i32,
+        start: StartPosition,
+        log: LogIdentity,
+    ) -> u64 {
         self.last_epoch += 1;
         let now = Instant::now();
         let (mut watermark, send_from) = (Watermark::default(), Some(now));
-        if begins == Begins::Anew {
-            // Committed at once: whoever has the partition next must not begin where the log before
-            // was left.
-            watermark.begin(BEGINNING);
+        if start == StartPosition::Recreated {
+            // Committed at once: the next owner of the partition must not start at an offset of the
+            // deleted topic.
+            watermark.start_at(LOG_START);
         }
-        let assigned = Assigned {
+        let assigned = AssignedPartition {
             topic,
             partition,
             log,
             watermark,
-            begins,
-            read_to: ReadTo::Unproven,
+            start,
+            position_trust: PositionTrust::Unconfirmed,
             log_end: None,
-            stood: (None, now),
-            has_repeated: false,
-            out: 0,
+            lowest_since: (None, now),
+            repetition_logged: false,
+            handed_out: 0,
             backlog: Backlog::default(),
-            keeps: Keeps::Assigned,
+            state: AssignmentState::Active,
             send_from,
-            missing: Missing::default(),
+            expiry: ExpiryLog::default(),
         };
         self.assigned.insert(self.last_epoch, assigned);
         self.last_epoch
     }
 
     fn revoke(&mut self, leaving: &[(String, i32)]) -> Vec<u64> {
-        let gone = |it: &Assigned| {
+        let is_leaving = |it: &AssignedPartition| {
             leaving
                 .iter()
                 .any(|(topic, partition)| *partition == it.partition && **topic == *it.topic)
@@ -259,7 +280,7 @@ impl State {
         let epochs: Vec<u64> = self
             .assigned
             .iter()
-            .filter(|(_, it)| gone(it))
+            .filter(|(_, it)| is_leaving(it))
             .map(|(epoch, _)| *epoch)
             .collect();
         for epoch in &epochs {
@@ -268,10 +289,10 @@ impl State {
         epochs
     }
 
-    /// Hands out nothing more of an assignment.
+    /// Stops handing out messages of an assignment.
     fn withdraw(&mut self, epoch: u64) {
         if let Some(assigned) = self.assigned.get_mut(&epoch) {
-            assigned.keeps = Keeps::Revoking;
+            assigned.state = AssignmentState::Revoking;
         }
         self.ready
             .retain(|delivery| delivery.receipt.epoch != epoch);
@@ -290,33 +311,33 @@ impl State {
         self.revoked.push(epoch);
     }
 
-    /// A part of a partition's log cannot be read: takes in nothing more of it, so that nothing
-    /// past it is ever committed.
-    pub(crate) fn bar(&mut self, topic: &str, partition: i32) {
+    /// Adds no more records of a partition, part of which is unreadable, so that no offset after
+    /// that is ever committed.
+    pub(crate) fn halt(&mut self, topic: &str, partition: i32) {
         let epoch = self.epoch_of(topic, partition);
         if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
-            assigned.keeps = Keeps::Barred;
+            assigned.state = AssignmentState::Halted;
         }
     }
 
-    /// How many deliveries of these assignments are not back yet.
-    pub(crate) fn out(&self, epochs: &[u64]) -> usize {
+    /// How many deliveries of these assignments are not settled or released yet.
+    pub(crate) fn handed_out(&self, epochs: &[u64]) -> usize {
         epochs
             .iter()
             .filter_map(|epoch| self.assigned.get(epoch))
-            .map(|it| it.out)
+            .map(|it| it.handed_out)
             .sum()
     }
 
-    /// These assignments are over: what is settled of them from now on moves nothing.
+    /// Ends these assignments: settlements of them are stale from now on.
     pub(crate) fn forget(&mut self, epochs: &[u64]) {
         for epoch in epochs {
             self.assigned.remove(epoch);
         }
     }
 
-    fn take_in(&mut self, records: Vec<Record>) -> Findings {
-        let (count, mut bytes, mut findings) = (records.len(), 0, Findings::default());
+    fn add_records(&mut self, records: Vec<ConsumerRecord>) -> IntakeResult {
+        let (count, mut bytes, mut intake) = (records.len(), 0, IntakeResult::default());
         let mut last: Option<(Arc<str>, i32, u64)> = None;
         for record in records {
             let same = last.as_ref().filter(|(topic, partition, _)| {
@@ -324,13 +345,13 @@ impl State {
             });
             let epoch = match same {
                 Some((_, _, epoch)) => *epoch,
-                // Read before it was revoked: whoever owns the partition next reads it again.
+                // Read before its partition was revoked; the next owner reads it again.
                 None => match self.epoch_of(&record.topic, record.partition) {
                     Some(epoch) => epoch,
                     None => continue,
                 },
             };
-            let Some(epoch) = self.sequence(epoch, &record, &mut findings) else {
+            let Some(epoch) = self.sequence(epoch, &record, &mut intake) else {
                 continue;
             };
             last = Some((record.topic.clone(), record.partition, epoch));
@@ -340,54 +361,54 @@ impl State {
             self.ready.push_back(delivery);
         }
         self.size = bytes / count;
-        findings
+        intake
     }
 
-    /// A partition was read up to this offset, as librdkafka says, or nothing of it was: the
-    /// markers of transactions below it are passed. Answers where something may be missing.
-    pub(crate) fn reached(
+    /// Handles librdkafka's position in a partition, `None` before the first read. Transaction
+    /// markers below it count as settled. Returns the offset gap if messages may have expired.
+    pub(crate) fn advance_to(
         &mut self,
         topic: &str,
         partition: i32,
         offset: Option<i64>,
-    ) -> Option<Jump> {
+    ) -> Option<OffsetGap> {
         let epoch = self.epoch_of(topic, partition)?;
         let assigned = self.assigned.get_mut(&epoch)?;
-        match (assigned.read_to, offset) {
-            (ReadTo::Known, Some(offset)) => assigned.pass(offset),
-            (ReadTo::Unproven, None) => {
-                assigned.read_to = ReadTo::Known;
+        match (assigned.position_trust, offset) {
+            (PositionTrust::Trusted, Some(offset)) => assigned.pass(offset),
+            (PositionTrust::Unconfirmed, None) => {
+                assigned.position_trust = PositionTrust::Trusted;
                 None
             }
             _ => None,
         }
     }
 
-    /// What librdkafka takes for its position in this partition is not to be believed; answers
-    /// where it is to read on instead: after what was read, or where it `stood` if nothing was.
-    pub(crate) fn distrust(
+    /// librdkafka's position in this partition is wrong. Returns the offset to seek to: after the
+    /// last message that was read, or `position` if there is none.
+    pub(crate) fn distrust_position(
         &mut self,
         topic: &str,
         partition: i32,
-        stood: Option<i64>,
+        position: Option<i64>,
     ) -> Option<i64> {
         let epoch = self.epoch_of(topic, partition)?;
         let assigned = self.assigned.get_mut(&epoch)?;
-        assigned.read_to = ReadTo::Unknown;
-        assigned.watermark.end().or(stood)
+        assigned.position_trust = PositionTrust::Wrong;
+        assigned.watermark.end().or(position)
     }
 
-    /// librdkafka was told where to read on.
-    pub(crate) fn told_where(&mut self, topic: &str, partition: i32) {
+    /// librdkafka has accepted a seek.
+    pub(crate) fn seek_succeeded(&mut self, topic: &str, partition: i32) {
         let epoch = self.epoch_of(topic, partition);
         if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
-            assigned.read_to = ReadTo::Unproven;
+            assigned.position_trust = PositionTrust::Unconfirmed;
         }
     }
 
     fn epoch_of(&self, topic: &str, partition: i32) -> Option<u64> {
-        let ours = |it: &Assigned| {
-            it.keeps == Keeps::Assigned && it.partition == partition && *it.topic == *topic
+        let ours = |it: &AssignedPartition| {
+            it.state == AssignmentState::Active && it.partition == partition && *it.topic == *topic
         };
         self.assigned
             .iter()
@@ -395,20 +416,25 @@ impl State {
             .map(|(epoch, _)| *epoch)
     }
 
-    /// Takes note of a record. If it comes again below what was delivered (the log was cut, or
-    /// librdkafka went back), what was delivered is revoked, and a new epoch begins: with this
-    /// record, or with the lowest that is not settled yet if that lies before. Then this one is not
-    /// taken in, and comes again too: with it, what lies between would count as passed.
-    fn sequence(&mut self, epoch: u64, record: &Record, findings: &mut Findings) -> Option<u64> {
+    /// Handles the offset of a record. If it is below the last one (the log was truncated, or
+    /// librdkafka went back), the assignment is revoked and a new epoch starts at this record, or
+    /// at the lowest unsettled offset if that is lower. In the latter case the record is dropped
+    /// and read again: with it, the offsets in between would count as settled.
+    fn sequence(
+        &mut self,
+        epoch: u64,
+        record: &ConsumerRecord,
+        intake: &mut IntakeResult,
+    ) -> Option<u64> {
         let assigned = self.assigned.get_mut(&epoch)?;
-        findings.jumps.extend(assigned.arrive(record.offset));
-        if assigned.watermark.deliver(record.offset) == Sequence::Ascending {
-            if assigned.read_to == ReadTo::Unproven {
-                assigned.read_to = ReadTo::Known;
+        intake.gaps.extend(assigned.record_arrived(record.offset));
+        if assigned.watermark.deliver(record.offset) == OffsetOrder::Ascending {
+            if assigned.position_trust == PositionTrust::Unconfirmed {
+                assigned.position_trust = PositionTrust::Trusted;
             }
             return Some(epoch);
         }
-        assigned.is_shorter(assigned.watermark.end(), record.offset);
+        assigned.on_truncation(assigned.watermark.end(), record.offset);
         let unsettled = assigned
             .watermark
             .lowest()
@@ -419,29 +445,29 @@ impl State {
             .remove(&epoch)
             .map(|it| it.log)
             .unwrap_or_default();
-        let begins = unsettled.unwrap_or(record.offset);
-        let epoch = self.begin(
+        let start = unsettled.unwrap_or(record.offset);
+        let epoch = self.start_assignment(
             record.topic.clone(),
             record.partition,
-            Begins::At(begins),
+            StartPosition::Committed(start),
             log,
         );
         let assigned = self.assigned.get_mut(&epoch)?;
         if unsettled.is_some() {
-            assigned.watermark.begin(begins);
-            assigned.keeps = Keeps::GoingBack;
+            assigned.watermark.start_at(start);
+            assigned.state = AssignmentState::Seeking;
             return None;
         }
         assigned.watermark.deliver(record.offset);
-        findings
+        intake
             .restarted
             .push((record.topic.clone(), record.partition));
         Some(epoch)
     }
 
-    /// Hands out revocations, releases whose delay is over, and what was read, within the limit: of
-    /// 0, revocations alone. What has a body larger than `largest` goes to `oversize` instead, to
-    /// be rejected.
+    /// Hands out revocations, due releases and records within the limit; a limit of 0 returns
+    /// revocations only. Deliveries with a body larger than `largest` go to `oversize`, to be
+    /// rejected.
     pub(crate) fn hand_out(
         &mut self,
         limit: Limit,
@@ -450,7 +476,7 @@ impl State {
         oversize: &mut Vec<Delivery>,
     ) {
         into.extend(self.revoked.drain(..).map(Incoming::Revoked));
-        if self.phase != Phase::Running {
+        if self.phase != SourcePhase::Running {
             return;
         }
         let (now, mut count, mut bytes) = (Instant::now(), 0, 0_usize);
@@ -475,7 +501,7 @@ impl State {
             (count, bytes) = (count + 1, bytes + size);
             let is_oversize = delivery.message.body.len() > largest;
             if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
-                assigned.out += 1;
+                assigned.handed_out += 1;
                 match (was_held, is_oversize) {
                     (true, false) => assigned.backlog.remove(size),
                     (false, true) => assigned.backlog.add(size),
@@ -497,28 +523,29 @@ impl State {
         self.held
             .first_key_value()
             .map(|((due, _), _)| *due)
-            .filter(|_| self.phase == Phase::Running)
+            .filter(|_| self.phase == SourcePhase::Running)
     }
 
-    /// A delivery is settled for good.
-    pub(crate) fn accept(&mut self, receipt: &Receipt) -> Fate {
+    /// Settles a delivery.
+    pub(crate) fn accept(&mut self, receipt: &Receipt) -> SettlementEffect {
         let Some(assigned) = self.assigned.get_mut(&receipt.epoch) else {
-            return Fate::Stale;
+            return SettlementEffect::Stale;
         };
-        // Offsets came from an `i64`.
-        if assigned.watermark.settle(receipt.position as i64) == Settling::Now {
-            assigned.out = assigned.out.saturating_sub(1);
+        // Offsets come from an `i64`.
+        if assigned.watermark.settle(receipt.position as i64) == OffsetChange::Settled {
+            assigned.handed_out = assigned.handed_out.saturating_sub(1);
         }
-        Fate::Counted
+        SettlementEffect::Counted
     }
 
-    /// A delivery comes back after a delay, unless its partition is leaving.
-    pub(crate) fn release(&mut self, delivery: Delivery, after: Duration) -> Fate {
+    /// Takes a delivery back to hand it out again after a delay, unless its partition is being
+    /// revoked.
+    pub(crate) fn release(&mut self, delivery: Delivery, after: Duration) -> SettlementEffect {
         let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else {
-            return Fate::Stale;
+            return SettlementEffect::Stale;
         };
-        assigned.out = assigned.out.saturating_sub(1);
-        if assigned.keeps != Keeps::Revoking {
+        assigned.handed_out = assigned.handed_out.saturating_sub(1);
+        if assigned.state != AssignmentState::Revoking {
             let delivery = Delivery {
                 message: detached(&delivery.message),
                 ..delivery
@@ -526,26 +553,26 @@ impl State {
             assigned.backlog.add(delivery.message.size());
             self.held_bytes += delivery.message.size();
             self.releases += 1;
-            // No delay of a century ever ends: it is cut to a day.
+            // Bounds the delay, so that the addition cannot overflow.
             let due = Instant::now() + after.min(Duration::from_secs(86_400));
             self.held.insert((due, self.releases), delivery);
         }
-        Fate::Counted
+        SettlementEffect::Counted
     }
 
-    /// A delivery is on its way to the dead letters.
-    pub(crate) fn reject(&mut self, delivery: &Delivery) -> Fate {
+    /// A dead letter for this delivery is being published.
+    pub(crate) fn reject(&mut self, delivery: &Delivery) -> SettlementEffect {
         let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else {
-            return Fate::Stale;
+            return SettlementEffect::Stale;
         };
         assigned.backlog.add(delivery.message.size());
         self.publishing += 1;
         self.publishing_bytes += delivery.message.size();
-        Fate::Counted
+        SettlementEffect::Counted
     }
 
-    /// A dead letter stands.
-    pub(crate) fn published(&mut self, delivery: &Delivery) -> Fate {
+    /// The dead letter is confirmed.
+    pub(crate) fn published(&mut self, delivery: &Delivery) -> SettlementEffect {
         self.publishing = self.publishing.saturating_sub(1);
         self.publishing_bytes = self
             .publishing_bytes
@@ -559,14 +586,14 @@ impl State {
 
 /// Whether a settlement counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub(crate) enum SettlementEffect {
     Counted,
-    /// Its partition is not ours any more, or not under the same assignment.
+    /// The partition is not assigned to this member any more, or under another epoch.
     Stale,
 }
 
-impl Fate {
-    /// Counts what was settled in vain.
+impl SettlementEffect {
+    /// Counts a stale settlement.
     pub(crate) fn count(self) {
         if self == Self::Stale {
             metrics::counter!(crate::metric::STALE_SETTLEMENTS).increment(1);
@@ -574,8 +601,8 @@ impl Fate {
     }
 }
 
-fn delivery(record: Record, epoch: u64) -> Delivery {
-    let Record {
+fn delivery(record: ConsumerRecord, epoch: u64) -> Delivery {
+    let ConsumerRecord {
         topic,
         partition,
         offset,
@@ -598,7 +625,7 @@ fn delivery(record: Record, epoch: u64) -> Delivery {
             body,
             sent_at,
         },
-        // Neither is ever negative in a message that was delivered.
+        // Neither is negative in a delivered message.
         receipt: Receipt {
             epoch,
             partition: partition as u32,
@@ -608,7 +635,7 @@ fn delivery(record: Record, epoch: u64) -> Delivery {
     }
 }
 
-/// The same message in memory of its own, so that what is kept does not keep its whole batch.
+/// A copy of the message, so that keeping it does not keep the memory of its whole batch.
 pub(crate) fn detached(message: &Message) -> Message {
     Message {
         key: message.key.as_ref().map(|key| key.to_vec().into()),
@@ -619,8 +646,8 @@ pub(crate) fn detached(message: &Message) -> Message {
 }
 
 #[cfg(test)]
-mod histories;
+mod model_tests;
+#[cfg(test)]
+mod shuttle_tests;
 #[cfg(test)]
 mod tests;
-#[cfg(test)]
-mod threads;

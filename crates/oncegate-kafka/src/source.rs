@@ -1,4 +1,4 @@
-//! The source as the consumer sees it.
+//! The source from the consumer's side.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -9,28 +9,28 @@ use oncegate_core::{
     Delivery, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
 };
 
-use crate::dead_letters::{DeadLetter, DeadLetters};
-use crate::shared::{Phase, Rejected, Shared, detached};
+use crate::dead_letters::{DeadLetters, UnpublishedDeadLetter};
+use crate::shared::{RejectedDelivery, SharedState, SourcePhase, detached};
 
-/// The pause before a dead letter is published again, and the longest.
+/// The first and the longest pause before a dead letter is published again.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
-/// What is left of the time to close for leaving the group, at the least.
-const LEAVING: Duration = Duration::from_millis(500);
+/// The part of the time to close that is reserved for leaving the group.
+const LEAVE_TIME: Duration = Duration::from_millis(500);
 
 /// A member of a consumer group. Opened from [`Kafka`](crate::Kafka).
 ///
-/// A thread of its own polls the broker, so that no handler can have the group take this member for
-/// dead. Dropped without being closed, it leaves the group on that thread, and what was not settled
-/// is delivered again.
+/// A separate thread polls the broker, so that a slow handler cannot exceed `max.poll.interval.ms`.
+/// If the source is dropped without being closed, it leaves the group on that thread, and unsettled
+/// messages are redelivered.
 pub struct KafkaSource {
-    shared: Arc<Shared>,
+    shared: Arc<SharedState>,
     dead_letters: Arc<DeadLetters>,
     body_limit: usize,
 }
 
 impl KafkaSource {
     pub(crate) fn new(
-        shared: Arc<Shared>,
+        shared: Arc<SharedState>,
         dead_letters: Arc<DeadLetters>,
         body_limit: usize,
     ) -> Self {
@@ -42,65 +42,65 @@ impl KafkaSource {
     }
 
     /// Takes what is ready, without waiting.
-    fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<Taken, SourceError> {
+    fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<TakenDeliveries, SourceError> {
         let mut state = self.shared.lock();
         if let Some(fault) = state.take_fault() {
             return Err(fault);
         }
-        if state.phase() == Phase::Ended {
+        if state.phase() == SourcePhase::Ended {
             return Err(SourceError::Unavailable("the source has ended".into()));
         }
         let (before, mut oversize) = (into.len(), Vec::new());
         state.hand_out(limit, self.body_limit, into, &mut oversize);
-        // Whoever asks for no deliveries is not woken for one.
+        // A caller that requests no deliveries is not woken for one.
         let next_due = state.next_due().filter(|_| limit.count > 0);
-        Ok(Taken {
+        Ok(TakenDeliveries {
             any: into.len() > before,
             oversize,
             next_due,
         })
     }
 
-    /// Publishes a rejected delivery until it stands, then counts it as settled.
-    fn publish(&self, rejected: Rejected) {
+    /// Publishes a rejected delivery until it is confirmed, then settles it.
+    fn publish(&self, rejected: RejectedDelivery) {
         let (shared, dead_letters) = (self.shared.clone(), self.dead_letters.clone());
         let delivery = Delivery {
             message: detached(&rejected.delivery.message),
             ..rejected.delivery
         };
-        let mut letter = DeadLetter::new(Rejected {
+        let mut dead_letter = UnpublishedDeadLetter::new(RejectedDelivery {
             delivery,
             ..rejected
         });
         tokio::spawn(async move {
             let (mut pause, longest) = PAUSES;
             fault::point("kafka.letter.before");
-            while let Err(error) = dead_letters.publish(&mut letter).await {
+            while let Err(error) = dead_letters.publish(&mut dead_letter).await {
                 metrics::counter!(crate::metric::DEAD_LETTER_FAILURES).increment(1);
-                dead_letters.warn_of_failure(&letter, &error);
-                if shared.lock().phase() >= Phase::Closing {
+                dead_letters.warn_of_failure(&dead_letter, &error);
+                if shared.lock().phase() >= SourcePhase::Closing {
                     return;
                 }
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(longest);
             }
-            let Rejected {
+            let RejectedDelivery {
                 delivery, reason, ..
-            } = &letter.rejected;
+            } = &dead_letter.rejected;
             metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason.as_str())
                 .increment(1);
             fault::point("kafka.letter.confirmed");
-            let fate = shared.lock().published(delivery);
+            let effect = shared.lock().published(delivery);
             fault::point("kafka.letter.settled");
-            fate.count();
+            effect.count();
             shared.wake_poller();
             shared.wake_consumer();
         });
     }
 }
 
-/// What was taken, beside what was handed over.
-struct Taken {
+/// The result of taking deliveries, beside the deliveries.
+struct TakenDeliveries {
     any: bool,
     oversize: Vec<Delivery>,
     next_due: Option<Instant>,
@@ -110,9 +110,9 @@ struct Taken {
 impl Source for KafkaSource {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         loop {
-            let found = self.take(limit, into)?;
-            let made_room = !found.oversize.is_empty();
-            for delivery in found.oversize {
+            let taken = self.take(limit, into)?;
+            let made_room = !taken.oversize.is_empty();
+            for delivery in taken.oversize {
                 let (size, limit, origin) = (
                     delivery.message.body.len(),
                     self.body_limit,
@@ -122,25 +122,27 @@ impl Source for KafkaSource {
                     size,
                     limit,
                     ?origin,
-                    "a body is over the limit: to the dead letters"
+                    "a body is over the limit; rejecting the message to the dead-letter topic"
                 );
-                self.publish(Rejected {
+                self.publish(RejectedDelivery {
                     delivery,
                     reason: Reason::TooLarge,
                     story: None,
                 });
             }
-            if found.any {
+            if taken.any {
                 self.shared.wake_poller();
                 return Ok(());
             }
             if made_room {
                 continue; // for what was ready behind them
             }
-            match found.next_due {
-                // Over in time or not: what there is then is taken above.
-                Some(due) => drop(tokio::time::timeout_at(due.into(), self.shared.news()).await),
-                None => self.shared.news().await,
+            match taken.next_due {
+                // Timeout or not, the next iteration takes what is ready.
+                Some(due) => {
+                    drop(tokio::time::timeout_at(due.into(), self.shared.wait_for_wakeup()).await)
+                }
+                None => self.shared.wait_for_wakeup().await,
             }
         }
     }
@@ -158,28 +160,30 @@ impl Source for KafkaSource {
     }
 
     async fn stop(&mut self) {
-        self.shared.enter(Phase::Stopped);
+        self.shared.enter(SourcePhase::Stopped);
     }
 
-    /// Waits for dead letters that are on their way, commits what is settled, and leaves the group.
+    /// Waits for unconfirmed dead letters, commits, and leaves the group.
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
-        self.shared.enter(Phase::Stopped);
-        let publish_until = deadline.checked_sub(LEAVING).unwrap_or(deadline);
+        self.shared.enter(SourcePhase::Stopped);
+        let publish_until = deadline.checked_sub(LEAVE_TIME).unwrap_or(deadline);
         let unpublished = self
             .wait_until(publish_until, |shared| shared.lock().publishing() == 0)
             .await;
-        self.shared.enter(Phase::Closing);
+        self.shared.enter(SourcePhase::Closing);
         let staying = self
-            .wait_until(deadline, |shared| shared.lock().phase() == Phase::Ended)
+            .wait_until(deadline, |shared| {
+                shared.lock().phase() == SourcePhase::Ended
+            })
             .await;
         match (unpublished, staying) {
-            (Wait::InTime, Wait::InTime) => Ok(()),
-            (Wait::TooLong, _) => Err(SourceError::Unavailable(
-                "dead letters were not confirmed in time; their messages are delivered again"
+            (WaitOutcome::InTime, WaitOutcome::InTime) => Ok(()),
+            (WaitOutcome::TooLong, _) => Err(SourceError::Unavailable(
+                "dead letters were not confirmed in time; their messages are redelivered"
                     .into(),
             )),
-            (_, Wait::TooLong) => Err(SourceError::Unavailable(
-                "the group was not left in time; what was settled last may be delivered again"
+            (_, WaitOutcome::TooLong) => Err(SourceError::Unavailable(
+                "did not leave the group in time; messages that were settled last may be redelivered"
                     .into(),
             )),
         }
@@ -196,33 +200,37 @@ impl Source for KafkaSource {
 
 /// How a wait ended.
 #[derive(Clone, Copy)]
-enum Wait {
+enum WaitOutcome {
     InTime,
     TooLong,
 }
 
 impl KafkaSource {
-    async fn wait_until(&self, deadline: Instant, reached: impl Fn(&Shared) -> bool) -> Wait {
+    async fn wait_until(
+        &self,
+        deadline: Instant,
+        reached: impl Fn(&SharedState) -> bool,
+    ) -> WaitOutcome {
         while !reached(&self.shared) {
-            if tokio::time::timeout_at(deadline.into(), self.shared.news())
+            if tokio::time::timeout_at(deadline.into(), self.shared.wait_for_wakeup())
                 .await
                 .is_err()
             {
                 return if reached(&self.shared) {
-                    Wait::InTime
+                    WaitOutcome::InTime
                 } else {
-                    Wait::TooLong
+                    WaitOutcome::TooLong
                 };
             }
         }
-        Wait::InTime
+        WaitOutcome::InTime
     }
 }
 
 impl Drop for KafkaSource {
-    /// Returns at once: the polling thread leaves the group by itself.
+    /// Returns at once: the polling thread leaves the group.
     fn drop(&mut self) {
-        self.shared.enter(Phase::Closing);
+        self.shared.enter(SourcePhase::Closing);
     }
 }
 

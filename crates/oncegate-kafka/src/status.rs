@@ -1,13 +1,13 @@
-//! What a source is doing, for those who ask from outside.
+//! The status of a Kafka source.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock, Weak};
 
 use crate::partition::PartitionStatus;
-use crate::shared::Shared;
+use crate::shared::SharedState;
 
-/// What a Kafka source is doing: how far each partition is, how far behind, and what holds it up.
-/// Clones share it.
+/// What a Kafka source is doing: the position, the lag and the blocker of each partition. Clones
+/// share the status.
 ///
 /// ```
 /// use oncegate_kafka::{Kafka, KafkaStatus};
@@ -20,10 +20,10 @@ use crate::shared::Shared;
 /// }
 /// ```
 #[derive(Clone, Default)]
-pub struct KafkaStatus(Arc<OnceLock<Weak<Shared>>>);
+pub struct KafkaStatus(Arc<OnceLock<Weak<SharedState>>>);
 
 impl KafkaStatus {
-    /// Of a source that is not open.
+    /// A status that no source uses yet.
     pub fn new() -> Self {
         Self::default()
     }
@@ -36,24 +36,24 @@ impl KafkaStatus {
             .unwrap_or_default()
     }
 
-    /// How often the Kafka client was replaced because it had stalled, was without its group or had
-    /// failed for good.
+    /// How often the Kafka client was replaced because it stalled, did not reach its group
+    /// coordinator or had a fatal error.
     pub fn clients_replaced(&self) -> u64 {
         self.shared().map_or(0, |shared| shared.lock().replaced())
     }
 
-    /// How many messages were removed from the log before the group had read them, since the source
-    /// was opened, as far as offsets tell: those that nobody would have been handed count too.
-    pub fn messages_missed(&self) -> u64 {
-        self.shared().map_or(0, |shared| shared.lock().missed())
+    /// How many messages expired before the group read them, since the source was opened. Counted
+    /// by offsets, so that compacted records and transaction markers among them count too.
+    pub fn messages_expired(&self) -> u64 {
+        self.shared().map_or(0, |shared| shared.lock().expired())
     }
 
-    /// Of this source, from now on; a status that was given to two sources stays with the first.
-    pub(crate) fn of(&self, shared: &Arc<Shared>) {
+    /// Connects the status to this source. A status that is passed to two sources keeps the first.
+    pub(crate) fn of(&self, shared: &Arc<SharedState>) {
         let _ = self.0.set(Arc::downgrade(shared));
     }
 
-    fn shared(&self) -> Option<Arc<Shared>> {
+    fn shared(&self) -> Option<Arc<SharedState>> {
         self.0.get()?.upgrade()
     }
 }

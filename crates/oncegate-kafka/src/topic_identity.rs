@@ -1,35 +1,35 @@
-//! Which topic an offset belongs to: the topic id and the cluster id that are committed beside it.
+//! The topic of an offset: the topic id and the cluster id that are committed beside it.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// A topic under one name. Kafka gives each topic an id when it is created; a replica of it on
-/// another cluster has an id of its own.
+/// The identity of a topic. Kafka assigns each topic an id when it is created; a replica on another
+/// cluster has its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TopicIdentity {
     pub(crate) topic_id: Arc<str>,
-    /// `None` where the broker reports no cluster id.
+    /// `None` if the broker reports no cluster id.
     pub(crate) cluster_id: Option<Arc<str>>,
 }
 
-/// How the topic that has a name now relates to the one that an offset was committed for.
+/// How the topic with this name relates to the one that an offset was committed for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum TopicMatch {
     /// The same topic.
     Same,
-    /// The topic was deleted and created again: its offsets are those of another log.
+    /// The topic was deleted and created again: the offset is of another log.
     Recreated,
-    /// A replica on another cluster, whose offsets were translated by what has copied them.
+    /// A replica on another cluster, whose mirror translated the offset.
     Replica,
-    /// Recreated or a replica: no cluster id says which.
+    /// Recreated or a replica; no cluster id tells which.
     Ambiguous,
 }
 
 impl TopicIdentity {
-    /// Compares the topic that an offset was committed for with the one that has its name now.
+    /// Compares the topic that an offset was committed for with the current topic of that name.
     ///
-    /// Topic ids are unique across clusters, so the same id is the same topic wherever it is found.
-    /// Where a cluster id is missing, a replica is possible.
+    /// Topic ids are unique across clusters, so the same id means the same topic. If a cluster id
+    /// is missing, the topic may be a replica.
     pub(crate) fn compare(&self, current: &Self) -> TopicMatch {
         match (&self.cluster_id, &current.cluster_id) {
             _ if self.topic_id == current.topic_id => TopicMatch::Same,
@@ -39,12 +39,12 @@ impl TopicIdentity {
         }
     }
 
-    /// Reads what [`fmt::Display`] writes; `None` for anything else, such as the metadata of
-    /// another program.
+    /// Parses what [`fmt::Display`] writes; `None` for anything else, such as metadata of another
+    /// program.
     pub(crate) fn parse(metadata: &str) -> Option<Self> {
         let rest = metadata.strip_prefix(TOPIC_ID)?;
         let (topic_id, cluster_id) = match rest.split_once(CLUSTER_ID) {
-            // A cluster id comes last, because it may be any text.
+            // The cluster id comes last, because it may be any text.
             Some((topic_id, cluster_id)) => {
                 (topic_id, Some(cluster_id).filter(|it| !it.is_empty()))
             }
@@ -60,7 +60,7 @@ impl TopicIdentity {
 const TOPIC_ID: &str = "topic-id=";
 const CLUSTER_ID: &str = " cluster-id=";
 
-/// The form of a committed offset's metadata: `topic-id=… cluster-id=…`.
+/// The format of a committed offset's metadata: `topic-id=… cluster-id=…`.
 impl fmt::Display for TopicIdentity {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{TOPIC_ID}{}", self.topic_id)?;
@@ -133,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn metadata_is_read_as_it_was_written() {
+    fn metadata_is_parsed_as_it_was_written() {
         for written in [
             identity(TOPIC, Some(CLUSTER)),
             identity(TOPIC, Some("any text, cluster-id=x too")),

@@ -1,4 +1,4 @@
-//! Whether the topics are there, before the group is joined.
+//! Checks and creates the topics before the group is joined.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -10,64 +10,65 @@ use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::RDKafkaErrorCode;
 
-use crate::context::Context;
+use crate::client;
+use crate::client::connection_errors::ConnectionErrors;
+use crate::client::log::LogContext;
+use crate::context::CallbackContext;
 use crate::kafka::{Kafka, TopicCreation};
-use crate::log::Log;
-use crate::outage::Outage;
-use crate::refusal;
 use crate::retention;
 
-/// How long one question to the broker may take.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// How long one look for the client's errors waits meanwhile.
-const TURN: Duration = Duration::from_millis(10);
-/// The first pause before the broker is asked again, and the longest.
+/// Timeout of one request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long one poll of the client's log and errors waits while a request runs.
+const POLL_TIMEOUT: Duration = Duration::from_millis(10);
+/// The first and the longest pause between requests.
 const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
-/// How often a topic that is missing is asked for again, a pause apart: one that was created a
-/// moment ago is not known to every broker yet.
-const SECOND_LOOKS: u32 = 3;
+/// How often a missing topic is looked up again. A topic that was just created may not be known to
+/// every broker.
+const MISSING_RETRIES: u32 = 3;
 
-/// How often a client may ask in vain until another one asks: it may have forgotten its brokers.
-const IN_VAIN: u32 = 3;
+/// After how many failures a new client is created. The client may have lost its broker metadata.
+const FAILURES_PER_CLIENT: u32 = 3;
 
-/// What the broker says about a topic.
+/// Whether a topic exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Found {
-    There,
-    /// In a cluster of so many brokers.
+enum TopicPresence {
+    Exists,
+    /// The cluster has this many brokers.
     Missing(usize),
 }
 
-/// How to create a topic of this name, as the broker's own tool does.
+/// The command that creates a topic with this name.
 fn command(kafka: &Kafka, name: &str, replicas: usize, keeps: &str) -> String {
     format!(
         "kafka-topics.sh --bootstrap-server {} --create --topic {name} --replication-factor {replicas}{keeps} (`kafka-topics` in some packages; \
-         in the Docker image it stands in /opt/kafka/bin)",
+         in the Docker image it is in /opt/kafka/bin)",
         kafka.brokers
     )
 }
 
-/// As many copies as a cluster of this size can hold, and three at most.
+/// The replication factor for a cluster of this size: one replica per broker, at most three.
 fn replicas(brokers: usize) -> usize {
     brokers.clamp(1, 3)
 }
 
-/// Waits for a broker, then checks every topic, creating what is to be created. Answers the
-/// consumer that has asked.
+/// Waits for a broker, then checks every topic and creates missing ones if configured. Returns the
+/// consumer that it used.
 ///
-/// A consumer asks, because a producer's question creates a topic on brokers that do so by
-/// themselves.
+/// The requests come from a consumer: a producer's metadata request creates the topic on brokers
+/// with `auto.create.topics.enable`.
 pub(crate) async fn check(
     kafka: &Kafka,
-    mut consumer: BaseConsumer<Context>,
-    another: impl Fn() -> Result<BaseConsumer<Context>, SourceError>,
-    outage: &Arc<Outage>,
-) -> Result<BaseConsumer<Context>, SourceError> {
+    mut consumer: BaseConsumer<CallbackContext>,
+    another: impl Fn() -> Result<BaseConsumer<CallbackContext>, SourceError>,
+    connection_errors: &Arc<ConnectionErrors>,
+) -> Result<BaseConsumer<CallbackContext>, SourceError> {
     for topic in &kafka.topics {
         let found;
-        (consumer, found) = look(consumer, &another, topic.clone(), outage).await?;
-        if let Found::Missing(brokers) = found {
+        (consumer, found) =
+            find_topic(consumer, &another, topic.clone(), connection_errors).await?;
+        if let TopicPresence::Missing(brokers) = found {
             return Err(SourceError::misconfigured(
                 "topic",
                 format!("the topic `{topic}` does not exist"),
@@ -88,21 +89,21 @@ pub(crate) async fn check(
             ]
         })
         .collect();
-    let mut there = Vec::new();
+    let mut existing = Vec::new();
     for (setting, name) in &destinations {
         let found;
-        (consumer, found) = look(consumer, &another, name.clone(), outage).await?;
+        (consumer, found) = find_topic(consumer, &another, name.clone(), connection_errors).await?;
         match (found, kafka.creation) {
-            (Found::There, _) => there.push((*setting, name.as_str())),
+            (TopicPresence::Exists, _) => existing.push((*setting, name.as_str())),
             (
-                Found::Missing(_),
+                TopicPresence::Missing(_),
                 TopicCreation::Create {
                     partitions,
                     replication,
                 },
             ) => {
                 create(
-                    &admin(kafka, outage)?,
+                    &admin(kafka, connection_errors)?,
                     setting,
                     name,
                     partitions,
@@ -110,7 +111,7 @@ pub(crate) async fn check(
                 )
                 .await?
             }
-            (Found::Missing(brokers), TopicCreation::Never) => {
+            (TopicPresence::Missing(brokers), TopicCreation::Never) => {
                 let (replicas, keeps) = (
                     replicas(brokers),
                     " --config retention.ms=-1 --config retention.bytes=-1 --config cleanup.policy=delete",
@@ -127,37 +128,37 @@ pub(crate) async fn check(
             }
         }
     }
-    retention::check(kafka, || admin(kafka, outage), &there).await?;
+    retention::check(kafka, || admin(kafka, connection_errors), &existing).await?;
     Ok(consumer)
 }
 
-/// Asks until a broker answers.
-async fn look(
-    mut consumer: BaseConsumer<Context>,
-    another: impl Fn() -> Result<BaseConsumer<Context>, SourceError>,
+/// Retries until a broker answers.
+async fn find_topic(
+    mut consumer: BaseConsumer<CallbackContext>,
+    another: impl Fn() -> Result<BaseConsumer<CallbackContext>, SourceError>,
     topic: String,
-    outage: &Outage,
-) -> Result<(BaseConsumer<Context>, Found), SourceError> {
+    connection_errors: &ConnectionErrors,
+) -> Result<(BaseConsumer<CallbackContext>, TopicPresence), SourceError> {
     let (mut pause, longest) = PAUSES;
-    let (mut second_looks, mut in_vain) = (0, 0);
+    let (mut second_looks, mut failures) = (0, 0);
     loop {
         let name = topic.clone();
-        let asked = tokio::task::spawn_blocking(move || {
-            let answer = ask(&consumer, &name);
+        let fetched = tokio::task::spawn_blocking(move || {
+            let answer = fetch_presence(&consumer, &name);
             (consumer, answer)
         });
         let answer;
-        (consumer, answer) = asked
+        (consumer, answer) = fetched
             .await
             .map_err(|error| SourceError::Unavailable(error.into()))?;
         match answer {
-            Ok(Found::Missing(_)) if second_looks < SECOND_LOOKS => second_looks += 1,
+            Ok(TopicPresence::Missing(_)) if second_looks < MISSING_RETRIES => second_looks += 1,
             Ok(found) => return Ok((consumer, found)),
             Err(code) => {
-                judge(&consumer, code, &topic, outage)?;
-                in_vain += u32::from(Outage::is(code));
-                if in_vain == IN_VAIN {
-                    in_vain = 0;
+                classify_error(&consumer, code, &topic, connection_errors)?;
+                failures += u32::from(client::error::is_connection(code));
+                if failures == FAILURES_PER_CLIENT {
+                    failures = 0;
                     let before = std::mem::replace(&mut consumer, another()?);
                     before.context().is_replaced.store(true, Ordering::Relaxed);
                     tokio::task::spawn_blocking(move || drop(before));
@@ -169,13 +170,16 @@ async fn look(
     }
 }
 
-fn ask(consumer: &BaseConsumer<Context>, topic: &str) -> Result<Found, RDKafkaErrorCode> {
+fn fetch_presence(
+    consumer: &BaseConsumer<CallbackContext>,
+    topic: &str,
+) -> Result<TopicPresence, RDKafkaErrorCode> {
     let metadata = std::thread::scope(|scope| {
-        let asking = scope.spawn(|| consumer.fetch_metadata(Some(topic), PATIENCE));
-        // Nobody else serves its log and its errors yet, and an outage is told before the question
-        // is given up.
+        let asking = scope.spawn(|| consumer.fetch_metadata(Some(topic), REQUEST_TIMEOUT));
+        // Nothing else serves the client's log and errors yet, and a connection error must be
+        // logged before the request times out.
         while !asking.is_finished() {
-            while consumer.poll(TURN).is_some() {}
+            while consumer.poll(POLL_TIMEOUT).is_some() {}
         }
         asking
             .join()
@@ -189,30 +193,30 @@ fn ask(consumer: &BaseConsumer<Context>, topic: &str) -> Result<Found, RDKafkaEr
         .and_then(|topic| topic.error())
         .map(RDKafkaErrorCode::from)
     {
-        None => Ok(Found::There),
+        None => Ok(TopicPresence::Exists),
         Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => {
-            Ok(Found::Missing(metadata.brokers().len()))
+            Ok(TopicPresence::Missing(metadata.brokers().len()))
         }
         Some(code) => Err(code),
     }
 }
 
-/// What may heal is waited for; what a person has to change is an error.
-fn judge(
-    consumer: &BaseConsumer<Context>,
+/// Permanent errors are returned; transient ones are logged.
+fn classify_error(
+    consumer: &BaseConsumer<CallbackContext>,
     code: RDKafkaErrorCode,
     topic: &str,
-    outage: &Outage,
+    connection_errors: &ConnectionErrors,
 ) -> Result<(), SourceError> {
     use RDKafkaErrorCode as E;
-    let trouble = consumer.context().take_trouble();
-    if let Some((_, reason)) = trouble
+    let last_error = consumer.context().take_last_error();
+    if let Some((_, reason)) = last_error
         .as_ref()
-        .filter(|(code, _)| refusal::is_of_the_broker(*code))
+        .filter(|(code, _)| client::error::is_authentication(*code))
     {
         return Err(SourceError::misconfigured(
             "property",
-            format!("the broker refuses the credentials: {reason}"),
+            format!("the broker rejects the credentials: {reason}"),
             "check .login(…), or the sasl.* and ssl.* properties",
         ));
     }
@@ -224,32 +228,35 @@ fn judge(
         )),
         E::InvalidTopic => Err(SourceError::misconfigured(
             "topic",
-            format!("`{topic}` is no name for a topic"),
+            format!("`{topic}` is not a valid topic name"),
             "name a topic that exists",
         )),
-        code if Outage::is(code) => {
-            outage.tell(&trouble.map_or_else(
-                || format!("no answer within {PATIENCE:?}"),
+        code if client::error::is_connection(code) => {
+            connection_errors.log(&last_error.map_or_else(
+                || format!("no answer within {REQUEST_TIMEOUT:?}"),
                 |(_, reason)| reason,
             ));
             Ok(())
         }
         _ => {
-            tracing::warn!(topic, %code, "the broker does not say yet whether the topic exists; asking again");
+            tracing::warn!(topic, %code, "cannot look up the topic, retrying");
             Ok(())
         }
     }
 }
 
-fn admin(kafka: &Kafka, outage: &Arc<Outage>) -> Result<AdminClient<Log>, SourceError> {
+fn admin(
+    kafka: &Kafka,
+    connection_errors: &Arc<ConnectionErrors>,
+) -> Result<AdminClient<LogContext>, SourceError> {
     kafka
         .producer_config()
-        .create_with_context(Log(outage.clone()))
-        .map_err(refusal::of_setting)
+        .create_with_context(LogContext(connection_errors.clone()))
+        .map_err(client::error::from_config)
 }
 
 async fn create(
-    admin: &AdminClient<Log>,
+    admin: &AdminClient<LogContext>,
     setting: &str,
     name: &str,
     partitions: u16,
@@ -260,10 +267,10 @@ async fn create(
         i32::from(partitions),
         TopicReplication::Fixed(i32::from(replication)),
     );
-    let topic = retention::KEEPS
+    let topic = retention::UNLIMITED_RETENTION
         .iter()
         .fold(topic, |topic, (key, value)| topic.set(key, value));
-    let options = AdminOptions::new().operation_timeout(Some(PATIENCE * 2));
+    let options = AdminOptions::new().operation_timeout(Some(REQUEST_TIMEOUT * 2));
     let failed = match admin.create_topics([&topic], &options).await {
         Ok(results) => results
             .into_iter()
@@ -272,12 +279,12 @@ async fn create(
         Err(error) => Some(error.to_string()),
     };
     match failed {
-        // Another member was quicker.
+        // Another member has created it.
         Some(text) if text == RDKafkaErrorCode::TopicAlreadyExists.to_string() => Ok(()),
         Some(text) => Err(SourceError::misconfigured(
             setting,
             format!("the topic `{name}` could not be created: {text}"),
-            "create it by hand",
+            "create it manually",
         )),
         None => {
             tracing::info!(topic = name, partitions, replication, "topic created");
@@ -291,37 +298,38 @@ mod tests {
     use rdkafka::mocking::MockCluster;
 
     use super::*;
-    use crate::shared::Shared;
+    use crate::shared::SharedState;
 
     #[tokio::test]
-    async fn a_client_that_asks_in_vain_gives_way_to_another_one() {
+    async fn a_client_whose_requests_fail_is_replaced() {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         let client = |brokers: &str| {
-            let (kafka, outage) = (
+            let (kafka, connection_errors) = (
                 Kafka::topic("t").brokers(brokers).group("g"),
-                Arc::new(Outage::of(brokers)),
+                Arc::new(ConnectionErrors::new(brokers)),
             );
-            let context = Context::new(Arc::<Shared>::default(), &kafka, outage);
+            let context =
+                CallbackContext::new(Arc::<SharedState>::default(), &kafka, connection_errors);
             kafka
                 .consumer_config()
                 .create_with_context(context)
-                .map_err(refusal::of_setting)
+                .map_err(client::error::from_config)
         };
-        // As one that has forgotten where the brokers are.
-        let (first, outage) = (
+        // Like a client that has lost its broker metadata.
+        let (first, connection_errors) = (
             client("127.0.0.1:1").expect("a client"),
-            Outage::of("127.0.0.1:1"),
+            ConnectionErrors::new("127.0.0.1:1"),
         );
-        let looked = tokio::time::timeout(
+        let last_check = tokio::time::timeout(
             Duration::from_secs(60),
-            look(first, || client(&brokers), "t".into(), &outage),
+            find_topic(first, || client(&brokers), "t".into(), &connection_errors),
         );
-        let (_, found) = looked
+        let (_, found) = last_check
             .await
             .expect("another one asks")
-            .expect("nothing that a person has to change");
-        assert_eq!(found, Found::There);
+            .expect("no permanent error");
+        assert_eq!(found, TopicPresence::Exists);
     }
 }

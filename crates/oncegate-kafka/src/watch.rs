@@ -1,4 +1,5 @@
-//! Watches from beside: how far behind the group is, and whether the client still reads at all.
+//! Watches the partitions with a second client: their lag, and whether the first client still reads
+//! them.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -8,91 +9,102 @@ use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::topic_partition_list::TopicPartitionList;
 
-use crate::forgotten::Forgotten;
-use crate::log::Log;
-use crate::outage::Outage;
-use crate::shared::{Phase, Reading, Shared};
+use crate::client::connection_errors::ConnectionErrors;
+use crate::client::log::LogContext;
+use crate::client::lost_metadata::LostMetadata;
+use crate::shared::{ReadProgress, SharedState, SourcePhase};
 
-/// How often it looks, at the most seldom.
-const LOOK: Duration = Duration::from_secs(10);
-/// How often it looks whether the source closes.
+/// Maximum pause between two checks.
+const CHECK_INTERVAL: Duration = Duration::from_secs(10);
+/// How often it checks whether the source closes.
 const TURN: Duration = Duration::from_millis(200);
-/// How long a question to the broker may take.
-const PATIENCE: Duration = Duration::from_secs(3);
-/// How long a client has to log in, to find the broker that coordinates the group, to log in there,
-/// and to be answered.
-const ASKED: Duration = Duration::from_secs(10);
-/// How long the client may be without its group until that is told, and how often it is while it
-/// lasts.
-const TOLD: Duration = Duration::from_secs(60);
-/// After how many partitions in a row of which no broker says anything the others are not asked
-/// about in this round: most likely no broker answers at all, and each would cost its time.
-const IN_VAIN: usize = 3;
-/// How often all that librdkafka had fetched has to be read meanwhile, before a partition is taken
-/// for stalled: it fetches while little stands there, for all partitions at once. The first time
-/// over, what was asked for before the partition had more is read; the second time, what was asked
-/// for then; and one look may fall between an answer and its being seen.
-const TURNS: u32 = 3;
-/// How often in a row the patience with a partition doubles, at the most: to 64 times as long.
-const DOUBLINGS: u32 = 6;
+/// Timeout of one request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
+/// How long a fresh client may take to log in, to find the group coordinator, to log in there, and
+/// to get an answer.
+const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
+/// After how long without the group coordinator it is logged, and how often from then on.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
+/// After this many consecutive partitions without an answer, the rest of a check is skipped: most
+/// likely no broker answers, and each request would take its full timeout.
+const MAX_SILENT: usize = 3;
+/// How often the whole prefetch queue must have been read before a partition counts as stalled.
+/// librdkafka fetches for all partitions when the queue is short. The first drain reads what was
+/// requested before the partition had more messages, the second one reads what was requested then,
+/// and one check may fall between a response and its being read.
+const REQUIRED_DRAINS: u32 = 3;
+/// How often the time limit of a partition is doubled at most: up to 64 times as long.
+const MAX_DOUBLINGS: u32 = 6;
 
-/// Looks at each partition from time to time, with a client of its own: what the watched one says
-/// of itself is what is in question. Runs on a thread of its own.
+/// Checks each partition periodically with its own client, because the watched client may be the
+/// one at fault. Runs on its own thread.
 pub(crate) fn run(
     config: &ClientConfig,
     topic: &str,
-    shared: &Shared,
-    outage: &Arc<Outage>,
-    tries_again: Duration,
+    shared: &SharedState,
+    connection_errors: &Arc<ConnectionErrors>,
+    reconnect_backoff_max: Duration,
     stalled_after: Duration,
 ) {
-    let another =
-        || config.create_with_context::<_, BaseConsumer<OwnLog>>(OwnLog(Log(outage.clone())));
+    let another = || {
+        config.create_with_context::<_, BaseConsumer<WatchContext>>(WatchContext(LogContext(
+            connection_errors.clone(),
+        )))
+    };
     let mut client = match another() {
         Ok(client) => client,
         Err(error) => {
-            return tracing::error!(%error, "nobody watches the Kafka client: there is no second one");
+            return tracing::error!(%error, "cannot create the watching kafka client; lag is not reported and stalled partitions are not detected");
         }
     };
-    let mut forgotten = Forgotten::new(tries_again);
-    let (mut watch, pause) = (Watch::default(), LOOK.min(stalled_after / 4));
-    let (mut looked, mut told): (Option<Instant>, Option<Instant>) = (None, None);
-    while shared.lock().phase() < Phase::Closing {
-        if looked.is_none_or(|at| at.elapsed() >= pause) {
-            watch.look(
+    let mut lost_metadata = LostMetadata::new(reconnect_backoff_max);
+    let (mut watch, pause) = (
+        PartitionWatch::default(),
+        CHECK_INTERVAL.min(stalled_after / 4),
+    );
+    let (mut last_check, mut logged_at): (Option<Instant>, Option<Instant>) = (None, None);
+    while shared.lock().phase() < SourcePhase::Closing {
+        if last_check.is_none_or(|at| at.elapsed() >= pause) {
+            watch.check(
                 |topic, partition| {
-                    Some(client.fetch_watermarks(topic, partition, PATIENCE).ok()?.1)
+                    Some(
+                        client
+                            .fetch_watermarks(topic, partition, REQUEST_TIMEOUT)
+                            .ok()?
+                            .1,
+                    )
                 },
                 shared,
                 stalled_after,
             );
-            looked = Some(Instant::now());
-            // It may be this one that knows of no broker any more.
-            if watch.hears_nothing()
+            last_check = Some(Instant::now());
+            // This client itself may have lost its broker metadata.
+            if watch.all_silent()
                 && let Ok(another) = another()
             {
                 client = another;
             }
         }
-        let alone = shared.lock().alone();
-        if forgotten.look(alone, Instant::now, || {
-            another().is_ok_and(|client| gets_to_the_group(&client, topic))
-        }) && let Some(alone) = alone
+        let without_group_since = shared.lock().without_group_since();
+        if lost_metadata.check(without_group_since, Instant::now, || {
+            another().is_ok_and(|client| reaches_coordinator(&client, topic))
+        }) && let Some(without_group_since) = without_group_since
         {
-            shared.lock().suspect(alone, Instant::now());
+            shared
+                .lock()
+                .suspect_lost_metadata(without_group_since, Instant::now());
         }
-        // One that others get to would have been replaced by now.
-        if let Some(without) = alone
-            .map(|at| at.elapsed())
-            .filter(|it| *it >= TOLD && told.is_none_or(|at| at.elapsed() >= TOLD))
-        {
+        // If fresh clients reached the coordinator, the client would have been replaced by now.
+        if let Some(without) = without_group_since.map(|at| at.elapsed()).filter(|it| {
+            *it >= LOG_INTERVAL && logged_at.is_none_or(|at| at.elapsed() >= LOG_INTERVAL)
+        }) {
             tracing::warn!(
                 seconds = without.as_secs(),
-                "without its group: no client gets to the broker that coordinates it; have all partitions of __consumer_offsets a leader?"
+                "cannot reach the group coordinator; check that every partition of __consumer_offsets has a leader"
             );
-            told = Some(Instant::now());
+            logged_at = Some(Instant::now());
         }
-        // Serves its log.
+        // Polling serves the client's log.
         let _ = client.poll(TURN);
     }
     watch
@@ -102,160 +114,159 @@ pub(crate) fn run(
     metrics::gauge!(crate::metric::PARTITIONS).set(0.0);
 }
 
-/// Whether the broker that coordinates the group answers this client. It need not have joined it
-/// for that.
-fn gets_to_the_group(client: &BaseConsumer<OwnLog>, topic: &str) -> bool {
+/// Whether the group coordinator answers this client. The client need not be a member of the group.
+fn reaches_coordinator(client: &BaseConsumer<WatchContext>, topic: &str) -> bool {
     let mut any = TopicPartitionList::new();
     any.add_partition(topic, 0);
-    client.committed_offsets(any, ASKED).is_ok()
+    client.committed_offsets(any, PROBE_TIMEOUT).is_ok()
 }
 
-/// What was seen before.
+/// The results of earlier checks.
 #[derive(Default)]
-struct Watch {
-    standing: HashMap<(u64, i32), Standing>,
-    /// The partitions for which the client was replaced, until they are read on.
-    in_vain: HashMap<(Arc<str>, i32), InVain>,
-    /// Of which partitions something was told.
+struct PartitionWatch {
+    candidates: HashMap<(u64, i32), StallCandidate>,
+    /// Partitions whose client was replaced and that have made no progress since.
+    replaced: HashMap<(Arc<str>, i32), ReplacementBackoff>,
+    /// Partitions with gauges.
     gauges: HashMap<(String, i32), ()>,
-    /// The partitions of which no broker said where their log ends, when it was asked last.
+    /// Partitions whose log end no broker returned at the last check.
     silent: HashSet<(String, i32)>,
-    /// Whether partitions were asked about last, and none of them was answered.
-    hears_nothing: bool,
+    /// Whether the last check got no answer for any partition.
+    all_silent: bool,
 }
 
-/// A partition for which the client was replaced, and that was not read on since. It may be that
-/// what is fetched takes so long to come, and each client that is replaced begins with it again: so
-/// the next one has twice the time.
+/// A partition whose client was replaced and that has made no progress since. Its fetches may just
+/// be slow, and each replacement starts over, so the next client gets twice the time.
 #[derive(Clone, Copy, Debug)]
-struct InVain {
+struct ReplacementBackoff {
     at: Option<i64>,
     times: u32,
 }
 
-/// A partition whose log has more than was read, and that is not read on.
+/// A partition with unread messages that makes no progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Standing {
+struct StallCandidate {
     since: Instant,
     at: Option<i64>,
-    /// Where the log ended then.
+    /// The log end at that time.
     end: i64,
-    /// How often all that was fetched has been read since then.
-    turns: u32,
-    /// How far the polling thread was when the last of these turns began.
-    turn: Reading,
+    /// How often the whole prefetch queue has been read since.
+    drains: u32,
+    /// The polling thread's progress when the last of these drains started.
+    drain_start: ReadProgress,
 }
 
-impl Standing {
-    /// What is to be remembered of a partition that was read to `at` of a log that ends at `end`.
+impl StallCandidate {
+    /// The candidate for a partition that was read to `at`, if its log ends at `end`.
     fn next(
         before: Option<Self>,
         at: Option<i64>,
         end: i64,
-        reading: Reading,
+        progress: ReadProgress,
         now: Instant,
     ) -> Option<Self> {
         if at.is_some_and(|at| at >= end) {
             return None;
         }
-        let begins = Self {
+        let start = Self {
             since: now,
             at,
             end,
-            turns: 0,
-            turn: reading,
+            drains: 0,
+            drain_start: progress,
         };
-        let mut next = before.filter(|before| before.at == at).unwrap_or(begins);
-        if next.turn.is_over(reading) {
-            (next.turns, next.turn) = (next.turns + 1, reading);
+        let mut next = before.filter(|before| before.at == at).unwrap_or(start);
+        if next.drain_start.is_over(progress) {
+            (next.drains, next.drain_start) = (next.drains + 1, progress);
         }
         Some(next)
     }
 
-    /// Whether it has stood for so long while its log grew, and while what librdkafka fetches was
-    /// read over and over: whoever reads nothing for lack of room learns nothing of it. A log that
-    /// does not grow may end in what nobody is handed.
+    /// Whether the partition made no progress for this long although its log grew and the prefetch
+    /// queue was read repeatedly. If the queue is not read for lack of room, nothing is known. A
+    /// log that does not grow may end with transaction markers.
     fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
-        end > self.end && self.turns >= TURNS && now.duration_since(self.since) >= after
+        end > self.end && self.drains >= REQUIRED_DRAINS && now.duration_since(self.since) >= after
     }
 }
 
-impl Watch {
-    /// Asks `end_of` each partition's log; of some it may say nothing.
-    fn look(
+impl PartitionWatch {
+    /// Fetches the log ends with `end_of`, which may fail, and requests a replacement for stalled
+    /// partitions.
+    fn check(
         &mut self,
         end_of: impl FnMut(&str, i32) -> Option<i64>,
-        shared: &Shared,
+        shared: &SharedState,
         stalled_after: Duration,
     ) {
-        self.look_at(Instant::now, end_of, shared, stalled_after);
+        self.check_at(Instant::now, end_of, shared, stalled_after);
     }
 
-    /// The same, at the time that `clock` says once all was asked.
-    fn look_at(
+    /// Like [`check`](Self::check), at the time that `clock` returns after all requests.
+    fn check_at(
         &mut self,
         clock: impl FnOnce() -> Instant,
         end_of: impl FnMut(&str, i32) -> Option<i64>,
-        shared: &Shared,
+        shared: &SharedState,
         stalled_after: Duration,
     ) {
         let partitions = shared.lock().partitions();
-        let seen = self.ends_of(partitions, end_of);
-        seen.iter()
-            .for_each(|((topic, partition), end)| shared.lock().log_ends(topic, *partition, *end));
-        self.tell(shared);
+        let log_ends = self.fetch_log_ends(partitions, end_of);
+        log_ends.iter().for_each(|((topic, partition), end)| {
+            shared.lock().set_log_end(topic, *partition, *end)
+        });
+        self.set_gauges(shared);
         let state = shared.lock();
-        let (now, reading, partitions) = (clock(), state.reading(), state.read_to());
+        let (now, progress, partitions) = (clock(), state.read_progress(), state.read_positions());
         drop(state);
-        let mut standing = HashMap::new();
+        let mut candidates = HashMap::new();
         for (epoch, topic, partition, at) in partitions {
-            let Some(end) = seen.get(&(topic.to_string(), partition)) else {
-                // For as long as nobody says where it ends, it stands as it stood.
-                standing.extend(
-                    self.standing
+            let Some(end) = log_ends.get(&(topic.to_string(), partition)) else {
+                // Without a log end the candidate is kept as it is.
+                candidates.extend(
+                    self.candidates
                         .get(&(epoch, partition))
                         .map(|before| ((epoch, partition), *before)),
                 );
                 continue;
             };
-            let before = self.standing.get(&(epoch, partition)).copied();
-            let Some(next) = Standing::next(before, at, *end, reading, now) else {
+            let before = self.candidates.get(&(epoch, partition)).copied();
+            let Some(next) = StallCandidate::next(before, at, *end, progress, now) else {
                 continue;
             };
-            let patience = self.patience(&topic, partition, at, stalled_after);
-            if !next.is_stalled(*end, now, patience) {
-                standing.insert((epoch, partition), next);
+            let time_limit = self.time_limit(&topic, partition, at, stalled_after);
+            if !next.is_stalled(*end, now, time_limit) {
+                candidates.insert((epoch, partition), next);
                 continue;
             }
-            // Until it is replaced it stands as if it had begun to.
-            let why = format!(
-                "{topic}/{partition} was read to {at:?} for {patience:?}, though its log has grown to {end}"
+            // The candidate starts over until the client is replaced.
+            let reason = format!(
+                "no progress on {topic}/{partition} at offset {at:?} for {time_limit:?}, while its log has grown to {end}"
             );
-            shared.lock().ask_for_another(why);
+            shared.lock().request_replacement(reason);
             shared.wake_poller();
             let times = self
-                .in_vain
+                .replaced
                 .get(&(topic.clone(), partition))
                 .map_or(0, |before| before.times);
-            self.in_vain.insert(
+            self.replaced.insert(
                 (topic, partition),
-                InVain {
+                ReplacementBackoff {
                     at,
-                    times: (times + 1).min(DOUBLINGS),
+                    times: (times + 1).min(MAX_DOUBLINGS),
                 },
             );
         }
-        self.standing = standing;
+        self.candidates = candidates;
     }
 
-    /// Whether no broker said anything of any partition when they were asked last.
-    fn hears_nothing(&self) -> bool {
-        self.hears_nothing
+    fn all_silent(&self) -> bool {
+        self.all_silent
     }
 
-    /// How long a partition that was read to `at` may stand. One that was read beyond where it
-    /// stood when its client was replaced is as any other again.
-    fn patience(
+    /// How long a partition that was read to `at` may make no progress. Progress since its client
+    /// was replaced resets the limit.
+    fn time_limit(
         &mut self,
         topic: &Arc<str>,
         partition: i32,
@@ -263,20 +274,19 @@ impl Watch {
         stalled_after: Duration,
     ) -> Duration {
         let key = (topic.clone(), partition);
-        match self.in_vain.get(&key) {
+        match self.replaced.get(&key) {
             None => stalled_after,
             Some(before) if at <= before.at => stalled_after.saturating_mul(1 << before.times),
             Some(_) => {
-                self.in_vain.remove(&key);
+                self.replaced.remove(&key);
                 stalled_after
             }
         }
     }
 
-    /// Where these logs end, as far as a broker says. A partition without a leader, which costs the
-    /// whole patience, takes nothing from the others: it is said once, and it is asked about after
-    /// them.
-    fn ends_of(
+    /// Fetches the log ends. A partition without a leader, whose request takes the full timeout, is
+    /// logged once and requested last, so that it delays no other partition.
+    fn fetch_log_ends(
         &mut self,
         mut partitions: Vec<(String, i32)>,
         mut end_of: impl FnMut(&str, i32) -> Option<i64>,
@@ -284,53 +294,54 @@ impl Watch {
         self.silent.retain(|it| partitions.contains(it));
         let asks = !partitions.is_empty();
         partitions.sort_by_key(|it| self.silent.contains(it));
-        let (mut seen, mut in_vain) = (HashMap::new(), 0);
+        let (mut log_ends, mut failures) = (HashMap::new(), 0);
         for it in partitions {
-            if in_vain == IN_VAIN {
+            if failures == MAX_SILENT {
                 break;
             }
             match end_of(&it.0, it.1) {
                 Some(end) => {
-                    in_vain = 0;
+                    failures = 0;
                     self.silent.remove(&it);
-                    seen.insert(it, end);
+                    log_ends.insert(it, end);
                 }
                 None => {
-                    in_vain += 1;
+                    failures += 1;
                     if !self.silent.contains(&it) {
                         metrics::counter!(crate::metric::LOG_ENDS_UNKNOWN).increment(1);
                         tracing::warn!(
                             topic = it.0,
                             partition = it.1,
-                            "no broker says where the log ends; its lag stands still meanwhile"
+                            "cannot fetch the log end of the partition; its lag is not updated"
                         );
                         self.silent.insert(it);
                     }
                 }
             }
         }
-        self.hears_nothing = asks && seen.is_empty();
-        seen
+        self.all_silent = asks && log_ends.is_empty();
+        log_ends
     }
 
-    /// Sets the gauges, those of partitions that have left to 0. A lag that is not known is not
-    /// told: none is there before it is.
-    fn tell(&mut self, shared: &Shared) {
+    /// Sets the gauges, and those of revoked partitions to 0. The lag gauge of a partition appears
+    /// once the lag is known.
+    fn set_gauges(&mut self, shared: &SharedState) {
         let status = shared.lock().status();
         metrics::gauge!(crate::metric::PARTITIONS).set(status.len() as f64);
         metrics::gauge!(crate::metric::PARTITIONS_SILENT).set(self.silent.len() as f64);
-        let mut gone = std::mem::take(&mut self.gauges);
+        let mut revoked = std::mem::take(&mut self.gauges);
         for it in status {
-            gone.remove(&(it.topic.to_string(), it.partition));
+            revoked.remove(&(it.topic.to_string(), it.partition));
             gauges(
                 &it.topic,
                 it.partition,
                 it.lag,
-                it.lowest.map_or(Duration::ZERO, |lowest| lowest.since),
+                it.blocker.map_or(Duration::ZERO, |blocker| blocker.since),
             );
             self.gauges.insert((it.topic.to_string(), it.partition), ());
         }
-        gone.keys()
+        revoked
+            .keys()
             .for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
     }
 }
@@ -346,10 +357,10 @@ fn gauges(topic: &str, partition: i32, lag: Option<u64>, age: Duration) {
     metrics::gauge!(crate::metric::WATERMARK_AGE, &labels).set(age.as_secs_f64());
 }
 
-/// The log of the client that watches.
-struct OwnLog(Log);
+/// The context of the watching client.
+struct WatchContext(LogContext);
 
-impl rdkafka::ClientContext for OwnLog {
+impl rdkafka::ClientContext for WatchContext {
     fn log(&self, level: rdkafka::config::RDKafkaLogLevel, facility: &str, line: &str) {
         self.0.log(level, facility, line);
     }
@@ -361,7 +372,7 @@ impl rdkafka::ClientContext for OwnLog {
     }
 }
 
-impl rdkafka::consumer::ConsumerContext for OwnLog {}
+impl rdkafka::consumer::ConsumerContext for WatchContext {}
 
 #[cfg(test)]
 mod tests {
@@ -370,12 +381,12 @@ mod tests {
 
     use super::*;
     use crate::Kafka;
-    use crate::batch::Record;
-    use crate::shared::{Begins, Log};
+    use crate::client::batch::ConsumerRecord;
+    use crate::shared::{LogIdentity, StartPosition};
 
-    fn record(partition: i32, offset: i64) -> Record {
+    fn record(partition: i32, offset: i64) -> ConsumerRecord {
         let (topic, headers) = (Arc::from("t"), oncegate_core::Headers::default());
-        Record {
+        ConsumerRecord {
             topic,
             partition,
             offset,
@@ -386,72 +397,80 @@ mod tests {
         }
     }
 
-    /// A topic of so many partitions, each read to its offset 5.
-    fn shared(partitions: i32) -> Shared {
-        let shared: Shared = Shared::default();
+    /// A topic with this many partitions, each read to offset 5.
+    fn shared(partitions: i32) -> SharedState {
+        let shared: SharedState = SharedState::default();
         for partition in 0..partitions {
-            shared.assign("t", partition, Begins::At(4), Log::default());
-            shared.take_in(vec![record(partition, 4)]);
+            shared.assign(
+                "t",
+                partition,
+                StartPosition::Committed(4),
+                LogIdentity::default(),
+            );
+            shared.add_records(vec![record(partition, 4)]);
         }
         shared
     }
 
     const AFTER: Duration = Duration::from_secs(1);
 
-    /// The polling thread looks, and finds so much.
-    fn waits(shared: &Shared, waiting: u64) {
-        shared.lock().waits(waiting);
+    /// The polling thread finds this many operations in the queue.
+    fn queue_length(shared: &SharedState, waiting: u64) {
+        shared.lock().set_queue_length(waiting);
     }
 
     #[test]
-    fn a_client_that_says_it_is_without_its_group_is_replaced_while_others_get_there() {
+    fn a_client_that_reports_no_coordinator_is_replaced_while_others_reach_it() {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
-        let (config, outage) = (
+        let (config, connection_errors) = (
             Kafka::topic("t")
                 .brokers(&brokers)
                 .group("g")
                 .watch_config(),
-            Arc::new(Outage::of(&brokers)),
+            Arc::new(ConnectionErrors::new(&brokers)),
         );
         let fresh = || {
             config
-                .create_with_context(OwnLog(Log(outage.clone())))
+                .create_with_context(WatchContext(LogContext(connection_errors.clone())))
                 .expect("a client")
         };
         cluster.broker_down(1).expect("down");
-        assert!(!gets_to_the_group(&fresh(), "t"));
+        assert!(!reaches_coordinator(&fresh(), "t"));
         cluster.broker_up(1).expect("up");
-        let (shared, end) = (Shared::default(), Instant::now() + Duration::from_secs(60));
+        let (shared, end) = (
+            SharedState::default(),
+            Instant::now() + Duration::from_secs(60),
+        );
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 run(
                     &config,
                     "t",
                     &shared,
-                    &outage,
+                    &connection_errors,
                     Duration::from_secs(1),
                     Duration::from_secs(60),
                 )
             });
-            while !shared.lock().wants_another() && Instant::now() < end {
-                shared.lock().hears_of_the_group(false, Instant::now());
+            while !shared.lock().needs_replacement() && Instant::now() < end {
+                shared.lock().record_group_state(false, Instant::now());
                 std::thread::sleep(Duration::from_millis(200));
             }
-            shared.enter(Phase::Closing);
+            shared.enter(SourcePhase::Closing);
         });
-        assert!(shared.lock().wants_another());
+        assert!(shared.lock().needs_replacement());
     }
 
     #[test]
-    fn a_partition_without_a_leader_hides_no_other() {
-        let (shared, mut watch) = (shared(3), Watch::default());
+    fn a_partition_without_a_leader_does_not_hide_others() {
+        let (shared, mut watch) = (shared(3), PartitionWatch::default());
         for round in 0..2 {
             for without in 0..3 {
                 let end = |_: &str, partition| (partition != without).then_some(10 + round);
-                watch.look(end, &shared, Duration::from_secs(60));
-                let told: Vec<i32> = shared
+                watch.check(end, &shared, Duration::from_secs(60));
+                let updated: Vec<i32> = shared
                     .lock()
                     .status()
                     .iter()
@@ -461,18 +480,22 @@ mod tests {
                 assert!(
                     (0..3)
                         .filter(|it| *it != without)
-                        .all(|it| told.contains(&it)),
-                    "without {without}: {told:?}"
+                        .all(|it| updated.contains(&it)),
+                    "without {without}: {updated:?}"
                 );
             }
         }
     }
 
     #[test]
-    fn a_lag_that_nobody_knows_is_not_told() {
-        let (recorder, shared, mut watch) = (DebuggingRecorder::new(), shared(1), Watch::default());
+    fn an_unknown_lag_is_not_reported() {
+        let (recorder, shared, mut watch) = (
+            DebuggingRecorder::new(),
+            shared(1),
+            PartitionWatch::default(),
+        );
         let snapshotter = recorder.snapshotter();
-        let told = |name| {
+        let value = |name| {
             snapshotter
                 .snapshot()
                 .into_vec()
@@ -481,26 +504,27 @@ mod tests {
                 .map(|it| it.3)
         };
         metrics::with_local_recorder(&recorder, || {
-            watch.look(|_, _| None, &shared, AFTER);
+            watch.check(|_, _| None, &shared, AFTER);
             assert!(
-                told(crate::metric::WATERMARK_AGE).is_some() && told(crate::metric::LAG).is_none()
+                value(crate::metric::WATERMARK_AGE).is_some()
+                    && value(crate::metric::LAG).is_none()
             );
-            watch.look(|_, _| Some(9), &shared, AFTER);
+            watch.check(|_, _| Some(9), &shared, AFTER);
             assert_eq!(
-                told(crate::metric::LAG),
+                value(crate::metric::LAG),
                 Some(DebugValue::Gauge(5.0.into()))
             );
-            watch.look(|_, _| None, &shared, AFTER);
+            watch.check(|_, _| None, &shared, AFTER);
             assert_eq!(
-                told(crate::metric::LAG),
+                value(crate::metric::LAG),
                 Some(DebugValue::Gauge(5.0.into())),
-                "it stands still"
+                "it is not updated"
             );
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
-            watch.look(|_, _| None, &shared, AFTER);
+            watch.check(|_, _| None, &shared, AFTER);
             assert_eq!(
-                told(crate::metric::LAG),
+                value(crate::metric::LAG),
                 Some(DebugValue::Gauge(0.0.into())),
                 "another member's now"
             );
@@ -508,72 +532,72 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_in_vain_of_all_partitions_hears_nothing() {
-        let (shared, mut watch) = (shared(10), Watch::default());
-        assert!(!watch.hears_nothing());
-        watch.look(|_, _| None, &shared, AFTER);
-        assert!(watch.hears_nothing());
-        // Some have no leader. Each is found out once, and asked about after the others from then
-        // on.
+    fn all_silent_if_no_partition_gets_an_answer() {
+        let (shared, mut watch) = (shared(10), PartitionWatch::default());
+        assert!(!watch.all_silent());
+        watch.check(|_, _| None, &shared, AFTER);
+        assert!(watch.all_silent());
+        // Some partitions have no leader. Each is detected once, and requested after the others
+        // from then on.
         for _ in 0..4 {
-            watch.look(|_, partition| (partition > 3).then_some(9), &shared, AFTER);
+            watch.check(|_, partition| (partition > 3).then_some(9), &shared, AFTER);
         }
-        assert!(!watch.hears_nothing());
+        assert!(!watch.all_silent());
     }
 
     #[test]
-    fn a_stall_is_found_beside_a_partition_without_a_leader() {
-        let (shared, mut watch) = (shared(2), Watch::default());
+    fn a_stall_is_detected_beside_a_partition_without_a_leader() {
+        let (shared, mut watch) = (shared(2), PartitionWatch::default());
         for end in 9..=12 {
-            assert!(!shared.lock().wants_another());
-            waits(&shared, 0);
-            watch.look(
+            assert!(!shared.lock().needs_replacement());
+            queue_length(&shared, 0);
+            watch.check(
                 |_, partition| (partition == 1).then_some(end),
                 &shared,
                 Duration::ZERO,
             );
         }
-        assert!(shared.lock().wants_another(), "it grows, and is not read");
-    }
-
-    #[test]
-    fn a_stall_is_found_though_a_look_in_between_was_in_vain() {
-        let (shared, mut watch) = (shared(1), Watch::default());
-        for end in [Some(9), Some(9), None, Some(9), None, Some(12)] {
-            assert!(!shared.lock().wants_another());
-            waits(&shared, 0);
-            watch.look(|_, _| end, &shared, Duration::ZERO);
-        }
         assert!(
-            shared.lock().wants_another(),
-            "it stands where it stood before"
+            shared.lock().needs_replacement(),
+            "it grows, and is not read"
         );
     }
 
-    /// Two partitions, of which the second is not fetched any more, while the source is full of the
-    /// first and takes one message at a time: so much stands in the queue at each look, of which so
-    /// much is read until the next one.
+    #[test]
+    fn a_stall_is_detected_although_a_check_in_between_failed() {
+        let (shared, mut watch) = (shared(1), PartitionWatch::default());
+        for end in [Some(9), Some(9), None, Some(9), None, Some(12)] {
+            assert!(!shared.lock().needs_replacement());
+            queue_length(&shared, 0);
+            watch.check(|_, _| end, &shared, Duration::ZERO);
+        }
+        assert!(shared.lock().needs_replacement(), "no progress");
+    }
+
+    /// Two partitions. The second one is not fetched any more, while the source is full of the
+    /// first one and takes one message at a time: at each check the queue has `waiting` operations,
+    /// of which `is_read` are read before the next one.
     fn beside_a_backlog(waiting: u64, is_read: u64, looks: i64) -> bool {
-        let (shared, mut watch) = (shared(2), Watch::default());
+        let (shared, mut watch) = (shared(2), PartitionWatch::default());
         let full = 5_000;
-        shared.take_in((5..full).map(|offset| record(0, offset)).collect());
-        for look in 0..looks {
+        shared.add_records((5..full).map(|offset| record(0, offset)).collect());
+        for check in 0..looks {
             assert_eq!(shared.lock().room(), 0);
-            waits(&shared, waiting);
-            watch.look(
-                |_, partition| Some(if partition == 1 { 9 + look } else { 1_000_000 }),
+            queue_length(&shared, waiting);
+            watch.check(
+                |_, partition| Some(if partition == 1 { 9 + check } else { 1_000_000 }),
                 &shared,
                 Duration::ZERO,
             );
-            // The first partition moves with each look.
-            shared.take_in(vec![record(0, full + look)]);
-            shared.lock().was_read(is_read);
+            // The first partition makes progress at each check.
+            shared.add_records(vec![record(0, full + check)]);
+            shared.lock().count_read(is_read);
         }
-        shared.lock().wants_another()
+        shared.lock().needs_replacement()
     }
 
     #[test]
-    fn a_stall_beside_a_backlog_is_found_once_the_queue_was_read_three_times_over_and_not_before() {
+    fn a_stall_beside_a_backlog_is_detected_after_three_drains_of_the_queue() {
         assert!(!beside_a_backlog(1_000, 1_000, 3));
         assert!(beside_a_backlog(1_000, 1_000, 4));
         assert!(
@@ -584,53 +608,53 @@ mod tests {
     }
 
     #[test]
-    fn where_there_is_no_room_to_read_nothing_stalls_and_nothing_is_forgotten() {
-        let (shared, mut watch) = (shared(1), Watch::default());
+    fn without_room_to_read_no_stall_is_detected_and_the_time_is_kept() {
+        let (shared, mut watch) = (shared(1), PartitionWatch::default());
         let mut end = 9;
-        let mut look = |waiting| {
-            waits(&shared, waiting);
+        let mut check = |waiting| {
+            queue_length(&shared, waiting);
             end += 1;
-            watch.look(|_, _| Some(end), &shared, Duration::ZERO);
-            shared.lock().wants_another()
+            watch.check(|_, _| Some(end), &shared, Duration::ZERO);
+            shared.lock().needs_replacement()
         };
-        assert!(!look(0) && !look(0));
-        // Something of it may have come, and waits.
-        assert!((0..100).all(|_| !look(1)));
-        shared.lock().was_read(1);
-        assert!(look(1), "that was none of it");
+        assert!(!check(0) && !check(0));
+        // The queue may contain a message of the partition.
+        assert!((0..100).all(|_| !check(1)));
+        shared.lock().count_read(1);
+        assert!(check(1), "that was none of it");
     }
 
     #[test]
-    fn each_client_that_was_replaced_in_vain_gives_the_next_one_twice_the_time_until_it_reads_on() {
-        let (shared, mut watch, begun) = (shared(1), Watch::default(), Instant::now());
+    fn each_replacement_without_progress_doubles_the_time_limit() {
+        let (shared, mut watch, started) = (shared(1), PartitionWatch::default(), Instant::now());
         let (mut replaced, mut last) = (Vec::new(), 0);
         for second in 0..16_000 {
-            waits(&shared, 0);
+            queue_length(&shared, 0);
             let end = 9 + i64::try_from(second).expect("few");
-            watch.look_at(
-                || begun + Duration::from_secs(second),
+            watch.check_at(
+                || started + Duration::from_secs(second),
                 |_, _| Some(end),
                 &shared,
                 Duration::from_secs(60),
             );
-            if shared.lock().replacing().is_none() {
+            if shared.lock().take_replacement().is_none() {
                 continue;
             }
             replaced.push(second - last);
             last = second;
-            // The next client begins where the group stands, and gets no further than the one
-            // before; the ninth does.
+            // The next client starts at the committed offset and gets no further than the one
+            // before; the ninth one does.
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
-            shared.assign("t", 0, Begins::At(4), Log::default());
-            shared.take_in(
+            shared.assign("t", 0, StartPosition::Committed(4), LogIdentity::default());
+            shared.add_records(
                 (4..if replaced.len() < 9 { 5 } else { 6 })
                     .map(|offset| record(0, offset))
                     .collect(),
             );
         }
-        // A look at which it is replaced is the last of one client; the next one is looked at a
-        // second later.
+        // The check that requests a replacement is the last one of a client; the next client is
+        // checked a second later.
         let expected = [
             60, 121, 241, 481, 961, 1_921, 3_841, 3_841, 3_841, 61, 121, 241,
         ];
@@ -638,30 +662,30 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_is_held_up_has_read_nothing_over() {
-        let (shared, mut watch) = (shared(1), Watch::default());
-        waits(&shared, 0);
-        (9..100).for_each(|end| watch.look(|_, _| Some(end), &shared, Duration::ZERO));
-        assert!(!shared.lock().wants_another());
+    fn a_blocked_polling_thread_is_no_stall() {
+        let (shared, mut watch) = (shared(1), PartitionWatch::default());
+        queue_length(&shared, 0);
+        (9..100).for_each(|end| watch.check(|_, _| Some(end), &shared, Duration::ZERO));
+        assert!(!shared.lock().needs_replacement());
     }
 
     #[test]
-    fn no_broker_is_not_asked_about_each_partition_and_none_is_forgotten() {
-        let (shared, mut watch) = (shared(8), Watch::default());
-        let mut asked = Vec::new();
-        watch.look(
+    fn a_check_stops_early_without_a_broker_and_skips_no_partition_for_good() {
+        let (shared, mut watch) = (shared(8), PartitionWatch::default());
+        let mut requested = Vec::new();
+        watch.check(
             |_, partition| {
-                asked.push(partition);
+                requested.push(partition);
                 None
             },
             &shared,
             AFTER,
         );
-        assert_eq!(asked.len(), IN_VAIN);
-        // Half of them are without a leader: all others are looked at, whichever were asked about
+        assert_eq!(requested.len(), MAX_SILENT);
+        // Half of the partitions have no leader: all others are checked, whichever were requested
         // in vain before.
         for _ in 0..3 {
-            watch.look(
+            watch.check(
                 |_, partition| (partition % 2 == 0).then_some(7),
                 &shared,
                 AFTER,
@@ -678,18 +702,22 @@ mod tests {
     }
 
     #[test]
-    fn only_a_position_that_stands_while_its_log_grows_is_stalled() {
-        let (begun, after, reading) = (Instant::now(), Duration::from_secs(60), Reading::default());
-        let at = |seconds| begun + Duration::from_secs(seconds);
+    fn only_a_position_without_progress_in_a_growing_log_is_stalled() {
+        let (started, after, progress) = (
+            Instant::now(),
+            Duration::from_secs(60),
+            ReadProgress::default(),
+        );
+        let at = |seconds| started + Duration::from_secs(seconds);
         let next = |before, at, end, now| {
-            let next = Standing::next(before, at, end, reading, now)?;
-            Some(Standing {
-                turns: TURNS,
+            let next = StallCandidate::next(before, at, end, progress, now)?;
+            Some(StallCandidate {
+                drains: REQUIRED_DRAINS,
                 ..next
             })
         };
-        assert_eq!(next(None, Some(7), 7, begun), None, "all was read");
-        let first = next(None, Some(5), 7, begun).expect("behind");
+        assert_eq!(next(None, Some(7), 7, started), None, "all was read");
+        let first = next(None, Some(5), 7, started).expect("behind");
         let later = next(Some(first), Some(5), 9, at(70)).expect("behind");
         assert_eq!(later, first);
         assert!(later.is_stalled(9, at(70), after));
@@ -700,7 +728,7 @@ mod tests {
         );
         let moved = next(Some(first), Some(6), 9, at(70)).expect("behind");
         assert!(!moved.is_stalled(12, at(80), after), "it was read on");
-        let unread = next(None, None, 3, begun).expect("nothing was read of it");
+        let unread = next(None, None, 3, started).expect("nothing was read of it");
         assert!(
             next(Some(unread), None, 4, at(60))
                 .expect("behind")

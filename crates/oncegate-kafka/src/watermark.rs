@@ -1,28 +1,28 @@
-//! How far a partition may be committed.
+//! The offset up to which a partition may be committed.
 
 use std::collections::VecDeque;
 
-/// What was handed over of one partition under one assignment, and how much of it is settled.
+/// The delivered offsets of one partition under one assignment, and which of them are settled.
 ///
-/// A dense ring over the offsets that were delivered. Offsets that were never delivered (compacted
-/// away, or markers of transactions) are gaps and count as settled. A settlement costs O(1) where
-/// there are no gaps and O(log n) where there are.
+/// A dense ring of the delivered offsets. Offsets that were never delivered (compacted records or
+/// transaction markers) are gaps and count as settled. A settlement costs O(1) without gaps and
+/// O(log n) with gaps.
 #[derive(Debug, Default)]
 pub(crate) struct Watermark {
     /// From the lowest unsettled offset on, ascending.
-    ring: VecDeque<Slot>,
+    ring: VecDeque<OffsetState>,
     /// One after the last offset that was delivered or passed.
     end: Option<i64>,
-    /// What was handed out for committing last, or where the partition began.
+    /// The last offset that was taken for a commit, or the start of the partition.
     committed: i64,
 }
 
-/// An offset, as it is while unsettled and with its bits turned round once settled: offsets are
-/// never negative.
+/// A delivered offset: the number itself while unsettled, its bitwise complement once settled.
+/// Offsets are never negative.
 #[derive(Clone, Copy, Debug)]
-struct Slot(i64);
+struct OffsetState(i64);
 
-impl Slot {
+impl OffsetState {
     fn offset(self) -> i64 {
         self.0.max(!self.0)
     }
@@ -32,47 +32,48 @@ impl Slot {
     }
 }
 
-/// How an offset follows on those before it.
+/// The order of a delivered offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sequence {
-    /// It is higher than all before it.
+pub(crate) enum OffsetOrder {
+    /// Higher than all before it.
     Ascending,
-    /// It is not, and was not taken: the partition was reset below what was delivered.
+    /// Not higher, and not added: the partition was reset below the delivered offsets.
     Backwards,
 }
 
-/// What a settlement did.
+/// The effect of a settlement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Settling {
-    /// It settled the offset.
-    Now,
-    /// The offset was settled before, or never delivered: nothing changed.
-    Nothing,
+pub(crate) enum OffsetChange {
+    /// The offset is settled now.
+    Settled,
+    /// The offset was settled before, or never delivered.
+    Unchanged,
 }
 
 impl Watermark {
-    /// Takes note of a delivered offset.
-    pub(crate) fn deliver(&mut self, offset: i64) -> Sequence {
+    /// Adds a delivered offset.
+    pub(crate) fn deliver(&mut self, offset: i64) -> OffsetOrder {
         match self.end {
-            Some(end) if offset < end => return Sequence::Backwards,
+            Some(end) if offset < end => return OffsetOrder::Backwards,
             Some(_) => {}
             None => self.committed = offset,
         }
         self.end = Some(offset + 1);
-        self.ring.push_back(Slot(offset));
-        Sequence::Ascending
+        self.ring.push_back(OffsetState(offset));
+        OffsetOrder::Ascending
     }
 
-    /// Begins at this offset, unless something was delivered already: all below it is settled.
-    pub(crate) fn begin(&mut self, offset: i64) {
+    /// Starts at this offset, unless something was delivered already: every offset below it is
+    /// settled.
+    pub(crate) fn start_at(&mut self, offset: i64) {
         if self.end.is_none() {
             (self.end, self.committed) = (Some(offset), offset);
         }
     }
 
-    /// Takes note that the log was read up to this offset: what lies below it and was not delivered
-    /// is a gap. So the markers at the end of a transaction, which nobody is handed, hold nothing
-    /// back. Does nothing before the first delivery or [`begin`](Self::begin).
+    /// The log was read up to this offset: undelivered offsets below it are gaps. So the
+    /// transaction markers at the end of a log do not hold the commit back. Does nothing before the
+    /// first delivery or [`start_at`](Self::start_at).
     pub(crate) fn pass(&mut self, offset: i64) {
         self.end = self.end.map(|end| end.max(offset));
     }
@@ -82,35 +83,35 @@ impl Watermark {
         self.end
     }
 
-    /// Takes note that an offset is settled.
-    pub(crate) fn settle(&mut self, offset: i64) -> Settling {
+    /// Settles an offset.
+    pub(crate) fn settle(&mut self, offset: i64) -> OffsetChange {
         let Some(index) = self.index(offset) else {
-            return Settling::Nothing;
+            return OffsetChange::Unchanged;
         };
         if self.ring[index].is_settled() {
-            return Settling::Nothing;
+            return OffsetChange::Unchanged;
         }
-        self.ring[index] = Slot(!offset);
+        self.ring[index] = OffsetState(!offset);
         while self.ring.front().is_some_and(|slot| slot.is_settled()) {
             self.ring.pop_front();
         }
-        Settling::Now
+        OffsetChange::Settled
     }
 
-    /// The offset to commit, if it is higher than the one that was given last.
+    /// The offset to commit, if it is higher than the last one taken.
     pub(crate) fn take_commit(&mut self) -> Option<i64> {
         let offset = self.position().filter(|offset| *offset > self.committed)?;
         self.committed = offset;
         Some(offset)
     }
 
-    /// What was given out for committing last, or where the partition began; `None` before anything
-    /// was delivered.
-    pub(crate) fn given(&self) -> Option<i64> {
+    /// The last offset that was taken for a commit, or the start of the partition; `None` before
+    /// the first delivery.
+    pub(crate) fn last_taken(&self) -> Option<i64> {
         self.end.map(|_| self.committed)
     }
 
-    /// The offset to commit, whatever was given last; `None` before anything was delivered.
+    /// The offset to commit, even if it was taken before; `None` before the first delivery.
     pub(crate) fn take_position(&mut self) -> Option<i64> {
         self.committed = self.position()?;
         Some(self.committed)
@@ -131,12 +132,12 @@ impl Watermark {
         self.ring.front().map(|slot| slot.offset())
     }
 
-    /// How many offsets lie between the lowest unsettled one and the last one, settled or not.
+    /// The number of offsets from the lowest unsettled one to the last one, settled or not.
     pub(crate) fn span(&self) -> usize {
         self.ring.len()
     }
 
-    /// Where an offset stands. Without gaps it stands as far from the front as its number says.
+    /// The index of an offset. Without gaps it is the distance from the first offset.
     fn index(&self, offset: i64) -> Option<usize> {
         let ahead = usize::try_from(offset.checked_sub(self.ring.front()?.offset())?).ok()?;
         match self.ring.get(ahead) {
@@ -158,7 +159,7 @@ mod tests {
     fn delivered(offsets: impl IntoIterator<Item = i64>) -> Watermark {
         let mut watermark = Watermark::default();
         for offset in offsets {
-            assert_eq!(watermark.deliver(offset), Sequence::Ascending);
+            assert_eq!(watermark.deliver(offset), OffsetOrder::Ascending);
         }
         watermark
     }
@@ -184,7 +185,7 @@ mod tests {
     }
 
     #[test]
-    fn a_position_is_given_whatever_was_given_before() {
+    fn take_position_returns_the_position_even_if_it_was_taken_before() {
         assert_eq!(Watermark::default().take_position(), None);
         let mut watermark = delivered(5..7);
         assert_eq!(watermark.take_position(), Some(5));
@@ -205,25 +206,25 @@ mod tests {
     }
 
     #[test]
-    fn settling_twice_or_what_was_never_delivered_changes_nothing() {
+    fn settling_twice_or_an_undelivered_offset_changes_nothing() {
         let mut watermark = delivered([1, 3]);
-        assert_eq!(watermark.settle(2), Settling::Nothing);
-        assert_eq!(watermark.settle(0), Settling::Nothing);
-        assert_eq!(watermark.settle(-1), Settling::Nothing);
-        assert_eq!(watermark.settle(i64::MAX), Settling::Nothing);
-        assert_eq!(watermark.settle(3), Settling::Now);
-        assert_eq!(watermark.settle(3), Settling::Nothing);
-        assert_eq!(watermark.settle(1), Settling::Now);
-        assert_eq!(watermark.settle(1), Settling::Nothing);
+        assert_eq!(watermark.settle(2), OffsetChange::Unchanged);
+        assert_eq!(watermark.settle(0), OffsetChange::Unchanged);
+        assert_eq!(watermark.settle(-1), OffsetChange::Unchanged);
+        assert_eq!(watermark.settle(i64::MAX), OffsetChange::Unchanged);
+        assert_eq!(watermark.settle(3), OffsetChange::Settled);
+        assert_eq!(watermark.settle(3), OffsetChange::Unchanged);
+        assert_eq!(watermark.settle(1), OffsetChange::Settled);
+        assert_eq!(watermark.settle(1), OffsetChange::Unchanged);
         assert_eq!(watermark.take_commit(), Some(4));
     }
 
     #[test]
-    fn an_offset_below_the_last_is_not_taken() {
+    fn an_offset_below_the_last_one_is_rejected() {
         let mut watermark = delivered([7, 8]);
-        assert_eq!(watermark.deliver(8), Sequence::Backwards);
-        assert_eq!(watermark.deliver(2), Sequence::Backwards);
-        assert_eq!(watermark.deliver(9), Sequence::Ascending);
+        assert_eq!(watermark.deliver(8), OffsetOrder::Backwards);
+        assert_eq!(watermark.deliver(2), OffsetOrder::Backwards);
+        assert_eq!(watermark.deliver(9), OffsetOrder::Ascending);
     }
 
     /// Draws the same numbers on every run.
@@ -251,7 +252,7 @@ mod tests {
                     if gaps {
                         next += (draw.below(4) * draw.below(50)) as i64;
                     }
-                    assert_eq!(watermark.deliver(next), Sequence::Ascending);
+                    assert_eq!(watermark.deliver(next), OffsetOrder::Ascending);
                     if naive.is_empty() {
                         last_commit = next;
                     }
@@ -262,9 +263,9 @@ mod tests {
                     let expected = match naive.get_mut(&offset) {
                         Some(settled) if !*settled => {
                             *settled = true;
-                            Settling::Now
+                            OffsetChange::Settled
                         }
-                        _ => Settling::Nothing,
+                        _ => OffsetChange::Unchanged,
                     };
                     assert_eq!(watermark.settle(offset), expected, "seed {seed}");
                 }

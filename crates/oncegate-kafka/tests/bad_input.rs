@@ -1,5 +1,5 @@
-//! Bad input as a table: what comes in from a real broker, what becomes of it, what the operator
-//! sees, and what the book says of it.
+//! Bad input as a table: what arrives from a real broker, how it is handled, what the operator
+//! sees, and what the book says about it.
 
 #[allow(dead_code, reason = "the other tests use the rest")]
 #[path = "kafka/stage.rs"]
@@ -11,10 +11,10 @@ use rdkafka::message::{Header, OwnedHeaders};
 
 use crate::stage::*;
 
-/// What the source takes.
+/// The body limit of the source.
 const BODY_LIMIT: usize = 1 << 16;
 
-/// Headers beside the number of the row, the key, and the body; without one, the number of the row.
+/// Headers beside the row number, key and body.
 struct Message {
     headers: Vec<(&'static str, Option<Vec<u8>>)>,
     key: Option<&'static [u8]>,
@@ -36,7 +36,7 @@ fn headed(headers: Vec<(&'static str, Option<Vec<u8>>)>) -> Message {
     }
 }
 
-/// Messages that differ in their ids alone.
+/// Messages that differ only in their ids.
 fn ids<const N: usize>(ids: [&[u8]; N]) -> Vec<Message> {
     ids.into_iter()
         .map(|id| headed(vec![("id", Some(id.to_vec()))]))
@@ -187,10 +187,10 @@ fn rows() -> Vec<Row<Message>> {
     ]
 }
 
-/// A name that no Rust producer can send by its own means.
+/// A header name that the Rust producers cannot send.
 #[allow(unsafe_code)]
 fn unread(name: &'static [u8]) -> &'static str {
-    // SAFETY: the client takes its pointer and its length, and nothing reads it as text.
+    // SAFETY: the client reads only its pointer and length; nothing uses it as text.
     unsafe { std::str::from_utf8_unchecked(name) }
 }
 

@@ -1,5 +1,5 @@
-//! What the gauges say, with numbers that are known. Alone in its process, because there is one
-//! recorder of metrics in it.
+//! The gauges have the expected values. Alone in its process, because it installs the global
+//! metrics recorder.
 #![forbid(unsafe_code)]
 
 #[allow(dead_code, reason = "the other tests use the rest")]
@@ -17,7 +17,7 @@ use oncegate_core::source::Open;
 
 use crate::stage::*;
 
-/// What each gauge says now, by its name and the partition that it speaks of.
+/// The value of each gauge, by its name and partition.
 #[derive(Clone, Default)]
 struct Gauges(Arc<Mutex<BTreeMap<String, f64>>>);
 
@@ -36,7 +36,7 @@ impl GaugeFn for One {
         self.0
             .0
             .lock()
-            .expect("nobody panics with it")
+            .expect("not poisoned")
             .insert(self.1.clone(), value);
     }
 }
@@ -70,12 +70,12 @@ impl Gauges {
     fn get(&self, name: &str) -> Option<f64> {
         self.0
             .lock()
-            .expect("nobody panics with it")
+            .expect("not poisoned")
             .get(&format!("oncegate_kafka_{name}"))
             .copied()
     }
 
-    /// Waits until all of these say so at once.
+    /// Waits until all gauges have these values at the same time.
     async fn say(&self, expected: &[(&str, f64)]) {
         let end = Instant::now() + BOUND;
         while expected
@@ -89,14 +89,14 @@ impl Gauges {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn lag_assignment_and_the_age_of_the_watermark_are_told_as_they_are() {
+async fn gauges_show_lag_assignment_and_watermark_age() {
     let gauges = Gauges::default();
     metrics::set_global_recorder(gauges.clone())
         .unwrap_or_else(|_| panic!("there is another recorder"));
     let topic = Topic::new(2).await;
     topic.send_numbers(0, 7).await;
     topic.send_numbers(1, 3).await;
-    // So that it looks every second.
+    // With this setting partitions are checked every second.
     let mut source = topic
         .source()
         .stalled_after(Duration::from_secs(4))
@@ -125,7 +125,7 @@ async fn lag_assignment_and_the_age_of_the_watermark_are_told_as_they_are() {
     let end = Instant::now() + BOUND;
     let age = loop {
         match gauges.get("watermark_age_seconds/0") {
-            // It has stood since it was accepted, not since it was read.
+            // It has been the lowest since the others were accepted, not since it was read.
             Some(age) if age >= 1.5 && after.elapsed() >= Duration::from_millis(1_500) => {
                 break age;
             }

@@ -1,6 +1,5 @@
-//! What is found in a log that is not as it was left has a name in what is logged, and is counted.
-//! Alone in its process, because there is one place where lines are heard, and one recorder of
-//! metrics.
+//! Each policy for an unexpected log is logged by its name and counted. Alone in its process,
+//! because it captures all log lines and installs the global metrics recorder.
 #![forbid(unsafe_code)]
 
 #[allow(dead_code, reason = "the other tests use the rest")]
@@ -22,7 +21,7 @@ use oncegate_testkit::Lines;
 
 use crate::stage::*;
 
-/// What each counter has come to.
+/// The value of each counter.
 #[derive(Clone, Default)]
 struct Counters(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
 
@@ -35,7 +34,7 @@ impl Recorder for Counters {
         Counter::from_arc(
             self.0
                 .lock()
-                .expect("nobody panics with it")
+                .expect("not poisoned")
                 .entry(key.name().to_owned())
                 .or_default()
                 .clone(),
@@ -51,19 +50,19 @@ impl Recorder for Counters {
     }
 }
 
-struct Told {
+struct Observed {
     lines: Lines,
-    said: Mutex<Vec<String>>,
+    logged: Mutex<Vec<String>>,
     counters: Counters,
 }
 
-impl Told {
-    /// Waits until a line of this level says this of a topic, and the counter has come to so much
-    /// at least.
-    async fn says(&self, level: &str, name: &str, topic: &Topic, counter: &str, count: u64) {
+impl Observed {
+    /// Waits until a line of this level contains this name and topic, and the counter is at least
+    /// `count`.
+    async fn wait_for(&self, level: &str, name: &str, topic: &Topic, counter: &str, count: u64) {
         let counter = format!("oncegate_kafka_{counter}_total");
         let end = Instant::now() + BOUND;
-        while let Err(otherwise) = self.has_said(level, name, topic, &counter, count) {
+        while let Err(otherwise) = self.check(level, name, topic, &counter, count) {
             assert!(Instant::now() < end, "{otherwise}");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
@@ -73,13 +72,13 @@ impl Told {
         self.counters
             .0
             .lock()
-            .expect("nobody panics with it")
+            .expect("not poisoned")
             .get(counter)
             .map_or(0, |count| count.load(Ordering::Relaxed))
     }
 
-    /// What it has said and counted instead, if it has not.
-    fn has_said(
+    /// What was logged and counted instead.
+    fn check(
         &self,
         level: &str,
         name: &str,
@@ -88,40 +87,40 @@ impl Told {
         count: u64,
     ) -> Result<(), String> {
         let counted = self.counted(counter);
-        let mut said = self.said.lock().expect("nobody panics with it");
-        said.extend(self.lines.take().into_iter().map(|(_, line)| line));
-        let is_said = said
+        let mut logged = self.logged.lock().expect("not poisoned");
+        logged.extend(self.lines.take().into_iter().map(|(_, line)| line));
+        let is_logged = logged
             .iter()
             .any(|it| it.contains(level) && it.contains(name) && it.contains(&topic.name));
-        if counted >= count && is_said {
+        if counted >= count && is_logged {
             Ok(())
         } else {
             Err(format!(
-                "{level} {name}, {counter} is {counted} and not yet {count}: {said:#?}"
+                "{level} {name}, {counter} is {counted} and not yet {count}: {logged:#?}"
             ))
         }
     }
 }
 
-/// One after the other: see above.
+/// Sequential, because the log and the recorder are global.
 #[tokio::test(flavor = "multi_thread")]
 async fn each_policy_has_a_name_in_the_log_and_a_counter() {
-    let (lines, said, counters) = (
+    let (lines, logged, counters) = (
         Lines::of_this_process(),
         Mutex::default(),
         Counters::default(),
     );
     metrics::set_global_recorder(counters.clone())
         .unwrap_or_else(|_| panic!("there is another recorder"));
-    let told = Told {
+    let observed = Observed {
         lines,
-        said,
+        logged,
         counters,
     };
-    messages_missed(&told).await;
-    log_cut(&told).await;
-    partition_added(&told).await;
-    replica_topic(&told).await;
+    messages_expired(&observed).await;
+    log_truncated(&observed).await;
+    partition_added(&observed).await;
+    replica_topic(&observed).await;
     let counters = [
         "messages_missed",
         "logs_cut",
@@ -130,38 +129,41 @@ async fn each_policy_has_a_name_in_the_log_and_a_counter() {
         "topics_made_anew",
     ];
     assert_eq!(
-        counters.map(|it| told.counted(&format!("oncegate_kafka_{it}_total"))),
+        counters.map(|it| observed.counted(&format!("oncegate_kafka_{it}_total"))),
         [7, 1, 1, 1, 0]
     );
-    client_replaced(&told).await;
-    // How often it is found and read depends on how often it is lost and assigned meanwhile.
-    topic_made_anew(&told).await;
+    client_replaced(&observed).await;
+    // Last, because its counts depend on how often partitions are lost and assigned meanwhile.
+    topic_recreated(&observed).await;
 }
 
-async fn messages_missed(told: &Told) {
+async fn messages_expired(observed: &Observed) {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 20).await;
     topic.commit(5).await;
     topic.remove_below(12).await;
     let mut source = topic.open().await;
     receive(&mut source, 8).await;
-    told.says("ERROR", "messages missed", &topic, "messages_missed", 7)
+    observed
+        .wait_for("ERROR", "messages expired", &topic, "messages_missed", 7)
         .await;
     close(source).await;
 }
 
-async fn log_cut(told: &Told) {
+async fn log_truncated(observed: &Observed) {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 10).await;
     topic.commit(50).await;
     let mut source = topic.open().await;
     receive(&mut source, 10).await;
-    told.says("ERROR", "log cut", &topic, "logs_cut", 1).await;
+    observed
+        .wait_for("ERROR", "log truncated", &topic, "logs_cut", 1)
+        .await;
     close(source).await;
 }
 
-/// Also where a group without an offset begins at the beginning.
-async fn partition_added(told: &Told) {
+/// Also if a group without an offset starts at the beginning.
+async fn partition_added(observed: &Observed) {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 3).await;
     topic.commit(3).await;
@@ -179,13 +181,14 @@ async fn partition_added(told: &Told) {
             .iter()
             .all(|it| it.receipt.partition == 1)
     );
-    told.says("WARN", "partition added", &topic, "partitions_added", 1)
+    observed
+        .wait_for("WARN", "partition added", &topic, "partitions_added", 1)
         .await;
     close(source).await;
 }
 
 /// The warning names both clusters.
-async fn replica_topic(told: &Told) {
+async fn replica_topic(observed: &Observed) {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 10).await;
     topic
@@ -193,19 +196,21 @@ async fn replica_topic(told: &Told) {
         .await;
     let mut source = topic.open().await;
     receive(&mut source, 6).await;
-    told.says("WARN", "replica topic", &topic, "replica_offsets", 1)
+    observed
+        .wait_for("WARN", "replica topic", &topic, "replica_offsets", 1)
         .await;
     let fields = format!(
         "partition=0 offset=4 cluster={:?} committed_cluster=\"another\"",
         topic.cluster_id().await
     );
-    told.says("WARN", &fields, &topic, "replica_offsets", 1)
+    observed
+        .wait_for("WARN", &fields, &topic, "replica_offsets", 1)
         .await;
     close(source).await;
 }
 
-/// Its client fetches nothing more once it has fetched one message that was not taken.
-async fn client_replaced(told: &Told) {
+/// This client fetches nothing more once it has fetched a message that was not taken.
+async fn client_replaced(observed: &Observed) {
     let (topic, status) = (Topic::new(1).await, KafkaStatus::new());
     topic.send_numbers(0, 5).await;
     let stalling = [
@@ -223,12 +228,13 @@ async fn client_replaced(told: &Told) {
         .expect("a source");
     let end = Instant::now() + BOUND;
     while status.clients_replaced() == 0 {
-        assert!(Instant::now() < end, "it stalls, and nobody sees it");
-        // As long as it grows: only a log that does is known to have something to read.
+        assert!(Instant::now() < end, "the stall is not detected");
+        // Only a log that grows is known to have something to read.
         topic.send_numbers(0, 1).await;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    told.says("ERROR", "client replaced", &topic, "clients_replaced", 1)
+    observed
+        .wait_for("ERROR", "client replaced", &topic, "clients_replaced", 1)
         .await;
     close(source).await;
 }
@@ -247,8 +253,8 @@ impl Handler for Runs {
     }
 }
 
-/// With ids that come from positions, of which the new topic has more.
-async fn topic_made_anew(told: &Told) {
+/// With ids from positions, of which the new topic has more.
+async fn topic_recreated(observed: &Observed) {
     let (topic, runs) = (Topic::new(1).await, Runs::default());
     topic.send_numbers(0, 5).await;
     let consumer = Consumer::builder()
@@ -264,13 +270,15 @@ async fn topic_made_anew(told: &Told) {
     let (end, ended) = tokio::sync::oneshot::channel::<()>();
     let running = tokio::spawn(consumer.run_until(async move { drop(ended.await) }));
     topic.await_commit(0, 5).await;
-    topic.make_anew().await;
+    topic.recreate().await;
     topic.send_numbers(0, 12).await;
     topic.await_reset(0, 12).await;
-    told.says("ERROR", "topic made anew", &topic, "topics_made_anew", 1)
+    observed
+        .wait_for("ERROR", "topic recreated", &topic, "topics_made_anew", 1)
         .await;
-    // What was skipped is said; the rest was handled.
-    told.says("ERROR", "ids repeated", &topic, "ids_repeated", 5)
+    // Skipped messages are reported; the others were handled.
+    observed
+        .wait_for("ERROR", "ids repeated", &topic, "ids_repeated", 5)
         .await;
     assert_eq!(runs.0.load(Ordering::Relaxed), 12);
     drop(end);

@@ -1,5 +1,5 @@
-//! A broker that lets in only who shows a certificate or logs in. Alone in its process, because it
-//! listens to all that is logged.
+//! Brokers that require a certificate or a login. Alone in its process, because it captures all log
+//! lines.
 
 #[allow(dead_code, reason = "the other tests use the rest")]
 #[path = "kafka/stage.rs"]
@@ -17,20 +17,17 @@ use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser};
 
 use crate::stage::*;
 
-/// No line and no error may bear it.
+/// No log line and no error may contain it.
 const PASSWORD: &str = "canary-7Hq2-password";
 const WRONG: &str = "canary-7Hq2-mistaken";
 
-/// All that was logged.
+/// All log lines.
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
 
 impl io::Write for Lines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        self.0
-            .lock()
-            .expect("nobody panics with it")
-            .extend_from_slice(line);
+        self.0.lock().expect("not poisoned").extend_from_slice(line);
         Ok(line.len())
     }
 
@@ -41,13 +38,13 @@ impl io::Write for Lines {
 
 impl Lines {
     fn text(&self) -> String {
-        String::from_utf8_lossy(&self.0.lock().expect("nobody panics with it")).into_owned()
+        String::from_utf8_lossy(&self.0.lock().expect("not poisoned")).into_owned()
     }
 }
 
-/// In one test: they share the broker and the log.
+/// One test, because all parts share the broker and the log.
 #[tokio::test(flavor = "multi_thread")]
-async fn who_belongs_there_is_let_in_and_no_secret_is_ever_said() {
+async fn authorized_clients_connect_and_no_secret_is_logged() {
     let lines = Lines::default();
     let writer = lines.clone();
     tracing_subscriber::fmt()
@@ -94,24 +91,24 @@ async fn who_belongs_there_is_let_in_and_no_secret_is_ever_said() {
         is_refused(&server, KafkaLogin::plain("ledger", WRONG)),
         is_refused(&server, KafkaLogin::scram_sha_256("who", PASSWORD)),
         is_refused(&server, KafkaLogin::scram_sha_512("ledger", WRONG)),
-        who_shows_no_certificate_stays_outside(&server, &lines),
-        a_broker_that_nobody_signed_for_is_not_believed(&server, &lines),
-        a_broker_whose_certificate_bears_another_name_is_not_believed(&server, &lines),
+        a_client_without_a_certificate_is_rejected(&server, &lines),
+        a_broker_with_an_unsigned_certificate_is_rejected(&server, &lines),
+        a_broker_with_a_certificate_for_another_host_is_rejected(&server, &lines),
     );
 
     let text = lines.text();
     assert!(
         text.contains("SASL") && text.contains("SCRAM-SHA-512"),
-        "librdkafka was not heard:\n{text}"
+        "librdkafka logged nothing about SASL:\n{text}"
     );
-    let told: Vec<&str> = text
+    let leaks: Vec<&str> = text
         .lines()
         .filter(|line| line.contains("canary-7Hq2"))
         .collect();
-    assert_eq!(told, [""; 0]);
+    assert_eq!(leaks, [""; 0]);
 }
 
-/// A topic with all that belongs to it, made by the plain door.
+/// A topic with its dead-letter and in-doubt topics, created through the plain listener.
 async fn topic(server: &KafkaServer) -> Topic {
     let topic = Topic::at(server.brokers(), 1).await;
     for name in [topic.dead_letters(), topic.in_doubt()] {
@@ -143,7 +140,7 @@ async fn opens(server: &KafkaServer, door: KafkaDoor, key: impl FnOnce(Kafka) ->
         .await
         .unwrap_or_else(|error| panic!("{door:?}: {error}"));
     let mut deliveries = receive(&mut source, 3).await;
-    // The producer of dead letters and the client that looks at topics come in by the same door.
+    // The dead-letter producer and the admin client use the same listener.
     reject(&mut source, deliveries.remove(1), Reason::Refused).await;
     accept(&mut source, deliveries).await;
     topic.read(topic.dead_letters(), 1, |_| ()).await;
@@ -162,7 +159,7 @@ async fn is_refused(server: &KafkaServer, login: KafkaLogin) {
         Err(error @ SourceError::Misconfigured { .. }) => {
             let text = format!("{error} {error:?}");
             assert!(
-                text.contains("refuses the credentials") && !text.contains("canary"),
+                text.contains("rejects the credentials") && !text.contains("canary"),
                 "{text}"
             );
         }
@@ -170,27 +167,28 @@ async fn is_refused(server: &KafkaServer, login: KafkaLogin) {
     }
 }
 
-/// Says why it is not let in, and goes on trying.
-async fn is_told(kafka: Kafka, brokers: &str, lines: &Lines, why: &str) {
-    let said = |line: &str| {
+/// Waits for a warning with this reason, while opening is retried.
+async fn is_logged(kafka: Kafka, brokers: &str, lines: &Lines, why: &str) {
+    let is_expected = |line: &str| {
         line.contains("WARN")
-            && line.contains(&format!("{brokers} cannot be reached"))
+            && line.contains("cannot reach the brokers")
+            && line.contains(&format!("brokers={brokers:?}"))
             && line.contains(why)
     };
-    let told = async {
-        while !lines.text().lines().any(said) {
+    let logged = async {
+        while !lines.text().lines().any(is_expected) {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     };
     tokio::select! {
         opened = kafka.open() => panic!("{opened:?}"),
-        in_time = tokio::time::timeout(BOUND, told) => assert!(in_time.is_ok(), "nothing was said of {brokers}"),
+        in_time = tokio::time::timeout(BOUND, logged) => assert!(in_time.is_ok(), "nothing was logged about {brokers}"),
     }
 }
 
-async fn who_shows_no_certificate_stays_outside(server: &KafkaServer, lines: &Lines) {
+async fn a_client_without_a_certificate_is_rejected(server: &KafkaServer, lines: &Lines) {
     let topic = topic(server).await;
-    is_told(
+    is_logged(
         by(server, KafkaDoor::MutualTls, &topic),
         &server.brokers_by(KafkaDoor::MutualTls),
         lines,
@@ -199,7 +197,7 @@ async fn who_shows_no_certificate_stays_outside(server: &KafkaServer, lines: &Li
     .await;
 }
 
-async fn a_broker_that_nobody_signed_for_is_not_believed(server: &KafkaServer, lines: &Lines) {
+async fn a_broker_with_an_unsigned_certificate_is_rejected(server: &KafkaServer, lines: &Lines) {
     let topic = topic(server).await;
     let brokers = server.brokers_by(KafkaDoor::Tls);
     let kafka = || {
@@ -207,7 +205,7 @@ async fn a_broker_that_nobody_signed_for_is_not_believed(server: &KafkaServer, l
             .brokers(&brokers)
             .group(&topic.name)
     };
-    is_told(kafka().tls(), &brokers, lines, "certificate").await;
+    is_logged(kafka().tls(), &brokers, lines, "certificate").await;
     close(
         kafka()
             .danger_accept_any_certificate()
@@ -218,9 +216,8 @@ async fn a_broker_that_nobody_signed_for_is_not_believed(server: &KafkaServer, l
     .await;
 }
 
-/// `127.1` is the same host as `127.0.0.1`, which the certificate names, by a name that it does
-/// not.
-async fn a_broker_whose_certificate_bears_another_name_is_not_believed(
+/// `127.1` is the same host as `127.0.0.1`, but not the name in the certificate.
+async fn a_broker_with_a_certificate_for_another_host_is_rejected(
     server: &KafkaServer,
     lines: &Lines,
 ) {
@@ -232,11 +229,11 @@ async fn a_broker_whose_certificate_bears_another_name_is_not_believed(
         .brokers(&brokers)
         .group(&topic.name)
         .ca_certificate(server.certificate_authority());
-    is_told(
+    is_logged(
         kafka,
         &brokers,
         lines,
-        "is its certificate made out to the very host that stands in .brokers(…)",
+        "names the host that is set in .brokers(…)",
     )
     .await;
 }

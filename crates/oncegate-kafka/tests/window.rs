@@ -1,5 +1,5 @@
-//! What is said of topics that keep their messages for longer than the consumer remembers them, or
-//! for less. Alone in its process, because it listens to all that is logged.
+//! Warnings about topics that retain messages for longer or shorter than the deduplication window.
+//! Alone in its process, because it captures all log lines.
 #![forbid(unsafe_code)]
 
 #[allow(dead_code, reason = "the other tests use the rest")]
@@ -18,34 +18,35 @@ use crate::stage::*;
 const DAY: Duration = Duration::from_secs(86_400);
 const WEEK: (&str, &str) = ("retention.ms", "604800000");
 
-/// All that is warned of while this is opened, told of this window.
+/// All warnings and errors while this source is opened with this window.
 async fn warned(lines: &Lines, kafka: Kafka, window: Option<Duration>) -> Vec<String> {
     lines.take();
     let kafka = window.into_iter().fold(kafka, Kafka::for_window);
     close(kafka.open().await.expect("a source")).await;
-    let said = lines.take().into_iter().map(|(_, line)| line);
-    said.filter(|line| {
-        [" WARN ", " ERROR "]
-            .iter()
-            .any(|level| line.contains(level))
-    })
-    .collect()
+    let warnings = lines.take().into_iter().map(|(_, line)| line);
+    warnings
+        .filter(|line| {
+            [" WARN ", " ERROR "]
+                .iter()
+                .any(|level| line.contains(level))
+        })
+        .collect()
 }
 
-fn is_one(said: &[String], parts: &[&str]) {
-    let [line] = said else {
-        panic!("{} lines: {said:#?}", said.len())
+fn is_one(warnings: &[String], parts: &[&str]) {
+    let [line] = warnings else {
+        panic!("{} lines: {warnings:#?}", warnings.len())
     };
     assert!(parts.iter().all(|part| line.contains(part)), "{line}");
 }
 
-/// One after the other: there is one place where lines are heard.
+/// Sequential, because the log is global.
 #[tokio::test(flavor = "multi_thread")]
-async fn how_long_messages_are_kept_is_held_against_the_window() {
+async fn topic_retention_is_compared_with_the_deduplication_window() {
     let lines = Lines::of_this_process();
     a_window_below_the_retention_of_what_is_read(&lines).await;
-    dead_letters_that_go_before_their_ids(&lines).await;
-    a_broker_that_does_not_tell(&lines).await;
+    dead_letters_that_expire_before_their_ids(&lines).await;
+    a_broker_that_returns_no_configuration(&lines).await;
 }
 
 async fn a_window_below_the_retention_of_what_is_read(lines: &Lines) {
@@ -53,13 +54,14 @@ async fn a_window_below_the_retention_of_what_is_read(lines: &Lines) {
     is_one(
         &warned(lines, topic.source(), Some(DAY)).await,
         &[
-            "window: 1 day is shorter than messages may come again",
+            "deduplication window shorter than the topic retention",
+            "window=\"1 day\"",
             &format!(
-                "`{}` keeps them for 7 days, retention.ms=604800000",
+                "`{}` retains messages for 7 days, retention.ms=604800000",
                 topic.name
             ),
-            // The broker's own default.
-            "set back, or after 7 days without a member",
+            // The broker's default.
+            "reset or expire, after 7 days without a member,",
             "set .dedup_window(…) to at least 7 days",
         ],
     );
@@ -77,14 +79,14 @@ async fn a_window_below_the_retention_of_what_is_read(lines: &Lines) {
     is_one(
         &warned(lines, both, Some(DAY)).await,
         &[
-            &format!("`{}` keeps them for 7 days", topic.name),
-            &format!("`{}` keeps them without limit", compacted.name),
+            &format!("`{}` retains messages for 7 days", topic.name),
+            &format!("`{}` retains messages without limit", compacted.name),
             "how far back",
         ],
     );
 }
 
-async fn dead_letters_that_go_before_their_ids(lines: &Lines) {
+async fn dead_letters_that_expire_before_their_ids(lines: &Lines) {
     let topic = Topic::configured(
         oncegate_testkit::kafka_brokers().expect("a broker"),
         1,
@@ -99,8 +101,9 @@ async fn dead_letters_that_go_before_their_ids(lines: &Lines) {
     is_one(
         &warned(lines, kafka(), Some(DAY)).await,
         &[
+            "setting=\"in_doubt\"",
             &format!(
-                "in_doubt: the topic `{}` forgets messages (retention.ms=3600000) sooner than the window (1 day)",
+                "topic={:?} retention=\"retention.ms=3600000\" window=\"1 day\"",
                 topic.in_doubt()
             ),
             "or at least 86400000",
@@ -109,9 +112,9 @@ async fn dead_letters_that_go_before_their_ids(lines: &Lines) {
     assert_eq!(warned(lines, kafka(), Some(DAY / 24)).await, [""; 0]);
 }
 
-/// librdkafka's own small broker knows nothing of configurations, as one that does not let this
-/// client read them.
-async fn a_broker_that_does_not_tell(lines: &Lines) {
+/// librdkafka's mock cluster does not support configurations, like a broker that denies access to
+/// them.
+async fn a_broker_that_returns_no_configuration(lines: &Lines) {
     let cluster = MockCluster::new(1).expect("a broker");
     for name in ["t", "t.dead-letters", "t.in-doubt"] {
         cluster.create_topic(name, 1, 1).expect("a topic");
@@ -122,14 +125,14 @@ async fn a_broker_that_does_not_tell(lines: &Lines) {
     is_one(
         &warned(lines, kafka, Some(DAY)).await,
         &[
-            "it is not known for how long these topics keep their messages: ",
-            "t.dead-letters, t.in-doubt, t (",
+            "cannot read the configuration of topics",
+            "topics=\"t.dead-letters, t.in-doubt, t\"",
             "grant DescribeConfigs",
         ],
     );
 }
 
-/// A topic with such a configuration, and all that belongs to it.
+/// A topic with this configuration, and its dead-letter and in-doubt topics.
 async fn topic_with(config: &[(&str, &str)]) -> Topic {
     let topic = Topic::configured(
         oncegate_testkit::kafka_brokers().expect("a broker"),

@@ -1,9 +1,11 @@
 //! Wrong rules of the consumer, each the right ones but for one row.
 
+use std::time::Duration;
+
 use oncegate_core::lifecycle::{
     Action, AfterDoubt, Event, History, Outcome, Policy, Reason, Settlement, Stage, transition,
 };
-use oncegate_core::marker::{Guarantee, Verdict};
+use oncegate_core::marker::{Ask, Effect, Guarantee, Verdict};
 
 type Answer = (Stage, Action);
 
@@ -15,6 +17,45 @@ pub(crate) fn no_doubt_on_a_lost_lease(stage: Stage, event: Event, policy: &Poli
     match (stage, event) {
         (Stage::Running(permit, _), Event::LeaseOver) => left(Settlement::Release {
             after: policy.pause(0),
+            failures: permit.failures,
+        }),
+        _ => transition(stage, event, policy),
+    }
+}
+
+pub(crate) fn abandons_at_the_end_of_the_drain(
+    stage: Stage,
+    event: Event,
+    policy: &Policy,
+) -> Answer {
+    match event {
+        Event::DrainOver => transition(stage, Event::StopNow, policy),
+        _ => transition(stage, event, policy),
+    }
+}
+
+pub(crate) fn clears_at_the_end_of_the_drain(
+    stage: Stage,
+    event: Event,
+    policy: &Policy,
+) -> Answer {
+    match (stage, event) {
+        (Stage::Running(permit, _), Event::DrainOver) => (
+            Stage::Clearing(permit, Effect::Nothing, Duration::ZERO),
+            Action::Ask(Ask::Clear(Effect::Nothing)),
+        ),
+        _ => transition(stage, event, policy),
+    }
+}
+
+pub(crate) fn keeps_the_doubt_of_a_dropped_reconcile(
+    stage: Stage,
+    event: Event,
+    policy: &Policy,
+) -> Answer {
+    match (stage, event) {
+        (Stage::Reconciling(permit, ..), Event::DrainOver) => left(Settlement::Release {
+            after: Duration::ZERO,
             failures: permit.failures,
         }),
         _ => transition(stage, event, policy),

@@ -211,6 +211,32 @@ fn mutants() -> Vec<Mutant> {
         "doubled",
     );
 
+    let outlasts_the_drain = Budget {
+        unknowns: 1,
+        failures: 1,
+        copies: 1,
+        drains: 2,
+        ..NONE
+    };
+    add(
+        "the end of the drain abandons what runs",
+        next(lifecycle::abandons_at_the_end_of_the_drain),
+        both(EffectivelyOnce, outlasts_the_drain),
+        "left behind",
+    );
+    add(
+        "the end of the drain clears what may have happened",
+        next(lifecycle::clears_at_the_end_of_the_drain),
+        both(AtMostOnce, outlasts_the_drain),
+        "started on",
+    );
+    add(
+        "the end of the drain keeps the doubt of a reconcile",
+        next(lifecycle::keeps_the_doubt_of_a_dropped_reconcile),
+        both(AtMostOnce, outlasts_the_drain),
+        "left behind",
+    );
+
     let other = Budget {
         crashes: 1,
         expiries: 1,

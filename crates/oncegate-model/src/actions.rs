@@ -108,7 +108,11 @@ impl Trial {
             actions.push(Yield(who));
         }
         if flight.dispatch.leaves() {
-            actions.push(DrainOver(who));
+            // A handler that is dropped is an unknown outcome.
+            if left.unknowns > 0 || flight.run.is_none() {
+                actions.push(DrainOver(who));
+            }
+            actions.push(StopNow(who));
         }
     }
 
@@ -343,7 +347,15 @@ impl Trial {
                 world.left.yields -= 1;
                 self.happens(world, who, Event::OtherRunsAlone);
             }
-            Action::DrainOver(who) => self.happens(world, who, Event::DrainOver),
+            Action::DrainOver(who) => {
+                let runs = world.consumers[who].delivery.as_ref()?.run.is_some();
+                world.left.unknowns -= u8::from(runs);
+                self.happens(world, who, Event::DrainOver);
+            }
+            Action::StopNow(who) => {
+                world.seen.stopped_now |= self.counts_claims_left_behind();
+                self.happens(world, who, Event::StopNow);
+            }
             Action::CompleteLate(who) => self.complete_late(world, who)?,
             Action::Forget => {
                 world.left.forgotten -= 1;

@@ -136,6 +136,13 @@ fn of_each_guarantee(how_far: HowFar) -> Vec<Line> {
             copies: 1,
             ..NONE
         })));
+        lines.push(Line::holds(setup(Budget {
+            unknowns: 1,
+            failures: 1,
+            copies: 1,
+            drains: 2,
+            ..NONE
+        })));
         let in_order = Budget {
             losses: 1,
             expiries: 1,

@@ -24,6 +24,8 @@ pub(crate) const NOT_RUN: &str =
     "not run: what a person sent back was rejected, or is in doubt once more, without a run";
 pub(crate) const SPENT: &str =
     "spent too soon: rejected for its attempts, which were never granted";
+pub(crate) const LEFT_BEHIND: &str =
+    "left behind: a claim that nobody holds, and nobody crashed: the next one counts a crash";
 
 /// The properties of a trial.
 pub(crate) fn of(trial: &Trial) -> Vec<Property<Trial>> {
@@ -79,6 +81,11 @@ pub(crate) fn of(trial: &Trial) -> Vec<Property<Trial>> {
         }));
         properties.push(Property::always(SPENT, |_, world: &World| {
             !world.seen.spent_too_soon
+        }));
+    }
+    if trial.counts_claims_left_behind() && !trial.promises(Guarantee::Bare) {
+        properties.push(Property::always(LEFT_BEHIND, |_, world: &World| {
+            world.seen.stopped_now || !world.is_left_behind()
         }));
     }
     properties.retain(|property| property.name.starts_with(trial.only));

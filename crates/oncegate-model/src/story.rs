@@ -96,7 +96,8 @@ fn step(world: &World, action: &Action, after: Option<&World>) -> String {
             "another message runs alone, and {} withdraws its grant",
             who(at)
         ),
-        Action::DrainOver(at) => format!("{} stops without waiting any longer", who(at)),
+        Action::DrainOver(at) => format!("{}'s drain timeout is over: it drops what runs", who(at)),
+        Action::StopNow(at) => format!("{} stops without waiting any longer", who(at)),
         Action::CompleteLate(at) => format!(
             "{} tells the store of what it handled without the gate{marker}",
             who(at)

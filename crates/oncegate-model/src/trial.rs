@@ -132,6 +132,22 @@ impl Trial {
         self.setup.guarantees == [guarantee; 2]
     }
 
+    /// Whether every claim has an end, as long as nobody stops without the store's answer.
+    pub(crate) fn counts_claims_left_behind(&self) -> bool {
+        let Budget {
+            crashes,
+            losses,
+            expiries,
+            forgotten,
+            lost_claims,
+            drains,
+            people,
+            ..
+        } = self.setup.budget;
+        let others = [crashes, losses, expiries, forgotten, lost_claims, people];
+        drains > 0 && others == [0; 6]
+    }
+
     pub(crate) fn operation(&self, sent: &Sent) -> Operation {
         let Sent {
             ask,

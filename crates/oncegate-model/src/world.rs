@@ -4,7 +4,9 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 
 use oncegate_core::driver::LifecycleDriver;
 use oncegate_core::lifecycle::Outcome;
-use oncegate_core::marker::{Ask, Effect as Left, Finding, Guarantee, Marker, Token, Verdict};
+use oncegate_core::marker::{
+    Ask, Doubt, Effect as Left, Finding, Guarantee, Marker, Token, Verdict,
+};
 
 /// What may still go wrong, and how often.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -271,6 +273,9 @@ pub struct Seen {
     pub(crate) not_run: bool,
     /// Attempts were spent that were never granted.
     pub(crate) spent_too_soon: bool,
+    /// A consumer stopped without the store's answer. Noted where claims left behind are looked
+    /// for.
+    pub(crate) stopped_now: bool,
 }
 
 /// What can happen next.
@@ -303,6 +308,7 @@ pub enum Action {
     Drain(usize),
     Yield(usize),
     DrainOver(usize),
+    StopNow(usize),
     CompleteLate(usize),
     Forget,
     LoseClaim,
@@ -345,6 +351,17 @@ impl World {
             && self.provider.orphans.is_empty()
             && self.late.is_empty()
             && self.person == Person::Idle
+    }
+
+    /// Whether the marker says that somebody holds it, and nobody does: whoever claims it next, once
+    /// its lease is over, counts a crash.
+    pub(crate) fn is_left_behind(&self) -> bool {
+        let token = match self.marker {
+            Marker::InProgress(hold) | Marker::InDoubt(hold, Doubt::Reconciling) => hold.token,
+            _ => return false,
+        };
+        let mut held = self.consumers.iter().filter_map(|it| it.delivery.as_ref());
+        !held.any(|flight| flight.dispatch.token == token)
     }
 
     /// Whether the provider still takes a request.

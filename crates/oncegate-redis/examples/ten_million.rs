@@ -1,8 +1,8 @@
-//! What ten million done markers cost: memory, and the rate of claims of new ids beside that at ten
-//! thousand.
+//! Measures ten million done markers: their memory, and the rate of claims of new ids compared with
+//! that at ten thousand.
 //!
-//! `cargo run --release -p oncegate-redis --example ten_million`. Starts two Redis servers of its
-//! own; needs some 4 GB of memory and a quiet machine.
+//! `cargo run --release -p oncegate-redis --example ten_million`. Starts two Redis servers; needs
+//! about 4 GB of memory and an idle machine.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,28 +25,27 @@ const FEW: u64 = 10_000;
 const MANY: u64 = 10_000_000;
 const ROUNDS: usize = 5;
 const BATCH: u64 = 256;
-/// So many claims before they are cleared.
+/// The number of claims before they are cleared.
 const STRIDE: u64 = 8 * BATCH;
-/// What a round claims at each pace.
-const PACES: [(Pace, u64); 4] = [
-    (Pace::OneAtATime, 10 * STRIDE),
-    (Pace::SixtyFourAtOnce, 50 * STRIDE),
-    (Pace::TwoBatchesAtOnce, 100 * STRIDE),
-    (Pace::TwoBareBatchesAtOnce, 100 * STRIDE),
+/// The number of claims of a round, by pattern.
+const PATTERNS: [(Concurrency, u64); 4] = [
+    (Concurrency::OneAtATime, 10 * STRIDE),
+    (Concurrency::SixtyFourAtOnce, 50 * STRIDE),
+    (Concurrency::TwoBatchesAtOnce, 100 * STRIDE),
+    (Concurrency::TwoBareBatchesAtOnce, 100 * STRIDE),
 ];
 
-/// How claims follow each other.
+/// The concurrency of claims.
 #[derive(Clone, Copy, Debug)]
-enum Pace {
-    /// Each waits for the one before: a gate that guards one thing after the other.
+enum Concurrency {
+    /// Sequential single claims: a gate without concurrency.
     OneAtATime,
-    /// Single claims, 64 of them under way: a gate in front of a busy service.
+    /// 64 concurrent single claims: a gate of a busy service.
     SixtyFourAtOnce,
-    /// Batches of 256, two in flight: a consumer of Kafka with a full topic and nothing else to do.
-    /// The server's one thread is what ends this.
+    /// Batches of 256, two in flight: a Kafka consumer with a backlog. Limited by the server's single
+    /// thread.
     TwoBatchesAtOnce,
-    /// The same, without oncegate: `SET … 1 EX … NX`, pipelined by hand. What this loses, Redis
-    /// loses by itself.
+    /// The same without oncegate: pipelined `SET … 1 EX … NX`, as the baseline of Redis itself.
     TwoBareBatchesAtOnce,
 }
 
@@ -66,23 +65,23 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         fill(&many, MANY, None).await?
     );
     let (at_few, at_many) = (Claims::on(&few).await?, Claims::on(&many).await?);
-    for (pace, claims) in PACES {
-        claim_in_turn(&at_few, &at_many, pace, claims).await;
-        table_rests(&few, &at_few, FEW).await?;
-        table_rests(&many, &at_many, MANY).await?;
+    for (concurrency, claims) in PATTERNS {
+        claim_in_turn(&at_few, &at_many, concurrency, claims).await;
+        finish_rehashing(&few, &at_few, FEW).await?;
+        finish_rehashing(&many, &at_many, MANY).await?;
         let mut rates = [Vec::new(), Vec::new()];
         for round in 0..ROUNDS {
-            let [few, many] = claim_in_turn(&at_few, &at_many, pace, claims).await;
-            println!("{pace:?}, round {round}: {few} claims/s at {FEW}, {many} at {MANY}");
+            let [few, many] = claim_in_turn(&at_few, &at_many, concurrency, claims).await;
+            println!("{concurrency:?}, round {round}: {few} claims/s at {FEW}, {many} at {MANY}");
             rates[0].push(few);
             rates[1].push(many);
         }
-        told(&format!("{pace:?}"), rates);
+        print_medians(&format!("{concurrency:?}"), rates);
     }
     let mut rates = [Vec::new(), Vec::new()];
     for round in 0..=ROUNDS {
         let [few, many] = consume_in_turn(&at_few, &at_many).await?;
-        // The first is not counted.
+        // The first round is a warm-up.
         if round > 0 {
             println!(
                 "consumer, round {}: {few} messages/s at {FEW}, {many} at {MANY}",
@@ -92,7 +91,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             rates[1].push(many);
         }
     }
-    told("consumer", rates);
+    print_medians("consumer", rates);
     drop(many);
     let many = RedisServer::start(options())?;
     println!(
@@ -102,7 +101,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-fn told(what: &str, rates: [Vec<u64>; 2]) {
+fn print_medians(what: &str, rates: [Vec<u64>; 2]) {
     let [few, many] = rates.map(median);
     println!(
         "{what}, median: {few} and {many} a second, {:.3} of the rate at {FEW}",
@@ -136,7 +135,7 @@ fn operation(series: u64, number: u64, ask: Ask, fingerprint: Option<Fingerprint
     }
 }
 
-/// Writes done markers as completions do; answers with the bytes that each costs.
+/// Writes done markers with completions. Returns the bytes of each.
 async fn fill(
     server: &RedisServer,
     markers: u64,
@@ -166,19 +165,23 @@ async fn fill(
     Ok((used(server)? - before) / markers)
 }
 
-/// Claims on both by turns, so that whatever else the machine does hits both. Answers with claims a
-/// second on each.
-async fn claim_in_turn(few: &Claims, many: &Claims, pace: Pace, count: u64) -> [u64; 2] {
+/// Claims on both servers in turns, so that other load affects both. Returns claims a second on each.
+async fn claim_in_turn(
+    few: &Claims,
+    many: &Claims,
+    concurrency: Concurrency,
+    count: u64,
+) -> [u64; 2] {
     let mut times = [Duration::ZERO; 2];
     for first in (0..count).step_by(STRIDE as usize) {
         for (claims, time) in [few, many].into_iter().zip(&mut times) {
-            *time += claims.stride(pace, first).await;
+            *time += claims.stride(concurrency, first).await;
         }
     }
     times.map(|time| (count as f64 / time.as_secs_f64()) as u64)
 }
 
-/// Claims of ids that nobody had, by oncegate and by hand.
+/// Claims of new ids, with oncegate and with plain commands.
 struct Claims(Redis, MultiplexedConnection);
 
 impl Claims {
@@ -191,13 +194,12 @@ impl Claims {
         Ok(Self(store, bare))
     }
 
-    /// Claims some and clears them again, which is not timed: so the server keeps as many markers
-    /// as it had.
-    async fn stride(&self, pace: Pace, first: u64) -> Duration {
-        let (at_once, each) = match pace {
-            Pace::OneAtATime => (1, 1),
-            Pace::SixtyFourAtOnce => (64, 1),
-            Pace::TwoBatchesAtOnce | Pace::TwoBareBatchesAtOnce => (2, BATCH),
+    /// Claims ids and clears them again, which is not timed, so that the number of markers stays.
+    async fn stride(&self, concurrency: Concurrency, first: u64) -> Duration {
+        let (at_once, each) = match concurrency {
+            Concurrency::OneAtATime => (1, 1),
+            Concurrency::SixtyFourAtOnce => (64, 1),
+            Concurrency::TwoBatchesAtOnce | Concurrency::TwoBareBatchesAtOnce => (2, BATCH),
         };
         let claims: Vec<Operation> = (first..first + STRIDE)
             .map(|it| operation(1, it, Ask::Claim, None))
@@ -206,13 +208,13 @@ impl Claims {
             claims.chunks(each as usize).map(<[_]>::to_vec).collect();
         let started = Instant::now();
         let shares = batches.chunks(batches.len().div_ceil(at_once));
-        if let Pace::TwoBareBatchesAtOnce = pace {
+        if let Concurrency::TwoBareBatchesAtOnce = concurrency {
             join_all(shares.map(|share| self.set_bare(share))).await;
         } else {
             join_all(shares.map(|share| self.claim(share))).await;
         }
         let claiming = started.elapsed();
-        if let Pace::TwoBareBatchesAtOnce = pace {
+        if let Concurrency::TwoBareBatchesAtOnce = concurrency {
             self.delete_bare(&claims).await;
             return claiming;
         }
@@ -253,7 +255,7 @@ impl Claims {
                 .query_async(&mut self.1.clone())
                 .await
                 .expect("Redis takes it");
-            assert!(set.iter().all(|it| *it), "nobody had these ids");
+            assert!(set.iter().all(|it| *it), "these ids are new");
         }
     }
 
@@ -268,12 +270,11 @@ impl Claims {
     }
 }
 
-/// How many messages a consumer gets at a time, and how often by turns in a round.
+/// The messages of one consumer run, and the runs of a round.
 const MESSAGES: u64 = 10_000;
 const TURNS: u32 = 10;
 
-/// Consumes messages with ids that nobody had, claimed and completed, on both by turns. Answers
-/// with messages a second.
+/// Consumes messages with new ids, on both servers in turns. Returns messages a second on each.
 async fn consume_in_turn(
     few: &Claims,
     many: &Claims,
@@ -287,7 +288,7 @@ async fn consume_in_turn(
     Ok(times.map(|time| (MESSAGES as f64 * f64::from(TURNS) / time.as_secs_f64()) as u64))
 }
 
-/// Counts down, and tells when all are handled.
+/// Counts down and notifies when all messages are handled.
 struct CountDown(AtomicU64, Arc<Notify>);
 
 #[async_trait]
@@ -303,8 +304,8 @@ impl Handler for CountDown {
 }
 
 impl Claims {
-    /// From the first message to the last completion; the markers are forgotten again, which is not
-    /// timed.
+    /// The time from the first message to the last completion. Deletes the markers afterwards, which
+    /// is not timed.
     async fn consume(&self) -> Result<Duration, Box<dyn std::error::Error>> {
         let broker = MemoryBroker::new("many");
         for it in 0..MESSAGES {
@@ -344,9 +345,9 @@ impl Claims {
     }
 }
 
-/// Brings Redis to rest after it grew its tables: until then each command moves a little from the
-/// old one to the new. So it is asked for markers that stand there.
-async fn table_rests(
+/// Waits until Redis has finished rehashing, which proceeds with each command: claims existing ids
+/// until then.
+async fn finish_rehashing(
     server: &RedisServer,
     claims: &Claims,
     markers: u64,
@@ -379,7 +380,7 @@ fn used(server: &RedisServer) -> Result<u64, Box<dyn std::error::Error>> {
     let used = info
         .lines()
         .find_map(|line| line.strip_prefix("used_memory:"))
-        .ok_or("Redis does not say what it uses")?;
+        .ok_or("INFO has no used_memory")?;
     Ok(used.parse()?)
 }
 

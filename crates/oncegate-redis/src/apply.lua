@@ -1,13 +1,13 @@
--- What each key becomes, and the answer to the asker: the table of oncegate_core::marker::apply, on the server.
--- KEYS are the keys. ARGV holds the ask and the terms that all keys share, then for each key the record that its asker's first
--- claim would have: its token, attempt and fingerprint stand in it. The answer is one text for each key: a verdict, or why there
--- is none. No key can spoil another.
+-- Implements oncegate_core::marker::apply on the server.
+-- ARGV holds the request and the terms that all KEYS share, then for each key the record of its caller's first claim, with the
+-- caller's token, attempt and fingerprint. Returns one string for each key: a verdict or an error. An error on one key does not
+-- affect the others.
 
 local ask, guarantee, lease, window, horizon, unresolved, seen, freed =
   ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6], ARGV[7], ARGV[8]
 local SHARED = 8
 local LARGEST = 4294967295
-local HELD = { p = 'in progress', w = 'waiting', r = 'reconciling' }
+local IN_USE = { p = 'in progress', w = 'waiting', r = 'reconciling' }
 
 local function is_fingerprint(text)
   return text == '-' or (#text == 18 and not text:find('%D'))
@@ -17,19 +17,19 @@ local function is_count(text)
   return #text <= 10 and tonumber(text) <= LARGEST
 end
 
--- What a record says; or nil and why it cannot be read.
+-- Decodes a record; returns nil and the reason if it is not valid.
 local function read(raw)
   if not raw then return { state = 'absent' } end
   if raw == '1' then return { state = 'done', body = '-' } end
   if #raw == 20 and raw:find('^%-1%d+$') then return { state = 'done', body = raw:sub(3) } end
   local kind, rest = raw:match('^v1 (%l) (.*)$')
-  if HELD[kind] then
+  if IN_USE[kind] then
     local token, number, base, crashes, effect, ms, keep, promise, body =
       rest:match('^([%da-f]+) (%d+) (%d+) (%d+) ([nu]) (%d+) (%d+) ([aeb]) (%S+)$')
     if token and #token == 32 and is_count(number) and is_count(base) and is_count(crashes) and #ms <= 15 and #keep <= 15
       and is_fingerprint(body) then
       return {
-        state = HELD[kind], token = token, number = number, base = base, crashes = crashes, effect = effect, lease = ms,
+        state = IN_USE[kind], token = token, number = number, base = base, crashes = crashes, effect = effect, lease = ms,
         horizon = keep, promise = promise, body = body,
       }
     end
@@ -47,7 +47,7 @@ local function read(raw)
   return nil, 'unreadable'
 end
 
--- An error is an answer: it is told of its key alone.
+-- pcall, so that an error is returned for its key only.
 local call = redis.pcall
 
 local function put(key, value, ms, verdict)
@@ -55,8 +55,8 @@ local function put(key, value, ms, verdict)
   return reply.err and 'error ' .. reply.err or verdict
 end
 
--- The same marker; its expiry begins anew.
-local function keep_anew(key, ms, verdict)
+-- Keeps the marker and restarts its expiry.
+local function renew_expiry(key, ms, verdict)
   local reply = call('PEXPIRE', key, ms)
   return type(reply) == 'table' and 'error ' .. reply.err or verdict
 end
@@ -82,7 +82,7 @@ local function after(count)
   return string.format('%.0f', math.min(tonumber(count) + 1, LARGEST))
 end
 
--- The milliseconds since the marker was written; nil if its expiry was not set by this protocol alone.
+-- The milliseconds since the marker was written; nil if another program changed its expiry.
 local function age(key, found)
   local left = call('PTTL', key)
   if type(left) == 'table' then return nil, 'error ' .. left.err end
@@ -96,7 +96,7 @@ local function claim(key, token, fingerprint, found)
     local attempts = counts(after(number), base, crashes)
     return put(key, held('p', token, attempts, effect, lease, horizon, guarantee, fingerprint), horizon, 'granted ' .. attempts)
   end
-  -- A higher fence, and no run: it spends nothing of the budget.
+  -- The attempt number increases, but nothing runs: the budget is not charged.
   local function take_doubt(base, crashes)
     local attempts = counts(after(found.number), after(base), crashes)
     return put(key, held('r', token, attempts, 'u', lease, unresolved, 'a', fingerprint), unresolved, 'in-doubt ' .. attempts)
@@ -114,25 +114,25 @@ local function claim(key, token, fingerprint, found)
   local in_progress = state == 'in progress'
   if found.token == token then
     local verdict = in_progress and 'granted ' or 'in-doubt '
-    return keep_anew(key, found.horizon, verdict .. counts(found.number, found.base, found.crashes))
+    return renew_expiry(key, found.horizon, verdict .. counts(found.number, found.base, found.crashes))
   end
   if other_body and not in_progress then return 'conflict' end
   if state == 'waiting' then return take_doubt(found.base, found.crashes) end
 
   local old, failed = age(key, found)
   if failed then return failed end
-  if not old then return keep_anew(key, found.horizon, 'busy ' .. found.lease) end
+  if not old then return renew_expiry(key, found.horizon, 'busy ' .. found.lease) end
   if old <= tonumber(found.lease) then return string.format('busy %.0f', tonumber(found.lease) - old) end
   local crashes = after(found.crashes)
   if not in_progress then return take_doubt(found.base, crashes) end
   if other_body then return 'conflict' end
-  -- The attempt that crashed spends nothing of the budget: crashes are counted apart.
+  -- The budget is not charged for the attempt that crashed: crashes are counted separately.
   local base = after(found.base)
   if found.promise ~= 'a' and guarantee ~= 'a' then return grant(found.number, base, crashes, 'u') end
   return take_doubt(base, crashes)
 end
 
--- What a person asks for: the marker that was seen becomes the one that was made of it.
+-- A request of an operator: replaces the marker that the operator saw, if it is unchanged.
 local function free(key, raw, found)
   raw = raw or ''
   if freed == '' then return 'lost' end
@@ -145,9 +145,9 @@ local function free(key, raw, found)
   return put(key, freed, window, 'kept')
 end
 
-local function apply(key, theirs)
-  local asker = read(theirs)
-  local token, number, fingerprint = asker.token, asker.number, asker.body
+local function apply(key, request)
+  local caller = read(request)
+  local token, number, fingerprint = caller.token, caller.number, caller.body
   local raw = call('GET', key)
   if type(raw) == 'table' then return 'error ' .. raw.err end
   local found, unreadable = read(raw)
@@ -168,7 +168,7 @@ local function apply(key, theirs)
   end
 
   if ask == 'renew' then
-    if mine then return keep_anew(key, found.horizon, 'kept') end
+    if mine then return renew_expiry(key, found.horizon, 'kept') end
   elseif ask == 'complete' then
     if (in_progress and mine) or in_doubt then return done(key, fingerprint, 'done') end
     if state == 'done' then return 'done' end
@@ -176,7 +176,7 @@ local function apply(key, theirs)
   elseif ask == 'clear nothing' or ask == 'clear unknown' then
     if is_free then return 'kept' end
     if in_progress and mine then
-      -- Never: what is unknown is doubted.
+      -- Not allowed: at most once an unknown effect must be doubted.
       if ask == 'clear unknown' and guarantee == 'a' then return 'lost' end
       return cleared(ask == 'clear unknown' and 'u' or 'n')
     end
@@ -195,9 +195,9 @@ local function apply(key, theirs)
     end
     if state == 'absent' then return doubted(counts(number, number, '0')) end
     if state == 'cleared' then
-      -- Asked late, or again: somebody has found out since, or an operator has freed the id.
+      -- A late or repeated request: the doubt is resolved already, or an operator freed the id.
       if tonumber(number) <= tonumber(found.base) then return 'lost' end
-      -- The fence never steps back.
+      -- The attempt number never decreases.
       local higher = tonumber(found.number) > tonumber(number) and found.number or number
       return doubted(counts(higher, found.base, found.crashes))
     end
@@ -216,17 +216,17 @@ local function apply(key, theirs)
   return 'lost'
 end
 
--- Nearly every completion finds its own claim as it was written: all are looked for at once, and known without being read.
--- What is no string is not found, and what is not found is looked at alone.
+-- Fast path: nearly every completion finds its own claim unchanged, so that comparing the strings of one MGET is enough. MGET
+-- returns no value for keys of other types; those, and all other differences, take the normal path.
 local found = ask == 'complete' and call('MGET', unpack(KEYS)) or {}
 
 local answers = {}
 for i, key in ipairs(KEYS) do
-  local theirs = ARGV[SHARED + i]
-  if found[i] == theirs then
-    answers[i] = put(key, theirs:sub(-1) == '-' and '1' or '-1' .. theirs:sub(-18), window, 'done')
+  local request = ARGV[SHARED + i]
+  if found[i] == request then
+    answers[i] = put(key, request:sub(-1) == '-' and '1' or '-1' .. request:sub(-18), window, 'done')
   else
-    answers[i] = apply(key, theirs)
+    answers[i] = apply(key, request)
   end
 end
 return answers

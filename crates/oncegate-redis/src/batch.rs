@@ -1,4 +1,4 @@
-//! Operations on the wire: pipelines there, verdicts back.
+//! Sends operations as pipelines and reads their verdicts.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -9,40 +9,40 @@ use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Verdict};
 use oncegate_core::{Key, StoreError};
 use redis::{Cmd, Value};
 
-use crate::doubt::Doubt;
 use crate::durability::Durability;
-use crate::failure::Failure;
+use crate::failure::StoreFailure;
+use crate::loss_detector::LossDetector;
 use crate::record;
+use crate::refresh::TopologyRefresh;
 use crate::reply;
-use crate::route::{At, Lane, Route, View};
-use crate::script::{self, By};
-use crate::watch::Watch;
-use sending::{Parcel, Replies};
+use crate::router::{CommandTarget, ConnectionKind, Router, RoutingView};
+use crate::script::{self, ScriptRef};
+use pipeline::{PipelineReplies, ServerPipeline};
 
-mod sending;
+mod pipeline;
 
-/// The most keys that one script call changes: it holds everyone else up meanwhile, and Lua unpacks
-/// no more than some thousands.
+/// The most keys of one script call: a script blocks the server, and Lua unpacks only a few thousand
+/// values.
 const KEYS_PER_CALL: usize = 256;
 
-pub(crate) type Answer = Result<Verdict, Failure>;
+pub(crate) type VerdictResult = Result<Verdict, StoreFailure>;
 
-/// How often one step follows a node of a Cluster that names another.
-const REDIRECTIONS: u32 = 3;
+/// How many Cluster redirections one command follows.
+const MAX_REDIRECTIONS: u32 = 3;
 
-/// One command of a pipeline, and the operations (by index) that it carries.
-enum Step {
+/// One command of a pipeline, with the indices of its operations.
+enum BatchCommand {
     /// `SET … NX GET PX`.
     Claim(usize),
-    /// The literal gate: `SET … 1 EX … NX`.
+    /// `SET … 1 EX … NX`, for [`Guarantee::Bare`].
     BareClaim(usize),
-    /// The literal gate: `DEL`.
+    /// `DEL`, for [`Guarantee::Bare`].
     BareDelete(usize),
-    /// One script call for all of them; there is at least one.
-    Script(By, Vec<usize>),
+    /// One script call; at least one operation.
+    Script(ScriptRef, Vec<usize>),
 }
 
-impl Step {
+impl BatchCommand {
     fn operations(&self) -> &[usize] {
         match self {
             Self::Claim(one) | Self::BareClaim(one) | Self::BareDelete(one) => {
@@ -53,40 +53,40 @@ impl Step {
     }
 }
 
-/// Applies the operations and answers each, in order. Those that have an answer already are not
-/// sent. With a watch, at most once is claimed only of servers that it looked at since they were
-/// connected to.
+/// Applies the operations and returns one answer for each, in order. Operations that have an answer
+/// already are not sent. With a detector, at-most-once claims are sent only to servers that it has
+/// checked over the same connection.
 pub(crate) async fn apply(
-    route: &Route,
-    watch: Option<&Watch>,
+    router: &Router,
+    detector: Option<&LossDetector>,
     durability: Durability,
     prefix: &[u8],
     operations: &[Operation],
-    answers: Vec<Option<Answer>>,
+    answers: Vec<Option<VerdictResult>>,
 ) -> Vec<Result<Verdict, StoreError>> {
-    let mut batch = Batch {
-        route,
-        watch,
+    let mut batch = OperationBatch {
+        router,
+        detector,
         durability,
         prefix,
         operations,
         answers,
-        doubt: Doubt::of(route),
+        refresh: TopologyRefresh::of(router),
     };
     for round in rounds(operations) {
         let unanswered: Vec<usize> = round
             .into_iter()
             .filter(|index| batch.answers[*index].is_none())
             .collect();
-        let steps = batch.plan(&unanswered);
-        if batch.run(steps).await.is_err() {
+        let commands = batch.plan(&unanswered);
+        if batch.execute(commands).await.is_err() {
             break;
         }
     }
-    batch.doubt.unfinished = false;
+    batch.refresh.unfinished = false;
     let unsent = || {
-        Err(Failure::not_applied(
-            "not sent, because an earlier command in the same batch was not answered",
+        Err(StoreFailure::not_applied(
+            "not sent: an earlier command of the same batch got no reply",
         ))
     };
     batch
@@ -96,18 +96,18 @@ pub(crate) async fn apply(
         .collect()
 }
 
-/// Whether it claims at most once.
-pub(crate) fn is_strict(operation: &Operation) -> bool {
+/// Whether the operation is an at-most-once claim.
+pub(crate) fn is_at_most_once_claim(operation: &Operation) -> bool {
     operation.ask == Ask::Claim && operation.terms.guarantee == Guarantee::AtMostOnce
 }
 
-/// What needs no sending.
-pub(crate) fn unsent(operations: &[Operation]) -> Vec<Option<Answer>> {
-    operations.iter().map(answer_unsent).collect()
+/// The answers that need no command, by operation.
+pub(crate) fn local_answers(operations: &[Operation]) -> Vec<Option<VerdictResult>> {
+    operations.iter().map(local_answer).collect()
 }
 
-/// The literal gate neither renews nor completes: there is nothing to send.
-fn answer_unsent(operation: &Operation) -> Option<Answer> {
+/// [`Guarantee::Bare`] sends nothing to renew or to complete.
+fn local_answer(operation: &Operation) -> Option<VerdictResult> {
     match (operation.terms.guarantee, operation.ask) {
         (Guarantee::Bare, Ask::Renew) => Some(Ok(Verdict::Kept)),
         (Guarantee::Bare, Ask::Complete) => Some(Ok(Verdict::Done { marker_lost: false })),
@@ -115,9 +115,9 @@ fn answer_unsent(operation: &Operation) -> Option<Answer> {
     }
 }
 
-/// Splits the operations so that what is on one key keeps its order: claims on the same terms may
-/// follow each other in one part, since a pipeline runs in order and so does the script call that
-/// they meet in; anything else that has its key before it waits for the next part.
+/// Splits the operations into rounds so that operations on one key keep their order. Claims on the
+/// same terms may share a round, since a pipeline and a script call run in order; any other
+/// operation on a key that occurred before goes to the next round.
 fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
     if operations.len() == 1 {
         return vec![vec![0]];
@@ -128,7 +128,7 @@ fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
         let round = match last.get(&operation.key) {
             None => 0,
             Some((round, before))
-                if operation.ask == Ask::Claim && script::together(before, operation) =>
+                if operation.ask == Ask::Claim && script::can_share_call(before, operation) =>
             {
                 *round
             }
@@ -143,203 +143,229 @@ fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
     rounds
 }
 
-/// The connection gave out; nothing more is to be sent.
-struct Interrupted;
+/// A server gave no reply; the rest of the batch is not sent.
+struct BatchInterrupted;
 
-struct Batch<'a> {
-    route: &'a Route,
-    watch: Option<&'a Watch>,
+struct OperationBatch<'a> {
+    router: &'a Router,
+    detector: Option<&'a LossDetector>,
     durability: Durability,
     prefix: &'a [u8],
     operations: &'a [Operation],
-    answers: Vec<Option<Answer>>,
-    doubt: Doubt<'a>,
+    answers: Vec<Option<VerdictResult>>,
+    refresh: TopologyRefresh<'a>,
 }
 
-/// A step, and the server that it is for.
-type Sending = (Step, At);
+/// A command and its target.
+type RoutedCommand = (BatchCommand, CommandTarget);
 
-impl Batch<'_> {
-    /// Script calls first, completions among them, then claims.
-    fn plan(&self, round: &[usize]) -> Vec<Sending> {
+impl OperationBatch<'_> {
+    /// Plans the commands of a round: script calls, then single commands.
+    fn plan(&self, round: &[usize]) -> Vec<RoutedCommand> {
         let mut calls = Vec::new();
         let mut singles = Vec::with_capacity(round.len());
         for &index in round {
             let operation = &self.operations[index];
             match (operation.terms.guarantee, operation.ask) {
-                (Guarantee::Bare, Ask::Claim) => singles.push((Step::BareClaim(index), At::Owner)),
+                (Guarantee::Bare, Ask::Claim) => {
+                    singles.push((BatchCommand::BareClaim(index), CommandTarget::Owner))
+                }
                 (Guarantee::Bare, Ask::Renew | Ask::Complete) => {}
-                (Guarantee::Bare, _) => singles.push((Step::BareDelete(index), At::Owner)),
-                (_, Ask::Claim) => singles.push((Step::Claim(index), At::Owner)),
-                _ => self.add_call(&mut calls, At::Owner, index),
+                (Guarantee::Bare, _) => {
+                    singles.push((BatchCommand::BareDelete(index), CommandTarget::Owner))
+                }
+                (_, Ask::Claim) => singles.push((BatchCommand::Claim(index), CommandTarget::Owner)),
+                _ => self.add_to_script_call(&mut calls, CommandTarget::Owner, index),
             }
         }
         calls.append(&mut singles);
         calls
     }
 
-    /// Adds an operation to the script call that it can travel in. In a Cluster each key travels
-    /// alone: two that lie with one node today may not do so tomorrow.
-    fn add_call(&self, steps: &mut Vec<Sending>, at: At, index: usize) {
-        if let Route::One(_) = self.route {
-            for (step, _) in steps.iter_mut() {
-                if let Step::Script(By::Hash, call) = step
+    /// Adds an operation to a script call with the same terms. In a Cluster each call has one key:
+    /// keys of one node may belong to different slots.
+    fn add_to_script_call(
+        &self,
+        commands: &mut Vec<RoutedCommand>,
+        target: CommandTarget,
+        index: usize,
+    ) {
+        if let Router::Single(_) = self.router {
+            for (command, _) in commands.iter_mut() {
+                if let BatchCommand::Script(ScriptRef::Digest, call) = command
                     && call.len() < KEYS_PER_CALL
-                    && script::together(&self.operations[call[0]], &self.operations[index])
+                    && script::can_share_call(&self.operations[call[0]], &self.operations[index])
                 {
                     call.push(index);
                     return;
                 }
             }
         }
-        steps.push((Step::Script(By::Hash, vec![index]), at));
+        commands.push((BatchCommand::Script(ScriptRef::Digest, vec![index]), target));
     }
 
-    /// Sends the steps, in one pipeline to each server, and again what could not be decided: at
-    /// most claim, script, script by text, and each of them once more wherever a node of a Cluster
-    /// names another.
-    async fn run(&mut self, mut steps: Vec<Sending>) -> Result<(), Interrupted> {
-        let mut redirections = REDIRECTIONS;
-        let mut whole = Ok(());
-        while !steps.is_empty() {
-            let parcels = self.sorted(steps).await?;
-            let sent = join_all(parcels.iter().map(|parcel| self.send(parcel))).await;
-            let mut again = Vec::new();
+    /// Sends the commands, in one pipeline to each server, and the commands that follow from the
+    /// replies: a claim may need the script, the script may need its source, and each may be
+    /// redirected.
+    async fn execute(&mut self, mut commands: Vec<RoutedCommand>) -> Result<(), BatchInterrupted> {
+        let mut redirections = MAX_REDIRECTIONS;
+        let mut outcome = Ok(());
+        while !commands.is_empty() {
+            let pipelines = self.group_by_server(commands).await?;
+            let sent = join_all(
+                pipelines
+                    .iter()
+                    .map(|server_pipeline| self.send(server_pipeline)),
+            )
+            .await;
+            let mut follow_up = Vec::new();
             let mut redirected = false;
-            for (parcel, replies) in parcels.into_iter().zip(sent) {
+            for (server_pipeline, replies) in pipelines.into_iter().zip(sent) {
                 match replies {
                     Ok(replies) => {
-                        redirected |= self.read_parcel(parcel, replies, redirections, &mut again)
+                        redirected |= self.read_replies(
+                            server_pipeline,
+                            replies,
+                            redirections,
+                            &mut follow_up,
+                        )
                     }
                     Err(failure) => {
-                        self.doubt.doubted |= matches!(self.route, Route::Cluster(_));
-                        for step in &parcel.steps {
-                            self.answer_all(step.operations(), &failure);
+                        self.refresh.stale |= matches!(self.router, Router::Cluster(_));
+                        for command in &server_pipeline.commands {
+                            self.answer_all(command.operations(), &failure);
                         }
-                        whole = Err(Interrupted);
+                        outcome = Err(BatchInterrupted);
                     }
                 }
             }
             if redirected {
                 redirections -= 1;
-                // Who serves what has changed; the rest of the batch may know it by now.
-                self.route.distrust();
+                // The slots moved; the rest of the batch uses the new slot map.
+                self.router.invalidate();
             }
-            steps = again;
+            commands = follow_up;
         }
-        whole
+        outcome
     }
 
-    /// One parcel for each server and connection; what is for one server keeps its order.
-    async fn sorted(&mut self, steps: Vec<Sending>) -> Result<Vec<Parcel>, Interrupted> {
-        let mut parcels: Vec<Parcel> = Vec::with_capacity(1);
-        let view = match self.route.view().await {
+    /// Groups the commands by server and connection, in order.
+    async fn group_by_server(
+        &mut self,
+        commands: Vec<RoutedCommand>,
+    ) -> Result<Vec<ServerPipeline>, BatchInterrupted> {
+        let mut pipelines: Vec<ServerPipeline> = Vec::with_capacity(1);
+        let view = match self.router.view().await {
             Ok(view) => view,
             Err(failure) => {
-                for (step, _) in &steps {
-                    self.answer_all(step.operations(), &failure);
+                for (command, _) in &commands {
+                    self.answer_all(command.operations(), &failure);
                 }
-                return Err(Interrupted);
+                return Err(BatchInterrupted);
             }
         };
-        for (step, at) in steps {
-            let first = step.operations()[0];
-            let lanes = match (&view, &at) {
-                (View::One(lanes), _) => Arc::clone(lanes),
-                (view, at) => match view.lanes(&self.key(first), at).await {
-                    Ok(lanes) => lanes,
+        for (command, target) in commands {
+            let first = command.operations()[0];
+            let connections = match (&view, &target) {
+                (RoutingView::Single(connections), _) => Arc::clone(connections),
+                (view, target) => match view.connections(&self.key(first), target).await {
+                    Ok(connections) => connections,
                     Err(failure) => {
-                        self.doubt.doubted = true;
-                        self.answer_all(step.operations(), &failure);
+                        self.refresh.stale = true;
+                        self.answer_all(command.operations(), &failure);
                         continue;
                     }
                 },
             };
-            let lane = self.lane(&self.operations[first]);
-            let asking = matches!(at, At::Asking(_));
-            let same = |parcel: &&mut Parcel| {
-                Arc::ptr_eq(&parcel.lanes, &lanes) && parcel.lane == lane && parcel.asking == asking
+            let connection_kind = self.connection_kind(&self.operations[first]);
+            let asking = matches!(target, CommandTarget::Ask(_));
+            let same = |server_pipeline: &&mut ServerPipeline| {
+                Arc::ptr_eq(&server_pipeline.connections, &connections)
+                    && server_pipeline.connection_kind == connection_kind
+                    && server_pipeline.asking == asking
             };
-            match parcels.iter_mut().find(same) {
-                Some(parcel) => parcel.steps.push(step),
-                None => parcels.push(Parcel {
-                    lanes,
-                    lane,
+            match pipelines.iter_mut().find(same) {
+                Some(server_pipeline) => server_pipeline.commands.push(command),
+                None => pipelines.push(ServerPipeline {
+                    connections,
+                    connection_kind,
                     asking,
-                    steps: vec![step],
+                    commands: vec![command],
                 }),
             }
         }
-        Ok(parcels)
+        Ok(pipelines)
     }
 
-    /// Claims travel alone where replicas have to know of them, but for those of the literal gate.
-    /// So do renewals at most once: a primary that was cut off would renew what others take over
-    /// elsewhere.
-    fn lane(&self, operation: &Operation) -> Lane {
+    /// With [`Durability::Replicas`], claims and at-most-once renewals use the connection with
+    /// `WAIT`: otherwise a partitioned primary would renew leases that others take over on the new
+    /// primary. [`Guarantee::Bare`] never waits.
+    fn connection_kind(&self, operation: &Operation) -> ConnectionKind {
         match (self.durability, operation.ask, operation.terms.guarantee) {
-            (Durability::Primary, ..) | (_, _, Guarantee::Bare) => Lane::General,
-            (Durability::Replicas { .. }, Ask::Claim, _) => Lane::Claims,
-            (Durability::Replicas { .. }, Ask::Renew, Guarantee::AtMostOnce) => Lane::Claims,
-            _ => Lane::General,
+            (Durability::Primary, ..) | (_, _, Guarantee::Bare) => ConnectionKind::General,
+            (Durability::Replicas { .. }, Ask::Claim, _) => ConnectionKind::Claims,
+            (Durability::Replicas { .. }, Ask::Renew, Guarantee::AtMostOnce) => {
+                ConnectionKind::Claims
+            }
+            _ => ConnectionKind::General,
         }
     }
 
-    /// Reads what one server replied. Answers whether it named another.
-    fn read_parcel(
+    /// Reads the replies of one server. Returns whether it redirected a command.
+    fn read_replies(
         &mut self,
-        parcel: Parcel,
-        replies: Replies,
+        server_pipeline: ServerPipeline,
+        replies: PipelineReplies,
         redirections: u32,
-        again: &mut Vec<Sending>,
+        follow_up: &mut Vec<RoutedCommand>,
     ) -> bool {
-        let Replies {
-            each,
-            waited,
-            watched,
+        let PipelineReplies {
+            replies,
+            replicated,
+            intact,
         } = replies;
         let mut redirected = false;
-        for (step, reply) in parcel.steps.into_iter().zip(each) {
-            if let (Route::Cluster(_), Value::ServerError(error)) = (self.route, &reply)
-                && let Some(at) =
-                    reply::named_elsewhere(error.code(), error.details().unwrap_or_default())
+        for (command, reply) in server_pipeline.commands.into_iter().zip(replies) {
+            if let (Router::Cluster(_), Value::ServerError(error)) = (self.router, &reply)
+                && let Some(target) =
+                    reply::redirection(error.code(), error.details().unwrap_or_default())
             {
                 redirected = true;
                 if redirections > 0 {
-                    again.push((step, at));
+                    follow_up.push((command, target));
                 } else {
                     self.answer_all(
-                        step.operations(),
-                        &Failure::not_applied(
-                            "the nodes of the Cluster do not agree on who serves this key",
+                        command.operations(),
+                        &StoreFailure::not_applied(
+                            "too many Cluster redirections: the nodes do not agree on the owner of this key's slot",
                         ),
                     );
                 }
                 continue;
             }
-            let operations = step.operations().to_vec();
-            self.read(step, reply, again);
-            if let Err(failure) = &waited {
-                self.withdraw(&operations, failure, |_| true);
+            let operations = command.operations().to_vec();
+            self.read(command, reply, follow_up);
+            if let Err(failure) = &replicated {
+                self.revoke(&operations, failure, |_| true);
             }
-            if let Err(failure) = &watched {
-                self.withdraw(&operations, failure, is_strict);
+            if let Err(failure) = &intact {
+                self.revoke(&operations, failure, is_at_most_once_claim);
             }
         }
         redirected && redirections > 0
     }
 
-    /// What was granted or renewed is not, where too few replicas know of it, or the server was
-    /// seen to forget.
-    fn withdraw(
+    /// Replaces grants and renewals by a failure: too few replicas have them, or the server lost
+    /// data.
+    fn revoke(
         &mut self,
         operations: &[usize],
-        failure: &Failure,
-        concerned: impl Fn(&Operation) -> bool,
+        failure: &StoreFailure,
+        applies: impl Fn(&Operation) -> bool,
     ) {
         for index in operations
             .iter()
-            .filter(|index| concerned(&self.operations[**index]))
+            .filter(|index| applies(&self.operations[**index]))
         {
             let answer = &mut self.answers[*index];
             if matches!(
@@ -353,9 +379,9 @@ impl Batch<'_> {
         }
     }
 
-    fn command(&self, step: &Step) -> Cmd {
-        match step {
-            Step::Claim(index) => {
+    fn command(&self, command: &BatchCommand) -> Cmd {
+        match command {
+            BatchCommand::Claim(index) => {
                 let operation = &self.operations[*index];
                 let (record, horizon) = (
                     record::granted(operation, 1),
@@ -371,7 +397,7 @@ impl Batch<'_> {
                     .arg(horizon);
                 set
             }
-            Step::BareClaim(index) => {
+            BatchCommand::BareClaim(index) => {
                 let window = self.operations[*index].terms.window;
                 let mut set = Cmd::with_capacity(6, 128);
                 set.arg("SET")
@@ -382,16 +408,16 @@ impl Batch<'_> {
                     .arg("NX");
                 set
             }
-            Step::BareDelete(index) => {
+            BatchCommand::BareDelete(index) => {
                 let mut delete = Cmd::with_capacity(2, 128);
                 delete.arg("DEL").arg(self.key(*index));
                 delete
             }
-            Step::Script(by, call) => self.call(*by, call),
+            BatchCommand::Script(by, call) => self.script_call(*by, call),
         }
     }
 
-    fn call(&self, by: By, call: &[usize]) -> Cmd {
+    fn script_call(&self, by: ScriptRef, call: &[usize]) -> Cmd {
         let operations = call.iter().map(|index| &self.operations[*index]);
         script::call(by, self.prefix, &self.operations[call[0]], operations)
     }
@@ -400,80 +426,87 @@ impl Batch<'_> {
         [self.prefix, self.operations[index].key.as_bytes()].concat()
     }
 
-    /// Reads one reply: an answer to each operation of the step, or another step.
-    fn read(&mut self, step: Step, reply: Value, again: &mut Vec<Sending>) {
-        match (step, reply) {
-            (Step::Script(By::Hash, call), Value::ServerError(error))
+    /// Reads one reply: an answer to each operation of the command, or another command.
+    fn read(&mut self, command: BatchCommand, reply: Value, follow_up: &mut Vec<RoutedCommand>) {
+        match (command, reply) {
+            (BatchCommand::Script(ScriptRef::Digest, call), Value::ServerError(error))
                 if error.code() == "NOSCRIPT" =>
             {
-                again.push((Step::Script(By::Text, call), At::Owner));
+                follow_up.push((
+                    BatchCommand::Script(ScriptRef::Source, call),
+                    CommandTarget::Owner,
+                ));
             }
-            (step, Value::ServerError(error)) => {
+            (command, Value::ServerError(error)) => {
                 let failure =
-                    self.said_by_server(error.code(), error.details().unwrap_or_default());
-                self.answer_all(step.operations(), &failure);
+                    self.server_failure(error.code(), error.details().unwrap_or_default());
+                self.answer_all(command.operations(), &failure);
             }
-            (Step::Claim(index), reply) => match reply::claim(reply, &self.operations[index]) {
-                Some(answer) => self.answers[index] = Some(answer),
-                None => self.add_call(again, At::Owner, index),
-            },
-            (Step::BareClaim(index), reply) => {
+            (BatchCommand::Claim(index), reply) => {
+                match reply::claim(reply, &self.operations[index]) {
+                    Some(answer) => self.answers[index] = Some(answer),
+                    None => self.add_to_script_call(follow_up, CommandTarget::Owner, index),
+                }
+            }
+            (BatchCommand::BareClaim(index), reply) => {
                 self.answers[index] = Some(match reply {
                     Value::Okay => Ok(Verdict::Granted(Attempts::new(1))),
                     Value::Nil => Ok(Verdict::Duplicate),
                     other => Err(reply::unexpected(&other)),
                 });
             }
-            (Step::BareDelete(index), reply) => {
+            (BatchCommand::BareDelete(index), reply) => {
                 self.answers[index] = Some(match reply {
                     Value::Int(_) => Ok(Verdict::Kept),
                     other => Err(reply::unexpected(&other)),
                 });
             }
-            (Step::Script(_, call), Value::Array(verdicts)) if verdicts.len() == call.len() => {
+            (BatchCommand::Script(_, call), Value::Array(verdicts))
+                if verdicts.len() == call.len() =>
+            {
                 for (index, verdict) in call.into_iter().zip(verdicts) {
                     self.answers[index] = Some(self.read_verdict(&verdict));
                 }
             }
-            (step, other) => self.answer_all(step.operations(), &reply::unexpected(&other)),
+            (command, other) => self.answer_all(command.operations(), &reply::unexpected(&other)),
         }
     }
 
-    fn said_by_server(&mut self, code: &str, detail: &str) -> Failure {
+    fn server_failure(&mut self, code: &str, detail: &str) -> StoreFailure {
         let moved = matches!(code, "MOVED" | "ASK" | "CLUSTERDOWN" | "CROSSSLOT")
-            && matches!(self.route, Route::Cluster(_));
+            && matches!(self.router, Router::Cluster(_));
         if moved || matches!(code, "READONLY" | "MASTERDOWN") {
-            self.doubt.doubted = true;
+            self.refresh.stale = true;
         }
         if moved {
-            Failure::not_applied(format!("Redis says {code} {detail}"))
+            StoreFailure::not_applied(format!("Redis replied {code} {detail}"))
         } else {
-            Failure::said_by_server(code, detail)
+            StoreFailure::from_server_error(code, detail)
         }
     }
 
-    /// Reads one of the texts of `apply.lua`.
-    fn read_verdict(&mut self, value: &Value) -> Answer {
+    /// Reads one answer of `apply.lua`.
+    fn read_verdict(&mut self, value: &Value) -> VerdictResult {
         let Value::BulkString(text) = value else {
             return Err(reply::unexpected(value));
         };
         match String::from_utf8_lossy(text).strip_prefix("error ") {
-            Some(said) => {
-                let (code, detail) = said.split_once(' ').unwrap_or((said, ""));
-                Err(self.said_by_server(code, detail))
+            Some(error) => {
+                let (code, detail) = error.split_once(' ').unwrap_or((error, ""));
+                Err(self.server_failure(code, detail))
             }
             None => reply::verdict(value),
         }
     }
 
-    fn answer_all(&mut self, operations: &[usize], failure: &Failure) {
+    fn answer_all(&mut self, operations: &[usize], failure: &StoreFailure) {
         for index in operations {
             self.answers[*index] = Some(Err(failure.clone()));
         }
     }
 }
 
-/// Whole seconds, rounded up, at least one: what `EX` takes.
+/// Whole seconds for `EX`, rounded up, at least 1.
 fn seconds(window: Duration) -> u64 {
     record::expiry(window).div_ceil(1000)
 }

@@ -1,5 +1,5 @@
-//! What operators look at and write down: markers with their time, all of them page by page, the
-//! audit, what servers say of themselves. None of it is on the way of a message.
+//! For operators: markers with their expiry, a scan of all markers, the audit log, `INFO`. Not used
+//! while messages are processed.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,35 +9,36 @@ use oncegate_core::marker::Marker;
 use oncegate_core::{Key, Listed, Standing, StoreError};
 use redis::{Cmd, Pipeline, Value};
 
-use crate::failure::Failure;
-use crate::info::Info;
+use crate::failure::StoreFailure;
+use crate::info::InfoReply;
 use crate::record;
-use crate::route::Lanes;
+use crate::reply;
+use crate::router::ConnectionPair;
 use crate::store::Redis;
 
-/// Goes through all markers, page by page. Made by [`Redis::browse`].
+/// A scan of all markers, page by page. Created by [`Redis::browse`].
 pub struct Browse {
     prefix: Arc<[u8]>,
     pattern: Vec<u8>,
     page: usize,
-    servers: VecDeque<Arc<Lanes>>,
+    servers: VecDeque<Arc<ConnectionPair>>,
     cursor: Vec<u8>,
 }
 
-/// Where a server's keys begin and end.
+/// The cursor of `SCAN` at its start and at its end.
 const START: &[u8] = b"0";
 
 impl Browse {
-    /// The next page, which may be empty; `None` after the last. A key that stands all the while is
-    /// listed at least once; one that comes or goes meanwhile may be listed or not.
+    /// The next page, which may be empty; `None` after the last. A key that exists during the whole
+    /// scan is listed at least once; one that is added or removed meanwhile may be missing.
     ///
-    /// Each page is one `SCAN` of about as many keys as were asked for, and one read of what it
-    /// found. The library's own keys, `!…`, are left out.
+    /// Each page is one `SCAN` with the page size as `COUNT`, and one read of the keys found. The
+    /// library's own keys, `!…`, are skipped.
     ///
     /// # Errors
-    /// The server could not be asked, or does not let this user.
+    /// The request failed, or the user lacks the right to it.
     pub async fn next(&mut self) -> Result<Option<Vec<Listed>>, StoreError> {
-        let Some(lanes) = self.servers.front().cloned() else {
+        let Some(connections) = self.servers.front().cloned() else {
             return Ok(None);
         };
         let mut scan = redis::cmd("SCAN");
@@ -46,7 +47,7 @@ impl Browse {
             .arg(&self.pattern)
             .arg("COUNT")
             .arg(self.page);
-        let (cursor, keys) = read_scan(ask(&lanes, &[scan]).await?.pop())?;
+        let (cursor, keys) = read_scan(send(&connections, &[scan]).await?.pop())?;
         self.cursor = cursor;
         if self.cursor == START {
             self.servers.pop_front();
@@ -59,20 +60,21 @@ impl Browse {
             .collect();
         let commands: Vec<Cmd> = names
             .iter()
-            .flat_map(|name| reads(&[&self.prefix, name.as_bytes()].concat()))
+            .flat_map(|name| read_commands(&[&self.prefix, name.as_bytes()].concat()))
             .collect();
         let mut replies = if commands.is_empty() {
             Vec::new()
         } else {
-            ask(&lanes, &commands).await?
+            send(&connections, &commands).await?
         }
         .into_iter();
         let listed = names.into_iter().map(|name| {
-            let standing = standing(replies.next(), replies.next()).map_err(StoreError::from);
+            let standing =
+                marker_with_expiry(replies.next(), replies.next()).map_err(StoreError::from);
             Listed { name, standing }
         });
-        // What expired since it was found is gone.
-        let gone = |listed: &Listed| {
+        // A key may expire between `SCAN` and its read.
+        let is_absent = |listed: &Listed| {
             matches!(
                 listed.standing,
                 Ok(Standing {
@@ -81,51 +83,51 @@ impl Browse {
                 })
             )
         };
-        Ok(Some(listed.filter(|listed| !gone(listed)).collect()))
+        Ok(Some(listed.filter(|listed| !is_absent(listed)).collect()))
     }
 }
 
-/// What one server says of itself. Made by [`Redis::servers`].
+/// `INFO` of one server. Created by [`Redis::servers`].
 #[derive(Debug)]
 pub struct ServerInfo {
-    /// Where it is, for people.
+    /// Its address, for messages.
     pub address: String,
-    info: Info,
+    info: InfoReply,
 }
 
 impl ServerInfo {
-    /// A line of its `INFO`.
+    /// The value of a field.
     pub fn field(&self, name: &str) -> Option<&str> {
         self.info.field(name)
     }
 
-    /// A line that is a whole number.
+    /// The value of a field that is a whole number.
     pub fn number(&self, name: &str) -> Option<u64> {
         self.info.number(name)
     }
 }
 
 impl Redis {
-    /// The marker under a key as it is now, and how long it stands. Changes nothing.
+    /// The marker of a key and the time until it expires. Changes nothing.
     ///
     /// # Errors
     /// As for [`Redis::look`].
-    pub async fn look_closely(&self, key: &Key) -> Result<Standing, StoreError> {
+    pub async fn look_with_expiry(&self, key: &Key) -> Result<Standing, StoreError> {
         let key = [self.prefix_bytes(), key.as_bytes()].concat();
-        let lanes = self.route().owner(&key).await?;
-        let mut replies = ask(&lanes, &reads(&key))
+        let connections = self.router().owner(&key).await?;
+        let mut replies = send(&connections, &read_commands(&key))
             .await
-            .inspect_err(|_| self.route().distrust())?
+            .inspect_err(|_| self.router().invalidate())?
             .into_iter();
-        Ok(standing(replies.next(), replies.next())?)
+        Ok(marker_with_expiry(replies.next(), replies.next())?)
     }
 
-    /// Goes through all markers, about so many keys a page.
+    /// Scans all markers, with about `page` keys a page.
     ///
     /// # Errors
-    /// No server could be asked for its nodes.
+    /// The nodes of a Cluster could not be queried.
     pub async fn browse(&self, page: usize) -> Result<Browse, StoreError> {
-        let servers = self.route().primaries().await?.into();
+        let servers = self.router().primaries().await?.into();
         let pattern = self.prefix_bytes().iter().flat_map(|byte| match byte {
             b'*' | b'?' | b'[' | b']' | b'\\' | b'^' => vec![b'\\', *byte],
             plain => vec![*plain],
@@ -140,38 +142,38 @@ impl Redis {
         })
     }
 
-    /// What each primary says of itself.
+    /// `INFO` of each primary.
     ///
     /// # Errors
-    /// One could not be asked, or does not let this user run `INFO`.
+    /// A request failed, or the user lacks the right to `INFO`.
     pub async fn servers(&self) -> Result<Vec<ServerInfo>, StoreError> {
         let mut servers = Vec::new();
-        for lanes in self.route().primaries().await? {
+        for connections in self.router().primaries().await? {
             servers.push(ServerInfo {
-                address: lanes.general.described(),
-                info: Info::of(&lanes).await?,
+                address: connections.general.described(),
+                info: InfoReply::of(&connections).await?,
             });
         }
         Ok(servers)
     }
 
-    /// Adds a line to the audit, the stream `<prefix>!audit`, which nothing ever cuts.
+    /// Appends a line to the audit log, the stream `<prefix>!audit`, which is never trimmed.
     ///
     /// # Errors
-    /// It may not stand there: the server could not be asked, or does not let this user run `XADD`.
+    /// The line may be missing: the request failed, or the user lacks the right to `XADD`.
     pub async fn write_audit(&self, line: &str) -> Result<(), StoreError> {
         let mut add = redis::cmd("XADD");
         add.arg(self.audit_key()).arg("*").arg("entry").arg(line);
-        match self.ask_audit(add).await? {
+        match self.send_audit(add).await? {
             Value::BulkString(_) => Ok(()),
-            _ => Err(wrong_kind("XADD").into()),
+            _ => Err(reply::wrong_type("XADD").into()),
         }
     }
 
-    /// All lines of the audit, the oldest first.
+    /// All lines of the audit log, oldest first.
     ///
     /// # Errors
-    /// The server could not be asked, or does not let this user run `XRANGE`.
+    /// A request failed, or the user lacks the right to `XRANGE`.
     pub async fn read_audit(&self) -> Result<Vec<String>, StoreError> {
         const PAGE: usize = 1_000;
         let (mut lines, mut from) = (Vec::new(), "-".to_owned());
@@ -183,12 +185,12 @@ impl Redis {
                 .arg("+")
                 .arg("COUNT")
                 .arg(PAGE);
-            let Value::Array(page) = self.ask_audit(range).await? else {
-                return Err(wrong_kind("XRANGE").into());
+            let Value::Array(page) = self.send_audit(range).await? else {
+                return Err(reply::wrong_type("XRANGE").into());
             };
             let count = page.len();
             for entry in page {
-                let (id, line) = read_entry(entry).ok_or_else(|| wrong_kind("XRANGE"))?;
+                let (id, line) = read_entry(entry).ok_or_else(|| reply::wrong_type("XRANGE"))?;
                 from = format!("({id}");
                 lines.push(line);
             }
@@ -202,79 +204,65 @@ impl Redis {
         [self.prefix_bytes(), b"!audit"].concat()
     }
 
-    async fn ask_audit(&self, command: Cmd) -> Result<Value, StoreError> {
-        let lanes = self.route().owner(&self.audit_key()).await?;
-        let reply = ask(&lanes, &[command])
+    async fn send_audit(&self, command: Cmd) -> Result<Value, StoreError> {
+        let connections = self.router().owner(&self.audit_key()).await?;
+        let reply = send(&connections, &[command])
             .await
-            .inspect_err(|_| self.route().distrust())?
+            .inspect_err(|_| self.router().invalidate())?
             .pop();
-        Ok(unless_refused(reply)?)
+        Ok(reply::success(reply)?)
     }
 }
 
-/// The two commands by which a marker is looked at.
-fn reads(key: &[u8]) -> [Cmd; 2] {
+/// The two commands that read a marker and its expiry.
+fn read_commands(key: &[u8]) -> [Cmd; 2] {
     ["GET", "PTTL"].map(|name| redis::cmd(name).arg(key).to_owned())
 }
 
-async fn ask(lanes: &Lanes, commands: &[Cmd]) -> Result<Vec<Value>, Failure> {
+pub(crate) async fn send(
+    connections: &ConnectionPair,
+    commands: &[Cmd],
+) -> Result<Vec<Value>, StoreFailure> {
     let mut pipeline = Pipeline::with_capacity(commands.len());
     for command in commands {
         pipeline.add_command(command.clone());
     }
-    lanes.general.ask(&pipeline).await
+    connections.general.send(&pipeline).await
 }
 
-fn unless_refused(reply: Option<Value>) -> Result<Value, Failure> {
-    match reply {
-        Some(Value::ServerError(error)) => Err(Failure::said_by_server(
-            error.code(),
-            error.details().unwrap_or_default(),
-        )),
-        Some(reply) => Ok(reply),
-        None => Err(Failure::unknown("Redis gave no answer")),
-    }
-}
-
-fn wrong_kind(command: &str) -> Failure {
-    Failure::unknown(format!(
-        "Redis gave an answer of the wrong kind to {command}"
-    ))
-}
-
-fn standing(got: Option<Value>, left: Option<Value>) -> Result<Standing, Failure> {
-    let marker = match unless_refused(got)? {
+fn marker_with_expiry(got: Option<Value>, left: Option<Value>) -> Result<Standing, StoreFailure> {
+    let marker = match reply::success(got)? {
         Value::Nil => Marker::Absent,
-        Value::BulkString(raw) => record::decode(&raw).map_err(Failure::unreadable)?,
-        _ => return Err(wrong_kind("GET")),
+        Value::BulkString(raw) => record::decode(&raw).map_err(StoreFailure::unreadable)?,
+        _ => return Err(reply::wrong_type("GET")),
     };
-    let expires_in = match unless_refused(left)? {
-        // -1 without an expiry, -2 without a key.
+    let expires_in = match reply::success(left)? {
+        // -1 if the key has no expiry, -2 if it does not exist.
         Value::Int(left) => u64::try_from(left).ok().map(Duration::from_millis),
-        _ => return Err(wrong_kind("PTTL")),
+        _ => return Err(reply::wrong_type("PTTL")),
     };
     Ok(Standing { marker, expires_in })
 }
 
-/// The next cursor, and the keys.
-fn read_scan(reply: Option<Value>) -> Result<(Vec<u8>, Vec<Vec<u8>>), Failure> {
+/// The next cursor and the keys of a `SCAN`.
+fn read_scan(reply: Option<Value>) -> Result<(Vec<u8>, Vec<Vec<u8>>), StoreFailure> {
     let bytes = |value| match value {
         Value::BulkString(bytes) => Some(bytes),
         _ => None,
     };
-    let Value::Array(parts) = unless_refused(reply)? else {
-        return Err(wrong_kind("SCAN"));
+    let Value::Array(parts) = reply::success(reply)? else {
+        return Err(reply::wrong_type("SCAN"));
     };
     let mut parts = parts.into_iter();
     match (parts.next().and_then(bytes), parts.next()) {
         (Some(cursor), Some(Value::Array(keys))) => {
             Ok((cursor, keys.into_iter().filter_map(bytes).collect()))
         }
-        _ => Err(wrong_kind("SCAN")),
+        _ => Err(reply::wrong_type("SCAN")),
     }
 }
 
-/// The id of an entry of a stream, and the value of its one field.
+/// The id of a stream entry and the value of its only field.
 fn read_entry(entry: Value) -> Option<(String, String)> {
     let text = |value| match value {
         Value::BulkString(bytes) => Some(String::from_utf8_lossy(&bytes).into_owned()),

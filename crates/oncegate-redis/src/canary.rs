@@ -1,134 +1,136 @@
-//! The canary: keys on each server that tell whether the server still has what it was told.
+//! Canary keys: two keys on each server that show whether the server lost writes.
 //!
-//! One is shared: it has a birth that no other has, which ends when the keys are gone. Each process
-//! has a count besides, counted up with each look and, as the last write, with each pipeline of
-//! claims at most once. What a crash or a failover loses is the end of what was written; so a
-//! process whose count is all there has all of its claims there. One whose count is behind ends the
-//! birth, for the others to see. It does not count up before it has read that it is behind.
+//! The shared key `!canary` holds a random generation and is missing after a loss of keys. The key
+//! `!canary:<process>:` holds the write count of one process, incremented with each check and, as
+//! the last write, with each pipeline of at-most-once claims. A crash or a failover loses the end
+//! of the log, so a process whose count is complete has all of its claims. A process whose count
+//! went back replaces the generation, which shows the loss to all other processes. It increments
+//! the count only after it has read that the count went back.
 
 use std::time::Duration;
 
 use oncegate_core::marker::{Token, UNRESOLVED_AT_MOST_ONCE};
 use redis::{Cmd, Value};
 
-use crate::failure::{Failure, is_elsewhere, moving};
+use crate::failure::{StoreFailure, is_elsewhere, moving};
 use crate::record;
 
-/// How long the count of a process stands that asks no more.
-const COUNT_EXPIRES: Duration = Duration::from_secs(24 * 3600);
+/// The expiry of a process's count, renewed by each increment.
+const COUNT_TTL: Duration = Duration::from_secs(24 * 3600);
 
-/// For so long after it was counted up a count cannot have expired, unless the clock of Redis
+/// For this long after its last increment a count cannot have expired, unless the clock of Redis
 /// jumped.
-pub(crate) const COUNT_STANDS: Duration = Duration::from_secs(12 * 3600);
+pub(crate) const COUNT_VALID_FOR: Duration = Duration::from_secs(12 * 3600);
 
-/// The keys on one server.
+/// The canary keys on one server.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Keys {
+pub(crate) struct CanaryKeys {
     pub(crate) shared: Vec<u8>,
     pub(crate) own: Vec<u8>,
 }
 
-/// What they hold: the birth, if there is one, and the count of this process.
+/// The values of the canary keys: the generation, if there is one, and the count of this process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Canary {
-    pub(crate) birth: Option<Vec<u8>>,
+    pub(crate) generation: Option<Vec<u8>>,
     pub(crate) count: u64,
 }
 
-/// Why neither is known.
-pub(crate) enum NoCanary {
-    /// It is to be asked of another server: a slot is moving, or was moved, to another node of the
-    /// Cluster, or the primary is none any more.
-    Elsewhere {
-        /// The slot that is still on its way.
+/// Why the canary could not be read.
+pub(crate) enum CanaryError {
+    /// Another server has the keys: their slot is migrating or was migrated, or the server is no
+    /// longer the primary.
+    Moved {
+        /// The slot, if it is still migrating.
         moving: Option<u16>,
-        failure: Failure,
+        failure: StoreFailure,
     },
-    Failed(Failure),
+    Failed(StoreFailure),
 }
 
-/// The name of the shared key; in a Cluster a number is added.
-pub(crate) fn shared(prefix: &[u8]) -> Vec<u8> {
+/// The name of the shared key; in a Cluster a number is appended.
+pub(crate) fn shared_key(prefix: &[u8]) -> Vec<u8> {
     [prefix, b"!canary"].concat()
 }
 
-/// The name of the key of one process.
-pub(crate) fn own(prefix: &[u8], process: Token) -> Vec<u8> {
+/// The name of the key of one process; in a Cluster a number is appended.
+pub(crate) fn own_key(prefix: &[u8], process: Token) -> Vec<u8> {
     [prefix, b"!canary:", record::token(process).as_bytes(), b":"].concat()
 }
 
-/// The two commands of a look: a birth for who has none, or still has the one that is to end; and
-/// the count, which is to be `least` before it is counted up.
-pub(crate) fn look(keys: &Keys, ends: Option<&[u8]>, least: u64) -> [Cmd; 2] {
-    let mut birth = Cmd::new();
-    birth
+/// The two commands of a check. The first sets a generation if there is none or the current one is
+/// `replaces`; the second increments the count if it is at least `minimum`.
+pub(crate) fn check(keys: &CanaryKeys, replaces: Option<&[u8]>, minimum: u64) -> [Cmd; 2] {
+    let mut generation = Cmd::new();
+    generation
         .arg("EVAL")
-        .arg(include_str!("canary_birth.lua"))
+        .arg(include_str!("canary_generation.lua"))
         .arg(1)
         .arg(&keys.shared);
-    birth
+    generation
         .arg(record::token(Token::random()))
         .arg(record::expiry(UNRESOLVED_AT_MOST_ONCE))
-        .arg(ends.unwrap_or_default());
-    [birth, count_up(keys, least)]
+        .arg(replaces.unwrap_or_default());
+    [generation, increment(keys, minimum)]
 }
 
-/// The two commands that follow claims.
-pub(crate) fn follow(keys: &Keys, least: u64) -> [Cmd; 2] {
-    let mut birth = Cmd::new();
-    birth.arg("GET").arg(&keys.shared);
-    [birth, count_up(keys, least)]
+/// The two commands that end a pipeline of claims: read the generation, increment the count.
+pub(crate) fn after_claims(keys: &CanaryKeys, minimum: u64) -> [Cmd; 2] {
+    let mut generation = Cmd::new();
+    generation.arg("GET").arg(&keys.shared);
+    [generation, increment(keys, minimum)]
 }
 
-fn count_up(keys: &Keys, least: u64) -> Cmd {
+fn increment(keys: &CanaryKeys, minimum: u64) -> Cmd {
     let mut count = Cmd::new();
     count
         .arg("EVAL")
         .arg(include_str!("canary_count.lua"))
         .arg(1)
         .arg(&keys.own)
-        .arg(record::expiry(COUNT_EXPIRES))
-        .arg(least);
+        .arg(record::expiry(COUNT_TTL))
+        .arg(minimum);
     count
 }
 
-/// Reads the replies to either.
-pub(crate) fn read(birth: Value, count: &Value) -> Result<Canary, NoCanary> {
-    let birth = match birth {
-        Value::BulkString(birth) => Some(birth),
+/// Reads the replies to [`check`] or [`after_claims`].
+pub(crate) fn read(generation: Value, count: &Value) -> Result<Canary, CanaryError> {
+    let generation = match generation {
+        Value::BulkString(generation) => Some(generation),
         Value::Nil => None,
-        other => return Err(refused(&other)),
+        other => return Err(reply_error(&other)),
     };
     match count {
         Value::BulkString(count) => match String::from_utf8_lossy(count).parse() {
-            Ok(count) => Ok(Canary { birth, count }),
-            Err(_) => Err(refused(&Value::Nil)),
+            Ok(count) => Ok(Canary { generation, count }),
+            Err(_) => Err(reply_error(&Value::Nil)),
         },
-        other => Err(refused(other)),
+        other => Err(reply_error(other)),
     }
 }
 
-fn refused(reply: &Value) -> NoCanary {
+fn reply_error(reply: &Value) -> CanaryError {
     let Value::ServerError(error) = reply else {
-        return NoCanary::Failed(Failure::unknown(format!(
-            "Redis gave an answer of the wrong kind to the canary: {reply:?}"
+        return CanaryError::Failed(StoreFailure::unknown(format!(
+            "unexpected reply from Redis to a canary command: {reply:?}"
         )));
     };
     let (code, detail) = (error.code(), error.details().unwrap_or_default());
     if is_elsewhere(code) || matches!(code, "READONLY" | "MASTERDOWN") {
-        let failure = Failure::not_applied(format!("Redis says {code} {detail} of the canary"));
-        return NoCanary::Elsewhere {
+        let failure =
+            StoreFailure::not_applied(format!("Redis replied {code} {detail} to a canary command"));
+        return CanaryError::Moved {
             moving: moving(code, detail),
             failure,
         };
     }
-    NoCanary::Failed(Failure::said_by_server(code, detail))
+    CanaryError::Failed(StoreFailure::from_server_error(code, detail))
 }
 
-impl From<NoCanary> for Failure {
-    fn from(why: NoCanary) -> Self {
-        match why {
-            NoCanary::Elsewhere { failure, .. } | NoCanary::Failed(failure) => failure,
+impl From<CanaryError> for StoreFailure {
+    fn from(error: CanaryError) -> Self {
+        match error {
+            CanaryError::Moved { failure, .. } | CanaryError::Failed(failure) => failure,
         }
     }
 }

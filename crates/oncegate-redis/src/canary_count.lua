@@ -1,5 +1,5 @@
--- Counts up what one process wrote. A count behind the least that it must have stays as it is: were the answer lost, and
--- the count gone on, nobody would see any more that writes are gone. Answers with the count.
+-- Increments the write count of one process and returns it. A count below the expected minimum is not incremented: if this
+-- reply were lost, an incremented count would hide the loss of writes from the next check.
 local count = tonumber(redis.call('GET', KEYS[1]) or 0) or 0
 if count >= tonumber(ARGV[2]) then
   count = count + 1

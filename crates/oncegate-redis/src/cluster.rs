@@ -1,4 +1,4 @@
-//! Which node of a Cluster serves which key.
+//! The slots of a Cluster and the nodes that serve them.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,67 +7,67 @@ use std::time::{Duration, Instant};
 
 use redis::{Pipeline, Value};
 
+use crate::connection::{Endpoint, Timeouts};
 use crate::durability::Durability;
-use crate::failure::Failure;
-use crate::link::{Patience, Place};
-use crate::route::Lanes;
-use crate::server::{Server, joined};
+use crate::failure::StoreFailure;
+use crate::reply;
+use crate::router::ConnectionPair;
+use crate::server::{ServerConfig, host_and_port};
 
-/// How many hash slots there are.
+/// The number of hash slots.
 const SLOTS: u16 = 16_384;
 
-/// The nodes of a Cluster, and what each serves.
+/// The nodes of a Cluster and their slots.
 pub(crate) struct Cluster {
-    /// What the user named; there is at least one.
-    seeds: Vec<Server>,
-    patience: Patience,
+    /// The nodes that the user configured; at least one.
+    seeds: Vec<ServerConfig>,
+    timeouts: Timeouts,
     durability: Durability,
-    /// Whether to ask anew who serves what.
-    distrusted: AtomicBool,
-    pub(crate) moving: Moving,
-    state: tokio::sync::Mutex<State>,
+    /// Whether to fetch the slot map again before it is used.
+    invalidated: AtomicBool,
+    pub(crate) moving: MigratingSlots,
+    state: tokio::sync::Mutex<TopologyCache>,
 }
 
 #[derive(Default)]
-struct State {
-    /// The last one.
-    map: Option<Arc<Map>>,
-    /// By address: the seeds, the nodes of the last map, and those that a node named since.
-    nodes: HashMap<String, Arc<Lanes>>,
-    /// Which of the known nodes is asked first for the next map: another one each time, for any may
-    /// be wrong.
-    first: usize,
+struct TopologyCache {
+    /// The last slot map.
+    map: Option<Arc<SlotMap>>,
+    /// ScriptRef address: the seeds, the nodes of the last map, and those that a node named since.
+    nodes: HashMap<String, Arc<ConnectionPair>>,
+    /// The node that is queried first for the next slot map: another one each time, since any node
+    /// may have an old map.
+    next_node: usize,
 }
 
-/// Who serves what.
-pub(crate) struct Map {
+/// The primary of each slot.
+pub(crate) struct SlotMap {
     /// The last slot of each range, in order, and its primary's address.
     ranges: Vec<(u16, String)>,
-    /// The keys that were looked for: where a node has a slot or two, that takes thousands of
-    /// tries.
+    /// Cache of [`key_on_node`](Self::key_on_node): a node with few slots takes thousands of tries.
     keys: Mutex<HashMap<String, KeysByName>>,
 }
 
 type KeysByName = HashMap<Vec<u8>, Vec<u8>>;
 
-/// For so long a slot that was on its way to another node is taken for one that still is.
-const MOVES_FOR: Duration = Duration::from_secs(60);
+/// How long a slot counts as migrating after an `ASK` redirection.
+const MIGRATION_TTL: Duration = Duration::from_secs(60);
 
-/// The slots that were on their way, and since when that is known.
+/// The slots that are migrating, with the time of the last `ASK` redirection.
 #[derive(Default)]
-pub(crate) struct Moving(Mutex<HashMap<u16, Instant>>);
+pub(crate) struct MigratingSlots(Mutex<HashMap<u16, Instant>>);
 
-impl Moving {
+impl MigratingSlots {
     pub(crate) fn add(&self, slot: u16) {
         let mut moving = lock(&self.0);
-        moving.retain(|_, since| since.elapsed() < MOVES_FOR);
+        moving.retain(|_, since| since.elapsed() < MIGRATION_TTL);
         moving.insert(slot, Instant::now());
     }
 
-    fn has(&self, slot: u16) -> bool {
+    fn contains(&self, slot: u16) -> bool {
         lock(&self.0)
             .get(&slot)
-            .is_some_and(|since| since.elapsed() < MOVES_FOR)
+            .is_some_and(|since| since.elapsed() < MIGRATION_TTL)
     }
 }
 
@@ -75,17 +75,17 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Map {
-    /// The primary of a slot, where there is one.
+impl SlotMap {
+    /// The primary of a slot, if it has one.
     pub(crate) fn owner(&self, slot: u16) -> Option<&str> {
-        let place = self.ranges.partition_point(|(last, _)| *last < slot);
+        let index = self.ranges.partition_point(|(last, _)| *last < slot);
         self.ranges
-            .get(place)
+            .get(index)
             .map(|(_, address)| address.as_str())
             .filter(|address| !address.is_empty())
     }
 
-    /// How many slots somebody serves.
+    /// How many slots have a primary.
     fn served(&self) -> u16 {
         let mut next = 0;
         let mut served = 0;
@@ -107,14 +107,19 @@ impl Map {
         }
     }
 
-    /// The first key of this name and a number that a node serves, and that is not on its way to
-    /// another.
-    pub(crate) fn key_at(&self, address: &str, name: &[u8], moving: &Moving) -> Option<Vec<u8>> {
+    /// The first key of the form `<name><number>` that a node serves and whose slot is not
+    /// migrating.
+    pub(crate) fn key_on_node(
+        &self,
+        address: &str,
+        name: &[u8],
+        moving: &MigratingSlots,
+    ) -> Option<Vec<u8>> {
         let known = lock(&self.keys)
             .get(address)
             .and_then(|keys| keys.get(name))
             .cloned();
-        if let Some(key) = known.filter(|key| !moving.has(slot(key))) {
+        if let Some(key) = known.filter(|key| !moving.contains(slot(key))) {
             return Some(key);
         }
         if !self.ranges.iter().any(|(_, it)| it == address) {
@@ -125,15 +130,15 @@ impl Map {
             .map(numbered)
             .filter(|key| self.owner(slot(key)) == Some(address));
         let first = serves.next()?;
-        if !moving.has(slot(&first)) {
+        if !moving.contains(slot(&first)) {
             lock(&self.keys)
                 .entry(address.to_owned())
                 .or_default()
                 .insert(name.to_vec(), first.clone());
             return Some(first);
         }
-        // For the time being: those who look later agree on the first.
-        serves.find(|key| !moving.has(slot(key)))
+        // Not cached: after the migration all processes use the first key again.
+        serves.find(|key| !moving.contains(slot(key)))
     }
 
     /// Each primary once.
@@ -151,32 +156,36 @@ impl Map {
 }
 
 impl Cluster {
-    pub(crate) fn new(seeds: Vec<Server>, patience: Patience, durability: Durability) -> Self {
+    pub(crate) fn new(
+        seeds: Vec<ServerConfig>,
+        timeouts: Timeouts,
+        durability: Durability,
+    ) -> Self {
         Self {
             seeds,
-            patience,
+            timeouts,
             durability,
-            distrusted: AtomicBool::new(false),
-            moving: Moving::default(),
+            invalidated: AtomicBool::new(false),
+            moving: MigratingSlots::default(),
             state: tokio::sync::Mutex::default(),
         }
     }
 
     pub(crate) fn described(&self) -> String {
-        let seeds: Vec<&str> = self.seeds.iter().map(Server::address).collect();
+        let seeds: Vec<&str> = self.seeds.iter().map(ServerConfig::address).collect();
         seeds.join(", ")
     }
 
-    /// Who serves what, asked anew after [`distrust`](Self::distrust). One node after the other is
-    /// asked until one knows of every slot; where none does, the one that knows of most is
-    /// believed. A node that was reset knows of none.
+    /// The slot map, fetched again after [`invalidate`](Self::invalidate). Queries one node after
+    /// the other until one reports all slots, and otherwise takes the map with the most slots: a
+    /// node that was reset reports none.
     ///
     /// # Errors
-    /// `NotApplied` if no node knows of a slot; `Misconfigured` if what answers is no Cluster, and
-    /// all answer.
-    pub(crate) async fn map(&self) -> Result<Arc<Map>, Failure> {
+    /// `NotApplied` if no node reports a slot; `Misconfigured` if all servers reply and none is in
+    /// a Cluster.
+    pub(crate) async fn map(&self) -> Result<Arc<SlotMap>, StoreFailure> {
         let mut state = self.state.lock().await;
-        if self.distrusted.swap(false, Ordering::Relaxed) {
+        if self.invalidated.swap(false, Ordering::Relaxed) {
             state.map = None;
         }
         if let Some(map) = &state.map {
@@ -186,31 +195,31 @@ impl Cluster {
             state
                 .nodes
                 .entry(seed.address().to_owned())
-                .or_insert_with(|| self.lanes(seed.clone()));
+                .or_insert_with(|| self.connections(seed.clone()));
         }
-        let mut known: Vec<(String, Arc<Lanes>)> = state
+        let mut known: Vec<(String, Arc<ConnectionPair>)> = state
             .nodes
             .iter()
             .map(|(address, node)| (address.clone(), node.clone()))
             .collect();
         known.sort_unstable_by(|(one, _), (other, _)| one.cmp(other));
-        let (mut best, mut why): (Option<Map>, Option<Failure>) = (None, None);
+        let (mut best, mut last_failure): (Option<SlotMap>, Option<StoreFailure>) = (None, None);
         for _ in 0..known.len() {
-            let (_, node) = &known[state.first % known.len()];
-            // Before it is asked: who waits no longer than this one is silent asks another the next
-            // time.
-            state.first = (state.first + 1) % known.len();
-            match self.ask(node).await {
+            let (_, node) = &known[state.next_node % known.len()];
+            // Before the query: a caller that is cancelled while this node is silent queries another
+            // node the next time.
+            state.next_node = (state.next_node + 1) % known.len();
+            match self.fetch_slots(node).await {
                 Ok(map) => {
                     let served = map.served();
-                    if served > best.as_ref().map_or(0, Map::served) {
+                    if served > best.as_ref().map_or(0, SlotMap::served) {
                         best = Some(map);
                     }
                     if served == SLOTS {
                         break;
                     }
                 }
-                Err(failure) => why = Some(failure.beside(why)),
+                Err(failure) => last_failure = Some(failure.prefer_retryable(last_failure)),
             }
         }
         if let Some(map) = best {
@@ -223,80 +232,76 @@ impl Cluster {
             state.map = Some(map.clone());
             return Ok(map);
         }
-        // Whatever was said of the nodes, nothing was sent that could have been applied.
-        Err(match why {
-            Some(Failure::Unknown(problem)) => Failure::NotApplied(problem),
+        // No operation was sent, whatever the outcome of the queries.
+        Err(match last_failure {
+            Some(StoreFailure::Unknown(problem)) => StoreFailure::NotApplied(problem),
             Some(failure) => failure,
-            None => Failure::not_applied(format!(
-                "Redis::cluster: no slot is served, say {}; is the Cluster made?",
+            None => StoreFailure::not_applied(format!(
+                "Redis::cluster: {} report no served slot; check that the Cluster was created",
                 self.described()
             )),
         })
     }
 
-    /// The next to ask learns anew who serves what.
-    pub(crate) fn distrust(&self) {
-        self.distrusted.store(true, Ordering::Relaxed);
+    /// Fetches the slot map again before it is used next.
+    pub(crate) fn invalidate(&self) {
+        self.invalidated.store(true, Ordering::Relaxed);
     }
 
     /// The connections to a node.
-    pub(crate) async fn node(&self, address: &str) -> Option<Arc<Lanes>> {
+    pub(crate) async fn node(&self, address: &str) -> Option<Arc<ConnectionPair>> {
         let mut state = self.state.lock().await;
         if let Some(node) = state.nodes.get(address) {
             return Some(node.clone());
         }
         let (host, port) = address.rsplit_once(':')?;
-        let node = self.lanes(self.seeds.first()?.elsewhere(host, port.parse().ok()?));
+        let node = self.connections(self.seeds.first()?.with_address(host, port.parse().ok()?));
         state.nodes.insert(address.to_owned(), node.clone());
         Some(node)
     }
 
-    fn lanes(&self, server: Server) -> Arc<Lanes> {
-        Arc::new(Lanes::to(
-            Ok(Place::Fixed(server)),
-            self.patience,
+    fn connections(&self, server: ServerConfig) -> Arc<ConnectionPair> {
+        Arc::new(ConnectionPair::to(
+            Ok(Endpoint::Fixed(server)),
+            self.timeouts,
             self.durability,
         ))
     }
 
-    async fn ask(&self, node: &Lanes) -> Result<Map, Failure> {
+    async fn fetch_slots(&self, node: &ConnectionPair) -> Result<SlotMap, StoreFailure> {
         let mut pipeline = Pipeline::with_capacity(1);
         pipeline.cmd("CLUSTER").arg("SLOTS");
-        match node.general.ask(&pipeline).await?.pop() {
+        match node.general.send(&pipeline).await?.pop() {
             Some(Value::Array(ranges)) => {
                 let host = node.general.host();
                 let mut ranges: Vec<(u16, u16, String)> = ranges
                     .into_iter()
                     .map(|range| read_range(range, host))
                     .collect::<Option<_>>()
-                    .ok_or_else(wrong_kind)?;
+                    .ok_or_else(|| reply::wrong_type("CLUSTER SLOTS"))?;
                 ranges.sort_unstable();
-                Ok(Map::of(without_gaps(ranges)))
+                Ok(SlotMap::of(fill_gaps(ranges)))
             }
             Some(Value::ServerError(error))
                 if error
                     .details()
                     .is_some_and(|detail| detail.contains("cluster support disabled")) =>
             {
-                Err(Failure::misconfigured(
-                    "Redis::cluster names a server that is no Cluster; give a single server to Redis::at",
+                Err(StoreFailure::misconfigured(
+                    "Redis::cluster: the server is not in cluster mode; use Redis::at for a single server",
                 ))
             }
-            Some(Value::ServerError(error)) => Err(Failure::said_by_server(
+            Some(Value::ServerError(error)) => Err(StoreFailure::from_server_error(
                 error.code(),
                 error.details().unwrap_or_default(),
             )),
-            _ => Err(wrong_kind()),
+            _ => Err(reply::wrong_type("CLUSTER SLOTS")),
         }
     }
 }
 
-fn wrong_kind() -> Failure {
-    Failure::unknown("Redis gave an answer of the wrong kind to CLUSTER SLOTS")
-}
-
-/// First, last, and the primary: `[first, last, [host, port, …], …]`. A node that does not know its
-/// own host names none.
+/// Reads the first slot, the last slot and the primary of `[first, last, [host, port, …], …]`. A
+/// node that does not know its own host sends none.
 fn read_range(range: Value, asked: &str) -> Option<(u16, u16, String)> {
     let Value::Array(fields) = range else {
         return None;
@@ -321,12 +326,12 @@ fn read_range(range: Value, asked: &str) -> Option<(u16, u16, String)> {
     Some((
         (*first).try_into().ok()?,
         last,
-        joined(&host, (*port).try_into().ok()?),
+        host_and_port(&host, (*port).try_into().ok()?),
     ))
 }
 
-/// What nobody serves gets an empty address.
-fn without_gaps(ranges: Vec<(u16, u16, String)>) -> Vec<(u16, String)> {
+/// Adds ranges with an empty address for slots without a primary.
+fn fill_gaps(ranges: Vec<(u16, u16, String)>) -> Vec<(u16, String)> {
     let mut whole = Vec::with_capacity(ranges.len());
     let mut next = 0;
     for (first, last, address) in ranges {
@@ -339,7 +344,7 @@ fn without_gaps(ranges: Vec<(u16, u16, String)>) -> Vec<(u16, String)> {
     whole
 }
 
-/// The hash slot of a key: CRC16 (XMODEM) of the key, or of what stands in its first braces.
+/// The hash slot of a key: CRC16 (XMODEM) of the key or of its hash tag.
 pub(crate) fn slot(key: &[u8]) -> u16 {
     let tag = key.iter().position(|byte| *byte == b'{').and_then(|open| {
         let rest = &key[open + 1..];
@@ -365,7 +370,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn slots_are_those_of_the_specification() {
+    fn slots_match_the_specification() {
         assert_eq!(slot(b"123456789"), 0x31C3 % SLOTS);
         assert_eq!(slot(b"foo"), 12_182);
         assert_eq!(slot(b"{user1000}.following"), slot(b"user1000"));
@@ -375,13 +380,13 @@ mod tests {
     }
 
     #[test]
-    fn a_slot_has_its_primary_or_none() {
+    fn a_slot_maps_to_its_primary_or_none() {
         let ranges = vec![
             (0, 5460, "a:1".into()),
             (5462, 10_922, "b:2".into()),
             (10_923, 16_000, "a:1".into()),
         ];
-        let map = Map::of(without_gaps(ranges));
+        let map = SlotMap::of(fill_gaps(ranges));
         for (slot, owner) in [
             (0, Some("a:1")),
             (5460, Some("a:1")),
@@ -395,43 +400,48 @@ mod tests {
         assert_eq!(map.primaries(), ["a:1", "b:2"]);
         assert_eq!(map.served(), 16_000);
         assert_eq!(
-            Map::of(without_gaps(vec![(0, SLOTS - 1, "a:1".into())])).served(),
+            SlotMap::of(fill_gaps(vec![(0, SLOTS - 1, "a:1".into())])).served(),
             SLOTS
         );
-        assert_eq!(Map::of(vec![]).served(), 0);
+        assert_eq!(SlotMap::of(vec![]).served(), 0);
     }
 
     #[test]
-    fn a_key_of_a_node_is_looked_for_once() {
-        let map = Map::of(without_gaps(vec![
+    fn the_key_on_a_node_is_cached() {
+        let map = SlotMap::of(fill_gaps(vec![
             (0, 9_999, "a:1".into()),
             (10_000, SLOTS - 1, "b:2".into()),
         ]));
-        let still = Moving::default();
-        let key = map.key_at("a:1", b"name", &still).expect("a key");
+        let none = MigratingSlots::default();
+        let key = map.key_on_node("a:1", b"name", &none).expect("a key");
         assert_eq!(map.owner(slot(&key)), Some("a:1"));
-        assert_ne!(map.key_at("b:2", b"name", &still), Some(key));
-        assert_eq!(map.key_at("c:3", b"name", &still), None);
+        assert_ne!(map.key_on_node("b:2", b"name", &none), Some(key));
+        assert_eq!(map.key_on_node("c:3", b"name", &none), None);
         lock(&map.keys)
             .get_mut("a:1")
-            .expect("looked for")
+            .expect("cached")
             .insert(b"name".to_vec(), b"known".to_vec());
-        assert_eq!(map.key_at("a:1", b"name", &still), Some(b"known".to_vec()));
+        assert_eq!(
+            map.key_on_node("a:1", b"name", &none),
+            Some(b"known".to_vec())
+        );
     }
 
     #[test]
-    fn a_key_that_is_on_its_way_is_left_for_the_next_for_a_while() {
-        let map = Map::of(without_gaps(vec![(0, SLOTS - 1, "a:1".into())]));
-        let moving = Moving::default();
-        let first = map.key_at("a:1", b"name", &moving).expect("a key");
+    fn a_key_in_a_migrating_slot_is_avoided_for_a_while() {
+        let map = SlotMap::of(fill_gaps(vec![(0, SLOTS - 1, "a:1".into())]));
+        let moving = MigratingSlots::default();
+        let first = map.key_on_node("a:1", b"name", &moving).expect("a key");
         moving.add(slot(&first));
-        let next = map.key_at("a:1", b"name", &moving).expect("another key");
+        let next = map
+            .key_on_node("a:1", b"name", &moving)
+            .expect("another key");
         assert_ne!(slot(&first), slot(&next));
         for since in lock(&moving.0).values_mut() {
             *since = Instant::now()
-                .checked_sub(MOVES_FOR)
-                .expect("the machine is up longer");
+                .checked_sub(MIGRATION_TTL)
+                .expect("the machine has been up longer");
         }
-        assert_eq!(map.key_at("a:1", b"name", &moving), Some(first));
+        assert_eq!(map.key_on_node("a:1", b"name", &moving), Some(first));
     }
 }

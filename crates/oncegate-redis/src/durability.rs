@@ -1,36 +1,37 @@
-//! How many servers have to know of a claim before it counts.
+//! How many servers must have a claim before it is granted.
 
 use std::time::Duration;
 
 use redis::Value;
 
-use crate::failure::Failure;
+use crate::failure::StoreFailure;
+use crate::reply;
 
-/// How many servers have to know of a claim before it is granted.
+/// How many servers must have a claim before it is granted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
-    /// The primary. A failover forgets what it had not passed on yet, and such a message may run
-    /// again.
+    /// The primary. A failover loses the claims that were not replicated yet, and their messages
+    /// may run again.
     #[default]
     Primary,
-    /// The primary, and so many replicas. What was granted outlives a failover to any server that
-    /// has as much as these: Sentinel and Cluster promote the replica that is furthest, of those
-    /// that they reach. Name as many as there are replicas, and it is any of them.
+    /// The primary and `count` replicas. A granted claim survives a failover to a replica with the
+    /// highest replication offset, which Sentinel and Cluster promote if they reach it; with `count`
+    /// equal to the number of replicas, a failover to any of them.
     ///
-    /// Claims, and renewals at most once, travel on a connection used for nothing else, whose every
-    /// pipeline ends in `WAIT`. Where too few replicas answer in time nothing is granted: the claim
-    /// is asked again with the same token; and nothing is renewed: the lease ends.
+    /// Claims and at-most-once renewals use a separate connection, and each of their pipelines ends
+    /// in `WAIT`. If too few replicas acknowledge in time, nothing is granted, and the claim is sent
+    /// again with the same token; nothing is renewed, and the lease expires.
     Replicas {
-        /// At least 1.
+        /// CommandTarget least 1.
         count: u32,
-        /// How long they may take. It is added to the timeout of a reply.
+        /// The timeout of `WAIT`, added to the timeout of a reply.
         timeout: Duration,
     },
 }
 
 impl Durability {
-    /// How much longer a reply may take.
-    pub(crate) fn patience(self) -> Duration {
+    /// The time that `WAIT` adds to a reply.
+    pub(crate) fn extra_reply_time(self) -> Duration {
         match self {
             Self::Primary => Duration::ZERO,
             Self::Replicas { timeout, .. } => timeout,
@@ -38,25 +39,23 @@ impl Durability {
     }
 }
 
-/// Whether the replicas know what the commands before `WAIT` wrote.
+/// Checks the reply to `WAIT`: whether the replicas have the writes before it.
 ///
 /// # Errors
-/// Why nothing that these commands granted counts.
-pub(crate) fn covered(count: u32, reply: &Value) -> Result<(), Failure> {
+/// Why these writes grant nothing.
+pub(crate) fn check_replicas(count: u32, reply: &Value) -> Result<(), StoreFailure> {
     match reply {
-        Value::Int(know) if *know >= i64::from(count) => Ok(()),
-        Value::Int(know) => Err(Failure::unknown(format!(
-            "{know} of the {count} replicas that have to know of it do"
+        Value::Int(acknowledged) if *acknowledged >= i64::from(count) => Ok(()),
+        Value::Int(acknowledged) => Err(StoreFailure::unknown(format!(
+            "{acknowledged} of the {count} required replicas acknowledged the write"
         ))),
-        // The claims before it may stand.
-        Value::ServerError(error) => Err(Failure::said_by_server(
+        // The writes before it may have been applied.
+        Value::ServerError(error) => Err(StoreFailure::from_server_error(
             error.code(),
             error.details().unwrap_or_default(),
         )
-        .though_it_may_stand()),
-        _ => Err(Failure::unknown(
-            "Redis gave an answer of the wrong kind to WAIT",
-        )),
+        .possibly_applied()),
+        _ => Err(reply::wrong_type("WAIT")),
     }
 }
 
@@ -65,11 +64,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn too_few_replicas_cover_nothing() {
-        assert!(covered(1, &Value::Int(1)).is_ok() && covered(1, &Value::Int(2)).is_ok());
+    fn too_few_replicas_are_an_unknown_outcome() {
         assert!(
-            matches!(covered(2, &Value::Int(1)), Err(Failure::Unknown(why)) if why.to_string().contains("1 of the 2"))
+            check_replicas(1, &Value::Int(1)).is_ok() && check_replicas(1, &Value::Int(2)).is_ok()
         );
-        assert!(matches!(covered(1, &Value::Nil), Err(Failure::Unknown(_))));
+        assert!(
+            matches!(check_replicas(2, &Value::Int(1)), Err(StoreFailure::Unknown(why)) if why.to_string().contains("1 of the 2"))
+        );
+        assert!(matches!(
+            check_replicas(1, &Value::Nil),
+            Err(StoreFailure::Unknown(_))
+        ));
     }
 }

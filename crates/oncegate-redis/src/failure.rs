@@ -1,26 +1,26 @@
-//! What went wrong, and what the caller does next.
+//! Why an operation has no verdict, and whether it may be repeated.
 
 use std::sync::Arc;
 
 use oncegate_core::StoreError;
 use redis::RedisError;
 
-use crate::record::Unreadable;
+use crate::record::DecodeError;
 
-/// Why there is no verdict. Can be cloned, because one lost reply fails many operations.
+/// Why an operation has no verdict. `Clone`, because one lost reply fails many operations.
 #[derive(Clone, Debug)]
-pub(crate) enum Failure {
-    /// Nothing was applied: ask again later.
+pub(crate) enum StoreFailure {
+    /// Nothing was applied; may be repeated.
     NotApplied(Problem),
-    /// It may have been applied: ask again with the same token.
+    /// It may have been applied; may be repeated with the same token.
     Unknown(Problem),
-    /// What is under the key is no marker; it concerns this key alone.
+    /// The key holds no marker; other keys are not affected.
     UnreadableMarker(Problem),
-    /// It will never work like this.
+    /// Fails until the configuration or the server is changed.
     Misconfigured(Problem),
 }
 
-/// One line for a person, and the error below it. Holds no secret.
+/// A message of one line and its source. Contains no secret.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{text}")]
 pub(crate) struct Problem {
@@ -44,13 +44,13 @@ impl Problem {
     }
 }
 
-/// Whether a node of a Cluster says by this code that it does not serve a key, or that nobody does
+/// Whether a Cluster node replies with this code that it does not serve a key, or that no node does
 /// at the moment.
 pub(crate) fn is_elsewhere(code: &str) -> bool {
     matches!(code, "MOVED" | "ASK" | "TRYAGAIN" | "CLUSTERDOWN")
 }
 
-/// The slot that is still on its way to another node, where one says `ASK <slot> <host:port>`.
+/// The migrating slot of an error `ASK <slot> <host:port>`.
 pub(crate) fn moving(code: &str, detail: &str) -> Option<u16> {
     detail
         .split(' ')
@@ -60,18 +60,18 @@ pub(crate) fn moving(code: &str, detail: &str) -> Option<u16> {
         .ok()
 }
 
-impl From<Failure> for StoreError {
-    fn from(failure: Failure) -> Self {
+impl From<StoreFailure> for StoreError {
+    fn from(failure: StoreFailure) -> Self {
         match failure {
-            Failure::NotApplied(problem) => Self::NotApplied(problem.into()),
-            Failure::Unknown(problem) => Self::Unknown(problem.into()),
-            Failure::UnreadableMarker(problem) => Self::UnreadableMarker(problem.into()),
-            Failure::Misconfigured(problem) => Self::Misconfigured(problem.into()),
+            StoreFailure::NotApplied(problem) => Self::NotApplied(problem.into()),
+            StoreFailure::Unknown(problem) => Self::Unknown(problem.into()),
+            StoreFailure::UnreadableMarker(problem) => Self::UnreadableMarker(problem.into()),
+            StoreFailure::Misconfigured(problem) => Self::Misconfigured(problem.into()),
         }
     }
 }
 
-impl Failure {
+impl StoreFailure {
     pub(crate) fn not_applied(text: impl AsRef<str>) -> Self {
         Self::NotApplied(Problem::new(text))
     }
@@ -84,17 +84,17 @@ impl Failure {
         Self::Misconfigured(Problem::new(text))
     }
 
-    /// The same, where it may have been applied after all.
-    pub(crate) fn though_it_may_stand(self) -> Self {
+    /// The same failure for an operation that may have been applied.
+    pub(crate) fn possibly_applied(self) -> Self {
         match self {
             Self::NotApplied(problem) => Self::Unknown(problem),
             failure => failure,
         }
     }
 
-    /// What to say when several were asked in vain: who may answer yet outranks those whose answer
-    /// no time changes.
-    pub(crate) fn beside(self, before: Option<Self>) -> Self {
+    /// The failure to report after several servers failed: the first one that may heal, otherwise
+    /// the first one that needs another configuration.
+    pub(crate) fn prefer_retryable(self, before: Option<Self>) -> Self {
         match (before, self) {
             (Some(before @ Self::Misconfigured(_)), Self::Misconfigured(_)) => before,
             (Some(before @ (Self::NotApplied(_) | Self::Unknown(_))), _) => before,
@@ -102,58 +102,57 @@ impl Failure {
         }
     }
 
-    /// What a command's error means: its code is the first word of what the server said.
-    pub(crate) fn said_by_server(code: &str, detail: &str) -> Self {
-        let said = format!("Redis says {code} {detail}");
+    /// The meaning of an error reply; its code is the first word of the reply.
+    pub(crate) fn from_server_error(code: &str, detail: &str) -> Self {
+        let reply = format!("Redis replied {code} {detail}");
         match code {
             "LOADING" | "READONLY" | "OOM" | "MISCONF" | "NOREPLICAS" | "BUSY" | "MASTERDOWN"
-            | "TRYAGAIN" => Self::not_applied(said),
+            | "TRYAGAIN" => Self::not_applied(reply),
             "NOPERM" => Self::misconfigured(format!(
-                "{said}: let the user in the URL run SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix, \
+                "{reply}: grant the user in the URL SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix, \
                  WAIT for Durability::Replicas, and CLUSTER SLOTS and ASKING for Redis::cluster"
             )),
-            "NOAUTH" | "WRONGPASS" => Self::misconfigured(format!(
-                "{said}: put the right user and password into the URL"
-            )),
+            "NOAUTH" | "WRONGPASS" => {
+                Self::misconfigured(format!("{reply}: correct user and password in the URL"))
+            }
             "WRONGTYPE" => {
                 let text = format!(
-                    "{said}: another program uses this key; give markers a prefix of their own with Redis::prefix"
+                    "{reply}: another program uses this key; set a separate key prefix with Redis::prefix"
                 );
                 Self::UnreadableMarker(Problem::new(text))
             }
             "MOVED" | "ASK" | "CROSSSLOT" | "CLUSTERDOWN" => Self::misconfigured(format!(
-                "{said}: Redis::at names a node of a cluster; give its nodes to Redis::cluster"
+                "{reply}: Redis::at names a node of a Cluster; use Redis::cluster"
             )),
             "ERR" if detail.contains("syntax error") => Self::misconfigured(format!(
-                "{said}: the server is older than 7.0; upgrade it, or choose Guarantee::Bare"
+                "{reply}: the server is older than 7.0; upgrade it, or choose Guarantee::Bare"
             )),
             "ERR" if detail.starts_with("unknown command") => Self::misconfigured(format!(
-                "{said}: the server must offer SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"
+                "{reply}: the server must support SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"
             )),
-            // What Redis 7.0 says, and what later ones say, when a script runs what its user may
-            // not.
+            // The replies of Redis 7.0 and of later releases when the user of a script lacks a right.
             "ERR"
                 if detail.contains("user executing the script can't")
                     || detail.starts_with("ACL failure in script") =>
             {
-                Self::said_by_server("NOPERM", detail)
+                Self::from_server_error("NOPERM", detail)
             }
-            "ERR" if detail.contains("max number of clients") => Self::not_applied(said),
-            // A script may have been stopped midway; asking again with the same token is safe.
-            _ => Self::unknown(said),
+            "ERR" if detail.contains("max number of clients") => Self::not_applied(reply),
+            // A script may have been stopped midway; repeating it with the same token is safe.
+            _ => Self::unknown(reply),
         }
     }
 
-    /// What a value that is no marker of ours means.
-    pub(crate) fn unreadable(why: Unreadable) -> Self {
+    /// The failure for a value that is no marker.
+    pub(crate) fn unreadable(why: DecodeError) -> Self {
         match why {
-            // This concerns the deployment, not one id.
-            Unreadable::UnknownVersion => Self::misconfigured(
-                "a newer release wrote this marker (unknown record version): upgrade oncegate here; the marker is left as it is",
+            // Affects the deployment, not one id.
+            DecodeError::UnknownVersion => Self::misconfigured(
+                "a newer release wrote this marker (unknown record version): upgrade oncegate here; the key is unchanged",
             ),
-            Unreadable::NotAMarker => Self::UnreadableMarker(Problem::new(
-                "another program wrote this key, or it was cut off: give markers a prefix of their own with Redis::prefix, or delete the key; \
-                 it is left as it is",
+            DecodeError::NotAMarker => Self::UnreadableMarker(Problem::new(
+                "another program wrote this key, or the value is truncated: set a separate key prefix with Redis::prefix, or delete the \
+                 key; the key is unchanged",
             )),
         }
     }
@@ -164,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_heals_is_not_applied_and_what_a_person_has_to_change_is_misconfigured() {
+    fn error_replies_are_retryable_or_misconfigured() {
         for heals in [
             "LOADING",
             "READONLY",
@@ -176,34 +175,37 @@ mod tests {
             "TRYAGAIN",
         ] {
             assert!(
-                matches!(Failure::said_by_server(heals, "x"), Failure::NotApplied(_)),
+                matches!(
+                    StoreFailure::from_server_error(heals, "x"),
+                    StoreFailure::NotApplied(_)
+                ),
                 "{heals}"
             );
         }
         for wrong in ["NOPERM", "NOAUTH", "WRONGPASS", "MOVED", "CROSSSLOT"] {
             assert!(
                 matches!(
-                    Failure::said_by_server(wrong, "x"),
-                    Failure::Misconfigured(_)
+                    StoreFailure::from_server_error(wrong, "x"),
+                    StoreFailure::Misconfigured(_)
                 ),
                 "{wrong}"
             );
         }
         assert!(matches!(
-            Failure::said_by_server("WRONGTYPE", "x"),
-            Failure::UnreadableMarker(_)
+            StoreFailure::from_server_error("WRONGTYPE", "x"),
+            StoreFailure::UnreadableMarker(_)
         ));
-        // Redis before 7.0 knows NX and GET, but not together.
-        let old = Failure::said_by_server("ERR", "syntax error");
+        // Redis before 7.0 supports NX and GET, but not together.
+        let old = StoreFailure::from_server_error("ERR", "syntax error");
         assert!(
-            matches!(&old, Failure::Misconfigured(problem) if problem.to_string().contains("7.0")),
+            matches!(&old, StoreFailure::Misconfigured(problem) if problem.to_string().contains("7.0")),
             "{old:?}"
         );
         assert!(matches!(
-            Failure::said_by_server("ERR", "max number of clients reached"),
-            Failure::NotApplied(_)
+            StoreFailure::from_server_error("ERR", "max number of clients reached"),
+            StoreFailure::NotApplied(_)
         ));
-        for (who, refuses) in [
+        for (who, reply) in [
             (
                 "Redis 7.0",
                 "The user executing the script can't run this command or subcommand script: 1f, on @user_script:5.",
@@ -213,15 +215,15 @@ mod tests {
                 "ACL failure in script: User some has no permissions to run the 'set' command script: 1f, on @user_script:5.",
             ),
         ] {
-            let told = Failure::said_by_server("ERR", refuses);
+            let failure = StoreFailure::from_server_error("ERR", reply);
             assert!(
-                matches!(&told, Failure::Misconfigured(problem) if problem.to_string().contains("PEXPIRE")),
-                "{who}: {told:?}"
+                matches!(&failure, StoreFailure::Misconfigured(problem) if problem.to_string().contains("PEXPIRE")),
+                "{who}: {failure:?}"
             );
         }
         assert!(matches!(
-            Failure::said_by_server("SOMETHING", "new"),
-            Failure::Unknown(_)
+            StoreFailure::from_server_error("SOMETHING", "new"),
+            StoreFailure::Unknown(_)
         ));
     }
 }

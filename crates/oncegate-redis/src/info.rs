@@ -1,43 +1,42 @@
-//! What a server says of itself: `INFO`, which needs no right to `CONFIG`.
+//! `INFO`: what a server reports about itself, without the right to `CONFIG`.
 
 use redis::{Pipeline, Value};
 
-use crate::failure::Failure;
-use crate::route::Lanes;
+use crate::failure::StoreFailure;
+use crate::reply;
+use crate::router::ConnectionPair;
 
-/// The answer to `INFO`.
+/// The reply to `INFO`.
 #[derive(Debug)]
-pub(crate) struct Info(String);
+pub(crate) struct InfoReply(String);
 
-impl Info {
-    /// Asks the server.
+impl InfoReply {
+    /// Requests it from the server.
     ///
     /// # Errors
-    /// It could not be asked, or does not let this user.
-    pub(crate) async fn of(lanes: &Lanes) -> Result<Self, Failure> {
+    /// The request failed, or the user has no right to `INFO`.
+    pub(crate) async fn of(connections: &ConnectionPair) -> Result<Self, StoreFailure> {
         let mut pipeline = Pipeline::with_capacity(1);
         pipeline.cmd("INFO");
         Self::read(
-            lanes
+            connections
                 .general
-                .ask(&pipeline)
+                .send(&pipeline)
                 .await?
                 .pop()
                 .unwrap_or(Value::Nil),
         )
     }
 
-    pub(crate) fn read(reply: Value) -> Result<Self, Failure> {
+    pub(crate) fn read(reply: Value) -> Result<Self, StoreFailure> {
         match reply {
             Value::BulkString(info) => Ok(Self(String::from_utf8_lossy(&info).into_owned())),
             Value::VerbatimString { text, .. } => Ok(Self(text)),
-            Value::ServerError(error) => Err(Failure::said_by_server(
+            Value::ServerError(error) => Err(StoreFailure::from_server_error(
                 error.code(),
                 error.details().unwrap_or_default(),
             )),
-            _ => Err(Failure::unknown(
-                "Redis gave an answer of the wrong kind to INFO",
-            )),
+            _ => Err(reply::wrong_type("INFO")),
         }
     }
 
@@ -53,7 +52,7 @@ impl Info {
 }
 
 #[cfg(test)]
-impl From<&str> for Info {
+impl From<&str> for InfoReply {
     fn from(text: &str) -> Self {
         Self(text.to_owned())
     }

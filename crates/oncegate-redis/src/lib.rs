@@ -1,34 +1,33 @@
-//! The Redis store of oncegate: [`Redis::at`] a single server, [`Redis::sentinel`] a primary that
-//! Sentinels watch, [`Redis::cluster`] a Cluster; 7.0 or newer.
+//! The Redis store of oncegate: [`Redis::at`] for a single server, [`Redis::sentinel`] for a primary
+//! that Sentinels monitor, [`Redis::cluster`] for a Cluster; Redis 7.0 or newer.
 //!
-//! A claim is one `SET … NX GET PX`; completions of many ids are one script call in the same
-//! pipeline. Everything that a script decides is [`oncegate_core::marker::apply`] row by row, by
-//! the server's clock.
+//! A claim is one `SET … NX GET PX`; the completions of many ids are one script call in the same
+//! pipeline. The script implements [`oncegate_core::marker::apply`] and uses the server's clock.
 #![forbid(unsafe_code)]
 
+mod anomaly;
 mod batch;
 mod browse;
 mod canary;
 mod cluster;
-mod doubt;
+mod connection;
 mod durability;
 mod failure;
-mod finding;
 mod info;
-mod link;
-mod memory;
+mod loss_detector;
 mod metric;
+mod persistence;
 mod plan;
 mod preflight;
 mod record;
+mod refresh;
 mod reply;
-mod route;
+mod router;
 mod script;
 mod sentinel;
 mod server;
 mod store;
 mod tls;
-mod watch;
 
 pub use browse::{Browse, ServerInfo};
 pub use durability::Durability;

@@ -10,11 +10,11 @@ pub const REDIS_METRICS: &[Metric] = &[
     Metric::gauge(
         PAUSED,
         &[],
-        "1 while at most once claims nothing because Redis was seen to forget",
+        "1 while at-most-once claims are paused because Redis lost data",
     ),
     Metric::counter(
         FINDINGS,
         &["finding"],
-        "What was seen of Redis that no server should do, such as to forget or to jump in time",
+        "Anomalies of Redis, such as lost data or a clock that jumped",
     ),
 ];

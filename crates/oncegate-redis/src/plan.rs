@@ -1,34 +1,33 @@
-//! How much memory and how many connections a load needs.
+//! Estimates the memory and the connections that a load needs.
 
 use std::time::Duration;
 
 use crate::durability::Durability;
 
-/// The most that one done marker costs, key, expiry and hash tables in, for `processed:` and a
-/// 36-byte id: what was measured just after Redis doubled its table. Between doublings it is some
-/// 20 bytes less.
+/// The bytes of one done marker with its key, expiry and share of the hash tables, for `processed:`
+/// and a 36-byte id. Measured just after Redis doubled its table; otherwise about 20 bytes less.
 const DONE: u64 = 175;
 
-/// What a fingerprint adds.
+/// The additional bytes of a fingerprint.
 const FINGERPRINT: u64 = 16;
 
-/// What a marker in progress costs more than a done one.
-const HELD: u64 = 112;
+/// The additional bytes of a marker in progress.
+const IN_PROGRESS: u64 = 112;
 
-/// The key that the figures were measured with: `processed:` and a UUID.
+/// The bytes of the measured key: `processed:` and a UUID.
 const MEASURED_KEY: u64 = 46;
 
-/// What a done marker holds.
+/// The content of done markers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Markers {
     /// `1`.
     #[default]
     Plain,
-    /// The fingerprint of the body too: the default in at most once.
+    /// With the fingerprint of the body: the default for at most once.
     WithFingerprint,
 }
 
-/// A load on a Redis, to be planned for with [`plan`].
+/// The load of a Redis server, the input of [`plan`].
 ///
 /// ```
 /// # use std::time::Duration;
@@ -40,21 +39,21 @@ pub enum Markers {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Load {
-    /// New ids a second, on the average of a window. Default: 1,000.
+    /// New ids a second, averaged over a window. Default: 1,000.
     pub messages_per_second: u64,
     /// How long a done id is remembered. Default: 24 h.
     pub window: Duration,
     /// The bytes of a key: prefix, scope and id. Default: 46, `processed:` and a UUID.
     pub key_bytes: u64,
-    /// What done markers hold.
+    /// The content of done markers. Default: [`Markers::Plain`].
     pub markers: Markers,
     /// Consumer processes. Default: 1.
     pub processes: u64,
-    /// What each of them has in flight at the most. Default: 512.
+    /// The most messages in flight of each process. Default: 512.
     pub in_flight: u64,
-    /// What claims wait for. Default: the primary alone.
+    /// What claims wait for. Default: [`Durability::Primary`].
     pub durability: Durability,
-    /// Over how many primaries the keys are spread: 1, or those of a Cluster. Default: 1.
+    /// The number of primaries: 1, or those of a Cluster. Default: 1.
     pub primaries: u64,
 }
 
@@ -73,28 +72,28 @@ impl Default for Load {
     }
 }
 
-/// What a [`Load`] needs.
+/// The requirements of a [`Load`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Keys that stand at a time, all primaries together.
+    /// Keys at one time, on all primaries together.
     pub markers: u64,
-    /// Bytes that they take on each server, primary or replica.
+    /// Bytes that they occupy on each server, primary or replica.
     pub memory: u64,
-    /// What to set `maxmemory` to on each server: a quarter more, since tables double and loads
-    /// vary. The machine needs up to as much again while Redis rewrites its append-only file.
+    /// The value of `maxmemory` for each server: a quarter more, since tables double and loads vary.
+    /// While Redis rewrites its append-only file, the machine needs up to as much again.
     pub maxmemory: u64,
-    /// Servers that hold the keys: primaries, and their replicas where claims wait for some.
+    /// Primaries, and their replicas if claims wait for some.
     pub servers: u64,
     /// Connections to each primary, all processes together.
     pub connections: u64,
 }
 
-/// What a load needs, by measured bytes a marker.
+/// Computes the requirements of a load from the measured size of a marker.
 pub fn plan(load: &Load) -> Plan {
     let done = load
         .messages_per_second
         .saturating_mul(load.window.as_secs().max(1));
-    let held = load.processes.saturating_mul(load.in_flight);
+    let in_progress = load.processes.saturating_mul(load.in_flight);
     let longer_key = load
         .key_bytes
         .saturating_sub(MEASURED_KEY)
@@ -108,18 +107,18 @@ pub fn plan(load: &Load) -> Plan {
         };
     let bytes = done
         .saturating_mul(each)
-        .saturating_add(held.saturating_mul(each + HELD));
+        .saturating_add(in_progress.saturating_mul(each + IN_PROGRESS));
     let memory = bytes.div_ceil(load.primaries.max(1));
     let replicas = match load.durability {
         Durability::Primary => 0,
         Durability::Replicas { count, .. } => u64::from(count),
     };
     Plan {
-        markers: done.saturating_add(held),
+        markers: done.saturating_add(in_progress),
         memory,
         maxmemory: memory.saturating_add(memory / 4),
         servers: load.primaries.max(1).saturating_mul(replicas + 1),
-        // Operations, renewals, and claims where replicas have to know of them.
+        // For operations, for renewals, and for claims that wait for replicas.
         connections: load
             .processes
             .saturating_mul(if replicas > 0 { 3 } else { 2 }),
@@ -131,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_load_is_multiplied_out() {
+    fn requirements_are_computed_from_the_load() {
         let load = Load {
             messages_per_second: 10,
             window: Duration::from_secs(100),
@@ -172,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_too_much_to_count_is_the_most() {
+    fn overflow_saturates() {
         let all = Load {
             messages_per_second: u64::MAX,
             window: Duration::MAX,

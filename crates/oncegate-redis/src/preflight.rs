@@ -1,9 +1,8 @@
-//! Whether a server offers what a guarantee asks of it: its version, its commands, the rights of
-//! its user.
+//! Checks at start whether a server offers what a guarantee needs: its version, its commands, the
+//! rights of the user.
 //!
-//! Each command is tried, on keys of our own, since nothing else tells what a server and its user
-//! may do. What a guarantee needs and does not have is an error; what may go wrong later is a line
-//! in the log.
+//! Each command is run on a probe key, since nothing else shows what a server and its user may do.
+//! A missing requirement is an error; a risk is a warning in the log.
 
 use std::time::{Duration, SystemTime};
 
@@ -11,124 +10,131 @@ use oncegate_core::marker::Guarantee;
 use redis::{Cmd, Pipeline, Value};
 
 use crate::durability::Durability;
-use crate::failure::{Failure, is_elsewhere, moving};
-use crate::info::Info;
-use crate::route::{Lanes, Route};
-use crate::script::{self, By};
+use crate::failure::{StoreFailure, is_elsewhere, moving};
+use crate::info::InfoReply;
+use crate::router::{ConnectionPair, Router};
+use crate::script::{self, ScriptRef};
 
-/// From which share of its memory on a server is nearly full.
+/// The share of its memory from which a server counts as nearly full.
 const NEARLY_FULL_PERCENT: u64 = 80;
 
-/// How far the clocks of this machine and of Redis may differ.
+/// The largest difference between the clocks of this machine and of Redis without a warning.
 const CLOCKS_DIFFER: Duration = Duration::from_secs(5);
 
-/// What is asked of the servers.
+/// What the servers must offer.
 #[derive(Clone, Copy)]
-pub(crate) struct Asked<'a> {
+pub(crate) struct PreflightRequest<'a> {
     pub(crate) guarantee: Guarantee,
     pub(crate) durability: Durability,
     pub(crate) prefix: &'a [u8],
 }
 
-/// Looks at each server, and tells the log what a person should change.
+/// Checks each primary, and logs a warning for each risk.
 ///
 /// # Errors
-/// `Misconfigured`, with the setting, if a server is not what the user took it for or lacks what
-/// the guarantee needs; otherwise it cannot be asked, and the servers are looked for anew the next
-/// time.
-pub(crate) async fn preflight(route: &Route, asked: Asked<'_>) -> Result<(), Failure> {
-    let looked = look(route, asked).await;
-    if looked.is_err() {
-        route.distrust();
+/// `Misconfigured`, with the setting, if a server lacks a requirement of the guarantee; otherwise a
+/// server could not be queried, and the topology is refreshed before the next command.
+pub(crate) async fn preflight(
+    router: &Router,
+    request: PreflightRequest<'_>,
+) -> Result<(), StoreFailure> {
+    let checked = check_servers(router, request).await;
+    if checked.is_err() {
+        router.invalidate();
     }
-    looked
+    checked
 }
 
-async fn look(route: &Route, asked: Asked<'_>) -> Result<(), Failure> {
-    let probes = route
-        .keys_on_each(&[asked.prefix, b"!probe"].concat())
+async fn check_servers(router: &Router, request: PreflightRequest<'_>) -> Result<(), StoreFailure> {
+    let probes = router
+        .keys_on_each_primary(&[request.prefix, b"!probe"].concat())
         .await?;
-    for (probe, lanes) in &probes {
+    for (probe, connections) in &probes {
         let at = format!(
             "{}: Redis at {}",
-            route.setting(),
-            lanes.general.described()
+            router.setting(),
+            connections.general.described()
         );
-        // First of all: who cannot even connect lacks no right to a command.
-        lanes.general.open().await?;
-        let mut found = match Info::of(lanes).await {
+        // First, so that a failure to connect is not reported as a missing right.
+        connections.general.pin().await?;
+        let mut report = match InfoReply::of(connections).await {
             Ok(info) => {
-                route.still_a_primary(&info)?;
-                judge(&info, route, asked, SystemTime::now())
+                router.check_role(&info)?;
+                assess(&info, router, request, SystemTime::now())
             }
-            Err(Failure::Misconfigured(_)) => without_info(asked.guarantee),
+            Err(StoreFailure::Misconfigured(_)) => without_info(request.guarantee),
             Err(failure) => return Err(failure),
         };
-        if found.lacks.is_empty() {
-            let tried = try_commands(lanes, probe, route, asked).await?;
-            found.forbidden.extend(tried.forbidden);
-            found.lacks.extend(tried.lacks);
-            found.notes.extend(tried.notes);
+        if report.missing.is_empty() {
+            let tried = try_commands(connections, probe, router, request).await?;
+            report.forbidden.extend(tried.forbidden);
+            report.missing.extend(tried.missing);
+            report.warnings.extend(tried.warnings);
         }
-        if !found.forbidden.is_empty() {
-            found.lacks.push(lacks_rights(
-                &found.forbidden,
-                lanes.general.user(),
-                route,
-                asked,
+        if !report.forbidden.is_empty() {
+            report.missing.push(missing_rights(
+                &report.forbidden,
+                connections.general.user(),
+                router,
+                request,
             ));
         }
-        if !found.lacks.is_empty() {
-            return Err(Failure::misconfigured(format!(
+        if !report.missing.is_empty() {
+            return Err(StoreFailure::misconfigured(format!(
                 "{at} {}",
-                found.lacks.join("; ")
+                report.missing.join("; ")
             )));
         }
-        for note in found.notes {
-            tracing::warn!("{at} {note}");
+        for warning in report.warnings {
+            tracing::warn!("{at} {warning}");
         }
     }
     Ok(())
 }
 
-/// What was found.
+/// The result of the checks of one server.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Found {
-    /// Commands that the guarantee needs and the user may not run, or not on these keys.
+struct PreflightReport {
+    /// Required commands that the user may not run, or not on these keys.
     forbidden: Vec<String>,
-    /// What the guarantee needs and does not have.
-    lacks: Vec<String>,
-    /// What may go wrong later, or heals by itself.
-    notes: Vec<String>,
+    /// Other requirements that are not met.
+    missing: Vec<String>,
+    /// Risks, and errors that may heal.
+    warnings: Vec<String>,
 }
 
-impl Found {
-    fn lacking(lack: impl Into<String>) -> Self {
+impl PreflightReport {
+    fn missing(missing: impl Into<String>) -> Self {
         Self {
-            lacks: vec![lack.into()],
+            missing: vec![missing.into()],
             ..Self::default()
         }
     }
 }
 
-/// At most once goes by `INFO` while it runs.
-fn without_info(guarantee: Guarantee) -> Found {
+/// The report for a user without the right to `INFO`, which the loss detector reads.
+fn without_info(guarantee: Guarantee) -> PreflightReport {
     match guarantee {
-        Guarantee::AtMostOnce => Found { forbidden: vec!["INFO".into()], ..Found::default() },
-        Guarantee::Bare => Found::default(),
-        _ => Found {
-            notes: vec!["does not let INFO be read: what it loses will not be seen (ACL SETUSER <user> +info)".into()],
-            ..Found::default()
+        Guarantee::AtMostOnce => PreflightReport { forbidden: vec!["INFO".into()], ..PreflightReport::default() },
+        Guarantee::Bare => PreflightReport::default(),
+        _ => PreflightReport {
+            warnings: vec!["does not let this user run INFO, so evictions, restarts and clock jumps stay undetected: ACL SETUSER <user> +info".into()],
+            ..PreflightReport::default()
         },
     }
 }
 
-/// Judges what `INFO` says.
-fn judge(info: &Info, route: &Route, asked: Asked<'_>, now: SystemTime) -> Found {
-    if info.field("cluster_enabled") == Some("1") && matches!(route, Route::One(_)) {
-        return Found::lacking("is a node of a cluster; give its nodes to Redis::cluster");
+/// Evaluates `INFO`.
+fn assess(
+    info: &InfoReply,
+    router: &Router,
+    request: PreflightRequest<'_>,
+    now: SystemTime,
+) -> PreflightReport {
+    if info.field("cluster_enabled") == Some("1") && matches!(router, Router::Single(_)) {
+        return PreflightReport::missing("is a node of a Cluster: use Redis::cluster");
     }
-    let mut notes = Vec::new();
+    let mut warnings = Vec::new();
     let version = info.field("redis_version").unwrap_or("unknown");
     if version
         .split('.')
@@ -136,13 +142,13 @@ fn judge(info: &Info, route: &Route, asked: Asked<'_>, now: SystemTime) -> Found
         .and_then(|major| major.parse().ok())
         .is_some_and(|major: u32| major < 7)
     {
-        if asked.guarantee != Guarantee::Bare {
-            return Found::lacking(format!(
-                "is of version {version}, where only Guarantee::Bare works: upgrade it to 7.0 or newer"
+        if request.guarantee != Guarantee::Bare {
+            return PreflightReport::missing(format!(
+                "has version {version}, which supports only Guarantee::Bare: upgrade it to 7.0 or newer"
             ));
         }
-        notes.push(format!(
-            "is of version {version}, where only Guarantee::Bare works, as chosen here"
+        warnings.push(format!(
+            "has version {version}, which supports only Guarantee::Bare, as configured"
         ));
     }
     let limit = info
@@ -152,7 +158,9 @@ fn judge(info: &Info, route: &Route, asked: Asked<'_>, now: SystemTime) -> Found
     if let (Some(used), Some(limit)) = (info.number("used_memory"), limit)
         && used.saturating_mul(100) > limit.saturating_mul(NEARLY_FULL_PERCENT)
     {
-        notes.push(format!("uses {used} of {limit} bytes of memory: raise maxmemory before it is full, or shorten the window"));
+        warnings.push(format!(
+            "uses {used} of {limit} bytes of memory: raise maxmemory, or shorten the window"
+        ));
     }
     if let (Some(theirs), Ok(ours)) = (
         info.number("server_time_usec"),
@@ -160,66 +168,67 @@ fn judge(info: &Info, route: &Route, asked: Asked<'_>, now: SystemTime) -> Found
     ) {
         let apart = Duration::from_micros(theirs).abs_diff(ours);
         if apart > CLOCKS_DIFFER {
-            notes.push(format!("has a clock {apart:.0?} apart from this machine's, which tells the age of messages: run NTP on both"));
+            warnings.push(format!("has a clock that differs by {apart:.0?} from this machine's clock, which determines the age of messages: run NTP on both"));
         }
     }
     if let (Durability::Replicas { count, .. }, Some(follow)) =
-        (asked.durability, info.number("connected_slaves"))
+        (request.durability, info.number("connected_slaves"))
         && follow < u64::from(count)
-        && asked.guarantee != Guarantee::Bare
+        && request.guarantee != Guarantee::Bare
     {
-        notes.push(format!("is followed by {follow} replicas, and Durability::Replicas needs {count}: nothing is granted until they do"));
+        warnings.push(format!("has {follow} replicas, and Durability::Replicas needs {count}: no claim is granted until they are connected"));
     }
-    Found {
-        notes,
-        ..Found::default()
+    PreflightReport {
+        warnings,
+        ..PreflightReport::default()
     }
 }
 
-/// One sentence, and one command that grants all that is needed.
-fn lacks_rights(
+/// One line with the one command that grants all rights that are needed.
+fn missing_rights(
     forbidden: &[String],
     user: Option<&str>,
-    route: &Route,
-    asked: Asked<'_>,
+    router: &Router,
+    request: PreflightRequest<'_>,
 ) -> String {
-    let mut rights: Vec<&str> = trials(asked.prefix, route, asked)
+    let mut rights: Vec<&str> = trials(request.prefix, router, request)
         .iter()
         .map(|trial| trial.right)
         .collect();
-    if asked.guarantee == Guarantee::AtMostOnce || asked.guarantee == Guarantee::EffectivelyOnce {
+    if request.guarantee == Guarantee::AtMostOnce || request.guarantee == Guarantee::EffectivelyOnce
+    {
         rights.push("+info");
     }
-    if let Route::Cluster(_) = route {
+    if let Router::Cluster(_) = router {
         rights.push("+cluster|slots");
     }
     format!(
         "does not let the user in the URL run {} on its keys, which Guarantee::{:?} needs (NOPERM): ACL SETUSER {} ~{}* {}",
         forbidden.join(", "),
-        asked.guarantee,
+        request.guarantee,
         user.unwrap_or("<user>"),
-        String::from_utf8_lossy(asked.prefix),
+        String::from_utf8_lossy(request.prefix),
         rights.join(" "),
     )
 }
 
-/// A command to be tried.
-struct Trial {
+/// A command to run on the probe key.
+struct TrialCommand {
     name: &'static str,
-    /// What the user has to be given for it.
+    /// The right that it needs, as in `ACL SETUSER`.
     right: &'static str,
     command: Cmd,
 }
 
-fn trials(probe: &[u8], route: &Route, asked: Asked<'_>) -> Vec<Trial> {
+fn trials(probe: &[u8], router: &Router, request: PreflightRequest<'_>) -> Vec<TrialCommand> {
     let of = |name: &str| redis::cmd(name).arg(probe).to_owned();
-    let trial = |name, right, command| Trial {
+    let trial = |name, right, command| TrialCommand {
         name,
         right,
         command,
     };
     let delete = trial("DEL", "+del", of("DEL"));
-    if asked.guarantee == Guarantee::Bare {
+    if request.guarantee == Guarantee::Bare {
         return vec![
             trial(
                 "SET with EX and NX",
@@ -246,73 +255,75 @@ fn trials(probe: &[u8], route: &Route, asked: Asked<'_>) -> Vec<Trial> {
         trial("PTTL", "+pttl", of("PTTL")),
         trial("PEXPIRE", "+pexpire", of("PEXPIRE").arg(1_000).to_owned()),
         delete,
-        trial("EVAL", "+eval", script::nothing(By::Text)),
-        trial("EVALSHA", "+evalsha", script::nothing(By::Hash)),
+        trial("EVAL", "+eval", script::empty_call(ScriptRef::Source)),
+        trial("EVALSHA", "+evalsha", script::empty_call(ScriptRef::Digest)),
     ];
-    if let Durability::Replicas { .. } = asked.durability {
+    if let Durability::Replicas { .. } = request.durability {
         trials.push(trial(
             "WAIT",
             "+wait",
             redis::cmd("WAIT").arg(0).arg(1).to_owned(),
         ));
     }
-    if let Route::Cluster(_) = route {
+    if let Router::Cluster(_) = router {
         trials.push(trial("ASKING", "+asking", redis::cmd("ASKING")));
     }
     trials
 }
 
-/// Tries what claims and their ends need.
+/// Runs every command that the guarantee needs.
 ///
 /// # Errors
-/// The server could not be asked, is still reading its file, or is no longer the one to ask.
+/// The server could not be queried, is still loading its data, or no longer serves the probe key.
 async fn try_commands(
-    lanes: &Lanes,
+    connections: &ConnectionPair,
     probe: &[u8],
-    route: &Route,
-    asked: Asked<'_>,
-) -> Result<Found, Failure> {
-    let trials = trials(probe, route, asked);
+    router: &Router,
+    request: PreflightRequest<'_>,
+) -> Result<PreflightReport, StoreFailure> {
+    let trials = trials(probe, router, request);
     let mut pipeline = Pipeline::with_capacity(trials.len());
     trials.iter().for_each(|trial| {
         pipeline.add_command(trial.command.clone());
     });
-    let mut tried = Found::default();
-    for (trial, reply) in trials.iter().zip(lanes.general.ask(&pipeline).await?) {
+    let mut tried = PreflightReport::default();
+    for (trial, reply) in trials
+        .iter()
+        .zip(connections.general.send(&pipeline).await?)
+    {
         let Value::ServerError(error) = reply else {
             continue;
         };
         let (code, detail) = (error.code(), error.details().unwrap_or_default());
         let name = &trial.name;
-        match Failure::said_by_server(code, detail) {
-            // Its slots are on the way to another node, as in a failover: who serves them is asked
-            // again.
-            _ if matches!(route, Route::Cluster(_)) && is_elsewhere(code) => {
-                route.distrust_slot(moving(code, detail));
-                return Err(Failure::not_applied(format!(
-                    "Redis says {code} {detail} of {}",
+        match StoreFailure::from_server_error(code, detail) {
+            // Its slots are migrating, or a failover is in progress.
+            _ if matches!(router, Router::Cluster(_)) && is_elsewhere(code) => {
+                router.invalidate_slot(moving(code, detail));
+                return Err(StoreFailure::not_applied(format!(
+                    "Redis replied {code} {detail} for the key {}",
                     String::from_utf8_lossy(probe)
                 )));
             }
-            Failure::Misconfigured(_) if code == "NOPERM" => {
+            StoreFailure::Misconfigured(_) if code == "NOPERM" => {
                 tried.forbidden.push((*name).to_owned())
             }
-            Failure::Misconfigured(_) | Failure::UnreadableMarker(_) => {
-                tried.lacks.push(format!(
-                    "does not offer {name}, which Guarantee::{:?} needs ({code} {detail})",
-                    asked.guarantee
+            StoreFailure::Misconfigured(_) | StoreFailure::UnreadableMarker(_) => {
+                tried.missing.push(format!(
+                    "does not support {name}, which Guarantee::{:?} needs ({code} {detail})",
+                    request.guarantee
                 ));
             }
-            failure @ Failure::NotApplied(_) if code == "LOADING" => return Err(failure),
-            Failure::NotApplied(_) | Failure::Unknown(_) => tried
-                .notes
-                .push(format!("refuses {name} at the moment ({code} {detail})")),
+            failure @ StoreFailure::NotApplied(_) if code == "LOADING" => return Err(failure),
+            StoreFailure::NotApplied(_) | StoreFailure::Unknown(_) => tried
+                .warnings
+                .push(format!("rejects {name} at the moment ({code} {detail})")),
         }
     }
     Ok(tried)
 }
 
-/// What a server says that needs no change.
+/// `INFO` of a server without risks.
 #[cfg(test)]
 pub(crate) const GOOD: &str = "# Server\r\nredis_version:7.0.15\r\nserver_time_usec:1000000000\r\nmaxmemory_policy:noeviction\r\n\
                                used_memory:79\r\nmaxmemory:100\r\naof_enabled:1\r\naof_last_write_status:ok\r\nrole:master\r\n\
@@ -321,28 +332,28 @@ pub(crate) const GOOD: &str = "# Server\r\nredis_version:7.0.15\r\nserver_time_u
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::connection::Timeouts;
     use crate::failure::Problem;
-    use crate::link::Patience;
 
-    fn judged(info: &str, guarantee: Guarantee) -> Found {
-        let patience = Patience {
+    fn report_for(info: &str, guarantee: Guarantee) -> PreflightReport {
+        let timeouts = Timeouts {
             connect: Duration::ZERO,
             reply: Duration::ZERO,
         };
-        let route = Route::to(&Err(Problem::new("nowhere")), patience, Durability::Primary);
+        let router = Router::to(&Err(Problem::new("nowhere")), timeouts, Durability::Primary);
         let durability = Durability::Replicas {
             count: 1,
             timeout: Duration::ZERO,
         };
-        let asked = Asked {
+        let request = PreflightRequest {
             guarantee,
             durability,
             prefix: b"processed:",
         };
-        judge(
+        assess(
             &info.into(),
-            &route,
-            asked,
+            &router,
+            request,
             SystemTime::UNIX_EPOCH + Duration::from_secs(1_001),
         )
     }
@@ -354,8 +365,11 @@ mod tests {
     ];
 
     #[test]
-    fn what_may_go_wrong_later_is_told_with_what_to_do() {
-        assert_eq!(judged(GOOD, Guarantee::EffectivelyOnce), Found::default());
+    fn each_risk_is_a_warning_with_its_remedy() {
+        assert_eq!(
+            report_for(GOOD, Guarantee::EffectivelyOnce),
+            PreflightReport::default()
+        );
         for (good, bad, remedy) in [
             ("used_memory:79", "used_memory:81", "raise maxmemory"),
             (
@@ -370,51 +384,53 @@ mod tests {
                 "run NTP",
             ),
         ] {
-            let found = judged(&GOOD.replace(good, bad), Guarantee::EffectivelyOnce);
+            let report = report_for(&GOOD.replace(good, bad), Guarantee::EffectivelyOnce);
             assert!(
-                found.lacks.is_empty() && found.notes.len() == 1 && found.notes[0].contains(remedy),
-                "{found:?}"
+                report.missing.is_empty()
+                    && report.warnings.len() == 1
+                    && report.warnings[0].contains(remedy),
+                "{report:?}"
             );
         }
     }
 
     #[test]
-    fn a_redis_of_before_7_serves_bare_alone() {
+    fn redis_before_7_supports_only_bare() {
         for old in ["6.2.14", "6.0.16", "5.0.7"] {
             for guarantee in GUARANTEES {
-                let found = judged(&GOOD.replace("7.0.15", old), guarantee);
-                match (guarantee, &found.lacks[..], &found.notes[..]) {
-                    (Guarantee::Bare, [], [note]) => assert!(
-                        note.contains(old) && note.contains("only Guarantee::Bare"),
-                        "{note}"
+                let report = report_for(&GOOD.replace("7.0.15", old), guarantee);
+                match (guarantee, &report.missing[..], &report.warnings[..]) {
+                    (Guarantee::Bare, [], [warning]) => assert!(
+                        warning.contains(old) && warning.contains("only Guarantee::Bare"),
+                        "{warning}"
                     ),
-                    (_, [lack], []) if guarantee != Guarantee::Bare => {
+                    (_, [missing], []) if guarantee != Guarantee::Bare => {
                         assert!(
-                            lack.contains(old) && lack.contains("7.0 or newer"),
-                            "{lack}"
+                            missing.contains(old) && missing.contains("7.0 or newer"),
+                            "{missing}"
                         )
                     }
-                    _ => panic!("{guarantee:?}: {found:?}"),
+                    _ => panic!("{guarantee:?}: {report:?}"),
                 }
             }
         }
         for new in ["7.0.0", "7.2.4", "8.2.3", "10.0.0"] {
             assert_eq!(
-                judged(&GOOD.replace("7.0.15", new), Guarantee::AtMostOnce),
-                Found::default()
+                report_for(&GOOD.replace("7.0.15", new), Guarantee::AtMostOnce),
+                PreflightReport::default()
             );
         }
     }
 
     #[test]
-    fn a_cluster_that_the_user_does_not_know_of_is_refused() {
+    fn a_cluster_node_as_a_single_server_is_rejected() {
         let node = GOOD.replace("cluster_enabled:0", "cluster_enabled:1");
         for guarantee in GUARANTEES {
             assert!(
-                judged(&node, guarantee)
-                    .lacks
+                report_for(&node, guarantee)
+                    .missing
                     .iter()
-                    .any(|lack| lack.contains("Redis::cluster"))
+                    .any(|missing| missing.contains("Redis::cluster"))
             );
         }
     }

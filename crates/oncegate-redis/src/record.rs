@@ -1,22 +1,22 @@
-//! A marker as Redis holds it.
+//! The format of a marker in Redis.
 //!
-//! Done is `1`, as every program that deduplicates with `SET … 1 … NX` writes it, or `-1` and the
-//! 18 digits of its fingerprint: both are integers to Redis. A time in nanoseconds, which other
-//! programs write as a marker, is no such number. Everything else begins with a version:
+//! A done marker is `1`, as programs that deduplicate with `SET … 1 … NX` write it, or `-1` and the
+//! 18 digits of its fingerprint: Redis stores both as integers. A time in nanoseconds, which other
+//! programs write, is not such a number. Every other record begins with a version:
 //!
 //! ```text
 //! v1 p <token> <attempts> <lease ms> <horizon ms> <guarantee a|e|b> <fingerprint or ->   in progress
-//! v1 w …                                                                                 in doubt, nobody reconciles
+//! v1 w …                                                                                 in doubt, not being reconciled
 //! v1 r …                                                                                 in doubt, its holder reconciles
 //! v1 x <attempt> <fingerprint or ->                                                      rejected
 //! v1 c <attempts>                                                                        cleared
 //! ```
 //!
-//! Attempts are `<number> <base> <crashes> <n|u>`: the number of the last one, how many the budget
-//! does not count, how many ended in a crash since the id was last sent back, and whether what they
-//! may have done is unknown.
+//! `<attempts>` is `<number> <base> <crashes> <n|u>`: the number of the last attempt, how many
+//! attempts the budget does not count, how many ended in a crash since the id was last sent back,
+//! and whether earlier attempts had no effect (`n`) or an unknown one (`u`).
 //!
-//! `apply.lua` reads and writes the same.
+//! `apply.lua` reads and writes the same format.
 
 use std::fmt::Write;
 use std::time::Duration;
@@ -25,32 +25,31 @@ use oncegate_core::marker::{
     Attempts, Doubt, Effect, Fingerprint, Guarantee, Hold, Marker, Operation, Terms, Token,
 };
 
-/// The longest time that a record or an expiry may hold, a hundred years: beyond it Redis
-/// overflows.
+/// The longest time in a record or an expiry, a hundred years: a longer one overflows in Redis.
 const LONGEST_MS: u64 = 100 * 365 * 24 * 3600 * 1000;
 
-/// Why a value is no marker of ours.
+/// Why a value cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Unreadable {
+pub(crate) enum DecodeError {
     /// A newer release wrote it.
     UnknownVersion,
-    /// Something else did, or it was cut off.
+    /// Another program wrote it, or it is truncated.
     NotAMarker,
 }
 
-/// Whole milliseconds, rounded up: nothing ends earlier than its writer meant.
+/// Whole milliseconds, rounded up so that nothing expires early.
 pub(crate) fn milliseconds(duration: Duration) -> u64 {
     u64::try_from(duration.as_nanos().div_ceil(1_000_000))
         .map_or(LONGEST_MS, |ms| ms.min(LONGEST_MS))
 }
 
-/// The same for an expiry, which Redis refuses to be zero.
+/// Whole milliseconds of an expiry, at least 1: Redis rejects 0.
 pub(crate) fn expiry(duration: Duration) -> u64 {
     milliseconds(duration).max(1)
 }
 
-/// The letter of a guarantee.
-pub(crate) fn letter(guarantee: Guarantee) -> char {
+/// The code of a guarantee in a record.
+pub(crate) fn guarantee_code(guarantee: Guarantee) -> char {
     match guarantee {
         Guarantee::AtMostOnce => 'a',
         Guarantee::EffectivelyOnce => 'e',
@@ -68,8 +67,8 @@ fn fingerprint(fingerprint: Option<Fingerprint>) -> String {
     fingerprint.map_or_else(|| "-".into(), |it| format!("{:018}", it.get()))
 }
 
-/// The record of a first claim that was granted to the asker of this operation, with the number of
-/// its attempt.
+/// The record of a granted first claim with this operation's token and terms, and this attempt
+/// number.
 pub(crate) fn granted(operation: &Operation, attempt: u32) -> String {
     let Operation { token, terms, .. } = *operation;
     let Terms {
@@ -79,7 +78,7 @@ pub(crate) fn granted(operation: &Operation, attempt: u32) -> String {
         ..
     } = terms;
     let (attempts, earlier, horizon) = (Attempts::new(attempt), Effect::Nothing, terms.horizon());
-    held(
+    format_hold(
         'p',
         &Hold {
             token,
@@ -93,14 +92,16 @@ pub(crate) fn granted(operation: &Operation, attempt: u32) -> String {
     )
 }
 
-/// The record of a marker; empty if there is none.
+/// The record of a marker; empty for [`Marker::Absent`].
 pub(crate) fn encode(marker: &Marker) -> String {
     match marker {
         Marker::Absent => String::new(),
-        Marker::Cleared { attempts, effect } => format!("v1 c {}", tried(attempts, *effect)),
-        Marker::InProgress(hold) => held('p', hold),
-        Marker::InDoubt(hold, Doubt::Waiting) => held('w', hold),
-        Marker::InDoubt(hold, Doubt::Reconciling) => held('r', hold),
+        Marker::Cleared { attempts, effect } => {
+            format!("v1 c {}", format_attempts(attempts, *effect))
+        }
+        Marker::InProgress(hold) => format_hold('p', hold),
+        Marker::InDoubt(hold, Doubt::Waiting) => format_hold('w', hold),
+        Marker::InDoubt(hold, Doubt::Reconciling) => format_hold('r', hold),
         Marker::Rejected {
             attempt,
             fingerprint: it,
@@ -110,7 +111,7 @@ pub(crate) fn encode(marker: &Marker) -> String {
     }
 }
 
-fn tried(
+fn format_attempts(
     Attempts {
         number,
         base,
@@ -125,18 +126,18 @@ fn tried(
     format!("{number} {base} {crashes} {effect}")
 }
 
-fn held(kind: char, hold: &Hold) -> String {
+fn format_hold(kind: char, hold: &Hold) -> String {
     let mut record = String::with_capacity(96);
     let (lease, horizon, guarantee) = (
         milliseconds(hold.lease),
         expiry(hold.horizon),
-        letter(hold.guarantee),
+        guarantee_code(hold.guarantee),
     );
-    let tried = tried(&hold.attempts, hold.earlier);
+    let attempts = format_attempts(&hold.attempts, hold.earlier);
     // Writing to a String cannot fail.
     let _ = write!(
         record,
-        "v1 {kind} {:032x} {tried} {lease} {horizon} {guarantee} ",
+        "v1 {kind} {:032x} {attempts} {lease} {horizon} {guarantee} ",
         hold.token.0
     );
     let _ = match hold.fingerprint {
@@ -149,9 +150,9 @@ fn held(kind: char, hold: &Hold) -> String {
 /// Reads a record.
 ///
 /// # Errors
-/// [`Unreadable`], if it is none of ours.
-pub(crate) fn decode(raw: &[u8]) -> Result<Marker, Unreadable> {
-    let text = std::str::from_utf8(raw).map_err(|_| Unreadable::NotAMarker)?;
+/// [`DecodeError`] if it is no marker of this release.
+pub(crate) fn decode(raw: &[u8]) -> Result<Marker, DecodeError> {
+    let text = std::str::from_utf8(raw).map_err(|_| DecodeError::NotAMarker)?;
     if text == "1" {
         return Ok(Marker::Done(None));
     }
@@ -163,12 +164,12 @@ pub(crate) fn decode(raw: &[u8]) -> Result<Marker, Unreadable> {
         && !version.is_empty()
         && version.bytes().all(|byte| byte.is_ascii_digit())
     {
-        return Err(Unreadable::UnknownVersion);
+        return Err(DecodeError::UnknownVersion);
     }
-    read(text).ok_or(Unreadable::NotAMarker)
+    parse(text).ok_or(DecodeError::NotAMarker)
 }
 
-fn read(text: &str) -> Option<Marker> {
+fn parse(text: &str) -> Option<Marker> {
     if let Some(digits) = text.strip_prefix("-1") {
         return Some(Marker::Done(Some(read_fingerprint(digits)?)));
     }
@@ -176,7 +177,7 @@ fn read(text: &str) -> Option<Marker> {
     let kind = fields.next()?;
     let marker = match kind {
         "c" => {
-            let (attempts, effect) = read_tried(&mut fields)?;
+            let (attempts, effect) = read_attempts(&mut fields)?;
             Marker::Cleared { attempts, effect }
         }
         "x" => {
@@ -188,7 +189,7 @@ fn read(text: &str) -> Option<Marker> {
         }
         "p" | "w" | "r" => {
             let token = read_token(fields.next()?)?;
-            let (attempts, earlier) = read_tried(&mut fields)?;
+            let (attempts, earlier) = read_attempts(&mut fields)?;
             let hold = Hold {
                 token,
                 attempts,
@@ -209,14 +210,14 @@ fn read(text: &str) -> Option<Marker> {
     fields.next().is_none().then_some(marker)
 }
 
-/// A number of at most this many decimal digits and no sign.
+/// A number of at most this many decimal digits, without a sign.
 fn digits(text: &str, longest: usize) -> Option<u64> {
     let fits =
         !text.is_empty() && text.len() <= longest && text.bytes().all(|byte| byte.is_ascii_digit());
     fits.then(|| text.parse().ok()).flatten()
 }
 
-fn read_tried<'a>(fields: &mut impl Iterator<Item = &'a str>) -> Option<(Attempts, Effect)> {
+fn read_attempts<'a>(fields: &mut impl Iterator<Item = &'a str>) -> Option<(Attempts, Effect)> {
     let mut count = || read_count(fields.next()?);
     let attempts = Attempts {
         number: count()?,
@@ -350,9 +351,9 @@ mod tests {
             encode(&Marker::Done(Some(Fingerprint::new(42)))),
             "-1000000000000000042"
         );
-        let held = Marker::InProgress(hold(Guarantee::AtMostOnce, None));
+        let in_progress = Marker::InProgress(hold(Guarantee::AtMostOnce, None));
         assert_eq!(
-            encode(&held),
+            encode(&in_progress),
             "v1 p 000000000000000000000000000000ab 7 3 2 u 30000 86400000 a -"
         );
         assert_eq!(
@@ -372,22 +373,26 @@ mod tests {
     }
 
     #[test]
-    fn what_was_cut_off_is_no_marker() {
+    fn a_truncated_record_is_not_a_marker() {
         for marker in markers() {
             let record = encode(&marker);
             for end in 0..record.len() {
                 let cut = &record[..end];
-                assert_eq!(decode(cut.as_bytes()), Err(Unreadable::NotAMarker), "{cut}");
+                assert_eq!(
+                    decode(cut.as_bytes()),
+                    Err(DecodeError::NotAMarker),
+                    "{cut}"
+                );
             }
         }
     }
 
     #[test]
-    fn what_others_wrote_is_told_apart() {
+    fn values_of_other_programs_are_not_markers() {
         for newer in ["v2 p x", "v10 ", "v0 c 1"] {
             assert_eq!(
                 decode(newer.as_bytes()),
-                Err(Unreadable::UnknownVersion),
+                Err(DecodeError::UnknownVersion),
                 "{newer}"
             );
         }
@@ -404,7 +409,7 @@ mod tests {
             "v1 c 1",
             "v1 x 5",
         ];
-        // Among them a time in nanoseconds, as a program with a marker of its own may write it.
+        // Among them a time in nanoseconds, which other programs write as a marker.
         for other in others.into_iter().chain([
             "processing",
             "\u{e9}",
@@ -415,11 +420,11 @@ mod tests {
         ]) {
             assert_eq!(
                 decode(other.as_bytes()),
-                Err(Unreadable::NotAMarker),
+                Err(DecodeError::NotAMarker),
                 "{other}"
             );
         }
-        assert_eq!(decode(&[0xff]), Err(Unreadable::NotAMarker));
+        assert_eq!(decode(&[0xff]), Err(DecodeError::NotAMarker));
     }
 
     #[test]

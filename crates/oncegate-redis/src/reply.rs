@@ -1,18 +1,18 @@
-//! What one reply of the server means.
+//! Reads replies of the server.
 
 use std::time::Duration;
 
 use oncegate_core::marker::{self, Age, Attempts, Marker, Operation, Verdict};
 use redis::Value;
 
-use crate::batch::Answer;
-use crate::failure::Failure;
-use crate::record::{self, Unreadable};
-use crate::route::At;
+use crate::batch::VerdictResult;
+use crate::failure::StoreFailure;
+use crate::record::{self, DecodeError};
+use crate::router::CommandTarget;
 
-/// What a claim's fast path tells; `None` where the holder's age matters, or the holder is the
-/// asker.
-pub(crate) fn claim(reply: Value, operation: &Operation) -> Option<Answer> {
+/// Reads the reply to a claim's `SET … NX GET`; `None` if the script must decide, since the marker's
+/// age or holder matters.
+pub(crate) fn claim(reply: Value, operation: &Operation) -> Option<VerdictResult> {
     match reply {
         Value::Nil => Some(Ok(Verdict::Granted(Attempts::new(1)))),
         Value::BulkString(record) => match record::decode(&record) {
@@ -20,14 +20,14 @@ pub(crate) fn claim(reply: Value, operation: &Operation) -> Option<Answer> {
                 Some(Ok(marker::apply(marker, Age::Unknown, operation).1))
             }
             Ok(_) => None,
-            Err(why) => Some(Err(Failure::unreadable(why))),
+            Err(why) => Some(Err(StoreFailure::unreadable(why))),
         },
         other => Some(Err(unexpected(&other))),
     }
 }
 
-/// Reads a text of `apply.lua` that is no error of a command in it.
-pub(crate) fn verdict(value: &Value) -> Answer {
+/// Reads an answer of `apply.lua` other than `error …`.
+pub(crate) fn verdict(value: &Value) -> VerdictResult {
     let Value::BulkString(text) = value else {
         return Err(unexpected(value));
     };
@@ -62,27 +62,45 @@ pub(crate) fn verdict(value: &Value) -> Answer {
         ("done", "") => Verdict::Done { marker_lost: false },
         ("done", "lost") => Verdict::Done { marker_lost: true },
         ("lost", "") => Verdict::Lost,
-        ("unknown", "version") => return Err(Failure::unreadable(Unreadable::UnknownVersion)),
-        ("unreadable", "") => return Err(Failure::unreadable(Unreadable::NotAMarker)),
+        ("unknown", "version") => {
+            return Err(StoreFailure::unreadable(DecodeError::UnknownVersion));
+        }
+        ("unreadable", "") => return Err(StoreFailure::unreadable(DecodeError::NotAMarker)),
         _ => return Err(unexpected(value)),
     })
 }
 
-pub(crate) fn unexpected(reply: &Value) -> Failure {
-    let shown: String = format!("{reply:?}").chars().take(120).collect();
-    Failure::unknown(format!("Redis gave an answer of the wrong kind: {shown}"))
+/// The failure for a reply of a type that the command never has.
+pub(crate) fn wrong_type(command: &str) -> StoreFailure {
+    StoreFailure::unknown(format!("unexpected type of reply from Redis to {command}"))
 }
 
-/// Who serves the key, where a node says that it is not the one: `MOVED <slot> <host:port>`, `ASK
-/// <slot> <host:port>`.
-pub(crate) fn named_elsewhere(code: &str, detail: &str) -> Option<At> {
+/// The reply, or the failure that it means.
+pub(crate) fn success(reply: Option<Value>) -> Result<Value, StoreFailure> {
+    match reply {
+        Some(Value::ServerError(error)) => Err(StoreFailure::from_server_error(
+            error.code(),
+            error.details().unwrap_or_default(),
+        )),
+        Some(reply) => Ok(reply),
+        None => Err(StoreFailure::unknown("no reply from Redis")),
+    }
+}
+
+pub(crate) fn unexpected(reply: &Value) -> StoreFailure {
+    let shown: String = format!("{reply:?}").chars().take(120).collect();
+    StoreFailure::unknown(format!("unexpected reply from Redis: {shown}"))
+}
+
+/// The target of a redirection: `MOVED <slot> <host:port>` or `ASK <slot> <host:port>`.
+pub(crate) fn redirection(code: &str, detail: &str) -> Option<CommandTarget> {
     let address = detail
         .split(' ')
         .nth(1)
         .filter(|address| !address.starts_with(':'))?;
     match code {
-        "MOVED" => Some(At::Node(address.into())),
-        "ASK" => Some(At::Asking(address.into())),
+        "MOVED" => Some(CommandTarget::Moved(address.into())),
+        "ASK" => Some(CommandTarget::Ask(address.into())),
         _ => None,
     }
 }

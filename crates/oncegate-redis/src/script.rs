@@ -1,4 +1,4 @@
-//! `apply.lua`: the whole table on the server, for many keys in one call.
+//! Calls of `apply.lua`, which implements [`marker::apply`] on the server for many keys at once.
 
 use std::sync::LazyLock;
 
@@ -11,37 +11,33 @@ use crate::record;
 
 static APPLY: LazyLock<Script> = LazyLock::new(|| Script::new(include_str!("apply.lua")));
 
-/// How the script is named.
+/// How a call refers to the script.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum By {
-    /// Its hash, which the server may have forgotten.
-    Hash,
-    /// Its text, which the server then knows.
-    Text,
+pub(crate) enum ScriptRef {
+    /// `EVALSHA` with its SHA-1 digest; fails if the script is not in the server's cache.
+    Digest,
+    /// `EVAL` with its source, which adds it to the server's cache.
+    Source,
 }
 
-/// Whether two operations can travel in one call: they ask the same on the same terms, apart from
-/// the fingerprint. What a person frees goes by the attempt, too.
-pub(crate) fn together(one: &Operation, other: &Operation) -> bool {
+/// Whether two operations can share a call: the same request on the same terms, apart from the
+/// fingerprint. For requests of an operator the new marker must be the same, too.
+pub(crate) fn can_share_call(one: &Operation, other: &Operation) -> bool {
     let shared = |terms: &Terms| (terms.guarantee, terms.lease, terms.window);
     one.ask == other.ask
         && shared(&one.terms) == shared(&other.terms)
         && marker::freed(one) == marker::freed(other)
 }
 
-/// One call for operations that go [`together`]. There is at least one.
+/// One call for operations that [can share it](can_share_call); at least one.
 pub(crate) fn call<'a>(
-    by: By,
+    script: ScriptRef,
     prefix: &[u8],
     first: &Operation,
     operations: impl ExactSizeIterator<Item = &'a Operation> + Clone,
 ) -> Cmd {
     let count = operations.len();
-    let mut call = Cmd::with_capacity(11 + 2 * count, 256 + 200 * count);
-    match by {
-        By::Hash => call.arg("EVALSHA").arg(APPLY.get_hash()),
-        By::Text => call.arg("EVAL").arg(include_str!("apply.lua")),
-    };
+    let mut call = start_call(script, 11 + 2 * count, 256 + 200 * count);
     call.arg(count);
     let mut key = prefix.to_vec();
     for operation in operations.clone() {
@@ -56,8 +52,8 @@ pub(crate) fn call<'a>(
         }
         _ => (String::new(), None),
     };
-    call.arg(name(&first.ask))
-        .arg(record::letter(terms.guarantee).to_string())
+    call.arg(ask_name(&first.ask))
+        .arg(record::guarantee_code(terms.guarantee).to_string())
         .arg(record::milliseconds(terms.lease))
         .arg(record::expiry(terms.window))
         .arg(record::expiry(terms.horizon()))
@@ -70,25 +66,24 @@ pub(crate) fn call<'a>(
     call
 }
 
-/// A call that does nothing: whether the server takes it, and with the text, so that it knows the
-/// script.
-pub(crate) fn nothing(by: By) -> Cmd {
-    let mut call = named(by);
+/// A call without keys, to test whether the server accepts it; with the source it loads the script.
+pub(crate) fn empty_call(script: ScriptRef) -> Cmd {
+    let mut call = start_call(script, 3, 64);
     call.arg(0);
     call
 }
 
-fn named(by: By) -> Cmd {
-    let mut call = Cmd::new();
-    match by {
-        By::Hash => call.arg("EVALSHA").arg(APPLY.get_hash()),
-        By::Text => call.arg("EVAL").arg(include_str!("apply.lua")),
+fn start_call(script: ScriptRef, arguments: usize, bytes: usize) -> Cmd {
+    let mut call = Cmd::with_capacity(arguments, bytes);
+    match script {
+        ScriptRef::Digest => call.arg("EVALSHA").arg(APPLY.get_hash()),
+        ScriptRef::Source => call.arg("EVAL").arg(include_str!("apply.lua")),
     };
     call
 }
 
-/// What the script calls an ask.
-fn name(ask: &Ask) -> &'static str {
+/// The name of a request in the script.
+fn ask_name(ask: &Ask) -> &'static str {
     match ask {
         Ask::Claim => "claim",
         Ask::Renew => "renew",

@@ -1,4 +1,4 @@
-//! Which server is the primary, as the Sentinels know it.
+//! Finds the primary through its Sentinels.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -6,37 +6,37 @@ use std::time::Duration;
 
 use redis::{AsyncConnectionConfig, ErrorKind, FromRedisValue, ProtocolVersion, RedisError, Value};
 
-use crate::failure::Failure;
-use crate::server::Server;
+use crate::failure::StoreFailure;
+use crate::server::ServerConfig;
 
-/// How long one Sentinel may take to connect, and as long again to answer.
-const PATIENCE: Duration = Duration::from_millis(700);
+/// The time limit for connecting to a Sentinel, and the one for its reply.
+const REQUEST_TIMEOUT: Duration = Duration::from_millis(700);
 
-/// The Sentinels of one primary.
+/// The Sentinels that monitor one primary.
 #[derive(Clone)]
 pub(crate) struct Sentinels {
-    /// With what the Redis servers ask of us; there is at least one.
-    sentinels: Arc<[Server]>,
+    /// With the login and TLS options of the Redis servers; at least one.
+    sentinels: Arc<[ServerConfig]>,
     name: Arc<str>,
-    /// Which of them is asked first: the one whose word led to the primary last, else the one after
-    /// those that were asked.
+    /// The Sentinel to query first: the one that named the current primary, otherwise the one after
+    /// the last queried.
     first: Arc<AtomicUsize>,
 }
 
-/// What a Sentinel named.
-pub(crate) struct Named {
-    pub(crate) server: Server,
-    which: usize,
+/// The primary that a Sentinel named.
+pub(crate) struct NamedPrimary {
+    pub(crate) server: ServerConfig,
+    index: usize,
 }
 
-/// What one Sentinel says.
-enum Said {
+/// The reply of one Sentinel.
+enum SentinelReply {
     Primary(String, u16),
-    NoSuchName,
+    UnknownName,
 }
 
 impl Sentinels {
-    pub(crate) fn new(sentinels: Vec<Server>, name: &str) -> Self {
+    pub(crate) fn new(sentinels: Vec<ServerConfig>, name: &str) -> Self {
         Self {
             sentinels: sentinels.into(),
             name: name.into(),
@@ -44,12 +44,12 @@ impl Sentinels {
         }
     }
 
-    pub(crate) fn servers(&self) -> &[Server] {
+    pub(crate) fn servers(&self) -> &[ServerConfig] {
         &self.sentinels
     }
 
-    /// The same Sentinels, reached in another way.
-    pub(crate) fn reached_by(&self, servers: Vec<Server>) -> Self {
+    /// The same Sentinels with other connection settings.
+    pub(crate) fn with_servers(&self, servers: Vec<ServerConfig>) -> Self {
         Self {
             sentinels: servers.into(),
             name: self.name.clone(),
@@ -58,95 +58,97 @@ impl Sentinels {
     }
 
     pub(crate) fn described(&self) -> String {
-        let addresses: Vec<&str> = self.sentinels.iter().map(Server::address).collect();
+        let addresses: Vec<&str> = self.sentinels.iter().map(ServerConfig::address).collect();
         format!("{} by {}", self.name, addresses.join(", "))
     }
 
-    /// Asks one Sentinel after the other until one names the primary. The next call starts with the
-    /// Sentinel after it, unless this one [proves right](Self::proved_right): a Sentinel that was
-    /// cut off names a primary of the past.
+    /// Queries one Sentinel after the other until one names the primary. The next call starts with
+    /// the next Sentinel, unless [`prefer`](Self::prefer) is called: a partitioned Sentinel may name
+    /// an old primary.
     ///
     /// # Errors
-    /// `Misconfigured` if all of them say what a person has to change, such as a name that they
-    /// never heard of; `NotApplied` otherwise.
-    pub(crate) async fn primary(&self) -> Result<Named, Failure> {
+    /// `Misconfigured` if all Sentinels fail in a way that needs another configuration, such as an
+    /// unknown name; `NotApplied` otherwise.
+    pub(crate) async fn primary(&self) -> Result<NamedPrimary, StoreFailure> {
         let count = self.sentinels.len();
         let first = self.first.load(Ordering::Relaxed);
-        let mut why = None;
-        for which in (0..count).map(|it| (first + it) % count) {
-            let sentinel = &self.sentinels[which];
-            // Before it is asked: who waits no longer than this one is silent asks another the next
-            // time.
-            self.first.store((which + 1) % count, Ordering::Relaxed);
-            let failure = match self.ask(sentinel).await {
-                Ok(Said::Primary(host, port)) => {
-                    return Ok(Named {
-                        server: sentinel.elsewhere(&host, port),
-                        which,
+        let mut last_failure = None;
+        for index in (0..count).map(|it| (first + it) % count) {
+            let sentinel = &self.sentinels[index];
+            // Before the query: a caller that is cancelled while this Sentinel is silent queries
+            // another one the next time.
+            self.first.store((index + 1) % count, Ordering::Relaxed);
+            let failure = match self.query(sentinel).await {
+                Ok(SentinelReply::Primary(host, port)) => {
+                    return Ok(NamedPrimary {
+                        server: sentinel.with_address(&host, port),
+                        index,
                     });
                 }
-                Ok(Said::NoSuchName) => Failure::misconfigured(format!(
-                    "Redis::sentinel: {} watches no primary named {:?}; correct the name",
+                Ok(SentinelReply::UnknownName) => StoreFailure::misconfigured(format!(
+                    "Redis::sentinel: {} monitors no primary named {:?}; correct the name",
                     sentinel.address(),
                     self.name
                 )),
-                Err(error) if is_no_sentinel(&error) => Failure::misconfigured(format!(
-                    "Redis::sentinel: {} is a Redis server and no Sentinel; name the Sentinels, or give this server to Redis::at",
+                Err(error) if is_not_a_sentinel(&error) => StoreFailure::misconfigured(format!(
+                    "Redis::sentinel: {} is a Redis server, not a Sentinel; configure the Sentinels, or give this server to Redis::at",
                     sentinel.address()
                 )),
-                Err(error) => sentinel.refused(&error, PATIENCE),
+                Err(error) => sentinel.connection_failure(&error, REQUEST_TIMEOUT),
             };
-            why = Some(failure.beside(why));
+            last_failure = Some(failure.prefer_retryable(last_failure));
         }
-        Err(why.unwrap_or_else(|| {
-            Failure::misconfigured("Redis::sentinel: name at least one Sentinel")
+        Err(last_failure.unwrap_or_else(|| {
+            StoreFailure::misconfigured(
+                "Redis::sentinel: no Sentinel is configured; name at least one",
+            )
         }))
     }
 
-    /// Where this Sentinel said that it is, the primary was.
-    pub(crate) fn proved_right(&self, named: &Named) {
-        self.first.store(named.which, Ordering::Relaxed);
+    /// Queries this Sentinel first from now on: the server that it named is the primary.
+    pub(crate) fn prefer(&self, named: &NamedPrimary) {
+        self.first.store(named.index, Ordering::Relaxed);
     }
 
-    /// Without a login first: most Sentinels ask for none, and refuse one that they did not ask
-    /// for. They have no databases.
-    async fn ask(&self, sentinel: &Server) -> Result<Said, RedisError> {
-        match self.ask_as(&sentinel.without_login()).await {
+    /// Connects without a login first: most Sentinels need none and reject one. A Sentinel has no
+    /// databases.
+    async fn query(&self, sentinel: &ServerConfig) -> Result<SentinelReply, RedisError> {
+        match self.query_as(&sentinel.without_login()).await {
             Err(error)
                 if error.code() == Some("NOAUTH")
                     || error.kind() == ErrorKind::AuthenticationFailed =>
             {
-                self.ask_as(&sentinel.without_database()).await
+                self.query_as(&sentinel.without_database()).await
             }
-            said => said,
+            reply => reply,
         }
     }
 
-    async fn ask_as(&self, sentinel: &Server) -> Result<Said, RedisError> {
+    async fn query_as(&self, sentinel: &ServerConfig) -> Result<SentinelReply, RedisError> {
         let config = AsyncConnectionConfig::new()
-            .set_connection_timeout(Some(PATIENCE))
-            .set_response_timeout(Some(PATIENCE));
+            .set_connection_timeout(Some(REQUEST_TIMEOUT))
+            .set_response_timeout(Some(REQUEST_TIMEOUT));
         let client = sentinel.client(ProtocolVersion::RESP2)?;
         let mut connection = client
             .get_multiplexed_async_connection_with_config(&config)
             .await?;
-        let said: Value = redis::cmd("SENTINEL")
+        let reply: Value = redis::cmd("SENTINEL")
             .arg("get-master-addr-by-name")
             .arg(&*self.name)
             .query_async(&mut connection)
             .await?;
-        match said {
-            Value::Nil => Ok(Said::NoSuchName),
-            said => {
-                let (host, port) = <(String, u16)>::from_redis_value(said)?;
-                Ok(Said::Primary(host, port))
+        match reply {
+            Value::Nil => Ok(SentinelReply::UnknownName),
+            reply => {
+                let (host, port) = <(String, u16)>::from_redis_value(reply)?;
+                Ok(SentinelReply::Primary(host, port))
             }
         }
     }
 }
 
-/// Whether a server does not know what each Sentinel does.
-fn is_no_sentinel(error: &RedisError) -> bool {
+/// Whether a server does not know the `SENTINEL` command.
+fn is_not_a_sentinel(error: &RedisError) -> bool {
     error.code() == Some("ERR")
         && error
             .detail()

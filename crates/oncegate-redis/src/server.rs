@@ -1,56 +1,55 @@
-//! One Redis server: where it is, and who we are there.
+//! The address, login and connection settings of one Redis server.
 
 use std::time::Duration;
 
 use redis::io::tcp::{TcpSettings, socket2};
 use redis::{Client, ConnectionAddr, ConnectionInfo, ErrorKind, ProtocolVersion, RedisError};
 
-use crate::failure::{Failure, Problem};
-use crate::tls::Tls;
+use crate::failure::{Problem, StoreFailure};
+use crate::tls::TlsOptions;
 
-/// What was sent and is not acknowledged by the other machine for so long ends the connection: the
-/// keepalive does not act meanwhile.
+/// `TCP_USER_TIMEOUT`: how long sent data may stay unacknowledged. The keepalive does not apply while
+/// data is unacknowledged.
 #[cfg(target_os = "linux")]
 const USER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A silent peer is probed after this long.
+/// The idle time before the first TCP keepalive probe.
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
-/// Where a server is, and who we are there. Debug and the address hold no secret.
+/// The address, login and connection settings of a server. The address contains no secret.
 #[derive(Clone)]
-pub(crate) struct Server {
+pub(crate) struct ServerConfig {
     info: Box<ConnectionInfo>,
     address: String,
-    /// The setting that named it, for messages.
+    /// The setting that configured it, for messages.
     named_by: &'static str,
 }
 
-/// Host and port, with the port last: a host may be an IPv6 address.
-pub(crate) fn joined(host: &str, port: u16) -> String {
+/// `host:port`; the host may be an IPv6 address.
+pub(crate) fn host_and_port(host: &str, port: u16) -> String {
     format!("{host}:{port}")
 }
 
-impl Server {
-    /// Reads a URL that a user gave to `named_by`.
+impl ServerConfig {
+    /// Parses the URL of the setting `named_by`.
     ///
     /// # Errors
-    /// What is wrong with it, without quoting it: it may hold a password.
-    pub(crate) fn at(url: &str, named_by: &'static str) -> Result<Self, Problem> {
-        // The driver's way to switch verification off, by a word that does not say how dangerous it
-        // is.
+    /// The problem, without quoting the URL: it may contain a password.
+    pub(crate) fn parse(url: &str, named_by: &'static str) -> Result<Self, Problem> {
+        // The driver's way to disable certificate verification.
         let insecure = || {
             Problem::new(format!(
-                "{named_by}: the URL ends in #insecure; take that off, and name the authority that signed the server's certificate with \
-                 ca_certificate(path)"
+                "{named_by}: the URL ends in #insecure, which disables certificate verification; remove it, and configure the authority of \
+                 the server's certificate with ca_certificate(path)"
             ))
         };
         if url.trim_end().ends_with("#insecure") {
             return Err(insecure());
         }
-        // With one of these in a password a part of it would be read as a host or a port, and
-        // shown.
+        // With one of these characters in a password, a part of it would be parsed as host or port,
+        // and shown in messages.
         let (scheme, rest) = url.split_once("://").unwrap_or_default();
-        // Of a socket's name nothing is a password.
+        // The path of a socket contains no password.
         if !scheme.ends_with("unix")
             && rest
                 .find(['/', '?', '#'])
@@ -63,7 +62,7 @@ impl Server {
         let client = Client::open(url).map_err(|_| {
             // The error may quote the URL.
             Problem::new(format!(
-                "{named_by}: it is not a Redis URL; write redis://[user[:password]@]host[:port][/database], or rediss:// for TLS"
+                "{named_by}: not a Redis URL; write redis://[user[:password]@]host[:port][/database], or rediss:// for TLS"
             ))
         })?;
         if matches!(
@@ -85,11 +84,11 @@ impl Server {
         })
     }
 
-    /// The same server over TLS, with these settings.
-    pub(crate) fn over(self, tls: &Tls) -> Result<Self, Problem> {
+    /// The same server with these TLS options.
+    pub(crate) fn with_tls(self, tls: &TlsOptions) -> Result<Self, Problem> {
         if !matches!(self.info.addr(), ConnectionAddr::TcpTls { .. }) {
             return Err(Problem::new(format!(
-                "{}: a certificate is of use with a rediss:// URL alone; write rediss://",
+                "{}: certificates need a rediss:// URL; write rediss://",
                 self.named_by
             )));
         }
@@ -106,8 +105,8 @@ impl Server {
         })
     }
 
-    /// Another server that is spoken to in the same way.
-    pub(crate) fn elsewhere(&self, host: &str, port: u16) -> Self {
+    /// Another server with the same login and settings.
+    pub(crate) fn with_address(&self, host: &str, port: u16) -> Self {
         let address = match self.info.addr().clone() {
             ConnectionAddr::TcpTls {
                 insecure,
@@ -123,7 +122,7 @@ impl Server {
         };
         Self {
             info: Box::new((*self.info).clone().set_addr(address)),
-            address: joined(host, port),
+            address: host_and_port(host, port),
             ..self.clone()
         }
     }
@@ -133,7 +132,7 @@ impl Server {
         self.info.redis_settings().username().unwrap_or("default")
     }
 
-    /// The same server, with no user, password or database.
+    /// The same server without user, password and database.
     pub(crate) fn without_login(&self) -> Self {
         Self {
             info: Box::new(
@@ -145,7 +144,7 @@ impl Server {
         }
     }
 
-    /// The same server with the same login, and no database.
+    /// The same server and login without database.
     pub(crate) fn without_database(&self) -> Self {
         let redis = self.info.redis_settings().clone().set_db(0);
         Self {
@@ -154,7 +153,7 @@ impl Server {
         }
     }
 
-    /// The host alone.
+    /// The host.
     pub(crate) fn host(&self) -> &str {
         match self.info.addr() {
             ConnectionAddr::Tcp(host, _) | ConnectionAddr::TcpTls { host, .. } => host,
@@ -167,83 +166,82 @@ impl Server {
         &self.address
     }
 
-    /// What to connect with.
+    /// The client to connect with.
     pub(crate) fn client(&self, protocol: ProtocolVersion) -> Result<Client, RedisError> {
         if matches!(self.info.addr(), ConnectionAddr::TcpTls { .. })
             && rustls::crypto::CryptoProvider::get_default().is_none()
         {
-            // Whoever comes second finds one installed, which serves as well.
+            // Another thread may have installed one meanwhile, which serves as well.
             let _ = rustls::crypto::ring::default_provider().install_default();
         }
         let redis = self.info.redis_settings().clone().set_protocol(protocol);
         Client::open((*self.info).clone().set_redis_settings(redis))
     }
 
-    /// Why there is no connection. The server's own words are left out: they may repeat the
-    /// password.
-    pub(crate) fn refused(&self, error: &RedisError, waited: Duration) -> Failure {
+    /// Why connecting failed. Omits the text of the server's error, which may repeat the password.
+    pub(crate) fn connection_failure(&self, error: &RedisError, waited: Duration) -> StoreFailure {
         let Self {
             address, named_by, ..
         } = self;
         let code = error.code().unwrap_or_default();
         let detail = error.detail().unwrap_or_default();
         if error.is_timeout() {
-            return Failure::not_applied(format!(
-                "{named_by}: no answer from Redis at {address} within {waited:?}; is it running and not overloaded, and are host and port in \
+            return StoreFailure::not_applied(format!(
+                "{named_by}: no reply from Redis at {address} within {waited:?}; is it running and not overloaded, and are host and port in \
                  the URL right?"
             ));
         }
         match (error.kind(), code) {
-            // Its alert, after it has seen what we showed.
-            (ErrorKind::Io, _) if is_about_our_certificate(&error.to_string()) => {
-                Failure::misconfigured(format!(
-                    "{named_by}: {address} refuses us over TLS ({error}); if it asks for a certificate, name one that its authority signed, and the \
-                 key, with client_certificate(certificate, key)"
+            // A TLS alert that the server sent after the client certificate.
+            (ErrorKind::Io, _) if is_client_certificate_alert(&error.to_string()) => {
+                StoreFailure::misconfigured(format!(
+                    "{named_by}: {address} rejected the TLS client certificate or requires one ({error}); configure one that its authority \
+                 signed with client_certificate(certificate, key)"
                 ))
             }
             (ErrorKind::Io, _) if error.to_string().contains("certificate") => {
-                Failure::misconfigured(format!(
-                    "{named_by}: the certificate of {address} is not trusted ({error}); name the authority that signed it with \
-                 ca_certificate(path), and the host as the certificate does"
+                StoreFailure::misconfigured(format!(
+                    "{named_by}: the certificate of {address} is not trusted ({error}); configure its authority with \
+                 ca_certificate(path), and use a host that the certificate names"
                 ))
             }
-            (ErrorKind::Io, _) => Failure::not_applied(format!(
+            (ErrorKind::Io, _) => StoreFailure::not_applied(format!(
                 "{named_by}: no connection to Redis at {address}: {error}; is it running, are host and port in the URL right, and does that \
                  port speak {}?",
                 if matches!(self.info.addr(), ConnectionAddr::TcpTls { .. }) {
-                    "TLS, as rediss:// wants"
+                    "TLS, as rediss:// needs"
                 } else {
-                    "without TLS, as redis:// wants"
+                    "without TLS, as redis:// needs"
                 }
             )),
             (ErrorKind::Parse | ErrorKind::UnexpectedReturnType, _) => {
-                Failure::misconfigured(format!(
-                    "{named_by}: what answers at {address} does not speak like Redis; correct host and port in the URL"
+                StoreFailure::misconfigured(format!(
+                    "{named_by}: the server at {address} does not speak the Redis protocol; correct host and port in the URL"
                 ))
             }
             (ErrorKind::AuthenticationFailed, _) | (_, "WRONGPASS" | "NOAUTH") => {
-                Failure::misconfigured(format!(
-                    "{named_by}: {address} refuses the user or the password, or wants one; put the right ones into the URL, \
+                StoreFailure::misconfigured(format!(
+                    "{named_by}: {address} rejected the user or the password, or requires them; correct them in the URL, \
                  redis://user:password@host"
                 ))
             }
-            // To SELECT the driver gives no code.
+            // For SELECT the driver reports no code.
             _ if code == "NOPERM" || detail.contains("no permissions") => {
-                Failure::misconfigured(format!(
-                    "{named_by}: {address} does not let this user connect (NOPERM); let it run HELLO, SELECT, SET, GET, MGET, DEL, PTTL, PEXPIRE, \
+                StoreFailure::misconfigured(format!(
+                    "{named_by}: {address} does not let this user connect (NOPERM); grant it HELLO, SELECT, SET, GET, MGET, DEL, PTTL, PEXPIRE, \
                  EVAL, EVALSHA and INFO"
                 ))
             }
-            (_, "DENIED") => Failure::misconfigured(format!(
-                "{named_by}: {address} runs in protected mode and refuses other machines; set a password there, and in the URL"
+            (_, "DENIED") => StoreFailure::misconfigured(format!(
+                "{named_by}: {address} runs in protected mode and rejects remote clients; set a password there and in the URL"
             )),
             _ if detail.contains("DB index") || error.to_string().contains("switch database") => {
-                Failure::misconfigured(format!(
+                StoreFailure::misconfigured(format!(
                     "{named_by}: {address} has no such database; correct the number at the end of the URL"
                 ))
             }
-            _ => Failure::not_applied(format!(
-                "{named_by}: Redis at {address} does not take the connection ({}); look into its log",
+            _ => StoreFailure::not_applied(format!(
+                "{named_by}: Redis at {address} rejected the connection ({}); check its log",
                 if code.is_empty() {
                     error.category()
                 } else {
@@ -254,8 +252,8 @@ impl Server {
     }
 }
 
-/// Whether a server that spoke TLS refused what we showed, or that we showed nothing.
-fn is_about_our_certificate(error: &str) -> bool {
+/// Whether the error is a TLS alert about a rejected or missing client certificate.
+fn is_client_certificate_alert(error: &str) -> bool {
     let alerts = [
         "Certificate",
         "UnknownCA",
@@ -272,15 +270,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_server_that_is_not_there_is_told_with_its_setting_and_what_to_do() {
+    fn an_unreachable_server_is_reported_with_its_setting_and_remedy() {
         let gone = RedisError::from(io::Error::from(io::ErrorKind::ConnectionRefused));
-        let line = |url: &str, named_by, error: &RedisError| match Server::at(url, named_by)
-            .expect("a URL")
-            .refused(error, KEEPALIVE)
-        {
-            Failure::NotApplied(problem) => problem.to_string(),
-            other => panic!("{other:?}"),
-        };
+        let line =
+            |url: &str, named_by, error: &RedisError| match ServerConfig::parse(url, named_by)
+                .expect("a URL")
+                .connection_failure(error, KEEPALIVE)
+            {
+                StoreFailure::NotApplied(problem) => problem.to_string(),
+                other => panic!("{other:?}"),
+            };
         for (url, named_by, speaks) in [
             ("redis://:s3cret@host:1", "Redis::at", "without TLS"),
             (
@@ -308,14 +307,14 @@ mod tests {
         );
         assert!(
             said.starts_with(
-                "Redis::at: no answer from Redis at host:6379 within 15s; is it running"
+                "Redis::at: no reply from Redis at host:6379 within 15s; is it running"
             ),
             "{said}"
         );
     }
 
     #[test]
-    fn no_part_of_a_password_is_taken_for_a_host_or_a_port() {
+    fn no_part_of_a_password_is_parsed_as_host_or_port() {
         for url in [
             "redis://user:12?34@host",
             "rediss://user:12#34@host",
@@ -323,7 +322,7 @@ mod tests {
             "redis://12?34@host",
             "redis://user:12/34@host",
         ] {
-            let problem = Server::at(url, "Redis::at")
+            let problem = ServerConfig::parse(url, "Redis::at")
                 .err()
                 .unwrap_or_else(|| panic!("{url} is read"))
                 .to_string();
@@ -337,7 +336,7 @@ mod tests {
             ("redis://host/0", "host:6379"),
         ] {
             assert_eq!(
-                Server::at(url, "Redis::at")
+                ServerConfig::parse(url, "Redis::at")
                     .map(|server| server.address)
                     .ok()
                     .as_deref(),

@@ -1,4 +1,4 @@
-//! The store that users name.
+//! The public store type.
 
 use std::fmt;
 use std::path::Path;
@@ -8,38 +8,38 @@ use std::time::Duration;
 use async_trait::async_trait;
 use oncegate_core::marker::{Ask, Guarantee, Marker, Operation, Verdict};
 use oncegate_core::{Key, Persistence, Store, StoreError};
-use redis::{Cmd, Pipeline, Value};
+use redis::Value;
 
+use crate::connection::{Endpoint, Timeouts};
 use crate::durability::Durability;
-use crate::failure::{Failure, Problem};
-use crate::link::{Patience, Place};
-use crate::preflight::Asked;
-use crate::route::{Lanes, Route, Target};
+use crate::failure::{Problem, StoreFailure};
+use crate::loss_detector::LossDetector;
+use crate::preflight::PreflightRequest;
+use crate::router::{Deployment, Router};
 use crate::sentinel::Sentinels;
-use crate::server::Server;
-use crate::tls::Tls;
-use crate::watch::Watch;
-use crate::{batch, memory, preflight, record};
+use crate::server::ServerConfig;
+use crate::tls::TlsOptions;
+use crate::{batch, browse, persistence, preflight, record, reply};
 
-/// How long a reply may take by default.
-const TIMEOUT: Duration = Duration::from_millis(500);
+/// The default timeout of a reply.
+const REPLY_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// How long connecting may take.
-const CONNECTING: Duration = Duration::from_secs(2);
+/// The timeout for connecting.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The same for renewals, unless a reply may take longer: they wait for a part of a lease alone,
-/// and another server may answer within it.
-const CONNECTING_TO_RENEW: Duration = Duration::from_millis(500);
+/// The same for renewals, unless the timeout of a reply is longer: a renewal has only a part of a
+/// lease, and may reach another server within it.
+const RENEWAL_CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The prefix of keys by default.
+/// The default prefix of keys.
 const PREFIX: &str = "processed:";
 
-/// Remembers ids in Redis, 7.0 or newer ([`Guarantee::Bare`](oncegate_core::Guarantee::Bare) needs
-/// nothing that older ones lack): a single server, a primary that Sentinels watch, or a Cluster.
+/// Stores markers in Redis 7.0 or newer: a single server, a primary that Sentinels monitor, or a
+/// Cluster. [`Guarantee::Bare`](oncegate_core::Guarantee::Bare) also works with older releases.
 ///
-/// Each operation is atomic on its key and judged by the server's clock. It connects when it is
-/// first used, and again when the connection breaks; what was under way then is
-/// [`StoreError::Unknown`]. Clones share the connection.
+/// Each operation is atomic on its key and uses the server's clock. The store connects on first use
+/// and reconnects after a failure; operations that were in flight then are [`StoreError::Unknown`].
+/// Clones share the connection.
 ///
 /// ```
 /// # use std::time::Duration;
@@ -47,350 +47,333 @@ const PREFIX: &str = "processed:";
 ///
 /// let store = Redis::at("redis://localhost:6379").prefix("payments:").timeout(Duration::from_secs(1));
 /// let sentinels = ["redis://:secret@10.0.0.1:26379", "redis://:secret@10.0.0.2:26379", "redis://:secret@10.0.0.3:26379"];
-/// let outlives_failovers = Redis::sentinel(sentinels, "mymaster")
+/// let with_replicas = Redis::sentinel(sentinels, "mymaster")
 ///     .durability(Durability::Replicas { count: 1, timeout: Duration::from_millis(200) });
 /// let cluster = Redis::cluster(["rediss://10.0.0.1:6379", "rediss://10.0.0.2:6379"]);
 /// ```
 #[derive(Clone)]
 pub struct Redis {
-    target: Result<Target, Problem>,
-    tls: Tls,
+    deployment: Result<Deployment, Problem>,
+    tls: TlsOptions,
     timeout: Duration,
     durability: Durability,
-    route: Arc<Route>,
-    watch: Arc<Watch>,
+    router: Arc<Router>,
+    loss_detector: Arc<LossDetector>,
     prefix: Arc<[u8]>,
-    forgetting: Forgetting,
+    data_loss: DataLossPolicy,
 }
 
-/// What the user says to a server that may forget.
+/// What at most once does when a server may lose, or has lost, data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Forgetting {
-    Told,
-    Accepted,
+enum DataLossPolicy {
+    Pause,
+    Accept,
 }
 
-/// Whether claims wait for a look at the servers.
-enum Waits {
-    ForIt,
-    NotAtAll,
+/// Whether claims wait for a check of the servers.
+enum CheckMode {
+    Wait,
+    Background,
 }
 
 impl Redis {
     /// The server at `redis://[user[:password]@]host[:port][/database]`, `rediss://…` for TLS, or
     /// `redis+unix:///path/of.sock`.
     ///
-    /// Connects to nothing yet. A URL that cannot be read is [`StoreError::Misconfigured`] at the
-    /// first use. A server is trusted over TLS if an authority of the system, or that of
-    /// [`ca_certificate`](Self::ca_certificate), signed for its host; nothing switches that off.
+    /// Does not connect yet. An invalid URL is [`StoreError::Misconfigured`] at the first use. The
+    /// server's TLS certificate is always verified, against the system's authorities or that of
+    /// [`ca_certificate`](Self::ca_certificate).
     pub fn at(url: impl AsRef<str>) -> Self {
         Self::of(
-            Server::at(url.as_ref(), "Redis::at").map(|server| Target::One(Place::Fixed(server))),
+            ServerConfig::parse(url.as_ref(), "Redis::at")
+                .map(|server| Deployment::Single(Endpoint::Fixed(server))),
         )
     }
 
-    /// The primary that these Sentinels know by this name.
+    /// The primary that these Sentinels monitor under this name.
     ///
-    /// They are asked for it each time a connection is made: at first, when one breaks, when a
-    /// server says that it may not write, and after three timeouts in a row. User, password and
-    /// database in the URLs are those of the Redis servers; a Sentinel that asks for a login is
-    /// given the same one.
+    /// They are queried for each new connection: at the start, after a connection breaks, after an
+    /// error `READONLY`, and after three consecutive timeouts. User, password and database in the
+    /// URLs are those of the Redis servers; a Sentinel that requires a login gets the same one.
     pub fn sentinel(urls: impl IntoIterator<Item: AsRef<str>>, name: impl AsRef<str>) -> Self {
-        let sentinels = several(urls, "Redis::sentinel");
-        Self::of(
-            sentinels.map(|sentinels| {
-                Target::One(Place::Primary(Sentinels::new(sentinels, name.as_ref())))
-            }),
-        )
+        let sentinels = parse_urls(urls, "Redis::sentinel");
+        Self::of(sentinels.map(|sentinels| {
+            Deployment::Single(Endpoint::Sentinel(Sentinels::new(sentinels, name.as_ref())))
+        }))
     }
 
-    /// The Cluster that these nodes belong to. One that answers is enough, and it names the others.
+    /// The Cluster that these nodes belong to. One reachable node is enough to discover the others.
     ///
-    /// Each key's commands go to the node that serves it; nodes are asked side by side. User and
-    /// password in the URLs are the same on all nodes.
+    /// The commands for a key go to the node that serves its slot; a batch is sent to all its nodes
+    /// concurrently. User and password of the URLs apply to all nodes.
     pub fn cluster(urls: impl IntoIterator<Item: AsRef<str>>) -> Self {
-        Self::of(several(urls, "Redis::cluster").map(Target::Cluster))
+        Self::of(parse_urls(urls, "Redis::cluster").map(Deployment::Cluster))
     }
 
-    fn of(target: Result<Target, Problem>) -> Self {
-        let (timeout, durability) = (TIMEOUT, Durability::default());
-        let route = Arc::new(Route::to(
-            &target,
-            Patience {
-                connect: CONNECTING,
+    fn of(deployment: Result<Deployment, Problem>) -> Self {
+        let (timeout, durability) = (REPLY_TIMEOUT, Durability::default());
+        let router = Arc::new(Router::to(
+            &deployment,
+            Timeouts {
+                connect: CONNECT_TIMEOUT,
                 reply: timeout,
             },
             durability,
         ));
-        let watch = Arc::default();
+        let loss_detector = Arc::default();
         Self {
-            target,
-            tls: Tls::default(),
+            deployment,
+            tls: TlsOptions::default(),
             timeout,
             durability,
-            route,
-            watch,
+            router,
+            loss_detector,
             prefix: PREFIX.as_bytes().into(),
-            forgetting: Forgetting::Told,
+            data_loss: DataLossPolicy::Pause,
         }
     }
 
-    pub(crate) fn route(&self) -> &Route {
-        &self.route
+    pub(crate) fn router(&self) -> &Router {
+        &self.router
     }
 
     pub(crate) fn prefix_bytes(&self) -> &[u8] {
         &self.prefix
     }
 
-    /// With connections of its own, for what was set.
-    fn anew(self) -> Self {
-        self.connecting_within(CONNECTING)
+    /// The same store with new connections, after a setting changed.
+    fn rebuild(self) -> Self {
+        self.with_connect_timeout(CONNECT_TIMEOUT)
     }
 
-    fn connecting_within(self, connect: Duration) -> Self {
-        let patience = Patience {
+    fn with_connect_timeout(self, connect: Duration) -> Self {
+        let timeouts = Timeouts {
             connect,
             reply: self.timeout,
         };
         Self {
-            route: Arc::new(Route::to(&self.target, patience, self.durability)),
-            watch: Arc::default(),
+            router: Arc::new(Router::to(&self.deployment, timeouts, self.durability)),
+            loss_detector: Arc::default(),
             ..self
         }
     }
 
-    /// Trusts, over TLS, what the authority whose certificate (PEM) is in this file signed, and
-    /// nothing else.
+    /// Trusts only the certificate authority in this file (PEM), for `rediss://`.
     ///
     /// A file that cannot be read, or a URL that is not `rediss://`, is
     /// [`StoreError::Misconfigured`] at the first use.
     #[must_use]
     pub fn ca_certificate(self, path: impl AsRef<Path>) -> Self {
-        self.with_tls(|tls| tls.trusting(path.as_ref()))
+        self.with_tls(|tls| tls.with_ca_certificate(path.as_ref()))
     }
 
-    /// Shows servers that ask for it, over TLS, this certificate, with those that signed it if need
-    /// be, and proves it with its key (both PEM). Sentinels and the nodes of a Cluster are shown
-    /// the same.
+    /// Sends this client certificate (PEM), with its chain if needed, to servers that request one,
+    /// for `rediss://`. The second file is its key (PEM). Sentinels and Cluster nodes get the same
+    /// certificate.
     ///
     /// A file that cannot be read, or a URL that is not `rediss://`, is
     /// [`StoreError::Misconfigured`] at the first use.
     #[must_use]
     pub fn client_certificate(self, certificate: impl AsRef<Path>, key: impl AsRef<Path>) -> Self {
-        self.with_tls(|tls| tls.showing(certificate.as_ref(), key.as_ref()))
+        self.with_tls(|tls| tls.with_client_certificate(certificate.as_ref(), key.as_ref()))
     }
 
-    fn with_tls(mut self, set: impl FnOnce(Tls) -> Result<Tls, Problem>) -> Self {
-        self.target = self.target.and_then(|target| {
+    fn with_tls(mut self, set: impl FnOnce(TlsOptions) -> Result<TlsOptions, Problem>) -> Self {
+        self.deployment = self.deployment.and_then(|deployment| {
             self.tls = set(std::mem::take(&mut self.tls))?;
-            target.with_servers(|server| server.over(&self.tls))
+            deployment.with_servers(|server| server.with_tls(&self.tls))
         });
-        self.anew()
+        self.rebuild()
     }
 
-    /// How many servers have to know of a claim before it is granted: the primary alone by default.
+    /// How many servers must have a claim before it is granted: only the primary by default.
     ///
-    /// No replicas, or no time for them, is [`StoreError::Misconfigured`] at the first use.
+    /// A count or a timeout of 0 is [`StoreError::Misconfigured`] at the first use.
     #[must_use]
     pub fn durability(mut self, durability: Durability) -> Self {
-        let wrong = match durability {
+        let problem = match durability {
             Durability::Replicas { count: 0, .. } => {
-                Some("count is 0; name at least 1 replica, or choose Durability::Primary")
+                Some("count is 0; set at least 1, or use Durability::Primary")
             }
             Durability::Replicas {
                 timeout: Duration::ZERO,
                 ..
-            } => Some(
-                "timeout is 0, and no replica answers at once; give them what a round trip takes, such as 200 ms",
-            ),
+            } => Some("timeout is 0; set at least a network round trip, such as 200 ms"),
             _ => None,
         };
         self.durability = durability;
-        self.refused_if(
-            wrong.map(|wrong| format!("Redis::durability: Durability::Replicas {wrong}")),
+        self.with_setting_error(
+            problem.map(|problem| format!("Redis::durability: Durability::Replicas {problem}")),
         )
     }
 
-    /// What stands before each key: `processed:` by default. Two services on one server without a
-    /// prefix or a scope of their own skip each other's messages.
+    /// The prefix of each key: `processed:` by default. Two services on one server need different
+    /// prefixes or scopes, or they skip each other's messages.
     #[must_use]
     pub fn prefix(mut self, prefix: impl AsRef<str>) -> Self {
         self.prefix = prefix.as_ref().as_bytes().into();
-        self.anew()
+        self.rebuild()
     }
 
-    /// How long a reply may take before its outcome is unknown: 500 ms by default. Connecting has 2
-    /// s of its own; for renewals, as long as a reply and at least 500 ms.
+    /// The timeout of a reply, after which the outcome is unknown: 500 ms by default. Connecting has
+    /// a separate timeout of 2 s; for renewals the timeout of a reply, at least 500 ms.
     ///
     /// 0 is [`StoreError::Misconfigured`] at the first use.
     #[must_use]
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
-        let wrong = timeout
-            .is_zero()
-            .then_some("Redis::timeout: it is 0, and no reply comes at once; give it what a round trip takes, such as 500 ms");
-        self.refused_if(wrong.map(String::from))
+        let problem = timeout.is_zero().then_some(
+            "Redis::timeout: the timeout is 0; set at least a network round trip, such as 500 ms",
+        );
+        self.with_setting_error(problem.map(String::from))
     }
 
-    /// With connections of its own, unless something is wrong with what was set.
-    fn refused_if(mut self, wrong: Option<String>) -> Self {
-        if let Some(wrong) = wrong {
-            self.target = self.target.and(Err(Problem::new(wrong)));
+    /// Rebuilds the store; with a problem, the first use fails.
+    fn with_setting_error(mut self, problem: Option<String>) -> Self {
+        if let Some(problem) = problem {
+            self.deployment = self.deployment.and(Err(Problem::new(problem)));
         }
-        self.anew()
+        self.rebuild()
     }
 
-    /// Lets at most once run on a server that may forget what it was told: one that evicts keys,
-    /// keeps no append-only file, or is a replica; and go on when it is seen to forget. A forgotten
-    /// marker lets its message run again.
+    /// Checks URLs, certificate files and settings without connecting.
+    ///
+    /// # Errors
+    /// [`StoreError::Misconfigured`], as at the first use.
+    pub fn check(&self) -> Result<(), StoreError> {
+        match &self.deployment {
+            Ok(_) => Ok(()),
+            Err(problem) => Err(StoreError::Misconfigured(problem.clone().into())),
+        }
+    }
+
+    /// Allows at most once on a server that may lose data: one that evicts keys, has no append-only
+    /// file, or is a replica. Claims do not pause after a detected loss. A message whose marker is
+    /// lost runs again.
     #[must_use]
     pub fn allow_volatile_store(mut self) -> Self {
-        self.forgetting = Forgetting::Accepted;
+        self.data_loss = DataLossPolicy::Accept;
         self
     }
 
-    /// Goes on after Redis was seen to forget.
+    /// Resumes at-most-once claims after Redis lost data.
     ///
-    /// With each pipeline of claims at most once, and with each connection and every two seconds
-    /// besides, it is seen whether the server still has what it was told. When its keys or its last
-    /// writes are gone, or it evicted some, at most once claims nothing more
-    /// ([`StoreError::NotApplied`]): what was handled would be taken for new. A person finds out
-    /// which messages may come again, and calls this, in each process, on a clone of the store; or
-    /// starts the process again. What was granted before is completed meanwhile; other guarantees
-    /// go on, and the log and `oncegate_redis_findings_total` tell.
+    /// Each pipeline of at-most-once claims, each new connection and a check every two seconds
+    /// detect whether the server lost keys, its last writes, or evicted keys. After a loss,
+    /// at-most-once claims pause ([`StoreError::NotApplied`]), because messages already handled could
+    /// be granted again. Find out which messages may be redelivered, then call this in each process,
+    /// on a clone of the store, or restart the process. Granted claims complete during the pause, and
+    /// other guarantees continue. The loss is logged and counted in `oncegate_redis_findings_total`.
     ///
     /// ```
     /// # use oncegate_redis::Redis;
-    /// # async fn a_person_says_so() {}
+    /// # async fn operator_confirms() {}
     /// # async fn example() {
     /// let store = Redis::at("redis://localhost:6379");
-    /// let accepts = store.clone(); // The store itself goes to the consumer.
+    /// let handle = store.clone(); // The store itself goes to the consumer.
     /// tokio::spawn(async move {
-    ///     a_person_says_so().await;
-    ///     accepts.accept_loss().await;
+    ///     operator_confirms().await;
+    ///     handle.accept_loss().await;
     /// });
     /// # }
     /// ```
     ///
-    /// What was lost until then is accepted, noticed here before or not: each server is looked at
-    /// first. One that does not answer is looked at later, and its losses pause again.
+    /// Accepts all losses up to now, detected before or not: it checks each server first. The losses
+    /// of a server that does not reply are detected later and pause claims again.
     pub async fn accept_loss(&self) {
-        self.watch
-            .look(&self.route, &self.prefix, self.durability)
+        self.loss_detector
+            .check(&self.router, &self.prefix, self.durability)
             .await;
-        self.watch.accept();
+        self.loss_detector.accept_loss();
     }
 
-    /// Before claims, now and then. Who does not pause on what is seen does not wait for it.
-    async fn look_at_servers(&self, waits: Waits) {
-        if !self.watch.is_due() {
+    /// Starts a check before claims, if one is due.
+    async fn check_servers(&self, mode: CheckMode) {
+        if !self.loss_detector.start_if_due() {
             return;
         }
-        let (watch, route, prefix, durability) = (
-            self.watch.clone(),
-            self.route.clone(),
+        let (detector, router, prefix, durability) = (
+            self.loss_detector.clone(),
+            self.router.clone(),
             self.prefix.clone(),
             self.durability,
         );
-        let look = async move { watch.look(&route, &prefix, durability).await };
-        match waits {
-            Waits::ForIt => look.await,
-            // It ends by itself, within the time that connecting and a reply may take.
-            Waits::NotAtAll => drop(tokio::spawn(look)),
+        let check = async move { detector.check(&router, &prefix, durability).await };
+        match mode {
+            CheckMode::Wait => check.await,
+            // The task ends within the timeouts for connecting and for a reply.
+            CheckMode::Background => drop(tokio::spawn(check)),
         }
     }
 
-    /// The marker under a key as it is now: what an operator has to have seen before
-    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) or
-    /// [`Ask::Resolve`](oncegate_core::marker::Ask::Resolve). Changes nothing.
+    /// The current marker of a key, which [`Ask::Forget`](oncegate_core::marker::Ask::Forget) and
+    /// [`Ask::Resolve`](oncegate_core::marker::Ask::Resolve) compare with. Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the key holds no marker, [`StoreError::Misconfigured`]
     /// if a newer release wrote it; otherwise as for [`Store::apply`].
     pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
         let key = [&self.prefix, key.as_bytes()].concat();
-        let lanes = self.route.owner(&key).await?;
-        let looked = one(&lanes, redis::cmd("GET").arg(key)).await;
-        if looked.is_err() {
-            self.route.distrust();
-        }
-        match looked? {
+        let connections = self.router.owner(&key).await?;
+        let mut replies = browse::send(&connections, &[redis::cmd("GET").arg(key).to_owned()])
+            .await
+            .inspect_err(|_| self.router.invalidate())?;
+        match reply::success(replies.pop())? {
             Value::Nil => Ok(Marker::Absent),
-            Value::BulkString(raw) => Ok(record::decode(&raw).map_err(Failure::unreadable)?),
-            _ => Err(wrong_kind("GET").into()),
+            Value::BulkString(raw) => Ok(record::decode(&raw).map_err(StoreFailure::unreadable)?),
+            _ => Err(reply::wrong_type("GET").into()),
         }
     }
 }
 
-/// Reads URLs, of which there is at least one.
-fn several(
+/// Parses URLs; there must be at least one.
+fn parse_urls(
     urls: impl IntoIterator<Item: AsRef<str>>,
     named_by: &'static str,
-) -> Result<Vec<Server>, Problem> {
-    let servers: Vec<Server> = urls
+) -> Result<Vec<ServerConfig>, Problem> {
+    let servers: Vec<ServerConfig> = urls
         .into_iter()
-        .map(|url| Server::at(url.as_ref(), named_by))
+        .map(|url| ServerConfig::parse(url.as_ref(), named_by))
         .collect::<Result<_, _>>()?;
     if servers.is_empty() {
         Err(Problem::new(format!(
-            "{named_by}: it names no server; name at least one"
+            "{named_by}: no URL is given; give at least one"
         )))
     } else {
         Ok(servers)
     }
 }
 
-/// One command that changes nothing.
-async fn one(lanes: &Lanes, command: &Cmd) -> Result<Value, Failure> {
-    let mut pipeline = Pipeline::with_capacity(1);
-    pipeline.add_command(command.clone());
-    match lanes.general.ask(&pipeline).await?.pop() {
-        Some(Value::ServerError(error)) => Err(Failure::said_by_server(
-            error.code(),
-            error.details().unwrap_or_default(),
-        )),
-        Some(reply) => Ok(reply),
-        None => Err(Failure::unknown("Redis gave no answer")),
-    }
-}
-
-fn wrong_kind(command: &str) -> Failure {
-    Failure::unknown(format!(
-        "Redis gave an answer of the wrong kind to {command}"
-    ))
-}
-
 #[async_trait]
 impl Store for Redis {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        let mut answers = batch::unsent(operations);
+        let mut answers = batch::local_answers(operations);
         let is_claim = |operation: &&Operation| {
             operation.ask == Ask::Claim && operation.terms.guarantee != Guarantee::Bare
         };
         if operations.iter().any(|operation| is_claim(&operation)) {
-            let pauses =
-                self.forgetting == Forgetting::Told && operations.iter().any(batch::is_strict);
-            self.look_at_servers(if pauses {
-                Waits::ForIt
+            let pauses = self.data_loss == DataLossPolicy::Pause
+                && operations.iter().any(batch::is_at_most_once_claim);
+            self.check_servers(if pauses {
+                CheckMode::Wait
             } else {
-                Waits::NotAtAll
+                CheckMode::Background
             })
             .await;
-            if self.forgetting == Forgetting::Told {
+            if self.data_loss == DataLossPolicy::Pause {
                 for (operation, answer) in operations
                     .iter()
                     .zip(&mut answers)
                     .filter(|(operation, _)| is_claim(operation))
                 {
-                    *answer = self.watch.withholds(&operation.terms).map(Err);
+                    *answer = self.loss_detector.claim_refusal(&operation.terms).map(Err);
                 }
             }
         }
-        let watch = (self.forgetting == Forgetting::Told).then_some(&*self.watch);
+        let detector = (self.data_loss == DataLossPolicy::Pause).then_some(&*self.loss_detector);
         batch::apply(
-            &self.route,
-            watch,
+            &self.router,
+            detector,
             self.durability,
             &self.prefix,
             operations,
@@ -400,40 +383,40 @@ impl Store for Redis {
     }
 
     fn described(&self) -> String {
-        let is = match self.route.setting() {
+        let kind = match self.router.setting() {
             "Redis::cluster" => "Redis Cluster of",
-            "Redis::sentinel" => "Redis, the primary",
+            "Redis::sentinel" => "Redis primary",
             _ => "Redis at",
         };
-        format!("{is} {}", self.route.described())
+        format!("{kind} {}", self.router.described())
     }
 
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
-        let asked = Asked {
+        let request = PreflightRequest {
             guarantee,
             durability: self.durability,
             prefix: &self.prefix,
         };
-        Ok(preflight::preflight(&self.route, asked).await?)
+        Ok(preflight::preflight(&self.router, request).await?)
     }
 
     async fn persistence(&self) -> Result<Persistence, StoreError> {
-        let memory = memory::memory(&self.route).await?;
-        Ok(match (memory, self.forgetting) {
-            (Persistence::Volatile(why), Forgetting::Accepted) => Persistence::Durable(format!(
-                "accepted by the user with allow_volatile_store(): {why}"
-            )),
+        let memory = persistence::inspect(&self.router).await?;
+        Ok(match (memory, self.data_loss) {
+            (Persistence::Volatile(why), DataLossPolicy::Accept) => {
+                Persistence::Durable(format!("risk accepted with allow_volatile_store(): {why}"))
+            }
             (memory, _) => memory,
         })
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
-        let connect = self.timeout.clamp(CONNECTING_TO_RENEW, CONNECTING);
-        Some(Arc::new(self.clone().connecting_within(connect)))
+        let connect = self.timeout.clamp(RENEWAL_CONNECT_TIMEOUT, CONNECT_TIMEOUT);
+        Some(Arc::new(self.clone().with_connect_timeout(connect)))
     }
 
     fn parallel_applies(&self) -> usize {
-        // One is being written and read here while the server works on the other.
+        // One is encoded and decoded here while the server applies the other.
         2
     }
 }
@@ -441,11 +424,11 @@ impl Store for Redis {
 impl fmt::Debug for Redis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Redis")
-            .field("address", &self.route.described())
+            .field("address", &self.router.described())
             .field("prefix", &String::from_utf8_lossy(&self.prefix))
             .field("timeout", &self.timeout)
             .field("durability", &self.durability)
-            .field("forgetting", &self.forgetting)
+            .field("data_loss", &self.data_loss)
             .finish()
     }
 }

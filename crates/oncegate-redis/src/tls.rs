@@ -1,4 +1,4 @@
-//! Whom a connection over TLS trusts, and who we say we are.
+//! TLS: the trusted authority and the client certificate.
 
 use std::path::Path;
 
@@ -6,49 +6,54 @@ use redis::{ClientTlsConfig, TlsCertificates};
 
 use crate::failure::Problem;
 
-/// What was set for TLS. Nothing: what the system's authorities signed, and no certificate of ours.
+/// The TLS options. By default the system's authorities are trusted and no client certificate is
+/// sent.
 #[derive(Clone, Default)]
-pub(crate) struct Tls {
-    /// The only authority to trust (PEM).
-    authority: Option<Vec<u8>>,
-    /// Our certificate and its key (PEM).
-    ours: Option<(Vec<u8>, Vec<u8>)>,
+pub(crate) struct TlsOptions {
+    /// The only trusted authority (PEM).
+    ca_certificate: Option<Vec<u8>>,
+    /// The client certificate and its key (PEM).
+    client_identity: Option<(Vec<u8>, Vec<u8>)>,
 }
 
-impl Tls {
-    /// Trusts this authority alone.
-    pub(crate) fn trusting(self, authority: &Path) -> Result<Self, Problem> {
+impl TlsOptions {
+    /// Trusts only the authority in this file.
+    pub(crate) fn with_ca_certificate(self, path: &Path) -> Result<Self, Problem> {
         Ok(Self {
-            authority: Some(pem("ca_certificate", authority, "CERTIFICATE-----")?),
+            ca_certificate: Some(read_pem("ca_certificate", path, "CERTIFICATE-----")?),
             ..self
         })
     }
 
-    /// Shows this certificate to servers that ask for one.
-    pub(crate) fn showing(self, certificate: &Path, key: &Path) -> Result<Self, Problem> {
-        let certificate = pem("client_certificate", certificate, "CERTIFICATE-----")?;
-        let key = pem("client_certificate", key, "PRIVATE KEY-----")?;
+    /// Sends this certificate to servers that request one.
+    pub(crate) fn with_client_certificate(
+        self,
+        certificate: &Path,
+        key: &Path,
+    ) -> Result<Self, Problem> {
+        let certificate = read_pem("client_certificate", certificate, "CERTIFICATE-----")?;
+        let key = read_pem("client_certificate", key, "PRIVATE KEY-----")?;
         Ok(Self {
-            ours: Some((certificate, key)),
+            client_identity: Some((certificate, key)),
             ..self
         })
     }
 
     pub(crate) fn certificates(&self) -> TlsCertificates {
-        let ours = self.ours.clone();
-        let client_tls = ours.map(|(client_cert, client_key)| ClientTlsConfig {
+        let identity = self.client_identity.clone();
+        let client_tls = identity.map(|(client_cert, client_key)| ClientTlsConfig {
             client_cert,
             client_key,
         });
         TlsCertificates {
             client_tls,
-            root_cert: self.authority.clone(),
+            root_cert: self.ca_certificate.clone(),
         }
     }
 }
 
-/// Reads a file that should hold this.
-fn pem(setting: &str, path: &Path, holds: &str) -> Result<Vec<u8>, Problem> {
+/// Reads a PEM file that must contain this kind of block.
+fn read_pem(setting: &str, path: &Path, holds: &str) -> Result<Vec<u8>, Problem> {
     let read = std::fs::read(path);
     let text = read.map_err(|error| {
         Problem::new(format!(
@@ -64,7 +69,7 @@ fn pem(setting: &str, path: &Path, holds: &str) -> Result<Vec<u8>, Problem> {
     }
     let what = holds.trim_end_matches('-').to_lowercase();
     Err(Problem::new(format!(
-        "{setting}: {} holds no {what} in PEM form; name the file that does",
+        "{setting}: {} contains no {what} in PEM format; name a file that does",
         path.display()
     )))
 }

@@ -1,5 +1,4 @@
-//! How many ids a second go through a SQLite file: each claimed and completed, in batches, by one
-//! consumer.
+//! Measures how many ids a second one consumer claims and completes in a SQLite file, in batches.
 //!
 //! `cargo run --release -p oncegate-sql --example sqlite_speed -- [DIRECTORY [IDS [BATCH]]]`
 #![forbid(unsafe_code)]
@@ -68,7 +67,7 @@ impl Order {
     fn key(self, n: usize) -> Key {
         let id = match self {
             Self::Counted => format!("payment-{n:010}"),
-            // The same for the same number, and in no order: as UUIDs are.
+            // Deterministic and in random order, like UUIDs.
             Self::Random => format!(
                 "{:032x}",
                 (n as u128 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835)

@@ -1,14 +1,14 @@
-//! The store that users name.
+//! The public store type.
 
 mod browse;
 mod clock;
-mod desk;
 mod failure;
 mod file;
+mod marker_table;
 mod metric;
-mod rows;
 mod sweep;
 mod windows;
+mod writer_thread;
 
 use std::path::Path;
 use std::sync::mpsc::Sender;
@@ -22,20 +22,20 @@ use oncegate_core::{Key, Persistence, Store, StoreError};
 use tokio::sync::oneshot;
 
 pub use browse::{SqliteBrowse, SqliteListed};
-use desk::Request;
-use failure::Failure;
-use file::Place;
+use failure::StoreFailure;
+use file::FileConfig;
 pub use metric::SQLITE_METRICS;
+use writer_thread::WriterRequest;
 
-/// Remembers ids in one SQLite file, which several processes of one machine may share.
+/// Stores markers in one SQLite file, which several processes of one machine may share.
 ///
-/// Each operation is atomic on its key and judged by the machine's wall clock. What was answered
-/// survives the end of the process, kill -9 included, and, with [`Synchronous::Full`], a power cut.
-/// The file is made when it is missing; its directory has to be there, on a local disk: write-ahead
-/// logging needs memory that the processes share, which network file systems do not offer.
+/// Each operation is atomic on its key and uses the machine's wall clock. Answered operations
+/// survive a crash of the process and, with [`Synchronous::Full`], a power cut. A missing file is
+/// created; its directory must exist, on a local disk: the write-ahead log needs shared memory,
+/// which network file systems do not offer.
 ///
-/// A thread of its own works on the file, from the first use until the last clone is dropped. All
-/// that waits for it shares one transaction. Clones share the thread.
+/// One thread works on the file, from the first use until the last clone is dropped. It applies all
+/// waiting requests in one transaction. Clones share the thread.
 ///
 /// ```
 /// use oncegate_sql::Sqlite;
@@ -43,125 +43,133 @@ pub use metric::SQLITE_METRICS;
 /// let store = Sqlite::file("payments.db");
 /// ```
 #[derive(Clone, Debug)]
-pub struct Sqlite(Arc<Handle>);
+pub struct Sqlite(Arc<SqliteHandle>);
 
-/// What a power cut may cost: SQLite's setting `synchronous`.
+/// What a power cut may lose: SQLite's setting `synchronous`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Synchronous {
-    /// Nothing that was answered: each transaction is on the disk before its operations are
+    /// Nothing that was answered: each transaction is synced to the disk before its operations are
     /// answered. At most once needs this.
     #[default]
     Full,
-    /// The transactions of the last moments; the end of the process alone costs nothing. Several
-    /// times faster on disks that are slow to sync. At most once refuses it, unless told to accept
-    /// a forgetful store.
+    /// The last transactions; a crash of the process alone loses nothing. Several times faster on
+    /// disks with slow syncs. At most once rejects it, unless a volatile store is allowed.
     Normal,
 }
 
 #[derive(Debug)]
-struct Handle {
-    place: Place,
+struct SqliteHandle {
+    config: FileConfig,
     timeout: Duration,
-    desk: Mutex<Option<Sender<Request>>>,
+    writer: Mutex<Option<Sender<WriterRequest>>>,
 }
 
 impl Sqlite {
-    /// The store in this file. Opens nothing yet: what is wrong with it is said at the first use.
+    /// The store in this file. Does not open it yet: errors are returned at the first use.
     pub fn file(path: impl AsRef<Path>) -> Self {
-        Self::at(
-            Place {
+        Self::with_config(
+            FileConfig {
                 path: path.as_ref().to_owned(),
                 synchronous: Synchronous::default(),
-                patience: APPLY_TIMEOUT / 2,
+                busy_timeout: APPLY_TIMEOUT / 2,
             },
             APPLY_TIMEOUT,
         )
     }
 
-    /// What a power cut may cost: nothing, by default.
+    /// What a power cut may lose: nothing, by default.
     #[must_use]
     pub fn synchronous(self, synchronous: Synchronous) -> Self {
-        Self::at(
-            Place {
+        Self::with_config(
+            FileConfig {
                 synchronous,
-                ..self.0.place.clone()
+                ..self.0.config.clone()
             },
             self.0.timeout,
         )
     }
 
-    /// How long an answer may take before its outcome is unknown: 2 s by default. Half of it may be
-    /// spent waiting for other processes that write to the file; after that nothing was applied.
-    /// Zero is refused at the first use.
+    /// The timeout of an operation, after which its outcome is unknown: 2 s by default. Half of it is
+    /// the limit for waiting for locks of other processes, after which nothing was applied. 0 is
+    /// [`StoreError::Misconfigured`] at the first use.
     #[must_use]
     pub fn timeout(self, timeout: Duration) -> Self {
-        Self::at(
-            Place {
-                patience: timeout / 2,
-                ..self.0.place.clone()
+        Self::with_config(
+            FileConfig {
+                busy_timeout: timeout / 2,
+                ..self.0.config.clone()
             },
             timeout,
         )
     }
 
-    /// The marker under a key as it is now: what an operator has to have seen before
-    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) or
-    /// [`Ask::Resolve`](oncegate_core::marker::Ask::Resolve). Changes nothing.
+    /// The current marker of a key, which [`Ask::Forget`](oncegate_core::marker::Ask::Forget) and
+    /// [`Ask::Resolve`](oncegate_core::marker::Ask::Resolve) compare with. Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the row holds no marker that this release can read;
     /// otherwise as for [`Store::apply`].
     pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
         Ok(self
-            .ask(|reply| Request::Look(key.clone(), reply))
+            .ask(|reply| WriterRequest::Look(key.clone(), reply))
             .await??)
     }
 
-    fn at(place: Place, timeout: Duration) -> Self {
-        Self(Arc::new(Handle {
-            place,
+    /// Whether this file or directory is on a file system in memory, where at most once refuses to
+    /// store markers. `false` where that cannot be determined, as on systems other than Linux.
+    pub fn is_on_memory_file_system(path: impl AsRef<Path>) -> bool {
+        file::is_on_memory_file_system(path.as_ref())
+    }
+
+    fn with_config(config: FileConfig, timeout: Duration) -> Self {
+        Self(Arc::new(SqliteHandle {
+            config,
             timeout,
-            desk: Mutex::default(),
+            writer: Mutex::default(),
         }))
     }
 
     async fn ask<T>(
         &self,
-        request: impl FnOnce(oneshot::Sender<T>) -> Request,
-    ) -> Result<T, Failure> {
+        request: impl FnOnce(oneshot::Sender<T>) -> WriterRequest,
+    ) -> Result<T, StoreFailure> {
         if self.0.timeout.is_zero() {
-            let text = "Sqlite::timeout: no file answers within no time: allow some, or leave it out for the default of";
-            return Err(Failure::misconfigured(format!("{text} {APPLY_TIMEOUT:?}")));
+            let text = "Sqlite::timeout: the timeout is 0: set a longer one, or remove it for the default of";
+            return Err(StoreFailure::misconfigured(format!(
+                "{text} {APPLY_TIMEOUT:?}"
+            )));
         }
         let (reply, answer) = oneshot::channel();
-        self.0.hand_in(request(reply))?;
+        self.0.submit(request(reply))?;
         match tokio::time::timeout(self.0.timeout, answer).await {
             Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(_)) => Err(Failure::unknown(format!(
-                "the thread that works on {} panicked",
-                self.0.place.name()
+            Ok(Err(_)) => Err(StoreFailure::unknown(format!(
+                "the SQLite thread for {} panicked",
+                self.0.config.name()
             ))),
-            Err(_) => Err(Failure::unknown(format!(
-                "{} has not answered within {:?}: its disk is slow, or others write to it all the time; Sqlite::timeout allows more",
-                self.0.place.name(),
+            Err(_) => Err(StoreFailure::unknown(format!(
+                "no answer from {} within {:?}: its disk is slow, or other processes keep it locked; raise Sqlite::timeout",
+                self.0.config.name(),
                 self.0.timeout
             ))),
         }
     }
 }
 
-impl Handle {
-    /// Gives a request to the thread, which the first one starts.
-    fn hand_in(&self, request: Request) -> Result<(), Failure> {
-        let mut desk = self.desk.lock().unwrap_or_else(PoisonError::into_inner);
-        let running = match desk.take() {
+impl SqliteHandle {
+    /// Sends a request to the thread; the first request starts it.
+    fn submit(&self, request: WriterRequest) -> Result<(), StoreFailure> {
+        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let running = match writer.take() {
             Some(running) => running,
-            None => desk::start(self.place.clone())
-                .map_err(|error| Failure::not_applied(format!("no thread for SQLite: {error}")))?,
+            None => writer_thread::start(self.config.clone()).map_err(|error| {
+                StoreFailure::not_applied(format!("cannot start the SQLite thread: {error}"))
+            })?,
         };
-        desk.insert(running)
+        writer
+            .insert(running)
             .send(request)
-            .map_err(|_| Failure::not_applied("the thread for SQLite ended"))
+            .map_err(|_| StoreFailure::not_applied("the SQLite thread ended"))
     }
 }
 
@@ -172,7 +180,7 @@ impl Store for Sqlite {
             return Vec::new();
         }
         match self
-            .ask(|reply| Request::Apply(operations.to_vec(), reply))
+            .ask(|reply| WriterRequest::Apply(operations.to_vec(), reply))
             .await
         {
             Ok(answers) => answers
@@ -187,18 +195,17 @@ impl Store for Sqlite {
     }
 
     fn described(&self) -> String {
-        format!("SQLite in {}", self.0.place.name())
+        format!("SQLite in {}", self.0.config.name())
     }
 
     async fn persistence(&self) -> Result<Persistence, StoreError> {
-        Ok(self.ask(Request::Memory).await??)
+        Ok(self.ask(WriterRequest::Persistence).await??)
     }
 
-    /// Two: while one is worked on, what the other came to is carried out.
+    /// Two: the caller processes the answers of one while the thread applies the other.
     fn parallel_applies(&self) -> usize {
         2
     }
 
-    // For the renewals this handle is as good as another: its thread needs no runtime, and no
-    // handler can block it.
+    // for_renewals is not needed: the thread needs no runtime, so no handler can block it.
 }

@@ -1,8 +1,8 @@
 //! A first look at speed: the bare Kafka client and oncegate, in turn, on the same topic and the
 //! same machine.
 //!
-//! `ONCEGATE_KAFKA=… ONCEGATE_REDIS=… cargo run --release -p oncegate --example first_look --
-//! [MESSAGES [ONLY]]`
+//! `ONCEGATE_KAFKA=… ONCEGATE_REDIS=… cargo run --release -p oncegate --features kafka --example
+//! first_look -- [MESSAGES [ONLY]]`
 //!
 //! `ONLY` is a part of the names of what is to be run beside the bare client, such as `Redis,
 //! spawned`.

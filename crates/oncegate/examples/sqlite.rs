@@ -1,5 +1,5 @@
 //! Work that one machine does once a day, whoever starts it and however often: `cargo run -p
-//! oncegate --example sqlite`, twice.
+//! oncegate --features sqlite --example sqlite`, twice.
 
 use oncegate::{Failure, Gate, Guarantee, RunOutcome, Sqlite};
 

@@ -1,5 +1,5 @@
-//! What a gate would change, counted before it changes anything: `cargo run -p oncegate --example
-//! trial`.
+//! What a gate would change, counted before it changes anything: `cargo run -p oncegate --features
+//! kafka --example trial`.
 
 use oncegate::{
     Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Raw, RawBytes, Redis,

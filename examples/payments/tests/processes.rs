@@ -273,7 +273,7 @@ fn a_demo_whose_servers_say_nothing_waits_for_all_at_once_and_not_for_ever() {
         &rabbitmq,
     ]);
     assert!(
-        line(&said, "payments: --redis (or ONCEGATE_REDIS): ").contains("no answer"),
+        line(&said, "payments: --redis (or ONCEGATE_REDIS): ").contains("no reply"),
         "{said}"
     );
     assert!(

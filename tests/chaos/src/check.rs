@@ -149,7 +149,7 @@ pub enum Invariant {
     Aside,
     /// No effect without a message.
     Unexpected,
-    /// A consumer ends only when it is told to, with exit code 0, within its drain and a second.
+    /// A consumer ends only when it is told to, with exit code 0, within its drain, and 3 s.
     Exit,
 }
 
@@ -202,7 +202,7 @@ impl Invariant {
             Self::I14 => "everything drains, and no marker is left in progress",
             Self::Aside => "what works is not set aside before it has had its attempts",
             Self::Unexpected => "no effect without a message",
-            Self::Exit => "consumers end only when told to, with exit code 0, within drain + 1 s",
+            Self::Exit => "consumers end only when told to, with exit code 0, within drain + 3 s",
         }
     }
 

@@ -8,19 +8,17 @@
 
 // What the adapters keep to themselves, as it stands there; where it looks for its neighbours, it
 // finds them here.
-#[allow(dead_code, reason = "the adapter uses the rest")]
-#[path = "../../../crates/oncegate-amqp/src/frames.rs"]
-mod frames;
+mod client;
 #[allow(dead_code, reason = "the adapter uses the rest")]
 #[path = "../../../crates/oncegate-amqp/src/incoming.rs"]
 mod incoming;
 #[allow(dead_code, reason = "the adapter uses the rest")]
 #[path = "../../../crates/oncegate-amqp/src/node.rs"]
 mod node;
+mod queue_settings;
 #[allow(dead_code, reason = "the store uses the rest")]
 #[path = "../../../crates/oncegate-redis/src/record.rs"]
 mod record;
-mod settings;
 mod targets;
 
 pub use targets::*;

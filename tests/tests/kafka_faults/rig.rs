@@ -352,7 +352,7 @@ impl Rig {
             effects_twice: twice(&effects),
             starts_twice: twice(&starts),
             out_of_order,
-            logs_cut: self.logged("log cut"),
+            logs_cut: self.logged("log truncated"),
             in_doubt: doubted.len(),
             fenced: self.counted("fenced"),
         }

@@ -1,4 +1,4 @@
-//! Messages that nobody should send.
+//! Malformed and forged messages.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,11 +11,10 @@ use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqStatus};
 use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
 use oncegate_core::source::{Delivery, Open, SourceError, headers};
 
-use crate::rig::*;
-use crate::trouble::{Way, spoiling_proxy};
+use crate::fixture::*;
+use crate::recovery::{Direction, rewriting_proxy};
 
-/// A table in a table in a table, as it travels: a name of one letter, `F`, a length, and what is
-/// inside.
+/// Nested field tables, encoded: each is a name of one letter, `F`, a length and the next table.
 fn nested(depth: usize) -> Vec<u8> {
     let mut bytes = vec![0; depth * 7];
     for (level, part) in bytes.chunks_exact_mut(7).enumerate() {
@@ -26,58 +25,58 @@ fn nested(depth: usize) -> Vec<u8> {
     bytes
 }
 
-/// Makes the text under `nested` a table: both have a length and so many bytes.
-fn as_table(passed: &mut [u8]) {
+/// Turns the string in the header `nested` into a table: both are a length and that many bytes.
+fn make_table(passed: &mut [u8]) {
     if let Some(found) = passed.windows(7).position(|seven| seven == b"nestedS") {
         passed[found + 6] = b'F';
     }
 }
 
 #[tokio::test]
-async fn headers_nested_as_deeply_as_fits_are_carried_and_end_no_process() {
+async fn deeply_nested_headers_crash_nothing() {
     for depth in [2, 18_000] {
-        let rig = Rig::new().await;
-        let mut source = open(rig.source(QueueKind::Quorum)).await;
-        let spoiler = rig
-            .again_at(&spoiling_proxy(Way::ToTheBroker, as_table).await)
+        let fixture = QueueFixture::new().await;
+        let mut source = open(fixture.source(QueueKind::Quorum)).await;
+        let rewriting_fixture = fixture
+            .reconnect_to(&rewriting_proxy(Direction::ToTheBroker, make_table).await)
             .await;
         let mut table = FieldTable::default();
         table.insert("nested".into(), AMQPValue::LongString(nested(depth).into()));
-        spoiler
+        rewriting_fixture
             .publish_with("a", BasicProperties::default().with_headers(table))
             .await;
         let first = delivery(&mut source).await;
         assert_eq!(
             first.message.headers.last("nested"),
             None,
-            "it was no table: the test proves nothing"
+            "the header must be a table, else this tests nothing"
         );
         settle(&mut source, first, release(Duration::from_millis(1))).await;
         let again = delivery(&mut source).await;
         settle(&mut source, again, accept()).await;
         close(source).await;
-        rig.becomes_empty(&rig.queue).await;
-        rig.done().await;
+        fixture.wait_until_empty(&fixture.queue).await;
+        fixture.delete_queues().await;
     }
 }
 
-/// Makes `@@@@` a text that is not UTF-8.
-fn not_text(passed: &mut [u8]) {
+/// Turns `@@@@` into bytes that are not UTF-8.
+fn break_utf8(passed: &mut [u8]) {
     while let Some(found) = passed.windows(4).position(|four| four == b"@@@@") {
         passed[found..found + 4].fill(0xff);
     }
 }
 
 #[tokio::test]
-async fn what_is_not_text_where_text_has_to_be_stands_in_the_dead_letters_and_stops_nothing() {
-    let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
-    let mut source = open(rig.source(QueueKind::Quorum).status(status.clone())).await;
-    let spoiler = rig
-        .again_at(&spoiling_proxy(Way::ToTheBroker, not_text).await)
+async fn a_short_string_that_is_not_utf8_is_dead_lettered_and_blocks_nothing() {
+    let (fixture, status) = (QueueFixture::new().await, RabbitMqStatus::new());
+    let mut source = open(fixture.source(QueueKind::Quorum).status(status.clone())).await;
+    let rewriting_fixture = fixture
+        .reconnect_to(&rewriting_proxy(Direction::ToTheBroker, break_utf8).await)
         .await;
-    rig.publish("before").await;
-    // As long as a short string may be.
-    spoiler
+    fixture.publish("before").await;
+    // The maximum length of a short string.
+    rewriting_fixture
         .publish_with(
             "message id",
             BasicProperties::default().with_message_id(("@".repeat(252) + "end").into()),
@@ -85,17 +84,17 @@ async fn what_is_not_text_where_text_has_to_be_stands_in_the_dead_letters_and_st
         .await;
     let mut table = FieldTable::default();
     table.insert("a@@@@".into(), AMQPValue::LongString("value".into()));
-    spoiler
+    rewriting_fixture
         .publish_with("header", BasicProperties::default().with_headers(table))
         .await;
-    rig.publish("behind").await;
+    fixture.publish("behind").await;
     for body in ["before", "behind"] {
         let delivery = delivery(&mut source).await;
         assert_eq!(delivery.message.body, body);
         settle(&mut source, delivery, accept()).await;
     }
     for body in ["message id", "header"] {
-        let dead = rig.take(&rig.dead_letters()).await.delivery;
+        let dead = fixture.take(&fixture.dead_letters()).await.delivery;
         assert_eq!(
             (&dead.data[..], header(&dead, headers::REASON).as_deref()),
             (body.as_bytes(), Some("unreadable"))
@@ -104,31 +103,31 @@ async fn what_is_not_text_where_text_has_to_be_stands_in_the_dead_letters_and_st
     }
     close(source).await;
     assert_eq!(status.snapshot().reconnects, 0);
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
-static NO_TIME: AtomicUsize = AtomicUsize::new(0);
+static BROKEN_EXPIRATIONS: AtomicUsize = AtomicUsize::new(0);
 
-/// Makes the expiration no number. The broker takes none that is not one.
-fn no_time(passed: &mut [u8]) {
+/// Replaces the expiration by text that is no number, which the broker itself would refuse.
+fn break_expiration(passed: &mut [u8]) {
     while let Some(found) = passed.windows(10).position(|ten| ten == b"4294967295") {
         passed[found..found + 10].copy_from_slice(b"-1 weeks;\0");
-        NO_TIME.fetch_add(1, Ordering::SeqCst);
+        BROKEN_EXPIRATIONS.fetch_add(1, Ordering::SeqCst);
     }
 }
 
 #[tokio::test]
-async fn odd_priorities_and_expirations_and_a_nested_forged_history_change_nothing() {
-    let rig = Rig::new().await;
-    close(open(rig.source(QueueKind::Classic)).await).await;
-    let way = spoiling_proxy(Way::FromTheBroker, no_time).await;
-    let mut source = open(rig.source(QueueKind::Classic).url(way)).await;
+async fn invalid_priorities_expirations_and_death_headers_have_no_effect() {
+    let fixture = QueueFixture::new().await;
+    close(open(fixture.source(QueueKind::Classic)).await).await;
+    let way = rewriting_proxy(Direction::FromTheBroker, break_expiration).await;
+    let mut source = open(fixture.source(QueueKind::Classic).url(way)).await;
     for garbage in ["", "-1", "1e3", "weeks"] {
-        let rig = rig.again().await;
-        let sent = rig.channel.basic_publish(
+        let fixture = fixture.reconnect().await;
+        let sent = fixture.channel.basic_publish(
             "".into(),
-            rig.queue.as_str().into(),
+            fixture.queue.as_str().into(),
             Default::default(),
             b"",
             BasicProperties::default().with_expiration(garbage.into()),
@@ -144,7 +143,7 @@ async fn odd_priorities_and_expirations_and_a_nested_forged_history_change_nothi
     let mut death = FieldTable::default();
     death.insert(
         "queue".into(),
-        AMQPValue::LongString(rig.queue.as_str().into()),
+        AMQPValue::LongString(fixture.queue.as_str().into()),
     );
     death.insert("reason".into(), AMQPValue::LongString("rejected".into()));
     death.insert("count".into(), AMQPValue::FieldTable(FieldTable::default()));
@@ -164,7 +163,7 @@ async fn odd_priorities_and_expirations_and_a_nested_forged_history_change_nothi
         .with_priority(255)
         .with_expiration("4294967295".into())
         .with_timestamp(u64::MAX);
-    rig.publish_with("", properties).await;
+    fixture.publish_with("", properties).await;
     let first = delivery(&mut source).await;
     assert_eq!(
         (
@@ -175,26 +174,32 @@ async fn odd_priorities_and_expirations_and_a_nested_forged_history_change_nothi
         (0, 0, None)
     );
     assert_eq!(
-        NO_TIME.load(Ordering::SeqCst),
+        BROKEN_EXPIRATIONS.load(Ordering::SeqCst),
         1,
-        "it was a number: the test proves nothing"
+        "the expiration must be replaced, else this tests nothing"
     );
     settle(&mut source, first, Settlement::Reject(Reason::Refused)).await;
-    let dead = rig.take(&rig.dead_letters()).await.delivery;
+    let dead = fixture.take(&fixture.dead_letters()).await.delivery;
     assert_eq!(
         (dead.properties.priority(), dead.properties.expiration()),
         (&Some(255), &None)
     );
     close(source).await;
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
+async fn forged_headers_are_removed_from_every_kind_of_dead_letter() {
     const LIMIT: usize = 10;
-    let rig = Rig::new().await;
-    // With this prefetch nothing waits in memory: what is released becomes a delayed copy.
-    let mut source = open(rig.source(QueueKind::Quorum).body_limit(LIMIT).prefetch(1)).await;
+    let fixture = QueueFixture::new().await;
+    // With this prefetch every release becomes a delayed copy.
+    let mut source = open(
+        fixture
+            .source(QueueKind::Quorum)
+            .body_limit(LIMIT)
+            .prefetch(1),
+    )
+    .await;
     let names = [
         "oncegate-id",
         "oncegate-reason",
@@ -208,15 +213,17 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
         .map(|name| (name.into(), AMQPValue::LongString("victim".into())))
         .collect();
     let forged = BasicProperties::default().with_headers(table.into());
-    let spoiler = rig
-        .again_at(&spoiling_proxy(Way::ToTheBroker, not_text).await)
+    let rewriting_fixture = fixture
+        .reconnect_to(&rewriting_proxy(Direction::ToTheBroker, break_utf8).await)
         .await;
-    rig.publish_with("too large for it", forged.clone()).await;
-    spoiler
+    fixture
+        .publish_with("too large for it", forged.clone())
+        .await;
+    rewriting_fixture
         .publish_with("unreadable", forged.clone().with_message_id("@@@@".into()))
         .await;
     for body in ["no id", "in doubt", "delayed"] {
-        rig.publish_with(body, forged.clone()).await;
+        fixture.publish_with(body, forged.clone()).await;
     }
     let settlements = [
         Settlement::Reject(Reason::MissingId),
@@ -231,18 +238,18 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
     assert_eq!(
         (delayed.failures, header_of(&delayed, "oncegate-id")),
         (1, Some("victim".into())),
-        "a delayed copy is as it was sent"
+        "a delayed copy keeps the producer's headers"
     );
-    let seen = header_of(&delayed, headers::FIRST_SEEN).expect("it says when it was seen first");
+    let seen = header_of(&delayed, headers::FIRST_SEEN).expect("the header");
     settle(&mut source, delayed, Settlement::Reject(Reason::Refused)).await;
 
-    let mut letters = vec![rig.take(&rig.in_doubt()).await.delivery];
+    let mut dead_letters = vec![fixture.take(&fixture.in_doubt()).await.delivery];
     for _ in 0..4 {
-        letters.push(rig.take(&rig.dead_letters()).await.delivery);
+        dead_letters.push(fixture.take(&fixture.dead_letters()).await.delivery);
     }
-    for letter in letters {
-        let body = String::from_utf8_lossy(&letter.data).into_owned();
-        let table = letter.properties.headers().clone().unwrap_or_default();
+    for dead_letter in dead_letters {
+        let body = String::from_utf8_lossy(&dead_letter.data).into_owned();
+        let table = dead_letter.properties.headers().clone().unwrap_or_default();
         let forged = table.inner().iter().filter(|(_, value)| {
             value
                 .as_long_string()
@@ -254,13 +261,13 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
             "{body}"
         );
         assert_eq!(
-            header(&letter, "x-death"),
+            header(&dead_letter, "x-death"),
             None,
-            "{body}: that is the broker's, and tells what the broker dead-lettered"
+            "{body}: only messages that the broker dead-lettered have it"
         );
         let (first_seen, set_aside) = (
-            header(&letter, headers::FIRST_SEEN),
-            header(&letter, "oncegate-set-aside-at"),
+            header(&dead_letter, headers::FIRST_SEEN),
+            header(&dead_letter, "oncegate-set-aside-at"),
         );
         assert_eq!(
             first_seen,
@@ -273,7 +280,7 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
         );
     }
     close(source).await;
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
 fn header_of(delivery: &Delivery, name: &str) -> Option<String> {
@@ -284,13 +291,14 @@ fn header_of(delivery: &Delivery, name: &str) -> Option<String> {
         .map(|value| String::from_utf8_lossy(value).into_owned())
 }
 
-/// A tool takes messages one by one, which the source never does.
+/// A tool uses `basic.get`, which the source never does.
 #[tokio::test]
-async fn a_connection_for_tools_survives_what_the_source_survives() {
-    let rig = Rig::new().await;
-    close(open(rig.source(QueueKind::Classic)).await).await;
-    let (queue, exchange) = (rig.queue.as_str(), "amq.topic");
-    rig.channel
+async fn a_connection_for_tools_receives_malformed_messages_as_the_source_does() {
+    let fixture = QueueFixture::new().await;
+    close(open(fixture.source(QueueKind::Classic)).await).await;
+    let (queue, exchange) = (fixture.queue.as_str(), "amq.topic");
+    fixture
+        .channel
         .queue_bind(
             queue.into(),
             exchange.into(),
@@ -300,10 +308,10 @@ async fn a_connection_for_tools_survives_what_the_source_survives() {
         )
         .await
         .expect("bound");
-    let spoiler = rig
-        .again_at(&spoiling_proxy(Way::ToTheBroker, not_text).await)
+    let rewriting_fixture = fixture
+        .reconnect_to(&rewriting_proxy(Direction::ToTheBroker, break_utf8).await)
         .await;
-    let odd = spoiler.channel.basic_publish(
+    let odd = rewriting_fixture.channel.basic_publish(
         exchange.into(),
         "@@@@".into(),
         Default::default(),
@@ -311,19 +319,19 @@ async fn a_connection_for_tools_survives_what_the_source_survives() {
         BasicProperties::default(),
     );
     assert!(odd.await.expect("sent").await.expect("confirmed").is_ack());
-    let spoiler = rig
-        .again_at(&spoiling_proxy(Way::ToTheBroker, as_table).await)
+    let rewriting_fixture = fixture
+        .reconnect_to(&rewriting_proxy(Direction::ToTheBroker, make_table).await)
         .await;
     let mut table = FieldTable::default();
     table.insert(
         "nested".into(),
         AMQPValue::LongString(nested(15_000).into()),
     );
-    spoiler
+    rewriting_fixture
         .publish_with("deep", BasicProperties::default().with_headers(table))
         .await;
 
-    let connection = rig
+    let connection = fixture
         .source(QueueKind::Classic)
         .connect("a tool")
         .await
@@ -344,11 +352,11 @@ async fn a_connection_for_tools_survives_what_the_source_survives() {
         );
     }
     connection.close(200, "OK".into()).await.expect("closed");
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn a_connection_for_tools_is_refused_what_the_source_is_refused() {
+async fn a_connection_for_tools_fails_with_the_errors_of_the_source() {
     let source = |url: &str| RabbitMq::queue("q").url(url);
     for refused in [
         source("amqp://h/%2f?verify=verify_none"),
@@ -368,10 +376,13 @@ async fn a_connection_for_tools_is_refused_what_the_source_is_refused() {
             "{error}"
         );
     }
-    let wrong = crate::rig::url().replacen("guest:guest", "guest:canary", 1);
+    let wrong = crate::fixture::url().replacen("guest:guest", "guest:canary", 1);
     for (url, words) in [
         (wrong.as_str(), "check the user and the password"),
-        ("amqp://guest:canary@127.0.0.1:1", "is RabbitMQ running"),
+        (
+            "amqp://guest:canary@127.0.0.1:1",
+            "check that RabbitMQ is running",
+        ),
     ] {
         let error = source(url)
             .connect("a tool")
@@ -380,9 +391,9 @@ async fn a_connection_for_tools_is_refused_what_the_source_is_refused() {
         let SourceError::Unavailable(cause) = &error else {
             panic!("{error}")
         };
-        let told = cause.downcast_ref::<SourceError>();
+        let cause = cause.downcast_ref::<SourceError>();
         assert!(
-            matches!(told, Some(SourceError::Misconfigured { setting, .. }) if setting == "url"),
+            matches!(cause, Some(SourceError::Misconfigured { setting, .. }) if setting == "url"),
             "{error}"
         );
         assert!(

@@ -1,5 +1,5 @@
-//! Bad input as a table: what comes in from a real broker, what becomes of it, what the operator
-//! sees, and what the book says of it.
+//! The table of bad input: what is published to a real broker, how it is handled, what is logged,
+//! and the table in the book.
 
 use std::collections::BTreeMap;
 
@@ -9,13 +9,13 @@ use oncegate_amqp::QueueKind;
 use oncegate_core::source::headers;
 use oncegate_testkit::bad_input::{By, Row, Trial, assert_the_book_has};
 
-use crate::rig::*;
+use crate::fixture::*;
 
-/// What the source takes.
+/// The source's body limit in bytes.
 const BODY_LIMIT: usize = 1 << 16;
 
-/// The number of a row, which is the body of its messages, and what else a message may have.
-type Message = (
+/// The id, other headers, and the body if it is not the number of the row.
+type TestMessage = (
     Option<AMQPValue>,
     Vec<(&'static str, AMQPValue)>,
     Option<&'static [u8]>,
@@ -25,18 +25,18 @@ fn text(bytes: impl AsRef<[u8]>) -> AMQPValue {
     AMQPValue::LongString(bytes.as_ref().into())
 }
 
-/// Messages that differ in their ids alone.
-fn ids<const N: usize>(ids: [AMQPValue; N]) -> Vec<Message> {
+/// Messages that differ only in their ids.
+fn ids<const N: usize>(ids: [AMQPValue; N]) -> Vec<TestMessage> {
     ids.into_iter()
         .map(|id| (Some(id), Vec::new(), None))
         .collect()
 }
 
-fn with(name: &'static str, id: &str, value: AMQPValue) -> Vec<Message> {
+fn with(name: &'static str, id: &str, value: AMQPValue) -> Vec<TestMessage> {
     vec![(Some(text(id)), vec![(name, value)], None)]
 }
 
-fn rows() -> Vec<Row<Message>> {
+fn rows() -> Vec<Row<TestMessage>> {
     let nested = || {
         AMQPValue::FieldTable(
             [("id".into(), text("inner"))]
@@ -154,7 +154,7 @@ fn rows() -> Vec<Row<Message>> {
             with("x-delivery-count", "count", text("many")),
         ),
         Row::new(
-            "a forged number of failures that nobody believes",
+            "a forged number of failures out of range",
             1,
             &[],
             with(headers::FAILURES, "failures", AMQPValue::Double(1e300)),
@@ -196,14 +196,14 @@ fn the_book_has_the_table() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_gets_its_verdict_and_stops_nothing() {
-    let (rig, rows) = (Rig::new().await, rows());
-    let begin = || Trial::begin(rig.source(QueueKind::Quorum).body_limit(BODY_LIMIT));
-    close(open(rig.source(QueueKind::Quorum)).await).await;
+async fn each_bad_message_is_handled_as_documented_and_blocks_no_other() {
+    let (fixture, rows) = (QueueFixture::new().await, rows());
+    let begin = || Trial::begin(fixture.source(QueueKind::Quorum).body_limit(BODY_LIMIT));
+    close(open(fixture.source(QueueKind::Quorum)).await).await;
     let mut trial = begin();
     for (number, row) in rows.iter().enumerate() {
         if !row.reasons.is_empty() {
-            // Each warning is to be seen, and one consumer says so once in ten seconds.
+            // A consumer logs such a warning once in ten seconds, and each row has one.
             std::mem::replace(&mut trial, begin()).end().await;
         }
         for (id, others, body) in &row.messages {
@@ -218,32 +218,33 @@ async fn each_gets_its_verdict_and_stops_nothing() {
             }
             let body = body.map_or_else(|| number.to_string().into_bytes(), <[u8]>::to_vec);
             assert!(
-                rig.reaches(body, BasicProperties::default().with_headers(table))
+                fixture
+                    .try_publish(body, BasicProperties::default().with_headers(table))
                     .await
             );
         }
         let mut reasons = Vec::new();
         for _ in row.reasons {
-            let letter = rig.take(&rig.dead_letters()).await.delivery;
+            let dead_letter = fixture.take(&fixture.dead_letters()).await.delivery;
             assert_eq!(
-                header(&letter, "row"),
+                header(&dead_letter, "row"),
                 Some(number.to_string()),
                 "{}",
                 row.input
             );
-            reasons.push(header(&letter, headers::REASON).expect("a reason"));
+            reasons.push(header(&dead_letter, headers::REASON).expect("a reason"));
         }
         assert_eq!(reasons, row.reasons, "{}", row.input);
-        trial.sees(number, row, &rig.queue).await;
+        trial.sees(number, row, &fixture.queue).await;
     }
     trial.end().await;
-    rig.becomes_empty(&rig.queue).await;
+    fixture.wait_until_empty(&fixture.queue).await;
     assert_eq!(
         (
-            rig.ready(&rig.dead_letters()).await,
-            rig.ready(&rig.in_doubt()).await
+            fixture.ready_messages(&fixture.dead_letters()).await,
+            fixture.ready_messages(&fixture.in_doubt()).await
         ),
         (0, 0)
     );
-    rig.done().await;
+    fixture.delete_queues().await;
 }

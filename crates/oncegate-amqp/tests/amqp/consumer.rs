@@ -1,4 +1,4 @@
-//! The source under the consumer's own loop.
+//! The source with oncegate's consumer.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -10,13 +10,13 @@ use oncegate_amqp::{QueueKind, RabbitMqStatus};
 use oncegate_core::source::{Order, headers};
 use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, async_trait};
 
-use crate::rig::{Proxy, Rig, close, header, open};
+use crate::fixture::{ConnectionProxy, QueueFixture, close, header, open};
 
 #[derive(Clone, Default)]
-struct Effects(Arc<Mutex<BTreeMap<u32, u32>>>);
+struct EffectCounter(Arc<Mutex<BTreeMap<u32, u32>>>);
 
 #[async_trait]
-impl Handler for Effects {
+impl Handler for EffectCounter {
     type Payload = u32;
 
     async fn handle(&self, number: u32, cx: &Context) -> Result<(), Failure> {
@@ -38,12 +38,17 @@ impl Handler for Effects {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_id_is_handled_once_though_messages_are_doubled_and_the_connection_is_cut() {
-    let (rig, proxy) = (Rig::new().await, Proxy::start().await);
-    let effects = Effects::default();
+async fn each_id_is_handled_once_with_duplicates_and_cut_connections() {
+    let (fixture, proxy) = (QueueFixture::new().await, ConnectionProxy::start().await);
+    let effects = EffectCounter::default();
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let consumer = Consumer::builder()
-        .source(rig.source(QueueKind::Quorum).url(&proxy.url).prefetch(64))
+        .source(
+            fixture
+                .source(QueueKind::Quorum)
+                .url(&proxy.url)
+                .prefetch(64),
+        )
         .store(MemoryStore::new())
         .id(IdSource::message_id())
         .handler(effects.clone());
@@ -51,14 +56,14 @@ async fn every_id_is_handled_once_though_messages_are_doubled_and_the_connection
     let id = |number: u32| {
         BasicProperties::default().with_message_id(format!("n-{number}").as_str().into())
     };
-    let patience = Instant::now() + Duration::from_secs(40);
-    while !rig.reaches("0", id(0)).await {
-        assert!(Instant::now() < patience, "the consumer declared no queue");
+    let deadline = Instant::now() + Duration::from_secs(40);
+    while !fixture.try_publish("0", id(0)).await {
+        assert!(Instant::now() < deadline, "the consumer declared no queue");
     }
     for number in 0..300 {
-        rig.publish_with(&number.to_string(), id(number)).await;
+        fixture.publish_with(&number.to_string(), id(number)).await;
         if number % 3 == 0 {
-            rig.publish_with(&number.to_string(), id(number)).await;
+            fixture.publish_with(&number.to_string(), id(number)).await;
         }
         if number % 100 == 50 {
             proxy.cut();
@@ -66,13 +71,13 @@ async fn every_id_is_handled_once_though_messages_are_doubled_and_the_connection
     }
     while effects.0.lock().expect("no handler panics").len() < 299 {
         assert!(
-            Instant::now() < patience,
+            Instant::now() < deadline,
             "{} handled",
             effects.0.lock().expect("no handler panics").len()
         );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    let dead = rig.take(&rig.dead_letters()).await.delivery;
+    let dead = fixture.take(&fixture.dead_letters()).await.delivery;
     assert_eq!(
         (&dead.data[..], header(&dead, headers::ID).as_deref()),
         (&b"13"[..], Some("n-13"))
@@ -83,23 +88,23 @@ async fn every_id_is_handled_once_though_messages_are_doubled_and_the_connection
     running.await.expect("no panic").expect("a clean end");
     let effects = effects.0.lock().expect("no handler panics").clone();
     assert!(effects.values().all(|count| *count == 1), "{effects:?}");
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
-/// What was handled of each key.
+/// Records the order of each key.
 #[derive(Clone, Default)]
-struct Keys(Arc<Mutex<Handled>>);
+struct OrderRecorder(Arc<Mutex<HandledByKey>>);
 
 #[derive(Clone, Default)]
-struct Handled {
+struct HandledByKey {
     order: BTreeMap<String, Vec<u32>>,
     running: usize,
-    /// How many ran at once at most.
+    /// The maximum of `running`.
     most: usize,
 }
 
 #[async_trait]
-impl Handler for Keys {
+impl Handler for OrderRecorder {
     type Payload = u32;
 
     async fn handle(&self, number: u32, cx: &Context) -> Result<(), Failure> {
@@ -108,7 +113,7 @@ impl Handler for Keys {
             seen.running += 1;
             seen.most = seen.most.max(seen.running);
         }
-        // Whoever came later would often be done earlier.
+        // Without an order, later messages would often finish earlier.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(..10))).await;
         let customer = cx
             .id()
@@ -124,33 +129,34 @@ impl Handler for Keys {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn messages_that_went_straight_to_the_queue_are_kept_in_the_order_of_a_header() {
+async fn messages_from_the_default_exchange_are_ordered_by_a_key_header() {
     const EACH: u32 = 30;
-    let (rig, keys) = (Rig::new().await, Keys::default());
-    close(open(rig.source(QueueKind::Quorum)).await).await;
+    let (fixture, keys) = (QueueFixture::new().await, OrderRecorder::default());
+    close(open(fixture.source(QueueKind::Quorum)).await).await;
     for number in 0..EACH {
         for customer in ["a", "b", "c"] {
             let mut table = FieldTable::default();
             table.insert("customer".into(), AMQPValue::LongString(customer.into()));
             let id = format!("{customer}-{number}");
-            rig.publish_with(
-                &number.to_string(),
-                BasicProperties::default()
-                    .with_message_id(id.into())
-                    .with_headers(table),
-            )
-            .await;
+            fixture
+                .publish_with(
+                    &number.to_string(),
+                    BasicProperties::default()
+                        .with_message_id(id.into())
+                        .with_headers(table),
+                )
+                .await;
         }
     }
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let consumer = Consumer::builder()
-        .source(rig.source(QueueKind::Quorum).key_header("customer"))
+        .source(fixture.source(QueueKind::Quorum).key_header("customer"))
         .store(MemoryStore::new())
         .id(IdSource::message_id())
         .order(Order::ByKey)
         .handler(keys.clone());
     let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
-    let patience = Instant::now() + Duration::from_secs(40);
+    let deadline = Instant::now() + Duration::from_secs(40);
     let handled = || {
         keys.0
             .lock()
@@ -161,12 +167,12 @@ async fn messages_that_went_straight_to_the_queue_are_kept_in_the_order_of_a_hea
             .sum::<usize>()
     };
     while handled() < 3 * EACH as usize {
-        assert!(Instant::now() < patience, "{} handled", handled());
+        assert!(Instant::now() < deadline, "{} handled", handled());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     stop.send(()).expect("the consumer runs");
     running.await.expect("no panic").expect("a clean end");
-    let Handled { order, most, .. } = keys.0.lock().expect("no handler panics").clone();
+    let HandledByKey { order, most, .. } = keys.0.lock().expect("no handler panics").clone();
     assert!(
         order
             .values()
@@ -174,19 +180,19 @@ async fn messages_that_went_straight_to_the_queue_are_kept_in_the_order_of_a_hea
         "{order:?}"
     );
     assert!((2..=3).contains(&most), "{most} at once");
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
-/// Fails while `fails` holds, after it has told that it began.
+/// Notifies `began`, then fails, while `fails` is set.
 #[derive(Clone, Default)]
-struct Failing {
+struct FailingHandler {
     fails: Arc<std::sync::atomic::AtomicBool>,
     began: Arc<tokio::sync::Notify>,
     handled: Arc<Mutex<Vec<u32>>>,
 }
 
 #[async_trait]
-impl Handler for Failing {
+impl Handler for FailingHandler {
     type Payload = u32;
 
     async fn handle(&self, number: u32, _: &Context) -> Result<(), Failure> {
@@ -201,23 +207,28 @@ impl Handler for Failing {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn order_by_key_holds_over_a_restart_in_the_midst_of_a_failure() {
-    let (rig, handler, store) = (Rig::new().await, Failing::default(), MemoryStore::new());
-    close(open(rig.source(QueueKind::Quorum)).await).await;
+async fn order_by_key_holds_over_a_restart_during_a_failure() {
+    let (fixture, handler, store) = (
+        QueueFixture::new().await,
+        FailingHandler::default(),
+        MemoryStore::new(),
+    );
+    close(open(fixture.source(QueueKind::Quorum)).await).await;
     const ALL: u32 = 100;
     for number in 0..ALL {
-        rig.publish_with(
-            &number.to_string(),
-            BasicProperties::default().with_message_id(format!("n-{number}").into()),
-        )
-        .await;
+        fixture
+            .publish_with(
+                &number.to_string(),
+                BasicProperties::default().with_message_id(format!("n-{number}").into()),
+            )
+            .await;
     }
     for fails in [true, false] {
         handler
             .fails
             .store(fails, std::sync::atomic::Ordering::SeqCst);
         let consumer = Consumer::builder()
-            .source(rig.source(QueueKind::Quorum))
+            .source(fixture.source(QueueKind::Quorum))
             .store(store.clone())
             .id(IdSource::message_id())
             .order(Order::ByKey)
@@ -239,16 +250,16 @@ async fn order_by_key_holds_over_a_restart_in_the_midst_of_a_failure() {
         *handler.handled.lock().expect("no handler panics"),
         (0..ALL).collect::<Vec<_>>()
     );
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
-/// Takes long for the first of all, and notes what it handled.
+/// Is slow for the first message, and records the numbers of customer `a`.
 #[derive(Clone, Default)]
-struct SlowAtFirst(Arc<Mutex<Vec<u32>>>);
+struct SlowFirstHandler(Arc<Mutex<Vec<u32>>>);
 
 #[async_trait]
-impl Handler for SlowAtFirst {
+impl Handler for SlowFirstHandler {
     type Payload = u32;
 
     async fn handle(&self, number: u32, cx: &Context) -> Result<(), Failure> {
@@ -262,20 +273,21 @@ impl Handler for SlowAtFirst {
     }
 }
 
-/// A channel that stays open for a moment, for the acknowledgements that it sent last, holds what
-/// comes before all that the next one is handed.
+/// The closing channel stays open until its acknowledgements are applied, and holds messages that
+/// precede those of the next channel.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn order_by_key_holds_though_a_channel_is_given_up_for_what_stands_open_too_long() {
-    let (rig, handler, status) = (
-        Rig::new().await,
-        SlowAtFirst::default(),
+async fn order_by_key_holds_when_a_channel_is_closed_for_an_unsettled_delivery() {
+    let (fixture, handler, status) = (
+        QueueFixture::new().await,
+        SlowFirstHandler::default(),
         RabbitMqStatus::new(),
     );
-    close(open(rig.source(QueueKind::Quorum)).await).await;
+    close(open(fixture.source(QueueKind::Quorum)).await).await;
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let consumer = Consumer::builder()
         .source(
-            rig.source(QueueKind::Quorum)
+            fixture
+                .source(QueueKind::Quorum)
                 .key_header("customer")
                 .consumer_timeout(Duration::from_secs(3))
                 .status(status.clone()),
@@ -287,19 +299,20 @@ async fn order_by_key_holds_though_a_channel_is_given_up_for_what_stands_open_to
     let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
     let (begun, mut all) = (Instant::now(), 0);
     while begun.elapsed() < Duration::from_secs(5) {
-        // Others are acknowledged one by one all the while. An odd number: two consumers are handed
-        // messages by turns.
+        // Keeps single acknowledgements going. An odd number, since RabbitMQ delivers to two
+        // consumers in turn.
         for customer in ["a", "b", "c", "d", "e"] {
             let mut table = FieldTable::default();
             table.insert("customer".into(), AMQPValue::LongString(customer.into()));
             let id = format!("{customer}-{all}");
-            rig.publish_with(
-                &all.to_string(),
-                BasicProperties::default()
-                    .with_message_id(id.into())
-                    .with_headers(table),
-            )
-            .await;
+            fixture
+                .publish_with(
+                    &all.to_string(),
+                    BasicProperties::default()
+                        .with_message_id(id.into())
+                        .with_headers(table),
+                )
+                .await;
         }
         all += 1;
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -320,5 +333,5 @@ async fn order_by_key_holds_though_a_channel_is_given_up_for_what_stands_open_to
         *handler.0.lock().expect("no handler panics"),
         (0..all).collect::<Vec<_>>()
     );
-    rig.done().await;
+    fixture.delete_queues().await;
 }

@@ -1,4 +1,4 @@
-//! Copies that are refused, and what becomes of those beside them.
+//! Copies that are refused, and other copies meanwhile.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -11,15 +11,15 @@ use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{Settled, Source};
 use oncegate_testkit::servers::RabbitServer;
 
-use crate::rig::*;
+use crate::fixture::*;
 
 const EACH: usize = 200;
 
-/// Publishes, receives and settles in one call: half of the messages rejected, half released for
-/// long.
-async fn reject_and_release(rig: &Rig, source: &mut RabbitMqSource) {
+/// Publishes and receives messages, and settles them in one call: half are rejected, half released
+/// with a long delay.
+async fn reject_and_release(fixture: &QueueFixture, source: &mut RabbitMqSource) {
     for number in 0..2 * EACH {
-        rig.publish(&number.to_string()).await;
+        fixture.publish(&number.to_string()).await;
     }
     let (all, _) = deliveries(source, 2 * EACH, Duration::from_secs(20)).await;
     let mut settled: Vec<_> = all
@@ -41,12 +41,12 @@ async fn reject_and_release(rig: &Rig, source: &mut RabbitMqSource) {
     source.settle(&mut settled).await.expect("settled");
 }
 
-/// Takes all that stands in a queue: its bodies, and how many messages there were. By a connection
-/// of its own: the broker ends one that asks a queue which has just been made, and is not ready.
-async fn empty(rig: &Rig, queue: &str) -> (BTreeSet<Vec<u8>>, usize) {
-    let rig = rig.again().await;
+/// Takes all messages of a queue: their bodies and their number. On a connection of its own, which
+/// the broker closes if the queue was just declared and is not ready.
+async fn take_all(fixture: &QueueFixture, queue: &str) -> (BTreeSet<Vec<u8>>, usize) {
+    let fixture = fixture.reconnect().await;
     let (mut bodies, mut count) = (BTreeSet::new(), 0);
-    while let Ok(Some(message)) = rig
+    while let Ok(Some(message)) = fixture
         .channel
         .basic_get(queue.into(), BasicGetOptions { no_ack: true })
         .await
@@ -58,68 +58,71 @@ async fn empty(rig: &Rig, queue: &str) -> (BTreeSet<Vec<u8>>, usize) {
 }
 
 #[tokio::test]
-async fn a_missing_dead_letter_queue_costs_no_copy_to_another_queue() {
-    let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Quorum)).await;
-    // Which confirmation a returned copy meets is a matter of chance.
+async fn a_missing_dead_letter_queue_affects_no_copy_to_another_queue() {
+    let fixture = QueueFixture::new().await;
+    let mut source = open(fixture.source(QueueKind::Quorum)).await;
+    // Which confirm lapin attaches the returned copy to is random.
     for _ in 0..4 {
-        rig.channel
+        fixture
+            .channel
             .queue_delete(
-                rig.dead_letters().as_str().into(),
+                fixture.dead_letters().as_str().into(),
                 QueueDeleteOptions::default(),
             )
             .await
             .expect("deleted");
-        reject_and_release(&rig, &mut source).await;
-        let patience = Instant::now() + Duration::from_secs(10);
+        reject_and_release(&fixture, &mut source).await;
+        let deadline = Instant::now() + Duration::from_secs(10);
         let (mut dead, mut delayed, mut copies) = (BTreeSet::new(), BTreeSet::new(), 0);
         while dead.len() < EACH || delayed.len() < EACH {
             assert!(
-                Instant::now() < patience,
+                Instant::now() < deadline,
                 "a copy was lost: {} dead letters, {} delayed",
                 dead.len(),
                 delayed.len()
             );
             tokio::time::sleep(Duration::from_millis(50)).await;
-            if rig.exists(&rig.dead_letters()).await {
-                dead.append(&mut empty(&rig, &rig.dead_letters()).await.0);
+            if fixture.exists(&fixture.dead_letters()).await {
+                dead.append(&mut take_all(&fixture, &fixture.dead_letters()).await.0);
             }
-            let (mut some, count) = empty(&rig, &format!("{}.delay.30000", rig.queue)).await;
+            let (mut some, count) =
+                take_all(&fixture, &format!("{}.delay.30000", fixture.queue)).await;
             delayed.append(&mut some);
             copies += count;
         }
         assert_eq!(
             copies, EACH,
-            "the copies to a sound queue were published again"
+            "copies to the other queue were published again"
         );
         assert_eq!(dead.union(&delayed).count(), 2 * EACH);
     }
     close(source).await;
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn a_missing_dead_letter_queue_may_be_made_by_hand_later() {
-    let rig = Rig::new().await;
-    close(open(rig.source(QueueKind::Classic)).await).await;
-    let mut source = open(rig.source(QueueKind::Classic).topology(Topology::Check)).await;
-    rig.channel
+async fn a_missing_dead_letter_queue_may_be_created_later() {
+    let fixture = QueueFixture::new().await;
+    close(open(fixture.source(QueueKind::Classic)).await).await;
+    let mut source = open(fixture.source(QueueKind::Classic).topology(Topology::Check)).await;
+    fixture
+        .channel
         .queue_delete(
-            rig.dead_letters().as_str().into(),
+            fixture.dead_letters().as_str().into(),
             QueueDeleteOptions::default(),
         )
         .await
         .expect("deleted");
     for number in 0..2 * EACH {
-        rig.publish(&number.to_string()).await;
+        fixture.publish(&number.to_string()).await;
     }
     let (mut dead, _) = deliveries(&mut source, 2 * EACH, Duration::from_secs(20)).await;
     let doubtful = dead.split_off(EACH);
     for delivery in dead {
         settle(&mut source, delivery, Settlement::Reject(Reason::Refused)).await;
     }
-    // In-doubt messages go on meanwhile, beside copies that are returned again and again.
+    // In-doubt messages are published while dead letters are returned repeatedly.
     for (number, delivery) in doubtful.into_iter().enumerate() {
         settle(
             &mut source,
@@ -133,11 +136,11 @@ async fn a_missing_dead_letter_queue_may_be_made_by_hand_later() {
             tokio::time::sleep(Duration::from_millis(40)).await;
         }
     }
-    let patience = Instant::now() + Duration::from_secs(10);
-    while (rig.ready(&rig.in_doubt()).await as usize) < EACH {
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while (fixture.ready_messages(&fixture.in_doubt()).await as usize) < EACH {
         assert!(
-            Instant::now() < patience,
-            "the in-doubt messages wait for the dead letters"
+            Instant::now() < deadline,
+            "in-doubt messages wait for the dead letters"
         );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -150,22 +153,23 @@ async fn a_missing_dead_letter_queue_may_be_made_by_hand_later() {
         durable: true,
         ..QueueDeclareOptions::default()
     };
-    rig.channel
-        .queue_declare(rig.dead_letters().as_str().into(), options, arguments)
+    fixture
+        .channel
+        .queue_declare(fixture.dead_letters().as_str().into(), options, arguments)
         .await
         .expect("declared");
     close(source).await;
-    let (doubt, doubts) = empty(&rig, &rig.in_doubt()).await;
-    let (dead, _) = empty(&rig, &rig.dead_letters()).await;
+    let (doubt, doubts) = take_all(&fixture, &fixture.in_doubt()).await;
+    let (dead, _) = take_all(&fixture, &fixture.dead_letters()).await;
     assert_eq!((dead.len(), doubt.len(), doubts), (EACH, EACH, EACH));
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn a_message_with_as_many_headers_as_fit_can_be_rejected_and_delayed() {
-    let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Quorum)).await;
+async fn a_message_with_headers_up_to_the_frame_size_can_be_rejected_and_delayed() {
+    let fixture = QueueFixture::new().await;
+    let mut source = open(fixture.source(QueueKind::Quorum)).await;
     let mut table = FieldTable::default();
     table.insert(
         "huge".into(),
@@ -177,7 +181,8 @@ async fn a_message_with_as_many_headers_as_fit_can_be_rejected_and_delayed() {
     );
     table.insert("small".into(), AMQPValue::LongString("s".into()));
     for body in ["reject", "release"] {
-        rig.publish_with(body, BasicProperties::default().with_headers(table.clone()))
+        fixture
+            .publish_with(body, BasicProperties::default().with_headers(table.clone()))
             .await;
     }
     let rejected = delivery(&mut source).await;
@@ -185,9 +190,12 @@ async fn a_message_with_as_many_headers_as_fit_can_be_rejected_and_delayed() {
     let released = delivery(&mut source).await;
     settle(&mut source, released, release(Duration::from_secs(25))).await;
     close(source).await;
-    rig.becomes_empty(&rig.queue).await;
-    for queue in [rig.dead_letters(), format!("{}.delay.30000", rig.queue)] {
-        let copy = rig.take(&queue).await.delivery;
+    fixture.wait_until_empty(&fixture.queue).await;
+    for queue in [
+        fixture.dead_letters(),
+        format!("{}.delay.30000", fixture.queue),
+    ] {
+        let copy = fixture.take(&queue).await.delivery;
         assert_eq!(header(&copy, "huge"), None);
         assert_eq!(
             header(&copy, "large").map(|value| value.len()),
@@ -199,24 +207,24 @@ async fn a_message_with_as_many_headers_as_fit_can_be_rejected_and_delayed() {
             Some("huge")
         );
     }
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_copy_that_the_broker_answers_by_closing_the_channel_stops_no_other() {
+async fn a_copy_that_closes_its_channel_blocks_no_other_copy() {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
         .expect("a server");
-    let rig = Rig::at(&server.url()).await;
-    let mut source = open(rig.source(QueueKind::Quorum)).await;
+    let fixture = QueueFixture::at(&server.url()).await;
+    let mut source = open(fixture.source(QueueKind::Quorum)).await;
     let large = "x".repeat(5_000);
-    rig.publish(&large).await;
+    fixture.publish(&large).await;
     for number in 0..40 {
-        rig.publish(&number.to_string()).await;
+        fixture.publish(&number.to_string()).await;
     }
     let (all, _) = deliveries(&mut source, 41, Duration::from_secs(20)).await;
-    // As after an upgrade to a release with a smaller limit.
+    // As after an upgrade to a release with a lower limit.
     server
         .control(&[
             "eval",
@@ -227,22 +235,22 @@ async fn a_copy_that_the_broker_answers_by_closing_the_channel_stops_no_other() 
         settle(&mut source, delivery, Settlement::Reject(Reason::Refused)).await;
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    let patience = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(20);
     let (mut dead, mut copies) = (BTreeSet::new(), 0);
     while dead.len() < 40 {
         assert!(
-            Instant::now() < patience,
+            Instant::now() < deadline,
             "{} of 40 dead letters",
             dead.len()
         );
         tokio::time::sleep(Duration::from_millis(50)).await;
-        let (mut some, count) = empty(&rig, &rig.dead_letters()).await;
+        let (mut some, count) = take_all(&fixture, &fixture.dead_letters()).await;
         dead.append(&mut some);
         copies += count;
     }
     assert!(
         !dead.contains(large.as_bytes()),
-        "the limit stopped nothing: the test proves nothing"
+        "the limit must refuse it, else this tests nothing"
     );
     assert!(copies <= 50, "{copies} copies of 40 messages");
     server
@@ -252,9 +260,14 @@ async fn a_copy_that_the_broker_answers_by_closing_the_channel_stops_no_other() 
         ])
         .expect("no limit");
     assert_eq!(
-        rig.take(&rig.dead_letters()).await.delivery.data.len(),
+        fixture
+            .take(&fixture.dead_letters())
+            .await
+            .delivery
+            .data
+            .len(),
         5_000
     );
     close(source).await;
-    rig.becomes_empty(&rig.queue).await;
+    fixture.wait_until_empty(&fixture.queue).await;
 }

@@ -1,4 +1,4 @@
-//! The laws of sources, on both kinds of queues.
+//! The laws of sources, with both types of queues.
 
 use std::collections::HashMap;
 
@@ -10,22 +10,22 @@ use oncegate_core::{Message, async_trait};
 use oncegate_testkit::laws::source::{Destination, TestQueue};
 use tokio::sync::Mutex;
 
-use super::rig::*;
+use super::fixture::*;
 
-struct Lawful {
-    rig: Rig,
+struct RabbitMqQueue {
+    fixture: QueueFixture,
     kind: QueueKind,
-    /// What was taken from a queue is not there any more.
+    /// What was taken from the queues so far.
     taken: Mutex<HashMap<Destination, Vec<Message>>>,
 }
 
-impl Lawful {
+impl RabbitMqQueue {
     async fn new(kind: QueueKind) -> Self {
-        let rig = Rig::new().await;
+        let fixture = QueueFixture::new().await;
         // It declares the queues, so that the laws may publish before they open a source.
-        close(open(rig.source(kind)).await).await;
+        close(open(fixture.source(kind)).await).await;
         Self {
-            rig,
+            fixture,
             kind,
             taken: Mutex::default(),
         }
@@ -33,11 +33,11 @@ impl Lawful {
 }
 
 #[async_trait]
-impl TestQueue for Lawful {
+impl TestQueue for RabbitMqQueue {
     type Source = RabbitMqSource;
 
     async fn source(&self) -> RabbitMqSource {
-        *open(self.rig.source(self.kind)).await
+        *open(self.fixture.source(self.kind)).await
     }
 
     async fn publish(&self, message: Message) {
@@ -51,36 +51,36 @@ impl TestQueue for Lawful {
         }
         let properties = BasicProperties::default().with_headers(headers);
         assert!(
-            self.rig.reaches(&message.body, properties).await,
+            self.fixture.try_publish(&message.body, properties).await,
             "the message reached no queue"
         );
     }
 
     async fn set_aside(&self, destination: Destination) -> Vec<Message> {
         let queue = match destination {
-            Destination::DeadLetters => self.rig.dead_letters(),
-            Destination::InDoubt => self.rig.in_doubt(),
+            Destination::DeadLetters => self.fixture.dead_letters(),
+            Destination::InDoubt => self.fixture.in_doubt(),
         };
         let mut taken = self.taken.lock().await;
         let found = taken.entry(destination).or_default();
         let options = BasicGetOptions { no_ack: true };
-        while let Some(letter) = self
-            .rig
+        while let Some(dead_letter) = self
+            .fixture
             .channel
             .basic_get(queue.as_str().into(), options)
             .await
             .expect("the queue exists")
         {
-            found.push(as_a_message(letter.delivery));
+            found.push(to_message(dead_letter.delivery));
         }
         found.clone()
     }
 }
 
-fn as_a_message(letter: lapin::message::Delivery) -> Message {
-    let headers = letter.properties.headers().clone().unwrap_or_default();
+fn to_message(dead_letter: lapin::message::Delivery) -> Message {
+    let headers = dead_letter.properties.headers().clone().unwrap_or_default();
     headers.inner().iter().fold(
-        Message::new(letter.data),
+        Message::new(dead_letter.data),
         |message, (name, value)| match value {
             AMQPValue::LongString(value) => message.with_header(name.as_str(), value.as_bytes()),
             _ => message,
@@ -91,11 +91,11 @@ fn as_a_message(letter: lapin::message::Delivery) -> Message {
 mod quorum {
     use super::*;
 
-    oncegate_testkit::source_laws!(async || Lawful::new(QueueKind::Quorum).await);
+    oncegate_testkit::source_laws!(async || RabbitMqQueue::new(QueueKind::Quorum).await);
 }
 
 mod classic {
     use super::*;
 
-    oncegate_testkit::source_laws!(async || Lawful::new(QueueKind::Classic).await);
+    oncegate_testkit::source_laws!(async || RabbitMqQueue::new(QueueKind::Classic).await);
 }

@@ -2,16 +2,16 @@
 
 mod bad_input;
 mod bad_table;
+mod blocked_acks;
 mod consumer;
 mod copies;
+mod fixture;
 mod laws;
 mod limits;
 mod nodes;
-mod obstacles;
+mod recovery;
 mod releases;
-mod rig;
 mod security;
-mod trouble;
 
 use std::time::{Duration, Instant};
 
@@ -24,22 +24,21 @@ use oncegate_core::source::{FailureHistory, Open, Settled, Source, SourceError, 
 use oncegate_testkit::servers::RabbitServer;
 use tokio::io::AsyncReadExt;
 
-use rig::*;
+use fixture::*;
 
 pub(crate) const KINDS: [QueueKind; 2] = [QueueKind::Quorum, QueueKind::Classic];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn accepted_deliveries_leave_the_queue_in_whatever_order_they_were_settled() {
+async fn accepted_deliveries_are_acknowledged_in_any_order_of_settlement() {
     for kind in KINDS {
-        let rig = Rig::new().await;
-        let mut source = open(rig.source(kind).prefetch(16)).await;
+        let fixture = QueueFixture::new().await;
+        let mut source = open(fixture.source(kind).prefetch(16)).await;
         for number in 0..100 {
-            rig.publish(&number.to_string()).await;
+            fixture.publish(&number.to_string()).await;
         }
         let mut seen = Vec::new();
         while seen.len() < 100 {
-            // More than a quarter of the prefetch lies beyond the gap that the first delivery
-            // leaves.
+            // More than a quarter of the prefetch is settled behind the first delivery.
             let (mut some, _) = deliveries(&mut source, 1, Duration::from_secs(10)).await;
             some.reverse();
             for delivery in some {
@@ -55,17 +54,17 @@ async fn accepted_deliveries_leave_the_queue_in_whatever_order_they_were_settled
                 .map(|number| number.to_string())
                 .collect::<Vec<_>>()
         );
-        rig.becomes_empty(&rig.queue).await;
-        rig.done().await;
+        fixture.wait_until_empty(&fixture.queue).await;
+        fixture.delete_queues().await;
     }
 }
 
 #[tokio::test]
 async fn a_delivery_that_is_never_settled_does_not_stall_the_others() {
-    let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Quorum).prefetch(4)).await;
+    let fixture = QueueFixture::new().await;
+    let mut source = open(fixture.source(QueueKind::Quorum).prefetch(4)).await;
     for number in 0..40 {
-        rig.publish(&number.to_string()).await;
+        fixture.publish(&number.to_string()).await;
     }
     let open_for_long = delivery(&mut source).await;
     for _ in 1..40 {
@@ -74,20 +73,20 @@ async fn a_delivery_that_is_never_settled_does_not_stall_the_others() {
     }
     settle(&mut source, open_for_long, accept()).await;
     close(source).await;
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn what_was_settled_just_before_the_end_does_not_come_back() {
+async fn deliveries_settled_just_before_closing_are_not_redelivered() {
     for _ in 0..8 {
-        let rig = Rig::new().await;
-        let mut source = open(rig.source(QueueKind::Quorum)).await;
+        let fixture = QueueFixture::new().await;
+        let mut source = open(fixture.source(QueueKind::Quorum)).await;
         for number in 0..200 {
-            rig.publish(&number.to_string()).await;
+            fixture.publish(&number.to_string()).await;
         }
         let (mut all, _) = deliveries(&mut source, 200, Duration::from_secs(10)).await;
-        // The first stays open, so that the others are acknowledged one by one.
+        // The first stays unsettled, so that the others are acknowledged one by one.
         let mut settled: Vec<_> = all
             .drain(1..)
             .map(|delivery| Settled {
@@ -98,28 +97,28 @@ async fn what_was_settled_just_before_the_end_does_not_come_back() {
             .collect();
         source.settle(&mut settled).await.expect("settled");
         close(source).await;
-        rig.take(&rig.queue).await;
-        rig.becomes_empty(&rig.queue).await;
-        rig.done().await;
+        fixture.take(&fixture.queue).await;
+        fixture.wait_until_empty(&fixture.queue).await;
+        fixture.delete_queues().await;
     }
 }
 
 #[tokio::test]
-async fn what_was_not_settled_comes_back() {
+async fn unsettled_deliveries_are_redelivered() {
     for kind in KINDS {
-        let rig = Rig::new().await;
-        let mut source = open(rig.source(kind)).await;
+        let fixture = QueueFixture::new().await;
+        let mut source = open(fixture.source(kind)).await;
         for body in ["a", "b", "c"] {
-            rig.publish(body).await;
+            fixture.publish(body).await;
         }
         let (mut three, _) = deliveries(&mut source, 3, Duration::from_secs(10)).await;
         settle(&mut source, three.remove(1), accept()).await;
         source.stop().await;
         settle(&mut source, three.remove(1), release(Duration::ZERO)).await;
-        rig.publish("d").await;
-        nothing(&mut source, Duration::from_millis(300)).await;
+        fixture.publish("d").await;
+        assert_nothing_delivered(&mut source, Duration::from_millis(300)).await;
         close(source).await;
-        let mut again = open(rig.source(kind)).await;
+        let mut again = open(fixture.source(kind)).await;
         let (three, _) = deliveries(&mut again, 3, Duration::from_secs(10)).await;
         let mut bodies: Vec<_> = three
             .iter()
@@ -129,36 +128,37 @@ async fn what_was_not_settled_comes_back() {
         assert_eq!(bodies, [b"a", b"c", b"d"]);
         assert!(
             three.iter().all(|delivery| delivery.failures == 0),
-            "a shutdown is not a release"
+            "a shutdown is no failed attempt"
         );
         close(again).await;
-        rig.done().await;
+        fixture.delete_queues().await;
     }
 }
 
 #[tokio::test]
-async fn a_dropped_source_gives_back_what_it_held() {
-    let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Quorum)).await;
-    rig.publish("a").await;
+async fn a_dropped_source_returns_its_deliveries_to_the_queue() {
+    let fixture = QueueFixture::new().await;
+    let mut source = open(fixture.source(QueueKind::Quorum)).await;
+    fixture.publish("a").await;
     let _unsettled = delivery(&mut source).await;
     drop(source);
-    assert_eq!(rig.take(&rig.queue).await.delivery.data, b"a");
-    rig.done().await;
+    assert_eq!(fixture.take(&fixture.queue).await.delivery.data, b"a");
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn rejected_deliveries_stand_in_their_queues_with_their_story() {
+async fn rejected_deliveries_are_in_their_queues_with_their_failure_headers() {
     for kind in KINDS {
-        let rig = Rig::new().await;
-        let mut source = open(rig.source(kind)).await;
-        // As many as do not fit into one window of confirms.
+        let fixture = QueueFixture::new().await;
+        let mut source = open(fixture.source(kind)).await;
+        // More than one batch.
         for number in 0..300 {
-            rig.publish_with(
-                &number.to_string(),
-                BasicProperties::default().with_content_type("text/plain".into()),
-            )
-            .await;
+            fixture
+                .publish_with(
+                    &number.to_string(),
+                    BasicProperties::default().with_content_type("text/plain".into()),
+                )
+                .await;
         }
         let (all, _) = deliveries(&mut source, 300, Duration::from_secs(10)).await;
         let mut settled: Vec<_> = all
@@ -187,26 +187,26 @@ async fn rejected_deliveries_stand_in_their_queues_with_their_story() {
         source.settle(&mut settled).await.expect("settled");
         assert!(settled.is_empty());
         close(source).await;
-        rig.becomes_empty(&rig.queue).await;
+        fixture.wait_until_empty(&fixture.queue).await;
         assert_eq!(
             (
-                rig.ready(&rig.dead_letters()).await,
-                rig.ready(&rig.in_doubt()).await
+                fixture.ready_messages(&fixture.dead_letters()).await,
+                fixture.ready_messages(&fixture.in_doubt()).await
             ),
             (299, 1)
         );
-        let doubt = rig.take(&rig.in_doubt()).await.delivery;
+        let doubt = fixture.take(&fixture.in_doubt()).await.delivery;
         assert_eq!(
             (&doubt.data[..], header(&doubt, headers::REASON).as_deref()),
             (&b"0"[..], Some("in-doubt-panicked"))
         );
-        let dead = rig.take(&rig.dead_letters()).await.delivery;
+        let dead = fixture.take(&fixture.dead_letters()).await.delivery;
         for (name, value) in [
             (headers::REASON, "refused"),
             (headers::ID, "pay-1"),
             (headers::ATTEMPTS, "2"),
             (headers::LAST_ERROR, "no such card"),
-            (headers::ORIGIN, rig.queue.as_str()),
+            (headers::ORIGIN, fixture.queue.as_str()),
         ] {
             assert_eq!(header(&dead, name).as_deref(), Some(value), "{name}");
         }
@@ -217,43 +217,45 @@ async fn rejected_deliveries_stand_in_their_queues_with_their_story() {
                 .map(|it| it.as_str()),
             Some("text/plain")
         );
-        rig.done().await;
+        fixture.delete_queues().await;
     }
 }
 
 #[tokio::test]
-async fn a_dead_letter_queue_that_went_missing_is_made_again_before_the_original_is_acknowledged() {
-    let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Quorum)).await;
-    rig.channel
+async fn a_deleted_dead_letter_queue_is_declared_before_the_original_is_acknowledged() {
+    let fixture = QueueFixture::new().await;
+    let mut source = open(fixture.source(QueueKind::Quorum)).await;
+    fixture
+        .channel
         .queue_delete(
-            rig.dead_letters().as_str().into(),
+            fixture.dead_letters().as_str().into(),
             QueueDeleteOptions::default(),
         )
         .await
         .expect("deleted");
-    rig.publish("a").await;
+    fixture.publish("a").await;
     let refused = delivery(&mut source).await;
     settle(&mut source, refused, Settlement::Reject(Reason::Refused)).await;
     close(source).await;
-    assert_eq!(rig.ready(&rig.dead_letters()).await, 1);
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    assert_eq!(fixture.ready_messages(&fixture.dead_letters()).await, 1);
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn while_dead_letters_cannot_be_published_the_original_is_kept() {
-    let rig = Rig::new().await;
-    close(open(rig.source(QueueKind::Quorum)).await).await;
-    let mut source = open(rig.source(QueueKind::Quorum).topology(Topology::Check)).await;
-    rig.channel
+async fn the_original_is_kept_while_dead_letters_cannot_be_published() {
+    let fixture = QueueFixture::new().await;
+    close(open(fixture.source(QueueKind::Quorum)).await).await;
+    let mut source = open(fixture.source(QueueKind::Quorum).topology(Topology::Check)).await;
+    fixture
+        .channel
         .queue_delete(
-            rig.dead_letters().as_str().into(),
+            fixture.dead_letters().as_str().into(),
             QueueDeleteOptions::default(),
         )
         .await
         .expect("deleted");
-    rig.publish("a").await;
+    fixture.publish("a").await;
     let refused = delivery(&mut source).await;
     settle(&mut source, refused, Settlement::Reject(Reason::Refused)).await;
     let closing = source.close(Instant::now() + Duration::from_secs(1)).await;
@@ -261,24 +263,25 @@ async fn while_dead_letters_cannot_be_published_the_original_is_kept() {
         matches!(closing, Err(SourceError::Unavailable(_))),
         "{closing:?}"
     );
-    assert_eq!(rig.take(&rig.queue).await.delivery.data, b"a");
-    rig.done().await;
+    assert_eq!(fixture.take(&fixture.queue).await.delivery.data, b"a");
+    fixture.delete_queues().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_cut_connection_is_rebuilt_and_stale_receipts_are_never_sent() {
+async fn the_source_reconnects_and_drops_stale_receipts() {
     for kind in KINDS {
-        let (rig, proxy) = (Rig::new().await, Proxy::start().await);
+        let (fixture, proxy) = (QueueFixture::new().await, ConnectionProxy::start().await);
         let status = RabbitMqStatus::new();
         let mut source = open(
-            rig.source(kind)
+            fixture
+                .source(kind)
                 .url(&proxy.url)
                 .prefetch(8)
                 .status(status.clone()),
         )
         .await;
         for number in 0..20 {
-            rig.publish(&number.to_string()).await;
+            fixture.publish(&number.to_string()).await;
         }
         let (stale, _) = deliveries(&mut source, 8, Duration::from_secs(10)).await;
         let epoch = stale[0].receipt.epoch;
@@ -297,13 +300,13 @@ async fn a_cut_connection_is_rebuilt_and_stale_receipts_are_never_sent() {
         for delivery in stale {
             settle(&mut source, delivery, accept()).await;
         }
-        // All twenty come: the stale receipts acknowledged nothing, and closed nothing.
+        // All twenty are delivered: the stale receipts acknowledged nothing and closed no channel.
         let mut bodies = std::collections::BTreeSet::new();
-        let mut handed_over = 0;
+        let mut received = 0;
         while bodies.len() < 20 {
             for delivery in fresh.drain(..) {
                 assert_eq!(delivery.receipt.epoch, epoch + 1);
-                handed_over += 1;
+                received += 1;
                 bodies.insert(delivery.message.body.to_vec());
                 settle(&mut source, delivery, accept()).await;
             }
@@ -313,22 +316,23 @@ async fn a_cut_connection_is_rebuilt_and_stale_receipts_are_never_sent() {
                 assert!(revoked.is_empty(), "a stale receipt closed the channel");
             }
         }
-        assert_eq!(handed_over, 20);
+        assert_eq!(received, 20);
         close(source).await;
-        rig.becomes_empty(&rig.queue).await;
-        rig.done().await;
+        fixture.wait_until_empty(&fixture.queue).await;
+        fixture.delete_queues().await;
     }
 }
 
 #[tokio::test]
-async fn a_connection_on_which_nobody_answers_is_given_up() {
-    let (rig, proxy) = (Rig::new().await, Proxy::start().await);
+async fn a_connection_without_heartbeats_is_replaced() {
+    let (fixture, proxy) = (QueueFixture::new().await, ConnectionProxy::start().await);
     let mut source = open(
-        rig.source(QueueKind::Quorum)
+        fixture
+            .source(QueueKind::Quorum)
             .url(format!("{}?heartbeat=1", proxy.url)),
     )
     .await;
-    rig.publish("a").await;
+    fixture.publish("a").await;
     let stale = delivery(&mut source).await;
     proxy.freeze();
     let (mut again, revoked) = deliveries(&mut source, 1, Duration::from_secs(15)).await;
@@ -336,17 +340,23 @@ async fn a_connection_on_which_nobody_answers_is_given_up() {
     settle(&mut source, stale, accept()).await;
     settle(&mut source, again.remove(0), accept()).await;
     close(source).await;
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn connections_that_are_cut_over_and_over_lose_nothing() {
-    let (rig, proxy) = (Rig::new().await, Proxy::start().await);
-    let mut source = open(rig.source(QueueKind::Quorum).url(&proxy.url).prefetch(32)).await;
+async fn repeatedly_cut_connections_lose_no_message() {
+    let (fixture, proxy) = (QueueFixture::new().await, ConnectionProxy::start().await);
+    let mut source = open(
+        fixture
+            .source(QueueKind::Quorum)
+            .url(&proxy.url)
+            .prefetch(32),
+    )
+    .await;
     let (mut accepted, mut rejected) = (std::collections::BTreeSet::new(), 0);
     for number in 0..200 {
-        rig.publish(&number.to_string()).await;
+        fixture.publish(&number.to_string()).await;
     }
     let (started, mut cuts) = (Instant::now(), 0);
     let mut seen = std::collections::BTreeSet::new();
@@ -370,18 +380,18 @@ async fn connections_that_are_cut_over_and_over_lose_nothing() {
         assert!(started.elapsed() < Duration::from_secs(60));
     }
     assert!(cuts >= 3 && rejected > 0);
-    // What came back for want of an acknowledgement is accepted now.
-    while rig.ready(&rig.queue).await > 0 {
+    // Waits until redelivered messages are delivered, too.
+    while fixture.ready_messages(&fixture.queue).await > 0 {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     close(source).await;
-    let mut again = open(rig.source(QueueKind::Quorum)).await;
+    let mut again = open(fixture.source(QueueKind::Quorum)).await;
     let mut left = Vec::new();
     while tokio::time::timeout(Duration::from_millis(500), again.receive(LIMIT, &mut left))
         .await
         .is_ok()
     {}
-    let dead = rig.ready(&rig.dead_letters()).await as usize;
+    let dead = fixture.ready_messages(&fixture.dead_letters()).await as usize;
     assert!(
         accepted.len() + dead + left.len() >= 200,
         "{} accepted, {dead} dead, {} left",
@@ -389,15 +399,16 @@ async fn connections_that_are_cut_over_and_over_lose_nothing() {
         left.len()
     );
     close(again).await;
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
 async fn a_deleted_queue_is_declared_and_consumed_again() {
-    let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Quorum)).await;
-    rig.channel
-        .queue_delete(rig.queue.as_str().into(), QueueDeleteOptions::default())
+    let fixture = QueueFixture::new().await;
+    let mut source = open(fixture.source(QueueKind::Quorum)).await;
+    fixture
+        .channel
+        .queue_delete(fixture.queue.as_str().into(), QueueDeleteOptions::default())
         .await
         .expect("deleted");
     let mut into = Vec::new();
@@ -406,23 +417,24 @@ async fn a_deleted_queue_is_declared_and_consumed_again() {
         matches!(into[..], [oncegate_core::Incoming::Revoked(1)]),
         "{into:?}"
     );
-    let patience = Instant::now() + Duration::from_secs(10);
-    while !rig.reaches("a", BasicProperties::default()).await {
-        assert!(Instant::now() < patience);
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while !fixture.try_publish("a", BasicProperties::default()).await {
+        assert!(Instant::now() < deadline);
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let delivery = delivery(&mut source).await;
     settle(&mut source, delivery, accept()).await;
     close(source).await;
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn a_queue_with_other_arguments_is_used_only_if_it_is_said_to_be_the_users_own() {
-    let rig = Rig::new().await;
-    close(open(rig.source(QueueKind::Quorum)).await).await;
-    rig.channel
-        .queue_delete(rig.queue.as_str().into(), QueueDeleteOptions::default())
+async fn a_queue_with_other_arguments_is_consumed_only_with_topology_check_or_trust() {
+    let fixture = QueueFixture::new().await;
+    close(open(fixture.source(QueueKind::Quorum)).await).await;
+    fixture
+        .channel
+        .queue_delete(fixture.queue.as_str().into(), QueueDeleteOptions::default())
         .await
         .expect("deleted");
     let mut arguments = FieldTable::default();
@@ -430,17 +442,18 @@ async fn a_queue_with_other_arguments_is_used_only_if_it_is_said_to_be_the_users
         "x-queue-type".into(),
         AMQPValue::LongString("quorum".into()),
     );
-    // It drops what was delivered three times.
+    // Without a dead-letter exchange it drops messages over the limit.
     arguments.insert("x-delivery-limit".into(), AMQPValue::LongInt(3));
     let options = QueueDeclareOptions {
         durable: true,
         ..QueueDeclareOptions::default()
     };
-    rig.channel
-        .queue_declare(rig.queue.as_str().into(), options, arguments)
+    fixture
+        .channel
+        .queue_declare(fixture.queue.as_str().into(), options, arguments)
         .await
         .expect("declared");
-    let refused = rig
+    let refused = fixture
         .source(QueueKind::Quorum)
         .open()
         .await
@@ -453,17 +466,17 @@ async fn a_queue_with_other_arguments_is_used_only_if_it_is_said_to_be_the_users
         "{refused}"
     );
     for topology in [Topology::Check, Topology::Trust] {
-        let mut source = open(rig.source(QueueKind::Quorum).topology(topology)).await;
-        rig.publish("a").await;
+        let mut source = open(fixture.source(QueueKind::Quorum).topology(topology)).await;
+        fixture.publish("a").await;
         let delivery = delivery(&mut source).await;
         settle(&mut source, delivery, accept()).await;
         close(source).await;
     }
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn what_a_person_has_to_change_is_said_at_open() {
+async fn a_configuration_error_is_returned_by_open() {
     let refusal = async |source: RabbitMq| {
         let opening = tokio::time::timeout(Duration::from_secs(15), source.open())
             .await
@@ -515,9 +528,9 @@ async fn what_a_person_has_to_change_is_said_at_open() {
 }
 
 #[tokio::test]
-async fn a_broker_that_is_not_there_yet_is_waited_for() {
-    let rig = Rig::new().await;
-    // A port that nobody listens on for now.
+async fn opening_waits_for_an_unavailable_broker() {
+    let fixture = QueueFixture::new().await;
+    // An unused port.
     let port = std::net::TcpListener::bind("127.0.0.1:0")
         .expect("a port")
         .local_addr()
@@ -526,35 +539,38 @@ async fn a_broker_that_is_not_there_yet_is_waited_for() {
     let nowhere = format!("amqp://guest:guest@127.0.0.1:{port}/%2f");
     let opening = tokio::time::timeout(
         Duration::from_secs(1),
-        RabbitMq::queue(&rig.queue).url(nowhere).open(),
+        RabbitMq::queue(&fixture.queue).url(nowhere).open(),
     )
     .await;
-    assert!(opening.is_err(), "it gave up: {opening:?}");
+    assert!(opening.is_err(), "it must wait: {opening:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_restart() {
+async fn a_memory_alarm_delays_only_dead_letters_and_the_broker_may_restart_afterwards() {
     let mut server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
         .expect("a server");
-    let rig = Rig::at(&server.url()).await;
+    let fixture = QueueFixture::at(&server.url()).await;
     let status = RabbitMqStatus::new();
     let mut source = open(
-        rig.source(QueueKind::Quorum)
+        fixture
+            .source(QueueKind::Quorum)
             .prefetch(4)
             .status(status.clone()),
     )
     .await;
     for number in 0..20 {
-        rig.publish(&number.to_string()).await;
+        fixture.publish(&number.to_string()).await;
     }
-    // The publishing connection stands before the alarm, as it may in a consumer that runs for
-    // long.
+    // The publishing connection is open before the alarm, as in a consumer that runs for long.
     let first = delivery(&mut source).await;
     settle(&mut source, first, Settlement::Reject(Reason::Refused)).await;
-    assert_eq!(rig.take(&rig.dead_letters()).await.delivery.data, b"0");
-    let other = Rig::at(&server.url()).await;
+    assert_eq!(
+        fixture.take(&fixture.dead_letters()).await.delivery.data,
+        b"0"
+    );
+    let other = QueueFixture::at(&server.url()).await;
     let mut leaving = open(other.source(QueueKind::Quorum)).await;
     other.publish("cannot be delayed").await;
     let held = delivery(&mut leaving).await;
@@ -563,27 +579,32 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
         .control(&["set_vm_memory_high_watermark", "0"])
         .expect("an alarm");
     let counts = async |what: &str, is_so: &dyn Fn(RabbitMqSnapshot) -> bool| {
-        let patience = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(20);
         while !is_so(status.snapshot()) {
-            assert!(Instant::now() < patience, "{what}: {:?}", status.snapshot());
+            assert!(Instant::now() < deadline, "{what}: {:?}", status.snapshot());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    // The broker tells its connections one after the other: a letter or two may stand before ours
-    // has heard of it.
-    let (mut number, mut letters) = (1, 1);
+    // The broker notifies its connections one after the other: a dead letter or two may be
+    // published before.
+    let (mut number, mut dead_letters) = (1, 1);
     while status.snapshot().blocked == Duration::ZERO {
         assert!(
             number < 10,
-            "the alarm stopped nothing: the test proves nothing"
+            "the alarm must block publishing, else this tests nothing"
         );
-        let letter = delivery(&mut source).await;
-        settle(&mut source, letter, Settlement::Reject(Reason::Refused)).await;
+        let dead_letter = delivery(&mut source).await;
+        settle(
+            &mut source,
+            dead_letter,
+            Settlement::Reject(Reason::Refused),
+        )
+        .await;
         counts("it is blocked", &|read| {
-            read.blocked > Duration::ZERO || read.copies > letters
+            read.blocked > Duration::ZERO || read.copies > dead_letters
         })
         .await;
-        (number, letters) = (number + 1, status.snapshot().copies);
+        (number, dead_letters) = (number + 1, status.snapshot().copies);
     }
     for number in number..20 {
         let delivery = delivery(&mut source).await;
@@ -591,11 +612,11 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
         settle(&mut source, delivery, accept()).await;
     }
     let during = status.snapshot().blocked;
-    let standing = server_ready(&server, &rig.dead_letters());
+    let ready = server_ready(&server, &fixture.dead_letters());
     assert_eq!(
-        (status.snapshot().copies, u64::from(standing) + 1),
-        (letters, letters),
-        "a letter was published in spite of the alarm"
+        (status.snapshot().copies, u64::from(ready) + 1),
+        (dead_letters, dead_letters),
+        "a dead letter was published despite the alarm"
     );
     settle(&mut leaving, held, release(Duration::from_secs(25))).await;
     let closing = tokio::time::timeout(
@@ -603,15 +624,18 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
         leaving.close(Instant::now() + Duration::from_secs(1)),
     )
     .await;
-    let told = closing.expect("it ends, though its copy cannot be published");
-    assert!(matches!(told, Err(SourceError::Unavailable(_))), "{told:?}");
+    let outcome = closing.expect("closing has a deadline");
+    assert!(
+        matches!(outcome, Err(SourceError::Unavailable(_))),
+        "{outcome:?}"
+    );
 
     server
         .control(&["set_vm_memory_high_watermark", "0.8"])
         .expect("no alarm");
-    let patience = Instant::now() + Duration::from_secs(20);
-    while server_ready(&server, &rig.dead_letters()) == standing {
-        assert!(Instant::now() < patience, "the dead letter never came");
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while server_ready(&server, &fixture.dead_letters()) == ready {
+        assert!(Instant::now() < deadline, "no dead letter was published");
     }
     counts("it was blocked for longer, and holds nothing", &|read| {
         read.blocked > during && read.unacked == 0
@@ -619,7 +643,13 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
     .await;
     assert_eq!(status.snapshot().reconnects, 0);
     assert_eq!(
-        other.again().await.take(&other.queue).await.delivery.data,
+        other
+            .reconnect()
+            .await
+            .take(&other.queue)
+            .await
+            .delivery
+            .data,
         b"cannot be delayed"
     );
 
@@ -627,7 +657,7 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
         server.stop();
         server.start_again().expect("started again");
     });
-    let again = rig.again().await;
+    let again = fixture.reconnect().await;
     again.publish("after").await;
     let (mut after, revoked) = deliveries(&mut source, 1, Duration::from_secs(20)).await;
     assert!(!revoked.is_empty());
@@ -635,15 +665,15 @@ async fn a_broker_short_of_memory_delays_dead_letters_and_nothing_else_and_may_r
     assert_eq!(
         &after.message.body[..],
         b"after",
-        "what was acknowledged came back"
+        "an acknowledged message was redelivered"
     );
     settle(&mut source, after, accept()).await;
     close(source).await;
-    again.becomes_empty(&again.queue).await;
+    again.wait_until_empty(&again.queue).await;
 }
 
-/// How many messages a queue holds, asked past every connection: an alarm blocks those that
-/// published.
+/// How many messages of a queue are ready, by `rabbitmqctl`: the alarm blocks connections that
+/// publish.
 fn server_ready(server: &RabbitServer, queue: &str) -> u32 {
     let listed = server
         .control(&[
@@ -675,7 +705,7 @@ async fn an_encrypted_url_begins_with_a_tls_handshake() {
         .await
         .expect("in time")
         .expect("a connection");
-    // 22 is a TLS handshake record; `A` would be AMQP with the password soon to follow.
+    // 22 is a TLS handshake record; `A` would be an unencrypted AMQP header.
     assert_eq!(connection.read_u8().await.expect("a byte"), 22);
     opening.abort();
 }

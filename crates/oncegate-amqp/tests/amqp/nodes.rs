@@ -1,4 +1,4 @@
-//! More than one way to the broker, and more than one consumer of a queue.
+//! Several nodes, and several consumers of a queue.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -18,10 +18,10 @@ use oncegate_core::{
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
 
-use crate::rig::*;
+use crate::fixture::*;
 
 /// The broker's URL with another host and port.
-pub(crate) fn by_way_of(address: impl std::fmt::Display) -> String {
+pub(crate) fn url_with_address(address: impl std::fmt::Display) -> String {
     let url = url();
     let at = url.rfind('@').expect("user@host") + 1;
     let end = url[at..].find('/').map_or(url.len(), |slash| at + slash);
@@ -50,27 +50,28 @@ pub(crate) fn proxy() -> oncegate_testkit::proxy::Proxy {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn of_several_nodes_another_takes_over() {
-    let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
+async fn the_source_fails_over_to_another_node() {
+    let (fixture, status) = (QueueFixture::new().await, RabbitMqStatus::new());
     let (first, second) = (proxy(), proxy());
-    let nobody = std::net::TcpListener::bind("127.0.0.1:0")
+    let unused = std::net::TcpListener::bind("127.0.0.1:0")
         .expect("a port")
         .local_addr()
         .expect("an address");
-    let ways = [
-        by_way_of(nobody),
-        by_way_of(format!("127.0.0.1:{}", first.port())),
-        by_way_of(format!("127.0.0.1:{}", second.port())),
+    let urls = [
+        url_with_address(unused),
+        url_with_address(format!("127.0.0.1:{}", first.port())),
+        url_with_address(format!("127.0.0.1:{}", second.port())),
     ];
     let mut source = open(
-        rig.source(QueueKind::Quorum)
-            .urls(ways)
+        fixture
+            .source(QueueKind::Quorum)
+            .urls(urls)
             .status(status.clone()),
     )
     .await;
-    rig.publish("a").await;
+    fixture.publish("a").await;
     let stale = delivery(&mut source).await;
-    // Whichever it used: now there is one left.
+    // Only one of the three is left now.
     drop(first);
     second.reset();
     let (mut again, _) = deliveries(&mut source, 1, Duration::from_secs(20)).await;
@@ -78,8 +79,8 @@ async fn of_several_nodes_another_takes_over() {
     settle(&mut source, again.remove(0), accept()).await;
     assert!(status.snapshot().reconnects >= 1);
     close(source).await;
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
@@ -88,7 +89,7 @@ async fn a_broker_is_reached_by_its_ipv6_address() {
         println!("left out: this machine has no IPv6");
         return;
     };
-    let url = by_way_of(listener.local_addr().expect("an address"));
+    let url = url_with_address(listener.local_addr().expect("an address"));
     tokio::spawn(async move {
         while let Ok((mut near, _)) = listener.accept().await {
             tokio::spawn(async move {
@@ -97,22 +98,21 @@ async fn a_broker_is_reached_by_its_ipv6_address() {
             });
         }
     });
-    let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Quorum).url(&url)).await;
+    let fixture = QueueFixture::new().await;
+    let mut source = open(fixture.source(QueueKind::Quorum).url(&url)).await;
     assert!(url.contains("@[::1]:"), "{url}");
-    rig.publish("a").await;
+    fixture.publish("a").await;
     let delivery = delivery(&mut source).await;
     settle(&mut source, delivery, accept()).await;
     close(source).await;
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
-/// The queue is the user's own, and nobody said that one of its consumers is active and the others
-/// wait.
+/// With `Topology::Trust` the source does not know that the queue has a single active consumer.
 #[tokio::test]
-async fn who_waits_behind_an_active_consumer_does_not_connect_over_and_over() {
-    let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
+async fn a_consumer_behind_a_single_active_one_does_not_reconnect_repeatedly() {
+    let (fixture, status) = (QueueFixture::new().await, RabbitMqStatus::new());
     let mut arguments = FieldTable::default();
     arguments.insert(
         "x-queue-type".into(),
@@ -123,20 +123,22 @@ async fn who_waits_behind_an_active_consumer_does_not_connect_over_and_over() {
         durable: true,
         ..QueueDeclareOptions::default()
     };
-    rig.channel
-        .queue_declare(rig.queue.as_str().into(), options, arguments)
+    fixture
+        .channel
+        .queue_declare(fixture.queue.as_str().into(), options, arguments)
         .await
         .expect("declared");
     let source = || {
-        rig.source(QueueKind::Quorum)
+        fixture
+            .source(QueueKind::Quorum)
             .topology(Topology::Trust)
             .prefetch(1)
     };
     let mut active = open(source()).await;
-    rig.publish("held").await;
+    fixture.publish("held").await;
     let held = delivery(&mut active).await;
     let mut waiting = open(source().status(status.clone())).await;
-    rig.publish("stands ready").await;
+    fixture.publish("ready").await;
     let (until, mut into) = (
         tokio::time::Instant::now() + Duration::from_secs(9),
         Vec::new(),
@@ -148,88 +150,89 @@ async fn who_waits_behind_an_active_consumer_does_not_connect_over_and_over() {
     assert!(
         into.iter()
             .all(|incoming| matches!(incoming, Incoming::Revoked(_))),
-        "it was handed something: {into:?}"
+        "it received a delivery: {into:?}"
     );
     assert!(status.snapshot().reconnects <= 1, "{:?}", status.snapshot());
     settle(&mut active, held, accept()).await;
     close(active).await;
     let next = delivery(&mut waiting).await;
-    assert_eq!(&next.message.body[..], b"stands ready");
+    assert_eq!(&next.message.body[..], b"ready");
     settle(&mut waiting, next, accept()).await;
     close(waiting).await;
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
 const KEYS: u32 = 4;
 const EACH: u32 = 60;
 const NAMES: [char; 2] = ['a', 'b'];
 
-/// What was handled, in order: key and number, and by whom.
+/// What was handled, in order: key, number and the name of the consumer.
 #[derive(Clone, Default)]
-struct Journal(Arc<Mutex<Vec<(u32, u32, char)>>>);
+struct HandledLog(Arc<Mutex<Vec<(u32, u32, char)>>>);
 
-impl Journal {
+impl HandledLog {
     fn count(&self) -> usize {
-        self.0.lock().expect("nobody panics with it").len()
+        self.0.lock().expect("no panic while it is locked").len()
     }
 
-    /// Who handled the last one.
+    /// The consumer that handled the last message.
     fn active(&self) -> char {
         self.0
             .lock()
-            .expect("nobody panics with it")
+            .expect("no panic while it is locked")
             .last()
             .expect("something was handled")
             .2
     }
 
-    async fn reaches(&self, count: usize) {
-        let patience = Instant::now() + Duration::from_secs(60);
+    async fn try_publish(&self, count: usize) {
+        let deadline = Instant::now() + Duration::from_secs(60);
         while self.count() < count {
-            assert!(Instant::now() < patience, "{} of {count}", self.count());
+            assert!(Instant::now() < deadline, "{} of {count}", self.count());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
 }
 
 #[derive(Clone)]
-struct Writes {
-    journal: Journal,
+struct RecordingHandler {
+    handled: HandledLog,
     name: char,
 }
 
 #[async_trait]
-impl Handler for Writes {
+impl Handler for RecordingHandler {
     type Payload = (u32, u32);
 
     async fn handle(&self, (key, number): (u32, u32), _: &Context) -> Result<(), Failure> {
         tokio::time::sleep(Duration::from_millis(fastrand::u64(..20))).await;
-        self.journal
+        self.handled
             .0
             .lock()
-            .expect("nobody panics with it")
+            .expect("no panic while it is locked")
             .push((key, number, self.name));
         Ok(())
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
-    let (rig, ways, store, journal) = (
-        Rig::new().await,
+async fn with_a_single_active_consumer_order_by_key_holds_across_a_fleet() {
+    let (fixture, urls, store, handled) = (
+        QueueFixture::new().await,
         [proxy(), proxy()],
         MemoryStore::new(),
-        Journal::default(),
+        HandledLog::default(),
     );
     let begin = async |number: usize| {
-        let way = by_way_of(format!("127.0.0.1:{}", ways[number].port()));
+        let url = url_with_address(format!("127.0.0.1:{}", urls[number].port()));
         let (readiness, (stop, stopped)) = (Readiness::new(), oneshot::channel::<()>());
         let consumer = Consumer::builder()
             .source(
-                rig.source(QueueKind::Quorum)
+                fixture
+                    .source(QueueKind::Quorum)
                     .single_active_consumer()
-                    .url(way),
+                    .url(url),
             )
             .store(store.clone())
             .guarantee(Guarantee::AtMostOnce)
@@ -238,29 +241,29 @@ async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
             .order(Order::ByKey)
             .max_in_flight(16)
             .readiness(readiness.clone())
-            .handler(Writes {
-                journal: journal.clone(),
+            .handler(RecordingHandler {
+                handled: handled.clone(),
                 name: NAMES[number],
             });
         let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
-        let patience = Instant::now() + Duration::from_secs(60);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while !readiness.is_ready() {
-            assert!(Instant::now() < patience, "it does not consume");
+            assert!(Instant::now() < deadline, "it does not consume");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         (stop, running)
     };
     let mut fleet = vec![begin(0).await, begin(1).await];
-    let exchange = format!("{}.exchange", rig.queue);
-    let declaring = rig.channel.exchange_declare(
+    let exchange = format!("{}.exchange", fixture.queue);
+    let declaring = fixture.channel.exchange_declare(
         exchange.as_str().into(),
         ExchangeKind::Topic,
         ExchangeDeclareOptions::default(),
         FieldTable::default(),
     );
     declaring.await.expect("an exchange");
-    let binding = rig.channel.queue_bind(
-        rig.queue.as_str().into(),
+    let binding = fixture.channel.queue_bind(
+        fixture.queue.as_str().into(),
         exchange.as_str().into(),
         "#".into(),
         QueueBindOptions::default(),
@@ -276,7 +279,7 @@ async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
                 mandatory: true,
                 ..BasicPublishOptions::default()
             };
-            let sent = rig.channel.basic_publish(
+            let sent = fixture.channel.basic_publish(
                 exchange.as_str().into(),
                 format!("key.{key}").into(),
                 options,
@@ -298,41 +301,45 @@ async fn with_a_single_active_consumer_the_order_by_key_holds_across_a_fleet() {
         let ended: Result<(), oncegate_core::Error> = running.await.expect("no panic");
         ended.expect("a clean end");
     };
-    // Whoever is active loses the queue, again and again: by force, and as a new version is brought
-    // out.
+    // The active consumer changes repeatedly: its connection is reset, or it is restarted.
     let all = (KEYS * EACH) as usize;
     for part in 1..=6 {
-        journal.reaches(all * part / 8).await;
+        handled.try_publish(all * part / 8).await;
         let active = NAMES
             .iter()
-            .position(|name| *name == journal.active())
+            .position(|name| *name == handled.active())
             .expect("one of them");
         if part % 2 == 0 {
             end(fleet.remove(active)).await;
             fleet.insert(active, begin(active).await);
         } else {
-            ways[active].reset();
+            urls[active].reset();
         }
     }
-    journal.reaches(all).await;
+    handled.try_publish(all).await;
     for member in fleet {
         end(member).await;
     }
-    let journal = journal.0.lock().expect("nobody panics with it").clone();
+    let handled = handled
+        .0
+        .lock()
+        .expect("no panic while it is locked")
+        .clone();
     for key in 0..KEYS {
-        let entries: Vec<_> = journal.iter().filter(|entry| entry.0 == key).collect();
+        let entries: Vec<_> = handled.iter().filter(|entry| entry.0 == key).collect();
         let numbers: Vec<u32> = entries.iter().map(|entry| entry.1).collect();
         assert_eq!(numbers, (0..EACH).collect::<Vec<_>>(), "{entries:?}");
     }
     assert!(
         NAMES
             .into_iter()
-            .all(|name| journal.iter().any(|entry| entry.2 == name)),
+            .all(|name| handled.iter().any(|entry| entry.2 == name)),
         "only one of them consumed"
     );
-    rig.channel
+    fixture
+        .channel
         .exchange_delete(exchange.as_str().into(), ExchangeDeleteOptions::default())
         .await
         .expect("deleted");
-    rig.done().await;
+    fixture.delete_queues().await;
 }

@@ -1,4 +1,4 @@
-//! Deliveries that come back later.
+//! Released deliveries and their redelivery.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
@@ -9,19 +9,19 @@ use oncegate_amqp::{QueueKind, RabbitMqStatus, Topology};
 use oncegate_core::source::{Open, Order, Source, headers};
 
 use crate::KINDS;
-use crate::rig::*;
-use crate::trouble::{Way, spoiling_proxy};
+use crate::fixture::*;
+use crate::recovery::{Direction, rewriting_proxy};
 
 #[tokio::test]
-async fn a_short_release_comes_back_after_its_delay_while_others_go_on() {
+async fn a_short_release_is_redelivered_after_its_delay_without_blocking_others() {
     for kind in KINDS {
-        let rig = Rig::new().await;
-        let mut source = open(rig.source(kind)).await;
-        rig.publish("later").await;
+        let fixture = QueueFixture::new().await;
+        let mut source = open(fixture.source(kind)).await;
+        fixture.publish("later").await;
         let later = delivery(&mut source).await;
         let released = Instant::now();
         settle(&mut source, later, release(Duration::from_millis(400))).await;
-        rig.publish("now").await;
+        fixture.publish("now").await;
         let now = delivery(&mut source).await;
         assert_eq!((&now.message.body[..], now.failures), (&b"now"[..], 0));
         settle(&mut source, now, accept()).await;
@@ -37,28 +37,28 @@ async fn a_short_release_comes_back_after_its_delay_while_others_go_on() {
         );
         settle(&mut source, later, accept()).await;
         close(source).await;
-        rig.becomes_empty(&rig.queue).await;
-        rig.done().await;
+        fixture.wait_until_empty(&fixture.queue).await;
+        fixture.delete_queues().await;
     }
 }
 
 #[tokio::test]
 async fn a_release_that_waits_at_shutdown_keeps_its_delay_and_its_count() {
     for kind in KINDS {
-        let rig = Rig::new().await;
-        let mut source = open(rig.source(kind)).await;
+        let fixture = QueueFixture::new().await;
+        let mut source = open(fixture.source(kind)).await;
         let mut table = FieldTable::default();
         table.insert("mine".into(), AMQPValue::LongString("kept".into()));
         let properties = BasicProperties::default()
             .with_headers(table)
             .with_expiration("60000".into())
             .with_message_id("m".into());
-        rig.publish_with("later", properties).await;
+        fixture.publish_with("later", properties).await;
         let later = delivery(&mut source).await;
         let released = Instant::now();
         settle(&mut source, later, release(Duration::from_millis(900))).await;
         close(source).await;
-        let mut again = open(rig.source(kind)).await;
+        let mut again = open(fixture.source(kind)).await;
         let later = delivery(&mut again).await;
         assert!(
             released.elapsed() >= Duration::from_millis(900),
@@ -74,95 +74,97 @@ async fn a_release_that_waits_at_shutdown_keeps_its_delay_and_its_count() {
         assert!(later.message.headers.last(headers::FIRST_SEEN).is_some());
         settle(&mut again, later, accept()).await;
         close(again).await;
-        rig.becomes_empty(&rig.queue).await;
-        rig.done().await;
+        fixture.wait_until_empty(&fixture.queue).await;
+        fixture.delete_queues().await;
     }
 }
 
 #[tokio::test]
 async fn a_long_release_waits_in_a_delay_queue_and_not_in_the_prefetch() {
-    let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Quorum).prefetch(1)).await;
-    rig.publish("later").await;
+    let fixture = QueueFixture::new().await;
+    let mut source = open(fixture.source(QueueKind::Quorum).prefetch(1)).await;
+    fixture.publish("later").await;
     let later = delivery(&mut source).await;
     settle(&mut source, later, release(Duration::from_secs(20))).await;
-    rig.publish("now").await;
+    fixture.publish("now").await;
     let now = delivery(&mut source).await;
     assert_eq!(&now.message.body[..], b"now");
     settle(&mut source, now, accept()).await;
     close(source).await;
-    let copy = rig.take(&format!("{}.delay.30000", rig.queue)).await;
+    let copy = fixture
+        .take(&format!("{}.delay.30000", fixture.queue))
+        .await;
     assert_eq!(
         header(&copy.delivery, headers::FAILURES).as_deref(),
         Some("1")
     );
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn what_waits_in_memory_at_shutdown_goes_where_the_rest_of_its_delay_is_kept() {
-    let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Quorum)).await;
-    rig.publish("later").await;
+async fn a_release_in_memory_moves_to_a_delay_queue_at_shutdown() {
+    let fixture = QueueFixture::new().await;
+    let mut source = open(fixture.source(QueueKind::Quorum)).await;
+    fixture.publish("later").await;
     let later = delivery(&mut source).await;
     settle(&mut source, later, release(Duration::from_secs(5))).await;
     close(source).await;
-    let copy = rig.take(&format!("{}.delay.5000", rig.queue)).await;
+    let copy = fixture.take(&format!("{}.delay.5000", fixture.queue)).await;
     assert_eq!(
         header(&copy.delivery, headers::FAILURES).as_deref(),
         Some("1")
     );
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn what_waits_leaves_half_of_the_prefetch_to_others() {
-    let rig = Rig::new().await;
-    let mut source = open(rig.source(QueueKind::Quorum).prefetch(8)).await;
+async fn releases_in_memory_use_at_most_half_of_the_prefetch() {
+    let fixture = QueueFixture::new().await;
+    let mut source = open(fixture.source(QueueKind::Quorum).prefetch(8)).await;
     for number in 0..20 {
-        rig.publish(&number.to_string()).await;
+        fixture.publish(&number.to_string()).await;
     }
     for _ in 0..20 {
         let next = delivery(&mut source).await;
         assert_eq!(
             next.failures, 0,
-            "the prefetch was full of what waits, until one of them was due"
+            "releases filled the prefetch until one was due"
         );
         settle(&mut source, next, release(Duration::from_secs(5))).await;
     }
     drop(source);
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
-async fn what_waits_in_memory_for_long_is_handed_over_before_it_costs_the_channel() {
-    let rig = Rig::new().await;
-    close(open(rig.source(QueueKind::Classic)).await).await;
-    let source = rig
+async fn a_long_release_in_memory_is_redelivered_before_the_consumer_timeout() {
+    let fixture = QueueFixture::new().await;
+    close(open(fixture.source(QueueKind::Classic)).await).await;
+    let source = fixture
         .source(QueueKind::Classic)
         .topology(Topology::Trust)
         .consumer_timeout(Duration::from_secs(6));
     let mut source = open(source).await;
-    rig.publish("later").await;
+    fixture.publish("later").await;
     let later = delivery(&mut source).await;
-    let place_before = place(&later);
+    let tag_before = channel_and_tag(&later);
     settle(&mut source, later, release(Duration::from_secs(60))).await;
     let later = delivery(&mut source).await;
-    assert_eq!((place(&later), later.failures), (place_before, 1));
+    assert_eq!((channel_and_tag(&later), later.failures), (tag_before, 1));
     settle(&mut source, later, accept()).await;
     close(source).await;
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
 #[tokio::test]
 async fn a_release_without_delay_queues_waits_in_memory() {
-    let rig = Rig::new().await;
-    close(open(rig.source(QueueKind::Classic)).await).await;
-    let mut source = open(rig.source(QueueKind::Classic).topology(Topology::Trust)).await;
-    rig.publish("later").await;
+    let fixture = QueueFixture::new().await;
+    close(open(fixture.source(QueueKind::Classic)).await).await;
+    let mut source = open(fixture.source(QueueKind::Classic).topology(Topology::Trust)).await;
+    fixture.publish("later").await;
     let later = delivery(&mut source).await;
     let released = Instant::now();
     settle(&mut source, later, release(Duration::from_secs(6))).await;
@@ -171,81 +173,85 @@ async fn a_release_without_delay_queues_waits_in_memory() {
     assert_eq!(later.failures, 1);
     settle(&mut source, later, accept()).await;
     close(source).await;
-    rig.becomes_empty(&rig.queue).await;
-    rig.done().await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
 }
 
-static REJECTED: AtomicUsize = AtomicUsize::new(0);
-static GIVEN_BACK: AtomicUsize = AtomicUsize::new(0);
+static REJECTS: AtomicUsize = AtomicUsize::new(0);
+static NACKS: AtomicUsize = AtomicUsize::new(0);
 
 /// Counts `basic.reject` and `basic.nack` on their way to the broker.
 fn count_returns(passed: &mut [u8]) {
-    REJECTED.fetch_add(methods(passed, 90), Ordering::SeqCst);
-    GIVEN_BACK.fetch_add(methods(passed, 120), Ordering::SeqCst);
+    REJECTS.fetch_add(count_methods(passed, 90), Ordering::SeqCst);
+    NACKS.fetch_add(count_methods(passed, 120), Ordering::SeqCst);
 }
 
-/// How many frames of a method there are with the class of `basic` and this number.
-fn methods(passed: &[u8], number: u8) -> usize {
-    // Kind 1, two bytes of channel, four of size.
+/// How many frames have this method of the class `basic`.
+fn count_methods(passed: &[u8], number: u8) -> usize {
+    // Type 1, two bytes for the channel, four for the size.
     passed
         .windows(11)
         .filter(|part| part[0] == 1 && part[7..] == [0, 60, 0, number])
         .count()
 }
 
-static GIVEN_UP: AtomicUsize = AtomicUsize::new(0);
+static NACKS_ON_CLOSE: AtomicUsize = AtomicUsize::new(0);
 
-/// RabbitMQ counts, from 4.3 on, what a channel holds when it closes towards the delivery limit.
+/// Since RabbitMQ 4.3, messages that a closing channel holds count towards the delivery limit.
 #[tokio::test]
-async fn a_channel_that_is_given_up_gives_back_what_it_holds_unless_that_would_cost_the_order() {
-    for (order, given_back) in [(Order::Unordered, 1), (Order::ByKey, 0)] {
-        let rig = Rig::new().await;
-        close(open(rig.source(QueueKind::Quorum)).await).await;
-        GIVEN_UP.store(0, Ordering::SeqCst);
+async fn a_closed_channel_requeues_its_deliveries_by_nack_unless_an_order_is_preserved() {
+    for (order, nacks) in [(Order::Unordered, 1), (Order::ByKey, 0)] {
+        let fixture = QueueFixture::new().await;
+        close(open(fixture.source(QueueKind::Quorum)).await).await;
+        NACKS_ON_CLOSE.store(0, Ordering::SeqCst);
         let count = |passed: &mut [u8]| {
-            GIVEN_UP.fetch_add(methods(passed, 120), Ordering::SeqCst);
+            NACKS_ON_CLOSE.fetch_add(count_methods(passed, 120), Ordering::SeqCst);
         };
-        let way = spoiling_proxy(Way::ToTheBroker, count).await;
-        let source = rig
+        let way = rewriting_proxy(Direction::ToTheBroker, count).await;
+        let source = fixture
             .source(QueueKind::Quorum)
             .topology(Topology::Trust)
             .url(way)
             .for_order(order);
         let mut source = open(source.consumer_timeout(Duration::from_secs(3))).await;
         for body in ["open for too long", "not handled"] {
-            rig.publish(body).await;
+            fixture.publish(body).await;
         }
         let (held, _) = deliveries(&mut source, 2, Duration::from_secs(10)).await;
         let (again, revoked) = deliveries(&mut source, 2, Duration::from_secs(20)).await;
         assert_eq!(
-            (revoked.len(), held.len(), GIVEN_UP.load(Ordering::SeqCst)),
-            (1, 2, given_back),
+            (
+                revoked.len(),
+                held.len(),
+                NACKS_ON_CLOSE.load(Ordering::SeqCst)
+            ),
+            (1, 2, nacks),
             "{order:?}"
         );
         for delivery in again {
             settle(&mut source, delivery, accept()).await;
         }
         close(source).await;
-        rig.becomes_empty(&rig.queue).await;
-        rig.done().await;
+        fixture.wait_until_empty(&fixture.queue).await;
+        fixture.delete_queues().await;
     }
 }
 
-/// RabbitMQ counts, from 4.3 on, what is rejected as a failed attempt, and not what is only given
-/// back.
+/// Since RabbitMQ 4.3, `basic.reject` counts towards the delivery limit and `basic.nack` does not.
 #[tokio::test]
-async fn at_the_end_what_failed_is_rejected_and_the_rest_is_given_back() {
-    let rig = Rig::new().await;
-    close(open(rig.source(QueueKind::Quorum)).await).await;
-    let way = spoiling_proxy(Way::ToTheBroker, count_returns).await;
+async fn closing_rejects_failed_deliveries_and_nacks_the_others() {
+    let fixture = QueueFixture::new().await;
+    close(open(fixture.source(QueueKind::Quorum)).await).await;
+    let way = rewriting_proxy(Direction::ToTheBroker, count_returns).await;
     let mut source = open(
-        rig.source(QueueKind::Quorum)
+        fixture
+            .source(QueueKind::Quorum)
             .topology(Topology::Trust)
             .url(way),
     )
     .await;
     for body in ["failed", "not handled", "nor this"] {
-        rig.publish(body).await;
+        fixture.publish(body).await;
     }
     let (mut three, _) = deliveries(&mut source, 3, Duration::from_secs(10)).await;
     settle(
@@ -255,30 +261,27 @@ async fn at_the_end_what_failed_is_rejected_and_the_rest_is_given_back() {
     )
     .await;
     close(source).await;
-    let patience = Instant::now() + Duration::from_secs(10);
-    while rig.ready(&rig.queue).await < 3 {
-        assert!(Instant::now() < patience, "not all came back");
+    let deadline = Instant::now() + Duration::from_secs(10);
+    while fixture.ready_messages(&fixture.queue).await < 3 {
+        assert!(Instant::now() < deadline, "not all messages were requeued");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     assert_eq!(
-        (
-            REJECTED.load(Ordering::SeqCst),
-            GIVEN_BACK.load(Ordering::SeqCst)
-        ),
+        (REJECTS.load(Ordering::SeqCst), NACKS.load(Ordering::SeqCst)),
         (1, 1)
     );
-    rig.done().await;
+    fixture.delete_queues().await;
 }
 
-/// Whoever consumes with an order and ends: what comes then lies there unhandled behind a single
-/// active consumer, whatever it is, and goes to others elsewhere.
+/// A single active consumer receives messages until it closes, and does not handle them; another
+/// ordered consumer is cancelled at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_comes_to_an_ordered_consumer_that_ends_goes_back_as_it_came() {
+async fn deliveries_to_a_stopping_ordered_consumer_are_requeued_in_order() {
     for single in [true, false] {
-        let (rig, status) = (Rig::new().await, RabbitMqStatus::new());
+        let (fixture, status) = (QueueFixture::new().await, RabbitMqStatus::new());
         let ordered = || {
-            // A quorum queue counts a consumer that was cancelled while it holds something.
-            let source = rig
+            // A quorum queue counts a cancelled consumer that has unacknowledged messages.
+            let source = fixture
                 .source(if single {
                     QueueKind::Quorum
                 } else {
@@ -292,22 +295,22 @@ async fn what_comes_to_an_ordered_consumer_that_ends_goes_back_as_it_came() {
             }
         };
         let mut source = open(ordered().body_limit(10).status(status.clone())).await;
-        rig.publish("open").await;
+        fixture.publish("open").await;
         let handled = delivery(&mut source).await;
         source.stop().await;
-        let patience = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(10);
         if !single {
-            while rig.consumers(&rig.queue).await > 0 {
-                assert!(Instant::now() < patience, "it still consumes");
+            while fixture.consumer_count(&fixture.queue).await > 0 {
+                assert!(Instant::now() < deadline, "it still consumes");
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }
         for body in ["more than ten bytes", "short"] {
-            rig.publish(body).await;
+            fixture.publish(body).await;
         }
         let arrived = if single { 3 } else { 1 };
         while status.snapshot().delivered < arrived {
-            assert!(Instant::now() < patience, "{:?}", status.snapshot());
+            assert!(Instant::now() < deadline, "{:?}", status.snapshot());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         settle(&mut source, handled, accept()).await;
@@ -329,6 +332,6 @@ async fn what_comes_to_an_ordered_consumer_that_ends_goes_back_as_it_came() {
             settle(&mut next, delivery, accept()).await;
         }
         close(next).await;
-        rig.done().await;
+        fixture.delete_queues().await;
     }
 }

@@ -1,4 +1,4 @@
-//! Encrypted connections to a broker that takes no other, and clients that it does not know.
+//! TLS, client certificates and login.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -12,11 +12,11 @@ use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{Open, SourceError};
 use oncegate_testkit::servers::{RABBITMQ_CLIENT, RabbitOptions, RabbitServer};
 
-use crate::rig::*;
+use crate::fixture::*;
 
 const QUEUE: &str = "payments";
 
-/// A channel of the plain client's, by which the test publishes and counts.
+/// A channel without oncegate, for publishing and counting.
 async fn channel(server: &RabbitServer) -> (Connection, Channel) {
     let read = |path: &Path| std::fs::read(path).expect("a file");
     let (certificate, key) = server.client_certificate();
@@ -84,9 +84,9 @@ async fn consumes(source: RabbitMq, channel: &Channel) {
         settle(&mut source, delivery, settlement).await;
     }
     close(source).await;
-    let patience = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(20);
     while ready(channel, QUEUE).await > 0 || ready(channel, "payments.dead-letters").await == 0 {
-        assert!(Instant::now() < patience, "the settlements did not arrive");
+        assert!(Instant::now() < deadline, "the settlements did not arrive");
     }
     let options = lapin::options::QueuePurgeOptions::default();
     channel
@@ -95,14 +95,14 @@ async fn consumes(source: RabbitMq, channel: &Channel) {
         .expect("purged");
 }
 
-/// What an attempt without a good outcome is told, at the level of a warning.
+/// Asserts that opening waits instead of failing.
 async fn waits(source: RabbitMq) {
     let opening = tokio::time::timeout(Duration::from_millis(700), source.open()).await;
     assert!(opening.is_err(), "it should be waited for: {opening:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_broker_that_wants_tls_and_a_clients_certificate_is_consumed_from() {
+async fn a_broker_that_requires_tls_and_a_client_certificate_is_consumed_from() {
     let start = || RabbitServer::start_with(&RabbitOptions::new().tls());
     let server = tokio::task::spawn_blocking(start)
         .await
@@ -118,7 +118,7 @@ async fn a_broker_that_wants_tls_and_a_clients_certificate_is_consumed_from() {
     };
     consumes(source().client_certificate(&certificate, &key), &channel).await;
 
-    // The user is whom the certificate names: the password is not asked for.
+    // The user is the certificate's common name, without a password.
     let user = format!("<<\"{RABBITMQ_CLIENT}\">>");
     let may = "<<\".*\">>, <<\".*\">>, <<\".*\">>, <<\"test\">>";
     let add =

@@ -1,4 +1,4 @@
-//! Messages at a steady rate, confirmed one by one, and what became of each.
+//! Publishes messages at a steady rate with confirms, and records the outcome of each.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -12,96 +12,96 @@ use lapin::{BasicProperties, Channel, Confirmation, Connection, ConnectionProper
 use oncegate_core::{Context, Failure, Handler, async_trait};
 use tokio::time::MissedTickBehavior;
 
-/// How often a batch leaves.
+/// How often a batch is published.
 const TICK: Duration = Duration::from_millis(10);
 
-/// How long the broker may leave all that was sent unanswered. An alarm is over before that.
-const ANSWER_PATIENCE: Duration = Duration::from_secs(10);
+/// How long confirms may be missing. Longer than a resource alarm of these tests.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What became of each message. One in fifty fails at first, one in two hundred thrice, and one in
-/// a hundred is refused.
+/// Handles messages and records their outcomes. Of 200 messages four fail once, one fails three
+/// times, and two are refused.
 #[derive(Clone, Default)]
-pub(crate) struct Effects(Arc<Mutex<Became>>);
+pub(crate) struct OutcomeRecorder(Arc<Mutex<MessageOutcomes>>);
 
 #[derive(Default)]
-struct Became {
-    /// How often it had its effect.
+struct MessageOutcomes {
+    /// The number of effects of each message.
     effects: HashMap<u32, u32>,
     failed: HashMap<u32, u32>,
     refused: BTreeSet<u32>,
 }
 
-impl Effects {
-    /// How many had their effect or were refused.
+impl OutcomeRecorder {
+    /// How many messages had their effect or were refused.
     pub(crate) fn count(&self) -> usize {
-        let became = self.became();
-        became.effects.len() + became.refused.len()
+        let outcomes = self.outcomes();
+        outcomes.effects.len() + outcomes.refused.len()
     }
 
-    /// The most effects that one message had.
+    /// The maximum number of effects of one message.
     pub(crate) fn most(&self) -> u32 {
-        self.became().effects.values().copied().max().unwrap_or(0)
+        self.outcomes().effects.values().copied().max().unwrap_or(0)
     }
 
-    /// How often one failed.
+    /// The number of failed attempts.
     pub(crate) fn failures(&self) -> u32 {
-        self.became().failed.values().sum()
+        self.outcomes().failed.values().sum()
     }
 
     pub(crate) fn refused(&self) -> BTreeSet<u32> {
-        self.became().refused.clone()
+        self.outcomes().refused.clone()
     }
 
-    fn became(&self) -> MutexGuard<'_, Became> {
-        self.0.lock().expect("nobody panics with it")
+    fn outcomes(&self) -> MutexGuard<'_, MessageOutcomes> {
+        self.0.lock().expect("no panic while it is locked")
     }
 }
 
 #[async_trait]
-impl Handler for Effects {
+impl Handler for OutcomeRecorder {
     type Payload = u32;
 
     async fn handle(&self, number: u32, _: &Context) -> Result<(), Failure> {
-        // So that some handler always runs when something breaks.
+        // So that a handler is always running when a fault occurs.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(..6))).await;
-        let mut became = self.became();
+        let mut outcomes = self.outcomes();
         let fails = match number % 200 {
             7 => 3,
             rest if rest % 50 == 3 => 1,
             rest if rest % 100 == 5 => {
-                became.refused.insert(number);
+                outcomes.refused.insert(number);
                 return Err(Failure::Reject("one in a hundred".into()));
             }
             _ => 0,
         };
-        let failed = became.failed.entry(number).or_default();
+        let failed = outcomes.failed.entry(number).or_default();
         if *failed < fails {
             *failed += 1;
             return Err(Failure::Retry("not yet".into()));
         }
         if fails == 0 {
-            became.failed.remove(&number);
+            outcomes.failed.remove(&number);
         }
-        *became.effects.entry(number).or_default() += 1;
+        *outcomes.effects.entry(number).or_default() += 1;
         Ok(())
     }
 }
 
-/// A publisher that knows of each message whether the broker has it.
-pub(crate) struct Load {
+/// A publisher that repeats each message until it is confirmed.
+pub(crate) struct LoadGenerator {
     pub(crate) urls: Vec<String>,
     queue: String,
     rate: u32,
     begun: Instant,
     next: AtomicU32,
     confirmed: AtomicUsize,
-    /// Published again, because it was not known whether the broker had it.
+    /// How many messages were published again.
     again: AtomicUsize,
     paused: AtomicBool,
     over: AtomicBool,
 }
 
-impl Load {
+impl LoadGenerator {
     pub(crate) fn new(urls: Vec<String>, queue: &str, rate: u32) -> Arc<Self> {
         Arc::new(Self {
             urls,
@@ -125,7 +125,7 @@ impl Load {
         self.again.load(Ordering::SeqCst)
     }
 
-    /// How many were sent, confirmed or not.
+    /// How many messages were sent, confirmed or not.
     pub(crate) fn sent(&self) -> usize {
         self.next.load(Ordering::SeqCst) as usize
     }
@@ -135,21 +135,21 @@ impl Load {
         self.paused.store(true, Ordering::SeqCst);
     }
 
-    pub(crate) fn go_on(&self) {
+    pub(crate) fn resume(&self) {
         self.paused.store(false, Ordering::SeqCst);
     }
 
-    /// Publishes nothing new, and ends when all is confirmed.
+    /// Publishes nothing new, and ends when all messages are confirmed.
     pub(crate) fn end(&self) {
         self.over.store(true, Ordering::SeqCst);
     }
 
-    /// Publishes until it is told to end, whatever the broker does.
+    /// Publishes until [`end`](Self::end), reconnecting after every failure.
     pub(crate) async fn run(self: Arc<Self>) {
-        let mut unsure = Vec::new();
+        let mut unconfirmed = Vec::new();
         for attempt in 0.. {
             if let Ok((_connection, channel)) = connect(&self.urls[attempt % self.urls.len()]).await
-                && self.publish(&channel, &mut unsure).await.is_ok()
+                && self.publish(&channel, &mut unconfirmed).await.is_ok()
             {
                 return;
             }
@@ -157,57 +157,57 @@ impl Load {
         }
     }
 
-    /// Publishes on one channel until the end, or until the channel breaks: then what has no answer
-    /// is unsure.
-    async fn publish(&self, channel: &Channel, unsure: &mut Vec<u32>) -> Result<(), ()> {
+    /// Publishes on one channel until the end, or until the channel fails: then messages without a
+    /// confirm are unconfirmed.
+    async fn publish(&self, channel: &Channel, unconfirmed: &mut Vec<u32>) -> Result<(), ()> {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-        let mut answers = FuturesUnordered::new();
-        let (mut open, mut answered) = (BTreeSet::new(), Instant::now());
+        let mut confirms = FuturesUnordered::new();
+        let (mut open, mut last_confirm) = (BTreeSet::new(), Instant::now());
         loop {
-            // A node of a cluster may take all that comes and never answer.
-            let mut broken = !open.is_empty() && answered.elapsed() > ANSWER_PATIENCE;
+            // A node of a cluster may accept messages and never confirm them.
+            let mut broken = !open.is_empty() && last_confirm.elapsed() > CONFIRM_TIMEOUT;
             tokio::select! {
-                _ = ticks.tick(), if !broken => for number in self.batch(unsure) {
+                _ = ticks.tick(), if !broken => for number in self.batch(unconfirmed) {
                     if open.is_empty() {
-                        answered = Instant::now();
+                        last_confirm = Instant::now();
                     }
                     open.insert(number);
                     match send(channel, &self.queue, number).await {
-                        Ok(confirm) => answers.push(async move { (number, confirm.await) }),
+                        Ok(confirm) => confirms.push(async move { (number, confirm.await) }),
                         Err(_) => broken = true,
                     }
                 },
-                Some((number, answer)) = answers.next(), if !answers.is_empty() => match answer {
+                Some((number, confirm)) = confirms.next(), if !confirms.is_empty() => match confirm {
                     Ok(Confirmation::Ack(None)) => {
-                        answered = Instant::now();
+                        last_confirm = Instant::now();
                         open.remove(&number);
                         self.confirmed.fetch_add(1, Ordering::SeqCst);
                     }
-                    // There is no queue at this moment: the next tick tries again.
+                    // The queue does not exist at the moment: the next tick tries again.
                     Ok(_) => {
                         open.remove(&number);
-                        unsure.push(number);
+                        unconfirmed.push(number);
                     }
                     Err(_) => broken = true,
                 },
             }
             if broken {
-                unsure.extend(open);
+                unconfirmed.extend(open);
                 return Err(());
             }
-            if self.over.load(Ordering::SeqCst) && open.is_empty() && unsure.is_empty() {
+            if self.over.load(Ordering::SeqCst) && open.is_empty() && unconfirmed.is_empty() {
                 return Ok(());
             }
         }
     }
 
-    /// What is unsure, and what is due.
-    fn batch(&self, unsure: &mut Vec<u32>) -> Vec<u32> {
-        self.again.fetch_add(unsure.len(), Ordering::SeqCst);
-        let mut batch = std::mem::take(unsure);
+    /// The unconfirmed messages, and the new ones that are due.
+    fn batch(&self, unconfirmed: &mut Vec<u32>) -> Vec<u32> {
+        self.again.fetch_add(unconfirmed.len(), Ordering::SeqCst);
+        let mut batch = std::mem::take(unconfirmed);
         if !self.paused.load(Ordering::SeqCst) && !self.over.load(Ordering::SeqCst) {
-            // What was missed while the broker was away is made up for, a little at a time.
+            // Catches up gradually after an outage.
             let due = (self.begun.elapsed().as_secs_f64() * f64::from(self.rate)) as u32;
             let first = self.next.load(Ordering::SeqCst);
             let new = due.saturating_sub(first).min(self.rate / 20);
@@ -218,7 +218,7 @@ impl Load {
     }
 }
 
-/// The numbers that stand in a queue, which is empty then.
+/// Takes all messages of a queue and returns their numbers.
 pub(crate) async fn take_all(url: &str, queue: &str) -> BTreeSet<u32> {
     let (_connection, channel) = connect(url).await.expect("a broker");
     let mut all = BTreeSet::new();

@@ -1,7 +1,7 @@
-//! All that a RabbitMQ node does to its consumers, at random times under load: no message is lost,
-//! none has its effect twice, and the broker never refuses an acknowledgement.
+//! Faults of a RabbitMQ node, at random times under load: no message is lost, none has its effect
+//! twice, and the broker refuses no acknowledgement.
 //!
-//! One of each here; `cargo xtask faults` plays ten of each at 2,000 messages a second.
+//! One of each here; `cargo xtask faults` causes ten of each at 2,000 messages a second.
 #![forbid(unsafe_code)]
 
 mod load;
@@ -19,17 +19,16 @@ use oncegate_core::{Consumer, Guarantee, IdSource, MemoryStore};
 use oncegate_testkit::proxy::Proxy;
 use oncegate_testkit::servers::{RabbitCluster, RabbitServer};
 
-use load::{Effects, Load};
+use load::{LoadGenerator, OutcomeRecorder};
 
 const QUEUE: &str = "payments";
-/// How long anything may take before the run gives up. How long it took is printed, and judged in
-/// the long run.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// What the long run asks for.
-const BACK_WITHIN: Duration = Duration::from_secs(5);
+/// The timeout of every step. The long run has stricter limits.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// The limit for recovery in the long run.
+const MAX_RECOVERY_TIME: Duration = Duration::from_secs(5);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fault {
+enum RabbitMqFault {
     NodeRestarted,
     ConnectionReset,
     ChannelClosed,
@@ -39,26 +38,26 @@ enum Fault {
     MemoryAlarm,
 }
 
-const FAULTS: [Fault; 7] = [
-    Fault::ConnectionReset,
-    Fault::ChannelClosed,
-    Fault::ConsumerCancelled,
-    Fault::ConsumerForgotten,
-    Fault::QueueDeleted,
-    Fault::MemoryAlarm,
-    Fault::NodeRestarted,
+const FAULTS: [RabbitMqFault; 7] = [
+    RabbitMqFault::ConnectionReset,
+    RabbitMqFault::ChannelClosed,
+    RabbitMqFault::ConsumerCancelled,
+    RabbitMqFault::ConsumerForgotten,
+    RabbitMqFault::QueueDeleted,
+    RabbitMqFault::MemoryAlarm,
+    RabbitMqFault::NodeRestarted,
 ];
 
-/// How long a run is.
-struct Length {
+/// The number of rounds, the load and the final timeout of a run.
+struct RunLength {
     rounds: usize,
     rate: u32,
-    /// How long it may take, once nothing more happens, until each message has its effect.
-    patience: Duration,
+    /// How long it may take after the last fault until each message has its effect.
+    timeout: Duration,
 }
 
-impl Length {
-    /// As the environment says; one round at a rate that leaves room for other tests, by default.
+impl RunLength {
+    /// From the environment; by default one round at a rate that leaves room for other tests.
     fn from_env() -> Self {
         let number = |name: &str, usual| {
             std::env::var(name)
@@ -69,7 +68,7 @@ impl Length {
         Self {
             rounds,
             rate: number("ONCEGATE_FAULT_RATE", 500),
-            patience: PATIENCE,
+            timeout: TIMEOUT,
         }
     }
 
@@ -79,24 +78,24 @@ impl Length {
 }
 
 /// A consumer under load.
-struct Stage {
-    load: Arc<Load>,
-    effects: Effects,
+struct FaultScenario {
+    load: Arc<LoadGenerator>,
+    effects: OutcomeRecorder,
     status: RabbitMqStatus,
 }
 
-impl Stage {
-    /// Runs the play between the start of the load and its end, then drains and judges.
-    async fn play(
+impl FaultScenario {
+    /// Starts the load and the consumer, runs the faults, then drains and checks the outcome.
+    async fn run(
         source: RabbitMq,
         urls: Vec<String>,
-        length: &Length,
-        play: impl AsyncFnOnce(&Self),
+        length: &RunLength,
+        run: impl AsyncFnOnce(&Self),
     ) {
         let status = RabbitMqStatus::new();
-        let stage = Self {
-            load: Load::new(urls, QUEUE, length.rate),
-            effects: Effects::default(),
+        let scenario = Self {
+            load: LoadGenerator::new(urls, QUEUE, length.rate),
+            effects: OutcomeRecorder::default(),
             status: status.clone(),
         };
         let consumer = Consumer::builder()
@@ -105,84 +104,88 @@ impl Stage {
             .guarantee(Guarantee::AtMostOnce)
             .allow_volatile_store()
             .id(IdSource::message_id())
-            // What fails waits in the source.
+            // Failed messages are delayed by the source.
             .max_inline_retries(0)
-            .handler(stage.effects.clone());
+            .handler(scenario.effects.clone());
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
-        let (publishing, begun) = (tokio::spawn(Arc::clone(&stage.load).run()), Instant::now());
-        stage
-            .until("the first effects", || stage.effects.count() > 50)
+        let (publishing, begun) = (
+            tokio::spawn(Arc::clone(&scenario.load).run()),
+            Instant::now(),
+        );
+        scenario
+            .wait_until("the first effects", || scenario.effects.count() > 50)
             .await;
-        play(&stage).await;
-        stage.load.end();
+        run(&scenario).await;
+        scenario.load.end();
         publishing.await.expect("no panic");
         let all_done = || {
-            stage.effects.count() == stage.load.confirmed() && stage.status.snapshot().unacked == 0
+            scenario.effects.count() == scenario.load.confirmed()
+                && scenario.status.snapshot().unacked == 0
         };
-        stage
-            .within(length.patience, "each message has its effect", all_done)
+        scenario
+            .wait_within(length.timeout, "each message has its effect", all_done)
             .await;
         let took = begun.elapsed();
         stop.send(()).expect("the consumer runs");
         running.await.expect("no panic").expect("a clean end");
-        let read = stage.status.snapshot();
+        let read = scenario.status.snapshot();
         println!(
             "{} confirmed in {took:.1?} ({:.0}/s asked for {}), {} published again; 0 lost; most effects of one: {}; {} failures, {} refused\n{read:?}",
-            stage.load.confirmed(),
-            stage.load.confirmed() as f64 / took.as_secs_f64(),
+            scenario.load.confirmed(),
+            scenario.load.confirmed() as f64 / took.as_secs_f64(),
             length.rate,
-            stage.load.again(),
-            stage.effects.most(),
-            stage.effects.failures(),
-            stage.effects.refused().len(),
+            scenario.load.again(),
+            scenario.effects.most(),
+            scenario.effects.failures(),
+            scenario.effects.refused().len(),
         );
-        assert_eq!(stage.effects.most(), 1, "an effect happened twice");
+        assert_eq!(scenario.effects.most(), 1, "an effect happened twice");
         assert_eq!(
-            stage.effects.count(),
-            stage.load.sent(),
+            scenario.effects.count(),
+            scenario.load.sent(),
             "an effect without a message"
         );
         assert!(
-            stage.effects.failures() > 0 && !stage.effects.refused().is_empty(),
+            scenario.effects.failures() > 0 && !scenario.effects.refused().is_empty(),
             "nothing failed"
         );
-        let in_doubt = load::take_all(&stage.load.urls[0], &format!("{QUEUE}.in-doubt")).await;
+        let in_doubt = load::take_all(&scenario.load.urls[0], &format!("{QUEUE}.in-doubt")).await;
         assert!(
             in_doubt.is_empty(),
-            "of no message it is unknown what became of it: {in_doubt:?}"
+            "no message may be in doubt: {in_doubt:?}"
         );
-        let dead = load::take_all(&stage.load.urls[0], &format!("{QUEUE}.dead-letters")).await;
+        let dead = load::take_all(&scenario.load.urls[0], &format!("{QUEUE}.dead-letters")).await;
         assert_eq!(
             dead,
-            stage.effects.refused(),
-            "what was refused stands in the dead letters, and nothing else"
+            scenario.effects.refused(),
+            "exactly the refused messages are in the dead letters"
         );
     }
 
-    async fn until(&self, what: &str, is_so: impl Fn() -> bool) {
-        self.within(PATIENCE, what, is_so).await;
+    async fn wait_until(&self, what: &str, condition: impl Fn() -> bool) {
+        self.wait_within(TIMEOUT, what, condition).await;
     }
 
-    async fn within(&self, patience: Duration, what: &str, is_so: impl Fn() -> bool) {
-        let end = Instant::now() + patience;
-        while !is_so() {
+    async fn wait_within(&self, timeout: Duration, what: &str, condition: impl Fn() -> bool) {
+        let end = Instant::now() + timeout;
+        while !condition() {
             assert!(
                 Instant::now() < end,
-                "not within {patience:?}: {what}\n{self:?}"
+                "not within {timeout:?}: {what}\n{self:?}"
             );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
 
-    /// Waits until a new channel has brought something, and says how long after `back` that was.
+    /// Waits for the first delivery on a new channel; returns the time since `back`.
     async fn consumes_again(&self, reconnects: u64, back: Instant) -> Duration {
-        self.until("the channel is lost", || {
+        self.wait_until("the channel is lost", || {
             self.status.snapshot().reconnects > reconnects
         })
         .await;
         let delivered = self.status.snapshot().delivered;
-        self.until("it consumes again", || {
+        self.wait_until("it consumes again", || {
             self.status.snapshot().delivered > delivered
         })
         .await;
@@ -190,7 +193,7 @@ impl Stage {
     }
 }
 
-impl fmt::Debug for Stage {
+impl fmt::Debug for FaultScenario {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let counts = (
             self.load.sent(),
@@ -204,8 +207,8 @@ impl fmt::Debug for Stage {
     }
 }
 
-/// Looks for refused acknowledgements in what a node has logged since its last start.
-fn no_refusals(server: &RabbitServer) {
+/// Asserts that a node has logged no refused acknowledgement since its last start.
+fn assert_no_refused_acks(server: &RabbitServer) {
     let log = std::fs::read_to_string(server.directory().join("server.log")).expect("a log");
     let refused: Vec<&str> = log
         .lines()
@@ -214,8 +217,8 @@ fn no_refusals(server: &RabbitServer) {
     assert!(refused.is_empty(), "406: {refused:#?}");
 }
 
-/// Lets the node do something with each `Channel` that consumes, and its consumer's `Tag`.
-fn to_consumers(server: &RabbitServer, does: &str) {
+/// Evaluates an Erlang expression on the node for each consuming `Channel` and its `Tag`.
+fn eval_for_consumers(server: &RabbitServer, does: &str) {
     let program = [
         &format!("[begin {does} end || C <- rabbit_amqqueue:consumers_all(<<\"/\">>)"),
         "Channel <- [proplists:get_value(channel_pid, C)]",
@@ -224,65 +227,65 @@ fn to_consumers(server: &RabbitServer, does: &str) {
     let done = server
         .control(&["-q", "eval", &program.join(", ")])
         .expect("done");
-    assert!(done.contains("ok"), "nobody consumes: {done}");
+    assert!(done.contains("ok"), "no consumer: {done}");
 }
 
-/// As when the queue moved to another node and its consumer did not come along: nothing comes, and
-/// nobody says so.
-fn forget(server: &RabbitServer) {
+/// As when the leader of the queue moved to another node without its consumer: no deliveries, and
+/// no `basic.cancel`.
+fn forget_consumer(server: &RabbitServer) {
     let queue = format!("{{resource, <<\"/\">>, queue, <<\"{QUEUE}\">>}}");
-    to_consumers(
+    eval_for_consumers(
         server,
         &format!("gen_server2:cast(Channel, {{queue_event, {queue}, {{none, {{machine, eol}}}}}})"),
     );
 }
 
-/// Does it, and says how long after it was over the consumer consumed again.
-async fn happens(
-    fault: Fault,
-    stage: &Stage,
+/// Causes a fault; returns how long after its end the consumer consumed again.
+async fn cause(
+    fault: RabbitMqFault,
+    scenario: &FaultScenario,
     server: &mut RabbitServer,
     proxy: &Proxy,
 ) -> Duration {
-    let reconnects = stage.status.snapshot().reconnects;
+    let reconnects = scenario.status.snapshot().reconnects;
     match fault {
-        Fault::NodeRestarted => {
-            no_refusals(server);
+        RabbitMqFault::NodeRestarted => {
+            assert_no_refused_acks(server);
             tokio::task::block_in_place(|| {
                 server.stop();
                 server.start_again().expect("started again");
             });
         }
-        Fault::ConnectionReset => proxy.reset(),
-        // As any soft error of a channel: it asks for what is not there.
-        Fault::ChannelClosed => tokio::task::block_in_place(|| {
-            to_consumers(
+        RabbitMqFault::ConnectionReset => proxy.reset(),
+        // A soft error: `basic.get` of a queue that does not exist.
+        RabbitMqFault::ChannelClosed => tokio::task::block_in_place(|| {
+            eval_for_consumers(
                 server,
                 "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})",
             );
         }),
-        // As when a queue is gone or moves: the queue has the consumer no more, the client is told,
-        // and the channel stays open with all that it holds.
-        Fault::ConsumerCancelled => tokio::task::block_in_place(|| {
+        // As when a queue is deleted or moves: `basic.cancel`, and the channel stays open with its
+        // unacknowledged deliveries.
+        RabbitMqFault::ConsumerCancelled => tokio::task::block_in_place(|| {
             let does = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
-            to_consumers(server, does);
+            eval_for_consumers(server, does);
         }),
-        Fault::ConsumerForgotten => tokio::task::block_in_place(|| forget(server)),
-        Fault::QueueDeleted => {
-            // What stands in a queue goes with it, so nothing is to stand there.
-            stage.load.pause();
+        RabbitMqFault::ConsumerForgotten => tokio::task::block_in_place(|| forget_consumer(server)),
+        RabbitMqFault::QueueDeleted => {
+            // A deleted queue loses its messages, so it has to be empty.
+            scenario.load.pause();
             let settled = || {
-                let all = stage.load.sent();
-                stage.load.confirmed() == all
-                    && stage.effects.count() == all
-                    && stage.status.snapshot().unacked == 0
+                let all = scenario.load.sent();
+                scenario.load.confirmed() == all
+                    && scenario.effects.count() == all
+                    && scenario.status.snapshot().unacked == 0
             };
-            stage.until("the queue is empty", settled).await;
+            scenario.wait_until("the queue is empty", settled).await;
             tokio::task::block_in_place(|| server.control(&["-q", "delete_queue", QUEUE]))
                 .expect("deleted");
-            stage.load.go_on();
+            scenario.load.resume();
         }
-        Fault::MemoryAlarm => {
+        RabbitMqFault::MemoryAlarm => {
             tokio::task::block_in_place(|| {
                 server
                     .control(&["-q", "set_vm_memory_high_watermark", "0"])
@@ -292,26 +295,26 @@ async fn happens(
                     .control(&["-q", "set_vm_memory_high_watermark", "0.8"])
                     .expect("no alarm");
             });
-            let (back, delivered) = (Instant::now(), stage.status.snapshot().delivered);
-            stage
-                .until("it consumes again", || {
-                    stage.status.snapshot().delivered > delivered
+            let (back, delivered) = (Instant::now(), scenario.status.snapshot().delivered);
+            scenario
+                .wait_until("it consumes again", || {
+                    scenario.status.snapshot().delivered > delivered
                 })
                 .await;
             assert_eq!(
-                stage.status.snapshot().reconnects,
+                scenario.status.snapshot().reconnects,
                 reconnects,
-                "an alarm costs no channel"
+                "an alarm must close no channel"
             );
             return back.elapsed();
         }
     }
-    stage.consumes_again(reconnects, Instant::now()).await
+    scenario.consumes_again(reconnects, Instant::now()).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn whatever_a_node_does_nothing_is_lost_doubled_or_refused() {
-    let length = Length::from_env();
+async fn no_fault_of_a_node_loses_or_doubles_an_effect_or_causes_a_refused_ack() {
+    let length = RunLength::from_env();
     let mut server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
@@ -320,40 +323,39 @@ async fn whatever_a_node_does_nothing_is_lost_doubled_or_refused() {
     let url = server
         .url()
         .replacen(&server.port().to_string(), &proxy.port().to_string(), 1);
-    let mut faults: Vec<Fault> = FAULTS
+    let mut faults: Vec<RabbitMqFault> = FAULTS
         .into_iter()
         .flat_map(|fault| vec![fault; length.rounds])
         .collect();
     fastrand::shuffle(&mut faults);
-    Stage::play(
+    FaultScenario::run(
         RabbitMq::queue(QUEUE).url(url),
         vec![server.url()],
         &length,
-        async |stage| {
+        async |scenario| {
             for fault in faults {
                 tokio::time::sleep(Duration::from_millis(fastrand::u64(100..600))).await;
-                let after = happens(fault, stage, &mut server, &proxy).await;
+                let after = cause(fault, scenario, &mut server, &proxy).await;
                 println!("{fault:?}: consuming again after {after:.2?}");
                 assert!(
-                    !length.is_long() || after <= BACK_WITHIN,
+                    !length.is_long() || after <= MAX_RECOVERY_TIME,
                     "{fault:?}: after {after:?}"
                 );
             }
         },
     )
     .await;
-    no_refusals(&server);
+    assert_no_refused_acks(&server);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_single_active_consumer_that_the_broker_forgot_consumes_again_though_it_holds_something()
-{
+async fn a_forgotten_single_active_consumer_consumes_again_with_unsettled_deliveries() {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
         .expect("a server");
-    // The queue hands it what it has room for all the same, to no one; what stands ready shows
-    // that.
+    // The queue still counts deliveries to the forgotten consumer up to its prefetch; ready
+    // messages show the fault.
     let source = RabbitMq::queue(QUEUE)
         .url(server.url())
         .single_active_consumer()
@@ -384,14 +386,14 @@ async fn a_single_active_consumer_that_the_broker_forgot_consumes_again_though_i
         .receive(Limit { count: 1, bytes: 1 }, &mut into)
         .await
         .expect("received");
-    tokio::task::block_in_place(|| forget(&server));
+    tokio::task::block_in_place(|| forget_consumer(&server));
     publish("behind").await;
     publish("ready").await;
-    let (patience, mut bodies) = (tokio::time::Instant::now() + PATIENCE, Vec::new());
+    let (timeout, mut bodies) = (tokio::time::Instant::now() + TIMEOUT, Vec::new());
     while bodies.len() < 2 {
         let mut into = Vec::new();
         let receiving = tokio::time::timeout_at(
-            patience,
+            timeout,
             source.receive(
                 Limit {
                     count: 9,
@@ -409,17 +411,16 @@ async fn a_single_active_consumer_that_the_broker_forgot_consumes_again_though_i
     assert_eq!(
         bodies,
         ["held", "behind"],
-        "they come again by a new channel"
+        "they are redelivered on a new channel"
     );
     source
         .close(Instant::now() + Duration::from_secs(10))
         .await
         .expect("closed");
-    no_refusals(&server);
+    assert_no_refused_acks(&server);
 }
 
-/// The channel that dead letters travel on takes what comes and answers nothing, as it may when its
-/// queue moves.
+/// The publisher's channel accepts messages and confirms nothing, as when the queue's leader moved.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "half a minute; cargo xtask faults runs it"]
 async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
@@ -459,8 +460,8 @@ async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
             panic!("no delivery")
         };
         if round == 2 {
-            // All but the one that consumes: the publisher's, and the test's own, which is not
-            // needed any more.
+            // Suspends all channels but the consuming one: the publisher's, and the test's own,
+            // which is no longer needed.
             let program = "Consuming = [proplists:get_value(channel_pid, C) || C <- rabbit_amqqueue:consumers_all(<<\"/\">>)], [sys:suspend(C) || C <- rabbit_channel:list() -- Consuming].";
             tokio::task::block_in_place(|| server.control(&["-q", "eval", program]))
                 .expect("suspended");
@@ -473,53 +474,53 @@ async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
             }])
             .await
             .expect("settled");
-        let patience = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         while status.snapshot().copies < round {
-            assert!(Instant::now() < patience, "{:?}", status.snapshot());
+            assert!(Instant::now() < deadline, "{:?}", status.snapshot());
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
     assert!(
         status.snapshot().copy_retries > 0,
-        "the channel answered: the test proves nothing"
+        "no confirm must time out, else this tests nothing"
     );
     source
         .close(Instant::now() + Duration::from_secs(10))
         .await
         .expect("closed");
-    no_refusals(&server);
+    assert_no_refused_acks(&server);
 }
 
-/// Three nodes start slowly: it is left to `cargo xtask faults`.
+/// Three nodes start slowly, so only `cargo xtask faults` runs it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "starts three nodes; cargo xtask faults runs it"]
 async fn a_node_of_a_cluster_is_killed_and_another_takes_over() {
-    // A delay queue that was handing a message on to a leader that is gone tries again after three
+    // A delay queue whose target lost its leader dead-letters the message again after three
     // minutes.
-    let length = Length {
-        patience: Duration::from_secs(600),
-        ..Length::from_env()
+    let length = RunLength {
+        timeout: Duration::from_secs(600),
+        ..RunLength::from_env()
     };
     let mut cluster = tokio::task::spawn_blocking(RabbitCluster::start)
         .await
         .expect("no panic")
         .expect("a cluster");
     let urls = cluster.urls();
-    Stage::play(
+    FaultScenario::run(
         RabbitMq::queue(QUEUE).urls(&urls),
         urls.clone(),
         &length,
-        async |stage| {
+        async |scenario| {
             for round in 0..length.rounds.min(3) {
                 tokio::time::sleep(Duration::from_millis(fastrand::u64(100..600))).await;
-                let before = (stage.effects.count(), Instant::now());
-                // A node that starts again writes its log anew.
-                no_refusals(&cluster.nodes()[round]);
+                let before = (scenario.effects.count(), Instant::now());
+                // A restarted node truncates its log.
+                assert_no_refused_acks(&cluster.nodes()[round]);
                 tokio::task::block_in_place(|| cluster.node_mut(round).kill());
                 let wanted = before.0 + length.rate as usize;
-                stage
-                    .until("messages are handled while a node is down", || {
-                        stage.effects.count() > wanted
+                scenario
+                    .wait_until("messages are handled while a node is down", || {
+                        scenario.effects.count() > wanted
                     })
                     .await;
                 println!(
@@ -532,7 +533,7 @@ async fn a_node_of_a_cluster_is_killed_and_another_takes_over() {
                         .start_again()
                         .expect("started again")
                 });
-                // As whoever restarts the nodes of a cluster one after the other has to wait.
+                // As in a rolling restart.
                 let next = &cluster.nodes()[(round + 1) % 3];
                 let critical = || {
                     tokio::task::block_in_place(|| {
@@ -543,8 +544,8 @@ async fn a_node_of_a_cluster_is_killed_and_another_takes_over() {
                         ])
                     })
                 };
-                stage
-                    .until("the queues can spare the next node", || {
+                scenario
+                    .wait_until("the queues can spare the next node", || {
                         critical().is_ok_and(|queues| queues.trim() == "[]")
                     })
                     .await;
@@ -552,5 +553,5 @@ async fn a_node_of_a_cluster_is_killed_and_another_takes_over() {
         },
     )
     .await;
-    cluster.nodes().iter().for_each(no_refusals);
+    cluster.nodes().iter().for_each(assert_no_refused_acks);
 }

@@ -1,4 +1,4 @@
-//! What a source takes of memory does not grow with what it has handled.
+//! The memory of a source does not grow with the number of messages it has handled.
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,8 @@ use oncegate_testkit::servers::RabbitServer;
 const PREFETCH: u32 = 256;
 const BODY: usize = 4_096;
 
-/// The memory of this process, in kilobytes.
-fn resident() -> usize {
+/// The resident memory of this process.
+fn resident_kilobytes() -> usize {
     let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
     let line = status
         .lines()
@@ -97,16 +97,16 @@ async fn memory_stays_flat_over_two_hundred_thousand_messages() {
         source.settle(&mut settled).await.expect("settled");
         most = most.max(status.snapshot().unacked);
         if early == 0 && seen > ALL / 10 {
-            early = resident();
+            early = resident_kilobytes();
         }
     }
-    let late = resident();
+    let late = resident_kilobytes();
     publishing.await.expect("no panic");
     source
         .close(Instant::now() + Duration::from_secs(10))
         .await
         .expect("closed");
-    crate::no_refusals(&server);
+    crate::assert_no_refused_acks(&server);
     println!(
         "{ALL} messages of {BODY} bytes in {:.1?}: {early} kB after a tenth, {late} kB at the end; unacknowledged at most {most}",
         begun.elapsed()

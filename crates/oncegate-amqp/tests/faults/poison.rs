@@ -14,9 +14,9 @@ use oncegate_testkit::poison::{self, POISON, Poison, Rounds};
 use oncegate_testkit::servers::RabbitServer;
 
 const QUEUE: &str = "orders";
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Publishes so many messages, and confirms them.
+/// Publishes these messages with confirms.
 async fn publish(channel: &Channel, numbers: impl Iterator<Item = u32>) {
     let mut sent = Vec::new();
     for number in numbers {
@@ -45,8 +45,8 @@ async fn publish(channel: &Channel, numbers: impl Iterator<Item = u32>) {
     }
 }
 
-/// Handles so many sound messages behind a poisoned one or none; how long that took from the first
-/// of them to the last. At the end a poisoned one stands in the dead letters.
+/// Handles this many sound messages, behind a poisoned one or none; returns the time from the first
+/// to the last. The poisoned one ends in the dead letters.
 async fn handle(
     url: &str,
     channel: &Channel,
@@ -93,7 +93,7 @@ async fn handle(
 }
 
 async fn dead_letter(channel: &Channel) -> lapin::message::Delivery {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + TIMEOUT;
     loop {
         let name = format!("{QUEUE}.dead-letters");
         let got = channel
@@ -121,16 +121,16 @@ async fn poison_among(poison: Poison, sound: u32, rounds: usize) -> Rounds {
         .confirm_select(ConfirmSelectOptions::default())
         .await
         .expect("confirms");
-    let played = Rounds::play(poison, rounds, async |what| {
+    let measured = Rounds::play(poison, rounds, async |what| {
         handle(&server.url(), &channel, sound, what).await
     })
     .await;
-    crate::no_refusals(&server);
-    played
+    crate::assert_no_refused_acks(&server);
+    measured
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_poisoned_message_is_set_aside_after_its_attempts_and_the_others_go_on() {
+async fn a_poisoned_message_is_dead_lettered_after_its_attempts_and_others_are_handled() {
     for poison in [Poison::Fails, Poison::Panics] {
         poison_among(poison, 1_000, 1).await;
     }
@@ -140,7 +140,7 @@ async fn a_poisoned_message_is_set_aside_after_its_attempts_and_the_others_go_on
 #[ignore = "measures; cargo xtask faults runs it"]
 async fn a_poisoned_message_among_ten_thousand() {
     for poison in [Poison::Fails, Poison::Panics] {
-        poison_among(poison, 10_000, crate::Length::from_env().rounds.max(5))
+        poison_among(poison, 10_000, crate::RunLength::from_env().rounds.max(5))
             .await
             .judge();
     }

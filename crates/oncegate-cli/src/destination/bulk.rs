@@ -13,7 +13,7 @@ use super::{CopyAge, DeadLetter, DestinationReader, PublishError};
 use crate::CliContext;
 use crate::audit::{Audit, PendingAction};
 use crate::error::{CliError, CliErrorCode};
-use crate::output::TextTable;
+use crate::output::{TextTable, Unchecked};
 
 /// Whether to apply a change, and why.
 #[derive(Args)]
@@ -217,6 +217,7 @@ impl BulkReport {
         confirm: &ConfirmArgs,
         command: BulkCommand,
         stopped: Option<CliError>,
+        unchecked: &Unchecked,
     ) -> Result<(), CliError> {
         let mut table = TextTable::new(&["where", "id", "reason", "what"]);
         for row in &self.rows {
@@ -236,14 +237,17 @@ impl BulkReport {
         let (verb, would) = (command.verb, if confirm.yes { "" } else { "would be " });
         let unknown_age_note = unknown_age_note(self.unknown_age);
         let summary = format!(
-            "{cut}{} {would}{verb}, {} {would}left where they are.{unknown_age_note}",
-            self.done, self.left
+            "{cut}{} {would}{verb}, {} {would}left where they are.{unknown_age_note}{}",
+            self.done,
+            self.left,
+            unchecked.to_text()
         );
         self.print(
             context,
             confirm,
             command,
             stopped.as_ref(),
+            unchecked,
             format!("{table}{summary}"),
         )?;
         self.end(confirm, stopped)
@@ -255,11 +259,13 @@ impl BulkReport {
         confirm: &ConfirmArgs,
         command: BulkCommand,
         stopped: Option<&CliError>,
+        unchecked: &Unchecked,
         text: String,
     ) -> Result<(), CliError> {
         let json = serde_json::json!({
             "act": command.name, "did": confirm.yes, "done": self.done, "left": self.left, "without_age": self.unknown_age,
             "markers": self.markers, "letters": self.rows, "all": self.rows.len() == self.total(), "stopped": stopped.map(ToString::to_string),
+            "not_looked_at": unchecked,
         });
         context.format.print(&json, text)
     }

@@ -43,6 +43,10 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "store-forgets",
         "the store is volatile: the memory of a process, or an SQLite file on a file system in memory",
     ),
+    (
+        "store-file-missing",
+        "there is no SQLite file yet: store.url may name a wrong path, or a volume is not mounted",
+    ),
     ("store-too-old", "Redis is older than 7.0"),
     ("store-is-a-replica", "the configured server is a replica"),
     (

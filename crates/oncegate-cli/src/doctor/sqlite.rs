@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use oncegate::{Persistence, Store};
+use oncegate::{Persistence, Sqlite, Store};
 
 use super::DoctorFindings;
 use super::settings::volatile_store_severity;
@@ -11,12 +11,13 @@ use crate::marker_store;
 
 pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFindings) {
     let at = format!("SQLite file {}", file.display());
+    let sqlite = marker_store::sqlite(config, file);
     // Opening a missing file would create it; the first consumer does that.
     if !file.exists() {
-        match file
+        let directory = file
             .parent()
-            .filter(|directory| !directory.as_os_str().is_empty())
-        {
+            .filter(|directory| !directory.as_os_str().is_empty());
+        match directory {
             Some(directory) if !directory.is_dir() => {
                 let what = format!("the directory {} does not exist", directory.display());
                 findings.error(
@@ -26,21 +27,32 @@ pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFin
                     "create it, or set store.url to another file",
                 );
             }
-            _ => {}
+            _ => {
+                let directory = directory.unwrap_or(Path::new("."));
+                if Sqlite::is_on_memory_file_system(directory) {
+                    let why = format!(
+                        "{} is on a file system in memory, which is empty after the machine restarts",
+                        directory.display()
+                    );
+                    add_volatile(config, &at, why, findings);
+                }
+                let what = format!(
+                    "no file yet at {}; a consumer that starts here remembers no id",
+                    file.display()
+                );
+                findings.warning(
+                    "store-file-missing",
+                    at,
+                    what,
+                    "if a consumer has run before, correct store.url or mount the volume; otherwise the first consumer creates the file",
+                );
+            }
         }
         return;
     }
-    match marker_store::sqlite(config, file).persistence().await {
+    match sqlite.persistence().await {
         Ok(Persistence::Durable(_)) => {}
-        Ok(Persistence::Volatile(why)) => {
-            findings.add(
-                volatile_store_severity(config),
-                "store-forgets",
-                at,
-                why,
-                "set store.url to a file on a local disk",
-            );
-        }
+        Ok(Persistence::Volatile(why)) => add_volatile(config, &at, why, findings),
         Err(error) => findings.error(
             "store-unusable",
             at,
@@ -48,4 +60,14 @@ pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFin
             "fix what the error reports",
         ),
     }
+}
+
+fn add_volatile(config: &Config, at: &str, why: String, findings: &mut DoctorFindings) {
+    findings.add(
+        volatile_store_severity(config),
+        "store-forgets",
+        at,
+        why,
+        "set store.url to a file on a local disk",
+    );
 }

@@ -81,7 +81,7 @@ fn add_store_error(error: StoreError, findings: &mut DoctorFindings) {
             text,
             "start it, or correct store.url",
         );
-    } else if text.contains("refuses the user or the password") {
+    } else if text.contains("rejected the user or the password") {
         findings.error(
             "store-refuses-the-login",
             "Redis",

@@ -84,7 +84,7 @@ async fn rabbitmq_settings_are_rejected_like_in_a_consumer() {
         .run(COMMANDS[0])
         .exits_with(3)
         .prints("amqp://guest@127.0.0.1:1/%2f")
-        .prints("is RabbitMQ running");
+        .prints("check that RabbitMQ is running");
     assert!(!said.err.contains("canary"), "{said:?}");
     cli.configure(&format!(
         "[rabbitmq]\nurl = \"{}\"\nqueue = \"q\"\n",

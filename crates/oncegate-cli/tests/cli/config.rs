@@ -209,6 +209,107 @@ fn every_listed_key_can_be_set() {
 }
 
 #[test]
+fn an_empty_operator_name_is_ignored() {
+    let cli = TestCli::on_sqlite();
+    std::fs::write(cli.path("markers.db"), "").expect("the directory is ours");
+    let complete = |id, more: &[&str], variables: &[(&str, &str)]| {
+        let arguments = [&["marker", "complete", id, "--yes"], more].concat();
+        cli.run_with(&arguments, variables).exits_with(0);
+    };
+    complete("a", &[], &[("ONCEGATE_OPERATOR", ""), ("USER", "ann")]);
+    complete(
+        "b",
+        &["--as", " "],
+        &[("SUDO_USER", ""), ("USER", "ann"), ("LOGNAME", "bob")],
+    );
+    for action in cli.json(&["audit"]).as_array().expect("a list") {
+        let who = action["who"].as_str().expect("a text");
+        assert!(who.starts_with("ann@"), "{action}");
+    }
+}
+
+/// `config check --consumer` refuses what the consumer refuses at start.
+#[test]
+fn check_refuses_what_the_consumer_refuses() {
+    let cli = TestCli::at("redis://127.0.0.1:1");
+    let file = |gate: &str, store: &str, more: &str| {
+        format!(
+            "[gate]\nid = \"message-id\"\n{gate}\n[store]\n{store}\n[rabbitmq]\nurl = \"amqp://h\"\nqueue = \"q\"\n{more}"
+        )
+    };
+    let (redis, at_most_once) = ("url = \"redis://h\"", "guarantee = \"at-most-once\"\n");
+    let check = |text: &str| {
+        cli.write("oncegate.toml", text);
+        cli.run(&["config", "check", "--consumer"])
+    };
+    check(&file("", redis, "")).exits_with(0);
+    for (gate, says) in [
+        ("max-attempts = 0", "gate.max-attempts: it is 0"),
+        ("max-in-flight = 0", "gate.max-in-flight: it is 0"),
+        ("max-queued = 0", "gate.max-queued: it is 0"),
+        ("max-reconciles = 0", "gate.max-reconciles: it is 0"),
+        ("max-crashes = 1", "gate.max-crashes: "),
+        ("lease = \"0s\"", "gate.lease: "),
+        ("lease = \"25h\"", "gate.lease: "),
+        ("shortest-lease = \"60s\"", "gate.shortest-lease is longer"),
+        ("backoff = \"0s\"", "gate.backoff: "),
+        ("max-age = \"48h\"", "gate.max-age: "),
+        ("dedup-window = \"0s\"", "gate.dedup-window: "),
+        ("handler-timeout = \"0s\"", "gate.handler-timeout: "),
+        ("drain-timeout = \"4000d\"", "gate.drain-timeout: "),
+    ] {
+        check(&file(gate, redis, "")).exits_with(2).prints(says);
+    }
+    for (gate, says) in [
+        ("outage = \"pass-through\"", "gate.outage: "),
+        ("mode = \"trial\"", "gate.mode: "),
+    ] {
+        let gate = format!("{at_most_once}{gate}");
+        check(&file(&gate, redis, "")).exits_with(2).prints(says);
+    }
+    for (store, says) in [
+        ("url = \"redis://h:99999\"", "store.url: "),
+        (
+            "url = \"rediss://h#insecure\"",
+            "store.url: the URL ends in #insecure",
+        ),
+        ("url = \"redis://:s3cr/et@h\"", "store.url: "),
+        ("cluster = [\"redis://h\", \"x\"]", "store.cluster: "),
+        (
+            "sentinels = [\"x\"]\nsentinel-name = \"m\"",
+            "store.sentinels: ",
+        ),
+        (
+            "url = \"rediss://h\"\nca-certificate = \"/no/such.pem\"",
+            "store.ca-certificate: ",
+        ),
+        (
+            "url = \"redis://h\"\nclient-certificate = \"a\"\nclient-key = \"b\"",
+            "store.client-certificate: ",
+        ),
+        ("url = \"redis://h\"\ntimeout = \"0s\"", "store.timeout: "),
+        ("url = \"sqlite:x.db\"\ntimeout = \"0s\"", "store.timeout: "),
+        ("url = \"redis://h\"\nreplicas = 0", "store.replicas: "),
+        (
+            "url = \"redis://h\"\nreplicas = 1\nreplicas-timeout = \"0s\"",
+            "store.replicas-timeout: ",
+        ),
+        ("url = \"sqlite::memory:\"", "store.url: "),
+    ] {
+        let said = check(&file("", store, "")).exits_with(2).prints(says);
+        assert!(!said.err.contains("s3cr"), "{said:?}");
+    }
+    check(&file(at_most_once, "url = \"memory:\"", ""))
+        .exits_with(2)
+        .prints("gate.guarantee: at most once requires a durable store");
+    let log = "[log]\nfilter = \"info,=\"\n";
+    check(&file("", redis, log))
+        .exits_with(2)
+        .prints("log.filter: ");
+    assert!(!cli.path("x.db").exists(), "it is not opened");
+}
+
+#[test]
 fn missing_consumer_settings_are_named() {
     let cli = TestCli::new();
     let check = |text: &str| {

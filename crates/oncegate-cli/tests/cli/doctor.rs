@@ -233,8 +233,12 @@ fn finds_an_unusable_store() {
 async fn finds_an_sqlite_file_in_memory() {
     let cli = TestCli::on_sqlite();
     cli.configure(AT_MOST_ONCE);
-    // The file does not exist yet.
-    assert_findings(&cli, &[]);
+    assert_findings(&cli, &[("store-file-missing", "warning")]);
+    let path = cli.path("markers.db").display().to_string();
+    cli.run(&["doctor"])
+        .exits_with(1)
+        .prints(&format!("no file yet at {path}"));
+    assert!(!cli.path("markers.db").exists(), "it changes nothing");
     cli.ask("a", oncegate::marker::Ask::Claim, 1, 0, crate::cli::terms())
         .await;
     assert_findings(&cli, &[]);
@@ -244,6 +248,20 @@ async fn finds_an_sqlite_file_in_memory() {
     // A file system in memory, on every Linux.
     let memory = tempfile::tempdir_in("/dev/shm").expect("a directory");
     let file = memory.path().join("markers.db");
+    cli.write(
+        "oncegate.toml",
+        &format!(
+            "[store]\nurl = \"sqlite:{}\"\n{AT_MOST_ONCE}",
+            file.display()
+        ),
+    );
+    assert_findings(
+        &cli,
+        &[
+            ("store-forgets", "error"),
+            ("store-file-missing", "warning"),
+        ],
+    );
     oncegate::Store::persistence(&oncegate::Sqlite::file(&file))
         .await
         .expect("it is made");
@@ -259,6 +277,16 @@ async fn finds_an_sqlite_file_in_memory() {
         );
         assert_findings(&cli, &[("store-forgets", "warning")]);
     }
+}
+
+#[test]
+fn refuses_an_sqlite_database_in_memory() {
+    let cli = TestCli::on_sqlite();
+    let store = "[store]\nurl = \"sqlite::memory:\"\n";
+    cli.write("oncegate.toml", &format!("{store}{AT_MOST_ONCE}"));
+    cli.run(&["doctor"])
+        .exits_with(2)
+        .prints("store.url: sqlite::memory: is no file");
 }
 
 /// Rewrites replies of a server with texts of the same length.

@@ -260,6 +260,22 @@ fn plan_uses_measured_bytes() {
     cli.run(&["plan"]).exits_with(2).prints("--rate");
 }
 
+#[test]
+fn plan_refuses_impossible_numbers() {
+    let cli = TestCli::at("redis://127.0.0.1:1");
+    for (option, value) in [
+        ("--id-bytes", "18446744073709551615"),
+        ("--id-bytes", "0"),
+        ("--processes", "0"),
+        ("--primaries", "0"),
+    ] {
+        cli.run(&["plan", "--rate", "1", option, value])
+            .exits_with(2)
+            .prints(option)
+            .prints("is not in");
+    }
+}
+
 /// Without a marker the tool must not invent what happened.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn actions_older_than_the_window_prove_nothing() {

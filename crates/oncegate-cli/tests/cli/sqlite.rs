@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use oncegate::marker::{Ask, Attempts, UNKNOWN_ATTEMPT, Verdict};
+use oncegate::{Failure, Gate, GateError, Guarantee, RunOutcome};
 use serde_json::Value;
 
 use crate::cli::{TestCli, terms};
@@ -105,6 +106,15 @@ async fn changes_apply_to_consumers_and_are_audited_beside_the_file() {
     );
     let lines = std::fs::read_to_string(cli.path("markers.db.audit.jsonl")).expect("the audit");
     assert_eq!(lines.lines().count(), 10, "two lines an act");
+    // A line that is not UTF-8 hides no other.
+    let mut bytes = lines.into_bytes();
+    bytes.splice(0..0, *b"{\"act\":\"\xff\"}\n");
+    std::fs::write(cli.path("markers.db.audit.jsonl"), bytes).expect("the file is ours");
+    let audit = cli.run(&["audit", "--json"]).exits_with(1);
+    assert_eq!(audit.json().as_array().map(Vec::len), Some(5));
+    audit.prints("lines of the audit that cannot be read, and are not shown: 1");
+    cli.run(&["marker", "complete", "new", "--yes"])
+        .exits_with(0);
     // Another file can be configured.
     cli.configure(&format!(
         "[audit]\nfile = \"{}\"\n",
@@ -140,6 +150,83 @@ fn reading_does_not_create_a_missing_file() {
     cli.run(&["config", "check"])
         .exits_with(2)
         .prints("store.prefix requires Redis");
+}
+
+/// A `Gate` in at most once whose work ends with this result.
+async fn run_gate(
+    cli: &TestCli,
+    id: &str,
+    result: Result<(), Failure>,
+) -> Result<RunOutcome<()>, GateError> {
+    let gate = Gate::builder()
+        .store(cli.sqlite().expect("a file"))
+        .guarantee(Guarantee::AtMostOnce)
+        .open()
+        .await
+        .expect("it opens");
+    let mut result = Some(result);
+    gate.run(id, || {
+        let result = result.take().expect("it runs once");
+        async move { result }
+    })
+    .await
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_doubt_of_a_gate_is_resolved_without_a_broker() {
+    let cli = TestCli::on_sqlite();
+    for id in ["yes", "no"] {
+        let in_doubt = run_gate(&cli, id, Err(Failure::InDoubt("no answer".into()))).await;
+        assert!(matches!(in_doubt, Err(GateError::InDoubt(_))), "{id}");
+        assert_eq!(
+            cli.json(&["marker", "show", id])["state"],
+            "in-doubt",
+            "{id}"
+        );
+    }
+    cli.run(&["in-doubt", "resolve", "yes", "--happened"])
+        .exits_with(4)
+        .prints("no broker is configured");
+    let resolved = cli.json(&["in-doubt", "resolve", "yes", "--happened", "--yes"]);
+    assert_eq!(
+        (
+            &resolved["done"],
+            &resolved["not_looked_at"][0]["where"],
+            &resolved["not_looked_at"][0]["why"]
+        ),
+        (
+            &1.into(),
+            &"the messages in doubt".into(),
+            &"no broker is configured, so there was no message to move".into()
+        ),
+        "{resolved}"
+    );
+    cli.run(&["in-doubt", "resolve", "no", "--did-not-happen", "--yes"])
+        .exits_with(0)
+        .prints("1 resolved")
+        .prints("no broker is configured, so there was no message to move");
+    assert_eq!(cli.json(&["audit"]).as_array().map(Vec::len), Some(2));
+    assert!(matches!(
+        run_gate(&cli, "yes", Ok(())).await,
+        Ok(RunOutcome::AlreadyDone)
+    ));
+    assert!(matches!(
+        run_gate(&cli, "no", Ok(())).await,
+        Ok(RunOutcome::Executed(()))
+    ));
+    // What is not in doubt stays as it is.
+    cli.run(&["in-doubt", "resolve", "mistyped", "--happened", "--yes"])
+        .exits_with(1)
+        .prints("mistyped is absent, not in doubt");
+    // A broker that is named or partly configured has to be complete.
+    let resolve = ["in-doubt", "resolve", "yes", "--happened", "--yes"];
+    cli.run(&[&resolve[..], &["--broker", "kafka"]].concat())
+        .exits_with(2)
+        .prints("no broker: set kafka.brokers");
+    cli.configure("[kafka]\ntopic = \"payments\"\n");
+    cli.run(&resolve)
+        .exits_with(2)
+        .prints("no broker: set kafka.brokers");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -210,7 +210,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
                 Err(error @ StoreError::Misconfigured(_)) => {
                     misconfigured = Some(error);
-                    Event::DrainOver
+                    Event::StopNow
                 }
                 Err(StoreError::UnreadableMarker(why)) => {
                     self.saw_unreadable_marker(slot, &why);
@@ -277,7 +277,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// A store that refuses its user answers no claim: what would ask comes back after its lease.
     fn drop_claims(&mut self) {
         for slot in std::mem::take(&mut self.claims) {
-            self.happens(slot, Event::DrainOver);
+            self.happens(slot, Event::StopNow);
         }
     }
 

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Engine, Mode};
+use super::{DrainPhase, DrainStep, Engine, Mode};
 
 use crate::decode::Decode;
+use crate::defaults::STOP_TIMEOUT;
 use crate::error::Error;
 use crate::fault;
 use crate::handler::Handler;
@@ -83,6 +84,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             Mode::Draining {
                 until: earlier,
                 because: first,
+                phase: _,
             } => {
                 *earlier = until.min(*earlier);
                 if first.is_none() {
@@ -90,7 +92,14 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
                 return;
             }
-            mode @ Mode::Taking => *mode = Mode::Draining { until, because },
+            mode @ Mode::Taking => {
+                let phase = DrainPhase::Handlers;
+                *mode = Mode::Draining {
+                    until,
+                    because,
+                    phase,
+                };
+            }
         }
         tracing::info!(in_flight = self.flights.len(), "draining");
         self.source.stop().await;
@@ -101,13 +110,56 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Lets go of what did not finish, and closes the source.
+    /// What a drain does next. When its timeout is over, handlers that still run are dropped, and it
+    /// waits for [`STOP_TIMEOUT`] at the most until the store has recorded their outcomes.
+    pub(super) fn drain_step(&self, until: Instant, phase: DrainPhase) -> DrainStep {
+        let (is_empty, timed_out) = (self.flights.is_empty(), Instant::now() >= until);
+        let owes_nothing = (self.late.is_empty() || self.refused) && self.applies.is_empty();
+        match phase {
+            DrainPhase::Handlers if timed_out && !is_empty => DrainStep::DropHandlers,
+            DrainPhase::Handlers if timed_out || (is_empty && owes_nothing) => DrainStep::Leave,
+            DrainPhase::Outcomes if timed_out || is_empty => DrainStep::Leave,
+            DrainPhase::Handlers | DrainPhase::Outcomes => DrainStep::Wait,
+        }
+    }
+
+    /// The drain timeout is over: drops handlers that run, and asks the store to record their
+    /// outcome as unknown.
+    pub(super) async fn drop_handlers(&mut self) {
+        // What has returned by now is no unknown outcome.
+        while let Ok(ran) = self.ran.try_recv() {
+            self.finished(ran);
+        }
+        let (handlers, in_flight) = (self.running, self.flights.len());
+        if handlers > 0 {
+            tracing::warn!(
+                handlers,
+                in_flight,
+                "drain timeout over: handlers that still run are dropped, their outcome is unknown and spends an attempt; \
+                 set drain_timeout to more than the longest run of a handler"
+            );
+        }
+        if let Mode::Draining { until, phase, .. } = &mut self.mode {
+            (*until, *phase) = (Instant::now() + STOP_TIMEOUT, DrainPhase::Outcomes);
+        }
+        let all: Vec<Slot> = self.flights.slots().collect();
+        for slot in all {
+            if let Some(flight) = self.flights.at_mut(slot) {
+                flight.passage.leave();
+                self.happens(slot, Event::DrainOver);
+            }
+        }
+        // Their tasks are dropped before the store records that nothing runs.
+        tokio::task::yield_now().await;
+    }
+
+    /// Abandons what the store has not answered, and closes the source.
     pub(super) async fn leave(mut self) -> Result<(), Error> {
         let left: Vec<Slot> = self.flights.slots().collect();
         if !left.is_empty() {
             tracing::warn!(
                 in_flight = left.len(),
-                "the drain is over; what did not finish comes back after its lease"
+                "stopping without the store's answers: these messages come back after their lease, and the next claim may count a crash"
             );
         }
         if !self.late.is_empty() {
@@ -118,16 +170,12 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             );
         }
         for slot in left {
-            self.happens(slot, Event::DrainOver);
+            self.happens(slot, Event::StopNow);
         }
         self.settle().await;
-        let bound = Instant::now()
-            + self
-                .settings
-                .drain
-                .clamp(Duration::from_secs(1), Duration::from_secs(10));
         fault::point("drain.closing");
-        let closed = self.source.close(bound).await;
+        let deadline = self.close_by();
+        let closed = self.source.close(deadline).await;
         fault::point("drain.closed");
         match self.mode {
             Mode::Draining {
@@ -136,5 +184,22 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             } => Err(error),
             _ => Ok(closed?),
         }
+    }
+
+    /// When the source has to be closed: what the store took to record outcomes is subtracted, so
+    /// that a stop takes no longer than the drain timeout and 10 s.
+    fn close_by(&self) -> Instant {
+        let now = Instant::now();
+        let recording = match self.mode {
+            Mode::Draining {
+                until,
+                phase: DrainPhase::Outcomes,
+                ..
+            } => STOP_TIMEOUT.saturating_sub(until.saturating_duration_since(now)),
+            _ => Duration::ZERO,
+        };
+        let shortest = Duration::from_secs(1);
+        let bound = self.settings.drain.clamp(shortest, Duration::from_secs(10));
+        now + bound.saturating_sub(recording).max(shortest)
     }
 }

@@ -69,6 +69,7 @@ fn stages() -> Vec<Stage> {
         Pausing(GRANT, Tries(1)),
         Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reconcile),
         Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::Release),
+        Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce),
         Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::Reject),
         Reconciling(GRANT, Tries(0), DoubtCause::Said),
         ReconcilePausing(GRANT, Tries(1), DoubtCause::Said),
@@ -669,7 +670,7 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
         let expected = match stage {
             New(_) | AwaitingHolder(_, _, ClaimReply::Answered) => release(Duration::ZERO, 0),
             ReconcilePausing(..) => (
-                Doubting(GRANT, DoubtCause::Said, AfterDoubt::Release),
+                Doubting(GRANT, DoubtCause::Said, AfterDoubt::ReleaseAtOnce),
                 Action::Ask(Ask::Doubt),
             ),
             Claiming(..) => (Leaving(HISTORY), Action::Wait),
@@ -692,10 +693,107 @@ fn drain_in_every_stage_gives_back_what_has_not_started() {
             "{stage:?}"
         );
         assert_eq!(
-            transition(stage, Event::DrainOver, &at_most_once()),
+            transition(stage, Event::StopNow, &at_most_once()),
             (Settled, Action::Abandon),
             "{stage:?}"
         );
+    }
+}
+
+#[test]
+fn the_end_of_the_drain_in_every_stage_records_what_ran_as_unknown() {
+    use Stage::*;
+    let bare = policy(Guarantee::Bare);
+    let doubt_given_back = |cause| {
+        (
+            Doubting(GRANT, cause, AfterDoubt::ReleaseAtOnce),
+            Action::Ask(Ask::Doubt),
+        )
+    };
+    for policy in [at_most_once(), effectively_once(), bare] {
+        for stage in stages() {
+            let expected = match stage {
+                New(_) | AwaitingHolder(..) | Claiming(..) | Ready(_) | Pausing(..)
+                | ReconcilePausing(..) => transition(stage, Event::Drain, &policy),
+                Running(..) if policy.guarantee == Guarantee::AtMostOnce => {
+                    doubt_given_back(DoubtCause::HolderGone)
+                }
+                Running(..) => (
+                    Clearing(GRANT.failed(), Effect::Unknown, Duration::ZERO),
+                    Action::Ask(Ask::Clear(Effect::Unknown)),
+                ),
+                Ungated(_) => release(Duration::ZERO, 1),
+                Reconciling(_, _, cause) => doubt_given_back(cause),
+                Doubting(_, cause, AfterDoubt::Reconcile) => (
+                    Doubting(GRANT, cause, AfterDoubt::ReleaseAtOnce),
+                    Action::Wait,
+                ),
+                _ => (stage, Action::Wait),
+            };
+            assert_eq!(
+                transition(stage, Event::DrainOver, &policy),
+                expected,
+                "{:?}: {stage:?}",
+                policy.guarantee
+            );
+        }
+    }
+}
+
+#[test]
+fn the_end_of_the_drain_asks_the_store_as_a_handler_timeout_does_and_releases_at_once() {
+    let timed_out = Event::Returned(Outcome::Unknown(DoubtCause::TimedOut));
+    for policy in [at_most_once(), effectively_once(), policy(Guarantee::Bare)] {
+        let running = Stage::Running(GRANT, Tries(0));
+        let (stage, asked) = transition(running, Event::DrainOver, &policy);
+        assert_eq!(asked, transition(running, timed_out, &policy).1);
+        let (_, settled) = transition(stage, Event::Answer(V::Kept), &policy);
+        let (after, failures) = match policy.guarantee {
+            Guarantee::AtMostOnce => (Duration::ZERO, 0),
+            Guarantee::EffectivelyOnce | Guarantee::Bare => (Duration::ZERO, 1),
+        };
+        assert_eq!(
+            settled,
+            Action::Settle(Settlement::Release { after, failures })
+        );
+    }
+    // The last attempt, too: whoever claims next dead-letters it without a run.
+    let policy = effectively_once();
+    let last = Stage::Running(permit(policy.attempts), Tries(0));
+    let (stage, _) = transition(last, Event::DrainOver, &policy);
+    assert!(matches!(stage, Stage::Clearing(_, Effect::Unknown, _)));
+}
+
+#[test]
+fn nothing_is_started_after_the_end_of_the_drain() {
+    let answers = [
+        Event::Answer(V::Granted(Attempts::new(2))),
+        Event::Answer(V::InDoubt(Attempts::new(2))),
+        Event::Answer(V::Kept),
+        Event::Answer(V::Done { marker_lost: false }),
+        Event::Answer(V::Lost),
+        Event::Answer(V::Duplicate),
+        Event::Unavailable,
+        Event::UnreadableMarker,
+        Event::Woke,
+        Event::LeaseOver,
+        Event::Slot,
+    ];
+    let through = Policy {
+        outage: Outage::PassThrough,
+        ..effectively_once()
+    };
+    for policy in [at_most_once(), effectively_once(), through] {
+        for stage in stages() {
+            let (stage, _) = transition(stage, Event::DrainOver, &policy);
+            for event in answers {
+                let (_, step) = transition(stage, event, &policy);
+                assert!(
+                    !matches!(step, Action::Run | Action::Reconcile | Action::Queue),
+                    "{stage:?} {event:?}: {step:?}"
+                );
+            }
+        }
     }
 }
 
@@ -734,7 +832,7 @@ fn what_leaves_withdraws_its_claim() {
     );
     assert_eq!(answer(V::Duplicate), accepted(By::Duplicate));
     let doubt_given_back = (
-        Stage::Doubting(permit(2), DoubtCause::HolderGone, AfterDoubt::Release),
+        Stage::Doubting(permit(2), DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce),
         Action::Ask(Ask::Doubt),
     );
     assert_eq!(answer(V::InDoubt(Attempts::new(2))), doubt_given_back);
@@ -779,6 +877,7 @@ fn a_settled_delivery_stays_settled() {
         Event::LeaseOver,
         Event::Drain,
         Event::DrainOver,
+        Event::StopNow,
         Event::Returned(Outcome::Done),
     ] {
         assert_eq!(
@@ -802,6 +901,7 @@ fn nothing_is_accepted_but_on_a_verdict() {
         Event::Woke,
         Event::Drain,
         Event::DrainOver,
+        Event::StopNow,
         Event::Returned(Outcome::Done),
         Event::Found(Some(Finding::Happened)),
         Event::Answer(V::Busy {

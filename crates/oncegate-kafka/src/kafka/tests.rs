@@ -14,7 +14,7 @@ fn setting(kafka: Kafka) -> String {
 }
 
 #[test]
-fn what_is_missing_or_breaks_the_promise_is_named() {
+fn missing_and_forbidden_settings_are_named() {
     assert!(whole().check().is_ok());
     assert_eq!(setting(Kafka::topic("").brokers("b").group("g")), "topic");
     assert_eq!(
@@ -77,7 +77,7 @@ fn what_is_missing_or_breaks_the_promise_is_named() {
 }
 
 #[test]
-fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
+fn required_properties_override_the_users_and_those_override_defaults() {
     let properties = [
         ("fetch.queue.backoff.ms", "50"),
         ("security.protocol", "ssl"),
@@ -102,12 +102,12 @@ fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
     assert_eq!(
         (
             consumer.get("reconnect.backoff.max.ms"),
-            kafka.tries_again()
+            kafka.reconnect_backoff_max()
         ),
         (Some("1000"), Duration::from_secs(1))
     );
     let slow = whole().property("reconnect.backoff.ms", "2000");
-    assert_eq!(slow.tries_again(), Duration::from_secs(2));
+    assert_eq!(slow.reconnect_backoff_max(), Duration::from_secs(2));
     slow.consumer_config()
         .create::<rdkafka::consumer::BaseConsumer>()
         .expect("nothing to refuse");
@@ -115,7 +115,7 @@ fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
     assert_eq!(
         (
             patient.consumer_config().get("reconnect.backoff.max.ms"),
-            patient.tries_again()
+            patient.reconnect_backoff_max()
         ),
         (Some("3000"), Duration::from_secs(3))
     );
@@ -137,7 +137,7 @@ fn the_promise_stands_over_the_users_properties_and_they_over_the_rest() {
 }
 
 #[test]
-fn a_group_is_cooperative_and_sticky_unless_it_is_told_otherwise() {
+fn the_default_assignor_is_cooperative_sticky() {
     let strategy = |kafka: Kafka| {
         kafka
             .consumer_config()
@@ -149,7 +149,7 @@ fn a_group_is_cooperative_and_sticky_unless_it_is_told_otherwise() {
         strategy(whole().property("partition.assignment.strategy", "range")).as_deref(),
         Some("range")
     );
-    // Where the brokers assign, librdkafka refuses one.
+    // librdkafka rejects the property when the brokers assign partitions.
     assert_eq!(
         strategy(whole().property("group.protocol", "consumer")),
         None
@@ -157,14 +157,16 @@ fn a_group_is_cooperative_and_sticky_unless_it_is_told_otherwise() {
 }
 
 #[test]
-fn who_is_to_begin_nowhere_does_not_begin_again_either() {
-    assert_eq!(whole().where_out_of_range(), OutOfRange::Earliest);
+fn start_at_error_implies_out_of_range_error() {
+    assert_eq!(whole().out_of_range_policy(), OutOfRange::Earliest);
     assert_eq!(
-        whole().out_of_range(OutOfRange::Error).where_out_of_range(),
+        whole()
+            .out_of_range(OutOfRange::Error)
+            .out_of_range_policy(),
         OutOfRange::Error
     );
     assert_eq!(
-        whole().start(StartAt::Error).where_out_of_range(),
+        whole().start(StartAt::Error).out_of_range_policy(),
         OutOfRange::Error
     );
     for kafka in [
@@ -179,7 +181,7 @@ fn who_is_to_begin_nowhere_does_not_begin_again_either() {
 }
 
 #[test]
-fn a_rebalance_waits_well_under_the_poll_interval() {
+fn the_drain_timeout_is_below_the_poll_interval() {
     assert_eq!(whole().drain(), Duration::from_secs(10));
     assert_eq!(
         whole().property("max.poll.interval.ms", "6000").drain(),

@@ -1,4 +1,4 @@
-//! What stands in the dead letters where the broker is choosy.
+//! Dead letters on topics that reject some messages.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -34,10 +34,10 @@ fn header(message: &BorrowedMessage<'_>, name: &str) -> Option<String> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dead_letter_is_as_old_as_its_publishing_and_says_when_the_message_was_sent() {
+async fn a_dead_letter_has_the_time_of_publishing_and_a_header_with_the_original_timestamp() {
     const YEAR: i64 = 365 * 86_400_000;
     let now = now();
-    // The topic would expire the first at once, and refuse the second for ever.
+    // The topic would expire the first message at once, and never accept the second.
     let topic = Topic::with_dead_letters(&[
         ("retention.ms", "3600000"),
         ("message.timestamp.after.max.ms", "3600000"),
@@ -104,7 +104,7 @@ fn now() -> i64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_body_that_the_dead_letter_topic_does_not_take_is_left_out_and_said_to_be() {
+async fn a_body_that_is_too_large_for_the_dead_letter_topic_is_omitted_with_a_header() {
     let topic = Topic::with_dead_letters(&[("max.message.bytes", "2000")]).await;
     topic
         .send(Some(b"key"), Some(&[b'x'; 5_000]), OwnedHeaders::new())
@@ -132,7 +132,7 @@ async fn a_body_that_the_dead_letter_topic_does_not_take_is_left_out_and_said_to
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn many_small_dead_letters_at_once_keep_their_bodies() {
+async fn many_small_dead_letters_keep_their_bodies() {
     const COUNT: usize = 256;
     // A batch of them is larger.
     let topic = Topic::with_dead_letters(&[("max.message.bytes", "20000")]).await;
@@ -150,9 +150,9 @@ async fn many_small_dead_letters_at_once_keep_their_bodies() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dead_letter_that_is_refused_holds_up_none_that_it_shared_a_batch_with() {
+async fn a_rejected_dead_letter_does_not_delay_others_of_its_batch() {
     const COUNT: usize = 300;
-    // It refuses what has no key.
+    // It rejects messages without a key.
     let topic = Topic::with_dead_letters(&[("cleanup.policy", "compact")]).await;
     for number in 0..COUNT {
         topic
@@ -181,24 +181,26 @@ async fn a_dead_letter_that_is_refused_holds_up_none_that_it_shared_a_batch_with
     assert_eq!(
         origins.len(),
         COUNT / 3 * 2,
-        "one stands twice, and another does not"
+        "one was published twice, or another one not at all"
     );
     topic.await_commit(0, 0).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_partition_whose_dead_letters_are_refused_holds_up_no_other_one() {
-    // More than are held of one partition.
+async fn a_partition_whose_dead_letters_are_rejected_does_not_delay_others() {
+    // More than the source holds of one partition.
     const COUNT: usize = 30_000;
     let topic = Topic::alone(2).await;
     topic
         .create(
             &topic.dead_letters(),
             1,
-            &[&KEEPS[..], &[("cleanup.policy", "compact")]].concat(),
+            &[&UNLIMITED_RETENTION[..], &[("cleanup.policy", "compact")]].concat(),
         )
         .await;
-    topic.create(&topic.in_doubt(), 1, &KEEPS).await;
+    topic
+        .create(&topic.in_doubt(), 1, &UNLIMITED_RETENTION)
+        .await;
     topic.send_numbers(0, COUNT).await;
     let mut source = topic
         .source()
@@ -225,15 +227,17 @@ async fn a_partition_whose_dead_letters_are_refused_holds_up_no_other_one() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_partition_that_was_full_of_dead_letters_is_read_on_once_they_stand() {
+async fn a_partition_that_was_full_of_dead_letters_is_read_again_once_they_are_confirmed() {
     const COUNT: usize = 30_000;
     let topic = Topic::alone(2).await;
-    topic.create(&topic.in_doubt(), 1, &KEEPS).await;
+    topic
+        .create(&topic.in_doubt(), 1, &UNLIMITED_RETENTION)
+        .await;
     topic
         .create(
             &topic.dead_letters(),
             1,
-            &[&KEEPS[..], &[("cleanup.policy", "compact")]].concat(),
+            &[&UNLIMITED_RETENTION[..], &[("cleanup.policy", "compact")]].concat(),
         )
         .await;
     topic.send_numbers(0, COUNT).await;
@@ -263,7 +267,7 @@ async fn a_partition_that_was_full_of_dead_letters_is_read_on_once_they_stand() 
     topic
         .configure(
             &topic.dead_letters(),
-            &[&KEEPS[..], &[("cleanup.policy", "delete")]].concat(),
+            &[&UNLIMITED_RETENTION[..], &[("cleanup.policy", "delete")]].concat(),
         )
         .await;
     for delivery in receive(&mut source, COUNT - rejected).await {
@@ -274,8 +278,8 @@ async fn a_partition_that_was_full_of_dead_letters_is_read_on_once_they_stand() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_key_or_a_header_that_no_topic_takes_is_left_out_and_said_to_be() {
-    // Each message is as large as its own topic takes, and larger with the headers of the
+async fn a_key_or_header_that_is_too_large_is_omitted_with_a_header() {
+    // Each message is as large as its own topic allows, and larger with the headers of the
     // rejection.
     const LARGE: usize = 3_000;
     let topic = Topic::with_dead_letters(&[("max.message.bytes", "2000")]).await;
@@ -334,9 +338,9 @@ async fn a_key_or_a_header_that_no_topic_takes_is_left_out_and_said_to_be() {
     }
 }
 
-/// Brokers that create topics by themselves would make one that forgets.
+/// Brokers that create topics automatically would create one with limited retention.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dead_letter_topic_that_was_deleted_is_waited_for_and_not_made_anew() {
+async fn a_deleted_dead_letter_topic_is_waited_for_and_not_created_again() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 1).await;
     let mut source = topic.open().await;
@@ -344,9 +348,11 @@ async fn a_dead_letter_topic_that_was_deleted_is_waited_for_and_not_made_anew() 
     topic.delete(&topic.dead_letters()).await;
     reject(&mut source, delivery, Reason::Refused).await;
     assert!(is_silent(&mut source, Duration::from_secs(2)).await);
-    assert!(!topic.is_there(&topic.dead_letters()), "it was made anew");
+    assert!(!topic.exists(&topic.dead_letters()), "it was created again");
     topic.await_commit(0, 0).await;
-    topic.create(&topic.dead_letters(), 1, &KEEPS).await;
+    topic
+        .create(&topic.dead_letters(), 1, &UNLIMITED_RETENTION)
+        .await;
     topic.await_commit(0, 1).await;
     assert_eq!(topic.end_of(&topic.dead_letters()).await, 1);
     close(source).await;

@@ -1,4 +1,4 @@
-//! Members that come and go.
+//! Members that join and leave.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
@@ -14,7 +14,7 @@ use crate::stage::*;
 /// How often each partition and offset was accepted.
 type Accepted = Arc<Mutex<HashMap<(u32, i64), usize>>>;
 
-/// Accepts whatever comes until it is told to leave.
+/// Accepts everything until it is stopped.
 async fn accept_all(mut source: KafkaSource, accepted: Accepted, mut leave: watch::Receiver<()>) {
     loop {
         let mut incoming = Vec::new();
@@ -30,7 +30,7 @@ async fn accept_all(mut source: KafkaSource, accepted: Accepted, mut leave: watc
                 .entry((it.receipt.partition, offset(it)))
                 .or_default() += 1;
         }
-        // Slowly enough that there is something to hand over when members come and go.
+        // Slowly enough that deliveries are in flight when members join and leave.
         tokio::time::sleep(Duration::from_millis(2)).await;
         accept(&mut source, deliveries).await;
     }
@@ -51,16 +51,16 @@ async fn until(accepted: &Accepted, count: usize) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn members_that_come_and_go_lose_nothing_and_accept_nothing_twice() {
-    come_and_go("cooperative-sticky").await;
+async fn members_that_join_and_leave_lose_nothing_and_accept_nothing_twice() {
+    join_and_leave("cooperative-sticky").await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_eager_group_loses_nothing_and_accepts_nothing_twice() {
-    come_and_go("range").await;
+    join_and_leave("range").await;
 }
 
-async fn come_and_go(strategy: &str) {
+async fn join_and_leave(strategy: &str) {
     const PARTITIONS: i32 = 6;
     const EACH: usize = 2_000;
     let topic = Topic::new(PARTITIONS).await;
@@ -107,8 +107,7 @@ async fn come_and_go(strategy: &str) {
     }
 }
 
-/// Waits until a partition of this source is revoked, as a consumer does that has no room for
-/// deliveries.
+/// Waits until a partition of this source is revoked, like a consumer without room for deliveries.
 async fn revocation(source: &mut KafkaSource) -> u64 {
     let revoked = tokio::time::timeout(BOUND, async {
         loop {
@@ -126,7 +125,7 @@ async fn revocation(source: &mut KafkaSource) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_settlement_after_the_partition_went_moves_nothing() {
+async fn a_settlement_after_the_revocation_commits_nothing() {
     let topic = Topic::new(2).await;
     topic.send_numbers(0, 5).await;
     topic.send_numbers(1, 5).await;
@@ -139,11 +138,12 @@ async fn a_settlement_after_the_partition_went_moves_nothing() {
     let held = receive(&mut first, 10).await;
     let mut second = topic.open().await;
     let epoch = revocation(&mut first).await;
-    let (gone, kept): (Vec<_>, Vec<_>) = held.into_iter().partition(|it| it.receipt.epoch == epoch);
+    let (revoked, kept): (Vec<_>, Vec<_>) =
+        held.into_iter().partition(|it| it.receipt.epoch == epoch);
     let again = receive(&mut second, 5).await;
-    assert_eq!(offsets(&again), offsets(&gone));
+    assert_eq!(offsets(&again), offsets(&revoked));
     let partition = again[0].receipt.partition as i32;
-    accept(&mut first, gone).await;
+    accept(&mut first, revoked).await;
     accept(&mut first, kept).await;
     topic.await_commit(1 - partition, 5).await;
     topic.await_commit(partition, 0).await;
@@ -154,13 +154,13 @@ async fn a_settlement_after_the_partition_went_moves_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_revocation_is_announced_and_waits_for_what_is_being_handled() {
+async fn a_revocation_is_announced_and_waits_for_in_flight_deliveries() {
     let topic = Topic::new(2).await;
     topic.send_numbers(0, 20).await;
     topic.send_numbers(1, 20).await;
     let mut first = topic.open().await;
     let mut held = receive(&mut first, 40).await;
-    // These wait to be taken, and what is asked for is news alone.
+    // These are not taken; only revocations are requested.
     topic.send_numbers(0, 5).await;
     topic.send_numbers(1, 5).await;
     let second = tokio::spawn({
@@ -173,8 +173,8 @@ async fn a_revocation_is_announced_and_waits_for_what_is_being_handled() {
         held.drain(..).partition(|it| it.receipt.epoch == epoch);
     assert_eq!((leaving.len(), staying.len()), (20, 20));
     let partition = leaving[0].receipt.partition as i32;
-    // It is settled while the rebalance waits, and so it is committed before the other member has
-    // the partition.
+    // Settled while the rebalance waits, so it is committed before the other member has the
+    // partition.
     accept(&mut first, leaving).await;
     let mut second = second.await.expect("a source");
     topic.await_commit(partition, 20).await;
@@ -194,7 +194,7 @@ async fn a_revocation_is_announced_and_waits_for_what_is_being_handled() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_member_whose_instance_id_another_one_takes_ends_and_says_so() {
+async fn a_member_whose_instance_id_is_taken_ends_with_an_error() {
     let topic = Topic::new(1).await;
     let open = async || {
         topic
@@ -218,11 +218,11 @@ async fn a_member_whose_instance_id_another_one_takes_ends_and_says_so() {
     close(second).await;
 }
 
-/// The broker's own way to form groups refuses a second member of an instance id, and that is fatal
-/// to its client: the source begins anew with another client until the first member has left, and
-/// says so each time.
+/// The consumer group protocol rejects a second member with the same instance id, which is a fatal
+/// error of its client: the source replaces the client until the first member has left, and logs it
+/// each time.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_client_that_failed_for_good_is_replaced_until_it_works() {
+async fn a_client_with_a_fatal_error_is_replaced_until_it_works() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 3).await;
     let kafka = || {
@@ -258,7 +258,7 @@ async fn a_client_that_failed_for_good_is_replaced_until_it_works() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_every_client_would_fail_of_ends_the_source() {
+async fn errors_that_affect_every_client_end_the_source() {
     let topic = Topic::new(1).await;
     let status = KafkaStatus::new();
     let kafka = topic
@@ -272,7 +272,7 @@ async fn what_every_client_would_fail_of_ends_the_source() {
     assert_eq!(status.clients_replaced(), 0);
 }
 
-/// What a source says when it ends.
+/// The error that a source ends with.
 async fn end_of(source: &mut KafkaSource) -> String {
     let ended = tokio::time::timeout(BOUND, async {
         loop {

@@ -1,4 +1,4 @@
-//! Logs that were cut or damaged.
+//! Truncated and damaged logs.
 
 use std::collections::BTreeMap;
 use std::io::{Seek, SeekFrom, Write};
@@ -15,14 +15,15 @@ use rdkafka::message::OwnedHeaders;
 use crate::stage::*;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_log_that_was_cut_below_the_commit_commits_lower() {
+async fn a_log_that_was_truncated_below_the_committed_offset_commits_lower() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 10).await;
     topic.commit(50).await;
     let mut source = topic.open().await;
     let mut deliveries = receive(&mut source, 10).await;
     assert_eq!(offsets(&deliveries), (0..10).collect::<Vec<_>>());
-    // Before anything is settled, or a crash would skip what fills the log up to 50 meanwhile.
+    // Before anything is settled; otherwise a crash would skip what fills the log up to 50
+    // meanwhile.
     topic.await_reset(0, 0).await;
     accept(&mut source, deliveries.drain(..4)).await;
     topic.await_commit(0, 4).await;
@@ -36,7 +37,7 @@ async fn a_log_that_was_cut_below_the_commit_commits_lower() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_topic_that_is_made_anew_under_a_running_source_commits_lower() {
+async fn a_topic_that_is_recreated_while_it_is_read_commits_lower() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 50).await;
     let mut source = topic
@@ -48,13 +49,13 @@ async fn a_topic_that_is_made_anew_under_a_running_source_commits_lower() {
     let all = receive(&mut source, 50).await;
     accept(&mut source, all).await;
     topic.await_commit(0, 50).await;
-    topic.make_anew().await;
+    topic.recreate().await;
     topic.send_numbers(0, 10).await;
     let mut again = receive(&mut source, 10).await;
     assert_eq!(offsets(&again), (0..10).collect::<Vec<_>>());
     accept(&mut source, again.drain(..4)).await;
     topic.await_reset(0, 4).await;
-    // Longer than librdkafka waits before it commits what was stored.
+    // Longer than librdkafka waits before it commits stored offsets.
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(topic.committed(0).await, Some(4));
     accept(&mut source, again).await;
@@ -63,10 +64,9 @@ async fn a_topic_that_is_made_anew_under_a_running_source_commits_lower() {
     assert_eq!(topic.committed(0).await, Some(10));
 }
 
-/// Of two topics on one broker, which is stopped once.
+/// Two topics on one broker, which is stopped once.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips_nothing_unsettled()
-{
+async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothing_unsettled() {
     let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
         .await
         .expect("a broker");
@@ -101,7 +101,7 @@ async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips
     let mut again = gather(&mut of_whole, 0..10).await;
     settle_until(&mut of_whole, &whole, &mut again, |_| false, 0).await;
     let mut anew = half.receive_again(&mut of_half).await;
-    // Of before the cut: it moves nothing any more.
+    // From before the truncation: the settlements are stale.
     accept(&mut of_half, held).await;
     settle_until(
         &mut of_half,
@@ -111,7 +111,7 @@ async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips
         Half::RELEASED,
     )
     .await;
-    // Longer than librdkafka waits before it commits what was stored.
+    // Longer than librdkafka waits before it commits stored offsets.
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(
         (whole.committed(0).await, half.topic.committed(0).await),
@@ -134,13 +134,13 @@ async fn a_log_that_loses_its_end_under_a_running_source_commits_lower_and_skips
 
 async fn open(topic: &Topic) -> KafkaSource {
     for name in [topic.dead_letters(), topic.in_doubt()] {
-        topic.create(&name, 1, &KEEPS).await;
+        topic.create(&name, 1, &UNLIMITED_RETENTION).await;
     }
     topic.open().await
 }
 
-/// A topic that loses its end, of which some is settled below and above, some waits for its delay,
-/// and the rest is in flight.
+/// A topic whose log is truncated: some messages are settled below and above the truncation, one is
+/// released, and the rest is in flight.
 struct Half {
     topic: Topic,
 }
@@ -155,7 +155,7 @@ impl Half {
     async fn of(brokers: String) -> Self {
         let topic = Topic::at(brokers, 1).await;
         for number in 0..Self::ALL {
-            // One after the other: each is a batch of its own, behind which the log can be cut.
+            // Sent one by one, so that each is its own batch, after which the log can be truncated.
             topic
                 .send(
                     None,
@@ -167,7 +167,7 @@ impl Half {
         Self { topic }
     }
 
-    /// Answers what is in flight.
+    /// Settles some, and returns what is in flight.
     async fn settle_some(&self, source: &mut KafkaSource) -> Vec<Delivery> {
         let all = receive(source, Self::ALL as usize).await;
         let mut held = Vec::new();
@@ -182,8 +182,8 @@ impl Half {
         held
     }
 
-    /// All that is not settled and is still there, and what came after it; and what was settled, if
-    /// librdkafka goes back to the beginning.
+    /// Receives all unsettled messages that are left and the new ones; and settled ones, if
+    /// librdkafka seeks to the beginning.
     async fn receive_again(&self, source: &mut KafkaSource) -> BTreeMap<i64, Delivery> {
         let anew = gather(source, Self::RELEASED..Self::CUT_AT + Self::NEW as i64).await;
         for (offset, delivery) in &anew {
@@ -198,7 +198,8 @@ impl Half {
     }
 }
 
-/// Receives until all of these offsets have come; of one that came twice, the later counts.
+/// Receives until all of these offsets have arrived; of a redelivered one the later delivery
+/// counts.
 async fn gather(source: &mut KafkaSource, offsets: Range<i64>) -> BTreeMap<i64, Delivery> {
     let mut found = BTreeMap::new();
     while !offsets.clone().all(|offset| found.contains_key(&offset)) {
@@ -212,8 +213,8 @@ async fn gather(source: &mut KafkaSource, offsets: Range<i64>) -> BTreeMap<i64, 
     found
 }
 
-/// Settles what is due of what is held until the group has committed so much. On a busy machine the
-/// group may take the member for dead while its broker is away, and what is held comes again.
+/// Settles the due deliveries until the group has committed this offset. On a busy machine the
+/// group may remove the member while its broker is down, and deliveries arrive again.
 async fn settle_until(
     source: &mut KafkaSource,
     topic: &Topic,
@@ -238,7 +239,7 @@ async fn settle_until(
             "{now:?} was committed, not {committed}"
         );
         let mut incoming = Vec::new();
-        // Over in time or not: what there is then is held.
+        // Timeout or not: whatever arrived by then is kept.
         let _ = tokio::time::timeout(
             Duration::from_millis(200),
             source.receive(
@@ -259,15 +260,15 @@ async fn settle_until(
     }
 }
 
-/// Takes all messages from this offset on from the directory of a partition, where a batch begins
-/// at that.
+/// Removes all messages from this offset on from the directory of a partition. A batch must start
+/// at the offset.
 fn cut(log: &Path, offset: i64) {
     for file in std::fs::read_dir(log).expect("a log") {
         let path = file.expect("a file").path();
         match path.extension().and_then(|it| it.to_str()) {
             Some("log") => {
                 let bytes = std::fs::read(&path).expect("a segment");
-                std::fs::write(&path, &bytes[..where_it_stands(&bytes, offset)]).expect("cut");
+                std::fs::write(&path, &bytes[..batch_position(&bytes, offset)]).expect("cut");
             }
             Some("index" | "timeindex" | "snapshot") => {
                 std::fs::remove_file(path).expect("removed")
@@ -277,12 +278,12 @@ fn cut(log: &Path, offset: i64) {
     }
 }
 
-/// Where the batch stands in a segment that begins with this offset. Each batch begins with its
-/// offset, and the length of what comes after these twelve bytes.
-fn where_it_stands(segment: &[u8], offset: i64) -> usize {
+/// The position of the batch in a segment that starts at this offset. Each batch starts with its
+/// offset, and the length of what follows these twelve bytes.
+fn batch_position(segment: &[u8], offset: i64) -> usize {
     let mut at = 0;
     loop {
-        let head = segment.get(at..at + 12).expect("a batch that begins there");
+        let head = segment.get(at..at + 12).expect("a batch that starts there");
         if i64::from_be_bytes(head[..8].try_into().expect("8 bytes")) == offset {
             return at;
         }
@@ -290,7 +291,7 @@ fn where_it_stands(segment: &[u8], offset: i64) -> usize {
     }
 }
 
-/// Receives until the source fails, and accepts what comes.
+/// Receives and accepts until the source fails.
 async fn failure(source: &mut KafkaSource) -> (Vec<i64>, SourceError) {
     let mut seen = Vec::new();
     let failed = tokio::time::timeout(BOUND, async {
@@ -318,7 +319,7 @@ async fn failure(source: &mut KafkaSource) -> (Vec<i64>, SourceError) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_damaged_batch_ends_the_source_and_is_never_passed() {
+async fn a_damaged_batch_ends_the_source_and_is_never_skipped() {
     let server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
         .await
         .expect("a broker");
@@ -355,8 +356,7 @@ async fn a_damaged_batch_ends_the_source_and_is_never_passed() {
             text.contains(&format!("{}/0", topic.name)) && text.contains("offset 2"),
             "{text}"
         );
-        // What was read before the damage is handed out still, and nothing past it, whoever goes on
-        // asking.
+        // What was read before the damage is still handed out, and nothing after it.
         let mut incoming = Vec::new();
         let limit = Limit {
             count: 50,

@@ -1,4 +1,4 @@
-//! The Kafka source on a real broker: `ONCEGATE_KAFKA` says where.
+//! The Kafka source on a real broker, whose address is in `ONCEGATE_KAFKA`.
 
 mod dead_letters;
 mod group;

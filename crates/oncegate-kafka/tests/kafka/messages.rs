@@ -1,4 +1,4 @@
-//! What a message looks like when it is handed over.
+//! The contents of delivered messages.
 
 use std::time::SystemTime;
 
@@ -79,10 +79,10 @@ async fn nulls_and_odd_header_names_are_read_as_they_are() {
     );
 }
 
-/// A name that no Rust producer can send by its own means.
+/// A header name that the Rust producers cannot send.
 #[allow(unsafe_code)]
 fn unread(name: &[u8]) -> &str {
-    // SAFETY: the client takes its pointer and its length, and nothing reads it as text.
+    // SAFETY: the client reads only its pointer and length; nothing uses it as text.
     unsafe { std::str::from_utf8_unchecked(name) }
 }
 
@@ -96,7 +96,7 @@ async fn the_limit_of_a_receive_counts_messages_and_bytes() {
             .await;
     }
     let mut source = topic.open().await;
-    // All of them are there when the first one is.
+    // All of them are ready when the first one is.
     let mut waiting = receive(&mut source, 1).await;
     for (limit, expected) in [
         (
@@ -128,7 +128,7 @@ async fn the_limit_of_a_receive_counts_messages_and_bytes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_large_backlog_is_read_whole_while_little_is_taken_at_a_time() {
+async fn a_large_backlog_is_read_completely_with_small_receives() {
     let topic = Topic::new(2).await;
     topic.send_numbers(0, 6_000).await;
     topic.send_numbers(1, 6_000).await;
@@ -150,7 +150,7 @@ async fn a_large_backlog_is_read_whole_while_little_is_taken_at_a_time() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_body_of_ten_megabytes_is_rejected_whole_and_what_is_behind_it_goes_on() {
+async fn a_body_of_ten_megabytes_is_rejected_whole_and_later_messages_are_delivered() {
     const LARGE: usize = 10 << 20;
     let topic = Topic::of_large_messages().await;
     topic
@@ -182,7 +182,7 @@ async fn a_body_of_ten_megabytes_is_rejected_whole_and_what_is_behind_it_goes_on
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ten_thousand_headers_are_read_and_stand_in_the_dead_letters() {
+async fn ten_thousand_headers_are_read_and_published_to_the_dead_letter_topic() {
     const COUNT: usize = 10_000;
     let topic = Topic::new(1).await;
     let names: Vec<String> = (0..COUNT).map(|number| format!("h{number}")).collect();

@@ -1,5 +1,4 @@
-//! Failover to another cluster to which the topic, the group's offsets and their metadata are
-//! copied.
+//! Failover to another cluster with copies of the topic, the group's offsets and their metadata.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
@@ -55,7 +54,7 @@ impl Handler for Runs {
         *self
             .0
             .lock()
-            .expect("nobody panics with it")
+            .expect("not poisoned")
             .entry(context.id().to_string())
             .or_default() += 1;
         Ok(())
@@ -65,7 +64,7 @@ impl Handler for Runs {
 impl Runs {
     /// Checks that each of the first `count` ids was handled exactly once, and no other.
     fn assert_each_once(&self, count: usize) {
-        let runs = self.0.lock().expect("nobody panics with it");
+        let runs = self.0.lock().expect("not poisoned");
         let expected: BTreeSet<String> = (0..count).map(|id| id.to_string()).collect();
         let missing: Vec<_> = expected
             .iter()
@@ -126,10 +125,10 @@ async fn send(topic: &Topic, ids: std::ops::Range<usize>) {
     }
 }
 
-/// Waits until this holds.
-async fn until<F: Future<Output = bool>>(what: &str, is_so: impl Fn() -> F) {
+/// Waits until this is true.
+async fn until<F: Future<Output = bool>>(what: &str, condition: impl Fn() -> F) {
     let end = Instant::now() + BOUND;
-    while !is_so().await {
+    while !condition().await {
         assert!(Instant::now() < end, "{what}");
         tokio::time::sleep(Duration::from_millis(200)).await;
     }
@@ -176,9 +175,9 @@ async fn committed_offsets(topic: &Topic) -> Vec<i64> {
 
 const OFFSETS: &str = "__consumer_offsets";
 
-/// The offset in a record of `__consumer_offsets`, if it is one of partition 0 of this topic and of
-/// the group of its name: the key is a version of 0 or 1, group, topic and partition, and the value
-/// begins with a version and the offset.
+/// The offset in a record of `__consumer_offsets`, if it belongs to partition 0 of this topic and
+/// the group of the same name: the key is a version of 0 or 1, group, topic and partition, and the
+/// value starts with a version and the offset.
 fn committed_offset(key: Option<&[u8]>, value: Option<&[u8]>, name: &str) -> Option<i64> {
     let length = i16::try_from(name.len())
         .expect("a short name")
@@ -198,7 +197,7 @@ fn committed_offset(key: Option<&[u8]>, value: Option<&[u8]>, name: &str) -> Opt
     is_of_this.then(|| i64::from_be_bytes(offset))
 }
 
-/// Checks that the group continued at `translated` and that no commit went back.
+/// Checks that the group continued at `translated` and that committed offsets never decreased.
 async fn assert_never_back(topic: &Topic, translated: i64, last: i64) {
     let offsets = committed_offsets(topic).await;
     assert!(
@@ -207,7 +206,7 @@ async fn assert_never_back(topic: &Topic, translated: i64, last: i64) {
     );
 }
 
-/// With MirrorMaker 2 itself, and another process on the target cluster.
+/// With MirrorMaker 2, and a new process on the target cluster.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_group_that_fails_over_to_a_mirrored_topic_continues_at_the_translated_offset() {
     let (mut source_cluster, target_cluster) = two_clusters();
@@ -254,8 +253,8 @@ async fn a_group_that_fails_over_to_a_mirrored_topic_continues_at_the_translated
     assert!(metadata.contains(TARGET_CLUSTER), "{metadata}");
 }
 
-/// As where a host name is pointed to the target cluster. Offsets and metadata are copied as
-/// MirrorMaker 2 does.
+/// As if a host name were pointed to the target cluster. Offsets and metadata are copied as
+/// MirrorMaker 2 copies them.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_running_consumer_whose_brokers_become_those_of_the_mirror_continues_at_the_translated_offset()
  {

@@ -1,4 +1,4 @@
-//! What opening a source refuses, and what it creates.
+//! Opening a source: rejected settings and created topics.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ async fn refusal(kafka: Kafka) -> (String, String) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_missing_topic_is_named_with_what_to_do() {
+async fn a_missing_topic_is_named_with_a_remedy() {
     let topic = Topic::alone(1).await;
     let (setting, text) = refusal(
         Kafka::topic("oncegate-test-nowhere")
@@ -64,13 +64,13 @@ async fn missing_dead_letter_topics_are_created_on_request() {
         })
     };
     close(kafka().open().await.expect("a source")).await;
-    // They are there now.
+    // The topics exist now.
     close(kafka().open().await.expect("a source")).await;
     close(topic.open().await).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dead_letter_topic_that_forgets_is_refused_unless_that_is_accepted() {
+async fn a_dead_letter_topic_with_limited_retention_is_rejected_unless_accepted() {
     for config in [
         ("retention.ms", "3600000"),
         ("retention.bytes", "1000000"),
@@ -100,7 +100,7 @@ async fn a_dead_letter_topic_that_forgets_is_refused_unless_that_is_accepted() {
         )
         .await;
     }
-    // What a topic gets from the broker by default counts too.
+    // The broker's default retention counts too.
     let topic = Topic::alone(1).await;
     topic
         .create(&topic.dead_letters(), 1, &[("retention.ms", "-1")])
@@ -110,7 +110,7 @@ async fn a_dead_letter_topic_that_forgets_is_refused_unless_that_is_accepted() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_wrong_property_is_named_without_its_value() {
+async fn an_invalid_property_is_named_without_its_value() {
     let topic = Topic::new(1).await;
     assert_eq!(
         refusal(topic.source().property("no.such.property", "1"))
@@ -135,7 +135,7 @@ async fn a_wrong_property_is_named_without_its_value() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broker_that_is_not_there_is_waited_for() {
+async fn opening_waits_for_a_broker() {
     let kafka = Kafka::topic("t").brokers("127.0.0.1:1").group("g");
     assert!(
         tokio::time::timeout(Duration::from_secs(2), kafka.open())

@@ -1,4 +1,4 @@
-//! What is handled one after the other, by a whole consumer.
+//! The order in which a consumer handles messages.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -12,15 +12,15 @@ use tokio::sync::watch;
 
 use crate::stage::*;
 
-/// What was handled: partition and offset, in order.
+/// Handled messages: partition and offset, in order.
 type Done = Vec<(i32, i64)>;
 
-/// Handles a message once the script lets it, by its partition and offset, and what was handled
-/// before.
+/// Handles a message once the script allows it, given its partition and offset and the messages
+/// handled before.
 #[derive(Clone)]
 struct Scripted {
     done: watch::Sender<Done>,
-    /// Those that have failed once.
+    /// Messages that have failed once.
     failed: Arc<Mutex<Done>>,
     fails_first: (i32, i64),
     may: fn(i32, i64, &Done) -> bool,
@@ -52,13 +52,13 @@ impl Handler for Scripted {
             .and_then(|it| it.parse().ok())
             .expect("a position");
         if (partition, offset) == self.fails_first {
-            let mut failed = self.failed.lock().expect("nobody panics with it");
+            let mut failed = self.failed.lock().expect("not poisoned");
             if !failed.contains(&(partition, offset)) {
                 failed.push((partition, offset));
                 return Err("not yet").retry();
             }
         }
-        // The sender is ours.
+        // `self` holds the sender, so the channel is open.
         let _ = self
             .done
             .subscribe()
@@ -69,7 +69,7 @@ impl Handler for Scripted {
     }
 }
 
-/// Consumes in this order until so much is done.
+/// Consumes in this order until this many messages are handled.
 async fn consume(topic: &Topic, order: Order, handler: &Scripted, count: usize) -> Done {
     let mut done = handler.done.subscribe();
     let all = async move { drop(done.wait_for(|done| done.len() == count).await) };
@@ -84,18 +84,18 @@ async fn consume(topic: &Topic, order: Order, handler: &Scripted, count: usize) 
         .handler(handler.clone());
     let run = tokio::time::timeout(BOUND, consumer.run_until(all)).await;
     let done = handler.done.borrow().clone();
-    run.unwrap_or_else(|_| panic!("it stands at {done:?}"))
+    run.unwrap_or_else(|_| panic!("no progress after {done:?}"))
         .expect("a clean end");
     done
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn by_partition_each_is_in_order_though_one_fails_and_the_other_goes_on() {
+async fn ordered_by_partition_each_is_in_order_although_one_fails() {
     const EACH: usize = 20;
     let topic = Topic::new(2).await;
     topic.send_numbers(0, EACH).await;
     topic.send_numbers(1, EACH).await;
-    // Partition 0 goes on past its middle once all of partition 1 is done.
+    // Partition 0 continues after its middle once all of partition 1 is handled.
     let may = |partition, offset, done: &Done| {
         partition == 1
             || offset < 10
@@ -125,7 +125,7 @@ async fn by_partition_each_is_in_order_though_one_fails_and_the_other_goes_on() 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn unordered_nothing_waits_for_another_of_its_key() {
+async fn unordered_messages_do_not_wait_for_their_key() {
     const ALL: usize = 10;
     let topic = Topic::new(1).await;
     for _ in 0..ALL {
@@ -140,7 +140,7 @@ async fn unordered_nothing_waits_for_another_of_its_key() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn by_key_a_key_waits_for_itself_alone() {
+async fn ordered_by_key_a_key_waits_only_for_itself() {
     const ALL: usize = 20;
     let topic = Topic::new(1).await;
     for number in 0..ALL {
@@ -152,7 +152,7 @@ async fn by_key_a_key_waits_for_itself_alone() {
             )
             .await;
     }
-    // The first of one key ends once all of the other are done.
+    // The first message of one key ends once all of the other key are handled.
     let may = |_, offset, done: &Done| offset != 0 || done.len() == ALL / 2;
     let done = consume(&topic, Order::ByKey, &Scripted::new((0, 5), may), ALL).await;
     let odd: Vec<i64> = (0..ALL as i64).filter(|it| it % 2 == 1).collect();

@@ -1,4 +1,4 @@
-//! A broker that dies and comes back.
+//! A broker that is killed and restarted.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -11,7 +11,7 @@ use oncegate_testkit::servers::KafkaServer;
 use crate::stage::*;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_outage_heals_by_itself_and_never_holds_up_a_close() {
+async fn a_source_recovers_from_an_outage_and_closes_during_one() {
     let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
         .await
         .expect("a broker");
@@ -27,7 +27,7 @@ async fn an_outage_heals_by_itself_and_never_holds_up_a_close() {
     topic.await_commit(0, 5).await;
 
     server.kill();
-    // Settled while nobody hears it: committed later, or delivered again.
+    // Settled during the outage: committed later, or redelivered.
     accept(&mut source, deliveries.drain(..5)).await;
     assert!(is_silent(&mut source, Duration::from_secs(2)).await);
     let again = tokio::task::spawn_blocking(move || {
@@ -61,7 +61,7 @@ async fn an_outage_heals_by_itself_and_never_holds_up_a_close() {
 
     server.kill();
     let begun = Instant::now();
-    // Left or not: it ends in time.
+    // It ends in time, whether it has left the group or not.
     let _ = Box::new(source).close(begun + Duration::from_secs(2)).await;
     assert!(begun.elapsed() < Duration::from_secs(3));
 }

@@ -1,4 +1,4 @@
-//! Where a group reads on when the log is not as it was left.
+//! Where a group continues if the log has changed.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -9,15 +9,14 @@ use oncegate_kafka::{KafkaSource, KafkaStatus, OutOfRange, StartAt};
 
 use crate::stage::*;
 
-/// The setting and the text of the error that a source ends with, before it has handed anything
-/// over.
+/// The setting and the text of the error that a source ends with, before it delivers anything.
 async fn refusal(source: &mut KafkaSource) -> (String, String) {
     let (setting, text, incoming) = end_of(source).await;
     assert!(incoming.is_empty(), "received {incoming:?} before {text}");
     (setting, text)
 }
 
-/// The setting and the text of the error that a source ends with, and what it hands over before.
+/// The setting and the text of the error that a source ends with, and what it delivers before.
 async fn end_of(source: &mut KafkaSource) -> (String, String, Vec<Incoming>) {
     let mut incoming = Vec::new();
     let ended = tokio::time::timeout(BOUND, async {
@@ -46,7 +45,7 @@ async fn end_of(source: &mut KafkaSource) -> (String, String, Vec<Incoming>) {
     }
 }
 
-/// A topic of 20 messages whose group stands at 5, though the first 12 were removed.
+/// A topic of 20 messages, of which the first 12 were removed, and whose group has committed 5.
 async fn removed() -> Topic {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 20).await;
@@ -69,7 +68,7 @@ async fn start_at_error_ends_a_group_without_an_offset() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_whose_messages_were_removed_reads_on_at_the_first_that_is_left() {
+async fn a_group_whose_messages_expired_continues_at_the_earliest_one() {
     let (topic, status) = (removed().await, KafkaStatus::new());
     let mut source = topic
         .source()
@@ -79,13 +78,13 @@ async fn a_group_whose_messages_were_removed_reads_on_at_the_first_that_is_left(
         .expect("a source");
     let deliveries = receive(&mut source, 8).await;
     assert_eq!(offsets(&deliveries), (12..20).collect::<Vec<_>>());
-    // It is looked into while the first of them are handed over.
+    // Expired messages are counted while the first deliveries are handed out.
     let end = Instant::now() + BOUND;
-    while status.messages_missed() != 7 {
+    while status.messages_expired() != 7 {
         assert!(
             Instant::now() < end,
             "{} were missed",
-            status.messages_missed()
+            status.messages_expired()
         );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -94,17 +93,16 @@ async fn a_group_whose_messages_were_removed_reads_on_at_the_first_that_is_left(
     topic.remove_below(20).await;
     topic.send_numbers(0, 1).await;
     assert_eq!(offsets(&receive(&mut source, 1).await), [20]);
-    assert_eq!(status.messages_missed(), 7, "what was read was not missed");
+    assert_eq!(status.messages_expired(), 7, "what was read was not missed");
     close(source).await;
 }
 
-/// Read it was before retention came to it, and counted only after: all that is known then is that
-/// the log begins behind it.
+/// A message is read before retention removes it, and its gap is classified after that, when the
+/// log start offset is already above it.
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_removed_is_missed_also_where_retention_overtakes_what_waits_in_the_client() {
+async fn messages_that_expire_in_the_prefetch_queue_are_counted() {
     let (topic, status) = (Topic::new(2).await, KafkaStatus::new());
-    // More than the source takes without being asked, so that what comes behind waits in
-    // librdkafka's queue.
+    // More than the source reads ahead, so that the rest waits in librdkafka's queue.
     topic.send_numbers(1, 3_000).await;
     topic.send_numbers(0, 20).await;
     topic.commit(5).await;
@@ -116,9 +114,9 @@ async fn what_was_removed_is_missed_also_where_retention_overtakes_what_waits_in
         .await
         .expect("a source");
     let mut all = receive(&mut source, 1).await;
-    // Librdkafka waits for so long before it asks again where an offset is out of range, and hears
-    // where the log begins with each answer. Where it takes longer there is nothing to overtake,
-    // and as much is missed.
+    // librdkafka waits this long before it requests offsets again after one was out of range, and
+    // learns the log start offset with each response. If it takes longer, nothing is overtaken, and
+    // the same number of messages expires.
     tokio::time::sleep(Duration::from_secs(1)).await;
     topic.remove_below(15).await;
     tokio::time::sleep(Duration::from_millis(1_500)).await;
@@ -126,7 +124,7 @@ async fn what_was_removed_is_missed_also_where_retention_overtakes_what_waits_in
         all.extend(receive(&mut source, 1).await);
     }
     let end = Instant::now() + BOUND;
-    while status.messages_missed() == 0 {
+    while status.messages_expired() == 0 {
         assert!(Instant::now() < end, "nothing was missed");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -137,14 +135,14 @@ async fn what_was_removed_is_missed_also_where_retention_overtakes_what_waits_in
         .min()
         .expect("some came");
     assert_eq!(
-        status.messages_missed(),
+        status.messages_expired(),
         u64::try_from(first - 5).expect("it was removed below 12")
     );
     close(source).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_whose_messages_were_removed_ends_if_it_is_told_to() {
+async fn expired_messages_end_the_source_with_out_of_range_error() {
     let topic = removed().await;
     let mut source = topic
         .source()
@@ -155,7 +153,7 @@ async fn a_group_whose_messages_were_removed_ends_if_it_is_told_to() {
     let (setting, text) = refusal(&mut source).await;
     assert_eq!(setting, "out_of_range");
     assert!(
-        text.contains(&format!("stands at offset 5 of {}/0", topic.name)),
+        text.contains(&format!("offset 5 of {}/0", topic.name)),
         "{text}"
     );
     close(source).await;
@@ -163,7 +161,7 @@ async fn a_group_whose_messages_were_removed_ends_if_it_is_told_to() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_log_that_was_cut_ends_the_source_if_it_is_told_to() {
+async fn a_truncated_log_ends_the_source_with_out_of_range_error() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 10).await;
     topic.commit(50).await;
@@ -176,7 +174,7 @@ async fn a_log_that_was_cut_ends_the_source_if_it_is_told_to() {
     let (setting, text) = refusal(&mut source).await;
     assert_eq!(setting, "out_of_range");
     assert!(
-        text.contains(&format!("stands at offset 50 of {}/0", topic.name)),
+        text.contains(&format!("offset 50 of {}/0", topic.name)),
         "{text}"
     );
     close(source).await;
@@ -184,7 +182,7 @@ async fn a_log_that_was_cut_ends_the_source_if_it_is_told_to() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_without_an_offset_begins_at_the_beginning_though_it_may_not_begin_again() {
+async fn a_group_without_an_offset_starts_at_the_beginning_also_with_out_of_range_error() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 3).await;
     let mut source = topic
@@ -212,7 +210,7 @@ async fn a_partition_that_is_added_is_read_from_its_beginning() {
     let mut source = kafka.open().await.expect("a source");
     assert!(is_silent(&mut source, Duration::from_millis(500)).await);
     topic.grow(2).await;
-    // Before the source has heard of it.
+    // Before the source has detected the new partition.
     topic.renewed().send_numbers(1, 5).await;
     let deliveries = receive(&mut source, 5).await;
     assert!(deliveries.iter().all(|it| it.receipt.partition == 1));
@@ -226,7 +224,7 @@ async fn a_partition_that_is_added_is_read_from_its_beginning() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_topic_that_is_made_anew_and_longer_than_before_is_read_whole() {
+async fn a_recreated_topic_that_is_longer_than_before_is_read_completely() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 20).await;
     let mut source = topic.open().await;
@@ -234,7 +232,7 @@ async fn a_topic_that_is_made_anew_and_longer_than_before_is_read_whole() {
     accept(&mut source, all).await;
     topic.await_commit(0, 20).await;
     let before = topic.committed_with(0).await.expect("an offset").1;
-    topic.make_anew().await;
+    topic.recreate().await;
     topic.send_numbers(0, 60).await;
     let mut seen = BTreeSet::new();
     let end = Instant::now() + BOUND;
@@ -257,8 +255,7 @@ async fn a_topic_that_is_made_anew_and_longer_than_before_is_read_whole() {
     close(source).await;
 }
 
-/// Whether this metadata names a topic, by 16 bytes in base64 as Kafka prints them, and the
-/// cluster.
+/// Whether this metadata names a topic id, as 16 bytes in base64, and the cluster.
 fn is_identity(metadata: &str, cluster_id: &str) -> bool {
     let sign = |it: char| it.is_ascii_alphanumeric() || "-_+/".contains(it);
     let ids = metadata
@@ -287,7 +284,7 @@ async fn a_committed_offset_is_used_unless_its_metadata_names_a_deleted_topic_of
         let mut source = topic.open().await;
         let all = receive(&mut source, usize::try_from(10 - first).expect("offsets")).await;
         assert_eq!(offsets(&all), (first..10).collect::<Vec<_>>(), "{metadata}");
-        // Committed before anything is settled: whoever begins next is not to believe the other.
+        // Committed before anything is settled: the next client must not use the other offset.
         topic.await_reset(0, first).await;
         accept(&mut source, all).await;
         topic.await_commit(0, 10).await;
@@ -297,7 +294,7 @@ async fn a_committed_offset_is_used_unless_its_metadata_names_a_deleted_topic_of
     }
 }
 
-/// The topic may be a replica or a recreated one: a person decides.
+/// The topic may be a replica or a recreated one.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_offset_of_another_topic_id_without_a_cluster_id_ends_the_source_with_out_of_range_error()
  {
@@ -326,7 +323,7 @@ async fn an_offset_of_another_topic_id_without_a_cluster_id_ends_the_source_with
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_topic_that_is_made_anew_ends_the_source_if_it_is_told_to_and_is_read_whole_after_a_restart()
+async fn a_recreated_topic_ends_the_source_with_out_of_range_error_and_is_read_completely_after_a_restart()
  {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 20).await;
@@ -340,22 +337,22 @@ async fn a_topic_that_is_made_anew_ends_the_source_if_it_is_told_to_and_is_read_
     let mut all = receive(&mut source, 20).await;
     accept(&mut source, all.drain(..10)).await;
     topic.await_commit(0, 10).await;
-    topic.make_anew().await;
+    topic.recreate().await;
     topic.send_numbers(0, 60).await;
-    // Until it is noticed, what lies above may be handed over.
+    // Until the change is detected, messages above may be delivered.
     let (setting, text, _) = end_of(&mut source).await;
     assert_eq!(setting, "out_of_range");
     assert!(
         text.contains(&format!(
-            "the topic `{}` was deleted and made anew",
+            "the topic `{}` was deleted and created again",
             topic.name
         )),
         "{text}"
     );
-    // Of the old log: where it ended is no place to begin in the new one.
+    // Deliveries of the deleted topic: its last offset must not be the start in the new one.
     accept(&mut source, all).await;
     close(source).await;
-    // A beginning that could not be committed before it closed is found missing again, and never
+    // A start position that was not committed before the source closed is detected again, and never
     // passed.
     let mut seen = Vec::new();
     for _ in 0..10 {

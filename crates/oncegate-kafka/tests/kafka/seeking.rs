@@ -1,5 +1,5 @@
-//! Where librdkafka reads on after a rebalance, when a fetch had failed before it. On librdkafka's
-//! own small broker, which fails when it is told to.
+//! Where librdkafka continues after a rebalance if a fetch failed before it. Uses librdkafka's mock
+//! cluster, which fails on request.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -17,9 +17,8 @@ use crate::stage::*;
 
 const PARTITIONS: i32 = 3;
 
-/// librdkafka counts an error that it hands over as a message at the offset where it stood. A
-/// rebalance pauses the partitions that stay, and has them read on behind what was counted: one
-/// message too far.
+/// librdkafka counts an error that it returns as a message at its offset. A rebalance pauses the
+/// remaining partitions and resumes them after what was counted, one message too far.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
     let cluster = MockCluster::new(1).expect("a broker");
@@ -41,7 +40,7 @@ async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
             .await
             .expect("sent");
     };
-    // A member who joins is waited for as long as a session lasts, less a second.
+    // The coordinator waits for a joining member as long as the session timeout, less a second.
     let quick = [
         ("session.timeout.ms", "3000"),
         ("heartbeat.interval.ms", "500"),
@@ -62,8 +61,8 @@ async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
         RDKafkaApiKey::Fetch,
         &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN],
     );
-    // One fetch asks for all partitions: when the next message of one has come, the error of the
-    // others has come before.
+    // One fetch requests all partitions: when the next message of one has arrived, so have the
+    // errors of the others.
     send(0).await;
     held.extend(receive(&mut source, 1).await);
 
@@ -83,10 +82,10 @@ async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
             let _ = other.poll(Duration::from_millis(50));
         }
     });
-    // What is held keeps the rebalance waiting, and the partitions that stay paused.
+    // The held deliveries delay the rebalance and keep the remaining partitions paused.
     let epoch = revoked(&mut source).await;
-    // As a rule it is the first partition that leaves; nothing is asked of one that does.
-    let gone = held
+    // Usually the first partition is revoked; nothing is expected of it then.
+    let revoked_one = held
         .iter()
         .find(|it| it.receipt.epoch == epoch)
         .map_or(2, |it| it.receipt.partition);
@@ -95,7 +94,7 @@ async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
     accept(&mut source, held).await;
     let due: Vec<_> = [(1, 1), (2, 0)]
         .into_iter()
-        .filter(|(partition, _)| *partition != gone)
+        .filter(|(partition, _)| *partition != revoked_one)
         .collect();
     let mut next: Vec<_> = receive(&mut source, due.len())
         .await

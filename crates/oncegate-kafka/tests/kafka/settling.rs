@@ -1,4 +1,4 @@
-//! What a settlement does to offsets and dead letters.
+//! The effect of settlements on offsets and dead letters.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use rdkafka::message::{Header, OwnedHeaders};
 use crate::stage::*;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_accepted_is_committed() {
+async fn accepted_deliveries_are_committed() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 600).await;
     let mut source = topic.open().await;
@@ -30,7 +30,7 @@ async fn what_is_accepted_is_committed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restart_brings_back_what_was_not_settled_and_nothing_below_it() {
+async fn a_restart_redelivers_unsettled_messages_and_nothing_below_them() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 10).await;
     let mut source = topic.open().await;
@@ -51,7 +51,7 @@ async fn a_restart_brings_back_what_was_not_settled_and_nothing_below_it() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dropped_source_returns_at_once_and_its_deliveries_come_back() {
+async fn dropping_a_source_returns_at_once_and_its_deliveries_are_redelivered() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 3).await;
     let mut source = topic.open().await;
@@ -68,7 +68,7 @@ async fn a_dropped_source_returns_at_once_and_its_deliveries_come_back() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_release_comes_back_after_its_delay_while_others_go_on() {
+async fn a_release_is_redelivered_after_its_delay_while_others_continue() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 1).await;
     let mut source = topic.open().await;
@@ -100,7 +100,7 @@ async fn a_release_comes_back_after_its_delay_while_others_go_on() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_rejected_delivery_stands_in_its_topic_before_it_is_committed() {
+async fn a_rejected_delivery_is_published_before_it_is_committed() {
     let topic = Topic::new(1).await;
     let headers = OwnedHeaders::new()
         .insert(Header {
@@ -165,7 +165,7 @@ async fn a_rejected_delivery_stands_in_its_topic_before_it_is_committed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_body_over_the_limit_is_rejected_whole_and_never_handed_over() {
+async fn a_body_over_the_limit_is_rejected_whole_and_never_delivered() {
     let topic = Topic::new(1).await;
     topic
         .send(None, Some(&[b'x'; 101]), OwnedHeaders::new())
@@ -197,7 +197,7 @@ async fn a_body_over_the_limit_is_rejected_whole_and_never_handed_over() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stopped_source_hands_out_nothing_more_and_still_settles() {
+async fn a_stopped_source_delivers_nothing_more_and_still_settles() {
     use oncegate_core::Source;
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 4).await;
@@ -211,7 +211,7 @@ async fn a_stopped_source_hands_out_nothing_more_and_still_settles() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_is_handed_over_to_who_asks_for_nothing() {
+async fn a_receive_with_limit_zero_delivers_nothing() {
     use oncegate_core::{Limit, Source};
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 3).await;
@@ -231,9 +231,9 @@ async fn nothing_is_handed_over_to_who_asks_for_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_dead_letter_that_does_not_stand_holds_its_offset_and_nothing_else() {
+async fn an_unconfirmed_dead_letter_blocks_its_offset_and_nothing_else() {
     use oncegate_core::{Source, SourceError};
-    // A compacted topic refuses what has no key.
+    // A compacted topic rejects messages without a key.
     let topic = Topic::with_dead_letters(&[("cleanup.policy", "compact")]).await;
     topic.send_numbers(0, 3).await;
     let open = async || {

@@ -1,4 +1,4 @@
-//! Topics of a test's own on the shared broker, and what a test does with them.
+//! A topic per test on the shared broker, and helpers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -18,14 +18,14 @@ use rdkafka::message::{BorrowedMessage, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
 
-/// No step of a test takes longer than this, beside much else on two cores and with a broker that
-/// starts meanwhile.
+/// The time limit of each test step, on two busy cores and while a broker starts.
 pub(crate) const BOUND: Duration = Duration::from_secs(120);
 
-/// What a topic needs to keep its messages without limit.
-pub(crate) const KEEPS: [(&str, &str); 2] = [("retention.ms", "-1"), ("retention.bytes", "-1")];
+/// The configuration of unlimited retention.
+pub(crate) const UNLIMITED_RETENTION: [(&str, &str); 2] =
+    [("retention.ms", "-1"), ("retention.bytes", "-1")];
 
-/// A topic of a test's own.
+/// A topic of one test.
 pub(crate) struct Topic {
     pub(crate) name: String,
     pub(crate) brokers: String,
@@ -36,15 +36,18 @@ impl Topic {
     /// A topic with its dead-letter and in-doubt topics.
     pub(crate) async fn new(partitions: i32) -> Self {
         let topic = Self::alone(partitions).await;
-        topic.create(&topic.dead_letters(), 1, &KEEPS).await;
-        topic.create(&topic.in_doubt(), 1, &KEEPS).await;
+        topic
+            .create(&topic.dead_letters(), 1, &UNLIMITED_RETENTION)
+            .await;
+        topic
+            .create(&topic.in_doubt(), 1, &UNLIMITED_RETENTION)
+            .await;
         topic
     }
 
-    /// A topic whose dead-letter topic is configured in a way of its own, beside keeping without
-    /// limit.
+    /// A topic whose dead-letter topic has this configuration, beside unlimited retention.
     ///
-    /// It takes messages from the future itself.
+    /// The topic itself accepts timestamps in the future.
     pub(crate) async fn with_dead_letters(config: &[(&str, &str)]) -> Self {
         let brokers = oncegate_testkit::kafka_brokers().expect("a broker");
         let topic = Self::configured(
@@ -54,25 +57,37 @@ impl Topic {
         )
         .await;
         topic
-            .create(&topic.dead_letters(), 1, &[&KEEPS, config].concat())
+            .create(
+                &topic.dead_letters(),
+                1,
+                &[&UNLIMITED_RETENTION, config].concat(),
+            )
             .await;
-        topic.create(&topic.in_doubt(), 1, &KEEPS).await;
+        topic
+            .create(&topic.in_doubt(), 1, &UNLIMITED_RETENTION)
+            .await;
         topic
     }
 
-    /// A topic that takes messages of 20 MB, with such a dead-letter topic.
+    /// A topic for messages of 20 MB, with a dead-letter topic for them.
     pub(crate) async fn of_large_messages() -> Self {
         let brokers = oncegate_testkit::kafka_brokers().expect("a broker");
         let large = [("max.message.bytes", "20971520")];
         let topic = Self::configured(brokers, 1, &large).await;
         topic
-            .create(&topic.dead_letters(), 1, &[&KEEPS[..], &large].concat())
+            .create(
+                &topic.dead_letters(),
+                1,
+                &[&UNLIMITED_RETENTION[..], &large].concat(),
+            )
             .await;
-        topic.create(&topic.in_doubt(), 1, &KEEPS).await;
+        topic
+            .create(&topic.in_doubt(), 1, &UNLIMITED_RETENTION)
+            .await;
         topic
     }
 
-    /// A topic without any other.
+    /// A topic without dead-letter and in-doubt topics.
     pub(crate) async fn alone(partitions: i32) -> Self {
         Self::at(
             oncegate_testkit::kafka_brokers().expect("a broker"),
@@ -81,12 +96,12 @@ impl Topic {
         .await
     }
 
-    /// A topic without any other, on this broker.
+    /// A topic without dead-letter and in-doubt topics, on this broker.
     pub(crate) async fn at(brokers: String, partitions: i32) -> Self {
         Self::configured(brokers, partitions, &[]).await
     }
 
-    /// The same, configured in a way of its own.
+    /// The same, with this configuration.
     pub(crate) async fn configured(
         brokers: String,
         partitions: i32,
@@ -135,7 +150,7 @@ impl Topic {
         (admin, AdminOptions::new().operation_timeout(Some(BOUND)))
     }
 
-    /// Gives the topic so many partitions in all.
+    /// Sets the number of partitions.
     pub(crate) async fn grow(&self, partitions: usize) {
         let (admin, options) = self.admin();
         let grown = admin
@@ -148,7 +163,7 @@ impl Topic {
         );
     }
 
-    /// Removes what stands below an offset of partition 0, as its retention would.
+    /// Removes the messages below an offset of partition 0, as retention would.
     pub(crate) async fn remove_below(&self, offset: i64) {
         let (admin, options) = self.admin();
         let mut partitions = TopicPartitionList::new();
@@ -161,7 +176,7 @@ impl Topic {
             .expect("removed");
     }
 
-    /// Gives another topic this configuration, and no other.
+    /// Replaces the configuration of another topic.
     pub(crate) async fn configure(&self, name: &str, config: &[(&str, &str)]) {
         let (admin, options) = self.admin();
         let altered = AlterConfig::new(ResourceSpecifier::Topic(name));
@@ -185,9 +200,9 @@ impl Topic {
         );
     }
 
-    /// Whether there is such a topic.
-    pub(crate) fn is_there(&self, name: &str) -> bool {
-        // A consumer's question creates none.
+    /// Whether a topic exists.
+    pub(crate) fn exists(&self, name: &str) -> bool {
+        // A consumer's metadata request creates no topic.
         let asker: BaseConsumer = client(&self.brokers).create().expect("a consumer");
         let metadata = asker.fetch_metadata(Some(name), BOUND).expect("an answer");
         metadata
@@ -196,13 +211,13 @@ impl Topic {
             .all(|topic| topic.error().is_none())
     }
 
-    /// Deletes the topic and creates another one of its name, with one partition.
-    pub(crate) async fn make_anew(&self) {
+    /// Deletes the topic and creates another one with the same name and one partition.
+    pub(crate) async fn recreate(&self) {
         self.delete(&self.name).await;
         self.create(&self.name, 1, &[]).await;
     }
 
-    /// The same topic, with a producer that knows of all its partitions.
+    /// The same topic, with a producer that knows all its partitions.
     pub(crate) fn renewed(&self) -> Self {
         self.on(self.brokers.clone())
     }
@@ -220,14 +235,14 @@ impl Topic {
         }
     }
 
-    /// The id of the cluster that the topic is on.
+    /// The id of the topic's cluster.
     pub(crate) async fn cluster_id(&self) -> String {
         let brokers = self.brokers.clone();
-        let asked = tokio::task::spawn_blocking(move || {
+        let fetched = tokio::task::spawn_blocking(move || {
             let asker: BaseConsumer = client(&brokers).create().expect("a consumer");
             asker.client().fetch_cluster_id(BOUND)
         });
-        asked.await.expect("an answer").expect("a cluster id")
+        fetched.await.expect("an answer").expect("a cluster id")
     }
 
     pub(crate) fn dead_letters(&self) -> String {
@@ -238,7 +253,7 @@ impl Topic {
         format!("{}.in-doubt", self.name)
     }
 
-    /// The source as most tests use it. Its group bears the topic's name.
+    /// The source of most tests. Its group has the topic's name.
     pub(crate) fn source(&self) -> Kafka {
         Kafka::topic(&self.name)
             .brokers(&self.brokers)
@@ -249,7 +264,7 @@ impl Topic {
         self.source().open().await.expect("a source")
     }
 
-    /// Sends bodies `0`, `1`, … to one partition.
+    /// Sends the bodies `0`, `1`, … to one partition.
     pub(crate) async fn send_numbers(&self, partition: i32, count: usize) {
         let bodies: Vec<String> = (0..count).map(|number| number.to_string()).collect();
         let sent: Vec<_> = bodies
@@ -294,12 +309,12 @@ impl Topic {
         self.producer.send(record, BOUND).await.expect("sent");
     }
 
-    /// Commits an offset of partition 0 for the group, from outside it.
+    /// Commits an offset of partition 0 for the group, from another client.
     pub(crate) async fn commit(&self, offset: i64) {
         self.commit_with(offset, "").await;
     }
 
-    /// The same, with this beside it.
+    /// The same, with this metadata.
     pub(crate) async fn commit_with(&self, offset: i64, metadata: &str) {
         let (brokers, name, metadata) =
             (self.brokers.clone(), self.name.clone(), metadata.to_owned());
@@ -321,17 +336,17 @@ impl Topic {
         committed.await.expect("committed");
     }
 
-    /// What the group has committed for a partition, as the broker tells another client.
+    /// The committed offset of a partition, as another client reads it.
     pub(crate) async fn committed(&self, partition: i32) -> Option<i64> {
         self.committed_with(partition)
             .await
             .map(|(offset, _)| offset)
     }
 
-    /// The same, and what was committed beside it.
+    /// The same, with its metadata.
     pub(crate) async fn committed_with(&self, partition: i32) -> Option<(i64, String)> {
         let (brokers, name) = (self.brokers.clone(), self.name.clone());
-        let asked = tokio::task::spawn_blocking(move || {
+        let fetched = tokio::task::spawn_blocking(move || {
             let asker: BaseConsumer = client(&brokers)
                 .set("group.id", &name)
                 .create()
@@ -339,7 +354,7 @@ impl Topic {
             let mut partitions = TopicPartitionList::new();
             partitions.add_partition(&name, partition);
             let end = Instant::now() + BOUND;
-            // The first group of a broker that has just started finds no coordinator for a moment.
+            // The first group of a freshly started broker has no coordinator for a moment.
             let answer = loop {
                 match asker.committed_offsets(partitions.clone(), BOUND) {
                     Ok(answer) => break answer,
@@ -353,10 +368,10 @@ impl Topic {
                 _ => None,
             }
         });
-        asked.await.expect("an answer")
+        fetched.await.expect("an answer")
     }
 
-    /// Waits until the group has committed this much.
+    /// Waits until the group has committed this offset, and fails if it commits a higher one.
     pub(crate) async fn await_commit(&self, partition: i32, offset: i64) {
         let end = Instant::now() + BOUND;
         loop {
@@ -371,7 +386,7 @@ impl Topic {
         }
     }
 
-    /// Waits until the group has committed this much, wherever it stood before.
+    /// Waits until the group has committed exactly this offset, which may be lower than before.
     pub(crate) async fn await_reset(&self, partition: i32, offset: i64) {
         let end = Instant::now() + BOUND;
         loop {
@@ -386,20 +401,20 @@ impl Topic {
         }
     }
 
-    /// How many messages were written to partition 0 of another topic.
+    /// The number of messages in partition 0 of another topic.
     pub(crate) async fn end_of(&self, topic: &str) -> usize {
         let (brokers, topic) = (self.brokers.clone(), topic.to_owned());
-        let asked = tokio::task::spawn_blocking(move || {
+        let fetched = tokio::task::spawn_blocking(move || {
             let asker: BaseConsumer = client(&brokers).create().expect("a consumer");
             asker
                 .fetch_watermarks(&topic, 0, BOUND)
                 .expect("an answer")
                 .1
         });
-        usize::try_from(asked.await.expect("an answer")).expect("offsets begin at 0")
+        usize::try_from(fetched.await.expect("an answer")).expect("offsets begin at 0")
     }
 
-    /// The first messages of another topic's partition 0, read by a plain consumer.
+    /// The first messages of partition 0 of another topic, read by a plain consumer.
     pub(crate) async fn read<T: Send + 'static>(
         &self,
         topic: String,
@@ -417,18 +432,18 @@ impl Topic {
                 .add_partition_offset(&topic, 0, Offset::Beginning)
                 .expect("an offset");
             reader.assign(&partitions).expect("an assignment");
-            let (mut found, end) = (Vec::new(), Instant::now() + BOUND);
-            while found.len() < count {
+            let (mut messages, end) = (Vec::new(), Instant::now() + BOUND);
+            while messages.len() < count {
                 assert!(
                     Instant::now() < end,
                     "{} of {count} messages stand in {topic}",
-                    found.len()
+                    messages.len()
                 );
                 if let Some(Ok(message)) = reader.poll(Duration::from_millis(100)) {
-                    found.push(copy(&message));
+                    messages.push(copy(&message));
                 }
             }
-            found
+            messages
         });
         read.await.expect("messages")
     }
@@ -440,7 +455,7 @@ fn client(brokers: &str) -> ClientConfig {
     config
 }
 
-/// Receives so many deliveries.
+/// Receives this many deliveries.
 pub(crate) async fn receive(source: &mut KafkaSource, count: usize) -> Vec<Delivery> {
     let mut deliveries = Vec::new();
     let all = async {
@@ -462,7 +477,7 @@ pub(crate) async fn receive(source: &mut KafkaSource, count: usize) -> Vec<Deliv
     deliveries
 }
 
-/// Whether nothing comes for a while.
+/// Whether nothing arrives for this long.
 pub(crate) async fn is_silent(source: &mut KafkaSource, time: Duration) -> bool {
     let mut incoming = Vec::new();
     let limit = Limit {
@@ -482,7 +497,7 @@ pub(crate) fn delivery(incoming: Incoming) -> Option<Delivery> {
     }
 }
 
-/// Settles deliveries as done.
+/// Accepts deliveries.
 pub(crate) async fn accept(
     source: &mut KafkaSource,
     deliveries: impl IntoIterator<Item = Delivery>,
@@ -543,7 +558,7 @@ pub(crate) fn offsets(deliveries: &[Delivery]) -> Vec<i64> {
     deliveries.iter().map(offset).collect()
 }
 
-/// All headers of a message, where both are text.
+/// All headers of a message, which must be text.
 pub(crate) fn text_headers(message: &BorrowedMessage<'_>) -> Vec<(String, Option<String>)> {
     use rdkafka::message::Headers;
     let headers = message

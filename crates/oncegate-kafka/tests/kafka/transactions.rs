@@ -1,4 +1,4 @@
-//! Topics that are written in transactions.
+//! Topics with transactions.
 
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ impl Writer {
         Self(producer)
     }
 
-    /// Writes these into a transaction that stays open.
+    /// Writes these messages in a transaction that stays open.
     async fn write(&self, topic: &Topic, bodies: &[&str]) {
         self.0.begin_transaction().expect("a transaction");
         for body in bodies {
@@ -53,7 +53,7 @@ impl Writer {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_committed_is_read_and_what_was_aborted_is_not_and_markers_hold_nothing_back() {
+async fn committed_transactions_are_read_aborted_ones_are_not_and_markers_do_not_block() {
     let topic = Topic::new(1).await;
     let writer = Writer::new(&topic).await;
     let status = KafkaStatus::new();
@@ -73,12 +73,12 @@ async fn what_was_committed_is_read_and_what_was_aborted_is_not_and_markers_hold
     let first = receive(&mut source, 2).await;
     assert_eq!(offsets(&first), [0, 1]);
     accept(&mut source, first).await;
-    // Past the marker at 2.
+    // After the marker at 2.
     topic.await_commit(0, 3).await;
 
     writer.write(&topic, &["never"; 4]).await;
     writer.abort().await;
-    // Past four messages and their marker, none of which is handed over.
+    // After four messages and their marker, none of which is delivered.
     topic.await_commit(0, 8).await;
 
     writer.write(&topic, &["never"]).await;
@@ -94,7 +94,7 @@ async fn what_was_committed_is_read_and_what_was_aborted_is_not_and_markers_hold
     topic.await_commit(0, 10).await;
     accept(&mut source, last).await;
     topic.await_commit(0, 12).await;
-    // Not past a transaction that may yet be committed.
+    // Not past an open transaction, which may still be committed.
     assert!(is_silent(&mut source, Duration::from_millis(1_500)).await);
     assert_eq!(topic.committed(0).await, Some(12));
     writer.commit().await;
@@ -102,13 +102,13 @@ async fn what_was_committed_is_read_and_what_was_aborted_is_not_and_markers_hold
     assert_eq!(offsets(&opened), [12]);
     accept(&mut source, opened).await;
     topic.await_commit(0, 14).await;
-    assert_eq!(status.messages_missed(), 0, "markers are no messages");
+    assert_eq!(status.messages_expired(), 0, "markers are no messages");
     close(source).await;
     assert_eq!(topic.committed(0).await, Some(14));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_that_begins_before_an_aborted_transaction_and_nothing_else_has_read_all() {
+async fn a_group_that_starts_before_an_aborted_transaction_passes_it() {
     let topic = Topic::new(1).await;
     let writer = Writer::new(&topic).await;
     writer.write(&topic, &["a"]).await;
@@ -123,13 +123,13 @@ async fn a_group_that_begins_before_an_aborted_transaction_and_nothing_else_has_
         .open()
         .await
         .expect("a source");
-    // Past three messages and their marker, none of which is handed over.
+    // After three messages and their marker, none of which is delivered.
     topic.await_commit(0, 6).await;
     let end = Instant::now() + BOUND;
     while status.partitions().first().and_then(|it| it.lag) != Some(0) {
         assert!(Instant::now() < end, "{status:?}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(status.messages_missed(), 0, "nobody is handed them");
+    assert_eq!(status.messages_expired(), 0, "they are never delivered");
     close(source).await;
 }

@@ -1,25 +1,25 @@
-//! What a source says of itself, and a client that stalls.
+//! The status of a source, and the replacement of stalled clients.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use oncegate_core::source::Open;
 use oncegate_core::{Delivery, Limit, Source};
-use oncegate_kafka::{Holder, KafkaStatus, PartitionStatus};
+use oncegate_kafka::{BlockedBy, KafkaStatus, PartitionStatus};
 
 use crate::stage::*;
 
-/// Waits until it says so of the only partition.
-async fn says(
+/// Waits until the status of the only partition matches.
+async fn wait_for_status(
     status: &KafkaStatus,
     what: &str,
-    is_so: impl Fn(&PartitionStatus) -> bool,
+    condition: impl Fn(&PartitionStatus) -> bool,
 ) -> PartitionStatus {
     let end = Instant::now() + BOUND;
     loop {
         let partitions = status.partitions();
         match &partitions[..] {
-            [one] if is_so(one) => return one.clone(),
+            [one] if condition(one) => return one.clone(),
             _ => assert!(Instant::now() < end, "{what}: {partitions:?}"),
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -27,7 +27,7 @@ async fn says(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_holds_a_partition_up_is_said_with_its_offset_and_for_how_long() {
+async fn the_status_shows_the_blocker_with_its_offset_and_age() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 5).await;
     let status = KafkaStatus::new();
@@ -39,45 +39,55 @@ async fn what_holds_a_partition_up_is_said_with_its_offset_and_for_how_long() {
         .open()
         .await
         .expect("a source");
-    let said = says(&status, "it was read", |it| {
-        it.lag == Some(5) && it.lowest.is_some()
+    let partition = wait_for_status(&status, "it was read", |it| {
+        it.lag == Some(5) && it.blocker.is_some()
     })
     .await;
     assert_eq!(
-        (&*said.topic, said.partition, said.committable, said.log_end),
+        (
+            &*partition.topic,
+            partition.partition,
+            partition.committable,
+            partition.log_end
+        ),
         (&*topic.name, 0, Some(0), Some(5))
     );
     assert_eq!(
-        said.lowest.map(|lowest| (lowest.offset, lowest.holder)),
-        Some((0, Holder::Queue))
+        partition.blocker.map(|it| (it.offset, it.blocked_by)),
+        Some((0, BlockedBy::Queue))
     );
 
     let mut deliveries = receive(&mut source, 5).await;
     let third = deliveries.remove(2);
     accept(&mut source, deliveries).await;
     let held = |it: &PartitionStatus| {
-        it.lowest
+        it.blocker
             .is_some_and(|lowest| lowest.offset == 2 && lowest.since >= Duration::from_secs(1))
     };
-    let said = says(&status, "it stands at the third", held).await;
+    let partition = wait_for_status(&status, "the third message blocks it", held).await;
     assert_eq!(
-        (said.committable, said.handed_out, said.delayed),
+        (
+            partition.committable,
+            partition.handed_out,
+            partition.delayed
+        ),
         (Some(2), 1, 0)
     );
     assert_eq!(
-        said.lowest.map(|lowest| lowest.holder),
-        Some(Holder::Consumer)
+        partition.blocker.map(|it| it.blocked_by),
+        Some(BlockedBy::Consumer)
     );
     assert!(
-        said.to_string().contains("/0 at 2, ") && said.to_string().contains("waiting for 2 since "),
-        "{said}"
+        partition.to_string().contains("/0 at 2, ")
+            && partition.to_string().contains("waiting for 2 since "),
+        "{partition}"
     );
 
     release(&mut source, third, Duration::from_secs(60)).await;
-    let said = says(&status, "it was released", |it| it.delayed == 1).await;
+    let partition = wait_for_status(&status, "it was released", |it| it.delayed == 1).await;
     assert_eq!(
-        said.lowest.map(|lowest| lowest.holder),
-        Some(Holder::Delay { failures: 1 })
+        partition.blocker.map(|it| it.blocked_by),
+        Some(BlockedBy::Delay { failures: 1 })
     );
     close(source).await;
     assert_eq!(
@@ -91,8 +101,8 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 5).await;
     let status = KafkaStatus::new();
-    // Once there is a message that was not taken yet, such a client fetches no other for five
-    // minutes. Its successor begins by reading all that there is.
+    // Once a message is not taken, this client fetches no other one for five minutes. The next
+    // client starts by reading everything.
     let stalling = [
         ("queued.min.messages", "1"),
         ("fetch.queue.backoff.ms", "300000"),
@@ -115,7 +125,7 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
             seen.len(),
             status.clients_replaced()
         );
-        // As long as it grows: only a log that does is known to have something to read.
+        // Only a log that grows is known to have something to read.
         topic.send_numbers(0, 1).await;
         sent += 1;
         if status.clients_replaced() > 0 {
@@ -139,10 +149,10 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
     close(source).await;
 }
 
-/// Messages of one partition wait in librdkafka's queue behind those of another, and are not asked
-/// for while that is full: they are handed over late, and that is no stall.
+/// Messages of one partition wait in librdkafka's queue behind those of another, and are not
+/// fetched while it is full: they are delivered late, which is no stall.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_partition_that_waits_behind_the_backlog_of_another_is_no_stall() {
+async fn a_partition_behind_the_backlog_of_another_is_not_stalled() {
     const BACKLOG: usize = 15_000;
     let topic = Topic::new(2).await;
     topic.send_numbers(0, BACKLOG).await;

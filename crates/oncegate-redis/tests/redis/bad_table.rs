@@ -1,5 +1,5 @@
-//! Bad input as a table: what stands where a marker should, what a claim is told, what the operator
-//! sees, and what the book says of it.
+//! Invalid values under a marker's key, as a table that the book repeats: the value, the answer to a
+//! claim, and the outcome that the operator sees.
 
 use oncegate_core::StoreError;
 use oncegate_core::marker::Verdict;
@@ -8,19 +8,18 @@ use redis::aio::MultiplexedConnection;
 
 use crate::support::*;
 
-const FOREIGN: &str = "unreadable: another program wrote this key, or it was cut off";
-const GIVE: &str =
-    "in doubt: give markers a prefix of their own with Redis::prefix, or delete the key";
-const WRONG: &str = "unreadable: Redis says WRONGTYPE";
-const GIVE_ANYHOW: &str = "in doubt: another program uses this key; give markers a prefix of their own with Redis::prefix";
+const FOREIGN: &str = "unreadable: another program wrote this key, or the value is truncated";
+const GIVE: &str = "in doubt: set a separate key prefix with Redis::prefix, or delete the key";
+const WRONG: &str = "unreadable: Redis replied WRONGTYPE";
+const GIVE_ANYHOW: &str =
+    "in doubt: another program uses this key; set a separate key prefix with Redis::prefix";
 const LATER: &str = "refused: a newer release wrote this marker";
 const DUPLICATE: &str = "`duplicate`";
 
-/// The scope of the consumer that meets it.
+/// The scope of the consumer.
 const SCOPE: &str = "bad";
 
-/// What stands there, the commands that put it there, what a claim is told, and what the operator
-/// sees.
+/// The value, the commands that write it, the answer to a claim, and what the operator sees.
 type Row = (
     &'static str,
     &'static [&'static [&'static str]],
@@ -43,25 +42,25 @@ const ROWS: &[Row] = &[
     ),
     ("an empty value", &[&["SET", "KEY", ""]], FOREIGN, GIVE),
     (
-        "another program's word, such as `processing`",
+        "a word of another program, such as `processing`",
         &[&["SET", "KEY", "processing"]],
         FOREIGN,
         GIVE,
     ),
     (
-        "a marker that was cut off",
+        "a truncated marker",
         &[&["SET", "KEY", "v1 p 0000000000000000000000000000"]],
         FOREIGN,
         GIVE,
     ),
     (
-        "a marker with more behind it",
+        "a marker with trailing bytes",
         &[&["SET", "KEY", "v1 c 1 2"]],
         FOREIGN,
         GIVE,
     ),
     (
-        "bytes that are no text",
+        "bytes that are not UTF-8",
         &[
             &["SET", "KEY", ""],
             &["SETBIT", "KEY", "7", "1"],
@@ -80,11 +79,11 @@ const ROWS: &[Row] = &[
     ("a hash", &[&["HSET", "KEY", "1", "1"]], WRONG, GIVE_ANYHOW),
 ];
 
-fn line((input, _, told, seen): &Row) -> String {
-    format!("| {input} | {told} | {seen} |")
+fn line((input, _, answer, seen): &Row) -> String {
+    format!("| {input} | {answer} | {seen} |")
 }
 
-/// Puts it there.
+/// Writes the value.
 async fn put(raw: &mut MultiplexedConnection, commands: &[&[&str]], key: &str) {
     for command in commands {
         let mut sent = redis::cmd(command[0]);
@@ -94,11 +93,11 @@ async fn put(raw: &mut MultiplexedConnection, commands: &[&[&str]], key: &str) {
                 .map(|part| part.replace("KEY", key))
                 .collect::<Vec<_>>(),
         );
-        let _: redis::Value = sent.query_async(raw).await.expect("it is put there");
+        let _: redis::Value = sent.query_async(raw).await.expect("written");
     }
 }
 
-/// What stands there.
+/// The value.
 async fn dump(raw: &mut MultiplexedConnection, key: &str) -> Vec<u8> {
     redis::cmd("DUMP")
         .arg(key)
@@ -121,10 +120,10 @@ fn the_book_has_the_table() {
 }
 
 #[tokio::test]
-async fn each_gets_its_verdict_and_stays_as_it_is() {
+async fn each_value_gets_its_answer_and_is_unchanged() {
     let (store, prefix) = store();
     let mut raw = client().await;
-    for (number, (input, commands, told, _)) in ROWS.iter().enumerate() {
+    for (number, (input, commands, expected, _)) in ROWS.iter().enumerate() {
         let (id, key) = (format!("row-{number}"), format!("{prefix}row-{number}"));
         put(&mut raw, commands, &key).await;
         let before = dump(&mut raw, &key).await;
@@ -134,7 +133,7 @@ async fn each_gets_its_verdict_and_stays_as_it_is() {
             Err(StoreError::UnreadableMarker(why)) => format!("unreadable: {why}"),
             other => format!("{other:?}"),
         };
-        assert!(seen.starts_with(told), "{input}: {seen}");
+        assert!(seen.starts_with(expected), "{input}: {seen}");
         assert_eq!(
             dump(&mut raw, &key).await,
             before,
@@ -144,15 +143,15 @@ async fn each_gets_its_verdict_and_stays_as_it_is() {
 }
 
 #[tokio::test]
-async fn the_operator_sees_what_to_do_about_each() {
+async fn the_operator_sees_the_remedy_for_each() {
     let mut raw = client().await;
-    for (number, (input, commands, _, told)) in ROWS.iter().enumerate() {
+    for (number, (input, commands, _, expected)) in ROWS.iter().enumerate() {
         let (store, prefix) = store();
         let key = format!("{prefix}{SCOPE}|row-{number}");
         put(&mut raw, commands, &key).await;
         let before = dump(&mut raw, &key).await;
         let seen = Sight::of(store, SCOPE, &format!("row-{number}")).await;
-        assert!(seen.is(told), "{input}: {seen:?}");
+        assert!(seen.is(expected), "{input}: {seen:?}");
         assert_eq!(
             dump(&mut raw, &key).await,
             before,

@@ -1,4 +1,4 @@
-//! What only Redis can do to a batch; what every store has to do stands in the laws.
+//! Batches, as far as they are specific to Redis; the laws test what every store must do.
 
 use oncegate_core::marker::{
     Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Terms, Token, Verdict,
@@ -10,7 +10,7 @@ use crate::support::{
 };
 
 #[tokio::test]
-async fn one_bad_key_spoils_no_other() {
+async fn one_bad_key_does_not_affect_the_others() {
     let (store, prefix) = store();
     let mut raw = client().await;
     let _: i64 = redis::cmd("RPUSH")
@@ -60,14 +60,14 @@ async fn one_bad_key_spoils_no_other() {
             "another program",
             "another program",
         ]) {
-            let told = match answer {
+            let message = match answer {
                 Err(StoreError::Misconfigured(why)) if says == "unknown record version" => {
                     why.to_string()
                 }
                 Err(StoreError::UnreadableMarker(why)) => why.to_string(),
                 _ => panic!("{asked:?}: {answer:?}"),
             };
-            assert!(told.contains(says), "{asked:?}: {told}");
+            assert!(message.contains(says), "{asked:?}: {message}");
         }
     }
     for (id, value) in [
@@ -88,10 +88,10 @@ async fn one_bad_key_spoils_no_other() {
     ));
 }
 
-/// More completions than one call takes: found as they were claimed, missing, another's, and of
-/// another kind.
+/// More completions than one script call takes: of unchanged claims, of missing markers, of another
+/// token's claims, and of keys with another type.
 #[tokio::test]
-async fn hundreds_are_completed_at_once_each_as_it_stands() {
+async fn hundreds_of_completions_each_get_their_own_answer() {
     let (store, prefix) = store();
     let ids: Vec<String> = (0..300).map(|it| format!("k{it}")).collect();
     let mine = |it: usize| it % 50 > 2;
@@ -134,7 +134,7 @@ async fn hundreds_are_completed_at_once_each_as_it_stands() {
 }
 
 #[tokio::test]
-async fn order_is_kept_when_the_server_has_forgotten_the_script() {
+async fn order_is_kept_when_the_script_cache_is_flushed() {
     let server =
         oncegate_testkit::servers::RedisServer::start(Default::default()).expect("a Redis");
     let store = crate::support::at(&server.url());
@@ -209,7 +209,7 @@ async fn done_is_what_other_programs_write_and_stays_an_integer_with_a_fingerpri
 }
 
 #[tokio::test]
-async fn a_person_sends_back_only_what_was_seen() {
+async fn an_operator_sends_back_only_the_marker_that_was_seen() {
     let (store, _) = store();
     let strict = terms(Guarantee::AtMostOnce);
     verdicts(
@@ -225,7 +225,7 @@ async fn a_person_sends_back_only_what_was_seen() {
         matches!(seen, Marker::InDoubt(hold, _) if hold.token == Token(1)),
         "{seen:?}"
     );
-    // Someone reconciles in the meantime: it is not what was seen any more.
+    // Another process reconciles meanwhile: the marker differs from the one that was seen.
     let doubted = Verdict::InDoubt(Attempts {
         number: 2,
         base: 1,

@@ -1,4 +1,4 @@
-//! What operators look at and write down.
+//! The functions for operators.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -25,7 +25,7 @@ async fn all(store: &Redis, page: usize) -> BTreeMap<String, Result<Standing, St
 #[tokio::test]
 async fn every_marker_is_listed_and_none_of_the_librarys_own_keys() {
     let (store, prefix) = store();
-    // With glob characters in it, a pattern would find others' keys, or none.
+    // Unescaped, its glob characters would match other keys, or none.
     let odd = store.clone().prefix(format!("{prefix}[a]*?:"));
     for n in 0..30 {
         ask(&odd, claim(&format!("id-{n}"), n))
@@ -64,9 +64,12 @@ async fn every_marker_is_listed_and_none_of_the_librarys_own_keys() {
 }
 
 #[tokio::test]
-async fn a_marker_is_looked_at_with_its_time_and_stays_as_it_is() {
+async fn a_marker_is_read_with_its_expiry_and_unchanged() {
     let (store, prefix) = store();
-    let absent = store.look_closely(&key("x")).await.expect("Redis answers");
+    let absent = store
+        .look_with_expiry(&key("x"))
+        .await
+        .expect("Redis answers");
     assert_eq!(
         absent,
         Standing {
@@ -88,7 +91,10 @@ async fn a_marker_is_looked_at_with_its_time_and_stays_as_it_is() {
     .await
     .expect("a verdict");
     for _ in 0..2 {
-        let seen = store.look_closely(&key("x")).await.expect("Redis answers");
+        let seen = store
+            .look_with_expiry(&key("x"))
+            .await
+            .expect("Redis answers");
         assert_eq!(
             seen.marker,
             Marker::Cleared {
@@ -105,7 +111,7 @@ async fn a_marker_is_looked_at_with_its_time_and_stays_as_it_is() {
         .await
         .expect("set");
     assert!(matches!(
-        store.look_closely(&key("y")).await,
+        store.look_with_expiry(&key("y")).await,
         Err(StoreError::UnreadableMarker(_))
     ));
     let listed = all(&store, 100).await;
@@ -124,7 +130,7 @@ async fn the_audit_is_read_in_the_order_in_which_it_was_written() {
 }
 
 #[tokio::test]
-async fn a_server_tells_what_it_is() {
+async fn info_of_a_server_is_read() {
     let (store, _) = store();
     let servers = store.servers().await.expect("Redis answers");
     assert_eq!(servers.len(), 1);

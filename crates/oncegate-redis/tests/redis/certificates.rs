@@ -1,4 +1,4 @@
-//! TLS: who is trusted, and who we say we are, in each form of Redis.
+//! TLS with client certificates, for a single server, Sentinels and a Cluster.
 
 use oncegate_core::marker::{Guarantee, Operation, Verdict};
 use oncegate_core::{Store, StoreError};
@@ -10,7 +10,7 @@ use oncegate_testkit::servers::{
 use crate::forms::healed;
 use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, complete, verdicts};
 
-/// A store that shows the certificate of this server's authority, and trusts it.
+/// A store with a client certificate of this server's authority, which it trusts.
 fn certified(store: Redis, server: &RedisServer) -> Redis {
     let (certificate, key) = server.client_certificate();
     store
@@ -27,7 +27,7 @@ async fn misconfigured(store: &Redis) -> String {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_asks_for_a_certificate_gets_ours() {
+async fn a_server_that_requests_a_certificate_gets_it() {
     let server =
         RedisServer::start(RedisOptions::new().tls().certified_clients()).expect("a Redis");
     let stranger = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
@@ -43,7 +43,7 @@ async fn a_server_that_asks_for_a_certificate_gets_ours() {
             .expect("a verdict"),
         DONE
     );
-    // In whichever order they are set.
+    // In either order.
     let (certificate, key) = server.client_certificate();
     let turned = at(&server.url())
         .client_certificate(&certificate, &key)
@@ -53,7 +53,7 @@ async fn a_server_that_asks_for_a_certificate_gets_ours() {
         Verdict::Duplicate
     );
 
-    // None, and one of another authority.
+    // No certificate, and one of another authority.
     let trusting = || at(&server.url()).ca_certificate(server.certificate_authority());
     let (others, others_key) = stranger.client_certificate();
     for store in [
@@ -66,21 +66,21 @@ async fn a_server_that_asks_for_a_certificate_gets_ours() {
             "{line}"
         );
     }
-    // One of ours, where the server is not trusted.
+    // A valid one, while the server is not trusted.
     let line = misconfigured(&at(&server.url()).client_certificate(&certificate, &key)).await;
     assert!(line.contains("ca_certificate"), "{line}");
 }
 
 #[tokio::test]
-async fn files_that_hold_no_certificate_or_key_are_told() {
+async fn files_without_a_certificate_or_key_are_reported() {
     let server = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
     let (certificate, key) = server.client_certificate();
     let missing = "/no/such/file".into();
     for (certificate, key, says) in [
         (&missing, &key, "cannot read /no/such/file"),
         (&certificate, &missing, "cannot read /no/such/file"),
-        (&key, &key, "holds no certificate"),
-        (&certificate, &certificate, "holds no private key"),
+        (&key, &key, "contains no certificate"),
+        (&certificate, &certificate, "contains no private key"),
     ] {
         let line = misconfigured(&at(&server.url()).client_certificate(certificate, key)).await;
         assert!(
@@ -143,10 +143,10 @@ async fn the_nodes_of_a_cluster_over_tls() {
         .collect();
     assert_eq!(verdicts(&store, &ends).await, vec![DONE; 60]);
     for which in cluster.primaries() {
-        let said = cluster.nodes()[which].command("DBSIZE").expect("a reply");
+        let reply = cluster.nodes()[which].command("DBSIZE").expect("a reply");
         assert!(
-            said[1..].parse::<u32>().is_ok_and(|keys| keys > 5),
-            "every node has its share: {said}"
+            reply[1..].parse::<u32>().is_ok_and(|keys| keys > 5),
+            "every node has its share: {reply}"
         );
     }
 }

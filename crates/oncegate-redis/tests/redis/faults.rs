@@ -1,4 +1,4 @@
-//! Lost replies and late commands: what a network and a stopped server do to claims.
+//! Lost replies and late commands, because of the network or a stopped server.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -17,14 +17,14 @@ const IDS: usize = 4_000;
 const GATES: usize = 4;
 const LOST_PERCENT: u8 = 5;
 
-/// How often each id took effect while replies were lost.
+/// How many ids took effect never or more than once, while replies were lost.
 struct Effects {
     skipped: usize,
     doubled: usize,
     lost_replies: u64,
 }
 
-/// Passes each id through a gate until the gate says that it ran, behind a proxy that loses
+/// Runs each id through a gate until the gate reports that it ran, behind a proxy that drops
 /// replies.
 async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
@@ -41,7 +41,7 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
             .backoff(Duration::from_millis(1), Duration::from_millis(20));
         gates.push(gate.open().await.expect("a gate"));
     }
-    // Of claims, completions and whatever else is about an id; connections are made as usual.
+    // Only replies to commands on ids; connecting works as usual.
     proxy.judge(move |request| {
         let about_id = holds(request, "processed:id-");
         let loses =
@@ -60,7 +60,7 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
                         Ok(())
                     })
                 };
-                // As a broker hands it over again.
+                // As a broker redelivers it.
                 while !matches!(
                     run().await,
                     Ok(RunOutcome::Executed(()) | RunOutcome::AlreadyDone)
@@ -100,9 +100,9 @@ async fn of_4000_ids_none_is_skipped_or_doubled_when_replies_are_lost() {
     }
 }
 
-/// The control: the literal gate takes its own claim for another's.
+/// The control: `Guarantee::Bare` takes its own claim for a duplicate.
 #[tokio::test(flavor = "multi_thread")]
-async fn the_literal_gate_skips_some_when_replies_are_lost() {
+async fn bare_skips_some_when_replies_are_lost() {
     let Effects {
         skipped,
         doubled,
@@ -133,9 +133,9 @@ fn every(ask: Ask, token: u128, guarantee: Guarantee) -> Vec<Operation> {
         .collect()
 }
 
-/// An older claim is given up while the server is stopped for 2 s, with commands under way that
-/// nobody waits for any more, some to arrive when the server goes on, some only when a newer claim
-/// holds the ids. Answers how many markers of the newer claim were changed by them.
+/// An older claim is abandoned while the server is stopped for 2 s, with commands in flight: some
+/// arrive when the server continues, some only when a newer claim holds the ids. Returns how many
+/// markers of the newer claim they changed.
 async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let slow = Proxy::to(server.port()).expect("a proxy");
@@ -159,14 +159,14 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     for answer in older[0].apply(&every(Ask::Claim, OLDER, guarantee)).await {
         assert_eq!(answer.expect("a verdict"), GRANTED);
     }
-    // The server knows the script, so that late calls of it do something.
+    // Loads the script, so that late calls of it take effect.
     ask(
         &newer,
         operation("learns", Ask::Complete, 9, 1, terms(guarantee)),
     )
     .await
     .expect("a verdict");
-    // Everyone has a connection before it gets dark.
+    // Every store connects before the server is stopped.
     for store in &older {
         store.look(&key("k0")).await.expect("a marker");
     }
@@ -174,7 +174,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     server.freeze();
     slow.black_hole();
     let stopped = Instant::now();
-    // Each store gives up after its third timeout in a row; what it sent until then is on its way.
+    // Each store gives up after its third consecutive timeout; its commands are still in flight.
     let giving_up = older.iter().map(|store| async move {
         for ask in [
             Ask::Clear(Effect::Nothing),
@@ -186,7 +186,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
                 .iter()
                 .filter(|answer| matches!(answer, Err(StoreError::Unknown(_))))
                 .count();
-            // The literal gate does not renew.
+            // Bare sends no renewals.
             assert!(
                 abandoned == CLAIMS || (guarantee == Guarantee::Bare && ask == Ask::Renew),
                 "{abandoned} of {ask:?}"
@@ -197,7 +197,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     tokio::time::sleep((2 * SECOND).saturating_sub(stopped.elapsed())).await;
     server.thaw();
 
-    // Under load: the newer claim asks at once, and again until it has everything.
+    // Under load: the newer claim is repeated until it holds all ids.
     let deadline = Instant::now() + 30 * SECOND;
     let mut waiting = every(Ask::Claim, NEWER, guarantee);
     while !waiting.is_empty() {
@@ -235,7 +235,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     changed
 }
 
-/// Waits until the server has nothing more to do.
+/// Waits until the server is idle.
 async fn settled(server: &RedisServer) {
     let clients = || {
         server
@@ -253,7 +253,7 @@ async fn settled(server: &RedisServer) {
     while quiet < 5 {
         tokio::time::sleep(Duration::from_millis(50)).await;
         let now = clients();
-        // Asking adds some bytes itself.
+        // INFO itself adds some bytes.
         let same = matches!((before, now), (Some(before), Some(now)) if now - before < 500);
         quiet = if same { quiet + 1 } else { 0 };
         before = now;
@@ -269,14 +269,14 @@ async fn no_late_command_of_an_older_claim_changes_a_newer_one() {
             "{guarantee:?}"
         );
     }
-    // The control: the literal gate deletes whatever stands there.
+    // The control: Bare deletes any marker.
     let changed = changed_by_late_commands(Guarantee::Bare).await;
     println!("Bare: {changed} of {CLAIMS} newer claims lost to late commands");
     assert!(changed > CLAIMS / 2, "{changed}: the test is blind");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_late_reply_answers_nobody_else() {
+async fn a_late_reply_answers_no_other_request() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let proxy = Proxy::to(server.port()).expect("a proxy");
     let store = Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).timeout(SECOND / 4);
@@ -294,7 +294,7 @@ async fn a_late_reply_answers_nobody_else() {
     });
     let late = ask(&store, claim("late", 1)).await;
     assert!(matches!(late, Err(StoreError::Unknown(_))), "{late:?}");
-    // The late reply, nil, would grant this one.
+    // The late reply, nil, would grant this claim.
     assert_eq!(healed(&store, claim("done", 2)).await, Verdict::Duplicate);
     proxy.pass();
     assert_eq!(healed(&store, claim("late", 1)).await, GRANTED);
@@ -327,7 +327,7 @@ async fn a_black_hole_and_a_reset_heal() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_right_that_is_taken_away_is_told_and_given_back_is_used() {
+async fn a_revoked_right_is_reported_and_a_granted_one_is_used() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     server
         .command(&crate::support::rights("+wait"))
@@ -359,7 +359,7 @@ async fn a_right_that_is_taken_away_is_told_and_given_back_is_used() {
     );
 }
 
-/// A rolling upgrade: consumers with other leases, windows and promises share the ids for a while.
+/// A rolling upgrade: consumers with different leases, windows and guarantees share the ids.
 #[tokio::test(flavor = "multi_thread")]
 async fn old_and_new_settings_side_by_side_run_each_id_once() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
@@ -388,7 +388,7 @@ async fn old_and_new_settings_side_by_side_run_each_id_once() {
         let runs = &runs;
         async move {
             for it in 0..runs.len() {
-                // Each begins elsewhere, so that they meet in the middle of each other's work.
+                // Each starts at another id, so that they meet while others hold claims.
                 let it = (it + which * 50) % runs.len();
                 let work = || async move {
                     runs[it].fetch_add(1, Ordering::SeqCst);

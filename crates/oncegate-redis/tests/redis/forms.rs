@@ -1,4 +1,4 @@
-//! A primary that Sentinels watch, and a Cluster.
+//! A primary behind Sentinels, and a Cluster.
 
 use std::time::{Duration, Instant};
 
@@ -13,7 +13,7 @@ use crate::support::{
     DONE, GRANTED, SECOND, ask, claim, complete, key, operation, rights, terms, verdicts,
 };
 
-/// Asks until the store answers again; what is misconfigured never does.
+/// Repeats an operation until the store returns a verdict; `Misconfigured` fails.
 pub(crate) async fn healed(store: &Redis, operation: Operation) -> Verdict {
     let deadline = Instant::now() + 40 * SECOND;
     loop {
@@ -46,9 +46,9 @@ async fn the_primary_is_the_one_that_the_sentinels_name() {
         ":2"
     );
 
-    let stranger = ask(&Redis::sentinel(servers.urls(), "nobody"), claim("k", 1)).await;
+    let stranger = ask(&Redis::sentinel(servers.urls(), "unknown"), claim("k", 1)).await;
     assert!(
-        matches!(&stranger, Err(StoreError::Misconfigured(why)) if why.to_string().contains("nobody")),
+        matches!(&stranger, Err(StoreError::Misconfigured(why)) if why.to_string().contains("unknown")),
         "{stranger:?}"
     );
 
@@ -62,8 +62,8 @@ async fn the_primary_is_the_one_that_the_sentinels_name() {
     assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
     let new = servers.wait_for_failover(old).expect("a failover");
 
-    // Frozen: nothing breaks, and only the timeouts tell. The old one comes back as a replica
-    // first.
+    // Frozen: the connection stays open, and only timeouts detect it. First the old primary comes
+    // back as a replica.
     servers
         .redis_mut(old)
         .start_again()
@@ -71,7 +71,7 @@ async fn the_primary_is_the_one_that_the_sentinels_name() {
     let deadline = Instant::now() + 40 * SECOND;
     while !servers.redis()[old]
         .reply("INFO replication")
-        .is_ok_and(|said| said.contains("master_link_status:up"))
+        .is_ok_and(|reply| reply.contains("master_link_status:up"))
     {
         assert!(Instant::now() < deadline, "the old primary does not follow");
         tokio::time::sleep(Duration::from_millis(50)).await;
@@ -84,11 +84,11 @@ async fn the_primary_is_the_one_that_the_sentinels_name() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn no_sentinel_is_waited_for() {
-    let nobody = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    // A Redis is no Sentinel.
+async fn no_sentinel_blocks_a_claim() {
+    let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
+    // A Redis server is not a Sentinel.
     let answer = ask(
-        &Redis::sentinel([nobody.url()], SENTINEL_NAME),
+        &Redis::sentinel([server.url()], SENTINEL_NAME),
         claim("k", 1),
     )
     .await;
@@ -99,8 +99,8 @@ async fn no_sentinel_is_waited_for() {
         ),
         "{answer:?}"
     );
-    let url = nobody.url();
-    drop(nobody);
+    let url = server.url();
+    drop(server);
     let answer = ask(&Redis::sentinel([url], SENTINEL_NAME), claim("k", 1)).await;
     assert!(
         matches!(answer, Err(StoreError::NotApplied(_))),
@@ -118,9 +118,9 @@ async fn no_sentinel_is_waited_for() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_cluster_is_asked_side_by_side() {
+async fn a_batch_is_sent_to_all_nodes_of_a_cluster() {
     let mut cluster = ClusterServers::start().expect("a Cluster");
-    // One node is enough to find the others.
+    // One node is enough to discover the others.
     let store = Redis::cluster(&cluster.urls()[..1]).timeout(2 * SECOND);
     assert!(matches!(
         store.persistence().await,
@@ -155,7 +155,7 @@ async fn a_cluster_is_asked_side_by_side() {
         1,
         terms(Guarantee::EffectivelyOnce),
     );
-    let told = verdicts(
+    let answers = verdicts(
         &store,
         &[
             claim("same", 1),
@@ -165,7 +165,7 @@ async fn a_cluster_is_asked_side_by_side() {
         ],
     )
     .await;
-    assert_eq!(told, [GRANTED, Verdict::Kept, GRANTED, DONE]);
+    assert_eq!(answers, [GRANTED, Verdict::Kept, GRANTED, DONE]);
     for node in cluster.nodes() {
         node.command("SCRIPT FLUSH").expect("a reply");
     }
@@ -177,21 +177,21 @@ async fn a_cluster_is_asked_side_by_side() {
 
     // Every node has its share.
     for which in cluster.primaries() {
-        let said = cluster.nodes()[which].command("DBSIZE").expect("a reply");
+        let reply = cluster.nodes()[which].command("DBSIZE").expect("a reply");
         assert!(
-            said[1..].parse::<u32>().is_ok_and(|keys| keys > 100),
-            "{said}"
+            reply[1..].parse::<u32>().is_ok_and(|keys| keys > 100),
+            "{reply}"
         );
     }
 
-    // A node of it, given as a single server, is refused.
+    // One of its nodes, configured as a single server, is rejected.
     let single = ask(&Redis::at(&cluster.urls()[0]), claim("k0", 9)).await;
     let moved = ask(&Redis::at(&cluster.urls()[0]), claim("k1", 9)).await;
     assert!(
         [single, moved].iter().any(|it| matches!(it, Err(StoreError::Misconfigured(why)) if why.to_string().contains("Redis::cluster")))
     );
 
-    // A primary that dies: its replica takes its slots over.
+    // A primary fails: its replica takes over its slots.
     let dead = cluster.primaries()[0];
     for which in cluster.primaries() {
         cluster.nodes()[which]
@@ -211,7 +211,7 @@ async fn a_cluster_is_asked_side_by_side() {
     }
 }
 
-/// Asks, until the answer is no longer that the servers cannot be asked.
+/// Repeats a request until the servers can be queried.
 async fn looked<T, F: Future<Output = Result<T, StoreError>>>(look: impl Fn() -> F) -> T {
     let deadline = Instant::now() + 40 * SECOND;
     loop {
@@ -227,7 +227,7 @@ async fn looked<T, F: Future<Output = Result<T, StoreError>>>(look: impl Fn() ->
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_start_beside_a_failover_finds_the_new_primary() {
+async fn a_start_during_a_failover_finds_the_new_primary() {
     let mut cluster = ClusterServers::start().expect("a Cluster");
     let stores: Vec<Redis> = (0..3)
         .map(|_| Redis::cluster(cluster.urls()).timeout(2 * SECOND))
@@ -264,12 +264,12 @@ async fn a_start_beside_a_failover_finds_the_new_primary() {
     }
     let memory = looked(|| stores[1].persistence()).await;
     assert!(matches!(memory, Persistence::Durable(_)), "{memory:?}");
-    // And where the one that was the primary does not answer at all.
+    // And with an old primary that does not reply at all.
     cluster.node_mut(old).kill();
     looked(|| stores[2].preflight(Guarantee::EffectivelyOnce)).await;
 }
 
-/// Which node forgets what is of no weight to a claim that may be repeated.
+/// Effectively once does not depend on the loss detector, which checks all nodes.
 #[tokio::test(flavor = "multi_thread")]
 async fn effectively_once_does_not_wait_for_a_node_that_is_silent() {
     let mut cluster = ClusterServers::start().expect("a Cluster");
@@ -278,15 +278,14 @@ async fn effectively_once_does_not_wait_for_a_node_that_is_silent() {
         .prefix("");
     // Connects to every node.
     looked(|| store.preflight(Guarantee::EffectivelyOnce)).await;
-    // `foo` is of slot 12182.
+    // `foo` is in slot 12182.
     let serves = cluster.serves(12_182);
     let other = cluster
         .primaries()
         .into_iter()
         .find(|which| *which != serves)
         .expect("another primary");
-    // On a busy machine the failover may have begun before the claim: what is asked here is another
-    // question.
+    // On a busy machine a failover may start before the claim, and the Cluster would be down.
     assert_eq!(
         cluster.nodes()[serves]
             .command("CONFIG SET cluster-require-full-coverage no")
@@ -295,14 +294,17 @@ async fn effectively_once_does_not_wait_for_a_node_that_is_silent() {
     );
     cluster.node_mut(other).freeze();
     let claimed = tokio::time::timeout(60 * SECOND, healed(&store, claim("foo", 1))).await;
-    assert_eq!(claimed.expect("nobody is waited for"), GRANTED);
+    assert_eq!(
+        claimed.expect("it does not wait for the other node"),
+        GRANTED
+    );
     cluster.node_mut(other).thaw();
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_slot_that_moves_is_followed() {
+async fn redirections_of_a_migrating_slot_are_followed() {
     let cluster = ClusterServers::start().expect("a Cluster");
-    // The user of the book, but for the keys: without the prefix it is `foo`, of slot 12182.
+    // The user of the book with access to all keys: without a prefix the key is `foo`, in slot 12182.
     let user = rights("+cluster|slots +asking").replace("~processed:*", "~*");
     for node in cluster.nodes() {
         assert_eq!(node.command(&user).expect("a reply"), "+OK");
@@ -334,12 +336,12 @@ async fn a_slot_that_moves_is_followed() {
     };
     let (from_id, to_id) = (id(from), id(to));
     let tell = |which: usize, line: String| {
-        let said = cluster.nodes()[which].command(&line).expect("a reply");
-        assert!(said.starts_with("+OK"), "{line}: {said}");
+        let reply = cluster.nodes()[which].command(&line).expect("a reply");
+        assert!(reply.starts_with("+OK"), "{line}: {reply}");
     };
     tell(to, format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
     tell(from, format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}"));
-    // Half moved: the key is at the new node, which serves only those who say that they were sent.
+    // During the migration the key is on the new node, which serves it only after ASKING.
     tell(
         from,
         format!(
@@ -355,7 +357,7 @@ async fn a_slot_that_moves_is_followed() {
         ask(&store, claim("foo", 1)).await.expect("a verdict"),
         GRANTED
     );
-    // With the canary of the new node beside it.
+    // With the canary of the new node in the same pipeline.
     let strict = Operation {
         terms: terms(Guarantee::AtMostOnce),
         ..claim("foo", 1)
@@ -374,10 +376,9 @@ async fn a_slot_that_moves_is_followed() {
     );
 }
 
-/// A slot that stays half moved holds up who connects anew, if its key is the one that tells of a
-/// node.
+/// A slot that stays in migration must not block new connections if it has a node's canary.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_canary_on_its_way_to_another_node_holds_nobody_up() {
+async fn a_canary_in_a_migrating_slot_blocks_no_claim() {
     let cluster = ClusterServers::start().expect("a Cluster");
     let long = oncegate_core::marker::Terms {
         lease: 300 * SECOND,
@@ -394,8 +395,8 @@ async fn a_canary_on_its_way_to_another_node_holds_nobody_up() {
     }
     let lines = |which: usize, line: &str| cluster.nodes()[which].reply(line).expect("a reply");
     let (from, to) = (cluster.primaries()[0], cluster.primaries()[1]);
-    let said = lines(from, "KEYS processed:!canary*");
-    let canary = said
+    let reply = lines(from, "KEYS processed:!canary*");
+    let canary = reply
         .lines()
         .find(|line| line.starts_with("processed:!canary") && !line.contains("y:"))
         .expect("its canary");
@@ -436,11 +437,11 @@ async fn a_canary_on_its_way_to_another_node_holds_nobody_up() {
     );
     assert!(moved.starts_with("+OK"), "{moved}");
 
-    let anew = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
-    looked(|| anew.preflight(Guarantee::AtMostOnce)).await;
+    let new_store = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
+    looked(|| new_store.preflight(Guarantee::AtMostOnce)).await;
     for id in &ids {
         assert!(matches!(
-            healed(&anew, strict(id, 2)).await,
+            healed(&new_store, strict(id, 2)).await,
             Verdict::Busy { .. }
         ));
         assert!(matches!(healed(&before, strict(id, 1)).await, GRANTED));
@@ -448,7 +449,7 @@ async fn a_canary_on_its_way_to_another_node_holds_nobody_up() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_no_cluster_is_told() {
+async fn a_server_that_is_not_in_a_cluster_is_reported() {
     let single = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let answer = ask(&Redis::cluster([single.url()]), claim("k", 1)).await;
     assert!(
@@ -458,12 +459,11 @@ async fn what_is_no_cluster_is_told() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_node_that_was_reset_is_not_believed() {
+async fn the_slot_map_of_a_reset_node_is_not_used() {
     let cluster = ClusterServers::start().expect("a Cluster");
     let urls = cluster.urls();
     let primaries = cluster.primaries();
-    // A replica: it may leave without a slot being lost. By its address it is the first to be
-    // asked.
+    // A replica, so that no slot is lost, and by its address the first to be queried.
     let leaving = (0..urls.len())
         .filter(|which| !primaries.contains(which))
         .min_by_key(|which| &urls[*which])
@@ -486,14 +486,14 @@ async fn a_node_that_was_reset_is_not_believed() {
     }
     let alone = ask(&Redis::cluster([left]), claim("k", 1)).await;
     assert!(
-        matches!(&alone, Err(StoreError::NotApplied(why)) if why.to_string().contains("no slot is served")),
+        matches!(&alone, Err(StoreError::NotApplied(why)) if why.to_string().contains("no served slot")),
         "{alone:?}"
     );
 }
 
-/// A renewal waits for a part of its lease, which may be shorter than a reply may take.
+/// A renewal waits for a part of its lease, which may be shorter than the timeout of a reply.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_renewal_that_is_given_up_each_time_finds_the_new_primary_of_its_slot() {
+async fn a_renewal_that_is_cancelled_each_time_finds_the_new_primary() {
     let mut cluster = ClusterServers::start().expect("a Cluster");
     let store = Redis::cluster(cluster.urls())
         .timeout(5 * SECOND)
@@ -502,7 +502,7 @@ async fn a_renewal_that_is_given_up_each_time_finds_the_new_primary_of_its_slot(
         lease: 120 * SECOND,
         ..terms(Guarantee::EffectivelyOnce)
     };
-    // Of slot 12182.
+    // In slot 12182.
     assert_eq!(
         ask(&store, operation("foo", Ask::Claim, 1, 0, long))
             .await

@@ -1,5 +1,5 @@
-//! The laws of stores, on each form of Redis, and what only Redis can break: expiries that others
-//! changed.
+//! The laws of stores, on a single server, behind Sentinels and in a Cluster; and expiries that
+//! other programs changed.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ mod standalone {
     oncegate_testkit::store_laws!(async || crate::support::store().0);
 }
 
-/// A store with a patience of its own, under a prefix that no other law has.
+/// A store with a long timeout and a prefix of its own.
 fn apart(store: Redis) -> Redis {
     store
         .timeout(5 * SECOND)
@@ -32,7 +32,7 @@ fn apart(store: Redis) -> Redis {
 fn all_laws_hold_behind_sentinels() {
     let servers = SentinelServers::start().expect("Redis and Sentinels");
     laws::all(async || apart(Redis::sentinel(servers.urls(), SENTINEL_NAME)));
-    // The same with claims that a replica has to know of.
+    // The same with claims that wait for a replica.
     let replica = Durability::Replicas {
         count: 1,
         timeout: 2 * SECOND,
@@ -46,7 +46,7 @@ fn all_laws_hold_in_a_cluster() {
     laws::all(async || apart(Redis::cluster(servers.urls())));
 }
 
-/// The line that the book gives is enough for all that a store does.
+/// The rights in the book are sufficient.
 #[tokio::test(flavor = "multi_thread")]
 async fn all_laws_hold_for_a_user_with_the_rights_of_the_book() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
@@ -69,7 +69,7 @@ async fn all_laws_hold_for_a_user_with_the_rights_of_the_book() {
     all.await.expect("all laws hold");
 }
 
-/// A lease of nothing is alive for as long as it has no age: within the same millisecond.
+/// A lease of zero holds within the millisecond of its claim.
 #[tokio::test]
 async fn a_lease_holds_to_its_last_millisecond() {
     let (store, _) = store();
@@ -96,10 +96,10 @@ async fn a_lease_holds_to_its_last_millisecond() {
     panic!("never busy in 2,000 claims that follow each other at once");
 }
 
-/// What is asked, by which token, in which attempt, on which terms.
-type Asked = (Ask, u128, u32, Terms);
+/// A request, its token, its attempt and its terms.
+type LawRequest = (Ask, u128, u32, Terms);
 
-/// Every marker expires when the table says, to the millisecond.
+/// Every marker has the expiry of `marker::apply`.
 #[tokio::test]
 async fn every_marker_has_the_expiry_of_the_table() {
     const WINDOW: Duration = Duration::from_secs(600);
@@ -116,7 +116,7 @@ async fn every_marker_has_the_expiry_of_the_table() {
         window: 300 * SECOND,
         ..terms
     };
-    let cases: [(&str, Duration, &[Asked]); 12] = [
+    let cases: [(&str, Duration, &[LawRequest]); 12] = [
         ("claimed", WINDOW, &[(Ask::Claim, 1, 0, lax)]),
         (
             "claimed at most once",
@@ -169,7 +169,7 @@ async fn every_marker_has_the_expiry_of_the_table() {
         ),
     ];
     for (id, expiry, asked) in cases {
-        let id = id.replace([' ', ','], "-"); // an id that stands in its key as it is
+        let id = id.replace([' ', ','], "-"); // an id that needs no escaping in its key
         for (ask, token, attempt, terms) in asked {
             verdicts(&store, &[operation(&id, *ask, *token, *attempt, *terms)]).await;
             tokio::time::sleep(Duration::from_millis(3)).await;
@@ -187,11 +187,11 @@ async fn every_marker_has_the_expiry_of_the_table() {
     }
 }
 
-/// A marker without expiry, or with more than its horizon, was not written by this protocol alone:
-/// nobody knows its age. It gets its horizon again, and whoever does not hold it waits for a whole
-/// lease.
+/// Another program changed the expiry of a marker without expiry, or with more than its horizon: its
+/// age is unknown. The next request resets the expiry to the horizon, and other claims wait for a
+/// whole lease.
 #[tokio::test]
-async fn a_marker_whose_age_nobody_knows_gets_its_horizon_again() {
+async fn a_marker_of_unknown_age_gets_its_horizon_again() {
     let (store, prefix) = store();
     let mut raw = client().await;
     let strict = terms(Guarantee::AtMostOnce);
@@ -208,7 +208,7 @@ async fn a_marker_whose_age_nobody_knows_gets_its_horizon_again() {
         operation("-", Ask::Claim, 1, 0, strict),
     ];
     let hold = |terms| [operation("-", Ask::Claim, 1, 0, terms)];
-    // What is there, who asks, and the verdict. The id is another in each case.
+    // The marker, the request, and the verdict, each with its own id.
     let cases = [
         (
             "in progress",
@@ -304,7 +304,7 @@ async fn a_marker_whose_age_nobody_knows_gets_its_horizon_again() {
             );
         }
     }
-    // A doubt that nobody reconciles is taken, whatever its age.
+    // A waiting doubt is taken over, whatever its age.
     let waiting = operation("waiting", Ask::Doubt, 1, 1, strict);
     verdicts(&store, &[waiting]).await;
     let _: i64 = redis::cmd("PERSIST")
@@ -314,8 +314,7 @@ async fn a_marker_whose_age_nobody_knows_gets_its_horizon_again() {
         .expect("an answer");
     let taken = verdicts(&store, &[operation("waiting", Ask::Claim, 2, 0, strict)]).await;
     assert_eq!(taken, [Verdict::InDoubt(Attempts::all_forgiven(2))]);
-    // A done marker that never expires, as other programs may write it, is a duplicate and stays
-    // so.
+    // A done marker without expiry, as other programs may write it, stays a duplicate.
     let _: () = redis::cmd("SET")
         .arg(format!("{prefix}theirs"))
         .arg("1")

@@ -1,4 +1,4 @@
-//! A server that forgets while it runs.
+//! A server that loses data while the consumer runs.
 
 use std::path::Path;
 use std::time::Instant;
@@ -11,8 +11,8 @@ use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
 use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, terms};
 
-/// Longer than a store takes to look again.
-const A_LOOK: std::time::Duration = std::time::Duration::from_millis(2_100);
+/// Longer than the interval of checks.
+const CHECK_INTERVAL: std::time::Duration = std::time::Duration::from_millis(2_100);
 
 fn strict(id: &str, token: u128) -> Operation {
     Operation {
@@ -22,7 +22,7 @@ fn strict(id: &str, token: u128) -> Operation {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn at_most_once_pauses_when_the_keys_are_gone() {
+async fn at_most_once_pauses_when_the_keys_are_lost() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let (store, accepting) = (at(&server.url()), at(&server.url()).allow_volatile_store());
     assert_eq!(
@@ -53,7 +53,7 @@ async fn at_most_once_pauses_when_the_keys_are_gone() {
         GRANTED
     );
     server.command("FLUSHALL").expect("a reply");
-    tokio::time::sleep(A_LOOK).await;
+    tokio::time::sleep(CHECK_INTERVAL).await;
 
     for _ in 0..2 {
         let paused = ask(&store, strict("charged", 2)).await;
@@ -67,7 +67,7 @@ async fn at_most_once_pauses_when_the_keys_are_gone() {
         ":0",
         "nothing was sent"
     );
-    // What runs is brought to its end, and who promised less goes on.
+    // Granted claims complete, and other guarantees continue.
     let end = Operation {
         attempt: 1,
         ask: Ask::Complete,
@@ -97,9 +97,9 @@ async fn at_most_once_pauses_when_the_keys_are_gone() {
     );
 }
 
-/// A person who knows of the loss may say so before this process noticed it.
+/// An operator may accept a loss before this process detects it.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_loss_may_be_accepted_before_it_was_noticed() {
+async fn a_loss_may_be_accepted_before_it_is_detected() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
@@ -119,9 +119,9 @@ async fn a_loss_may_be_accepted_before_it_was_noticed() {
     );
 }
 
-/// The canary travels with the claims: nobody waits for the next look.
+/// The canary is in the pipeline of the claims, so that detection does not wait for the next check.
 #[tokio::test(flavor = "multi_thread")]
-async fn what_is_claimed_just_after_the_keys_are_gone_is_not_granted() {
+async fn claims_just_after_the_keys_are_lost_are_not_granted() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
@@ -168,8 +168,8 @@ async fn what_is_claimed_just_after_the_keys_are_gone_is_not_granted() {
     );
 }
 
-/// Puts the server's files back to what they were before `during`, as a power cut does to what was
-/// not synced. All that was answered before has to be in them.
+/// Restores the server's files from before `during`, like a power cut that loses unsynced writes.
+/// All earlier answered writes must be in the files.
 async fn losing_what_is_written(server: &mut RedisServer, during: impl Future<Output = ()>) {
     let (files, kept) = (
         server.directory().join("appendonlydir"),
@@ -188,7 +188,7 @@ async fn losing_what_is_written(server: &mut RedisServer, during: impl Future<Ou
     server.start_again().expect("it starts again");
 }
 
-/// A loss between two looks: the canary stands where the last look left it.
+/// A loss between two checks, after which the canary has the values of the last check.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_restart_that_lost_the_last_claims_pauses() {
     let mut server =
@@ -214,9 +214,9 @@ async fn a_restart_that_lost_the_last_claims_pauses() {
     );
 }
 
-/// Looks count up as well.
+/// Checks increment the count as well.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_restart_that_lost_looks_alone_pauses_nobody() {
+async fn a_restart_that_lost_only_checks_does_not_pause() {
     let mut server =
         RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
             .expect("a Redis");
@@ -226,7 +226,7 @@ async fn a_restart_that_lost_looks_alone_pauses_nobody() {
         GRANTED
     );
     losing_what_is_written(&mut server, async {
-        // Which looks first.
+        // This performs a check.
         store.accept_loss().await;
     })
     .await;
@@ -236,9 +236,9 @@ async fn a_restart_that_lost_looks_alone_pauses_nobody() {
     );
 }
 
-/// Nobody read what the first look showed; the next one shows it again.
+/// If the reply to a check is lost, the next check must show the loss again.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_look_whose_reply_is_lost_hides_no_loss() {
+async fn a_lost_reply_to_a_check_hides_no_loss() {
     let mut server =
         RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
             .expect("a Redis");
@@ -264,7 +264,7 @@ async fn a_look_whose_reply_is_lost_hides_no_loss() {
     .await;
     let deadline = Instant::now() + 30 * SECOND;
     while proxy.lost_replies() < 3 {
-        assert!(Instant::now() < deadline, "nobody looks");
+        assert!(Instant::now() < deadline, "no check");
         let answer = ask(&store, strict("charged", 2)).await;
         assert!(
             matches!(
@@ -283,7 +283,7 @@ async fn a_look_whose_reply_is_lost_hides_no_loss() {
     );
 }
 
-/// Asks for a claim until the reason why it is not granted is this one.
+/// Repeats a claim until it fails for this reason.
 async fn refused(store: &Redis, id: &str, says: &str) -> bool {
     let deadline = Instant::now() + 30 * SECOND;
     while Instant::now() < deadline {
@@ -302,9 +302,9 @@ async fn refused(store: &Redis, id: &str, says: &str) -> bool {
     false
 }
 
-/// The claims of one consumer are gone, those of the other are there: it cannot know by itself.
+/// Only one of two consumers lost claims; the other cannot detect it by itself.
 #[tokio::test(flavor = "multi_thread")]
-async fn who_lost_its_claims_tells_the_others() {
+async fn a_consumer_that_lost_claims_shows_it_to_the_others() {
     let mut server =
         RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
             .expect("a Redis");
@@ -325,12 +325,12 @@ async fn who_lost_its_claims_tells_the_others() {
     })
     .await;
     assert!(
-        refused(&other, "charged", "another Redis process").await,
-        "it waits for the others"
+        refused(&other, "charged", "another run_id").await,
+        "it pauses for the others"
     );
     assert!(refused(&loses, "charged", "last writes").await);
     assert!(refused(&other, "charged", "another consumer").await);
-    // Told once: the one that told is not told.
+    // Reported once: the consumer that replaced the generation gets no second report.
     loses.accept_loss().await;
     assert_eq!(
         ask(&loses, strict("charged", 3)).await.expect("a verdict"),
@@ -338,9 +338,9 @@ async fn who_lost_its_claims_tells_the_others() {
     );
 }
 
-/// Nobody waits for the next look: who connects anew looks first.
+/// A new connection starts with a check.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_comes_back_without_its_keys_is_asked_for_nothing_at_most_once() {
+async fn a_server_that_restarts_without_its_keys_gets_no_at_most_once_claims() {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
@@ -367,7 +367,7 @@ async fn a_server_that_comes_back_without_its_keys_is_asked_for_nothing_at_most_
         match ask(&store, strict("charged", 2)).await {
             Err(StoreError::NotApplied(why)) if why.to_string().contains("accept_loss") => break,
             Err(StoreError::NotApplied(_) | StoreError::Unknown(_)) => {
-                assert!(std::time::Instant::now() < deadline, "never told")
+                assert!(std::time::Instant::now() < deadline, "never reported")
             }
             granted => panic!("{granted:?}"),
         }
@@ -380,7 +380,7 @@ async fn a_server_that_comes_back_without_its_keys_is_asked_for_nothing_at_most_
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_crash_that_loses_nothing_is_gone_on_after() {
+async fn claims_continue_after_a_crash_that_loses_nothing() {
     let mut server =
         RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
             .expect("a Redis");
@@ -398,17 +398,17 @@ async fn a_crash_that_loses_nothing_is_gone_on_after() {
     assert_eq!(crate::forms::healed(&store, strict("l", 1)).await, GRANTED);
 }
 
-/// A replica that lagged behind and took over under the same name, say.
+/// For example after the promotion of a replica that lagged behind.
 #[tokio::test(flavor = "multi_thread")]
-async fn writes_that_are_rolled_back_are_noticed() {
+async fn writes_that_are_rolled_back_are_detected() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
         ask(&store, strict("k", 1)).await.expect("a verdict"),
         GRANTED
     );
-    let said = server.reply("KEYS processed:!canary:*").expect("a reply");
-    let count = said
+    let reply = server.reply("KEYS processed:!canary:*").expect("a reply");
+    let count = reply
         .lines()
         .find(|line| line.starts_with("processed:"))
         .expect("a key")
@@ -428,15 +428,15 @@ async fn writes_that_are_rolled_back_are_noticed() {
         .command(&format!("SET {count} {before}"))
         .expect("a reply");
     let paused = ask(&store, strict("m", 1)).await;
-    let told = |why: &str| why.contains("last writes") && why.contains("accept_loss");
+    let is_expected = |why: &str| why.contains("last writes") && why.contains("accept_loss");
     assert!(
-        matches!(&paused, Err(StoreError::Unknown(why) | StoreError::NotApplied(why)) if told(&why.to_string())),
+        matches!(&paused, Err(StoreError::Unknown(why) | StoreError::NotApplied(why)) if is_expected(&why.to_string())),
         "{paused:?}"
     );
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn evicted_keys_are_noticed() {
+async fn evicted_keys_are_detected() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(
@@ -461,12 +461,12 @@ async fn evicted_keys_are_noticed() {
         .command(&format!("CONFIG SET maxmemory {}", used - 500_000))
         .expect("a reply");
     server.command("SET one more").expect("a reply");
-    tokio::time::sleep(A_LOOK).await;
+    tokio::time::sleep(CHECK_INTERVAL).await;
     let paused = ask(&store, strict("m", 1)).await;
-    // The canary may be among them.
-    let told = |why: &str| why.contains("evicted") || why.contains("canary");
+    // The canary may be among the evicted keys.
+    let is_expected = |why: &str| why.contains("evicted") || why.contains("canary");
     assert!(
-        matches!(&paused, Err(StoreError::NotApplied(why)) if told(&why.to_string())),
+        matches!(&paused, Err(StoreError::NotApplied(why)) if is_expected(&why.to_string())),
         "{paused:?}"
     );
     let memory = store.persistence().await;

@@ -1,4 +1,4 @@
-//! Servers that stop, freeze, fill up and come back.
+//! Servers that stop, freeze or have no space, and recover.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU16, Ordering};
@@ -14,7 +14,7 @@ use crate::support::{
     DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, operation, terms, verdicts,
 };
 
-/// No answer takes longer, connecting and all, on a busy machine.
+/// The longest time of any answer, with connecting, on a busy machine.
 const BOUND: Duration = Duration::from_secs(8);
 
 async fn bounded(
@@ -31,7 +31,7 @@ async fn bounded(
     answer
 }
 
-/// Asks until the store answers again.
+/// Repeats an operation until the store returns a verdict.
 async fn healed(store: &Redis, operation: oncegate_core::marker::Operation) -> Verdict {
     let deadline = Instant::now() + 30 * SECOND;
     loop {
@@ -43,7 +43,7 @@ async fn healed(store: &Redis, operation: oncegate_core::marker::Operation) -> V
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_stopped_server_is_noticed_at_once_and_found_again() {
+async fn a_stopped_server_is_detected_at_once_and_reconnected() {
     let mut server =
         RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
             .expect("a Redis");
@@ -79,9 +79,9 @@ async fn a_stopped_server_is_noticed_at_once_and_found_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_reads_its_file_applies_nothing_yet() {
+async fn a_loading_server_applies_nothing() {
     let options = RedisOptions::new().persistence(RedisPersistence::EveryWrite);
-    // It listens after every 1,024 commands, so there have to be many, and slow ones.
+    // While loading it serves clients after every 1,024 commands, so many and slow ones are needed.
     let mut server = RedisServer::start(options.setting("key-load-delay", "250")).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
@@ -114,7 +114,7 @@ async fn a_server_that_reads_its_file_applies_nothing_yet() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_server_that_was_never_there_is_found_when_it_comes() {
+async fn a_server_that_starts_later_is_found() {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     server.stop();
     let store = Redis::at(server.url());
@@ -131,7 +131,7 @@ async fn a_server_that_was_never_there_is_found_when_it_comes() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_frozen_server_leaves_the_outcome_unknown_and_the_connection_is_made_anew() {
+async fn a_frozen_server_means_unknown_outcomes_and_a_reconnect() {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = Redis::at(server.url()).timeout(SECOND / 5);
     assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
@@ -149,8 +149,8 @@ async fn a_frozen_server_leaves_the_outcome_unknown_and_the_connection_is_made_a
         matches!(answers[2], Err(StoreError::NotApplied(_))),
         "the second on the same key was not sent: {answers:?}"
     );
-    // After three timeouts in a row connecting is what fails, so nothing is sent. A look at the
-    // server, which a claim starts now and then, counts as one of the three.
+    // After three consecutive timeouts connecting fails, so that nothing is sent. A check of the
+    // loss detector counts as one of the three.
     let mut unknown = 1;
     loop {
         match bounded(&store, claim("b", 2)).await {
@@ -164,13 +164,13 @@ async fn a_frozen_server_leaves_the_outcome_unknown_and_the_connection_is_made_a
         );
     }
     server.thaw();
-    // What was unknown was applied or not; asked again with its token it is the same.
+    // Repeated with the same token, an operation of unknown outcome has the same result.
     assert_eq!(healed(&store, claim("a", 1)).await, GRANTED);
     assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_waits_less_than_the_timeout_still_has_the_connection_made_anew() {
+async fn cancelled_requests_count_as_timeouts() {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
@@ -191,8 +191,7 @@ async fn who_waits_less_than_the_timeout_still_has_the_connection_made_anew() {
     assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
 }
 
-/// A name that means one server first and another later; connections that stand stay where they
-/// are.
+/// A proxy that forwards new connections to a server that can be changed; open connections stay.
 pub(crate) async fn name_of(first: &RedisServer) -> (String, Arc<AtomicU16>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = format!("redis://{}", listener.local_addr().expect("an address"));
@@ -211,13 +210,13 @@ pub(crate) async fn name_of(first: &RedisServer) -> (String, Arc<AtomicU16>) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_primary_that_is_elsewhere_now_is_found_without_a_claim() {
+async fn a_moved_primary_is_found_without_a_claim() {
     let old = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let new = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let (url, meant) = name_of(&old).await;
     let store = at(&url);
     assert_eq!(
-        healed(&store, complete("learns the script", 1, 1)).await,
+        healed(&store, complete("loads the script", 1, 1)).await,
         Verdict::Done { marker_lost: true }
     );
 
@@ -229,7 +228,7 @@ async fn a_primary_that_is_elsewhere_now_is_found_without_a_claim() {
         .query_async(&mut raw)
         .await
         .expect("an answer");
-    // Renewals send nothing but the script, and so does a consumer whose queue is quiet.
+    // Renewals send only the script, and so does a consumer with an idle queue.
     let refused = bounded(&store, complete("k", 1, 1)).await;
     assert!(
         matches!(&refused, Err(StoreError::NotApplied(why)) if why.to_string().contains("READONLY")),
@@ -285,7 +284,7 @@ async fn a_flushed_script_is_sent_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_server_applies_nothing_and_renewals_go_on() {
+async fn a_full_server_applies_nothing_but_renewals() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     let mut raw = client_of(&server.url()).await;
@@ -384,8 +383,8 @@ fn renewals_connect_on_a_runtime_of_their_own() {
             .expect("a verdict"),
         Verdict::Kept
     );
-    // That runtime is gone, and with it the driver of the connection: it is made anew on the next
-    // one.
+    // The runtime was dropped with the driver of the connection, which reconnects on the next
+    // runtime.
     let next = runtime();
     let verdict = next.block_on(async {
         match ask(&*renewals, renew.clone()).await {
@@ -403,7 +402,7 @@ fn renewals_connect_on_a_runtime_of_their_own() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_disk_is_told_and_heals() {
+async fn a_full_disk_is_reported_and_heals() {
     let options = RedisOptions::new()
         .persistence(RedisPersistence::EverySecond)
         .disk_may_fill();
@@ -411,7 +410,7 @@ async fn a_full_disk_is_told_and_heals() {
     let store = at(&server.url());
     assert_eq!(healed(&store, claim("held", 1)).await, GRANTED);
     server.fill_disk().expect("it is full");
-    // The first that the file has no room for is answered as if it had.
+    // Redis acknowledges the first write that does not fit into the file.
     let deadline = Instant::now() + 30 * SECOND;
     for token in 0.. {
         match bounded(&store, claim(&format!("k{token}"), token)).await {
@@ -419,20 +418,20 @@ async fn a_full_disk_is_told_and_heals() {
             Err(StoreError::NotApplied(why)) if why.to_string().contains("MISCONF") => break,
             Err(error) => panic!("{error}"),
         }
-        assert!(Instant::now() < deadline, "never told");
+        assert!(Instant::now() < deadline, "never reported");
     }
     for refused in [claim("new", 1), complete("held", 1, 1)] {
         let answer = bounded(&store, refused).await;
-        let told = |why: &str| why.contains("MISCONF") && why.contains("AOF");
+        let is_expected = |why: &str| why.contains("MISCONF") && why.contains("AOF");
         assert!(
-            matches!(&answer, Err(StoreError::NotApplied(why)) if told(&why.to_string())),
+            matches!(&answer, Err(StoreError::NotApplied(why)) if is_expected(&why.to_string())),
             "{answer:?}"
         );
     }
     let memory = store.persistence().await;
-    // Whoever begins now waits: it is no setting.
+    // A consumer that starts now retries: this is an outage, not a configuration.
     assert!(
-        matches!(&memory, Err(StoreError::NotApplied(why)) if why.to_string().contains("look at its disk")),
+        matches!(&memory, Err(StoreError::NotApplied(why)) if why.to_string().contains("check its disk")),
         "{memory:?}"
     );
 

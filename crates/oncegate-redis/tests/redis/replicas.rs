@@ -1,4 +1,4 @@
-//! Claims that replicas have to know of.
+//! Claims that wait for replicas.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -17,7 +17,7 @@ use crate::support::{
     verdicts,
 };
 
-/// With patience: the machine may be busy with other tests.
+/// With a long timeout: the machine may be busy with other tests.
 const ONE_REPLICA: Durability = Durability::Replicas {
     count: 1,
     timeout: SECOND,
@@ -68,21 +68,21 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
 
     replica.freeze();
     let mut asked: Vec<Operation> = (0..20).map(|it| claim(&format!("new{it}"), it)).collect();
-    // One's own grant, asked for again, and a doubt that was taken over: both let something run.
+    // A repeated claim and a doubt that is taken over: both let something run.
     asked.push(claim("own", 1));
     asked.push(Operation {
         token: oncegate_core::marker::Token(2),
         ..abandoned
     });
     for (operation, answer) in asked.iter().zip(store.apply(&asked).await) {
-        let told = matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 replicas"));
-        assert!(told, "{operation:?}: {answer:?}");
+        let is_expected = matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 required replicas"));
+        assert!(is_expected, "{operation:?}: {answer:?}");
     }
-    // A primary that is cut off may not renew what another one lets others take over.
+    // A partitioned primary must not renew leases that others take over on the new primary.
     let renewal = |guarantee| operation("own", Ask::Renew, 1, 1, terms(guarantee));
     let answer = ask(&store, renewal(Guarantee::AtMostOnce)).await;
     assert!(
-        matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 replicas")),
+        matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 required replicas")),
         "{answer:?}"
     );
     assert_eq!(
@@ -92,16 +92,16 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
         Verdict::Kept,
         "it may run again"
     );
-    // What lets nothing run is told as it is, and the rest does not wait for replicas.
-    let told = store
+    // Verdicts that let nothing run are returned, and other operations do not wait for replicas.
+    let answers = store
         .apply(&[claim("k", 2), claim("done", 2), complete("k", 1, 1)])
         .await;
     assert!(
         matches!(
-            told[..],
+            answers[..],
             [Ok(Verdict::Busy { .. }), Ok(Verdict::Duplicate), Ok(DONE)]
         ),
-        "{told:?}"
+        "{answers:?}"
     );
 
     replica.thaw();
@@ -119,7 +119,7 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn more_replicas_than_there_are_grant_nothing_and_the_literal_gate_waits_for_none() {
+async fn too_few_replicas_grant_nothing_and_bare_does_not_wait() {
     let (primary, _replica) = with_replica();
     let store = at(&primary.url()).durability(Durability::Replicas {
         count: 2,
@@ -127,7 +127,7 @@ async fn more_replicas_than_there_are_grant_nothing_and_the_literal_gate_waits_f
     });
     let answer = ask(&store, claim("k", 1)).await;
     assert!(
-        matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("of the 2 replicas")),
+        matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("of the 2 required replicas")),
         "{answer:?}"
     );
     let bare = Operation {
@@ -137,8 +137,8 @@ async fn more_replicas_than_there_are_grant_nothing_and_the_literal_gate_waits_f
     assert_eq!(ask(&store, bare).await.expect("a verdict"), GRANTED);
 }
 
-/// Claims new ids until the primary dies after its link to the replicas was cut, and counts what
-/// was granted, and how much of that the new primary does not know.
+/// Claims new ids, cuts the replication and kills the primary. Returns the number of grants, and how
+/// many of them the new primary lacks.
 async fn failover(durability: Durability) -> (usize, usize) {
     let mut servers = SentinelServers::start().expect("Redis and Sentinels");
     let store = Redis::sentinel(servers.urls(), SENTINEL_NAME)
@@ -170,7 +170,7 @@ async fn failover(durability: Durability) -> (usize, usize) {
     }
     servers.redis_mut(old).kill();
     servers.wait_for_failover(old).expect("a failover");
-    // The store finds it by itself.
+    // The store finds the new primary by itself.
     healed(&store, complete("found", 1, 1)).await;
     let new = servers.primary();
     let mut raw = client_of(&servers.redis()[new].url()).await;
@@ -191,19 +191,19 @@ async fn failover(durability: Durability) -> (usize, usize) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_failover_behind_a_cut_link_loses_no_grant_that_a_replica_knows_of() {
+async fn a_failover_loses_no_grant_that_a_replica_acknowledged() {
     let (granted, lost) = failover(ONE_REPLICA).await;
     println!("with one replica: {lost} of {granted} grants lost");
     assert!(granted > 1_000 && lost == 0, "{lost} of {granted} lost");
-    // The control: without replicas the same failover loses what was granted after the cut.
+    // The control: without replicas the failover loses the grants after the cut.
     let (granted, lost) = failover(Durability::Primary).await;
     println!("without: {lost} of {granted} grants lost");
     assert!(lost > 1_000, "{lost} of {granted} lost: the test is blind");
 }
 
-/// What too few replicas knew of was not granted, and may be gone.
+/// Claims without enough replicas were not granted, so losing them is not a loss of data.
 #[tokio::test(flavor = "multi_thread")]
-async fn at_most_once_goes_on_after_a_failover_that_lost_no_grant() {
+async fn at_most_once_continues_after_a_failover_that_lost_no_grant() {
     let (mut primary, replica) = with_replica();
     let (url, meant) = name_of(&primary).await;
     let store = at(&url).durability(ONE_REPLICA);
@@ -212,7 +212,7 @@ async fn at_most_once_goes_on_after_a_failover_that_lost_no_grant() {
         ..claim(id, 1)
     };
     assert_eq!(healed(&store, strict("known")).await, GRANTED);
-    // It follows no more, and is a primary of its own.
+    // The replica becomes a separate primary.
     assert_eq!(replica.command("REPLICAOF NO ONE").expect("a reply"), "+OK");
     for _ in 0..3 {
         let unknown = ask(&store, strict("not granted")).await;
@@ -234,7 +234,7 @@ async fn at_most_once_goes_on_after_a_failover_that_lost_no_grant() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn wait_is_the_last_command_of_the_pipeline_of_claims_on_a_connection_of_its_own() {
+async fn wait_ends_the_pipeline_of_claims_on_a_separate_connection() {
     let (primary, _replica) = with_replica();
     let store = at(&primary.url()).durability(ONE_REPLICA);
     verdicts(&store, &[claim("warm", 1)]).await;
@@ -272,7 +272,7 @@ async fn wait_is_the_last_command_of_the_pipeline_of_claims_on_a_connection_of_i
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_primary_that_may_not_wait_says_so() {
+async fn a_missing_right_to_wait_is_reported() {
     let server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::Nothing))
         .expect("a Redis");
     server
@@ -286,6 +286,6 @@ async fn a_primary_that_may_not_wait_says_so() {
     );
     assert!(
         matches!(store.look(&key("k")).await, Ok(Marker::InProgress(_))),
-        "applied, and asked again with its token it is the same"
+        "applied; repeated with the same token it has the same result"
     );
 }

@@ -1,5 +1,5 @@
-//! The script alone: what it says of a claim where no fast path answers first, and which records it
-//! reads. Both have a twin in Rust that must say the same.
+//! The script alone: its verdicts on claims without the fast path, and the records that it decodes.
+//! Both must agree with the Rust code.
 
 use oncegate_core::StoreError;
 use oncegate_core::marker::{Ask, Guarantee, Token, Verdict};
@@ -9,17 +9,17 @@ use crate::support::{ask, client, key, operation, store, terms};
 
 const SCRIPT: &str = include_str!("../../src/apply.lua");
 
-/// The token of who asks, as a record holds it, and that of another.
+/// The token of the caller in a record, and the token of another.
 const MINE: &str = "00000000000000000000000000000001";
 const THEIRS: &str = "00000000000000000000000000000002";
 
-/// Two bodies, and none.
+/// Two fingerprints, and none.
 const SEVEN: &str = "000000000000000007";
 const EIGHT: &str = "000000000000000008";
 const NO_BODY: &str = "-";
 
-/// The horizon of the records here, and how much of it a marker has left whose lease of 30 s lives,
-/// or is over.
+/// The horizon of the records, and the remaining expiry of a marker whose lease of 30 s is valid or
+/// has expired.
 const HORIZON: u64 = 600_000;
 const LIVES: u64 = HORIZON;
 const IS_OVER: u64 = HORIZON - 100_000;
@@ -28,13 +28,12 @@ fn held(kind: char, token: &str, attempts: &str, guarantee: char, body: &str) ->
     format!("v1 {kind} {token} {attempts} 30000 {HORIZON} {guarantee} {body}")
 }
 
-/// Asks the script whether this body may be handled: a claim of effectively once, sent as the store
-/// sends it.
+/// Sends an effectively-once claim for this fingerprint to the script, as the store does.
 async fn claim(raw: &mut MultiplexedConnection, key: &str, body: &str) -> String {
     let mut call = redis::cmd("EVAL");
     call.arg(SCRIPT).arg(1).arg(key);
-    // The ask and the terms: guarantee, lease, window, horizon, what is unresolved at most once,
-    // and no marker to free.
+    // The request and its terms: guarantee, lease, window, horizon, the horizon of unresolved
+    // at-most-once markers, and no marker to free.
     call.arg("claim")
         .arg("e")
         .arg(30_000)
@@ -62,7 +61,7 @@ async fn put(raw: &mut MultiplexedConnection, key: &str, record: &[u8], left: u6
 }
 
 #[tokio::test]
-async fn the_script_alone_answers_every_claim_as_the_table_says() {
+async fn the_script_agrees_with_marker_apply_on_claims() {
     let prefix = format!("test:{:032x}:", Token::random().0);
     let mut raw = client().await;
     let running = |token, body| held('p', token, "3 1 0 n", 'e', body);
@@ -70,8 +69,8 @@ async fn the_script_alone_answers_every_claim_as_the_table_says() {
         .map(|kind| move |token: &str, body: &str| held(kind, token, "3 1 0 u", 'a', body));
     let done = |body: &str| format!("-1{body}");
     let rejected = |body: &str| format!("v1 x 3 {body}");
-    // What is there and how much of its expiry is left; whose body is claimed; the answer, and what
-    // is there afterwards: nothing is written, or a claim of mine in that state.
+    // The record and its remaining expiry; the claimed fingerprint; the answer; and the record
+    // afterwards: unchanged, or a claim of the caller in that state.
     let kept = None;
     let taken = |kind, attempts, guarantee| Some((kind, attempts, guarantee));
     let rows = [
@@ -163,7 +162,7 @@ async fn the_script_alone_answers_every_claim_as_the_table_says() {
         let key = format!("{prefix}{it}");
         put(&mut raw, &key, record.as_bytes(), left).await;
         let answer = claim(&mut raw, &key, body).await;
-        // How much of a lease remains is a matter of time.
+        // The remaining lease depends on the time.
         let answer = if answer.starts_with("busy ") {
             "busy"
         } else {
@@ -191,7 +190,7 @@ async fn the_script_alone_answers_every_claim_as_the_table_says() {
     );
 }
 
-/// Records, each wrong in one way alone.
+/// Invalid records, each with one error.
 fn unreadable() -> Vec<String> {
     let mut records: Vec<String> = [
         "",
@@ -237,7 +236,7 @@ fn unreadable() -> Vec<String> {
     .chain(["1763900000000000000"])
     .map(Into::into)
     .collect();
-    // A body is 18 digits, or `-` where there may be none.
+    // A fingerprint is 18 digits, or `-` where it is optional.
     let bodies = [
         "00000000000000007",
         "0000000000000000007",
@@ -322,7 +321,7 @@ fn unreadable() -> Vec<String> {
     records
 }
 
-/// Records at the edge of what may be read.
+/// Valid records at the limits of the format.
 fn readable() -> Vec<String> {
     let mut records: Vec<String> = [
         "1",
@@ -353,8 +352,8 @@ fn readable() -> Vec<String> {
     records
 }
 
-/// What the script, the look and the fast path of a claim say of a record: each nothing if they can
-/// read it.
+/// The errors of the script, of `look` and of a claim's fast path for a record; `None` if it is
+/// valid.
 async fn read(record: &[u8]) -> [Option<String>; 3] {
     let (store, prefix) = store();
     let id = "k";
@@ -370,7 +369,7 @@ async fn read(record: &[u8]) -> [Option<String>; 3] {
         StoreError::Misconfigured(why) | StoreError::UnreadableMarker(why) => why.to_string(),
         other => panic!("{:?}: {other:?}", String::from_utf8_lossy(record)),
     };
-    // Of no record here is this the holder, so what can be read stays as it is.
+    // This token holds no record, so that valid records are unchanged.
     let scripted = ask(&store, operation(id, Ask::Renew, 99, 1, lax))
         .await
         .inspect(|verdict| assert_eq!(*verdict, Verdict::Lost));
@@ -384,7 +383,7 @@ async fn read(record: &[u8]) -> [Option<String>; 3] {
 }
 
 #[tokio::test]
-async fn the_script_reads_what_the_store_reads_and_nothing_else() {
+async fn the_script_decodes_the_same_records_as_the_store() {
     let newer = ["v2 p x", "v10 ", "v0 c 1 0 0 n", "v01 c 1 0 0 n", "v2 "]
         .map(|record| record.as_bytes().to_vec());
     let bytes = [
@@ -398,7 +397,7 @@ async fn the_script_reads_what_the_store_reads_and_nothing_else() {
         .chain(bytes)
         .collect();
     let (mut no_marker, mut other_release) = (None, None);
-    for (records, said) in [
+    for (records, error) in [
         (unreadable, &mut no_marker),
         (newer.into(), &mut other_release),
     ] {
@@ -408,7 +407,7 @@ async fn the_script_reads_what_the_store_reads_and_nothing_else() {
             assert!(scripted.is_some(), "the script reads {shown:?}");
             assert_eq!((&looked, &claimed), (&scripted, &scripted), "of {shown:?}");
             assert_eq!(
-                said.get_or_insert_with(|| scripted.clone()),
+                error.get_or_insert_with(|| scripted.clone()),
                 &scripted,
                 "of {shown:?}"
             );
@@ -424,7 +423,8 @@ async fn the_script_reads_what_the_store_reads_and_nothing_else() {
     }
 }
 
-/// As it is tried at start. What fails there looks like a command that the server refuses.
+/// The preflight check sends such a call, and an error would look like a command that the server
+/// rejects.
 #[tokio::test]
 async fn a_call_without_keys_and_terms_is_no_error() {
     let answers: Vec<String> = redis::cmd("EVAL")

@@ -1,4 +1,4 @@
-//! Sentinels that do not agree, or are not all there.
+//! Sentinels that disagree or are unreachable.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -13,21 +13,21 @@ use tokio::net::{TcpListener, TcpStream};
 
 use crate::support::{GRANTED, SECOND, ask, claim, key};
 
-/// The password of the Sentinels that want one.
+/// The password of Sentinels that require one.
 const PASSWORD: &str = "s3cret";
 
-/// What a Sentinel of ours says.
+/// The behaviour of a simulated Sentinel.
 #[derive(Clone, Copy)]
-enum Says {
-    /// The primary is at this port.
+enum SentinelBehaviour {
+    /// Names a primary at this port.
     At(u16),
-    /// The same, to who logs in.
-    AtToUsers(u16),
-    NoSuchName,
+    /// The same, after a login.
+    AtAfterLogin(u16),
+    UnknownName,
 }
 
-/// A Sentinel that says one thing to whoever asks. Answers its URL, and how often it was asked.
-async fn sentinel(says: Says) -> (String, Arc<AtomicU32>) {
+/// Starts a simulated Sentinel. Returns its URL and the number of queries.
+async fn sentinel(behaviour: SentinelBehaviour) -> (String, Arc<AtomicU32>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = format!(
         "redis://one:{PASSWORD}@{}/3",
@@ -37,33 +37,35 @@ async fn sentinel(says: Says) -> (String, Arc<AtomicU32>) {
     let counts = asked.clone();
     tokio::spawn(async move {
         while let Ok((client, _)) = listener.accept().await {
-            tokio::spawn(talk(client, says, counts.clone()));
+            tokio::spawn(talk(client, behaviour, counts.clone()));
         }
     });
     (url, asked)
 }
 
-async fn talk(mut client: TcpStream, says: Says, asked: Arc<AtomicU32>) {
+async fn talk(mut client: TcpStream, behaviour: SentinelBehaviour, asked: Arc<AtomicU32>) {
     let mut request = vec![0; 4096];
     let mut logged_in = false;
     while let Ok(length @ 1..) = client.read(&mut request).await {
-        // Each command begins with the number of its words.
+        // Each command starts with the number of its words.
         for command in String::from_utf8_lossy(&request[..length])
             .split('*')
             .skip(1)
         {
             let is = |word: &str| holds(command.as_bytes(), word);
-            let reply = match says {
+            let reply = match behaviour {
                 // As a Sentinel does.
                 _ if is("SELECT") => "-ERR unknown command 'SELECT'\r\n".into(),
                 _ if is("AUTH") => {
                     logged_in = is(PASSWORD);
                     "+OK\r\n".into()
                 }
-                Says::AtToUsers(_) if !logged_in => "-NOAUTH Authentication required.\r\n".into(),
+                SentinelBehaviour::AtAfterLogin(_) if !logged_in => {
+                    "-NOAUTH Authentication required.\r\n".into()
+                }
                 _ if !is("get-master-addr-by-name") => "+OK\r\n".into(),
-                Says::NoSuchName => "*-1\r\n".into(),
-                Says::At(port) | Says::AtToUsers(port) => {
+                SentinelBehaviour::UnknownName => "*-1\r\n".into(),
+                SentinelBehaviour::At(port) | SentinelBehaviour::AtAfterLogin(port) => {
                     asked.fetch_add(1, Ordering::SeqCst);
                     let port = port.to_string();
                     format!("*2\r\n$9\r\n127.0.0.1\r\n${}\r\n{port}\r\n", port.len())
@@ -76,7 +78,7 @@ async fn talk(mut client: TcpStream, says: Says, asked: Arc<AtomicU32>) {
     }
 }
 
-/// A Redis that takes the login of the URLs.
+/// A Redis server that accepts the login of the URLs.
 fn redis() -> RedisServer {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     assert_eq!(
@@ -88,22 +90,22 @@ fn redis() -> RedisServer {
     server
 }
 
-/// A port where nobody listens.
-async fn nobody() -> u16 {
+/// A port without a listener.
+async fn unused_port() -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     listener.local_addr().expect("an address").port()
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sentinel_that_names_a_primary_of_the_past_is_not_asked_for_ever() {
+async fn a_sentinel_that_names_an_old_primary_is_skipped() {
     let (primary, replica) = (redis(), redis());
     replica
         .command(&format!("REPLICAOF 127.0.0.1 {}", primary.port()))
         .expect("a reply");
-    for past in [nobody().await, replica.port()] {
+    for old in [unused_port().await, replica.port()] {
         let ((stale, _), (right, asked)) = (
-            sentinel(Says::At(past)).await,
-            sentinel(Says::At(primary.port())).await,
+            sentinel(SentinelBehaviour::At(old)).await,
+            sentinel(SentinelBehaviour::At(primary.port())).await,
         );
         let store = Redis::sentinel([stale, right], "mymaster").timeout(5 * SECOND);
         let first = store.look(&key("k")).await;
@@ -113,7 +115,7 @@ async fn a_sentinel_that_names_a_primary_of_the_past_is_not_asked_for_ever() {
             ask(&store, claim("k", 1)).await.expect("a verdict"),
             GRANTED
         );
-        // The one that was right is asked first from now on.
+        // The Sentinel that named the primary is queried first from now on.
         let again = asked.load(Ordering::SeqCst);
         primary
             .command("CLIENT KILL TYPE normal SKIPME yes")
@@ -125,10 +127,10 @@ async fn a_sentinel_that_names_a_primary_of_the_past_is_not_asked_for_ever() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_name_is_wrong_only_if_every_sentinel_says_so() {
+async fn a_name_is_unknown_only_if_every_sentinel_reports_it() {
     let ((stranger, _), gone) = (
-        sentinel(Says::NoSuchName).await,
-        format!("redis://127.0.0.1:{}", nobody().await),
+        sentinel(SentinelBehaviour::UnknownName).await,
+        format!("redis://127.0.0.1:{}", unused_port().await),
     );
     for urls in [[&stranger, &gone], [&gone, &stranger]] {
         let answer = ask(&Redis::sentinel(urls, "mymaster"), claim("k", 1)).await;
@@ -149,9 +151,9 @@ async fn a_name_is_wrong_only_if_every_sentinel_says_so() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_sentinel_with_a_login_is_asked_for_no_database() {
+async fn no_database_is_selected_on_a_sentinel_with_a_login() {
     let primary = redis();
-    let (url, _) = sentinel(Says::AtToUsers(primary.port())).await;
+    let (url, _) = sentinel(SentinelBehaviour::AtAfterLogin(primary.port())).await;
     let store = Redis::sentinel([url], "mymaster").timeout(5 * SECOND);
     assert_eq!(
         ask(&store, claim("k", 1)).await.expect("a verdict"),

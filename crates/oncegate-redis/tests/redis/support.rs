@@ -1,4 +1,4 @@
-//! What the tests share.
+//! Helpers of the tests.
 
 use std::sync::{Arc, Mutex};
 
@@ -9,7 +9,7 @@ pub(crate) use oncegate_testkit::asking::{
 };
 use redis::aio::MultiplexedConnection;
 
-/// The store on the shared server, under a prefix that no other test has.
+/// The store on the shared server, with a prefix of its own.
 pub(crate) fn store() -> (Redis, String) {
     let prefix = format!("test:{:032x}:", Token::random().0);
     (
@@ -18,7 +18,7 @@ pub(crate) fn store() -> (Redis, String) {
     )
 }
 
-/// A store that is patient: the machine may be busy with other tests.
+/// A store with a long timeout: the machine may be busy with other tests.
 pub(crate) fn at(url: &str) -> Redis {
     Redis::at(url).timeout(5 * SECOND)
 }
@@ -53,8 +53,8 @@ pub(crate) fn complete(id: &str, token: u128, attempt: u32) -> Operation {
     )
 }
 
-/// The line of the book that makes a user with just the rights that a store needs, and what it says
-/// to add for one of its forms.
+/// The book's `ACL SETUSER` line with the rights that a store needs, and the right to add for one of
+/// its forms.
 pub(crate) fn rights(added: &str) -> String {
     let book = include_str!("../../../../docs/src/stores.md");
     assert!(
@@ -68,7 +68,7 @@ pub(crate) fn rights(added: &str) -> String {
     format!("{line} {added}")
 }
 
-/// What was logged.
+/// Captures the log.
 #[derive(Clone, Default)]
 pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
 

@@ -1,4 +1,4 @@
-//! What goes over the wire.
+//! The commands that the store sends.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{Ipv4Addr, TcpStream};
@@ -8,7 +8,7 @@ use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
 use crate::support::{DONE, GRANTED, SECOND, at, claim, complete, operation, terms, verdicts};
 
-/// Everything that a server of one's own is asked.
+/// The commands that a server receives, by `MONITOR`.
 pub(crate) struct Monitor {
     stream: BufReader<TcpStream>,
     port: u16,
@@ -39,7 +39,7 @@ impl Monitor {
         line.trim_end().to_owned()
     }
 
-    /// The commands so far, without those that make a connection or look at the server.
+    /// The commands so far, without those of connecting and of the loss detector.
     fn commands(&mut self) -> Vec<String> {
         self.lines()
             .into_iter()
@@ -71,7 +71,7 @@ impl Monitor {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn bare_is_the_literal_gate() {
+async fn bare_sends_set_nx_and_del() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     let bare = Terms {
@@ -124,12 +124,12 @@ async fn bare_is_the_literal_gate() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_claim_is_one_command_and_completions_of_many_are_one() {
+async fn a_claim_is_one_command_and_many_completions_are_one() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     let claims: Vec<Operation> = ["a", "b", "c"].map(|id| claim(id, 7)).into();
     verdicts(&store, &claims).await;
-    // The server learns the script.
+    // Loads the script.
     verdicts(&store, &[complete("a", 7, 1)]).await;
     let mut monitor = Monitor::of(server.port());
 
@@ -153,7 +153,7 @@ async fn a_claim_is_one_command_and_completions_of_many_are_one() {
         .map(String::as_str)
         .partition(|command| is_inside_script(command));
     assert_eq!(own.len(), 3, "{sent:?}");
-    // Both found their claims as they were written: nothing was read a second time.
+    // Both claims were unchanged, so that no key is read a second time.
     assert_eq!(inside[0], r#""MGET" "processed:b" "processed:c""#);
     assert_eq!(
         inside[1..],
@@ -169,7 +169,7 @@ async fn a_claim_is_one_command_and_completions_of_many_are_one() {
         format!(r#""SET" "processed:d" "{record}" "NX" "GET" "PX" "600000""#)
     );
 
-    // A duplicate is told by that one command alone.
+    // A duplicate needs only that one command.
     assert_eq!(
         verdicts(&store, &[claim("b", 11)]).await,
         [Verdict::Duplicate]
@@ -178,19 +178,19 @@ async fn a_claim_is_one_command_and_completions_of_many_are_one() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn claims_of_one_id_travel_together() {
+async fn claims_of_one_id_share_a_script_call() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
-    verdicts(&store, &[complete("learns the script", 1, 1)]).await;
+    verdicts(&store, &[complete("loads the script", 1, 1)]).await;
     let mut monitor = Monitor::of(server.port());
     let copies: Vec<Operation> = (0..50).map(|token| claim("k", token)).collect();
-    let told = verdicts(&store, &copies).await;
-    assert_eq!(told[0], GRANTED);
+    let answers = verdicts(&store, &copies).await;
+    assert_eq!(answers[0], GRANTED);
     assert!(
-        told[1..]
+        answers[1..]
             .iter()
             .all(|verdict| matches!(verdict, Verdict::Busy { .. })),
-        "{told:?}"
+        "{answers:?}"
     );
     let calls = monitor
         .commands()
@@ -200,7 +200,7 @@ async fn claims_of_one_id_travel_together() {
     assert_eq!(calls, 1, "one script call for all that were contended");
 }
 
-/// What a script calls is shown as well; of those only a claim's own SET has NX.
+/// MONITOR also shows the commands of scripts; only a claim's own SET has NX.
 fn is_inside_script(command: &str) -> bool {
     command.starts_with("\"GET\"")
         || command.starts_with("\"MGET\"")

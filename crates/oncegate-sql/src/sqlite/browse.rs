@@ -1,5 +1,5 @@
-//! What operators look at: markers with their time, and all of them page by page. None of it is on
-//! the way of a message.
+//! For operators: markers with their expiry, and a listing of all markers. Not used while messages
+//! are processed.
 
 use std::time::Duration;
 
@@ -8,10 +8,10 @@ use oncegate_core::{Key, StoreError};
 use rusqlite::{Connection, OptionalExtension, Row, params};
 
 use super::Sqlite;
-use super::clock::Now;
-use super::desk::Request;
-use super::failure::Failure;
-use super::rows::{self, Unreadable};
+use super::clock::ClockReading;
+use super::failure::StoreFailure;
+use super::marker_table::{self, UnreadableRow};
+use super::writer_thread::WriterRequest;
 
 const ONE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key FROM markers
     WHERE key = ?1";
@@ -20,42 +20,42 @@ const PAGE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, 
     WHERE key > ?1
     ORDER BY key LIMIT ?2";
 
-/// A marker, and how long it still stands; no time where there is none.
-pub(crate) type Standing = (Marker, Option<Duration>);
+/// A marker and the time until it expires; no time for [`Marker::Absent`].
+pub(crate) type MarkerWithExpiry = (Marker, Option<Duration>);
 
-/// One page of all rows.
+/// One page of the listing.
 #[derive(Debug)]
-pub(crate) struct Page {
-    /// By key; what has expired is left out.
-    rows: Vec<(String, Result<Standing, Failure>)>,
-    /// The key behind which the next page begins; `None` after the last.
+pub(crate) struct MarkerPage {
+    /// In the order of keys, without expired rows.
+    rows: Vec<(String, Result<MarkerWithExpiry, StoreFailure>)>,
+    /// The key after which the next page starts; `None` after the last page.
     next: Option<String>,
 }
 
-/// What stands under a key.
-pub(crate) fn one(
+/// The marker of a key.
+pub(crate) fn marker_with_expiry(
     connection: &Connection,
-    now: Now,
+    now: ClockReading,
     key: &Key,
-) -> rusqlite::Result<Result<Standing, Failure>> {
+) -> rusqlite::Result<Result<MarkerWithExpiry, StoreFailure>> {
     let found = connection
         .prepare_cached(ONE)?
-        .query_row([key.as_str()], |row| standing(row, now))
+        .query_row([key.as_str()], |row| read_row(row, now))
         .optional()?;
     Ok(found.map_or(Ok((Marker::Absent, None)), |(_, standing)| standing))
 }
 
-/// So many rows behind this key, in the order of keys.
-pub(crate) fn page(
+/// At most `limit` rows after a key, in the order of keys.
+pub(crate) fn read_page(
     connection: &Connection,
-    now: Now,
+    now: ClockReading,
     after: &str,
     limit: usize,
-) -> rusqlite::Result<Page> {
+) -> rusqlite::Result<MarkerPage> {
     let mut statement = connection.prepare_cached(PAGE)?;
     let read = statement.query_map(
         params![after, i64::try_from(limit).unwrap_or(i64::MAX)],
-        |row| standing(row, now),
+        |row| read_row(row, now),
     )?;
     let mut rows = read.collect::<rusqlite::Result<Vec<_>>>()?;
     let next = rows
@@ -63,40 +63,44 @@ pub(crate) fn page(
         .filter(|_| rows.len() == limit)
         .map(|(key, _)| key.clone());
     rows.retain(|(_, standing)| !matches!(standing, Ok((Marker::Absent, _))));
-    Ok(Page { rows, next })
+    Ok(MarkerPage { rows, next })
 }
 
-/// The key of a row, and what stands there.
-fn standing(row: &Row<'_>, now: Now) -> rusqlite::Result<(String, Result<Standing, Failure>)> {
+/// The key and the marker of a row.
+fn read_row(
+    row: &Row<'_>,
+    now: ClockReading,
+) -> rusqlite::Result<(String, Result<MarkerWithExpiry, StoreFailure>)> {
     let (key, expires): (String, i64) = (row.get(11)?, row.get(0)?);
     let left =
         Duration::from_millis(u64::try_from(expires.saturating_sub(now.wall)).unwrap_or_default());
-    let standing = match rows::read(row, now) {
+    let standing = match marker_table::read(row, now) {
         Ok(found) => Ok((
             found.marker,
             (found.marker != Marker::Absent).then_some(left),
         )),
-        Err(Unreadable) => Err(rows::unreadable(&key)),
+        Err(UnreadableRow) => Err(marker_table::unreadable(&key)),
     };
     Ok((key, standing))
 }
 
-/// Goes through all markers, page by page, in the order of their keys. Made by [`Sqlite::browse`].
+/// A listing of all markers, page by page, in the order of their keys. Created by
+/// [`Sqlite::browse`].
 #[derive(Debug)]
 pub struct SqliteBrowse {
     store: Sqlite,
     page: usize,
-    /// Behind which key the next page begins; `None` after the last.
+    /// The key after which the next page starts; `None` after the last page.
     after: Option<String>,
 }
 
-/// A key (an id, behind its scope and `|` where there is one), its marker and how long that still
-/// stands, or an error if the row holds none that this release can read.
+/// A key (`<id>` or `<scope>|<id>`), with its marker and the time until it expires, or an error if
+/// this release cannot read the row.
 pub type SqliteListed = (String, Result<(Marker, Duration), StoreError>);
 
 impl SqliteBrowse {
-    /// The next page, which may be empty; `None` after the last. A key that stands all the while is
-    /// listed once; one that comes or goes meanwhile may be listed or not.
+    /// The next page, which may be empty; `None` after the last. A key that exists during the whole
+    /// listing is listed once; one that is added or removed meanwhile may be missing.
     ///
     /// # Errors
     /// As for [`Sqlite::look`].
@@ -105,9 +109,9 @@ impl SqliteBrowse {
             return Ok(None);
         };
         let limit = self.page;
-        let Page { rows, next } = self
+        let MarkerPage { rows, next } = self
             .store
-            .ask(|reply| Request::Page(after, limit, reply))
+            .ask(|reply| WriterRequest::ReadPage(after, limit, reply))
             .await??;
         self.after = next;
         let listed = rows.into_iter().map(|(key, standing)| {
@@ -121,8 +125,8 @@ impl SqliteBrowse {
 }
 
 impl Sqlite {
-    /// The marker under a key as it is now, and how long it still stands; no time where there is
-    /// none. Changes nothing.
+    /// The marker of a key and the time until it expires; no time for [`Marker::Absent`]. Changes
+    /// nothing.
     ///
     /// # Errors
     /// As for [`Sqlite::look`].
@@ -131,11 +135,11 @@ impl Sqlite {
         key: &Key,
     ) -> Result<(Marker, Option<Duration>), StoreError> {
         Ok(self
-            .ask(|reply| Request::LookClosely(key.clone(), reply))
+            .ask(|reply| WriterRequest::LookWithExpiry(key.clone(), reply))
             .await??)
     }
 
-    /// Goes through all markers, so many rows a page, at least 1.
+    /// Lists all markers, at most `page` rows a page; 0 counts as 1.
     pub fn browse(&self, page: usize) -> SqliteBrowse {
         SqliteBrowse {
             store: self.clone(),

@@ -1,131 +1,132 @@
-//! The wall clock, and what its jumps may not do.
+//! The wall clock, with corrections for its jumps.
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::metric::CLOCK_JUMPS;
 
-/// More than this between the wall clock and the time that passed is a jump, not a correction.
-const JUMP: i64 = 1000;
+/// The difference between wall clock and elapsed time, in milliseconds, above which the clock jumped.
+const JUMP_THRESHOLD: i64 = 1000;
 
-/// The clock that all processes of a machine share. It may jump: set by hand, by the network's time
-/// after a start, or because the machine slept. All times are in milliseconds since 1970.
+/// The clock that all processes of a machine share. It jumps when it is set manually, synchronized
+/// after the start, or when the machine was suspended. All times are in milliseconds since 1970.
 ///
-/// A jump forward would end every lease and every window at once. So from the moment when it is
-/// noticed, a holder has a whole lease more to renew; and what was remembered is remembered as much
-/// longer as the jump was wide, until the longest window of all who use the file has passed, and
-/// what is unresolved in at most once for as long as this process runs. After a jump back, markers
-/// seem to have been written in the future: their age is unknown, and the next claim starts it
-/// anew.
+/// A jump forward would expire every lease and every marker at once. So after the jump each lease
+/// starts again in full, and each marker is kept longer by the width of the jump: until the longest
+/// window in the file has passed, and unresolved at-most-once markers for as long as this process
+/// runs. After a jump back, markers appear to be written in the future: their age is unknown, and
+/// the next claim restarts it.
 #[derive(Debug)]
-pub(crate) struct Clock {
+pub(crate) struct WallClock {
     wall: i64,
-    /// Not after `wall` was read.
-    read: Instant,
-    /// Those that a window may still reach back over.
-    jumps: Vec<Jump>,
-    /// The width of all that ever were.
-    wide: i64,
-    held_since: i64,
+    /// A moment before `wall` was read.
+    read_at: Instant,
+    /// Jumps within the longest window.
+    jumps: Vec<ClockJump>,
+    /// The sum of all jumps so far.
+    total_width: i64,
+    lease_start_floor: i64,
 }
 
 #[derive(Debug)]
-struct Jump {
-    wide: i64,
-    noticed: Instant,
+struct ClockJump {
+    width: i64,
+    detected_at: Instant,
 }
 
-/// One moment, as the markers see it.
+/// One moment, with the corrections for markers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Now {
-    /// What is written now is written at this time.
+pub(crate) struct ClockReading {
+    /// The time of writes.
     pub(crate) wall: i64,
-    /// No lease began before this time.
-    pub(crate) held_since: i64,
-    /// What expired up to this time is forgotten.
-    pub(crate) forgotten: i64,
-    /// The same for what is unresolved in at most once, which outlives every window.
-    pub(crate) unresolved_forgotten: i64,
+    /// The earliest start of a lease.
+    pub(crate) lease_start_floor: i64,
+    /// Markers whose expiry is at most this time are absent.
+    pub(crate) expired_until: i64,
+    /// The same for unresolved at-most-once markers, which outlive every window.
+    pub(crate) unresolved_expired_until: i64,
 }
 
-impl Clock {
+impl WallClock {
     pub(crate) fn new() -> Self {
         let read = Instant::now();
         Self {
             wall: wall(),
-            read,
+            read_at: read,
             jumps: Vec::new(),
-            wide: 0,
-            held_since: i64::MIN,
+            total_width: 0,
+            lease_start_floor: i64::MIN,
         }
     }
 
-    /// A clock that noticed a jump so long ago.
+    /// A clock that detected a jump this long ago.
     #[cfg(test)]
-    pub(crate) fn jumped(wide: Duration, ago: Duration) -> Self {
-        let noticed = Instant::now()
+    pub(crate) fn jumped(width: Duration, ago: Duration) -> Self {
+        let detected_at = Instant::now()
             .checked_sub(ago)
-            .expect("the machine runs for longer");
-        let wide = milliseconds(wide);
+            .expect("the machine has been up longer");
+        let width = milliseconds(width);
         Self {
-            jumps: vec![Jump { wide, noticed }],
-            wide,
+            jumps: vec![ClockJump { width, detected_at }],
+            total_width: width,
             ..Self::new()
         }
     }
 
-    /// Lets go of the jumps since which the longest window (in milliseconds) has passed: what was
-    /// written before them has had its own. It has to be the longest of all who write to the file,
-    /// since what one forgets is cleared out for all.
-    pub(crate) fn let_go(&mut self, longest_window: i64) {
+    /// Drops the jumps that are older than the longest window (in milliseconds): every marker from
+    /// before them has expired. The window must be the longest of all processes that use the file,
+    /// since expired rows are deleted for all.
+    pub(crate) fn drop_jumps_before(&mut self, longest_window: i64) {
         self.jumps
-            .retain(|jump| milliseconds(jump.noticed.elapsed()) <= longest_window);
+            .retain(|jump| milliseconds(jump.detected_at.elapsed()) <= longest_window);
     }
 
-    pub(crate) fn now(&mut self) -> Now {
+    pub(crate) fn now(&mut self) -> ClockReading {
         let before = Instant::now();
         let wall = wall();
         self.at(wall, before, Instant::now())
     }
 
-    /// The wall clock said this, between these two moments.
-    fn at(&mut self, wall: i64, before: Instant, after: Instant) -> Now {
-        let passed = milliseconds(after.saturating_duration_since(self.read));
+    /// Takes a wall-clock time that was read between these two moments.
+    fn at(&mut self, wall: i64, before: Instant, after: Instant) -> ClockReading {
+        let passed = milliseconds(after.saturating_duration_since(self.read_at));
         let ahead = wall.saturating_sub(self.wall).saturating_sub(passed);
-        if ahead > JUMP {
-            noticed("forward", ahead);
-            self.jumps.push(Jump {
-                wide: ahead,
-                noticed: after,
+        if ahead > JUMP_THRESHOLD {
+            report("forward", ahead);
+            self.jumps.push(ClockJump {
+                width: ahead,
+                detected_at: after,
             });
-            self.wide = self.wide.saturating_add(ahead);
-            self.held_since = wall;
-        } else if wall.saturating_add(JUMP) < self.wall {
-            noticed("back", self.wall - wall);
+            self.total_width = self.total_width.saturating_add(ahead);
+            self.lease_start_floor = wall;
+        } else if wall.saturating_add(JUMP_THRESHOLD) < self.wall {
+            report("back", self.wall - wall);
         }
-        self.held_since = self.held_since.min(wall);
-        (self.wall, self.read) = (wall, before);
-        let wide = self
+        self.lease_start_floor = self.lease_start_floor.min(wall);
+        (self.wall, self.read_at) = (wall, before);
+        let width = self
             .jumps
             .iter()
-            .fold(0_i64, |all, jump| all.saturating_add(jump.wide));
-        let (forgotten, unresolved_forgotten) =
-            (wall.saturating_sub(wide), wall.saturating_sub(self.wide));
-        Now {
+            .fold(0_i64, |all, jump| all.saturating_add(jump.width));
+        let (expired_until, unresolved_expired_until) = (
+            wall.saturating_sub(width),
+            wall.saturating_sub(self.total_width),
+        );
+        ClockReading {
             wall,
-            held_since: self.held_since,
-            forgotten,
-            unresolved_forgotten,
+            lease_start_floor: self.lease_start_floor,
+            expired_until,
+            unresolved_expired_until,
         }
     }
 }
 
-fn noticed(direction: &'static str, wide: i64) {
+fn report(direction: &'static str, width: i64) {
     metrics::counter!(CLOCK_JUMPS, "direction" => direction).increment(1);
-    let by = Duration::from_millis(wide.unsigned_abs());
+    let by = Duration::from_millis(width.unsigned_abs());
     tracing::warn!(
         direction,
         ?by,
-        "the clock jumped: leases run for as long as they would have, and nothing is forgotten for it"
+        "the system clock jumped; leases and markers keep their duration; slew the clock with NTP"
     );
 }
 
@@ -135,7 +136,7 @@ fn wall() -> i64 {
         .map_or(0, milliseconds)
 }
 
-/// Rounded up, and such that sums stay far from the end of the numbers: three thousand years.
+/// Rounded up; at most three thousand years, so that sums do not overflow.
 pub(crate) fn milliseconds(duration: Duration) -> i64 {
     const LONGEST: u128 = 100_000_000_000_000;
     i64::try_from(duration.as_nanos().div_ceil(1_000_000).min(LONGEST)).expect("at most LONGEST")
@@ -147,97 +148,101 @@ mod tests {
 
     const START: i64 = 1_000_000_000;
 
-    /// A clock that read START, and what it says when it reads `wall` after `passed` milliseconds.
-    fn clock() -> (Clock, impl Fn(&mut Clock, i64, u64) -> Now) {
-        let begun = Instant::now();
-        let clock = Clock {
+    /// A clock at START, and a function that reads `START + wall` after `passed` milliseconds.
+    fn clock() -> (WallClock, impl Fn(&mut WallClock, i64, u64) -> ClockReading) {
+        let started = Instant::now();
+        let clock = WallClock {
             wall: START,
-            read: begun,
+            read_at: started,
             jumps: Vec::new(),
-            wide: 0,
-            held_since: i64::MIN,
+            total_width: 0,
+            lease_start_floor: i64::MIN,
         };
-        let look = move |clock: &mut Clock, wall: i64, passed: u64| {
-            let at = begun + Duration::from_millis(passed);
+        let read_clock = move |clock: &mut WallClock, wall: i64, passed: u64| {
+            let at = started + Duration::from_millis(passed);
             clock.at(START + wall, at, at)
         };
-        (clock, look)
+        (clock, read_clock)
     }
 
     #[test]
-    fn time_that_passes_is_no_jump() {
-        let (mut clock, look) = clock();
+    fn elapsed_time_is_not_a_jump() {
+        let (mut clock, read_clock) = clock();
         for (wall, passed) in [(0, 0), (500, 400), (90_000, 90_100), (90_900, 90_200)] {
-            let now = look(&mut clock, wall, passed);
+            let now = read_clock(&mut clock, wall, passed);
             let wall = START + wall;
             assert_eq!(
                 now,
-                Now {
+                ClockReading {
                     wall,
-                    held_since: i64::MIN,
-                    forgotten: wall,
-                    unresolved_forgotten: wall
+                    lease_start_floor: i64::MIN,
+                    expired_until: wall,
+                    unresolved_expired_until: wall
                 }
             );
         }
     }
 
     #[test]
-    fn after_a_jump_forward_leases_begin_anew_and_nothing_is_forgotten_early() {
-        let (mut clock, look) = clock();
-        let now = look(&mut clock, 3_600_000, 0);
+    fn a_jump_forward_restarts_leases_and_expires_nothing_early() {
+        let (mut clock, read_clock) = clock();
+        let now = read_clock(&mut clock, 3_600_000, 0);
         let jumped = START + 3_600_000;
         assert_eq!(
             now,
-            Now {
+            ClockReading {
                 wall: jumped,
-                held_since: jumped,
-                forgotten: START,
-                unresolved_forgotten: START
+                lease_start_floor: jumped,
+                expired_until: START,
+                unresolved_expired_until: START
             }
         );
-        let now = look(&mut clock, 3_600_000 + 60_000, 60_000);
+        let now = read_clock(&mut clock, 3_600_000 + 60_000, 60_000);
         assert_eq!(
-            (now.held_since, now.forgotten, now.unresolved_forgotten),
+            (
+                now.lease_start_floor,
+                now.expired_until,
+                now.unresolved_expired_until
+            ),
             (jumped, START + 60_000, START + 60_000)
         );
     }
 
     #[test]
-    fn a_jump_counts_until_the_longest_window_has_passed_and_for_what_is_unresolved_for_good() {
-        let wide = Duration::from_secs(3600);
-        let mut clock = Clock::jumped(wide, Duration::from_secs(10));
-        clock.let_go(milliseconds(wide));
+    fn a_jump_is_dropped_after_the_longest_window_except_for_unresolved_markers() {
+        let width = Duration::from_secs(3600);
+        let mut clock = WallClock::jumped(width, Duration::from_secs(10));
+        clock.drop_jumps_before(milliseconds(width));
         let now = clock.now();
         assert_eq!(
             (
-                now.wall - now.forgotten,
-                now.wall - now.unresolved_forgotten
+                now.wall - now.expired_until,
+                now.wall - now.unresolved_expired_until
             ),
-            (milliseconds(wide), milliseconds(wide))
+            (milliseconds(width), milliseconds(width))
         );
-        clock.let_go(9_000);
+        clock.drop_jumps_before(9_000);
         let now = clock.now();
         assert_eq!(
             (
-                now.wall - now.forgotten,
-                now.wall - now.unresolved_forgotten
+                now.wall - now.expired_until,
+                now.wall - now.unresolved_expired_until
             ),
-            (0, milliseconds(wide))
+            (0, milliseconds(width))
         );
     }
 
     #[test]
-    fn a_jump_that_is_taken_back_holds_no_lease_for_longer() {
-        let (mut clock, look) = clock();
-        look(&mut clock, 3_600_000, 0);
-        let now = look(&mut clock, 10, 10);
+    fn a_reverted_jump_extends_no_lease() {
+        let (mut clock, read_clock) = clock();
+        read_clock(&mut clock, 3_600_000, 0);
+        let now = read_clock(&mut clock, 10, 10);
         assert_eq!(
-            (now.held_since, now.forgotten),
+            (now.lease_start_floor, now.expired_until),
             (now.wall, now.wall - 3_600_000)
         );
-        let now = look(&mut clock, 5_010, 5_010);
-        assert_eq!(now.wall - now.held_since, 5_000);
+        let now = read_clock(&mut clock, 5_010, 5_010);
+        assert_eq!(now.wall - now.lease_start_floor, 5_000);
     }
 
     #[test]

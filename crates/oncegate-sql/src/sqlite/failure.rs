@@ -1,26 +1,26 @@
-//! What went wrong, and what the caller does next.
+//! Why an operation has no verdict, and whether it may be repeated.
 
 use std::sync::Arc;
 
 use oncegate_core::StoreError;
 use rusqlite::ErrorCode;
 
-use super::file::Place;
+use super::file::FileConfig;
 
-/// Why there is no verdict. Can be cloned, because one failed transaction fails many operations.
+/// Why an operation has no verdict. `Clone`, because one failed transaction fails many operations.
 #[derive(Clone, Debug)]
-pub(crate) enum Failure {
-    /// Nothing was applied: ask again later.
+pub(crate) enum StoreFailure {
+    /// Nothing was applied; may be repeated.
     NotApplied(Problem),
-    /// It may have been applied: ask again with the same token.
+    /// It may have been applied; may be repeated with the same token.
     Unknown(Problem),
-    /// The row of a key holds no marker; it concerns this key alone.
+    /// The row holds no marker; other keys are not affected.
     UnreadableMarker(Problem),
-    /// It will never work like this.
+    /// Fails until the configuration or the file is changed.
     Misconfigured(Problem),
 }
 
-/// One line for a person, and the error below it.
+/// A message of one line and its source.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{text}")]
 pub(crate) struct Problem {
@@ -29,29 +29,29 @@ pub(crate) struct Problem {
     source: Option<Arc<rusqlite::Error>>,
 }
 
-/// How far it had come.
+/// When an error occurred.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Stage {
-    /// The file was being opened for the first time.
+pub(crate) enum TransactionStage {
+    /// While the file was opened for the first time.
     Opening,
-    /// It was open before, or the transaction had begun: what it did is rolled back.
+    /// After the file was opened once, before the commit: the transaction is rolled back.
     Working,
-    /// The transaction was being committed.
+    /// During the commit.
     Committing,
 }
 
-impl From<Failure> for StoreError {
-    fn from(failure: Failure) -> Self {
+impl From<StoreFailure> for StoreError {
+    fn from(failure: StoreFailure) -> Self {
         match failure {
-            Failure::NotApplied(problem) => Self::NotApplied(problem.into()),
-            Failure::Unknown(problem) => Self::Unknown(problem.into()),
-            Failure::UnreadableMarker(problem) => Self::UnreadableMarker(problem.into()),
-            Failure::Misconfigured(problem) => Self::Misconfigured(problem.into()),
+            StoreFailure::NotApplied(problem) => Self::NotApplied(problem.into()),
+            StoreFailure::Unknown(problem) => Self::Unknown(problem.into()),
+            StoreFailure::UnreadableMarker(problem) => Self::UnreadableMarker(problem.into()),
+            StoreFailure::Misconfigured(problem) => Self::Misconfigured(problem.into()),
         }
     }
 }
 
-impl Failure {
+impl StoreFailure {
     pub(crate) fn not_applied(text: impl AsRef<str>) -> Self {
         Self::NotApplied(Problem {
             text: text.as_ref().into(),
@@ -80,55 +80,57 @@ impl Failure {
         })
     }
 
-    /// What an error of SQLite's means.
-    pub(crate) fn of(error: rusqlite::Error, stage: Stage, place: &Place) -> Self {
+    /// Converts an error of SQLite.
+    pub(crate) fn of(error: rusqlite::Error, stage: TransactionStage, config: &FileConfig) -> Self {
         use ErrorCode::*;
-        let file = place.name();
-        let said = |text: String| Problem {
+        let file = config.name();
+        let with_text = |text: String| Problem {
             text: text.into(),
             source: None,
         };
         let problem = match error.sqlite_error_code() {
             Some(DatabaseBusy | DatabaseLocked) => {
                 let text = format!(
-                    "others write to {file}, and did not let go for {:?}; it is asked again",
-                    place.patience
+                    "other processes kept {file} locked for {:?}; the operation is retried",
+                    config.busy_timeout
                 );
-                return Self::NotApplied(said(text).over(error)); // a commit that is refused so is rolled back
+                return Self::NotApplied(with_text(text).with_source(error)); // such a commit is rolled back
             }
-            Some(CannotOpen) if stage == Stage::Opening => {
-                return Self::Misconfigured(not_writable(&file).over(error));
+            Some(CannotOpen) if stage == TransactionStage::Opening => {
+                return Self::Misconfigured(not_writable(&file).with_source(error));
             }
             Some(ReadOnly | PermissionDenied) => {
-                return Self::Misconfigured(not_writable(&file).over(error));
+                return Self::Misconfigured(not_writable(&file).with_source(error));
             }
             Some(NotADatabase) => {
                 let text = format!(
-                    "Sqlite::file: {file} is no SQLite database: name another file; this one is left as it is"
+                    "Sqlite::file: {file} is not a SQLite database: use another file; the file is unchanged"
                 );
-                return Self::Misconfigured(said(text).over(error));
+                return Self::Misconfigured(with_text(text).with_source(error));
             }
             Some(DatabaseCorrupt) => {
                 let text = format!(
-                    "Sqlite::file: {file} is damaged: stop all who use it, and recover it with `sqlite3 {file} .recover` or from a backup; a \
-                     backup has forgotten what came after it"
+                    "Sqlite::file: {file} is corrupt: stop all processes that use it, and recover it with `sqlite3 {file} .recover` or from a \
+                     backup, which lacks all later markers"
                 );
-                return Self::Misconfigured(said(text).over(error));
+                return Self::Misconfigured(with_text(text).with_source(error));
             }
-            Some(DiskFull) => said(format!(
-                "the disk of {file} is full: make room, and it goes on by itself"
+            Some(DiskFull) => with_text(format!(
+                "the disk of {file} is full: free space; the consumer then continues"
             )),
-            _ => said(format!("SQLite cannot work on {file}: {error}")),
+            _ => with_text(format!("SQLite failed on {file}: {error}")),
         };
         match stage {
-            Stage::Opening | Stage::Working => Self::NotApplied(problem.over(error)),
-            Stage::Committing => Self::Unknown(problem.over(error)),
+            TransactionStage::Opening | TransactionStage::Working => {
+                Self::NotApplied(problem.with_source(error))
+            }
+            TransactionStage::Committing => Self::Unknown(problem.with_source(error)),
         }
     }
 }
 
 impl Problem {
-    fn over(self, error: rusqlite::Error) -> Self {
+    fn with_source(self, error: rusqlite::Error) -> Self {
         Self {
             source: Some(Arc::new(error)),
             ..self
@@ -138,7 +140,7 @@ impl Problem {
 
 fn not_writable(file: &str) -> Problem {
     let text = format!(
-        "Sqlite::file: {file} may not be written: let this user write the file and its directory, or name another"
+        "Sqlite::file: {file} is not writable: grant this user write access to the file and its directory, or use another file"
     );
     Problem {
         text: text.into(),
@@ -153,24 +155,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_heals_is_not_applied_what_a_person_has_to_change_is_misconfigured_and_a_broken_commit_is_unknown()
-     {
-        let place = Place {
+    fn errors_are_retryable_misconfigured_or_unknown_after_a_commit() {
+        let config = FileConfig {
             path: "x.db".into(),
             synchronous: Default::default(),
-            patience: Default::default(),
+            busy_timeout: Default::default(),
         };
         let failure = |code, stage| {
-            Failure::of(
+            StoreFailure::of(
                 rusqlite::Error::SqliteFailure(ffi::Error::new(code), Some("said".to_owned())),
                 stage,
-                &place,
+                &config,
             )
         };
-        for stage in [Stage::Opening, Stage::Working, Stage::Committing] {
+        for stage in [
+            TransactionStage::Opening,
+            TransactionStage::Working,
+            TransactionStage::Committing,
+        ] {
             assert!(matches!(
                 failure(ffi::SQLITE_BUSY_RECOVERY, stage),
-                Failure::NotApplied(_)
+                StoreFailure::NotApplied(_)
             ));
             for wrong in [
                 ffi::SQLITE_READONLY_DIRECTORY,
@@ -179,7 +184,7 @@ mod tests {
                 ffi::SQLITE_PERM,
             ] {
                 assert!(
-                    matches!(failure(wrong, stage), Failure::Misconfigured(_)),
+                    matches!(failure(wrong, stage), StoreFailure::Misconfigured(_)),
                     "{wrong} {stage:?}"
                 );
             }
@@ -191,22 +196,28 @@ mod tests {
             ffi::SQLITE_NOMEM,
         ] {
             assert!(
-                matches!(failure(trouble, Stage::Working), Failure::NotApplied(_)),
+                matches!(
+                    failure(trouble, TransactionStage::Working),
+                    StoreFailure::NotApplied(_)
+                ),
                 "{trouble}"
             );
             assert!(
-                matches!(failure(trouble, Stage::Committing), Failure::Unknown(_)),
+                matches!(
+                    failure(trouble, TransactionStage::Committing),
+                    StoreFailure::Unknown(_)
+                ),
                 "{trouble}"
             );
         }
         assert!(matches!(
-            failure(ffi::SQLITE_CANTOPEN, Stage::Opening),
-            Failure::Misconfigured(_)
+            failure(ffi::SQLITE_CANTOPEN, TransactionStage::Opening),
+            StoreFailure::Misconfigured(_)
         ));
-        // It was open before: too many files are open, perhaps, and soon are not.
+        // Temporary after the first open, for example with too many open files.
         assert!(matches!(
-            failure(ffi::SQLITE_CANTOPEN, Stage::Working),
-            Failure::NotApplied(_)
+            failure(ffi::SQLITE_CANTOPEN, TransactionStage::Working),
+            StoreFailure::NotApplied(_)
         ));
     }
 }

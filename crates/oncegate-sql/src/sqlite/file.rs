@@ -1,4 +1,4 @@
-//! The file: what it must be, how it is opened, and whether it survives.
+//! The database file: its checks, its settings and its durability.
 
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -8,16 +8,16 @@ use rusqlite::config::DbConfig;
 use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavior};
 
 use super::Synchronous;
-use super::failure::{Failure, Stage};
+use super::failure::{StoreFailure, TransactionStage};
 use super::windows;
 
-/// Marks the file as ours: `once` in ASCII.
-const APPLICATION: i32 = i32::from_be_bytes(*b"once");
+/// The `application_id` of the file: `once` in ASCII.
+const APPLICATION_ID: i32 = i32::from_be_bytes(*b"once");
 
-/// The version of the table. Another one is refused, and left as it is.
+/// The version of the schema. A file with another version is rejected and not changed.
 const VERSION: i32 = 1;
 
-/// The comments stand in the file too, for whoever looks at it with `sqlite3`.
+/// SQLite keeps the comments in the file, for readers of `.schema`.
 const TABLE: &str = "
 CREATE TABLE markers (        -- what oncegate remembers: a row per id; times in milliseconds since 1970
     key         TEXT PRIMARY KEY, -- <id>, or <scope>|<id>
@@ -34,143 +34,154 @@ CREATE TABLE markers (        -- what oncegate remembers: a row per id; times in
     guarantee   INTEGER           -- 0 at most once, 1 effectively once, 2 bare
 ) WITHOUT ROWID, STRICT";
 
-/// After so many pages the log is copied into the file: more than SQLite's own 1,000, because ids
-/// in no order touch a page each.
+/// `wal_autocheckpoint`: more than SQLite's default of 1,000, because random ids dirty a page each.
 const CHECKPOINT_PAGES: u32 = 4_000;
 
-/// What the log is cut to when it has become longer, because someone read for long: 64 MiB.
-const LOG_LIMIT: u32 = 64 << 20;
+/// `journal_size_limit`: the WAL is truncated to 64 MiB after a long read let it grow.
+const WAL_SIZE_LIMIT: u32 = 64 << 20;
 
-/// How much of the file is kept in memory, in KiB.
-const CACHE: i32 = 16 << 10;
+/// The size of the page cache, in KiB.
+const CACHE_KIB: i32 = 16 << 10;
 
-/// Which file, and how it is to be used.
+/// The path and the connection settings of the database.
 #[derive(Clone, Debug)]
-pub(crate) struct Place {
+pub(crate) struct FileConfig {
     pub(crate) path: PathBuf,
     pub(crate) synchronous: Synchronous,
-    /// How long others are waited for.
-    pub(crate) patience: Duration,
+    /// How long to wait for locks of other processes.
+    pub(crate) busy_timeout: Duration,
 }
 
-impl Place {
-    /// The path, for a person.
+impl FileConfig {
+    /// The path, for messages.
     pub(crate) fn name(&self) -> String {
         self.path.display().to_string()
     }
 
-    /// What an error of SQLite's means at this stage.
-    pub(crate) fn failure(&self, stage: Stage) -> impl Fn(rusqlite::Error) -> Failure {
-        move |error| Failure::of(error, stage, self)
+    /// Converts an error of SQLite at this stage.
+    pub(crate) fn failure(
+        &self,
+        stage: TransactionStage,
+    ) -> impl Fn(rusqlite::Error) -> StoreFailure {
+        move |error| StoreFailure::of(error, stage, self)
     }
 }
 
-/// An open file.
+/// An open database.
 #[derive(Debug)]
-pub(crate) struct OpenFile {
+pub(crate) struct OpenDatabase {
     pub(crate) connection: Connection,
-    /// Which file it is.
-    pub(crate) identity: Identity,
-    /// What lies beside it: its log, and the memory that all who use the log share. SQLite makes
-    /// both for the first who reads, and removes them with the last; who has the file open has a
-    /// lock on it that keeps others from that.
-    beside: [(PathBuf, Identity); 2],
+    /// The file that was opened.
+    pub(crate) identity: FileIdentity,
+    /// The WAL and the shared-memory file. SQLite creates both for the first connection and removes
+    /// them with the last; this connection's lock prevents their removal by SQLite.
+    companions: [(PathBuf, FileIdentity); 2],
 }
 
-impl OpenFile {
-    /// Opens the file, or makes it. Once a file is `known` it is that one or none: this process
-    /// went by what it remembered.
+impl OpenDatabase {
+    /// Opens the database, or creates it. With a `known` identity only that file is opened: this
+    /// process has relied on its content.
     ///
     /// # Errors
-    /// [`Failure::Misconfigured`] for what a person has to change; a file that is not ours is left
-    /// as it is.
-    pub(crate) fn open(place: &Place, known: Option<Identity>) -> Result<Self, Failure> {
-        let before = Identity::of(&place.path);
+    /// [`StoreFailure::Misconfigured`] if the configuration must change; a file of another program
+    /// is not changed.
+    pub(crate) fn open(
+        config: &FileConfig,
+        known: Option<FileIdentity>,
+    ) -> Result<Self, StoreFailure> {
+        let before = FileIdentity::of(&config.path);
         if known.is_some() && before != known {
-            return Err(replaced(place));
+            return Err(replaced(config));
         }
-        check_path(place)?;
+        check_path(config)?;
         let stage = if known.is_some() {
-            Stage::Working
+            TransactionStage::Working
         } else {
-            Stage::Opening
+            TransactionStage::Opening
         };
-        let failed = place.failure(stage);
+        let to_failure = config.failure(stage);
         let flags = OpenFlags::SQLITE_OPEN_READ_WRITE
             | OpenFlags::SQLITE_OPEN_CREATE
             | OpenFlags::SQLITE_OPEN_NO_MUTEX;
-        let mut connection = Connection::open_with_flags(&place.path, flags).map_err(&failed)?;
-        connection.busy_timeout(place.patience).map_err(&failed)?;
-        if connection.is_readonly("main").map_err(&failed)? {
-            return Err(Failure::of(only_readable(), stage, place));
+        let mut connection =
+            Connection::open_with_flags(&config.path, flags).map_err(&to_failure)?;
+        connection
+            .busy_timeout(config.busy_timeout)
+            .map_err(&to_failure)?;
+        if connection.is_readonly("main").map_err(&to_failure)? {
+            return Err(StoreFailure::of(readonly_error(), stage, config));
         }
-        // In a transaction: another process may be making the table at this moment.
-        let contents = connection
+        // In a transaction: another process may be creating the table.
+        let header = connection
             .unchecked_transaction()
-            .and_then(|reading| Contents::of(&reading))
-            .map_err(&failed)?;
-        if contents.is_ours(place)? == Ours::Empty {
-            log_ahead(&connection, place).map_err(&failed)?;
-            create(&mut connection, place, &failed)?;
+            .and_then(|reading| DatabaseHeader::of(&reading))
+            .map_err(&to_failure)?;
+        if header.ownership(config)? == Ownership::Unclaimed {
+            enable_wal(&connection, config).map_err(&to_failure)?;
+            create(&mut connection, config, &to_failure)?;
         }
-        let mode = log_ahead(&connection, place).map_err(&failed)?;
+        let mode = enable_wal(&connection, config).map_err(&to_failure)?;
         if mode != "wal" {
-            return Err(Failure::misconfigured(format!(
-                "Sqlite::file: {} cannot have a write-ahead log (its journal mode is {mode}): name a file on a local disk",
-                place.name()
+            return Err(StoreFailure::misconfigured(format!(
+                "Sqlite::file: {} does not support a write-ahead log (journal mode {mode}): use a file on a local disk",
+                config.name()
             )));
         }
-        set_up(&connection, place).map_err(&failed)?;
-        connection.execute_batch(windows::TABLE).map_err(&failed)?; // changes nothing where it is there
-        version(&connection).map_err(&failed)?; // from this reading on, the log is open
-        // SQLite opened it between these two looks at its name.
-        let identity =
-            Identity::of(&place.path).filter(|after| before.is_none_or(|before| before == *after));
-        let identity = identity.ok_or_else(|| replaced(place))?;
-        let beside = beside(&place.path).ok_or_else(|| replaced(place))?;
+        configure(&connection, config).map_err(&to_failure)?;
+        connection
+            .execute_batch(windows::TABLE)
+            .map_err(&to_failure)?; // no effect if it exists
+        version(&connection).map_err(&to_failure)?; // this read opens the WAL
+        // SQLite opened the file between the two reads of its identity.
+        let identity = FileIdentity::of(&config.path)
+            .filter(|after| before.is_none_or(|before| before == *after));
+        let identity = identity.ok_or_else(|| replaced(config))?;
+        let companions = companions(&config.path).ok_or_else(|| replaced(config))?;
         Ok(Self {
             connection,
             identity,
-            beside,
+            companions,
         })
     }
 
-    /// Begins a transaction that nobody else's write can come into.
+    /// Begins a transaction with the write lock.
     pub(crate) fn begin(&self) -> rusqlite::Result<Transaction<'_>> {
         Transaction::new_unchecked(&self.connection, TransactionBehavior::Immediate)
     }
 
-    /// Whether this still is the file under its name, with its log, and of our version. Asked
-    /// within each transaction: what is written into a file or a log that was removed is seen by
-    /// nobody, and a newer release may have made it its own.
-    pub(crate) fn check(&self, place: &Place) -> Result<(), Failure> {
-        if !self.stands(place) {
-            return Err(replaced(place));
+    /// Checks that the path still refers to this file and WAL, and that its version is supported.
+    /// Called within each transaction: writes to a removed file or WAL would be lost, and a newer
+    /// release may have migrated the file.
+    pub(crate) fn check(&self, config: &FileConfig) -> Result<(), StoreFailure> {
+        if !self.is_current(config) {
+            return Err(replaced(config));
         }
-        let version = version(&self.connection).map_err(place.failure(Stage::Working))?;
+        let version =
+            version(&self.connection).map_err(config.failure(TransactionStage::Working))?;
         if version == VERSION {
             Ok(())
         } else {
-            Err(other_version(version, place))
+            Err(other_version(version, config))
         }
     }
 
-    /// Whether the file, its log and the memory that is shared are those that were opened.
-    pub(crate) fn stands(&self, place: &Place) -> bool {
-        let stands = |(path, identity): &(PathBuf, Identity)| Identity::of(path) == Some(*identity);
-        Identity::of(&place.path) == Some(self.identity) && self.beside.iter().all(stands)
+    /// Whether the file, its WAL and its shared memory are those that were opened.
+    pub(crate) fn is_current(&self, config: &FileConfig) -> bool {
+        let is_same =
+            |(path, identity): &(PathBuf, FileIdentity)| FileIdentity::of(path) == Some(*identity);
+        FileIdentity::of(&config.path) == Some(self.identity) && self.companions.iter().all(is_same)
     }
 
-    /// Whether it survives its own crash, and a power cut.
+    /// Whether data survives a crash and a power cut.
     ///
     /// # Errors
-    /// If SQLite does not say.
-    pub(crate) fn memory(&self, place: &Place) -> rusqlite::Result<Persistence> {
+    /// If SQLite fails.
+    pub(crate) fn persistence(&self, config: &FileConfig) -> rusqlite::Result<Persistence> {
         const FULL: i32 = 2;
-        let (file, sqlite) = (place.name(), rusqlite::version());
-        if lies_in_memory(&place.path) {
+        let (file, sqlite) = (config.name(), rusqlite::version());
+        if is_on_memory_file_system(&config.path) {
             return Ok(Persistence::Volatile(format!(
-                "{file} lies on a file system in memory, and is gone when the machine starts anew: name a file on a disk"
+                "{file} is on a file system in memory and is lost when the machine restarts: use a file on a disk"
             )));
         }
         let synchronous: i32 = self
@@ -178,105 +189,105 @@ impl OpenFile {
             .query_row("PRAGMA synchronous", [], |row| row.get(0))?;
         Ok(if synchronous >= FULL {
             Persistence::Durable(format!(
-                "SQLite {sqlite} writes ahead with synchronous=FULL in {file}: what was answered survives a crash and a power cut, as long as \
-                 the disk keeps what it says it has written"
+                "SQLite {sqlite} with a write-ahead log and synchronous=FULL in {file}: answered operations survive a crash and a power \
+                 cut, if the disk honours syncs"
             ))
         } else {
             Persistence::Volatile(format!(
-                "{file} is used with synchronous=NORMAL, and a power cut may cost the last answers: leave Synchronous::Normal out"
+                "{file} is used with synchronous=NORMAL, and a power cut may lose the last transactions: remove Synchronous::Normal"
             ))
         })
     }
 }
 
-impl Drop for OpenFile {
-    /// The last to close copies its log into the file, and removes what has the log's name. If that
-    /// is another log by now, both would destroy what others wrote since.
+impl Drop for OpenDatabase {
+    /// On close, the last connection checkpoints its WAL into the file and removes the file with the
+    /// WAL's name. If that is another WAL now, this would destroy the writes of others.
     fn drop(&mut self) {
-        let is_another = |(path, identity): &(PathBuf, Identity)| {
-            Identity::of(path).is_some_and(|found| found != *identity)
+        let is_another = |(path, identity): &(PathBuf, FileIdentity)| {
+            FileIdentity::of(path).is_some_and(|found| found != *identity)
         };
-        if self.beside.iter().any(is_another)
+        if self.companions.iter().any(is_another)
             && let Err(error) = self
                 .connection
                 .set_db_config(DbConfig::SQLITE_DBCONFIG_NO_CKPT_ON_CLOSE, true)
         {
-            tracing::debug!(%error, "a log that was replaced is closed like any other");
+            tracing::debug!(%error, "cannot disable the checkpoint of a replaced write-ahead log");
         }
     }
 }
 
-/// The log and the shared memory. They lie beside the file itself, not beside a link to it.
-fn beside(path: &Path) -> Option<[(PathBuf, Identity); 2]> {
+/// The WAL and the shared-memory file. They are next to the file itself, not next to a link to it.
+fn companions(path: &Path) -> Option<[(PathBuf, FileIdentity); 2]> {
     let file = std::fs::canonicalize(path).ok()?;
-    let one = |suffix| {
+    let companion = |suffix| {
         let mut name = file.clone().into_os_string();
         name.push(suffix);
         let path = PathBuf::from(name);
-        Identity::of(&path).map(|identity| (path, identity))
+        FileIdentity::of(&path).map(|identity| (path, identity))
     };
-    Some([one("-wal")?, one("-shm")?])
+    Some([companion("-wal")?, companion("-shm")?])
 }
 
-fn replaced(place: &Place) -> Failure {
-    Failure::misconfigured(format!(
-        "Sqlite::file: {} or its log (-wal, -shm) was removed or replaced while it was in use, and what it remembered with it: put it back, or \
-         start anew with what is there now",
-        place.name()
+fn replaced(config: &FileConfig) -> StoreFailure {
+    StoreFailure::misconfigured(format!(
+        "Sqlite::file: {} or its write-ahead log (-wal, -shm) was removed or replaced while in use, and markers may be lost: restore it, or \
+         restart to use the file that is there now",
+        config.name()
     ))
 }
 
-/// What SQLite itself would say at the first write.
-fn only_readable() -> rusqlite::Error {
+/// The error that SQLite would return for the first write.
+fn readonly_error() -> rusqlite::Error {
     rusqlite::Error::SqliteFailure(
         rusqlite::ffi::Error::new(rusqlite::ffi::SQLITE_READONLY),
         None,
     )
 }
 
-/// What SQLite says less clearly, or not at all: it would take an empty path and `:memory:` for
-/// databases in memory.
-fn check_path(place: &Place) -> Result<(), Failure> {
-    let (path, file) = (&place.path, place.name());
+/// Rejects paths for which SQLite has a less clear error, or none: it would open a database in
+/// memory for an empty path and for `:memory:`.
+fn check_path(config: &FileConfig) -> Result<(), StoreFailure> {
+    let (path, file) = (&config.path, config.name());
     let directory = match path.parent() {
         Some(parent) if parent.as_os_str().is_empty() => Path::new("."),
         Some(parent) => parent,
         None => Path::new("/"),
     };
     if path.as_os_str().is_empty() || path.as_os_str() == ":memory:" {
-        return Err(Failure::misconfigured(format!(
-            "Sqlite::file: `{file}` is no file: name one, or use MemoryStore"
+        return Err(StoreFailure::misconfigured(format!(
+            "Sqlite::file: `{file}` is not a file: set the path of one, or use MemoryStore"
         )));
     }
     if path.is_dir() {
-        return Err(Failure::misconfigured(format!(
-            "Sqlite::file: {file} is a directory: name a file in it"
+        return Err(StoreFailure::misconfigured(format!(
+            "Sqlite::file: {file} is a directory: set the path of a file in it"
         )));
     }
     if !directory.is_dir() {
         let directory = directory.display();
-        return Err(Failure::misconfigured(format!(
-            "Sqlite::file: there is no directory {directory}: create it, or name another file"
+        return Err(StoreFailure::misconfigured(format!(
+            "Sqlite::file: the directory {directory} does not exist: create it, or use another path"
         )));
     }
     Ok(())
 }
 
-/// What a file holds, before anything is changed in it.
-struct Contents {
+/// The identification of a file, read before anything is changed.
+struct DatabaseHeader {
     application: i32,
     version: i32,
     tables: i64,
 }
 
 #[derive(PartialEq, Eq)]
-enum Ours {
-    Empty,
-    Made,
+enum Ownership {
+    Unclaimed,
+    Oncegate,
 }
 
-impl Contents {
-    /// Within a transaction, so that all of it is of one moment.
+impl DatabaseHeader {
+    /// Reads it in a transaction, for a consistent view.
     fn of(connection: &Transaction<'_>) -> rusqlite::Result<Self> {
         let tables =
             connection.query_row("SELECT count(*) FROM sqlite_schema", [], |row| row.get(0))?;
@@ -288,26 +299,26 @@ impl Contents {
         })
     }
 
-    fn is_ours(&self, place: &Place) -> Result<Ours, Failure> {
+    fn ownership(&self, config: &FileConfig) -> Result<Ownership, StoreFailure> {
         match self {
             Self {
-                application: APPLICATION,
+                application: APPLICATION_ID,
                 version: VERSION,
                 ..
-            } => Ok(Ours::Made),
+            } => Ok(Ownership::Oncegate),
             Self {
-                application: APPLICATION,
+                application: APPLICATION_ID,
                 version,
                 ..
-            } => Err(other_version(*version, place)),
+            } => Err(other_version(*version, config)),
             Self {
                 application: 0,
                 version: 0,
                 tables: 0,
-            } => Ok(Ours::Empty),
-            _ => Err(Failure::misconfigured(format!(
-                "Sqlite::file: {} belongs to another program: name a file of its own for oncegate; this one is left as it is",
-                place.name()
+            } => Ok(Ownership::Unclaimed),
+            _ => Err(StoreFailure::misconfigured(format!(
+                "Sqlite::file: {} belongs to another program: use a separate file for oncegate; the file is unchanged",
+                config.name()
             ))),
         }
     }
@@ -319,85 +330,89 @@ fn version(connection: &Connection) -> rusqlite::Result<i32> {
         .query_row([], |row| row.get(0))
 }
 
-fn other_version(version: i32, place: &Place) -> Failure {
-    Failure::misconfigured(format!(
-        "Sqlite::file: {} was written by a newer release (version {version}, this one knows {VERSION}): upgrade oncegate here; the file is left \
-         as it is",
-        place.name()
+fn other_version(version: i32, config: &FileConfig) -> StoreFailure {
+    StoreFailure::misconfigured(format!(
+        "Sqlite::file: {} was written by a newer release (version {version}, this release supports {VERSION}): upgrade oncegate here; the \
+         file is unchanged",
+        config.name()
     ))
 }
 
-/// Turns the write-ahead log on, and says which journal there is. SQLite does not wait for others
-/// who do the same.
-fn log_ahead(connection: &Connection, place: &Place) -> rusqlite::Result<String> {
-    let begun = Instant::now();
+/// Enables the write-ahead log and returns the journal mode. Retries, since SQLite's busy timeout
+/// does not apply here.
+fn enable_wal(connection: &Connection, config: &FileConfig) -> rusqlite::Result<String> {
+    let started = Instant::now();
     loop {
         let mode = connection.query_row("PRAGMA journal_mode=WAL", [], |row| row.get(0));
         let is_busy =
             |error: &rusqlite::Error| error.sqlite_error_code() == Some(ErrorCode::DatabaseBusy);
-        if !mode.as_ref().is_err_and(is_busy) || begun.elapsed() > place.patience {
+        if !mode.as_ref().is_err_and(is_busy) || started.elapsed() > config.busy_timeout {
             return mode;
         }
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// Makes the table, unless another process just did.
+/// Creates the table, unless another process just did.
 fn create(
     connection: &mut Connection,
-    place: &Place,
-    failed: &impl Fn(rusqlite::Error) -> Failure,
-) -> Result<(), Failure> {
+    config: &FileConfig,
+    to_failure: &impl Fn(rusqlite::Error) -> StoreFailure,
+) -> Result<(), StoreFailure> {
     let transaction = connection
         .transaction_with_behavior(TransactionBehavior::Immediate)
-        .map_err(failed)?;
-    if Contents::of(&transaction).map_err(failed)?.is_ours(place)? == Ours::Empty {
-        transaction.execute_batch(TABLE).map_err(failed)?;
+        .map_err(to_failure)?;
+    if DatabaseHeader::of(&transaction)
+        .map_err(to_failure)?
+        .ownership(config)?
+        == Ownership::Unclaimed
+    {
+        transaction.execute_batch(TABLE).map_err(to_failure)?;
         transaction
-            .pragma_update(None, "application_id", APPLICATION)
-            .map_err(failed)?;
+            .pragma_update(None, "application_id", APPLICATION_ID)
+            .map_err(to_failure)?;
         transaction
             .pragma_update(None, "user_version", VERSION)
-            .map_err(failed)?;
+            .map_err(to_failure)?;
         tracing::info!(
-            file = place.name(),
-            "a new file, which remembers nothing yet"
+            file = config.name(),
+            "created a new SQLite database for markers"
         );
     }
-    transaction.commit().map_err(failed)
+    transaction.commit().map_err(to_failure)
 }
 
-/// What each connection has to be told.
-fn set_up(connection: &Connection, place: &Place) -> rusqlite::Result<()> {
-    let synchronous = match place.synchronous {
+/// Sets the pragmas of a connection.
+fn configure(connection: &Connection, config: &FileConfig) -> rusqlite::Result<()> {
+    let synchronous = match config.synchronous {
         Synchronous::Full => "FULL",
         Synchronous::Normal => "NORMAL",
     };
     connection.pragma_update(None, "synchronous", synchronous)?;
-    // macOS alone knows the difference: there, a plain sync stops at the disk's own cache.
+    // Only for macOS, where a plain fsync does not flush the disk's cache.
     connection.pragma_update(None, "fullfsync", "ON")?;
     connection.pragma_update(None, "checkpoint_fullfsync", "ON")?;
-    connection.pragma_update(None, "cache_size", -CACHE)?;
+    connection.pragma_update(None, "cache_size", -CACHE_KIB)?;
     connection.query_row(
         &format!("PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}"),
         [],
         |_| Ok(()),
     )?;
     connection.query_row(
-        &format!("PRAGMA journal_size_limit={LOG_LIMIT}"),
+        &format!("PRAGMA journal_size_limit={WAL_SIZE_LIMIT}"),
         [],
         |_| Ok(()),
     )
 }
 
-/// Which file stands under a path.
+/// The device and inode of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Identity {
+pub(crate) struct FileIdentity {
     device: u64,
     number: u64,
 }
 
-impl Identity {
+impl FileIdentity {
     #[cfg(unix)]
     fn of(path: &Path) -> Option<Self> {
         use std::os::unix::fs::MetadataExt;
@@ -408,7 +423,7 @@ impl Identity {
         })
     }
 
-    /// An open file cannot be removed here.
+    /// Constant: this system does not allow removing an open file.
     #[cfg(not(unix))]
     fn of(_: &Path) -> Option<Self> {
         Some(Self {
@@ -419,14 +434,14 @@ impl Identity {
 }
 
 #[cfg(target_os = "linux")]
-fn lies_in_memory(path: &Path) -> bool {
+pub(crate) fn is_on_memory_file_system(path: &Path) -> bool {
     const TMPFS: i64 = 0x0102_1994;
     const RAMFS: i64 = 0x8584_58f6;
-    // What cannot be asked is taken for a disk.
+    // If the query fails, a disk is assumed.
     rustix::fs::statfs(path).is_ok_and(|system| [TMPFS, RAMFS].contains(&system.f_type))
 }
 
 #[cfg(not(target_os = "linux"))]
-fn lies_in_memory(_: &Path) -> bool {
+pub(crate) fn is_on_memory_file_system(_: &Path) -> bool {
     false
 }

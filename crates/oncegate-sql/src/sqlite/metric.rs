@@ -7,14 +7,6 @@ pub(super) const MARKERS_EXPIRED: &str = "oncegate_sqlite_markers_expired_total"
 
 /// The metrics of the SQLite store.
 pub const SQLITE_METRICS: &[Metric] = &[
-    Metric::counter(
-        CLOCK_JUMPS,
-        &["direction"],
-        "Jumps of the machine's clock that were seen",
-    ),
-    Metric::counter(
-        MARKERS_EXPIRED,
-        &[],
-        "Markers that were cleared out because their time was over",
-    ),
+    Metric::counter(CLOCK_JUMPS, &["direction"], "Jumps of the system clock"),
+    Metric::counter(MARKERS_EXPIRED, &[], "Expired markers that were deleted"),
 ];

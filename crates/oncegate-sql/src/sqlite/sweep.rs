@@ -1,48 +1,52 @@
-//! Clears out what has expired, a few rows at a time.
+//! Deletes expired rows, a few at a time.
 
 use rusqlite::{Connection, params};
 
-use super::clock::Now;
+use super::clock::ClockReading;
 use super::metric::MARKERS_EXPIRED;
 
-/// A hand that goes round through the keys. It needs no index over the times, which each write
-/// would have to keep too: a transaction looks at as many rows as it has operations, and an id
-/// takes two operations or more. So the hand is round before half as many ids have come as there
-/// are rows.
+/// A cursor that cycles through the keys. It needs no index of the expiry, which every write would
+/// have to update: a transaction scans as many rows as it has operations, and each id takes at least
+/// two operations. So one cycle ends before half as many new ids arrive as there are rows.
 #[derive(Debug, Default)]
-pub(crate) struct Sweep {
-    /// The last key that was looked at.
-    at: String,
+pub(crate) struct ExpirySweep {
+    /// The last key of the previous range.
+    last_key: String,
 }
 
-/// The next rows of the round.
+/// The next rows of the cycle.
 #[derive(Debug)]
-pub(crate) struct Stretch {
-    /// How many of them have expired.
+pub(crate) struct SweepRange {
+    /// The number of expired rows.
     pub(crate) expired: u32,
-    /// The last of them; none at the end of the round.
+    /// The last key; `None` at the end of the cycle.
     last: Option<String>,
 }
 
-impl Sweep {
-    /// Looks at the next rows, so many at the most, and changes nothing.
+impl ExpirySweep {
+    /// Reads the next range of at most this many rows. Changes nothing.
     ///
     /// # Errors
     /// If SQLite fails.
-    pub(crate) fn look(
+    pub(crate) fn scan(
         &self,
         connection: &Connection,
         rows: u32,
-        now: Now,
-    ) -> rusqlite::Result<Stretch> {
+        now: ClockReading,
+    ) -> rusqlite::Result<SweepRange> {
         let mut next = connection.prepare_cached(
             "SELECT count(*) FILTER (WHERE expires <= CASE guarantee WHEN 0 THEN ?4 ELSE ?3 END), max(key)
                 FROM (SELECT key, expires, guarantee FROM markers WHERE key > ?1 ORDER BY key LIMIT ?2)",
         )?;
         next.query_row(
-            params![self.at, rows, now.forgotten, now.unresolved_forgotten],
+            params![
+                self.last_key,
+                rows,
+                now.expired_until,
+                now.unresolved_expired_until
+            ],
             |row| {
-                Ok(Stretch {
+                Ok(SweepRange {
                     expired: row.get(0)?,
                     last: row.get(1)?,
                 })
@@ -50,33 +54,33 @@ impl Sweep {
         )
     }
 
-    /// Deletes what has expired in the stretch.
+    /// Deletes the expired rows of a range.
     ///
     /// # Errors
     /// If SQLite fails.
-    pub(crate) fn clear(
+    pub(crate) fn delete_expired(
         &self,
         connection: &Connection,
-        stretch: &Stretch,
-        now: Now,
+        range: &SweepRange,
+        now: ClockReading,
     ) -> rusqlite::Result<()> {
-        if let (1.., Some(last)) = (stretch.expired, &stretch.last) {
-            let mut clear = connection.prepare_cached(
+        if let (1.., Some(last)) = (range.expired, &range.last) {
+            let mut delete = connection.prepare_cached(
                 "DELETE FROM markers WHERE key > ?1 AND key <= ?2 AND expires <= CASE guarantee WHEN 0 THEN ?4 ELSE ?3 END",
             )?;
-            let cleared = clear.execute(params![
-                self.at,
+            let deleted = delete.execute(params![
+                self.last_key,
                 last,
-                now.forgotten,
-                now.unresolved_forgotten
+                now.expired_until,
+                now.unresolved_expired_until
             ])?;
-            metrics::counter!(MARKERS_EXPIRED).increment(cleared as u64);
+            metrics::counter!(MARKERS_EXPIRED).increment(deleted as u64);
         }
         Ok(())
     }
 
-    /// Goes on behind the stretch, or begins the next round.
-    pub(crate) fn pass(&mut self, stretch: Stretch) {
-        self.at = stretch.last.unwrap_or_default();
+    /// Continues after the range, or starts the next cycle.
+    pub(crate) fn advance(&mut self, range: SweepRange) {
+        self.last_key = range.last.unwrap_or_default();
     }
 }

@@ -1,4 +1,4 @@
-//! For how long what stands in the file is remembered at the most, by whoever wrote it.
+//! The longest window of all processes that write to the file.
 
 use std::time::Duration;
 
@@ -6,12 +6,13 @@ use rusqlite::Connection;
 
 use super::clock::milliseconds;
 
-/// Each of them was the longest once; so there are few, and the last one counts.
+/// A row for each window that was the longest when it was written, so there are few; the maximum
+/// applies.
 pub(crate) const TABLE: &str = "
-CREATE TABLE IF NOT EXISTS windows (longest INTEGER PRIMARY KEY -- for so long, in milliseconds, some marker was to be remembered
+CREATE TABLE IF NOT EXISTS windows (longest INTEGER PRIMARY KEY -- a window of some marker, in milliseconds
 ) STRICT";
 
-/// The longest window of all who ever wrote to the file, in milliseconds; none before the first.
+/// The longest window ever written to the file, in milliseconds; `None` before the first write.
 ///
 /// # Errors
 /// If SQLite fails.
@@ -21,11 +22,11 @@ pub(crate) fn longest(connection: &Connection) -> rusqlite::Result<Option<i64>> 
         .query_row([], |row| row.get(0))
 }
 
-/// Notes the window of who writes, in the transaction in which it is written.
+/// Records the window of a transaction's operations in that transaction.
 ///
 /// # Errors
 /// If SQLite fails.
-pub(crate) fn note(
+pub(crate) fn record(
     transaction: &Connection,
     window: Duration,
     longest: Option<i64>,

@@ -1,5 +1,5 @@
-//! Bad input as a table: what stands where a marker should, what a claim is told, what the operator
-//! sees, and what the book says of it.
+//! Invalid rows and files, as a table that the book repeats: the input, the answer to a claim, and
+//! the outcome that the operator sees.
 
 use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::{MessageId, Scope, StoreError};
@@ -12,34 +12,34 @@ const FOREIGN: &str = "unreadable: holds no marker that this release can read";
 const DELETE: &str = "in doubt: delete the row, or upgrade oncegate here";
 const NEWER: &str = "the consumer does not start: upgrade oncegate here";
 
-/// The scope of the consumer that meets it.
+/// The scope of the consumer.
 const SCOPE: &str = "bad";
 
-/// What stands there, what made it of a marker in progress, what a claim is told, and what the
+/// The input, the SQL that makes it of a marker in progress, the answer to a claim, and what the
 /// operator sees.
 type Row = (&'static str, &'static str, &'static str, &'static str);
 
 const ROWS: &[Row] = &[
     (
-        "a marker whose time is over",
+        "an expired marker",
         "UPDATE markers SET state = 0, expires = 1, guarantee = NULL",
         "granted",
         "`completed`",
     ),
     (
-        "a state that nobody knows",
+        "an unknown state",
         "UPDATE markers SET state = 9",
         FOREIGN,
         DELETE,
     ),
     (
-        "in progress, and no token",
+        "in progress without a token",
         "UPDATE markers SET token = NULL",
         FOREIGN,
         DELETE,
     ),
     (
-        "a token that was cut off",
+        "a truncated token",
         "UPDATE markers SET token = x'0102'",
         FOREIGN,
         DELETE,
@@ -51,7 +51,7 @@ const ROWS: &[Row] = &[
         DELETE,
     ),
     (
-        "a lease below nothing",
+        "a negative lease",
         "UPDATE markers SET lease = -1",
         FOREIGN,
         DELETE,
@@ -69,31 +69,31 @@ const ROWS: &[Row] = &[
         DELETE,
     ),
     (
-        "no number to count attempts from",
+        "no base of the attempts",
         "UPDATE markers SET base = NULL",
         FOREIGN,
         DELETE,
     ),
     (
-        "crashes below nothing",
+        "a negative number of crashes",
         "UPDATE markers SET crashes = -1",
         FOREIGN,
         DELETE,
     ),
     (
-        "an effect that nobody knows",
+        "an unknown effect",
         "UPDATE markers SET effect = 9",
         FOREIGN,
         DELETE,
     ),
     (
-        "a guarantee that nobody knows",
+        "an unknown guarantee",
         "UPDATE markers SET guarantee = 9",
         FOREIGN,
         DELETE,
     ),
     (
-        "a fingerprint below nothing",
+        "a negative fingerprint",
         "UPDATE markers SET fingerprint = -1",
         FOREIGN,
         DELETE,
@@ -106,24 +106,24 @@ const ROWS: &[Row] = &[
     ),
 ];
 
-/// What stands where the file should, what a claim is told, and what the operator sees.
+/// The content of the file, the answer to a claim, and what the operator sees.
 const FILES: &[Row] = &[
     (
-        "a text",
+        "a text file",
         "not a database, and longer than nothing\n",
-        "refused: is no SQLite database",
-        "the consumer does not start: name another file",
+        "refused: is not a SQLite database",
+        "the consumer does not start: use another file",
     ),
     (
         "another program's database",
         "CREATE TABLE articles (name TEXT)",
         "refused: belongs to another program",
-        "the consumer does not start: name a file of its own for oncegate",
+        "the consumer does not start: use a separate file for oncegate",
     ),
 ];
 
-fn line((input, _, told, seen): &Row) -> String {
-    format!("| {input} | {told} | {seen} |")
+fn line((input, _, answer, seen): &Row) -> String {
+    format!("| {input} | {answer} | {seen} |")
 }
 
 #[test]
@@ -142,8 +142,8 @@ fn the_book_has_the_table() {
     );
 }
 
-/// A claim with a token of its own, on a file as another process would open it.
-async fn told(directory: &Directory) -> String {
+/// The answer to a claim with another token and handle.
+async fn claim_answer(directory: &Directory) -> String {
     match ask(&at(directory.file()), claim("a", 7)).await {
         Ok(Verdict::Granted { .. }) => "granted".to_owned(),
         Err(StoreError::Misconfigured(why)) => format!("refused: {why}"),
@@ -152,16 +152,16 @@ async fn told(directory: &Directory) -> String {
     }
 }
 
-fn is_told(seen: &str, expected: &str) -> bool {
+fn matches_answer(seen: &str, expected: &str) -> bool {
     match expected.split_once(": ") {
         None => seen == expected,
         Some((how, words)) => {
-            seen.starts_with(how) && seen.contains(words) && seen.contains("left as it is")
+            seen.starts_with(how) && seen.contains(words) && seen.contains("is unchanged")
         }
     }
 }
 
-/// A file in which somebody has claimed `a`, and this was made of it.
+/// A file with a claim of `a` that was then changed by this SQL.
 async fn a_marker(made: &str, claimed: Operation) -> Directory {
     let directory = Directory::new();
     ask(&directory.store(), claimed).await.expect("granted");
@@ -169,7 +169,7 @@ async fn a_marker(made: &str, claimed: Operation) -> Directory {
     directory
 }
 
-/// What stands in the table.
+/// The row in the table.
 fn dump(directory: &Directory) -> String {
     let shown = "SELECT quote(expires) || quote(state) || quote(fingerprint) || quote(attempt) || quote(base) || quote(crashes) || quote(effect) || quote(token) || quote(lease)
         || quote(horizon) || quote(guarantee) FROM markers";
@@ -179,7 +179,7 @@ fn dump(directory: &Directory) -> String {
         .expect("a row")
 }
 
-/// Something else where the file should be.
+/// A file with another content.
 fn no_markers(content: &str) -> Directory {
     let directory = Directory::new();
     if content.starts_with("CREATE") {
@@ -194,12 +194,12 @@ fn no_markers(content: &str) -> Directory {
 }
 
 #[tokio::test]
-async fn each_row_gets_its_verdict_and_what_is_refused_stays_as_it_is() {
+async fn each_row_gets_its_answer_and_a_rejected_one_is_unchanged() {
     for (input, made, expected, _) in ROWS {
         let directory = a_marker(made, claim("a", 1)).await;
         let before = dump(&directory);
-        let seen = told(&directory).await;
-        assert!(is_told(&seen, expected), "{input}: {seen}");
+        let seen = claim_answer(&directory).await;
+        assert!(matches_answer(&seen, expected), "{input}: {seen}");
         assert_eq!(
             dump(&directory) == before,
             *expected != "granted",
@@ -209,12 +209,12 @@ async fn each_row_gets_its_verdict_and_what_is_refused_stays_as_it_is() {
 }
 
 #[tokio::test]
-async fn each_file_gets_its_verdict_and_stays_as_it_is() {
+async fn each_file_gets_its_answer_and_is_unchanged() {
     for (input, content, expected, _) in FILES {
         let directory = no_markers(content);
         let before = std::fs::read(directory.file()).expect("it is there");
-        let seen = told(&directory).await;
-        assert!(is_told(&seen, expected), "{input}: {seen}");
+        let seen = claim_answer(&directory).await;
+        assert!(matches_answer(&seen, expected), "{input}: {seen}");
         assert!(
             std::fs::read(directory.file()).expect("it is there") == before,
             "{input}: it was changed"
@@ -223,7 +223,7 @@ async fn each_file_gets_its_verdict_and_stays_as_it_is() {
 }
 
 #[tokio::test]
-async fn the_operator_sees_what_to_do_about_each() {
+async fn the_operator_sees_the_remedy_for_each() {
     let scope = Scope::named(SCOPE).expect("a scope");
     let claimed = || Operation {
         key: scope.key(&MessageId::new("a").expect("an id")),

@@ -1,11 +1,11 @@
-//! What operators look at.
+//! The functions for operators.
 
 use oncegate_core::marker::Marker;
 
 use crate::support::{Directory, GRANTED, SECOND, ask, claim, complete, key};
 
 #[tokio::test]
-async fn a_marker_is_told_with_how_long_it_still_stands() {
+async fn a_marker_is_read_with_its_expiry() {
     let directory = Directory::new();
     let store = directory.store();
     assert_eq!(
@@ -34,15 +34,14 @@ async fn a_marker_is_told_with_how_long_it_still_stands() {
 }
 
 #[tokio::test]
-async fn all_markers_are_listed_page_by_page_and_what_expired_is_not() {
+async fn all_markers_except_expired_ones_are_listed_by_pages() {
     let directory = Directory::new();
     let store = directory.store();
     let ids: Vec<String> = (0..7).map(|n| format!("id-{n}")).collect();
     for id in &ids {
         ask(&store, claim(id, 1)).await.expect("a verdict");
     }
-    // Within the second in which the store looks for what has expired it may be there or not: it
-    // counts as absent.
+    // Expired, whether the sweep has deleted it or not.
     directory
         .raw()
         .execute("UPDATE markers SET expires = 1 WHERE key = 'id-3'", [])

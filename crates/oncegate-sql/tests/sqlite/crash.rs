@@ -1,4 +1,4 @@
-//! kill -9 in the middle of writing: what was answered is still known.
+//! kill -9 during writes: answered operations are not lost.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
@@ -12,36 +12,36 @@ const FILE: &str = "ONCEGATE_TEST_SQLITE_FILE";
 const WRITER: &str = "crash::writes_until_it_is_killed";
 const BATCH: usize = 40;
 
-/// Claims and completes batches until it is killed, and says so of each once it was answered.
+/// Claims and completes batches until it is killed, and prints each batch after its answers.
 #[tokio::test]
 #[ignore = "a process of the test below"]
 async fn writes_until_it_is_killed() {
     let file = std::env::var_os(FILE).expect("the file to write to");
     let store = at(file);
-    let mut said = std::io::stdout();
+    let mut output = std::io::stdout();
     for round in 0_u32.. {
         let ids: Vec<String> = (0..BATCH)
             .map(|n| format!("{}-{round}-{n}", std::process::id()))
             .collect();
         let claims: Vec<_> = ids.iter().map(|id| claim(id, 1)).collect();
         verdicts(&store, &claims).await;
-        writeln!(said, "claimed {} {round}", std::process::id()).expect("somebody reads");
-        // Some are left in progress.
+        writeln!(output, "claimed {} {round}", std::process::id()).expect("written");
+        // Some stay in progress.
         let completions: Vec<_> = ids
             .iter()
             .skip(BATCH / 4)
             .map(|id| complete(id, 1))
             .collect();
         verdicts(&store, &completions).await;
-        writeln!(said, "completed {} {round}", std::process::id()).expect("somebody reads");
+        writeln!(output, "completed {} {round}", std::process::id()).expect("written");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_was_answered_before_kill_9_is_known_after_it() {
+async fn answered_operations_survive_kill_9() {
     let directory = Directory::new();
     let mut random = Random::seeded();
-    let store = directory.store(); // open all the time, beside those that are killed
+    let store = directory.store(); // open all the time, besides the killed processes
     let mut rounds = 0;
     for _ in 0..10 {
         let mut writers: Vec<_> = (0..2)
@@ -60,13 +60,13 @@ async fn what_was_answered_before_kill_9_is_known_after_it() {
                     .expect("it starts")
             })
             .collect();
-        let mut said: Vec<_> = writers
+        let mut output: Vec<_> = writers
             .iter_mut()
             .map(|writer| BufReader::new(writer.stdout.take().expect("piped")).lines())
             .collect();
-        // From the moment when the first was answered.
+        // Starts after the first answer.
         let mut lines = Vec::new();
-        for lines_of_one in &mut said {
+        for lines_of_one in &mut output {
             lines.extend(
                 lines_of_one
                     .by_ref()
@@ -79,10 +79,10 @@ async fn what_was_answered_before_kill_9_is_known_after_it() {
             writer.kill().expect("it runs");
             writer.wait().expect("it ended");
         }
-        lines.extend(said.into_iter().flatten().map_while(Result::ok));
+        lines.extend(output.into_iter().flatten().map_while(Result::ok));
         for line in lines {
             let words: Vec<&str> = line.split_whitespace().collect();
-            // The harness says its own name first; what was cut short was never said.
+            // The test harness prints first; an incomplete line is ignored.
             let Some(at) = words
                 .iter()
                 .position(|word| matches!(*word, "claimed" | "completed"))
@@ -111,7 +111,7 @@ async fn what_was_answered_before_kill_9_is_known_after_it() {
         .query_row("PRAGMA integrity_check", [], |row| row.get(0))
         .expect("an answer");
     assert_eq!(whole, "ok");
-    // And it goes on.
+    // The store still works.
     assert_eq!(
         verdicts(&store, &[claim("next", 1)]).await,
         [Verdict::Granted(Attempts::new(1))]

@@ -1,5 +1,5 @@
-//! Random histories: the store does to each row what `marker::apply` says, also to rows that are
-//! old, that come from the future, and that have expired.
+//! Random histories: the store applies `marker::apply` to each row, also to old rows, to rows from
+//! the future and to expired rows.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -17,17 +17,17 @@ const KEYS: [&str; 4] = ["a", "b", "scope|c", "h:d"];
 const HISTORIES: u64 = 40;
 const STEPS: usize = 120;
 
-/// Leases end this far from every age that is tried, so that real time decides nothing.
+/// The distance of every tested age from the end of a lease, so that real time has no influence.
 const MARGIN: Duration = Duration::from_secs(8);
 
 #[tokio::test(flavor = "multi_thread")]
-async fn sqlite_does_to_a_row_what_the_table_says() {
+async fn sqlite_agrees_with_marker_apply() {
     let first = Token::random().0 as u64;
     let mut seen = HashMap::new();
     for seed in (0..HISTORIES).map(|it| first.wrapping_add(it)) {
         history(seed, &mut seen).await;
     }
-    // The histories have to reach every verdict, or they prove little.
+    // The histories must reach every verdict.
     for verdict in [
         "Granted",
         "InDoubt",
@@ -71,7 +71,7 @@ async fn history(seed: u64, seen: &mut HashMap<String, u32>) {
             let entry = model.entry(operation.key.clone()).or_default();
             let before = *entry;
             let (change, expected) = marker::apply(entry.marker, entry.age(), operation);
-            entry.become_what(change);
+            entry.apply_change(change);
             let verdict = answer.unwrap_or_else(|error| {
                 panic!("seed {seed} step {step}: {error}; {operation:?} on {before:?}")
             });
@@ -106,7 +106,7 @@ async fn history(seed: u64, seen: &mut HashMap<String, u32>) {
     }
 }
 
-/// The model of one row: its marker, and what is left of its expiry.
+/// The model of one row: its marker and its remaining expiry.
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     marker: Marker,
@@ -138,7 +138,7 @@ impl Entry {
             .map_or(Age::Unknown, |age| Age::Of(age + self.since.elapsed()))
     }
 
-    fn become_what(&mut self, change: Change) {
+    fn apply_change(&mut self, change: Change) {
         match change {
             Change::Keep => {}
             Change::Write(marker, expiry) => {
@@ -153,7 +153,7 @@ impl Entry {
     }
 }
 
-/// Sometimes makes a marker older, sends it to the future, or lets it expire.
+/// Sometimes makes a marker older, moves it to the future, or lets it expire.
 fn tamper(random: &mut Random, raw: &Connection, key: &Key, entry: &mut Entry) {
     let horizon = match entry.marker {
         Marker::Absent => return,
@@ -185,7 +185,7 @@ fn tamper(random: &mut Random, raw: &Connection, key: &Key, entry: &mut Entry) {
     }
 }
 
-/// An operation that has a good chance to be about the marker as it is.
+/// An operation that probably matches the current marker.
 fn choose(random: &mut Random, model: &HashMap<Key, Entry>) -> Operation {
     let id = random.pick(&KEYS);
     let marker = model
@@ -198,7 +198,7 @@ fn choose(random: &mut Random, model: &HashMap<Key, Entry>) -> Operation {
             Guarantee::EffectivelyOnce,
             Guarantee::EffectivelyOnce,
         ]),
-        // Between the ages that are tried, a margin away from each.
+        // Between the tested ages, a margin away from each.
         lease: random.pick(&[24 * SECOND, 48 * SECOND]),
         window: random.pick(&[300 * SECOND, 600 * SECOND]),
         fingerprint: random.pick(&[
@@ -263,7 +263,7 @@ fn choose(random: &mut Random, model: &HashMap<Key, Entry>) -> Operation {
     operation(id, ask, token, attempt, terms)
 }
 
-/// What is left of a row's expiry; none if it has expired or is not there.
+/// The remaining expiry of a row; `None` if it has expired or is missing.
 fn left(raw: &Connection, key: &Key) -> Option<Duration> {
     let expires = raw.query_row(
         "SELECT expires FROM markers WHERE key = ?1",

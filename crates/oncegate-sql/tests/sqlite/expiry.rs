@@ -1,4 +1,4 @@
-//! What has expired counts as absent at once, and is cleared out a little at a time.
+//! Expired markers are absent at once, and are deleted gradually.
 
 use std::time::{Duration, Instant};
 
@@ -8,22 +8,21 @@ use rusqlite::Connection;
 
 use crate::support::{Directory, GRANTED, SECOND, ask, claim, complete, key, verdicts};
 
-/// More than are looked at in one idle second.
+/// More rows than an idle thread scans in a second.
 const MANY: usize = 1300;
 const IDLE_ROWS: usize = 500;
 
-/// How many of those rows are still there; the others all have to be.
+/// The number of expired rows that are left; no live row may be deleted.
 fn left(raw: &Connection) -> usize {
     let counts = "SELECT count(*) FILTER (WHERE key LIKE 'old-%'), count(*) FILTER (WHERE key LIKE 'live-%') FROM markers";
     let (old, live): (u32, u32) = raw
         .query_row(counts, [], |row| Ok((row.get(0)?, row.get(1)?)))
         .expect("numbers");
-    assert_eq!(live as usize, MANY, "what lives was cleared out");
+    assert_eq!(live as usize, MANY, "live rows were deleted");
     old as usize
 }
 
-/// Completes so many ids whose windows are over when this returns, and none is cleared out. Before
-/// them stand as many that live.
+/// Writes this many expired rows, and as many live rows with smaller keys.
 async fn expired(directory: &Directory, store: &dyn Store) -> Connection {
     let live: Vec<Operation> = (0..MANY)
         .map(|n| claim(&format!("live-{n:06}"), 1))
@@ -40,7 +39,7 @@ async fn expired(directory: &Directory, store: &dyn Store) -> Connection {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_transaction_clears_out_no_more_rows_than_it_has_operations() {
+async fn a_transaction_deletes_at_most_one_row_per_operation() {
     let directory = Directory::new();
     let store = directory.store();
     let begun = Instant::now();
@@ -49,7 +48,7 @@ async fn a_transaction_clears_out_no_more_rows_than_it_has_operations() {
     let mut round = 0;
     while before > 200 {
         round += 1;
-        // Behind all others: the hand that goes round meets the old ones before.
+        // Larger keys than all others: the sweep reaches the expired rows first.
         let claims: Vec<_> = (0..100)
             .map(|n| claim(&format!("zzz-{round}-{n}"), 1))
             .collect();
@@ -71,7 +70,7 @@ async fn a_transaction_clears_out_no_more_rows_than_it_has_operations() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_idle_store_clears_out_some_rows_a_second() {
+async fn an_idle_store_deletes_expired_rows_gradually() {
     let directory = Directory::new();
     let store = directory.store();
     let begun = Instant::now();
@@ -92,7 +91,7 @@ async fn an_idle_store_clears_out_some_rows_a_second() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_has_expired_is_absent_before_it_is_cleared_out() {
+async fn an_expired_row_is_absent_before_it_is_deleted() {
     let directory = Directory::new();
     let store = directory.store();
     expired(&directory, &store).await;
@@ -109,7 +108,7 @@ async fn what_has_expired_is_absent_before_it_is_cleared_out() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_longest_window_is_a_window() {
+async fn the_longest_window_is_accepted() {
     let directory = Directory::new();
     let store = directory.store();
     let [mut claimed, mut completed] = [claim("a", 1), complete("a", 1)];

@@ -1,5 +1,4 @@
-//! Files that are not what they should be: each is said in one line that names the setting and the
-//! remedy.
+//! Invalid files: each is reported in one line with the setting and the remedy.
 
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::process::CommandExt;
@@ -13,7 +12,7 @@ use rusqlite::Connection;
 
 use crate::support::{Directory, GRANTED, SECOND, ask, at, claim, line, verdicts};
 
-/// What is said at the first use of this file; a claim is told the same.
+/// The message at the first use of this file; a claim fails with the same one.
 async fn refused(path: impl AsRef<Path>) -> String {
     let store = at(path.as_ref());
     let at_start = store.persistence().await.expect_err("it is refused");
@@ -34,33 +33,33 @@ fn says(line: &str, words: &[&str]) {
 }
 
 #[tokio::test]
-async fn a_place_that_is_no_file_is_named() {
+async fn a_path_that_is_not_a_file_is_reported() {
     let directory = Directory::new();
     let missing = directory.path().join("nowhere/payments.db");
     says(
         &refused(&missing).await,
         &[
             "Sqlite::file",
-            "there is no directory",
-            "nowhere",
+            "the directory",
+            "nowhere does not exist",
             "create it",
         ],
     );
     says(
         &refused(directory.path()).await,
-        &["Sqlite::file", "is a directory", "name a file in it"],
+        &["Sqlite::file", "is a directory", "a file in it"],
     );
     for nothing in ["", ":memory:"] {
         says(
             &refused(nothing).await,
-            &["Sqlite::file", "is no file", "MemoryStore"],
+            &["Sqlite::file", "is not a file", "MemoryStore"],
         );
     }
     assert!(!missing.exists());
 }
 
 #[tokio::test]
-async fn no_time_to_answer_is_refused() {
+async fn a_timeout_of_zero_is_rejected() {
     let directory = Directory::new();
     let store = directory.store().timeout(std::time::Duration::ZERO);
     let at_start = store.persistence().await.expect_err("it is refused");
@@ -71,7 +70,7 @@ async fn no_time_to_answer_is_refused() {
         .expect_err("it is refused");
     for error in [&at_start, &claimed, &looked] {
         assert!(matches!(error, StoreError::Misconfigured(_)), "{error:?}");
-        says(&line(error), &["Sqlite::timeout", "within no time", "2s"]);
+        says(&line(error), &["Sqlite::timeout", "the timeout is 0", "2s"]);
     }
     assert!(!directory.file().exists());
     assert_eq!(
@@ -83,7 +82,7 @@ async fn no_time_to_answer_is_refused() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_not_ours_is_left_as_it_is() {
+async fn a_file_of_another_program_is_not_changed() {
     let directory = Directory::new();
     let text = directory.path().join("text");
     std::fs::write(
@@ -108,14 +107,14 @@ async fn a_file_that_is_not_ours_is_left_as_it_is() {
     drop(raw);
 
     for (file, words) in [
-        (&text, ["is no SQLite database", "name another file"]),
-        (&other, ["belongs to another program", "a file of its own"]),
+        (&text, ["is not a SQLite database", "use another file"]),
+        (&other, ["belongs to another program", "a separate file"]),
         (&newer, ["newer release (version 2", "upgrade oncegate"]),
     ] {
         let before = std::fs::read(file).expect("it is there");
         let line = refused(file).await;
         says(&line, &words);
-        says(&line, &["Sqlite::file", "left as it is"]);
+        says(&line, &["Sqlite::file", "the file is unchanged"]);
         assert!(
             std::fs::read(file).expect("it is there") == before,
             "{line}"
@@ -124,11 +123,11 @@ async fn a_file_that_is_not_ours_is_left_as_it_is() {
     let beside = std::fs::read_dir(directory.path())
         .expect("a directory")
         .count();
-    assert_eq!(beside, 3, "a log was left beside a file that is not ours");
+    assert_eq!(beside, 3, "a log was created for a file of another program");
 }
 
 #[tokio::test]
-async fn a_file_from_before_windows_were_noted_is_one_of_ours() {
+async fn a_file_without_the_windows_table_is_accepted() {
     let directory = Directory::new();
     ask(&directory.store(), claim("a", 1))
         .await
@@ -149,7 +148,7 @@ async fn a_file_from_before_windows_were_noted_is_one_of_ours() {
 }
 
 #[tokio::test]
-async fn a_release_that_takes_the_file_over_stops_the_older() {
+async fn a_newer_schema_stops_an_older_release() {
     let directory = Directory::new();
     let store = directory.store();
     ask(&store, claim("a", 1)).await.expect("granted");
@@ -168,7 +167,7 @@ async fn a_release_that_takes_the_file_over_stops_the_older() {
 }
 
 #[tokio::test]
-async fn a_file_that_is_removed_or_replaced_while_in_use_stops_its_users() {
+async fn a_removed_or_replaced_file_stops_its_users() {
     for replace in [false, true] {
         let directory = Directory::new();
         let store = directory.store();
@@ -180,14 +179,14 @@ async fn a_file_that_is_removed_or_replaced_while_in_use_stops_its_users() {
         for id in ["b", "c"] {
             let stopped = ask(&store, claim(id, 1))
                 .await
-                .expect_err("it would be seen by nobody");
+                .expect_err("its write would be lost");
             assert!(
                 matches!(stopped, StoreError::Misconfigured(_)),
                 "{stopped:?}"
             );
             says(
                 &line(&stopped),
-                &["Sqlite::file", "removed or replaced", "put it back"],
+                &["Sqlite::file", "removed or replaced", "restore it"],
             );
         }
         assert_eq!(directory.file().exists(), replace, "a new file was made");
@@ -199,7 +198,7 @@ async fn a_file_that_is_removed_or_replaced_while_in_use_stops_its_users() {
     }
 }
 
-/// Removes the log and the memory that its users share, as by hand.
+/// Removes the WAL and the shared-memory file.
 #[cfg(target_os = "linux")]
 fn remove_log(directory: &Directory) {
     for suffix in ["-wal", "-shm"] {
@@ -226,7 +225,7 @@ fn close(directory: &Directory, store: Sqlite) {
 
 #[cfg(target_os = "linux")]
 #[tokio::test]
-async fn a_log_that_is_removed_while_in_use_stops_its_users_and_is_saved_by_the_last() {
+async fn a_removed_log_stops_its_users_and_is_checkpointed_on_close() {
     let directory = Directory::new();
     let store = directory.store();
     ask(&store, claim("a", 1)).await.expect("granted");
@@ -234,14 +233,14 @@ async fn a_log_that_is_removed_while_in_use_stops_its_users_and_is_saved_by_the_
     for id in ["b", "c"] {
         let stopped = ask(&store, claim(id, 1))
             .await
-            .expect_err("it would be seen by nobody");
+            .expect_err("its write would be lost");
         assert!(
             matches!(stopped, StoreError::Misconfigured(_)),
             "{stopped:?}"
         );
         says(
             &line(&stopped),
-            &["Sqlite::file", "-wal", "removed or replaced", "put it back"],
+            &["Sqlite::file", "-wal", "removed or replaced", "restore it"],
         );
     }
     close(&directory, store);
@@ -263,13 +262,13 @@ async fn is_granted_b() {
 
 #[cfg(target_os = "linux")]
 #[tokio::test]
-async fn of_two_who_have_a_log_each_the_one_whose_log_was_removed_stops_and_spoils_nothing() {
+async fn a_process_whose_log_was_replaced_stops_and_changes_nothing() {
     let directory = Directory::new();
     let store = directory.store();
     ask(&store, claim("a", 1)).await.expect("granted");
     remove_log(&directory);
     let program = std::env::current_exe().expect("this test");
-    // In a process of its own: in this one, SQLite would know of the removed log.
+    // In another process: in this one SQLite would reuse the removed WAL.
     let other = process("is_granted_b", &program, &directory.file())
         .output()
         .expect("it ran");
@@ -295,7 +294,7 @@ async fn of_two_who_have_a_log_each_the_one_whose_log_was_removed_stops_and_spoi
 }
 
 #[tokio::test]
-async fn a_row_that_cannot_be_read_spoils_no_other() {
+async fn an_unreadable_row_does_not_affect_the_others() {
     let directory = Directory::new();
     let store = directory.store();
     verdicts(
@@ -328,7 +327,7 @@ async fn a_row_that_cannot_be_read_spoils_no_other() {
             &[
                 &format!("the row of {id} "),
                 "delete the row",
-                "left as it is",
+                "the row is unchanged",
             ],
         );
     }
@@ -345,7 +344,7 @@ async fn a_row_that_cannot_be_read_spoils_no_other() {
 }
 
 #[tokio::test]
-async fn it_says_what_its_memory_rests_on() {
+async fn persistence_depends_on_synchronous() {
     let directory = Directory::new();
     let full = directory.store().persistence().await.expect("a memory");
     assert!(
@@ -371,8 +370,8 @@ async fn it_says_what_its_memory_rests_on() {
 
 #[cfg(target_os = "linux")]
 #[tokio::test]
-async fn a_file_system_in_memory_forgets() {
-    // Where this machine has one.
+async fn a_file_system_in_memory_is_volatile() {
+    // If this machine has one.
     let Ok(directory) = tempfile::tempdir_in("/dev/shm") else {
         return;
     };
@@ -393,7 +392,7 @@ async fn a_file_system_in_memory_forgets() {
 
 const FILE: &str = "ONCEGATE_TEST_SQLITE_FILE";
 
-/// Runs a test of this file in a process of its own, with a file.
+/// Runs a test of this module in another process, with a file.
 fn process(test: &str, program: &Path, file: &Path) -> Command {
     let mut process = Command::new(program);
     process
@@ -411,20 +410,20 @@ fn process(test: &str, program: &Path, file: &Path) -> Command {
 
 #[tokio::test]
 #[ignore = "a process of a test below"]
-async fn finds_that_it_may_not_write() {
+async fn reports_that_the_file_is_not_writable() {
     let file = std::env::var_os(FILE).expect("a file");
     says(
         &refused(file).await,
         &[
             "Sqlite::file",
-            "may not be written",
-            "let this user write the file and its directory",
+            "is not writable",
+            "grant this user write access to the file and its directory",
         ],
     );
 }
 
 #[test]
-fn a_file_that_may_not_be_written_is_refused() {
+fn a_file_that_is_not_writable_is_rejected() {
     let directory = Directory::for_anybody();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
@@ -437,7 +436,7 @@ fn a_file_that_may_not_be_written_is_refused() {
     raw.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))
         .expect("an answer");
     drop(raw);
-    // Root may write everything, so the process is somebody else: who must be able to run this
+    // Root may write everything, so the process runs as another user, who needs access to this
     // program.
     let program = directory.path().join("program");
     std::fs::copy(std::env::current_exe().expect("this test"), &program).expect("copied");
@@ -450,7 +449,7 @@ fn a_file_that_may_not_be_written_is_refused() {
         .expect("it is there")
         .uid()
         == 0;
-    // A file that may not be written, also where its log may, and one that cannot be made.
+    // A read-only file, also in a writable directory, and a file that cannot be created.
     let open = Directory::for_anybody();
     std::fs::copy(directory.file(), open.file()).expect("copied");
     allow(&open.file(), 0o444);
@@ -460,7 +459,7 @@ fn a_file_that_may_not_be_written_is_refused() {
         open.file(),
         directory.path().join("new.db"),
     ] {
-        let mut found = process("finds_that_it_may_not_write", &program, &file);
+        let mut found = process("reports_that_the_file_is_not_writable", &program, &file);
         if is_root {
             found.uid(65_534).gid(65_534);
         }
@@ -476,7 +475,7 @@ fn a_file_that_may_not_be_written_is_refused() {
 
 #[tokio::test]
 #[ignore = "a process of a test below"]
-async fn finds_that_the_disk_is_full() {
+async fn reports_that_the_disk_is_full() {
     let store = at(std::env::var_os(FILE).expect("a file"));
     let mut granted = 0;
     let refused = loop {
@@ -496,11 +495,11 @@ async fn finds_that_the_disk_is_full() {
             panic!("{answer:?}")
         };
         assert!(
-            line(error).contains("SQLite cannot work on") || line(error).contains("is full"),
+            line(error).contains("SQLite failed on") || line(error).contains("is full"),
             "{error}"
         );
     }
-    // What was granted before is known, also to who opens the file anew.
+    // Earlier grants are kept.
     for round in 0..granted {
         let marker = store
             .look(&crate::support::key(&format!("{round}-0")))
@@ -514,18 +513,18 @@ async fn finds_that_the_disk_is_full() {
 }
 
 #[tokio::test]
-async fn what_a_full_disk_does_not_take_is_not_granted_and_all_else_is_known() {
+async fn a_full_disk_grants_nothing_and_loses_nothing() {
     let directory = Directory::new();
     ask(&directory.store(), claim("first", 1))
         .await
         .expect("granted");
     let mut found = Command::new("sh");
-    // Blocks of 512 or 1,024 bytes: a file that would become longer fails, as on a full disk.
+    // Blocks of 512 or 1,024 bytes: writes beyond the limit fail, as on a full disk.
     found
         .args(["-c", r#"trap '' XFSZ; ulimit -f 400; exec "$0" "$@""#])
         .arg(std::env::current_exe().expect("this test"));
     found.args([
-        "files::finds_that_the_disk_is_full",
+        "files::reports_that_the_disk_is_full",
         "--exact",
         "--ignored",
         "--nocapture",
@@ -538,7 +537,7 @@ async fn what_a_full_disk_does_not_take_is_not_granted_and_all_else_is_known() {
         String::from_utf8_lossy(&found.stdout),
         String::from_utf8_lossy(&found.stderr)
     );
-    // There is room again.
+    // The disk has space again.
     let store = directory.store();
     assert_eq!(
         ask(&store, claim("0-0", 1)).await.expect("a verdict"),

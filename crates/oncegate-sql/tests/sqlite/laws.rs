@@ -25,14 +25,14 @@ impl Store for Owned {
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
-        // Another handle, with a thread of its own: as another process would have it.
+        // Another handle with its own thread, like another process.
         Some(Arc::new(self._directory.store()))
     }
 }
 
 oncegate_testkit::store_laws!(async || {
     let directory = Directory::new();
-    // The laws pull no plug, and some disks take long to sync.
+    // The laws simulate no power cut, and some disks sync slowly.
     Owned {
         store: directory.store().synchronous(Synchronous::Normal),
         _directory: directory,

@@ -1,4 +1,4 @@
-//! The SQLite store on real files, of several handles and several processes.
+//! The SQLite store on real files, with several handles and several processes.
 #![forbid(unsafe_code)]
 
 mod bad_table;

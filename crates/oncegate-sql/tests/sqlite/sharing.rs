@@ -1,4 +1,4 @@
-//! Several handles on one file, as several processes have them.
+//! Several handles on one file, like several processes.
 
 use futures_util::future::join_all;
 use oncegate_core::marker::{Token, Verdict};
@@ -13,7 +13,7 @@ use crate::support::{
 #[tokio::test(flavor = "multi_thread")]
 async fn of_a_hundred_claims_over_five_handles_one_is_granted() {
     let directory = Directory::new();
-    // All of them find no file, and make it at once.
+    // All of them find no file and create it concurrently.
     let stores: Vec<_> = (0..5).map(|_| directory.store()).collect();
     for round in 0..10 {
         let id = format!("pay-{round}");
@@ -46,7 +46,7 @@ async fn of_a_hundred_claims_over_five_handles_one_is_granted() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 8)]
-async fn all_who_find_no_file_make_one_together() {
+async fn concurrent_handles_create_one_file() {
     for _ in 0..150 {
         let directory = Directory::new();
         let makers = (0..8).map(|_| {
@@ -54,14 +54,13 @@ async fn all_who_find_no_file_make_one_together() {
             tokio::spawn(async move { store.persistence().await })
         });
         for made in join_all(makers).await {
-            made.expect("no panic")
-                .expect("it is there, whoever made it");
+            made.expect("no panic").expect("one of them creates it");
         }
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn handles_that_write_at_once_lose_nothing() {
+async fn concurrent_writers_lose_nothing() {
     let directory = Directory::new();
     let writers = (0..4).map(|writer| {
         let store = directory.store().synchronous(Synchronous::Normal);
@@ -98,7 +97,7 @@ async fn handles_that_write_at_once_lose_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_file_that_another_keeps_locked_is_waited_for_and_then_asked_again() {
+async fn a_locked_file_is_not_applied_after_the_timeout() {
     let directory = Directory::new();
     let store = at(directory.file()).timeout(SECOND);
     ask(&store, claim("a", 1)).await.expect("granted");
@@ -109,7 +108,7 @@ async fn a_file_that_another_keeps_locked_is_waited_for_and_then_asked_again() {
         .expect("the lock");
     let refused = ask(&store, claim("b", 1)).await.expect_err("it is locked");
     assert!(
-        matches!(refused, StoreError::NotApplied(_)) && line(&refused).contains("others write to"),
+        matches!(refused, StoreError::NotApplied(_)) && line(&refused).contains("kept"),
         "{refused}"
     );
     locked.rollback().expect("let go");

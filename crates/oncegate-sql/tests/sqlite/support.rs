@@ -1,4 +1,4 @@
-//! What the tests share.
+//! Helpers of the tests.
 
 use std::path::{Path, PathBuf};
 
@@ -11,7 +11,7 @@ pub(crate) use oncegate_testkit::asking::{
 use rusqlite::Connection;
 use tempfile::TempDir;
 
-/// A directory on the disk that the build is on: one for temporary files may lie in memory.
+/// A directory on the disk of the build: the system's temporary directory may be in memory.
 pub(crate) struct Directory(TempDir);
 
 impl Directory {
@@ -19,7 +19,7 @@ impl Directory {
         Self(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory"))
     }
 
-    /// One whose way there is open to every user, as that to the build need not be.
+    /// A directory whose path is accessible to every user, unlike that of the build.
     pub(crate) fn for_anybody() -> Self {
         Self(tempfile::tempdir_in("/var/tmp").expect("a directory"))
     }
@@ -32,12 +32,12 @@ impl Directory {
         self.path().join("markers.db")
     }
 
-    /// A handle of its own on the file.
+    /// A new handle on the file.
     pub(crate) fn store(&self) -> Sqlite {
         at(self.file())
     }
 
-    /// The file without the store.
+    /// A plain connection to the file.
     pub(crate) fn raw(&self) -> Connection {
         let raw = Connection::open(self.file()).expect("it opens");
         raw.busy_timeout(20 * SECOND).expect("a number");
@@ -45,7 +45,7 @@ impl Directory {
     }
 }
 
-/// A store that is patient: the machine may be busy with other tests.
+/// A store with a long timeout: the machine may be busy with other tests.
 pub(crate) fn at(path: impl AsRef<Path>) -> Sqlite {
     Sqlite::file(path).timeout(30 * SECOND)
 }
@@ -58,18 +58,18 @@ pub(crate) fn complete(id: &str, token: u128) -> Operation {
     operation(id, Ask::Complete, token, 1, terms(Guarantee::AtMostOnce))
 }
 
-/// The one line that a person reads.
+/// The message, which must be one line.
 pub(crate) fn line(error: &StoreError) -> String {
     let line = error.to_string();
     assert!(!line.contains('\n'), "{line}");
     line
 }
 
-/// A small generator (SplitMix64), so that a seed alone repeats what was drawn.
+/// A small generator (SplitMix64): the same seed repeats the same numbers.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
-    /// Seeded by the system; the seed is printed, and shown where a test fails.
+    /// Seeded by the system; prints the seed, which a failed test shows.
     pub(crate) fn seeded() -> Self {
         let seed = Token::random().0 as u64;
         println!("seed {seed}");

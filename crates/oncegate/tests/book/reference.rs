@@ -104,20 +104,20 @@ fn the_defaults_that_are_documented_are_those_of_the_code() {
         lasts(defaults::LONGEST_BACKOFF)
     );
     for (setting, default) in [
-        ("window", lasts(defaults::WINDOW)),
+        ("dedup_window", lasts(defaults::WINDOW)),
         ("lease", lasts(defaults::LEASE)),
-        ("attempts", defaults::ATTEMPTS.to_string()),
-        ("retries", defaults::RETRIES.to_string()),
+        ("max_attempts", defaults::ATTEMPTS.to_string()),
+        ("max_inline_retries", defaults::RETRIES.to_string()),
         ("backoff", backoff),
-        ("reconciles", defaults::RECONCILES.to_string()),
+        ("max_reconciles", defaults::RECONCILES.to_string()),
         ("handler_timeout", lasts(defaults::HANDLER_TIMEOUT)),
-        ("in_flight", defaults::IN_FLIGHT.to_string()),
+        ("max_in_flight", defaults::IN_FLIGHT.to_string()),
         (
-            "in_flight_bytes",
+            "max_in_flight_bytes",
             format!("{} MiB", defaults::IN_FLIGHT_BYTES >> 20),
         ),
         (
-            "waiting",
+            "max_queued",
             format!(
                 "{},{:03}",
                 defaults::WAITING / 1000,
@@ -125,10 +125,10 @@ fn the_defaults_that_are_documented_are_those_of_the_code() {
             ),
         ),
         (
-            "waiting_bytes",
+            "max_queued_bytes",
             format!("{} MiB", defaults::WAITING_BYTES >> 20),
         ),
-        ("drain", lasts(defaults::DRAIN)),
+        ("drain_timeout", lasts(defaults::DRAIN)),
     ] {
         let (_, says) = documented
             .iter()

@@ -2,6 +2,7 @@
 
 use super::{FREEZE_KAFKA, Finder, Invariant};
 use crate::ledger::{Asked, Place, Record, Sent, What};
+use oncegate::defaults::STOP_TIMEOUT;
 use std::time::Duration;
 
 /// How a process ends that aborts.
@@ -27,13 +28,13 @@ const LEAVE: Duration = Duration::from_secs(10);
 /// After a freeze of Kafka its client may have forgotten it: for how long at the most, until
 /// another one takes its place, and what a consumer says that is told to drain meanwhile.
 const FORGOTTEN: Duration = Duration::from_secs(25);
-const STAYS: &str = "the group was not left in time";
+const STAYS: &str = "did not leave the group in time";
 
 /// How long before a failover begins its replicas may not have heard of what is said.
 pub(super) const UNHEARD: Duration = Duration::from_secs(1);
 
 pub(super) fn check(finder: &mut Finder<'_>) {
-    let bound = finder.rules.drain.as_millis() + 1_000;
+    let bound = (finder.rules.drain + STOP_TIMEOUT).as_millis() + 1_000;
     for record in finder.ledger.records() {
         match &record.what {
             What::Left { count } if *count > 0 => {

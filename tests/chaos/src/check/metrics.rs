@@ -73,7 +73,7 @@ fn compare(finder: &mut Finder<'_>, name: &str, process: &Process<'_>) {
         &mut counts.metrics_bounded
     };
     *compared += 1;
-    // The answer to what was let go at the end of a drain is read by nobody.
+    // The answer to what was abandoned at the end of a stop is read by nobody.
     let unread = of("dropped");
     for outcome in ANSWERS.into_iter().chain(ENDS) {
         let (counted, seen) = (

@@ -510,7 +510,7 @@ fn i12_counters_that_are_not_what_the_ledger_has() {
         wrong(true, &[("first", 1), ("completed", 1), ("busy", 1)]),
         1
     );
-    // It was let go at the end of a drain, and nobody has read the answer.
+    // It was abandoned at the end of a stop, and nobody has read the answer.
     assert_eq!(wrong(true, &[("completed", 1), ("dropped", 1)]), 0);
     // What a killed process counted last is gone; what it had not seen it cannot have counted.
     assert_eq!(wrong(false, &[]), 0);
@@ -708,9 +708,9 @@ fn a_consumer_ends_only_when_told_to_well_and_in_time() {
             .breaks(&RULES)
     };
     assert_eq!(ended(Sent::Kill, "signal 9", 1), []);
-    assert_eq!(ended(Sent::Terminate, "exit 0", 11_000), []);
+    assert_eq!(ended(Sent::Terminate, "exit 0", 13_000), []);
     assert_eq!(
-        ended(Sent::Terminate, "exit 0", 11_001),
+        ended(Sent::Terminate, "exit 0", 13_001),
         [(Invariant::Exit, None)]
     );
     assert_eq!(
@@ -742,7 +742,7 @@ fn a_consumer_that_drains_while_its_broker_is_away_may_end_with_an_error() {
     assert_eq!(
         (
             ended("freeze-kafka", 22_000, 1_900),
-            ended("freeze-kafka", 25_000, 21_001)
+            ended("freeze-kafka", 27_000, 23_001)
         ),
         ((1, 0), (1, 0))
     );

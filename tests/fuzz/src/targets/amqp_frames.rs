@@ -1,14 +1,15 @@
-//! Whatever a broker sends passes in its order and its length, but for what comes back, in however
-//! small pieces it comes.
+//! The frame sanitizer keeps order and length of whatever a broker sends, except for returned
+//! messages, in pieces of any size.
 
-use crate::frames::{Frames, SPOILT};
+use crate::client::frame_sanitizer::{FrameSanitizer, INVALID_UTF8_MARK};
 
-fn passed(data: &[u8], pieces: impl Iterator<Item = usize>, at_once: usize) -> Vec<u8> {
-    let (mut frames, mut out, mut buffer) = (Frames::default(), Vec::new(), vec![0; at_once]);
+fn sanitize_in_pieces(data: &[u8], pieces: impl Iterator<Item = usize>, at_once: usize) -> Vec<u8> {
+    let (mut sanitizer, mut out, mut buffer) =
+        (FrameSanitizer::default(), Vec::new(), vec![0; at_once]);
     let mut rest = data;
-    let mut hand_out = |frames: &mut Frames| {
+    let mut read_all = |sanitizer: &mut FrameSanitizer| {
         loop {
-            match frames.hand_out(&mut buffer) {
+            match sanitizer.read(&mut buffer) {
                 0 => return,
                 count => out.extend_from_slice(&buffer[..count]),
             }
@@ -17,45 +18,45 @@ fn passed(data: &[u8], pieces: impl Iterator<Item = usize>, at_once: usize) -> V
     for size in pieces {
         let (piece, after) = rest.split_at(size.clamp(1, rest.len().max(1)).min(rest.len()));
         rest = after;
-        frames.take_in(piece);
-        hand_out(&mut frames);
+        sanitizer.push(piece);
+        read_all(&mut sanitizer);
         if rest.is_empty() {
             break;
         }
     }
-    frames.end();
-    hand_out(&mut frames);
+    sanitizer.finish();
+    read_all(&mut sanitizer);
     out
 }
 
-/// What a broker sends passes in its order and its length, but for what comes back, in however
-/// small pieces it comes.
+/// The frame sanitizer keeps order and length of whatever a broker sends, except for returned
+/// messages, in pieces of any size.
 ///
 /// # Panics
 /// If that does not hold.
 pub fn amqp_frames(data: &[u8]) {
-    let whole = passed(data, std::iter::once(data.len()), 4_096);
-    // A message that comes back passes without its content.
-    let comes_back = data.windows(4).any(|four| four == [0, 60, 0, 50]);
-    assert!(if comes_back {
+    let whole = sanitize_in_pieces(data, std::iter::once(data.len()), 4_096);
+    // A returned message loses its content.
+    let has_return = data.windows(4).any(|four| four == [0, 60, 0, 50]);
+    assert!(if has_return {
         whole.len() <= data.len()
     } else {
         whole.len() == data.len()
     });
-    assert!(SPOILT.is_ascii());
-    // What begins like no frame passes at once, as far as it has come: only frames may be compared
-    // piece by piece.
-    if is_of_frames(data) {
+    assert!(INVALID_UTF8_MARK.is_ascii());
+    // Bytes that are no frame are passed on as they arrive, so only frames give the same result in
+    // pieces.
+    if consists_of_frames(data) {
         let odd = data
             .iter()
             .map(|byte| usize::from(*byte % 23) + 1)
             .chain(std::iter::repeat(1));
-        assert_eq!(passed(data, odd, 7), whole);
+        assert_eq!(sanitize_in_pieces(data, odd, 7), whole);
     }
 }
 
-/// Whether all of it is frames, but for the end of the last one.
-fn is_of_frames(mut data: &[u8]) -> bool {
+/// Whether the bytes are frames; the last one may be incomplete.
+fn consists_of_frames(mut data: &[u8]) -> bool {
     while let [kind, _, _, a, b, c, d, ..] = data {
         if ![1, 2, 3, 8].contains(kind) {
             return false;

@@ -6,8 +6,9 @@ use lapin::BasicProperties;
 use lapin::message::Delivery as Raw;
 use lapin::types::{AMQPValue, FieldArray, FieldTable, ShortString};
 
-use crate::settings::Settings;
-use crate::{frames, incoming};
+use crate::client::frame_sanitizer::INVALID_UTF8_MARK;
+use crate::incoming;
+use crate::queue_settings::QueueSettings;
 
 /// Names that mean something to the mapping.
 const NAMES: [&str; 8] = [
@@ -108,24 +109,24 @@ pub fn amqp_headers(data: &[u8]) {
     let properties = properties.with_headers(table(&mut rest, 0));
     let mut raw = Raw::mock(7, "".into(), text(&mut rest), false, rest.to_vec());
     raw.properties = properties;
-    let spoilt = incoming::is_spoilt(&raw);
+    let is_invalid = incoming::has_invalid_utf8(&raw);
     let names = raw
         .properties
         .headers()
         .iter()
         .flat_map(|table| table.inner().keys())
-        .filter(|name| name.as_str().contains(frames::SPOILT))
+        .filter(|name| name.as_str().contains(INVALID_UTF8_MARK))
         .count();
-    assert!(spoilt || names == 0);
+    assert!(is_invalid || names == 0);
     let [by_queue, keyed] = take::<1>(&mut rest).map(|byte| [byte & 1 == 1, byte & 2 == 2])[0];
-    let settings = Settings {
+    let settings = QueueSettings {
         name: "queue".into(),
         key_header: keyed.then(|| "count".into()),
         by_queue,
     };
-    let (delivery, _) = incoming::read(raw, &settings, 1);
+    let (delivery, _) = incoming::parse_delivery(raw, &settings, 1);
     // A number that nobody would believe counts as none.
     assert!(delivery.failures <= 100_000);
     let longest = Duration::from_secs(if by_queue { 366 * 86_400 } else { 600 });
-    assert!(incoming::wait(&delivery, &settings).is_none_or(|wait| wait <= longest));
+    assert!(incoming::remaining_delay(&delivery, &settings).is_none_or(|wait| wait <= longest));
 }

@@ -3,7 +3,7 @@
 
 use oncegate_redis::Redis;
 
-use crate::node::Node;
+use crate::node::BrokerNode;
 
 /// Nothing that a fuzzer writes by chance, nor an encoding: no digit of it is hexadecimal.
 const PASSWORD: &str = "zqWxvkTsyGuRh";
@@ -26,13 +26,17 @@ pub fn urls(data: &[u8]) {
         format!("amqps://{before}{PASSWORD}{after}@h"),
         format!("{before}://u:{PASSWORD}@{after}"),
     ] {
-        let shown = match Node::read(&url) {
+        let shown = match BrokerNode::parse(&url) {
             Ok(node) => {
                 // Whoever gives the password as the user, host or path gets it shown.
                 let misplaced = node.uri.authority.userinfo.username.contains(PASSWORD)
                     || node.uri.authority.host.contains(PASSWORD)
                     || node.uri.vhost.contains(PASSWORD);
-                if misplaced { String::new() } else { node.shown }
+                if misplaced {
+                    String::new()
+                } else {
+                    node.redacted_url
+                }
             }
             Err(error) => format!("{error} {error:?}"),
         };

@@ -1,0 +1,113 @@
+//! Connects with a timeout that covers the whole handshake.
+//!
+//! lapin's connection thread owns the socket and waits for the broker without a timeout: a load
+//! balancer that accepts and sends nothing would leak a thread and a socket with each attempt.
+
+use std::io;
+use std::net::{Shutdown, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use async_rs::Tokio;
+use async_rs::traits::Reactor;
+use lapin::tcp::RustlsConnector;
+use lapin::uri::AMQPUri;
+use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
+
+use crate::client::sanitized_stream::{self, SanitizedStream};
+
+/// Shuts the socket of an unfinished handshake down when it is dropped, unless it was
+/// [disarmed](Self::disarm).
+#[derive(Default)]
+struct HandshakeGuard(Arc<Mutex<HandshakeState>>);
+
+#[derive(Default)]
+enum HandshakeState {
+    #[default]
+    Connecting,
+    /// The socket is open; this is a second handle to it.
+    AwaitingBroker(TcpStream),
+    Finished,
+}
+
+/// Connects, with TLS if there is a connector; `None` after the timeout.
+pub(crate) async fn connect(
+    uri: AMQPUri,
+    tls: Option<RustlsConnector>,
+    properties: ConnectionProperties,
+    timeout: Duration,
+) -> Option<lapin::Result<Connection>> {
+    let handshake = HandshakeGuard::default();
+    let state = Arc::clone(&handshake.0);
+    let connecting = Connection::connector(
+        uri,
+        sanitized_stream::runtime(),
+        async move |uri, runtime| {
+            // Not by lapin's `AMQPUriTcpExt`, which traces the URL with its password.
+            let connecting = async {
+                let host = uri.authority.host.clone();
+                let stream = Tokio::current()
+                    .tcp_connect(runtime.to_socket_addrs((host, uri.authority.port)))
+                    .await?;
+                let socket = duplicate(stream.get_ref())?;
+                let stream = match &tls {
+                    Some(connector) => SanitizedStream::new(
+                        connector.connect_async(&uri.authority.host, stream).await?,
+                    ),
+                    None => SanitizedStream::new(stream),
+                };
+                io::Result::Ok((stream, socket))
+            };
+            let (stream, socket) = tokio::time::timeout(timeout, connecting)
+                .await
+                .map_err(io::Error::from)??;
+            let mut state = lock(&state);
+            if let HandshakeState::Finished = *state {
+                return Err(io::Error::from(io::ErrorKind::TimedOut).into());
+            }
+            *state = HandshakeState::AwaitingBroker(socket);
+            drop(state);
+            Ok(AsyncTcpStream::Plain(stream))
+        },
+        properties,
+    );
+    let connected = tokio::time::timeout(timeout, connecting).await.ok();
+    if let Some(Ok(_)) = connected {
+        handshake.disarm();
+    }
+    connected
+}
+
+impl HandshakeGuard {
+    fn disarm(&self) {
+        *lock(&self.0) = HandshakeState::Finished;
+    }
+}
+
+impl Drop for HandshakeGuard {
+    fn drop(&mut self) {
+        if let HandshakeState::AwaitingBroker(socket) =
+            std::mem::replace(&mut *lock(&self.0), HandshakeState::Finished)
+        {
+            // lapin's thread reads the end of the stream and ends.
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+fn lock(state: &Mutex<HandshakeState>) -> MutexGuard<'_, HandshakeState> {
+    // No code panics while it holds the lock.
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(unix)]
+fn duplicate(socket: &tokio::net::TcpStream) -> io::Result<TcpStream> {
+    use std::os::fd::AsFd;
+    Ok(socket.as_fd().try_clone_to_owned()?.into())
+}
+
+#[cfg(windows)]
+fn duplicate(socket: &tokio::net::TcpStream) -> io::Result<TcpStream> {
+    use std::os::windows::io::AsSocket;
+    Ok(socket.as_socket().try_clone_to_owned()?.into())
+}

@@ -1,0 +1,118 @@
+//! Finds out whether the broker has forgotten a consumer.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use lapin::Connection;
+use lapin::options::QueueDeclareOptions;
+use lapin::types::{FieldTable, ShortString};
+use tokio::time::Instant;
+
+/// How long a consumer with free prefetch receives nothing before the queue is checked.
+pub(crate) const SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(3);
+/// The same on a channel that was opened because of silence, until it receives something: then the
+/// consumer was not forgotten, but waits behind a single active one, for example.
+pub(crate) const LONG_SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(60);
+/// When to check again after a check that found ready messages: they may be on their way.
+const RECHECK_AFTER: Duration = Duration::from_millis(200);
+
+/// Counts the ready messages of a queue when a consumer has received nothing for a while.
+///
+/// A quorum queue may lose a consumer without notice when its leader moves to another node: the
+/// channel stays open and receives nothing more. Ready messages in two checks without a delivery in
+/// between, while the prefetch has room, show that.
+pub(crate) struct SilenceProbe {
+    connection: Arc<Connection>,
+    queue: ShortString,
+    interval: Duration,
+    next_check: Instant,
+    check: Option<BoxFuture<'static, lapin::Result<u32>>>,
+    /// Whether a check found ready messages since the last delivery.
+    found_ready: bool,
+    is_enabled: bool,
+}
+
+impl SilenceProbe {
+    /// A disabled probe is enabled by the first delivery: consumers behind a single active one
+    /// receive nothing until they become active.
+    pub(crate) fn new(
+        connection: Arc<Connection>,
+        queue: ShortString,
+        interval: Duration,
+        is_enabled: bool,
+    ) -> Self {
+        Self {
+            connection,
+            queue,
+            interval,
+            next_check: Instant::now() + interval,
+            check: None,
+            found_ready: false,
+            is_enabled,
+        }
+    }
+
+    /// The consumer received something.
+    pub(crate) fn delivered(&mut self) {
+        self.interval = SILENCE_CHECK_INTERVAL;
+        self.next_check = Instant::now() + SILENCE_CHECK_INTERVAL;
+        self.found_ready = false;
+        self.is_enabled = true;
+    }
+
+    /// When to start the next check; `None` while one is running or the probe is disabled.
+    pub(crate) fn next_check(&self) -> Option<Instant> {
+        (self.is_enabled && self.check.is_none()).then_some(self.next_check)
+    }
+
+    /// Starts a check if one is due.
+    pub(crate) fn check_if_due(&mut self) {
+        if self.next_check().is_none_or(|at| at > Instant::now()) {
+            return;
+        }
+        self.next_check = Instant::now() + self.interval;
+        let (connection, queue) = (Arc::clone(&self.connection), self.queue.clone());
+        self.check = Some(Box::pin(async move {
+            let channel = connection.create_channel().await?;
+            let options = QueueDeclareOptions {
+                passive: true,
+                ..QueueDeclareOptions::default()
+            };
+            let declared = channel
+                .queue_declare(queue, options, FieldTable::default())
+                .await?;
+            channel.close(200, "OK".into()).await?;
+            Ok(declared.message_count())
+        }));
+    }
+
+    pub(crate) fn is_checking(&self) -> bool {
+        self.check.is_some()
+    }
+
+    /// Waits for the running check: the number of ready messages, 0 if it failed. Cancel-safe;
+    /// never returns while there is no check.
+    pub(crate) async fn ready_messages(&mut self) -> u32 {
+        let Some(check) = &mut self.check else {
+            return std::future::pending().await;
+        };
+        let checked = check.await;
+        self.check = None;
+        checked.unwrap_or(0)
+    }
+
+    /// Whether this outcome of a check shows that the consumer is forgotten. If it only may be, the
+    /// next check comes soon.
+    pub(crate) fn is_forgotten(&mut self, ready_messages: u32, has_room: bool) -> bool {
+        if ready_messages == 0 {
+            return false;
+        }
+        if has_room && self.found_ready {
+            return true;
+        }
+        self.found_ready = true;
+        self.next_check = Instant::now() + RECHECK_AFTER;
+        false
+    }
+}

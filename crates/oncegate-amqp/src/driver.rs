@@ -1,0 +1,623 @@
+//! The task behind the source: it keeps a channel open and executes settlements.
+//!
+//! It runs on a thread of its own, which no handler can block, because the connection's heartbeats
+//! depend on it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use oncegate_core::lifecycle::{Reason, Settlement};
+use oncegate_core::source::{Delivery, FailureHistory, Settled, SourceError};
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use crate::backoff::Backoff;
+use crate::client::silence_probe::{LONG_SILENCE_CHECK_INTERVAL, SILENCE_CHECK_INTERVAL};
+use crate::inbox::InboxSender;
+use crate::incoming;
+use crate::message_copy::{MessageCopy, PublishCancellation};
+use crate::open_session::{self, MAX_RECONNECT_PAUSE};
+use crate::publisher::{ConfirmedCopy, CopyPublisher};
+use crate::queue_settings::QueueSettings;
+use crate::session::{ChannelLoss, ConsumerSession, GapPolicy, SessionEvent, UnsettledDelivery};
+use crate::settings::Rejects;
+
+/// The longest delay that a released delivery waits in memory, if there are delay queues.
+const MAX_IN_MEMORY_DELAY: Duration = Duration::from_secs(5);
+/// The shortest delay of a release, so that an immediate release cannot spin.
+const MIN_RELEASE_DELAY: Duration = Duration::from_millis(20);
+/// After this many single acknowledgements behind a delayed delivery, it moves to a delay queue. A
+/// copy costs the broker about as much as a hundred single acknowledgements.
+const MAX_SINGLE_ACKS: usize = 256;
+/// A channel that was open for this long resets the backoff. One that fails at once must not.
+const STABLE_AFTER: Duration = Duration::from_secs(2);
+/// The same in [`PrefetchMode::OneByOne`].
+const STABLE_ONE_BY_ONE_AFTER: Duration = Duration::from_secs(10);
+/// How long [`PrefetchMode::OneByOne`] lasts.
+const ONE_BY_ONE_DURATION: Duration = Duration::from_secs(300);
+/// The longest pause before it consumes again after a message that the client cannot parse.
+const MAX_UNREADABLE_PAUSE: Duration = Duration::from_secs(30);
+/// How long closing a channel or a connection may take.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A command from the source.
+pub(crate) enum SourceCommand {
+    /// Execute these settlements.
+    Settle(Vec<Settled>),
+    /// Accept no more deliveries.
+    Stop,
+    /// Finish the pending settlements, then close.
+    Close {
+        /// When to close even if settlements are pending.
+        deadline: Instant,
+        /// Receives the outcome.
+        done: oneshot::Sender<Result<(), SourceError>>,
+    },
+}
+
+/// The driver's ends of what connects it to the source.
+pub(crate) struct DriverEndpoints {
+    pub(crate) inbox: InboxSender,
+    pub(crate) commands: UnboundedReceiver<SourceCommand>,
+    /// The epoch of the open channel; 0 while there is none.
+    pub(crate) live_epoch: Arc<AtomicU64>,
+}
+
+/// Opens the first channel, reports the outcome, and runs until the source is closed or dropped.
+pub(crate) async fn run(
+    settings: Arc<QueueSettings>,
+    endpoints: DriverEndpoints,
+    mut opened: oneshot::Sender<Result<(), SourceError>>,
+) {
+    let first = tokio::select! {
+        first = open_session::open_first(&settings) => first,
+        () = opened.closed() => return,
+    };
+    let session = match first {
+        Ok(session) => session,
+        Err(error) => return drop(opened.send(Err(error))),
+    };
+    endpoints.live_epoch.store(session.epoch, Ordering::Release);
+    let publisher = CopyPublisher::start(Arc::clone(&settings), Arc::clone(&endpoints.live_epoch));
+    let driver = AmqpDriver {
+        epoch: session.epoch,
+        session: SessionState::Open(Box::new(session)),
+        opened_at: Instant::now(),
+        backoff: Backoff::up_to(MAX_RECONNECT_PAUSE),
+        prefetch_mode: PrefetchMode::Normal,
+        intake: IntakeState::Open,
+        closing: None,
+        settings,
+        endpoints,
+        publisher,
+    };
+    let _ = opened.send(Ok(()));
+    let settings = Arc::clone(&driver.settings);
+    driver.run_loop().await;
+    settings.metrics.channel_opened();
+}
+
+struct AmqpDriver {
+    settings: Arc<QueueSettings>,
+    endpoints: DriverEndpoints,
+    publisher: CopyPublisher,
+    session: SessionState,
+    epoch: u64,
+    opened_at: Instant,
+    /// The pauses before reconnecting.
+    backoff: Backoff,
+    prefetch_mode: PrefetchMode,
+    intake: IntakeState,
+    closing: Option<CloseRequest>,
+}
+
+enum SessionState {
+    Open(Box<ConsumerSession>),
+    Opening(BoxFuture<'static, ConsumerSession>),
+    Closed,
+}
+
+/// How many deliveries the driver asks for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum PrefetchMode {
+    Normal,
+    /// A prefetch of 1 after a message that the client could not parse: such a message closes the
+    /// connection, and other unacknowledged deliveries would be redelivered each time.
+    OneByOne,
+}
+
+impl PrefetchMode {
+    fn prefetch(self, settings: &QueueSettings) -> u16 {
+        match self {
+            Self::Normal => settings.prefetch,
+            Self::OneByOne => 1,
+        }
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum IntakeState {
+    Open,
+    Stopped,
+}
+
+struct CloseRequest {
+    deadline: Instant,
+    done: oneshot::Sender<Result<(), SourceError>>,
+}
+
+enum DriverEvent {
+    SessionOpened(Box<ConsumerSession>),
+    Session(SessionEvent),
+}
+
+impl SessionState {
+    async fn next(&mut self) -> DriverEvent {
+        match self {
+            Self::Open(session) => DriverEvent::Session(session.next_event().await),
+            Self::Opening(opening) => DriverEvent::SessionOpened(Box::new(opening.await)),
+            Self::Closed => std::future::pending().await,
+        }
+    }
+}
+
+impl AmqpDriver {
+    async fn run_loop(mut self) {
+        while !self.is_finished() {
+            let deadline = self
+                .closing
+                .as_ref()
+                .map_or_else(Instant::now, |closing| closing.deadline);
+            tokio::select! {
+                biased;
+                command = self.endpoints.commands.recv(), if self.closing.is_none() => match command {
+                    Some(command) => self.execute(command).await,
+                    None => break,
+                },
+                confirmed = self.publisher.confirmed() => match confirmed {
+                    Some(confirmed) => self.confirmed(&confirmed),
+                    None => {
+                        tracing::error!(
+                            queue = &*self.settings.name,
+                            "the publisher task ended, which is a bug in oncegate; closing the source; restart the consumer and report this"
+                        );
+                        break;
+                    }
+                },
+                event = self.session.next() => self.handle_event(event),
+                () = tokio::time::sleep_until(deadline), if self.closing.is_some() => break,
+            }
+            if self.can_restore_prefetch() {
+                self.prefetch_mode = PrefetchMode::Normal;
+                self.channel_lost(&ChannelLoss::Broken(
+                    "closed on purpose: the prefetch is restored after an unparsable message"
+                        .into(),
+                ));
+            }
+            if let SessionState::Open(session) = &mut self.session {
+                session.flush(if self.closing.is_some() {
+                    GapPolicy::Ignore
+                } else {
+                    GapPolicy::Wait
+                });
+                self.settings.metrics.set_unacked(session.acks.unacked());
+            }
+            self.move_blocking_delivery();
+        }
+        self.shut_down().await;
+    }
+
+    async fn execute(&mut self, command: SourceCommand) {
+        match command {
+            SourceCommand::Settle(batch) => {
+                batch.into_iter().for_each(|settled| self.settle(settled))
+            }
+            SourceCommand::Stop => self.stop().await,
+            SourceCommand::Close { deadline, done } => {
+                self.stop().await;
+                self.closing = Some(CloseRequest { deadline, done });
+            }
+        }
+    }
+
+    fn settle(&mut self, settled: Settled) {
+        let Settled {
+            mut delivery,
+            settlement,
+            story,
+        } = settled;
+        let tag = delivery.receipt.position;
+        oncegate_core::wrong_version!("settle-on-another-channel", {
+            if let SessionState::Open(session) = &self.session {
+                delivery.receipt.epoch = session.epoch;
+            }
+        });
+        let session = match &mut self.session {
+            SessionState::Open(session) if session.epoch == delivery.receipt.epoch => session,
+            _ => return count_stale_receipt(&self.settings, tag),
+        };
+        if let Settlement::Accept(_) = settlement {
+            if session.acks.settle(tag).is_none() {
+                count_stale_receipt(&self.settings, tag);
+            }
+            return;
+        }
+        match settlement {
+            Settlement::Accept(_) => {}
+            Settlement::Reject(reason) => self.reject(delivery, &reason, story.as_deref()),
+            // Released while draining: closing the channel returns it to the queue.
+            Settlement::Release { after, .. }
+                if after.is_zero() && self.intake == IntakeState::Stopped => {}
+            Settlement::Release { after, failures } => {
+                delivery.failures = failures;
+                self.delay(delivery, after);
+            }
+        }
+    }
+
+    /// Sends a delivery to the dead letters or the in-doubt queue.
+    fn reject(&mut self, delivery: Delivery, reason: &Reason, story: Option<&FailureHistory>) {
+        let SessionState::Open(session) = &mut self.session else {
+            return;
+        };
+        let tag = delivery.receipt.position;
+        if self.settings.rejects == Rejects::ByQueue && !reason.is_in_doubt() {
+            if !session.reject(tag) {
+                count_stale_receipt(&self.settings, tag);
+            }
+            return;
+        }
+        let Some(unsettled) = session.acks.context(tag) else {
+            return count_stale_receipt(&self.settings, tag);
+        };
+        self.publisher.publish(MessageCopy::rejected(
+            &delivery,
+            reason,
+            story,
+            &unsettled.original,
+            &self.settings,
+        ));
+        session.publishing += 1;
+    }
+
+    /// Delays a delivery: in memory if the delay is short or there are no delay queues, else in a
+    /// delay queue.
+    fn delay(&mut self, delivery: Delivery, after: Duration) {
+        let SessionState::Open(session) = &mut self.session else {
+            return;
+        };
+        let tag = delivery.receipt.position;
+        let Some(unsettled) = session.acks.context(tag) else {
+            return count_stale_receipt(&self.settings, tag);
+        };
+        let has_delay_queues = self.settings.uses_delay_queues();
+        let is_crowded = session.delayed.len() >= session.prefetch / 2;
+        if has_delay_queues
+            && (after > MAX_IN_MEMORY_DELAY || is_crowded || self.intake == IntakeState::Stopped)
+        {
+            self.publisher.publish(MessageCopy::delayed(
+                &delivery,
+                after,
+                &unsettled.original,
+                &self.settings,
+            ));
+            session.publishing += 1;
+        } else {
+            // The broker closes the channel of a delivery that exceeds its consumer timeout.
+            let after = after
+                .min(self.settings.consumer_timeout / 2)
+                .max(MIN_RELEASE_DELAY);
+            session.delayed.insert(Instant::now() + after, delivery);
+        }
+    }
+
+    /// Moves a delivery from memory to a delay queue if it keeps many later ones from being
+    /// acknowledged together: single acknowledgements cost the broker several times as much. The
+    /// original waits in memory until the copy is confirmed.
+    fn move_blocking_delivery(&mut self) {
+        let SessionState::Open(session) = &mut self.session else {
+            return;
+        };
+        let Some((tag, _)) = session
+            .acks
+            .blocking_tag()
+            .filter(|(_, acked_singly)| *acked_singly >= MAX_SINGLE_ACKS)
+        else {
+            return;
+        };
+        if !self.settings.uses_delay_queues() || self.settings.metrics.is_blocked() {
+            return;
+        }
+        let now = Instant::now();
+        let (Some((due, delivery)), Some(unsettled)) =
+            (session.delayed.movable(tag, now), session.acks.context(tag))
+        else {
+            return;
+        };
+        let copy = MessageCopy::delayed(
+            delivery,
+            due.saturating_duration_since(now),
+            &unsettled.original,
+            &self.settings,
+        );
+        if copy.is_lossless(&unsettled.original, session.frame_max()) {
+            let cancellation = Some(session.delayed.start_move(tag, due, now));
+            self.publisher.publish(MessageCopy {
+                cancellation,
+                ..copy
+            });
+        } else {
+            session.delayed.mark_unmovable(tag);
+        }
+    }
+
+    fn confirmed(&mut self, confirmed: &ConfirmedCopy) {
+        let SessionState::Open(session) = &mut self.session else {
+            return;
+        };
+        // The original of a cancelled copy was redelivered from memory and is settled by itself.
+        if session.epoch != confirmed.epoch
+            || confirmed
+                .cancellation
+                .as_ref()
+                .is_some_and(PublishCancellation::is_cancelled)
+        {
+            return;
+        }
+        if !session.delayed.finish_move(confirmed.tag) {
+            session.publishing = session.publishing.saturating_sub(1);
+        }
+        session.acks.settle(confirmed.tag);
+    }
+
+    fn handle_event(&mut self, event: DriverEvent) {
+        match event {
+            DriverEvent::SessionOpened(session) => {
+                self.endpoints
+                    .live_epoch
+                    .store(session.epoch, Ordering::Release);
+                tracing::info!(
+                    queue = &*self.settings.name,
+                    broker = self.settings.redacted_url(),
+                    "reconnected; consuming again"
+                );
+                self.settings.metrics.channel_opened();
+                self.opened_at = Instant::now();
+                self.session = SessionState::Open(session);
+            }
+            DriverEvent::Session(SessionEvent::Delivered(deliveries)) => {
+                self.receive_deliveries(deliveries)
+            }
+            DriverEvent::Session(SessionEvent::Wake) => self.redeliver_due(),
+            DriverEvent::Session(SessionEvent::Lost(loss)) => self.channel_lost(&loss),
+        }
+    }
+
+    fn receive_deliveries(&mut self, deliveries: Vec<lapin::message::Delivery>) {
+        self.settings.metrics.delivered(
+            deliveries.len(),
+            deliveries
+                .iter()
+                .filter(|delivery| delivery.redelivered)
+                .count(),
+        );
+        for delivery in deliveries {
+            let SessionState::Open(session) = &mut self.session else {
+                return;
+            };
+            let (tag, invalid_utf8) =
+                (delivery.delivery_tag, incoming::has_invalid_utf8(&delivery));
+            let (delivery, original) =
+                incoming::parse_delivery(delivery, &self.settings, session.epoch);
+            session
+                .acks
+                .delivered(tag, UnsettledDelivery::new(original));
+            if self.intake == IntakeState::Stopped {
+                // Closing the channel requeues it.
+                continue;
+            }
+            let size = delivery.message.body.len();
+            if size > self.settings.body_limit {
+                tracing::warn!(
+                    queue = &*self.settings.name,
+                    size,
+                    limit = self.settings.body_limit,
+                    "a body is over the limit; message sent to the dead letters"
+                );
+                self.reject(delivery, &Reason::TooLarge, None);
+                continue;
+            }
+            if invalid_utf8 {
+                let problem = "a property, a header's name or the routing key is not UTF-8";
+                tracing::warn!(
+                    queue = &*self.settings.name,
+                    problem,
+                    "message cannot be read; sent to the dead letters"
+                );
+                self.reject(
+                    delivery,
+                    &Reason::Unreadable,
+                    Some(&FailureHistory {
+                        last_error: Some(problem.into()),
+                        ..FailureHistory::default()
+                    }),
+                );
+                continue;
+            }
+            match incoming::remaining_delay(&delivery, &self.settings) {
+                Some(wait) => self.delay(delivery, wait),
+                None => self.endpoints.inbox.deliver(delivery),
+            }
+        }
+    }
+
+    fn redeliver_due(&mut self) {
+        let SessionState::Open(session) = &mut self.session else {
+            return;
+        };
+        self.endpoints
+            .inbox
+            .deliver_at_front(session.delayed.take_due(Instant::now()));
+    }
+
+    /// Whether [`PrefetchMode::OneByOne`] is over. Only while no delivery is unacknowledged, so that
+    /// none is redelivered because of the new channel.
+    fn can_restore_prefetch(&self) -> bool {
+        self.prefetch_mode == PrefetchMode::OneByOne
+            && self.intake == IntakeState::Open
+            && self.opened_at.elapsed() > ONE_BY_ONE_DURATION
+            && matches!(&self.session, SessionState::Open(session) if session.is_idle())
+    }
+
+    fn channel_lost(&mut self, loss: &ChannelLoss) {
+        let SessionState::Open(mut session) =
+            std::mem::replace(&mut self.session, SessionState::Closed)
+        else {
+            return;
+        };
+        session.delayed.cancel_move();
+        self.endpoints.live_epoch.store(0, Ordering::Release);
+        self.endpoints.inbox.revoke(session.epoch);
+        self.settings.metrics.channel_lost();
+        self.settings.metrics.set_unacked(0);
+        let (queue, broker) = (&*self.settings.name, self.settings.redacted_url());
+        match loss {
+            ChannelLoss::Broken(problem) | ChannelLoss::Silent(problem) => {
+                tracing::warn!(
+                    queue,
+                    broker,
+                    problem,
+                    "channel lost; reconnecting; unacknowledged messages will be redelivered"
+                );
+            }
+            ChannelLoss::Unreadable(problem) => tracing::error!(
+                queue,
+                broker,
+                problem,
+                "the client cannot parse a message at the head of the queue, which blocks the messages behind it; reconnecting with a prefetch of 1; remove the message with the management interface or another client"
+            ),
+        }
+        let closed = tokio::spawn(session.close(CLOSE_TIMEOUT));
+        if self.intake == IntakeState::Open {
+            self.epoch += 1;
+            match (loss, self.prefetch_mode) {
+                (ChannelLoss::Unreadable(_), PrefetchMode::Normal) => {
+                    (self.prefetch_mode, self.backoff) =
+                        (PrefetchMode::OneByOne, Backoff::up_to(MAX_UNREADABLE_PAUSE))
+                }
+                (ChannelLoss::Broken(_) | ChannelLoss::Silent(_), PrefetchMode::Normal)
+                    if self.opened_at.elapsed() > STABLE_AFTER =>
+                {
+                    self.backoff = Backoff::up_to(MAX_RECONNECT_PAUSE)
+                }
+                (_, PrefetchMode::OneByOne)
+                    if self.opened_at.elapsed() > STABLE_ONE_BY_ONE_AFTER =>
+                {
+                    self.backoff.reset()
+                }
+                _ => {}
+            }
+            let prefetch = self.prefetch_mode.prefetch(&self.settings);
+            let silence_check = if let ChannelLoss::Silent(_) = loss {
+                LONG_SILENCE_CHECK_INTERVAL
+            } else {
+                SILENCE_CHECK_INTERVAL
+            };
+            let opening = open_session::reopen(
+                Arc::clone(&self.settings),
+                self.epoch,
+                prefetch,
+                silence_check,
+                self.backoff.pause(),
+            );
+            let old_session_closed = self.settings.preserves_order().then_some(closed);
+            self.session = SessionState::Opening(Box::pin(async move {
+                if let Some(closed) = old_session_closed {
+                    // Closing has a timeout, and a panic in the task closes the channel, too.
+                    let _ = closed.await;
+                }
+                opening.await
+            }));
+        }
+    }
+
+    /// Accepts no more deliveries. Delayed ones move to the delay queues, if there are some.
+    async fn stop(&mut self) {
+        self.intake = IntakeState::Stopped;
+        let delayed = match &mut self.session {
+            SessionState::Open(session) => {
+                session.stop().await;
+                let (delayed, moves) = session.delayed.take_all();
+                session.publishing += usize::from(moves);
+                delayed
+            }
+            opening @ SessionState::Opening(_) => {
+                *opening = SessionState::Closed;
+                return;
+            }
+            SessionState::Closed => return,
+        };
+        for ((due, _), delivery) in delayed {
+            self.delay(delivery, due.saturating_duration_since(Instant::now()));
+        }
+    }
+
+    /// Whether the source asked to close and no settlement is pending.
+    fn is_finished(&self) -> bool {
+        self.closing.is_some()
+            && match &self.session {
+                SessionState::Open(session) => session.is_quiet(),
+                SessionState::Opening(_) | SessionState::Closed => true,
+            }
+    }
+
+    async fn shut_down(mut self) {
+        let finished = self.is_finished();
+        self.settings.metrics.set_unacked(0);
+        self.endpoints.live_epoch.store(0, Ordering::Release);
+        match self.session {
+            SessionState::Open(mut session) => {
+                session.flush(GapPolicy::Ignore);
+                if !finished {
+                    // Sends the last acknowledgements before the channel closes.
+                    let acknowledged = async {
+                        while session.is_acknowledging() {
+                            session.next_event().await;
+                        }
+                    };
+                    let _ = tokio::time::timeout(Duration::from_millis(100), acknowledged).await;
+                }
+                session.close(CLOSE_TIMEOUT).await;
+            }
+            SessionState::Opening(_) | SessionState::Closed => {
+                tracing::info!(
+                    queue = &*self.settings.name,
+                    "closed while not connected; deliveries that were settled but not acknowledged will be redelivered"
+                );
+            }
+        }
+        self.publisher.close(CLOSE_TIMEOUT).await;
+        if let Some(closing) = self.closing.take() {
+            let unfinished = "some settlements did not finish before the deadline; their deliveries will be redelivered";
+            let _ = closing.done.send(if finished {
+                Ok(())
+            } else {
+                Err(SourceError::Unavailable(unfinished.into()))
+            });
+        }
+    }
+}
+
+/// Counts a settlement for a closed channel. Its tag is unknown to the new channel, which the broker
+/// would close for it.
+fn count_stale_receipt(settings: &QueueSettings, tag: u64) {
+    settings.metrics.stale_receipt();
+    tracing::debug!(
+        queue = &*settings.name,
+        tag,
+        "settlement for a closed channel dropped; the delivery will be redelivered"
+    );
+}

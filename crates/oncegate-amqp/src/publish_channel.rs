@@ -1,0 +1,300 @@
+//! Publishes batches of copies to one queue, with publisher confirms.
+
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
+use lapin::{BasicProperties, Channel, Confirmation, Connection};
+
+use crate::message_copy::MessageCopy;
+use crate::queue_settings::QueueSettings;
+use crate::topology;
+
+/// How long the confirms of a batch may take.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A channel for one batch at a time, opened for the first batch and kept for the next.
+///
+/// Batches do not share a channel: lapin attaches a returned message to the next confirm on the
+/// channel, so a return tells only that some copy of the batch was returned.
+#[derive(Default)]
+pub(crate) struct PublishChannel(Option<Channel>);
+
+/// The outcome of a batch.
+pub(crate) struct BatchOutcome {
+    pub(crate) channel: PublishChannel,
+    /// Copies that are in the queue.
+    pub(crate) confirmed: Vec<MessageCopy>,
+    /// Copies that may not be in the queue, in their order. They have to be published again.
+    pub(crate) unconfirmed: Vec<MessageCopy>,
+    /// Why there are unconfirmed copies.
+    pub(crate) error: Option<CopyPublishError>,
+}
+
+/// Why a copy is not confirmed.
+pub(crate) enum CopyPublishError {
+    /// The broker returned a copy of the batch (`basic.return`), or refused it (`basic.nack`).
+    ReturnedOrNacked(String),
+    /// The channel was closed, or the confirm did not arrive in time.
+    ChannelClosed(String),
+}
+
+impl std::fmt::Display for CopyPublishError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::ReturnedOrNacked(problem) | Self::ChannelClosed(problem) => f.write_str(problem),
+        }
+    }
+}
+
+impl BatchOutcome {
+    /// Nothing is confirmed, and the channel is not used again.
+    fn failed(unconfirmed: Vec<MessageCopy>, problem: String) -> Self {
+        Self {
+            channel: PublishChannel(None),
+            confirmed: Vec::new(),
+            unconfirmed,
+            error: Some(CopyPublishError::ChannelClosed(problem)),
+        }
+    }
+}
+
+impl PublishChannel {
+    /// Publishes a batch to its one queue and waits for all confirms. With `Topology::Declare`, a
+    /// queue that does not exist is declared again.
+    pub(crate) async fn publish_batch(
+        self,
+        connection: &Connection,
+        settings: &QueueSettings,
+        mut batch: Vec<MessageCopy>,
+    ) -> BatchOutcome {
+        let channel = match self.channel(connection).await {
+            Ok(channel) => channel,
+            Err(error) => return BatchOutcome::failed(batch, error.to_string()),
+        };
+        let frame_max = connection.configuration().frame_max();
+        if batch.iter().any(|copy| copy.cancellation.is_some()) {
+            match await_confirms(connection, confirm_probe(&channel)).await {
+                Some(Ok(())) => batch.retain(|copy| {
+                    !copy.is_cancelled()
+                        && (copy.cancellation.is_none() || copy.fits_frame(frame_max))
+                }),
+                Some(Err(error)) => return BatchOutcome::failed(batch, error.to_string()),
+                None => return BatchOutcome::failed(batch, confirm_timed_out()),
+            }
+        }
+        batch
+            .iter_mut()
+            .for_each(|copy| copy.drop_oversized_headers(frame_max));
+        let publishing = join_all(batch.iter().map(|copy| publish(&channel, copy)));
+        let Some(confirms) = await_confirms(connection, publishing).await else {
+            return BatchOutcome::failed(batch, confirm_timed_out());
+        };
+        let destination = batch.first().map(|copy| copy.destination.clone());
+        let (confirmed, unconfirmed, error) = split_by_confirm(batch, confirms);
+        let channel = match (&error, destination) {
+            (Some(CopyPublishError::ChannelClosed(_)), _) => None,
+            (Some(CopyPublishError::ReturnedOrNacked(_)), Some(destination)) => {
+                let declared = topology::redeclare(connection, settings, &destination).await;
+                if let Err(problem) = declared {
+                    tracing::warn!(
+                        queue = destination.as_str(),
+                        %problem,
+                        "cannot declare the queue of dead letters, in-doubt or delayed messages; publishing is retried; create the queue, or grant the user the configure permission"
+                    );
+                }
+                // See `client` for why a refused channel is not used again.
+                let _ = channel.close(200, "OK".into()).await;
+                None
+            }
+            _ => Some(channel),
+        };
+        BatchOutcome {
+            channel: Self(channel),
+            confirmed,
+            unconfirmed,
+            error,
+        }
+    }
+
+    async fn channel(self, connection: &Connection) -> lapin::Result<Channel> {
+        if let Some(channel) = self.0.filter(|channel| channel.status().connected()) {
+            return Ok(channel);
+        }
+        let channel = connection.create_channel().await?;
+        channel
+            .confirm_select(ConfirmSelectOptions::default())
+            .await?;
+        Ok(channel)
+    }
+}
+
+/// Publishes messages that no queue receives, and waits for their confirms.
+///
+/// RabbitMQ reports a resource alarm (`connection.blocked`) only to connections that publish, and a
+/// copy that is published by then can no longer be cancelled. So a copy that may be cancelled is
+/// published only after the broker has confirmed something.
+async fn confirm_probe(channel: &Channel) -> lapin::Result<()> {
+    // Twice, and with a body: under an alarm RabbitMQ still reads the first content header of a new
+    // connection.
+    for _ in 0..2 {
+        // No queue has an empty name, so the message is unroutable.
+        let publishing = channel.basic_publish(
+            "".into(),
+            "".into(),
+            BasicPublishOptions::default(),
+            b"?",
+            BasicProperties::default(),
+        );
+        publishing.await?.await?;
+    }
+    Ok(())
+}
+
+fn confirm_timed_out() -> String {
+    format!("no publisher confirm within {CONFIRM_TIMEOUT:?}")
+}
+
+/// Waits for confirms; `None` after the timeout, which does not run out while the connection is
+/// blocked. A node may accept messages and never confirm them after the queue's leader moved.
+async fn await_confirms<T>(
+    connection: &Connection,
+    confirms: impl Future<Output = T>,
+) -> Option<T> {
+    let mut confirms = std::pin::pin!(confirms);
+    loop {
+        match tokio::time::timeout(CONFIRM_TIMEOUT, &mut confirms).await {
+            Ok(confirms) => return Some(confirms),
+            Err(_) if connection.status().blocked() => {}
+            Err(_) => return None,
+        }
+    }
+}
+
+/// Splits a batch into confirmed and unconfirmed copies. If one copy was returned, no confirm of the
+/// batch counts: lapin may have attached the returned message to another copy's confirm.
+///
+/// Otherwise every confirm counts, even if the channel was closed in between: the broker sends a
+/// return before the confirm of the same message, so each return is part of a confirm that arrived.
+fn split_by_confirm(
+    batch: Vec<MessageCopy>,
+    confirms: Vec<Result<(), CopyPublishError>>,
+) -> (Vec<MessageCopy>, Vec<MessageCopy>, Option<CopyPublishError>) {
+    let mut error = None;
+    let mut is_confirmed = Vec::with_capacity(batch.len());
+    for confirm in confirms {
+        is_confirmed.push(confirm.is_ok());
+        match (confirm, &error) {
+            (Err(returned @ CopyPublishError::ReturnedOrNacked(_)), _) => {
+                return (Vec::new(), batch, Some(returned));
+            }
+            (Err(closed), None) => error = Some(closed),
+            _ => {}
+        }
+    }
+    let mut is_confirmed = is_confirmed.into_iter();
+    let (confirmed, unconfirmed) = batch
+        .into_iter()
+        .partition(|_| is_confirmed.next().unwrap_or(false));
+    (confirmed, unconfirmed, error)
+}
+
+async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), CopyPublishError> {
+    let options = BasicPublishOptions {
+        mandatory: true,
+        ..BasicPublishOptions::default()
+    };
+    fault_point(copy, "amqp.delay.before", "amqp.letter.before");
+    let publishing = channel.basic_publish(
+        "".into(),
+        copy.destination.clone(),
+        options,
+        &copy.body,
+        copy.properties.clone(),
+    );
+    let confirm = match publishing.await {
+        Ok(confirm) => confirm.await,
+        Err(error) => Err(error),
+    };
+    let not_enqueued = |problem: &str| {
+        Err(CopyPublishError::ReturnedOrNacked(format!(
+            "the copy for queue `{}` was not enqueued: {problem}",
+            copy.destination
+        )))
+    };
+    match confirm {
+        Ok(Confirmation::Ack(None)) => {
+            fault_point(copy, "amqp.delay.confirmed", "amqp.letter.confirmed");
+            Ok(())
+        }
+        Ok(Confirmation::Ack(Some(returned)) | Confirmation::Nack(Some(returned))) => {
+            not_enqueued(returned.reply_text.as_str())
+        }
+        Ok(Confirmation::Nack(None)) => not_enqueued("basic.nack"),
+        Ok(Confirmation::NotRequested) => Err(CopyPublishError::ChannelClosed(
+            "publisher confirms are not enabled".into(),
+        )),
+        Err(error) => Err(CopyPublishError::ChannelClosed(error.to_string())),
+    }
+}
+
+/// A fault point of the chaos harness, with one name for delayed copies and one for dead letters.
+#[inline(always)]
+fn fault_point(copy: &MessageCopy, delay: &str, letter: &str) {
+    #[cfg(oncegate_chaos)]
+    oncegate_core::fault::point(if copy.destination.as_str().contains(".delay.") {
+        delay
+    } else {
+        letter
+    });
+    #[cfg(not(oncegate_chaos))]
+    let _ = (copy, delay, letter);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tags(confirms: Vec<Result<(), CopyPublishError>>) -> (Vec<u64>, Vec<u64>) {
+        let copy = |tag| MessageCopy {
+            epoch: 1,
+            tag,
+            destination: "q".into(),
+            properties: BasicProperties::default(),
+            body: "".into(),
+            cancellation: None,
+        };
+        let batch = (1..=confirms.len() as u64).map(copy).collect();
+        let (confirmed, unconfirmed, error) = split_by_confirm(batch, confirms);
+        assert_eq!(error.is_some(), !unconfirmed.is_empty());
+        let tags = |copies: Vec<MessageCopy>| copies.iter().map(|copy| copy.tag).collect();
+        (tags(confirmed), tags(unconfirmed))
+    }
+
+    fn returned() -> Result<(), CopyPublishError> {
+        Err(CopyPublishError::ReturnedOrNacked("NO_ROUTE".into()))
+    }
+
+    fn closed() -> Result<(), CopyPublishError> {
+        Err(CopyPublishError::ChannelClosed("closed".into()))
+    }
+
+    #[test]
+    fn no_confirm_of_a_batch_counts_beside_a_returned_copy() {
+        assert_eq!(tags(vec![Ok(()), Ok(())]), (vec![1, 2], vec![]));
+        assert_eq!(
+            tags(vec![Ok(()), returned(), Ok(())]),
+            (vec![], vec![1, 2, 3])
+        );
+        assert_eq!(
+            tags(vec![Ok(()), closed(), returned()]),
+            (vec![], vec![1, 2, 3])
+        );
+    }
+
+    #[test]
+    fn confirms_before_the_channel_was_closed_count() {
+        assert_eq!(tags(vec![Ok(()), closed(), Ok(())]), (vec![1, 3], vec![2]));
+        assert_eq!(tags(vec![returned()]), (vec![], vec![1]));
+    }
+}

@@ -1,0 +1,114 @@
+//! The validated settings of a source.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use lapin::types::ShortString;
+use oncegate_core::source::{Order, SourceError};
+
+use crate::connector::BrokerConnector;
+use crate::settings::{QueueKind, Rejects, Topology};
+use crate::status::SourceMetrics;
+
+/// Which consumers of a queue that [`Topology::Declare`] creates receive messages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ConsumerMode {
+    Competing,
+    SingleActive,
+}
+
+/// The validated settings.
+pub(crate) struct QueueSettings {
+    pub(crate) name: Arc<str>,
+    pub(crate) queue: ShortString,
+    pub(crate) dead_letters: ShortString,
+    pub(crate) in_doubt: ShortString,
+    pub(crate) connector: BrokerConnector,
+    pub(crate) prefetch: u16,
+    pub(crate) key_header: Option<String>,
+    pub(crate) body_limit: usize,
+    pub(crate) consumer_timeout: Duration,
+    /// How long the consumer may leave a delivery unsettled; zero if unknown.
+    pub(crate) longest_open: Duration,
+    pub(crate) topology: Topology,
+    pub(crate) kind: QueueKind,
+    pub(crate) consumers: ConsumerMode,
+    pub(crate) order: Order,
+    pub(crate) rejects: Rejects,
+    pub(crate) metrics: SourceMetrics,
+}
+
+/// The delays that have a queue. Each queue has a fixed TTL, because RabbitMQ expires messages only
+/// at the head of a queue.
+pub(crate) const DELAYS: [Duration; 5] = [
+    Duration::from_secs(1),
+    Duration::from_secs(5),
+    Duration::from_secs(30),
+    Duration::from_secs(120),
+    Duration::from_secs(600),
+];
+
+impl QueueSettings {
+    /// How long a delivery may be unsettled before the source closes the channel.
+    pub(crate) fn unsettled_timeout(&self) -> Duration {
+        self.consumer_timeout.mul_f64(0.9)
+    }
+
+    /// A warning, if the consumer may leave a delivery unsettled for longer than that.
+    pub(crate) fn consumer_timeout_warning(&self) -> Option<String> {
+        let (open, limit) = (self.longest_open, self.unsettled_timeout());
+        (open > limit).then(|| {
+            format!(
+                "consumer_timeout: a delivery may be unsettled for {open:?} with these settings of .handler_timeout(…), .max_inline_retries(…) and .lease(…), \
+                 but the source closes the channel after {limit:?} and the broker after {:?}, and all unacknowledged messages are redelivered; \
+                 shorten one of them, or raise consumer_timeout in rabbitmq.conf and in .consumer_timeout(…)",
+                self.consumer_timeout
+            )
+        })
+    }
+
+    /// The queue that holds a message for one of [`DELAYS`].
+    pub(crate) fn delay_queue(&self, delay: Duration) -> ShortString {
+        // `queue_name` has checked the length.
+        format!("{}.delay.{}", self.name, delay.as_millis()).into()
+    }
+
+    /// Whether released deliveries may wait in delay queues. Not if an order is preserved: another
+    /// consumer, or this one after a restart, could receive later messages first.
+    pub(crate) fn uses_delay_queues(&self) -> bool {
+        self.topology == Topology::Declare
+            && self.consumers == ConsumerMode::Competing
+            && !self.preserves_order()
+    }
+
+    /// Whether an order is preserved: requeued messages must be back in their position before any
+    /// consumer receives later ones.
+    pub(crate) fn preserves_order(&self) -> bool {
+        self.order != Order::Unordered
+    }
+
+    /// The URL of the current node, without the password.
+    pub(crate) fn redacted_url(&self) -> &str {
+        &self.connector.nodes.current().redacted_url
+    }
+}
+
+/// Checks that the name of a queue leaves room for `.delay.600000` within AMQP's 255 bytes.
+pub(crate) fn queue_name(setting: &str, name: String) -> Result<ShortString, SourceError> {
+    if name.is_empty() {
+        return Err(SourceError::misconfigured(
+            setting,
+            "the name is empty",
+            "name a queue",
+        ));
+    }
+    if name.len() > 240 {
+        let problem = format!("the name has {} bytes", name.len());
+        return Err(SourceError::misconfigured(
+            setting,
+            problem,
+            "use a name of at most 240 bytes",
+        ));
+    }
+    Ok(name.into())
+}

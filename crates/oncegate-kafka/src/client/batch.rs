@@ -1,0 +1,525 @@
+//! Reads messages in batches: the only module of oncegate with `unsafe` code.
+//!
+//! librdkafka's safe wrapper reads one message at a time, at the cost of an event and two reference
+//! counts each. Read in batches from a separate queue, a message costs a copy of its bytes.
+//!
+//! # Invariants
+//! 1. A [`MessageQueue`] holds its consumer, so the client outlives the queue, as
+//!    `rd_kafka_queue_destroy` requires.
+//! 2. A native queue may be used from any thread, because librdkafka locks it. Hence `Send` and
+//!    `Sync`.
+//! 3. [`FetchedMessages`] destroys every message that `rd_kafka_consume_batch_queue` returned
+//!    exactly once. No pointer into a message outlives it: all its bytes are copied first.
+//! 4. The main queue is never read in batches; only the safe wrapper serves rebalances.
+//! 5. librdkafka's log has a queue of its own, which only [`MessageQueue`] polls. Each event is
+//!    destroyed exactly once, where it was polled, after its text was copied. In the main queue log
+//!    lines would delay rebalances, and there may be more lines than are served per turn.
+//! 6. A message's error code may come from the broker, which may know codes that the enum of the
+//!    bindings does not have. It is read as a number, and no reference to a whole native message is
+//!    created: fields are read one by one.
+
+use std::ffi::{CStr, CString, c_void};
+use std::ptr::{self, NonNull};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use bytes::Bytes;
+use oncegate_core::Headers;
+use rdkafka::bindings as native;
+use rdkafka::config::RDKafkaLogLevel;
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
+use rdkafka::error::RDKafkaErrorCode;
+use rdkafka::message::BorrowedMessage;
+use rdkafka::types::RDKafkaRespErr;
+
+/// Maximum number of messages per read.
+pub(crate) const MAX_BATCH: usize = 256;
+
+/// Maximum number of librdkafka's log lines that are forwarded per turn.
+const MAX_LOG_LINES: usize = 10_000;
+
+/// Messages share blocks of about this many bytes. A larger message has a block of its own.
+const BLOCK_BYTES: usize = 1 << 20;
+
+/// The queue that the partitions' queues are forwarded to.
+pub(crate) struct MessageQueue<C: ConsumerContext + 'static> {
+    native: NonNull<native::rd_kafka_queue_t>,
+    /// The queue of librdkafka's log.
+    lines: NonNull<native::rd_kafka_queue_t>,
+    consumer: Arc<BaseConsumer<C>>,
+    /// Partitions whose queues are not forwarded to this one for now.
+    held_back: Mutex<Vec<(Arc<str>, i32)>>,
+}
+
+// SAFETY: invariant 2; the consumer is `Send` and `Sync` by itself.
+unsafe impl<C: ConsumerContext + 'static> Send for MessageQueue<C> {}
+// SAFETY: as above.
+unsafe impl<C: ConsumerContext + 'static> Sync for MessageQueue<C> {}
+
+/// The result of one read.
+#[derive(Debug, Default)]
+pub(crate) struct RecordBatch {
+    /// The messages, in the order of their partitions.
+    pub(crate) records: Vec<ConsumerRecord>,
+    /// Errors of partitions.
+    pub(crate) errors: Vec<PartitionError>,
+}
+
+/// One message.
+#[derive(Debug)]
+pub(crate) struct ConsumerRecord {
+    pub(crate) topic: Arc<str>,
+    pub(crate) partition: i32,
+    pub(crate) offset: i64,
+    pub(crate) sent_at: Option<SystemTime>,
+    pub(crate) key: Option<Bytes>,
+    pub(crate) headers: Headers,
+    pub(crate) body: Bytes,
+}
+
+/// An error in a partition's queue.
+#[derive(Debug)]
+pub(crate) struct PartitionError {
+    pub(crate) topic: Arc<str>,
+    pub(crate) partition: i32,
+    /// The offset of the error; negative if it has none.
+    pub(crate) offset: i64,
+    pub(crate) code: RDKafkaErrorCode,
+}
+
+impl<C: ConsumerContext + 'static> MessageQueue<C> {
+    /// Creates the queues of this client; `None` if librdkafka is out of memory.
+    pub(crate) fn new(consumer: &Arc<BaseConsumer<C>>) -> Option<Self> {
+        let client = consumer.client().native_ptr();
+        // SAFETY: the client lives, `consumer` holds it.
+        let (queue, lines) = unsafe {
+            (
+                native::rd_kafka_queue_new(client),
+                native::rd_kafka_queue_new(client),
+            )
+        };
+        let queue = Self {
+            native: NonNull::new(queue)?,
+            lines: NonNull::new(lines)?,
+            consumer: consumer.clone(),
+            held_back: Mutex::default(),
+        };
+        // SAFETY: client and queue live. The only possible error is that log lines are not queued,
+        // and the wrapper sets `log.queue`.
+        unsafe { native::rd_kafka_set_log_queue(client, queue.lines.as_ptr()) };
+        Some(queue)
+    }
+
+    /// Forwards the log lines since the last call to the context, in order. Serves nothing else, so
+    /// it may be called inside a rebalance.
+    pub(crate) fn forward_log(&self) {
+        for _ in 0..MAX_LOG_LINES {
+            // SAFETY: the queue lives.
+            let event = unsafe { native::rd_kafka_queue_poll(self.lines.as_ptr(), 0) };
+            if event.is_null() {
+                return;
+            }
+            let (mut facility, mut line, mut level) = (ptr::null(), ptr::null(), 0);
+            // SAFETY: the event lives, and the three variables are local.
+            if unsafe { native::rd_kafka_event_log(event, &mut facility, &mut line, &mut level) }
+                == 0
+            {
+                // SAFETY: both end in NUL, and live as long as the event.
+                let (facility, line) = unsafe { (CStr::from_ptr(facility), CStr::from_ptr(line)) };
+                self.consumer.context().log(
+                    level_of(level),
+                    facility.to_string_lossy().trim(),
+                    line.to_string_lossy().trim(),
+                );
+            }
+            // SAFETY: the event is ours since it was polled, and is destroyed once (invariant 5).
+            unsafe { native::rd_kafka_event_destroy(event) }
+        }
+    }
+
+    /// Number of fetched and unread operations: messages and errors.
+    pub(crate) fn length(&self) -> u64 {
+        // SAFETY: the queue lives.
+        let waiting = unsafe { native::rd_kafka_queue_length(self.native.as_ptr()) };
+        waiting as u64
+    }
+
+    /// Forwards a partition's queue to this one. Must be called before the partition is assigned;
+    /// otherwise its first messages arrive in the main queue.
+    pub(crate) fn forward_partition(&self, topic: &str, partition: i32) -> ForwardResult {
+        self.forward(topic, partition, self.native.as_ptr())
+    }
+
+    /// Stops forwarding these partitions, whose own queues then fill up to `queued.min.messages`,
+    /// and forwards all others again, including what was fetched of them meanwhile.
+    pub(crate) fn hold_back(&self, partitions: Vec<(Arc<str>, i32)>) {
+        let mut held_back = self
+            .held_back
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        for (topic, partition) in partitions.iter().filter(|it| !held_back.contains(it)) {
+            self.forward(topic, *partition, ptr::null_mut());
+        }
+        // A partition that is no longer assigned fetches nothing, and is forwarded again before its
+        // next assignment.
+        for (topic, partition) in held_back.iter().filter(|it| !partitions.contains(it)) {
+            self.forward_partition(topic, *partition);
+        }
+        *held_back = partitions;
+    }
+
+    fn forward(
+        &self,
+        topic: &str,
+        partition: i32,
+        to: *mut native::rd_kafka_queue_t,
+    ) -> ForwardResult {
+        let Ok(topic) = CString::new(topic) else {
+            return ForwardResult::NoSuchPartition;
+        };
+        // SAFETY: the client lives (invariant 1) and `topic` ends in NUL and outlives the call. The
+        // returned handle is ours and is destroyed once; the partition's queue outlives it. `to` is
+        // our queue, which lives, or null, which ends the forwarding.
+        unsafe {
+            let handle = native::rd_kafka_queue_get_partition(
+                self.consumer.client().native_ptr(),
+                topic.as_ptr(),
+                partition,
+            );
+            if handle.is_null() {
+                return ForwardResult::NoSuchPartition;
+            }
+            native::rd_kafka_queue_forward(handle, to);
+            native::rd_kafka_queue_destroy(handle);
+        }
+        ForwardResult::Forwarded
+    }
+
+    pub(crate) fn consumer(&self) -> &BaseConsumer<C> {
+        &self.consumer
+    }
+
+    /// The log start offset of a partition, as of the last fetch response.
+    pub(crate) fn first_offset(&self, topic: &str, partition: i32) -> Option<i64> {
+        let topic = CString::new(topic).ok()?;
+        let (mut low, mut high) = (-1, -1);
+        // SAFETY: the client lives (invariant 1), `topic` ends in NUL and outlives the call, and
+        // both numbers are local.
+        let code = unsafe {
+            native::rd_kafka_get_watermark_offsets(
+                self.consumer.client().native_ptr(),
+                topic.as_ptr(),
+                partition,
+                &mut low,
+                &mut high,
+            )
+        };
+        (code == RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR && low >= 0).then_some(low)
+    }
+
+    /// Reads at most `limit` and at most [`MAX_BATCH`] messages; waits for the first one if there
+    /// is none.
+    pub(crate) fn read(&self, limit: usize, wait: Duration) -> RecordBatch {
+        let mut fetched = FetchedMessages::default();
+        let limit = limit.min(MAX_BATCH);
+        self.fetch(&mut fetched, limit, Duration::ZERO);
+        if fetched.count == 0 {
+            // A batch read waits until the batch is full, so this waits for one message and then
+            // takes the rest without waiting.
+            self.fetch(&mut fetched, limit.min(1), wait);
+            self.fetch(&mut fetched, limit, Duration::ZERO);
+        }
+        fetched.copy()
+    }
+
+    /// Fills up to `limit` messages in total.
+    fn fetch(&self, fetched: &mut FetchedMessages, limit: usize, wait: Duration) {
+        let free = &mut fetched.messages[fetched.count..limit.max(fetched.count)];
+        if free.is_empty() {
+            return;
+        }
+        let wait = i32::try_from(wait.as_millis()).unwrap_or(i32::MAX);
+        // SAFETY: the queue lives, and `free` has room for as many pointers as its length says.
+        let count = unsafe {
+            native::rd_kafka_consume_batch_queue(
+                self.native.as_ptr(),
+                wait,
+                free.as_mut_ptr(),
+                free.len(),
+            )
+        };
+        fetched.count += usize::try_from(count).unwrap_or(0);
+    }
+}
+
+/// Whether the partition's queue was found.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum ForwardResult {
+    Forwarded,
+    NoSuchPartition,
+}
+
+impl<C: ConsumerContext + 'static> Drop for MessageQueue<C> {
+    fn drop(&mut self) {
+        self.forward_log();
+        // SAFETY: the client lives (invariant 1), and so does its main queue, which receives the
+        // log lines from now on. All three handles are ours and are destroyed once.
+        unsafe {
+            let client = self.consumer.client().native_ptr();
+            let main = native::rd_kafka_queue_get_main(client);
+            native::rd_kafka_set_log_queue(client, main);
+            native::rd_kafka_queue_destroy(main);
+            native::rd_kafka_queue_destroy(self.lines.as_ptr());
+            native::rd_kafka_queue_destroy(self.native.as_ptr());
+        }
+    }
+}
+
+/// The log level of a syslog severity.
+fn level_of(level: i32) -> RDKafkaLogLevel {
+    use RDKafkaLogLevel as L;
+    match level {
+        ..=0 => L::Emerg,
+        1 => L::Alert,
+        2 => L::Critical,
+        3 => L::Error,
+        4 => L::Warning,
+        5 => L::Notice,
+        6 => L::Info,
+        7.. => L::Debug,
+    }
+}
+
+/// Copies a message that arrived in the main queue.
+pub(crate) fn copy(message: &BorrowedMessage<'_>) -> RecordBatch {
+    let mut copier = MessageCopier::default();
+    // SAFETY: a borrowed message points to a live native one.
+    unsafe { copier.take(message.ptr()) }
+    copier.finish()
+}
+
+/// Messages on loan from librdkafka, destroyed on drop (invariant 3).
+struct FetchedMessages {
+    messages: [*mut native::rd_kafka_message_t; MAX_BATCH],
+    count: usize,
+}
+
+impl Default for FetchedMessages {
+    fn default() -> Self {
+        Self {
+            messages: [ptr::null_mut(); MAX_BATCH],
+            count: 0,
+        }
+    }
+}
+
+impl FetchedMessages {
+    fn copy(self) -> RecordBatch {
+        let mut copier = MessageCopier::default();
+        for message in &self.messages[..self.count] {
+            // SAFETY: librdkafka returned the message, and it is destroyed only when `self` is
+            // dropped.
+            unsafe { copier.take(*message) }
+        }
+        copier.finish()
+    }
+}
+
+impl Drop for FetchedMessages {
+    fn drop(&mut self) {
+        for message in &self.messages[..self.count] {
+            // SAFETY: each message was returned once and is destroyed once.
+            unsafe { native::rd_kafka_message_destroy(*message) }
+        }
+    }
+}
+
+/// Copies messages into blocks.
+#[derive(Default)]
+struct MessageCopier {
+    block: Vec<u8>,
+    /// Messages whose bytes are in the current block.
+    pending: Vec<PendingRecord>,
+    topic: Option<Arc<str>>,
+    batch: RecordBatch,
+}
+
+/// A message in an unfinished block. Its bytes are consecutive: headers, key, body.
+struct PendingRecord {
+    topic: Arc<str>,
+    partition: i32,
+    offset: i64,
+    sent_at: Option<SystemTime>,
+    start: usize,
+    headers_end: usize,
+    key_end: Option<usize>,
+    end: usize,
+}
+
+impl MessageCopier {
+    /// # Safety
+    /// `message` points to a message of librdkafka that lives until the call returns.
+    unsafe fn take(&mut self, message: *mut native::rd_kafka_message_t) {
+        // SAFETY: the caller's promise; librdkafka sets every field that is read here. An enum of
+        // the bindings has the size of an `i32`, and any number is a valid `i32` (invariant 6).
+        let (code, rkt, partition, offset, key, key_len, payload, len) = unsafe {
+            (
+                (&raw const (*message).err).cast::<i32>().read(),
+                (*message).rkt,
+                (*message).partition,
+                (*message).offset,
+                (*message).key,
+                (*message).key_len,
+                (*message).payload,
+                (*message).len,
+            )
+        };
+        // SAFETY: a message's topic lives as long as the message.
+        let topic = unsafe { self.topic(rkt) };
+        if code != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR as i32 {
+            self.batch.errors.push(PartitionError {
+                topic,
+                partition,
+                offset,
+                code: known(code),
+            });
+            return;
+        }
+        if !self.block.is_empty() && self.block.len() + key_len + len > BLOCK_BYTES {
+            self.close_block();
+        }
+        let start = self.block.len();
+        // SAFETY: the message lives.
+        unsafe { self.copy_headers(message) };
+        let headers_end = self.block.len();
+        // SAFETY: key and payload point to as many bytes as the message says, or are null.
+        let (key, body) = unsafe { (bytes(key, key_len), bytes(payload, len)) };
+        self.block.extend_from_slice(key.unwrap_or_default());
+        let key_end = key.map(|_| self.block.len());
+        self.block.extend_from_slice(body.unwrap_or_default());
+        // SAFETY: the message lives; the kind of its timestamp is not needed.
+        let sent_at = unsafe { native::rd_kafka_message_timestamp(message, ptr::null_mut()) };
+        self.pending.push(PendingRecord {
+            topic,
+            partition,
+            offset,
+            sent_at: u64::try_from(sent_at)
+                .ok()
+                .map(|sent_at| UNIX_EPOCH + Duration::from_millis(sent_at)),
+            start,
+            headers_end,
+            key_end,
+            end: self.block.len(),
+        });
+    }
+
+    /// The topic's name, shared with the messages before this one.
+    ///
+    /// # Safety
+    /// `topic` is null or points to a topic of librdkafka that lives until the call returns.
+    unsafe fn topic(&mut self, topic: *mut native::rd_kafka_topic_t) -> Arc<str> {
+        let name = match topic.is_null() {
+            true => c"",
+            // SAFETY: the caller's promise; a topic's name ends in NUL and lives as long as the
+            // topic.
+            false => unsafe { CStr::from_ptr(native::rd_kafka_topic_name(topic)) },
+        };
+        match &self.topic {
+            Some(last) if last.as_bytes() == name.to_bytes() => last.clone(),
+            _ => self.topic.insert(Arc::from(name.to_string_lossy())).clone(),
+        }
+    }
+
+    /// Copies the headers. A name need not be UTF-8; a value may be null. librdkafka truncates a
+    /// name at a NUL byte.
+    ///
+    /// # Safety
+    /// `message` points to a message of librdkafka that lives until the call returns.
+    unsafe fn copy_headers(&mut self, message: *const native::rd_kafka_message_t) {
+        let mut headers = ptr::null_mut();
+        // SAFETY: the message lives and owns the headers that are returned.
+        let found = unsafe { native::rd_kafka_message_headers(message, &mut headers) };
+        if found != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR || headers.is_null() {
+            return;
+        }
+        let (mut name, mut value, mut size) = (ptr::null(), ptr::null(), 0);
+        for index in 0.. {
+            // SAFETY: the headers live as long as their message; an index past the end returns an
+            // error.
+            let got = unsafe {
+                native::rd_kafka_header_get_all(headers, index, &mut name, &mut value, &mut size)
+            };
+            if got != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR || name.is_null() {
+                return;
+            }
+            // SAFETY: the name ends in NUL, and the value has `size` bytes or is null; both live
+            // with the message.
+            let (name, value) = unsafe { (CStr::from_ptr(name).to_bytes(), bytes(value, size)) };
+            Headers::encode(&mut self.block, name, value);
+        }
+    }
+
+    fn close_block(&mut self) {
+        let block = Bytes::from(std::mem::take(&mut self.block));
+        self.batch
+            .records
+            .extend(self.pending.drain(..).map(|it| ConsumerRecord {
+                topic: it.topic,
+                partition: it.partition,
+                offset: it.offset,
+                sent_at: it.sent_at,
+                headers: Headers::from_block(block.slice(it.start..it.headers_end)),
+                key: it.key_end.map(|end| block.slice(it.headers_end..end)),
+                body: block.slice(it.key_end.unwrap_or(it.headers_end)..it.end),
+            }));
+    }
+
+    fn finish(mut self) -> RecordBatch {
+        self.close_block();
+        self.batch
+    }
+}
+
+/// The error code with this number, or `Unknown` if the bindings do not have it.
+fn known(code: i32) -> RDKafkaErrorCode {
+    RDKafkaRespErr::try_from(code).map_or(RDKafkaErrorCode::Unknown, Into::into)
+}
+
+/// # Safety
+/// `start` is null or points to `length` bytes that live and do not change for as long as the slice
+/// is used.
+unsafe fn bytes<'a>(start: *const c_void, length: usize) -> Option<&'a [u8]> {
+    // SAFETY: the caller's promise.
+    (!start.is_null()).then(|| unsafe { std::slice::from_raw_parts(start.cast(), length) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_code_that_the_bindings_do_not_have_is_unknown() {
+        assert_eq!(known(-185), RDKafkaErrorCode::OperationTimedOut);
+        assert_eq!(known(2), RDKafkaErrorCode::InvalidMessage);
+        for code in [i32::MIN, -200_000, 9_999, i32::from(i16::MAX)] {
+            assert_eq!(known(code), RDKafkaErrorCode::Unknown);
+        }
+    }
+
+    #[test]
+    fn a_message_with_an_unknown_error_code_is_an_error() {
+        // SAFETY: a message of nulls and zeros is a valid one; its code is written as a number, and
+        // never read as an enum.
+        let batch = unsafe {
+            let mut message = std::mem::MaybeUninit::<native::rd_kafka_message_t>::zeroed();
+            (&raw mut (*message.as_mut_ptr()).err)
+                .cast::<i32>()
+                .write(12_345);
+            let mut copier = MessageCopier::default();
+            copier.take(message.as_mut_ptr());
+            copier.finish()
+        };
+        assert_eq!(batch.records.len(), 0);
+        assert_eq!(batch.errors[0].code, RDKafkaErrorCode::Unknown);
+    }
+}

@@ -1,0 +1,49 @@
+//! librdkafka's statistics, from which only the state of the group coordinator is used.
+//!
+//! librdkafka's error events report once that no broker is reachable, and never that one is
+//! reachable again or that the coordinator is not.
+
+use std::time::Duration;
+
+/// The statistics interval.
+pub(crate) const INTERVAL: Duration = Duration::from_secs(2);
+
+/// The text before the coordinator's state. The statistics are JSON with about a kilobyte per
+/// partition, and not valid JSON if a name contains a quote, which librdkafka does not escape.
+const CGRP_STATE: &[u8] = br#""cgrp": { "state": ""#;
+
+/// Whether the client is connected to its group coordinator. Statistics without the state count as
+/// connected.
+pub(crate) fn is_coordinator_up(statistics: &[u8]) -> bool {
+    // The state is near the end.
+    let at = statistics
+        .windows(CGRP_STATE.len())
+        .rposition(|it| it == CGRP_STATE);
+    at.is_none_or(|at| statistics[at + CGRP_STATE.len()..].starts_with(br#"up""#))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_statistics_with_another_state_than_up_count_as_disconnected() {
+        // As librdkafka writes it, without escaping names.
+        let whole = |group| {
+            format!(
+                r#"{{ "name": "a"b", "brokers":{{ "b/1": {{"state":"DOWN"}} }}, "topics":{{}}{group}, "tx":3}}"#
+            )
+        };
+        let is = |group| is_coordinator_up(whole(group).as_bytes());
+        assert!(is(
+            r#", "cgrp": { "state": "up", "stateage": 1, "join_state": "steady" }"#
+        ));
+        assert!(!is(
+            r#", "cgrp": { "state": "query-coord", "stateage": 1, "join_state": "init" }"#
+        ));
+        assert!(!is(
+            r#", "cgrp": { "state": "wait-broker-transport", "join_state": "steady" }"#
+        ));
+        assert!(is("") && is_coordinator_up(b"cut o"));
+    }
+}

@@ -1,0 +1,708 @@
+//! Committed offsets, and the start position of each assigned partition.
+
+use std::collections::{BTreeSet, HashMap};
+use std::time::{Duration, Instant};
+
+use oncegate_core::SourceError;
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
+use rdkafka::error::{KafkaResult, RDKafkaErrorCode};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
+
+use crate::client;
+use crate::client::batch::{MessageQueue, PartitionError};
+use crate::shared::StartPosition;
+use crate::topic_identity::{TopicIdentity, TopicMatch};
+use crate::topic_recreated::TopicIds;
+
+/// How long one request may block a rebalance.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
+/// The pause before a failed request is retried.
+const RETRY_PAUSE: Duration = Duration::from_millis(200);
+
+/// A partition and its start position.
+pub(crate) type PartitionStart = (String, i32, StartPosition);
+
+/// Returns the start position of each of these partitions. Committed offsets that are not received
+/// within the time budget are `Unknown`. `forward_log` forwards librdkafka's log, which contains
+/// the topic ids.
+pub(crate) fn start_positions<C: ConsumerContext>(
+    consumer: &BaseConsumer<C>,
+    partitions: &TopicPartitionList,
+    topics: &TopicIds,
+    mut budget: TimeBudget<'_>,
+    forward_log: impl Fn(),
+) -> Vec<PartitionStart> {
+    let committed = budget.retry("committed offsets", |budget| {
+        committed(consumer, partitions.clone(), budget)
+    });
+    // The topic ids of this client may be older than those that another member has committed.
+    forward_log();
+    let differing = committed
+        .iter()
+        .flat_map(|committed| topics_to_verify(committed, topics))
+        .chain(topics.changed());
+    for topic in differing.collect::<BTreeSet<String>>() {
+        budget.retry("topic metadata", |budget| {
+            consumer.fetch_metadata(Some(&topic), budget)
+        });
+        forward_log();
+    }
+    // Read after the response, so that it is not older than the topic ids. A member of a group has
+    // metadata already, so this does not wait. rdkafka 0.39 never frees the string that librdkafka
+    // returns, so it is read only once per rebalance.
+    topics.compare(consumer.client().fetch_cluster_id(Duration::ZERO));
+    let committed = |it: &TopicPartitionListElem<'_>| {
+        committed
+            .as_ref()?
+            .get(&(it.topic().to_owned(), it.partition()))
+    };
+    let start = |it: &TopicPartitionListElem<'_>| match committed(it) {
+        None => StartPosition::Unknown,
+        // Kafka deletes the offsets of a topic with the topic.
+        Some(None) if topics.was_recreated(it.topic()) => StartPosition::Recreated,
+        Some(None) => StartPosition::NoOffset,
+        Some(Some(committed)) => start_position(
+            it.topic(),
+            it.partition(),
+            committed,
+            topics.identity(it.topic()).as_ref(),
+        ),
+    };
+    let mut starts: Vec<PartitionStart> = partitions
+        .elements()
+        .iter()
+        .map(|it| (it.topic().to_owned(), it.partition(), start(it)))
+        .collect();
+    mark_added(
+        &mut starts,
+        &mut budget,
+        |topic, budget| {
+            let metadata = consumer.fetch_metadata(Some(topic), budget).ok()?;
+            Some(
+                metadata
+                    .topics()
+                    .iter()
+                    .flat_map(|topic| topic.partitions())
+                    .map(|it| it.id())
+                    .collect(),
+            )
+        },
+        |others, budget| {
+            let mut list = TopicPartitionList::new();
+            for (topic, partition) in others {
+                list.add_partition(topic, *partition);
+            }
+            Some(committed_topics(
+                &self::committed(consumer, list, budget).ok()?,
+            ))
+        },
+    );
+    starts
+}
+
+/// The start position of a partition with a committed offset, given the topic that the offset was
+/// committed for. Logs a warning if the offset is used although the topic's id has changed.
+fn start_position(
+    topic: &str,
+    partition: i32,
+    committed: &CommittedOffset,
+    current: Option<&TopicIdentity>,
+) -> StartPosition {
+    let offset = committed.offset;
+    // Metadata without a topic id comes from another program or a person; that offset is used as it
+    // is.
+    let (Some(committed), Some(current)) = (&committed.identity, current) else {
+        return StartPosition::Committed(offset);
+    };
+    let (cluster, committed_cluster) = (
+        current.cluster_id.as_deref(),
+        committed.cluster_id.as_deref(),
+    );
+    match committed.compare(current) {
+        TopicMatch::Same => StartPosition::Committed(offset),
+        TopicMatch::Recreated => StartPosition::Recreated,
+        TopicMatch::Replica => {
+            tracing::warn!(
+                topic,
+                partition,
+                offset,
+                cluster,
+                committed_cluster,
+                "replica topic: the offset was committed on another cluster, for a topic with another id; reading continues at this \
+                 offset; check that the mirror translates offsets (MirrorMaker 2: \
+                 sync.group.offsets.enabled=true), and if ids come from positions, give the consumer another .scope(…)"
+            );
+            StartPosition::Replica(offset)
+        }
+        TopicMatch::Ambiguous => {
+            tracing::warn!(
+                topic,
+                partition,
+                offset,
+                cluster,
+                committed_cluster,
+                "topic id differs and a cluster id is unknown: the topic is a replica or was deleted and created again; the committed \
+                 offset is kept; if the topic was created again, reset the group's offsets: kafka-consumer-groups.sh --reset-offsets"
+            );
+            StartPosition::Ambiguous(offset)
+        }
+    }
+}
+
+/// The topics whose committed offset has another topic id than the one this client knows. Either of
+/// the two may be newer.
+fn topics_to_verify(committed: &CommittedOffsets, topics: &TopicIds) -> BTreeSet<String> {
+    let differs = |topic: &str, it: &Option<CommittedOffset>| {
+        let committed = it.as_ref().and_then(|it| it.identity.as_ref());
+        committed.is_some_and(|committed| {
+            topics
+                .identity(topic)
+                .is_none_or(|current| current.topic_id != committed.topic_id)
+        })
+    };
+    committed
+        .iter()
+        .filter(|((topic, _), it)| differs(topic, it))
+        .map(|((topic, _), _)| topic.clone())
+        .collect()
+}
+
+/// If the group has an offset for another partition of a topic, its partitions without one were
+/// added to it: nothing of them was ever read.
+fn mark_added(
+    starts: &mut [PartitionStart],
+    budget: &mut TimeBudget<'_>,
+    mut partitions_of: impl FnMut(&str, Duration) -> Option<Vec<i32>>,
+    topics_read: impl FnOnce(&[(String, i32)], Duration) -> Option<BTreeSet<String>>,
+) {
+    let without: BTreeSet<String> = starts
+        .iter()
+        .filter(|it| it.2 == StartPosition::NoOffset)
+        .map(|it| it.0.clone())
+        .collect();
+    let mut others = Vec::new();
+    for topic in without {
+        let all = budget
+            .request(|budget| partitions_of(&topic, budget))
+            .flatten()
+            .unwrap_or_default();
+        others.extend(all.into_iter().map(|partition| (topic.clone(), partition)));
+    }
+    if others.is_empty() {
+        return;
+    }
+    let read = budget
+        .request(|budget| topics_read(&others, budget))
+        .flatten()
+        .unwrap_or_default();
+    for (topic, _, start) in starts
+        .iter_mut()
+        .filter(|it| it.2 == StartPosition::NoOffset)
+    {
+        if read.contains(topic) {
+            *start = StartPosition::AddedPartition;
+        }
+    }
+}
+
+/// What is left of the time for all requests of one rebalance.
+pub(crate) struct TimeBudget<'a> {
+    left: Duration,
+    /// Whether the source is closing, and reads nothing more of the assigned partitions.
+    is_leaving: &'a dyn Fn() -> bool,
+}
+
+impl<'a> TimeBudget<'a> {
+    pub(crate) fn new(left: Duration, is_leaving: &'a dyn Fn() -> bool) -> Self {
+        Self { left, is_leaving }
+    }
+
+    /// Runs one request with the time it may take; `None` if the budget is used up.
+    fn request<T>(&mut self, send: impl FnOnce(Duration) -> T) -> Option<T> {
+        if self.left.is_zero() || (self.is_leaving)() {
+            return None;
+        }
+        let started = Instant::now();
+        let answer = send(self.left.min(REQUEST_TIMEOUT));
+        self.left = self.left.saturating_sub(started.elapsed());
+        Some(answer)
+    }
+
+    /// Runs a request until it succeeds, fails permanently, or the budget is used up.
+    fn retry<T>(
+        &mut self,
+        what: &str,
+        mut send: impl FnMut(Duration) -> KafkaResult<T>,
+    ) -> Option<T> {
+        let mut is_logged = false;
+        loop {
+            let answer = self.request(|budget| {
+                let started = Instant::now();
+                let answer = send(budget);
+                if answer.is_err() {
+                    std::thread::sleep(RETRY_PAUSE.min(budget.saturating_sub(started.elapsed())));
+                }
+                answer
+            });
+            let error = match answer {
+                Some(Ok(answer)) => return Some(answer),
+                Some(Err(error)) => error,
+                None => return None,
+            };
+            if !std::mem::replace(&mut is_logged, true) {
+                tracing::warn!(%error, request = what, "kafka request failed during a rebalance");
+            }
+            if !error.rdkafka_error_code().is_some_and(is_transient) {
+                return None;
+            }
+        }
+    }
+}
+
+/// Whether a request that failed with this code may soon succeed.
+fn is_transient(code: RDKafkaErrorCode) -> bool {
+    use RDKafkaErrorCode as E;
+    let coordinator = [
+        E::WaitingForCoordinator,
+        E::CoordinatorLoadInProgress,
+        E::CoordinatorNotAvailable,
+        E::NotCoordinator,
+    ];
+    client::error::is_connection(code) || coordinator.contains(&code)
+}
+
+/// A committed offset.
+struct CommittedOffset {
+    offset: i64,
+    /// The topic that it was committed for, if the metadata names it.
+    identity: Option<TopicIdentity>,
+}
+
+/// The committed offset of each partition for which the coordinator returned one; `None` if nothing
+/// is committed. For a partition that is missing, it is unknown.
+type CommittedOffsets = HashMap<(String, i32), Option<CommittedOffset>>;
+
+/// Fetches the committed offsets of these partitions.
+///
+/// # Errors
+/// If the coordinator does not answer, or returns a transient error for a partition.
+fn committed<C: ConsumerContext>(
+    consumer: &BaseConsumer<C>,
+    partitions: TopicPartitionList,
+    budget: Duration,
+) -> KafkaResult<CommittedOffsets> {
+    let answer = consumer.committed_offsets(partitions, budget)?;
+    let mut committed = CommittedOffsets::new();
+    for it in answer.elements() {
+        match it.error() {
+            Ok(()) => drop(committed.insert(
+                (it.topic().to_owned(), it.partition()),
+                parse_committed(&it),
+            )),
+            Err(error) if error.rdkafka_error_code().is_some_and(is_transient) => {
+                return Err(error);
+            }
+            // The result looks like a partition without an offset. librdkafka fetches the offset by
+            // itself, and does not start reading before it has it.
+            Err(error) => {
+                tracing::warn!(%error, topic = it.topic(), partition = it.partition(), "cannot fetch the committed offset of the partition; librdkafka fetches it before it reads");
+            }
+        }
+    }
+    Ok(committed)
+}
+
+fn parse_committed(it: &TopicPartitionListElem<'_>) -> Option<CommittedOffset> {
+    let Offset::Offset(offset) = it.offset() else {
+        return None;
+    };
+    Some(CommittedOffset {
+        offset,
+        identity: TopicIdentity::parse(&client::commit_metadata(it)),
+    })
+}
+
+fn committed_topics(committed: &CommittedOffsets) -> BTreeSet<String> {
+    committed
+        .iter()
+        .filter(|(_, it)| it.is_some())
+        .map(|((topic, _), _)| topic.clone())
+        .collect()
+}
+
+/// The error of a partition that must not be read from another offset by itself. If a log is
+/// truncated while it is read, librdkafka does not report the position, just as without a committed
+/// offset; `position` is this member's own position.
+pub(crate) fn out_of_range<C: ConsumerContext>(
+    queue: &MessageQueue<C>,
+    fault: &PartitionError,
+    position: Option<i64>,
+) -> SourceError {
+    let PartitionError {
+        topic,
+        partition,
+        offset,
+        ..
+    } = fault;
+    let Some(offset) = Some(*offset).filter(|offset| *offset >= 0).or(position) else {
+        return SourceError::misconfigured(
+            "start",
+            format!("the group has no committed offset for {topic}/{partition}"),
+            "set the group's offsets, or use StartAt::Earliest",
+        );
+    };
+    let first = queue
+        .first_offset(topic, *partition)
+        .map_or_else(String::new, |first| {
+            format!(", which starts at offset {first}")
+        });
+    SourceError::misconfigured(
+        "out_of_range",
+        format!("the group's offset {offset} of {topic}/{partition} is not in the log{first}"),
+        "find out which messages are lost, then reset the group's offsets: kafka-consumer-groups.sh --reset-offsets; or use OutOfRange::Earliest",
+    )
+}
+
+/// The error of a group whose topic was recreated.
+pub(crate) fn recreated(topic: &str) -> SourceError {
+    SourceError::misconfigured(
+        "out_of_range",
+        format!(
+            "the topic `{topic}` was deleted and created again: the group's offsets belong to the deleted topic"
+        ),
+        "restart to read it from its beginning, with another .scope(…) if ids come from positions; or use OutOfRange::Earliest",
+    )
+}
+
+/// The error of a group whose committed offset belongs either to a deleted topic or to a replica.
+pub(crate) fn ambiguous(topic: &str, partition: i32, offset: i64) -> SourceError {
+    SourceError::misconfigured(
+        "out_of_range",
+        format!(
+            "the group's offset {offset} of {topic}/{partition} was committed for a topic with another id, and a cluster id is \
+             unknown: `{topic}` is a replica of it, or was deleted and created again"
+        ),
+        "reset the group's offsets: kafka-consumer-groups.sh --reset-offsets; or use OutOfRange::Earliest, which keeps the offset",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use rdkafka::consumer::CommitMode;
+    use rdkafka::error::KafkaError;
+    use rdkafka::mocking::MockCluster;
+    use rdkafka::producer::DefaultProducerContext;
+    use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
+
+    use super::*;
+    use crate::client::connection_errors::ConnectionErrors;
+    use crate::context::CallbackContext;
+
+    fn budget(left: Duration) -> TimeBudget<'static> {
+        TimeBudget::new(left, &|| false)
+    }
+
+    fn nowhere(topics: usize) -> Vec<PartitionStart> {
+        (0..topics)
+            .map(|topic| (format!("t{topic}"), 1, StartPosition::NoOffset))
+            .collect()
+    }
+
+    #[test]
+    fn a_partition_without_an_offset_of_a_topic_that_is_read_was_added() {
+        let mut starts = nowhere(2);
+        starts.push(("t0".to_owned(), 2, StartPosition::Recreated));
+        let read = |others: &[(String, i32)], _| {
+            assert_eq!(others.len(), 4);
+            Some(BTreeSet::from(["t1".to_owned()]))
+        };
+        mark_added(
+            &mut starts,
+            &mut budget(REQUEST_TIMEOUT),
+            |_, _| Some(vec![0, 1]),
+            read,
+        );
+        assert_eq!(
+            starts.iter().map(|it| it.2).collect::<Vec<_>>(),
+            [
+                StartPosition::NoOffset,
+                StartPosition::AddedPartition,
+                StartPosition::Recreated
+            ]
+        );
+    }
+
+    #[test]
+    fn a_broker_that_does_not_answer_uses_the_whole_budget_once() {
+        let (mut starts, mut requests) = (nowhere(50), 0);
+        let in_vain = |_: &str, budget: Duration| {
+            requests += 1;
+            std::thread::sleep(budget);
+            None
+        };
+        mark_added(
+            &mut starts,
+            &mut budget(Duration::from_millis(20)),
+            in_vain,
+            |_, _| unreachable!("nothing is known"),
+        );
+        assert_eq!(requests, 1);
+        let mut twice = budget(REQUEST_TIMEOUT * 2);
+        assert_eq!(
+            twice.request(|budget| budget),
+            Some(REQUEST_TIMEOUT),
+            "one question does not take it all"
+        );
+    }
+
+    #[test]
+    fn a_request_is_retried_after_transient_errors_only() {
+        let failed = |code| Err(KafkaError::OffsetFetch(code));
+        let mut answers = [
+            failed(RDKafkaErrorCode::OperationTimedOut),
+            failed(RDKafkaErrorCode::NotCoordinator),
+            Ok(7),
+        ]
+        .into_iter();
+        assert_eq!(
+            budget(REQUEST_TIMEOUT * 20)
+                .retry("what", |_| answers.next().expect("no more than needed")),
+            Some(7)
+        );
+        let mut answers = [failed(RDKafkaErrorCode::GroupAuthorizationFailed)].into_iter();
+        assert_eq!(
+            budget(REQUEST_TIMEOUT).retry("what", |_| answers.next().expect("once")),
+            None::<i32>
+        );
+        let in_vain = |budget| {
+            std::thread::sleep(budget);
+            failed(RDKafkaErrorCode::OperationTimedOut)
+        };
+        assert_eq!(
+            budget(Duration::from_millis(20)).retry("what", in_vain),
+            None::<i32>
+        );
+    }
+
+    #[test]
+    fn a_closing_source_sends_no_requests() {
+        let mut budget = TimeBudget::new(REQUEST_TIMEOUT, &|| true);
+        assert_eq!(
+            budget.request(|_| unreachable!("the source is closing")),
+            None::<()>
+        );
+    }
+
+    /// A client of librdkafka's mock cluster, with a queue for its log.
+    fn client(
+        brokers: &str,
+    ) -> (
+        Arc<BaseConsumer<CallbackContext>>,
+        MessageQueue<CallbackContext>,
+    ) {
+        let kafka = crate::Kafka::topic("t").brokers(brokers).group("g");
+        let context = CallbackContext::new(
+            Arc::default(),
+            &kafka,
+            Arc::new(ConnectionErrors::new(brokers)),
+        );
+        let consumer: BaseConsumer<CallbackContext> = kafka
+            .consumer_config()
+            .create_with_context(context)
+            .expect("a client");
+        let consumer = Arc::new(consumer);
+        let queue = MessageQueue::new(&consumer).expect("memory");
+        (consumer, queue)
+    }
+
+    const OTHER: &str = "q5BZ55PYTTyxda8B1C5Amg";
+
+    fn partition() -> TopicPartitionList {
+        let mut partitions = TopicPartitionList::new();
+        partitions.add_partition("t", 0);
+        partitions
+    }
+
+    fn commit(consumer: &BaseConsumer<CallbackContext>, offset: i64, identity: &TopicIdentity) {
+        let mut list = partition();
+        list.set_partition_offset("t", 0, Offset::Offset(offset))
+            .expect("an offset");
+        list.find_partition("t", 0)
+            .expect("it was added")
+            .set_metadata(identity.to_string());
+        consumer.commit(&list, CommitMode::Sync).expect("committed");
+    }
+
+    /// The identity of the topic, as the broker reports it.
+    fn identity(
+        consumer: &BaseConsumer<CallbackContext>,
+        queue: &MessageQueue<CallbackContext>,
+    ) -> TopicIdentity {
+        consumer
+            .fetch_metadata(Some("t"), REQUEST_TIMEOUT * 20)
+            .expect("an answer");
+        queue.forward_log();
+        let topics = &consumer.context().topics;
+        topics.compare(consumer.client().fetch_cluster_id(REQUEST_TIMEOUT));
+        let identity = topics.identity("t").expect("the response has it");
+        assert!(identity.cluster_id.is_some());
+        identity
+    }
+
+    /// The start position for a client that knows this topic id, or none.
+    fn start_position_for(brokers: &str, known_id: Option<&str>) -> StartPosition {
+        let (consumer, queue) = client(brokers);
+        let topics = &consumer.context().topics;
+        known_id.iter().for_each(|id| {
+            topics.on_log_line(&format!(
+                "Topic t changed id from AAAAAAAAAAAAAAAAAAAAAA to {id}"
+            ))
+        });
+        start_positions(
+            &*consumer,
+            &partition(),
+            topics,
+            budget(REQUEST_TIMEOUT * 20),
+            || queue.forward_log(),
+        )[0]
+        .2
+    }
+
+    #[test]
+    fn a_position_that_is_not_in_the_log_is_out_of_range_if_it_is_known() {
+        let (_consumer, queue) = client("127.0.0.1:1");
+        let named = |offset, position| {
+            let code = RDKafkaErrorCode::AutoOffsetReset;
+            match out_of_range(
+                &queue,
+                &PartitionError {
+                    topic: Arc::from("t"),
+                    partition: 3,
+                    offset,
+                    code,
+                },
+                position,
+            ) {
+                SourceError::Misconfigured {
+                    setting, problem, ..
+                } => (setting, problem),
+                other => panic!("{other:?}"),
+            }
+        };
+        let (setting, problem) = named(9, Some(7));
+        assert!(
+            setting == "out_of_range" && problem.contains("offset 9 of t/3 is not in the log"),
+            "{setting}: {problem}"
+        );
+        // A log that was truncated while it was read.
+        let (setting, problem) = named(-1001, Some(7));
+        assert!(
+            setting == "out_of_range" && problem.contains("offset 7 of t/3 is not in the log"),
+            "{setting}: {problem}"
+        );
+        assert_eq!(named(-1001, None).0, "start");
+    }
+
+    /// A response without a top-level error, as brokers sent it before Kafka 0.11: each partition
+    /// has the error.
+    fn fail_each_partition(
+        cluster: &MockCluster<'_, DefaultProducerContext>,
+        error: RDKafkaRespErr,
+    ) {
+        cluster
+            .apiversion(RDKafkaApiKey::OffsetFetch, Some(0), Some(1))
+            .expect("an older broker");
+        cluster.request_errors(RDKafkaApiKey::OffsetFetch, &[error]);
+    }
+
+    #[test]
+    fn a_partition_with_an_error_is_not_a_partition_without_an_offset() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 1, 1).expect("a topic");
+        let brokers = cluster.bootstrap_servers();
+        let (consumer, queue) = client(&brokers);
+        commit(&consumer, 7, &identity(&consumer, &queue));
+        fail_each_partition(
+            &cluster,
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR_COORDINATOR_LOAD_IN_PROGRESS,
+        );
+        assert_eq!(
+            start_position_for(&brokers, None),
+            StartPosition::Committed(7),
+            "it is retried"
+        );
+        fail_each_partition(
+            &cluster,
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED,
+        );
+        assert_eq!(start_position_for(&brokers, None), StartPosition::Unknown);
+        assert_eq!(
+            start_position_for(&brokers, None),
+            StartPosition::Committed(7)
+        );
+    }
+
+    /// A rebalance waits behind everything in the main queue. For a topic with many partitions, one
+    /// of them without a leader, there are more log lines than are served per turn.
+    #[test]
+    fn log_lines_do_not_delay_rebalances() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 300, 1).expect("a topic");
+        let (consumer, queue) = client(&cluster.bootstrap_servers());
+        consumer
+            .fetch_metadata(Some("t"), REQUEST_TIMEOUT * 20)
+            .expect("an answer");
+        let topics = &consumer.context().topics;
+        (0..100).for_each(|_| drop(consumer.poll(Duration::from_millis(1))));
+        assert_eq!(topics.identity("t"), None, "it came through the main queue");
+        queue.forward_log();
+        assert!(topics.identity("t").is_some(), "the log was forwarded");
+    }
+
+    #[test]
+    fn the_committed_topic_id_is_verified_with_a_metadata_request() {
+        let cluster = MockCluster::new(1).expect("a broker");
+        cluster.create_topic("t", 1, 1).expect("a topic");
+        let brokers = cluster.bootstrap_servers();
+        let (consumer, queue) = client(&brokers);
+        let current = identity(&consumer, &queue);
+        let id = &*current.topic_id;
+        commit(&consumer, 7, &current);
+        assert_eq!(
+            start_position_for(&brokers, Some(id)),
+            StartPosition::Committed(7)
+        );
+        assert_eq!(
+            start_position_for(&brokers, Some(OTHER)),
+            StartPosition::Committed(7),
+            "its topic id is outdated"
+        );
+        assert_eq!(
+            start_position_for(&brokers, None),
+            StartPosition::Committed(7)
+        );
+        let committed = |cluster_id| TopicIdentity {
+            topic_id: OTHER.into(),
+            cluster_id,
+        };
+        for (cluster_id, start) in [
+            (current.cluster_id.clone(), StartPosition::Recreated),
+            (
+                Some("b25jZWdhdGUta2Fma2EtMg".into()),
+                StartPosition::Replica(8),
+            ),
+            (None, StartPosition::Ambiguous(8)),
+        ] {
+            commit(&consumer, 8, &committed(cluster_id));
+            assert_eq!(
+                [
+                    start_position_for(&brokers, Some(id)),
+                    start_position_for(&brokers, None)
+                ],
+                [start; 2]
+            );
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! One assignment of a partition: how far it was read, settled and committed.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::expired::ExpiryLog;
+use crate::topic_identity::TopicIdentity;
+use crate::watermark::Watermark;
+
+/// The first offset of every log.
+pub(super) const LOG_START: i64 = 0;
+
+/// One assignment of a partition.
+pub(super) struct AssignedPartition {
+    pub(super) topic: Arc<str>,
+    pub(super) partition: i32,
+    pub(super) log: LogIdentity,
+    pub(super) watermark: Watermark,
+    pub(super) start: StartPosition,
+    pub(super) position_trust: PositionTrust,
+    /// The log end that the broker returned last.
+    pub(super) log_end: Option<i64>,
+    /// The lowest unsettled offset at the last commit, and since when it has been the lowest.
+    pub(super) lowest_since: (Option<i64>, Instant),
+    /// Whether a repeated id was logged.
+    pub(super) repetition_logged: bool,
+    /// Deliveries that were handed out and are not settled or released.
+    pub(super) handed_out: usize,
+    pub(super) backlog: Backlog,
+    pub(super) state: AssignmentState,
+    /// From when on the position is committed once by itself. librdkafka commits a stored offset
+    /// only if it is above the committed one; if the log was truncated below that, neither the
+    /// first position nor any later one would be committed. So each assignment starts with such a
+    /// commit, and a failed commit is followed by one.
+    pub(super) send_from: Option<Instant>,
+    pub(super) expiry: ExpiryLog,
+}
+
+/// Messages that are released and wait for their delay, or that are being published to dead-letter
+/// topics.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Backlog {
+    pub(super) count: usize,
+    pub(super) bytes: usize,
+}
+
+impl Backlog {
+    pub(super) fn add(&mut self, bytes: usize) {
+        (self.count, self.bytes) = (self.count + 1, self.bytes + bytes);
+    }
+
+    pub(super) fn remove(&mut self, bytes: usize) {
+        (self.count, self.bytes) = (
+            self.count.saturating_sub(1),
+            self.bytes.saturating_sub(bytes),
+        );
+    }
+}
+
+impl AssignedPartition {
+    /// Handles the offset of a record. Logs a truncated log if it is below the committed offset
+    /// that the assignment started at. Returns the gap if it is above the expected offset.
+    pub(super) fn record_arrived(&mut self, offset: i64) -> Option<OffsetGap> {
+        let expected = self.start.at();
+        if self.watermark.end().is_none() && expected.is_some_and(|expected| offset < expected) {
+            self.on_truncation(expected, offset);
+        }
+        let from = self
+            .watermark
+            .end()
+            .or(expected)
+            .filter(|from| *from < offset)?;
+        Some(OffsetGap {
+            topic: self.topic.clone(),
+            partition: self.partition,
+            from,
+            to: offset,
+        })
+    }
+
+    /// The log continues at `offset`, below the `expected` one.
+    pub(super) fn on_truncation(&mut self, expected: Option<i64>, offset: i64) {
+        metrics::counter!(crate::metric::LOGS_TRUNCATED).increment(1);
+        tracing::error!(
+            topic = &*self.topic,
+            partition = self.partition,
+            expected,
+            offset,
+            "log truncated: it ends below the expected offset, because the topic was recreated or the log lost its end; reading again from this offset, or from the first unsettled message below it"
+        );
+        self.log.ids = self
+            .log
+            .ids
+            .after_truncation(offset, expected.unwrap_or(offset));
+    }
+
+    /// The log was read up to this offset, and every message below it was delivered. If the log
+    /// ends with transaction markers, only this shows it. Returns the gap if it is above the
+    /// expected offset.
+    pub(super) fn pass(&mut self, offset: i64) -> Option<OffsetGap> {
+        let mut gap = None;
+        if self.watermark.end().is_none() {
+            let expected = self.start.at().unwrap_or(offset);
+            if offset < expected {
+                return None;
+            }
+            gap = (expected < offset).then(|| OffsetGap {
+                topic: self.topic.clone(),
+                partition: self.partition,
+                from: expected,
+                to: offset,
+            });
+            self.watermark.start_at(expected);
+        }
+        self.watermark.pass(offset);
+        gap
+    }
+
+    pub(super) fn commit(&mut self, now: Instant) -> Option<OffsetCommit> {
+        let mode = if self.send_from.is_some_and(|from| from <= now) {
+            SendMode::Immediate
+        } else {
+            SendMode::Stored
+        };
+        let offset = match mode {
+            SendMode::Immediate => self.watermark.take_position()?,
+            SendMode::Stored => self.watermark.take_commit()?,
+        };
+        self.send_from = self.send_from.filter(|_| mode == SendMode::Stored);
+        Some(OffsetCommit {
+            topic: self.topic.clone(),
+            partition: self.partition,
+            offset,
+            mode,
+            identity: self.log.identity.clone(),
+        })
+    }
+}
+
+/// Which topic is read under a name, and whether its offsets repeat.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LogIdentity {
+    /// The ids of the topic and its cluster, if they are known.
+    pub(crate) identity: Option<TopicIdentity>,
+    pub(crate) ids: PositionIds,
+}
+
+/// Whether message ids made from positions are unique.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum PositionIds {
+    /// Each belongs to one message.
+    #[default]
+    Unique,
+    /// Between these offsets they may belong to other messages: the topic was recreated or is a
+    /// replica, or its log was truncated.
+    MayRepeat { from: i64, to: i64 },
+}
+
+impl PositionIds {
+    /// The ids of a recreated topic, or of a replica on another cluster.
+    pub(crate) const RECREATED: Self = Self::MayRepeat {
+        from: LOG_START,
+        to: i64::MAX,
+    };
+
+    /// The ids of a log that was truncated at `from` after it was read to `to`.
+    fn after_truncation(self, from: i64, to: i64) -> Self {
+        match self {
+            Self::Unique => Self::MayRepeat { from, to },
+            Self::MayRepeat {
+                from: before,
+                to: after,
+            } => Self::MayRepeat {
+                from: before.min(from),
+                to: after.max(to),
+            },
+        }
+    }
+
+    pub(super) fn may_repeat(self, offset: i64) -> bool {
+        matches!(self, Self::MayRepeat { from, to } if (from..to).contains(&offset))
+    }
+}
+
+/// Where a partition is read from, as determined when it was assigned.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum StartPosition {
+    /// The offset that the group has committed.
+    Committed(i64),
+    /// The offset that was committed on another cluster, for a topic of which this one is a
+    /// replica.
+    Replica(i64),
+    /// The offset that was committed for a topic with another id: this topic is a replica of that
+    /// one, or was recreated.
+    Ambiguous(i64),
+    /// The beginning, whatever is committed: the topic was recreated.
+    Recreated,
+    /// The beginning: the partition was added to a topic of which the group has read other
+    /// partitions.
+    AddedPartition,
+    /// The group has no offset for it.
+    NoOffset,
+    /// The broker did not answer.
+    Unknown,
+}
+
+impl StartPosition {
+    pub(super) fn at(self) -> Option<i64> {
+        match self {
+            Self::Committed(offset) | Self::Replica(offset) | Self::Ambiguous(offset) => {
+                Some(offset)
+            }
+            Self::Recreated => Some(LOG_START),
+            Self::AddedPartition | Self::NoOffset | Self::Unknown => None,
+        }
+    }
+}
+
+/// Whether librdkafka's position in a partition can be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PositionTrust {
+    /// It may belong to an earlier assignment, until librdkafka reports that nothing was read yet,
+    /// or a message arrives.
+    Unconfirmed,
+    Trusted,
+    /// librdkafka counts an error as a message, and never goes back. After either, its position is
+    /// too high.
+    Wrong,
+}
+
+/// What is left to do about a batch.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct IntakeResult {
+    /// Offset gaps.
+    pub(crate) gaps: Vec<OffsetGap>,
+    /// The partitions that restart at a lower offset.
+    pub(crate) restarted: Vec<(Arc<str>, i32)>,
+}
+
+/// The next message of a partition was not at the expected offset. The offsets in between are a
+/// gap, or their messages expired before they were read.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct OffsetGap {
+    pub(crate) topic: Arc<str>,
+    pub(crate) partition: i32,
+    /// The expected offset.
+    pub(crate) from: i64,
+    /// The offset of the next message.
+    pub(crate) to: i64,
+}
+
+impl OffsetGap {
+    /// How many offsets expired before they were read, for a log that now starts at `first`. If
+    /// that is above the next message, all of them count: no offset is skipped silently.
+    pub(crate) fn expired(&self, first: i64) -> u64 {
+        u64::try_from(first.min(self.to) - self.from).unwrap_or(0)
+    }
+}
+
+/// The state of an assignment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum AssignmentState {
+    /// Messages are read and handed out.
+    Active,
+    /// The partition is being revoked: settlements count, nothing is handed out.
+    Revoking,
+    /// Nothing more is read; what was read before is handed out.
+    Halted,
+    /// librdkafka is still to seek to the start, because the topic was recreated or the log
+    /// truncated. Nothing is added before that.
+    Seeking,
+}
+
+/// An offset to commit.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct OffsetCommit {
+    pub(crate) topic: Arc<str>,
+    pub(crate) partition: i32,
+    pub(crate) offset: i64,
+    pub(crate) mode: SendMode,
+    /// The topic that the offset belongs to, if known; committed beside it as metadata.
+    pub(crate) identity: Option<TopicIdentity>,
+}
+
+/// How an offset is committed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SendMode {
+    /// librdkafka commits it within `auto.commit.interval.ms`, if it is above the committed one.
+    Stored,
+    /// It is committed now, whatever was committed before.
+    Immediate,
+}

@@ -1,0 +1,533 @@
+//! Random histories of one partition, compared with a map of all its offsets.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use oncegate_core::{Headers, Receipt};
+use proptest::prelude::*;
+
+use super::*;
+
+/// The next event.
+#[derive(Clone, Debug)]
+enum PartitionEvent {
+    /// `count` messages are read, each after a gap of `gap` offsets.
+    Read { count: u8, gap: u8 },
+    /// All messages that were read are handed out.
+    HandOut,
+    /// A delivery is settled, of any assignment, counted back from the last one.
+    Accept { back: u8 },
+    /// An unsettled delivery is released, to be handed out again at once or not in this history.
+    Release { back: u8, again: bool },
+    /// A delivery is rejected.
+    Reject { back: u8 },
+    /// The oldest unconfirmed dead letter is confirmed.
+    Publish,
+    /// Offsets are committed.
+    Commit,
+    /// librdkafka's position advances `beyond` offsets past the last message.
+    Pass { beyond: u8 },
+    /// The partition is being revoked: nothing more of it is handed out, and settlements count.
+    Revoke,
+    /// The assignment ends: settlements no longer count. With a last commit, or without one if it
+    /// is lost.
+    EndAssignment { lost: bool },
+    /// The partition is assigned again, at the committed offset.
+    Assign,
+    /// The log is truncated or starts again: reading continues `below` offsets below the last one.
+    Truncate { below: u8 },
+    /// The topic was recreated, or this is reported once more.
+    Recreate { is_repeated: bool },
+    /// librdkafka seeks to the start position, or fails to.
+    Seek { succeeds: bool },
+    /// The partition is halted.
+    Halt,
+}
+
+fn event() -> impl Strategy<Value = PartitionEvent> {
+    prop_oneof![
+        4 => (1..20_u8, prop_oneof![Just(0), 0..6_u8]).prop_map(|(count, gap)| PartitionEvent::Read { count, gap }),
+        3 => Just(PartitionEvent::HandOut),
+        12 => (0..60_u8).prop_map(|back| PartitionEvent::Accept { back }),
+        2 => (0..30_u8, prop::bool::weighted(0.9)).prop_map(|(back, again)| PartitionEvent::Release { back, again }),
+        1 => (0..30_u8).prop_map(|back| PartitionEvent::Reject { back }),
+        1 => Just(PartitionEvent::Publish),
+        4 => Just(PartitionEvent::Commit),
+        1 => (0..9_u8).prop_map(|beyond| PartitionEvent::Pass { beyond }),
+        1 => Just(PartitionEvent::Revoke),
+        1 => any::<bool>().prop_map(|lost| PartitionEvent::EndAssignment { lost }),
+        2 => Just(PartitionEvent::Assign),
+        1 => prop_oneof![1 => Just(u8::MAX), 3 => 1..40_u8].prop_map(|below| PartitionEvent::Truncate { below }),
+        1 => prop::bool::weighted(0.3).prop_map(|is_repeated| PartitionEvent::Recreate { is_repeated }),
+        2 => prop::bool::weighted(0.7).prop_map(|succeeds| PartitionEvent::Seek { succeeds }),
+        1 => prop_oneof![3 => Just(PartitionEvent::HandOut), 1 => Just(PartitionEvent::Halt)],
+    ]
+}
+
+/// The offsets of one assignment, in the simplest representation.
+#[derive(Default)]
+struct NaiveOffsets {
+    settled: BTreeMap<i64, bool>,
+    passed: i64,
+    /// The start position if nothing was read.
+    started: Option<i64>,
+}
+
+impl NaiveOffsets {
+    /// The lowest unsettled offset, or the one after the last.
+    fn committable(&self) -> Option<i64> {
+        let lowest = self
+            .settled
+            .iter()
+            .find(|(_, settled)| !**settled)
+            .map(|(offset, _)| *offset);
+        lowest
+            .or(self
+                .settled
+                .keys()
+                .next_back()
+                .map(|last| (last + 1).max(self.passed)))
+            .or(self.started)
+    }
+}
+
+/// The state of a delivery that was handed out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum HandedOut {
+    Out,
+    Settled,
+    /// Released: if it is handed out again, that is another delivery.
+    Released,
+    /// Its dead letter is being published.
+    RejectedDelivery,
+}
+
+struct PartitionModel {
+    state: SourceState,
+    /// The assignment whose settlements count, if there is one.
+    epoch: Option<u64>,
+    /// The state of that assignment.
+    assignment: AssignmentState,
+    naive: NaiveOffsets,
+    /// The next offset of the log.
+    next: i64,
+    /// The committed offset.
+    committed: i64,
+    /// All deliveries that were handed out.
+    handed_out: Vec<(Receipt, HandedOut)>,
+    /// Unconfirmed dead letters.
+    unconfirmed: VecDeque<usize>,
+    /// Deliveries of this assignment that were released and stay released.
+    released: BTreeSet<i64>,
+    /// How often the topic was recreated, and which of these topics is assigned.
+    topic_count: u32,
+    assigned_topic: Option<u32>,
+}
+
+impl PartitionModel {
+    fn new() -> Self {
+        let mut state = SourceState::default();
+        let epoch = state.start_assignment(
+            Arc::from("t"),
+            0,
+            StartPosition::Committed(0),
+            LogIdentity::default(),
+        );
+        let (naive, handed_out, unconfirmed, released) = (
+            NaiveOffsets::default(),
+            Vec::new(),
+            VecDeque::new(),
+            BTreeSet::new(),
+        );
+        let (epoch, assignment) = (Some(epoch), AssignmentState::Active);
+        Self {
+            state,
+            epoch,
+            assignment,
+            naive,
+            next: 0,
+            committed: 0,
+            handed_out,
+            unconfirmed,
+            released,
+            topic_count: 0,
+            assigned_topic: None,
+        }
+    }
+
+    /// Whether records of the partition are added.
+    fn is_read(&self) -> bool {
+        self.epoch.is_some() && self.assignment == AssignmentState::Active
+    }
+
+    /// Whether records of the partition are handed out.
+    fn is_handed_out(&self) -> bool {
+        self.epoch.is_some() && self.assignment != AssignmentState::Revoking
+    }
+
+    /// Starts another assignment.
+    fn start(&mut self, epoch: Option<u64>, assignment: AssignmentState) {
+        (self.epoch, self.assignment, self.naive) = (epoch, assignment, NaiveOffsets::default());
+        self.released.clear();
+    }
+
+    /// The delivery that many steps back, if it is not settled.
+    fn back(&self, back: u8) -> Option<usize> {
+        let index = self.handed_out.len().checked_sub(1 + usize::from(back))?;
+        (self.handed_out[index].1 == HandedOut::Out).then_some(index)
+    }
+
+    fn delivery(&self, index: usize) -> Delivery {
+        let Receipt {
+            epoch, position, ..
+        } = self.handed_out[index].0;
+        delivery(record(position as i64), epoch)
+    }
+
+    /// Settlements count for the current assignment only.
+    fn expected_effect(&self, index: usize) -> SettlementEffect {
+        if Some(self.handed_out[index].0.epoch) == self.epoch {
+            SettlementEffect::Counted
+        } else {
+            SettlementEffect::Stale
+        }
+    }
+
+    fn apply(&mut self, event: &PartitionEvent) -> Result<(), TestCaseError> {
+        match *event {
+            PartitionEvent::Read { count, gap } => {
+                let (mut records, next) = (Vec::new(), self.next);
+                for _ in 0..count {
+                    self.next += i64::from(gap);
+                    // Records are dropped while the partition is being revoked, or before the seek
+                    // succeeded.
+                    if self.is_read() {
+                        self.naive.settled.insert(self.next, false);
+                    }
+                    records.push(record(self.next));
+                    self.next += 1;
+                }
+                self.state.add_records(records);
+                self.next = if self.is_read() { self.next } else { next };
+            }
+            PartitionEvent::HandOut => {
+                let (mut incoming, all) = (
+                    Vec::new(),
+                    Limit {
+                        count: usize::MAX,
+                        bytes: usize::MAX,
+                    },
+                );
+                self.state
+                    .hand_out(all, usize::MAX, &mut incoming, &mut Vec::new());
+                for it in incoming {
+                    if let Incoming::Delivery(Delivery { receipt, .. }) = it {
+                        prop_assert!(self.is_handed_out() && Some(receipt.epoch) == self.epoch);
+                        prop_assert_eq!(
+                            self.naive.settled.get(&(receipt.position as i64)),
+                            Some(&false),
+                            "settled, or never read"
+                        );
+                        self.handed_out.push((receipt, HandedOut::Out));
+                    }
+                }
+                self.check_nothing_is_lost()?;
+            }
+            PartitionEvent::Accept { back } => {
+                let Some(index) = self.handed_out.len().checked_sub(1 + usize::from(back)) else {
+                    return Ok(());
+                };
+                // Accepting a delivery twice must change nothing.
+                let (receipt, HandedOut::Out | HandedOut::Settled) = &self.handed_out[index] else {
+                    return Ok(());
+                };
+                let effect = self.state.accept(receipt);
+                prop_assert_eq!(effect, self.expected_effect(index));
+                if effect == SettlementEffect::Counted {
+                    self.naive.settled.insert(receipt.position as i64, true);
+                }
+                self.handed_out[index].1 = HandedOut::Settled;
+            }
+            PartitionEvent::Release { back, again } => {
+                let Some(index) = self.back(back) else {
+                    return Ok(());
+                };
+                let after = if again {
+                    Duration::ZERO
+                } else {
+                    Duration::from_secs(86_400)
+                };
+                let effect = self.state.release(self.delivery(index), after);
+                prop_assert_eq!(effect, self.expected_effect(index));
+                self.handed_out[index].1 = HandedOut::Released;
+                if effect == SettlementEffect::Counted && !again {
+                    self.released
+                        .insert(self.handed_out[index].0.position as i64);
+                }
+            }
+            PartitionEvent::Reject { back } => {
+                let Some(index) = self.back(back) else {
+                    return Ok(());
+                };
+                let effect = self.state.reject(&self.delivery(index));
+                prop_assert_eq!(effect, self.expected_effect(index));
+                self.handed_out[index].1 = if effect == SettlementEffect::Counted {
+                    HandedOut::RejectedDelivery
+                } else {
+                    HandedOut::Settled
+                };
+                self.unconfirmed
+                    .extend((effect == SettlementEffect::Counted).then_some(index));
+            }
+            PartitionEvent::Publish => {
+                let Some(index) = self.unconfirmed.pop_front() else {
+                    return Ok(());
+                };
+                let effect = self.state.published(&self.delivery(index));
+                prop_assert_eq!(effect, self.expected_effect(index));
+                if effect == SettlementEffect::Counted {
+                    self.naive
+                        .settled
+                        .insert(self.handed_out[index].0.position as i64, true);
+                }
+                self.handed_out[index].1 = HandedOut::Settled;
+            }
+            PartitionEvent::Commit => self.commit()?,
+            PartitionEvent::Pass { beyond } => {
+                let known = self
+                    .state
+                    .assigned
+                    .values()
+                    .all(|it| it.position_trust == PositionTrust::Trusted);
+                self.state
+                    .advance_to("t", 0, Some(self.next + i64::from(beyond)));
+                if self.is_read() && known && !self.naive.settled.is_empty() {
+                    self.naive.passed = self.next + i64::from(beyond);
+                    self.next = self.naive.passed;
+                }
+            }
+            PartitionEvent::Revoke => {
+                let epochs = self.state.revoke(&[("t".to_owned(), 0)]);
+                prop_assert_eq!(epochs, Vec::from_iter(self.epoch));
+                self.assignment = AssignmentState::Revoking;
+            }
+            PartitionEvent::EndAssignment { lost } => {
+                let Some(epoch) = self
+                    .epoch
+                    .filter(|_| self.assignment == AssignmentState::Revoking)
+                else {
+                    return Ok(());
+                };
+                if !lost {
+                    self.commit()?;
+                }
+                self.state.forget(&[epoch]);
+                self.start(None, AssignmentState::Revoking);
+                prop_assert_eq!(self.state.commits(), []);
+            }
+            PartitionEvent::Assign => {
+                if self.epoch.is_some() {
+                    return Ok(());
+                }
+                let epoch = self.state.start_assignment(
+                    Arc::from("t"),
+                    0,
+                    StartPosition::Committed(self.committed),
+                    LogIdentity::default(),
+                );
+                self.start(Some(epoch), AssignmentState::Active);
+                (self.next, self.assigned_topic) = (self.committed, None);
+            }
+            PartitionEvent::Truncate { below } => {
+                let Some(last) = self
+                    .naive
+                    .settled
+                    .keys()
+                    .next_back()
+                    .copied()
+                    .filter(|_| self.is_read())
+                else {
+                    return Ok(());
+                };
+                // Anything up to the last offset goes back; one after the last is the next offset.
+                let at = (self.next - i64::from(below)).clamp(0, last);
+                self.state.add_records(vec![record(at), record(at + 1)]);
+                // Reading continues at the lowest unsettled offset. The new records are dropped:
+                // with them, all offsets below would count as settled.
+                let unsettled = self
+                    .naive
+                    .settled
+                    .iter()
+                    .find(|(_, settled)| !**settled)
+                    .map(|(offset, _)| *offset);
+                let Some(lowest) = unsettled.filter(|lowest| *lowest < at) else {
+                    self.start(Some(self.state.last_epoch), AssignmentState::Active);
+                    self.naive.settled.extend([(at, false), (at + 1, false)]);
+                    (self.next, self.committed) = (at + 2, self.committed.min(at));
+                    return self.check_counters();
+                };
+                self.start(Some(self.state.last_epoch), AssignmentState::Seeking);
+                self.naive.started = Some(lowest);
+                self.next = lowest;
+            }
+            PartitionEvent::Recreate { is_repeated } => {
+                self.topic_count += u32::from(!is_repeated);
+                let started = self
+                    .state
+                    .restart_topic("t", Some(tests::identity(&self.topic_count.to_string())));
+                let is_another =
+                    self.is_handed_out() && self.assigned_topic != Some(self.topic_count);
+                prop_assert_eq!(started, usize::from(is_another));
+                if is_another {
+                    self.start(Some(self.state.last_epoch), AssignmentState::Seeking);
+                    self.naive.started = Some(LOG_START);
+                    (self.next, self.committed, self.assigned_topic) =
+                        (LOG_START, LOG_START, Some(self.topic_count));
+                }
+            }
+            PartitionEvent::Seek { succeeds } => {
+                let pending_seeks = self.state.pending_seeks();
+                let expected = self
+                    .epoch
+                    .filter(|_| self.assignment == AssignmentState::Seeking);
+                prop_assert_eq!(
+                    pending_seeks.iter().map(|it| it.0).collect::<Vec<_>>(),
+                    Vec::from_iter(expected)
+                );
+                if let (true, Some(epoch)) = (succeeds, expected) {
+                    self.state.seek_done(epoch);
+                    self.assignment = AssignmentState::Active;
+                }
+            }
+            PartitionEvent::Halt => {
+                self.state.halt("t", 0);
+                if self.is_read() {
+                    self.assignment = AssignmentState::Halted;
+                }
+            }
+        }
+        self.check_counters()
+    }
+
+    /// Each unsettled message is handed out, being published, or released, once everything was
+    /// handed out.
+    fn check_nothing_is_lost(&self) -> Result<(), TestCaseError> {
+        if !self.is_handed_out() {
+            return Ok(());
+        }
+        let theirs = self.handed_out.iter().filter(|(receipt, is)| {
+            Some(receipt.epoch) == self.epoch
+                && matches!(is, HandedOut::Out | HandedOut::RejectedDelivery)
+        });
+        let mut held: BTreeSet<i64> = theirs.map(|(receipt, _)| receipt.position as i64).collect();
+        held.extend(&self.released);
+        let unsettled: BTreeSet<i64> = self
+            .naive
+            .settled
+            .iter()
+            .filter(|(_, settled)| !**settled)
+            .map(|(offset, _)| *offset)
+            .collect();
+        prop_assert_eq!(held, unsettled);
+        Ok(())
+    }
+
+    /// The counters that a rebalance waits for and that limit reading are correct.
+    fn check_counters(&self) -> Result<(), TestCaseError> {
+        let is_waited_for = |(receipt, is): &&(Receipt, HandedOut)| {
+            Some(receipt.epoch) == self.epoch
+                && matches!(is, HandedOut::Out | HandedOut::RejectedDelivery)
+        };
+        let handed_out = self.handed_out.iter().filter(is_waited_for).count();
+        prop_assert_eq!(
+            self.state.handed_out(&Vec::from_iter(self.epoch)),
+            handed_out
+        );
+        prop_assert_eq!(self.state.publishing, self.unconfirmed.len());
+        for (epoch, assigned) in self
+            .state
+            .assigned
+            .iter()
+            .filter(|(_, it)| it.state != AssignmentState::Revoking)
+        {
+            let held = self
+                .state
+                .held
+                .values()
+                .filter(|it| it.receipt.epoch == *epoch)
+                .count();
+            let unconfirmed = self
+                .unconfirmed
+                .iter()
+                .filter(|it| self.handed_out[**it].0.epoch == *epoch)
+                .count();
+            prop_assert_eq!(assigned.backlog.count, held + unconfirmed);
+        }
+        prop_assert_eq!(
+            self.state.held_bytes,
+            self.state
+                .held
+                .values()
+                .map(|it| it.message.size())
+                .sum::<usize>()
+        );
+        prop_assert_eq!(
+            self.state.ready_bytes,
+            self.state
+                .ready
+                .iter()
+                .map(|it| it.message.size())
+                .sum::<usize>()
+        );
+        Ok(())
+    }
+
+    fn commit(&mut self) -> Result<(), TestCaseError> {
+        let commits = self.state.commits();
+        let expected = self.naive.committable();
+        if let Some(commit) = commits.first() {
+            prop_assert_eq!(Some(commit.offset), expected);
+            prop_assert!(
+                commit.offset >= self.committed,
+                "{} after {}",
+                commit.offset,
+                self.committed
+            );
+            self.committed = commit.offset;
+        }
+        prop_assert_eq!(commits.len() <= 1, true);
+        // An offset that is not committed now is not above the committed one.
+        prop_assert!(
+            expected.is_none_or(|expected| expected == self.committed),
+            "{expected:?} was left out at {}",
+            self.committed
+        );
+        Ok(())
+    }
+}
+
+fn record(offset: i64) -> ConsumerRecord {
+    ConsumerRecord {
+        topic: Arc::from("t"),
+        partition: 0,
+        offset,
+        sent_at: None,
+        key: None,
+        headers: Headers::default(),
+        body: "x".into(),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 500, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn the_lowest_unsettled_offset_of_the_assignment_is_committed_and_never_decreases(
+        events in prop::collection::vec(event(), 1..200),
+    ) {
+        let mut world = PartitionModel::new();
+        for event in &events {
+            world.apply(event)?;
+        }
+        world.commit()?;
+    }
+}

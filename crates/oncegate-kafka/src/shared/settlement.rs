@@ -1,0 +1,93 @@
+//! Settlements of the consumer.
+
+use oncegate_core::lifecycle::{Reason, Settlement};
+use oncegate_core::{Delivery, FailureHistory, Receipt, Settled};
+
+use super::{SettlementEffect, SharedState, SourceState, StateLock};
+
+/// A delivery that is to be published to a dead-letter topic.
+pub(crate) struct RejectedDelivery {
+    pub(crate) delivery: Delivery,
+    pub(crate) reason: Reason,
+    pub(crate) story: Option<Box<FailureHistory>>,
+}
+
+/// The proof of a delivery that was accepted as a duplicate.
+const DUPLICATE: &str = "duplicate";
+
+impl<M: StateLock> SharedState<M> {
+    /// Applies settlements, and wakes the polling thread. Returns the deliveries to publish.
+    pub(crate) fn settle(&self, settled: &mut Vec<Settled>) -> Vec<RejectedDelivery> {
+        let mut rejected = Vec::new();
+        let mut state = self.lock();
+        for Settled {
+            delivery,
+            settlement,
+            story,
+        } in settled.drain(..)
+        {
+            let effect = match settlement {
+                Settlement::Accept(proof) => {
+                    if proof.as_str() == DUPLICATE {
+                        state.check_repeated_id(&delivery);
+                    }
+                    state.accept(&delivery.receipt)
+                }
+                Settlement::Release { after, failures } => state.release(
+                    Delivery {
+                        failures,
+                        ..delivery
+                    },
+                    after,
+                ),
+                Settlement::Reject(reason) => {
+                    let effect = state.reject(&delivery);
+                    if effect == SettlementEffect::Counted {
+                        rejected.push(RejectedDelivery {
+                            delivery,
+                            reason,
+                            story,
+                        });
+                    }
+                    effect
+                }
+            };
+            effect.count();
+        }
+        drop(state);
+        self.wake_poller();
+        rejected
+    }
+}
+
+impl SourceState {
+    /// Positions repeat in a recreated topic, in a replica, and after a truncation. Ids that are
+    /// made from them belong to other messages that the store may remember, so new messages are
+    /// skipped as duplicates. Only the source can detect this, so it logs it.
+    fn check_repeated_id(&mut self, delivery: &Delivery) {
+        let Receipt {
+            epoch,
+            partition,
+            position,
+        } = delivery.receipt;
+        // Offsets come from an `i64`.
+        let Some(assigned) = self
+            .assigned
+            .get_mut(&epoch)
+            .filter(|it| it.log.ids.may_repeat(position as i64))
+        else {
+            return;
+        };
+        metrics::counter!(crate::metric::IDS_REPEATED).increment(1);
+        if !std::mem::replace(&mut assigned.repetition_logged, true) {
+            tracing::error!(
+                topic = &*assigned.topic,
+                partition,
+                offset = position,
+                "ids repeated: the topic was recreated, is a replica, or its log was truncated, and the ids of its messages were handled before; \
+                 if ids come from positions, these are other messages, which are skipped: give the consumer another .scope(…) and reset the \
+                 group's offsets; if producers set the ids, the messages were sent again, or handled before a rebalance"
+            );
+        }
+    }
+}

@@ -1,0 +1,556 @@
+//! Reads and writes markers as rows, and applies operations to them.
+
+use std::time::Duration;
+
+use oncegate_core::Key;
+use oncegate_core::marker::{
+    Age, Ask, Attempts, Change, Doubt, Effect, Fingerprint, Guarantee, Hold, Marker, Operation,
+    Terms, Token, Verdict, apply,
+};
+use rusqlite::{CachedStatement, Connection, OptionalExtension, Params, Row, params};
+
+use super::clock::{ClockReading, milliseconds};
+use super::failure::StoreFailure;
+
+const SELECT: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee FROM markers
+    WHERE key = ?1";
+
+const WRITE: &str =
+    "INSERT INTO markers (key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)
+    ON CONFLICT (key) DO UPDATE SET expires = ?2, state = ?3, fingerprint = ?4, attempt = ?5, base = ?6, crashes = ?7, effect = ?8,
+        token = ?9, lease = ?10, horizon = ?11, guarantee = ?12";
+
+/// Writes nothing if there is a row, expired or not.
+const WRITE_NEW: &str =
+    "INSERT INTO markers (key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)
+    ON CONFLICT (key) DO NOTHING";
+
+/// Writes nothing unless this attempt of this claim is in progress and has not expired.
+const COMPLETE_OWN_CLAIM: &str = "UPDATE markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL, crashes = NULL,
+        effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
+    WHERE key = ?1 AND state = 2 AND token = ?4 AND attempt = ?5 AND expires > ?6";
+
+const DELETE: &str = "DELETE FROM markers WHERE key = ?1";
+
+/// The prepared statements of one transaction.
+pub(crate) struct MarkerTable<'connection> {
+    select: CachedStatement<'connection>,
+    write: CachedStatement<'connection>,
+    write_new: CachedStatement<'connection>,
+    complete_own_claim: CachedStatement<'connection>,
+    delete: CachedStatement<'connection>,
+    now: ClockReading,
+}
+
+/// The error for a row that this release cannot have written.
+#[derive(Debug)]
+pub(crate) struct UnreadableRow;
+
+/// A marker and its age.
+pub(crate) struct StoredMarker {
+    pub(crate) marker: Marker,
+    age: Age,
+}
+
+const ABSENT: StoredMarker = StoredMarker {
+    marker: Marker::Absent,
+    age: Age::Of(Duration::ZERO),
+};
+
+impl<'connection> MarkerTable<'connection> {
+    pub(crate) fn new(
+        connection: &'connection Connection,
+        now: ClockReading,
+    ) -> rusqlite::Result<Self> {
+        let [select, write, write_new, complete_own_claim, delete] =
+            [SELECT, WRITE, WRITE_NEW, COMPLETE_OWN_CLAIM, DELETE]
+                .map(|sql| connection.prepare_cached(sql));
+        Ok(Self {
+            select: select?,
+            write: write?,
+            write_new: write_new?,
+            complete_own_claim: complete_own_claim?,
+            delete: delete?,
+            now,
+        })
+    }
+
+    /// Applies the operation to the row of its key. An unreadable row is not changed.
+    ///
+    /// # Errors
+    /// If SQLite fails, which fails the whole transaction.
+    pub(crate) fn apply(
+        &mut self,
+        operation: &Operation,
+    ) -> rusqlite::Result<Result<Verdict, StoreFailure>> {
+        if let Some(verdict) = self.apply_fast_path(operation)? {
+            return Ok(Ok(verdict));
+        }
+        let found = match self.read(&operation.key)? {
+            Ok(found) => found,
+            Err(UnreadableRow) => return Ok(Err(unreadable(operation.key.as_str()))),
+        };
+        let (change, verdict) = apply(found.marker, found.age, operation);
+        match change {
+            Change::Keep => {}
+            Change::Delete => {
+                self.delete.execute([operation.key.as_str()])?;
+            }
+            Change::Write(marker, after) => {
+                self.write
+                    .execute(self.now.columns(&operation.key, marker, after))?;
+            }
+        }
+        Ok(Ok(verdict))
+    }
+
+    /// Applies a claim of an absent key or the completion of an unchanged claim, the most frequent
+    /// cases, with one statement, which writes nothing in other cases.
+    fn apply_fast_path(&mut self, operation: &Operation) -> rusqlite::Result<Option<Verdict>> {
+        let Operation {
+            key,
+            ask,
+            token,
+            attempt,
+            terms,
+        } = operation;
+        let (expected, age) = match ask {
+            Ask::Claim => (ABSENT.marker, ABSENT.age),
+            Ask::Complete => {
+                let Terms {
+                    guarantee,
+                    lease,
+                    fingerprint,
+                    ..
+                } = *terms;
+                let (attempts, earlier, horizon) =
+                    (Attempts::new(*attempt), Effect::Nothing, terms.horizon());
+                let hold = Hold {
+                    token: *token,
+                    attempts,
+                    earlier,
+                    lease,
+                    horizon,
+                    guarantee,
+                    fingerprint,
+                };
+                (Marker::InProgress(hold), ABSENT.age)
+            }
+            _ => return Ok(None),
+        };
+        let written = match (ask, apply(expected, age, operation)) {
+            (Ask::Claim, (Change::Write(marker, after), verdict)) => (
+                self.write_new
+                    .execute(self.now.columns(key, marker, after))?,
+                verdict,
+            ),
+            (_, (Change::Write(Marker::Done(fingerprint), after), verdict)) => {
+                let fingerprint = fingerprint.map(|it| it.get() as i64); // below 10^18
+                let (token, expires) = (token.0.to_be_bytes(), self.now.expires(after));
+                let values = params![
+                    key.as_str(),
+                    expires,
+                    fingerprint,
+                    token,
+                    attempt,
+                    self.now.expired_until
+                ];
+                (self.complete_own_claim.execute(values)?, verdict)
+            }
+            _ => return Ok(None),
+        };
+        Ok(Some(written)
+            .filter(|(rows, _)| *rows == 1)
+            .map(|(_, verdict)| verdict))
+    }
+
+    /// The marker of a key.
+    pub(crate) fn look(&mut self, key: &Key) -> rusqlite::Result<Result<Marker, StoreFailure>> {
+        Ok(self
+            .read(key)?
+            .map(|found| found.marker)
+            .map_err(|UnreadableRow| unreadable(key.as_str())))
+    }
+
+    fn read(&mut self, key: &Key) -> rusqlite::Result<Result<StoredMarker, UnreadableRow>> {
+        let now = self.now;
+        let found = self
+            .select
+            .query_row([key.as_str()], |row| Ok(read(row, now)))
+            .optional()?;
+        Ok(found.unwrap_or(Ok(ABSENT)))
+    }
+}
+
+impl ClockReading {
+    /// The expiry of a row that is written now and kept for this long.
+    fn expires(&self, after: Duration) -> i64 {
+        self.wall + milliseconds(after).max(1)
+    }
+
+    /// The columns of a row that is written now.
+    fn columns<'key>(
+        &self,
+        key: &'key Key,
+        marker: Marker,
+        after: Duration,
+    ) -> impl Params + use<'key> {
+        let (state, fingerprint, hold) = match marker {
+            Marker::Absent => unreachable!("an absent marker is deleted, not written"),
+            Marker::Done(fingerprint) => (0, fingerprint, None),
+            Marker::Cleared { .. } => (1, None, None),
+            Marker::InProgress(hold) => (2, hold.fingerprint, Some(hold)),
+            Marker::InDoubt(hold, Doubt::Waiting) => (3, hold.fingerprint, Some(hold)),
+            Marker::InDoubt(hold, Doubt::Reconciling) => (4, hold.fingerprint, Some(hold)),
+            Marker::Rejected { fingerprint, .. } => (5, fingerprint, None),
+        };
+        let attempts_and_effect = match marker {
+            Marker::Cleared { attempts, effect } => Some((attempts, effect)),
+            _ => hold.map(|hold| (hold.attempts, hold.earlier)),
+        };
+        let attempt = match marker {
+            Marker::Rejected { attempt, .. } => Some(attempt),
+            _ => attempts_and_effect.map(|(attempts, _)| attempts.number),
+        };
+        let [base, crashes] = [
+            attempts_and_effect.map(|(attempts, _)| attempts.base),
+            attempts_and_effect.map(|(attempts, _)| attempts.crashes),
+        ];
+        let effect = attempts_and_effect.map(|(_, effect)| match effect {
+            Effect::Nothing => 0,
+            Effect::Unknown => 1,
+        });
+        // Below 10^18.
+        let fingerprint = fingerprint.map(|it| it.get() as i64);
+        let token = hold.map(|hold| hold.token.0.to_be_bytes());
+        let [lease, horizon] = [
+            hold.map(|hold| milliseconds(hold.lease)),
+            hold.map(|hold| milliseconds(hold.horizon).max(1)),
+        ];
+        let guarantee = hold.map(|hold| match hold.guarantee {
+            Guarantee::AtMostOnce => 0,
+            Guarantee::EffectivelyOnce => 1,
+            Guarantee::Bare => 2,
+        });
+        (
+            key.as_str(),
+            self.expires(after),
+            state,
+            fingerprint,
+            attempt,
+            base,
+            crashes,
+            effect,
+            token,
+            lease,
+            horizon,
+            guarantee,
+        )
+    }
+}
+
+/// Reads a row, whose columns are those of [`SELECT`].
+pub(crate) fn read(row: &Row<'_>, now: ClockReading) -> Result<StoredMarker, UnreadableRow> {
+    let expires: i64 = row.get(0).map_err(|_| UnreadableRow)?;
+    // A done marker has no guarantee.
+    let expired_until = if matches!(row.get(10), Ok(Some(0))) {
+        now.unresolved_expired_until
+    } else {
+        now.expired_until
+    };
+    if expires <= expired_until {
+        return Ok(ABSENT);
+    }
+    let fingerprint = match row
+        .get::<_, Option<i64>>(2)
+        .map_err(|_| UnreadableRow)?
+        .map(u64::try_from)
+    {
+        None => None,
+        Some(Ok(number)) if number < Fingerprint::LIMIT => Some(Fingerprint::new(number)),
+        Some(_) => return Err(UnreadableRow),
+    };
+    let count = |column| row.get::<_, u32>(column).map_err(|_| UnreadableRow);
+    let attempts_and_effect = || -> Result<(Attempts, Effect), UnreadableRow> {
+        let effect = match row.get(6) {
+            Ok(0) => Effect::Nothing,
+            Ok(1) => Effect::Unknown,
+            _ => return Err(UnreadableRow),
+        };
+        Ok((
+            Attempts {
+                number: count(3)?,
+                base: count(4)?,
+                crashes: count(5)?,
+            },
+            effect,
+        ))
+    };
+    let hold = || -> Result<(Hold, Age), UnreadableRow> {
+        let (attempts, earlier) = attempts_and_effect()?;
+        let [lease, horizon] =
+            [8, 9].map(|column| row.get::<_, i64>(column).ok().filter(|it| *it >= 0));
+        let (lease, horizon) = (lease.ok_or(UnreadableRow)?, horizon.ok_or(UnreadableRow)?);
+        let hold = Hold {
+            token: Token(u128::from_be_bytes(row.get(7).map_err(|_| UnreadableRow)?)),
+            attempts,
+            earlier,
+            lease: Duration::from_millis(lease.unsigned_abs()),
+            horizon: Duration::from_millis(horizon.unsigned_abs()),
+            guarantee: match row.get(10) {
+                Ok(0) => Guarantee::AtMostOnce,
+                Ok(1) => Guarantee::EffectivelyOnce,
+                Ok(2) => Guarantee::Bare,
+                _ => return Err(UnreadableRow),
+            },
+            fingerprint,
+        };
+        Ok((hold, age(expires.saturating_sub(horizon), now)))
+    };
+    let marker = match row.get(1) {
+        Ok(0) => Marker::Done(fingerprint),
+        Ok(1) => {
+            let (attempts, effect) = attempts_and_effect()?;
+            Marker::Cleared { attempts, effect }
+        }
+        Ok(5) => Marker::Rejected {
+            attempt: count(3)?,
+            fingerprint,
+        },
+        Ok(state @ 2..=4) => {
+            let (hold, age) = hold()?;
+            let marker = match state {
+                2 => Marker::InProgress(hold),
+                3 => Marker::InDoubt(hold, Doubt::Waiting),
+                _ => Marker::InDoubt(hold, Doubt::Reconciling),
+            };
+            return Ok(StoredMarker { marker, age });
+        }
+        _ => return Err(UnreadableRow),
+    };
+    Ok(StoredMarker { marker, ..ABSENT })
+}
+
+/// The age of a marker that was written at this time; unknown if that time is in the future.
+fn age(written: i64, now: ClockReading) -> Age {
+    if written > now.wall {
+        return Age::Unknown;
+    }
+    let old = now.wall.saturating_sub(written.max(now.lease_start_floor));
+    Age::Of(Duration::from_millis(
+        u64::try_from(old).unwrap_or_default(),
+    )) // lease_start_floor is never after the wall clock
+}
+
+pub(crate) fn unreadable(key: &str) -> StoreFailure {
+    StoreFailure::unreadable_marker(format!(
+        "the row of {} in the table markers holds no marker that this release can read: delete the row, or upgrade oncegate here; the row \
+         is unchanged",
+        key
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use oncegate_core::MessageId;
+
+    use super::super::file::{FileConfig, OpenDatabase};
+    use super::*;
+
+    const LEASE: i64 = 30_000;
+    const WINDOW: i64 = 600_000;
+    const START: i64 = 1_700_000_000_000;
+    const HOUR: i64 = 3_600_000;
+    const TAKEN_OVER: Attempts = Attempts {
+        number: 2,
+        base: 1,
+        crashes: 1,
+    };
+
+    fn file(directory: &Path) -> OpenDatabase {
+        let config = FileConfig {
+            path: directory.join("markers.db"),
+            synchronous: Default::default(),
+            busy_timeout: Duration::ZERO,
+        };
+        OpenDatabase::open(&config, None).expect("a new file")
+    }
+
+    fn ask(file: &OpenDatabase, now: ClockReading, ask: Ask, token: u128) -> Verdict {
+        let [lease, window] = [LEASE, WINDOW].map(|it| Duration::from_millis(it.unsigned_abs()));
+        let terms = Terms {
+            guarantee: Guarantee::EffectivelyOnce,
+            lease,
+            window,
+            fingerprint: None,
+        };
+        let key = Key::new(&MessageId::new("a").expect("an id"));
+        let operation = Operation {
+            key,
+            ask,
+            token: Token(token),
+            attempt: 1,
+            terms,
+        };
+        let mut rows = MarkerTable::new(&file.connection, now).expect("a table");
+        rows.apply(&operation)
+            .expect("SQLite does not fail")
+            .expect("a verdict")
+    }
+
+    /// A reading without jumps.
+    fn at(wall: i64) -> ClockReading {
+        ClockReading {
+            wall,
+            lease_start_floor: i64::MIN,
+            expired_until: wall,
+            unresolved_expired_until: wall,
+        }
+    }
+
+    #[test]
+    fn a_lease_expires_after_its_last_millisecond() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = file(directory.path());
+        assert_eq!(
+            ask(&file, at(START), Ask::Claim, 1),
+            Verdict::Granted(Attempts::new(1))
+        );
+        assert_eq!(
+            ask(&file, at(START + LEASE), Ask::Claim, 2),
+            Verdict::Busy {
+                remaining: Duration::ZERO
+            }
+        );
+        assert_eq!(
+            ask(&file, at(START + LEASE + 1), Ask::Claim, 2),
+            Verdict::Granted(TAKEN_OVER)
+        );
+    }
+
+    #[test]
+    fn a_done_marker_expires_after_its_window() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = file(directory.path());
+        assert_eq!(
+            ask(&file, at(START), Ask::Complete, 1),
+            Verdict::Done { marker_lost: true }
+        );
+        assert_eq!(
+            ask(&file, at(START + WINDOW - 1), Ask::Claim, 2),
+            Verdict::Duplicate
+        );
+        assert_eq!(
+            ask(&file, at(START + WINDOW), Ask::Claim, 2),
+            Verdict::Granted(Attempts::new(1))
+        );
+    }
+
+    #[test]
+    fn a_completion_recognizes_only_its_own_claim() {
+        let claimed = || {
+            let directory = tempfile::tempdir().expect("a directory");
+            let file = file(directory.path());
+            assert_eq!(
+                ask(&file, at(START), Ask::Claim, 1),
+                Verdict::Granted(Attempts::new(1))
+            );
+            (file, directory)
+        };
+        let (file, _directory) = claimed();
+        assert_eq!(
+            ask(&file, at(START), Ask::Complete, 2),
+            Verdict::Lost,
+            "of another token"
+        );
+        assert_eq!(
+            ask(&file, at(START), Ask::Complete, 1),
+            Verdict::Done { marker_lost: false }
+        );
+        assert_eq!(
+            ask(&file, at(START + WINDOW - 1), Ask::Claim, 2),
+            Verdict::Duplicate,
+            "the window restarts"
+        );
+
+        let (file, _directory) = claimed();
+        file.connection
+            .execute("UPDATE markers SET attempt = 2", [])
+            .expect("written");
+        assert_eq!(
+            ask(&file, at(START), Ask::Complete, 1),
+            Verdict::Lost,
+            "of an earlier attempt"
+        );
+
+        let (file, _directory) = claimed();
+        ask(&file, at(START), Ask::Doubt, 1);
+        assert_eq!(
+            ask(&file, at(START), Ask::Complete, 2),
+            Verdict::Done { marker_lost: false },
+            "any token can resolve a doubt"
+        );
+
+        let (file, _directory) = claimed();
+        assert_eq!(
+            ask(&file, at(START + WINDOW), Ask::Complete, 1),
+            Verdict::Done { marker_lost: true },
+            "after its window"
+        );
+    }
+
+    #[test]
+    fn a_jump_forward_expires_no_lease_and_no_marker() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = file(directory.path());
+        ask(&file, at(START), Ask::Claim, 1);
+        let jumped = |later: i64| {
+            let expired_until = START + later;
+            ClockReading {
+                wall: START + HOUR + later,
+                lease_start_floor: START + HOUR,
+                expired_until,
+                unresolved_expired_until: expired_until,
+            }
+        };
+        assert_eq!(
+            ask(&file, jumped(LEASE), Ask::Claim, 2),
+            Verdict::Busy {
+                remaining: Duration::ZERO
+            }
+        );
+        assert_eq!(
+            ask(&file, jumped(LEASE + 1), Ask::Claim, 2),
+            Verdict::Granted(TAKEN_OVER)
+        );
+
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = self::file(directory.path());
+        ask(&file, at(START), Ask::Complete, 1);
+        assert_eq!(
+            ask(&file, jumped(WINDOW - 1), Ask::Claim, 2),
+            Verdict::Duplicate
+        );
+    }
+
+    #[test]
+    fn after_a_jump_back_the_age_is_unknown_and_then_restarts() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let file = file(directory.path());
+        ask(&file, at(START + HOUR), Ask::Claim, 1);
+        let lease = Duration::from_millis(LEASE.unsigned_abs());
+        assert_eq!(
+            ask(&file, at(START), Ask::Claim, 2),
+            Verdict::Busy { remaining: lease }
+        );
+        // Not busy for an hour and a lease.
+        assert_eq!(
+            ask(&file, at(START + LEASE + 1), Ask::Claim, 2),
+            Verdict::Granted(TAKEN_OVER)
+        );
+    }
+}

@@ -1,0 +1,528 @@
+//! The thread that works on the file. It applies all waiting requests in one transaction and answers
+//! them after the commit.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::time::Duration;
+
+use oncegate_core::marker::{Marker, Operation, Verdict};
+use oncegate_core::{Key, Persistence, fault};
+use rusqlite::Connection;
+use tokio::sync::oneshot;
+
+use super::browse::{self, MarkerPage, MarkerWithExpiry};
+use super::clock::{ClockReading, WallClock};
+use super::failure::{StoreFailure, TransactionStage};
+use super::file::{FileConfig, FileIdentity, OpenDatabase};
+use super::marker_table::MarkerTable;
+use super::sweep::ExpirySweep;
+use super::windows;
+
+/// The most operations of one transaction. The operations of one request are never split, even above
+/// this limit.
+const MAX_OPERATIONS: usize = 4096;
+
+/// How often an idle thread deletes expired rows and checks the clock.
+const IDLE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// How many rows an idle thread scans each time.
+const IDLE_ROWS: u32 = 500;
+
+/// The answers to one [`WriterRequest::Apply`].
+type ApplyAnswers = Vec<Result<Verdict, StoreFailure>>;
+
+/// A request to the thread.
+#[derive(Debug)]
+pub(crate) enum WriterRequest {
+    /// Applies operations.
+    Apply(Vec<Operation>, oneshot::Sender<ApplyAnswers>),
+    /// Reads the marker of a key.
+    Look(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
+    /// Reads the marker of a key and its expiry.
+    LookWithExpiry(Key, oneshot::Sender<Result<MarkerWithExpiry, StoreFailure>>),
+    /// Reads at most this many rows after a key.
+    ReadPage(
+        String,
+        usize,
+        oneshot::Sender<Result<MarkerPage, StoreFailure>>,
+    ),
+    /// Reads whether data survives a crash and a power cut.
+    Persistence(oneshot::Sender<Result<Persistence, StoreFailure>>),
+    /// Panics.
+    #[cfg(test)]
+    Panic,
+}
+
+impl WriterRequest {
+    /// Whether the caller has stopped waiting. Such a request is skipped: its outcome is unknown
+    /// either way.
+    fn is_abandoned(&self) -> bool {
+        match self {
+            Self::Apply(_, reply) => reply.is_closed(),
+            Self::Look(_, reply) => reply.is_closed(),
+            Self::LookWithExpiry(_, reply) => reply.is_closed(),
+            Self::ReadPage(.., reply) => reply.is_closed(),
+            Self::Persistence(reply) => reply.is_closed(),
+            #[cfg(test)]
+            Self::Panic => false,
+        }
+    }
+}
+
+/// Starts the thread, which ends when the sender is dropped. A panic loses only the pending answers:
+/// the identity of the file and the jumps of the clock are kept.
+///
+/// # Errors
+/// If the system cannot start a thread.
+pub(crate) fn start(config: FileConfig) -> std::io::Result<Sender<WriterRequest>> {
+    let (sender, requests) = channel();
+    let mut writer = WriterThread::new(config);
+    let work = move || {
+        while catch_unwind(AssertUnwindSafe(|| writer.run(&requests))).is_err() {
+            writer.let_go();
+        }
+    };
+    std::thread::Builder::new()
+        .name("oncegate-sqlite".into())
+        .spawn(work)?;
+    Ok(sender)
+}
+
+struct WriterThread {
+    config: FileConfig,
+    /// Opened on first use, and again after a failure.
+    file: Option<OpenDatabase>,
+    /// The identity of the first opened file.
+    identity: Option<FileIdentity>,
+    clock: WallClock,
+    sweep: ExpirySweep,
+}
+
+impl WriterThread {
+    fn new(config: FileConfig) -> Self {
+        Self {
+            config,
+            file: None,
+            identity: None,
+            clock: WallClock::new(),
+            sweep: ExpirySweep::default(),
+        }
+    }
+
+    fn run(&mut self, requests: &Receiver<WriterRequest>) {
+        loop {
+            match requests.recv_timeout(IDLE_INTERVAL) {
+                Ok(request) => self.serve(request, requests),
+                Err(RecvTimeoutError::Timeout) => self.idle(),
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+        }
+    }
+
+    /// Serves a request and all requests that wait behind it.
+    fn serve(&mut self, first: WriterRequest, requests: &Receiver<WriterRequest>) {
+        let (mut batch, mut count) = (Vec::new(), 0);
+        let mut next = Some(first);
+        while let Some(request) = next.take() {
+            match request {
+                abandoned if abandoned.is_abandoned() => {}
+                WriterRequest::Apply(operations, reply) => {
+                    count += operations.len();
+                    batch.push((operations, reply));
+                }
+                // Sending fails if the caller has stopped waiting, here and below.
+                WriterRequest::Look(key, reply) => drop(reply.send(self.look(&key))),
+                WriterRequest::LookWithExpiry(key, reply) => drop(
+                    reply.send(
+                        self.read(|file, now| browse::marker_with_expiry(file, now, &key))
+                            .and_then(|found| found),
+                    ),
+                ),
+                WriterRequest::ReadPage(after, limit, reply) => drop(
+                    reply.send(self.read(|file, now| browse::read_page(file, now, &after, limit))),
+                ),
+                WriterRequest::Persistence(reply) => drop(reply.send(self.persistence())),
+                #[cfg(test)]
+                WriterRequest::Panic => panic!("requested by a test"),
+            }
+            if count < MAX_OPERATIONS {
+                next = requests.try_recv().ok();
+            }
+        }
+        if batch.is_empty() {
+            return;
+        }
+        match self.apply(
+            batch.iter().map(|(operations, _)| operations.as_slice()),
+            count,
+        ) {
+            Ok(answers) => {
+                for ((_, reply), answers) in batch.into_iter().zip(answers) {
+                    let _ = reply.send(answers);
+                }
+            }
+            Err(failure) => {
+                tracing::debug!(?failure, count, "the transaction failed");
+                self.let_go();
+                for (operations, reply) in batch {
+                    let _ = reply.send(operations.iter().map(|_| Err(failure.clone())).collect());
+                }
+            }
+        }
+    }
+
+    /// Applies the operations of all requests in one transaction and commits it.
+    fn apply<'a>(
+        &mut self,
+        requests: impl Iterator<Item = &'a [Operation]>,
+        count: usize,
+    ) -> Result<Vec<ApplyAnswers>, StoreFailure> {
+        let (file, config, clock, sweep) = self.open()?;
+        let working = config.failure(TransactionStage::Working);
+        // Rolled back when it is dropped.
+        let transaction = file.begin().map_err(&working)?;
+        file.check(config)?;
+        // Read with the write lock held, so that no row is younger than this reading, unless the
+        // clock jumped back.
+        let longest = windows::longest(&transaction).map_err(&working)?;
+        if let Some(longest) = longest {
+            clock.drop_jumps_before(longest);
+        }
+        let now = clock.now();
+        let mut rows = MarkerTable::new(&transaction, now).map_err(&working)?;
+        let mut answers = Vec::new();
+        let mut window = Duration::ZERO;
+        for operations in requests {
+            let mut answered = Vec::with_capacity(operations.len());
+            for operation in operations {
+                window = window.max(operation.terms.window);
+                answered.push(rows.apply(operation).map_err(&working)?);
+            }
+            answers.push(answered);
+        }
+        drop(rows);
+        windows::record(&transaction, window, longest).map_err(&working)?;
+        let rows_beside = u32::try_from(count).unwrap_or(u32::MAX);
+        let range = sweep
+            .scan(&transaction, rows_beside, now)
+            .map_err(&working)?;
+        sweep
+            .delete_expired(&transaction, &range, now)
+            .map_err(&working)?;
+        fault::point("sqlite.commit.before");
+        transaction
+            .commit()
+            .map_err(config.failure(TransactionStage::Committing))?;
+        fault::point("sqlite.commit.after");
+        sweep.advance(range);
+        Ok(answers)
+    }
+
+    fn look(&mut self, key: &Key) -> Result<Marker, StoreFailure> {
+        let (file, config, clock, _) = self.open()?;
+        let working = config.failure(TransactionStage::Working);
+        file.check(config)?;
+        let mut rows = MarkerTable::new(&file.connection, clock.now()).map_err(&working)?;
+        rows.look(key).map_err(&working)?
+    }
+
+    /// Reads for an operator.
+    fn read<T>(
+        &mut self,
+        read: impl FnOnce(&Connection, ClockReading) -> rusqlite::Result<T>,
+    ) -> Result<T, StoreFailure> {
+        let (file, config, clock, _) = self.open()?;
+        file.check(config)?;
+        read(&file.connection, clock.now()).map_err(config.failure(TransactionStage::Working))
+    }
+
+    fn persistence(&mut self) -> Result<Persistence, StoreFailure> {
+        let (file, config, ..) = self.open()?;
+        file.check(config)?;
+        file.persistence(config)
+            .map_err(config.failure(TransactionStage::Working))
+    }
+
+    /// Deletes expired rows and checks the clock. Frequent checks distinguish a jump from elapsed
+    /// time.
+    fn idle(&mut self) {
+        let now = self.clock.now();
+        let Some(file) = &self.file else { return };
+        if let Err(failure) = sweep_next_range(file, &self.config, &mut self.sweep, now) {
+            // Not urgent; a lasting failure is returned to the next caller.
+            tracing::debug!(?failure, "cannot delete expired markers; retrying later");
+        }
+    }
+
+    /// Closes the database after a failure, to start from a known state. Keeps it open if its WAL was
+    /// replaced: with the new WAL it would grant markers of the old one again.
+    fn let_go(&mut self) {
+        self.file.take_if(|file| file.is_current(&self.config));
+    }
+
+    /// The open database and the other fields.
+    fn open(
+        &mut self,
+    ) -> Result<(&OpenDatabase, &FileConfig, &mut WallClock, &mut ExpirySweep), StoreFailure> {
+        let file = match self.file.take() {
+            Some(file) => file,
+            None => OpenDatabase::open(&self.config, self.identity)?,
+        };
+        self.identity = Some(file.identity);
+        Ok((
+            self.file.insert(file),
+            &self.config,
+            &mut self.clock,
+            &mut self.sweep,
+        ))
+    }
+}
+
+/// Scans the next range, and deletes its expired rows if there are any.
+fn sweep_next_range(
+    file: &OpenDatabase,
+    config: &FileConfig,
+    sweep: &mut ExpirySweep,
+    now: ClockReading,
+) -> Result<(), StoreFailure> {
+    let working = config.failure(TransactionStage::Working);
+    let range = sweep
+        .scan(&file.connection, IDLE_ROWS, now)
+        .map_err(&working)?;
+    if range.expired > 0 {
+        let transaction = file.begin().map_err(&working)?;
+        file.check(config)?;
+        sweep
+            .delete_expired(&transaction, &range, now)
+            .map_err(&working)?;
+        transaction
+            .commit()
+            .map_err(config.failure(TransactionStage::Committing))?;
+    }
+    sweep.advance(range);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use oncegate_core::MessageId;
+    use oncegate_core::marker::{Ask, Attempts, Guarantee, Terms, Token};
+
+    use super::*;
+
+    #[test]
+    fn abandoned_requests_are_skipped_and_the_others_share_a_commit() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let config = FileConfig {
+            path: directory.path().join("markers.db"),
+            synchronous: Default::default(),
+            busy_timeout: IDLE_INTERVAL,
+        };
+        let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
+        let terms = Terms {
+            guarantee: Guarantee::AtMostOnce,
+            lease: IDLE_INTERVAL,
+            window: IDLE_INTERVAL,
+            fingerprint: None,
+        };
+        let (sender, requests) = channel();
+        let submit = |id| {
+            let (reply, answer) = oneshot::channel();
+            let claim = Operation {
+                key: key(id),
+                ask: Ask::Claim,
+                token: Token(1),
+                attempt: 0,
+                terms,
+            };
+            sender
+                .send(WriterRequest::Apply(vec![claim], reply))
+                .expect("it waits");
+            answer
+        };
+        let answers = [submit("a"), submit("b")];
+        drop(submit("dropped"));
+        let (reply, looked) = oneshot::channel();
+        sender
+            .send(WriterRequest::Look(key("dropped"), reply))
+            .expect("it waits");
+        drop(sender);
+
+        WriterThread::new(config).run(&requests);
+        for answer in answers {
+            assert!(matches!(
+                answer.blocking_recv().expect("answered")[..],
+                [Ok(Verdict::Granted(Attempts { number: 1, .. }))]
+            ));
+        }
+        assert_eq!(
+            looked.blocking_recv().expect("answered").expect("a marker"),
+            Marker::Absent
+        );
+        let file =
+            rusqlite::Connection::open(directory.path().join("markers.db")).expect("it opens");
+        let keys: u32 = file
+            .query_row("SELECT count(*) FROM markers", [], |row| row.get(0))
+            .expect("a number");
+        assert_eq!(keys, 2);
+    }
+
+    #[test]
+    fn an_idle_thread_deletes_nothing_from_a_newer_schema() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("markers.db");
+        let mut writer = WriterThread::new(FileConfig {
+            path: path.clone(),
+            synchronous: Default::default(),
+            busy_timeout: IDLE_INTERVAL,
+        });
+        writer.open().expect("a new file");
+        let other = rusqlite::Connection::open(path).expect("it opens");
+        other
+            .execute(
+                "INSERT INTO markers (key, expires, state) VALUES ('old', 1, 0)",
+                [],
+            )
+            .expect("written");
+        for (version, left) in [(2, 1), (1, 0)] {
+            other
+                .pragma_update(None, "user_version", version)
+                .expect("written");
+            writer.idle();
+            let rows: u32 = other
+                .query_row("SELECT count(*) FROM markers", [], |row| row.get(0))
+                .expect("a number");
+            assert_eq!(rows, left, "of version {version}");
+        }
+    }
+
+    /// Two processes share a file, and the one whose clock jumped has the shorter window, or has not
+    /// written yet.
+    #[test]
+    fn a_jump_is_kept_for_the_longest_window_in_the_file() {
+        const HOUR: Duration = Duration::from_secs(3600);
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("markers.db");
+        let config = FileConfig {
+            path: path.clone(),
+            synchronous: Default::default(),
+            busy_timeout: IDLE_INTERVAL,
+        };
+        let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
+        let asks = |id: &str, ask, token, window| {
+            let terms = Terms {
+                guarantee: Guarantee::AtMostOnce,
+                lease: IDLE_INTERVAL,
+                window,
+                fingerprint: None,
+            };
+            Operation {
+                key: key(id),
+                ask,
+                token: Token(token),
+                attempt: 1,
+                terms,
+            }
+        };
+        let apply = |writer: &mut WriterThread, operations: &[Operation]| -> Vec<Verdict> {
+            let answers = writer
+                .apply([operations].into_iter(), operations.len())
+                .expect("a commit");
+            answers[0]
+                .iter()
+                .map(|answer| answer.clone().expect("a verdict"))
+                .collect()
+        };
+        let other = || rusqlite::Connection::open(&path).expect("it opens");
+        // The writer's window, and how many of its rows survive the other's transaction.
+        let unresolved = |id| format!("{id}-unresolved");
+        for (id, window, outlive) in [("short", IDLE_INTERVAL, 1), ("long", HOUR, 4)] {
+            let mut writer = WriterThread::new(config.clone());
+            let done = ["a", "b", "c"].map(|it| format!("{id}-{it}"));
+            let mut made: Vec<Operation> = done
+                .iter()
+                .map(|id| asks(id, Ask::Complete, 1, window))
+                .collect();
+            made.push(asks(&unresolved(id), Ask::Claim, 1, window));
+            apply(&mut writer, &made);
+            drop(writer);
+            // A jump of an hour let all of them appear expired.
+            let mine = format!("{id}-%");
+            let jumped = || WriterThread {
+                clock: WallClock::jumped(HOUR, 10 * IDLE_INTERVAL),
+                ..WriterThread::new(config.clone())
+            };
+            let rows = other()
+                .execute(
+                    "UPDATE markers SET expires = (unixepoch() - 60) * 1000 WHERE key LIKE ?1",
+                    [&mine],
+                )
+                .expect("written");
+            assert_eq!(rows, 4);
+            let left = || -> u32 {
+                let count = "SELECT count(*) FROM markers WHERE key LIKE ?1";
+                other()
+                    .query_row(count, [&mine], |row| row.get(0))
+                    .expect("a number")
+            };
+
+            let mut idle = jumped();
+            idle.open().expect("it is there");
+            idle.idle();
+            assert_eq!(
+                (idle.look(&key(&done[0])).expect("a marker"), left()),
+                (Marker::Done(None), 4),
+                "{id}: a reader"
+            );
+
+            // More operations than rows, so that all rows are scanned.
+            let mut brief = jumped();
+            let others: Vec<Operation> = (0..20)
+                .map(|it| asks(&format!("{id}{it}"), Ask::Claim, 2, IDLE_INTERVAL))
+                .collect();
+            apply(&mut brief, &others);
+            assert_eq!(left(), outlive, "{id}");
+            let again = apply(&mut brief, &[asks(&done[0], Ask::Claim, 2, IDLE_INTERVAL)]);
+            assert_eq!(
+                again,
+                [if outlive == 4 {
+                    Verdict::Duplicate
+                } else {
+                    Verdict::Granted(Attempts::new(1))
+                }],
+                "{id}"
+            );
+            let looked = brief.look(&key(&unresolved(id))).expect("a marker");
+            assert!(
+                matches!(looked, Marker::InProgress(hold) if hold.token == Token(1)),
+                "{id}: {looked:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_panic_keeps_the_identity_of_the_file() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = directory.path().join("markers.db");
+        let sender = start(FileConfig {
+            path: path.clone(),
+            synchronous: Default::default(),
+            busy_timeout: IDLE_INTERVAL,
+        })
+        .expect("a thread");
+        let persistence = || {
+            let (reply, answer) = oneshot::channel();
+            sender
+                .send(WriterRequest::Persistence(reply))
+                .expect("it waits");
+            answer.blocking_recv().expect("answered")
+        };
+        persistence().expect("a new file");
+        sender.send(WriterRequest::Panic).expect("it waits");
+        persistence().expect("the thread still runs");
+        std::fs::rename(&path, directory.path().join("away.db")).expect("moved");
+        sender.send(WriterRequest::Panic).expect("it waits");
+        persistence().expect_err("the file was moved");
+        assert!(!path.exists(), "a new file was made");
+    }
+}

@@ -1,0 +1,15 @@
+//! What a consumer and its handler need: `use oncegate::prelude::*;`.
+
+pub use oncegate_core::{
+    Consumer, Context, Error, Failure, FailureExt, Guarantee, Handler, IdSource, Message, Order,
+    Reconciled, async_trait, shutdown_signal,
+};
+
+#[cfg(feature = "rabbitmq")]
+pub use oncegate_amqp::RabbitMq;
+#[cfg(feature = "kafka")]
+pub use oncegate_kafka::Kafka;
+#[cfg(feature = "redis")]
+pub use oncegate_redis::Redis;
+#[cfg(feature = "sqlite")]
+pub use oncegate_sql::Sqlite;
