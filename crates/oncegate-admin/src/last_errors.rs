@@ -193,7 +193,7 @@ mod tests {
     fn omits_texts_that_may_quote_a_payload() {
         let all = recorded(|| {
             tracing::warn!(target: "oncegate_core", reason = "rejected", id = "pay-42", error = "the card canary", "message dead-lettered");
-            tracing::error!(target: "oncegate_core", logged = "canary", "the handler panicked while it was dropped");
+            tracing::error!(target: "oncegate_core", said = "canary", "the handler panicked while it was dropped");
             tracing::error!(target: "oncegate_core", origin = ?"payments", "the function that reads the id panicked: canary");
         });
         assert_eq!(

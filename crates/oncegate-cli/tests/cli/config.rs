@@ -38,7 +38,7 @@ fn unknown_keys_are_rejected_with_a_suggestion() {
         ("ONCEGATE_STROE_URL", "ONCEGATE_STORE_URL"),
         ("ONCEGATE_STOR_URL_FILE", "ONCEGATE_STORE_URL_FILE"),
         ("ONCEGATE_RABBIT_QUEUE", "ONCEGATE_RABBITMQ_QUEUE"),
-        ("ONCEGATE_GATES_WINDOW", "ONCEGATE_GATE_DEDUP_WINDOW"),
+        ("ONCEGATE_GATES_DEDUP_WINDOW", "ONCEGATE_GATE_DEDUP_WINDOW"),
     ] {
         cli.run_with(&["config", "check"], &[(wrong, "1h")])
             .exits_with(2)

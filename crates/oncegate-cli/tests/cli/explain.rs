@@ -323,7 +323,12 @@ async fn actions_older_than_the_window_prove_nothing() {
     );
     told("a", "unknown", "longer ago than the window of 1 ms").await;
     told("b", "unknown", "longer ago than the window of 1 ms").await;
-    told("c", "dead-lettered", "not known any more").await;
+    told(
+        "c",
+        "dead-lettered",
+        "was handled before or since is unknown",
+    )
+    .await;
     fixture.end().await;
 }
 
