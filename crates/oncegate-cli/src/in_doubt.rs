@@ -39,6 +39,10 @@ pub(crate) struct ResolveArgs {
     ids: Vec<String>,
     #[command(flatten)]
     finding: FindingArgs,
+    /// Also release an id whose message is not in the in-doubt destination: the marker alone, and
+    /// nothing is sent. Check first that no other reader holds the message
+    #[arg(long)]
+    without_message: bool,
     /// Only this broker, if both are configured
     #[arg(long)]
     broker: Option<Broker>,
@@ -96,9 +100,10 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
         audit,
         finding,
         accepted: resolve.accepted,
+        without_message: resolve.without_message || !has_broker,
         why: confirm.why.as_deref(),
         no_message: if has_broker {
-            "the in-doubt destination has no message with this id"
+            "the in-doubt destination shows no message with this id"
         } else {
             NO_BROKER
         },
@@ -170,6 +175,8 @@ struct ResolveSession<'a> {
     audit: Audit,
     finding: Finding,
     accepted: AcceptedRisks,
+    /// Whether to release ids without a message.
+    without_message: bool,
     why: Option<&'a str>,
     /// Why an id has no message.
     no_message: &'static str,
@@ -350,8 +357,9 @@ impl<'a> ResolveSession<'a> {
         Ok(after)
     }
 
-    /// Resolves ids that have no message: only the marker is in doubt, there is no copy to send,
-    /// and the producer may send the message again.
+    /// Resolves ids of which no message was read. RabbitMQ hides a message that another reader holds,
+    /// so an id is released only if the operator confirms that there is none. What happened is
+    /// recorded in any case: that sends nothing, and nothing may run.
     async fn resolve_markers_without_messages(
         &mut self,
         report: &mut BulkReport,
@@ -386,15 +394,32 @@ impl<'a> ResolveSession<'a> {
                 );
                 continue;
             }
+            if self.finding == Finding::DidNotHappen && !self.without_message {
+                report.note_left(
+                    &id,
+                    format!(
+                        "{id} is {before}: left, since the in-doubt destination shows no message with this id. On RabbitMQ another reader \
+                         (a list, another resolve, a management tool) hides the messages that it holds: try again. If there is no message, \
+                         pass --without-message"
+                    ),
+                );
+                continue;
+            }
             let (was, is) = if confirmed {
                 ("was", "is")
             } else {
                 ("is", "would be")
             };
             let text = format!(
-                "{id}: {was} {before}, {is} {}; {}",
+                "{id}: {was} {before}, {is} {}; {}{}",
                 self.after(),
-                self.no_message
+                self.no_message,
+                match self.finding {
+                    _ if self.no_message == NO_BROKER => "",
+                    Finding::Happened =>
+                        ": the marker alone; if `in-doubt list` shows one later, resolve it again to remove it",
+                    Finding::DidNotHappen => ": the marker alone, and nothing is sent",
+                }
             );
             if confirmed && let Err(failure) = self.resolve_marker(&id, 0).await {
                 match failure.code {

@@ -92,6 +92,8 @@ pub(crate) struct AuditEntry {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AuditedAction {
     SentBack,
+    /// The marker no longer blocks the id; another entry records whether its message was sent.
+    Released,
     Dropped,
     Forgotten,
     /// The id counts as handled.
@@ -112,6 +114,7 @@ impl AuditEntry {
         match self.what.as_str() {
             _ if self.after.starts_with("sent to ") => AuditedAction::SentBack,
             _ if self.after.starts_with("done") => AuditedAction::Completed,
+            "in-doubt resolve" if self.after.starts_with("free ") => AuditedAction::Released,
             "dead-letters drop" => AuditedAction::Dropped,
             "marker forget" => AuditedAction::Forgotten,
             _ => AuditedAction::Other,

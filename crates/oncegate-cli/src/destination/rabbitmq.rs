@@ -10,6 +10,8 @@
 
 mod properties;
 
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -35,6 +37,7 @@ use crate::CliContext;
 use crate::audit::MessageLocation;
 use crate::config::Config;
 use crate::error::CliError;
+use crate::output::now_ms;
 
 /// When a message was moved to its destination, in milliseconds since 1970.
 const MOVED_AT: &str = "oncegate-set-aside-at";
@@ -173,6 +176,29 @@ pub(crate) async fn queue_kind(
     Ok(DestinationQueueKind::Other)
 }
 
+/// Limits the search for the copies that a reader published to the end of its queue: other messages
+/// arrive before and behind them, and another reader may take them.
+#[derive(Clone, Copy, Debug)]
+struct TailSearch {
+    /// New messages that may be in front of the last copy.
+    new: u64,
+    /// Messages that another reader may return to the front of the queue.
+    returned: u64,
+}
+
+impl TailSearch {
+    /// Counts one message. Returns whether it may be read.
+    fn allows_another(&mut self, redelivered: bool) -> bool {
+        let left = if redelivered {
+            &mut self.returned
+        } else {
+            &mut self.new
+        };
+        *left = left.saturating_sub(1);
+        *left > 0
+    }
+}
+
 /// Reads one queue.
 pub(crate) struct QueueReader {
     pub(crate) total: u64,
@@ -187,6 +213,10 @@ pub(crate) struct QueueReader {
     reader_id: String,
     /// How many of those copies are not read yet.
     unread_copies: u64,
+    /// The limit of the search for those copies, from when all messages of the start are read.
+    tail: Option<TailSearch>,
+    /// The messages that this reader published, with the time before the first was sent.
+    sent: HashMap<u64, u64>,
     ids: Option<IdSource>,
     done: AuditedStates,
     count_policy: DeliveryCountPolicy,
@@ -231,6 +261,8 @@ impl QueueReader {
             acknowledged: AtomicU64::new(0),
             reader_id: format!("{:032x}", Token::random().0),
             unread_copies: 0,
+            tail: None,
+            sent: HashMap::new(),
             ids: config.id_source()?,
             done,
             count_policy,
@@ -267,11 +299,24 @@ impl QueueReader {
         }
     }
 
-    /// Returns each message once; messages that arrive meanwhile, for example redriven ones that
-    /// fail again, are not read.
+    /// Returns each message once. Messages that arrive after the start are not returned, for example
+    /// redriven ones that fail again.
     pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, CliError> {
-        let (delivery, table, delivery_count) = loop {
-            if self.received >= self.total && self.unread_copies == 0 {
+        while let Some((delivery, table, delivery_count)) = self.next_delivery().await? {
+            let dead_letter = self.dead_letter(delivery, table, delivery_count);
+            if !self.was_sent_before(&dead_letter) {
+                return Ok(Some(dead_letter));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The next delivery that was in the queue at the start, or a copy of one.
+    async fn next_delivery(
+        &mut self,
+    ) -> Result<Option<(Delivery, FieldTable, Option<u64>)>, CliError> {
+        loop {
+            if self.received >= self.total && !self.may_read_on().await? {
                 return Ok(None);
             }
             let Some(message) = self
@@ -284,20 +329,57 @@ impl QueueReader {
             self.received += 1;
             let delivery = message.delivery;
             let table = delivery.properties.headers().clone().unwrap_or_default();
-            if table
-                .inner()
-                .get(REPLACED_BY)
-                .is_some_and(|reader_id| text(reader_id) == self.reader_id)
-            {
+            let replaced_by = table.inner().get(REPLACED_BY).map(text);
+            if replaced_by.as_deref() == Some(self.reader_id.as_str()) {
                 self.unread_copies = self.unread_copies.saturating_sub(1);
             }
             let delivery_count = delivery_count(&table, self.queue_kind);
             let is_near_a_limit = delivery_count.is_some_and(|count| count >= REPLACED_FROM_COUNT);
-            if !is_near_a_limit || !self.replaces_counted() {
-                break (delivery, table, delivery_count);
+            if is_near_a_limit && self.replaces_counted() {
+                self.replace(delivery, delivery_count).await?;
+                continue;
             }
-            self.replace(delivery, delivery_count).await?;
-        };
+            let Some(tail) = &mut self.tail else {
+                return Ok(Some((delivery, table, delivery_count)));
+            };
+            if !tail.allows_another(delivery.redelivered) {
+                self.unread_copies = 0;
+            }
+            // A copy replaces an older message, whichever reader published it.
+            if replaced_by.is_some() {
+                return Ok(Some((delivery, table, delivery_count)));
+            }
+        }
+    }
+
+    /// Whether to read on after the messages of the start: only for copies of them, and at most as
+    /// many messages as the queue has now.
+    async fn may_read_on(&mut self) -> Result<bool, CliError> {
+        if self.unread_copies > 0 && self.tail.is_none() {
+            let ready = u64::from(declare_passively(&self.consuming, &self.name).await?);
+            self.tail = Some(TailSearch {
+                new: ready,
+                returned: self.total.max(ready),
+            });
+        }
+        Ok(self.unread_copies > 0)
+    }
+
+    /// Whether this reader sent this message before: the copy was handled meanwhile and failed
+    /// again. A duplicate that was dead-lettered earlier is another message.
+    fn was_sent_before(&self, dead_letter: &DeadLetter) -> bool {
+        let sent_ms = self.sent.get(&message_digest(dead_letter));
+        sent_ms
+            .zip(dead_letter.dead_lettered_ms)
+            .is_some_and(|(sent, dead_lettered)| dead_lettered >= *sent)
+    }
+
+    fn dead_letter(
+        &self,
+        delivery: Delivery,
+        table: FieldTable,
+        delivery_count: Option<u64>,
+    ) -> DeadLetter {
         let headers: Vec<(String, String)> = table
             .inner()
             .iter()
@@ -362,7 +444,7 @@ impl QueueReader {
             dead_letter.remove_reserved_headers();
         }
         dead_letter.state = self.done.state(&dead_letter);
-        Ok(Some(dead_letter))
+        dead_letter
     }
 
     /// Publishes a copy of a message to the end of its queue, and acknowledges the original once
@@ -409,6 +491,9 @@ impl QueueReader {
             )));
         };
         let target = self.target.clone();
+        self.sent
+            .entry(message_digest(dead_letter))
+            .or_insert_with(now_ms);
         self.send(
             &target,
             dead_letter.bytes(),
@@ -495,4 +580,11 @@ impl QueueReader {
         }
         Ok(())
     }
+}
+
+/// Identifies a message and its later dead letters, by id and body.
+fn message_digest(dead_letter: &DeadLetter) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (dead_letter.id(), &dead_letter.body).hash(&mut hasher);
+    hasher.finish()
 }

@@ -237,8 +237,8 @@ fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>) -> String {
             "Its effect is unknown. It does not run again without a decision; whether the in-doubt destination has a message is unknown."
                 .into()
         }
-        _ => "Its effect is unknown. It does not run again without a decision; the in-doubt destination has no message, so a delivery may \
-              still reconcile it, or an operator runs `oncegate in-doubt resolve`."
+        _ => "Its effect is unknown. It does not run again without a decision; the in-doubt destination shows no message (on RabbitMQ \
+              another reader may hold it), so a delivery may still reconcile it, or an operator runs `oncegate in-doubt resolve`."
             .into(),
     }
 }
@@ -345,6 +345,16 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
                 false => (HandlingVerdict::Unknown, format!("{sent}.{}", expired())),
             };
         }
+        (Some((entry, AuditedAction::Released)), MarkerState::Cleared)
+            if nothing_ran_since(evidence) =>
+        {
+            let text = format!(
+                "{} released it on {}, and the audit records no copy that was sent since. Nothing ran since. Whether the broker still has \
+                 its message is unknown: RabbitMQ hides a message that another reader holds.",
+                entry.who, entry.at
+            );
+            return (HandlingVerdict::Unknown, text);
+        }
         (Some((entry, AuditedAction::Forgotten)), MarkerState::Cleared)
             if nothing_ran_since(evidence) =>
         {
@@ -377,8 +387,8 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         ),
         MarkerState::Rejected => (
             HandlingVerdict::DeadLettered,
-            "It was not handled: it was rejected. The configured dead letters do not have its message: it was removed \
-             without this tool, or has not arrived yet."
+            "It was not handled: it was rejected. The configured dead letters do not show its message: it was removed \
+             without this tool, has not arrived yet, or another reader holds it on RabbitMQ."
                 .into(),
         ),
         MarkerState::Cleared => (

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use lapin::options::BasicGetOptions;
 use oncegate::marker::{Ask, Terms};
 use rdkafka::admin::{AdminOptions, AlterConfig, ResourceSpecifier};
 use rdkafka::producer::{FutureProducer, FutureRecord};
@@ -374,7 +375,8 @@ async fn an_unreadable_marker_blocks_no_other_message(broker: Broker) {
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1);
-    said.prints("left as it is").prints("1 redriven, 1 left");
+    said.prints("the key is unchanged")
+        .prints("1 redriven, 1 left");
     assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["odd"]);
     fixture.end().await;
 }
@@ -757,5 +759,90 @@ async fn ids_without_a_message_or_doubt_are_not_resolved() {
         fixture.json(&["marker", "show", "a"]).await["state"],
         "done"
     );
+    fixture.end().await;
+}
+
+/// RabbitMQ hides a message that another reader holds: its id is not released without it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ids_whose_messages_another_reader_holds_are_not_released() {
+    let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
+    let payments = ["a", "b", "c"].map(|id| (id, "silent"));
+    fixture.publish(&payments).await;
+    fixture.consume(PaymentProvider::Judges, 0, 0, 3).await;
+    let resolve = async |id: &str, finding: &[&str]| {
+        let arguments = ["in-doubt", "resolve", id].into_iter();
+        let arguments: Vec<&str> = arguments.chain(finding.iter().copied()).collect();
+        fixture.run(&arguments).await
+    };
+    let state = async |id: &str| fixture.json(&["marker", "show", id]).await["state"].clone();
+    let verdict = async |id: &str| {
+        let explanation = fixture.json(&["explain", id]).await;
+        assert!(
+            !explanation.to_string().contains("will run again"),
+            "{explanation}"
+        );
+        explanation["verdict"].clone()
+    };
+
+    let (other_reader, channel) = crate::fixture::open().await;
+    let queue = format!("{}.in-doubt", fixture.cli.name);
+    for _ in 0..3 {
+        let read = channel.basic_get(queue.as_str().into(), BasicGetOptions::default());
+        assert!(read.await.expect("the queue").is_some());
+    }
+    resolve("a", &["--did-not-happen", "--yes"])
+        .await
+        .exits_with(1)
+        .prints("another reader")
+        .prints("0 resolved, 1 left");
+    resolve("a", &["--did-not-happen", "--dry-run"])
+        .await
+        .exits_with(0)
+        .prints("0 would be resolved, 1 would be left");
+    assert_eq!(
+        (state("a").await, verdict("a").await),
+        ("in-doubt".into(), "in-doubt".into())
+    );
+    assert_eq!(
+        fixture.json(&["audit", "--id", "a"]).await,
+        serde_json::json!([])
+    );
+    resolve("b", &["--happened", "--yes"])
+        .await
+        .exits_with(0)
+        .prints("if `in-doubt list` shows one later, resolve it again");
+    assert_eq!(
+        (state("b").await, verdict("b").await),
+        ("done".into(), "handled".into())
+    );
+    resolve("c", &["--did-not-happen", "--without-message", "--yes"])
+        .await
+        .exits_with(0)
+        .prints("the marker alone")
+        .prints("nothing is sent");
+    assert_eq!(
+        (state("c").await, verdict("c").await),
+        ("cleared".into(), "unknown".into())
+    );
+
+    other_reader
+        .close(200, "OK".into())
+        .await
+        .expect("a clean end");
+    fixture.until_there_are(3, ".in-doubt").await;
+    for id in ["a", "c"] {
+        resolve(id, &["--did-not-happen", "--yes"])
+            .await
+            .exits_with(0)
+            .prints("sent to");
+    }
+    resolve("b", &["--happened", "--yes"])
+        .await
+        .exits_with(0)
+        .prints("removed, since it happened");
+    fixture.consume(PaymentProvider::Works, 2, 0, 0).await;
+    let mut charged = fixture.charged();
+    charged.sort_unstable();
+    assert_eq!(charged, ["a", "c"]);
     fixture.end().await;
 }

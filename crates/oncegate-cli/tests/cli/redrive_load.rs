@@ -1,15 +1,19 @@
-//! Redriven messages run exactly once, with an attempt above every earlier one.
+//! Redriven messages run exactly once, with an attempt above every earlier one, also if they were
+//! read often and others arrive meanwhile.
 
 use std::collections::HashMap;
+use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
+use lapin::options::BasicGetOptions;
+use lapin::{Channel, Connection};
 use oncegate::{Context, Failure, FailureExt, Guarantee, Handler, Reconciled, async_trait};
 use serde_json::Value;
 
 use crate::destinations::on_both_brokers;
-use crate::fixture::{Broker, BrokerFixture, PATIENCE};
+use crate::fixture::{Broker, BrokerFixture, COUNTS_ACCEPTED, PATIENCE};
 
 on_both_brokers!(
     dead_letters_of_unknown_outcomes_are_redriven_effectively_once,
@@ -264,4 +268,178 @@ async fn messages_that_did_not_happen_are_handled_effectively_once(broker: Broke
 
 async fn messages_that_did_not_happen_are_handled_at_most_once(broker: Broker) {
     resolved(broker, Guarantee::AtMostOnce).await;
+}
+
+/// Rejects every message, and counts the runs of each id.
+#[derive(Clone, Default)]
+struct RejectingHandler(Arc<Mutex<HashMap<String, usize>>>);
+
+impl RejectingHandler {
+    fn runs(&self) -> HashMap<String, usize> {
+        self.0.lock().expect("nobody panicked").clone()
+    }
+}
+
+#[async_trait]
+impl Handler for RejectingHandler {
+    type Payload = Value;
+
+    async fn handle(&self, _: Value, cx: &Context) -> Result<(), Failure> {
+        let mut runs = self.0.lock().expect("nobody panicked");
+        *runs.entry(cx.id().to_owned()).or_default() += 1;
+        Err("declined").reject()
+    }
+}
+
+/// Reads messages of a queue, and holds them until the connection closes.
+async fn hold(queue: &str, count: u64) -> (Connection, Channel) {
+    let (connection, channel) = crate::fixture::open().await;
+    for _ in 0..count {
+        let read = channel.basic_get(queue.into(), BasicGetOptions::default());
+        assert!(read.await.expect("the queue").is_some());
+    }
+    (connection, channel)
+}
+
+/// Closes the connection: every quorum queue counts the messages that it returns.
+async fn return_messages((connection, _channel): (Connection, Channel)) {
+    connection
+        .close(200, "OK".into())
+        .await
+        .expect("a clean end");
+}
+
+/// Redrives everything, and returns the reports. Kills a command that does not end.
+async fn redrive_at_once(fixture: &Arc<BrokerFixture>, commands: usize) -> Vec<Value> {
+    let start = |number: usize| {
+        let out = fixture.cli.path(&format!("redrive-{number}.json"));
+        Command::new(env!("CARGO_BIN_EXE_oncegate"))
+            .current_dir(fixture.cli.path(""))
+            .args([
+                "dead-letters",
+                "redrive",
+                "--reason",
+                "refused",
+                "--yes",
+                "--json",
+            ])
+            .stdout(std::fs::File::create(out).expect("the directory is ours"))
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("the program was built")
+    };
+    let mut children: Vec<_> = (0..commands).map(start).collect();
+    let begun = Instant::now();
+    while children
+        .iter_mut()
+        .any(|child| child.try_wait().expect("a child").is_none())
+    {
+        if begun.elapsed() > PATIENCE {
+            for child in &mut children {
+                let _ = child.kill();
+                let _ = child.wait();
+            }
+            panic!("a redrive did not end");
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let report = |number| {
+        let out = fixture.cli.path(&format!("redrive-{number}.json"));
+        let text = std::fs::read_to_string(out).expect("a report");
+        serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
+    };
+    (0..commands).map(report).collect()
+}
+
+/// Redrives dead letters that were read so often that they are replaced by copies, while further
+/// messages are dead-lettered and the redriven ones fail again.
+async fn redriven_with_inflow(commands: usize) {
+    const LETTERS: usize = 200;
+    let (fixture, handler) = (
+        Arc::new(BrokerFixture::on(Broker::RabbitMq).await),
+        RejectingHandler::default(),
+    );
+    fixture
+        .cli
+        .configure(&fixture.settings().replace(COUNTS_ACCEPTED, ""));
+    fixture.publish_many((0..LETTERS).map(id)).await;
+    fixture
+        .handle(
+            Guarantee::AtMostOnce,
+            handler.clone(),
+            fixture.until_there_are(LETTERS as u64, ".dead-letters"),
+        )
+        .await;
+    let queue = format!("{}.dead-letters", fixture.cli.name);
+    // Half of them are read six times, and are behind the other half.
+    let half = LETTERS as u64 / 2;
+    let others = hold(&queue, half).await;
+    for _ in 0..5 {
+        return_messages(hold(&queue, half).await).await;
+        fixture.until(&queue, half).await;
+    }
+    return_messages(others).await;
+    fixture.until(&queue, 2 * half).await;
+    return_messages(hold(&queue, half).await).await;
+    fixture.until(&queue, 2 * half).await;
+
+    let redriven = async {
+        let inflow = async {
+            for number in 0.. {
+                let ids = (0..10).map(|it| format!("new-{}", number * 10 + it));
+                fixture.publish_many(ids).await;
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
+        tokio::select! {
+            () = inflow => unreachable!("it has no end"),
+            reports = redrive_at_once(&fixture, commands) => {
+                // What was sent last runs, too.
+                fixture.until_there_are(0, "").await;
+                reports
+            }
+        }
+    };
+    let reports = Arc::new(Mutex::new(Vec::new()));
+    let until = async {
+        let ended = redriven.await;
+        *reports.lock().expect("nobody panicked") = ended;
+    };
+    fixture
+        .handle(Guarantee::AtMostOnce, handler.clone(), until)
+        .await;
+
+    let (runs, reports) = (
+        handler.runs(),
+        reports.lock().expect("nobody panicked").clone(),
+    );
+    let repeated: Vec<_> = runs
+        .iter()
+        .filter(|(_, runs)| **runs > 1 + commands)
+        .collect();
+    assert!(
+        repeated.is_empty(),
+        "redriven more than once by a command: {repeated:?}"
+    );
+    if commands == 1 {
+        let is_redriven = |number: &usize| runs[&id(*number)] == 2;
+        assert_eq!((0..LETTERS).filter(is_redriven).count(), LETTERS);
+    }
+    let sent: u64 = reports
+        .iter()
+        .filter_map(|report| report["done"].as_u64())
+        .sum();
+    let again: usize = runs.values().map(|runs| runs - 1).sum();
+    assert_eq!(sent, again as u64, "each message that was sent ran");
+    fixture.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_redrive_sends_each_message_once_while_others_arrive() {
+    redriven_with_inflow(1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn two_redrives_at_once_end() {
+    redriven_with_inflow(2).await;
 }
