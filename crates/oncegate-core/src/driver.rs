@@ -121,7 +121,7 @@ impl LifecycleDriver {
         self.handle_by(transition, event, policy, new_token)
     }
 
-    /// The same by other rules than [`lifecycle::transition`](crate::lifecycle::next): for a checker that has to
+    /// The same by other rules than [`lifecycle::transition`](crate::lifecycle::transition): for a checker that has to
     /// see wrong rules fail.
     pub fn handle_by(
         &mut self,

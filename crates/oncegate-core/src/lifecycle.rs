@@ -1,9 +1,9 @@
-//! The consumer's side of the promise: what one delivery does next.
+//! The consumer's side of the guarantee: what one delivery does next.
 //!
-//! [`next`] is the whole of it: a stage and an event in, a stage and a step out. It has no clock,
-//! no I/O and no randomness. The consumer loop and [`Gate`](crate::Gate) carry its steps out and
-//! decide nothing themselves, so what the model checker explores is what runs. Every delivery
-//! leaves with a [`Settlement`], never with an error.
+//! [`transition`] is all of it: it maps a state and an event to a state and an action, without a
+//! clock, I/O or randomness. The consumer's engine and [`Gate`](crate::Gate) carry its actions out
+//! and decide nothing themselves, so the model checker explores the same code that runs. Every
+//! delivery ends with a [`Settlement`], never with an error.
 
 use std::time::Duration;
 

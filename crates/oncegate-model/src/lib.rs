@@ -3,7 +3,7 @@
 //! after what was set aside.
 //!
 //! The rules are [`marker::apply`](oncegate_core::marker::apply) and
-//! [`lifecycle::transition`](oncegate_core::lifecycle::next), carried out by
+//! [`lifecycle::transition`](oncegate_core::lifecycle::transition), carried out by
 //! [`LifecycleDriver`](oncegate_core::driver::LifecycleDriver): the code that runs in production. This crate
 //! plays the rest of the world.
 #![forbid(unsafe_code)]

@@ -348,7 +348,7 @@ async fn unreadable_markers_are_listed_and_unchanged() {
     for command in ["show", "forget", "complete"] {
         cli.run(&["marker", command, "odd"])
             .exits_with(3)
-            .prints("left as it is");
+            .prints("the key is unchanged");
     }
     let seen = cli
         .store()
