@@ -274,7 +274,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// then is dropped: its outcome is unknown, which spends an attempt and counts no crash. The
     /// stop waits up to 2 s longer until the store has recorded that.
     pub fn drain_timeout(mut self, bound: Duration) -> Self {
-        self.settings.drain = bound;
+        self.settings.drain_timeout = bound;
         self
     }
 

@@ -3,12 +3,12 @@
 //!
 //! Each iteration polls everything that is ready, advances each delivery, sends batches to the
 //! store, settles in batches, and sleeps. It never waits for a batch to fill. This file has the
-//! phases; `dispatch` executes actions, `store_batches` talks to the store, `leaving` drains.
+//! phases; `dispatch` executes actions, `store_batches` talks to the store, `drain` stops the consumer.
 
 mod dispatch;
+mod drain;
 mod entry;
 mod late;
-mod leaving;
 mod reports;
 mod store_batches;
 
@@ -36,9 +36,9 @@ use crate::error::Error;
 use crate::fault;
 use crate::handler::Handler;
 use crate::id::IdSource;
-use crate::lanes::Lanes;
 use crate::lifecycle::{Event, Policy, Stage};
 use crate::marker::{Guarantee, Token, Tokens};
+use crate::ordering::OrderingQueues;
 use crate::outcome::Outcomes;
 use crate::readiness::{NotReadyOnDrop, ReadinessState};
 use crate::renewals::{LostLease, Renewals};
@@ -67,7 +67,7 @@ pub(crate) struct Engine<H, D> {
     clock: Instant,
     wall: SystemTime,
 
-    flights: Slots<Box<InFlightEntry>>,
+    entries: Slots<Box<InFlightEntry>>,
     /// Deliveries whose handler has returned and whose completion is not answered yet. They no
     /// longer count towards `max_in_flight`.
     completing: usize,
@@ -76,10 +76,10 @@ pub(crate) struct Engine<H, D> {
     /// Bytes of all deliveries, queued ones included.
     bytes: usize,
     /// Deliveries that are queued behind their ordering key or are backing off. They are not in
-    /// flight.
+    /// entry.
     queued: usize,
     queued_bytes: usize,
-    lanes: Lanes,
+    ordering: OrderingQueues,
     /// The delivery that runs alone, because it may be the one that crashes the process. No other
     /// delivery is claimed until it has ended, so that none is charged with its crash.
     alone: Option<Slot>,
@@ -93,21 +93,21 @@ pub(crate) struct Engine<H, D> {
     running: usize,
     awaiting_run: VecDeque<Slot>,
     /// Slab indexes whose lease must not be renewed any more; passed on before the next grants.
-    given_up: Vec<usize>,
+    ended_leases: Vec<usize>,
     /// Events for deliveries that may proceed because another one was settled.
-    next_up: VecDeque<(Slot, Event)>,
+    follow_ups: VecDeque<(Slot, Event)>,
     /// Queued deliveries that may proceed as soon as there is capacity.
-    turns: VecDeque<Slot>,
+    resumable: VecDeque<Slot>,
 
     claims: VecDeque<Slot>,
     /// Whether a delivery has started to drain since unsent claims were last dropped.
-    some_left: bool,
+    some_drain: bool,
     verdicts: VecDeque<Slot>,
     /// Completions of messages that were handled without the gate.
-    late: LateCompletions,
+    late_completions: LateCompletions,
     breaker: Breaker,
     /// Whether the store reported that it is misconfigured.
-    refused: bool,
+    store_misconfigured: bool,
     reporter: Reporter,
     /// When to publish the next status, if the user passed a [`ConsumerStatus`].
     ///
@@ -124,7 +124,7 @@ pub(crate) struct Engine<H, D> {
     /// How many handlers were spawned since the loop last yielded to them.
     spawned: usize,
     run_sender: UnboundedSender<FinishedRun>,
-    ran: UnboundedReceiver<FinishedRun>,
+    finished_runs: UnboundedReceiver<FinishedRun>,
     lost_leases: UnboundedReceiver<LostLease>,
     mode: Mode,
     tokens: Tokens,
@@ -133,7 +133,7 @@ pub(crate) struct Engine<H, D> {
 
 /// Whether the consumer receives.
 enum Mode {
-    Taking,
+    Receiving,
     Draining {
         until: Instant,
         because: Option<Error>,
@@ -167,7 +167,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         id: IdSource,
         settings: Settings,
     ) -> Result<Self, Error> {
-        let (run_sender, ran) = unbounded_channel();
+        let (run_sender, finished_runs) = unbounded_channel();
         let (lost_lease_sender, lost_leases) = unbounded_channel();
         let renewals = match settings.guarantee {
             Guarantee::Bare => None,
@@ -177,13 +177,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             ),
         };
         Ok(Self {
-            lanes: Lanes::new(settings.order.unwrap_or(source.default_order())),
+            ordering: OrderingQueues::new(settings.order.unwrap_or(source.default_order())),
             policy: settings.policy(),
             outcomes: Outcomes::new(),
             metrics: ConsumerMetrics::new(),
             clock: Instant::now(),
             wall: SystemTime::now(),
-            flights: Slots::new(settings.max_in_flight),
+            entries: Slots::new(settings.max_in_flight),
             source,
             store,
             runner,
@@ -203,15 +203,15 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             withdrawing: 0,
             running: 0,
             awaiting_run: VecDeque::new(),
-            given_up: Vec::new(),
-            next_up: VecDeque::new(),
-            turns: VecDeque::new(),
+            ended_leases: Vec::new(),
+            follow_ups: VecDeque::new(),
+            resumable: VecDeque::new(),
             claims: VecDeque::new(),
-            some_left: false,
+            some_drain: false,
             verdicts: VecDeque::new(),
-            late: LateCompletions::new(),
+            late_completions: LateCompletions::new(),
             breaker: Breaker::closed(),
-            refused: false,
+            store_misconfigured: false,
             reporter: Reporter::new(),
             next_status_at: Instant::now(),
             runtimes: RuntimeEstimator::new(),
@@ -220,9 +220,9 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             alarms: BinaryHeap::new(),
             spawned: 0,
             run_sender,
-            ran,
+            finished_runs,
             lost_leases,
-            mode: Mode::Taking,
+            mode: Mode::Receiving,
             tokens: Tokens::default(),
             jitter: Token::random().0 as u64 | 1,
         })
@@ -257,7 +257,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             self.update_gauges();
             self.wait(&mut incoming, shutdown.as_mut()).await;
         }
-        self.leave().await
+        self.close().await
     }
 
     /// Yields once to the handlers that were just spawned, so that the operations of those that
@@ -267,8 +267,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             return;
         }
         tokio::task::yield_now().await;
-        while let Ok(ran) = self.ran.try_recv() {
-            self.finished(ran);
+        while let Ok(ran) = self.finished_runs.try_recv() {
+            self.on_run_finished(ran);
         }
     }
 
@@ -298,7 +298,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             tokio::select! {
                 biased; // results before lost leases, and the source, which may always be ready, last
                 () = shutdown, if !draining => stopping = true,
-                finished = self.ran.recv() => ran = finished,
+                finished = self.finished_runs.recv() => ran = finished,
                 answer = self.applies.next(), if !self.applies.is_empty() => applied = answer,
                 lost = self.lost_leases.recv(), if self.renewals.is_some() => over = Some(lost),
                 () = sleep => {}
@@ -307,22 +307,24 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
         self.read_clocks();
         if let Some(error) = failed {
-            self.drain(Some(error.into()), self.settings.drain).await;
+            self.drain(Some(error.into()), self.settings.drain_timeout)
+                .await;
         }
         if stopping {
-            self.drain(None, self.settings.drain).await;
+            self.drain(None, self.settings.drain_timeout).await;
         }
         if let Some(applied) = applied {
             self.on_batch_answered(applied).await;
         }
         if let Some(ran) = ran {
-            self.finished(ran);
+            self.on_run_finished(ran);
         }
         match over {
             Some(Some(over)) => self.on_lease_lost(over),
             Some(None) => {
                 self.renewals = None; // its channel is closed
-                self.drain(Some(Error::Renewals), self.settings.drain).await;
+                self.drain(Some(Error::Renewals), self.settings.drain_timeout)
+                    .await;
             }
             None => {}
         }
@@ -333,8 +335,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     async fn poll_ready(&mut self, incoming: &mut Vec<Incoming>) {
         // Results first: they free capacity, and the operations that follow from them share a batch
         // with the claims of what is received next.
-        while let Ok(ran) = self.ran.try_recv() {
-            self.finished(ran);
+        while let Ok(ran) = self.finished_runs.try_recv() {
+            self.on_run_finished(ran);
         }
         while let Some(Some(applied)) = self.applies.next().now_or_never() {
             self.on_batch_answered(applied).await;
@@ -351,7 +353,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             for it in incoming.drain(..) {
                 match it {
                     Incoming::Delivery(delivery) => self.on_delivery(delivery),
-                    Incoming::Revoked(epoch) => self.revoked(epoch),
+                    Incoming::Revoked(epoch) => self.on_revoked(epoch),
                 }
             }
             if matches!(self.mode, Mode::Draining { .. })
@@ -367,14 +369,17 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 None => break,
                 Some(Ok(())) if incoming.is_empty() => break,
                 Some(Ok(())) => {}
-                Some(Err(error)) => self.drain(Some(error.into()), self.settings.drain).await,
+                Some(Err(error)) => {
+                    self.drain(Some(error.into()), self.settings.drain_timeout)
+                        .await
+                }
             }
         }
     }
 
     fn readiness(&self) -> ReadinessState {
         match self.mode {
-            Mode::Taking if self.breaker.opens_at().is_none() => ReadinessState::Ready,
+            Mode::Receiving if self.breaker.opens_at().is_none() => ReadinessState::Ready,
             _ => ReadinessState::NotReady,
         }
     }
@@ -417,26 +422,26 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
         self.next_status_at = now + PUBLISH_INTERVAL;
         let all: Vec<(Instant, Slot)> = self
-            .flights
+            .entries
             .slots()
-            .filter_map(|slot| Some((self.flights.at(slot)?.arrived, slot)))
+            .filter_map(|slot| Some((self.entries.at(slot)?.arrived, slot)))
             .collect();
-        status.publish(self.flights.len() - self.queued, self.queued, all, |slot| {
-            let entry = self.flights.at(slot)?;
+        status.publish(self.entries.len() - self.queued, self.queued, all, |slot| {
+            let entry = self.entries.at(slot)?;
             Some(InFlightDelivery {
                 id: entry.id.clone(),
-                origin: entry.passage.delivery().message.origin.clone(),
+                origin: entry.in_flight.delivery().message.origin.clone(),
                 since: Duration::ZERO,
-                doing: DeliveryState::of(entry.passage.stage()),
+                doing: DeliveryState::of(entry.in_flight.stage()),
                 attempt: entry.attempt(),
-                crashes: entry.passage.dispatch().attempts.crashes,
+                crashes: entry.in_flight.dispatch().attempts.crashes,
             })
         });
     }
 
     fn update_gauges(&mut self) {
         let stores_away = usize::from(self.breaker.opens_at().is_some());
-        let in_flight = self.flights.len() - self.queued;
+        let in_flight = self.entries.len() - self.queued;
         self.metrics.set_gauges(GaugeValues {
             in_flight,
             waiting: self.queued,
@@ -456,7 +461,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// How much more may be in flight, newly received or from the queue.
     fn free_capacity(&self) -> Limit {
         let holding =
-            self.flights.len() - self.queued - self.completing.min(self.settings.max_in_flight);
+            self.entries.len() - self.queued - self.completing.min(self.settings.max_in_flight);
         let count = self.settings.max_in_flight.saturating_sub(holding);
         let bytes = self
             .settings
@@ -471,8 +476,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
 
     /// Admits queued deliveries, as far as there is capacity, before new ones are received.
     fn resume_queued(&mut self) {
-        while !self.turns.is_empty() && self.free_capacity() != Limit::NOTHING {
-            if let Some(slot) = self.turns.pop_front() {
+        while !self.resumable.is_empty() && self.free_capacity() != Limit::NOTHING {
+            if let Some(slot) = self.resumable.pop_front() {
                 self.admit(slot);
             }
         }
@@ -484,8 +489,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
 
     /// Stops renewing abandoned leases.
     fn stop_renewals(&mut self) {
-        if let (Some(renewals), false) = (&self.renewals, self.given_up.is_empty()) {
-            renewals.stop(self.given_up.drain(..));
+        if let (Some(renewals), false) = (&self.renewals, self.ended_leases.is_empty()) {
+            renewals.stop(self.ended_leases.drain(..));
         }
     }
 
@@ -502,7 +507,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         settled.clear();
         self.settled = settled; // reuses the allocation
         if let Err(error) = result {
-            self.drain(Some(error.into()), self.settings.drain).await;
+            self.drain(Some(error.into()), self.settings.drain_timeout)
+                .await;
         }
     }
 
@@ -514,16 +520,16 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 return;
             }
             self.alarms.pop();
-            let Some(entry) = self.flights.at(slot).filter(|entry| entry.turn == turn) else {
+            let Some(entry) = self.entries.at(slot).filter(|entry| entry.turn == turn) else {
                 continue;
             };
-            let stage = entry.passage.stage();
+            let stage = entry.in_flight.stage();
             if let Stage::New(_) = stage {
-                self.turns.push_back(slot);
+                self.resumable.push_back(slot);
                 continue;
             }
             let too_late = stage.waits_on_lease() && entry.lease_is_over();
-            self.happens(
+            self.handle_event(
                 slot,
                 if too_late {
                     Event::LeaseOver
@@ -538,8 +544,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     fn next_alarm(&self) -> Option<Instant> {
         let alarm = self.alarms.peek().map(|Reverse((at, ..))| *at);
         let asks_at = |at: Instant| self.breaker.opens_at().map_or(at, |opens| opens.max(at));
-        let late =
-            (!self.late.is_empty() && self.applies.is_empty()).then(|| asks_at(self.late.due));
+        let late = (!self.late_completions.is_empty() && self.applies.is_empty())
+            .then(|| asks_at(self.late_completions.due));
         let due =
             || !self.verdicts.is_empty() || self.claims.iter().any(|slot| self.may_claim(*slot));
         let breaker = self
@@ -548,10 +554,10 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             .filter(|_| self.applies.is_empty() && due());
         let over = match self.mode {
             Mode::Draining { until, .. } => Some(until),
-            Mode::Taking => None,
+            Mode::Receiving => None,
         };
-        let turns =
-            (!self.turns.is_empty() && self.free_capacity() != Limit::NOTHING).then(Instant::now);
+        let turns = (!self.resumable.is_empty() && self.free_capacity() != Limit::NOTHING)
+            .then(Instant::now);
         let tells = self
             .settings
             .status

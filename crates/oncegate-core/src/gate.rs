@@ -159,7 +159,7 @@ impl Gate {
             lease: None,
             result: None,
             failure: None,
-            silence: None,
+            store_error: None,
         }
         .run(work)
         .await
@@ -194,7 +194,7 @@ impl GateInner {
 }
 
 /// How many operations in a row the store may leave unanswered before a run is abandoned.
-const PATIENCE: u32 = 5;
+const MAX_UNANSWERED: u32 = 5;
 
 /// The longest pause between two claims of a run that waits for another holder.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(1);
@@ -208,7 +208,7 @@ struct GuardedRun<'a, T> {
     lease: Option<Arc<Lease>>,
     result: Option<T>,
     failure: Option<Failure>,
-    silence: Option<StoreError>,
+    store_error: Option<StoreError>,
 }
 
 impl<T> GuardedRun<'_, T> {
@@ -222,7 +222,7 @@ impl<T> GuardedRun<'_, T> {
             WhenHeld::Skip | WhenHeld::GiveUp => Instant::now(),
         };
         let mut event = Event::Arrived;
-        let mut silent = 0;
+        let mut unanswered = 0;
         loop {
             let before = self.driver.stage();
             self.gate.0.outcomes.happened(event);
@@ -264,14 +264,14 @@ impl<T> GuardedRun<'_, T> {
                     return Err(self.no_result());
                 }
             };
-            silent = if event == Event::Unavailable {
-                silent + 1
+            unanswered = if event == Event::Unavailable {
+                unanswered + 1
             } else if event == Event::Woke {
-                silent
+                unanswered
             } else {
                 0
             };
-            if silent > PATIENCE {
+            if unanswered > MAX_UNANSWERED {
                 event = Event::StopNow;
             }
         }
@@ -280,7 +280,7 @@ impl<T> GuardedRun<'_, T> {
     async fn ask(&mut self, ask: Ask) -> Event {
         if !self.gate.0.may_ask().await {
             let silent = || StoreError::NotApplied("its last operation was not answered".into());
-            self.silence.get_or_insert_with(silent);
+            self.store_error.get_or_insert_with(silent);
             return Event::Unavailable;
         }
         let GateInner {
@@ -337,13 +337,13 @@ impl<T> GuardedRun<'_, T> {
             // A retry does not help.
             Some(Err(error @ (StoreError::UnreadableMarker(_) | StoreError::Misconfigured(_)))) => {
                 self.gate.0.breaker().answered(Instant::now());
-                self.silence = Some(error);
+                self.store_error = Some(error);
                 Event::StopNow
             }
             silence => {
                 self.gate.0.breaker().silent(Instant::now());
                 let nothing = || StoreError::Unknown("the store returned no verdict".into());
-                self.silence = Some(silence.and_then(Result::err).unwrap_or_else(nothing));
+                self.store_error = Some(silence.and_then(Result::err).unwrap_or_else(nothing));
                 Event::Unavailable
             }
         }
@@ -433,7 +433,7 @@ impl<T> GuardedRun<'_, T> {
     }
 
     fn no_result(mut self) -> GateError {
-        match (&self.result, self.silence.take()) {
+        match (&self.result, self.store_error.take()) {
             (None, Some(error)) if self.failure.is_none() => GateError::Store(error),
             _ => GateError::NotRecorded,
         }

@@ -166,7 +166,7 @@ mod tests {
                 },
                 failures: 0,
             };
-            let mut passage = InFlight::new(
+            let mut delivery_in_flight = InFlight::new(
                 delivery,
                 History {
                     failures: 0,
@@ -182,10 +182,10 @@ mod tests {
             .iter()
             .chain(then)
             {
-                match passage.handle(*event, &policy, |_| Token(1)) {
+                match delivery_in_flight.handle(*event, &policy, |_| Token(1)) {
                     Progress::InFlight(next, command) => {
                         assert!(command != DriverCommand::Apply(Ask::Complete));
-                        passage = next;
+                        delivery_in_flight = next;
                     }
                     Progress::Settled(left) => {
                         settled = Some(left);

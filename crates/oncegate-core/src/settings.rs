@@ -85,7 +85,7 @@ pub(crate) struct Settings {
     pub(crate) max_in_flight_bytes: usize,
     pub(crate) max_queued: usize,
     pub(crate) max_queued_bytes: usize,
-    pub(crate) drain: Duration,
+    pub(crate) drain_timeout: Duration,
     pub(crate) max_age: Option<Duration>,
     pub(crate) order: Option<Order>,
     pub(crate) execution: Execution,
@@ -123,7 +123,7 @@ impl Default for Settings {
             max_in_flight_bytes: defaults::IN_FLIGHT_BYTES,
             max_queued: defaults::WAITING,
             max_queued_bytes: defaults::WAITING_BYTES,
-            drain: defaults::DRAIN,
+            drain_timeout: defaults::DRAIN,
             max_age: None,
             order: None,
             execution: Execution::default(),
@@ -222,7 +222,7 @@ impl Settings {
             ("dedup_window", self.dedup_window),
             ("handler_timeout", self.handler_timeout),
             ("backoff", self.longest_backoff),
-            ("drain_timeout", self.drain),
+            ("drain_timeout", self.drain_timeout),
         ];
         for (setting, duration) in durations {
             if duration > LONGEST {

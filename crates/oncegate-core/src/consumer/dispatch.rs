@@ -26,11 +26,11 @@ use crate::fault;
 use crate::handler::Handler;
 use crate::id::{MessageId, NoId};
 use crate::in_flight::{InFlight, Progress};
-use crate::lanes::Turn;
 use crate::lease::Lease;
 use crate::lifecycle::{ClaimTries, Event, Freshness, History, Settlement, Stage};
 use crate::marker::{Ask, Guarantee, Operation, Terms};
 use crate::message::Message;
+use crate::ordering::KeyState;
 use crate::renewals::LostLease;
 use crate::run::{RunResult, panic_text};
 use crate::settings::{Execution, Settings};
@@ -51,35 +51,35 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             Some(_) => {}
         }
         let bytes = delivery.message.size();
-        let lane = self.lanes.of(&delivery);
+        let ordering_key = self.ordering.of(&delivery);
         let history = History {
             failures: delivery.failures,
             freshness,
         };
-        let keeps = if lane.is_some() {
+        let on_release = if ordering_key.is_some() {
             OnRelease::KeepPlace
         } else {
             OnRelease::ReturnToSource
         };
-        let mut passage = InFlight::new(delivery, history, keeps);
+        let mut in_flight = InFlight::new(delivery, history, on_release);
         let (arrival, said) = match &id {
             Ok(_) => (Event::Arrived, None),
             Err(NoId::Missing) => (Event::NoId, None),
             Err(NoId::Unusable(found)) => (Event::UnusableId, Some(found.clone())),
         };
         if said.is_some() {
-            passage.tell(|story| story.first_error = said);
+            in_flight.tell(|story| story.first_error = said);
         }
         let id = id.ok();
         let entry = InFlightEntry {
-            passage,
+            in_flight,
             key: id.as_ref().map(|id| self.settings.scope.key(id)),
             id,
             arrival,
             terms,
             ask: Ask::Claim,
             claim: ClaimState::Unsent,
-            lane,
+            ordering_key,
             lease: None,
             store_span: Span::none(),
             task: None,
@@ -90,10 +90,12 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             bytes,
         };
         self.bytes += bytes;
-        let slot = self.flights.insert(Box::new(entry));
-        match lane.map_or(Turn::Now, |lane| self.lanes.enter(lane, slot)) {
-            Turn::Now => self.admit(slot),
-            Turn::Later => self.enqueue(slot),
+        let slot = self.entries.insert(Box::new(entry));
+        match ordering_key.map_or(KeyState::Acquired, |ordering_key| {
+            self.ordering.acquire(ordering_key, slot)
+        }) {
+            KeyState::Acquired => self.admit(slot),
+            KeyState::Queued => self.enqueue(slot),
         }
     }
 
@@ -161,27 +163,27 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// Starts the lifecycle of a delivery: it was received or leaves the queue.
     pub(super) fn admit(&mut self, slot: Slot) {
         let drains = matches!(self.mode, Mode::Draining { .. });
-        let Some(entry) = self.flights.at_mut(slot) else {
+        let Some(entry) = self.entries.at_mut(slot) else {
             return;
         };
         if drains {
-            entry.passage.leave();
+            entry.in_flight.leave();
         }
-        let event = if entry.passage.dispatch().leaves() {
+        let event = if entry.in_flight.dispatch().leaves() {
             Event::Drain
         } else {
             entry.arrival
         };
-        self.happens(slot, event);
+        self.handle_event(slot, event);
     }
 
     /// Processes an event of one delivery, and the events that follow for others.
-    pub(super) fn happens(&mut self, slot: Slot, event: Event) {
+    pub(super) fn handle_event(&mut self, slot: Slot, event: Event) {
         let mut next = Some((slot, event));
         // A loop, not recursion: thousands of deliveries of one ordering key may follow each other.
         while let Some((slot, event)) = next {
             self.advance(slot, event);
-            next = self.next_up.pop_front();
+            next = self.follow_ups.pop_front();
             if next.is_none() && (self.alone.is_some() || !self.awaiting_run.is_empty()) {
                 next = self.next_runnable();
             }
@@ -195,17 +197,17 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             self.claims_sent == 0
                 && self.withdrawing == 0
                 && self.running < self.settings.max_in_flight
-        }) && let Some(entry) = self.flights.at(slot)
-            && let Stage::Ready(_) = entry.passage.stage()
+        }) && let Some(entry) = self.entries.at(slot)
+            && let Stage::Ready(_) = entry.in_flight.stage()
         {
             return Some((slot, self.check_lease_before_run(entry)));
         }
         while self.running < self.settings.max_in_flight {
             let slot = self.awaiting_run.pop_front()?;
-            let Some(entry) = self.flights.at(slot) else {
+            let Some(entry) = self.entries.at(slot) else {
                 continue;
             };
-            if let Stage::Ready(_) = entry.passage.stage() {
+            if let Stage::Ready(_) = entry.in_flight.stage() {
                 return Some((slot, self.check_lease_before_run(entry)));
             }
         }
@@ -230,7 +232,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     pub(super) fn advance(&mut self, slot: Slot, event: Event) {
         let mut next = Some(event);
         while let Some(event) = next.take() {
-            let Some(mut entry) = self.flights.take(slot) else {
+            let Some(mut entry) = self.entries.take(slot) else {
                 return;
             };
             self.outcomes.happened(event);
@@ -239,43 +241,44 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 self.queued -= 1;
                 self.queued_bytes -= entry.bytes;
             }
-            self.completing -= usize::from(matches!(entry.passage.stage(), Stage::Completing(_)));
+            self.completing -= usize::from(matches!(entry.in_flight.stage(), Stage::Completing(_)));
             self.awaiting_holder -=
-                usize::from(matches!(entry.passage.stage(), Stage::AwaitingHolder(..)));
+                usize::from(matches!(entry.in_flight.stage(), Stage::AwaitingHolder(..)));
             self.withdrawing -=
-                usize::from(matches!(entry.passage.stage(), Stage::Withdrawing(..)));
-            self.running -= usize::from(occupies_run(entry.passage.stage()));
+                usize::from(matches!(entry.in_flight.stage(), Stage::Withdrawing(..)));
+            self.running -= usize::from(occupies_run(entry.in_flight.stage()));
             let claim = (
-                entry.passage.dispatch().token,
-                entry.passage.dispatch().attempts,
+                entry.in_flight.dispatch().token,
+                entry.in_flight.dispatch().attempts,
             );
             let new_token = |earlier| fault::token(earlier, self.tokens.token());
-            match entry.passage.handle(event, &self.policy, new_token) {
-                Progress::InFlight(mut passage, DriverCommand::Hold { after, failures }) => {
+            match entry.in_flight.handle(event, &self.policy, new_token) {
+                Progress::InFlight(mut in_flight, DriverCommand::Hold { after, failures }) => {
                     self.outcomes
                         .settled(&Settlement::Release { after, failures });
-                    let freshness = self.freshness(age(&passage.delivery().message, self.wall));
-                    passage.restart(History {
+                    let freshness = self.freshness(age(&in_flight.delivery().message, self.wall));
+                    in_flight.restart(History {
                         failures,
                         freshness,
                     });
-                    entry.passage = passage;
+                    entry.in_flight = in_flight;
                     self.back_off(slot, entry, after);
                 }
-                Progress::InFlight(passage, command) => {
-                    self.completing += usize::from(matches!(passage.stage(), Stage::Completing(_)));
+                Progress::InFlight(in_flight, command) => {
+                    self.completing +=
+                        usize::from(matches!(in_flight.stage(), Stage::Completing(_)));
                     self.awaiting_holder +=
-                        usize::from(matches!(passage.stage(), Stage::AwaitingHolder(..)));
+                        usize::from(matches!(in_flight.stage(), Stage::AwaitingHolder(..)));
                     self.withdrawing +=
-                        usize::from(matches!(passage.stage(), Stage::Withdrawing(..)));
-                    self.running += usize::from(occupies_run(passage.stage()));
-                    entry.passage = passage;
-                    if !has_running_task(entry.passage.stage()) {
+                        usize::from(matches!(in_flight.stage(), Stage::Withdrawing(..)));
+                    self.running += usize::from(occupies_run(in_flight.stage()));
+                    entry.in_flight = in_flight;
+                    if !has_running_task(entry.in_flight.stage()) {
                         entry.task = None;
                     }
                     next = self.execute(slot, &mut entry, command);
-                    let may_count_crash = may_count_crash(entry.passage.stage());
-                    self.flights.put_back(slot, entry);
+                    let may_count_crash = may_count_crash(entry.in_flight.stage());
+                    self.entries.put_back(slot, entry);
                     if next.is_none() && !may_count_crash {
                         self.end_alone(slot);
                     }
@@ -286,7 +289,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                         id,
                         key,
                         terms,
-                        lane,
+                        ordering_key,
                         lease,
                         task,
                         bytes,
@@ -325,18 +328,18 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                         });
                     }
                     self.settled.push(settled);
-                    self.left(slot, lane, lease, bytes);
+                    self.remove(slot, ordering_key, lease, bytes);
                 }
                 Progress::Abandoned(_) => {
                     drop(entry.task);
                     self.outcomes.dropped();
-                    self.left(slot, entry.lane, entry.lease, entry.bytes);
+                    self.remove(slot, entry.ordering_key, entry.lease, entry.bytes);
                 }
             }
         }
     }
 
-    /// Backs off after a failed attempt. The delivery keeps its ordering key, so that no other of
+    /// Backs off after a failed attempt. The delivery on_release its ordering key, so that no other of
     /// that key overtakes it.
     fn back_off(&mut self, slot: Slot, mut entry: Box<InFlightEntry>, after: Duration) {
         (entry.task, entry.began) = (None, None);
@@ -345,14 +348,14 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         let after = self.jittered(after);
         self.alarms
             .push(Reverse((Instant::now() + after, slot, entry.turn)));
-        self.flights.put_back(slot, entry);
+        self.entries.put_back(slot, entry);
         self.enqueue(slot);
         self.end_alone(slot);
     }
 
     /// Counts a delivery as queued, not in flight, until its next event.
     fn enqueue(&mut self, slot: Slot) {
-        let Some(entry) = self.flights.at_mut(slot) else {
+        let Some(entry) = self.entries.at_mut(slot) else {
             return;
         };
         entry.occupancy = Occupancy::Queued;
@@ -363,7 +366,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// Remembers to claim and complete a message that was handled without the gate, with the token
     /// of its lost claim, as soon as the store answers.
     fn record_completion_later(&mut self, claim: Operation) {
-        if self.late.add(claim).is_err()
+        if self.late_completions.add(claim).is_err()
             && let Some(suppressed_lines) = self.reporter.late_completions_full.due(Instant::now())
         {
             tracing::warn!(
@@ -385,7 +388,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 if ask == Ask::Claim && entry.attempt() == 0 {
                     self.release_lease(slot, entry);
                 }
-                if let Stage::Claiming(_, ClaimTries(0)) = entry.passage.stage()
+                if let Stage::Claiming(_, ClaimTries(0)) = entry.in_flight.stage()
                     && entry.attempt() == 0
                 {
                     entry.claim = ClaimState::Unsent; // its token is new
@@ -393,13 +396,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 entry.turn += 1; // invalidates earlier alarms, which would send the operation twice
                 crate::wrong_version!("new-token-on-a-retried-claim", {
                     if ask == Ask::Claim {
-                        entry.passage.dispatch_mut().token = self.tokens.token();
+                        entry.in_flight.dispatch_mut().token = self.tokens.token();
                     }
                 });
                 crate::wrong_version!("accept-before-complete", {
                     if let (Ask::Complete, Some(key)) = (ask, entry.key.clone()) {
                         let (store, ask, terms) = (self.store.clone(), Ask::Complete, entry.terms);
-                        let (token, attempt) = (entry.passage.dispatch().token, entry.attempt());
+                        let (token, attempt) = (entry.in_flight.dispatch().token, entry.attempt());
                         let completion = [Operation {
                             key,
                             ask,
@@ -424,7 +427,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
             }
             DriverCommand::AwaitRun => {
-                if let Stage::Ready(permit) = entry.passage.stage()
+                if let Stage::Ready(permit) = entry.in_flight.stage()
                     && permit.runs_alone()
                 {
                     if self.alone.is_some_and(|other| other != slot) {
@@ -444,7 +447,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 return Some(self.check_lease_before_run(entry));
             }
             DriverCommand::Run => {
-                if let Stage::Ungated(_) = entry.passage.stage() {
+                if let Stage::Ungated(_) = entry.in_flight.stage() {
                     self.release_lease(slot, entry);
                 }
                 return self.start(slot, entry, RunKind::Handle);
@@ -475,7 +478,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// Drops the lease of a delivery and stops its renewal.
     pub(super) fn release_lease(&mut self, slot: Slot, entry: &mut InFlightEntry) {
         if entry.lease.take().is_some() {
-            self.given_up.push(slot.place);
+            self.ended_leases.push(slot.place);
         }
     }
 
@@ -489,7 +492,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         let id = entry.id.clone()?;
         entry.turn += 1;
         let turn = entry.turn;
-        let delivery = entry.passage.delivery();
+        let delivery = entry.in_flight.delivery();
         let (message, failures) = (delivery.message.clone(), delivery.failures);
         let cx = Context {
             id,
@@ -542,8 +545,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     }
 
     /// A spawned handler or `reconcile` ended.
-    pub(super) fn finished(&mut self, (slot, turn, finished): FinishedRun) {
-        let Some(entry) = self.flights.at_mut(slot) else {
+    pub(super) fn on_run_finished(&mut self, (slot, turn, finished): FinishedRun) {
+        let Some(entry) = self.entries.at_mut(slot) else {
             return;
         };
         if entry.turn != turn {
@@ -553,22 +556,22 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         self.reporter.run_ended(entry, &finished);
         let began = entry.began.take();
         self.record_runtime(began);
-        self.happens(slot, finished.event);
+        self.handle_event(slot, finished.event);
     }
 
     /// The renewal thread reports that a lease ended.
     pub(super) fn on_lease_lost(&mut self, (place, token): LostLease) {
-        let Some(slot) = self.flights.slot(place) else {
+        let Some(slot) = self.entries.slot(place) else {
             return;
         };
         let now = BootTime::now();
         let theirs = |lease: &Arc<Lease>| lease.token == token && !lease.is_live(now); // not a newer lease in the same slot
         if self
-            .flights
+            .entries
             .at(slot)
             .is_some_and(|entry| entry.lease.as_ref().is_some_and(theirs))
         {
-            self.happens(slot, Event::LeaseOver);
+            self.handle_event(slot, Event::LeaseOver);
         }
     }
 }

@@ -10,17 +10,17 @@ use tracing::Span;
 use crate::boot_time::BootTime;
 use crate::id::{Key, MessageId};
 use crate::in_flight::InFlight;
-use crate::lanes::Lane;
 use crate::lease::Lease;
 use crate::lifecycle::{Event, Stage};
 use crate::marker::{Ask, Terms};
+use crate::ordering::OrderingKey;
 use crate::run::RunResult;
 use crate::slots::Slot;
 use crate::spans;
 
 /// What the engine knows of one delivery, queued or in flight.
 pub(super) struct InFlightEntry {
-    pub(super) passage: InFlight,
+    pub(super) in_flight: InFlight,
     pub(super) id: Option<MessageId>,
     /// The first event of its lifecycle: whether it has an id.
     pub(super) arrival: Event,
@@ -28,7 +28,7 @@ pub(super) struct InFlightEntry {
     pub(super) terms: Terms,
     pub(super) ask: Ask,
     pub(super) claim: ClaimState,
-    pub(super) lane: Option<Lane>,
+    pub(super) ordering_key: Option<OrderingKey>,
     pub(super) lease: Option<Arc<Lease>>,
     /// The span of the operation that the store has not answered yet.
     pub(super) store_span: Span,
@@ -132,7 +132,7 @@ impl Drop for RunReport {
 impl InFlightEntry {
     /// The number of the granted attempt; 0 before the grant.
     pub(super) fn attempt(&self) -> u32 {
-        self.passage.dispatch().attempts.number
+        self.in_flight.dispatch().attempts.number
     }
 
     /// Sets the next operation and opens its span.
@@ -143,7 +143,7 @@ impl InFlightEntry {
             &ask,
             self.id.as_ref(),
             attempt,
-            Some(self.passage.delivery()),
+            Some(self.in_flight.delivery()),
         );
     }
 
@@ -157,7 +157,7 @@ impl InFlightEntry {
     pub(super) fn record_error(&mut self, finished: &RunResult) {
         let Some(error) = &finished.error else { return };
         let error: String = error.chars().take(1000).collect();
-        self.passage.tell(|story| {
+        self.in_flight.tell(|story| {
             story.first_error.get_or_insert_with(|| error.clone());
             story.last_error = Some(error);
         });

@@ -122,7 +122,7 @@ impl Reporter {
         };
         let (id, attempt) = (entry.id.as_ref().map(MessageId::as_str), entry.attempt());
         let (origin, error) = (
-            &entry.passage.delivery().message.origin,
+            &entry.in_flight.delivery().message.origin,
             finished.error.as_deref(),
         );
         macro_rules! log {
@@ -163,7 +163,7 @@ impl Reporter {
         if let Some(suppressed_lines) = self.taken_over.due(Instant::now()) {
             let (id, origin) = (
                 entry.id.as_ref().map(MessageId::as_str),
-                &entry.passage.delivery().message.origin,
+                &entry.in_flight.delivery().message.origin,
             );
             let Attempts {
                 number: attempt,
@@ -191,7 +191,7 @@ impl Reporter {
         if let Some(suppressed_lines) = self.alone.due(Instant::now()) {
             let (id, origin) = (
                 entry.id.as_ref().map(MessageId::as_str),
-                &entry.passage.delivery().message.origin,
+                &entry.in_flight.delivery().message.origin,
             );
             let Attempts {
                 number: attempt,
@@ -215,7 +215,7 @@ impl Reporter {
         if let Some(suppressed_lines) = self.held.due(Instant::now()) {
             let (id, origin) = (
                 entry.id.as_ref().map(MessageId::as_str),
-                &entry.passage.delivery().message.origin,
+                &entry.in_flight.delivery().message.origin,
             );
             tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another consumer holds the lease of its id, or crashed while it did");
         }

@@ -35,10 +35,10 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// Sends what is due to the store. Outcomes, late completions and claims share one `apply`, in
     /// this order.
     pub(super) fn send_batches(&mut self) {
-        if self.refused {
+        if self.store_misconfigured {
             self.drop_claims();
         }
-        if std::mem::take(&mut self.some_left) {
+        if std::mem::take(&mut self.some_drain) {
             self.drop_unsent_claims();
         }
         let at_once = match self.breaker.decide(Instant::now()) {
@@ -50,8 +50,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         while self.applies.len() < at_once {
             let verdicts = self.verdicts.len().min(chunk);
             let claims = self.claims.len().min(chunk);
-            let late = if Instant::now() >= self.late.due {
-                self.late.len().min(chunk)
+            let late = if Instant::now() >= self.late_completions.due {
+                self.late_completions.len().min(chunk)
             } else {
                 0
             };
@@ -61,7 +61,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             for slot in verdicts {
                 self.add_operation(slot, &mut slots, &mut operations);
             }
-            for operation in self.late.take(late) {
+            for operation in self.late_completions.take(late) {
                 slots.push(None);
                 operations.push(operation);
             }
@@ -90,14 +90,14 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Adds the first claims that may be sent, and keeps the others in their order.
+    /// Adds the first claims that may be sent, and on_release the others in their order.
     fn add_claims(
         &mut self,
         most: usize,
         slots: &mut Vec<Option<Slot>>,
         operations: &mut Vec<Operation>,
     ) {
-        let none_waits = self.alone.is_none() && self.late.is_settled();
+        let none_waits = self.alone.is_none() && self.late_completions.is_settled();
         let looked_at = if none_waits { most } else { self.claims.len() };
         let mut left = most;
         for _ in 0..looked_at {
@@ -115,16 +115,16 @@ impl<H: Handler, D: Decode> Engine<H, D> {
 
     /// Whether the claim of this delivery may be sent now.
     pub(super) fn may_claim(&self, slot: Slot) -> bool {
-        let Some(entry) = self.flights.at(slot) else {
+        let Some(entry) = self.entries.at(slot) else {
             return true;
         }; // settled meanwhile: `add_operation` skips it
         let others_turn =
-            self.alone.is_some_and(|alone| alone != slot) && !entry.passage.dispatch().leaves();
+            self.alone.is_some_and(|alone| alone != slot) && !entry.in_flight.dispatch().leaves();
         !others_turn
             && !entry
                 .key
                 .as_ref()
-                .is_some_and(|key| self.late.hold_back(key))
+                .is_some_and(|key| self.late_completions.hold_back(key))
     }
 
     fn add_operation(
@@ -133,14 +133,14 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         slots: &mut Vec<Option<Slot>>,
         operations: &mut Vec<Operation>,
     ) {
-        let Some(entry) = self.flights.at_mut(slot) else {
+        let Some(entry) = self.entries.at_mut(slot) else {
             return;
         };
         let Some(key) = entry.key.clone() else {
             return;
         };
         entry.claim = ClaimState::Sent;
-        let (token, attempt) = (entry.passage.dispatch().token, entry.attempt());
+        let (token, attempt) = (entry.in_flight.dispatch().token, entry.attempt());
         slots.push(Some(slot));
         operations.push(Operation {
             key,
@@ -158,7 +158,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             return;
         }
         for slot in std::mem::take(&mut self.claims) {
-            self.happens(slot, Event::Unavailable);
+            self.handle_event(slot, Event::Unavailable);
         }
     }
 
@@ -202,7 +202,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             let event = match answer {
                 Ok(verdict) => {
                     if let (Ask::Complete, Verdict::Done { .. }) = (operation.ask, verdict)
-                        && let Some(lease) = self.flights.at(slot).and_then(|it| it.lease.as_ref())
+                        && let Some(lease) = self.entries.at(slot).and_then(|it| it.lease.as_ref())
                     {
                         self.metrics.completed(lease.sent.ago_at(now));
                     }
@@ -223,7 +223,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
             };
             if !matches!(event, Event::Answer(_))
-                && let Some(entry) = self.flights.at_mut(slot)
+                && let Some(entry) = self.entries.at_mut(slot)
             {
                 spans::end_operation(
                     std::mem::replace(&mut entry.store_span, Span::none()),
@@ -245,7 +245,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         if let Some(error) = unavailable
             && let Some(suppressed_lines) = self.reporter.unavailable.due(now)
         {
-            tracing::warn!(%error, in_flight = self.flights.len(), suppressed_lines, "store unavailable, deliveries wait until it answers; check the store and its network");
+            tracing::warn!(%error, in_flight = self.entries.len(), suppressed_lines, "store unavailable, deliveries wait until it answers; check the store and its network");
         }
         if events
             .iter()
@@ -260,36 +260,37 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             self.breaker.silent(now);
         }
         for (slot, event) in events {
-            self.happens(slot, event);
+            self.handle_event(slot, event);
         }
         // Only now: the events above decided which of these grants are withdrawn.
         self.claims_sent -= claims;
         if let Some((slot, event)) = self.next_runnable() {
-            self.happens(slot, event);
+            self.handle_event(slot, event);
         }
         if let Some(error) = misconfigured
-            && !std::mem::replace(&mut self.refused, true)
+            && !std::mem::replace(&mut self.store_misconfigured, true)
         {
             tracing::error!(%error, "store misconfigured, stopping: running handlers may finish; correct what the error names and start again");
-            self.drain(Some(error.into()), self.settings.drain).await;
+            self.drain(Some(error.into()), self.settings.drain_timeout)
+                .await;
         }
     }
 
     /// Abandons deliveries whose claim was not sent: a misconfigured store grants none.
     fn drop_claims(&mut self) {
         for slot in std::mem::take(&mut self.claims) {
-            self.happens(slot, Event::StopNow);
+            self.handle_event(slot, Event::StopNow);
         }
     }
 
     /// Drops the claims of deliveries that drain, unless the store may know of them already.
     fn drop_unsent_claims(&mut self) {
         for slot in std::mem::take(&mut self.claims) {
-            let unsent = self.flights.at(slot).is_some_and(|entry| {
-                entry.claim == ClaimState::Unsent && entry.passage.dispatch().leaves()
+            let unsent = self.entries.at(slot).is_some_and(|entry| {
+                entry.claim == ClaimState::Unsent && entry.in_flight.dispatch().leaves()
             });
             if unsent {
-                self.happens(slot, Event::NotAsked);
+                self.handle_event(slot, Event::NotAsked);
             } else {
                 self.claims.push_back(slot);
             }
@@ -298,13 +299,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
 
     /// Logs that the record under a message's key was not written by oncegate.
     fn report_unreadable_marker(&mut self, slot: Slot, why: &BoxError) {
-        let Some(entry) = self.flights.at_mut(slot) else {
+        let Some(entry) = self.entries.at_mut(slot) else {
             return;
         };
         let id = entry.id.as_ref().map(MessageId::as_str);
-        tracing::error!(id, origin = %entry.passage.delivery().message.origin, error = %why, "unreadable marker: cannot tell whether this message was handled, sending it to the in-doubt queue");
+        tracing::error!(id, origin = %entry.in_flight.delivery().message.origin, error = %why, "unreadable marker: cannot tell whether this message was handled, sending it to the in-doubt queue");
         entry
-            .passage
+            .in_flight
             .tell(|story| story.last_error = Some(why.to_string()));
     }
 
@@ -317,15 +318,17 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     ) -> Option<StoreError> {
         match answer {
             Ok(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) => {
-                self.late.put_back(Operation {
+                self.late_completions.put_back(Operation {
                     ask: Ask::Complete,
                     attempt: attempts.number,
                     ..operation
                 });
             }
-            Ok(Verdict::Duplicate | Verdict::Done { .. }) => self.late.finish(&operation.key),
+            Ok(Verdict::Duplicate | Verdict::Done { .. }) => {
+                self.late_completions.finish(&operation.key)
+            }
             Ok(verdict) => {
-                self.late.finish(&operation.key);
+                self.late_completions.finish(&operation.key);
                 let key = operation.key.as_str();
                 tracing::warn!(
                     key,
@@ -334,13 +337,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 );
             }
             Err(StoreError::UnreadableMarker(why)) => {
-                self.late.finish(&operation.key);
+                self.late_completions.finish(&operation.key);
                 tracing::error!(key = operation.key.as_str(), error = %why, "completion not recorded: message was handled without the gate, and its marker is unreadable");
             }
             Err(error) => {
-                self.late.due =
+                self.late_completions.due =
                     Instant::now() + self.policy.longest_backoff.min(Duration::from_secs(1));
-                self.late.put_back(operation);
+                self.late_completions.put_back(operation);
                 return Some(error).filter(|error| matches!(error, StoreError::Misconfigured(_)));
             }
         }
@@ -356,7 +359,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         sent: BootTime,
         granted: &mut Vec<(usize, Arc<Lease>)>,
     ) {
-        let Some(entry) = self.flights.at_mut(slot) else {
+        let Some(entry) = self.entries.at_mut(slot) else {
             return;
         };
         let granted_now = match verdict {
@@ -367,7 +370,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 Some(attempts.number)
             }
             Verdict::Busy { remaining }
-                if matches!(entry.passage.stage(), Stage::Claiming(_, ClaimTries(0))) =>
+                if matches!(entry.in_flight.stage(), Stage::Claiming(_, ClaimTries(0))) =>
             {
                 self.reporter.held_elsewhere(entry, remaining);
                 None

@@ -10,31 +10,33 @@ use crate::defaults::STOP_TIMEOUT;
 use crate::error::Error;
 use crate::fault;
 use crate::handler::Handler;
-use crate::lanes::{Lane, Waited};
 use crate::lease::Lease;
 use crate::lifecycle::{Event, Stage};
+use crate::ordering::{OrderingKey, WasQueued};
 use crate::slots::Slot;
 
 impl<H: Handler, D: Decode> Engine<H, D> {
-    /// A delivery's place is free: its lane goes on, and so does the next that runs alone.
-    pub(super) fn left(
+    /// A delivery's place is free: its ordering_key goes on, and so does the next that runs alone.
+    pub(super) fn remove(
         &mut self,
         slot: Slot,
-        lane: Option<Lane>,
+        ordering_key: Option<OrderingKey>,
         lease: Option<Arc<Lease>>,
         bytes: usize,
     ) {
-        self.flights.remove(slot);
+        self.entries.remove(slot);
         self.bytes -= bytes;
         if lease.is_some() {
-            self.given_up.push(slot.place);
+            self.ended_leases.push(slot.place);
         }
         self.end_alone(slot);
-        let Some(lane) = lane else { return };
-        if self.lanes.withdraw(lane, slot) == Waited::Yes {
+        let Some(ordering_key) = ordering_key else {
+            return;
+        };
+        if self.ordering.withdraw(ordering_key, slot) == WasQueued::Yes {
             return;
         }
-        self.turns.extend(self.lanes.leave(lane));
+        self.resumable.extend(self.ordering.release(ordering_key));
     }
 
     /// If this was the one that ran alone, the next that waits for it may claim.
@@ -43,37 +45,37 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             return;
         }
         let waits = |slot: &Slot| {
-            self.flights
+            self.entries
                 .at(*slot)
-                .is_some_and(|flight| matches!(flight.passage.stage(), Stage::New(_)))
+                .is_some_and(|entry| matches!(entry.in_flight.stage(), Stage::New(_)))
         };
         self.alone = std::iter::from_fn(|| self.alone_next.pop_front()).find(waits);
-        self.next_up
+        self.follow_ups
             .extend(self.alone.map(|slot| (slot, Event::Arrived)));
     }
 
     /// Deliveries of this epoch belong to someone else soon.
-    pub(super) fn revoked(&mut self, epoch: u64) {
+    pub(super) fn on_revoked(&mut self, epoch: u64) {
         let theirs: Vec<Slot> = self
-            .flights
+            .entries
             .slots()
             .filter(|slot| {
-                self.flights
+                self.entries
                     .at(*slot)
-                    .is_some_and(|it| it.passage.delivery().receipt.epoch == epoch)
+                    .is_some_and(|it| it.in_flight.delivery().receipt.epoch == epoch)
             })
             .collect();
         for slot in theirs {
-            self.leaves(slot);
+            self.begin_drain_of(slot);
         }
     }
 
     /// A delivery begins nothing new from here on.
-    pub(super) fn leaves(&mut self, slot: Slot) {
-        if let Some(flight) = self.flights.at_mut(slot) {
-            flight.passage.leave();
-            self.some_left = true;
-            self.happens(slot, Event::Drain);
+    pub(super) fn begin_drain_of(&mut self, slot: Slot) {
+        if let Some(entry) = self.entries.at_mut(slot) {
+            entry.in_flight.leave();
+            self.some_drain = true;
+            self.handle_event(slot, Event::Drain);
         }
     }
 
@@ -92,7 +94,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
                 return;
             }
-            mode @ Mode::Taking => {
+            mode @ Mode::Receiving => {
                 let phase = DrainPhase::Handlers;
                 *mode = Mode::Draining {
                     until,
@@ -101,20 +103,21 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 };
             }
         }
-        tracing::info!(in_flight = self.flights.len(), "draining");
+        tracing::info!(in_flight = self.entries.len(), "draining");
         self.source.stop().await;
         fault::point("drain.begun");
-        let all: Vec<Slot> = self.flights.slots().collect();
+        let all: Vec<Slot> = self.entries.slots().collect();
         for slot in all {
-            self.leaves(slot);
+            self.begin_drain_of(slot);
         }
     }
 
     /// What a drain does next. When its timeout is over, handlers that still run are dropped, and it
     /// waits for [`STOP_TIMEOUT`] at the most until the store has recorded their outcomes.
     pub(super) fn drain_step(&self, until: Instant, phase: DrainPhase) -> DrainStep {
-        let (is_empty, timed_out) = (self.flights.is_empty(), Instant::now() >= until);
-        let owes_nothing = (self.late.is_empty() || self.refused) && self.applies.is_empty();
+        let (is_empty, timed_out) = (self.entries.is_empty(), Instant::now() >= until);
+        let owes_nothing = (self.late_completions.is_empty() || self.store_misconfigured)
+            && self.applies.is_empty();
         match phase {
             DrainPhase::Handlers if timed_out && !is_empty => DrainStep::DropHandlers,
             DrainPhase::Handlers if timed_out || (is_empty && owes_nothing) => DrainStep::Leave,
@@ -127,10 +130,10 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// outcome as unknown.
     pub(super) async fn drop_handlers(&mut self) {
         // What has returned by now is no unknown outcome.
-        while let Ok(ran) = self.ran.try_recv() {
-            self.finished(ran);
+        while let Ok(ran) = self.finished_runs.try_recv() {
+            self.on_run_finished(ran);
         }
-        let (handlers, in_flight) = (self.running, self.flights.len());
+        let (handlers, in_flight) = (self.running, self.entries.len());
         if handlers > 0 {
             tracing::warn!(
                 handlers,
@@ -142,11 +145,11 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         if let Mode::Draining { until, phase, .. } = &mut self.mode {
             (*until, *phase) = (Instant::now() + STOP_TIMEOUT, DrainPhase::Outcomes);
         }
-        let all: Vec<Slot> = self.flights.slots().collect();
+        let all: Vec<Slot> = self.entries.slots().collect();
         for slot in all {
-            if let Some(flight) = self.flights.at_mut(slot) {
-                flight.passage.leave();
-                self.happens(slot, Event::DrainOver);
+            if let Some(entry) = self.entries.at_mut(slot) {
+                entry.in_flight.leave();
+                self.handle_event(slot, Event::DrainOver);
             }
         }
         // Their tasks are dropped before the store records that nothing runs.
@@ -154,23 +157,23 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     }
 
     /// Abandons what the store has not answered, and closes the source.
-    pub(super) async fn leave(mut self) -> Result<(), Error> {
-        let left: Vec<Slot> = self.flights.slots().collect();
+    pub(super) async fn close(mut self) -> Result<(), Error> {
+        let left: Vec<Slot> = self.entries.slots().collect();
         if !left.is_empty() {
             tracing::warn!(
                 in_flight = left.len(),
                 "stopping without the store's answers: these messages come back after their lease, and the next claim may count a crash"
             );
         }
-        if !self.late.is_empty() {
-            let count = self.late.len();
+        if !self.late_completions.is_empty() {
+            let count = self.late_completions.len();
             tracing::warn!(
                 count,
                 "handled without the gate, and the store could not be told: a copy may run again"
             );
         }
         for slot in left {
-            self.happens(slot, Event::StopNow);
+            self.handle_event(slot, Event::StopNow);
         }
         self.settle().await;
         fault::point("drain.closing");
@@ -199,7 +202,10 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             _ => Duration::ZERO,
         };
         let shortest = Duration::from_secs(1);
-        let bound = self.settings.drain.clamp(shortest, Duration::from_secs(10));
+        let bound = self
+            .settings
+            .drain_timeout
+            .clamp(shortest, Duration::from_secs(10));
         now + bound.saturating_sub(recording).max(shortest)
     }
 }

@@ -12,27 +12,27 @@ use crate::source::{Delivery, Order};
 /// The queue of each ordering key. A delivery holds its key from its receipt to its settlement; the
 /// next one of that key waits.
 #[derive(Debug)]
-pub(crate) struct Lanes {
+pub(crate) struct OrderingQueues {
     order: Order,
     hasher: RandomState,
-    waiting: HashMap<Lane, VecDeque<Slot>>,
+    queues: HashMap<OrderingKey, VecDeque<Slot>>,
 }
 
 /// The hash of an ordering key. Keys with the same hash wait for each other, which is harmless.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Lane(u64);
+pub(crate) struct OrderingKey(u64);
 
-impl Lanes {
+impl OrderingQueues {
     pub(crate) fn new(order: Order) -> Self {
         Self {
             order,
             hasher: RandomState::new(),
-            waiting: HashMap::new(),
+            queues: HashMap::new(),
         }
     }
 
     /// The ordering key of a delivery; `None` if it is unordered.
-    pub(crate) fn of(&self, delivery: &Delivery) -> Option<Lane> {
+    pub(crate) fn of(&self, delivery: &Delivery) -> Option<OrderingKey> {
         let origin = &delivery.message.origin;
         match (self.order, origin.position) {
             (Order::Unordered, _) => None,
@@ -40,64 +40,64 @@ impl Lanes {
                 .message
                 .key
                 .as_ref()
-                .map(|key| Lane(self.hasher.hash_one((&*origin.name, &key[..])))),
-            (Order::ByPartition, Position::Offset { partition, .. }) => {
-                Some(Lane(self.hasher.hash_one((&*origin.name, partition))))
-            }
+                .map(|key| OrderingKey(self.hasher.hash_one((&*origin.name, &key[..])))),
+            (Order::ByPartition, Position::Offset { partition, .. }) => Some(OrderingKey(
+                self.hasher.hash_one((&*origin.name, partition)),
+            )),
             (Order::ByPartition, Position::Queue) => {
-                Some(Lane(self.hasher.hash_one(&*origin.name)))
+                Some(OrderingKey(self.hasher.hash_one(&*origin.name)))
             }
         }
     }
 
     /// Takes the ordering key for a delivery, or queues the delivery behind the one that holds it.
-    pub(crate) fn enter(&mut self, lane: Lane, slot: Slot) -> Turn {
-        match self.waiting.entry(lane) {
+    pub(crate) fn acquire(&mut self, key: OrderingKey, slot: Slot) -> KeyState {
+        match self.queues.entry(key) {
             hashbrown::hash_map::Entry::Vacant(free) => {
                 free.insert(VecDeque::new());
-                Turn::Now
+                KeyState::Acquired
             }
             hashbrown::hash_map::Entry::Occupied(mut taken) => {
                 taken.get_mut().push_back(slot);
-                Turn::Later
+                KeyState::Queued
             }
         }
     }
 
     /// Releases an ordering key. Returns the next delivery, which now holds it.
-    pub(crate) fn leave(&mut self, lane: Lane) -> Option<Slot> {
-        let next = self.waiting.get_mut(&lane)?.pop_front();
+    pub(crate) fn release(&mut self, key: OrderingKey) -> Option<Slot> {
+        let next = self.queues.get_mut(&key)?.pop_front();
         if next.is_none() {
-            self.waiting.remove(&lane);
+            self.queues.remove(&key);
         }
         next
     }
 
     /// Removes a delivery from the queue of its key. Returns whether it was queued.
-    pub(crate) fn withdraw(&mut self, lane: Lane, slot: Slot) -> Waited {
-        let Some(waiting) = self.waiting.get_mut(&lane) else {
-            return Waited::No;
+    pub(crate) fn withdraw(&mut self, key: OrderingKey, slot: Slot) -> WasQueued {
+        let Some(queue) = self.queues.get_mut(&key) else {
+            return WasQueued::No;
         };
-        let Some(place) = waiting.iter().position(|it| *it == slot) else {
-            return Waited::No;
+        let Some(place) = queue.iter().position(|it| *it == slot) else {
+            return WasQueued::No;
         };
-        waiting.remove(place);
-        Waited::Yes
+        queue.remove(place);
+        WasQueued::Yes
     }
 }
 
 /// Whether a delivery may proceed.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Turn {
+pub(crate) enum KeyState {
     /// It holds its ordering key.
-    Now,
+    Acquired,
     /// Another delivery holds the key.
-    Later,
+    Queued,
 }
 
 /// Whether a delivery was queued.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Waited {
+pub(crate) enum WasQueued {
     /// It was queued, and is removed.
     Yes,
     /// It holds its key, or has none.
