@@ -105,7 +105,7 @@ fn nothing_still_can_happen_up_to_and_with_the_attempt() {
         ),
         (
             "crates/oncegate-core/src/handler.rs",
-            "*and nothing still can*, up to and including `cx.attempt()`",
+            "*and that no attempt up to and including `cx.attempt()` still can*",
         ),
         (
             "examples/payments/src/provider.rs",

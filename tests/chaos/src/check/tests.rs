@@ -767,7 +767,7 @@ fn a_consumer_that_drains_right_after_its_broker_was_frozen_may_not_get_to_leave
             story.counts.left_without_broker,
         )
     };
-    let stays = "the broker cannot be used: the group was not left in time; what was settled last may be delivered again";
+    let stays = "the broker cannot be used: did not leave the group in time; messages that were settled last may be redelivered";
     assert_eq!(ended("freeze-kafka", 43_000, stays), (None, 1));
     let broken = |error| {
         (
