@@ -241,7 +241,7 @@ async fn a_program_that_is_wired_from_a_file_handles_everything_once_on_rabbitmq
 #[test]
 fn a_program_that_lacks_something_ends_with_one_line_that_names_it() {
     for (variable, value, says) in [
-        ("ONCEGATE_STORE_URL", "nothing", "store.url names no store"),
+        ("ONCEGATE_STORE_URL", "nothing", "store.url is not valid"),
         ("ONCEGATE_GATE_LEASE", "72h", "gate.lease: "),
         (
             "ONCEGATE_GATE_LAESE",
