@@ -55,7 +55,7 @@ fn each_story_is_told_and_a_person_ends_what_waits(run: &Run) {
     run.tells(
         "pay-000200",
         "in-doubt",
-        &["Nobody knows whether it happened", "in-doubt resolve"],
+        &["Its effect is unknown", "in-doubt resolve"],
     );
     run.tells(
         broken,
@@ -66,7 +66,7 @@ fn each_story_is_told_and_a_person_ends_what_waits(run: &Run) {
             "dead-letters redrive",
         ],
     );
-    run.tells("nobody", "unknown", &["Nothing is known of this id"]);
+    run.tells("nobody", "unknown", &["Nothing is known about this id"]);
 
     // The ledger has it: it happened. Without --yes that is only shown.
     assert!(run.charged("pay-000200"));
@@ -87,7 +87,7 @@ fn each_story_is_told_and_a_person_ends_what_waits(run: &Run) {
         left.contains("pay-000199") && !left.contains("pay-000200"),
         "{left:?}"
     );
-    let resolved = run.tells("pay-000200", "handled", &["ann said so"]);
+    let resolved = run.tells("pay-000200", "handled", &["ann recorded that"]);
     assert_eq!(resolved["marker"]["state"], "done", "{resolved}");
 
     let redrive = ["dead-letters", "redrive", "--id", broken, "--as", "bob"];

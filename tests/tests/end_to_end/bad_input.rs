@@ -28,7 +28,7 @@ async fn a_wrong_setting_is_refused_with_one_line_that_names_it(broker: Broker) 
         ("Redis::at", "redis", &wrong_password),
         ("lease", "lease-ms", "0"),
         ("lease", "lease-ms", "100000000"),
-        ("in_flight", "in-flight", "0"),
+        ("max_in_flight", "in-flight", "0"),
         ("scope", "scope", "a|b"),
     ];
     wrong.extend(match broker {
