@@ -172,6 +172,9 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
             "the handler has no `reconcile`",
         ],
     );
+    let failed = lines("WARN", "handler failed, its outcome is unknown");
+    assert!(!failed.is_empty(), "a failing handler is not silent: {log}");
+    has(failed[0], &["id=", "attempt=1", "no answer", "origin=q"]);
     let dead = lines("WARN", "message rejected, sending it to the dead letters");
     assert_eq!(dead.len(), 10, "ten stand for a hundred: {dead:#?}");
     has(dead[0], &[r#"reason="missing-id""#, "origin=q"]);
