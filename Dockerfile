@@ -1,4 +1,4 @@
-# The payments demo with its real parts: Kafka, RabbitMQ, Redis and the provider over HTTP.
+# The payments demo with its real parts: Kafka, RabbitMQ and Redis.
 
 FROM rust:1-bookworm AS build
 # What librdkafka is built with.
@@ -7,7 +7,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY . .
-RUN cargo build --release --locked -p payments --features kafka,rabbitmq,otlp \
+RUN cargo build --release --locked -p payments --features kafka,rabbitmq \
     && cargo build --release --locked -p oncegate-cli
 
 FROM debian:bookworm-slim

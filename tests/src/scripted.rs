@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use oncegate::{Context, Failure, FailureExt, Handler, async_trait};
+use oncegate::{Context, Failure, FailureExt, Handler};
 use serde::Deserialize;
 
 use crate::diary::{Diary, Entry, Run};
@@ -53,7 +53,6 @@ impl Scripted {
     }
 }
 
-#[async_trait]
 impl Handler for Scripted {
     type Payload = Script;
 

@@ -1,6 +1,6 @@
 //! `chaos`: real faults on real servers, and what becomes of messages.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
@@ -23,10 +23,14 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
     setup::run()?;
     stopping.go_on()?;
     let has = |wanted: &str| arguments.iter().any(|argument| argument == wanted);
-    // Points at which a process ends and wrong versions are in a build of their own, and in no
-    // other. A soak is as fast as its processes are; a single run should start soon.
+    // Crash points are compiled into a build of their own, and mutants into a patched copy of the
+    // source. A soak needs a release build; a single run should start soon.
     let mut program = if has("--matrix") || has("--mutants") {
         let mut cargo = cargo(&["run", "--quiet", "--package", "oncegate-chaos"]);
+        if has("--mutants") {
+            let manifest = patched_source()?.join("Cargo.toml");
+            cargo.arg("--manifest-path").arg(manifest);
+        }
         let flags = std::env::var("RUSTFLAGS").unwrap_or_default();
         cargo.env("RUSTFLAGS", format!("{flags} --cfg oncegate_chaos").trim());
         cargo
@@ -67,6 +71,54 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
     program.args(arguments);
     let shown = format!("oncegate-chaos {}", arguments.join(" "));
     wait(program, &shown, &stopping)
+}
+
+/// Copies the source to `target/chaos-build/mutants`, and applies the patch that adds the mutants:
+/// broken behaviour that the harness must detect, which one environment variable selects.
+fn patched_source() -> Result<PathBuf, Error> {
+    let into = setup::root().join("target/chaos-build/mutants");
+    let shown = "git ls-files";
+    let cannot_run = |source| Error::CannotRun {
+        program: shown.to_owned(),
+        source,
+    };
+    let listed = Command::new("git")
+        .args(["ls-files", "-z"])
+        .current_dir(setup::root())
+        .output()
+        .map_err(cannot_run)?;
+    if !listed.status.success() {
+        return Err(Error::Failed(shown.to_owned()));
+    }
+    for file in String::from_utf8_lossy(&listed.stdout).split_terminator('\0') {
+        copy_if_changed(&setup::root().join(file), &into.join(file)).map_err(cannot_run)?;
+    }
+    let mut apply = Command::new("git");
+    apply
+        .arg("apply")
+        .arg(setup::root().join("tests/chaos/mutants.patch"))
+        .current_dir(&into)
+        // Inside the repository, git would skip files outside the current directory.
+        .env(
+            "GIT_CEILING_DIRECTORIES",
+            setup::root().join("target/chaos-build"),
+        );
+    setup::call(&mut apply)?;
+    Ok(into)
+}
+
+/// Keeps the modification time of files that are equal, so that cargo does not build them again.
+fn copy_if_changed(from: &Path, to: &Path) -> std::io::Result<()> {
+    let Ok(content) = std::fs::read(from) else {
+        return Ok(()); // deleted in the working tree
+    };
+    if std::fs::read(to).is_ok_and(|old| old == content) {
+        return Ok(());
+    }
+    if let Some(directory) = to.parent() {
+        std::fs::create_dir_all(directory)?;
+    }
+    std::fs::write(to, content)
 }
 
 fn cargo(arguments: &[&str]) -> Command {

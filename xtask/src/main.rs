@@ -4,12 +4,14 @@
 //! the rest.
 #![forbid(unsafe_code)]
 
+mod api;
 mod bench;
 mod book;
 mod chaos;
 mod faults;
 mod kafka_faults;
 mod model;
+mod published;
 mod services;
 mod setup;
 mod state;
@@ -60,6 +62,12 @@ enum Command {
     /// Builds the book into `target/book`, and fails if there is a warning. Installs mdBook first,
     /// where it is missing.
     Book,
+    /// Checks what those who depend on the published crates rely on: the public API, dependencies,
+    /// combinations of features, and the workflows that publish. `--help` names the checks.
+    Published(published::Arguments),
+    /// Compares the public API of each published library with its `api.txt`; `--write` renews these
+    /// files.
+    Api(api::Arguments),
     /// Starts Kafka, RabbitMQ and Redis for as long as you like, and stops them again.
     Services {
         #[command(subcommand)]
@@ -77,6 +85,8 @@ fn main() -> ExitCode {
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Model(arguments) => model::run(&arguments),
         Command::Book => book::run(),
+        Command::Published(arguments) => published::run(&arguments),
+        Command::Api(arguments) => api::run(&arguments),
         Command::Services { command } => services::run(command),
     };
     match outcome {

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use clap::Subcommand;
 use oncegate_testkit::servers::{
-    KafkaServer, Kind, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server,
+    KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer, Server, ServerKind,
 };
 
 use crate::Error;
@@ -100,7 +100,7 @@ fn write_down(
     written
 }
 
-fn service<K: Kind>(variable: &str, address: String, server: Server<K>) -> Service {
+fn service<K: ServerKind>(variable: &str, address: String, server: Server<K>) -> Service {
     Service {
         name: K::NAME.to_owned(),
         variable: variable.to_owned(),

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use bytes::Bytes;
 use oncegate_core::{
     Consumer, Context, Execution, Failure, Handler, Headers, IdSource, MemoryBroker, MemoryStore,
-    Message, RawBytes, async_trait,
+    Message, RawBytes,
 };
 use serde::de::IgnoredAny;
 use tokio::sync::Notify;
@@ -20,7 +20,6 @@ use tokio::sync::Notify;
 /// Counts down, and says when all have been handled.
 struct CountDown(AtomicUsize, Arc<Notify>);
 
-#[async_trait]
 impl Handler for CountDown {
     type Payload = IgnoredAny;
 

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use oncegate::source::Open;
+use oncegate::source::Connect;
 use oncegate::{
     Consumer, Context, Execution, Failure, Handler, IdSource, Kafka, MemoryStore, RabbitMq,
-    RawBytes, Redis, Sqlite, Topology, async_trait,
+    RawBytes, Redis, Sqlite, Topology,
 };
 use serde::de::IgnoredAny;
 
@@ -20,7 +20,6 @@ struct Counts {
     work: Work,
 }
 
-#[async_trait]
 impl Handler for Counts {
     type Payload = IgnoredAny;
 
@@ -90,7 +89,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
 async fn past_the_gate(
     task: &Task,
     meter: &Arc<Meter>,
-    source: impl Open,
+    source: impl Connect,
     id: IdSource,
     in_flight: usize,
 ) -> Outcome<()> {

@@ -2,7 +2,7 @@
 
 use oncegate::{
     Consumer, ConsumerStatus, Context, Failure, Handler, IdSource, Kafka, KafkaStatus, Readiness,
-    Redis, async_trait, shutdown_signal,
+    Redis, shutdown_signal,
 };
 use oncegate_admin::{Admin, LastErrors, Metrics};
 use tracing_subscriber::layer::SubscriberExt;
@@ -10,7 +10,6 @@ use tracing_subscriber::util::SubscriberInitExt;
 
 struct Print;
 
-#[async_trait]
 impl Handler for Print {
     type Payload = serde_json::Value;
 

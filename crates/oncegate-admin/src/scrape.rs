@@ -1,5 +1,7 @@
 //! Metrics for Prometheus.
 
+use std::sync::OnceLock;
+
 use metrics_exporter_prometheus::{
     Matcher, PrometheusBuilder, PrometheusHandle, PrometheusRecorder,
 };
@@ -15,6 +17,9 @@ const BUCKETS: &[f64] = &[
 /// The metrics of the process in the Prometheus text format. Clones share it.
 #[derive(Clone)]
 pub struct Metrics(PrometheusHandle);
+
+/// The recorder that [`Metrics::install`] has installed.
+static INSTALLED: OnceLock<Metrics> = OnceLock::new();
 
 /// Another metrics recorder is installed in this process.
 #[derive(Debug, thiserror::Error)]
@@ -37,7 +42,12 @@ impl Metrics {
         let (metrics, recorder) = Self::recorder();
         metrics::set_global_recorder(recorder).map_err(|_| InstallError)?;
         Self::begin();
-        Ok(metrics)
+        Ok(INSTALLED.get_or_init(|| metrics).clone())
+    }
+
+    /// The metrics of this process, if [`Metrics::install`] has installed the recorder.
+    pub fn installed() -> Option<Self> {
+        INSTALLED.get().cloned()
     }
 
     /// Returns a recorder to forward to from a recorder of your own. Call [`Metrics::begin`] once
@@ -66,7 +76,7 @@ impl Metrics {
     }
 
     /// The metrics in the Prometheus text format.
-    pub(crate) fn text(&self) -> String {
+    pub fn text(&self) -> String {
         self.0.render()
     }
 

@@ -30,7 +30,6 @@ static LOGGED: LazyLock<LastErrors> = LazyLock::new(|| {
 /// Waits for a permit for the id `waits`, and rejects the id `refused`.
 struct Waits(Arc<Semaphore>);
 
-#[async_trait]
 impl Handler for Waits {
     type Payload = Raw;
 
@@ -152,7 +151,7 @@ async fn ready_follows_the_consumer_and_live_does_not() {
     );
     assert_eq!(
         seen["last_error"]["text"],
-        "the store changed nothing, and asking again is safe: the network is down"
+        "the store did not apply the operation; a retry is safe: the network is down"
     );
     assert_eq!(
         get(&serving, "/live").await,
@@ -329,7 +328,6 @@ async fn status_shows_when_the_store_is_unavailable_and_back() {
 /// Blocks its thread until it is released.
 struct Blocks(std::sync::Mutex<(mpsc::Sender<()>, mpsc::Receiver<()>)>);
 
-#[async_trait]
 impl Handler for Blocks {
     type Payload = Raw;
 

@@ -7,13 +7,12 @@ use std::process::{Command, Stdio};
 use oncegate::metric::Kind;
 use oncegate::{
     Consumer, Context, Failure, Handler, IdSource, MemoryBroker, MemoryStore, Message, Raw,
-    RawBytes, async_trait,
+    RawBytes,
 };
 use oncegate_admin::{Admin, Metrics};
 
 struct Done;
 
-#[async_trait]
 impl Handler for Done {
     type Payload = Raw;
 
@@ -24,7 +23,14 @@ impl Handler for Done {
 
 #[tokio::test]
 async fn a_scrape_has_all_metrics_and_passes_promtool() {
+    assert!(Metrics::installed().is_none());
     let metrics = Metrics::install().expect("the first recorder");
+    let installed = Metrics::installed().expect("those of the first recorder");
+    assert!(
+        installed
+            .text()
+            .contains("oncegate_kafka_partitions_assigned_total 0")
+    );
     assert!(
         Metrics::install()
             .expect_err("a second one")
@@ -71,7 +77,7 @@ async fn a_scrape_has_all_metrics_and_passes_promtool() {
     for line in [
         r#"oncegate_deliveries_total{outcome="completed"} 2"#,
         r#"oncegate_deliveries_total{outcome="duplicate"} 1"#,
-        "# HELP oncegate_parked Deliveries whose id is held elsewhere, or whose store is away",
+        "# HELP oncegate_parked Deliveries whose claim is repeated later: another consumer holds the id, or the store is unavailable",
         "# TYPE oncegate_claim_seconds histogram",
         r#"oncegate_handle_seconds_bucket{le="+Inf"} 2"#,
         "oncegate_kafka_messages_missed_total 0",

@@ -19,6 +19,9 @@
 //! - **The handshake has no timeout**, and an abandoned attempt leaks a thread and a socket. Code:
 //!   [`handshake`]. Test: `recovery::a_broker_that_accepts_and_does_not_answer_leaks_no_threads`.
 //!   Until lapin ends its thread when the connecting future is dropped.
+//! - **Errors that oncegate reports are logged by lapin, too**, in several lines without a remedy: a
+//!   refused login, a lost connection, a closed channel. Code: [`quiet_executor`]. Test:
+//!   `tests/startup_log.rs`. Until lapin leaves the reporting of errors that it returns to its caller.
 //! - **The URL is traced with its password.** Code: [`handshake`], which connects the socket itself.
 //!   Test: `tests/secrets.rs`. Until amq-protocol-tcp redacts it.
 //! - **The URL parser ignores an IPv6 host** and connects to `localhost`. Code: `node`. Test:
@@ -69,5 +72,6 @@
 pub(crate) mod ack_drain;
 pub(crate) mod frame_sanitizer;
 pub(crate) mod handshake;
+pub(crate) mod quiet_executor;
 pub(crate) mod sanitized_stream;
 pub(crate) mod silence_probe;

@@ -64,8 +64,8 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
     }
 }
 
-/// Whether the broker refuses for a reason that passes: the node of a queue or a virtual host is
-/// down, or a connection limit is reached. The reply code alone does not tell.
+/// Whether the broker refuses for a transient reason: the node of a queue or a virtual host is
+/// down, or a connection limit is reached. The reply code alone does not show it.
 pub(crate) fn is_transient_refusal(error: &lapin::Error) -> bool {
     let ErrorKind::ProtocolError(error) = error.kind() else {
         return false;

@@ -58,11 +58,11 @@ pub(crate) enum SourceCommand {
     },
 }
 
-/// The driver's ends of what connects it to the source.
+/// The driver's ends of the channels to the source.
 pub(crate) struct DriverEndpoints {
     pub(crate) inbox: InboxSender,
     pub(crate) commands: UnboundedReceiver<SourceCommand>,
-    /// The epoch of the open channel; 0 while there is none.
+    /// The epoch of the open channel; 0 while no channel is open.
     pub(crate) live_epoch: Arc<AtomicU64>,
 }
 
@@ -120,7 +120,7 @@ enum SessionState {
     Closed,
 }
 
-/// How many deliveries the driver asks for.
+/// The prefetch that the driver requests.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum PrefetchMode {
     Normal,
@@ -230,11 +230,6 @@ impl AmqpDriver {
             story,
         } = settled;
         let tag = delivery.receipt.position;
-        oncegate_core::wrong_version!("settle-on-another-channel", {
-            if let SessionState::Open(session) = &self.session {
-                delivery.receipt.epoch = session.epoch;
-            }
-        });
         let session = match &mut self.session {
             SessionState::Open(session) if session.epoch == delivery.receipt.epoch => session,
             _ => return count_stale_receipt(&self.settings, tag),
@@ -425,7 +420,7 @@ impl AmqpDriver {
                     queue = &*self.settings.name,
                     size,
                     limit = self.settings.body_limit,
-                    "a body is over the limit; message sent to the dead letters"
+                    "a body is over the limit; message sent to the dead letters; raise `.body_limit(…)` to handle such messages, then redrive it"
                 );
                 self.reject(delivery, &Reason::TooLarge, None);
                 continue;
@@ -435,7 +430,7 @@ impl AmqpDriver {
                 tracing::warn!(
                     queue = &*self.settings.name,
                     problem,
-                    "message cannot be read; sent to the dead letters"
+                    "message cannot be read; sent to the dead letters; correct the producer: AMQP short strings are UTF-8"
                 );
                 self.reject(
                     delivery,
@@ -490,7 +485,7 @@ impl AmqpDriver {
                     queue,
                     broker,
                     problem,
-                    "channel lost; reconnecting; unacknowledged messages will be redelivered"
+                    "channel lost; reconnecting; unacknowledged messages will be redelivered; if it recurs, see the log of RabbitMQ"
                 );
             }
             ChannelLoss::Unreadable(problem) => tracing::error!(
@@ -565,7 +560,7 @@ impl AmqpDriver {
         }
     }
 
-    /// Whether the source asked to close and no settlement is pending.
+    /// Whether the source requested the close and no settlement is pending.
     fn is_finished(&self) -> bool {
         self.closing.is_some()
             && match &self.session {

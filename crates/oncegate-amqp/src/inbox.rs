@@ -105,7 +105,7 @@ impl InboxReceiver {
         }
     }
 
-    /// Removes what is within the limit; `false` if there is nothing.
+    /// Removes the deliveries within the limit; `false` if the inbox is empty.
     fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<bool, InboxClosed> {
         let mut state = self.0.state();
         let before = into.len();

@@ -17,28 +17,32 @@ use crate::queue_settings::{DELAYS, QueueSettings};
 /// queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
 
-/// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is not ours and is ignored.
+/// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is not from oncegate and is
+/// ignored.
 const MAX_ROUTING_KEY_BYTES: usize = 255;
 
 /// The header with the time of the redelivery, in milliseconds since 1970, of a copy whose delay is
 /// longer than its delay queue's.
 pub(crate) const NOT_BEFORE: &str = "oncegate-not-before";
 
-/// The longest plausible delay. A [`NOT_BEFORE`] header beyond it is not ours and is ignored.
+/// The longest plausible delay. A [`NOT_BEFORE`] header beyond it is not from oncegate and is
+/// ignored.
 const MAX_DELAY: Duration = Duration::from_secs(366 * 86_400);
 
-/// The largest plausible number of failures. A larger one is not ours and counts as 0.
+/// The largest plausible number of failures. A larger one is not from oncegate and counts as 0.
 const MAX_FAILURES: u32 = 100_000;
 
-/// What a copy of a message needs in addition to the delivery.
+/// The parts of a message that a copy needs in addition to the delivery.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct OriginalProperties {
     pub(crate) properties: BasicProperties,
     /// The routing key, if the message's key is another one.
     pub(crate) routing_key: Option<Bytes>,
+    /// When the delivery was received, in milliseconds since 1970 by the system clock.
+    pub(crate) received_ms: Option<u64>,
 }
 
-/// Converts a delivery, and keeps what a copy of it will need. Does not copy the body.
+/// Converts a delivery, and keeps the parts that a copy of it needs. Does not copy the body.
 pub(crate) fn parse_delivery(
     raw: Raw,
     settings: &QueueSettings,
@@ -85,7 +89,8 @@ pub(crate) fn parse_delivery(
             .and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
     };
     let failures = table.map_or(0, |table| {
-        // With another setting nothing of ours comes back through a dead-letter exchange.
+        // With another setting, no message that this source rejected returns by a dead-letter
+        // exchange.
         let rejections = settings
             .counts_rejections()
             .then(|| rejections(table, queue));
@@ -104,6 +109,10 @@ pub(crate) fn parse_delivery(
         OriginalProperties {
             properties,
             routing_key,
+            received_ms: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .ok()
+                .and_then(|at| u64::try_from(at.as_millis()).ok()),
         },
     )
 }

@@ -6,7 +6,7 @@
 //! let source = RabbitMq::queue("payments").url("amqp://guest:guest@localhost:5672/%2f").prefetch(512).topology(Topology::Declare);
 //! ```
 //!
-//! # What it does
+//! # Behaviour
 //! - It owns its connections and reconnects with backoff after any failure. A receipt is valid on
 //!   the channel that delivered it: a settlement for a closed channel is counted and dropped.
 //! - It acknowledges the contiguous prefix of settled deliveries with one `basic.ack`

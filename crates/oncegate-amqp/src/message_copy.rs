@@ -41,7 +41,7 @@ const OWN_HEADERS: [&str; 12] = [
 /// The limit for error texts in headers.
 const MAX_TEXT_BYTES: usize = 1_000;
 
-/// Space in a header frame for what the broker adds, such as `x-death`.
+/// Space in a header frame for headers that the broker adds, such as `x-death`.
 const BROKER_HEADER_RESERVE: usize = 8 * 1024;
 
 /// A copy to be published to a queue. Its confirm settles the delivery with this epoch and tag.
@@ -88,7 +88,7 @@ impl MessageCopy {
             &settings.dead_letters
         };
         // Requeued by an operator or a shovel, the message starts with no failed attempts. Without
-        // `x-death` it can be told from messages that the broker dead-lettered.
+        // `x-death` it is distinct from messages that the broker dead-lettered.
         let mut table = copied_headers(&original.properties, &[headers::PREFIX, "x-death"]);
         for (name, value) in rejection_headers(delivery, reason, story) {
             let is_error = [headers::FIRST_ERROR, headers::LAST_ERROR].contains(&name);
@@ -138,10 +138,13 @@ impl MessageCopy {
         };
         let now = unix_time();
         write(headers::FAILURES, delivery.failures.into());
+        // Not the time of the copy: attempts and a wait in memory precede it. A timestamp in the
+        // future, such as one in milliseconds, does not count.
+        let received = [first_seen(&delivery.message), original.received_ms];
+        let earliest = received.into_iter().flatten().map(u128::from).min();
         write(
             headers::FIRST_SEEN,
-            first_seen(&delivery.message)
-                .map_or(now.as_millis(), |at| now.as_millis().min(at.into())),
+            earliest.map_or(now.as_millis(), |at| at.min(now.as_millis())),
         );
         if after > delay {
             write(NOT_BEFORE, (now + after).as_millis());
@@ -156,7 +159,7 @@ impl MessageCopy {
     }
 
     /// Drops headers of the original, the largest first, until the rest fits into one frame, with
-    /// [space](BROKER_HEADER_RESERVE) for what the broker adds. [`DROPPED_HEADERS`] names them.
+    /// [space](BROKER_HEADER_RESERVE) for those that the broker adds. [`DROPPED_HEADERS`] names them.
     ///
     /// The broker closes the connection for a larger content header, at each attempt.
     pub(crate) fn drop_oversized_headers(&mut self, frame_max: u32) {
@@ -195,8 +198,9 @@ impl MessageCopy {
         tracing::warn!(
             queue = self.destination.as_str(),
             size,
+            frame_max,
             headers = truncate(&names, MAX_TEXT_BYTES),
-            "the headers exceed the frame size; the largest are dropped from the copy"
+            "the headers exceed the frame size; the largest are dropped from the copy, and its header `oncegate-dropped-headers` names them; raise frame_max in rabbitmq.conf and in the URL, or let the producer send less"
         );
         let mut table = without(&table, |name| {
             dropped.iter().any(|dropped| dropped.as_str() == name)
@@ -392,6 +396,7 @@ mod tests {
         OriginalProperties {
             properties,
             routing_key: None,
+            received_ms: None,
         }
     }
 
@@ -532,6 +537,38 @@ mod tests {
     }
 
     #[test]
+    fn a_delayed_copy_was_first_seen_when_its_original_was_received() {
+        let hour = Duration::from_secs(3_600);
+        let received = unix_time() - hour;
+        let first_seen = |sent_at: Option<Duration>, header: Option<&str>| {
+            let mut delivery = delivery();
+            delivery.message.sent_at = sent_at.map(|at| UNIX_EPOCH + at);
+            if let Some(value) = header {
+                delivery.message = delivery.message.with_header(headers::FIRST_SEEN, value);
+            }
+            let original = OriginalProperties {
+                received_ms: Some(received.as_millis() as u64),
+                ..original()
+            };
+            let copy = MessageCopy::delayed(&delivery, hour, &original, &settings());
+            copy.properties.headers().as_ref().expect("headers").inner()[headers::FIRST_SEEN]
+                .clone()
+        };
+        let millis = |at: Duration| AMQPValue::LongString(at.as_millis().to_string().into());
+        assert_eq!(first_seen(None, None), millis(received));
+        let seconds_as_millis = Duration::from_secs(received.as_millis() as u64);
+        assert_eq!(first_seen(Some(seconds_as_millis), None), millis(received));
+        assert_eq!(
+            first_seen(Some(received - hour), None),
+            millis(received - hour)
+        );
+        assert_eq!(
+            first_seen(None, Some("1000")),
+            millis(Duration::from_secs(1))
+        );
+    }
+
+    #[test]
     fn a_requeued_dead_letter_starts_with_no_failures() {
         let rejected = |seen: &str| {
             let mut delivery = delivery();
@@ -549,6 +586,7 @@ mod tests {
             let original = OriginalProperties {
                 properties: BasicProperties::default().with_headers(table),
                 routing_key: None,
+                received_ms: None,
             };
             let copy =
                 MessageCopy::rejected(&delivery, &Reason::Refused, None, &original, &settings());
@@ -612,6 +650,7 @@ mod tests {
         let original = OriginalProperties {
             properties: BasicProperties::default().with_headers(table),
             routing_key: None,
+            received_ms: None,
         };
         for reason in [
             Reason::MissingId,
@@ -659,6 +698,7 @@ mod tests {
         let original = OriginalProperties {
             properties: BasicProperties::default().with_headers(table),
             routing_key: None,
+            received_ms: None,
         };
         for mut copy in [
             MessageCopy::rejected(&delivery(), &Reason::Refused, None, &original, &settings()),
@@ -687,6 +727,7 @@ mod tests {
         let original = OriginalProperties {
             properties: BasicProperties::default().with_headers(table),
             routing_key: None,
+            received_ms: None,
         };
         let story = FailureHistory {
             last_error: Some("é".repeat(1_000)),
@@ -726,6 +767,7 @@ mod tests {
             let original = OriginalProperties {
                 properties,
                 routing_key: None,
+                received_ms: None,
             };
             MessageCopy::delayed(&delivery(), Duration::ZERO, &original, &settings())
                 .is_lossless(&original, frame_max)

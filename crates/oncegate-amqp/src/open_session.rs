@@ -62,7 +62,7 @@ pub(crate) async fn reopen(
     }
 }
 
-/// The pauses between attempts to open a channel, and what of their errors is logged.
+/// The pauses between attempts to open a channel, and which of their errors are logged.
 struct OpenAttempts {
     backoff: Backoff,
     /// While the queue does not match the settings.
@@ -108,7 +108,12 @@ impl OpenAttempts {
                 "not consuming: the queue does not match the settings; retrying with growing pauses; delete the queue or correct the settings"
             );
         } else {
-            tracing::warn!(queue, broker, problem, "not consuming; retrying");
+            tracing::warn!(
+                queue,
+                broker,
+                problem,
+                "not consuming; retrying until the broker serves the queue"
+            );
         }
         tokio::time::sleep(pause).await;
     }

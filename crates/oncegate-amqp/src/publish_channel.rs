@@ -6,6 +6,7 @@ use futures_util::future::join_all;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{BasicProperties, Channel, Confirmation, Connection};
 
+use crate::connector::{code, reply_code};
 use crate::message_copy::MessageCopy;
 use crate::queue_settings::QueueSettings;
 use crate::topology;
@@ -16,7 +17,7 @@ const CONFIRM_TIMEOUT: Duration = Duration::from_secs(30);
 /// A channel for one batch at a time, opened for the first batch and kept for the next.
 ///
 /// Batches do not share a channel: lapin attaches a returned message to the next confirm on the
-/// channel, so a return tells only that some copy of the batch was returned.
+/// channel, so a return shows only that some copy of the batch was returned.
 #[derive(Default)]
 pub(crate) struct PublishChannel(Option<Channel>);
 
@@ -91,17 +92,15 @@ impl PublishChannel {
             return BatchOutcome::failed(batch, confirm_timed_out());
         };
         let destination = batch.first().map(|copy| copy.destination.clone());
-        let (confirmed, unconfirmed, error) = split_by_confirm(batch, confirms);
+        let (confirmed, unconfirmed, mut error) = split_by_confirm(batch, confirms);
         let channel = match (&error, destination) {
             (Some(CopyPublishError::ChannelClosed(_)), _) => None,
-            (Some(CopyPublishError::ReturnedOrNacked(_)), Some(destination)) => {
+            (Some(CopyPublishError::ReturnedOrNacked(problem)), Some(destination)) => {
                 let declared = topology::redeclare(connection, settings, &destination).await;
-                if let Err(problem) = declared {
-                    tracing::warn!(
-                        queue = destination.as_str(),
-                        %problem,
-                        "cannot declare the queue of dead letters, in-doubt or delayed messages; publishing is retried; create the queue, or grant the user the configure permission"
-                    );
+                if let Err(refusal) = declared {
+                    error = Some(CopyPublishError::ReturnedOrNacked(format!(
+                        "{problem}; declaring the queue failed: {refusal}"
+                    )));
                 }
                 // See `client` for why a refused channel is not used again.
                 let _ = channel.close(200, "OK".into()).await;
@@ -228,12 +227,19 @@ async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), CopyPublis
             Ok(())
         }
         Ok(Confirmation::Ack(Some(returned)) | Confirmation::Nack(Some(returned))) => {
-            not_enqueued(returned.reply_text.as_str())
+            not_enqueued(&format!("{}; check that it exists", returned.reply_text))
         }
-        Ok(Confirmation::Nack(None)) => not_enqueued("basic.nack"),
+        Ok(Confirmation::Nack(None)) => not_enqueued(
+            "basic.nack; check its length limit (x-max-length, x-max-length-bytes) and that a majority of its nodes runs",
+        ),
         Ok(Confirmation::NotRequested) => Err(CopyPublishError::ChannelClosed(
             "publisher confirms are not enabled".into(),
         )),
+        Err(error) if reply_code(&error) == Some(code::ACCESS_REFUSED) => {
+            Err(CopyPublishError::ChannelClosed(format!(
+                "{error}; grant the user the write permission on the default exchange, amq.default"
+            )))
+        }
         Err(error) => Err(CopyPublishError::ChannelClosed(error.to_string())),
     }
 }

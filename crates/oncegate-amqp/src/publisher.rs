@@ -381,7 +381,7 @@ impl PublisherTask {
                 broker,
                 problem,
                 ?pause,
-                "cannot publish a dead letter, in-doubt or delayed message; retrying; its original stays unacknowledged"
+                "cannot publish a dead letter, in-doubt or delayed message; its original stays unacknowledged; retrying until the problem is solved"
             );
         } else {
             tracing::debug!(

@@ -1,6 +1,7 @@
 //! The validated settings of a source.
 
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use lapin::types::ShortString;
@@ -36,6 +37,30 @@ pub(crate) struct QueueSettings {
     pub(crate) order: Order,
     pub(crate) rejects: Rejects,
     pub(crate) metrics: SourceMetrics,
+    pub(crate) mismatches: MismatchLog,
+}
+
+/// The queues whose other arguments were logged. They are declared again at each reconnect and with
+/// each retry of a copy, and the warning is the same.
+#[derive(Debug, Default)]
+pub(crate) struct MismatchLog(Mutex<HashMap<ShortString, String>>);
+
+impl MismatchLog {
+    /// Whether to log that the queue has other arguments: if the broker's text is new.
+    pub(crate) fn is_new(&self, queue: &ShortString, text: &str) -> bool {
+        let known = self.lock().insert(queue.clone(), text.to_owned());
+        known.as_deref() != Some(text)
+    }
+
+    /// The queue has the declared arguments now.
+    pub(crate) fn matches(&self, queue: &ShortString) {
+        self.lock().remove(queue);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<ShortString, String>> {
+        // No code panics while it holds the lock.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The delays that have a queue. Each queue has a fixed TTL, because RabbitMQ expires messages only
@@ -117,4 +142,20 @@ pub(crate) fn queue_name(setting: &str, name: String) -> Result<ShortString, Sou
         ));
     }
     Ok(name.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_arguments_of_a_queue_are_logged_once() {
+        let (log, queue) = (MismatchLog::default(), ShortString::from("q"));
+        assert!(log.is_new(&queue, "x-max-length"));
+        assert!(!log.is_new(&queue, "x-max-length"));
+        assert!(log.is_new(&"other".into(), "x-max-length"));
+        assert!(log.is_new(&queue, "x-message-ttl"));
+        log.matches(&queue);
+        assert!(log.is_new(&queue, "x-message-ttl"));
+    }
 }

@@ -35,9 +35,9 @@ const PRIORITY_ARGUMENT: &str = "x-priority";
 /// connections and does not answer.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What the session keeps of an unsettled delivery.
+/// The data that the session keeps for an unsettled delivery.
 pub(crate) struct UnsettledDelivery {
-    /// What a copy needs.
+    /// The parts that a copy needs.
     pub(crate) original: OriginalProperties,
     since: Instant,
 }
@@ -96,7 +96,7 @@ pub(crate) enum ChannelLoss {
     Broken(String),
     /// It received nothing although the queue has ready messages.
     Silent(String),
-    /// The client cannot parse what the broker sent.
+    /// The client cannot parse a frame of the broker.
     Unreadable(String),
 }
 
@@ -183,7 +183,8 @@ impl ConsumerSession {
             .basic_qos(prefetch, BasicQosOptions::default())
             .await?;
         let mut arguments = FieldTable::default();
-        // The default priority. A stream refuses the argument; nothing else tells it from a queue.
+        // The default priority. A stream refuses the argument; no other reply distinguishes it from
+        // a queue.
         arguments.insert(PRIORITY_ARGUMENT.into(), AMQPValue::LongInt(0));
         fault::point("amqp.consume.before");
         let consuming = channel.basic_consume(

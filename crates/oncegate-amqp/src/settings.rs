@@ -6,11 +6,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::Connection;
-use oncegate_core::source::{Order, SourceError};
+use oncegate_core::source::{ConnectOptions, Order, SourceError};
 
 use crate::connector::BrokerConnector;
 use crate::node::BrokerNode;
-use crate::queue_settings::{ConsumerMode, QueueSettings, queue_name};
+use crate::queue_settings::{ConsumerMode, MismatchLog, QueueSettings, queue_name};
 use crate::status::{RabbitMqStatus, SourceMetrics};
 use crate::tls::{ClientIdentity, TlsFiles};
 
@@ -43,10 +43,11 @@ pub struct RabbitMq {
 
 /// Whether the source declares or checks its queues when it connects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Topology {
     /// Creates the queues that do not exist: the queue, its dead-letter and in-doubt queues, and its
     /// delay queues (`<queue>.delay.<milliseconds>`). If the queue exists with other arguments, that
-    /// is an error: AMQP does not tell which, and some lose messages, such as a delivery limit
+    /// is an error: AMQP does not report which, and some lose messages, such as a delivery limit
     /// without a dead-letter exchange. Any other existing queue is used as it is, with a warning.
     #[default]
     Declare,
@@ -61,6 +62,7 @@ pub enum Topology {
 
 /// The type of the queues that [`Topology::Declare`] creates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum QueueKind {
     /// Replicated, with at-least-once dead-lettering. Messages that the broker dead-letters (by a
     /// delivery limit) go to the dead-letter queue, too.
@@ -72,6 +74,7 @@ pub enum QueueKind {
 
 /// How rejected messages are dead-lettered.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Rejects {
     /// The source publishes a copy to the dead-letter queue, with the reason, the errors and the id
     /// in its headers, and acknowledges the original once the copy is confirmed.
@@ -80,7 +83,7 @@ pub enum Rejects {
     /// The source sends `basic.reject`, and the broker routes the message to the queue's own
     /// dead-letter exchange, without a reason. Choose it only for a queue that has a dead-letter
     /// exchange which loses nothing: without one the broker drops the message, and AMQP does not
-    /// tell whether a queue has one. In-doubt messages are published as with [`Rejects::Published`].
+    /// report whether a queue has one. In-doubt messages are published as with [`Rejects::Published`].
     ByQueue,
 }
 
@@ -250,7 +253,7 @@ impl RabbitMq {
     /// [`SourceError::Misconfigured`]: an invalid URL or certificate; no connection was attempted.
     /// [`SourceError::Unavailable`]: no node can be reached, or one refuses the login; its cause is
     /// a [`SourceError::Misconfigured`] that names the setting to check.
-    pub async fn connect(&self, name: &str) -> Result<Connection, SourceError> {
+    pub async fn client(&self, name: &str) -> Result<Connection, SourceError> {
         let connector = BrokerConnector::new(&self.urls, self.tls.clone())?;
         connector
             .connect(name)
@@ -258,19 +261,21 @@ impl RabbitMq {
             .map_err(|error| SourceError::Unavailable(error.into()))
     }
 
-    pub(crate) fn in_flight(mut self, count: usize) -> Self {
-        self.in_flight = count;
+    /// Applies the settings of the consumer.
+    pub(crate) fn with_options(mut self, options: ConnectOptions) -> Self {
+        self.in_flight = options.max_in_flight.unwrap_or(self.in_flight);
+        self.order = options.order.unwrap_or(self.order);
+        self.longest_open = options.longest_open.unwrap_or(self.longest_open);
         self
     }
 
-    pub(crate) fn longest_open(mut self, open: Duration) -> Self {
-        self.longest_open = open;
-        self
-    }
-
-    pub(crate) fn order(mut self, order: Order) -> Self {
-        self.order = order;
-        self
+    /// Checks all settings as opening the source does, and connects to no broker. Reads the
+    /// certificate files.
+    ///
+    /// # Errors
+    /// [`SourceError::Misconfigured`] names the setting.
+    pub fn check_settings(&self) -> Result<(), SourceError> {
+        self.clone().check().map(drop)
     }
 
     pub(crate) fn check(self) -> Result<QueueSettings, SourceError> {
@@ -362,6 +367,7 @@ impl RabbitMq {
             consumers: self.consumers,
             order: self.order,
             rejects: self.rejects,
+            mismatches: MismatchLog::default(),
         })
     }
 }
@@ -456,11 +462,17 @@ mod tests {
         );
     }
 
+    fn in_flight_options(count: usize) -> ConnectOptions {
+        let mut options = ConnectOptions::default();
+        options.max_in_flight = Some(count);
+        options
+    }
+
     #[test]
     fn the_prefetch_is_capped_at_twice_the_deliveries_in_flight() {
         let prefetch = |in_flight| {
             RabbitMq::queue("payments")
-                .in_flight(in_flight)
+                .with_options(in_flight_options(in_flight))
                 .check()
                 .expect("settings")
                 .prefetch
@@ -479,7 +491,7 @@ mod tests {
         assert_eq!(
             RabbitMq::queue("payments")
                 .topology(Topology::Check)
-                .in_flight(1)
+                .with_options(in_flight_options(1))
                 .check()
                 .expect("settings")
                 .prefetch,
@@ -488,7 +500,7 @@ mod tests {
         assert_eq!(
             RabbitMq::queue("payments")
                 .prefetch(1)
-                .in_flight(64)
+                .with_options(in_flight_options(64))
                 .check()
                 .expect("settings")
                 .prefetch,
@@ -500,9 +512,11 @@ mod tests {
     fn a_consumer_that_may_exceed_the_consumer_timeout_causes_a_warning() {
         let minutes = |count: u64| Duration::from_secs(60 * count);
         let warning_for = |open, timeout| {
+            let mut options = ConnectOptions::default();
+            options.longest_open = Some(open);
             let source = RabbitMq::queue("payments")
                 .consumer_timeout(timeout)
-                .longest_open(open);
+                .with_options(options);
             source.check().expect("settings").consumer_timeout_warning()
         };
         assert_eq!(

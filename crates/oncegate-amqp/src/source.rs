@@ -3,12 +3,14 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use async_trait::async_trait;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::message::Origin;
-use oncegate_core::source::{Incoming, Limit, Open, Order, Settled, Source, SourceError};
+use oncegate_core::source::{
+    Connect, ConnectOptions, Incoming, Limit, Settled, Source, SourceError, SourceProperties,
+};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
@@ -17,7 +19,7 @@ use crate::inbox::{InboxReceiver, inbox};
 use crate::queue_settings::QueueSettings;
 use crate::settings::{RabbitMq, Rejects};
 
-/// A consumed queue. Created by [`Open::open`] of a [`RabbitMq`].
+/// A consumed queue. Created by [`Connect::connect`] of a [`RabbitMq`].
 ///
 /// If it is dropped without [`Source::close`], its connections are closed in the background, and
 /// unacknowledged messages are redelivered.
@@ -25,34 +27,22 @@ pub struct RabbitMqSource {
     incoming: InboxReceiver,
     commands: UnboundedSender<SourceCommand>,
     live_epoch: Arc<AtomicU64>,
-    chunk: usize,
+    max_store_batch: usize,
     settings: Arc<QueueSettings>,
 }
 
 #[async_trait]
-impl Open for RabbitMq {
+impl Connect for RabbitMq {
     type Source = RabbitMqSource;
 
-    fn for_in_flight(self, count: usize) -> Self {
-        self.in_flight(count)
-    }
-
-    fn for_order(self, order: Order) -> Self {
-        self.order(order)
-    }
-
-    /// Opening logs a warning if the consumer timeout is shorter than this needs.
-    fn for_longest_open(self, open: Duration) -> Self {
-        self.longest_open(open)
-    }
-
     /// Connects, declares or checks the queues by [`RabbitMq::topology`], and consumes.
-    async fn open(self) -> Result<RabbitMqSource, SourceError> {
-        let settings = Arc::new(self.check()?);
+    /// Logs a warning if the consumer timeout is shorter than a delivery may stay unsettled.
+    async fn connect(self, options: ConnectOptions) -> Result<RabbitMqSource, SourceError> {
+        let settings = Arc::new(self.with_options(options).check()?);
         if let Some(warning) = settings.consumer_timeout_warning() {
             tracing::warn!(queue = &*settings.name, "{warning}");
         }
-        let chunk = usize::from(settings.prefetch / 4).clamp(1, 256);
+        let max_store_batch = usize::from(settings.prefetch / 4).clamp(1, 256);
         let (inbox, incoming) = inbox();
         let (commands, command_receiver) = unbounded_channel();
         let live_epoch = Arc::new(AtomicU64::new(0));
@@ -79,7 +69,7 @@ impl Open for RabbitMq {
             incoming,
             commands,
             live_epoch,
-            chunk,
+            max_store_batch,
             settings,
         })
     }
@@ -130,8 +120,10 @@ impl Source for RabbitMqSource {
         finished.await.map_err(|_| driver_stopped())?
     }
 
-    fn chunk(&self) -> usize {
-        self.chunk
+    fn properties(&self) -> SourceProperties {
+        let mut properties = SourceProperties::default();
+        properties.max_store_batch = self.max_store_batch;
+        properties
     }
 }
 

@@ -21,10 +21,12 @@ struct QueueSpec {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum QueuePurpose {
     /// The source consumes it. It must have the declared arguments, since others may lose messages
-    /// and AMQP does not tell which a queue has.
+    /// and AMQP does not report those of a queue.
     Consumed,
-    /// The source publishes copies to it.
+    /// The source publishes dead letters or in-doubt messages to it.
     Target,
+    /// The source publishes delayed copies to it, and the broker returns them to the consumed queue.
+    Delay,
 }
 
 /// The delivery limit of the dead-letter and in-doubt queues, whose messages operators may read and
@@ -46,13 +48,13 @@ pub(crate) async fn prepare(
         match settings.topology {
             Topology::Check => check(&channel, &queue).await?,
             Topology::Declare | Topology::Trust => {
-                declare(&mut channel, connection, &queue).await?
+                declare(&mut channel, connection, settings, &queue).await?
             }
         }
     }
     if settings.topology == Topology::Declare {
         for queue in delay_queues(settings) {
-            declare(&mut channel, connection, &queue).await?;
+            declare(&mut channel, connection, settings, &queue).await?;
         }
     }
     channel.close(200, "OK".into()).await?;
@@ -74,7 +76,7 @@ pub(crate) async fn redeclare(
         return Ok(());
     };
     let mut channel = connection.create_channel().await?;
-    declare(&mut channel, connection, &queue).await?;
+    declare(&mut channel, connection, settings, &queue).await?;
     channel.close(200, "OK".into()).await?;
     Ok(())
 }
@@ -98,6 +100,7 @@ async fn check(channel: &Channel, queue: &QueueSpec) -> Result<(), ConnectError>
 async fn declare(
     channel: &mut Channel,
     connection: &Connection,
+    settings: &QueueSettings,
     queue: &QueueSpec,
 ) -> Result<(), ConnectError> {
     let options = QueueDeclareOptions {
@@ -108,7 +111,10 @@ async fn declare(
         .queue_declare(queue.name.clone(), options, queue.arguments.clone())
         .await
     {
-        Ok(_) => return Ok(()),
+        Ok(_) => {
+            settings.mismatches.matches(&queue.name);
+            return Ok(());
+        }
         Err(error) => error,
     };
     if reply_code(&error) != Some(code::PRECONDITION_FAILED) {
@@ -128,10 +134,21 @@ async fn declare(
     declare_passive(channel, queue)
         .await
         .map_err(|error| classify(error, queue))?;
-    tracing::warn!(
-        queue = queue.name.as_str(), %error,
-        "the queue exists with other arguments than oncegate declares; using it as it is; check that no delivery limit, length limit or TTL drops its messages"
-    );
+    if !settings.mismatches.is_new(&queue.name, &error.to_string()) {
+        return Ok(());
+    }
+    let name = queue.name.as_str();
+    if queue.purpose == QueuePurpose::Delay {
+        tracing::warn!(
+            queue = name, %error,
+            "the delay queue exists with other arguments than oncegate declares; using it as it is; check that x-message-ttl is the delay in its name and that it dead-letters to the consumed queue, or delete it while it is empty"
+        );
+    } else {
+        tracing::warn!(
+            queue = name, %error,
+            "the queue exists with other arguments than oncegate declares; using it as it is; check that no delivery limit, length limit or TTL drops its messages"
+        );
+    }
     Ok(())
 }
 
@@ -202,7 +219,7 @@ fn delay_queues(settings: &QueueSettings) -> impl Iterator<Item = QueueSpec> {
         );
         dead_letter_to(&mut arguments, &settings.queue, settings.kind);
         QueueSpec {
-            purpose: QueuePurpose::Target,
+            purpose: QueuePurpose::Delay,
             setting: "queue",
             name: settings.delay_queue(delay),
             arguments,

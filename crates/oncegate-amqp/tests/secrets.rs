@@ -12,7 +12,9 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Connection, ConnectionProperties};
 use oncegate_amqp::{RabbitMq, Topology};
 use oncegate_core::lifecycle::{Reason, Settlement};
-use oncegate_core::source::{Incoming, Limit, Open, Settled, Source, SourceError};
+use oncegate_core::source::{
+    Connect, ConnectOptions, Incoming, Limit, Settled, Source, SourceError,
+};
 
 #[derive(Clone, Default)]
 struct CapturedLog(Arc<Mutex<Vec<u8>>>);
@@ -54,7 +56,7 @@ async fn no_log_line_contains_a_password_and_none_from_info_up_a_payload() {
     let url = broker.replacen("guest:guest", "someone:canary%21", 1);
     let refused = RabbitMq::queue("q")
         .urls([url.as_str(), "amqp://someone:canary%21@127.0.0.1:1/%2f"])
-        .open()
+        .connect(ConnectOptions::default())
         .await;
     match refused {
         Err(error @ SourceError::Misconfigured { .. }) => {
@@ -103,7 +105,7 @@ async fn a_returned_message_is_not_logged(broker: &str, log: &CapturedLog) {
     let mut source = RabbitMq::queue(&queue)
         .url(broker)
         .topology(Topology::Trust)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let mut into = Vec::new();

@@ -1,27 +1,125 @@
-//! What a source logs without a broker. In a test binary of its own, because it captures the log of
+//! What a source logs without a broker, and when it is refused. In a test binary of its own, because it captures the log of
 //! the process.
 #![forbid(unsafe_code)]
 
 use std::time::{Duration, Instant};
 
-use oncegate_amqp::RabbitMq;
-use oncegate_core::source::Open;
-use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, Raw, async_trait};
+use oncegate_amqp::{RabbitMq, Topology};
+use oncegate_core::source::{Connect, ConnectOptions};
+use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, Raw};
 use oncegate_testkit::Lines;
+use oncegate_testkit::proxy::Proxy;
 
 /// One after the other, because the process has one log.
 #[tokio::test]
-async fn what_a_source_logs_without_a_broker() {
+async fn what_a_source_logs_without_a_broker_and_when_it_is_refused() {
     let lines = Lines::of_this_process();
+    a_refusal_is_an_error_without_log_lines_of_the_client(&lines).await;
+    the_loss_of_a_connection_is_logged_in_one_line(&lines).await;
     without_a_broker_one_line_with_setting_problem_and_remedy_is_logged(&lines).await;
     a_consumer_that_may_exceed_the_consumer_timeout_logs_a_warning_at_start(&lines).await;
+}
+
+/// The broker refuses the login, the virtual host, and the queue: connection and channel are closed.
+async fn a_refusal_is_an_error_without_log_lines_of_the_client(lines: &Lines) {
+    let broker = oncegate_testkit::rabbitmq_url().expect("a RabbitMQ to test against");
+    let (address, _) = broker.rsplit_once('/').expect("a virtual host");
+    for (url, refusal) in [
+        (
+            broker.replacen("guest:guest", "someone:canary", 1),
+            "check the user and the password",
+        ),
+        (
+            format!("{address}/missing"),
+            "check that the virtual host exists",
+        ),
+        (broker.clone(), "does not exist; create it"),
+    ] {
+        let opening = RabbitMq::queue("test.startup-log.missing")
+            .url(url)
+            .topology(Topology::Check)
+            .connect(ConnectOptions::default());
+        let error = opening.await.expect_err("refused").to_string();
+        assert!(error.contains(refusal), "{refusal}: {error}");
+        until_no_connection_thread_runs().await;
+        let logged = lines.take();
+        assert!(logged.is_empty(), "{refusal}: {logged:#?}");
+    }
+}
+
+/// The proxy closes the connection, as a node that ends.
+async fn the_loss_of_a_connection_is_logged_in_one_line(lines: &Lines) {
+    let broker = oncegate_testkit::rabbitmq_url().expect("a RabbitMQ to test against");
+    let (address, vhost) = broker.rsplit_once('/').expect("a virtual host");
+    let (user, port) = address.rsplit_once(':').expect("a port");
+    let proxy = Proxy::to(port.parse().expect("a port")).expect("a proxy");
+    let client = lapin::Connection::connect(&broker, lapin::ConnectionProperties::default())
+        .await
+        .expect("a connection");
+    let channel = client.create_channel().await.expect("a channel");
+    let queue = format!("test.startup-log.{}", std::process::id());
+    channel
+        .queue_declare(
+            queue.as_str().into(),
+            lapin::options::QueueDeclareOptions::default(),
+            lapin::types::FieldTable::default(),
+        )
+        .await
+        .expect("declared");
+    let source = RabbitMq::queue(&queue)
+        .url(format!("{user}:{}/{vhost}", proxy.port()))
+        .topology(Topology::Trust)
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
+    proxy.reset();
+    let mut logged = Vec::new();
+    while !logged
+        .iter()
+        .any(|line: &String| line.contains("channel lost"))
+    {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+        logged.extend(lines.take().into_iter().map(|(_, line)| line));
+    }
+    drop(source);
+    channel
+        .queue_delete(
+            queue.as_str().into(),
+            lapin::options::QueueDeleteOptions::default(),
+        )
+        .await
+        .expect("deleted");
+    client.close(200, "OK".into()).await.expect("closed");
+    drop((channel, client));
+    until_no_connection_thread_runs().await;
+    logged.extend(lines.take().into_iter().map(|(_, line)| line));
+    let errors: Vec<_> = logged
+        .iter()
+        .filter(|line| line.contains("ERROR") || line.contains("lapin"))
+        .collect();
+    assert!(errors.is_empty(), "{errors:#?}");
+}
+
+/// The client's threads may log after an error was returned, until they end.
+async fn until_no_connection_thread_runs() {
+    let runs = || {
+        std::fs::read_dir("/proc/self/task")
+            .expect("threads")
+            .filter_map(|thread| std::fs::read_to_string(thread.ok()?.path().join("comm")).ok())
+            .any(|name| name.starts_with("lapin"))
+    };
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while runs() {
+        assert!(Instant::now() < deadline, "a connection thread is left");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }
 
 async fn without_a_broker_one_line_with_setting_problem_and_remedy_is_logged(lines: &Lines) {
     let begun = Instant::now();
     let opening = RabbitMq::queue("q")
         .url("amqp://someone:canary@127.0.0.1:1/%2f")
-        .open();
+        .connect(ConnectOptions::default());
     // Long enough for six attempts to connect.
     assert!(
         tokio::time::timeout(Duration::from_secs(5), opening)
@@ -50,7 +148,6 @@ async fn without_a_broker_one_line_with_setting_problem_and_remedy_is_logged(lin
 /// A handler that never runs.
 struct UncalledHandler;
 
-#[async_trait]
 impl Handler for UncalledHandler {
     type Payload = Raw;
 

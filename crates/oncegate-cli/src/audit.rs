@@ -56,7 +56,7 @@ impl Audit {
                 #[allow(unreachable_patterns)]
                 _ => {
                     return Err(CliError::usage(
-                        "no place for the audit is configured; set audit.file",
+                        "no audit destination is configured; set audit.file",
                     ));
                 }
             },
@@ -313,6 +313,7 @@ fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
     file.sync_data()
 }
 
+/// The user of the environment, or else the numeric user id of this process, and the host.
 pub(crate) fn login_name() -> String {
     let first_set = |names: &[&str]| {
         names
@@ -326,7 +327,21 @@ pub(crate) fn login_name() -> String {
     });
     format!(
         "{}@{}",
-        first_set(&["SUDO_USER", "USER", "LOGNAME"]).unwrap_or_else(|| "unknown".into()),
+        first_set(&["SUDO_USER", "USER", "LOGNAME"])
+            .or_else(user_id)
+            .unwrap_or_else(|| "unknown".into()),
         host.unwrap_or_else(|| "unknown".into())
     )
+}
+
+/// `uid-` and the effective user id of this process, where the system has `/proc`.
+#[cfg(unix)]
+fn user_id() -> Option<String> {
+    let own = std::fs::metadata("/proc/self").ok()?;
+    Some(format!("uid-{}", std::os::unix::fs::MetadataExt::uid(&own)))
+}
+
+#[cfg(not(unix))]
+fn user_id() -> Option<String> {
+    None
 }

@@ -133,7 +133,7 @@ async fn run_bulk(
         );
         let mut reader = match stop_signal.or(opened).await {
             Ok(reader) => reader,
-            // The report still shows what was done on another broker.
+            // The report still shows the actions on another broker.
             Err(failure) => {
                 stopped = Some(failure);
                 break;
@@ -328,7 +328,7 @@ impl DeadLetterSession<'_> {
         let (Some(markers), Some(id)) = (&self.markers, message.id()) else {
             return Ok(None);
         };
-        // A foreign header may hold anything.
+        // A header of another program may have any value.
         let Ok(id) = config::id(&self.context.config, id) else {
             return Ok(None);
         };

@@ -91,6 +91,17 @@ impl DoctorFindings {
         self.add(Severity::Warning, code, at, what, remedy);
     }
 
+    /// Adds to the last finding with this code, and replaces its remedy.
+    pub(crate) fn amend(&mut self, code: &str, more: Option<String>, remedy: String) {
+        if let Some(finding) = self.0.iter_mut().rfind(|finding| finding.code == code) {
+            finding.remedy = remedy;
+            if let Some(more) = more {
+                finding.what.push_str("; ");
+                finding.what.push_str(&more);
+            }
+        }
+    }
+
     pub(crate) fn has(&self, code: &str) -> bool {
         self.0.iter().any(|finding| finding.code == code)
     }
@@ -129,6 +140,15 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Res
             "no server is configured: set store.url, and kafka.brokers and kafka.topic, or rabbitmq.url and rabbitmq.queue",
         ));
     }
+    if brokers.is_empty() && !is_incomplete {
+        findings.add(
+            Severity::Advice,
+            "broker-not-configured",
+            "kafka.brokers, rabbitmq.url",
+            "no broker is configured, so only the store is checked; a program that uses only a gate needs no broker",
+            "for a consumer set kafka.brokers, kafka.topic and kafka.group, or rabbitmq.url and rabbitmq.queue",
+        );
+    }
     // An unreachable server must not hide other findings.
     let mut note = |server: &str, result: Result<(), CliError>| {
         if let Err(failure) = result {
@@ -163,7 +183,12 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Res
                 remedy,
             );
         }
-        None => {}
+        None => findings.error(
+            "store-not-configured",
+            "store.url",
+            "no store is configured, so a consumer with this configuration does not start, and commands that read or change markers fail",
+            "set store.url in oncegate.toml ([store], url = \"redis://localhost:6379\" or \"sqlite:markers.db\"), or ONCEGATE_STORE_URL",
+        ),
     }
     for broker in brokers {
         match broker {

@@ -68,6 +68,14 @@ impl CliError {
         }
     }
 
+    /// The value under the key of one id is no marker; other ids are not affected.
+    pub(crate) fn unreadable_marker(text: String) -> Self {
+        Self {
+            permanence: Permanence::Yes,
+            ..Self::not_all(text)
+        }
+    }
+
     /// A filter value that matches nothing.
     pub(crate) fn unknown_value(filter: &str, word: &str, known: &[&str]) -> Self {
         let meant = nearest(word, known.iter().copied())
@@ -131,7 +139,7 @@ impl From<oncegate_config::Error> for CliError {
     fn from(error: oncegate_config::Error) -> Self {
         match &error {
             oncegate_config::Error::Misconfigured(_) => Self::usage(error.to_string()),
-            oncegate_config::Error::Consumer(_) => Self::server(error.to_string()),
+            _ => Self::server(error.to_string()),
         }
     }
 }

@@ -17,7 +17,7 @@ use crate::destination::listing::{QueueAccessArgs, collect_messages};
 use crate::destination::{AuditedStates, kafka};
 use crate::destination::{Broker, DeadLetter, Destination, listing};
 use crate::error::CliError;
-use crate::marker::description::MarkerDescription;
+use crate::marker::description::{self, MarkerDescription};
 use crate::marker_store::MarkerStore;
 use crate::output::{Unchecked, printable};
 use verdict::HandlingVerdict;
@@ -141,6 +141,14 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
         );
     }
     let (verdict, mut says) = verdict::of(&evidence);
+    if verdict.is_unknown()
+        && let Some(number) = context.config.number_id(&explain.id)
+    {
+        says.push_str(&format!(
+            " If the producer wrote {} as a JSON number, its id is {number}, since gate.id writes whole numbers out: run `oncegate explain {number}`.",
+            explain.id
+        ));
+    }
     if let Some(names) = unchecked.names() {
         says.push_str(&format!(
             " Not checked: {names}; messages there are unknown."
@@ -177,12 +185,14 @@ async fn marker(
     id: &oncegate::MessageId,
 ) -> Result<MarkerDescription, CliError> {
     let key = config::key(&context.config, id)?;
-    let standing = MarkerStore::of(&context.config)?.look(&key).await?;
-    Ok(MarkerDescription::of(
-        key.as_str(),
-        &standing,
-        context.config.window(),
-    ))
+    let looked = MarkerStore::of(&context.config)?.look_at_any(&key).await?;
+    Ok(match looked {
+        Ok(standing) => MarkerDescription::of(key.as_str(), &standing, context.config.window()),
+        Err(value) => MarkerDescription::unreadable(
+            key.as_str(),
+            description::foreign_value_text(&context.config, &key, &value),
+        ),
+    })
 }
 
 /// The actions on an id, in the order in which they ended.
@@ -198,7 +208,7 @@ async fn actions(
 /// Checks that there is a topic to read and an id source.
 ///
 /// # Errors
-/// One is missing; the error says what to do instead.
+/// One is missing; the error has the remedy.
 fn check_copies(context: &CliContext) -> Result<(), CliError> {
     let config = &context.config;
     if cfg!(not(feature = "kafka")) {
@@ -291,7 +301,7 @@ fn to_text(explanation: &Explanation, evidence: &Evidence) -> String {
         explanation.copies.as_deref().unwrap_or_default().join("\n"),
     );
     section(
-        "What operators did",
+        "Actions of operators",
         if explanation.audit.is_empty() {
             String::new()
         } else {

@@ -1,4 +1,5 @@
-//! `oncegate in-doubt`: lists messages with unknown effect and records what an operator found out.
+//! `oncegate in-doubt`: lists messages with unknown effect and records the outcome that an operator
+//! determined.
 
 use std::collections::HashMap;
 
@@ -27,7 +28,7 @@ pub(crate) enum InDoubtCommand {
     List(ListArgs),
     /// Show the messages in doubt of an id, with their headers
     Show(ShowArgs),
-    /// Record what you found out about one or more ids: those that happened are recorded as done,
+    /// Record whether the effects of one or more ids happened: those that did are recorded as done,
     /// the others are sent back to be handled
     Resolve(ResolveArgs),
 }
@@ -121,7 +122,7 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
         );
         let mut reader = match stop_signal.or(opened).await {
             Ok(reader) => reader,
-            // The report still shows what was done on another broker.
+            // The report still shows the actions on another broker.
             Err(failure) => {
                 stopped = Some(failure);
                 break;
@@ -358,8 +359,8 @@ impl<'a> ResolveSession<'a> {
     }
 
     /// Resolves ids of which no message was read. RabbitMQ hides a message that another reader holds,
-    /// so an id is released only if the operator confirms that there is none. What happened is
-    /// recorded in any case: that sends nothing, and nothing may run.
+    /// so an id is released only if the operator confirms that no message is left. An effect that
+    /// happened is recorded in any case: that sends no message and allows no run.
     async fn resolve_markers_without_messages(
         &mut self,
         report: &mut BulkReport,
@@ -384,11 +385,14 @@ impl<'a> ResolveSession<'a> {
             };
             let (before, state) = (entry.marker.summary(), entry.marker.state());
             if state != MarkerState::InDoubt {
+                let otherwise = match self.finding {
+                    Finding::Happened => ", or mark it done with `oncegate marker complete`",
+                    Finding::DidNotHappen => "; nothing has to be released",
+                };
                 report.note_left(
                     &id,
                     format!(
-                        "{id} is {before}, not in doubt, and {}. Check the spelling of the id, or mark it done with \
-                     `oncegate marker complete`",
+                        "{id} is {before}, not in doubt, and {}. Check the spelling of the id{otherwise}",
                         self.no_message
                     ),
                 );
@@ -458,7 +462,7 @@ fn check_resend(
     }
 }
 
-/// Checks whether the marker may become what was found out.
+/// Checks whether the outcome may be recorded in the marker.
 ///
 /// # Errors
 /// The marker must not be changed.

@@ -109,10 +109,18 @@ pub(crate) struct CliContext {
 
 impl CliContext {
     fn of(common: &GlobalArgs) -> Result<Self, CliError> {
-        // Variables that are not UTF-8 cannot be ours.
+        // Variables that are not UTF-8 are not settings.
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         });
+        if let Some(file) = &common.config
+            && let Err(error) = std::fs::File::open(file)
+        {
+            return Err(CliError::usage(format!(
+                "{}: {error}; --config or the variable ONCEGATE_CONFIG names this file: correct the name, or omit it",
+                file.display()
+            )));
+        }
         let config = Config::read(common.config.as_deref(), variables)?;
         let format = common.format();
         let operator = common
@@ -136,8 +144,8 @@ impl CliContext {
             return Ok(());
         }
         let file = self.config.file().map_or_else(
-            || "there is no oncegate.toml here".to_owned(),
-            |it| format!("{} is empty", it.display()),
+            || "the current directory has no oncegate.toml".to_owned(),
+            |it| format!("{} sets no key", it.display()),
         );
         Err(CliError::usage(format!(
             "nothing is configured: {file}, and no variable sets a key; pass --config FILE, or set ONCEGATE_STORE_URL and the variables of \

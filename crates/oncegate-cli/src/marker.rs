@@ -55,7 +55,9 @@ pub(crate) async fn run(context: &CliContext, command: MarkerCommand) -> Result<
 
 async fn show(context: &CliContext, id: &str) -> Result<(), CliError> {
     let key = config::key(&context.config, &config::id(&context.config, id)?)?;
-    let standing = MarkerStore::of(&context.config)?.look(&key).await?;
+    let standing = MarkerStore::of(&context.config)?
+        .look(&context.config, &key)
+        .await?;
     let description = MarkerDescription::of(key.as_str(), &standing, context.config.window());
     context.format.print(&description, description.to_text())
 }

@@ -7,13 +7,15 @@ use std::time::Duration;
 #[cfg(feature = "redis")]
 use oncegate::Redis;
 use oncegate::marker::{Operation, Verdict};
-use oncegate::{Key, Listed, Standing, Store};
+use oncegate::store::{Listed, Standing};
+use oncegate::{Key, Store, StoreError};
 #[cfg(feature = "sqlite")]
-use oncegate::{Sqlite, SqliteBrowse};
+use oncegate::{Sqlite, sqlite::SqliteBrowse};
 use oncegate_config::StoreKind;
 
 use crate::config::Config;
 use crate::error::CliError;
+use crate::marker::description;
 
 /// The default reply timeout: an operator can wait longer than a consumer.
 pub(crate) const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
@@ -37,7 +39,7 @@ pub(crate) enum MarkerStore {
 /// Reads all markers, page by page.
 pub(crate) enum MarkerPages {
     #[cfg(feature = "redis")]
-    Redis(oncegate::Browse),
+    Redis(oncegate::redis::Browse),
     #[cfg(feature = "sqlite")]
     Sqlite(SqliteBrowse),
     /// For builds with neither.
@@ -82,17 +84,51 @@ impl MarkerStore {
     }
 
     /// Reads the marker of a key.
-    pub(crate) async fn look(&self, key: &Key) -> Result<Standing, CliError> {
-        Ok(match self {
-            #[cfg(feature = "redis")]
-            Self::Redis(redis) => redis.look_with_expiry(key).await?,
-            #[cfg(feature = "sqlite")]
-            Self::Sqlite(sqlite) => {
-                let (marker, expires_in) = sqlite.look_with_expiry(key).await?;
-                Standing { marker, expires_in }
-            }
-            Self::None(never) => match *never {},
+    ///
+    /// # Errors
+    /// The store failed, or the value is no marker; then the error describes it, with the remedy.
+    pub(crate) async fn look(&self, config: &Config, key: &Key) -> Result<Standing, CliError> {
+        self.look_at_any(key).await?.map_err(|value| {
+            CliError::unreadable_marker(description::foreign_value_text(config, key, &value))
         })
+    }
+
+    /// The marker of a key, or the description of a value that is no marker.
+    pub(crate) async fn look_at_any(
+        &self,
+        key: &Key,
+    ) -> Result<Result<Standing, String>, CliError> {
+        let (error, value): (StoreError, Option<String>) = match self {
+            #[cfg(feature = "redis")]
+            Self::Redis(redis) => match redis.look_with_expiry(key).await {
+                Err(error @ StoreError::UnreadableMarker(_)) => {
+                    // Without the right to TYPE the text of the error remains.
+                    let value = redis.foreign_value(key).await.ok().map(|value| {
+                        let unit = if value.kind == "string" {
+                            "bytes"
+                        } else {
+                            "elements"
+                        };
+                        match value.length {
+                            Some(length) => format!("a {} of {length} {unit}", value.kind),
+                            None => format!("a {}", value.kind),
+                        }
+                    });
+                    (error, value)
+                }
+                looked => return Ok(Ok(looked?)),
+            },
+            #[cfg(feature = "sqlite")]
+            Self::Sqlite(sqlite) => match sqlite.look_with_expiry(key).await {
+                Err(error @ StoreError::UnreadableMarker(_)) => (error, None),
+                looked => {
+                    let (marker, expires_in) = looked?;
+                    return Ok(Ok(Standing { marker, expires_in }));
+                }
+            },
+            Self::None(never) => match *never {},
+        };
+        Ok(Err(value.unwrap_or_else(|| error.to_string())))
     }
 
     pub(crate) async fn browse(&self, page: usize) -> Result<MarkerPages, CliError> {
@@ -107,7 +143,7 @@ impl MarkerStore {
 
     /// Applies one operation.
     pub(crate) async fn apply(&self, operation: Operation) -> Result<Verdict, CliError> {
-        let answers = match self {
+        let answers: Vec<Result<Verdict, StoreError>> = match self {
             #[cfg(feature = "redis")]
             Self::Redis(redis) => redis.apply(&[operation]).await,
             #[cfg(feature = "sqlite")]

@@ -74,7 +74,7 @@ pub(crate) fn ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// What could not be checked, and why: the output makes no claim about it.
+/// The items that could not be checked, and why: the output makes no claim about them.
 #[derive(Debug, Default, Serialize)]
 #[serde(transparent)]
 pub(crate) struct Unchecked(Vec<UncheckedItem>);
@@ -135,7 +135,7 @@ impl Unchecked {
                 {
                     return Err(CliError::feature_missing_text(feature_missing.why.clone()));
                 }
-                let text = format!("not checked: {names}; there may be more than what is shown");
+                let text = format!("not checked: {names}; the output may be incomplete");
                 Err(if self.0.iter().all(|it| it.code == CliErrorCode::Usage) {
                     CliError::usage(text)
                 } else {

@@ -1,8 +1,8 @@
-//! `oncegate plan`: estimates what Redis needs for a load.
+//! `oncegate plan`: estimates the memory, servers and connections that Redis needs for a load.
 
 use clap::Args;
 #[cfg(feature = "redis")]
-use oncegate::{Load, Markers, plan};
+use oncegate::redis::{Load, Markers, plan};
 
 use crate::CliContext;
 use crate::config::TimeArg;

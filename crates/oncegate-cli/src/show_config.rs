@@ -14,9 +14,12 @@ pub(crate) enum ConfigCommand {
     /// Check the configuration without contacting a server; exits with 2 if a setting is unknown,
     /// invalid or contradictory
     Check {
-        /// Also require what a consumer needs: a store, one broker and an id
+        /// Also require the settings of a consumer: a store, one broker and an id
         #[arg(long)]
         consumer: bool,
+        /// Refused with the setting to use instead
+        #[arg(long, hide = true)]
+        broker: Option<String>,
     },
     /// Print the effective settings and their origin, with passwords hidden
     Print,
@@ -45,13 +48,20 @@ pub(crate) fn run(context: &CliContext, command: ConfigCommand) -> Result<(), Cl
     // An existing empty file is intentional, and missing consumer settings are reported below.
     let names_all = matches!(
         command,
-        ConfigCommand::Keys | ConfigCommand::Check { consumer: true }
+        ConfigCommand::Keys | ConfigCommand::Check { consumer: true, .. }
     );
     if !names_all && context.config.file().is_none() {
         context.has_configuration()?;
     }
     match command {
-        ConfigCommand::Check { consumer } => check(context, consumer),
+        ConfigCommand::Check {
+            broker: Some(broker),
+            ..
+        } => Err(CliError::usage(format!(
+            "config check has no --broker: it checks both sections, and with --consumer the broker that a consumer reads; choose that with \
+             gate.broker, or for one command: ONCEGATE_GATE_BROKER={broker} oncegate config check --consumer"
+        ))),
+        ConfigCommand::Check { consumer, .. } => check(context, consumer),
         ConfigCommand::Print => print(context),
         ConfigCommand::Keys => keys(context),
     }

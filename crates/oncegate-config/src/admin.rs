@@ -36,7 +36,7 @@ pub(crate) fn open(
         .listen(address)
         .consumer(name, handles.readiness.clone(), handles.status.clone())
         .last_errors(errors);
-    match Metrics::install() {
+    match Metrics::installed().map_or_else(Metrics::install, Ok) {
         Ok(metrics) => admin = admin.metrics(metrics),
         // The program has its own metrics recorder.
         Err(error) => {

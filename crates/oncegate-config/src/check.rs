@@ -21,7 +21,7 @@ const UPPER_BOUNDS: [(&str, u64); 8] = [
     ("rabbitmq.prefetch", u16::MAX as u64),
 ];
 
-/// Settings of the store that must not be 0, and what to set instead.
+/// Settings of the store that must not be 0, each with its remedy.
 const POSITIVE: [(&str, &str); 3] = [
     (
         "store.timeout",
@@ -122,8 +122,8 @@ impl Config {
     }
 
     /// Also checks that a consumer can be built: a store, one broker and an id, and the bounds of
-    /// `[gate]`, the URLs of the store and `log.filter` as the consumer checks them at start.
-    /// Contacts no server. The source checks `[kafka]` and `[rabbitmq]` when it connects.
+    /// `[gate]`, the URLs of the store, the source and `log.filter` as the consumer checks them at
+    /// start. Contacts no server, so topics and queues are not checked.
     ///
     /// # Errors
     /// [`Error::Misconfigured`]: the missing key and its format; an invalid value, as the consumer
@@ -137,7 +137,8 @@ impl Config {
                 "where to read ids, such as \"header payment-id\"; a wrong source would skip messages",
             ));
         }
-        let needed: &[(&str, &str)] = match self.broker()? {
+        let broker = self.broker()?;
+        let needed: &[(&str, &str)] = match broker {
             Broker::Kafka => &[
                 (
                     "kafka.brokers",
@@ -164,6 +165,15 @@ impl Config {
             .check()
             .map_err(|error| self.explain(error))?;
         self.check_guarantee(store)?;
+        let source = match broker {
+            #[cfg(feature = "kafka")]
+            Broker::Kafka => self.kafka()?.check_settings(),
+            #[cfg(feature = "rabbitmq")]
+            Broker::RabbitMq => self.rabbitmq()?.check_settings(),
+            #[cfg(not(all(feature = "kafka", feature = "rabbitmq")))]
+            _ => Ok(()),
+        };
+        source.map_err(|error| Error::of_source(broker, error))?;
         #[cfg(feature = "redis")]
         if store == StoreKind::Redis {
             let checked = self.redis(None)?.check();
@@ -184,7 +194,7 @@ impl Config {
         }
         if store == StoreKind::Memory && !self.allows_volatile_store() {
             let why = "memory: is lost when the process ends".to_owned();
-            return Err(self.explain(oncegate::Error::ForgetfulStore(why)));
+            return Err(self.explain(oncegate::Error::VolatileStore(why)));
         }
         Ok(())
     }

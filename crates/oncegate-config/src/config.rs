@@ -1,6 +1,6 @@
 //! The configuration.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -19,10 +19,13 @@ pub struct Config {
     pub(crate) set: BTreeMap<&'static str, ConfiguredValue>,
     /// The file, if there is one.
     pub(crate) file: Option<PathBuf>,
+    /// The sections of the file, also those without a key.
+    pub(crate) sections: BTreeSet<String>,
 }
 
 /// A key that is set.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct ConfiguredValue {
     /// The setting.
     pub setting: &'static Setting,
@@ -44,6 +47,11 @@ impl Config {
     /// The file that was read, if there is one.
     pub fn file(&self) -> Option<&Path> {
         self.file.as_deref()
+    }
+
+    /// Whether the file has this section, such as `rabbitmq`; also if the section has no key.
+    pub fn has_section(&self, section: &str) -> bool {
+        self.sections.contains(section)
     }
 
     /// All keys that are set, in the order of [`SETTINGS`].
@@ -112,7 +120,8 @@ impl Config {
 
     /// `gate.dedup-window`, or its default.
     pub fn window(&self) -> Duration {
-        self.time("gate.dedup-window").unwrap_or(defaults::WINDOW)
+        self.time("gate.dedup-window")
+            .unwrap_or(defaults::DEDUP_WINDOW)
     }
 
     /// `gate.max-age`, or half the window.
@@ -134,7 +143,7 @@ impl Config {
     /// `gate.max-in-flight`, or its default.
     pub fn in_flight(&self) -> u64 {
         self.number("gate.max-in-flight")
-            .unwrap_or(defaults::IN_FLIGHT as u64)
+            .unwrap_or(defaults::MAX_IN_FLIGHT as u64)
     }
 
     /// `rabbitmq.consumer-timeout`, or RabbitMQ's default.

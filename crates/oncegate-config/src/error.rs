@@ -4,9 +4,10 @@ use oncegate::{SourceError, StoreError};
 
 use crate::config::Config;
 
-/// A consumer cannot be built from its configuration, or has failed. Each error says what to
-/// change.
+/// A consumer cannot be built from its configuration, or has failed. Each message
+/// contains the remedy.
 #[derive(thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// An unknown key, an invalid value, or a missing or contradictory setting.
     #[error("{0}")]
@@ -53,6 +54,7 @@ impl Error {
                 };
                 Self::Consumer(SourceError::Unavailable(cause).into())
             }
+            error => Self::Consumer(error.into()),
         }
     }
 }
@@ -85,7 +87,7 @@ impl Config {
                 remedy,
             } => Error::Misconfigured(format!("{}: {problem}; {remedy}", key("gate", setting))),
             oncegate::Error::Scope(error) => Error::Misconfigured(format!("store.scope: {error}")),
-            oncegate::Error::ForgetfulStore(why) => Error::Misconfigured(format!(
+            oncegate::Error::VolatileStore(why) => Error::Misconfigured(format!(
                 "gate.guarantee: at most once requires a durable store, and {why}; change that, or accept it with \
                  store.forgetful = \"accepted\""
             )),
@@ -172,7 +174,7 @@ mod tests {
             unavailable.to_string(),
             "the broker cannot be used: rabbitmq.ca-certificate: no; yes"
         );
-        let forgets = message(oncegate::Error::ForgetfulStore("it evicts".into()));
+        let forgets = message(oncegate::Error::VolatileStore("it evicts".into()));
         assert!(
             forgets.contains("it evicts") && forgets.contains("store.forgetful"),
             "{forgets}"

@@ -3,7 +3,9 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use oncegate::{Builder, Execution, Fingerprints, IdSource, MessageId, Order, Outage, defaults};
+use oncegate::{
+    Builder, Execution, Fingerprints, IdSource, Message, MessageId, Order, Outage, defaults,
+};
 
 use crate::config::Config;
 use crate::error::Error;
@@ -142,6 +144,20 @@ impl Config {
     pub fn message_id(&self, text: &str) -> Option<MessageId> {
         let id = MessageId::stored(text).or_else(|| MessageId::new(text))?;
         Some(if self.hashes_ids() { id.hashed() } else { id })
+    }
+
+    /// The id of a message whose id is this JSON number, if that differs from the text: `7` for
+    /// `7.0`. `None` if `gate.id` reads no JSON, or the text is no such number.
+    pub fn number_id(&self, text: &str) -> Option<MessageId> {
+        if !self.text("gate.id")?.starts_with("json ") || text.starts_with(['"', '{', '[']) {
+            return None;
+        }
+        let message = Message {
+            body: format!("{{\"id\":{text}}}").into_bytes().into(),
+            ..Message::default()
+        };
+        let id = IdSource::json_pointer("/id").read(&message).ok()?;
+        (id.as_str() != text).then_some(id)
     }
 
     fn hashes_ids(&self) -> bool {

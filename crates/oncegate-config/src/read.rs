@@ -24,7 +24,15 @@ impl Config {
     /// [`Error::Misconfigured`], as for [`Config::read`].
     pub fn load() -> Result<Self, Error> {
         let named = std::env::var_os(FILE_VARIABLE).filter(|name| !name.is_empty());
-        // Variables that are not UTF-8 cannot be ours.
+        if let Some(file) = named.as_deref().map(Path::new)
+            && let Err(error) = std::fs::File::open(file)
+        {
+            return Err(Error::misconfigured(format!(
+                "{}: {error}; the variable {FILE_VARIABLE} names this file",
+                file.display()
+            )));
+        }
+        // Variables that are not UTF-8 are not settings.
         let variables = std::env::vars_os().filter_map(|(name, value)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         });
@@ -81,6 +89,7 @@ impl Config {
             for (name, value) in values {
                 self.read_value(path, &section, &name, value)?;
             }
+            self.sections.insert(section);
         }
         self.file = Some(path.to_owned());
         Ok(())
@@ -125,7 +134,7 @@ impl Config {
         self.insert(setting, value, shown.to_string())
     }
 
-    /// Variables of a known or misspelt section are ours, since nothing else would report the
+    /// Variables of a known or misspelt section are settings, since no other check reports the
     /// misspelling. Other `ONCEGATE_` variables are ignored.
     fn read_variables(
         &mut self,
@@ -224,7 +233,7 @@ impl Config {
     }
 }
 
-/// Whether a variable has a section of ours, or a misspelling of one. Variables without a section
+/// Whether a variable has a section of oncegate, or a misspelling of one. Variables without a section
 /// are not settings: `ONCEGATE_KAFKA` is the broker of tests, `ONCEGATE_CONFIG` the file,
 /// `ONCEGATE_OPERATOR` the operator.
 fn is_oncegate_variable(variable: &str) -> bool {

@@ -30,6 +30,7 @@ pub enum Redaction {
 
 /// One setting.
 #[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
 pub struct Setting {
     /// `<section>.<name>`.
     pub key: &'static str,

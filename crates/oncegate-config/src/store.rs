@@ -77,7 +77,7 @@ fn feature_missing(what: &str, feature: &str) -> Error {
 }
 
 impl Config {
-    /// The kind of the configured store; `None` if there is none.
+    /// The kind of the configured store; `None` if no store is configured.
     ///
     /// # Errors
     /// `store.url` is not valid.

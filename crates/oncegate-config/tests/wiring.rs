@@ -9,12 +9,11 @@
 ))]
 #![forbid(unsafe_code)]
 
-use oncegate::{Context, Failure, Handler, Raw, async_trait};
+use oncegate::{Context, Failure, Handler, Raw};
 use oncegate_config::{Config, Error};
 
 struct Nothing;
 
-#[async_trait]
 impl Handler for Nothing {
     type Payload = Raw;
 

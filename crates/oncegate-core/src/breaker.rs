@@ -81,7 +81,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_silent_store_is_asked_rarely_and_one_that_answers_freely() {
+    fn an_unavailable_store_gets_few_requests_and_one_that_answers_is_not_limited() {
         let start = Instant::now();
         let mut breaker = Breaker::closed();
         assert_eq!(

@@ -4,8 +4,9 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use crate::consumer::Engine;
+use crate::consumer::{Consumer, DrainHandle};
 use crate::decode::{Decode, Json};
+use crate::engine::Engine;
 use crate::error::Error;
 use crate::handler::Handler;
 use crate::id::{IdSource, Scope};
@@ -17,20 +18,26 @@ use crate::readiness::Readiness;
 use crate::run::Runner;
 use crate::runtime_estimator::lease_for;
 use crate::settings::{Execution, Fingerprints, Settings, VolatileStore};
-use crate::source::{Open, Order, Source, headers};
+use crate::source::{Connect, ConnectOptions, Order, Source, headers};
 use crate::status::{ClearStatusOnDrop, ConsumerStatus};
 use crate::store::{Persistence, Store, StoreError};
 
-/// A consumer: receives messages, claims their ids, runs the handler, records the outcome and
-/// settles. Start with [`Consumer::builder`].
-#[derive(Debug)]
-pub struct Consumer;
+/// Builds a consumer, from [`Consumer::builder`]. [`build`](Self::build) needs a source, a store, an
+/// id and a handler.
+#[derive(Clone, Debug)]
+#[must_use = "a builder does nothing until it is built and run"]
+pub struct Builder<S, T, H, D> {
+    source: S,
+    store: T,
+    handler: H,
+    decode: D,
+    settings: Settings,
+    scope: Option<String>,
+}
 
-impl Consumer {
-    /// A builder with every setting at its default. A source, a store, an id and a handler are
-    /// required.
-    pub fn builder() -> Builder<(), (), (), Json> {
-        Builder {
+impl Builder<(), (), (), Json> {
+    pub(crate) fn new() -> Self {
+        Self {
             source: (),
             store: (),
             handler: (),
@@ -41,21 +48,9 @@ impl Consumer {
     }
 }
 
-/// Builds a consumer. [`run_until`](Self::run_until) needs a source, a store, an id and a handler.
-#[derive(Clone, Debug)]
-#[must_use = "a builder does nothing until `run_until` is awaited"]
-pub struct Builder<S, T, H, D> {
-    source: S,
-    store: T,
-    handler: H,
-    decode: D,
-    settings: Settings,
-    scope: Option<String>,
-}
-
 impl<S, T, H, D> Builder<S, T, H, D> {
     /// The source of messages: a Kafka topic, a RabbitMQ queue, or a queue in memory.
-    pub fn source<S2: Open>(self, source: S2) -> Builder<S2, T, H, D> {
+    pub fn source<S2: Connect>(self, source: S2) -> Builder<S2, T, H, D> {
         let Self {
             store,
             handler,
@@ -270,9 +265,9 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// How long handlers may run on once the consumer stops. Default: 30 s. One that still runs
-    /// then is dropped: its outcome is unknown, which spends an attempt and counts no crash. The
-    /// stop waits up to 2 s longer until the store has recorded that.
+    /// How long handlers may continue to run after the consumer begins to stop. Default: 30 s. A
+    /// handler that still runs then is dropped: its outcome is unknown, which counts as an attempt
+    /// and not as a crash. The stop waits up to 2 s longer until the store has recorded that.
     pub fn drain_timeout(mut self, bound: Duration) -> Self {
         self.settings.drain_timeout = bound;
         self
@@ -345,22 +340,19 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 }
 
 impl<S, T, H, D> Builder<S, T, H, D> {
-    /// Runs until `shutdown` completes, with any output, then drains and returns. Pass
-    /// [`shutdown_signal()`](crate::shutdown_signal) to stop at SIGTERM or Ctrl-C.
-    ///
-    /// Dropping the future stops at once: handlers are dropped, and unsettled messages are
-    /// redelivered.
+    /// Checks the settings as [`check`](Self::check) does, and makes the consumer. Connects to
+    /// nothing: [`Consumer::run_until`] does.
     ///
     /// # Errors
-    /// [`Error`] for what an operator has to change: a setting at start, or a request that a broker or
-    /// a store refuses. Temporary errors are logged and retried.
-    pub async fn run_until(self, shutdown: impl Future) -> Result<(), Error>
+    /// [`Error::Misconfigured`] names the first wrong setting and its remedy.
+    pub fn build(self) -> Result<Consumer, Error>
     where
-        S: Open,
+        S: Connect,
         T: Store + 'static,
         H: Handler,
         D: Decode,
     {
+        self.check()?;
         let Self {
             source,
             store,
@@ -369,10 +361,6 @@ impl<S, T, H, D> Builder<S, T, H, D> {
             mut settings,
             scope,
         } = self;
-        settings.check()?;
-        if let Some(id) = &settings.id {
-            check_id(id)?;
-        }
         if let Some(scope) = scope {
             settings.scope = Scope::named(&scope)?;
         }
@@ -384,45 +372,67 @@ impl<S, T, H, D> Builder<S, T, H, D> {
                 remedy: "set where the idempotency key is read from: IdSource::header(\"…\"), IdSource::message_id(), …",
             });
         };
-        let mut shutdown = std::pin::pin!(async { drop(shutdown.await) });
-        let store: Arc<dyn Store> = Arc::new(store);
-        let _clear_on_drop = ClearStatusOnDrop(settings.status.clone());
-        if let Some(status) = &settings.status {
-            status.start(store.described());
-        }
-        let opened = async {
-            preflight(&*store, &settings).await?;
-            let source = source
-                .for_in_flight(settings.max_in_flight)
-                .for_window(settings.dedup_window);
-            let source = source.for_longest_open(settings.longest_open());
-            let source = if let Some(order) = settings.order {
-                source.for_order(order)
-            } else {
-                source
-            };
-            Ok::<_, Error>(source.open().await?)
-        };
-        let source = tokio::select! {
-            opened = opened => opened?,
-            () = &mut shutdown => return Ok(()),
-        };
-        tracing::info!(guarantee = ?settings.guarantee, ?id, window = ?settings.dedup_window, lease = ?settings.lease, "consumer started");
+        let status = settings.status.get_or_insert_default().clone();
+        let readiness = settings.readiness.clone();
+        let drain = DrainHandle::new();
         let runner = Runner {
             handler,
             decode,
             timeout: settings.handler_timeout,
         };
-        Engine::new(
-            Box::new(source) as Box<dyn Source>,
-            store,
-            Arc::new(runner),
-            id,
-            settings,
-        )?
+        let run = run(source, Arc::new(store), runner, id, settings, drain.clone());
+        Ok(Consumer::new(Box::pin(run), status, readiness, drain))
+    }
+
+    /// [Builds](Self::build) the consumer and [runs](Consumer::run_until) it until `shutdown`
+    /// completes, with any output.
+    ///
+    /// # Errors
+    /// Those of [`build`](Self::build) and [`Consumer::run_until`].
+    pub async fn run_until(self, shutdown: impl Future) -> Result<(), Error>
+    where
+        S: Connect,
+        T: Store + 'static,
+        H: Handler,
+        D: Decode,
+    {
+        self.build()?.run_until(shutdown).await
+    }
+}
+
+/// Connects, and runs until the handle starts a drain.
+async fn run<S: Connect, H: Handler, D: Decode>(
+    source: S,
+    store: Arc<dyn Store>,
+    runner: Runner<H, D>,
+    id: IdSource,
+    settings: Settings,
+    drain: DrainHandle,
+) -> Result<(), Error> {
+    let mut shutdown = std::pin::pin!(drain.started());
+    let _clear_on_drop = ClearStatusOnDrop(settings.status.clone());
+    if let Some(status) = &settings.status {
+        status.start(store.described());
+    }
+    let connected = async {
+        preflight(&*store, &settings).await?;
+        let options = ConnectOptions {
+            max_in_flight: Some(settings.max_in_flight),
+            dedup_window: Some(settings.dedup_window),
+            order: settings.order,
+            longest_open: Some(settings.longest_open()),
+        };
+        Ok::<_, Error>(source.connect(options).await?)
+    };
+    let source = tokio::select! {
+        connected = connected => connected?,
+        () = &mut shutdown => return Ok(()),
+    };
+    tracing::info!(guarantee = ?settings.guarantee, ?id, window = ?settings.dedup_window, lease = ?settings.lease, "consumer started");
+    let source = Box::new(source) as Box<dyn Source>;
+    Engine::new(source, store, Arc::new(runner), id, settings)?
         .run(shutdown)
         .await
-    }
 }
 
 /// Checks that the store can keep the guarantee. Retries while it is unavailable.
@@ -442,7 +452,7 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
             });
         }
         match found {
-            Ok(Some(why)) => return Err(Error::ForgetfulStore(why)),
+            Ok(Some(why)) => return Err(Error::VolatileStore(why)),
             Ok(None) => return Ok(()),
             Err(error @ StoreError::Misconfigured(_)) => return Err(error.into()),
             Err(error) => {

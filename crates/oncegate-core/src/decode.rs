@@ -1,4 +1,4 @@
-//! How a body becomes a payload.
+//! Decoding of a message body into a payload.
 
 use serde::de::DeserializeOwned;
 use serde::de::value::BytesDeserializer;
@@ -10,7 +10,7 @@ use crate::store::BoxError;
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not decode bodies",
     label = "this is no decoder",
-    note = "hand over `Json` (the default) or `RawBytes`, or implement `Decode` for a type of yours"
+    note = "pass `Json` (the default) or `RawBytes`, or implement `Decode` for a type of yours"
 )]
 pub trait Decode: Send + Sync + 'static {
     /// Decodes one body.
@@ -21,7 +21,7 @@ pub trait Decode: Send + Sync + 'static {
     fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, BoxError>;
 }
 
-/// JSON, the default. A byte order mark before it is passed over.
+/// JSON, the default. A byte order mark before it is skipped.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Json;
 
@@ -66,7 +66,7 @@ fn expectation(error: &str) -> Option<String> {
     Some(format!("expected {expected}"))
 }
 
-/// The body as it is: for payloads that can be made of bytes, such as [`Raw`].
+/// The unchanged body: for payloads that can be made of bytes, such as [`Raw`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RawBytes;
 

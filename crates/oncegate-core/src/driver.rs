@@ -1,42 +1,35 @@
-//! Carries out the decisions of the road for one delivery, free of I/O: which claim it makes, with
-//! which token and attempt, and what its owner has to do next.
+//! Executes [`lifecycle::transition`](crate::lifecycle::transition) for one delivery, without I/O:
+//! which token and attempt its operations have, and what its owner has to do next.
 //!
-//! The consumer, [`Gate`](crate::Gate) and the model checker drive this same code. They differ in
-//! how they do what a [`DriverCommand`] says, never in which command follows.
+//! The consumer, [`Gate`](crate::Gate) and the model checker use this same code. They differ in how
+//! they execute a [`DriverCommand`], never in which command follows.
 
 use std::time::Duration;
 
 use crate::lifecycle::{Action, Event, History, Policy, Settlement, Stage, transition};
 use crate::marker::{Ask, Attempts, Token, Verdict};
 
-/// One delivery: its stage, and the claim that it makes.
+/// The stage of one delivery, and its claim.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct LifecycleDriver {
     stage: Stage,
-    /// The current claim; 0 before the first.
+    /// The token of the current claim; 0 before the first.
     pub token: Token,
-    /// What was granted to this claim, or how far the attempts of what is rejected had come; number
-    /// 0 until then.
+    /// The attempts that the store granted to this claim, or the last attempt of an id that was
+    /// rejected before; number 0 until the claim is answered.
     pub attempts: Attempts,
-    keeps: OnRelease,
-    stays: Stays,
+    on_release: OnRelease,
+    draining: bool,
 }
 
-/// Whether a delivery keeps its place when it failed.
+/// What happens to a delivery that is released for a retry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum OnRelease {
-    /// It goes back to its source.
+    /// It is returned to its source.
     ReturnToSource,
-    /// It waits where it is, so that nothing of its ordering key overtakes it.
+    /// It keeps its place in the queue of its ordering key, so that no other delivery of that key
+    /// overtakes it.
     KeepPlace,
-}
-
-/// Whether a delivery may still start something.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Stays {
-    Here,
-    /// The consumer drains, or the delivery belongs to someone else soon.
-    Leaves,
 }
 
 /// What the owner of a delivery does next.
@@ -67,51 +60,52 @@ pub enum DriverCommand {
         /// How many attempts have failed by now.
         failures: u32,
     },
-    /// Hands this to the source.
+    /// Passes this settlement to the source.
     Settle(Settlement),
-    /// Lets go of the delivery without settling it; it comes back after its lease.
+    /// Drops the delivery without settling it. The broker redelivers it; it can be claimed again when
+    /// its lease has ended.
     Abandon,
-    /// Nothing: an answer is still to come.
+    /// Nothing: waits for the next event.
     Nothing,
 }
 
 impl LifecycleDriver {
-    /// A delivery that has just arrived.
-    pub fn new(history: History, keeps: OnRelease) -> Self {
+    /// A delivery that was just received.
+    pub fn new(history: History, on_release: OnRelease) -> Self {
         Self {
             stage: Stage::New(history),
             token: Token(0),
             attempts: Attempts::new(0),
-            keeps,
-            stays: Stays::Here,
+            on_release,
+            draining: false,
         }
     }
 
-    /// Where the delivery stands.
+    /// The stage of the delivery.
     pub fn stage(&self) -> Stage {
         self.stage
     }
 
-    /// Whether the delivery starts nothing any more.
-    pub fn leaves(&self) -> bool {
-        self.stays == Stays::Leaves
+    /// Whether [`begin_drain`](Self::begin_drain) was called.
+    pub fn is_draining(&self) -> bool {
+        self.draining
     }
 
-    /// From here on the delivery starts nothing; report [`Event::Drain`] next.
-    pub fn leave(&mut self) {
-        self.stays = Stays::Leaves;
+    /// From now on the delivery starts nothing new. The caller reports [`Event::Drain`] next.
+    pub fn begin_drain(&mut self) {
+        self.draining = true;
     }
 
-    /// A delivery that was held comes back as if it had just arrived. Its next claim has a token of
-    /// its own.
+    /// Resets a held delivery to the stage of one that was just received. Its next claim has a new
+    /// token.
     pub fn restart(&mut self, history: History) {
         self.stage = Stage::New(history);
     }
 
-    /// Something happened to the delivery: what its owner does next.
+    /// Processes an event. Returns what the owner of the delivery does next.
     ///
-    /// `new_token` makes the token of a claim; it is given the token of the claim before, for
-    /// wrappers that test what happens when a token is used again.
+    /// `new_token` makes the token of a claim. It gets the token of the claim before, for tests
+    /// that reuse a token.
     pub fn handle(
         &mut self,
         event: Event,
@@ -121,8 +115,9 @@ impl LifecycleDriver {
         self.handle_by(transition, event, policy, new_token)
     }
 
-    /// The same by other rules than [`lifecycle::transition`](crate::lifecycle::transition): for a checker that has to
-    /// see wrong rules fail.
+    /// Processes an event by other rules than
+    /// [`lifecycle::transition`](crate::lifecycle::transition), for a checker that verifies that it
+    /// detects wrong rules.
     pub fn handle_by(
         &mut self,
         rules: impl Fn(Stage, Event, &Policy) -> (Stage, Action),
@@ -133,18 +128,19 @@ impl LifecycleDriver {
         if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event {
             self.attempts = attempts;
         }
-        // It runs nothing, and its letter bears the fence all the same.
+        // It does not run, but its dead letter carries the fencing token of the last attempt.
         if let Event::Answer(Verdict::Rejected { attempt }) = event {
             self.attempts = Attempts::all_forgiven(attempt);
         }
         let command = self.advance(&rules, event, policy, &mut new_token);
-        // What leaves begins nothing: whatever would wait, queue or claim is asked to drain again.
-        let begins = match command {
+        // A draining delivery starts nothing new: if the command would wait, queue or claim, the
+        // drain is reported again.
+        let starts = match command {
             DriverCommand::Apply(ask) => ask == Ask::Claim && self.attempts.number == 0,
             DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitTurn => true,
             _ => false,
         };
-        if !begins || !self.leaves() {
+        if !starts || !self.is_draining() {
             return command;
         }
         match self.advance(&rules, Event::Drain, policy, &mut new_token) {
@@ -163,7 +159,7 @@ impl LifecycleDriver {
         let (stage, step) = rules(self.stage, event, policy);
         self.stage = stage;
         match step {
-            Action::ClaimAnew => {
+            Action::NewClaim => {
                 (self.token, self.attempts) = (new_token(self.token), Attempts::new(0));
                 DriverCommand::Apply(Ask::Claim)
             }
@@ -174,7 +170,7 @@ impl LifecycleDriver {
             Action::Wake(after) => DriverCommand::Wake(after),
             Action::AwaitTurn => DriverCommand::AwaitTurn,
             Action::Settle(Settlement::Release { after, failures })
-                if self.keeps == OnRelease::KeepPlace && !self.leaves() =>
+                if self.on_release == OnRelease::KeepPlace && !self.is_draining() =>
             {
                 DriverCommand::Hold { after, failures }
             }

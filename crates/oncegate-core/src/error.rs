@@ -6,6 +6,7 @@ use crate::store::StoreError;
 
 /// Why a consumer did not start, or ended. The text says what to do.
 #[derive(thiserror::Error)]
+#[non_exhaustive]
 pub enum Error {
     /// A setting is wrong.
     #[error("{setting}: {problem}; {remedy}")]
@@ -22,9 +23,9 @@ pub enum Error {
     Scope(#[from] BadScope),
     /// At most once is set on a store that may lose data in a crash.
     #[error(
-        "store: at most once needs a store that does not forget, and {0}; change that, or accept it with `allow_volatile_store()`"
+        "store: at most once needs a store that keeps its data after a crash, and {0}; change that, or accept it with `allow_volatile_store()`"
     )]
-    ForgetfulStore(String),
+    VolatileStore(String),
     /// The store cannot be used with its configuration.
     #[error(transparent)]
     Store(#[from] StoreError),

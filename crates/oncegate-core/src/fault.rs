@@ -1,16 +1,15 @@
-//! Where the chaos harness ends this process, and which wrong version of oncegate it asks for. No
-//! part of the interface: in any build but the harness's (`--cfg oncegate_chaos`) nothing of it is
-//! there.
+//! Fault injection for the chaos tests: points at which this process is aborted. Not part of the
+//! interface: empty in every build without `--cfg oncegate_chaos`.
 
 #[cfg(oncegate_chaos)]
 use std::sync::LazyLock;
 #[cfg(oncegate_chaos)]
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::marker::{Operation, Token};
+use crate::marker::Operation;
 
-/// Ends this process as a crash does, if this point is the one that `ONCEGATE_FAILPOINT` names, and
-/// it was passed as often as that says: `claim.before:3` is the third time.
+/// Aborts this process if `ONCEGATE_FAILPOINT` names this point and it is reached for the given
+/// time: `claim.before:3` is the third time.
 #[inline(always)]
 pub fn point(name: &str) {
     #[cfg(oncegate_chaos)]
@@ -18,20 +17,20 @@ pub fn point(name: &str) {
         && armed.name == name
         && armed.passes.fetch_add(1, Ordering::SeqCst) + 1 == armed.at
     {
-        // Who reads the log sees that it ended here and nowhere else. In one piece, since other
-        // threads write there, too.
-        let said = format!("\noncegate-failpoint {name}:{}\n", armed.at);
-        let _ = std::io::Write::write_all(&mut std::io::stderr(), said.as_bytes());
+        // The log shows that the process was aborted here. One write, because other threads write
+        // to it, too.
+        let line = format!("\noncegate-failpoint {name}:{}\n", armed.at);
+        let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
         std::process::abort();
     }
     #[cfg(not(oncegate_chaos))]
     let _ = name;
 }
 
-/// The points of operations that are about to be sent to the store: `claim.before` and its like.
+/// The points before operations are sent to the store: `claim.before` and the like.
 #[inline(always)]
 pub(crate) fn before(operations: &[Operation]) {
-    of_each(
+    point_of_each(
         operations,
         [
             "claim.before",
@@ -45,11 +44,11 @@ pub(crate) fn before(operations: &[Operation]) {
     );
 }
 
-/// The points of operations that were answered, before anyone has read the answer: `claim.after`
-/// and its like.
+/// The points after operations were answered and before the answers are processed: `claim.after`
+/// and the like.
 #[inline(always)]
 pub(crate) fn after(operations: &[Operation]) {
-    of_each(
+    point_of_each(
         operations,
         [
             "claim.after",
@@ -64,7 +63,7 @@ pub(crate) fn after(operations: &[Operation]) {
 }
 
 #[inline(always)]
-fn of_each(operations: &[Operation], names: [&str; 7]) {
+fn point_of_each(operations: &[Operation], names: [&str; 7]) {
     #[cfg(oncegate_chaos)]
     for operation in operations {
         use crate::marker::Ask;
@@ -84,38 +83,6 @@ fn of_each(operations: &[Operation], names: [&str; 7]) {
     let _ = (operations, names);
 }
 
-/// Whether this wrong version is the one that `ONCEGATE_MUTANT` names.
-#[cfg(oncegate_chaos)]
-pub fn wrong(name: &str) -> bool {
-    static NAME: LazyLock<Option<String>> = LazyLock::new(|| std::env::var("ONCEGATE_MUTANT").ok());
-    NAME.as_deref() == Some(name)
-}
-
-/// The token of a repeated claim: a new one.
-#[inline(always)]
-pub(crate) fn token(earlier: Token, new: Token) -> Token {
-    crate::wrong_version!("token-per-delivery", {
-        if earlier != Token(0) {
-            return earlier;
-        }
-    });
-    #[cfg(not(oncegate_chaos))]
-    let _ = earlier;
-    new
-}
-
-/// What is done in a wrong version that the harness has to catch, and nowhere else.
-#[doc(hidden)]
-#[macro_export]
-macro_rules! wrong_version {
-    ($name:literal, $wrong:block) => {
-        #[cfg(oncegate_chaos)]
-        {
-            if $crate::fault::wrong($name) $wrong
-        }
-    };
-}
-
 #[cfg(oncegate_chaos)]
 struct Armed {
     name: String,
@@ -127,7 +94,7 @@ struct Armed {
 static ARMED: LazyLock<Option<Armed>> = LazyLock::new(|| {
     let set = std::env::var("ONCEGATE_FAILPOINT").ok()?;
     let (name, at) = set.rsplit_once(':').unwrap_or((&set, "1"));
-    // The harness alone sets it, and sees that a process did not end where it should have.
+    // Only the test harness sets it; it detects a process that was not aborted at its point.
     Some(Armed {
         name: name.to_owned(),
         at: at.parse().expect("a number of passes"),

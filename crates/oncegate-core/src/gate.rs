@@ -49,6 +49,7 @@ struct GateInner {
 
 /// What to do if another process or task runs the same id at this moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum WhenHeld {
     /// Return [`RunOutcome::HeldElsewhere`] at once. For jobs that any one of many machines may
     /// run.
@@ -76,6 +77,7 @@ pub enum RunOutcome<T> {
 
 /// Why [`Gate::run`] has no result.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum GateError {
     /// The id is empty.
     #[error("the id is empty: pass an id that is unique to the work")]
@@ -546,13 +548,13 @@ impl<T> GateBuilder<T> {
         let (over, _) = unbounded_channel();
         let renewals =
             Renewals::start(store.clone(), settings.lease, over).map_err(Error::threads)?;
-        let parks = match when_held {
+        let claim_retries = match when_held {
             WhenHeld::Skip | WhenHeld::GiveUp => 0,
             WhenHeld::Wait(_) => u32::MAX, // the time ends the wait, not a number of claims
         };
         // A gate has no `reconcile`.
         let policy = Policy {
-            parks,
+            claim_retries,
             reconciles: 1,
             attempts: u32::MAX,
             crashes: u32::MAX,

@@ -1,6 +1,7 @@
 //! The handler that a user writes, and how it reports failures.
 
-use async_trait::async_trait;
+use std::future::Future;
+
 use serde::de::DeserializeOwned;
 
 use crate::context::Context;
@@ -13,13 +14,29 @@ use crate::store::BoxError;
 ///
 /// The future may be dropped at any `.await`: when its lease ends, at its timeout, at the end of a
 /// drain. Its outcome is unknown then.
+///
+/// Write the methods as `async fn`, without a macro:
+///
+/// ```
+/// use oncegate_core::{Context, Failure, Handler};
+///
+/// struct Shelf;
+///
+/// impl Handler for Shelf {
+///     type Payload = String;
+///
+///     async fn handle(&self, article: String, cx: &Context) -> Result<(), Failure> {
+///         println!("{} {article}", cx.id());
+///         Ok(())
+///     }
+/// }
+/// ```
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a handler",
     label = "this is no `Handler`",
-    note = "implement it: `#[async_trait] impl Handler for … {{ type Payload = …; async fn handle(&self, payload: Self::Payload, cx: &Context) -> Result<(), Failure> {{ … }} }}`",
+    note = "implement it: `impl Handler for … {{ type Payload = …; async fn handle(&self, payload: Self::Payload, cx: &Context) -> Result<(), Failure> {{ … }} }}`",
     note = "`()` says that the consumer was given no handler: call `.handler(…)`"
 )]
-#[async_trait]
 pub trait Handler: Send + Sync + 'static {
     /// The type into which the body is decoded.
     type Payload: DeserializeOwned + Send;
@@ -28,7 +45,11 @@ pub trait Handler: Send + Sync + 'static {
     ///
     /// # Errors
     /// A [`Failure`] that says whether the effect happened: it did not, it never will, or unknown.
-    async fn handle(&self, payload: Self::Payload, cx: &Context) -> Result<(), Failure>;
+    fn handle(
+        &self, // in the impl: `async fn handle(&self, …)`, without `#[async_trait]`
+        payload: Self::Payload,
+        cx: &Context,
+    ) -> impl Future<Output = Result<(), Failure>> + Send;
 
     /// Finds out whether an earlier attempt, whose outcome is unknown, had its effect.
     ///
@@ -40,12 +61,13 @@ pub trait Handler: Send + Sync + 'static {
     /// # Errors
     /// Any failure counts as [`Reconciled::Unknown`]: it is retried up to `max_reconciles` times,
     /// then the message goes to the in-doubt queue.
-    async fn reconcile(
-        &self,
-        _payload: Self::Payload,
-        _cx: &Context,
-    ) -> Result<Reconciled, Failure> {
-        Err(Failure::InDoubt("the handler has no `reconcile`".into()))
+    fn reconcile(
+        &self, // in the impl: `async fn reconcile(&self, …)`, without `#[async_trait]`
+        payload: Self::Payload,
+        cx: &Context,
+    ) -> impl Future<Output = Result<Reconciled, Failure>> + Send {
+        let _ = (payload, cx);
+        async { Err(Failure::InDoubt("the handler has no `reconcile`".into())) }
     }
 }
 
@@ -87,10 +109,11 @@ impl<E: IntoFailure> From<E> for Failure {
 pub enum Reconciled {
     /// The effect happened.
     Happened,
-    /// It did not, and nothing still can: the provider deduplicates by id, or was told to refuse
-    /// what comes under it with an attempt up to and including
-    /// [`Context::attempt`](crate::Context::attempt). With attempts below it alone the effect of a
-    /// handler that reconciles its own outcome could still happen, beside that of the next run.
+    /// It did not, and nothing still can: the provider deduplicates by id, or now refuses
+    /// requests of this id with an attempt up to and including
+    /// [`Context::attempt`](crate::Context::attempt). If it refused lower attempts only, the effect
+    /// of a handler that reconciles its own outcome could still happen, in addition to that of the
+    /// next run.
     DidNotHappen,
     /// Cannot be determined.
     Unknown,
@@ -155,7 +178,7 @@ impl<T, E> FailureExt<T> for Result<T, E> {
 #[diagnostic::on_unimplemented(
     message = "`{Self}` cannot be the cause of a `Failure`",
     label = "its error is neither text nor a `std::error::Error` that is `Send`, `Sync` and `'static`",
-    note = "implement `std::error::Error` for it, or hand over its text: `.map_err(|error| format!(\"{{error:?}}\")).retry()?`"
+    note = "implement `std::error::Error` for it, or pass its text: `.map_err(|error| format!(\"{{error:?}}\")).retry()?`"
 )]
 pub trait IntoCause {
     /// The error, boxed.

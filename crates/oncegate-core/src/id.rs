@@ -13,18 +13,18 @@ pub(crate) mod json;
 /// The longest id that is used in a key unchanged, in bytes.
 pub const LONGEST_PLAIN_ID: usize = 200;
 
-/// An idempotency key: what makes two messages the same.
+/// An idempotency key: two messages with the same id are the same message.
 ///
-/// 1 to 200 bytes of `[A-Za-z0-9._:@/+=-]` stand as they are. Anything else, longer, or beginning
-/// with the reserved `h:` becomes `h:` and its SHA-256 in hexadecimal. So two different ids never
-/// share a key, no id can reach the `|` and `!` of scopes and of oncegate's own keys or the braces
-/// of Redis Cluster, and every id is safe in a header or a log. There is no Unicode normalisation:
-/// the same text in two normal forms is two ids.
+/// 1 to 200 bytes of `[A-Za-z0-9._:@/+=-]` are used unchanged. A longer id, one with other bytes, or
+/// one that begins with the reserved `h:` becomes `h:` and its SHA-256 in hexadecimal. So two
+/// different ids never share a key, no id contains the `|` and `!` of scopes and of oncegate's own
+/// keys or the braces of Redis Cluster, and every id is safe in a header or a log. There is no
+/// Unicode normalisation: the same text in two normal forms is two ids.
 #[derive(PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MessageId(SmallVec<[u8; 40]>);
 
 impl MessageId {
-    /// Reads an id from what a producer wrote; `None` if it is empty.
+    /// An id from the bytes that a producer wrote; `None` if there are none.
     pub fn new(raw: impl AsRef<[u8]>) -> Option<Self> {
         let raw = raw.as_ref();
         if raw.is_empty() {
@@ -37,7 +37,8 @@ impl MessageId {
         })
     }
 
-    /// The same id as `h:` and its SHA-256, whatever it consists of: see [`IdSource::hashed`].
+    /// The same id as `h:` and its SHA-256, also if it has no other bytes than those above: see
+    /// [`IdSource::hashed`].
     pub fn hashed(self) -> Self {
         if self.0.starts_with(b"h:") {
             self
@@ -52,10 +53,10 @@ impl MessageId {
         Self(id)
     }
 
-    /// Reads an id as it stands in keys, headers and logs: what [`as_str`](Self::as_str) said of
-    /// it. `None` if no id stands so.
+    /// Parses an id in the form of keys, headers and logs, which [`as_str`](Self::as_str) returns.
+    /// `None` if the text is not such a form.
     ///
-    /// For tools that take up what oncegate wrote: `h:` and a hash is not hashed again.
+    /// For tools that read what oncegate wrote: `h:` and a hash is not hashed again.
     pub fn stored(text: &str) -> Option<Self> {
         let hash = |text: &str| {
             text.len() == 64
@@ -72,12 +73,13 @@ impl MessageId {
 
     /// The id as it is written in keys, headers and logs.
     pub fn as_str(&self) -> &str {
-        // Only plain ASCII gets in: see `is_plain` and `push_hex`.
+        // Only ASCII is stored: see `is_plain` and `push_hex`.
         std::str::from_utf8(&self.0).unwrap_or_default()
     }
 }
 
-// By hand: a small vector clones byte by byte, and this happens several times a message.
+// Not derived: `SmallVec::clone` copies byte by byte, and an id is cloned several times for each
+// message.
 impl Clone for MessageId {
     fn clone(&self) -> Self {
         Self(SmallVec::from_slice(&self.0))
@@ -120,10 +122,9 @@ fn push_hex<const N: usize>(into: &mut SmallVec<[u8; N]>, bytes: &[u8]) {
     }
 }
 
-/// What a store remembers an id under: the id, behind its scope where there is one
-/// (`<scope>|<id>`).
+/// The key of an id in a store: the id, after its scope if there is one (`<scope>|<id>`).
 ///
-/// The store puts its own prefix before it.
+/// The store adds its prefix.
 #[derive(PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key(SmallVec<[u8; 40]>);
 
@@ -171,7 +172,7 @@ impl Scope {
     /// A named scope: 1 to 100 bytes of the alphabet of ids.
     ///
     /// # Errors
-    /// [`BadScope`] says what is allowed, if the name is anything else.
+    /// [`BadScope`] if the name is anything else. Its text says what is allowed.
     pub fn named(name: &str) -> Result<Self, BadScope> {
         if name.is_empty() || name.len() > 100 || !is_plain(name.as_bytes()) {
             return Err(BadScope(name.escape_debug().take(120).collect()));
@@ -195,18 +196,19 @@ impl Scope {
 /// A scope name with characters that are not allowed in a key.
 #[derive(Debug, thiserror::Error)]
 #[error(
-    "scope `{0}` cannot stand in a key: use 1 to 100 of the characters A-Z a-z 0-9 . _ : @ / + = - and not `h:` at the start"
+    "scope `{0}` cannot be part of a key: use 1 to 100 of the characters A-Z a-z 0-9 . _ : @ / + = - and not `h:` at the start"
 )]
 pub struct BadScope(String);
 
 /// Why a message has no id.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
 pub enum NoId {
-    /// Nothing is where the id is read from, or it is null or empty.
+    /// The value that the id is read from is absent, null or empty.
     #[error("the message has no id")]
     Missing,
-    /// What is there cannot be an id, or the message has two. The text says what was found; it
-    /// quotes nothing of the message.
+    /// The value cannot be an id, or there are two different values. The text says what was found,
+    /// without quoting the message.
     #[error("{0}")]
     Unusable(String),
 }
@@ -252,13 +254,13 @@ impl Read {
 }
 
 impl IdSource {
-    /// The header of this name. Where it stands several times with different values, none of them
-    /// is the id.
+    /// The header of this name. A message in which it occurs several times with different values
+    /// has an unusable id.
     pub fn header(name: &str) -> Self {
         Self(Read::Header(Arc::from(name)))
     }
 
-    /// The CloudEvents id, as the Kafka binding carries it: the header `ce_id`.
+    /// The CloudEvents id in the Kafka binding: the header `ce_id`.
     pub fn cloud_events() -> Self {
         Self::header("ce_id")
     }
@@ -268,7 +270,7 @@ impl IdSource {
         Self(Read::MessageId)
     }
 
-    /// The Kafka record key (the routing key on AMQP). Only where each key is sent once.
+    /// The Kafka record key (the routing key on AMQP). Use it only if each key is sent once.
     pub fn key() -> Self {
         Self(Read::Key)
     }
@@ -277,17 +279,17 @@ impl IdSource {
     /// `/payment/id`.
     ///
     /// A number of any size is taken as written, up to 200 digits; `7`, `7.0` and `7e0` are the id
-    /// `7`. A byte order mark before the JSON is passed over. `null` is a missing id; anything else
-    /// (an object, a fraction), a body that is no JSON, and a field on the way that stands twice in
-    /// its object are an unusable one.
+    /// `7`. A byte order mark before the JSON is skipped. `null` is a missing id. An object, a
+    /// fraction, a body that is not JSON, and a field of the path that occurs twice in its object
+    /// are an unusable id.
     ///
     /// The consumer does not start with a pointer that does not begin with `/`, or that has a `~`
-    /// without `0` or `1` behind it. The empty pointer is the whole body.
+    /// without `0` or `1` after it. The empty pointer is the whole body.
     pub fn json_pointer(pointer: &str) -> Self {
         Self(Read::JsonPointer(Arc::from(pointer)))
     }
 
-    /// What is wrong with a JSON pointer that can name no field of any body.
+    /// Validates the syntax of a JSON pointer. The error says what is wrong.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.0.check()
     }
@@ -297,8 +299,8 @@ impl IdSource {
         Self(Read::BodyHash)
     }
 
-    /// Topic, partition and offset: protects against redelivery alone, not against a producer that
-    /// sends twice.
+    /// Topic, partition and offset: detects redeliveries only, not a producer that sends a message
+    /// twice.
     pub fn position() -> Self {
         Self(Read::Position)
     }
@@ -309,13 +311,13 @@ impl IdSource {
     }
 
     /// The same ids, each as `h:` and its SHA-256. For ids that are personal data: no key, header
-    /// or log of oncegate shows them. The message itself, and a dead letter with it, still holds
-    /// what its producer wrote.
+    /// or log of oncegate shows them. The message itself, and its dead letter, still contain what
+    /// the producer wrote.
     ///
-    /// The hash has no secret: who can guess an id (a telephone number, say) can see whether it was
-    /// handled. To look an id up or to forget it, hash it the same way: `printf %s ID | sha256sum`.
-    /// A consumer that begins to hash knows none of the ids that it handled before; see to it that
-    /// nothing is delivered twice across that change.
+    /// The hash has no secret: someone who can guess an id (a telephone number, for example) can
+    /// check whether it was handled. To look an id up or to forget it, hash it the same way:
+    /// `printf %s ID | sha256sum`. A consumer that starts to hash does not recognise ids that it
+    /// handled before; make sure that no message is delivered both before and after that change.
     pub fn hashed(self) -> Self {
         match self.0 {
             Read::Hashed(_) => self,
@@ -326,7 +328,7 @@ impl IdSource {
     /// Reads the id of a message.
     ///
     /// # Errors
-    /// [`NoId`] says whether it is missing or cannot be used.
+    /// [`NoId`] if it is missing or unusable.
     pub fn read(&self, message: &Message) -> Result<MessageId, NoId> {
         self.0.read(message)
     }
@@ -371,7 +373,7 @@ fn only_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>,
     let first = values.next().flatten();
     if values.any(|value| value != first) {
         return Err(NoId::Unusable(format!(
-            "header `{name}` is ambiguous: it stands there several times with different values"
+            "header `{name}` is ambiguous: it occurs several times with different values"
         )));
     }
     Ok(first)
@@ -407,7 +409,7 @@ mod tests {
     }
 
     #[test]
-    fn plain_ids_stand_as_they_are_and_all_others_are_hashed_without_collision() {
+    fn plain_ids_are_unchanged_and_all_others_are_hashed_without_collision() {
         assert_eq!(id("pay-42"), "pay-42");
         assert_eq!(id("a".repeat(200)), "a".repeat(200));
         let odd: Vec<Vec<u8>> = vec![
@@ -439,7 +441,7 @@ mod tests {
     }
 
     #[test]
-    fn what_stands_somewhere_is_read_back_as_the_same_id() {
+    fn a_stored_id_is_parsed_as_the_same_id() {
         for raw in ["pay-42", "{}", "h:0"] {
             let id = MessageId::new(raw).expect("an id");
             assert_eq!(MessageId::stored(id.as_str()), Some(id));
@@ -459,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hashed_id_shows_nothing_and_is_the_same_whatever_it_consists_of() {
+    fn a_hashed_id_hides_its_text_and_is_not_hashed_again() {
         let source = IdSource::message_id().hashed().hashed();
         let read = |raw: &'static str| {
             source
@@ -489,7 +491,7 @@ mod tests {
     }
 
     #[test]
-    fn every_source_reads_its_part_of_the_message() {
+    fn every_id_source_reads_its_part_of_the_message() {
         let message = Message::new(r#"{"p":{"id":"x1","n":7,"f":1.5,"o":{},"z":null}}"#)
             .with_key("k")
             .with_message_id("m")
@@ -524,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn a_json_pointer_that_names_no_field_is_refused() {
+    fn an_invalid_json_pointer_is_refused() {
         for pointer in ["", "/", "/id", "/a/0/b", "/a~1b~0c", "/a b"] {
             assert_eq!(IdSource::json_pointer(pointer).check(), Ok(()), "{pointer}");
         }
@@ -540,7 +542,7 @@ mod tests {
     }
 
     #[test]
-    fn two_ids_in_one_header_are_none() {
+    fn a_header_with_two_values_is_unusable() {
         let message = Message::new("")
             .with_header("id", "a")
             .with_header("other", "b")

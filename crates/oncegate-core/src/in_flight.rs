@@ -1,12 +1,12 @@
-//! One delivery in flight: its message, its stage and its failures.
+//! One delivery in flight: its message, its stage and its history of failures.
 
 use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
 use crate::lifecycle::{Event, History, Policy, Reason, Settlement, Stage};
 use crate::marker::Token;
 use crate::source::{Delivery, FailureHistory, Settled};
 
-/// One delivery in flight. Each event consumes it, it is never copied, and a settled one cannot be
-/// used again.
+/// One delivery in flight. Each event consumes it, it is never copied, and it cannot be used after
+/// it was settled.
 #[derive(Debug)]
 pub struct InFlight(Box<InFlightInner>);
 
@@ -66,7 +66,7 @@ impl InFlight {
                             .saturating_add(u32::from(attempts.spent() > 0)),
                     );
                     story.attempts = match settlement {
-                        // The last grant is never run.
+                        // The handler is not run for the last grant.
                         Settlement::Reject(Reason::CrashesSpent) => {
                             granted.saturating_sub(1).saturating_add(attempts.crashes)
                         }
@@ -100,18 +100,13 @@ impl InFlight {
     }
 
     /// Its stage and its claim.
-    pub fn dispatch(&self) -> &LifecycleDriver {
+    pub fn driver(&self) -> &LifecycleDriver {
         &self.0.driver
     }
 
-    #[cfg(oncegate_chaos)]
-    pub(crate) fn dispatch_mut(&mut self) -> &mut LifecycleDriver {
-        &mut self.0.driver
-    }
-
-    /// From now on it starts nothing new: [`LifecycleDriver::leave`].
-    pub fn leave(&mut self) {
-        self.0.driver.leave();
+    /// From now on it starts nothing new: [`LifecycleDriver::begin_drain`].
+    pub fn begin_drain(&mut self) {
+        self.0.driver.begin_drain();
     }
 
     /// Its backoff is over: [`LifecycleDriver::restart`].
@@ -121,7 +116,7 @@ impl InFlight {
     }
 
     /// Updates the history of failures, which a dead letter carries in its headers.
-    pub fn tell(&mut self, write: impl FnOnce(&mut FailureHistory)) {
+    pub fn update_failures(&mut self, write: impl FnOnce(&mut FailureHistory)) {
         write(self.0.story.get_or_insert_default());
     }
 }
@@ -136,7 +131,7 @@ mod tests {
     use crate::message::Message;
     use crate::source::Receipt;
 
-    /// The budget was spent before this delivery, or is spent with it.
+    /// `max_attempts` was reached before this delivery, or is reached with it.
     #[test]
     fn a_dead_letter_counts_runs_and_not_the_grant_beyond_max_attempts() {
         let (pause, guarantee) = (Duration::from_millis(1), Guarantee::EffectivelyOnce);
@@ -146,7 +141,7 @@ mod tests {
             crashes: 10,
             retries: 0,
             reconciles: 1,
-            parks: 1,
+            claim_retries: 1,
             backoff: pause,
             longest_backoff: pause,
             outage: Outage::Hold,
@@ -187,8 +182,8 @@ mod tests {
                         assert!(command != DriverCommand::Apply(Ask::Complete));
                         delivery_in_flight = next;
                     }
-                    Progress::Settled(left) => {
-                        settled = Some(left);
+                    Progress::Settled(it) => {
+                        settled = Some(it);
                         break;
                     }
                     Progress::Abandoned(_) => panic!("it was abandoned"),

@@ -13,6 +13,7 @@ pub mod context;
 pub mod decode;
 pub mod defaults;
 pub mod driver;
+mod engine;
 pub mod error;
 #[doc(hidden)]
 pub mod fault;
@@ -44,7 +45,8 @@ pub mod store;
 mod store_health;
 
 pub use async_trait::async_trait;
-pub use builder::{Builder, Consumer};
+pub use builder::Builder;
+pub use consumer::{Consumer, DrainHandle};
 pub use context::Context;
 pub use decode::{Decode, Json, Raw, RawBytes};
 pub use error::Error;
@@ -62,7 +64,8 @@ pub use settings::{Execution, Fingerprints};
 pub use shadow::{Shadow, ShadowOutcome, ShadowReport};
 pub use shutdown::shutdown_signal;
 pub use source::{
-    Delivery, FailureHistory, Incoming, Limit, Open, Order, Receipt, Settled, Source, SourceError,
+    Connect, ConnectOptions, Delivery, FailureHistory, Incoming, Limit, Order, Receipt, Settled,
+    Source, SourceError, SourceProperties,
 };
 pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, InFlightDelivery};
 pub use store::{Listed, Persistence, Standing, Store, StoreError};

@@ -1,63 +1,64 @@
 //! The consumer's side of the guarantee: what one delivery does next.
 //!
-//! [`transition`] is all of it: it maps a state and an event to a state and an action, without a
-//! clock, I/O or randomness. The consumer's engine and [`Gate`](crate::Gate) carry its actions out
-//! and decide nothing themselves, so the model checker explores the same code that runs. Every
-//! delivery ends with a [`Settlement`], never with an error.
+//! [`transition`] maps a stage and an event to a stage and an action, without a clock, I/O or
+//! randomness. The consumer's engine and [`Gate`](crate::Gate) execute its actions and decide
+//! nothing themselves, so the model checker explores the same code that runs in production. A
+//! delivery ends with a [`Settlement`], or is abandoned by a stop; it never ends with an error.
 
 use std::time::Duration;
 
 use crate::marker::{Ask, Attempts, Effect, Finding, Guarantee, Verdict};
 
-/// Where a delivery stands.
+/// The stage of a delivery in its lifecycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Stage {
-    /// Handed over by the source, or its grant was withdrawn: nothing is asked.
+    /// Received from the source, or its grant was withdrawn. No claim was sent.
     New(History),
-    /// A claim was asked.
+    /// Sent a claim to the store.
     Claiming(History, ClaimTries),
-    /// Waits to ask its claim again: the id is held elsewhere, or the store was not there.
+    /// Waits before it repeats its claim: another holder has the id, or the store did not answer.
     AwaitingHolder(History, ClaimTries, ClaimReply),
-    /// A claim was asked, and its grant will be withdrawn: the consumer drains.
+    /// Sent a claim to the store and drains: if the claim is granted, it is withdrawn.
     Leaving(History),
-    /// ClaimReply to withdraw a grant: its handler was not started.
+    /// Asked the store to withdraw a grant whose handler was not started.
     Withdrawing(Grant, AfterWithdrawal),
-    /// Granted, not started.
+    /// The claim was granted; the handler has not started.
     Ready(Grant),
     /// The handler runs.
     Running(Grant, Tries),
-    /// The handler said that nothing happened; it runs again after a pause.
+    /// The handler reported that nothing happened; it runs again after a pause.
     Pausing(Grant, Tries),
-    /// ClaimReply to mark that nobody knows whether it happened.
+    /// Asked the store to record that the outcome is unknown.
     Doubting(Grant, DoubtCause, AfterDoubt),
     /// `reconcile` runs.
     Reconciling(Grant, Tries, DoubtCause),
-    /// `reconcile` did not find out; it runs again after a pause.
+    /// `reconcile` did not determine the outcome; it runs again after a pause.
     ReconcilePausing(Grant, Tries, DoubtCause),
-    /// ClaimReply to record what `reconcile` found.
+    /// Asked the store to record what `reconcile` found.
     Resolving(Grant, Finding),
-    /// ClaimReply to record that it happened.
+    /// Asked the store to record that the effect happened.
     Completing(Grant),
-    /// ClaimReply to free the id for another attempt.
+    /// Asked the store to free the id for another attempt.
     Clearing(Grant, Effect, Duration),
-    /// ClaimReply to keep the id from running again.
+    /// Asked the store to record the id as rejected, so that it does not run again.
     Rejecting(Grant, Reason, Effect),
-    /// The handler runs without the gate, because the store is away and the user chose so.
+    /// The handler runs without a claim: the store is unavailable, and the user chose
+    /// [`Outage::PassThrough`].
     Ungated(History),
-    /// Left the road.
+    /// Settled or abandoned; no event changes it any more.
     Settled,
 }
 
-/// What the source knows of a delivery before the gate does.
+/// What is known of a delivery before its claim is answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct History {
-    /// How many attempts failed before and were released.
+    /// How many earlier attempts failed and were released.
     pub failures: u32,
-    /// Whether the dedup window can still speak for it.
+    /// Whether the message is younger than `max_age`.
     pub freshness: Freshness,
 }
 
-/// Whether a message is young enough that an absent marker means that it was never handled.
+/// Whether a message is so young that an absent marker proves that it was never handled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Freshness {
     /// Younger than `max_age`, or of unknown age.
@@ -66,37 +67,37 @@ pub enum Freshness {
     TooOld,
 }
 
-/// How often a claim was asked in vain.
+/// How many claims were sent without being granted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct ClaimTries(pub u32);
 
-/// What became of the claim of a parked delivery.
+/// The reply to the last claim of a delivery that waits to repeat it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ClaimReply {
-    /// It was answered: someone else holds the id.
+    /// The store replied that another holder has the id.
     Answered,
-    /// It may have been applied.
+    /// No reply: the store may have applied the claim.
     Unknown,
 }
 
-/// How often a handler was run again in place, or a reconcile was tried.
+/// The number of inline retries of a handler, or of calls of `reconcile`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Tries(pub u32);
 
-/// The right to handle one id now.
+/// A granted claim: the right to handle one id until the lease ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Grant {
-    /// The attempt that the store granted, whose number is the fence, and how many count.
+    /// The attempts of the id. The number of the last one is the fencing token.
     pub attempts: Attempts,
-    /// How many attempts of this delivery failed before and were released: the marker forgets those
-    /// that did nothing.
+    /// How many earlier attempts of this delivery failed and were released. The marker does not
+    /// count attempts without an effect.
     pub failures: u32,
 }
 
-/// Why nobody knows whether it happened.
+/// Why it is unknown whether the effect happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DoubtCause {
-    /// The handler said so.
+    /// The handler reported it.
     Said,
     /// The handler panicked.
     Panicked,
@@ -106,137 +107,139 @@ pub enum DoubtCause {
     HolderGone,
     /// The message is older than `max_age`, and its marker is absent.
     TooOld,
-    /// What the store holds under its id is no marker.
+    /// The value under its key in the store is not a marker.
     UnreadableMarker,
 }
 
-/// What follows a doubt that was recorded.
+/// What follows once the store has recorded that the outcome is unknown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AfterDoubt {
-    /// Find out now.
+    /// Call `reconcile`.
     Reconcile,
-    /// The lease is lost: let whoever claims next find out, after a pause.
+    /// The lease is lost: release with a delay; the next claimant reconciles.
     Release,
-    /// The consumer stops: let whoever claims next find out.
+    /// The consumer stops: release without a delay; the next claimant reconciles.
     ReleaseAtOnce,
-    /// `reconcile` has tried in vain: to the in-doubt destination, and free for a person to
-    /// resolve.
+    /// `reconcile` did not determine the outcome: send to the in-doubt queue. The marker has no
+    /// holder, so an operator can resolve it at once.
     Reject,
 }
 
-/// What follows a grant that was withdrawn.
+/// What follows once the store has withdrawn a grant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AfterWithdrawal {
-    /// It goes back to its source.
+    /// The delivery is released to its source.
     Release,
-    /// It waits, unclaimed, until it may run alone.
+    /// The delivery waits without a claim until it may run alone.
     AwaitTurn,
-    /// It goes to the dead letters: this delivery failed too often, whatever becomes of others of
-    /// its id.
+    /// The delivery is dead-lettered, because it failed too often. Other deliveries of its id may
+    /// still run.
     Reject,
 }
 
-/// What happened to a delivery.
+/// An event of one delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Event {
     /// The delivery has an id.
     Arrived,
     /// The delivery has no id.
     NoId,
-    /// What the delivery has for an id cannot be used.
+    /// The id of the delivery is not usable.
     UnusableId,
-    /// The store answered the operation that was asked last.
+    /// The store answered the last operation.
     Answer(Verdict),
     /// The store did not answer, or its answer was lost.
     Unavailable,
-    /// The claim that was to be asked was never sent.
+    /// The claim was not sent.
     NotAsked,
-    /// The store holds something under the id that is no marker: another program wrote there.
+    /// The value under the key in the store is not a marker: another program wrote it.
     UnreadableMarker,
     /// The handler may start.
     Slot,
-    /// The handler may not start: another message runs alone, because it may be the one that ends
-    /// processes.
+    /// The handler may not start: another message runs alone, because it may be the one that
+    /// crashes processes.
     OtherRunsAlone,
-    /// The handler is over.
+    /// The handler ended.
     Returned(Outcome),
-    /// `reconcile` is over; `None` if it did not find out.
+    /// `reconcile` ended; `None` if it did not determine the outcome.
     Found(Option<Finding>),
-    /// The lease may have ended, or the store said that it has.
+    /// The lease may have ended, or the store reported that it has.
     LeaseOver,
     /// The pause is over.
     Woke,
-    /// The consumer stops, or the delivery belongs to someone else soon.
+    /// The consumer stops, or the partition of the delivery is being revoked.
     Drain,
-    /// The drain timeout is over: what still runs is dropped, and the store is asked to record that
-    /// its outcome is unknown.
+    /// The drain timeout is over: a handler that still runs is dropped, and the store is asked to
+    /// record that its outcome is unknown.
     DrainOver,
-    /// The consumer stops now, whatever the store has not answered: the delivery is abandoned.
+    /// The consumer stops now, with operations unanswered: the delivery is abandoned.
     StopNow,
 }
 
 /// How a handler ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// It happened.
+    /// The effect happened.
     Done,
     /// Nothing happened: run again.
     Retry,
-    /// Nothing happened, and nothing ever will: dead letters.
+    /// Nothing happened, and a retry does not help: dead-letter.
     Reject,
     /// The payload does not parse.
     Unreadable,
-    /// It may have happened.
+    /// The effect may have happened.
     Unknown(DoubtCause),
 }
 
-/// What the loop does next.
+/// What the owner of a delivery does next.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Ask the store for a claim, with a token made for it.
-    ClaimAnew,
-    /// Ask the store, with the token and the attempt of the current claim.
+    /// Send a claim with a new token.
+    NewClaim,
+    /// Send an operation with the token and the attempt of the current claim.
     Ask(Ask),
-    /// Say [`Event::Slot`] when the handler may start.
+    /// Report [`Event::Slot`] when the handler may start.
     Queue,
     /// Start the handler.
     Run,
     /// Start `reconcile`.
     Reconcile,
-    /// Say [`Event::Woke`] after about this long.
+    /// Report [`Event::Woke`] after about this long.
     Wake(Duration),
-    /// Say [`Event::Arrived`] when no other message runs alone.
+    /// Report [`Event::Arrived`] when no other message runs alone.
     AwaitTurn,
-    /// Hand this to the source.
+    /// Pass this settlement to the source.
     Settle(Settlement),
-    /// Nothing: an answer is still to come.
+    /// Nothing: wait for the next event.
     Wait,
-    /// Let go of the delivery without settling it; it comes back after its lease.
+    /// Drop the delivery without settling it. The broker redelivers it; it can be claimed again when
+    /// its lease has ended.
     Abandon,
 }
 
-/// What becomes of a delivery at the broker.
+/// How a delivery is settled at the broker.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum Settlement {
-    /// It is done with.
+    /// Acknowledged: it is not redelivered.
     Accept(Proof),
-    /// It comes back, not before this delay.
+    /// Redelivered, after this delay at the earliest.
     Release {
-        /// How long the source keeps it back.
+        /// The minimum delay of the redelivery.
         after: Duration,
-        /// How many attempts have failed by now: what the delivery says of itself when it is back.
+        /// How many attempts have failed so far. The redelivery carries this number.
         failures: u32,
     },
-    /// It goes to the dead-letter or the in-doubt destination.
+    /// Sent to the dead-letter queue or the in-doubt queue.
     Reject(Reason),
 }
 
-/// Shows that a delivery may be accepted. Only the road makes one, out of a verdict.
+/// Proves that a delivery may be accepted. Only [`transition`] creates one, from a verdict of the
+/// store or from a run without the gate.
 #[derive(Debug, PartialEq, Eq, Hash)]
-pub struct Proof(By);
+pub struct Proof(ProofKind);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum By {
+enum ProofKind {
     Completed,
     Duplicate,
     Resolved,
@@ -244,13 +247,13 @@ enum By {
 }
 
 impl Proof {
-    /// What the proof rests on, as metrics and logs name it.
+    /// What the proof is based on, as metrics and logs name it.
     pub fn as_str(&self) -> &'static str {
         match self.0 {
-            By::Completed => "completed",
-            By::Duplicate => "duplicate",
-            By::Resolved => "resolved",
-            By::PassedWithoutGate => "passed_without_gate",
+            ProofKind::Completed => "completed",
+            ProofKind::Duplicate => "duplicate",
+            ProofKind::Resolved => "resolved",
+            ProofKind::PassedWithoutGate => "passed_without_gate",
         }
     }
 }
@@ -260,28 +263,28 @@ impl Proof {
 pub enum Reason {
     /// It has no id.
     MissingId,
-    /// What stands where its id is read from cannot be one, or it has two.
+    /// The value where its id is read from cannot be an id, or there are two different values.
     UnusableId,
     /// Its payload does not parse.
     Unreadable,
     /// Its id was used for another body.
     Conflict,
-    /// The handler said that it will never work.
+    /// The handler rejected it.
     Refused,
-    /// It failed too often.
+    /// It failed `max_attempts` times.
     AttemptsSpent,
-    /// Too many processes ended while they handled it.
+    /// More than `max_crashes` processes crashed while they handled it.
     CrashesSpent,
-    /// It was rejected before, and not redriven since.
+    /// It was rejected before and has not been redriven since.
     RejectedBefore,
     /// It is larger than the source's limit.
     TooLarge,
-    /// Nobody could find out whether it happened.
+    /// It could not be determined whether the effect happened.
     InDoubt(DoubtCause),
 }
 
 impl Reason {
-    /// Every reason there is, in the order of the enum.
+    /// All reasons, in the order of the enum.
     pub const ALL: [Self; 15] = [
         Self::MissingId,
         Self::UnusableId,
@@ -300,7 +303,7 @@ impl Reason {
         Self::InDoubt(DoubtCause::UnreadableMarker),
     ];
 
-    /// The reason as it stands in headers, metrics and logs.
+    /// The reason as headers, metrics and logs name it.
     pub fn as_str(&self) -> &'static str {
         match self {
             Self::MissingId => "missing-id",
@@ -321,95 +324,101 @@ impl Reason {
         }
     }
 
-    /// Whether it goes to the in-doubt destination (a person has to find out) instead of the dead
-    /// letters.
+    /// Whether the message goes to the in-doubt queue, for an operator to resolve, and not to the
+    /// dead-letter queue.
     pub fn is_in_doubt(&self) -> bool {
         matches!(self, Self::InDoubt(_))
     }
 }
 
-/// What the consumer does while its store is away.
+/// What the consumer does while its store is unavailable.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Outage {
-    /// Take nothing in, and go on when the store is back.
+    /// Receive nothing until the store is available again.
     #[default]
     Hold,
-    /// Effectively once only: run without the gate, at least once meanwhile, and count it.
+    /// Effectively once only: run handlers without the gate, which is at least once during the
+    /// outage, and count these runs.
     PassThrough,
 }
 
-/// The numbers that the road goes by.
+/// The settings that [`transition`] depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Policy {
-    /// What is promised.
+    /// The guarantee.
     pub guarantee: Guarantee,
-    /// How many attempts a message gets before it is dead-lettered.
+    /// The maximum number of attempts before a message is dead-lettered.
     pub attempts: u32,
-    /// How many holders of a message may crash before it is dead-lettered.
+    /// The maximum number of crashes before a message is dead-lettered.
     pub crashes: u32,
-    /// How often a handler is run again in place within one attempt.
+    /// The maximum number of inline retries within one attempt.
     pub retries: u32,
-    /// How often `reconcile` is tried.
+    /// The maximum number of `reconcile` calls.
     pub reconciles: u32,
-    /// How often a claim that met a holder is asked again before its delivery is released.
-    pub parks: u32,
+    /// The maximum number of times that a claim of an id with another holder is repeated before its
+    /// delivery is released.
+    pub claim_retries: u32,
     /// The first pause.
     pub backoff: Duration,
     /// The longest pause.
     pub longest_backoff: Duration,
-    /// What to do while the store is away.
+    /// What to do while the store is unavailable.
     pub outage: Outage,
 }
 
 impl Policy {
-    /// The pause before the retry that follows `tries` tries: doubling, bounded.
+    /// The pause before the retry that follows `tries` tries: it doubles, up to the longest.
     pub fn pause(&self, tries: u32) -> Duration {
         self.backoff
             .saturating_mul(1 << tries.min(20))
             .min(self.longest_backoff)
     }
 
-    fn spent(&self, permit: Grant) -> bool {
-        permit.spent() >= self.attempts
+    fn spent(&self, grant: Grant) -> bool {
+        grant.spent() >= self.attempts
     }
 
-    /// Whether so many holders crashed that it would probably take this process with it, too.
-    fn gives_up_on(&self, attempts: Attempts) -> bool {
+    /// Whether more processes crashed while they held it than the policy allows.
+    fn too_many_crashes(&self, attempts: Attempts) -> bool {
         attempts.crashes > self.crashes
     }
 }
 
 impl Stage {
-    /// Whether it pauses while it holds a lease, which may end before the pause does.
+    /// Whether it pauses while it holds a lease. The lease may end before the pause.
     pub fn waits_on_lease(&self) -> bool {
         matches!(self, Self::Pausing(..) | Self::ReconcilePausing(..))
     }
 }
 
-/// What a delivery does next.
+/// The next stage and action of a delivery. Total: an event that does not apply to a stage changes
+/// nothing and returns [`Action::Wait`].
 pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action) {
     use {Event::*, Stage::*, Verdict as V};
     let at_most_once = policy.guarantee == Guarantee::AtMostOnce;
     let wake = |tries| Action::Wake(policy.pause(tries));
     match (stage, event) {
-        // In: to the gate.
+        // Arrival.
         (New(_), NoId) => reject(Reason::MissingId),
         (New(_), UnusableId) => reject(Reason::UnusableId),
-        (New(history), Arrived) => (Claiming(history, ClaimTries(0)), Action::ClaimAnew),
+        (New(history), Arrived) => (Claiming(history, ClaimTries(0)), Action::NewClaim),
 
-        // At the gate: the claim was answered.
+        // The claim was answered.
         (Claiming(history, _), Answer(V::Granted(attempts))) => {
-            granted(history.permit(attempts), history, policy)
+            granted(history.grant(attempts), history, policy)
         }
-        (Claiming(history, _), Answer(V::InDoubt(attempts))) if policy.gives_up_on(attempts) => {
+        (Claiming(history, _), Answer(V::InDoubt(attempts)))
+            if policy.too_many_crashes(attempts) =>
+        {
             doubt(
-                history.permit(attempts),
+                history.grant(attempts),
                 DoubtCause::HolderGone,
                 AfterDoubt::Reject,
             )
         }
         (Claiming(history, _), Answer(V::InDoubt(attempts))) => {
-            // A tool that sent it back found no marker that would tell.
+            // Redriven by a tool that found no marker, so it is unknown whether it ever ran.
             let too_old = history.freshness == Freshness::TooOld && attempts.crashes == 0;
             let cause = if too_old {
                 DoubtCause::TooOld
@@ -417,102 +426,103 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
                 DoubtCause::HolderGone
             };
             (
-                Reconciling(history.permit(attempts), Tries(0), cause),
+                Reconciling(history.grant(attempts), Tries(0), cause),
                 Action::Reconcile,
             )
         }
-        (Claiming(history, parks), Answer(V::Busy { remaining })) => {
-            // Never longer than the lease, so that what a crashed holder has left is claimed within
-            // two leases.
-            let wait = remaining.min(policy.pause(parks.0)) + A_MOMENT;
-            match parks.0 >= policy.parks {
+        (Claiming(history, tries), Answer(V::Busy { remaining })) => {
+            // Never longer than the lease, so that the id of a crashed holder is claimed within two
+            // leases.
+            let wait = remaining.min(policy.pause(tries.0)) + CLOCK_MARGIN;
+            match tries.0 >= policy.claim_retries {
                 true => release(wait, history.failures),
                 false => (
-                    AwaitingHolder(history, ClaimTries(parks.0 + 1), ClaimReply::Answered),
+                    AwaitingHolder(history, ClaimTries(tries.0 + 1), ClaimReply::Answered),
                     Action::Wake(wait),
                 ),
             }
         }
-        (Claiming(..), Answer(V::Duplicate)) => accept(By::Duplicate),
+        (Claiming(..), Answer(V::Duplicate)) => accept(ProofKind::Duplicate),
         (Claiming(..), Answer(V::Conflict)) => reject(Reason::Conflict),
         (Claiming(..), Answer(V::Rejected { .. })) => reject(Reason::RejectedBefore),
         (Claiming(history, _), Unavailable) if passes_through(policy) => {
             (Ungated(history), Action::Run)
         }
-        (Claiming(history, parks), Unavailable) => (
-            AwaitingHolder(history, ClaimTries(parks.0 + 1), ClaimReply::Unknown),
-            wake(parks.0),
-        ),
-        (AwaitingHolder(history, parks, _), Woke) => {
-            (Claiming(history, parks), Action::Ask(Ask::Claim))
-        }
-
-        // The handler: it runs only while its lease lives.
-        (Ready(permit), Slot) => (Running(permit, Tries(0)), Action::Run),
-        // What holds no claim cannot be blamed for a crash of the one that runs alone.
-        (Ready(permit), OtherRunsAlone) => withdraw(permit, AfterWithdrawal::AwaitTurn),
-        (Withdrawing(permit, then), Answer(_)) => withdrawn(permit, then),
-        (Pausing(permit, tries), Woke) => (Running(permit, tries), Action::Run),
-        (Running(permit, _), Returned(Outcome::Done)) => {
-            (Completing(permit), Action::Ask(Ask::Complete))
-        }
-        (Running(permit, tries), Returned(Outcome::Retry)) => again(permit, tries, policy),
-        (Running(permit, _), Returned(Outcome::Reject)) => {
-            rejecting(permit, Reason::Refused, Effect::Nothing)
-        }
-        (Running(permit, _), Returned(Outcome::Unreadable)) => {
-            rejecting(permit, Reason::Unreadable, Effect::Nothing)
-        }
-        (Running(permit, _), Returned(Outcome::Unknown(cause))) if at_most_once => {
-            doubt(permit, cause, AfterDoubt::Reconcile)
-        }
-        (Running(permit, _), Returned(Outcome::Unknown(_))) if policy.spent(permit) => {
-            rejecting(permit, Reason::AttemptsSpent, Effect::Unknown)
-        }
-        (Running(permit, _), Returned(Outcome::Unknown(_))) => clear(
-            permit.failed(),
-            Effect::Unknown,
-            policy.pause(permit.attempts.spent()),
-        ),
-
-        // Nobody knows: ask the world.
-        (Doubting(permit, cause, AfterDoubt::Reconcile), Answer(V::Kept)) => {
-            (Reconciling(permit, Tries(0), cause), Action::Reconcile)
-        }
-        (Doubting(permit, _, AfterDoubt::Release), Answer(_)) => {
-            release(policy.pause(0), permit.failures)
-        }
-        (Doubting(permit, _, AfterDoubt::ReleaseAtOnce), Answer(_)) => {
-            release(Duration::ZERO, permit.failures)
-        }
-        (Doubting(_, cause, AfterDoubt::Reject), Answer(V::Kept)) => reject(Reason::InDoubt(cause)),
-        (Reconciling(permit, _, _), Found(Some(finding))) => (
-            Resolving(permit, finding),
-            Action::Ask(Ask::Resolve(finding)),
-        ),
-        // A doubt that nobody looks into any more is given back, so that a person may resolve it at
-        // once.
-        (Reconciling(permit, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => {
-            doubt(permit, cause, AfterDoubt::Reject)
-        }
-        (Reconciling(permit, tries, cause), Found(None)) => (
-            ReconcilePausing(permit, Tries(tries.0 + 1), cause),
+        (Claiming(history, tries), Unavailable) => (
+            AwaitingHolder(history, ClaimTries(tries.0 + 1), ClaimReply::Unknown),
             wake(tries.0),
         ),
-        (ReconcilePausing(permit, tries, cause), Woke) => {
-            (Reconciling(permit, tries, cause), Action::Reconcile)
+        (AwaitingHolder(history, tries, _), Woke) => {
+            (Claiming(history, tries), Action::Ask(Ask::Claim))
         }
-        (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(By::Resolved),
-        // The marker counts the runs; a doubt that another left is none of this delivery's.
-        (Resolving(permit, Finding::DidNotHappen), Answer(V::Kept)) => look_again(permit),
 
-        // Out: the verdict stands before the settlement.
-        (Completing(_), Answer(V::Done { .. })) => accept(By::Completed),
-        (Clearing(permit, _, after), Answer(_)) => release(after, permit.failures),
+        // The handler: it runs only while its lease is valid.
+        (Ready(grant), Slot) => (Running(grant, Tries(0)), Action::Run),
+        // A delivery without a claim is not charged with a crash of the one that runs alone.
+        (Ready(grant), OtherRunsAlone) => withdraw(grant, AfterWithdrawal::AwaitTurn),
+        (Withdrawing(grant, then), Answer(_)) => withdrawn(grant, then),
+        (Pausing(grant, tries), Woke) => (Running(grant, tries), Action::Run),
+        (Running(grant, _), Returned(Outcome::Done)) => {
+            (Completing(grant), Action::Ask(Ask::Complete))
+        }
+        (Running(grant, tries), Returned(Outcome::Retry)) => retry_or_clear(grant, tries, policy),
+        (Running(grant, _), Returned(Outcome::Reject)) => {
+            rejecting(grant, Reason::Refused, Effect::Nothing)
+        }
+        (Running(grant, _), Returned(Outcome::Unreadable)) => {
+            rejecting(grant, Reason::Unreadable, Effect::Nothing)
+        }
+        (Running(grant, _), Returned(Outcome::Unknown(cause))) if at_most_once => {
+            doubt(grant, cause, AfterDoubt::Reconcile)
+        }
+        (Running(grant, _), Returned(Outcome::Unknown(_))) if policy.spent(grant) => {
+            rejecting(grant, Reason::AttemptsSpent, Effect::Unknown)
+        }
+        (Running(grant, _), Returned(Outcome::Unknown(_))) => clear(
+            grant.failed(),
+            Effect::Unknown,
+            policy.pause(grant.attempts.spent()),
+        ),
+
+        // The outcome is unknown: reconcile.
+        (Doubting(grant, cause, AfterDoubt::Reconcile), Answer(V::Kept)) => {
+            (Reconciling(grant, Tries(0), cause), Action::Reconcile)
+        }
+        (Doubting(grant, _, AfterDoubt::Release), Answer(_)) => {
+            release(policy.pause(0), grant.failures)
+        }
+        (Doubting(grant, _, AfterDoubt::ReleaseAtOnce), Answer(_)) => {
+            release(Duration::ZERO, grant.failures)
+        }
+        (Doubting(_, cause, AfterDoubt::Reject), Answer(V::Kept)) => reject(Reason::InDoubt(cause)),
+        (Reconciling(grant, _, _), Found(Some(finding))) => (
+            Resolving(grant, finding),
+            Action::Ask(Ask::Resolve(finding)),
+        ),
+        // The last `reconcile` did not determine the outcome: give up the lease, so that an operator
+        // can resolve the id at once.
+        (Reconciling(grant, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => {
+            doubt(grant, cause, AfterDoubt::Reject)
+        }
+        (Reconciling(grant, tries, cause), Found(None)) => (
+            ReconcilePausing(grant, Tries(tries.0 + 1), cause),
+            wake(tries.0),
+        ),
+        (ReconcilePausing(grant, tries, cause), Woke) => {
+            (Reconciling(grant, tries, cause), Action::Reconcile)
+        }
+        (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(ProofKind::Resolved),
+        // The marker counts the runs. The unknown outcome of another delivery is not a failure of
+        // this one.
+        (Resolving(grant, Finding::DidNotHappen), Answer(V::Kept)) => claim_again(grant),
+
+        // The store has recorded the outcome: settle.
+        (Completing(_), Answer(V::Done { .. })) => accept(ProofKind::Completed),
+        (Clearing(grant, _, after), Answer(_)) => release(after, grant.failures),
         (Rejecting(_, reason, _), Answer(V::Kept)) => reject(reason),
 
         // Without the gate, at least once.
-        (Ungated(_), Returned(Outcome::Done)) => accept(By::PassedWithoutGate),
+        (Ungated(_), Returned(Outcome::Done)) => accept(ProofKind::PassedWithoutGate),
         (Ungated(_), Returned(Outcome::Reject)) => reject(Reason::Refused),
         (Ungated(_), Returned(Outcome::Unreadable)) => reject(Reason::Unreadable),
         (Ungated(history), Returned(_))
@@ -525,51 +535,50 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             history.failures.saturating_add(1),
         ),
 
-        // The marker is not ours any more, or has become what a new claim has to read: look again.
+        // The marker changed or has another holder: a new claim reads what it is now.
         (
-            Doubting(permit, ..)
-            | Resolving(permit, _)
-            | Completing(permit)
-            | Rejecting(permit, ..),
+            Doubting(grant, ..) | Resolving(grant, _) | Completing(grant) | Rejecting(grant, ..),
             Answer(_),
-        ) => look_again(permit),
+        ) => claim_again(grant),
 
-        // The lease may be over. What has a verdict to record keeps asking; what runs is dropped.
-        (Ready(permit), LeaseOver) => (
-            Claiming(permit.history(), ClaimTries(0)),
+        // The lease may have ended. A stage that records an outcome repeats its operation; a running
+        // handler is dropped.
+        (Ready(grant), LeaseOver) => (
+            Claiming(grant.history(), ClaimTries(0)),
             Action::Ask(Ask::Claim),
         ),
-        (Running(permit, _), LeaseOver) if at_most_once => {
-            doubt(permit, DoubtCause::HolderGone, AfterDoubt::Release)
+        (Running(grant, _), LeaseOver) if at_most_once => {
+            doubt(grant, DoubtCause::HolderGone, AfterDoubt::Release)
         }
-        (Running(permit, _), LeaseOver) => release(policy.pause(0), permit.failures),
-        (Pausing(permit, _), LeaseOver) => clear(permit.failed(), Effect::Nothing, policy.pause(0)),
-        (Reconciling(permit, ..) | ReconcilePausing(permit, ..), LeaseOver) => {
-            release(policy.pause(0), permit.failures)
+        (Running(grant, _), LeaseOver) => release(policy.pause(0), grant.failures),
+        (Pausing(grant, _), LeaseOver) => clear(grant.failed(), Effect::Nothing, policy.pause(0)),
+        (Reconciling(grant, ..) | ReconcilePausing(grant, ..), LeaseOver) => {
+            release(policy.pause(0), grant.failures)
         }
-        (Ungated(history), LeaseOver) => release(policy.pause(0), history.failures), // it holds none: never
+        (Ungated(history), LeaseOver) => release(policy.pause(0), history.failures), // does not occur: it has no lease
 
-        // Nothing is written over what another program may need: this id alone is out of order.
+        // The value of another program is not overwritten. Only this id is affected.
         (Rejecting(_, reason, _), UnreadableMarker) => reject(reason),
-        (Clearing(permit, _, after), UnreadableMarker) => release(after, permit.failures),
+        (Clearing(grant, _, after), UnreadableMarker) => release(after, grant.failures),
         (Leaving(history), UnreadableMarker) => release(Duration::ZERO, history.failures),
-        (Withdrawing(permit, then), UnreadableMarker) => withdrawn(permit, then),
-        (Doubting(permit, _, AfterDoubt::Release), UnreadableMarker) => {
-            release(policy.pause(0), permit.failures)
+        (Withdrawing(grant, then), UnreadableMarker) => withdrawn(grant, then),
+        (Doubting(grant, _, AfterDoubt::Release), UnreadableMarker) => {
+            release(policy.pause(0), grant.failures)
         }
-        (Doubting(permit, _, AfterDoubt::ReleaseAtOnce), UnreadableMarker) => {
-            release(Duration::ZERO, permit.failures)
+        (Doubting(grant, _, AfterDoubt::ReleaseAtOnce), UnreadableMarker) => {
+            release(Duration::ZERO, grant.failures)
         }
         (Claiming(..) | Doubting(..) | Resolving(..) | Completing(_), UnreadableMarker) => {
             reject(Reason::InDoubt(DoubtCause::UnreadableMarker))
         }
 
-        // Nobody waits for the store: effectively once takes over what the claim may have left.
+        // Does not wait for the store: if the claim was applied, it is taken over when its lease
+        // ends.
         (Leaving(history), Unavailable) if passes_through(policy) => {
             release(Duration::ZERO, history.failures)
         }
 
-        // The store is away: whatever was asked is asked again, with the same token.
+        // The store is unavailable: the operation is repeated with the same token.
         (
             Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
             | Clearing(..) | Rejecting(..),
@@ -583,7 +592,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Clearing(_, effect, _), Woke) => (stage, Action::Ask(Ask::Clear(effect))),
         (Rejecting(_, _, effect), Woke) => (stage, Action::Ask(Ask::Reject(effect))),
 
-        // The consumer drains: what has not started is given back, what runs may finish.
+        // The consumer drains: deliveries that have not started are released, running handlers may
+        // finish.
         (New(history) | AwaitingHolder(history, _, ClaimReply::Answered), Drain) => {
             release(Duration::ZERO, history.failures)
         }
@@ -592,38 +602,39 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             (Leaving(history), Action::Ask(Ask::Claim))
         }
         (Leaving(history), Answer(V::Granted(attempts))) => {
-            withdraw(history.permit(attempts), AfterWithdrawal::Release)
+            withdraw(history.grant(attempts), AfterWithdrawal::Release)
         }
         (Leaving(history), Answer(V::InDoubt(attempts))) => doubt(
-            history.permit(attempts),
+            history.grant(attempts),
             DoubtCause::HolderGone,
             AfterDoubt::ReleaseAtOnce,
         ),
         (Leaving(history), NotAsked) => release(Duration::ZERO, history.failures),
-        (Leaving(_), Answer(V::Duplicate)) => accept(By::Duplicate),
+        (Leaving(_), Answer(V::Duplicate)) => accept(ProofKind::Duplicate),
         (Leaving(history), Answer(_)) => release(Duration::ZERO, history.failures),
-        (Ready(permit), Drain) => withdraw(permit, AfterWithdrawal::Release),
-        (Pausing(permit, _), Drain) => clear(permit, Effect::Nothing, Duration::ZERO),
-        (ReconcilePausing(permit, _, cause), Drain) => {
-            doubt(permit, cause, AfterDoubt::ReleaseAtOnce)
+        (Ready(grant), Drain) => withdraw(grant, AfterWithdrawal::Release),
+        (Pausing(grant, _), Drain) => clear(grant, Effect::Nothing, Duration::ZERO),
+        (ReconcilePausing(grant, _, cause), Drain) => {
+            doubt(grant, cause, AfterDoubt::ReleaseAtOnce)
         }
         (Settled, _) => (Settled, Action::Wait),
         (stage, DrainOver) => drain_over(stage, policy),
         (_, StopNow) => (Settled, Action::Abandon),
 
-        // Anything else comes too late, or changes nothing: a stale wake, a renewal's answer, a
-        // drain while running.
+        // All other events are stale or change nothing: a stale wake-up, the answer to a renewal, a
+        // drain while the handler runs.
         (stage, _) => (stage, Action::Wait),
     }
 }
 
-/// The drain timeout is over. Nothing runs from here on: what ran has an unknown outcome, as after
-/// a handler timeout, so that no later claim takes it for a crash. What was asked stays asked.
+/// The drain timeout is over. Handlers that run are dropped, and their outcome is recorded as
+/// unknown, as after a handler timeout, so that no later claim counts a crash. Operations that are
+/// not answered yet remain pending.
 #[cold]
 fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
     use Stage::*;
     match stage {
-        // Nothing was started: as when the drain began.
+        // Not started: as at the beginning of the drain.
         New(history) | AwaitingHolder(history, _, ClaimReply::Answered) => {
             release(Duration::ZERO, history.failures)
         }
@@ -631,31 +642,31 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
         AwaitingHolder(history, _, ClaimReply::Unknown) => {
             (Leaving(history), Action::Ask(Ask::Claim))
         }
-        Ready(permit) => withdraw(permit, AfterWithdrawal::Release),
-        Pausing(permit, _) => clear(permit, Effect::Nothing, Duration::ZERO),
+        Ready(grant) => withdraw(grant, AfterWithdrawal::Release),
+        Pausing(grant, _) => clear(grant, Effect::Nothing, Duration::ZERO),
 
-        // The handler is dropped. A message whose last attempt this was is released all the same:
-        // the next claim dead-letters it, and a stop waits for no other system than the store.
-        Running(permit, _) => match policy.guarantee {
+        // The handler is dropped. After its last attempt, too, the message is released and the next
+        // claim dead-letters it, so that a stop waits for no other system than the store.
+        Running(grant, _) => match policy.guarantee {
             Guarantee::AtMostOnce => {
-                doubt(permit, DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce)
+                doubt(grant, DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce)
             }
             Guarantee::EffectivelyOnce | Guarantee::Bare => {
-                clear(permit.failed(), Effect::Unknown, Duration::ZERO)
+                clear(grant.failed(), Effect::Unknown, Duration::ZERO)
             }
         },
         Ungated(history) => release(Duration::ZERO, history.failures.saturating_add(1)),
 
-        // `reconcile` is dropped, or is not started any more: whoever claims next finds out.
-        Reconciling(permit, _, cause) | ReconcilePausing(permit, _, cause) => {
-            doubt(permit, cause, AfterDoubt::ReleaseAtOnce)
+        // `reconcile` is dropped or not started: the next claimant reconciles.
+        Reconciling(grant, _, cause) | ReconcilePausing(grant, _, cause) => {
+            doubt(grant, cause, AfterDoubt::ReleaseAtOnce)
         }
-        Doubting(permit, cause, AfterDoubt::Reconcile) => (
-            Doubting(permit, cause, AfterDoubt::ReleaseAtOnce),
+        Doubting(grant, cause, AfterDoubt::Reconcile) => (
+            Doubting(grant, cause, AfterDoubt::ReleaseAtOnce),
             Action::Wait,
         ),
 
-        // An answer is still to come.
+        // The store has not answered yet.
         Leaving(_)
         | Withdrawing(..)
         | Doubting(_, _, AfterDoubt::Release | AfterDoubt::ReleaseAtOnce | AfterDoubt::Reject)
@@ -667,44 +678,45 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
     }
 }
 
-/// A pause between a lease's end and the claim after it: both clocks count in milliseconds.
-const A_MOMENT: Duration = Duration::from_millis(2);
+/// Added to the remaining lease before a claim is repeated, because the clocks of the store and of
+/// this process count in milliseconds.
+const CLOCK_MARGIN: Duration = Duration::from_millis(2);
 
-fn granted(permit: Grant, history: History, policy: &Policy) -> (Stage, Action) {
-    if policy.gives_up_on(permit.attempts) {
-        return rejecting(permit, Reason::CrashesSpent, Effect::Nothing);
+fn granted(grant: Grant, history: History, policy: &Policy) -> (Stage, Action) {
+    if policy.too_many_crashes(grant.attempts) {
+        return rejecting(grant, Reason::CrashesSpent, Effect::Nothing);
     }
-    if permit.attempts.spent() > policy.attempts {
-        return rejecting(permit, Reason::AttemptsSpent, Effect::Nothing);
+    if grant.attempts.spent() > policy.attempts {
+        return rejecting(grant, Reason::AttemptsSpent, Effect::Nothing);
     }
-    // The delivery alone has failed too often: an operator may have freed the id since, for another
-    // copy.
-    if permit.spent() > policy.attempts {
-        return withdraw(permit, AfterWithdrawal::Reject);
+    // This delivery has failed too often, but the id has not: an operator may have freed it since,
+    // for another delivery.
+    if grant.spent() > policy.attempts {
+        return withdraw(grant, AfterWithdrawal::Reject);
     }
     if policy.guarantee == Guarantee::AtMostOnce
-        && permit.attempts.number == 1
+        && grant.attempts.number == 1
         && history.freshness == Freshness::TooOld
     {
-        return doubt(permit, DoubtCause::TooOld, AfterDoubt::Reconcile);
+        return doubt(grant, DoubtCause::TooOld, AfterDoubt::Reconcile);
     }
-    (Stage::Ready(permit), Action::Queue)
+    (Stage::Ready(grant), Action::Queue)
 }
 
-fn again(permit: Grant, tries: Tries, policy: &Policy) -> (Stage, Action) {
+fn retry_or_clear(grant: Grant, tries: Tries, policy: &Policy) -> (Stage, Action) {
     if tries.0 < policy.retries && policy.guarantee != Guarantee::Bare {
         return (
-            Stage::Pausing(permit, Tries(tries.0 + 1)),
+            Stage::Pausing(grant, Tries(tries.0 + 1)),
             Action::Wake(policy.pause(tries.0)),
         );
     }
-    if policy.spent(permit) {
-        return rejecting(permit, Reason::AttemptsSpent, Effect::Nothing);
+    if policy.spent(grant) {
+        return rejecting(grant, Reason::AttemptsSpent, Effect::Nothing);
     }
     clear(
-        permit.failed(),
+        grant.failed(),
         Effect::Nothing,
-        policy.pause(permit.failures.saturating_add(tries.0)),
+        policy.pause(grant.failures.saturating_add(tries.0)),
     )
 }
 
@@ -712,10 +724,10 @@ fn passes_through(policy: &Policy) -> bool {
     policy.outage == Outage::PassThrough && policy.guarantee == Guarantee::EffectivelyOnce
 }
 
-fn accept(by: By) -> (Stage, Action) {
+fn accept(kind: ProofKind) -> (Stage, Action) {
     (
         Stage::Settled,
-        Action::Settle(Settlement::Accept(Proof(by))),
+        Action::Settle(Settlement::Accept(Proof(kind))),
     )
 }
 
@@ -730,49 +742,46 @@ fn reject(reason: Reason) -> (Stage, Action) {
     (Stage::Settled, Action::Settle(Settlement::Reject(reason)))
 }
 
-fn clear(permit: Grant, effect: Effect, after: Duration) -> (Stage, Action) {
+fn clear(grant: Grant, effect: Effect, after: Duration) -> (Stage, Action) {
     (
-        Stage::Clearing(permit, effect, after),
+        Stage::Clearing(grant, effect, after),
         Action::Ask(Ask::Clear(effect)),
     )
 }
 
-fn withdraw(permit: Grant, then: AfterWithdrawal) -> (Stage, Action) {
-    (Stage::Withdrawing(permit, then), Action::Ask(Ask::Withdraw))
+fn withdraw(grant: Grant, then: AfterWithdrawal) -> (Stage, Action) {
+    (Stage::Withdrawing(grant, then), Action::Ask(Ask::Withdraw))
 }
 
-fn withdrawn(permit: Grant, then: AfterWithdrawal) -> (Stage, Action) {
+fn withdrawn(grant: Grant, then: AfterWithdrawal) -> (Stage, Action) {
     match then {
-        AfterWithdrawal::Release => release(Duration::ZERO, permit.failures),
-        // Its next claim has a token of its own: a withdrawal that arrives late must not match it.
+        AfterWithdrawal::Release => release(Duration::ZERO, grant.failures),
         AfterWithdrawal::Reject => reject(Reason::AttemptsSpent),
-        AfterWithdrawal::AwaitTurn => (Stage::New(permit.history()), Action::AwaitTurn),
+        // Its next claim has a new token: a delayed withdrawal must not match it.
+        AfterWithdrawal::AwaitTurn => (Stage::New(grant.history()), Action::AwaitTurn),
     }
 }
 
-fn rejecting(permit: Grant, reason: Reason, effect: Effect) -> (Stage, Action) {
+fn rejecting(grant: Grant, reason: Reason, effect: Effect) -> (Stage, Action) {
     (
-        Stage::Rejecting(permit, reason, effect),
+        Stage::Rejecting(grant, reason, effect),
         Action::Ask(Ask::Reject(effect)),
     )
 }
 
-fn doubt(permit: Grant, cause: DoubtCause, then: AfterDoubt) -> (Stage, Action) {
-    (
-        Stage::Doubting(permit, cause, then),
-        Action::Ask(Ask::Doubt),
-    )
+fn doubt(grant: Grant, cause: DoubtCause, then: AfterDoubt) -> (Stage, Action) {
+    (Stage::Doubting(grant, cause, then), Action::Ask(Ask::Doubt))
 }
 
-fn look_again(permit: Grant) -> (Stage, Action) {
+fn claim_again(grant: Grant) -> (Stage, Action) {
     (
-        Stage::Claiming(permit.history(), ClaimTries(0)),
-        Action::ClaimAnew,
+        Stage::Claiming(grant.history(), ClaimTries(0)),
+        Action::NewClaim,
     )
 }
 
 impl History {
-    fn permit(self, attempts: Attempts) -> Grant {
+    fn grant(self, attempts: Attempts) -> Grant {
         Grant {
             attempts,
             failures: self.failures,
@@ -781,26 +790,26 @@ impl History {
 }
 
 impl Grant {
-    /// Whether it may be this message that ends processes: two ended while they handled it. One
-    /// that ended says little of the many messages that it had in flight.
+    /// Whether this message may be the cause of crashes: two processes crashed while they handled
+    /// it. After a single crash, each message that was in flight may be the cause.
     pub fn runs_alone(self) -> bool {
         self.attempts.crashes >= 2
     }
 
-    /// How many attempts count towards the budget, this one among them.
+    /// How many attempts count towards `max_attempts`, including this one.
     fn spent(self) -> u32 {
         self.attempts.spent().max(self.failures.saturating_add(1))
     }
 
     fn history(self) -> History {
-        // It was judged for its age when it was granted.
+        // The age was checked when the claim was granted.
         History {
             failures: self.failures,
             freshness: Freshness::Fresh,
         }
     }
 
-    /// The same, with one more attempt that failed.
+    /// This grant, with one more failed attempt.
     fn failed(self) -> Self {
         Self {
             failures: self.failures.saturating_add(1),

@@ -1,8 +1,8 @@
-//! The store's side of the promise: what one key may become.
+//! The store's side of the guarantee: the transitions of the marker under one key.
 //!
-//! [`apply`] is the whole of it. The memory store is this function on a map; every other store is
-//! held against it by the laws of stores; the model checker explores it. It has no clock: the store
-//! says how old the marker is.
+//! [`apply`] decides all of them. The memory store is this function on a map; a test suite compares
+//! every other store with it; the model checker explores it. It has no clock: the store passes the
+//! age of the marker.
 
 use std::time::Duration;
 
@@ -10,7 +10,8 @@ use sha2::{Digest, Sha256};
 
 use crate::id::Key;
 
-/// What follows when it is unknown whether the handler's effect happened, as the user chose.
+/// The guarantee that the user chooses: what follows when it is unknown whether the effect of a
+/// handler happened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Default)]
 pub enum Guarantee {
     /// The handler never starts a second time for an id, unless it reported that nothing happened,
@@ -21,8 +22,8 @@ pub enum Guarantee {
     /// within the window.
     #[default]
     EffectivelyOnce,
-    /// `SET processed:<id> 1 EX <window> NX` before the handler, `DEL` after any failure, and
-    /// nothing more. Loses messages on a crash, on a duplicate of a message that then fails, and on
+    /// `SET processed:<id> 1 EX <window> NX` before the handler, `DEL` after any failure, for
+    /// comparison. Loses messages on a crash, on a duplicate of a message that then fails, and on
     /// a lost reply.
     Bare,
 }
@@ -49,9 +50,8 @@ impl Tokens {
             return token;
         }
         let mut bits = [0; 16 * 64];
-        // Without randomness no claim can be told from another: there is nothing safe to go on
-        // with.
-        getrandom::fill(&mut bits).expect("the operating system gives random bytes");
+        // Without unique tokens claims cannot be distinguished, so that no operation is safe.
+        getrandom::fill(&mut bits).expect("the operating system provides random bytes");
         let (tokens, _) = bits.as_chunks::<16>();
         self.0
             .extend(tokens.iter().map(|bits| Token(u128::from_le_bytes(*bits))));
@@ -66,8 +66,8 @@ impl std::fmt::Debug for Tokens {
     }
 }
 
-/// Tells the same id with another body. Below 10^18, so that a done marker stays an integer to
-/// Redis.
+/// A hash of a body, which detects that an id was used for another body. Below 10^18, so that a
+/// done marker is an integer in Redis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fingerprint(u64);
 
@@ -75,7 +75,7 @@ impl Fingerprint {
     /// One more than the largest fingerprint.
     pub const LIMIT: u64 = 1_000_000_000_000_000_000;
 
-    /// A fingerprint from a number, reduced below [`Fingerprint::LIMIT`].
+    /// A fingerprint from a number, modulo [`Fingerprint::LIMIT`].
     pub const fn new(number: u64) -> Self {
         Self(number % Self::LIMIT)
     }
@@ -99,27 +99,28 @@ impl Fingerprint {
 /// The record of a store under one key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Marker {
-    /// Never seen, cleared for retry, or forgotten.
+    /// No record: the id was never claimed, was cleared, or has expired.
     Absent,
-    /// Free to claim; the attempts are kept because an earlier run may not be over.
+    /// Free to claim. The attempts are kept because an earlier run may still have an effect.
     Cleared {
-        /// Up to the last that was granted.
+        /// The attempts up to the last grant.
         attempts: Attempts,
-        /// What they may have left behind. Claimed at most once, [`Effect::Unknown`] is in doubt.
+        /// What these attempts may have done. An at-most-once claim of [`Effect::Unknown`] is in
+        /// doubt.
         effect: Effect,
     },
     /// A claim is held.
     InProgress(Hold),
-    /// Nobody knows whether it happened.
+    /// It is unknown whether the effect happened.
     InDoubt(Hold, Doubt),
-    /// At most once only: dead-lettered, not to be run again until it is sent back.
+    /// At most once only: dead-lettered, and not run again until it is redriven.
     Rejected {
         /// The number of the last attempt.
         attempt: u32,
         /// The body that was rejected.
         fingerprint: Option<Fingerprint>,
     },
-    /// Handled. Without a fingerprint, any body matches.
+    /// Handled. Without a fingerprint, every body matches.
     Done(Option<Fingerprint>),
 }
 
@@ -128,19 +129,19 @@ pub enum Marker {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Attempts {
     /// The number of the last attempt, from 1: the fencing token that a handler passes to its sink.
-    /// Later attempts have higher numbers, also after a doubt and after an operator has freed the
-    /// id.
+    /// Later attempts have higher numbers, also after an unknown outcome and after an operator has
+    /// freed the id.
     pub number: u32,
-    /// How many attempts the budget does not count: a doubt, a crash and a grant that was withdrawn
-    /// add one each, and sending the id back excludes all so far.
+    /// How many attempts `max_attempts` does not count: an unknown outcome, a crash and a withdrawn
+    /// grant add one each, and a redrive excludes all earlier ones.
     pub base: u32,
-    /// How many holders let their lease end without an outcome since the id was last sent back:
-    /// their process crashed, or lost the store.
+    /// How many leases ended without a recorded outcome since the last redrive: the process crashed,
+    /// or lost its connection to the store.
     pub crashes: u32,
 }
 
 impl Attempts {
-    /// Up to the attempt with this number, all of which count.
+    /// The attempts up to this number, all counted.
     pub const fn new(number: u32) -> Self {
         Self {
             number,
@@ -149,7 +150,7 @@ impl Attempts {
         }
     }
 
-    /// Up to the attempt with this number, none of which counts: the whole budget is left.
+    /// The attempts up to this number, none counted: all of `max_attempts` are left.
     pub const fn all_forgiven(number: u32) -> Self {
         Self {
             number,
@@ -158,7 +159,7 @@ impl Attempts {
         }
     }
 
-    /// How many attempts count towards the budget.
+    /// How many attempts count towards `max_attempts`.
     pub const fn spent(self) -> u32 {
         self.number.saturating_sub(self.base)
     }
@@ -171,8 +172,8 @@ impl Attempts {
         }
     }
 
-    /// A higher fence for whoever finds out what happened. It is no run, so it spends nothing of
-    /// the budget.
+    /// A higher fencing token for the holder that reconciles. It is not a run, so it is not
+    /// counted.
     const fn doubted(self) -> Self {
         self.granted().forgiven()
     }
@@ -185,7 +186,7 @@ impl Attempts {
         }
     }
 
-    /// The last attempt spends nothing of the budget.
+    /// Excludes the last attempt from the count.
     const fn forgiven(self) -> Self {
         Self {
             base: self.base.saturating_add(1),
@@ -194,110 +195,111 @@ impl Attempts {
     }
 }
 
-/// Who holds a marker, and on which terms. A marker knows its own lease and horizon, so that
-/// readers with another configuration judge it by what its writer meant.
+/// The holder of a marker, and its terms. A marker contains its own lease and horizon, so that
+/// readers with another configuration apply those of its writer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Hold {
     /// The claim that holds it.
     pub token: Token,
-    /// Which attempt this is, and how many count.
+    /// The attempts, including this one.
     pub attempts: Attempts,
-    /// What the attempts before this one may have left behind.
+    /// What the attempts before this one may have done.
     pub earlier: Effect,
-    /// How long after its last write the marker belongs to its holder alone.
+    /// How long after its last write no other claim is granted.
     pub lease: Duration,
     /// How long after its last write the marker expires.
     pub horizon: Duration,
-    /// What the writer promised.
+    /// The guarantee of the writer.
     pub guarantee: Guarantee,
-    /// The body that it stands for.
+    /// The fingerprint of the body.
     pub fingerprint: Option<Fingerprint>,
 }
 
-/// Whether a holder reconciles a doubt.
+/// Whether a holder reconciles an unknown outcome.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Doubt {
-    /// Nobody does: it may be taken over.
+    /// No holder reconciles it: any claim takes it over.
     Waiting,
-    /// The holder, while its lease lives.
+    /// The holder reconciles it until its lease ends.
     Reconciling,
 }
 
-/// How old a marker is by the store's own clock.
+/// The age of a marker by the store's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Age {
-    /// This long since its last write.
+    /// The time since its last write.
     Of(Duration),
-    /// It has no expiry, or more than its horizon: it was not written by this protocol alone.
+    /// Unknown, because its expiry is absent or longer than its horizon: another program changed
+    /// it.
     Unknown,
 }
 
-/// One request to a store: atomic on its key, and safe to ask again after a lost reply.
+/// One request to a store: atomic on its key, and safe to repeat after a lost reply.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Operation {
-    /// The key that it is about.
+    /// The key.
     pub key: Key,
-    /// What is asked.
+    /// What to do.
     pub ask: Ask,
-    /// The claim that asks. "Mine" is this token and this attempt.
+    /// The token of the claim. A marker belongs to the operation if token and attempt are equal.
     pub token: Token,
-    /// The number of the attempt that was granted; 0 in a claim. In [`Ask::SendBack`] and
-    /// [`Ask::Forget`] the highest number of an attempt that the operator knows of, 0 if none:
-    /// every later attempt has a higher one.
+    /// The number of the granted attempt; 0 in a claim. In [`Ask::SendBack`] and [`Ask::Forget`] the
+    /// highest attempt number that the operator knows of, 0 if none: every later attempt has a
+    /// higher one.
     pub attempt: u32,
-    /// On which terms.
+    /// The terms of the claim.
     pub terms: Terms,
 }
 
-/// What an [`Operation`] asks.
+/// The kind of an [`Operation`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Ask {
-    /// May I handle this id now?
+    /// Claims the id.
     Claim,
     /// Renews the lease.
     Renew,
-    /// It happened.
+    /// Records that the effect happened.
     Complete,
-    /// It failed; free it for another attempt.
+    /// Records a failure, and frees the id for another attempt.
     Clear(Effect),
-    /// The handler was not started: free it, as if the attempt had not been granted.
+    /// The handler was not started: frees the id as if the attempt had not been granted.
     Withdraw,
-    /// It will never work, or has failed too often: keep it from running until it is sent back.
+    /// Records that the message is dead-lettered: in at most once the id does not run again until
+    /// it is redriven.
     Reject(Effect),
-    /// Nobody knows whether it happened.
+    /// Records that it is unknown whether the effect happened.
     Doubt,
-    /// It is known now.
+    /// Records what `reconcile` or an operator found out.
     Resolve(Finding),
-    /// An operator frees what was rejected, what failed too often, or what is in doubt: a
+    /// An operator redrives an id that was rejected, failed too often, or is in doubt: a
     /// compare-and-set, applied if the marker is still the one that was seen. The number of the
-    /// last attempt is kept and the whole budget is left. The next claim is granted; in at most
-    /// once it is in doubt if an earlier effect is unknown.
+    /// last attempt is kept, and all of `max_attempts` are left. The next claim is granted; in at
+    /// most once it is in doubt if an earlier effect is unknown.
     SendBack {
         /// The marker as the operator read it.
         seen: Marker,
-        /// [`Effect::Nothing`] says, on the operator's word, that nothing happened and nothing
-        /// still can. Otherwise an unknown effect stays unknown, and a marker in doubt is not
-        /// freed.
+        /// [`Effect::Nothing`]: the operator states that nothing happened and nothing still can.
+        /// Otherwise an unknown effect stays unknown, and a marker in doubt is not freed.
         effect: Effect,
     },
-    /// An operator frees what is done, to be handled again: a compare-and-set, applied if the
-    /// marker is still the one that was seen.
+    /// An operator frees a done id, to be handled again: a compare-and-set, applied if the marker
+    /// is still the one that was seen.
     Forget {
         /// The marker as the operator read it.
         seen: Marker,
     },
 }
 
-/// The number that is assumed of the last attempt where it is not recorded, as after
-/// [`Ask::Forget`]: a done marker does not hold it. No budget of attempts reaches it.
+/// The number that is assumed for the last attempt after [`Ask::Forget`], because a done marker does
+/// not contain it. Higher than any `max_attempts` in use.
 pub const UNKNOWN_ATTEMPT: u32 = 1_000_000;
 
-/// What one or more attempts may have left behind.
+/// What one or more attempts may have done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Effect {
     /// Nothing happened, and nothing still can.
     Nothing,
-    /// Something may have happened, or may still: the next attempt needs a higher number.
+    /// Something may have happened, or still can: the next attempt needs a higher number.
     Unknown,
 }
 
@@ -320,32 +322,28 @@ pub enum Finding {
     DidNotHappen,
 }
 
-/// The claimer's terms.
+/// The terms of a claim.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Terms {
-    /// What is promised.
+    /// The guarantee.
     pub guarantee: Guarantee,
-    /// How long a claim holds without renewal.
+    /// How long a claim is valid without renewal.
     pub lease: Duration,
     /// How long a done id is remembered.
     pub window: Duration,
-    /// The body, where bodies are compared.
+    /// The fingerprint of the body, if bodies are compared.
     pub fingerprint: Option<Fingerprint>,
 }
 
-/// Ten years: an unknown on Friday must not be a first delivery on Monday.
+/// How long an unresolved marker is kept in at most once: ten years. Its expiry would let the id
+/// run again although its outcome is unknown.
 pub const UNRESOLVED_AT_MOST_ONCE: Duration = Duration::from_secs(3650 * 24 * 3600);
 
 impl Terms {
     /// How long an unresolved marker is kept.
     pub fn horizon(&self) -> Duration {
         match self.guarantee {
-            Guarantee::AtMostOnce => {
-                crate::wrong_version!("unresolved-expires-with-the-window", {
-                    return self.window;
-                });
-                UNRESOLVED_AT_MOST_ONCE
-            }
+            Guarantee::AtMostOnce => UNRESOLVED_AT_MOST_ONCE,
             Guarantee::EffectivelyOnce | Guarantee::Bare => self.window,
         }
     }
@@ -354,48 +352,51 @@ impl Terms {
 /// A store's answer to one [`Operation`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Verdict {
-    /// The claim holds; this is the attempt.
+    /// The claim is granted, as this attempt.
     Granted(Attempts),
-    /// It is unknown whether it happened, and the claimant has to reconcile it. This is the
-    /// attempt.
+    /// The claim is granted to reconcile, as this attempt: it is unknown whether the effect
+    /// happened.
     InDoubt(Attempts),
-    /// Another claim holds it.
+    /// Another claim holds the id.
     Busy {
-        /// How long until that lease is over.
+        /// The time until the lease of that claim ends.
         remaining: Duration,
     },
-    /// It was handled before.
+    /// The id was handled before.
     Duplicate,
-    /// It was dead-lettered before, and is not to be run.
+    /// The id was dead-lettered before, and must not run.
     Rejected {
-        /// The number of its last attempt, which its dead letters carry as the fencing token.
+        /// The number of its last attempt, which dead letters carry as the fencing token.
         attempt: u32,
     },
     /// The same id was used for another body.
     Conflict,
-    /// Done as asked: renewed, cleared, rejected, doubted, resolved, sent back or forgotten.
+    /// The operation was applied: renewed, cleared, withdrawn, rejected, recorded as in doubt,
+    /// resolved, sent back or forgotten.
     Kept,
-    /// It is done now.
+    /// The id is recorded as done.
     Done {
-        /// The marker had gone in the meantime: the store forgot, or the window was too short.
+        /// Whether the marker was absent or cleared: the store lost data, or the window was too
+        /// short.
         marker_lost: bool,
     },
-    /// The marker is not the asker's any more. Drop the handler, do not accept, look again.
+    /// The marker does not belong to the claim any more. The claimant drops the handler, does not
+    /// accept, and claims again.
     Lost,
 }
 
-/// What a store has to do with a key. Every write restarts the expiry.
+/// How a store changes the value of a key. Every write restarts the expiry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Change {
-    /// Nothing: the marker and its expiry stay as they are.
+    /// Not at all: the marker and its expiry stay unchanged.
     Keep,
-    /// Write this marker, to expire after this long.
+    /// Write this marker with this time to live.
     Write(Marker, Duration),
     /// Delete the key.
     Delete,
 }
 
-/// What one key becomes, and the answer to the asker.
+/// The change of the marker under one key, and the verdict for the claimant.
 pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     use {Change::*, Marker::*};
     let Operation { ask, terms, .. } = operation;
@@ -417,28 +418,8 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
         )
     };
     let held = |marker, hold: Hold| Write(marker, hold.horizon);
-    // The first attempt, and nothing to remember once it did nothing.
+    // The first attempt: if it did nothing, no record is needed.
     let nothing_before = |hold: &Hold| hold.attempts.number == 1 && hold.earlier == Effect::Nothing;
-    crate::wrong_version!("clear-without-comparing", {
-        if let (Ask::Clear(_), InProgress(_)) = (ask, marker) {
-            return (Delete, Verdict::Kept);
-        }
-    });
-    crate::wrong_version!("resolve-compares-nothing", {
-        if let (Ask::Resolve(Finding::DidNotHappen), InProgress(hold) | InDoubt(hold, _)) =
-            (ask, marker)
-        {
-            return cleared(hold.attempts, Effect::Nothing);
-        }
-    });
-    crate::wrong_version!("complete-before-the-handler", {
-        if let (Ask::Claim, Absent) = (ask, marker) {
-            return (
-                Write(Done(None), terms.window),
-                Verdict::Granted(Attempts::new(1)),
-            );
-        }
-    });
     match (ask, marker) {
         (Ask::Claim, _) => claim(marker, age, operation),
 
@@ -447,13 +428,13 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
         }
 
         (Ask::Complete, InProgress(hold)) if mine(&hold) => done(false),
-        (Ask::Complete, InDoubt(..)) => done(false), // whoever's: only a holder completes, and knowing beats doubting
+        (Ask::Complete, InDoubt(..)) => done(false), // of any claim: only a holder completes, and a known outcome replaces an unknown one
         (Ask::Complete, Done(_)) => (Keep, Verdict::Done { marker_lost: false }),
         (Ask::Complete, Absent | Cleared { .. }) => done(true),
 
         (Ask::Clear(effect), InProgress(hold)) if mine(&hold) => match (effect, terms.guarantee) {
             (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Kept),
-            (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost), // never: what is unknown is doubted
+            (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost), // does not occur: an unknown outcome is recorded with `Doubt`
             _ => cleared(hold.attempts, hold.earlier.and(*effect)),
         },
         (Ask::Withdraw, InProgress(hold)) if mine(&hold) && nothing_before(&hold) => {
@@ -483,11 +464,11 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
             (held(InDoubt(hold, Doubt::Waiting), hold), Verdict::Kept)
         }
         (Ask::Doubt, Absent) => doubted(operation, Attempts::all_forgiven(operation.attempt)),
-        // Asked late, or again: somebody has found out since, or an operator has freed the id.
+        // Delayed or repeated: the outcome was determined since, or an operator has freed the id.
         (Ask::Doubt, Cleared { attempts, .. }) if operation.attempt <= attempts.base => {
             (Keep, Verdict::Lost)
         }
-        // The fence never steps back.
+        // The fencing token never decreases.
         (Ask::Doubt, Cleared { attempts, .. }) => doubted(
             operation,
             Attempts {
@@ -509,7 +490,7 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
     }
 }
 
-/// The rows of a claim.
+/// The transitions of a claim.
 fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     use {Change::*, Marker::*};
     let terms = &operation.terms;
@@ -549,7 +530,7 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     };
     match marker {
         Absent => grant(Attempts::new(0), Effect::Nothing),
-        // Unknown outlives the guarantee under which it arose.
+        // An unknown outcome stays unknown if the guarantee is changed.
         Cleared {
             attempts,
             effect: Effect::Unknown,
@@ -558,11 +539,11 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
         InProgress(hold) if hold.token == operation.token => {
             (Write(marker, hold.horizon), Verdict::Granted(hold.attempts))
         }
-        InProgress(hold) if !over(&hold, age) => busy(&hold), // with another body, too: the first may yet fail
-        InProgress(hold) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict), // the first may never come back
-        // A crash is weak evidence against a message: it is counted apart from the attempts that
-        // failed.
-        InProgress(hold) if strict(hold.guarantee, terms.guarantee) => {
+        InProgress(hold) if !lease_has_ended(&hold, age) => busy(&hold), // also with another body: the holder may still fail
+        InProgress(hold) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict), // the holder may never claim again
+        // A crash may have another cause than this message, so that it is counted separately from
+        // failed attempts.
+        InProgress(hold) if is_strict(hold.guarantee, terms.guarantee) => {
             take_doubt(hold.attempts.crashed().forgiven())
         }
         InProgress(hold) => grant(hold.attempts.crashed().forgiven(), Effect::Unknown),
@@ -570,7 +551,7 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
             (Write(marker, hold.horizon), Verdict::InDoubt(hold.attempts))
         }
         InDoubt(hold, _) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict),
-        InDoubt(hold, Doubt::Reconciling) if !over(&hold, age) => busy(&hold),
+        InDoubt(hold, Doubt::Reconciling) if !lease_has_ended(&hold, age) => busy(&hold),
         InDoubt(hold, Doubt::Reconciling) => take_doubt(hold.attempts.crashed()),
         InDoubt(hold, Doubt::Waiting) => take_doubt(hold.attempts),
         Rejected { fingerprint, .. } | Done(fingerprint) if other_body(fingerprint) => {
@@ -581,12 +562,12 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     }
 }
 
-/// The rows of an operator's operations.
+/// The transitions of an operator's operations.
 fn free(marker: Marker, age: Age, operation: &Operation, seen: Marker) -> (Change, Verdict) {
-    let runs = matches!(marker, Marker::InProgress(hold) if !over(&hold, age));
+    let runs = matches!(marker, Marker::InProgress(hold) if !lease_has_ended(&hold, age));
     match freed(operation) {
-        // Freed already, perhaps by this operation before its reply was lost; the expiry begins
-        // anew all the same.
+        // Already freed, perhaps by this operation before its reply was lost. The expiry restarts in
+        // any case.
         Some(freed) if marker == freed || (marker == seen && !runs) => {
             (Change::Write(freed, operation.terms.window), Verdict::Kept)
         }
@@ -594,9 +575,8 @@ fn free(marker: Marker, age: Age, operation: &Operation, seen: Marker) -> (Chang
     }
 }
 
-/// What [`Ask::SendBack`] or [`Ask::Forget`] makes of the marker that was seen: the fence is kept,
-/// nothing of the budget is spent. `None` of any other operation, and where the marker is none that
-/// it frees.
+/// The marker after [`Ask::SendBack`] or [`Ask::Forget`]: the attempt number is kept, and no attempt
+/// counts. `None` for any other operation, and for a marker that the operation does not free.
 pub fn freed(operation: &Operation) -> Option<Marker> {
     use Marker::*;
     let free = |number: u32, effect| {
@@ -609,21 +589,29 @@ pub fn freed(operation: &Operation) -> Option<Marker> {
             free(UNKNOWN_ATTEMPT, Effect::Nothing)
         }
         (Ask::Forget { seen: Done(_) }, _) => free(0, Effect::Nothing),
-        (Ask::SendBack { seen, effect: word }, claimer) => match seen {
-            Absent => free(0, word),
+        (
+            Ask::SendBack {
+                seen,
+                effect: stated,
+            },
+            claimer,
+        ) => match seen {
+            Absent => free(0, stated),
             Rejected { attempt, .. } => free(attempt, Effect::Nothing),
             Cleared {
                 attempts,
                 effect: Effect::Unknown,
-            } => free(attempts.number, word),
+            } => free(attempts.number, stated),
             Cleared {
                 attempts,
                 effect: Effect::Nothing,
             } => free(attempts.number, Effect::Nothing),
-            InDoubt(hold, _) if word == Effect::Nothing => free(hold.attempts.number, word),
-            // Its lease is over, and nobody has noticed yet that its holder is gone.
-            InProgress(hold) if word == Effect::Nothing || !strict(hold.guarantee, claimer) => {
-                free(hold.attempts.number, word)
+            InDoubt(hold, _) if stated == Effect::Nothing => free(hold.attempts.number, stated),
+            // Its lease has ended without an outcome, and no claim has met it since.
+            InProgress(hold)
+                if stated == Effect::Nothing || !is_strict(hold.guarantee, claimer) =>
+            {
+                free(hold.attempts.number, stated)
             }
             InDoubt(..) | InProgress(_) | Done(_) => None,
         },
@@ -632,11 +620,11 @@ pub fn freed(operation: &Operation) -> Option<Marker> {
 }
 
 /// Whether its lease has ended.
-fn over(hold: &Hold, age: Age) -> bool {
+fn lease_has_ended(hold: &Hold, age: Age) -> bool {
     matches!(age, Age::Of(age) if age > hold.lease)
 }
 
-/// The literal gate: a claim writes done, any failure deletes.
+/// The bare gate: a claim writes a done marker, any failure deletes it.
 fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
     match (operation.ask, marker) {
         (Ask::Claim, Marker::Absent) => (
@@ -646,12 +634,12 @@ fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
         (Ask::Claim, _) => (Change::Keep, Verdict::Duplicate),
         (Ask::Renew, _) => (Change::Keep, Verdict::Kept),
         (Ask::Complete, _) => (Change::Keep, Verdict::Done { marker_lost: false }),
-        // Whatever says that it did not happen.
+        // All operations after which the effect did not happen, or may not have.
         _ => (Change::Delete, Verdict::Kept),
     }
 }
 
-/// In doubt without having been in progress: no holder reconciles it yet.
+/// In doubt with a marker that was absent or cleared: no holder reconciles it yet.
 fn doubted(operation: &Operation, attempts: Attempts) -> (Change, Verdict) {
     let hold = own_hold(operation, attempts, Effect::Unknown);
     (
@@ -678,8 +666,8 @@ fn own_hold(operation: &Operation, attempts: Attempts, earlier: Effect) -> Hold 
     }
 }
 
-/// Where the record's guarantee and the claimer's differ, the stricter decides.
-fn strict(record: Guarantee, claimer: Guarantee) -> bool {
+/// Whether the marker or the claim is at most once. If they differ, the stricter applies.
+fn is_strict(record: Guarantee, claimer: Guarantee) -> bool {
     record == Guarantee::AtMostOnce || claimer == Guarantee::AtMostOnce
 }
 

@@ -4,6 +4,7 @@ use metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
 
 /// The description of a metric.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Metric {
     /// Its name, by Prometheus's conventions.
     pub name: &'static str,
@@ -109,51 +110,51 @@ pub const METRICS: &[Metric] = &[
     Metric::counter(
         crate::outcome::DELIVERIES,
         &["outcome"],
-        "What the gate said of deliveries, and what became of them",
+        "Verdicts of the gate for deliveries, and how these were settled",
     ),
     Metric::histogram(
         CLAIM_SECONDS,
-        "From asking the store for a claim until its answer",
+        "From sending a claim to the store until its answer",
     ),
     Metric::histogram(
         HANDLE_SECONDS,
-        "How long a run of the handler or of reconcile took, one that was cancelled left out",
+        "Duration of one run of the handler or of reconcile, without cancelled runs",
     ),
     Metric::histogram(
         COMPLETE_SECONDS,
-        "From asking the store to record that an id is done until its answer",
+        "From asking the store to record an id as done until its answer",
     ),
     Metric::histogram(
         LEASE_AGE_SECONDS,
-        "How long ago the claim was sent when the store recorded that the id is done",
+        "From sending the claim until the store recorded the id as done",
     ),
     Metric::histogram(
         DELIVERY_SECONDS,
-        "From the hand-over of a delivery until it is settled, pauses and waiting in order included",
+        "From the receipt of a delivery until it is settled, including backoff and time in a queue",
     ),
     Metric::gauge(
         IN_FLIGHT,
         &[],
-        "Deliveries that are claimed, handled or on their way out",
+        "Deliveries that are being claimed, handled or recorded",
     ),
     Metric::gauge(
         WAITING,
         &[],
-        "Deliveries that wait behind another of their key or partition, or rest after an attempt that failed",
+        "Deliveries queued behind another of their key or partition, or backing off after a failed attempt",
     ),
     Metric::gauge(
         PARKED,
         &[],
-        "Deliveries whose id is held elsewhere, or whose store is away",
+        "Deliveries whose claim is repeated later: another consumer holds the id, or the store is unavailable",
     ),
     Metric::gauge(
         STORE_AWAY,
         &[],
-        "Consumers whose store does not answer: they take nothing in",
+        "Consumers whose store is unavailable; they receive no messages",
     ),
     Metric::counter(
         SHADOW,
         &["would"],
-        "What the gate would have done with messages that went through a Shadow",
+        "What the gate would have done with the messages that a Shadow passed through",
     ),
 ];

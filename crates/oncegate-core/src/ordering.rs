@@ -18,7 +18,7 @@ pub(crate) struct OrderingQueues {
     queues: HashMap<OrderingKey, VecDeque<Slot>>,
 }
 
-/// The hash of an ordering key. Keys with the same hash wait for each other, which is harmless.
+/// The hash of an ordering key. Keys with the same hash wait for each other; order is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct OrderingKey(u64);
 

@@ -81,9 +81,6 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         let finished = match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
             BoundedEnd::Over(finished) => finished,
             BoundedEnd::Panicked(said) => {
-                crate::wrong_version!("panic-is-a-failure", {
-                    return RunResult::returned(Outcome::Retry, Some(said));
-                });
                 RunResult::returned(Outcome::Unknown(DoubtCause::Panicked), Some(said))
             }
             BoundedEnd::TimedOut => RunResult::returned(
@@ -92,7 +89,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
             ),
             BoundedEnd::LeaseOver => RunResult {
                 event: Event::LeaseOver,
-                error: Some("the lease was over".into()),
+                error: Some("the lease has ended".into()),
             },
         };
         span.record("outcome", tracing::field::debug(&finished.event));
@@ -137,7 +134,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
             BoundedEnd::LeaseOver => {
                 return RunResult {
                     event: Event::LeaseOver,
-                    error: Some("the lease was over".into()),
+                    error: Some("the lease has ended".into()),
                 };
             }
         };

@@ -15,6 +15,7 @@ use crate::status::ConsumerStatus;
 
 /// Whether a message with a known id and a different body is a conflict.
 #[derive(Clone, Default)]
+#[non_exhaustive]
 pub enum Fingerprints {
     /// Compares the body in at most once, and nothing otherwise.
     #[default]
@@ -51,6 +52,7 @@ impl std::fmt::Debug for Fingerprints {
 
 /// Where handlers run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Execution {
     /// Each in its own tokio task, on all cores.
     #[default]
@@ -109,21 +111,21 @@ impl Default for Settings {
             id: None,
             scope: Scope::none(),
             fingerprints: Fingerprints::default(),
-            dedup_window: defaults::WINDOW,
+            dedup_window: defaults::DEDUP_WINDOW,
             lease: defaults::LEASE,
             shortest_lease: None,
-            max_attempts: defaults::ATTEMPTS,
+            max_attempts: defaults::MAX_ATTEMPTS,
             max_crashes: defaults::MAX_CRASHES,
-            max_inline_retries: defaults::RETRIES,
+            max_inline_retries: defaults::MAX_INLINE_RETRIES,
             backoff: defaults::BACKOFF,
             longest_backoff: defaults::LONGEST_BACKOFF,
-            max_reconciles: defaults::RECONCILES,
+            max_reconciles: defaults::MAX_RECONCILES,
             handler_timeout: defaults::HANDLER_TIMEOUT,
-            max_in_flight: defaults::IN_FLIGHT,
-            max_in_flight_bytes: defaults::IN_FLIGHT_BYTES,
-            max_queued: defaults::WAITING,
-            max_queued_bytes: defaults::WAITING_BYTES,
-            drain_timeout: defaults::DRAIN,
+            max_in_flight: defaults::MAX_IN_FLIGHT,
+            max_in_flight_bytes: defaults::MAX_IN_FLIGHT_BYTES,
+            max_queued: defaults::MAX_QUEUED,
+            max_queued_bytes: defaults::MAX_QUEUED_BYTES,
+            drain_timeout: defaults::DRAIN_TIMEOUT,
             max_age: None,
             order: None,
             execution: Execution::default(),
@@ -317,15 +319,17 @@ impl Settings {
             crashes: self.max_crashes,
             retries: self.max_inline_retries,
             reconciles: self.max_reconciles,
-            parks: 0,
+            claim_retries: 0,
             backoff: self.backoff,
             longest_backoff: self.longest_backoff,
             outage: self.outage,
         };
         let mut waited = Duration::ZERO;
-        while waited < self.lease * 2 && policy.parks < 1000 {
-            waited += policy.pause(policy.parks).max(Duration::from_millis(1));
-            policy.parks += 1;
+        while waited < self.lease * 2 && policy.claim_retries < 1000 {
+            waited += policy
+                .pause(policy.claim_retries)
+                .max(Duration::from_millis(1));
+            policy.claim_retries += 1;
         }
         policy
     }
@@ -336,7 +340,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_delivery_stays_open_for_two_leases_and_every_run_in_place() {
+    fn longest_open_is_two_leases_and_all_inline_retries() {
         let settings = Settings::default();
         assert_eq!(
             settings.longest_open(),
@@ -349,7 +353,7 @@ mod tests {
         assert_eq!(
             once.longest_open(),
             Duration::from_secs(2 * 30 + 310),
-            "bare runs it again only when it is delivered again"
+            "the bare gate has no inline retries"
         );
         let endless = Settings {
             max_inline_retries: u32::MAX,

@@ -107,8 +107,8 @@ impl ShadowOutcome {
     fn description(self) -> &'static str {
         match self {
             Self::Accept => "handled before, handled again",
-            Self::Wait => "handled while another run of the same id was not over",
-            Self::Doubt => "handled though nobody knows whether an earlier run had its effect",
+            Self::Wait => "handled while another run of the same id was in progress",
+            Self::Doubt => "handled though the outcome of an earlier run is unknown",
             Self::Conflict => "handled though the id was used for another body",
             Self::Reject => "handled though it was dead-lettered before",
             Self::Pause => "handled though the store did not answer",

@@ -54,82 +54,75 @@ pub trait Source: Send {
         None
     }
 
-    /// The default order of this source.
-    fn default_order(&self) -> Order {
-        Order::Unordered
+    /// How the consumer passes this source's deliveries on.
+    fn properties(&self) -> SourceProperties {
+        SourceProperties::default()
     }
+}
 
-    /// The maximum number of deliveries in one batch to the store. AMQP: a quarter of the prefetch.
-    fn chunk(&self) -> usize {
-        256
-    }
+/// How the consumer passes the deliveries of a source on, from [`Source::properties`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SourceProperties {
+    /// The order, unless the user sets one. Default: [`Order::Unordered`]. Kafka: by key.
+    pub default_order: Order,
+    /// The maximum number of deliveries in one batch to the store, at least 1. Default: 256. AMQP: a
+    /// quarter of the prefetch.
+    pub max_store_batch: usize,
+    /// Whether batches to a slow store may overlap. Default: no. Kafka: yes.
+    pub overlapping_batches: bool,
+}
 
-    /// Whether batches to a slow store may overlap. Kafka: yes; AMQP: no.
-    fn overlap(&self) -> bool {
-        false
+impl Default for SourceProperties {
+    fn default() -> Self {
+        Self {
+            default_order: Order::Unordered,
+            max_store_batch: 256,
+            overlapping_batches: false,
+        }
     }
 }
 
 /// The description of a source, which the consumer connects: what a user passes to the builder.
+/// Settings are checked when it connects.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a source of messages",
     label = "this is no source",
-    note = "hand over one of `Kafka::topic(…)`, `RabbitMq::queue(…)` and `MemoryBroker::source()`; the first two need the features `kafka` and `rabbitmq`",
+    note = "pass one of `Kafka::topic(…)`, `RabbitMq::queue(…)` and `MemoryBroker::source()`; the first two need the features `kafka` and `rabbitmq`",
     note = "`()` says that the consumer was given no source: call `.source(…)`"
 )]
 #[async_trait]
-pub trait Open: Send {
-    /// The source that it opens.
+pub trait Connect: Send + 'static {
+    /// The source to which it connects.
     type Source: Source + 'static;
-
-    /// Sets `max_in_flight` of the consumer, before [`open`](Self::open). Messages that a source
-    /// prefetches beyond it only wait, perhaps longer than its broker allows.
-    fn for_in_flight(self, count: usize) -> Self
-    where
-        Self: Sized,
-    {
-        let _ = count;
-        self
-    }
-
-    /// Sets the dedup window of the consumer, before [`open`](Self::open). A message that is
-    /// redelivered after it is handled again; a source that can detect such a setup logs it.
-    fn for_window(self, window: Duration) -> Self
-    where
-        Self: Sized,
-    {
-        let _ = window;
-        self
-    }
-
-    /// Sets the order that the user chose, if any, before [`open`](Self::open). With an order, a
-    /// source must not move released messages out of their place.
-    fn for_order(self, order: Order) -> Self
-    where
-        Self: Sized,
-    {
-        let _ = order;
-        self
-    }
-
-    /// Sets how long a delivery may stay unsettled, [`Builder::longest_open`], before
-    /// [`open`](Self::open). A source whose broker has a lower limit logs it.
-    ///
-    /// [`Builder::longest_open`]: crate::Builder::longest_open
-    fn for_longest_open(self, open: Duration) -> Self
-    where
-        Self: Sized,
-    {
-        let _ = open;
-        self
-    }
 
     /// Checks the settings and connects.
     ///
     /// # Errors
     /// What an operator has to change. While the broker is unavailable it retries and logs a
     /// warning.
-    async fn open(self) -> Result<Self::Source, SourceError>;
+    async fn connect(self, options: ConnectOptions) -> Result<Self::Source, SourceError>;
+}
+
+/// The consumer's settings that concern its source, for [`Connect::connect`]. A field is `None` where
+/// no consumer has set it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ConnectOptions {
+    /// `max_in_flight` of the consumer. Messages that a source prefetches beyond it wait, perhaps
+    /// longer than its broker allows.
+    pub max_in_flight: Option<usize>,
+    /// The dedup window. A message that is redelivered after it is handled again; a source that can
+    /// detect such a setup logs it.
+    pub dedup_window: Option<Duration>,
+    /// The order that the user chose. With an order, a source must not move released messages out
+    /// of their place.
+    pub order: Option<Order>,
+    /// How long a delivery may stay unsettled, [`Builder::longest_open`]. A source whose broker has
+    /// a lower limit logs it.
+    ///
+    /// [`Builder::longest_open`]: crate::Builder::longest_open
+    pub longest_open: Option<Duration>,
 }
 
 /// The maximum that [`Source::receive`] may append.
@@ -226,6 +219,7 @@ pub enum Order {
 
 /// A permanent error of a source.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum SourceError {
     /// A setting is wrong.
     #[error("{setting}: {problem}; {remedy}")]

@@ -113,8 +113,8 @@ fn partition_and_offset(message: &Message) -> (Option<i32>, Option<i64>) {
 }
 
 /// The `traceparent` of a message; `None` where it is none by W3C's rules: version, trace, span and
-/// flags in lower-case hex, neither trace nor span all zero. A version that is not known yet may
-/// have more behind it.
+/// flags in lower-case hex, neither trace nor span all zero. A later
+/// version may append more fields.
 fn traceparent(message: &Message) -> Option<&str> {
     let text = std::str::from_utf8(message.headers.last(TRACEPARENT)?).ok()?;
     let is_hex = |part: &str, length| {
@@ -134,15 +134,15 @@ fn traceparent(message: &Message) -> Option<&str> {
         && is_id(span, 16)
         && is_hex(flags, 2)
         && ends;
-    // Of what a later version adds, nothing is known, nor how long it is.
+    // The fields that a later version appends may have any length.
     is_one.then(|| &text[..55])
 }
 
 #[cfg(not(feature = "opentelemetry"))]
 fn join_trace(_: &Span, _: &Message, _: TraceLink) {}
 
-/// Puts a span into the trace of its message's sender, or links it; nothing where no OpenTelemetry
-/// layer listens.
+/// Puts a span into the trace of its message's sender, or links it; no effect without an
+/// OpenTelemetry layer.
 #[cfg(feature = "opentelemetry")]
 fn join_trace(span: &Span, message: &Message, link: TraceLink) {
     use opentelemetry::trace::{

@@ -18,7 +18,7 @@ use crate::marker::{Guarantee, Marker, Operation, Verdict};
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is not a store",
     label = "this is no store",
-    note = "hand over one of `Redis::at(…)`, `Sqlite::file(…)` and `MemoryStore::new()`; the first two need the features `redis` and `sqlite`",
+    note = "pass one of `Redis::at(…)`, `Sqlite::file(…)` and `MemoryStore::new()`; the first two need the features `redis` and `sqlite`",
     note = "`()` says that no store was given: call `.store(…)`"
 )]
 #[async_trait]
@@ -84,12 +84,13 @@ pub enum Persistence {
 
 /// Why a store has no verdict for an operation.
 #[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
 pub enum StoreError {
     /// The operation was not applied: retry later.
-    #[error("the store changed nothing, and asking again is safe: {0}")]
+    #[error("the store did not apply the operation; a retry is safe: {0}")]
     NotApplied(#[source] BoxError),
     /// The operation may have been applied: retry with the same token.
-    #[error("no answer from the store, which may have made the change; asking again is safe: {0}")]
+    #[error("no answer from the store, which may have applied the operation; a retry is safe: {0}")]
     Unknown(#[source] BoxError),
     /// The record under this key is not a marker that this release can read. Only this id is
     /// affected, and nothing was changed.

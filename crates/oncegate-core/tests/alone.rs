@@ -1,6 +1,6 @@
-//! Messages that may end processes, over thousands of interleavings of crashes, drains and
-//! revocations: none is lost, none waits for ever, and only the one that ends processes is blamed
-//! for it.
+//! Messages that crash their process, in thousands of interleavings of crashes, drains and
+//! revocations: no message is lost or waits for ever, and only the one that crashes processes is
+//! dead-lettered for it.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,21 +9,23 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
-use oncegate_core::source::{Incoming, Limit, Open, Settled, Source, SourceError};
+use oncegate_core::source::{
+    Connect, ConnectOptions, Incoming, Limit, Settled, Source, SourceError,
+};
 use oncegate_core::*;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 const RUNS: u64 = 3_000;
-/// Runs that go on at the same time; they wait most of the time.
+/// How many runs are concurrent; they wait most of the time.
 const AT_ONCE: usize = 48;
-/// Ends, drains and revocations that nobody's handler is the cause of, at the most.
+/// The maximum number of crashes, drains and revocations that no handler causes.
 const FAULTS: u64 = 3;
-/// Two crashes say little of a message, which then runs alone; each fault may be one more.
+/// From two crashes on a message runs alone; each fault may add one more.
 const MAX_CRASHES: u32 = 2 + FAULTS as u32;
 const BODY: &str = "ends its process";
 
-/// A generator of small numbers: the same for the same seed.
+/// A pseudo-random generator (xorshift): the same numbers for the same seed.
 struct Random(u64);
 
 impl Random {
@@ -35,7 +37,8 @@ impl Random {
     }
 }
 
-/// What one run of several processes shares: a broker, the markers, and which processes have ended.
+/// The state that the processes of one run share: a broker, the markers, and which processes have
+/// ended.
 struct World {
     broker: MemoryBroker,
     markers: Mutex<HashMap<Key, (Marker, u32)>>,
@@ -48,14 +51,14 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The store of one process: a lease is over once its holder's process has ended, and not before.
-struct StoreOf {
+/// The store of one process. A lease ends when its holder's process ends.
+struct ProcessStore {
     world: Arc<World>,
     life: u32,
 }
 
 #[async_trait]
-impl Store for StoreOf {
+impl Store for ProcessStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         tokio::task::yield_now().await;
         let (mut markers, ended) = (lock(&self.world.markers), lock(&self.world.ended));
@@ -92,10 +95,10 @@ struct Revocable {
 }
 
 #[async_trait]
-impl Open for Revocable {
+impl Connect for Revocable {
     type Source = Self;
 
-    async fn open(self) -> Result<Self, SourceError> {
+    async fn connect(self, _: ConnectOptions) -> Result<Self, SourceError> {
         Ok(self)
     }
 }
@@ -133,9 +136,9 @@ impl Source for Revocable {
     }
 }
 
-/// How a process is ended from outside or within, told to stop, or loses what it was assigned.
+/// Triggers of a crash, a stop and a revocation of one process.
 #[derive(Clone, Default)]
-struct Levers {
+struct Triggers {
     kill: Arc<Notify>,
     stop: Arc<Notify>,
     revoke: Arc<Notify>,
@@ -143,22 +146,21 @@ struct Levers {
 
 struct Work {
     world: Arc<World>,
-    levers: Levers,
+    triggers: Triggers,
     takes: Duration,
     fails: AtomicU32,
 }
 
-#[async_trait]
 impl Handler for Work {
     type Payload = Raw;
 
     async fn handle(&self, payload: Raw, cx: &Context) -> Result<(), Failure> {
-        // Whoever runs again in place may end its process then.
+        // An inline retry, too, may crash the process.
         if self.fails.fetch_add(1, Ordering::Relaxed).is_multiple_of(3) {
             return Err("not yet").retry();
         }
         if payload.0 == BODY.as_bytes() {
-            self.levers.kill.notify_one();
+            self.triggers.kill.notify_one();
             std::future::pending::<()>().await;
         }
         tokio::time::sleep(self.takes).await;
@@ -167,10 +169,10 @@ impl Handler for Work {
     }
 }
 
-/// One process after the other, until it is over.
+/// Runs one process after the other, until everything is settled.
 async fn processes(
     world: Arc<World>,
-    levers: Levers,
+    triggers: Triggers,
     in_flight: usize,
     order: Order,
     takes: Duration,
@@ -184,17 +186,17 @@ async fn processes(
         let source = Revocable {
             source: world.broker.source(),
             epoch: 0,
-            revoke: levers.revoke.clone(),
+            revoke: triggers.revoke.clone(),
         };
         let handler = Work {
             world: world.clone(),
-            levers: levers.clone(),
+            triggers: triggers.clone(),
             takes,
             fails: AtomicU32::new(life),
         };
         let consumer = Consumer::builder()
             .source(source)
-            .store(StoreOf {
+            .store(ProcessStore {
                 world: world.clone(),
                 life,
             })
@@ -208,10 +210,10 @@ async fn processes(
             .max_crashes(MAX_CRASHES)
             .max_attempts(100)
             .backoff(Duration::from_millis(1), Duration::from_millis(2));
-        let stop = levers.stop.clone();
+        let stop = triggers.stop.clone();
         tokio::select! {
             ended = consumer.run_until(async move { stop.notified().await }) => ended.expect("a clean end"),
-            () = levers.kill.notified() => {}
+            () = triggers.kill.notified() => {}
         }
         lock(&world.ended).insert(life);
     }
@@ -245,12 +247,12 @@ async fn run(seed: u64) {
         1 + random.below(8) as usize,
         Duration::from_millis(random.below(4)),
     );
-    let levers: Vec<Levers> = (0..=random.below(2)).map(|_| Levers::default()).collect();
+    let triggers: Vec<Triggers> = (0..=random.below(2)).map(|_| Triggers::default()).collect();
     let mut tasks = JoinSet::new();
-    for levers in &levers {
+    for triggers in &triggers {
         tasks.spawn(processes(
             world.clone(),
-            levers.clone(),
+            triggers.clone(),
             in_flight,
             order,
             takes,
@@ -259,12 +261,19 @@ async fn run(seed: u64) {
     let faults = async {
         for _ in 0..FAULTS {
             tokio::time::sleep(Duration::from_micros(random.below(9_000))).await;
-            let levers = &levers[random.below(levers.len() as u64) as usize];
-            [&levers.kill, &levers.stop, &levers.revoke][random.below(3) as usize].notify_one();
+            let triggers = &triggers[random.below(triggers.len() as u64) as usize];
+            [&triggers.kill, &triggers.stop, &triggers.revoke][random.below(3) as usize]
+                .notify_one();
         }
     };
     let all = async { tokio::join!(faults, world.broker.drained()) };
-    let settled = tokio::time::timeout(Duration::from_secs(60), all).await;
+    let settled = tokio::time::timeout(Duration::from_secs(60), async {
+        tokio::select! {
+            _ = all => {}
+            Some(ended) = tasks.join_next() => panic!("seed {seed}: a process ended: {ended:?}"),
+        }
+    })
+    .await;
     assert!(
         settled.is_ok(),
         "seed {seed}: {} messages are not settled",
@@ -291,7 +300,7 @@ fn text(message: &Message) -> String {
 }
 
 #[test]
-fn only_the_message_that_ends_processes_is_blamed_and_no_other_is_lost() {
+fn only_the_message_that_crashes_processes_is_dead_lettered_and_no_other_is_lost() {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -302,28 +311,27 @@ fn only_the_message_that_ends_processes_is_blamed_and_no_other_is_lost() {
         Err(_) => 0..RUNS,
     };
     runtime.block_on(async {
-        let mut going = JoinSet::new();
+        let mut running = JoinSet::new();
         for seed in runs {
-            if going.len() >= AT_ONCE {
-                going
+            if running.len() >= AT_ONCE {
+                running
                     .join_next()
                     .await
                     .expect("one of them")
                     .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
             }
-            going.spawn(run(seed));
+            running.spawn(run(seed));
         }
-        while let Some(over) = going.join_next().await {
+        while let Some(over) = running.join_next().await {
             over.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
         }
     });
 }
 
-/// Publishes another message while it runs, and looks whether that one is claimed before it is
-/// over.
+/// Publishes another message while it runs, and checks that the other one is not claimed before
+/// this run ends.
 struct Alone(Arc<World>);
 
-#[async_trait]
 impl Handler for Alone {
     type Payload = Raw;
 
@@ -335,7 +343,7 @@ impl Handler for Alone {
             while self.0.broker.delivered() < 2 {
                 tokio::task::yield_now().await;
             }
-            // The consumer is on the same thread: by then it would have asked.
+            // The consumer is on the same thread: by then it would have sent a claim.
             for _ in 0..100 {
                 tokio::task::yield_now().await;
             }
@@ -380,7 +388,7 @@ async fn nothing_else_is_claimed_while_a_message_runs_alone() {
         .publish(Message::new("works").with_header("id", "suspect"));
     let consumer = Consumer::builder()
         .source(world.broker.source())
-        .store(StoreOf {
+        .store(ProcessStore {
             world: world.clone(),
             life: 1,
         });

@@ -9,7 +9,7 @@ use oncegate_core::marker::{Ask, Marker, Operation, Terms, Token, Verdict};
 use oncegate_core::*;
 use tokio::sync::{Notify, oneshot};
 
-/// A handler that does what the body says, and counts.
+/// A handler that behaves as the body says, and counts its runs.
 #[derive(Clone, Default)]
 struct Scripted {
     runs: Arc<Mutex<Vec<(String, u32)>>>,
@@ -17,7 +17,6 @@ struct Scripted {
     found: Arc<Mutex<Option<Reconciled>>>,
 }
 
-#[async_trait]
 impl Handler for Scripted {
     type Payload = String;
 
@@ -134,7 +133,7 @@ async fn duplicates_are_handled_once_in_order_and_at_the_same_time() {
 }
 
 #[tokio::test]
-async fn handlers_in_place_give_the_same_result() {
+async fn inline_handlers_give_the_same_result() {
     let world = World::new();
     for id in 0..500 {
         world.publish(
@@ -154,7 +153,7 @@ async fn handlers_in_place_give_the_same_result() {
 }
 
 #[tokio::test]
-async fn a_failure_that_did_nothing_runs_again_and_is_then_dead_lettered() {
+async fn a_failure_without_an_effect_is_retried_and_then_dead_lettered() {
     let world = World::new();
     world.publish("a", "retry once");
     world.publish("b", "always retry");
@@ -173,7 +172,7 @@ async fn a_failure_that_did_nothing_runs_again_and_is_then_dead_lettered() {
 }
 
 #[tokio::test]
-async fn what_cannot_be_read_or_has_no_id_goes_to_the_dead_letters_and_the_rest_goes_on() {
+async fn messages_without_a_usable_id_or_payload_are_dead_lettered_and_others_are_handled() {
     let world = World::new();
     world
         .broker
@@ -230,7 +229,7 @@ async fn the_same_id_with_another_body_is_a_conflict_at_most_once() {
 }
 
 #[tokio::test]
-async fn a_panic_is_unknown_never_run_again_on_a_guess_at_most_once() {
+async fn a_panic_is_in_doubt_and_not_run_again_with_at_most_once() {
     let world = World::new();
     world.publish("a", "panic once");
     world.drain(Guarantee::AtMostOnce).await;
@@ -240,7 +239,7 @@ async fn a_panic_is_unknown_never_run_again_on_a_guess_at_most_once() {
 }
 
 #[tokio::test]
-async fn a_panic_runs_again_with_a_higher_fence_effectively_once() {
+async fn a_panic_runs_again_with_a_higher_attempt_number_with_effectively_once() {
     let world = World::new();
     world.publish("a", "panic once");
     world.drain(Guarantee::EffectivelyOnce).await;
@@ -262,7 +261,7 @@ async fn reconcile_that_finds_the_effect_accepts_without_a_run() {
 }
 
 #[tokio::test]
-async fn reconcile_that_finds_nothing_lets_it_run_again_with_a_higher_fence() {
+async fn after_reconcile_finds_no_effect_it_runs_again_with_a_higher_attempt_number() {
     let world = World::new();
     *world.handler.found.lock().expect("no panic inside") = Some(Reconciled::DidNotHappen);
     world.publish("a", "doubt once");
@@ -275,7 +274,7 @@ async fn reconcile_that_finds_nothing_lets_it_run_again_with_a_higher_fence() {
 }
 
 #[tokio::test]
-async fn a_handler_without_end_is_in_doubt_at_its_timeout() {
+async fn a_handler_that_does_not_return_is_in_doubt_at_its_timeout() {
     let world = World::new();
     world.publish("a", "hang");
     world.drain(Guarantee::AtMostOnce).await;
@@ -283,8 +282,7 @@ async fn a_handler_without_end_is_in_doubt_at_its_timeout() {
 }
 
 #[tokio::test]
-async fn a_consumer_that_dies_in_a_handler_leaves_a_doubt_at_most_once_and_a_second_run_otherwise()
-{
+async fn after_a_crash_in_a_handler_at_most_once_is_in_doubt_and_others_run_again() {
     for (guarantee, runs, in_doubt) in [
         (Guarantee::AtMostOnce, 1, 1),
         (Guarantee::EffectivelyOnce, 2, 0),
@@ -309,15 +307,15 @@ async fn a_consumer_that_dies_in_a_handler_leaves_a_doubt_at_most_once_and_a_sec
             1
         } else {
             0
-        }; // bare loses it: that is its hole
+        }; // the bare gate loses the message
         assert_eq!(world.effects(), expected, "{guarantee:?}");
     }
 }
 
-/// Consumers of two releases on one queue: what one of them crashed on is judged by the lease and
-/// the guarantee that it was claimed with, whatever those of the other are.
+/// Two consumers with different settings on one queue: a marker of the first one that crashed keeps
+/// its lease and its guarantee, whatever the settings of the other.
 #[tokio::test]
-async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
+async fn a_change_of_settings_while_consumers_run_keeps_the_guarantee() {
     use Guarantee::{AtMostOnce, EffectivelyOnce};
     let (short, long) = (Duration::from_millis(400), Duration::from_secs(60));
     for (old, old_lease, new, new_lease) in [
@@ -348,7 +346,7 @@ async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
             if old_lease == short {
                 settled.drained().await;
             } else {
-                // The new consumer's lease is short, the record's is not.
+                // The lease of the new consumer is short, that of the marker is not.
                 tokio::time::sleep(2 * short).await;
                 let runs = runs
                     .lock()
@@ -379,11 +377,11 @@ async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
         if old_lease == short {
             assert!(
                 started.elapsed() < Duration::from_secs(20),
-                "{case}: the lease of the record decides"
+                "{case}: the lease of the marker applies"
             );
             let strict = old == AtMostOnce || new == AtMostOnce;
-            // Whichever consumer takes it over: with the stricter guarantee on either side it is
-            // not run on a guess.
+            // If either guarantee is at most once, the message is not run again without
+            // `reconcile`.
             let in_doubt = world.broker.in_doubt().len();
             let again = world
                 .handler
@@ -397,7 +395,7 @@ async fn a_change_of_terms_while_consumers_run_keeps_the_promise() {
             assert_eq!(in_doubt + again, 1, "{case}");
             assert!(
                 !(old == AtMostOnce && again > 0),
-                "{case}: the record says at most once"
+                "{case}: the marker is at most once"
             );
             assert!(strict || again == 1, "{case}");
         }
@@ -436,7 +434,7 @@ async fn a_lease_is_renewed_while_its_handler_runs() {
 }
 
 #[tokio::test]
-async fn keys_stay_in_order_and_do_not_hold_up_each_other() {
+async fn keys_stay_in_order_and_do_not_delay_each_other() {
     let world = World::new();
     for n in 0..200 {
         let body = serde_json::to_vec("work").expect("JSON");
@@ -465,7 +463,7 @@ async fn keys_stay_in_order_and_do_not_hold_up_each_other() {
 }
 
 #[tokio::test]
-async fn a_drain_finishes_what_runs_and_gives_back_what_does_not() {
+async fn a_drain_completes_running_handlers_and_releases_other_deliveries() {
     let world = World::new();
     for id in 0..20 {
         world.publish(&format!("id-{id}"), "slow");
@@ -489,7 +487,7 @@ async fn a_drain_finishes_what_runs_and_gives_back_what_does_not() {
 }
 
 #[tokio::test]
-async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
+async fn wrong_settings_are_refused_with_the_setting_and_a_remedy() {
     let world = World::new();
     let base = || world.consumer(Guarantee::EffectivelyOnce);
     let wrong = [
@@ -526,37 +524,37 @@ async fn wrong_settings_are_refused_with_the_setting_and_what_to_do() {
             .to_string();
         assert!(error.starts_with(setting), "{error}");
     }
-    let forgetful = || {
+    let volatile = || {
         Consumer::builder()
             .source(world.broker.source())
             .store(MemoryStore::new())
             .handler(Scripted::default())
     };
-    let no_id = forgetful()
+    let no_id = volatile()
         .run_until(async {})
         .await
         .expect_err("no id")
         .to_string();
     assert!(no_id.starts_with("id:"), "{no_id}");
-    let error = forgetful()
+    let error = volatile()
         .id(IdSource::key())
         .guarantee(Guarantee::AtMostOnce)
         .run_until(std::future::pending::<()>())
         .await
-        .expect_err("a forgetful store");
-    assert!(matches!(error, Error::ForgetfulStore(_)), "{error}");
+        .expect_err("a volatile store");
+    assert!(matches!(error, Error::VolatileStore(_)), "{error}");
 }
 
-/// A store that applies claims and loses the replies until it is told to answer.
+/// A store that applies claims and loses the replies until `answers` is set.
 #[derive(Clone, Default)]
-struct Silent {
+struct LosesReplies {
     store: MemoryStore,
     claims: Arc<AtomicU32>,
     answers: Arc<std::sync::atomic::AtomicBool>,
 }
 
 #[async_trait]
-impl Store for Silent {
+impl Store for LosesReplies {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         self.claims.fetch_add(
             operations.iter().filter(|it| it.ask == Ask::Claim).count() as u32,
@@ -574,14 +572,14 @@ impl Store for Silent {
 }
 
 #[tokio::test]
-async fn a_drain_gives_back_claims_whose_replies_were_lost() {
+async fn a_drain_withdraws_claims_whose_replies_were_lost() {
     let world = World::new();
     for id in 0..50 {
         world.publish(&format!("id-{id}"), "work");
     }
-    let store = Silent {
+    let store = LosesReplies {
         store: world.store.clone(),
-        ..Silent::default()
+        ..LosesReplies::default()
     };
     let (claims, answers) = (store.claims.clone(), store.answers.clone());
     let shutdown = async move {
@@ -607,7 +605,7 @@ async fn a_drain_gives_back_claims_whose_replies_were_lost() {
     assert_eq!((world.effects(), world.reasons().len()), (50, 0));
 }
 
-/// A source whose deliveries are taken from it when it is told so.
+/// A source whose deliveries are revoked on request.
 struct Revoking {
     source: MemorySource,
     epoch: u64,
@@ -616,10 +614,10 @@ struct Revoking {
 }
 
 #[async_trait]
-impl Open for Revoking {
+impl Connect for Revoking {
     type Source = Self;
 
-    async fn open(self) -> Result<Self, SourceError> {
+    async fn connect(self, _: ConnectOptions) -> Result<Self, SourceError> {
         Ok(self)
     }
 }
@@ -654,7 +652,7 @@ impl Source for Revoking {
 }
 
 #[tokio::test]
-async fn a_full_consumer_gives_back_what_is_revoked() {
+async fn a_full_consumer_releases_revoked_deliveries() {
     let world = World::new();
     let terms = Terms {
         guarantee: Guarantee::EffectivelyOnce,
@@ -684,11 +682,11 @@ async fn a_full_consumer_gives_back_what_is_revoked() {
         released: released.clone(),
     };
     let shutdown = async move {
-        tokio::time::sleep(Duration::from_millis(50)).await; // by now its place is taken, and it waits for the holder
+        tokio::time::sleep(Duration::from_millis(50)).await; // by now it is in flight, and waits for the holder
         revoke.notify_one();
         tokio::time::timeout(Duration::from_secs(5), released.notified())
             .await
-            .expect("given back");
+            .expect("released");
     };
     let consumer = world
         .consumer(Guarantee::EffectivelyOnce)
@@ -699,10 +697,9 @@ async fn a_full_consumer_gives_back_what_is_revoked() {
     assert_eq!(world.runs(), 0);
 }
 
-/// Takes most of the handler's time, by the runtime's clock.
+/// Sleeps for most of the handler timeout, by tokio's clock.
 struct Slept;
 
-#[async_trait]
 impl Handler for Slept {
     type Payload = Raw;
 
@@ -713,7 +710,7 @@ impl Handler for Slept {
 }
 
 #[tokio::test(start_paused = true)]
-async fn where_time_is_paused_each_run_has_its_whole_time() {
+async fn with_paused_time_each_run_has_its_whole_timeout() {
     let broker = MemoryBroker::new("q");
     ["a", "b", "c"]
         .iter()

@@ -1,5 +1,4 @@
-//! The consumer when something else goes wrong: the store, the handler's own code, a burst, the
-//! settings.
+//! The consumer with faults of the store and of the handler, under load, and with extreme settings.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -22,32 +21,32 @@ fn key(id: &str) -> Key {
     Key::new(&MessageId::new(id).expect("an id"))
 }
 
-/// What becomes of one call to the store.
+/// The fault of one call to the store.
 enum Fault {
     None,
-    /// Applied; the answer comes this late.
+    /// Applied; the reply is delayed.
     Late(Duration),
-    /// Applied; the answer is lost.
+    /// Applied; the reply is lost.
     ReplyLost,
     /// Not applied.
-    Away,
-    /// No answer at all.
-    Silent,
+    Unavailable,
+    /// The call hangs.
+    Hangs,
     Panics,
 }
 
 type Plan = Arc<dyn Fn(&Operation, u32) -> Fault + Send + Sync>;
 
-/// A memory store with faults: each call asks what becomes of it, by its first operation and its
-/// number.
+/// A memory store with faults: a function of the first operation and of the number of the call
+/// decides.
 #[derive(Clone)]
-struct Faulty {
+struct FaultyStore {
     store: MemoryStore,
     fault: Plan,
     calls: Arc<AtomicU32>,
 }
 
-impl Faulty {
+impl FaultyStore {
     fn new(fault: impl Fn(&Operation, u32) -> Fault + Send + Sync + 'static) -> Self {
         Self {
             store: MemoryStore::new(),
@@ -58,7 +57,7 @@ impl Faulty {
 }
 
 #[async_trait]
-impl Store for Faulty {
+impl Store for FaultyStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         match (self.fault)(&operations[0], self.calls.fetch_add(1, Ordering::Relaxed)) {
             Fault::None => self.store.apply(operations).await,
@@ -74,20 +73,20 @@ impl Store for Faulty {
                     .map(|_| Err(StoreError::Unknown("lost".into())))
                     .collect()
             }
-            Fault::Away => {
+            Fault::Unavailable => {
                 tokio::time::sleep(ms(20)).await;
                 operations
                     .iter()
-                    .map(|_| Err(StoreError::NotApplied("away".into())))
+                    .map(|_| Err(StoreError::NotApplied("unavailable".into())))
                     .collect()
             }
-            Fault::Silent => std::future::pending().await,
-            Fault::Panics => panic!("as the test says"),
+            Fault::Hangs => std::future::pending().await,
+            Fault::Panics => panic!("injected panic"),
         }
     }
 }
 
-/// A handler that takes its time, and may panic where nobody expects it.
+/// A handler that sleeps, and may panic in a drop.
 #[derive(Clone, Default)]
 struct Slow {
     takes: Duration,
@@ -100,15 +99,15 @@ struct Slow {
 enum Panics {
     #[default]
     Never,
-    /// In the drop of what the handler holds.
+    /// In the drop of a local variable of the handler.
     WhenDropped,
-    /// With a payload whose own drop panics.
-    WithABomb,
+    /// With a panic payload whose drop panics.
+    WithPanickingPayload,
 }
 
-struct Held(Slow);
+struct DropRecorder(Slow);
 
-impl Drop for Held {
+impl Drop for DropRecorder {
     fn drop(&mut self) {
         self.0
             .dropped
@@ -119,24 +118,23 @@ impl Drop for Held {
     }
 }
 
-struct Bomb;
+struct PanicsInDrop;
 
-impl Drop for Bomb {
+impl Drop for PanicsInDrop {
     fn drop(&mut self) {
-        panic!("a panic about a panic");
+        panic!("panic in the drop of a panic payload");
     }
 }
 
-#[async_trait]
 impl Handler for Slow {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
         self.runs.fetch_add(1, Ordering::Relaxed);
-        if self.panics == Panics::WithABomb {
-            std::panic::panic_any(Bomb);
+        if self.panics == Panics::WithPanickingPayload {
+            std::panic::panic_any(PanicsInDrop);
         }
-        let _held = Held(self.clone());
+        let _held = DropRecorder(self.clone());
         tokio::time::sleep(self.takes).await;
         Ok(())
     }
@@ -169,13 +167,13 @@ fn one() -> MemoryBroker {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_passes_without_the_gate_needs_no_lease() {
+async fn a_run_without_the_gate_needs_no_lease() {
     let (broker, handler) = (one(), Slow::default());
-    // The grant comes after its lease, and the claim that follows finds the store away.
-    let store = Faulty::new(|operation, call| match (operation.ask, call) {
+    // The grant arrives after its lease has ended, and the store is unavailable for the next claim.
+    let store = FaultyStore::new(|operation, call| match (operation.ask, call) {
         (Ask::Claim, 0) => Fault::Late(ms(600)),
         (Ask::Renew, _) => Fault::None,
-        _ => Fault::Away,
+        _ => Fault::Unavailable,
     });
     let all = broker.clone();
     let run = consumer(&broker, store, handler.clone())
@@ -189,9 +187,9 @@ async fn what_passes_without_the_gate_needs_no_lease() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_passed_without_the_gate_is_done_when_the_store_is_back() {
+async fn a_run_without_the_gate_is_recorded_when_the_store_is_available_again() {
     let (broker, handler) = (one(), Slow::default());
-    let store = Faulty::new(|operation, call| {
+    let store = FaultyStore::new(|operation, call| {
         if operation.ask == Ask::Claim && call == 0 {
             Fault::ReplyLost
         } else {
@@ -211,10 +209,10 @@ async fn what_passed_without_the_gate_is_done_when_the_store_is_back() {
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }
 
-/// The store is back, and busy with another message while the first one ends and its copy comes:
-/// then the copy's claim and the late completion are due together.
+/// The store is available again, and busy with another message while the first one ends and its
+/// duplicate is received: then the claim of the duplicate and the late completion are due counts.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_copy_of_what_passed_without_the_gate_is_not_run_once_the_store_is_back() {
+async fn a_duplicate_of_a_run_without_the_gate_does_not_run_after_the_outage() {
     let (broker, handler) = (
         one(),
         Slow {
@@ -222,8 +220,8 @@ async fn a_copy_of_what_passed_without_the_gate_is_not_run_once_the_store_is_bac
             ..Slow::default()
         },
     );
-    let store = Faulty::new(|operation, call| match operation.key.as_str() {
-        "a" if call == 0 => Fault::Away,
+    let store = FaultyStore::new(|operation, call| match operation.key.as_str() {
+        "a" if call == 0 => Fault::Unavailable,
         "slow" if operation.ask == Ask::Claim => Fault::Late(ms(800)),
         _ => Fault::None,
     });
@@ -245,13 +243,13 @@ async fn a_copy_of_what_passed_without_the_gate_is_not_run_once_the_store_is_bac
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_store_that_is_away_is_asked_a_few_times_a_second_and_found_again() {
+async fn an_unavailable_store_gets_a_few_requests_a_second_until_it_answers() {
     let broker = broker((0..3000).map(|id| id.to_string()));
     let away = Arc::new(AtomicBool::new(false));
     let is_away = away.clone();
-    let store = Faulty::new(move |_, _| {
+    let store = FaultyStore::new(move |_, _| {
         if is_away.load(Ordering::Relaxed) {
-            Fault::Away
+            Fault::Unavailable
         } else {
             Fault::None
         }
@@ -263,7 +261,7 @@ async fn a_store_that_is_away_is_asked_a_few_times_a_second_and_found_again() {
     };
     let (all, runs) = (broker.clone(), handler.runs.clone());
     let shutdown = async move {
-        tokio::time::sleep(ms(150)).await; // some run, and have to be renewed or completed meanwhile
+        tokio::time::sleep(ms(150)).await; // some handlers run, and their leases are renewed or completed meanwhile
         away.store(true, Ordering::Relaxed);
         let before = calls.load(Ordering::Relaxed);
         tokio::time::sleep(ms(3000)).await;
@@ -272,7 +270,7 @@ async fn a_store_that_is_away_is_asked_a_few_times_a_second_and_found_again() {
         away.store(false, Ordering::Relaxed);
         tokio::time::timeout(ms(20_000), all.drained())
             .await
-            .expect("found again");
+            .expect("it answers again");
     };
     consumer(&broker, store, handler)
         .lease(ms(6000))
@@ -283,11 +281,11 @@ async fn a_store_that_is_away_is_asked_a_few_times_a_second_and_found_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn every_handler_is_dropped_at_the_end_of_its_lease_while_the_store_is_silent() {
+async fn every_handler_is_dropped_at_the_end_of_its_lease_while_the_store_hangs() {
     let broker = broker((0..2000).map(|id| id.to_string()));
-    let store = Faulty::new(|operation, _| {
+    let store = FaultyStore::new(|operation, _| {
         if operation.ask == Ask::Renew {
-            Fault::Silent
+            Fault::Hangs
         } else {
             Fault::None
         }
@@ -318,9 +316,9 @@ async fn every_handler_is_dropped_at_the_end_of_its_lease_while_the_store_is_sil
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn renewals_go_on_after_a_panic_of_the_store() {
+async fn renewals_continue_after_a_panic_of_the_store() {
     let (broker, panicked) = (one(), AtomicBool::new(false));
-    let store = Faulty::new(move |operation, _| match operation.ask {
+    let store = FaultyStore::new(move |operation, _| match operation.ask {
         Ask::Renew if !panicked.swap(true, Ordering::Relaxed) => Fault::Panics,
         _ => Fault::None,
     });
@@ -336,7 +334,7 @@ async fn renewals_go_on_after_a_panic_of_the_store() {
     assert_eq!(
         handler.runs.load(Ordering::Relaxed),
         1,
-        "its lease lived on"
+        "its lease was renewed"
     );
 }
 
@@ -344,8 +342,8 @@ async fn renewals_go_on_after_a_panic_of_the_store() {
 async fn a_panic_in_a_drop_is_an_unknown_outcome_and_no_hang() {
     for (panics, handlers) in [
         (Panics::WhenDropped, Execution::Spawned),
-        (Panics::WithABomb, Execution::Spawned),
-        (Panics::WithABomb, Execution::Inline),
+        (Panics::WithPanickingPayload, Execution::Spawned),
+        (Panics::WithPanickingPayload, Execution::Inline),
     ] {
         let broker = one();
         let handler = Slow {
@@ -373,7 +371,7 @@ async fn a_panic_of_the_function_that_reads_the_id_is_an_unusable_id() {
     let (handler, all) = (Slow::default(), broker.clone());
     let id = IdSource::by(|message| {
         let id = message.headers.last("id")?.to_vec();
-        assert_ne!(id, b"bad", "an id that nobody expected");
+        assert_ne!(id, b"bad", "an unexpected id");
         Some(id)
     });
     consumer(&broker, MemoryStore::new(), handler.clone())
@@ -387,12 +385,12 @@ async fn a_panic_of_the_function_that_reads_the_id_is_an_unusable_id() {
         .story
         .and_then(|story| story.first_error)
         .expect("a story");
-    assert!(said.contains("an id that nobody expected"), "{said}");
+    assert!(said.contains("an unexpected id"), "{said}");
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }
 
 #[test]
-fn a_lane_of_thousands_that_leaves_at_once_is_no_deeper_than_one() {
+fn thousands_of_one_ordering_key_settle_without_recursion() {
     const WAITING: usize = 20_000;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -418,7 +416,7 @@ fn a_lane_of_thousands_that_leaves_at_once_is_no_deeper_than_one() {
 }
 
 #[tokio::test]
-async fn settings_beyond_every_clock_are_refused() {
+async fn settings_longer_than_ten_years_are_refused() {
     type Set = fn(
         Builder<MemorySource, MemoryStore, Slow, RawBytes>,
     ) -> Builder<MemorySource, MemoryStore, Slow, RawBytes>;
@@ -448,16 +446,16 @@ async fn settings_beyond_every_clock_are_refused() {
         .max_inline_retries(u32::MAX)
         .run_until(async move { all.drained().await })
         .await
-        .expect("as good as no limit");
+        .expect("3650 days are allowed");
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn readiness_says_whether_messages_are_taken() {
+async fn readiness_reports_whether_messages_are_received() {
     let (broker, readiness, away) = (one(), Readiness::new(), Arc::new(AtomicBool::new(true)));
     let is_away = away.clone();
-    let store = Faulty::new(move |_, _| {
+    let store = FaultyStore::new(move |_, _| {
         if is_away.load(Ordering::Relaxed) {
-            Fault::Away
+            Fault::Unavailable
         } else {
             Fault::None
         }
@@ -489,7 +487,7 @@ async fn readiness_says_whether_messages_are_taken() {
     assert!(!readiness.is_ready(), "it has ended");
 }
 
-/// Tells how often each id ran, and how many ran at once at the most.
+/// Counts the runs of each id, and the maximum of concurrent runs.
 #[derive(Clone, Default)]
 struct Together {
     now: Arc<AtomicU32>,
@@ -497,7 +495,6 @@ struct Together {
     ran: Arc<Mutex<Vec<String>>>,
 }
 
-#[async_trait]
 impl Handler for Together {
     type Payload = Raw;
 
@@ -508,7 +505,7 @@ impl Handler for Together {
         );
         self.ran
             .lock()
-            .expect("nobody panics with it")
+            .expect("no panic inside")
             .push(cx.id().to_owned());
         tokio::time::sleep(ms(if cx.id() == "b" { 300 } else { 1 })).await;
         self.now.fetch_sub(1, Ordering::SeqCst);
@@ -516,11 +513,11 @@ impl Handler for Together {
     }
 }
 
-/// The place of `a` goes to `b` while its completion is on the way; then the store says that its
-/// claim was lost.
+/// `b` takes the run of `a` while the completion of `a` is unanswered; then the store answers that
+/// the claim of `a` was lost.
 #[tokio::test(flavor = "multi_thread")]
-async fn what_runs_again_waits_for_a_place() {
-    let (together, loses) = (
+async fn a_repeated_run_waits_for_a_free_run() {
+    let (counts, loses) = (
         Together::default(),
         LosesOne {
             store: MemoryStore::new(),
@@ -536,18 +533,18 @@ async fn what_runs_again_waits_for_a_place() {
         .decode(RawBytes)
         .max_in_flight(1);
     consumer
-        .handler(together.clone())
+        .handler(counts.clone())
         .run_until(async move { all.drained().await })
         .await
         .expect("a clean end");
     assert_eq!(
-        *together.ran.lock().expect("nobody panics with it"),
+        *counts.ran.lock().expect("no panic inside"),
         ["a", "b", "a"]
     );
-    assert_eq!(together.most.load(Ordering::SeqCst), 1, "ran at once");
+    assert_eq!(counts.most.load(Ordering::SeqCst), 1, "ran at once");
 }
 
-/// Answers the first completion of `a` that its claim was lost, and holds nothing of it any more.
+/// Answers `Lost` to the first completion of `a`, and removes its marker.
 struct LosesOne {
     store: MemoryStore,
     lost: AtomicBool,
@@ -578,11 +575,11 @@ impl Store for LosesOne {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_adaptive_lease_goes_by_how_long_handlers_run() {
+async fn an_adaptive_lease_depends_on_the_duration_of_handlers() {
     let broker = broker((0..600).map(|id| id.to_string()));
     let leases = Arc::new(Mutex::new(Vec::new()));
     let asked = leases.clone();
-    let store = Faulty::new(move |operation, _| {
+    let store = FaultyStore::new(move |operation, _| {
         if operation.ask == Ask::Claim {
             asked.lock().expect("no panic").push(operation.terms.lease);
         }
@@ -601,7 +598,7 @@ async fn an_adaptive_lease_goes_by_how_long_handlers_run() {
     let run = consumer(&broker, store, handler).adaptive_lease(ms(300), ms(30_000));
     run.run_until(shutdown).await.expect("a clean end");
     let leases = leases.lock().expect("no panic");
-    assert_eq!(leases.first(), Some(&ms(30_000)), "nothing is known yet");
+    assert_eq!(leases.first(), Some(&ms(30_000)), "no run was measured yet");
     let last = *leases.last().expect("claims");
     assert!(
         last > ms(1000) && last < ms(5000),
@@ -609,11 +606,10 @@ async fn an_adaptive_lease_goes_by_how_long_handlers_run() {
     );
 }
 
-/// A handler that does not know the first time, and takes a while the second.
+/// A handler that is in doubt in the first run, and sleeps in the second.
 #[derive(Clone, Default)]
 struct Blip(Arc<Mutex<HashSet<String>>>);
 
-#[async_trait]
 impl Handler for Blip {
     type Payload = Raw;
 
@@ -627,7 +623,7 @@ impl Handler for Blip {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_failed_without_a_crash_runs_again_side_by_side() {
+async fn messages_that_failed_without_a_crash_run_concurrently() {
     let broker = broker((0..50).map(|id| id.to_string()));
     let (all, started) = (broker.clone(), Instant::now());
     consumer(&broker, MemoryStore::new(), Blip::default())
@@ -641,10 +637,10 @@ async fn what_failed_without_a_crash_runs_again_side_by_side() {
     );
 }
 
-/// What an earlier process may have crashed on runs one at a time. The last of these wait longer
-/// than a claim is held for its own runs, three seconds here, and run to their ends nevertheless.
+/// Messages that may have crashed an earlier process run one at a time. The last of them wait longer
+/// than the leases of their runs are renewed, three seconds here, and their runs complete.
 #[tokio::test(flavor = "multi_thread")]
-async fn who_waited_long_for_its_turn_has_the_whole_time_for_its_run() {
+async fn a_delivery_that_waited_to_run_alone_has_the_whole_time_for_its_run() {
     let ids: Vec<String> = (0..13).map(|id| id.to_string()).collect();
     let store = MemoryStore::new();
     for id in &ids {
@@ -666,7 +662,7 @@ async fn who_waited_long_for_its_turn_has_the_whole_time_for_its_run() {
             [Ok(Verdict::Granted(Attempts { number: 1, .. }))]
         ));
     }
-    tokio::time::sleep(ms(20)).await; // their leases are over
+    tokio::time::sleep(ms(20)).await; // their leases have ended
     let (broker, handler) = (
         broker(ids),
         Slow {
@@ -686,16 +682,14 @@ async fn who_waited_long_for_its_turn_has_the_whole_time_for_its_run() {
     assert_eq!(
         handler.runs.load(Ordering::Relaxed),
         13,
-        "one was cut off and ran again"
+        "a run was dropped and repeated"
     );
 }
 
-/// A handler that says that nothing happened while the consumer drains, and would never end if it
-/// ran again.
+/// A handler that returns `Retry` while the consumer drains, and would not return if it ran again.
 #[derive(Clone, Default)]
 struct FailsInTheDrain(Arc<AtomicU32>);
 
-#[async_trait]
 impl Handler for FailsInTheDrain {
     type Payload = Raw;
 
@@ -709,7 +703,7 @@ impl Handler for FailsInTheDrain {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nothing_begins_anew_in_a_drain() {
+async fn no_inline_retry_starts_in_a_drain() {
     let (broker, store, handler) = (one(), MemoryStore::new(), FailsInTheDrain::default());
     let run = consumer(&broker, store.clone(), handler.clone())
         .guarantee(Guarantee::AtMostOnce)
@@ -722,6 +716,6 @@ async fn nothing_begins_anew_in_a_drain() {
     assert_eq!(
         store.marker(&key("a")).0,
         Marker::Absent,
-        "free for whoever comes next"
+        "free for the next claim"
     );
 }

@@ -63,7 +63,7 @@ async fn while_it_runs_it_is_held_elsewhere_longer_than_its_lease() {
 }
 
 #[tokio::test]
-async fn a_failure_that_did_nothing_is_tried_again_in_place_and_leaves_the_id_free() {
+async fn a_failure_without_an_effect_is_retried_inline_and_frees_the_id() {
     let gate = gate(Guarantee::AtMostOnce).await;
     let runs = AtomicU32::new(0);
     let failed: Result<RunOutcome<()>, _> = gate
@@ -84,14 +84,14 @@ async fn a_failure_that_did_nothing_is_tried_again_in_place_and_leaves_the_id_fr
 }
 
 #[tokio::test]
-async fn an_unknown_outcome_is_never_run_again_at_most_once_and_is_effectively_once() {
+async fn an_unknown_outcome_runs_again_with_effectively_once_and_not_with_at_most_once() {
     for (guarantee, again) in [
         (Guarantee::AtMostOnce, None),
         (Guarantee::EffectivelyOnce, Some(RunOutcome::Executed(1))),
     ] {
         let gate = gate(guarantee).await;
         let panicked: Result<RunOutcome<u8>, _> =
-            gate.run("day", || async { panic!("half way") }).await;
+            gate.run("day", || async { panic!("interrupted") }).await;
         assert!(
             matches!(panicked, Err(GateError::InDoubt(_))),
             "{panicked:?}"
@@ -104,10 +104,10 @@ async fn an_unknown_outcome_is_never_run_again_at_most_once_and_is_effectively_o
     }
 }
 
-/// Nobody can reconcile here: each caller hears so at once, and a person may resolve it at any
-/// moment.
+/// A gate cannot reconcile: each caller gets the error at once, and an operator can resolve the id
+/// at any time.
 #[tokio::test]
-async fn a_doubt_is_told_to_each_caller_and_kept_from_no_person() {
+async fn an_id_in_doubt_is_an_error_for_each_caller_and_can_be_resolved_at_once() {
     let store = MemoryStore::new();
     let gate = Gate::builder()
         .store(store.clone())
@@ -117,7 +117,7 @@ async fn a_doubt_is_told_to_each_caller_and_kept_from_no_person() {
         .await
         .expect("a gate");
     let panicked: Result<RunOutcome<u8>, _> =
-        gate.run("day", || async { panic!("half way") }).await;
+        gate.run("day", || async { panic!("interrupted") }).await;
     assert!(
         matches!(panicked, Err(GateError::InDoubt(_))),
         "{panicked:?}"
@@ -159,12 +159,12 @@ async fn a_doubt_is_told_to_each_caller_and_kept_from_no_person() {
     assert_eq!(
         gate.run("day", || async { Ok(1) })
             .await
-            .expect("the person said that nothing happened"),
+            .expect("the operator stated that nothing happened"),
         RunOutcome::Executed(1)
     );
 }
 
-/// A closure may panic before it has made its future.
+/// A closure may panic before it returns its future.
 #[tokio::test]
 async fn work_that_panics_before_its_first_await_is_in_doubt() {
     async fn explode(explodes: bool) -> Result<u8, Failure> {
@@ -191,7 +191,7 @@ async fn work_that_panics_before_its_first_await_is_in_doubt() {
 }
 
 #[tokio::test]
-async fn work_that_is_dropped_half_way_is_in_doubt_at_most_once() {
+async fn work_that_is_dropped_while_it_runs_is_in_doubt_at_most_once() {
     let gate = gate(Guarantee::AtMostOnce).await;
     let endless = gate.run("day", std::future::pending::<Result<(), Failure>>);
     assert!(
@@ -203,7 +203,7 @@ async fn work_that_is_dropped_half_way_is_in_doubt_at_most_once() {
         gate.run("day", || async { Ok(1) }).await.expect("held"),
         RunOutcome::HeldElsewhere
     );
-    tokio::time::sleep(Duration::from_millis(250)).await; // the lease of the store's own clock
+    tokio::time::sleep(Duration::from_millis(250)).await; // the lease ends by the store's clock
     assert!(matches!(
         gate.run("day", || async { Ok(1) }).await,
         Err(GateError::InDoubt(_))
@@ -211,7 +211,7 @@ async fn work_that_is_dropped_half_way_is_in_doubt_at_most_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn work_that_is_run_again_keeps_its_lease_and_never_runs_twice_at_once() {
+async fn work_that_is_retried_keeps_its_lease_and_never_runs_twice_at_once() {
     let gate = Gate::builder()
         .store(MemoryStore::new())
         .lease(Duration::from_millis(200))
@@ -320,25 +320,25 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
     ));
 }
 
-/// A store that is away until it is told to be there, and counts how often it is asked.
+/// A store that is unavailable until `available` is set, and counts the requests.
 #[derive(Clone, Default)]
-struct Away {
+struct Unavailable {
     store: MemoryStore,
-    asked: Arc<AtomicU32>,
-    there: Arc<AtomicBool>,
+    requests: Arc<AtomicU32>,
+    available: Arc<AtomicBool>,
 }
 
-impl Away {
-    fn is_there(&self) -> bool {
-        self.asked.fetch_add(1, Ordering::Relaxed);
-        self.there.load(Ordering::Relaxed)
+impl Unavailable {
+    fn request_succeeds(&self) -> bool {
+        self.requests.fetch_add(1, Ordering::Relaxed);
+        self.available.load(Ordering::Relaxed)
     }
 }
 
 #[async_trait]
-impl Store for Away {
+impl Store for Unavailable {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        if self.is_there() {
+        if self.request_succeeds() {
             return self.store.apply(operations).await;
         }
         operations
@@ -348,7 +348,7 @@ impl Store for Away {
     }
 
     async fn preflight(&self, _: Guarantee) -> Result<(), StoreError> {
-        if self.is_there() {
+        if self.request_succeeds() {
             Ok(())
         } else {
             Err(StoreError::NotApplied("refused".into()))
@@ -356,20 +356,20 @@ impl Store for Away {
     }
 }
 
-/// No more than this in a time, and what was under way when the store fell silent.
-fn few(asked: u32, since: Instant) {
+/// Checks the limit of 20 requests a second, plus those in progress when the outage began.
+fn check_request_rate(requests: u32, since: Instant) {
     let bound = 20.0 * since.elapsed().as_secs_f64() + 5.0;
     assert!(
-        f64::from(asked) <= bound,
-        "asked {asked} times in {:?}",
+        f64::from(requests) <= bound,
+        "{requests} requests in {:?}",
         since.elapsed()
     );
 }
 
 #[tokio::test]
-async fn a_store_that_is_away_is_asked_a_few_times_a_second_by_all_callers_together() {
-    let store = Away::default();
-    store.there.store(true, Ordering::Relaxed);
+async fn an_unavailable_store_gets_a_few_requests_a_second_from_all_callers_together() {
+    let store = Unavailable::default();
+    store.available.store(true, Ordering::Relaxed);
     let pause = Duration::from_millis(1);
     let gate = Gate::builder()
         .store(store.clone())
@@ -377,13 +377,13 @@ async fn a_store_that_is_away_is_asked_a_few_times_a_second_by_all_callers_toget
         .open()
         .await
         .expect("a gate");
-    store.there.store(false, Ordering::Relaxed);
-    store.asked.store(0, Ordering::Relaxed);
+    store.available.store(false, Ordering::Relaxed);
+    store.requests.store(0, Ordering::Relaxed);
     let since = Instant::now();
     let ran = join_all((0..300).map(|id| gate.run(format!("id-{id}"), || async { Ok(()) }))).await;
     assert!(ran.iter().all(|it| matches!(it, Err(GateError::Store(_)))));
-    few(store.asked.load(Ordering::Relaxed), since);
-    store.there.store(true, Ordering::Relaxed);
+    check_request_rate(store.requests.load(Ordering::Relaxed), since);
+    store.available.store(true, Ordering::Relaxed);
     assert_eq!(
         gate.run("id-1", || async { Ok(()) })
             .await
@@ -393,8 +393,12 @@ async fn a_store_that_is_away_is_asked_a_few_times_a_second_by_all_callers_toget
 }
 
 #[tokio::test]
-async fn a_store_that_is_away_at_start_is_asked_a_few_times_a_second() {
-    let (store, since, pause) = (Away::default(), Instant::now(), Duration::from_millis(1));
+async fn a_store_that_is_unavailable_at_start_gets_a_few_requests_a_second() {
+    let (store, since, pause) = (
+        Unavailable::default(),
+        Instant::now(),
+        Duration::from_millis(1),
+    );
     let opening = Gate::builder()
         .store(store.clone())
         .backoff(pause, pause)
@@ -404,5 +408,5 @@ async fn a_store_that_is_away_at_start_is_asked_a_few_times_a_second() {
             .await
             .is_err()
     );
-    few(store.asked.load(Ordering::Relaxed), since);
+    check_request_rate(store.requests.load(Ordering::Relaxed), since);
 }

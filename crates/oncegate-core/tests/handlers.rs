@@ -1,4 +1,4 @@
-//! Handlers that hold their thread: nobody can take it back, so others have to go on without it.
+//! Handlers that block their thread: other deliveries and renewals must not need it.
 
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
@@ -6,16 +6,16 @@ use std::time::Duration;
 use oncegate_core::marker::{Ask, Operation, Verdict};
 use oncegate_core::*;
 
-/// No step takes longer than this, however busy the machine.
+/// The timeout of each step, long enough for a busy machine.
 const BOUND: Duration = Duration::from_secs(60);
 const LEASE: Duration = Duration::from_secs(1);
 
-/// What the runs of a test have come to. Clones share it.
+/// The events that handlers record. Clones share them.
 #[derive(Clone, Default)]
-struct Seen(Arc<(Mutex<Vec<String>>, Condvar)>);
+struct Events(Arc<(Mutex<Vec<String>>, Condvar)>);
 
-impl Seen {
-    fn note(&self, what: &str) {
+impl Events {
+    fn record(&self, what: &str) {
         self.0
             .0
             .lock()
@@ -34,7 +34,7 @@ impl Seen {
             .count()
     }
 
-    /// Holds this thread until something was noted.
+    /// Blocks this thread until an event was recorded.
     fn block_until(&self, what: &str) {
         let seen = self.0.0.lock().expect("no panic inside");
         let waited = self
@@ -42,10 +42,10 @@ impl Seen {
             .1
             .wait_timeout_while(seen, BOUND, |seen| !seen.iter().any(|it| it == what))
             .expect("no panic inside");
-        assert!(!waited.1.timed_out(), "{what} did not come");
+        assert!(!waited.1.timed_out(), "{what} was not recorded");
     }
 
-    /// The same without holding the thread.
+    /// Waits until an event was recorded this often, without blocking the thread.
     async fn until(&self, what: &str, times: usize) {
         while self.times(what) < times {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -65,7 +65,7 @@ impl Store for NeverRenewsTheFirst {
         {
             return operations
                 .iter()
-                .map(|_| Err(StoreError::NotApplied("as the test says".into())))
+                .map(|_| Err(StoreError::NotApplied("renewal refused by the test".into())))
                 .collect();
         }
         self.0.apply(operations).await
@@ -97,36 +97,35 @@ fn consumer<S: Store + 'static, H: Handler>(
         .drain_timeout(Duration::from_millis(300))
 }
 
-/// Holds its thread at the id `stuck` until the test lets it go.
-struct Stuck(Seen);
+/// Blocks its thread at the id `stuck` until the event `continue`.
+struct Stuck(Events);
 
-#[async_trait]
 impl Handler for Stuck {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
         let Self(seen) = self;
         if cx.id() == "stuck" {
-            seen.note("begun");
-            seen.block_until("let go");
-            seen.note("over");
+            seen.record("started");
+            seen.block_until("continue");
+            seen.record("returned");
         } else {
-            seen.note("handled");
+            seen.record("handled");
         }
         Ok(())
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 3)]
-async fn one_that_never_yields_holds_up_neither_others_nor_the_drain_and_its_message_comes_back() {
-    let (seen, store) = (Seen::default(), MemoryStore::new());
+async fn a_blocking_handler_delays_neither_others_nor_the_drain_and_its_message_is_redelivered() {
+    let (seen, store) = (Events::default(), MemoryStore::new());
     let broker = broker(
         (0..50)
             .map(|n| format!("id-{n}"))
             .chain(["stuck".to_owned()]),
     );
     let all_but_one = async {
-        seen.until("begun", 1).await;
+        seen.until("started", 1).await;
         seen.until("handled", 50).await;
     };
     let ended = tokio::time::timeout(
@@ -135,25 +134,24 @@ async fn one_that_never_yields_holds_up_neither_others_nor_the_drain_and_its_mes
     )
     .await;
     ended
-        .expect("a drain that waits for nobody")
+        .expect("the drain does not wait for the handler")
         .expect("a clean end");
-    assert_eq!((broker.unsettled(), seen.times("over")), (1, 0));
+    assert_eq!((broker.unsettled(), seen.times("returned")), (1, 0));
 
-    seen.note("let go");
+    seen.record("continue");
     let drained = tokio::time::timeout(
         BOUND,
         consumer(&broker, store, Stuck(seen.clone())).run_until(broker.drained()),
     )
     .await;
     drained.expect("it comes back").expect("a clean end");
-    assert_eq!((seen.times("begun"), seen.times("handled")), (2, 50));
+    assert_eq!((seen.times("started"), seen.times("handled")), (2, 50));
 }
 
-/// The first run holds its thread until the second one has begun, and then refuses the message; the
-/// second is done after that.
-struct TooLate(Seen);
+/// The first run blocks its thread until the second one has begun, and then rejects the message. The
+/// second one returns after that.
+struct TooLate(Events);
 
-#[async_trait]
 impl Handler for TooLate {
     type Payload = Raw;
 
@@ -161,21 +159,21 @@ impl Handler for TooLate {
         let Self(seen) = self;
         if cx.attempt() == 1 {
             seen.block_until("second");
-            seen.note("too late");
-            return Err("nobody asks any more").reject();
+            seen.record("too late");
+            return Err("after the end of the lease").reject();
         }
-        seen.note("second");
+        seen.record("second");
         seen.until("too late", 1).await;
-        // So that what the first one says comes in while this one runs; nothing tells when it has.
+        // The result of the first run has to arrive while this one runs. No event reports that.
         tokio::time::sleep(Duration::from_millis(50)).await;
-        seen.note("done");
+        seen.record("done");
         Ok(())
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 3)]
-async fn what_one_says_after_its_lease_is_over_does_not_count() {
-    let (seen, broker) = (Seen::default(), broker(["a".to_owned()]));
+async fn a_result_after_the_end_of_the_lease_is_ignored() {
+    let (seen, broker) = (Events::default(), broker(["a".to_owned()]));
     let consumer = consumer(
         &broker,
         NeverRenewsTheFirst(MemoryStore::new()),

@@ -1,4 +1,4 @@
-//! The metrics say what happened, and all that is told is in the list that the book shows.
+//! The metrics of a consumer, and their list, from which the book is made.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -10,18 +10,17 @@ use oncegate_core::metric::{Kind, METRICS};
 use oncegate_core::*;
 use tokio::sync::Semaphore;
 
-/// Waits until it is let, and fails the first time where the id says so.
+/// Waits for a permit. The id `fails` fails the first time.
 struct Gated {
-    lets: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
     failed: AtomicBool,
 }
 
-#[async_trait]
 impl Handler for Gated {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
-        self.lets
+        self.permits
             .acquire()
             .await
             .expect("it is never closed")
@@ -34,8 +33,8 @@ impl Handler for Gated {
     }
 }
 
-/// What was told since the last look, by name and outcome.
-fn told(snapshotter: &Snapshotter) -> HashMap<String, DebugValue> {
+/// The values since the last snapshot, by name and label.
+fn recorded(snapshotter: &Snapshotter) -> HashMap<String, DebugValue> {
     let all = snapshotter.snapshot().into_vec().into_iter();
     let named = all.map(|(key, _, _, value)| {
         let labels: String = key
@@ -48,35 +47,35 @@ fn told(snapshotter: &Snapshotter) -> HashMap<String, DebugValue> {
     named.collect()
 }
 
-fn gauge(told: &HashMap<String, DebugValue>, name: &str) -> f64 {
-    match told.get(name) {
+fn gauge(recorded: &HashMap<String, DebugValue>, name: &str) -> f64 {
+    match recorded.get(name) {
         Some(DebugValue::Gauge(value)) => value.into_inner(),
         other => panic!("{name}: {other:?}"),
     }
 }
 
-fn seen(told: &HashMap<String, DebugValue>, name: &str) -> Vec<f64> {
-    match told.get(name) {
+fn histogram(recorded: &HashMap<String, DebugValue>, name: &str) -> Vec<f64> {
+    match recorded.get(name) {
         Some(DebugValue::Histogram(values)) => values.iter().map(|it| it.into_inner()).collect(),
         other => panic!("{name}: {other:?}"),
     }
 }
 
-fn count(told: &HashMap<String, DebugValue>, outcome: &str) -> u64 {
-    match told.get(&format!("oncegate_deliveries_total/{outcome}")) {
+fn count(recorded: &HashMap<String, DebugValue>, outcome: &str) -> u64 {
+    match recorded.get(&format!("oncegate_deliveries_total/{outcome}")) {
         Some(DebugValue::Counter(count)) => *count,
         other => panic!("{outcome}: {other:?}"),
     }
 }
 
 #[tokio::test]
-async fn what_is_held_is_told_and_how_long_all_took() {
+async fn gauges_counters_and_durations_are_recorded() {
     const HELD_FOR: Duration = Duration::from_millis(20);
     let recorder = DebuggingRecorder::new();
     let snapshotter = recorder.snapshotter();
     let _here = metrics::set_default_local_recorder(&recorder);
 
-    let (broker, lets, status) = (
+    let (broker, permits, status) = (
         MemoryBroker::new("q"),
         Arc::new(Semaphore::new(0)),
         ConsumerStatus::new(),
@@ -86,7 +85,7 @@ async fn what_is_held_is_told_and_how_long_all_took() {
     }
     let consumer = Consumer::builder()
         .source(broker.source())
-        // With it, each metric on the list is told.
+        // So that all metrics of the list are recorded.
         .store(Shadow::new(MemoryStore::new(), ShadowReport::new()))
         .id(IdSource::message_id())
         .order(Order::ByKey)
@@ -94,7 +93,7 @@ async fn what_is_held_is_told_and_how_long_all_took() {
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
         .decode(RawBytes)
         .handler(Gated {
-            lets: lets.clone(),
+            permits: permits.clone(),
             failed: AtomicBool::new(false),
         })
         .status(status.clone());
@@ -108,13 +107,13 @@ async fn what_is_held_is_told_and_how_long_all_took() {
         tokio::time::timeout(Duration::from_secs(30), two_run)
             .await
             .expect("two run, and one waits behind its key");
-        held = told(&snapshotter);
+        held = recorded(&snapshotter);
         tokio::time::sleep(HELD_FOR).await;
-        lets.add_permits(100);
+        permits.add_permits(100);
         broker.drained().await;
     };
     consumer.run_until(shutdown).await.expect("a clean end");
-    let left = told(&snapshotter);
+    let left = recorded(&snapshotter);
 
     // A look takes away what it saw: what the second sees is what changed since.
     for (name, at_first) in [
@@ -129,16 +128,17 @@ async fn what_is_held_is_told_and_how_long_all_took() {
             "{name}"
         );
     }
-    // `fails` fails once, rests, and is claimed and handled again.
+    // `fails` fails once, backs off, and is claimed and handled again.
     let took = [
         "oncegate_handle_seconds",
         "oncegate_complete_seconds",
         "oncegate_lease_age_seconds",
         "oncegate_delivery_seconds",
     ];
-    assert_eq!(took.map(|name| seen(&left, name).len()), [4, 3, 3, 3]);
+    assert_eq!(took.map(|name| histogram(&left, name).len()), [4, 3, 3, 3]);
     assert_eq!(
-        seen(&held, "oncegate_claim_seconds").len() + seen(&left, "oncegate_claim_seconds").len(),
+        histogram(&held, "oncegate_claim_seconds").len()
+            + histogram(&left, "oncegate_claim_seconds").len(),
         4
     );
     for name in [
@@ -146,7 +146,7 @@ async fn what_is_held_is_told_and_how_long_all_took() {
         "oncegate_lease_age_seconds",
         "oncegate_delivery_seconds",
     ] {
-        let longest = seen(&left, name).into_iter().fold(0.0, f64::max);
+        let longest = histogram(&left, name).into_iter().fold(0.0, f64::max);
         assert!(longest >= HELD_FOR.as_secs_f64(), "{name}: {longest}");
     }
     assert_eq!(
@@ -155,15 +155,16 @@ async fn what_is_held_is_told_and_how_long_all_took() {
     );
     assert_eq!(count(&held, "unknown_age"), 3, "none has a timestamp");
 
-    // What is told is what the list says, and the list says nothing else.
-    let names = |told: &HashMap<String, DebugValue>| {
-        told.keys()
+    // What is recorded is what the list says, and the list says nothing else.
+    let names = |recorded: &HashMap<String, DebugValue>| {
+        recorded
+            .keys()
             .map(|it| it.split('/').next().unwrap_or_default().to_owned())
             .collect()
     };
-    let told: BTreeSet<String> = names(&left);
+    let recorded: BTreeSet<String> = names(&left);
     let listed: BTreeSet<String> = METRICS.iter().map(|it| it.name.to_owned()).collect();
-    assert_eq!(told, listed);
+    assert_eq!(recorded, listed);
     for metric in METRICS {
         let ends = |suffix| metric.name.ends_with(suffix);
         assert_eq!(

@@ -1,7 +1,7 @@
-//! What must happen once is moved: doing it twice does not compile.
+//! A delivery is moved when it is settled: settling it twice does not compile.
 
 #[test]
-fn what_must_happen_once_does_not_compile_twice() {
+fn settling_a_delivery_twice_does_not_compile() {
     let cases = trybuild::TestCases::new();
     cases.compile_fail("tests/moved/*.rs");
 }

@@ -9,7 +9,7 @@ use oncegate_core::marker::{Ask, Operation, Terms, Token};
 use oncegate_core::*;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-/// Does what the script says, and writes down what was handled, in order.
+/// Runs the script, and records the handled ids in order.
 #[derive(Clone)]
 struct Scripted {
     done: Arc<Mutex<Vec<String>>>,
@@ -17,17 +17,17 @@ struct Scripted {
     says: Arc<Script>,
 }
 
-/// Says what a run comes to: by the id, how often it ran before, and what was handled so far.
-type Script = dyn Fn(&str, u32, &[String]) -> Says + Send + Sync;
+/// The result of a run, from its id, the number of runs before, and the ids handled so far.
+type Script = dyn Fn(&str, u32, &[String]) -> ScriptedResult + Send + Sync;
 
-enum Says {
+enum ScriptedResult {
     Done,
     Retry,
     Unknown,
 }
 
 impl Scripted {
-    fn new(says: impl Fn(&str, u32, &[String]) -> Says + Send + Sync + 'static) -> Self {
+    fn new(says: impl Fn(&str, u32, &[String]) -> ScriptedResult + Send + Sync + 'static) -> Self {
         Self {
             done: Arc::default(),
             runs: Arc::default(),
@@ -40,7 +40,6 @@ impl Scripted {
     }
 }
 
-#[async_trait]
 impl Handler for Scripted {
     type Payload = Raw;
 
@@ -53,9 +52,9 @@ impl Handler for Scripted {
         };
         let mut done = self.done.lock().expect("no panic inside");
         match (self.says)(cx.id(), run, &done) {
-            Says::Done => done.push(cx.id().to_owned()),
-            Says::Retry => return Err("not yet").retry(),
-            Says::Unknown => return Err("no answer").in_doubt(),
+            ScriptedResult::Done => done.push(cx.id().to_owned()),
+            ScriptedResult::Retry => return Err("not yet").retry(),
+            ScriptedResult::Unknown => return Err("no answer").in_doubt(),
         }
         Ok(())
     }
@@ -111,15 +110,15 @@ fn in_order(key: &str, count: u32) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_released_delivery_is_not_overtaken_by_its_key_and_holds_up_no_other() {
+async fn a_released_delivery_is_not_overtaken_by_its_key_and_does_not_delay_other_keys() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     // The first of `a` works only when all of `b` was handled, and far more of `a` waits than fits
     // in flight.
     let handler = Scripted::new(|id, _, done| {
         if id == "a-0" && of("b", done).len() < 10 {
-            Says::Retry
+            ScriptedResult::Retry
         } else {
-            Says::Done
+            ScriptedResult::Done
         }
     });
     (0..50).for_each(|number| publish(&broker, "a", number));
@@ -156,7 +155,7 @@ async fn an_id_that_is_held_elsewhere_is_not_overtaken_by_its_key() {
             terms,
         }])
         .await;
-    let handler = Scripted::new(|_, _, _| Says::Done);
+    let handler = Scripted::new(|_, _, _| ScriptedResult::Done);
     (0..50).for_each(|number| publish(&broker, "a", number));
     publish(&broker, "b", 0);
     let pause = Duration::from_millis(200);
@@ -181,16 +180,16 @@ async fn every_key_stays_in_order_whatever_fails() {
                 (chance ^ u32::from(byte)).wrapping_mul(16_777_619)
             });
         match chance >> 28 {
-            0..3 => Says::Retry,
-            3..5 => Says::Unknown,
-            _ => Says::Done,
+            0..3 => ScriptedResult::Retry,
+            3..5 => ScriptedResult::Unknown,
+            _ => ScriptedResult::Done,
         }
     });
     let keys: Vec<String> = (0..20).map(|key| format!("key{key}")).collect();
     for number in 0..40 {
         keys.iter().for_each(|key| publish(&broker, key, number));
     }
-    // A copy of one that may be away at that time.
+    // A duplicate of a message that may be backing off at that time.
     keys.iter().for_each(|key| publish(&broker, key, 39));
     drain(
         &broker,
@@ -203,23 +202,23 @@ async fn every_key_stays_in_order_whatever_fails() {
     }
 }
 
-/// A source that hands over what a test says, and tells it what was settled.
-struct Driven {
+/// A source with two channels: deliveries from the test, and settlements to it.
+struct ChannelSource {
     incoming: UnboundedReceiver<Incoming>,
     settled: UnboundedSender<Settled>,
 }
 
 #[async_trait]
-impl Open for Driven {
+impl Connect for ChannelSource {
     type Source = Self;
 
-    async fn open(self) -> Result<Self, SourceError> {
+    async fn connect(self, _: ConnectOptions) -> Result<Self, SourceError> {
         Ok(self)
     }
 }
 
 #[async_trait]
-impl Source for Driven {
+impl Source for ChannelSource {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         match self.incoming.recv().await {
             Some(incoming) if limit.count > 0 => into.push(incoming),
@@ -240,40 +239,47 @@ impl Source for Driven {
     }
 }
 
-/// A consumer whose first delivery, `a-0`, fails and then rests for an hour, with `a-1` behind it.
-struct Resting {
-    hand_over: UnboundedSender<Incoming>,
+/// A consumer whose first delivery, `a-0`, fails and backs off for an hour, with `a-1` behind it.
+struct BackingOff {
+    deliver: UnboundedSender<Incoming>,
     settled: UnboundedReceiver<Settled>,
     store: MemoryStore,
     runs: UnboundedReceiver<String>,
 }
 
-impl Resting {
-    fn new() -> (Self, Builder<Driven, MemoryStore, Scripted, RawBytes>) {
-        let (hand_over, incoming) = unbounded_channel();
-        let (tell, settled) = unbounded_channel();
+impl BackingOff {
+    fn new() -> (
+        Self,
+        Builder<ChannelSource, MemoryStore, Scripted, RawBytes>,
+    ) {
+        let (deliver, incoming) = unbounded_channel();
+        let (settled_sender, settled) = unbounded_channel();
         let (ran, runs) = unbounded_channel();
         let handler = Scripted::new(move |id, _, _| {
             ran.send(id.to_owned()).expect("the test listens");
-            if id == "a-0" { Says::Retry } else { Says::Done }
+            if id == "a-0" {
+                ScriptedResult::Retry
+            } else {
+                ScriptedResult::Done
+            }
         });
         let (store, hour) = (MemoryStore::new(), Duration::from_secs(3600));
         let consumer = consumer(&MemoryBroker::new("unused"), &store, &handler).backoff(hour, hour);
         (
             Self {
-                hand_over,
+                deliver,
                 settled,
                 store,
                 runs,
             },
-            consumer.source(Driven {
+            consumer.source(ChannelSource {
                 incoming,
-                settled: tell,
+                settled: settled_sender,
             }),
         )
     }
 
-    fn hand_over(&self, id: &str, epoch: u64) {
+    fn deliver(&self, id: &str, epoch: u64) {
         let message = Message::new("x")
             .with_key("a")
             .with_message_id(id.to_owned());
@@ -286,16 +292,16 @@ impl Resting {
             },
             failures: 0,
         };
-        self.hand_over
+        self.deliver
             .send(Incoming::Delivery(delivery))
             .expect("it runs");
     }
 
-    /// Until the first has failed, its claim is cleared, and the consumer has had time to hear of
-    /// it.
+    /// Waits until the first delivery has failed, its claim is cleared, and the consumer has had time
+    /// to process that.
     async fn begin(&mut self) {
-        self.hand_over("a-0", 1);
-        self.hand_over("a-1", 1);
+        self.deliver("a-0", 1);
+        self.deliver("a-1", 1);
         assert_eq!(self.runs.recv().await.as_deref(), Some("a-0"));
         while !self.store.is_empty() {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -303,8 +309,8 @@ impl Resting {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 
-    /// What is given back: by id, how often it has failed.
-    async fn given_back(&mut self, count: usize) -> Vec<(String, u32)> {
+    /// The released deliveries: the id and the number of failures of each.
+    async fn released(&mut self, count: usize) -> Vec<(String, u32)> {
         let mut all = Vec::new();
         while all.len() < count {
             let Settled {
@@ -327,20 +333,20 @@ impl Resting {
 }
 
 #[tokio::test]
-async fn what_rests_and_is_revoked_is_given_back_and_not_waited_for() {
-    let (mut resting, consumer) = Resting::new();
+async fn a_revoked_delivery_that_backs_off_is_released_at_once() {
+    let (mut backing_off, consumer) = BackingOff::new();
     let script = async {
-        resting.begin().await;
-        resting
-            .hand_over
+        backing_off.begin().await;
+        backing_off
+            .deliver
             .send(Incoming::Revoked(1))
             .expect("it runs");
-        resting.hand_over("a-2", 2);
+        backing_off.deliver("a-2", 2);
         assert_eq!(
-            resting.given_back(2).await,
+            backing_off.released(2).await,
             [("a-0".to_owned(), 1), ("a-1".to_owned(), 0)]
         );
-        let next = resting.settled.recv().await.expect("it runs");
+        let next = backing_off.settled.recv().await.expect("it runs");
         assert!(matches!(next.settlement, Settlement::Accept(_)), "{next:?}");
     };
     let ended = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(script)).await;
@@ -348,25 +354,28 @@ async fn what_rests_and_is_revoked_is_given_back_and_not_waited_for() {
 }
 
 #[tokio::test]
-async fn a_shutdown_gives_back_what_rests_with_its_count() {
-    let (mut resting, consumer) = Resting::new();
-    let ended =
-        tokio::time::timeout(Duration::from_secs(60), consumer.run_until(resting.begin())).await;
+async fn a_shutdown_releases_a_delivery_that_backs_off_with_its_failures() {
+    let (mut backing_off, consumer) = BackingOff::new();
+    let ended = tokio::time::timeout(
+        Duration::from_secs(60),
+        consumer.run_until(backing_off.begin()),
+    )
+    .await;
     ended.expect("nothing is stuck").expect("a clean end");
     assert_eq!(
-        resting.given_back(2).await,
+        backing_off.released(2).await,
         [("a-0".to_owned(), 1), ("a-1".to_owned(), 0)]
     );
 }
 
 #[tokio::test]
-async fn ten_thousand_behind_one_failure_are_handed_over_once() {
+async fn ten_thousand_behind_one_failure_are_delivered_once() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let handler = Scripted::new(|id, run, _| {
         if id == "a-0" && run < 3 {
-            Says::Retry
+            ScriptedResult::Retry
         } else {
-            Says::Done
+            ScriptedResult::Done
         }
     });
     (0..9_999).for_each(|number| publish(&broker, "a", number));
@@ -376,7 +385,7 @@ async fn ten_thousand_behind_one_failure_are_handed_over_once() {
 }
 
 #[tokio::test]
-async fn what_waits_is_bounded() {
+async fn max_queued_limits_deliveries() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let (watched, most) = (broker.clone(), Arc::new(Mutex::new(0)));
     let seen = most.clone();
@@ -385,9 +394,9 @@ async fn what_waits_is_bounded() {
         let mut most = seen.lock().expect("no panic inside");
         *most = open.max(*most);
         if id == "a-0" && run < 20 {
-            Says::Retry
+            ScriptedResult::Retry
         } else {
-            Says::Done
+            ScriptedResult::Done
         }
     });
     (0..500).for_each(|number| publish(&broker, "a", number));
@@ -406,9 +415,9 @@ async fn what_waits_is_bounded() {
     );
 }
 
-/// By size where the count would allow all of them.
+/// The count alone would allow all of them.
 #[tokio::test]
-async fn what_waits_is_bounded_in_bytes() {
+async fn max_queued_bytes_limits_deliveries() {
     const BODY: usize = 1_000;
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let (watched, most) = (broker.clone(), Arc::new(Mutex::new(0)));
@@ -418,9 +427,9 @@ async fn what_waits_is_bounded_in_bytes() {
         let mut most = seen.lock().expect("no panic inside");
         *most = open.max(*most);
         if id == "a-0" && run < 20 {
-            Says::Retry
+            ScriptedResult::Retry
         } else {
-            Says::Done
+            ScriptedResult::Done
         }
     });
     for number in 0..300 {
@@ -444,16 +453,16 @@ async fn what_waits_is_bounded_in_bytes() {
     );
 }
 
-/// Where there are no partitions all of a queue is one: what fails is not overtaken, whatever the
-/// keys are.
+/// A queue without partitions counts as one partition: a failed delivery is not overtaken, whatever
+/// its key.
 #[tokio::test]
-async fn by_partition_nothing_of_a_queue_overtakes_what_fails() {
+async fn by_partition_no_delivery_of_a_queue_overtakes_a_failed_one() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let handler = Scripted::new(|id, run, _| {
         if id == "a-3" && run < 5 {
-            Says::Retry
+            ScriptedResult::Retry
         } else {
-            Says::Done
+            ScriptedResult::Done
         }
     });
     let publish_all = || {
@@ -471,15 +480,15 @@ async fn by_partition_nothing_of_a_queue_overtakes_what_fails() {
     assert_eq!(handler.done(), all);
 }
 
-/// Nothing waits for another of its key.
+/// No delivery waits for another of its key.
 #[tokio::test]
-async fn unordered_what_fails_is_overtaken_by_its_key() {
+async fn unordered_a_failed_delivery_is_overtaken_by_its_key() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let handler = Scripted::new(|id, _, done| {
         if id == "a-0" && done.len() < 19 {
-            Says::Retry
+            ScriptedResult::Retry
         } else {
-            Says::Done
+            ScriptedResult::Done
         }
     });
     (0..20).for_each(|number| publish(&broker, "a", number));
@@ -491,35 +500,34 @@ async fn unordered_what_fails_is_overtaken_by_its_key() {
     assert_eq!(handler.done().last().map(String::as_str), Some("a-0"));
 }
 
-/// Of the crowd below, and of the bytes of a message in it.
-const MOST: usize = 4;
+/// The limit of concurrent handlers, and the size of a message.
+const MAX_RUNNING: usize = 4;
 const CROWD_BODY: usize = 1_000;
 
 #[tokio::test]
 async fn no_more_handlers_run_than_may_be_in_flight() {
-    crowd(|consumer| consumer.max_in_flight(MOST)).await;
+    check_limit(|consumer| consumer.max_in_flight(MAX_RUNNING)).await;
 }
 
 #[tokio::test]
 async fn no_more_bytes_are_handled_than_may_be_in_flight() {
-    crowd(|consumer| {
+    check_limit(|consumer| {
         consumer
             .max_in_flight(1_000)
-            .max_in_flight_bytes(MOST * CROWD_BODY)
+            .max_in_flight_bytes(MAX_RUNNING * CROWD_BODY)
     })
     .await;
 }
 
-/// Many that fail together and rest for about as long, under a limit that lets four of them run.
-async fn crowd(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<(), (), (), Json>) {
-    /// Fails first, and then takes its time; counts how many run at once.
+/// Many messages fail together and back off for about as long; only [`MAX_RUNNING`] of them may run at once.
+async fn check_limit(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<(), (), (), Json>) {
+    /// Fails in its first run, and sleeps in the second; counts concurrent runs.
     #[derive(Clone, Default)]
     struct Crowd {
         failed: Arc<Mutex<std::collections::HashSet<String>>>,
         running: Arc<Mutex<(usize, usize)>>,
     }
 
-    #[async_trait]
     impl Handler for Crowd {
         type Payload = Raw;
 
@@ -547,7 +555,7 @@ async fn crowd(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<(), ()
     }
 
     let (broker, crowd) = (MemoryBroker::new("q"), Crowd::default());
-    // Those of a key follow each other; all of the first ones fail, and rest for about as long.
+    // Messages of a key run in order. All first ones fail, and back off for about as long.
     for (key, number) in (0..60).flat_map(|key| (0..3).map(move |number| (key, number))) {
         let message = Message::new(vec![b'x'; CROWD_BODY]).with_key(format!("k{key}"));
         broker.publish(message.with_message_id(format!("k{key}-{number}")));
@@ -569,5 +577,8 @@ async fn crowd(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<(), ()
         .expect("a clean end");
     assert!(broker.dead_letters().is_empty());
     let (now, most) = *crowd.running.lock().expect("no panic inside");
-    assert!(now == 0 && (2..=MOST).contains(&most), "{most} ran at once");
+    assert!(
+        now == 0 && (2..=MAX_RUNNING).contains(&most),
+        "{most} ran at once"
+    );
 }

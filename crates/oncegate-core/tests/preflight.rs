@@ -1,4 +1,4 @@
-//! What a store asks for is told at start, before anything is received.
+//! The checks of the store at start, before any message is received.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::*;
 
-/// A store without what at most once needs of it. It writes down what it is asked.
+/// A store that cannot keep at most once. It records the calls.
 #[derive(Clone, Default)]
 struct Limited {
     asked: Arc<Mutex<Vec<String>>>,
@@ -49,10 +49,9 @@ impl Store for Limited {
     }
 }
 
-/// A handler that is never reached.
+/// A handler that is never called.
 struct Nothing;
 
-#[async_trait]
 impl Handler for Nothing {
     type Payload = String;
 
@@ -62,7 +61,7 @@ impl Handler for Nothing {
 }
 
 #[tokio::test]
-async fn a_store_that_cannot_keep_the_guarantee_ends_the_start() {
+async fn a_store_that_cannot_keep_the_guarantee_fails_the_start() {
     let store = Limited::default();
     let broker = MemoryBroker::new("q");
     let consumer = |guarantee| {
@@ -80,11 +79,7 @@ async fn a_store_that_cannot_keep_the_guarantee_ends_the_start() {
         .await;
     let line = refused.expect_err("a right is missing").to_string();
     assert!(line.contains("let the user run it"), "{line}");
-    assert_eq!(
-        store.asked(),
-        ["preflight AtMostOnce"],
-        "nothing else is asked"
-    );
+    assert_eq!(store.asked(), ["preflight AtMostOnce"], "no other call");
 
     let gate = Gate::builder()
         .store(store.clone())
@@ -94,7 +89,7 @@ async fn a_store_that_cannot_keep_the_guarantee_ends_the_start() {
     assert!(gate.is_err_and(|error| error.to_string().contains("let the user run it")));
     store.asked();
 
-    // What another guarantee needs is there.
+    // It can keep the other guarantee.
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let runs = consumer(Guarantee::EffectivelyOnce).run_until(async {
         let _ = stopped.await;
@@ -110,13 +105,13 @@ async fn a_store_that_cannot_keep_the_guarantee_ends_the_start() {
     assert_eq!(
         store.asked(),
         ["preflight EffectivelyOnce"],
-        "whether it forgets is asked for at most once alone"
+        "only at most once checks the persistence"
     );
 }
 
-/// A store that asks for nothing is asked whether it is there.
+/// A store without a preflight of its own is checked by a call of `persistence`.
 #[tokio::test]
-async fn by_default_a_store_has_to_tell_its_memory() {
+async fn the_default_preflight_calls_persistence() {
     struct Unreadable;
 
     #[async_trait]

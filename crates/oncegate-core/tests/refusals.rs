@@ -1,7 +1,7 @@
-//! A store that refuses its user, and what another program wrote under one id.
+//! A store that refuses permission, and values that another program wrote under a key.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
@@ -9,10 +9,10 @@ use oncegate_core::marker::{Ask, Operation, Verdict};
 use oncegate_core::*;
 use tokio::sync::Notify;
 
-/// Longer than any test may take: what waits for the end of a drain fails it.
+/// Longer than any test may take, so that a test fails if it waits for the drain timeout.
 const FOR_EVER: Duration = Duration::from_secs(3600);
 
-/// A memory store that another program shares, and whose user may lose its rights.
+/// A memory store that is shared with another program, and whose user may lose its permissions.
 #[derive(Clone, Default)]
 struct Shared {
     store: MemoryStore,
@@ -48,7 +48,7 @@ impl Store for Shared {
     }
 }
 
-/// Runs until it is told to end; the second handler that starts says so.
+/// Runs until `may_end`; the second handler that starts notifies `both_run`.
 #[derive(Clone, Default)]
 struct Held {
     began: Arc<AtomicU32>,
@@ -57,7 +57,6 @@ struct Held {
     ended: Arc<AtomicU32>,
 }
 
-#[async_trait]
 impl Handler for Held {
     type Payload = Raw;
 
@@ -92,7 +91,7 @@ fn consumer(
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_store_that_refuses_ends_the_consumer_as_soon_as_its_handlers_are_over() {
+async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended() {
     let (broker, store, handler) = (MemoryBroker::new("q"), Shared::default(), Held::default());
     for id in ["held-a", "held-b"] {
         broker.publish(message(id));
@@ -112,7 +111,7 @@ async fn a_store_that_refuses_ends_the_consumer_as_soon_as_its_handlers_are_over
     handler.may_end.notify_waiters();
     let ended = tokio::time::timeout(Duration::from_secs(20), running)
         .await
-        .expect("long before the drain is over")
+        .expect("before the drain timeout")
         .expect("no panic");
     assert!(
         matches!(ended, Err(Error::Store(StoreError::Misconfigured(_)))),
@@ -130,8 +129,53 @@ async fn a_store_that_refuses_ends_the_consumer_as_soon_as_its_handlers_are_over
     assert!(asked <= 50, "asked {asked} claims for 50 messages");
 }
 
+/// Keeps the lines that are logged on this thread.
+#[derive(Clone, Default)]
+struct LogLines(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for LogLines {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let mut kept = self.0.lock().expect("no panic");
+        kept.extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// `in-doubt resolve` refuses an id whose marker is unreadable.
+#[tokio::test]
+async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
+    let lines = LogLines::default();
+    let writer = lines.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(move || writer.clone())
+        .finish();
+    let _guard = tracing::subscriber::set_default(subscriber);
+    let broker = MemoryBroker::new("q");
+    broker.publish(message("theirs-1"));
+    let all = broker.clone();
+    let consumer =
+        consumer(&broker, Shared::default(), Held::default()).guarantee(Guarantee::EffectivelyOnce);
+    let run = consumer.run_until(async move { all.drained().await });
+    tokio::time::timeout(Duration::from_secs(20), run)
+        .await
+        .expect("it is settled")
+        .expect("a clean end");
+    let log = String::from_utf8(lines.0.lock().expect("no panic").clone()).expect("text");
+    let line = log
+        .lines()
+        .find(|line| line.contains("message in doubt, sending it to the in-doubt queue"))
+        .expect("the line");
+    let (delete, resolve) = (line.find("delete the key"), line.find("in-doubt resolve"));
+    assert!(delete.is_some() && delete < resolve, "{line}");
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn an_unreadable_marker_concerns_its_id_alone() {
+async fn an_unreadable_marker_affects_only_its_id() {
     for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
         let (broker, handler) = (MemoryBroker::new("q"), Held::default());
         for id in ["a", "theirs-1", "b", "later-1", "c", "theirs-2"] {
@@ -144,7 +188,7 @@ async fn an_unreadable_marker_concerns_its_id_alone() {
         let run = consumer.run_until(async move { all.drained().await });
         tokio::time::timeout(Duration::from_secs(20), run)
             .await
-            .expect("it goes on")
+            .expect("the others are handled")
             .expect("a clean end");
         let mut ids: Vec<_> = broker
             .in_doubt()
@@ -171,7 +215,7 @@ async fn an_unreadable_marker_concerns_its_id_alone() {
 }
 
 #[tokio::test]
-async fn a_gate_tells_of_an_unreadable_marker_at_once_and_others_pass() {
+async fn a_gate_reports_an_unreadable_marker_at_once_and_other_ids_run() {
     let gate = Gate::builder()
         .store(Shared::default())
         .open()

@@ -1,4 +1,4 @@
-//! A gate on trial stops nothing, and says what it would have stopped.
+//! A shadow stops no message, and counts what a gate would have stopped.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,14 +7,13 @@ use std::time::Duration;
 use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::*;
 
-/// Counts the runs that were through; fails at the first run of `fails`, and at each of `broken`.
+/// Counts the runs that succeed. The first run of `fails` fails, and each of `broken`.
 #[derive(Clone, Default)]
 struct Runs {
-    through: Arc<AtomicU64>,
+    succeeded: Arc<AtomicU64>,
     failed: Arc<AtomicU64>,
 }
 
-#[async_trait]
 impl Handler for Runs {
     type Payload = Raw;
 
@@ -25,13 +24,13 @@ impl Handler for Runs {
         if cx.id() == "fails" && self.failed.fetch_add(1, Ordering::SeqCst) == 0 {
             return Err("not yet").retry();
         }
-        self.through.fetch_add(1, Ordering::SeqCst);
+        self.succeeded.fetch_add(1, Ordering::SeqCst);
         Ok(())
     }
 }
 
-/// Handles these messages one after the other; how many runs were through, and how many dead
-/// letters there are.
+/// Handles these messages one after the other. Returns the number of successful runs and of dead
+/// letters.
 async fn handle(
     store: impl Store + 'static,
     messages: &[(&'static str, &'static str)],
@@ -57,7 +56,7 @@ async fn handle(
     let handled = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(feed)).await;
     handled.expect("in time").expect("a clean end");
     (
-        runs.through.load(Ordering::SeqCst),
+        runs.succeeded.load(Ordering::SeqCst),
         broker.dead_letters().len(),
     )
 }
@@ -72,7 +71,7 @@ const MESSAGES: [(&str, &str); 6] = [
 ];
 
 #[tokio::test]
-async fn everything_is_handled_and_the_report_says_what_would_not_have_been() {
+async fn everything_is_handled_and_the_report_counts_what_a_gate_would_have_stopped() {
     let (store, report) = (MemoryStore::new(), ShadowReport::new());
     assert_eq!(
         handle(Shadow::new(store.clone(), report.clone()), &MESSAGES).await,
@@ -96,35 +95,41 @@ async fn everything_is_handled_and_the_report_says_what_would_not_have_been() {
         "{lines}"
     );
 
-    // The gate itself goes on from there: it knows what was handled.
+    // A gate on the same store knows what was handled.
     let more = [("a", "1"), ("b", "1"), ("c", "1")];
     assert_eq!(handle(store, &more).await, (1, 0));
-    // And this is what it does with the same messages from the start.
+    // A gate from the start, with the same messages.
     assert_eq!(handle(MemoryStore::new(), &MESSAGES).await, (3, 1));
 }
 
 #[tokio::test]
-async fn what_fails_again_and_again_gets_its_attempts_and_no_more() {
+async fn a_message_that_always_fails_gets_max_attempts() {
     for store in [true, false] {
         let report = ShadowReport::new();
         let messages = [("broken", "1"), ("broken", "1")];
         let handled = match store {
             true => handle(Shadow::new(MemoryStore::new(), report.clone()), &messages).await,
-            false => handle(Shadow::new(Away::default(), report.clone()), &messages).await,
+            false => {
+                handle(
+                    Shadow::new(Unavailable::default(), report.clone()),
+                    &messages,
+                )
+                .await
+            }
         };
         assert_eq!(
             (handled, report.claims()),
-            ((0, 2), 2 * u64::from(defaults::ATTEMPTS))
+            ((0, 2), 2 * u64::from(defaults::MAX_ATTEMPTS))
         );
     }
 }
 
-/// A store that is not there.
+/// A store that is unavailable.
 #[derive(Clone, Default)]
-struct Away(Arc<AtomicU64>);
+struct Unavailable(Arc<AtomicU64>);
 
 #[async_trait]
-impl Store for Away {
+impl Store for Unavailable {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         self.0.fetch_add(1, Ordering::SeqCst);
         operations
@@ -139,8 +144,8 @@ impl Store for Away {
 }
 
 #[tokio::test]
-async fn nothing_waits_for_a_store_that_is_not_there() {
-    let (store, report) = (Away::default(), ShadowReport::new());
+async fn no_message_waits_for_an_unavailable_store() {
+    let (store, report) = (Unavailable::default(), ShadowReport::new());
     let messages: Vec<_> = (0..200).map(|_| ("a", "1")).collect();
     assert_eq!(
         handle(Shadow::new(store.clone(), report.clone()), &messages).await,
@@ -149,12 +154,12 @@ async fn nothing_waits_for_a_store_that_is_not_there() {
     assert_eq!(report.would(ShadowOutcome::Pause), 200);
     assert!(
         store.0.load(Ordering::SeqCst) < 100,
-        "it was asked for each message"
+        "a request for each message"
     );
 }
 
 #[tokio::test]
-async fn at_most_once_cannot_be_tried_without_stopping_anything() {
+async fn a_shadow_refuses_at_most_once() {
     let shadow = Shadow::new(MemoryStore::new(), ShadowReport::new());
     let refused = Gate::builder()
         .store(shadow)

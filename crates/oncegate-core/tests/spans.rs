@@ -1,4 +1,4 @@
-//! The spans along the road. A process of its own: what is logged is decided once for all of it.
+//! The spans and log lines of a delivery. A test binary of its own, because the subscriber is global.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -7,7 +7,6 @@ use oncegate_core::*;
 
 struct Scripted;
 
-#[async_trait]
 impl Handler for Scripted {
     type Payload = Raw;
 
@@ -40,7 +39,7 @@ async fn consume(broker: &MemoryBroker, store: &MemoryStore, guarantee: Guarante
         .expect("a clean end");
 }
 
-/// What is logged, kept.
+/// Records the log.
 #[derive(Clone, Default)]
 struct Kept(Arc<Mutex<Vec<u8>>>);
 
@@ -59,7 +58,7 @@ impl std::io::Write for Kept {
 }
 
 #[tokio::test]
-async fn spans_along_the_road_carry_id_attempt_and_outcome() {
+async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     let kept = Kept::default();
     let writer = kept.clone();
     let log = tracing_subscriber::fmt()
@@ -109,7 +108,7 @@ async fn spans_along_the_road_carry_id_attempt_and_outcome() {
             .any(|line| line.contains(span) && line.contains(of) && line.contains(outcome));
         assert!(found, "no {span} {of} {outcome} in\n{log}");
     }
-    // At most once rests on max_age: nobody can check it of a message without a timestamp.
+    // At most once needs max_age, which cannot be checked without a timestamp.
     let ageless: Vec<&str> = log
         .lines()
         .filter(|line| line.contains("WARN") && line.contains("message without a timestamp"))

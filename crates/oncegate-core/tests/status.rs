@@ -1,4 +1,4 @@
-//! What is stuck can be seen from outside: by id and place, and for how long.
+//! The status of a consumer: stuck deliveries, with id, position and age, and the store.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,18 +8,17 @@ use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::*;
 use tokio::sync::Semaphore;
 
-/// Handles `a` when it is let, never finds an id that says so, and is done with all else at once.
+/// `stuck-0` waits for a permit, `fails` always fails, and all others return at once.
 struct Stuck {
-    lets: Arc<Semaphore>,
+    permits: Arc<Semaphore>,
 }
 
-#[async_trait]
 impl Handler for Stuck {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
         match cx.id() {
-            "stuck-0" => drop(self.lets.acquire().await.retry()?),
+            "stuck-0" => drop(self.permits.acquire().await.retry()?),
             "fails" => return Err("not yet").retry(),
             _ => {}
         }
@@ -27,7 +26,7 @@ impl Handler for Stuck {
     }
 }
 
-/// Waits until the status says so, and fails with what it says instead.
+/// Waits for a status that meets the condition. Panics with the last status after 30 s.
 async fn until(
     status: &ConsumerStatus,
     what: impl Fn(&ConsumerSnapshot) -> bool,
@@ -47,8 +46,8 @@ async fn until(
 }
 
 #[tokio::test]
-async fn what_is_stuck_is_named_with_its_place_and_what_it_waits_for() {
-    let (broker, status, lets) = (
+async fn a_stuck_delivery_is_listed_with_its_position_and_state() {
+    let (broker, status, permits) = (
         MemoryBroker::new("payments"),
         ConsumerStatus::new(),
         Arc::new(Semaphore::new(0)),
@@ -68,7 +67,9 @@ async fn what_is_stuck_is_named_with_its_place_and_what_it_waits_for() {
         .max_inline_retries(0)
         .backoff(Duration::from_secs(60), Duration::from_secs(60))
         .decode(RawBytes)
-        .handler(Stuck { lets: lets.clone() })
+        .handler(Stuck {
+            permits: permits.clone(),
+        })
         .status(status.clone());
     assert_eq!(
         status.snapshot(),
@@ -102,7 +103,7 @@ async fn what_is_stuck_is_named_with_its_place_and_what_it_waits_for() {
             "{shown}"
         );
 
-        // It is told again though nothing moves, and what was told grows older by itself.
+        // Published again without an event, and the ages increase between two updates.
         let older = until(&seen, |it| {
             it.oldest
                 .first()
@@ -118,7 +119,7 @@ async fn what_is_stuck_is_named_with_its_place_and_what_it_waits_for() {
             "{older:?}"
         );
 
-        lets.add_permits(1);
+        permits.add_permits(1);
         until(&seen, |it| it.in_flight == 0 && it.waiting == 1).await;
         drop(all);
     };
@@ -131,7 +132,7 @@ async fn what_is_stuck_is_named_with_its_place_and_what_it_waits_for() {
 }
 
 #[tokio::test]
-async fn the_oldest_are_named_and_the_others_counted() {
+async fn the_oldest_deliveries_are_listed_and_the_others_counted() {
     let (broker, status) = (MemoryBroker::new("payments"), ConsumerStatus::new());
     for number in 0..300 {
         broker.publish(
@@ -148,13 +149,13 @@ async fn the_oldest_are_named_and_the_others_counted() {
         .drain_timeout(Duration::from_millis(1))
         .decode(RawBytes)
         .handler(Stuck {
-            lets: Arc::new(Semaphore::new(0)),
+            permits: Arc::new(Semaphore::new(0)),
         })
         .status(status.clone());
     let shutdown = async {
-        let told = until(&status, |it| it.waiting == 299).await;
-        assert_eq!((told.in_flight, told.oldest.len()), (1, 20));
-        let ids: Vec<_> = told
+        let reported = until(&status, |it| it.waiting == 299).await;
+        assert_eq!((reported.in_flight, reported.oldest.len()), (1, 20));
+        let ids: Vec<_> = reported
             .oldest
             .iter()
             .filter_map(|held| held.id.as_ref().map(ToString::to_string))
@@ -169,22 +170,22 @@ async fn the_oldest_are_named_and_the_others_counted() {
     consumer.run_until(shutdown).await.expect("a clean end");
 }
 
-/// Answers nothing until it is there.
+/// A store that is unavailable until `available` is set.
 #[derive(Clone, Default)]
-struct Late {
+struct LateStore {
     store: MemoryStore,
-    is_there: Arc<AtomicBool>,
+    available: Arc<AtomicBool>,
 }
 
 #[async_trait]
-impl Store for Late {
+impl Store for LateStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        if self.is_there.load(Ordering::SeqCst) {
+        if self.available.load(Ordering::SeqCst) {
             return self.store.apply(operations).await;
         }
         operations
             .iter()
-            .map(|_| Err(StoreError::Unknown("nobody answers".into())))
+            .map(|_| Err(StoreError::Unknown("no reply".into())))
             .collect()
     }
 
@@ -193,19 +194,19 @@ impl Store for Late {
     }
 
     async fn persistence(&self) -> Result<Persistence, StoreError> {
-        if self.is_there.load(Ordering::SeqCst) {
+        if self.available.load(Ordering::SeqCst) {
             return self.store.persistence().await;
         }
-        Err(StoreError::NotApplied("nobody listens".into()))
+        Err(StoreError::NotApplied("connection refused".into()))
     }
 }
 
 #[tokio::test]
-async fn a_store_is_told_of_from_the_first_question_on_and_when_it_goes_and_is_back() {
+async fn the_store_is_reported_from_the_first_request_on_through_an_outage() {
     let (broker, status, store) = (
         MemoryBroker::new("payments"),
         ConsumerStatus::new(),
-        Late::default(),
+        LateStore::default(),
     );
     let consumer = Consumer::builder()
         .source(broker.source())
@@ -213,10 +214,10 @@ async fn a_store_is_told_of_from_the_first_question_on_and_when_it_goes_and_is_b
         .id(IdSource::message_id())
         .decode(RawBytes)
         .handler(Stuck {
-            lets: Arc::new(Semaphore::new(0)),
+            permits: Arc::new(Semaphore::new(0)),
         })
         .status(status.clone());
-    let (waits_for, there, all) = (status.clone(), store.is_there.clone(), broker.clone());
+    let (waits_for, there, all) = (status.clone(), store.available.clone(), broker.clone());
     let shutdown = async move {
         let away = |it: &ConsumerSnapshot| {
             matches!(
@@ -227,13 +228,13 @@ async fn a_store_is_told_of_from_the_first_question_on_and_when_it_goes_and_is_b
                 })
             )
         };
-        let told = until(&waits_for, away).await.store.expect("just seen");
-        let text = told.last_error.map(|it| it.text);
+        let reported = until(&waits_for, away).await.store.expect("just seen");
+        let text = reported.last_error.map(|it| it.text);
         assert_eq!(
-            (told.name.as_str(), text.as_deref()),
+            (reported.name.as_str(), text.as_deref()),
             (
                 "a late store",
-                Some("the store changed nothing, and asking again is safe: nobody listens")
+                Some("the store did not apply the operation; a retry is safe: connection refused")
             )
         );
         there.store(true, Ordering::SeqCst);
@@ -250,18 +251,18 @@ async fn a_store_is_told_of_from_the_first_question_on_and_when_it_goes_and_is_b
 
         there.store(false, Ordering::SeqCst);
         all.publish(Message::new("x").with_message_id("done"));
-        let told = until(&waits_for, away).await.store.expect("just seen");
-        let text = told.last_error.map(|it| it.text);
+        let reported = until(&waits_for, away).await.store.expect("just seen");
+        let text = reported.last_error.map(|it| it.text);
         assert_eq!(
             text.as_deref(),
             Some(
-                "no answer from the store, which may have made the change; asking again is safe: nobody answers"
+                "no answer from the store, which may have applied the operation; a retry is safe: no reply"
             )
         );
         there.store(true, Ordering::SeqCst);
         all.drained().await;
-        let told = until(&waits_for, answers).await.store.expect("just seen");
-        assert!(told.last_error.is_some(), "what it said before stays");
+        let reported = until(&waits_for, answers).await.store.expect("just seen");
+        assert!(reported.last_error.is_some(), "the last error is kept");
     };
     consumer.run_until(shutdown).await.expect("a clean end");
     assert_eq!(
@@ -272,10 +273,51 @@ async fn a_store_is_told_of_from_the_first_question_on_and_when_it_goes_and_is_b
 }
 
 #[test]
-fn a_shadow_says_that_the_store_does_not_answer_for_itself() {
-    let shadow = Shadow::new(Late::default(), ShadowReport::new());
+fn a_shadow_is_part_of_the_description_of_its_store() {
+    let shadow = Shadow::new(LateStore::default(), ShadowReport::new());
     assert_eq!(
         shadow.described(),
         "a late store, behind a shadow that answers in its place"
     );
+}
+
+/// The handles of a consumer observe and stop it from another task.
+#[tokio::test]
+async fn a_built_consumer_is_supervised_through_its_handles() {
+    let (broker, permits) = (MemoryBroker::new("payments"), Arc::new(Semaphore::new(0)));
+    broker.publish(Message::new("x").with_message_id("stuck-0"));
+    let builder = || {
+        Consumer::builder()
+            .source(broker.source())
+            .store(MemoryStore::new())
+            .handler(Stuck {
+                permits: permits.clone(),
+            })
+    };
+    let refused = builder().build().expect_err("it has no id");
+    assert!(
+        matches!(refused, Error::Misconfigured { setting: "id", .. }),
+        "{refused}"
+    );
+
+    let consumer = builder().id(IdSource::message_id()).build().expect("built");
+    let (status, readiness, drain) = (consumer.status(), consumer.readiness(), consumer.drain());
+    assert!(!readiness.is_ready());
+    let running = tokio::spawn(consumer.run_until(std::future::pending::<()>()));
+    until(&status, |snapshot| snapshot.in_flight == 1).await;
+    assert!(readiness.is_ready());
+    drain.start();
+    permits.add_permits(1);
+    let drained = tokio::time::timeout(Duration::from_secs(30), running).await;
+    let drained = drained.expect("the handle starts the drain");
+    drained.expect("no panic").expect("drained");
+    assert!(!readiness.is_ready());
+    assert_eq!(broker.unsettled(), 0, "its handler ended within the drain");
+
+    let stopped = builder().id(IdSource::message_id()).build().expect("built");
+    stopped.drain().start();
+    let ended = stopped.run_until(std::future::pending::<()>());
+    let ended = tokio::time::timeout(Duration::from_secs(30), ended).await;
+    let ended = ended.expect("a drain before the start ends it");
+    ended.expect("no error");
 }

@@ -1,5 +1,5 @@
-//! Stops with handlers that outlast the drain timeout: their outcome is unknown, and nobody takes
-//! them for a crash.
+//! Stops with handlers that outlast the drain timeout: their outcome is unknown, and no crash is
+//! counted.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -12,13 +12,13 @@ use oncegate_core::*;
 use tokio::sync::Notify;
 
 const DRAIN: Duration = Duration::from_millis(50);
-/// How long a stop may take beyond the drain timeout, as documented.
+/// The documented maximum duration of a stop beyond the drain timeout.
 const BOUND: Duration = Duration::from_secs(2);
-/// What a busy machine may add.
+/// Added to the bound for a busy machine.
 const SLACK: Duration = Duration::from_secs(3);
 const MESSAGES: usize = 20;
 
-/// Runs for ever until it is told to return.
+/// Runs until it is dropped, or until `returns` is set.
 #[derive(Clone, Default)]
 struct Slow(Arc<Watched>);
 
@@ -26,8 +26,8 @@ struct Slow(Arc<Watched>);
 struct Watched {
     /// Whether handlers and `reconcile` return.
     returns: AtomicBool,
-    /// How many handlers have begun, and how many times `reconcile` has.
-    begun: AtomicUsize,
+    /// The number of handlers that have started, and of `reconcile` calls.
+    started: AtomicUsize,
     reconciled: AtomicUsize,
     changed: Notify,
     runs: AtomicUsize,
@@ -48,7 +48,7 @@ impl Watched {
     }
 }
 
-/// One more that runs, until it is dropped.
+/// Counts a running handler until it is dropped.
 struct Runs<'a>(&'a AtomicUsize);
 
 impl Drop for Runs<'_> {
@@ -57,7 +57,6 @@ impl Drop for Runs<'_> {
     }
 }
 
-#[async_trait]
 impl Handler for Slow {
     type Payload = Raw;
 
@@ -72,7 +71,7 @@ impl Handler for Slow {
             .entry(cx.id().to_string())
             .or_default()
             .push(cx.attempt());
-        self.0.begun.fetch_add(1, Ordering::SeqCst);
+        self.0.started.fetch_add(1, Ordering::SeqCst);
         self.0.changed.notify_waiters();
         if !self.0.returns.load(Ordering::SeqCst) {
             std::future::pending::<()>().await;
@@ -129,22 +128,22 @@ impl World {
             .drain_timeout(DRAIN)
     }
 
-    /// Starts a consumer, and stops it once all handlers have begun. How long the stop took.
+    /// Starts a consumer, and stops it once all handlers have started. Returns the duration of the stop.
     async fn stop_while_all_run<S: Store + 'static>(
         &self,
         consumer: Builder<MemorySource, S, Slow, RawBytes>,
     ) -> Duration {
         let watched = self.handler.0.clone();
-        let all = watched.begun.load(Ordering::SeqCst) + self.messages;
+        let all = watched.started.load(Ordering::SeqCst) + self.messages;
         let stopped = Arc::new(Mutex::new(None));
         let stopping = stopped.clone();
-        let begun = async move {
-            watched.until(&watched.begun, all).await;
+        let started = async move {
+            watched.until(&watched.started, all).await;
             *stopping.lock().expect("no panic inside") = Some(Instant::now());
         };
-        tokio::time::timeout(Duration::from_secs(60), consumer.run_until(begun))
+        tokio::time::timeout(Duration::from_secs(60), consumer.run_until(started))
             .await
-            .expect("all handlers begin, and it stops")
+            .expect("all handlers start, and it stops")
             .expect("a clean end");
         let stopped = stopped.lock().expect("no panic inside").take();
         stopped.expect("it was stopped").elapsed()
@@ -277,21 +276,21 @@ async fn bare_a_dropped_handler_runs_again() {
     }
 }
 
-/// What a store does with everything but claims and renewals.
+/// The fault of a store in all operations except claims and renewals.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Trouble {
+enum Fault {
     NeverAnswers,
     LosesTheFirstReplies,
 }
 
-struct Troubled {
+struct FaultyStore {
     store: MemoryStore,
-    trouble: Trouble,
+    fault: Fault,
     asked: AtomicUsize,
 }
 
 #[async_trait]
-impl Store for Troubled {
+impl Store for FaultyStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let records = |it: &Operation| !matches!(it.ask, Ask::Claim | Ask::Renew);
         let answers = self.store.apply(operations).await;
@@ -299,32 +298,32 @@ impl Store for Troubled {
             return answers;
         }
         let before = self.asked.fetch_add(1, Ordering::SeqCst);
-        match self.trouble {
-            Trouble::NeverAnswers => std::future::pending().await,
-            Trouble::LosesTheFirstReplies if before < 2 => {
+        match self.fault {
+            Fault::NeverAnswers => std::future::pending().await,
+            Fault::LosesTheFirstReplies if before < 2 => {
                 let lost = |_| Err(StoreError::Unknown("the reply was lost".into()));
                 operations.iter().map(lost).collect()
             }
-            Trouble::LosesTheFirstReplies => answers,
+            Fault::LosesTheFirstReplies => answers,
         }
     }
 }
 
 impl World {
-    fn troubled(&self, trouble: Trouble) -> Troubled {
-        Troubled {
+    fn faulty(&self, fault: Fault) -> FaultyStore {
+        FaultyStore {
             store: self.store.clone(),
-            trouble,
+            fault,
             asked: AtomicUsize::new(0),
         }
     }
 }
 
 #[tokio::test]
-async fn a_store_that_hangs_holds_a_stop_no_longer_than_the_bound() {
+async fn a_store_that_hangs_delays_a_stop_up_to_the_bound() {
     for guarantee in [Guarantee::EffectivelyOnce, Guarantee::AtMostOnce] {
         let world = World::new(MESSAGES);
-        let consumer = world.consumer(guarantee, world.troubled(Trouble::NeverAnswers));
+        let consumer = world.consumer(guarantee, world.faulty(Fault::NeverAnswers));
         let took = world.stop_while_all_run(consumer).await;
         assert!(took < DRAIN + BOUND + SLACK, "it took {took:?}");
         assert!(took >= DRAIN + BOUND, "it took {took:?}");
@@ -336,12 +335,12 @@ async fn a_store_that_hangs_holds_a_stop_no_longer_than_the_bound() {
 }
 
 #[tokio::test]
-async fn a_lost_reply_is_asked_for_again_within_the_bound() {
+async fn an_operation_with_a_lost_reply_is_repeated_within_the_bound() {
     let world = World::new(MESSAGES);
     let consumer = world
         .consumer(
             Guarantee::EffectivelyOnce,
-            world.troubled(Trouble::LosesTheFirstReplies),
+            world.faulty(Fault::LosesTheFirstReplies),
         )
         .max_in_flight(MESSAGES);
     let took = world.stop_while_all_run(consumer).await;

@@ -1,5 +1,5 @@
-//! Spans stand in the trace of a message's sender, as OpenTelemetry sees them. A process of its
-//! own: one subscriber for all of it.
+//! The spans of a message join the trace of its sender, as OpenTelemetry exports them. A test binary
+//! of its own, because the subscriber is global.
 
 use std::time::Duration;
 
@@ -12,10 +12,9 @@ use tracing_subscriber::layer::SubscriberExt;
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const SENDER: &str = "00f067aa0ba902b7";
 
-/// Fails for one id, and refuses another.
+/// Fails for one id, and rejects another.
 struct Scripted;
 
-#[async_trait]
 impl Handler for Scripted {
     type Payload = Raw;
 
@@ -38,7 +37,7 @@ fn message(id: &str) -> Message {
 }
 
 #[tokio::test]
-async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
+async fn a_message_joins_the_trace_of_its_sender_and_a_redelivery_links_to_it() {
     let exporter = InMemorySpanExporter::default();
     let provider = SdkTracerProvider::builder()
         .with_simple_exporter(exporter.clone())
@@ -116,7 +115,7 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
     for (key, value) in named {
         assert_eq!(text(handled, key).as_deref(), Some(value), "{key}");
     }
-    // Memory is no system that has a name.
+    // The memory broker has no name as a messaging system.
     assert_eq!(text(handled, "messaging.system"), None);
     for (id, system, settles) in [
         ("on-kafka", "kafka", "commit"),
@@ -134,7 +133,7 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
             );
         }
     }
-    // What the handler does stands below it: from the producer to the provider.
+    // The spans of the handler are children of its run: one trace from the producer to the provider.
     let inside =
         |it: &&SpanData| it.name == "charge" && it.parent_span_id == handled.span_context.span_id();
     let charge = spans.iter().find(inside).expect("the handler's own span");
@@ -152,7 +151,7 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
         !completed.is_empty() && completed.iter().all(|it| is_below(it)),
         "{completed:#?}"
     );
-    // The duplicate is settled beside the trace; the message itself in it.
+    // The settlement of the duplicate links to the trace; that of the message is part of it.
     let settled = of("oncegate.settle", "once");
     assert_eq!(settled.len(), 2);
     assert_eq!(
@@ -163,7 +162,7 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
         (1, 1),
         "{settled:#?}"
     );
-    // So is what runs again after it failed.
+    // So does the run after a failure.
     let attempts = of("oncegate.handle", "fails");
     assert_eq!(attempts.len(), 3);
     assert_eq!(
@@ -174,7 +173,7 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
         (1, 2),
         "{attempts:#?}"
     );
-    // A message without a trace begins one.
+    // A message without a trace starts one.
     let [untraced] = of("oncegate.handle", "untraced")[..] else {
         panic!("{spans:#?}")
     };
@@ -189,7 +188,7 @@ async fn a_message_is_handled_in_its_senders_trace_and_comes_again_beside_it() {
         assert_eq!(
             letter.message.headers.last("traceparent"),
             message("x").headers.last("traceparent"),
-            "it goes along"
+            "the header is kept"
         );
     }
     assert!(!format!("{spans:?}").contains("canary"));

@@ -1,4 +1,4 @@
-//! What one run left unresolved, and the next consumer or message meets.
+//! Unresolved markers of an earlier run, met by the next consumer or message.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -7,13 +7,11 @@ use std::time::Duration;
 use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::*;
 
-/// Hangs, knows nothing, gives up, or works, as the body says; counts its runs, and cannot find
-/// out.
+/// Hangs, is in doubt, rejects, or succeeds, by the body; counts its runs, and has no `reconcile`.
 #[derive(Clone, Default)]
-struct Says(Arc<AtomicU32>);
+struct Scripted(Arc<AtomicU32>);
 
-#[async_trait]
-impl Handler for Says {
+impl Handler for Scripted {
     type Payload = Raw;
 
     async fn handle(&self, body: Raw, _: &Context) -> Result<(), Failure> {
@@ -30,7 +28,7 @@ impl Handler for Says {
 struct World {
     broker: MemoryBroker,
     store: MemoryStore,
-    handler: Says,
+    handler: Scripted,
 }
 
 impl World {
@@ -38,7 +36,7 @@ impl World {
         Self {
             broker: MemoryBroker::new("q"),
             store: MemoryStore::new(),
-            handler: Says::default(),
+            handler: Scripted::default(),
         }
     }
 
@@ -47,7 +45,10 @@ impl World {
             .publish(Message::new(body.to_owned()).with_header("id", "a"));
     }
 
-    fn consumer(&self, guarantee: Guarantee) -> Builder<MemorySource, MemoryStore, Says, RawBytes> {
+    fn consumer(
+        &self,
+        guarantee: Guarantee,
+    ) -> Builder<MemorySource, MemoryStore, Scripted, RawBytes> {
         Consumer::builder()
             .source(self.broker.source())
             .store(self.store.clone())
@@ -80,7 +81,7 @@ impl World {
     }
 }
 
-/// Unknown outlives the guarantee under which it arose.
+/// An unknown outcome stays unknown after a change of the guarantee.
 #[tokio::test]
 async fn at_most_once_does_not_start_what_effectively_once_left_unknown() {
     let world = World::new();
@@ -103,10 +104,10 @@ async fn at_most_once_does_not_start_what_effectively_once_left_unknown() {
     );
 }
 
-/// The first one's process is gone, and its own delivery never comes back: nobody waits for it,
-/// least of all ten years.
+/// The process of the holder crashed, and its delivery is never redelivered: the other message does
+/// not wait for the ten years of its marker.
 #[tokio::test]
-async fn another_body_does_not_wait_for_a_holder_that_is_gone() {
+async fn another_body_does_not_wait_for_a_crashed_holder() {
     let world = World::new();
     world.publish("hang");
     let first = world
@@ -133,10 +134,10 @@ async fn another_body_does_not_wait_for_a_holder_that_is_gone() {
     assert_eq!(elsewhere.handler.0.load(Ordering::Relaxed), 1);
 }
 
-/// A letter of what was rejected before says how far the attempts had come, also when nothing of it
-/// ran: its own may be the only one.
+/// The dead letter of a duplicate of a rejected message carries the last attempt number, although it
+/// did not run: it may be the only dead letter.
 #[tokio::test]
-async fn the_letter_of_a_duplicate_bears_the_fence_of_what_was_rejected() {
+async fn the_dead_letter_of_a_duplicate_has_the_attempt_number_of_the_rejected_message() {
     let world = World::new();
     for body in ["hopeless", "hopeless"] {
         world.publish(body);

@@ -12,7 +12,7 @@
 use std::error::Error;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Incoming, Limit, Settled, Source};
 use oncegate_kafka::{Kafka, TopicCreation};
 use oncegate_testkit::laws::source::accepted;
@@ -122,8 +122,8 @@ async fn write(
 async fn read(
     kafka: Kafka,
     count: usize,
-) -> Result<(Duration, <Kafka as Open>::Source), Box<dyn Error>> {
-    let mut source = kafka.open().await?;
+) -> Result<(Duration, <Kafka as Connect>::Source), Box<dyn Error>> {
+    let mut source = kafka.connect(ConnectOptions::default()).await?;
     let (mut seen, mut begun, mut incoming, mut settled) = (0, None, Vec::new(), Vec::new());
     while seen < count {
         source.receive(LIMIT, &mut incoming).await?;

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::LogThrottle;
 
-use crate::kafka::Kafka;
+use crate::kafka::{Kafka, SessionTimeout};
 use crate::shared::SourceState;
 
 /// How long an assignment may take before it is logged. A healthy group needs less.
@@ -18,7 +18,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(600);
 pub(crate) struct AssignmentWait {
     group: String,
     topics: Vec<String>,
-    session_timeout: Duration,
+    session_timeout: SessionTimeout,
     /// Since when the client reaches its group and has no partition.
     since: Option<Instant>,
     throttle: LogThrottle,
@@ -65,8 +65,8 @@ impl AssignmentWait {
                 group,
                 ?topics,
                 ?waited,
-                ?session_timeout,
-                "waiting for partitions to be assigned; after a member of the group has crashed, the group coordinator waits for it until its session timeout (session.timeout.ms); a group with more members than partitions leaves some without one"
+                session_timeout = ?session_timeout.value,
+                "waiting for partitions to be assigned; the group coordinator assigns those of a crashed member only after its session timeout ({session_timeout}); a group with more members than partitions leaves some without one"
             ),
             Some(WaitLine::Assigned(waited)) => {
                 tracing::info!(
@@ -81,7 +81,7 @@ impl AssignmentWait {
         }
     }
 
-    /// A client that does not reach its group is logged elsewhere.
+    /// `watch` logs a client that does not reach its group.
     fn line(&mut self, assigned: usize, is_with_group: bool, now: Instant) -> Option<WaitLine> {
         if assigned == 0 && is_with_group {
             let waited = now.duration_since(*self.since.get_or_insert(now));

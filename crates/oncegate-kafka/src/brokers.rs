@@ -8,7 +8,7 @@ const PROTOCOLS: [&str; 4] = ["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"];
 /// Rejects a list that can never work: librdkafka would retry it forever.
 ///
 /// # Errors
-/// What is wrong with the list.
+/// The problem of the list, as text.
 pub(crate) fn check(brokers: &str) -> Result<(), String> {
     brokers
         .split(',')

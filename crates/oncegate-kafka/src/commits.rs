@@ -31,7 +31,7 @@ pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Sha
     );
     if sent.count() > 0 {
         log_error(
-            "cannot commit offsets",
+            "cannot commit offsets; they are committed after the next settlement; check the group coordinator",
             consumer.commit(&sent, CommitMode::Async),
         );
         fault::point("kafka.commit.sent");

@@ -10,6 +10,8 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionLi
 
 use crate::client;
 use crate::client::batch::{MessageQueue, PartitionError};
+use crate::client::log::log_error;
+use crate::kafka::StartAt;
 use crate::shared::StartPosition;
 use crate::topic_identity::{TopicIdentity, TopicMatch};
 use crate::topic_recreated::TopicIds;
@@ -29,7 +31,7 @@ pub(crate) fn start_positions<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     partitions: &TopicPartitionList,
     topics: &TopicIds,
-    mut budget: TimeBudget<'_>,
+    budget: &mut TimeBudget<'_>,
     forward_log: impl Fn(),
 ) -> Vec<PartitionStart> {
     let committed = budget.retry("committed offsets", |budget| {
@@ -75,7 +77,7 @@ pub(crate) fn start_positions<C: ConsumerContext>(
         .collect();
     mark_added(
         &mut starts,
-        &mut budget,
+        budget,
         |topic, budget| {
             let metadata = consumer.fetch_metadata(Some(topic), budget).ok()?;
             Some(
@@ -87,17 +89,65 @@ pub(crate) fn start_positions<C: ConsumerContext>(
                     .collect(),
             )
         },
-        |others, budget| {
+        |all, budget| {
             let mut list = TopicPartitionList::new();
-            for (topic, partition) in others {
+            for (topic, partition) in all {
                 list.add_partition(topic, *partition);
             }
-            Some(committed_topics(
-                &self::committed(consumer, list, budget).ok()?,
-            ))
+            self::committed(consumer, list, budget).ok()
         },
+        |topic| topics.identity(topic),
     );
     starts
+}
+
+/// Fetches the log start offset of each partition that is read from its beginning without a
+/// committed offset. Empty if no broker answers within the time budget.
+///
+/// The assignment commits it. If only the partitions with messages had an offset, the next
+/// assignment would take the others for added partitions.
+pub(crate) fn log_starts<C: ConsumerContext>(
+    consumer: &BaseConsumer<C>,
+    starts: &[PartitionStart],
+    policy: StartAt,
+    budget: &mut TimeBudget<'_>,
+) -> HashMap<(String, i32), i64> {
+    let is_read_from_beginning = |start| match start {
+        StartPosition::NoOffset => policy == StartAt::Earliest,
+        start => start == StartPosition::AddedPartition,
+    };
+    let mut list = TopicPartitionList::new();
+    for (topic, partition, start) in starts {
+        if is_read_from_beginning(*start) {
+            // `Beginning` is the timestamp that Kafka defines for the log start offset.
+            log_error(
+                "cannot request the log start offset of a partition",
+                list.add_partition_offset(topic, *partition, Offset::Beginning),
+            );
+        }
+    }
+    if list.count() == 0 {
+        return HashMap::new();
+    }
+    let answer = budget.request(|budget| consumer.offsets_for_times(list, budget));
+    let answer = match answer {
+        Some(Ok(answer)) => answer,
+        Some(Err(error)) => {
+            tracing::debug!(%error, "no log start offsets");
+            return HashMap::new();
+        }
+        None => return HashMap::new(),
+    };
+    answer
+        .elements()
+        .iter()
+        .filter_map(|it| match (it.error(), it.offset()) {
+            (Ok(()), Offset::Offset(offset)) => {
+                Some(((it.topic().to_owned(), it.partition()), offset))
+            }
+            _ => None,
+        })
+        .collect()
 }
 
 /// The start position of a partition with a committed offset, given the topic that the offset was
@@ -109,7 +159,7 @@ fn start_position(
     current: Option<&TopicIdentity>,
 ) -> StartPosition {
     let offset = committed.offset;
-    // Metadata without a topic id comes from another program or a person; that offset is used as it
+    // Metadata without a topic id was written by another program or by hand; that offset is used as it
     // is.
     let (Some(committed), Some(current)) = (&committed.identity, current) else {
         return StartPosition::Committed(offset);
@@ -168,44 +218,73 @@ fn topics_to_verify(committed: &CommittedOffsets, topics: &TopicIds) -> BTreeSet
 }
 
 /// If the group has an offset for another partition of a topic, its partitions without one were
-/// added to it: nothing of them was ever read.
+/// added to it, and none of their messages was read. Offsets of a deleted topic do not count: the
+/// partition is one of the topic that was created after it. A partition that has an offset by now
+/// starts there.
 fn mark_added(
     starts: &mut [PartitionStart],
     budget: &mut TimeBudget<'_>,
     mut partitions_of: impl FnMut(&str, Duration) -> Option<Vec<i32>>,
-    topics_read: impl FnOnce(&[(String, i32)], Duration) -> Option<BTreeSet<String>>,
+    committed_of: impl FnOnce(&[(String, i32)], Duration) -> Option<CommittedOffsets>,
+    identity_of: impl Fn(&str) -> Option<TopicIdentity>,
 ) {
     let without: BTreeSet<String> = starts
         .iter()
         .filter(|it| it.2 == StartPosition::NoOffset)
         .map(|it| it.0.clone())
         .collect();
-    let mut others = Vec::new();
+    let mut all = Vec::new();
     for topic in without {
-        let all = budget
+        let partitions = budget
             .request(|budget| partitions_of(&topic, budget))
             .flatten()
             .unwrap_or_default();
-        others.extend(all.into_iter().map(|partition| (topic.clone(), partition)));
+        all.extend(
+            partitions
+                .into_iter()
+                .map(|partition| (topic.clone(), partition)),
+        );
     }
-    if others.is_empty() {
+    if all.is_empty() {
         return;
     }
-    let read = budget
-        .request(|budget| topics_read(&others, budget))
+    let committed = budget
+        .request(|budget| committed_of(&all, budget))
         .flatten()
         .unwrap_or_default();
-    for (topic, _, start) in starts
+    for (topic, partition, start) in starts
         .iter_mut()
         .filter(|it| it.2 == StartPosition::NoOffset)
     {
-        if read.contains(topic) {
-            *start = StartPosition::AddedPartition;
+        let current = identity_of(topic);
+        if let Some(Some(own)) = committed.get(&(topic.clone(), *partition)) {
+            *start = start_position(topic, *partition, own, current.as_ref());
+            continue;
         }
+        let of_topic: Vec<&CommittedOffset> = committed
+            .iter()
+            .filter(|((it, _), _)| it == topic)
+            .filter_map(|(_, it)| it.as_ref())
+            .collect();
+        let is_of_deleted_topic = |it: &&CommittedOffset| {
+            it.identity
+                .as_ref()
+                .zip(current.as_ref())
+                .is_some_and(|(committed, current)| {
+                    committed.compare(current) == TopicMatch::Recreated
+                })
+        };
+        *start = if of_topic.is_empty() {
+            StartPosition::NoOffset
+        } else if of_topic.iter().all(is_of_deleted_topic) {
+            StartPosition::Recreated
+        } else {
+            StartPosition::AddedPartition
+        };
     }
 }
 
-/// What is left of the time for all requests of one rebalance.
+/// The remaining time for all requests of one rebalance.
 pub(crate) struct TimeBudget<'a> {
     left: Duration,
     /// Whether the source is closing, and reads nothing more of the assigned partitions.
@@ -250,7 +329,7 @@ impl<'a> TimeBudget<'a> {
                 None => return None,
             };
             if !std::mem::replace(&mut is_logged, true) {
-                tracing::warn!(%error, request = what, "kafka request failed during a rebalance");
+                tracing::warn!(%error, request = what, "kafka request failed during a rebalance; after transient errors it is retried for up to a third of max.poll.interval.ms; without an answer, expired messages and recreated topics are not detected; check the group coordinator and the rights on group and topics");
             }
             if !error.rdkafka_error_code().is_some_and(is_transient) {
                 return None;
@@ -305,7 +384,7 @@ fn committed<C: ConsumerContext>(
             // The result looks like a partition without an offset. librdkafka fetches the offset by
             // itself, and does not start reading before it has it.
             Err(error) => {
-                tracing::warn!(%error, topic = it.topic(), partition = it.partition(), "cannot fetch the committed offset of the partition; librdkafka fetches it before it reads");
+                tracing::warn!(%error, topic = it.topic(), partition = it.partition(), "cannot fetch the committed offset of the partition; librdkafka fetches it before it reads; check the group coordinator, and the rights Read on the group and Describe on the topic");
             }
         }
     }
@@ -320,14 +399,6 @@ fn parse_committed(it: &TopicPartitionListElem<'_>) -> Option<CommittedOffset> {
         offset,
         identity: TopicIdentity::parse(&client::commit_metadata(it)),
     })
-}
-
-fn committed_topics(committed: &CommittedOffsets) -> BTreeSet<String> {
-    committed
-        .iter()
-        .filter(|(_, it)| it.is_some())
-        .map(|((topic, _), _)| topic.clone())
-        .collect()
 }
 
 /// The error of a partition that must not be read from another offset by itself. If a log is
@@ -410,27 +481,76 @@ mod tests {
             .collect()
     }
 
+    fn topic_identity(topic_id: &str) -> TopicIdentity {
+        TopicIdentity {
+            topic_id: topic_id.into(),
+            cluster_id: Some("b25jZWdhdGUta2Fma2EtMQ".into()),
+        }
+    }
+
+    /// Where partitions without an offset start, given what the group has committed for the two
+    /// partitions of `t0` and of `t1`.
+    fn marked(
+        starts: &mut [PartitionStart],
+        committed: impl IntoIterator<Item = (&'static str, i32, Option<TopicIdentity>)>,
+    ) -> Vec<StartPosition> {
+        let committed = committed.into_iter().map(|(topic, partition, identity)| {
+            let offset = Some(CommittedOffset {
+                offset: 7,
+                identity,
+            });
+            ((topic.to_owned(), partition), offset)
+        });
+        mark_added(
+            starts,
+            &mut budget(REQUEST_TIMEOUT),
+            |_, _| Some(vec![0, 1]),
+            |all, _| {
+                assert_eq!(all.len(), 4);
+                Some(committed.collect())
+            },
+            |_| Some(topic_identity(CURRENT)),
+        );
+        starts.iter().map(|it| it.2).collect()
+    }
+
+    const CURRENT: &str = "F2xUbUAeQcSPGv0PhIKTZg";
+
     #[test]
     fn a_partition_without_an_offset_of_a_topic_that_is_read_was_added() {
         let mut starts = nowhere(2);
         starts.push(("t0".to_owned(), 2, StartPosition::Recreated));
-        let read = |others: &[(String, i32)], _| {
-            assert_eq!(others.len(), 4);
-            Some(BTreeSet::from(["t1".to_owned()]))
-        };
-        mark_added(
-            &mut starts,
-            &mut budget(REQUEST_TIMEOUT),
-            |_, _| Some(vec![0, 1]),
-            read,
-        );
         assert_eq!(
-            starts.iter().map(|it| it.2).collect::<Vec<_>>(),
+            marked(&mut starts, [("t1", 0, None)]),
             [
                 StartPosition::NoOffset,
                 StartPosition::AddedPartition,
                 StartPosition::Recreated
             ]
+        );
+    }
+
+    #[test]
+    fn a_partition_whose_offset_arrives_with_the_second_response_was_not_added() {
+        assert_eq!(
+            marked(&mut nowhere(2), [("t1", 0, None), ("t1", 1, None)]),
+            [StartPosition::NoOffset, StartPosition::Committed(7)]
+        );
+    }
+
+    #[test]
+    fn a_partition_was_not_added_to_a_topic_if_the_group_has_offsets_of_a_deleted_one_only() {
+        let (deleted, current) = (Some(topic_identity(OTHER)), Some(topic_identity(CURRENT)));
+        assert_eq!(
+            marked(
+                &mut nowhere(2),
+                [("t0", 0, deleted.clone()), ("t1", 0, current)]
+            ),
+            [StartPosition::Recreated, StartPosition::AddedPartition]
+        );
+        assert_eq!(
+            marked(&mut nowhere(2), [("t0", 1, deleted)]),
+            [StartPosition::Recreated, StartPosition::NoOffset]
         );
     }
 
@@ -447,6 +567,7 @@ mod tests {
             &mut budget(Duration::from_millis(20)),
             in_vain,
             |_, _| unreachable!("nothing is known"),
+            |_| None,
         );
         assert_eq!(requests, 1);
         let mut twice = budget(REQUEST_TIMEOUT * 2);
@@ -551,7 +672,7 @@ mod tests {
         identity
     }
 
-    /// The start position for a client that knows this topic id, or none.
+    /// The start position for a client that has seen this topic id, or no topic id.
     fn start_position_for(brokers: &str, known_id: Option<&str>) -> StartPosition {
         let (consumer, queue) = client(brokers);
         let topics = &consumer.context().topics;
@@ -564,7 +685,7 @@ mod tests {
             &*consumer,
             &partition(),
             topics,
-            budget(REQUEST_TIMEOUT * 20),
+            &mut budget(REQUEST_TIMEOUT * 20),
             || queue.forward_log(),
         )[0]
         .2

@@ -35,6 +35,7 @@ const LOG_START: Offset = Offset::Offset(0);
 /// The consumer's callbacks, which run on the polling thread.
 pub(crate) struct CallbackContext {
     pub(crate) shared: Arc<SharedState>,
+    pub(crate) group: String,
     start: StartAt,
     pub(crate) out_of_range: OutOfRange,
     /// The topic ids that this client has seen.
@@ -69,6 +70,7 @@ impl CallbackContext {
         );
         Self {
             shared,
+            group: kafka.group.clone(),
             start,
             out_of_range,
             topics,
@@ -116,31 +118,39 @@ impl CallbackContext {
         let mut assigned = partitions.clone();
         let is_leaving =
             || self.shared.lock().phase() > SourcePhase::Running || consumer.assignment_lost();
-        let budget = committed_offset::TimeBudget::new(self.bound, &is_leaving);
-        for (topic, partition, start) in
-            committed_offset::start_positions(consumer, partitions, &self.topics, budget, || {
-                queue.forward_log()
-            })
-        {
+        let mut budget = committed_offset::TimeBudget::new(self.bound, &is_leaving);
+        let starts = committed_offset::start_positions(
+            consumer,
+            partitions,
+            &self.topics,
+            &mut budget,
+            || queue.forward_log(),
+        );
+        let mut log_starts =
+            committed_offset::log_starts(consumer, &starts, self.start, &mut budget);
+        for (topic, partition, start) in starts {
             if queue.forward_partition(&topic, partition) == ForwardResult::NoSuchPartition {
                 tracing::error!(
                     topic,
                     partition,
-                    "partition queue not found in librdkafka; its messages are read one by one"
+                    "partition queue not found in librdkafka; its messages are read one by one, which is slower; restart the consumer to read them in batches"
                 );
             }
-            self.shared
-                .assign(&topic, partition, start, self.topics.log(&topic, start));
+            let log = self.topics.log(&topic, start);
+            self.shared.assign(&topic, partition, start, log);
+            if let Some(first) = log_starts.remove(&(topic.clone(), partition)) {
+                self.shared.lock().start_at(&topic, partition, first);
+            }
             if let Some(offset) = self.start_offset(&topic, partition, start) {
                 log_error(
-                    "cannot set the start offset of a partition",
+                    "cannot set the start offset of a partition; auto.offset.reset decides where it starts",
                     assigned.set_partition_offset(&topic, partition, offset),
                 );
             }
         }
         metrics::counter!(crate::metric::ASSIGNED).increment(partitions.count() as u64);
         self.assign_partitions(consumer, &assigned);
-        // Nothing has been read yet, and librdkafka's positions confirm it. From now on they count.
+        // Nothing has been read yet, and librdkafka's positions agree. From now on they are used.
         self.advance_past_markers(consumer);
     }
 
@@ -173,7 +183,7 @@ impl CallbackContext {
                 tracing::error!(
                     topic,
                     partition,
-                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning"
+                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; if ids come from positions, give the consumer another .scope(…)"
                 );
                 if self.out_of_range == OutOfRange::Error {
                     self.shared.lock().halt(topic, partition);
@@ -185,7 +195,7 @@ impl CallbackContext {
                 tracing::warn!(
                     topic,
                     partition,
-                    "partition assigned; partition added: the group already reads its topic; reading the new partition from its beginning"
+                    "partition assigned; partition added: the group already reads its topic; reading the new partition from its beginning; check whether producers now send a key's messages to another partition, since no order holds across two"
                 );
             }
             StartPosition::NoOffset if self.start == StartAt::Earliest => {
@@ -218,7 +228,10 @@ impl CallbackContext {
             _ => consumer.assign(partitions),
         };
         fault::point("kafka.assign.after");
-        log_error("cannot assign partitions", outcome);
+        log_error(
+            "cannot assign partitions; nothing is read from them before the next rebalance; restart the consumer if the lag grows",
+            outcome,
+        );
     }
 
     /// Drains deliveries for a bounded time and stores the offsets; librdkafka commits them when it
@@ -251,7 +264,13 @@ impl CallbackContext {
             self.forward_log();
             self.read_batch(DRAIN_TURN);
         }
-        tracing::warn!(timeout = ?self.drain, "drain timeout exceeded, revoking partitions with unsettled deliveries; they are redelivered to another member");
+        let unsettled = self.shared.lock().handed_out(epochs);
+        tracing::warn!(
+            group = self.group,
+            unsettled,
+            timeout = ?self.drain,
+            "drain timeout exceeded, revoking partitions with unsettled deliveries; they are redelivered to another member; raise .drain_on_revoke(…) if handlers take longer"
+        );
     }
 
     fn unassign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
@@ -261,7 +280,10 @@ impl CallbackContext {
             _ => consumer.unassign(),
         };
         fault::point("kafka.unassign.after");
-        log_error("cannot unassign partitions", unassigned);
+        log_error(
+            "cannot unassign partitions; the group waits for this member until max.poll.interval.ms; restart the consumer if it stays without partitions",
+            unassigned,
+        );
     }
 
     /// Forwards librdkafka's log lines.
@@ -358,7 +380,7 @@ impl CallbackContext {
         match result {
             Ok(()) => self.shared.lock().seek_succeeded(topic, partition),
             Err(error) => {
-                tracing::warn!(%error, topic, partition, offset, "cannot seek to the next unread message; a rebalance may skip messages")
+                tracing::warn!(%error, topic, partition, offset, "cannot seek to the next unread message; a rebalance may skip messages; restart the consumer to read from the committed offset")
             }
         }
     }
@@ -388,25 +410,27 @@ impl CallbackContext {
     }
 
     /// librdkafka retries most errors. Permanent errors end the source.
-    pub(crate) fn handle_error(&self, code: RDKafkaErrorCode, place: &str) {
-        match permanent_error(code, place) {
+    pub(crate) fn handle_error(&self, code: RDKafkaErrorCode, subject: &str) {
+        match permanent_error(code, subject) {
             Some(fault) => self.shared.fail(fault),
             // The error callback of the client has logged it.
             None if client::error::is_connection(code) => {
-                tracing::debug!(%code, place, "cannot reach a broker")
+                tracing::debug!(%code, subject, "cannot reach a broker")
             }
-            None => tracing::warn!(%code, place, "kafka error, librdkafka retries"),
+            None => {
+                tracing::warn!(%code, subject, group = self.group, "kafka error, librdkafka retries; if it persists, check the brokers' logs")
+            }
         }
     }
 }
 
 /// The error of the source for a code that retrying cannot resolve.
-pub(crate) fn permanent_error(code: RDKafkaErrorCode, place: &str) -> Option<SourceError> {
+pub(crate) fn permanent_error(code: RDKafkaErrorCode, subject: &str) -> Option<SourceError> {
     use RDKafkaErrorCode as E;
     Some(match code {
         E::TopicAuthorizationFailed => SourceError::misconfigured(
             "topic",
-            format!("not allowed to read {place}"),
+            format!("not allowed to read {subject}"),
             "grant Read and Describe on the topic",
         ),
         E::GroupAuthorizationFailed => SourceError::misconfigured(
@@ -458,9 +482,11 @@ impl ClientContext for CallbackContext {
         match error.rdkafka_error_code() {
             Some(code) if client::error::is_connection(code) => self.connection_errors.log(reason),
             Some(RDKafkaErrorCode::Fatal) => {
-                tracing::error!(%error, reason, "fatal kafka client error")
+                tracing::error!(%error, reason, group = self.group, "fatal kafka client error; the client is replaced, or the source ends if another client would fail in the same way; check the reason")
             }
-            _ => tracing::warn!(%error, reason, "kafka client error"),
+            _ => {
+                tracing::warn!(%error, reason, group = self.group, "kafka client error; librdkafka retries; if it persists, check the brokers' logs")
+            }
         }
         if let Some(code) = error.rdkafka_error_code() {
             let mut last_error = self
@@ -499,7 +525,7 @@ impl ConsumerContext for CallbackContext {
                 self.revoke(consumer, partitions)
             }
             other => {
-                tracing::error!(code = %RDKafkaErrorCode::from(other), "rebalance failed, unassigning all partitions");
+                tracing::error!(code = %RDKafkaErrorCode::from(other), group = self.group, "rebalance failed, unassigning all partitions; unsettled messages are redelivered after the next rebalance; check the group coordinator");
                 self.unassign(consumer, partitions);
             }
         }
@@ -528,12 +554,12 @@ impl ConsumerContext for CallbackContext {
         }
         drop(state);
         if let Some((error, it)) = failures.first() {
-            tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failures.len(), "offset commit failed, retrying");
+            tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failures.len(), group = self.group, "offset commit failed, retrying; messages settled since the last commit are redelivered if the consumer stops before a commit succeeds; check the group coordinator");
         }
     }
 }
 
-/// Whether the partitions still belong to this member when they leave.
+/// Whether the partitions still belong to this member when they are revoked.
 pub(crate) fn revocation_kind(consumer: &BaseConsumer<CallbackContext>) -> RevocationKind {
     if consumer.assignment_lost() {
         RevocationKind::Lost

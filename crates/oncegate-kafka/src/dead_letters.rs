@@ -65,17 +65,17 @@ enum PublishedParts {
     /// All of it.
     Whole,
     /// Key and headers.
-    NoBody,
+    WithoutBody,
     /// Only the headers that oncegate adds.
     Note,
 }
 
 impl PublishedParts {
-    /// What to publish when this was too large.
+    /// The smaller form to publish if this one was too large.
     fn smaller(self) -> Option<Self> {
         match self {
-            Self::Whole => Some(Self::NoBody),
-            Self::NoBody => Some(Self::Note),
+            Self::Whole => Some(Self::WithoutBody),
+            Self::WithoutBody => Some(Self::Note),
             Self::Note => None,
         }
     }
@@ -131,8 +131,8 @@ impl DeadLetters {
     /// replaced, and a tombstone gets an empty body. The record's timestamp is the time of
     /// publishing, so that retention and timestamp checks do not reject it; the header
     /// `oncegate-first-seen` has the original timestamp. If the broker rejects the message as too
-    /// large, it is sent without its body, then also without key and headers. Headers say what was
-    /// omitted, and the origin header says where the original is.
+    /// large, it is sent without its body, then also without key and headers. Headers name the
+    /// omitted parts, and the origin header has the position of the original.
     ///
     /// # Errors
     /// It is unknown whether the dead letter was written. Publish it again; a second copy is
@@ -219,7 +219,7 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             reason = reason.as_str(),
             suppressed_lines,
-            "cannot publish to the dead-letter topic; the message is held, its offset is not committed, and publishing is retried"
+            "cannot publish to the dead-letter topic; the message is held, its offset is not committed, and publishing is retried; check that the topic exists without compaction, and the right Write on it"
         );
     }
 
@@ -238,7 +238,7 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             bytes = delivery.message.size(),
             suppressed_lines,
-            "message too large for the dead-letter topic; publishing it without its body, and without key and headers if that is not enough"
+            "message too large for the dead-letter topic; publishing it without its body, and without key and headers if that is not enough; raise max.message.bytes of the topic to keep them"
         );
     }
 
@@ -301,7 +301,7 @@ impl RestartingProducer {
         }
     }
 
-    /// A producer may have lost its broker metadata and would wait forever, so one that cannot
+    /// A producer may have lost its broker metadata and would wait without limit, so one that cannot
     /// fetch the topic's metadata is replaced. If no broker is up, the new producer fails as well,
     /// and nothing is lost.
     async fn replace_if_disconnected(&self, producer: DeadLetterProducer, topic: String) {
@@ -328,7 +328,10 @@ impl RestartingProducer {
             .as_ref()
             .is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr())
         {
-            tracing::warn!(reason, "dead-letter producer replaced");
+            tracing::warn!(
+                reason,
+                "dead-letter producer replaced; unconfirmed dead letters are published again; if this repeats, check the brokers' logs"
+            );
             drop_on_thread(producer.take());
         }
     }
@@ -478,7 +481,7 @@ mod tests {
         ];
         assert_eq!(names(PublishedParts::Whole), whole);
         assert_eq!(
-            names(PublishedParts::NoBody),
+            names(PublishedParts::WithoutBody),
             [&whole[..], &[BODY_OMITTED]].concat()
         );
         assert_eq!(

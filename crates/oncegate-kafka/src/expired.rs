@@ -27,7 +27,7 @@ pub(crate) fn classify_gap(gap: OffsetGap, first: Option<i64>, shared: &SharedSt
                 expected,
                 next = to,
                 gaps,
-                "messages may have expired: the log start offset is unknown, so the gap may also be compacted records or transaction markers; counted once it is known"
+                "messages may have expired: the log start offset is unknown, so the gap may also be compacted records or transaction markers; counted once it is known; look at oncegate_kafka_messages_missed_total later"
             );
         }
         return;
@@ -47,7 +47,7 @@ pub(crate) fn classify_gap(gap: OffsetGap, first: Option<i64>, shared: &SharedSt
             expected,
             log_start = first,
             expired,
-            "messages expired: they were removed from the log before the group read them; reading continues at the log start offset"
+            "messages expired: they were removed from the log before the group read them; reading continues at the log start offset; raise the retention of the topic, or add consumers if the lag grows"
         );
     } else {
         tracing::error!(
@@ -57,7 +57,7 @@ pub(crate) fn classify_gap(gap: OffsetGap, first: Option<i64>, shared: &SharedSt
             next = to,
             log_start = first,
             expired,
-            "messages expired, or offset gap: the log start offset has moved past it, so expired messages cannot be told from compacted records or transaction markers; reading continues at the next message"
+            "messages expired, or offset gap: the log start offset has moved past it, so expired messages cannot be told from compacted records or transaction markers; reading continues at the next message; raise the retention of the topic, or add consumers if the lag grows"
         );
     }
 }

@@ -30,6 +30,24 @@ const SESSION_TIMEOUT: Duration = Duration::from_secs(45);
 /// The default of librdkafka's `max.poll.interval.ms`.
 const POLL_INTERVAL: Duration = Duration::from_secs(300);
 
+/// The time without a heartbeat after which the group coordinator removes a member.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SessionTimeout {
+    /// The setting that it comes from.
+    setting: &'static str,
+    pub(crate) value: Duration,
+    /// Whether the value is the default of the setting. The setting of a broker is not known to
+    /// its clients.
+    is_default: bool,
+}
+
+impl fmt::Display for SessionTimeout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let default = if self.is_default { " by default" } else { "" };
+        write!(f, "{:?}{default}, {}", self.value, self.setting)
+    }
+}
+
 /// Describes a Kafka source: a member of a consumer group that reads one or several topics.
 ///
 /// ```
@@ -67,20 +85,22 @@ pub struct Kafka {
 ///
 /// There is no `Latest`, because it skips messages silently.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum StartAt {
     /// At the earliest message in the log.
     #[default]
     Earliest,
-    /// The consumer ends with an error until somebody sets the group's offsets. It also does so if
+    /// The consumer ends with an error until an operator sets the group's offsets. It also does so if
     /// the committed offset is [out of range](OutOfRange), whatever that policy is. A partition
     /// that was added to a topic which the group already reads is always read from its beginning,
-    /// since nothing of it was ever read.
+    /// because none of its messages was read.
     Error,
 }
 
-/// What to do if the committed offset is not in the log: messages expired before they were read,
+/// The policy for a committed offset that is not in the log: messages expired before they were read,
 /// the topic was recreated, or the log was truncated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum OutOfRange {
     /// Continues at the earliest message in the log. The expired messages are counted
     /// (`oncegate_kafka_messages_missed_total`, `oncegate_kafka_logs_cut_total`) and logged as an
@@ -95,6 +115,7 @@ pub enum OutOfRange {
 
 /// Whether missing dead-letter and in-doubt topics are created.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum TopicCreation {
     /// Opening the source fails if a topic is missing.
     #[default]
@@ -206,7 +227,7 @@ impl Kafka {
         self
     }
 
-    /// What to do if the committed offset is not in the log. By default reading continues at the
+    /// The policy for a committed offset that is not in the log. By default reading continues at the
     /// earliest message, and the expired messages are counted and logged.
     pub fn out_of_range(mut self, policy: OutOfRange) -> Self {
         self.out_of_range = policy;
@@ -251,7 +272,7 @@ impl Kafka {
         self
     }
 
-    /// The status to update with what the source is doing.
+    /// The status that the source updates.
     pub fn status(mut self, status: KafkaStatus) -> Self {
         self.status = status;
         self
@@ -301,6 +322,20 @@ impl Kafka {
     pub fn property(mut self, key: impl Into<String>, value: impl Into<String>) -> Self {
         self.properties.push((key.into(), value.into()));
         self
+    }
+
+    /// Checks all settings as opening the source does, and connects to no broker.
+    ///
+    /// # Errors
+    /// [`SourceError::Misconfigured`] names the setting, or the property that librdkafka rejects.
+    pub fn check_settings(&self) -> Result<(), SourceError> {
+        self.check()?;
+        for config in [self.consumer_config(), self.producer_config()] {
+            config
+                .create_native_config()
+                .map_err(crate::client::error::from_config)?;
+        }
+        Ok(())
     }
 
     /// Rejects settings that cannot work, before connecting to a broker.
@@ -420,12 +455,28 @@ impl Kafka {
         interval.map_or(POLL_INTERVAL, Duration::from_millis) / 3
     }
 
-    /// After how long without a heartbeat the group removes this member.
-    pub(crate) fn session_timeout(&self) -> Duration {
-        let set = self
-            .property_value("session.timeout.ms")
-            .and_then(|it| it.parse().ok());
-        set.map_or(SESSION_TIMEOUT, Duration::from_millis)
+    /// After how long without a heartbeat the group coordinator removes a member with these
+    /// settings, as far as the client can know.
+    pub(crate) fn session_timeout(&self) -> SessionTimeout {
+        if self.property_value("group.protocol") == Some("consumer") {
+            return SessionTimeout {
+                setting: "group.consumer.session.timeout.ms of the broker",
+                value: SESSION_TIMEOUT,
+                is_default: true,
+            };
+        }
+        // librdkafka parses the property, and has the default.
+        let effective = self
+            .consumer_config()
+            .create_native_config()
+            .and_then(|config| config.get("session.timeout.ms"))
+            .ok()
+            .and_then(|value| value.parse().ok());
+        SessionTimeout {
+            setting: "session.timeout.ms",
+            value: effective.map_or(SESSION_TIMEOUT, Duration::from_millis),
+            is_default: self.property_value("session.timeout.ms").is_none(),
+        }
     }
 
     /// Maximum pause before a client reconnects.
@@ -568,7 +619,7 @@ fn forbidden_property(key: &str) -> Option<&'static str> {
         "enable.auto.commit"
         | "auto.commit.enable"
         | "enable.auto.offset.store"
-        | "offset.store.method" => Some("remove it: the source commits only what is settled"),
+        | "offset.store.method" => Some("remove it: the source commits only settled offsets"),
         "group.id" => Some("use .group(…)"),
         "bootstrap.servers" | "metadata.broker.list" => Some("use .brokers(…)"),
         "auto.offset.reset" => Some("use .start(…) and .out_of_range(…)"),
@@ -585,7 +636,7 @@ fn forbidden_property(key: &str) -> Option<&'static str> {
             Some("remove it: messages of an aborted transaction must not be handled")
         }
         "enable.idempotence" | "acks" | "request.required.acks" | "transactional.id" => {
-            Some("remove it: a dead letter counts only once all in-sync replicas have it")
+            Some("remove it: a dead letter is confirmed only when all in-sync replicas have it")
         }
         _ => None,
     }

@@ -30,7 +30,7 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::gauge(
         WATERMARK_AGE,
         &["topic", "partition"],
-        "For how long the lowest unsettled message has held the commit watermark back",
+        "How long the lowest unsettled message has blocked the commit watermark",
     ),
     Metric::gauge(PARTITIONS, &[], "Partitions that are assigned now"),
     Metric::counter(ASSIGNED, &[], "Partitions that were assigned"),

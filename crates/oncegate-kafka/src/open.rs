@@ -1,11 +1,10 @@
-//! Opens a Kafka source: checks settings, broker and topics, and joins the group.
+//! Connects a Kafka source: checks settings, broker and topics, and joins the group.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use async_trait::async_trait;
 use oncegate_core::SourceError;
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 
 use crate::client::connection_errors::ConnectionErrors;
 use crate::context::CallbackContext;
@@ -17,19 +16,15 @@ use crate::source::KafkaSource;
 use crate::{client, topics, watch};
 
 #[async_trait]
-impl Open for Kafka {
+impl Connect for Kafka {
     type Source = KafkaSource;
-
-    /// Opening logs a warning if the topics retain messages for longer than this window.
-    fn for_window(mut self, window: Duration) -> Self {
-        self.window = Some(window);
-        self
-    }
 
     /// Checks the settings, waits for a broker, checks or creates the topics, and joins the group.
     ///
-    /// Requires a tokio runtime, on which dead letters are published.
-    async fn open(self) -> Result<KafkaSource, SourceError> {
+    /// Logs a warning if the topics retain messages for longer than the dedup window. Requires a
+    /// tokio runtime, on which dead letters are published.
+    async fn connect(mut self, options: ConnectOptions) -> Result<KafkaSource, SourceError> {
+        self.window = options.dedup_window;
         self.check()?;
         let shared = Arc::new(SharedState::default());
         let connection_errors = Arc::new(ConnectionErrors::new(&self.brokers));

@@ -36,11 +36,11 @@ pub struct Blocker {
     pub offset: i64,
     /// For how long it has held the watermark back.
     pub since: Duration,
-    /// What the message waits for.
+    /// The step that the message waits for.
     pub blocked_by: BlockedBy,
 }
 
-/// What an unsettled message waits for.
+/// The step that an unsettled message waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BlockedBy {

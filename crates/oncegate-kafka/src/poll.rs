@@ -86,7 +86,7 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
                 Err(error) => {
-                    tracing::error!(%error, "cannot create the replacement kafka client, retrying")
+                    tracing::error!(%error, group = kafka.group, "cannot create the replacement kafka client, retrying; nothing is read meanwhile; check the limits of the process for memory, threads and open files")
                 }
             }
         };
@@ -161,8 +161,9 @@ fn replace_client(
     let reason = state.take_replacement().unwrap_or_default();
     drop(state);
     tracing::error!(
+        group = consumer.context().group,
         reason,
-        "client replaced: the kafka client stopped working; its unsettled messages are redelivered"
+        "client replaced: the kafka client stopped working; its unsettled messages are redelivered; if this repeats, check the brokers' logs, and raise .stalled_after(…) if brokers are only slow"
     );
     metrics::counter!(crate::metric::CLIENTS_REPLACED).increment(1);
     let context = consumer.context();
@@ -178,7 +179,7 @@ fn replace_client(
     let (closed, is_closed) = mpsc::channel();
     let closing = move || {
         drop(consumer);
-        // The receiver may have given up by now.
+        // The receiver may have timed out.
         let _ = closed.send(());
     };
     match std::thread::Builder::new()
@@ -187,13 +188,13 @@ fn replace_client(
     {
         Ok(_) => drop(is_closed.recv_timeout(close)),
         Err(error) => {
-            tracing::error!(%error, "cannot spawn a thread; the replaced kafka client was closed on the polling thread")
+            tracing::error!(%error, "cannot spawn a thread; the replaced kafka client was closed on the polling thread; check the thread limit of the process")
         }
     }
     exit
 }
 
-/// A client with a fatal error does nothing any more. Another client replaces it, unless that would
+/// A client with a fatal error has stopped working. Another client replaces it, unless that would
 /// fail in the same way.
 fn check_fatal_error(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
     let Some((code, text)) = consumer.client().fatal_error() else {
@@ -263,7 +264,7 @@ fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &S
             OutOfRange::Earliest => {
                 tracing::error!(
                     topic,
-                    "topic recreated: it was deleted and created again; reading from its beginning"
+                    "topic recreated: it was deleted and created again; reading from its beginning; if ids come from positions, give the consumer another .scope(…)"
                 );
             }
         }
@@ -298,7 +299,9 @@ fn serve(consumer: &BaseConsumer<CallbackContext>) {
                 check_fatal_error(consumer, &context.shared);
             }
             Err(KafkaError::MessageConsumption(code)) => context.handle_error(code, "the group"),
-            Err(error) => tracing::warn!(%error, "kafka client error"),
+            Err(error) => {
+                tracing::warn!(%error, group = context.group, "kafka client error; librdkafka retries; if it persists, check the brokers' logs")
+            }
         }
     }
 }
@@ -411,9 +414,14 @@ mod tests {
                 (state.partitions().is_empty(), state.needs_replacement()),
                 (is_other_cluster, is_other_cluster)
             );
+            // The start of the partition, which has no committed offset yet.
+            let commits: Vec<i64> = state.commits().iter().map(|it| it.offset).collect();
             assert_eq!(
-                (topics.take_recreated().is_empty(), state.commits()),
-                (is_other_cluster, vec![])
+                (topics.take_recreated().is_empty(), commits),
+                (
+                    is_other_cluster,
+                    if is_other_cluster { vec![] } else { vec![0] }
+                )
             );
         }
     }

@@ -18,6 +18,7 @@ use crate::client::batch::ConsumerRecord;
 use crate::watermark::{OffsetChange, OffsetOrder, Watermark};
 
 mod assignment;
+mod backlog;
 mod commits;
 mod expired;
 mod health;
@@ -26,10 +27,11 @@ mod revocation;
 mod settlement;
 mod topic_recreated;
 
-use assignment::{AssignedPartition, AssignmentState, Backlog, LOG_START, PositionTrust};
+use assignment::{AssignedPartition, AssignmentState, LOG_START, PositionTrust};
 pub(crate) use assignment::{
     IntakeResult, LogIdentity, OffsetCommit, OffsetGap, PositionIds, SendMode, StartPosition,
 };
+use backlog::{Backlog, HeldMessages};
 use expired::ExpiryLog;
 pub(crate) use health::ReadProgress;
 use lock::{StateLock, StdLock};
@@ -83,11 +85,13 @@ pub(crate) struct SourceState {
     /// Average size of a message of the last batch, in bytes.
     size: usize,
     revoked: Vec<u64>,
-    held: BTreeMap<(Instant, u64), Delivery>,
-    held_bytes: usize,
+    /// Released deliveries, by the time that they are due.
+    released: BTreeMap<(Instant, u64), Delivery>,
     releases: u64,
+    /// How many dead letters are not confirmed yet.
     publishing: usize,
-    publishing_bytes: usize,
+    /// The size of `released` and of the unconfirmed dead letters.
+    held: HeldMessages,
     phase: SourcePhase,
     fault: Option<SourceError>,
     /// Why the client is to be replaced.
@@ -221,19 +225,24 @@ impl SourceState {
 
     /// Whether too many messages follow its lowest unsettled one, or too many messages are held in
     /// total and it has its share of them. A partition with less is read on, so that none waits for
-    /// the dead letters of another. At most twice the limit is held.
+    /// the dead letters of another.
+    ///
+    /// So the assigned partitions hold at most twice the limit, plus the messages that were read
+    /// or fetched before they became full, which are still delivered: `MAX_READY` messages, and for
+    /// each partition `queued.min.messages` and one fetch (`fetch.message.max.bytes`, but at least
+    /// one record batch). With messages of a few bytes, one fetch has 20,000 of them. The dead
+    /// letters of revoked partitions are not included.
     fn is_full(&self, partition: &AssignedPartition) -> bool {
-        let Backlog { count, bytes } = partition.backlog;
-        let has_share = |all: usize, own: usize, limit: usize| {
-            all >= limit && own >= (limit / self.assigned.len()).max(1)
+        let (all, own) = (
+            self.held.total(),
+            self.held.of(&partition.topic, partition.partition),
+        );
+        let has_share = |of: fn(Backlog) -> usize, limit: usize| {
+            of(all) >= limit && of(own) >= (limit / self.assigned.len()).max(1)
         };
         partition.watermark.span() >= MAX_SPAN
-            || has_share(self.held.len() + self.publishing, count, MAX_HELD)
-            || has_share(
-                self.held_bytes + self.publishing_bytes,
-                bytes,
-                MAX_HELD_BYTES,
-            )
+            || has_share(|it| it.count, MAX_HELD)
+            || has_share(|it| it.bytes, MAX_HELD_BYTES)
     }
 
     fn start_assignment(
@@ -262,13 +271,21 @@ impl SourceState {
             lowest_since: (None, now),
             repetition_logged: false,
             handed_out: 0,
-            backlog: Backlog::default(),
             state: AssignmentState::Active,
             send_from,
             expiry: ExpiryLog::default(),
         };
         self.assigned.insert(self.last_epoch, assigned);
         self.last_epoch
+    }
+
+    /// A partition without a committed offset is read from this offset, which is committed even if
+    /// the partition is empty.
+    pub(crate) fn start_at(&mut self, topic: &str, partition: i32, offset: i64) {
+        let epoch = self.epoch_of(topic, partition);
+        if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
+            assigned.watermark.start_at(offset);
+        }
     }
 
     fn revoke(&mut self, leaving: &[(String, i32)]) -> Vec<u64> {
@@ -301,13 +318,14 @@ impl SourceState {
             .iter()
             .map(|delivery| delivery.message.size())
             .sum();
-        self.held
-            .retain(|_, delivery| delivery.receipt.epoch != epoch);
-        self.held_bytes = self
-            .held
-            .values()
-            .map(|delivery| delivery.message.size())
-            .sum();
+        let held = &mut self.held;
+        self.released.retain(|_, delivery| {
+            let stays = delivery.receipt.epoch != epoch;
+            if !stays {
+                held.remove(delivery);
+            }
+            stays
+        });
         self.revoked.push(epoch);
     }
 
@@ -385,7 +403,7 @@ impl SourceState {
     }
 
     /// librdkafka's position in this partition is wrong. Returns the offset to seek to: after the
-    /// last message that was read, or `position` if there is none.
+    /// last message that was read, or `position` if none was read.
     pub(crate) fn distrust_position(
         &mut self,
         topic: &str,
@@ -481,7 +499,10 @@ impl SourceState {
         }
         let (now, mut count, mut bytes) = (Instant::now(), 0, 0_usize);
         while count < limit.count {
-            let due = self.held.first_entry().filter(|held| held.key().0 <= now);
+            let due = self
+                .released
+                .first_entry()
+                .filter(|held| held.key().0 <= now);
             let next = due.as_ref().map(|held| held.get()).or(self.ready.front());
             let Some(size) = next.map(|delivery| delivery.message.size()) else {
                 break;
@@ -489,28 +510,22 @@ impl SourceState {
             if count > 0 && bytes.saturating_add(size) > limit.bytes {
                 break;
             }
-            let held = due.map(|held| held.remove());
-            let was_held = held.is_some();
-            match was_held {
-                true => self.held_bytes -= size,
-                false => self.ready_bytes -= size,
+            let released = due.map(|held| held.remove());
+            match &released {
+                Some(delivery) => self.held.remove(delivery),
+                None => self.ready_bytes -= size,
             }
-            let Some(delivery) = held.or_else(|| self.ready.pop_front()) else {
+            let Some(delivery) = released.or_else(|| self.ready.pop_front()) else {
                 break;
             };
             (count, bytes) = (count + 1, bytes + size);
             let is_oversize = delivery.message.body.len() > largest;
             if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
                 assigned.handed_out += 1;
-                match (was_held, is_oversize) {
-                    (true, false) => assigned.backlog.remove(size),
-                    (false, true) => assigned.backlog.add(size),
-                    _ => {}
-                }
             }
             if is_oversize {
                 self.publishing += 1;
-                self.publishing_bytes += size;
+                self.held.add(&delivery);
                 oversize.push(delivery);
             } else {
                 into.push(Incoming::Delivery(delivery));
@@ -520,7 +535,7 @@ impl SourceState {
 
     /// When the next release is due.
     pub(crate) fn next_due(&self) -> Option<Instant> {
-        self.held
+        self.released
             .first_key_value()
             .map(|((due, _), _)| *due)
             .filter(|_| self.phase == SourcePhase::Running)
@@ -550,41 +565,34 @@ impl SourceState {
                 message: detached(&delivery.message),
                 ..delivery
             };
-            assigned.backlog.add(delivery.message.size());
-            self.held_bytes += delivery.message.size();
+            self.held.add(&delivery);
             self.releases += 1;
             // Bounds the delay, so that the addition cannot overflow.
             let due = Instant::now() + after.min(Duration::from_secs(86_400));
-            self.held.insert((due, self.releases), delivery);
+            self.released.insert((due, self.releases), delivery);
         }
         SettlementEffect::Counted
     }
 
     /// A dead letter for this delivery is being published.
     pub(crate) fn reject(&mut self, delivery: &Delivery) -> SettlementEffect {
-        let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else {
+        if !self.assigned.contains_key(&delivery.receipt.epoch) {
             return SettlementEffect::Stale;
-        };
-        assigned.backlog.add(delivery.message.size());
+        }
         self.publishing += 1;
-        self.publishing_bytes += delivery.message.size();
+        self.held.add(delivery);
         SettlementEffect::Counted
     }
 
     /// The dead letter is confirmed.
     pub(crate) fn published(&mut self, delivery: &Delivery) -> SettlementEffect {
         self.publishing = self.publishing.saturating_sub(1);
-        self.publishing_bytes = self
-            .publishing_bytes
-            .saturating_sub(delivery.message.size());
-        if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
-            assigned.backlog.remove(delivery.message.size());
-        }
+        self.held.remove(delivery);
         self.accept(&delivery.receipt)
     }
 }
 
-/// Whether a settlement counts.
+/// Whether a settlement applies to the current assignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SettlementEffect {
     Counted,

@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncegate_core::lifecycle::Reason;
+use oncegate_core::source::SourceProperties;
 use oncegate_core::{
     Delivery, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
 };
@@ -41,7 +42,7 @@ impl KafkaSource {
         }
     }
 
-    /// Takes what is ready, without waiting.
+    /// Takes the deliveries that are ready, without waiting.
     fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<TakenDeliveries, SourceError> {
         let mut state = self.shared.lock();
         if let Some(fault) = state.take_fault() {
@@ -113,16 +114,13 @@ impl Source for KafkaSource {
             let taken = self.take(limit, into)?;
             let made_room = !taken.oversize.is_empty();
             for delivery in taken.oversize {
-                let (size, limit, origin) = (
-                    delivery.message.body.len(),
-                    self.body_limit,
-                    &delivery.message.origin,
-                );
                 tracing::warn!(
-                    size,
-                    limit,
-                    ?origin,
-                    "a body is over the limit; rejecting the message to the dead-letter topic"
+                    topic = %delivery.message.origin.name,
+                    partition = delivery.receipt.partition,
+                    offset = delivery.receipt.position,
+                    bytes = delivery.message.body.len(),
+                    limit = self.body_limit,
+                    "a body is over the limit; rejecting the message to the dead-letter topic; raise the body limit if such messages are valid"
                 );
                 self.publish(RejectedDelivery {
                     delivery,
@@ -135,10 +133,10 @@ impl Source for KafkaSource {
                 return Ok(());
             }
             if made_room {
-                continue; // for what was ready behind them
+                continue; // for the deliveries that were ready behind them
             }
             match taken.next_due {
-                // Timeout or not, the next iteration takes what is ready.
+                // Timeout or not, the next iteration takes the ready deliveries.
                 Some(due) => {
                     drop(tokio::time::timeout_at(due.into(), self.shared.wait_for_wakeup()).await)
                 }
@@ -189,12 +187,11 @@ impl Source for KafkaSource {
         }
     }
 
-    fn default_order(&self) -> Order {
-        Order::ByKey
-    }
-
-    fn overlap(&self) -> bool {
-        true
+    fn properties(&self) -> SourceProperties {
+        let mut properties = SourceProperties::default();
+        properties.default_order = Order::ByKey;
+        properties.overlapping_batches = true;
+        properties
     }
 }
 

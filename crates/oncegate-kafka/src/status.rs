@@ -6,8 +6,8 @@ use std::sync::{Arc, OnceLock, Weak};
 use crate::partition::PartitionStatus;
 use crate::shared::SharedState;
 
-/// What a Kafka source is doing: the position, the lag and the blocker of each partition. Clones
-/// share the status.
+/// The status of a Kafka source: the position, the lag and the blocker of each partition. Clones
+/// share it.
 ///
 /// ```
 /// use oncegate_kafka::{Kafka, KafkaStatus};

@@ -21,7 +21,7 @@ pub(crate) enum TopicMatch {
     Recreated,
     /// A replica on another cluster, whose mirror translated the offset.
     Replica,
-    /// Recreated or a replica; no cluster id tells which.
+    /// Recreated or a replica; without a cluster id the two cannot be distinguished.
     Ambiguous,
 }
 

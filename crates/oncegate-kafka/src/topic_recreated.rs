@@ -142,7 +142,7 @@ impl TopicIds {
     }
 }
 
-/// The topic id that librdkafka logs when it knew none before.
+/// The topic id that librdkafka logs for a topic whose id it had not seen.
 const NO_ID: &str = "AAAAAAAAAAAAAAAAAAAAAA";
 
 /// A log line about a changed topic id.

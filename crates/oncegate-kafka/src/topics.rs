@@ -239,7 +239,7 @@ fn classify_error(
             Ok(())
         }
         _ => {
-            tracing::warn!(topic, %code, "cannot look up the topic, retrying");
+            tracing::warn!(topic, %code, "cannot look up the topic, retrying; nothing is read before; check the brokers' logs");
             Ok(())
         }
     }
@@ -328,7 +328,7 @@ mod tests {
         );
         let (_, found) = last_check
             .await
-            .expect("another one asks")
+            .expect("a second request")
             .expect("no permanent error");
         assert_eq!(found, TopicPresence::Exists);
     }

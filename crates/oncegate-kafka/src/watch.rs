@@ -29,9 +29,9 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// likely no broker answers, and each request would take its full timeout.
 const MAX_SILENT: usize = 3;
 /// How often the whole prefetch queue must have been read before a partition counts as stalled.
-/// librdkafka fetches for all partitions when the queue is short. The first drain reads what was
-/// requested before the partition had more messages, the second one reads what was requested then,
-/// and one check may fall between a response and its being read.
+/// librdkafka fetches for all partitions when the queue is short. The first drain reads messages
+/// that were requested before the partition had more, the second one those that were requested then,
+/// and one check may fall between the arrival of a response and its reading.
 const REQUIRED_DRAINS: u32 = 3;
 /// How often the time limit of a partition is doubled at most: up to 64 times as long.
 const MAX_DOUBLINGS: u32 = 6;
@@ -54,7 +54,7 @@ pub(crate) fn run(
     let mut client = match another() {
         Ok(client) => client,
         Err(error) => {
-            return tracing::error!(%error, "cannot create the watching kafka client; lag is not reported and stalled partitions are not detected");
+            return tracing::error!(%error, "cannot create the watching kafka client; lag is not reported and stalled partitions are not detected; check the limits of the process for memory, threads and open files, and restart it");
         }
     };
     let mut lost_metadata = LostMetadata::new(reconnect_backoff_max);
@@ -94,13 +94,14 @@ pub(crate) fn run(
                 .lock()
                 .suspect_lost_metadata(without_group_since, Instant::now());
         }
-        // If fresh clients reached the coordinator, the client would have been replaced by now.
+        // If fresh clients reached the coordinator, the client would already have been replaced.
         if let Some(without) = without_group_since.map(|at| at.elapsed()).filter(|it| {
             *it >= LOG_INTERVAL && logged_at.is_none_or(|at| at.elapsed() >= LOG_INTERVAL)
         }) {
             tracing::warn!(
+                group = config.get("group.id"),
                 seconds = without.as_secs(),
-                "cannot reach the group coordinator; check that every partition of __consumer_offsets has a leader"
+                "cannot reach the group coordinator; nothing is committed, and partitions may be assigned to other members; check that every partition of __consumer_offsets has a leader"
             );
             logged_at = Some(Instant::now());
         }
@@ -183,7 +184,7 @@ impl StallCandidate {
     }
 
     /// Whether the partition made no progress for this long although its log grew and the prefetch
-    /// queue was read repeatedly. If the queue is not read for lack of room, nothing is known. A
+    /// queue was read repeatedly. If the queue is not read for lack of room, the result is `false`. A
     /// log that does not grow may end with transaction markers.
     fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
         end > self.end && self.drains >= REQUIRED_DRAINS && now.duration_since(self.since) >= after
@@ -292,7 +293,7 @@ impl PartitionWatch {
         mut end_of: impl FnMut(&str, i32) -> Option<i64>,
     ) -> HashMap<(String, i32), i64> {
         self.silent.retain(|it| partitions.contains(it));
-        let asks = !partitions.is_empty();
+        let has_partitions = !partitions.is_empty();
         partitions.sort_by_key(|it| self.silent.contains(it));
         let (mut log_ends, mut failures) = (HashMap::new(), 0);
         for it in partitions {
@@ -312,14 +313,14 @@ impl PartitionWatch {
                         tracing::warn!(
                             topic = it.0,
                             partition = it.1,
-                            "cannot fetch the log end of the partition; its lag is not updated"
+                            "cannot fetch the log end of the partition; its lag is not updated; check that the partition has a leader"
                         );
                         self.silent.insert(it);
                     }
                 }
             }
         }
-        self.all_silent = asks && log_ends.is_empty();
+        self.all_silent = has_partitions && log_ends.is_empty();
         log_ends
     }
 
@@ -602,7 +603,7 @@ mod tests {
         assert!(beside_a_backlog(1_000, 1_000, 4));
         assert!(
             !beside_a_backlog(1_000, 100, 30),
-            "what was fetched of it may stand in the queue still"
+            "messages fetched for it may still be in the queue"
         );
         assert!(beside_a_backlog(1_000, 100, 31));
     }
@@ -724,7 +725,7 @@ mod tests {
         assert!(!later.is_stalled(9, at(59), after), "not for long enough");
         assert!(
             !later.is_stalled(7, at(70), after),
-            "what is left may be markers"
+            "the remaining offsets may be transaction markers"
         );
         let moved = next(Some(first), Some(6), 9, at(70)).expect("behind");
         assert!(!moved.is_stalled(12, at(80), after), "it was read on");

@@ -119,11 +119,6 @@ impl Watermark {
 
     /// The lowest unsettled offset, or the one after the last.
     pub(crate) fn position(&self) -> Option<i64> {
-        oncegate_core::wrong_version!("commit-the-highest", {
-            if let Some(highest) = self.ring.iter().rev().find(|slot| slot.is_settled()) {
-                return Some(highest.offset() + 1);
-            }
-        });
         self.lowest().or(self.end)
     }
 

@@ -161,7 +161,7 @@ fn rows() -> Vec<Row<Message>> {
             }],
         ),
         Row::new(
-            "a handler that panics with what is no text, at its last attempt",
+            "a handler that panics with a payload that is not text, at its last attempt",
             0,
             &["attempts-spent"],
             ids([b"panic"]),
@@ -197,7 +197,7 @@ fn unread(name: &'static [u8]) -> &'static str {
 #[test]
 fn the_book_has_the_table() {
     assert_the_book_has(
-        include_str!("../../../docs/src/bad-input.md"),
+        include_str!("../../../docs/contributing/bad-input.md"),
         "## From Kafka",
         &rows(),
     );

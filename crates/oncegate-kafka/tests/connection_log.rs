@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::source::{Limit, Open, Source};
+use oncegate_core::source::{Connect, ConnectOptions, Limit, Source};
 use oncegate_kafka::{Kafka, TopicCreation};
 use oncegate_testkit::Lines;
 use oncegate_testkit::servers::KafkaServer;
@@ -23,7 +23,10 @@ async fn without_a_broker_or_partitions_one_line_is_logged_soon() {
 
 async fn no_broker_at_start(lines: &Lines) {
     let begun = Instant::now();
-    let opening = Kafka::topic("t").brokers("127.0.0.1:1").group("g").open();
+    let opening = Kafka::topic("t")
+        .brokers("127.0.0.1:1")
+        .group("g")
+        .connect(ConnectOptions::default());
     assert!(
         tokio::time::timeout(Duration::from_secs(7), opening)
             .await
@@ -56,16 +59,23 @@ async fn waits_for_a_partition(lines: &Lines) {
         partitions: 1,
         replication: 1,
     });
-    let other = kafka.clone().open().await.expect("a source");
+    let other = kafka
+        .clone()
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
     line_with(lines, "partition assigned").await;
-    let source = kafka.open().await.expect("a source");
+    let source = kafka
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
     let line = line_with(lines, "waiting for partitions to be assigned").await;
     for part in [
         "INFO",
         "group=\"g\"",
         "topics=[\"t\"]",
         "session_timeout=12s",
-        "session.timeout.ms",
+        "only after its session timeout (12s, session.timeout.ms)",
     ] {
         assert!(line.contains(part), "{part}: {line}");
     }
@@ -101,7 +111,7 @@ async fn outage_while_reading(lines: &Lines) {
             partitions: 1,
             replication: 1,
         })
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     lines.take();

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use metrics::{
     Counter, Gauge, GaugeFn, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit,
 };
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 
 use crate::stage::*;
 
@@ -100,7 +100,7 @@ async fn gauges_show_lag_assignment_and_watermark_age() {
     let mut source = topic
         .source()
         .stalled_after(Duration::from_secs(4))
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let all = receive(&mut source, 10).await;

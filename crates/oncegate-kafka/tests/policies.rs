@@ -12,10 +12,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
-use oncegate_core::source::Open;
-use oncegate_core::{
-    Consumer, Context, Failure, Handler, IdSource, MemoryStore, Raw, RawBytes, async_trait,
-};
+use oncegate_core::source::{Connect, ConnectOptions};
+use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, Raw, RawBytes};
 use oncegate_kafka::KafkaStatus;
 use oncegate_testkit::Lines;
 
@@ -120,6 +118,7 @@ async fn each_policy_has_a_name_in_the_log_and_a_counter() {
     messages_expired(&observed).await;
     log_truncated(&observed).await;
     partition_added(&observed).await;
+    partition_was_empty(&observed).await;
     replica_topic(&observed).await;
     let counters = [
         "messages_missed",
@@ -170,7 +169,7 @@ async fn partition_added(observed: &Observed) {
     let mut source = topic
         .source()
         .property("topic.metadata.refresh.interval.ms", "500")
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     topic.grow(2).await;
@@ -184,6 +183,33 @@ async fn partition_added(observed: &Observed) {
     observed
         .wait_for("WARN", "partition added", &topic, "partitions_added", 1)
         .await;
+    close(source).await;
+}
+
+/// A partition that was empty at the first assignment is not taken for an added one at the next,
+/// although only another one had messages.
+async fn partition_was_empty(observed: &Observed) {
+    let topic = Topic::new(3).await;
+    topic.send_numbers(0, 3).await;
+    let mut source = topic.open().await;
+    let first = receive(&mut source, 3).await;
+    accept(&mut source, first).await;
+    topic.await_commit(0, 3).await;
+    topic.await_commit(1, 0).await;
+    topic.await_commit(2, 0).await;
+    close(source).await;
+    topic.send_numbers(1, 2).await;
+    let mut source = topic.open().await;
+    assert!(
+        receive(&mut source, 2)
+            .await
+            .iter()
+            .all(|it| it.receipt.partition == 1)
+    );
+    observed
+        .wait_for("INFO", "partition=1", &topic, "partitions_added", 1)
+        .await;
+    assert_eq!(observed.counted("oncegate_kafka_partitions_added_total"), 1);
     close(source).await;
 }
 
@@ -223,7 +249,7 @@ async fn client_replaced(observed: &Observed) {
     let source = kafka
         .status(status.clone())
         .stalled_after(Duration::from_secs(1))
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let end = Instant::now() + BOUND;
@@ -243,7 +269,6 @@ async fn client_replaced(observed: &Observed) {
 #[derive(Clone, Default)]
 struct Runs(Arc<AtomicU64>);
 
-#[async_trait]
 impl Handler for Runs {
     type Payload = Raw;
 

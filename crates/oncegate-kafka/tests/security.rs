@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use oncegate_core::SourceError;
 use oncegate_core::lifecycle::Reason;
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_kafka::{Kafka, KafkaLogin};
 use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser};
 
@@ -136,7 +136,7 @@ async fn opens(server: &KafkaServer, door: KafkaDoor, key: impl FnOnce(Kafka) ->
     let kafka = key(by(server, door, &topic));
     tracing::info!(?kafka, "as a user might print it");
     let mut source = kafka
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .unwrap_or_else(|error| panic!("{door:?}: {error}"));
     let mut deliveries = receive(&mut source, 3).await;
@@ -151,7 +151,7 @@ async fn is_refused(server: &KafkaServer, login: KafkaLogin) {
     let topic = topic(server).await;
     let opening = by(server, KafkaDoor::Login, &topic)
         .login(login.clone())
-        .open();
+        .connect(ConnectOptions::default());
     let Ok(opened) = tokio::time::timeout(BOUND, opening).await else {
         panic!("no answer to {login:?}")
     };
@@ -181,7 +181,7 @@ async fn is_logged(kafka: Kafka, brokers: &str, lines: &Lines, why: &str) {
         }
     };
     tokio::select! {
-        opened = kafka.open() => panic!("{opened:?}"),
+        opened = kafka.connect(ConnectOptions::default()) => panic!("{opened:?}"),
         in_time = tokio::time::timeout(BOUND, logged) => assert!(in_time.is_ok(), "nothing was logged about {brokers}"),
     }
 }
@@ -209,7 +209,7 @@ async fn a_broker_with_an_unsigned_certificate_is_rejected(server: &KafkaServer,
     close(
         kafka()
             .danger_accept_any_certificate()
-            .open()
+            .connect(ConnectOptions::default())
             .await
             .expect("a source"),
     )

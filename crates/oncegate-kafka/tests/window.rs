@@ -8,7 +8,7 @@ mod stage;
 
 use std::time::Duration;
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_kafka::Kafka;
 use oncegate_testkit::Lines;
 use rdkafka::mocking::MockCluster;
@@ -21,8 +21,9 @@ const WEEK: (&str, &str) = ("retention.ms", "604800000");
 /// All warnings and errors while this source is opened with this window.
 async fn warned(lines: &Lines, kafka: Kafka, window: Option<Duration>) -> Vec<String> {
     lines.take();
-    let kafka = window.into_iter().fold(kafka, Kafka::for_window);
-    close(kafka.open().await.expect("a source")).await;
+    let mut options = ConnectOptions::default();
+    options.dedup_window = window;
+    close(kafka.connect(options).await.expect("a source")).await;
     let warnings = lines.take().into_iter().map(|(_, line)| line);
     warnings
         .filter(|line| {

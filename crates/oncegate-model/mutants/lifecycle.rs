@@ -1,4 +1,4 @@
-//! Wrong rules of the consumer, each the right ones but for one row.
+//! Broken rules of the consumer; each differs from the correct rules in one row.
 
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use oncegate_core::marker::{Ask, Effect, Guarantee, Verdict};
 
 type Answer = (Stage, Action);
 
-fn left(settlement: Settlement) -> Answer {
+fn settled(settlement: Settlement) -> Answer {
     (Stage::Settled, Action::Settle(settlement))
 }
 
 pub(crate) fn no_doubt_on_a_lost_lease(stage: Stage, event: Event, policy: &Policy) -> Answer {
     match (stage, event) {
-        (Stage::Running(permit, _), Event::LeaseOver) => left(Settlement::Release {
+        (Stage::Running(permit, _), Event::LeaseOver) => settled(Settlement::Release {
             after: policy.pause(0),
             failures: permit.failures,
         }),
@@ -54,7 +54,7 @@ pub(crate) fn keeps_the_doubt_of_a_dropped_reconcile(
     policy: &Policy,
 ) -> Answer {
     match (stage, event) {
-        (Stage::Reconciling(permit, ..), Event::DrainOver) => left(Settlement::Release {
+        (Stage::Reconciling(permit, ..), Event::DrainOver) => settled(Settlement::Release {
             after: Duration::ZERO,
             failures: permit.failures,
         }),
@@ -84,12 +84,12 @@ pub(crate) fn unknown_is_a_failure(stage: Stage, event: Event, policy: &Policy) 
     }
 }
 
-pub(crate) fn keeps_its_doubt(stage: Stage, event: Event, policy: &Policy) -> Answer {
+pub(crate) fn does_not_release_doubt(stage: Stage, event: Event, policy: &Policy) -> Answer {
     match transition(stage, event, policy) {
         (Stage::Doubting(_, cause, AfterDoubt::Reject), _)
             if matches!(stage, Stage::Reconciling(..)) =>
         {
-            left(Settlement::Reject(Reason::InDoubt(cause)))
+            settled(Settlement::Reject(Reason::InDoubt(cause)))
         }
         answer => answer,
     }
@@ -98,13 +98,13 @@ pub(crate) fn keeps_its_doubt(stage: Stage, event: Event, policy: &Policy) -> An
 pub(crate) fn reconciled_is_a_failure(stage: Stage, event: Event, policy: &Policy) -> Answer {
     debug_assert_ne!(policy.guarantee, Guarantee::Bare);
     match (stage, transition(stage, event, policy)) {
-        (Stage::Resolving(..), (Stage::Claiming(history, parks), step)) => (
+        (Stage::Resolving(..), (Stage::Claiming(history, tries), step)) => (
             Stage::Claiming(
                 History {
                     failures: history.failures + 1,
                     ..history
                 },
-                parks,
+                tries,
             ),
             step,
         ),

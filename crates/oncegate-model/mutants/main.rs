@@ -1,4 +1,4 @@
-//! Wrong rules, each of which the model has to find: a checker that cannot fail proves nothing.
+//! Mutants: broken rules, each of which the model must detect.
 //!
 //! `oncegate-model-mutants [NAME]`: exit status 0 if each mutant violates the property that is
 //! named beside it.
@@ -13,10 +13,10 @@ use std::time::Instant;
 use oncegate_core::Outage;
 use oncegate_core::driver::OnRelease;
 use oncegate_core::marker::Guarantee::{self, AtMostOnce, EffectivelyOnce};
-use oncegate_model::world::Budget;
+use oncegate_model::state::Budget;
 use oncegate_model::{First, Line, Rules, Setup, explore, head};
 
-/// One wrong rule, and where it shows.
+/// One broken rule, and the property that it must violate.
 struct Mutant {
     name: &'static str,
     rules: Rules,
@@ -29,7 +29,7 @@ const NONE: Budget = Budget::NONE;
 fn mutants() -> Vec<Mutant> {
     let both = |guarantee: Guarantee, budget| Setup::of([guarantee; 2], budget);
     let mixed = |budget| Setup::of([AtMostOnce, EffectivelyOnce], budget);
-    let people = |guarantees, budget| Setup {
+    let with_operator = |guarantees, budget| Setup {
         attempts: 2,
         ..Setup::of(guarantees, budget)
     };
@@ -42,24 +42,24 @@ fn mutants() -> Vec<Mutant> {
             property,
         })
     };
-    let right = Rules::default();
-    let apply = |apply| Rules { apply, ..right };
-    let next = |next| Rules { next, ..right };
+    let correct = Rules::default();
+    let apply = |apply| Rules { apply, ..correct };
+    let next = |next| Rules { next, ..correct };
 
-    let trouble = Budget {
+    let common_faults = Budget {
         crashes: 1,
-        losses: 1,
+        lost_replies: 1,
         expiries: 1,
         failures: 1,
-        copies: 1,
+        redeliveries: 1,
         ..NONE
     };
     let unknown = Budget {
         crashes: 1,
-        losses: 1,
+        lost_replies: 1,
         expiries: 1,
-        unknowns: 1,
-        copies: 1,
+        unknown_outcomes: 1,
+        redeliveries: 1,
         ..NONE
     };
     let in_order = Setup {
@@ -67,18 +67,18 @@ fn mutants() -> Vec<Mutant> {
         ..both(
             AtMostOnce,
             Budget {
-                losses: 1,
+                lost_replies: 1,
                 expiries: 1,
                 failures: 1,
-                unknowns: 1,
-                copies: 1,
+                unknown_outcomes: 1,
+                redeliveries: 1,
                 ..NONE
             },
         )
     };
     let same_token = Rules {
         token: |earlier, new| if earlier.0 == 0 { new } else { earlier },
-        ..right
+        ..correct
     };
     add(
         "one token for all claims of a delivery",
@@ -87,10 +87,10 @@ fn mutants() -> Vec<Mutant> {
         "two handlers",
     );
     let late = Budget {
-        losses: 2,
+        lost_replies: 2,
         crashes: 1,
         expiries: 1,
-        unknowns: 1,
+        unknown_outcomes: 1,
         ..NONE
     };
     add(
@@ -102,7 +102,7 @@ fn mutants() -> Vec<Mutant> {
     add(
         "clearing compares nothing",
         apply(marker::clear_compares_nothing),
-        both(AtMostOnce, trouble),
+        both(AtMostOnce, common_faults),
         "two handlers",
     );
     add(
@@ -112,22 +112,22 @@ fn mutants() -> Vec<Mutant> {
         "started on",
     );
     add(
-        "whoever asks renews",
-        apply(marker::renews_for_whoever),
+        "a renewal does not compare the holder",
+        apply(marker::renewal_compares_nothing),
         both(
             AtMostOnce,
             Budget {
                 expiries: 2,
                 renewals: 2,
-                copies: 1,
+                redeliveries: 1,
                 ..NONE
             },
         ),
         "two handlers",
     );
     add(
-        "a lapsed claim is granted at most once",
-        apply(marker::grants_what_lapsed),
+        "an expired claim is granted in at most once",
+        apply(marker::grants_expired_claim),
         both(
             AtMostOnce,
             Budget {
@@ -141,34 +141,34 @@ fn mutants() -> Vec<Mutant> {
 
     let lost = Budget {
         lost_claims: 1,
-        losses: 1,
+        lost_replies: 1,
         expiries: 1,
         renewals: 1,
-        unknowns: 2,
+        unknown_outcomes: 2,
         failures: 1,
         ..NONE
     };
     add(
-        "an absent marker is not doubted",
+        "no doubt is recorded on an absent marker",
         apply(marker::no_doubt_on_absent),
         both(AtMostOnce, lost),
         "started on",
     );
     add(
-        "a cleared marker is not doubted",
+        "no doubt is recorded on a cleared marker",
         apply(marker::no_doubt_on_cleared),
         both(AtMostOnce, lost),
         "started on",
     );
     add(
-        "a lost lease is not doubted",
+        "no doubt is recorded after a lost lease",
         next(lifecycle::no_doubt_on_a_lost_lease),
         both(AtMostOnce, lost),
         "started on",
     );
 
     let copies = Budget {
-        copies: 1,
+        redeliveries: 1,
         failures: 2,
         ..NONE
     };
@@ -179,8 +179,8 @@ fn mutants() -> Vec<Mutant> {
         "lost",
     );
     let panics = Budget {
-        copies: 1,
-        unknowns: 1,
+        redeliveries: 1,
+        unknown_outcomes: 1,
         ..NONE
     };
     add(
@@ -190,42 +190,42 @@ fn mutants() -> Vec<Mutant> {
         "started on",
     );
     add(
-        "a doubt is not given back",
-        next(lifecycle::keeps_its_doubt),
+        "a doubt is not released after reconcile",
+        next(lifecycle::does_not_release_doubt),
         both(AtMostOnce, panics),
         "doubt kept",
     );
     add(
-        "a doubt that was reconciled counts as a failure",
+        "a reconciled doubt counts as a failure",
         next(lifecycle::reconciled_is_a_failure),
         both(AtMostOnce, unknown),
         "spent",
     );
     add(
-        "nothing happened: below this attempt alone",
+        "DidNotHappen covers only lower attempts",
         Rules {
             voids: |attempt| attempt - 1,
-            ..right
+            ..correct
         },
         both(AtMostOnce, panics),
         "doubled",
     );
 
     let outlasts_the_drain = Budget {
-        unknowns: 1,
+        unknown_outcomes: 1,
         failures: 1,
-        copies: 1,
+        redeliveries: 1,
         drains: 2,
         ..NONE
     };
     add(
-        "the end of the drain abandons what runs",
+        "the end of the drain abandons running handlers",
         next(lifecycle::abandons_at_the_end_of_the_drain),
         both(EffectivelyOnce, outlasts_the_drain),
         "left behind",
     );
     add(
-        "the end of the drain clears what may have happened",
+        "the end of the drain clears a run that may have had its effect",
         next(lifecycle::clears_at_the_end_of_the_drain),
         both(AtMostOnce, outlasts_the_drain),
         "started on",
@@ -240,21 +240,21 @@ fn mutants() -> Vec<Mutant> {
     let other = Budget {
         crashes: 1,
         expiries: 1,
-        others: 1,
+        other_bodies: 1,
         failures: 1,
         ..NONE
     };
     add(
-        "another body waits for a holder that is gone",
+        "another body waits for an expired holder",
         apply(marker::another_body_waits),
         both(AtMostOnce, other),
         "waits",
     );
 
     let both_guarantees = Budget {
-        unknowns: 1,
+        unknown_outcomes: 1,
         failures: 1,
-        copies: 1,
+        redeliveries: 1,
         expiries: 1,
         ..NONE
     };
@@ -266,98 +266,98 @@ fn mutants() -> Vec<Mutant> {
     );
     add(
         "a later failure makes the outcome known",
-        apply(marker::unknown_does_not_last),
+        apply(marker::failure_clears_unknown),
         mixed(both_guarantees),
         "started on",
     );
     add(
-        "a takeover forgets what the holder may have done",
-        apply(marker::takeover_forgets),
-        mixed(trouble),
+        "a takeover forgets the unknown outcome of the holder",
+        apply(marker::takeover_clears_unknown),
+        mixed(common_faults),
         "started on",
     );
     add(
-        "at most once is granted what is unknown",
-        apply(marker::grants_what_is_unknown),
+        "at most once is granted an unknown outcome",
+        apply(marker::grants_unknown_outcome),
         mixed(both_guarantees),
         "started on",
     );
 
     let fails = Budget {
-        people: 2,
+        operator_actions: 2,
         failures: 3,
-        copies: 1,
+        redeliveries: 1,
         ..NONE
     };
     let spends = Budget {
-        people: 1,
-        unknowns: 2,
+        operator_actions: 1,
+        unknown_outcomes: 2,
         failures: 1,
-        copies: 1,
+        redeliveries: 1,
         ..NONE
     };
     add(
         "a rejection forgets the attempt",
         apply(marker::rejects_without_attempt),
-        people([AtMostOnce; 2], fails),
+        with_operator([AtMostOnce; 2], fails),
         "fence",
     );
     add(
         "forgetting deletes the marker",
         apply(marker::forget_deletes),
-        people([EffectivelyOnce; 2], fails),
+        with_operator([EffectivelyOnce; 2], fails),
         "fence",
     );
     add(
-        "sending back gives no budget back",
+        "sending back does not restore the budget",
         apply(marker::sends_back_without_budget),
-        people([EffectivelyOnce; 2], spends),
+        with_operator([EffectivelyOnce; 2], spends),
         "not run",
     );
     add(
         "sending back compares nothing",
-        apply(marker::sends_back_whatever_is_there),
-        people([AtMostOnce; 2], spends),
+        apply(marker::sends_back_compares_nothing),
+        with_operator([AtMostOnce; 2], spends),
         "started on",
     );
     add(
-        "sending back makes what is unknown known",
-        apply(marker::sends_back_as_known),
-        people([EffectivelyOnce, AtMostOnce], spends),
+        "sending back clears an unknown outcome",
+        apply(marker::sends_back_clears_unknown),
+        with_operator([EffectivelyOnce, AtMostOnce], spends),
         "started on",
     );
     let leaves = Budget {
-        people: 1,
+        operator_actions: 1,
         drains: 2,
-        yields: 1,
+        withdrawn_grants: 1,
         failures: 2,
-        copies: 1,
+        redeliveries: 1,
         ..NONE
     };
     add(
         "a grant that is withdrawn spends the budget",
         apply(marker::withdrawals_spend),
-        people([EffectivelyOnce; 2], leaves),
+        with_operator([EffectivelyOnce; 2], leaves),
         "spent",
     );
     add(
         "a crash spends the budget",
         apply(marker::crashes_spend),
-        both(EffectivelyOnce, trouble),
+        both(EffectivelyOnce, common_faults),
         "spent",
     );
     let doubts_late = Budget {
-        people: 1,
-        unknowns: 1,
-        losses: 1,
+        operator_actions: 1,
+        unknown_outcomes: 1,
+        lost_replies: 1,
         expiries: 1,
-        copies: 1,
+        redeliveries: 1,
         ..NONE
     };
     add(
-        "a late doubt undoes what a person found out",
-        apply(marker::doubts_what_was_freed),
-        people([AtMostOnce; 2], doubts_late),
+        "a late doubt undoes the operator's resolution",
+        apply(marker::records_doubt_of_freed_attempt),
+        with_operator([AtMostOnce; 2], doubts_late),
         "not run",
     );
     let passing = Setup {
@@ -365,19 +365,19 @@ fn mutants() -> Vec<Mutant> {
         ..both(
             EffectivelyOnce,
             Budget {
-                losses: 2,
+                lost_replies: 2,
                 crashes: 1,
-                copies: 1,
+                redeliveries: 1,
                 failures: 1,
                 ..NONE
             },
         )
     };
     add(
-        "claims go before late completions",
+        "claims are sent before late completions",
         Rules {
             first: First::Any,
-            ..right
+            ..correct
         },
         passing,
         "before late",
@@ -387,9 +387,9 @@ fn mutants() -> Vec<Mutant> {
         ..both(
             EffectivelyOnce,
             Budget {
-                people: 1,
+                operator_actions: 1,
                 expiries: 2,
-                copies: 2,
+                redeliveries: 2,
                 ..NONE
             },
         )
@@ -401,15 +401,15 @@ fn mutants() -> Vec<Mutant> {
         "not run",
     );
     add(
-        "sending back is answered and not done",
-        apply(marker::sends_back_in_word_alone),
-        people([AtMostOnce; 2], fails),
+        "sending back is answered but not written",
+        apply(marker::sends_back_without_write),
+        with_operator([AtMostOnce; 2], fails),
         "not run",
     );
     add(
         "a doubt spends the budget",
         apply(marker::doubts_spend),
-        people([AtMostOnce; 2], spends),
+        with_operator([AtMostOnce; 2], spends),
         "spent",
     );
     all
@@ -433,13 +433,13 @@ fn main() -> ExitCode {
         }
     }
     println!(
-        "{} of {} mutants were found, in {} s",
+        "{} of {} mutants were detected, in {} s",
         tried - survivors.len(),
         tried,
         started.elapsed().as_secs()
     );
     for name in &survivors {
-        println!("NOT found: {name}");
+        println!("NOT detected: {name}");
     }
     if survivors.is_empty() {
         ExitCode::SUCCESS
@@ -451,11 +451,11 @@ fn main() -> ExitCode {
 #[cfg(test)]
 mod tests {
     use oncegate_model::Expected;
-    use oncegate_model::lines::{HowFar, lines};
+    use oncegate_model::lines::{Depth, lines};
 
     #[test]
-    fn each_mutant_is_found_under_trouble_under_which_the_right_rules_hold() {
-        let holding: Vec<String> = lines(HowFar::Minutes)
+    fn each_mutant_has_a_setup_under_which_the_correct_rules_hold() {
+        let holding: Vec<String> = lines(Depth::Minutes)
             .iter()
             .filter(|line| line.expected == Expected::Holds)
             .map(|line| format!("{:?}", line.setup))

@@ -1,4 +1,4 @@
-//! Wrong rules of the store, each the right ones but for one row.
+//! Broken rules of the store; each differs from the correct rules in one row.
 
 use oncegate_core::marker::{
     Age, Ask, Attempts, Change, Doubt, Effect, Finding, Guarantee, Hold, Marker, Operation,
@@ -9,7 +9,7 @@ type Answer = (Change, Verdict);
 
 const LOST: Answer = (Change::Keep, Verdict::Lost);
 
-/// The same operation by the holder of the marker.
+/// The same operation with the token and attempt of the marker's holder.
 fn by_holder(marker: &Marker, operation: &Operation) -> Operation {
     match marker {
         Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Operation {
@@ -59,16 +59,16 @@ pub(crate) fn resolve_compares_nothing(marker: Marker, age: Age, operation: &Ope
     }
 }
 
-pub(crate) fn renews_for_whoever(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn renewal_compares_nothing(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
         Ask::Renew => apply(marker, age, &by_holder(&marker, operation)),
         _ => apply(marker, age, operation),
     }
 }
 
-/// The terms of the record and of the claimer are taken for effectively once, and the grant is
-/// written as it should be.
-pub(crate) fn grants_what_lapsed(marker: Marker, age: Age, operation: &Operation) -> Answer {
+/// Treats the terms of the record and of the claim as effectively once; the grant itself is written
+/// correctly.
+pub(crate) fn grants_expired_claim(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, marker) {
         (Ask::Claim, Marker::InProgress(hold)) if hold.token != operation.token => {
             let mut lax = operation.clone();
@@ -125,8 +125,12 @@ pub(crate) fn crashes_spend(marker: Marker, age: Age, operation: &Operation) -> 
     }
 }
 
-/// The doubt of an attempt that an operator has freed since is recorded as if it were the last.
-pub(crate) fn doubts_what_was_freed(marker: Marker, age: Age, operation: &Operation) -> Answer {
+/// Records the doubt of an attempt that the operator has freed since.
+pub(crate) fn records_doubt_of_freed_attempt(
+    marker: Marker,
+    age: Age,
+    operation: &Operation,
+) -> Answer {
     match (operation.ask, marker) {
         (Ask::Doubt, Marker::Cleared { attempts, effect })
             if operation.attempt <= attempts.base =>
@@ -197,7 +201,7 @@ fn known(marker: Marker) -> Marker {
     }
 }
 
-pub(crate) fn unknown_does_not_last(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn failure_clears_unknown(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
         Ask::Clear(Effect::Nothing) | Ask::Reject(Effect::Nothing) => {
             written(apply(marker, age, operation), known)
@@ -206,7 +210,7 @@ pub(crate) fn unknown_does_not_last(marker: Marker, age: Age, operation: &Operat
     }
 }
 
-pub(crate) fn takeover_forgets(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn takeover_clears_unknown(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, marker) {
         (Ask::Claim, Marker::InProgress(before)) => {
             written(apply(marker, age, operation), |after| match after {
@@ -221,7 +225,7 @@ pub(crate) fn takeover_forgets(marker: Marker, age: Age, operation: &Operation) 
     }
 }
 
-pub(crate) fn grants_what_is_unknown(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn grants_unknown_outcome(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
         Ask::Claim => apply(known(marker), age, operation),
         _ => apply(marker, age, operation),
@@ -288,15 +292,15 @@ pub(crate) fn sends_back_with_crashes(marker: Marker, age: Age, operation: &Oper
     }
 }
 
-/// It says that it was done, and nothing was.
-pub(crate) fn sends_back_in_word_alone(marker: Marker, age: Age, operation: &Operation) -> Answer {
+/// Replies that it was applied, but writes nothing.
+pub(crate) fn sends_back_without_write(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, apply(marker, age, operation)) {
         (Ask::SendBack { .. }, (_, verdict)) => (Change::Keep, verdict),
         (_, answer) => answer,
     }
 }
 
-pub(crate) fn sends_back_whatever_is_there(
+pub(crate) fn sends_back_compares_nothing(
     marker: Marker,
     age: Age,
     operation: &Operation,
@@ -307,7 +311,7 @@ pub(crate) fn sends_back_whatever_is_there(
     }
 }
 
-pub(crate) fn sends_back_as_known(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn sends_back_clears_unknown(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
         Ask::SendBack { .. } => written(apply(marker, age, operation), known),
         _ => apply(marker, age, operation),

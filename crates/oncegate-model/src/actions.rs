@@ -1,40 +1,42 @@
-//! What can happen in the [`World`], and what it becomes.
+//! The actions that are possible in a [`SystemState`], and the state after each.
 
 use oncegate_core::lifecycle::{DoubtCause, Event, Outcome, Stage};
-use oncegate_core::marker::{Ask, Attempts, Effect as Left, Finding, Guarantee, Marker, Verdict};
+use oncegate_core::marker::{Ask, Attempts, Effect, Finding, Guarantee, Marker, Verdict};
 use stateright::{Model, Property};
 
 use crate::properties;
-use crate::trial::{First, Trial};
-use crate::world::{
-    Action, ClaimReply, Effect, Lease, Message, ModelDelivery, Person, Receipt, Sent, World,
+use crate::state::{
+    BrokerMessage, CommandState, EffectState, LeaseState, ModelAction, ModelDelivery, ModelReceipt,
+    Operator, SentCommand, SystemState,
 };
+use crate::system::{First, SystemModel};
 
-impl Model for Trial {
-    type State = World;
-    type Action = Action;
+impl Model for SystemModel {
+    type State = SystemState;
+    type Action = ModelAction;
 
-    fn init_states(&self) -> Vec<World> {
-        vec![World::new(self.setup.budget)]
+    fn init_states(&self) -> Vec<SystemState> {
+        vec![SystemState::new(self.setup.budget)]
     }
 
-    fn actions(&self, world: &World, actions: &mut Vec<Action>) {
-        for who in 0..world.consumers.len() {
-            self.actions_of_consumer(world, who, actions);
+    fn actions(&self, state: &SystemState, actions: &mut Vec<ModelAction>) {
+        for who in 0..state.consumers.len() {
+            self.actions_of_consumer(state, who, actions);
         }
-        self.actions_of_store_and_broker(world, actions);
-        self.actions_of_person(world, actions);
+        self.actions_of_store_and_broker(state, actions);
+        self.actions_of_operator(state, actions);
     }
 
-    fn next_state(&self, before: &World, action: Action) -> Option<World> {
-        let mut world = before.clone();
-        self.act(&mut world, action)?;
-        // A story needs the names, and so does a world in which they promise different things.
+    fn next_state(&self, before: &SystemState, action: ModelAction) -> Option<SystemState> {
+        let mut state = before.clone();
+        self.act(&mut state, action)?;
+        // A trace needs the consumers' names, and consumers with different guarantees are not
+        // interchangeable.
         if self.only.is_empty() && self.setup.guarantees[0] == self.setup.guarantees[1] {
-            world.forget_names();
+            state.sort_consumers();
         }
-        world.tidy();
-        (world != *before).then_some(world)
+        state.normalize();
+        (state != *before).then_some(state)
     }
 
     fn properties(&self) -> Vec<Property<Self>> {
@@ -42,74 +44,75 @@ impl Model for Trial {
     }
 }
 
-impl Trial {
-    fn actions_of_consumer(&self, world: &World, who: usize, actions: &mut Vec<Action>) {
-        use Action::*;
-        let (left, consumer) = (&world.left, &world.consumers[who]);
+impl SystemModel {
+    fn actions_of_consumer(&self, state: &SystemState, who: usize, actions: &mut Vec<ModelAction>) {
+        use ModelAction::*;
+        let (remaining, consumer) = (&state.remaining, &state.consumers[who]);
         if consumer.late_completion.is_some() {
             actions.push(CompleteLate(who));
         }
-        let Some(flight) = &consumer.delivery else {
-            // Two idle consumers are alike, if they promise the same and owe the store nothing.
-            let alike = self.setup.guarantees[0] == self.setup.guarantees[1];
-            let other_idles = world.consumers[0].delivery.is_none()
-                && world.consumers[0].late_completion.is_none();
-            if who == 0 || !alike || !other_idles {
-                let mut waiting = world.queue.clone();
+        let Some(delivery) = &consumer.delivery else {
+            // Two idle consumers with the same guarantee and no pending completion are
+            // interchangeable.
+            let same_guarantee = self.setup.guarantees[0] == self.setup.guarantees[1];
+            let other_is_idle = state.consumers[0].delivery.is_none()
+                && state.consumers[0].late_completion.is_none();
+            if who == 0 || !same_guarantee || !other_is_idle {
+                let mut waiting = state.queue.clone();
                 waiting.dedup();
                 actions.extend(waiting.into_iter().map(|message| Deliver(who, message)));
             }
             return;
         };
-        match flight.asked {
-            Some(ClaimReply::Sent(ask)) => {
-                // Late completions go before the claims of their ids.
+        match delivery.command {
+            Some(CommandState::Sent(ask)) => {
+                // Late completions are sent before claims of the same id.
                 if ask != Ask::Claim
                     || consumer.late_completion.is_none()
                     || self.rules.first == First::Any
                 {
                     actions.push(Apply(who));
                 }
-                if left.losses > 0 {
-                    actions.extend([LoseCommand(who), LateCommand(who)]);
+                if remaining.lost_replies > 0 {
+                    actions.extend([LoseCommand(who), DelayCommand(who)]);
                 }
             }
-            Some(ClaimReply::Answered(..)) => {
-                actions.push(Answer(who));
-                if left.losses > 0 {
-                    actions.push(LoseAnswer(who));
+            Some(CommandState::Replied(..)) => {
+                actions.push(ReceiveReply(who));
+                if remaining.lost_replies > 0 {
+                    actions.push(LoseReply(who));
                 }
             }
             None => {}
         }
-        self.actions_of_run(world, who, flight, actions);
-        if flight.lease == Lease::Over {
-            actions.push(HearsLeaseOver(who));
+        self.actions_of_run(state, who, delivery, actions);
+        if delivery.lease == LeaseState::Expired {
+            actions.push(NoticeExpiry(who));
         }
-        if left.expiries > 0 && flight.lease == Lease::Lives {
-            actions.push(LeaseFeared(who));
+        if remaining.expiries > 0 && delivery.lease == LeaseState::Valid {
+            actions.push(SuspectLease(who));
         }
-        if left.renewals > 0 && flight.lease != Lease::None {
+        if remaining.renewals > 0 && delivery.lease != LeaseState::None {
             actions.push(Renew(who));
-            if left.losses > 0 {
-                actions.push(LateRenewal(who));
+            if remaining.lost_replies > 0 {
+                actions.push(DelayRenewal(who));
             }
         }
-        if left.copies > 0 && flight.receipt == Receipt::Valid {
-            actions.push(DeliverAgain(who));
+        if remaining.redeliveries > 0 && delivery.receipt == ModelReceipt::Valid {
+            actions.push(Redeliver(who));
         }
-        if left.crashes > 0 {
+        if remaining.crashes > 0 {
             actions.push(Crash(who));
         }
-        if left.drains > 0 && !flight.dispatch.leaves() {
+        if remaining.drains > 0 && !delivery.driver.is_draining() {
             actions.push(Drain(who));
         }
-        if left.yields > 0 && matches!(flight.dispatch.stage(), Stage::Ready(_)) {
-            actions.push(Yield(who));
+        if remaining.withdrawn_grants > 0 && matches!(delivery.driver.stage(), Stage::Ready(_)) {
+            actions.push(WithdrawGrant(who));
         }
-        if flight.dispatch.leaves() {
+        if delivery.driver.is_draining() {
             // A handler that is dropped is an unknown outcome.
-            if left.unknowns > 0 || flight.run.is_none() {
+            if remaining.unknown_outcomes > 0 || delivery.run.is_none() {
                 actions.push(DrainOver(who));
             }
             actions.push(StopNow(who));
@@ -118,337 +121,356 @@ impl Trial {
 
     fn actions_of_run(
         &self,
-        world: &World,
+        state: &SystemState,
         who: usize,
-        flight: &ModelDelivery,
-        actions: &mut Vec<Action>,
+        delivery: &ModelDelivery,
+        actions: &mut Vec<ModelAction>,
     ) {
-        use Action::*;
-        let left = &world.left;
-        match flight.dispatch.stage() {
+        use ModelAction::*;
+        let remaining = &state.remaining;
+        match delivery.driver.stage() {
             Stage::Running(..) | Stage::Ungated(_) => {
-                match flight.run {
-                    Some(Effect::Pending) if world.is_taken(flight.attempt()) => {
+                match delivery.run {
+                    Some(EffectState::Pending) if state.is_accepted(delivery.attempt()) => {
                         actions.push(EffectHappens(who));
-                        if left.failures > 0 {
+                        if remaining.failures > 0 {
                             actions.extend([
                                 Return(who, Outcome::Retry),
                                 Return(who, Outcome::Reject),
                             ]);
                         }
                     }
-                    Some(Effect::Pending) => actions.push(Return(who, Outcome::Retry)), // the provider says that it refused
-                    Some(Effect::Happened) => actions.push(Return(who, Outcome::Done)),
+                    Some(EffectState::Pending) => actions.push(Return(who, Outcome::Retry)), // refused by the provider
+                    Some(EffectState::Happened) => actions.push(Return(who, Outcome::Done)),
                     None => {}
                 }
-                if left.unknowns > 0 && flight.run.is_some() {
+                if remaining.unknown_outcomes > 0 && delivery.run.is_some() {
                     actions.push(Return(who, Outcome::Unknown(DoubtCause::Panicked)));
                 }
             }
             Stage::Reconciling(..) => {
-                // It looks, and it may not be able to tell.
-                actions.push(if world.effects() > 0 {
-                    FindsOut(who)
+                // `reconcile` reads the number of effects, or fails to find out (`Wake`).
+                actions.push(if state.effects() > 0 {
+                    ReconcileHappened(who)
                 } else {
-                    FindsNothing(who)
+                    ReconcileDidNotHappen(who)
                 });
                 actions.push(Wake(who));
             }
-            _ if flight.asked.is_none() => actions.push(Wake(who)),
+            _ if delivery.command.is_none() => actions.push(Wake(who)),
             _ => {}
         }
     }
 
-    fn actions_of_store_and_broker(&self, world: &World, actions: &mut Vec<Action>) {
-        use Action::*;
-        let left = &world.left;
-        if left.expiries > 0
-            && !world.over
-            && matches!(world.marker, Marker::InProgress(_) | Marker::InDoubt(..))
+    fn actions_of_store_and_broker(&self, state: &SystemState, actions: &mut Vec<ModelAction>) {
+        use ModelAction::*;
+        let remaining = &state.remaining;
+        if remaining.expiries > 0
+            && !state.over
+            && matches!(state.marker, Marker::InProgress(_) | Marker::InDoubt(..))
         {
-            actions.push(LeaseEnds);
+            actions.push(ExpireLease);
         }
-        if left.copies > 0 {
-            actions.push(SendTwice);
+        if remaining.redeliveries > 0 {
+            actions.push(PublishAgain);
         }
-        if left.others > 0 {
-            actions.push(SendOther);
+        if remaining.other_bodies > 0 {
+            actions.push(PublishOtherBody);
         }
-        if left.forgotten > 0 && world.marker != Marker::Absent {
-            actions.push(Forget);
+        if remaining.lost_markers > 0 && state.marker != Marker::Absent {
+            actions.push(LoseMarker);
         }
-        if left.lost_claims > 0 && matches!(world.marker, Marker::InProgress(_)) {
+        if remaining.lost_claims > 0 && matches!(state.marker, Marker::InProgress(_)) {
             actions.push(LoseClaim);
         }
-        actions.extend((0..world.late.len()).map(ApplyLate));
-        for (place, (attempt, _)) in world.provider.orphans.iter().enumerate() {
-            actions.push(OrphanDies(place));
-            if world.is_taken(*attempt) {
-                actions.push(OrphanHappens(place));
+        actions.extend((0..state.late.len()).map(ApplyDelayed));
+        for (place, (attempt, _)) in state.provider.orphans.iter().enumerate() {
+            actions.push(LoseOrphan(place));
+            if state.is_accepted(*attempt) {
+                actions.push(OrphanEffectHappens(place));
             }
         }
     }
 
-    fn actions_of_person(&self, world: &World, actions: &mut Vec<Action>) {
-        use Action::*;
-        match world.person {
-            Person::Idle if world.left.people > 0 => {
-                let decides = |place: &usize| self.decides(world, world.letters[*place]).is_some();
-                actions.extend((0..world.letters.len()).filter(decides).map(Decides));
-                if self.may_forget(world) {
-                    actions.push(ForgetsWhatIsDone);
+    fn actions_of_operator(&self, state: &SystemState, actions: &mut Vec<ModelAction>) {
+        use ModelAction::*;
+        match state.operator {
+            Operator::Idle if state.remaining.operator_actions > 0 => {
+                let actionable = |place: &usize| {
+                    self.operator_decision(state, state.dead_letters[*place])
+                        .is_some()
+                };
+                actions.extend(
+                    (0..state.dead_letters.len())
+                        .filter(actionable)
+                        .map(OperatorDecides),
+                );
+                if self.may_forget(state) {
+                    actions.push(OperatorForgets);
                 }
                 return;
             }
-            Person::Idle => return,
-            Person::Decided(..) => {
-                actions.push(Asks);
-                if world.left.losses > 0 {
-                    actions.push(AsksLate);
+            Operator::Idle => return,
+            Operator::Decided(..) => {
+                actions.push(OperatorRequests);
+                if state.remaining.lost_replies > 0 {
+                    actions.push(DelayOperatorRequest);
                 }
             }
-            Person::Publishes(_) => actions.push(Publishes),
-            Person::TakesOut(_) => actions.push(TakesOut),
+            Operator::Publishing(_) => actions.push(OperatorPublishes),
+            Operator::Removing(_) => actions.push(OperatorRemoves),
         }
-        actions.push(Stops);
+        actions.push(OperatorStops);
     }
 
-    /// Does it; `None` if it cannot happen.
-    fn act(&self, world: &mut World, action: Action) -> Option<()> {
+    /// Executes an action; `None` if it is not possible.
+    fn act(&self, state: &mut SystemState, action: ModelAction) -> Option<()> {
         match action {
-            Action::Deliver(who, message) => {
-                let place = world.queue.iter().position(|it| *it == message)?;
-                world.queue.remove(place);
-                self.deliver(world, who, message);
+            ModelAction::Deliver(who, message) => {
+                let place = state.queue.iter().position(|it| *it == message)?;
+                state.queue.remove(place);
+                self.deliver(state, who, message);
             }
-            Action::SendTwice => {
-                world.left.copies -= 1;
-                world.queue.push(Message {
+            ModelAction::PublishAgain => {
+                state.remaining.redeliveries -= 1;
+                state.queue.push(BrokerMessage {
                     body: 0,
                     failures: 0,
                 });
             }
-            Action::SendOther => {
-                world.left.others -= 1;
-                world.seen.other_body = true;
-                world.queue.push(Message {
+            ModelAction::PublishOtherBody => {
+                state.remaining.other_bodies -= 1;
+                state.seen.other_body = true;
+                state.queue.push(BrokerMessage {
                     body: 1,
                     failures: 0,
                 });
             }
-            Action::DeliverAgain(who) => {
-                world.left.copies -= 1;
-                let flight = world.consumers[who].delivery.as_mut()?;
-                flight.receipt = Receipt::Stale;
-                world.queue.push(flight.message);
+            ModelAction::Redeliver(who) => {
+                state.remaining.redeliveries -= 1;
+                let delivery = state.consumers[who].delivery.as_mut()?;
+                delivery.receipt = ModelReceipt::Stale;
+                state.queue.push(delivery.message);
             }
-            Action::Apply(who) => {
-                let Some(ClaimReply::Sent(ask)) = world.consumers[who].delivery.as_ref()?.asked
+            ModelAction::Apply(who) => {
+                let Some(CommandState::Sent(ask)) = state.consumers[who].delivery.as_ref()?.command
                 else {
                     return None;
                 };
-                let verdict = self.store(world, self.sent(world, who, ask)?);
-                world.consumers[who].delivery.as_mut()?.asked =
-                    Some(ClaimReply::Answered(ask, verdict, Lease::Lives));
+                let verdict = self.store(state, self.sent(state, who, ask)?);
+                state.consumers[who].delivery.as_mut()?.command =
+                    Some(CommandState::Replied(ask, verdict, LeaseState::Valid));
             }
-            Action::ApplyLate(place) => {
-                let sent = world.late.remove(place);
-                let verdict = self.store(world, sent);
+            ModelAction::ApplyDelayed(place) => {
+                let sent = state.late.remove(place);
+                let verdict = self.store(state, sent);
                 if let (Ask::SendBack { .. }, Verdict::Kept) = (sent.ask, verdict) {
-                    world.freed();
+                    state.record_release();
                 }
             }
-            Action::Answer(who) => self.answer(world, who)?,
-            Action::LoseCommand(who) | Action::LateCommand(who) | Action::LoseAnswer(who) => {
-                world.left.losses -= 1;
-                let asked = world.consumers[who].delivery.as_mut()?.asked.take()?;
-                if let (Action::LateCommand(_), ClaimReply::Sent(ask)) = (action, asked) {
-                    let sent = self.sent(world, who, ask)?;
-                    world.late.push(sent);
+            ModelAction::ReceiveReply(who) => self.answer(state, who)?,
+            ModelAction::LoseCommand(who)
+            | ModelAction::DelayCommand(who)
+            | ModelAction::LoseReply(who) => {
+                state.remaining.lost_replies -= 1;
+                let command = state.consumers[who].delivery.as_mut()?.command.take()?;
+                if let (ModelAction::DelayCommand(_), CommandState::Sent(ask)) = (action, command) {
+                    let sent = self.sent(state, who, ask)?;
+                    state.late.push(sent);
                 }
-                self.happens(world, who, Event::Unavailable);
+                self.handle_event(state, who, Event::Unavailable);
             }
-            Action::Wake(who) => {
-                let flight = world.consumers[who].delivery.as_ref()?;
-                let event = match flight.dispatch.stage() {
+            ModelAction::Wake(who) => {
+                let delivery = state.consumers[who].delivery.as_ref()?;
+                let event = match delivery.driver.stage() {
                     Stage::Reconciling(..) => Event::Found(None),
-                    Stage::New(_) if flight.dispatch.leaves() => Event::Drain,
-                    Stage::New(_) => Event::Arrived, // it was held
-                    Stage::Ready(_) if flight.lease == Lease::Over => Event::LeaseOver,
+                    Stage::New(_) if delivery.driver.is_draining() => Event::Drain,
+                    Stage::New(_) => Event::Arrived, // its ordering key was busy, or the store unavailable
+                    Stage::Ready(_) if delivery.lease == LeaseState::Expired => Event::LeaseOver,
                     Stage::Ready(_) => Event::Slot,
-                    stage if stage.waits_on_lease() && flight.lease == Lease::Over => {
+                    stage if stage.waits_on_lease() && delivery.lease == LeaseState::Expired => {
                         Event::LeaseOver
                     }
                     _ => Event::Woke,
                 };
-                self.happens(world, who, event);
+                self.handle_event(state, who, event);
             }
-            Action::EffectHappens(who) => {
-                let flight = world.consumers[who].delivery.as_mut()?;
-                flight.run = Some(Effect::Happened);
-                let body = flight.message.body;
-                world.happened(body);
+            ModelAction::EffectHappens(who) => {
+                let delivery = state.consumers[who].delivery.as_mut()?;
+                delivery.run = Some(EffectState::Happened);
+                let body = delivery.message.body;
+                state.happened(body);
             }
-            Action::OrphanHappens(place) => {
-                let (_, body) = world.provider.orphans.remove(place);
-                world.happened(body);
+            ModelAction::OrphanEffectHappens(place) => {
+                let (_, body) = state.provider.orphans.remove(place);
+                state.happened(body);
             }
-            Action::OrphanDies(place) => {
-                world.provider.orphans.remove(place);
+            ModelAction::LoseOrphan(place) => {
+                state.provider.orphans.remove(place);
             }
-            Action::Return(who, outcome) => self.returns(world, who, outcome)?,
-            Action::FindsOut(who) => self.finds(world, who, Finding::Happened),
-            Action::FindsNothing(who) => self.finds(world, who, Finding::DidNotHappen),
-            Action::LeaseEnds => {
-                world.left.expiries -= 1;
-                world.over = true;
-                let (Marker::InProgress(hold) | Marker::InDoubt(hold, _)) = world.marker else {
+            ModelAction::Return(who, outcome) => self.handler_returned(state, who, outcome)?,
+            ModelAction::ReconcileHappened(who) => self.reconciled(state, who, Finding::Happened),
+            ModelAction::ReconcileDidNotHappen(who) => {
+                self.reconciled(state, who, Finding::DidNotHappen)
+            }
+            ModelAction::ExpireLease => {
+                state.remaining.expiries -= 1;
+                state.over = true;
+                let (Marker::InProgress(hold) | Marker::InDoubt(hold, _)) = state.marker else {
                     return None;
                 };
-                let flights = world
+                let deliveries = state
                     .consumers
                     .iter_mut()
                     .filter_map(|it| it.delivery.as_mut());
-                flights
-                    .filter(|it| it.dispatch.token == hold.token)
-                    .for_each(fear);
+                deliveries
+                    .filter(|it| it.driver.token == hold.token)
+                    .for_each(expire_lease);
             }
-            Action::LeaseFeared(who) => {
-                world.left.expiries -= 1;
-                fear(world.consumers[who].delivery.as_mut()?);
+            ModelAction::SuspectLease(who) => {
+                state.remaining.expiries -= 1;
+                expire_lease(state.consumers[who].delivery.as_mut()?);
             }
-            Action::HearsLeaseOver(who) => self.happens(world, who, Event::LeaseOver),
-            Action::Renew(who) => {
-                world.left.renewals -= 1;
-                let verdict = self.store(world, self.sent(world, who, Ask::Renew)?);
-                let flight = world.consumers[who].delivery.as_mut()?;
-                flight.lease = if verdict == Verdict::Kept {
-                    Lease::Lives
+            ModelAction::NoticeExpiry(who) => self.handle_event(state, who, Event::LeaseOver),
+            ModelAction::Renew(who) => {
+                state.remaining.renewals -= 1;
+                let verdict = self.store(state, self.sent(state, who, Ask::Renew)?);
+                let delivery = state.consumers[who].delivery.as_mut()?;
+                delivery.lease = if verdict == Verdict::Kept {
+                    LeaseState::Valid
                 } else {
-                    Lease::Over
+                    LeaseState::Expired
                 };
             }
-            Action::LateRenewal(who) => {
-                (world.left.renewals, world.left.losses) =
-                    (world.left.renewals - 1, world.left.losses - 1);
-                let sent = self.sent(world, who, Ask::Renew)?;
-                world.late.push(sent);
+            ModelAction::DelayRenewal(who) => {
+                (state.remaining.renewals, state.remaining.lost_replies) = (
+                    state.remaining.renewals - 1,
+                    state.remaining.lost_replies - 1,
+                );
+                let sent = self.sent(state, who, Ask::Renew)?;
+                state.late.push(sent);
             }
-            Action::Crash(who) => {
-                world.left.crashes -= 1;
-                self.crash(world, who);
+            ModelAction::Crash(who) => {
+                state.remaining.crashes -= 1;
+                self.crash(state, who);
             }
-            Action::Drain(who) => {
-                world.left.drains -= 1;
-                world.consumers[who].delivery.as_mut()?.dispatch.leave();
-                self.happens(world, who, Event::Drain);
+            ModelAction::Drain(who) => {
+                state.remaining.drains -= 1;
+                state.consumers[who].delivery.as_mut()?.driver.begin_drain();
+                self.handle_event(state, who, Event::Drain);
             }
-            Action::Yield(who) => {
-                world.left.yields -= 1;
-                self.happens(world, who, Event::OtherRunsAlone);
+            ModelAction::WithdrawGrant(who) => {
+                state.remaining.withdrawn_grants -= 1;
+                self.handle_event(state, who, Event::OtherRunsAlone);
             }
-            Action::DrainOver(who) => {
-                let runs = world.consumers[who].delivery.as_ref()?.run.is_some();
-                world.left.unknowns -= u8::from(runs);
-                self.happens(world, who, Event::DrainOver);
+            ModelAction::DrainOver(who) => {
+                let runs = state.consumers[who].delivery.as_ref()?.run.is_some();
+                state.remaining.unknown_outcomes -= u8::from(runs);
+                self.handle_event(state, who, Event::DrainOver);
             }
-            Action::StopNow(who) => {
-                world.seen.stopped_now |= self.counts_claims_left_behind();
-                self.happens(world, who, Event::StopNow);
+            ModelAction::StopNow(who) => {
+                state.seen.stopped_now |= self.checks_orphaned_claims();
+                self.handle_event(state, who, Event::StopNow);
             }
-            Action::CompleteLate(who) => self.complete_late(world, who)?,
-            Action::Forget => {
-                world.left.forgotten -= 1;
-                (world.marker, world.over) = (Marker::Absent, false);
+            ModelAction::CompleteLate(who) => self.complete_late(state, who)?,
+            ModelAction::LoseMarker => {
+                state.remaining.lost_markers -= 1;
+                (state.marker, state.over) = (Marker::Absent, false);
             }
-            Action::LoseClaim => {
-                world.left.lost_claims -= 1;
-                (world.marker, world.over) = (before_claim(&world.marker)?, false);
+            ModelAction::LoseClaim => {
+                state.remaining.lost_claims -= 1;
+                (state.marker, state.over) = (before_claim(&state.marker)?, false);
             }
-            Action::Decides(place) => {
-                let (person, voids) = self.decides(world, *world.letters.get(place)?)?;
-                world.left.people -= 1;
-                world.person = person;
+            ModelAction::OperatorDecides(place) => {
+                let (operator, voids) =
+                    self.operator_decision(state, *state.dead_letters.get(place)?)?;
+                state.remaining.operator_actions -= 1;
+                state.operator = operator;
                 if let Some(attempt) = voids {
-                    world.void((self.rules.voids)(attempt));
+                    state.void_attempts((self.rules.voids)(attempt));
                 }
             }
-            Action::Asks | Action::AsksLate => {
-                let Person::Decided(letter, sent, then) = world.person else {
+            ModelAction::OperatorRequests | ModelAction::DelayOperatorRequest => {
+                let Operator::Decided(dead_letter, sent, then) = state.operator else {
                     return None;
                 };
-                if action == Action::Asks {
-                    self.person_asks(world, letter, sent, then);
+                if action == ModelAction::OperatorRequests {
+                    self.operator_request(state, dead_letter, sent, then);
                 } else {
-                    world.left.losses -= 1;
-                    world.late.push(sent);
-                    world.person = Person::Idle;
+                    state.remaining.lost_replies -= 1;
+                    state.late.push(sent);
+                    state.operator = Operator::Idle;
                 }
             }
-            Action::Publishes => {
-                let Person::Publishes(letter) = world.person else {
+            ModelAction::OperatorPublishes => {
+                let Operator::Publishing(dead_letter) = state.operator else {
                     return None;
                 };
-                world.publish(letter);
+                state.publish(dead_letter);
             }
-            Action::TakesOut => {
-                let Person::TakesOut(letter) = world.person else {
+            ModelAction::OperatorRemoves => {
+                let Operator::Removing(dead_letter) = state.operator else {
                     return None;
                 };
-                world.take_out(letter);
+                state.remove_dead_letter(dead_letter);
             }
-            Action::Stops => world.person = Person::Idle,
-            Action::ForgetsWhatIsDone => {
-                world.left.people -= 1;
-                self.person_forgets(world);
+            ModelAction::OperatorStops => state.operator = Operator::Idle,
+            ModelAction::OperatorForgets => {
+                state.remaining.operator_actions -= 1;
+                self.operator_forgets(state);
             }
         }
         Some(())
     }
 
-    fn answer(&self, world: &mut World, who: usize) -> Option<()> {
-        let flight = world.consumers[who].delivery.as_mut()?;
-        let Some(ClaimReply::Answered(_, verdict, lease)) = flight.asked.take() else {
+    fn answer(&self, state: &mut SystemState, who: usize) -> Option<()> {
+        let delivery = state.consumers[who].delivery.as_mut()?;
+        let Some(CommandState::Replied(_, verdict, lease)) = delivery.command.take() else {
             return None;
         };
         if let Verdict::Granted(_) | Verdict::InDoubt(_) = verdict {
-            flight.lease = if self.setup.guarantees[who] == Guarantee::Bare {
-                Lease::None
+            delivery.lease = if self.setup.guarantees[who] == Guarantee::Bare {
+                LeaseState::None
             } else {
                 lease
             };
         }
-        self.happens(world, who, Event::Answer(verdict));
+        self.handle_event(state, who, Event::Answer(verdict));
         Some(())
     }
 
-    fn returns(&self, world: &mut World, who: usize, outcome: Outcome) -> Option<()> {
-        let refused = !world.is_taken(world.consumers[who].delivery.as_ref()?.attempt());
+    fn handler_returned(
+        &self,
+        state: &mut SystemState,
+        who: usize,
+        outcome: Outcome,
+    ) -> Option<()> {
+        let refused = !state.is_accepted(state.consumers[who].delivery.as_ref()?.attempt());
         match outcome {
-            Outcome::Retry | Outcome::Reject if !refused => world.left.failures -= 1,
-            Outcome::Unknown(_) => world.left.unknowns -= 1,
+            Outcome::Retry | Outcome::Reject if !refused => state.remaining.failures -= 1,
+            Outcome::Unknown(_) => state.remaining.unknown_outcomes -= 1,
             _ => {}
         }
-        let flight = world.consumers[who].delivery.as_mut()?;
+        let delivery = state.consumers[who].delivery.as_mut()?;
         if let Outcome::Retry | Outcome::Reject = outcome {
-            flight.run = None; // it said that nothing happened, and that is so
+            delivery.run = None; // the handler reported that nothing happened, which is true
         }
-        self.happens(world, who, Event::Returned(outcome));
+        self.handle_event(state, who, Event::Returned(outcome));
         Some(())
     }
 
-    /// What passed without the gate is claimed, and completed.
-    fn complete_late(&self, world: &mut World, who: usize) -> Option<()> {
-        let (token, granted) = world.consumers[who].late_completion?;
+    /// Claims an id that was handled without the gate; the second call completes it.
+    fn complete_late(&self, state: &mut SystemState, who: usize) -> Option<()> {
+        let (token, granted) = state.consumers[who].late_completion?;
         let (ask, attempt) = granted.map_or((Ask::Claim, 0), |attempt| (Ask::Complete, attempt));
-        let sent = Sent {
+        let sent = SentCommand {
             ask,
             guarantee: self.setup.guarantees[who],
             body: 0,
             token,
             attempt,
         };
-        world.consumers[who].late_completion = match self.store(world, sent) {
+        state.consumers[who].late_completion = match self.store(state, sent) {
             Verdict::Granted(attempts) | Verdict::InDoubt(attempts) => {
                 Some((token, Some(attempts.number)))
             }
@@ -458,18 +480,17 @@ impl Trial {
     }
 }
 
-/// The clock of a lease has run out for this delivery, also for a grant that it has not heard of
-/// yet.
-fn fear(flight: &mut ModelDelivery) {
-    if flight.lease == Lease::Lives {
-        flight.lease = Lease::Over;
+/// Marks the lease of a delivery as expired, also that of a grant whose reply is not received yet.
+fn expire_lease(delivery: &mut ModelDelivery) {
+    if delivery.lease == LeaseState::Valid {
+        delivery.lease = LeaseState::Expired;
     }
-    if let Some(ClaimReply::Answered(_, _, lease)) = &mut flight.asked {
-        *lease = Lease::Over;
+    if let Some(CommandState::Replied(_, _, lease)) = &mut delivery.command {
+        *lease = LeaseState::Expired;
     }
 }
 
-/// What the marker was before the claim that was granted last.
+/// The marker before the last granted claim.
 fn before_claim(marker: &Marker) -> Option<Marker> {
     let Marker::InProgress(hold) = marker else {
         return None;
@@ -479,7 +500,7 @@ fn before_claim(marker: &Marker) -> Option<Marker> {
         ..hold.attempts
     };
     Some(match (attempts.number, hold.earlier) {
-        (0, Left::Nothing) => Marker::Absent,
+        (0, Effect::Nothing) => Marker::Absent,
         (_, effect) => Marker::Cleared { attempts, effect },
     })
 }

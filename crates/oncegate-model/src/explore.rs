@@ -1,4 +1,4 @@
-//! Goes through every state of a trial, and says whether it is as it should be.
+//! Explores every state of a model and compares the violated properties with the expected ones.
 
 use std::time::Instant;
 
@@ -7,29 +7,29 @@ use oncegate_core::driver::OnRelease;
 use oncegate_core::marker::Guarantee;
 use stateright::{Checker, Model};
 
-use crate::story;
-use crate::trial::{Rules, Setup, Trial};
+use crate::system::{Rules, Setup, SystemModel};
+use crate::trace;
 
-/// What is to come of a trial.
+/// The expected result of a line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Expected {
     /// Every property holds.
     Holds,
-    /// The property whose name begins so is violated.
+    /// The property whose name starts with this is violated.
     Violated(&'static str),
 }
 
 /// One line of the table.
 #[derive(Clone, Copy, Debug)]
 pub struct Line {
-    /// What is tried.
+    /// The explored system and its fault budget.
     pub setup: Setup,
-    /// What is to come of it.
+    /// The expected result.
     pub expected: Expected,
 }
 
 impl Line {
-    /// A line that holds.
+    /// A line of which every property is expected to hold.
     pub fn holds(setup: Setup) -> Self {
         Self {
             setup,
@@ -37,7 +37,7 @@ impl Line {
         }
     }
 
-    /// A line that violates this property.
+    /// A line that is expected to violate this property.
     pub fn violates(setup: Setup, property: &'static str) -> Self {
         Self {
             setup,
@@ -46,7 +46,7 @@ impl Line {
     }
 }
 
-/// The head of the table.
+/// The header of the table.
 pub fn head() -> String {
     format!(
         "{:<17} {:<90} {:<9} {:>11} {:>6}",
@@ -54,17 +54,17 @@ pub fn head() -> String {
     )
 }
 
-/// Explores a line with these rules, prints it, and the way into trouble where there is one.
-/// Whether it is as expected.
+/// Explores a line with these rules and prints the result, with the shortest path to a violation if
+/// there is one. Returns whether the result is the expected one.
 pub fn explore(line: &Line, rules: Rules) -> bool {
     let started = Instant::now();
     let threads = std::thread::available_parallelism().map_or(1, |it| it.get());
     let (only, threads) = match line.expected {
         Expected::Holds => ("", threads),
-        // One thread finds the shortest way into trouble.
+        // Only one thread is sure to find the shortest path to the violation.
         Expected::Violated(what) => (what, 1),
     };
-    let checker = Trial::new(line.setup, rules, only)
+    let checker = SystemModel::new(line.setup, rules, only)
         .checker()
         .threads(threads)
         .spawn_bfs()
@@ -77,9 +77,9 @@ pub fn explore(line: &Line, rules: Rules) -> bool {
         "violated"
     };
     let seconds = started.elapsed().as_secs_f64();
-    let (mode, trouble) = (mode(line.setup.guarantees), trouble(&line.setup));
+    let (mode, faults) = (mode(line.setup.guarantees), fault_budget(&line.setup));
     println!(
-        "{mode:<17} {trouble:<90} {verdict:<9} {:>11} {seconds:>6.1}",
+        "{mode:<17} {faults:<90} {verdict:<9} {:>11} {seconds:>6.1}",
         checker.unique_state_count()
     );
     let as_expected = match line.expected {
@@ -88,7 +88,7 @@ pub fn explore(line: &Line, rules: Rules) -> bool {
     };
     if let Some((property, path)) = found.into_iter().next() {
         println!("    {property}:");
-        for (number, line) in story::tell(path).into_iter().enumerate() {
+        for (number, line) in trace::lines(path).into_iter().enumerate() {
             println!("    {:>3}. {line}", number + 1);
         }
     }
@@ -107,13 +107,13 @@ fn mode(guarantees: [Guarantee; 2]) -> &'static str {
     }
 }
 
-fn trouble(setup: &Setup) -> String {
+fn fault_budget(setup: &Setup) -> String {
     let mut text = setup.budget.to_string();
     if setup.attempts != 3 {
         text += &format!("; {} attempts", setup.attempts);
     }
-    if setup.budget.people > 0 && setup.guarantees[0] != setup.guarantees[1] {
-        // A person's tool is configured as one of the two is.
+    if setup.budget.operator_actions > 0 && setup.guarantees[0] != setup.guarantees[1] {
+        // The operator's tool has the configuration of the first consumer.
         text += if setup.guarantees[0] == Guarantee::AtMostOnce {
             "; tool at most once"
         } else {

@@ -1,21 +1,21 @@
-//! Explores every interleaving of a small world in which oncegate's rules run: one id, two
-//! consumers, one key in the store, a broker, a provider that keeps count, and a person who looks
-//! after what was set aside.
+//! Explores every interleaving of a small system: one id, two consumers, one key in the store, a
+//! broker, a provider that counts effects, and an operator who handles dead letters and in-doubt
+//! messages.
 //!
 //! The rules are [`marker::apply`](oncegate_core::marker::apply) and
-//! [`lifecycle::transition`](oncegate_core::lifecycle::transition), carried out by
+//! [`lifecycle::transition`](oncegate_core::lifecycle::transition), executed by
 //! [`LifecycleDriver`](oncegate_core::driver::LifecycleDriver): the code that runs in production. This crate
-//! plays the rest of the world.
+//! models everything around them.
 #![forbid(unsafe_code)]
 
 mod actions;
 mod explore;
 pub mod lines;
-mod person;
+mod operator;
 mod properties;
-mod story;
-mod trial;
-pub mod world;
+pub mod state;
+mod system;
+mod trace;
 
 pub use explore::{Expected, Line, explore, head};
-pub use trial::{First, Rules, Setup, Trial};
+pub use system::{First, Rules, Setup, SystemModel};

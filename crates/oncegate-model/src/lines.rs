@@ -1,5 +1,5 @@
-//! The table: what promises holds under so much trouble, and what promises nothing is seen to
-//! break.
+//! The table: each guarantee with the fault budgets under which it holds, and the violations that are
+//! expected without one.
 
 use oncegate_core::Outage;
 use oncegate_core::driver::OnRelease;
@@ -7,41 +7,44 @@ use oncegate_core::marker::Guarantee::{AtMostOnce, Bare, EffectivelyOnce};
 
 use crate::explore::Line;
 use crate::properties::{AFTER_DONE, DOUBLED, LOST};
-use crate::trial::Setup;
-use crate::world::Budget;
+use crate::state::Budget;
+use crate::system::Setup;
 
-/// How much trouble is allowed for at once.
+/// How large the fault budgets are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum HowFar {
-    /// What fits into some minutes.
+pub enum Depth {
+    /// Lines that take some minutes together.
     Minutes,
-    /// Everything once, together: some 33 million states, and as many as memory holds.
+    /// Also every fault once in the same line: 33 million states and more, limited by memory.
     Deep,
 }
 
 const NONE: Budget = Budget::NONE;
 
 /// The lines, in the order in which they are printed.
-pub fn lines(how_far: HowFar) -> Vec<Line> {
-    let mut lines = of_bare();
-    lines.extend(of_each_guarantee(how_far));
-    lines.extend(of_both(how_far));
-    lines.extend(of_people());
-    lines.extend(of_losses());
+pub fn lines(depth: Depth) -> Vec<Line> {
+    let mut lines = bare_lines();
+    lines.extend(lines_of_each_guarantee(depth));
+    lines.extend(mixed_lines(depth));
+    lines.extend(with_operator());
+    lines.extend(lossy_store_lines());
     lines
 }
 
 const ONE_EACH: [Budget; 4] = [
-    Budget { losses: 1, ..NONE },
+    Budget {
+        lost_replies: 1,
+        ..NONE
+    },
     Budget { crashes: 1, ..NONE },
     Budget {
-        copies: 1,
+        redeliveries: 1,
         failures: 1,
         ..NONE
     },
     Budget {
-        copies: 1,
-        unknowns: 1,
+        redeliveries: 1,
+        unknown_outcomes: 1,
         ..NONE
     },
 ];
@@ -49,37 +52,37 @@ const ONE_EACH: [Budget; 4] = [
 const TOGETHER: [Budget; 4] = [
     Budget {
         crashes: 1,
-        losses: 1,
+        lost_replies: 1,
         expiries: 1,
         failures: 1,
-        copies: 1,
+        redeliveries: 1,
         ..NONE
     },
     Budget {
         crashes: 1,
-        losses: 1,
+        lost_replies: 1,
         expiries: 1,
-        unknowns: 1,
-        copies: 1,
+        unknown_outcomes: 1,
+        redeliveries: 1,
         ..NONE
     },
     Budget {
         crashes: 1,
-        losses: 1,
+        lost_replies: 1,
         expiries: 1,
-        unknowns: 1,
+        unknown_outcomes: 1,
         drains: 1,
         ..NONE
     },
     Budget {
-        losses: 2,
+        lost_replies: 2,
         expiries: 2,
-        copies: 1,
+        redeliveries: 1,
         ..NONE
     },
 ];
 
-fn of_bare() -> Vec<Line> {
+fn bare_lines() -> Vec<Line> {
     let bare = |budget| Setup::of([Bare; 2], budget);
     let broken = ONE_EACH.into_iter().zip([LOST, LOST, LOST, DOUBLED]);
     [Line::holds(bare(NONE))]
@@ -88,7 +91,7 @@ fn of_bare() -> Vec<Line> {
         .collect()
 }
 
-fn of_each_guarantee(how_far: HowFar) -> Vec<Line> {
+fn lines_of_each_guarantee(depth: Depth) -> Vec<Line> {
     let mut lines = Vec::new();
     for guarantee in [AtMostOnce, EffectivelyOnce] {
         let setup = |budget| Setup::of([guarantee; 2], budget);
@@ -104,80 +107,80 @@ fn of_each_guarantee(how_far: HowFar) -> Vec<Line> {
             ..NONE
         })));
         lines.push(Line::holds(setup(Budget {
-            copies: 1,
+            redeliveries: 1,
             failures: 2,
             ..NONE
         })));
         lines.push(Line::holds(setup(Budget {
-            losses: 2,
+            lost_replies: 2,
             crashes: 1,
             expiries: 1,
-            unknowns: 1,
+            unknown_outcomes: 1,
             ..NONE
         })));
         lines.push(Line::holds(setup(Budget {
             expiries: 2,
             renewals: 2,
-            copies: 1,
+            redeliveries: 1,
             ..NONE
         })));
         lines.push(Line::holds(setup(Budget {
             crashes: 1,
             expiries: 1,
-            others: 1,
+            other_bodies: 1,
             failures: 1,
             ..NONE
         })));
         lines.push(Line::holds(setup(Budget {
-            losses: 1,
+            lost_replies: 1,
             expiries: 1,
-            yields: 1,
+            withdrawn_grants: 1,
             drains: 1,
-            copies: 1,
+            redeliveries: 1,
             ..NONE
         })));
         lines.push(Line::holds(setup(Budget {
-            unknowns: 1,
+            unknown_outcomes: 1,
             failures: 1,
-            copies: 1,
+            redeliveries: 1,
             drains: 2,
             ..NONE
         })));
         let in_order = Budget {
-            losses: 1,
+            lost_replies: 1,
             expiries: 1,
             failures: 1,
-            unknowns: 1,
-            copies: 1,
+            unknown_outcomes: 1,
+            redeliveries: 1,
             ..NONE
         };
         lines.push(Line::holds(Setup {
             keeps: OnRelease::KeepPlace,
             ..setup(in_order)
         }));
-        if how_far == HowFar::Deep {
+        if depth == Depth::Deep {
             let all = Budget {
                 crashes: 1,
-                losses: 1,
+                lost_replies: 1,
                 expiries: 1,
                 failures: 1,
-                unknowns: 1,
-                copies: 1,
+                unknown_outcomes: 1,
+                redeliveries: 1,
                 drains: 1,
                 ..NONE
             };
             lines.push(Line::holds(setup(all)));
         }
     }
-    // Without the gate for a while, at least once; nothing is lost.
+    // Pass-through during an outage of the store: at least once, and nothing is lost.
     let passing = Setup {
         outage: Outage::PassThrough,
         ..Setup::of(
             [EffectivelyOnce; 2],
             Budget {
-                losses: 2,
+                lost_replies: 2,
                 crashes: 1,
-                copies: 1,
+                redeliveries: 1,
                 failures: 1,
                 ..NONE
             },
@@ -187,22 +190,22 @@ fn of_each_guarantee(how_far: HowFar) -> Vec<Line> {
     lines
 }
 
-/// While consumers with the one guarantee replace consumers with the other: what both promise, and
-/// what the stricter does.
-fn of_both(how_far: HowFar) -> Vec<Line> {
+/// A rolling upgrade from one guarantee to the other: the properties that both must hold, and those
+/// of the stricter one.
+fn mixed_lines(depth: Depth) -> Vec<Line> {
     let chosen = TOGETHER
         .into_iter()
         .enumerate()
-        .filter(|(place, _)| place % 2 == 0 || how_far == HowFar::Deep);
+        .filter(|(place, _)| place % 2 == 0 || depth == Depth::Deep);
     let mut lines: Vec<Line> = chosen
         .map(|(_, budget)| Line::holds(Setup::of([AtMostOnce, EffectivelyOnce], budget)))
         .collect();
     lines.push(Line::holds(Setup::of(
         [AtMostOnce, EffectivelyOnce],
         Budget {
-            unknowns: 1,
+            unknown_outcomes: 1,
             failures: 1,
-            copies: 1,
+            redeliveries: 1,
             expiries: 1,
             ..NONE
         },
@@ -210,8 +213,8 @@ fn of_both(how_far: HowFar) -> Vec<Line> {
     lines
 }
 
-/// A person forgets, sends back and resolves, at any moment.
-fn of_people() -> Vec<Line> {
+/// The operator forgets, sends back and resolves, at any moment.
+fn with_operator() -> Vec<Line> {
     let two = |guarantees, budget| {
         Line::holds(Setup {
             attempts: 2,
@@ -219,12 +222,12 @@ fn of_people() -> Vec<Line> {
         })
     };
     let mut lines = Vec::new();
-    // A letter whose marker was still in progress when it was set aside.
+    // A dead letter whose marker was still in progress when it was rejected.
     let lapsed = Budget {
-        people: 1,
+        operator_actions: 1,
         failures: 2,
         expiries: 2,
-        losses: 2,
+        lost_replies: 2,
         ..NONE
     };
     for guarantees in [
@@ -235,30 +238,30 @@ fn of_people() -> Vec<Line> {
         lines.push(two(
             guarantees,
             Budget {
-                people: 2,
+                operator_actions: 2,
                 failures: 3,
-                copies: 1,
+                redeliveries: 1,
                 ..NONE
             },
         ));
         lines.push(two(
             guarantees,
             Budget {
-                people: 1,
-                unknowns: 2,
+                operator_actions: 1,
+                unknown_outcomes: 2,
                 failures: 1,
-                copies: 1,
+                redeliveries: 1,
                 ..NONE
             },
         ));
         lines.push(two(
             guarantees,
             Budget {
-                people: 1,
+                operator_actions: 1,
                 crashes: 1,
-                unknowns: 1,
+                unknown_outcomes: 1,
                 expiries: 1,
-                losses: 1,
+                lost_replies: 1,
                 ..NONE
             },
         ));
@@ -266,21 +269,21 @@ fn of_people() -> Vec<Line> {
         lines.push(two(
             guarantees,
             Budget {
-                people: 1,
+                operator_actions: 1,
                 drains: 2,
-                yields: 1,
+                withdrawn_grants: 1,
                 failures: 2,
-                copies: 1,
+                redeliveries: 1,
                 ..NONE
             },
         ));
     }
     for guarantee in [AtMostOnce, EffectivelyOnce] {
-        // Given up for crashes: one attempt, and one crash.
+        // Rejected because of crashes: one attempt, and one crash.
         let crashes = Budget {
-            people: 1,
+            operator_actions: 1,
             expiries: 2,
-            copies: 2,
+            redeliveries: 2,
             ..NONE
         };
         lines.push(Line::holds(Setup {
@@ -290,10 +293,10 @@ fn of_people() -> Vec<Line> {
         lines.push(two(
             [guarantee; 2],
             Budget {
-                people: 1,
-                others: 1,
+                operator_actions: 1,
+                other_bodies: 1,
                 failures: 1,
-                unknowns: 1,
+                unknown_outcomes: 1,
                 expiries: 1,
                 ..NONE
             },
@@ -301,53 +304,54 @@ fn of_people() -> Vec<Line> {
         lines.push(two(
             [guarantee; 2],
             Budget {
-                people: 1,
-                unknowns: 1,
-                losses: 1,
+                operator_actions: 1,
+                unknown_outcomes: 1,
+                lost_replies: 1,
                 expiries: 1,
-                copies: 1,
+                redeliveries: 1,
                 ..NONE
             },
         ));
     }
-    // Which of the two the person's tool promises matters here alone.
+    // The guarantee of the operator's tool makes a difference only here.
     lines.push(two([EffectivelyOnce, AtMostOnce], lapsed));
     lines.push(two(
         [EffectivelyOnce, AtMostOnce],
         Budget {
-            people: 1,
-            unknowns: 2,
+            operator_actions: 1,
+            unknown_outcomes: 2,
             failures: 1,
-            copies: 1,
+            redeliveries: 1,
             ..NONE
         },
     ));
     lines
 }
 
-/// What the store forgets.
-fn of_losses() -> Vec<Line> {
-    // Where no second delivery exists, what a handler says after the loss keeps the promise.
+/// The store loses a marker or a claim.
+fn lossy_store_lines() -> Vec<Line> {
+    // Without a second delivery, the commands of the handler's consumer after the loss are enough to
+    // keep the guarantee.
     let loss = Budget {
         lost_claims: 1,
-        losses: 1,
+        lost_replies: 1,
         expiries: 1,
         renewals: 1,
-        unknowns: 2,
+        unknown_outcomes: 2,
         failures: 1,
         ..NONE
     };
     vec![
         Line::holds(Setup::of([AtMostOnce; 2], loss)),
         Line::holds(Setup::of([EffectivelyOnce; 2], loss)),
-        // What no store-side design can give: an effect that is not idempotent does not survive a
-        // marker that is forgotten.
+        // No store can prevent this: after the marker is lost, the effect is repeated unless the
+        // sink is idempotent.
         Line::violates(
             Setup::of(
                 [AtMostOnce; 2],
                 Budget {
-                    forgotten: 1,
-                    copies: 1,
+                    lost_markers: 1,
+                    redeliveries: 1,
                     ..NONE
                 },
             ),
@@ -357,8 +361,8 @@ fn of_losses() -> Vec<Line> {
             Setup::of(
                 [EffectivelyOnce; 2],
                 Budget {
-                    forgotten: 1,
-                    copies: 1,
+                    lost_markers: 1,
+                    redeliveries: 1,
                     ..NONE
                 },
             ),

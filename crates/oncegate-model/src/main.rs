@@ -1,37 +1,37 @@
-//! Prints what the model has seen.
+//! Prints the results of the model checker.
 //!
-//! `oncegate-model [--deep]`: exit status 0 if every line is as it should be: what promises holds,
-//! and what promises nothing is seen to break.
+//! `oncegate-model [--deep]`: exit status 0 if every line has the expected result: the guarantees hold,
+//! and the lines without a guarantee show the expected violation.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
 
-use oncegate_model::lines::{HowFar, lines};
+use oncegate_model::lines::{Depth, lines};
 use oncegate_model::{Rules, explore, head};
 
 fn main() -> ExitCode {
-    let how_far = match std::env::args().nth(1).as_deref() {
-        None => HowFar::Minutes,
-        Some("--deep") => HowFar::Deep,
+    let depth = match std::env::args().nth(1).as_deref() {
+        None => Depth::Minutes,
+        Some("--deep") => Depth::Deep,
         Some(_) => {
             eprintln!("usage: oncegate-model [--deep]");
             return ExitCode::from(2);
         }
     };
     println!("{}", head());
-    let mut right = true;
-    for line in lines(how_far) {
-        right &= explore(&line, Rules::default());
+    let mut as_expected = true;
+    for line in lines(depth) {
+        as_expected &= explore(&line, Rules::default());
     }
     println!(
         "{}",
-        if right {
-            "every line is as it should be"
+        if as_expected {
+            "every line has the expected result"
         } else {
-            "NOT as it should be"
+            "UNEXPECTED results"
         }
     );
-    if right {
+    if as_expected {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE

@@ -1,93 +1,98 @@
-//! What must never be seen.
+//! The properties that no reachable state may violate.
 
 use oncegate_core::marker::Guarantee;
 use stateright::{Model, Property};
 
-use crate::trial::Trial;
-use crate::world::World;
+use crate::state::SystemState;
+use crate::system::SystemModel;
 
 pub(crate) const LOST: &str = "lost: no effect, no dead letter, nothing left to deliver";
-pub(crate) const STUCK: &str = "stuck: a delivery waits for nothing";
+pub(crate) const STUCK: &str = "stuck: a delivery waits for an event that cannot occur";
 pub(crate) const DOUBLED: &str = "doubled: two effects";
 pub(crate) const GUESS: &str =
     "started on a guess: an earlier run had, or may still have, an effect";
 pub(crate) const AFTER_DONE: &str = "started after it was done";
 pub(crate) const BACKWARDS: &str =
-    "fence: started with an attempt that was voided, or used before a person freed the id";
+    "fence: started with an attempt that was voided, or used before an operator freed the id";
 pub(crate) const BEFORE_LATE: &str =
-    "before late: started before the completion of a copy that had passed without the gate";
-pub(crate) const AT_ONCE: &str = "two handlers at once, each with its lease";
-pub(crate) const WAITS: &str = "waits for nobody: told to wait for a lease that is over";
+    "before late: started before the store was asked to complete a copy handled without the gate";
+pub(crate) const AT_ONCE: &str =
+    "two handlers at once, each with a lease that it believes to be valid";
+pub(crate) const WAITS: &str =
+    "waits without a holder: busy with the remaining time of a lease that has ended";
 pub(crate) const DOUBT_KEPT: &str =
-    "doubt kept: in the in-doubt queue, and its own doubt says that somebody reconciles";
+    "doubt kept: in the in-doubt queue, but its marker says that a consumer reconciles it";
 pub(crate) const NOT_RUN: &str =
-    "not run: what a person sent back was rejected, or is in doubt once more, without a run";
+    "not run: a message that an operator sent back is rejected or in doubt again without a run";
 pub(crate) const SPENT: &str =
-    "spent too soon: rejected for its attempts, which were never granted";
-pub(crate) const LEFT_BEHIND: &str =
-    "left behind: a claim that nobody holds, and nobody crashed: the next one counts a crash";
+    "spent too soon: rejected for spent attempts that were never granted";
+pub(crate) const LEFT_BEHIND: &str = "left behind: a claim without a holder, although nothing crashed; the next claim counts a crash";
 
-/// The properties of a trial.
-pub(crate) fn of(trial: &Trial) -> Vec<Property<Trial>> {
+/// The properties of a model.
+pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
     let mut properties = vec![
-        Property::always(LOST, |_, world: &World| {
-            let bodies = if world.seen.other_body { 2 } else { 1 };
+        Property::always(LOST, |_, state: &SystemState| {
+            let bodies = if state.seen.other_body { 2 } else { 1 };
             let has = |body: usize| {
-                world.provider.effects[body] > 0
-                    || world.letters.iter().any(|letter| letter.body == body)
+                state.provider.effects[body] > 0
+                    || state
+                        .dead_letters
+                        .iter()
+                        .any(|dead_letter| dead_letter.body == body)
             };
-            !world.is_quiet() || (0..bodies).all(has)
+            !state.is_finished() || (0..bodies).all(has)
         }),
-        Property::always(STUCK, |trial: &Trial, world: &World| {
+        Property::always(STUCK, |model: &SystemModel, state: &SystemState| {
             let mut actions = Vec::new();
-            trial.actions(world, &mut actions);
-            world.is_quiet() || !actions.is_empty()
+            model.actions(state, &mut actions);
+            state.is_finished() || !actions.is_empty()
         }),
     ];
-    let passes = trial.setup.outage == oncegate_core::Outage::PassThrough;
-    if trial.all_promise(Guarantee::AtMostOnce) || trial.all_promise(Guarantee::Bare) {
-        properties.push(Property::always(DOUBLED, |_, world: &World| {
-            world.effects() < 2
+    let passes_through = model.setup.outage == oncegate_core::Outage::PassThrough;
+    if model.all_have_guarantee(Guarantee::AtMostOnce) || model.all_have_guarantee(Guarantee::Bare)
+    {
+        properties.push(Property::always(DOUBLED, |_, state: &SystemState| {
+            state.effects() < 2
         }));
     }
-    if trial.promises(Guarantee::AtMostOnce) {
-        properties.push(Property::always(GUESS, |_, world: &World| {
-            !world.seen.start_on_a_guess
+    if model.has_guarantee(Guarantee::AtMostOnce) {
+        properties.push(Property::always(GUESS, |_, state: &SystemState| {
+            !state.seen.start_with_possible_effect
         }));
     }
-    if !trial.promises(Guarantee::Bare) {
-        properties.push(Property::always(BACKWARDS, |_, world: &World| {
-            !world.seen.start_below_the_fence
+    if !model.has_guarantee(Guarantee::Bare) {
+        properties.push(Property::always(BACKWARDS, |_, state: &SystemState| {
+            !state.seen.start_below_the_fence
         }));
-        properties.push(Property::always(BEFORE_LATE, |_, world: &World| {
-            !world.seen.start_before_late
+        properties.push(Property::always(BEFORE_LATE, |_, state: &SystemState| {
+            !state.seen.start_before_late
         }));
-        if !passes {
-            properties.push(Property::always(AFTER_DONE, |_, world: &World| {
-                !world.seen.start_after_done
+        if !passes_through {
+            properties.push(Property::always(AFTER_DONE, |_, state: &SystemState| {
+                !state.seen.start_after_done
             }));
-            properties.push(Property::always(AT_ONCE, |_, world: &World| {
-                !world.seen.two_at_once
+            properties.push(Property::always(AT_ONCE, |_, state: &SystemState| {
+                !state.seen.two_at_once
             }));
         }
-        properties.push(Property::always(WAITS, |_, world: &World| {
-            !world.seen.waits_for_nobody
+        properties.push(Property::always(WAITS, |_, state: &SystemState| {
+            !state.seen.busy_after_expiry
         }));
-        properties.push(Property::always(DOUBT_KEPT, |_, world: &World| {
-            !world.seen.doubt_kept
+        properties.push(Property::always(DOUBT_KEPT, |_, state: &SystemState| {
+            !state.seen.doubt_kept
         }));
-        properties.push(Property::always(NOT_RUN, |_, world: &World| {
-            !world.seen.not_run
+        properties.push(Property::always(NOT_RUN, |_, state: &SystemState| {
+            !state.seen.not_run
         }));
-        properties.push(Property::always(SPENT, |_, world: &World| {
-            !world.seen.spent_too_soon
-        }));
-    }
-    if trial.counts_claims_left_behind() && !trial.promises(Guarantee::Bare) {
-        properties.push(Property::always(LEFT_BEHIND, |_, world: &World| {
-            world.seen.stopped_now || !world.is_left_behind()
+        properties.push(Property::always(SPENT, |_, state: &SystemState| {
+            !state.seen.spent_too_soon
         }));
     }
-    properties.retain(|property| property.name.starts_with(trial.only));
+    if model.checks_orphaned_claims() && !model.has_guarantee(Guarantee::Bare) {
+        properties.push(Property::always(LEFT_BEHIND, |_, state: &SystemState| {
+            state.seen.stopped_now || !state.has_orphaned_claim()
+        }));
+    }
+    properties.retain(|property| property.name.starts_with(model.only));
     properties
 }

@@ -14,7 +14,7 @@ use oncegate_core::marker::{
 };
 use oncegate_core::{
     Consumer, Context, Execution, Failure, Handler, IdSource, Key, MemoryBroker, Message,
-    MessageId, Raw, RawBytes, Store, async_trait,
+    MessageId, Raw, RawBytes, Store,
 };
 use oncegate_redis::Redis;
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
@@ -291,7 +291,6 @@ async fn consume_in_turn(
 /// Counts down and notifies when all messages are handled.
 struct CountDown(AtomicU64, Arc<Notify>);
 
-#[async_trait]
 impl Handler for CountDown {
     type Payload = Raw;
 

@@ -1,4 +1,4 @@
-//! What the loss detector reports about a running server.
+//! The anomalies of a running server that the loss detector reports.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ impl Anomaly {
         }
     }
 
-    /// What happened and what to do, in one line.
+    /// The anomaly and its remedy, in one line.
     pub(crate) fn description(&self) -> String {
         match self {
             Self::CanaryLost => "the canary key is missing or was recreated: Redis lost its keys or another consumer's last writes, or the key \

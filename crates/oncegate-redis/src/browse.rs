@@ -89,6 +89,7 @@ impl Browse {
 
 /// `INFO` of one server. Created by [`Redis::servers`].
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct ServerInfo {
     /// Its address, for messages.
     pub address: String,

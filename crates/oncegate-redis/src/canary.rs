@@ -58,7 +58,7 @@ pub(crate) fn own_key(prefix: &[u8], process: Token) -> Vec<u8> {
     [prefix, b"!canary:", record::token(process).as_bytes(), b":"].concat()
 }
 
-/// The two commands of a check. The first sets a generation if there is none or the current one is
+/// The two commands of a check. The first sets a generation if the key has none or the current one is
 /// `replaces`; the second increments the count if it is at least `minimum`.
 pub(crate) fn check(keys: &CanaryKeys, replaces: Option<&[u8]>, minimum: u64) -> [Cmd; 2] {
     let mut generation = Cmd::new();

@@ -33,7 +33,7 @@ pub(crate) struct Cluster {
 struct TopologyCache {
     /// The last slot map.
     map: Option<Arc<SlotMap>>,
-    /// ScriptRef address: the seeds, the nodes of the last map, and those that a node named since.
+    /// All known addresses: the seeds, the nodes of the last map, and those that a node named since.
     nodes: HashMap<String, Arc<ConnectionPair>>,
     /// The node that is queried first for the next slot map: another one each time, since any node
     /// may have an old map.
@@ -301,8 +301,8 @@ impl Cluster {
 }
 
 /// Reads the first slot, the last slot and the primary of `[first, last, [host, port, …], …]`. A
-/// node that does not know its own host sends none.
-fn read_range(range: Value, asked: &str) -> Option<(u16, u16, String)> {
+/// node that does not know its own host sends none; the host it was queried at is used instead.
+fn read_range(range: Value, queried_host: &str) -> Option<(u16, u16, String)> {
     let Value::Array(fields) = range else {
         return None;
     };
@@ -320,7 +320,7 @@ fn read_range(range: Value, asked: &str) -> Option<(u16, u16, String)> {
     };
     let host = match host {
         Value::BulkString(host) if !host.is_empty() => String::from_utf8_lossy(host).into_owned(),
-        _ => asked.to_owned(),
+        _ => queried_host.to_owned(),
     };
     let last = u16::try_from(*last).ok().filter(|last| *last < SLOTS)?;
     Some((

@@ -137,7 +137,7 @@ impl SharedConnection {
         self.pin().await?.send(commands).await
     }
 
-    /// The current connection; connects if there is none.
+    /// The current connection; connects first if it is missing.
     ///
     /// # Errors
     /// `NotApplied` or `Misconfigured` if connecting fails.

@@ -9,6 +9,7 @@ use crate::reply;
 
 /// How many servers must have a claim before it is granted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Durability {
     /// The primary. A failover loses the claims that were not replicated yet, and their messages
     /// may run again.
@@ -22,7 +23,7 @@ pub enum Durability {
     /// in `WAIT`. If too few replicas acknowledge in time, nothing is granted, and the claim is sent
     /// again with the same token; nothing is renewed, and the lease expires.
     Replicas {
-        /// CommandTarget least 1.
+        /// At least 1.
         count: u32,
         /// The timeout of `WAIT`, added to the timeout of a reply.
         timeout: Duration,

@@ -6,6 +6,7 @@ use oncegate_core::StoreError;
 use redis::RedisError;
 
 use crate::record::DecodeError;
+use crate::tool_rights;
 
 /// Why an operation has no verdict. `Clone`, because one lost reply fails many operations.
 #[derive(Clone, Debug)]
@@ -92,8 +93,8 @@ impl StoreFailure {
         }
     }
 
-    /// The failure to report after several servers failed: the first one that may heal, otherwise
-    /// the first one that needs another configuration.
+    /// The failure to report after several servers failed: the first one that may be transient,
+    /// otherwise the first one that needs another configuration.
     pub(crate) fn prefer_retryable(self, before: Option<Self>) -> Self {
         match (before, self) {
             (Some(before @ Self::Misconfigured(_)), Self::Misconfigured(_)) => before,
@@ -108,10 +109,7 @@ impl StoreFailure {
         match code {
             "LOADING" | "READONLY" | "OOM" | "MISCONF" | "NOREPLICAS" | "BUSY" | "MASTERDOWN"
             | "TRYAGAIN" => Self::not_applied(reply),
-            "NOPERM" => Self::misconfigured(format!(
-                "{reply}: grant the user in the URL SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the prefix, \
-                 WAIT for Durability::Replicas, and CLUSTER SLOTS and ASKING for Redis::cluster"
-            )),
+            "NOPERM" => Self::misconfigured(format!("{reply}: {}", permission_remedy(detail))),
             "NOAUTH" | "WRONGPASS" => {
                 Self::misconfigured(format!("{reply}: correct user and password in the URL"))
             }
@@ -158,9 +156,66 @@ impl StoreFailure {
     }
 }
 
+/// The remedy for a `NOPERM` reply, with the `ACL SETUSER` command that grants what is missing.
+fn permission_remedy(detail: &str) -> String {
+    let user = detail
+        .split_once("User ")
+        .and_then(|(_, rest)| rest.split_once(" has no permissions"))
+        .map_or("<user>", |(user, _)| user);
+    let denied = detail
+        .split_once("run the '")
+        .and_then(|(_, rest)| rest.split_once('\''))
+        .map(|(command, _)| format!("+{}", command.to_ascii_lowercase()));
+    match denied {
+        // All at once, since a tool would meet them one by one.
+        Some(right) if tool_rights::rights().any(|tool| tool == right) => format!(
+            "the user in the URL needs it for operator commands, run ACL SETUSER {user} {}",
+            tool_rights::rights().collect::<Vec<_>>().join(" ")
+        ),
+        Some(right) => format!(
+            "run ACL SETUSER {user} {right}; a consumer needs SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the \
+             prefix, WAIT for Durability::Replicas, and CLUSTER SLOTS and ASKING for Redis::cluster"
+        ),
+        None => format!(
+            "run ACL SETUSER {user} ~<prefix>* +set +get +mget +del +pttl +pexpire +eval +evalsha +info; Durability::Replicas also needs \
+             +wait, and Redis::cluster +cluster|slots +asking"
+        ),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_denied_command_names_the_acl_command_that_grants_it() {
+        let tools = "+xadd +xrange +scan +type +strlen";
+        for (detail, remedy) in [
+            (
+                "User ops has no permissions to run the 'xrange' command",
+                format!("ACL SETUSER ops {tools}"),
+            ),
+            (
+                "this user has no permissions to run the 'scan' command or its subcommand",
+                format!("ACL SETUSER <user> {tools}"),
+            ),
+            (
+                "ACL failure in script: User ops has no permissions to run the 'set' command script: 1f",
+                "ACL SETUSER ops +set;".into(),
+            ),
+            (
+                "No permissions to access a key",
+                "ACL SETUSER <user> ~<prefix>* +set +get".into(),
+            ),
+        ] {
+            let failure = StoreFailure::from_server_error("NOPERM", detail);
+            let StoreFailure::Misconfigured(problem) = &failure else {
+                panic!("{detail}: {failure:?}");
+            };
+            let text = problem.to_string();
+            assert!(text.contains(detail) && text.contains(&remedy), "{text}");
+        }
+    }
 
     #[test]
     fn error_replies_are_retryable_or_misconfigured() {
@@ -217,7 +272,7 @@ mod tests {
         ] {
             let failure = StoreFailure::from_server_error("ERR", reply);
             assert!(
-                matches!(&failure, StoreFailure::Misconfigured(problem) if problem.to_string().contains("PEXPIRE")),
+                matches!(&failure, StoreFailure::Misconfigured(problem) if problem.to_string().to_ascii_lowercase().contains("pexpire")),
                 "{who}: {failure:?}"
             );
         }

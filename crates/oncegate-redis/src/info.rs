@@ -1,4 +1,4 @@
-//! `INFO`: what a server reports about itself, without the right to `CONFIG`.
+//! `INFO`: the properties of a server, for a user without the right to `CONFIG`.
 
 use redis::{Pipeline, Value};
 

@@ -28,9 +28,11 @@ mod sentinel;
 mod server;
 mod store;
 mod tls;
+mod tool_rights;
 
 pub use browse::{Browse, ServerInfo};
 pub use durability::Durability;
 pub use metric::REDIS_METRICS;
 pub use plan::{Load, Markers, Plan, plan};
 pub use store::Redis;
+pub use tool_rights::{ForeignValue, ToolRights};

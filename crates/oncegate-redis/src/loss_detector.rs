@@ -56,7 +56,7 @@ struct DetectorState {
     last_check: Option<Instant>,
     /// By key. In a Cluster each primary has a canary; it moves to another node with its slot.
     canaries: HashMap<Vec<u8>, KnownCanary>,
-    /// By key, as well.
+    /// By key.
     counts: HashMap<Vec<u8>, KnownCount>,
     /// The last snapshot of each server process, by its `run_id`.
     servers: HashMap<String, ServerSnapshot>,
@@ -70,7 +70,7 @@ struct DetectorState {
     restarted_at: Option<Instant>,
 }
 
-/// What is known of a canary's generation.
+/// The last observation of a canary's generation.
 #[derive(Clone, Debug, Default)]
 struct KnownCanary {
     /// `None` once it was seen to be missing.
@@ -106,7 +106,7 @@ struct ServerSnapshot {
     received_at: Instant,
 }
 
-/// What is known of a canary when a request for it is sent.
+/// The last observation of a canary when a request for it is sent.
 pub(crate) struct CanaryExpectation {
     pub(crate) keys: CanaryKeys,
     canary: KnownCanary,
@@ -180,7 +180,7 @@ impl LossDetector {
         Ok(keys)
     }
 
-    /// Takes the canaries of all servers. A generation to replace that no server has any more is
+    /// Takes the canaries of all servers. A generation to replace that no server has is
     /// forgotten, until a server has it again.
     fn forget_removed_canaries(&self, keys: &[Option<CanaryKeys>]) {
         let exists = |key: &Vec<u8>| keys.iter().flatten().any(|keys| keys.shared == *key);
@@ -298,7 +298,7 @@ impl LossDetector {
         Ok(())
     }
 
-    /// What the server must have now. Taken before the request is sent.
+    /// The values that the server must have, as of the moment before the request is sent.
     pub(crate) fn expectation(&self, keys: CanaryKeys) -> CanaryExpectation {
         let state = self.state();
         let canary = state
@@ -440,7 +440,7 @@ impl DetectorState {
         anomalies.iter().for_each(|anomaly| self.report(anomaly));
     }
 
-    /// Compares a canary with what was known. Returns each anomaly once, even if several requests
+    /// Compares a canary with the last observation. Returns each anomaly once, even if several requests
     /// were pending.
     fn record_canary(
         &mut self,

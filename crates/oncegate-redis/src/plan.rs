@@ -19,6 +19,7 @@ const MEASURED_KEY: u64 = 46;
 
 /// The content of done markers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Markers {
     /// `1`.
     #[default]
@@ -74,6 +75,7 @@ impl Default for Load {
 
 /// The requirements of a [`Load`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Plan {
     /// Keys at one time, on all primaries together.
     pub markers: u64,
@@ -88,7 +90,8 @@ pub struct Plan {
     pub connections: u64,
 }
 
-/// Computes the requirements of a load from the measured size of a marker.
+/// Computes the requirements of a load from the measured size of a marker. Numbers that do not fit
+/// into 64 bits are `u64::MAX`.
 pub fn plan(load: &Load) -> Plan {
     let done = load
         .messages_per_second
@@ -97,17 +100,17 @@ pub fn plan(load: &Load) -> Plan {
     let longer_key = load
         .key_bytes
         .saturating_sub(MEASURED_KEY)
-        .next_multiple_of(8);
-    let each = DONE
-        + longer_key
-        + if load.markers == Markers::WithFingerprint {
-            FINGERPRINT
-        } else {
-            0
-        };
+        .checked_next_multiple_of(8)
+        .unwrap_or(u64::MAX);
+    let fingerprint = if load.markers == Markers::WithFingerprint {
+        FINGERPRINT
+    } else {
+        0
+    };
+    let each = (DONE + fingerprint).saturating_add(longer_key);
     let bytes = done
         .saturating_mul(each)
-        .saturating_add(in_progress.saturating_mul(each + IN_PROGRESS));
+        .saturating_add(in_progress.saturating_mul(each.saturating_add(IN_PROGRESS)));
     let memory = bytes.div_ceil(load.primaries.max(1));
     let replicas = match load.durability {
         Durability::Primary => 0,
@@ -117,7 +120,10 @@ pub fn plan(load: &Load) -> Plan {
         markers: done.saturating_add(in_progress),
         memory,
         maxmemory: memory.saturating_add(memory / 4),
-        servers: load.primaries.max(1).saturating_mul(replicas + 1),
+        servers: load
+            .primaries
+            .max(1)
+            .saturating_mul(replicas.saturating_add(1)),
         // For operations, for renewals, and for claims that wait for replicas.
         connections: load
             .processes
@@ -179,5 +185,13 @@ mod tests {
             ..Load::default()
         };
         assert_eq!(plan(&all).memory, u64::MAX);
+        for key_bytes in [u64::MAX, u64::MAX - 7, u64::MAX - MEASURED_KEY - DONE] {
+            let long = Load {
+                key_bytes,
+                markers: Markers::WithFingerprint,
+                ..Load::default()
+            };
+            assert_eq!(plan(&long).memory, u64::MAX, "{key_bytes}");
+        }
     }
 }

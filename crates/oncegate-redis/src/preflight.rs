@@ -1,7 +1,8 @@
 //! Checks at start whether a server offers what a guarantee needs: its version, its commands, the
 //! rights of the user.
 //!
-//! Each command is run on a probe key, since nothing else shows what a server and its user may do.
+//! Each command is run on a probe key, since no query lists all that a server supports and its user
+//! may run.
 //! A missing requirement is an error; a risk is a warning in the log.
 
 use std::time::{Duration, SystemTime};
@@ -21,7 +22,7 @@ const NEARLY_FULL_PERCENT: u64 = 80;
 /// The largest difference between the clocks of this machine and of Redis without a warning.
 const CLOCKS_DIFFER: Duration = Duration::from_secs(5);
 
-/// What the servers must offer.
+/// The requirements that the servers must meet.
 #[derive(Clone, Copy)]
 pub(crate) struct PreflightRequest<'a> {
     pub(crate) guarantee: Guarantee,
@@ -99,7 +100,7 @@ struct PreflightReport {
     forbidden: Vec<String>,
     /// Other requirements that are not met.
     missing: Vec<String>,
-    /// Risks, and errors that may heal.
+    /// Risks, and errors that may be transient.
     warnings: Vec<String>,
 }
 
@@ -151,6 +152,17 @@ fn assess(
             "has version {version}, which supports only Guarantee::Bare, as configured"
         ));
     }
+    // At most once refuses such a server, or has accepted it: see `persistence`.
+    if let Some(policy) = info
+        .field("maxmemory_policy")
+        .filter(|policy| *policy != "noeviction")
+        && request.guarantee != Guarantee::AtMostOnce
+    {
+        warnings.push(format!(
+            "has maxmemory-policy {policy}: when its memory is full it evicts markers, and redelivered messages are handled again: set \
+             maxmemory-policy noeviction (CONFIG SET and redis.conf)"
+        ));
+    }
     let limit = info
         .number("maxmemory")
         .filter(|limit| *limit > 0)
@@ -191,6 +203,21 @@ fn missing_rights(
     router: &Router,
     request: PreflightRequest<'_>,
 ) -> String {
+    format!(
+        "does not let the user in the URL run {} on its keys, which Guarantee::{:?} needs (NOPERM): {}",
+        forbidden.join(", "),
+        request.guarantee,
+        grant(user, router, request, std::iter::empty()),
+    )
+}
+
+/// The command that grants a user the rights of a consumer and these rights.
+pub(crate) fn grant(
+    user: Option<&str>,
+    router: &Router,
+    request: PreflightRequest<'_>,
+    more: impl Iterator<Item = &'static str>,
+) -> String {
     let mut rights: Vec<&str> = trials(request.prefix, router, request)
         .iter()
         .map(|trial| trial.right)
@@ -202,10 +229,9 @@ fn missing_rights(
     if let Router::Cluster(_) = router {
         rights.push("+cluster|slots");
     }
+    rights.extend(more);
     format!(
-        "does not let the user in the URL run {} on its keys, which Guarantee::{:?} needs (NOPERM): ACL SETUSER {} ~{}* {}",
-        forbidden.join(", "),
-        request.guarantee,
+        "ACL SETUSER {} ~{}* {}",
         user.unwrap_or("<user>"),
         String::from_utf8_lossy(request.prefix),
         rights.join(" "),
@@ -373,6 +399,11 @@ mod tests {
         for (good, bad, remedy) in [
             ("used_memory:79", "used_memory:81", "raise maxmemory"),
             (
+                "maxmemory_policy:noeviction",
+                "maxmemory_policy:allkeys-lru",
+                "set maxmemory-policy noeviction",
+            ),
+            (
                 "maxmemory:100",
                 "maxmemory:0\r\ntotal_system_memory:90",
                 "raise maxmemory",
@@ -391,6 +422,17 @@ mod tests {
                     && report.warnings[0].contains(remedy),
                 "{report:?}"
             );
+        }
+    }
+
+    /// At most once does not start on such a server.
+    #[test]
+    fn eviction_is_a_warning_unless_it_is_refused() {
+        let evicting = GOOD.replace("noeviction", "volatile-ttl");
+        for guarantee in GUARANTEES {
+            let warnings = report_for(&evicting, guarantee).warnings;
+            let expected = usize::from(guarantee != Guarantee::AtMostOnce);
+            assert_eq!(warnings.len(), expected, "{guarantee:?}: {warnings:?}");
         }
     }
 

@@ -36,7 +36,7 @@ impl ServerConfig {
     /// # Errors
     /// The problem, without quoting the URL: it may contain a password.
     pub(crate) fn parse(url: &str, named_by: &'static str) -> Result<Self, Problem> {
-        // The driver's way to disable certificate verification.
+        // With this fragment the driver disables certificate verification.
         let insecure = || {
             Problem::new(format!(
                 "{named_by}: the URL ends in #insecure, which disables certificate verification; remove it, and configure the authority of \
@@ -271,7 +271,7 @@ mod tests {
 
     #[test]
     fn an_unreachable_server_is_reported_with_its_setting_and_remedy() {
-        let gone = RedisError::from(io::Error::from(io::ErrorKind::ConnectionRefused));
+        let refused = RedisError::from(io::Error::from(io::ErrorKind::ConnectionRefused));
         let line =
             |url: &str, named_by, error: &RedisError| match ServerConfig::parse(url, named_by)
                 .expect("a URL")
@@ -288,28 +288,28 @@ mod tests {
                 "TLS, as rediss://",
             ),
         ] {
-            let said = line(url, named_by, &gone);
+            let text = line(url, named_by, &refused);
             assert!(
-                said.starts_with(&format!("{named_by}: no connection to Redis at host:1: ")),
-                "{said}"
+                text.starts_with(&format!("{named_by}: no connection to Redis at host:1: ")),
+                "{text}"
             );
             assert!(
-                said.contains("is it running, are host and port in the URL right")
-                    && said.contains(speaks),
-                "{said}"
+                text.contains("is it running, are host and port in the URL right")
+                    && text.contains(speaks),
+                "{text}"
             );
-            assert!(!said.contains("s3cret") && !said.contains('\n'), "{said}");
+            assert!(!text.contains("s3cret") && !text.contains('\n'), "{text}");
         }
-        let said = line(
+        let text = line(
             "redis://host",
             "Redis::at",
             &RedisError::from(io::Error::from(io::ErrorKind::TimedOut)),
         );
         assert!(
-            said.starts_with(
+            text.starts_with(
                 "Redis::at: no reply from Redis at host:6379 within 15s; is it running"
             ),
-            "{said}"
+            "{text}"
         );
     }
 

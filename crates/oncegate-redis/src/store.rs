@@ -63,7 +63,7 @@ pub struct Redis {
     data_loss: DataLossPolicy,
 }
 
-/// What at most once does when a server may lose, or has lost, data.
+/// How at most once treats a server that may lose, or has lost, data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DataLossPolicy {
     Pause,
@@ -135,6 +135,10 @@ impl Redis {
 
     pub(crate) fn router(&self) -> &Router {
         &self.router
+    }
+
+    pub(crate) fn claims_wait_for(&self) -> Durability {
+        self.durability
     }
 
     pub(crate) fn prefix_bytes(&self) -> &[u8] {
@@ -249,7 +253,7 @@ impl Redis {
 
     /// Allows at most once on a server that may lose data: one that evicts keys, has no append-only
     /// file, or is a replica. Claims do not pause after a detected loss. A message whose marker is
-    /// lost runs again.
+    /// lost is handled again.
     #[must_use]
     pub fn allow_volatile_store(mut self) -> Self {
         self.data_loss = DataLossPolicy::Accept;

@@ -20,8 +20,8 @@ async fn main() {
     };
     let (ids, batch): (usize, usize) = (number(100_000), number(256));
     for (order, name) in [
-        (Order::Counted, "ids in order"),
-        (Order::Random, "random ids"),
+        (WriteOrder::Counted, "ids in order"),
+        (WriteOrder::Random, "random ids"),
     ] {
         for synchronous in [Synchronous::Full, Synchronous::Normal] {
             let directory = tempfile::tempdir_in(&directory).expect("a directory");
@@ -58,12 +58,12 @@ async fn main() {
 }
 
 #[derive(Clone, Copy)]
-enum Order {
+enum WriteOrder {
     Counted,
     Random,
 }
 
-impl Order {
+impl WriteOrder {
     fn key(self, n: usize) -> Key {
         let id = match self {
             Self::Counted => format!("payment-{n:010}"),

@@ -45,8 +45,9 @@ use writer_thread::WriterRequest;
 #[derive(Clone, Debug)]
 pub struct Sqlite(Arc<SqliteHandle>);
 
-/// What a power cut may lose: SQLite's setting `synchronous`.
+/// Which writes a power cut may lose: SQLite's setting `synchronous`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Synchronous {
     /// Nothing that was answered: each transaction is synced to the disk before its operations are
     /// answered. At most once needs this.
@@ -77,7 +78,7 @@ impl Sqlite {
         )
     }
 
-    /// What a power cut may lose: nothing, by default.
+    /// Which writes a power cut may lose: none, by default.
     #[must_use]
     pub fn synchronous(self, synchronous: Synchronous) -> Self {
         Self::with_config(

@@ -1,23 +1,23 @@
-//! Operations in few words, for the tests of a store.
+//! Operations and verdicts for tests of a store, in short form.
 
 use std::time::Duration;
 
 use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Terms, Token, Verdict};
 use oncegate_core::{Key, MessageId, Store, StoreError};
 
-/// A second.
+/// One second.
 pub const SECOND: Duration = Duration::from_secs(1);
 
-/// What the first to claim an id is told.
+/// The verdict of the first claim of an id.
 pub const GRANTED: Verdict = Verdict::Granted(Attempts::new(1));
 
-/// What the holder who completes is told.
+/// The verdict of a completion by the holder.
 pub const DONE: Verdict = Verdict::Done { marker_lost: false };
 
 /// The key of an id.
 ///
 /// # Panics
-/// When the id is empty.
+/// If the id is empty.
 pub fn key(id: &str) -> Key {
     Key::new(&MessageId::new(id).expect("the id is not empty"))
 }
@@ -32,10 +32,10 @@ pub fn terms(guarantee: Guarantee) -> Terms {
     }
 }
 
-/// What this token asks of an id in this attempt.
+/// An operation on an id with this token and attempt.
 ///
 /// # Panics
-/// When the id is empty.
+/// If the id is empty.
 pub fn operation(id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) -> Operation {
     Operation {
         key: key(id),
@@ -46,10 +46,10 @@ pub fn operation(id: &str, ask: Ask, token: u128, attempt: u32, terms: Terms) ->
     }
 }
 
-/// The answers.
+/// The verdicts of one batch.
 ///
 /// # Panics
-/// When one of them is no verdict.
+/// If the store fails.
 pub async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdict> {
     store
         .apply(operations)
@@ -59,13 +59,13 @@ pub async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdic
         .collect()
 }
 
-/// The answer to one operation.
+/// The verdict of one operation.
 ///
 /// # Errors
-/// The store's.
+/// The error of the store.
 ///
 /// # Panics
-/// When there is not one answer.
+/// If the store does not return exactly one result.
 pub async fn ask(store: &dyn Store, operation: Operation) -> Result<Verdict, StoreError> {
     let mut answers = store.apply(&[operation]).await;
     assert_eq!(answers.len(), 1);

@@ -1,5 +1,5 @@
-//! Bad input as a table: what comes in from a real broker, what becomes of it, what the operator
-//! sees, and what the book says of it.
+//! Malformed input as a table: the messages that a real broker delivers, their outcome, what the
+//! operator sees, and the table in the book.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,61 +9,61 @@ use std::time::{Duration, Instant};
 
 use metrics::{Counter, Gauge, Histogram, Key, KeyName, Metadata, Recorder, SharedString, Unit};
 use oncegate_core::{
-    Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, MemoryStore, Message, Open,
-    Store, async_trait,
+    Connect, Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, MemoryStore,
+    Message, Store,
 };
 use tokio::sync::oneshot;
 
 use crate::Lines;
 
-/// How long it may take until a message is settled, and how often it is looked.
+/// How long the settlement of a message may take, and the interval of polling.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a claim holds, and how long a handler may run that waits for something.
+/// The lease, and the handler timeout.
 const LEASE: Duration = Duration::from_secs(2);
 const TIMEOUT: Duration = Duration::from_secs(1);
-/// How long the handler of `blocks` holds its thread, and with it the consumer: for longer than a
-/// claim holds that nobody renews.
+/// How long the handler of `blocks` blocks its thread, and so the consumer: longer than a lease
+/// that is not renewed.
 const BLOCKED: Duration = Duration::from_millis(2_500);
 const LOOK: Duration = Duration::from_millis(10);
-/// How each message ends that the gate settles, as `oncegate_deliveries_total` has it.
-const ENDS: [&str; 4] = ["completed", "duplicate", "rejected", "in_doubt"];
-/// What the log says of a message that the gate rejects.
-const SAID: [&str; 2] = [
+/// The outcomes of settled messages in `oncegate_deliveries_total`.
+const OUTCOMES: [&str; 4] = ["completed", "duplicate", "rejected", "in_doubt"];
+/// The log lines of a message that the gate rejects.
+const GATE_LOG_LINES: [&str; 2] = [
     "message rejected, sending it to the dead letters",
     "message in doubt",
 ];
-/// What a source says of one that it sets aside.
-const SOURCE_SAID: &str = "a body is over the limit";
+/// The log line of a source that rejects a message.
+const SOURCE_LOG_LINE: &str = "a body is over the limit";
 
-/// A line of the table. A message says by its body which row it is of, unless the body is what is
-/// bad.
+/// A row of the table. The body of a message is the number of its row, unless the body itself is
+/// malformed.
 pub struct Row<M> {
-    /// What comes in, as the book says it.
+    /// The input, in the words of the book.
     pub input: &'static str,
-    /// How many effects that has.
+    /// The number of effects.
     pub effects: usize,
-    /// Why each of the others is set aside.
+    /// The reason of each rejected message.
     pub reasons: &'static [&'static str],
-    /// What is sent, as the broker has it.
+    /// The messages to publish, in the type of the broker's client.
     pub messages: Vec<M>,
-    /// Who sets it aside.
+    /// The component that rejects them.
     by: By,
 }
 
-/// Who sets a message aside.
+/// The component that rejects a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum By {
-    /// The gate, which counts it and says so.
+    /// The gate, which counts and logs it.
     Gate,
-    /// The source, which never hands it over, on a thread of its own, where nobody here hears what
-    /// it says.
+    /// The source, which does not deliver it. It logs on a thread of its own, so the log line is
+    /// not collected.
     Source,
-    /// The source, where the consumer runs, so that what it says is heard.
+    /// The source, on the thread of the consumer, so that its log line is collected.
     SourceHere,
 }
 
 impl<M> Row<M> {
-    /// A row.
+    /// A row whose messages the gate rejects.
     pub fn new(
         input: &'static str,
         effects: usize,
@@ -79,12 +79,12 @@ impl<M> Row<M> {
         }
     }
 
-    /// The same, set aside by somebody else.
+    /// The same row, rejected by another component.
     pub fn set_aside_by(self, by: By) -> Self {
         Self { by, ..self }
     }
 
-    /// What the gate counts.
+    /// The outcomes that the gate counts.
     fn counted(&self) -> BTreeMap<&'static str, u64> {
         let (handed_over, rejected) = match self.by {
             By::Gate => (self.messages.len(), self.reasons.len()),
@@ -125,10 +125,10 @@ impl<M> Row<M> {
     }
 }
 
-/// Whether the section of the book with this heading has this table and no other line.
+/// Checks that the section of the book with this heading contains exactly this table.
 ///
 /// # Panics
-/// If it has not.
+/// If it does not.
 pub fn assert_the_book_has<M>(book: &str, heading: &str, rows: &[Row<M>]) {
     let (_, section) = book.split_once(heading).expect("the section");
     let section = section.split("\n## ").next().unwrap_or_default();
@@ -140,35 +140,35 @@ pub fn assert_the_book_has<M>(book: &str, heading: &str, rows: &[Row<M>]) {
     assert_eq!(told, rows.iter().map(Row::line).collect::<Vec<_>>());
 }
 
-/// A consumer to which bad input is sent. It has one attempt, and takes the id from the header
-/// `id`. Its handler panics at the id `panic` with what is no text, blocks its thread at `blocks`
-/// for longer than the lease, waits at `waits` without end, and leaves at `leaves` a thread behind
-/// that runs until the consumer has ended. It has a thread of its own, so that what it counts and
-/// logs is known apart from what others do.
+/// A consumer that receives malformed input. It has one attempt, and reads the id from the header
+/// `id`. Its handler panics at the id `panic` with a value that is not text, blocks its thread at
+/// `blocks` for longer than the lease, never returns at `waits`, and starts at `leaves` a thread
+/// that runs until the consumer has ended. The consumer has a thread of its own, so that its
+/// counters and log lines are separate from those of other tests.
 pub struct Trial {
-    effects: Effects,
+    effects: RowEffects,
     counters: Counters,
     lines: Lines,
-    /// All that was logged.
-    said: Vec<String>,
-    /// What was counted before the present row.
+    /// All log lines.
+    logged: Vec<String>,
+    /// The counters before the current row.
     before: BTreeMap<&'static str, u64>,
     stop: oneshot::Sender<()>,
     running: JoinHandle<Result<(), Error>>,
 }
 
-/// How many effects each row had, and what was left behind.
+/// The number of effects of each row, and the threads that the handler started.
 #[derive(Clone, Default)]
-struct Effects {
+struct RowEffects {
     of_rows: Arc<Mutex<BTreeMap<usize, usize>>>,
-    /// Threads that run until they are told that nobody waits for them any more.
+    /// Threads that run until their sender is dropped.
     left: Arc<Mutex<Vec<Left>>>,
 }
 
-/// What tells a thread to end, and the thread.
+/// The sender that ends a thread, and the thread.
 type Left = (mpsc::Sender<()>, JoinHandle<()>);
 
-impl Effects {
+impl RowEffects {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, usize>> {
         self.of_rows.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -178,8 +178,7 @@ impl Effects {
     }
 }
 
-#[async_trait]
-impl Handler for Effects {
+impl Handler for RowEffects {
     type Payload = usize;
 
     async fn handle(&self, row: usize, cx: &Context) -> Result<(), Failure> {
@@ -205,13 +204,13 @@ impl Handler for Effects {
 }
 
 impl Trial {
-    /// Consumes from this source, from now on.
+    /// Starts to consume from this source.
     ///
     /// # Panics
-    /// If the system gives no thread.
-    pub fn begin(source: impl Open + 'static) -> Self {
+    /// If no thread can be started.
+    pub fn begin(source: impl Connect + 'static) -> Self {
         let (effects, counters, lines) =
-            (Effects::default(), Counters::default(), Lines::default());
+            (RowEffects::default(), Counters::default(), Lines::default());
         let (stop, stopped) = oneshot::channel();
         let consumer = Consumer::builder()
             .source(source)
@@ -222,28 +221,27 @@ impl Trial {
             .max_attempts(1)
             .lease(LEASE)
             .handler_timeout(TIMEOUT);
-        let running = watched(&counters, &lines, move || {
+        let running = run_recorded(&counters, &lines, move || {
             consumer.run_until(async { drop(stopped.await) })
         });
         Self {
             effects,
             counters,
             lines,
-            said: Vec::new(),
+            logged: Vec::new(),
             before: BTreeMap::new(),
             stop,
             running,
         }
     }
 
-    /// Waits until the gate has counted the messages of a row, which were sent, and compares what
-    /// became of them, and what the operator sees, with what should. The first message that a trial
-    /// sets aside has to be named in the log, with its reason, its id if it has one, and this
-    /// place; the first that a source sets aside that is heard with this place. What stands in the
-    /// dead letters, the test sees.
+    /// Waits until the gate has counted the published messages of a row, and compares outcomes,
+    /// effects and log lines with the expected ones. The first rejected message must be logged with
+    /// its reason, its id if it has one, and `place`; the first one that the source rejects and
+    /// logs here with `place`. The test itself checks the dead letters.
     ///
     /// # Panics
-    /// If it is something else.
+    /// If something differs.
     pub async fn sees<M>(&mut self, number: usize, row: &Row<M>, place: &str) {
         let (input, counted) = (row.input, row.counted());
         let (expected, end) = (counted.values().sum::<u64>(), Instant::now() + PATIENCE);
@@ -254,7 +252,8 @@ impl Trial {
                     self.counters.of(name) - before.get(name).copied().unwrap_or_default(),
                 )
             };
-            ENDS.map(new)
+            OUTCOMES
+                .map(new)
                 .into_iter()
                 .filter(|(_, count)| *count > 0)
                 .collect()
@@ -268,7 +267,7 @@ impl Trial {
             tokio::time::sleep(LOOK).await;
         }
         assert_eq!(since(&self.before), counted, "{input}");
-        self.before = ENDS.map(|name| (name, self.counters.of(name))).into();
+        self.before = OUTCOMES.map(|name| (name, self.counters.of(name))).into();
         let effects = self
             .effects
             .lock()
@@ -276,40 +275,44 @@ impl Trial {
             .copied()
             .unwrap_or_default();
         assert_eq!(effects, row.effects, "{input}");
-        self.hears(row, place).await;
+        self.check_log(row, place).await;
     }
 
-    async fn hears<M>(&mut self, row: &Row<M>, place: &str) {
+    async fn check_log<M>(&mut self, row: &Row<M>, place: &str) {
         let wanted = |line: &String| match row.by {
-            By::Gate => SAID.iter().any(|said| line.contains(said)),
-            _ => line.contains(SOURCE_SAID),
+            By::Gate => GATE_LOG_LINES.iter().any(|logged| line.contains(logged)),
+            _ => line.contains(SOURCE_LOG_LINE),
         };
-        if row.by == By::Source || row.reasons.is_empty() || self.said.iter().any(wanted) {
+        if row.by == By::Source || row.reasons.is_empty() || self.logged.iter().any(wanted) {
             return;
         }
         let end = Instant::now() + PATIENCE;
         let line = loop {
-            self.said
+            self.logged
                 .extend(self.lines.take().into_iter().map(|(_, line)| line));
-            if let Some(line) = self.said.iter().find(|line| wanted(line)) {
+            if let Some(line) = self.logged.iter().find(|line| wanted(line)) {
                 break line;
             }
             assert!(
                 Instant::now() < end,
-                "{}: nobody said so: {:?}",
+                "{}: no log line has this: {:?}",
                 row.input,
-                self.said
+                self.logged
             );
             tokio::time::sleep(LOOK).await;
         };
-        assert!(line.contains(place), "{}: {line} names no place", row.input);
+        assert!(
+            line.contains(place),
+            "{}: {line} does not contain the place",
+            row.input
+        );
         if row.by != By::Gate {
             return;
         }
         let reason = row.reasons.first().copied().unwrap_or_default();
         assert!(
             line.contains(&format!("reason=\"{reason}\"")),
-            "{}: {line} names no reason",
+            "{}: {line} does not contain the reason",
             row.input
         );
         assert_eq!(
@@ -323,7 +326,7 @@ impl Trial {
     /// Ends the consumer.
     ///
     /// # Panics
-    /// If it did not end well.
+    /// If the consumer failed.
     pub async fn end(self) {
         self.stop.send(()).expect("the consumer runs");
         let ended = tokio::task::spawn_blocking(|| self.running.join())
@@ -341,8 +344,8 @@ impl Trial {
     }
 }
 
-/// Runs it on a thread of its own, on which its counters and its warnings are heard.
-fn watched<F: Future<Output: Send + 'static>>(
+/// Runs a consumer on a thread of its own and collects its counters and warnings.
+fn run_recorded<F: Future<Output: Send + 'static>>(
     counters: &Counters,
     lines: &Lines,
     consume: impl FnOnce() -> F + Send + 'static,
@@ -363,22 +366,22 @@ fn watched<F: Future<Output: Send + 'static>>(
     })
 }
 
-/// What an operator sees of a message whose id meets something bad in the store.
+/// What an operator sees of a message whose marker in the store is malformed.
 #[derive(Debug)]
 pub struct Sight {
-    /// How the gate counted it.
+    /// The outcomes that the gate counted.
     counted: Vec<&'static str>,
     /// The warnings and errors in the log.
-    said: Vec<String>,
-    /// Why the consumer ended, if not because the message was settled.
+    logged: Vec<String>,
+    /// The error of the consumer, unless the message was settled.
     ended: Option<String>,
-    /// Whether the message is there for another consumer.
+    /// Whether the message is still unsettled.
     waits: bool,
 }
 
 impl Sight {
-    /// Hands a message with this id to a consumer with this scope and this store, and waits until
-    /// it is settled or the consumer ends.
+    /// Delivers a message with this id to a consumer with this scope and store, and waits until the
+    /// message is settled or the consumer ends.
     ///
     /// # Panics
     /// If neither happens within a minute.
@@ -394,14 +397,14 @@ impl Sight {
             .store(store)
             .id(IdSource::header("id"))
             .scope(scope);
-        // What waits for an answer that a person has to change first is waited for in a drain, too.
+        // A drain, too, waits for a store error that needs an operator.
         let (consumer, drained) = (
             consumer
-                .handler(Effects::default())
+                .handler(RowEffects::default())
                 .drain_timeout(Duration::from_millis(200)),
             broker.clone(),
         );
-        let running = watched(&counters, &lines, move || async move {
+        let running = run_recorded(&counters, &lines, move || async move {
             tokio::time::timeout(
                 PATIENCE,
                 consumer.run_until(async move { drained.drained().await }),
@@ -413,11 +416,11 @@ impl Sight {
             .expect("no panic")
             .expect("no panic");
         Self {
-            counted: ENDS
+            counted: OUTCOMES
                 .into_iter()
                 .filter(|end| counters.of(end) > 0)
                 .collect(),
-            said: lines.take().into_iter().map(|(_, line)| line).collect(),
+            logged: lines.take().into_iter().map(|(_, line)| line).collect(),
             ended: ended
                 .expect("it is settled, or the consumer ends")
                 .err()
@@ -426,9 +429,9 @@ impl Sight {
         }
     }
 
-    /// Whether this is what a table says in few words: how the message was counted, or that it is
-    /// in doubt, or that the consumer does not start, or ends, and words of why. The log has said
-    /// the same, unless the consumer did not start. Where it ends, the message is left to the next.
+    /// Whether this equals the short text of a table: an outcome, or `in doubt`, `the consumer does
+    /// not start` or `the consumer ends` with words of the error. The same words must be in the
+    /// log, unless the consumer did not start. If the consumer ends, the message must be unsettled.
     pub fn is(&self, told: &str) -> bool {
         let Some((how, words)) = told.split_once(": ") else {
             return self.ended.is_none() && !self.waits && self.counted == [told.trim_matches('`')];
@@ -437,7 +440,7 @@ impl Sight {
             let unreadable = |line: &String| {
                 line.contains("ERROR") && line.contains("unreadable marker") && line.contains(words)
             };
-            return self.said.iter().any(unreadable)
+            return self.logged.iter().any(unreadable)
                 && self.ended.is_none()
                 && self.counted == ["in_doubt"]
                 && !self.waits;
@@ -445,12 +448,13 @@ impl Sight {
         let stopping = |line: &String| {
             line.contains("ERROR") && line.contains("stopping") && line.contains(words)
         };
-        let said = match how {
-            "the consumer ends" => self.said.iter().any(stopping),
-            "the consumer does not start" => self.said.is_empty(),
+        let logged = match how {
+            "the consumer ends" => self.logged.iter().any(stopping),
+            "the consumer does not start" => self.logged.is_empty(),
             _ => false,
         };
-        said && self.ended.as_ref().is_some_and(|why| why.contains(words))
+        logged
+            && self.ended.as_ref().is_some_and(|why| why.contains(words))
             && self.counted.is_empty()
             && self.waits
     }
@@ -461,7 +465,7 @@ impl Sight {
 struct Counters(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
 
 impl Counters {
-    /// What the gate has counted under this outcome.
+    /// The gate's counter of this outcome.
     fn of(&self, outcome: &str) -> u64 {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.get(&format!("oncegate_deliveries_total {outcome}"))

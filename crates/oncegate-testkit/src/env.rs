@@ -1,4 +1,4 @@
-//! Where the servers that all tests share answer.
+//! The addresses of the servers that all tests share.
 
 use std::fmt;
 
@@ -6,14 +6,14 @@ use crate::servers::{
     KafkaServer, RabbitServer, RedisOptions, RedisPersistence, RedisServer, ServerError,
 };
 
-/// The variable that names Kafka's bootstrap servers, as `host:port`.
+/// The variable with Kafka's bootstrap servers, as `host:port`.
 const KAFKA: &str = "ONCEGATE_KAFKA";
-/// The variable that names RabbitMQ, as an `amqp://` URL.
+/// The variable with RabbitMQ's address, as an `amqp://` URL.
 const RABBITMQ: &str = "ONCEGATE_RABBITMQ";
-/// The variable that names Redis, as a `redis://` URL.
+/// The variable with Redis's address, as a `redis://` URL.
 const REDIS: &str = "ONCEGATE_REDIS";
 
-/// Nobody said where a server answers.
+/// The address of a server is not configured.
 #[derive(thiserror::Error)]
 #[error("no address of {server}: run `cargo xtask test`, or set {variable}={example}")]
 pub struct MissingServer {
@@ -22,7 +22,7 @@ pub struct MissingServer {
     example: &'static str,
 }
 
-/// As it reads for people: a test shows it by `unwrap`.
+/// The text of `Display`, because tests show the error by `unwrap`.
 impl fmt::Debug for MissingServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -49,8 +49,7 @@ pub fn rabbitmq_url() -> Result<String, MissingServer> {
     )
 }
 
-/// The URL of the Redis server that all tests share. It appends to disk every second and evicts
-/// nothing.
+/// The URL of the Redis server that all tests share. It has `appendfsync everysec` and no eviction.
 ///
 /// # Errors
 /// [`MissingServer`] when `ONCEGATE_REDIS` is not set or empty.
@@ -73,10 +72,9 @@ fn address(
         })
 }
 
-/// One Kafka broker, one RabbitMQ node and one Redis server: given by the environment, or else
-/// started here.
+/// One Kafka broker, one RabbitMQ node and one Redis server, from the environment or started here.
 ///
-/// Those started here are stopped when this is dropped.
+/// Dropping it stops the servers that it started.
 pub struct Servers {
     kafka: Provided<KafkaServer>,
     rabbitmq: Provided<RabbitServer>,
@@ -89,10 +87,10 @@ enum Provided<S> {
 }
 
 impl Servers {
-    /// Takes each server that the environment names and starts the others, all at once.
+    /// Uses the servers that the environment names and starts the others in parallel.
     ///
     /// # Errors
-    /// The first server that did not start; those that did are stopped again.
+    /// The error of the first server that did not start; the others are stopped.
     pub fn from_env_or_start() -> Result<Self, ServerError> {
         std::thread::scope(|scope| {
             let kafka = scope.spawn(|| provide(kafka_brokers(), KafkaServer::start));
@@ -127,8 +125,8 @@ impl Servers {
         self.redis.address(RedisServer::url)
     }
 
-    /// What to put into a child's environment so that [`kafka_brokers`], [`rabbitmq_url`] and
-    /// [`redis_url`] find these servers there.
+    /// The environment variables with which [`kafka_brokers`], [`rabbitmq_url`] and [`redis_url`]
+    /// in a child process return these servers.
     pub fn variables(&self) -> [(&'static str, String); 3] {
         [
             (KAFKA, self.kafka_brokers()),
@@ -138,7 +136,7 @@ impl Servers {
     }
 }
 
-/// Redis as the guarantees want it: on disk every second, nothing evicted.
+/// Redis as the guarantees require it: `appendfsync everysec`, no eviction.
 fn start_shared_redis() -> Result<RedisServer, ServerError> {
     RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))
 }

@@ -1,4 +1,4 @@
-//! Runs a handler of yours in memory, with duplicates, crashes and lost replies.
+//! Runs a handler in memory, with duplicates, crashes and lost replies.
 
 mod effects;
 mod faults;
@@ -19,16 +19,15 @@ pub use effects::Effects;
 use faults::{Fault, Faults};
 pub use report::{Ended, Reconcile, Report, Run};
 use store::Remembered;
-use watched::Watched;
+use watched::WatchedHandler;
 
-/// A consumer in memory, with your handler and the faults that you name. It ends when every message
-/// is settled.
+/// An in-memory consumer with your handler and the configured faults. It ends when every message is
+/// settled.
 ///
 /// ```no_run
-/// # use oncegate_core::{Context, Failure, Handler, async_trait};
+/// # use oncegate_core::{Context, Failure, Handler};
 /// # use oncegate_testkit::{Effects, Kit};
 /// # struct Ship(Effects);
-/// # #[async_trait]
 /// # impl Handler for Ship {
 /// #     type Payload = String;
 /// #     async fn handle(&self, _: String, _: &Context) -> Result<(), Failure> { Ok(()) }
@@ -40,13 +39,13 @@ use watched::Watched;
 /// # }
 /// ```
 ///
-/// **Time.** Nothing here waits for a lease: that of a consumer which crashed is over at once, and
-/// that of one which lives is not. Pauses between attempts are 1 to 10 ms, unless you set others.
-/// What the handler itself waits for with `tokio::time` costs nothing in a test with
-/// `#[tokio::test(start_paused = true)]`, and its timeout comes as fast.
+/// **Time.** Nothing waits for a lease: the lease of a crashed consumer has expired immediately,
+/// and that of a live one does not expire. Pauses between attempts are 1 to 10 ms by default. In a
+/// test with `#[tokio::test(start_paused = true)]`, waiting with `tokio::time` takes no real time,
+/// also in the handler and for its timeout.
 ///
-/// **What it cannot show.** One consumer at a time, one process: nothing of brokers, networks and
-/// clocks. What is recorded is never forgotten.
+/// **Limits.** It runs one consumer at a time in one process, without brokers, networks and clock
+/// errors. The store never loses data.
 #[derive(Debug)]
 #[must_use = "nothing runs until `run` is awaited"]
 pub struct Kit<H, D = Json> {
@@ -59,7 +58,7 @@ pub struct Kit<H, D = Json> {
 }
 
 impl<H: Handler> Kit<H> {
-    /// With every setting at its default, but for short pauses, and without a fault.
+    /// Default settings except for short pauses, and no faults.
     pub fn new(handler: H) -> Self {
         let consumer = Consumer::builder()
             .backoff(Duration::from_millis(1), Duration::from_millis(10))
@@ -76,11 +75,11 @@ impl<H: Handler> Kit<H> {
 }
 
 impl<H: Handler, D: Decode + Clone> Kit<H, D> {
-    /// Messages to deliver: the id, which stands in the property `message_id`, and the payload,
-    /// which becomes a body of JSON.
+    /// Messages to deliver: the id, written to the property `message_id`, and the payload, written
+    /// as a JSON body.
     ///
     /// # Panics
-    /// If a payload cannot be written as JSON.
+    /// If a payload cannot be serialized as JSON.
     pub fn messages<P: Serialize>(
         mut self,
         messages: impl IntoIterator<Item = (impl Into<String>, P)>,
@@ -94,26 +93,26 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
         self
     }
 
-    /// A message to deliver as it is: with headers or a key, unreadable, or without an id.
+    /// A message to deliver unchanged: with headers or a key, malformed, or without an id.
     pub fn message(mut self, message: Message) -> Self {
         self.messages.push(message);
         self
     }
 
-    /// Where ids are read from. Default: the property `message_id`, where
-    /// [`messages`](Self::messages) writes them.
+    /// The source of ids. Default: the property `message_id`, to which [`messages`](Self::messages)
+    /// writes them.
     pub fn id(mut self, id: IdSource) -> Self {
         self.id = id;
         self
     }
 
-    /// What is promised. Default: effectively once.
+    /// The guarantee. Default: effectively once.
     pub fn guarantee(self, guarantee: Guarantee) -> Self {
         self.settings(|consumer| consumer.guarantee(guarantee))
     }
 
-    /// Any other setting of the consumer: attempts, retries, the order, how bodies are decoded.
-    /// Source, store, handler and id are the kit's.
+    /// Any other setting of the consumer: attempts, retries, the order, the decoding of bodies. The
+    /// kit sets source, store, handler and id.
     pub fn settings<D2: Decode>(
         self,
         set: impl FnOnce(Builder<(), (), (), D>) -> Builder<(), (), (), D2>,
@@ -136,48 +135,48 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
         }
     }
 
-    /// Delivers each message so many times more. The first copy comes right behind its message,
-    /// while that one may still be handled; the others when everything before them is settled.
+    /// Delivers each message this many more times: the first copy directly after its message, which
+    /// may still be handled; the others after everything before them is settled.
     pub fn duplicates(mut self, copies: u32) -> Self {
         self.copies = copies;
         self
     }
 
-    /// Ends the consumer, and starts another, each of the first so many times that a handler is
-    /// about to start: its claim is recorded, and nothing happened.
+    /// Crashes and restarts the consumer before each of the first `times` runs of a handler, after
+    /// the claim was recorded.
     pub fn crash_before_handler(mut self, times: u32) -> Self {
         self.faults.plan(Fault::Before, times);
         self
     }
 
-    /// Ends the consumer, and starts another, so many times while a handler waits at an `.await`:
-    /// the first time at the first that is not ready, the second time at the second, and so on.
+    /// Crashes and restarts the consumer `times` times while a handler waits at an `.await`: first
+    /// at the first one that is not ready, then at the second, and so on.
     pub fn crash_in_handler(mut self, times: u32) -> Self {
         self.faults.plan(Fault::Inside, times);
         self
     }
 
-    /// Ends the consumer, and starts another, each of the first so many times that a handler has
-    /// returned: whatever it did stands, and nobody has written that down.
+    /// Crashes and restarts the consumer after each of the first `times` runs of a handler: the
+    /// handler has returned, and its result is not recorded.
     pub fn crash_after_handler(mut self, times: u32) -> Self {
         self.faults.plan(Fault::After, times);
         self
     }
 
-    /// Loses the replies to the first so many requests that hold a claim, and to the first so many
-    /// that hold a completion. The store has carried them out. Each costs 0.1 s, for which a
-    /// consumer leaves a silent store alone.
+    /// Loses the replies to the first `times` requests that contain a claim, and to the first
+    /// `times` that contain a completion. The store has executed them. Each costs 0.1 s, the pause
+    /// of a consumer after a store failure.
     pub fn lost_replies(mut self, times: u32) -> Self {
         self.faults.plan(Fault::ReplyToClaim, times);
         self.faults.plan(Fault::ReplyToCompletion, times);
         self
     }
 
-    /// Delivers everything, and says what became of it.
+    /// Delivers all messages and reports the results.
     ///
     /// # Panics
-    /// If the consumer ends with an error, such as a wrong setting; and if a fault that was asked
-    /// for never came to pass, since a test that passes without it shows nothing.
+    /// If the consumer ends with an error, such as an invalid setting; and if a configured fault
+    /// did not occur, because the test would then prove nothing.
     pub async fn run(self) -> Report {
         let broker = MemoryBroker::new("kit");
         let faults = Arc::new(self.faults);
@@ -185,7 +184,7 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
         let mut store = Remembered::new(broker.clone(), self.id.clone());
         for wave in 0..=self.copies {
             if wave == 1 {
-                continue; // came with the messages themselves
+                continue; // published with the original messages
             }
             for message in &self.messages {
                 broker.publish(message.clone());
@@ -194,7 +193,7 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
                 }
             }
             loop {
-                let watched = Watched::new(handler.clone(), faults.clone());
+                let watched = WatchedHandler::new(handler.clone(), faults.clone());
                 let loses = faults.clone();
                 let all = broker.clone();
                 let consumer = self
@@ -210,7 +209,7 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
                 let ended: Result<(), Error> = tokio::select! {
                     biased;
                     () = faults.crash() => {
-                        faults.buried().await;
+                        faults.wait_for_handlers().await;
                         store = store.after_a_crash();
                         continue;
                     }
@@ -220,7 +219,7 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
                 break;
             }
         }
-        faults.assert_all_came_to_pass();
+        faults.assert_all_occurred();
         let ids = self
             .messages
             .iter()

@@ -1,4 +1,4 @@
-//! The laws of a contract, which every implementation keeps: oncegate's own, and yours.
+//! Laws: tests of a contract that every implementation must pass, also your own.
 //!
 //! [`store_laws!`](crate::store_laws) makes a test of each law in [`store`]:
 //!
@@ -10,12 +10,12 @@
 //! # }
 //! ```
 //!
-//! The laws use the contract alone: a store needs nothing that is there for tests. What a key holds
-//! is found out by asking, since each marker has questions that no other answers alike.
+//! The laws use only the contract: a store needs no functions for tests. The marker of a key is
+//! read by operations whose verdicts identify it.
 //!
 //! [`source_laws!`](crate::source_laws) does the same for the laws in [`source`]. It needs a
-//! [`source::TestQueue`]: a queue or topic of the law's own, and a way to publish to it and to look
-//! at what was rejected.
+//! [`source::TestQueue`]: a queue or topic for each law, with functions to publish to it and to
+//! read rejected messages.
 
 mod ask;
 mod belief;
@@ -32,18 +32,17 @@ use tokio::runtime::{Builder, Runtime};
 
 use self::source::TestQueue;
 
-/// How long one law may take. None waits for more than a few seconds; a store that waits for ever
-/// breaks its contract.
+/// The time limit of one law. No law waits for more than a few seconds.
 const LONGEST: Duration = Duration::from_secs(120);
 
-/// Makes a `#[test]` of each law of a [`Store`], named like the law.
+/// Makes a `#[test]` of each law of a [`Store`], with the name of the law.
 ///
-/// It takes what makes a store: an async function or closure without arguments. It is called once
-/// for each law, and the store that it gives has to be empty: a prefix, a table or a file of its
-/// own. What the store lives on (a server, a directory) has to outlive the law: let the store own
-/// it, or keep it in a `static`.
+/// The argument is an async function or closure without arguments that makes a store. It is called
+/// once for each law and must return an empty store: with a prefix, a table or a file of its own.
+/// The server or directory of the store must outlive the law: let the store own it, or keep it in a
+/// `static`.
 ///
-/// The tests stand where the macro stands; several stores in one file each take a module.
+/// The tests are in the module of the macro call; use one module for each store.
 /// [`laws::all`](crate::laws::all) runs the laws in one test.
 #[macro_export]
 macro_rules! store_laws {
@@ -73,10 +72,10 @@ macro_rules! __store_law_list {
     };
 }
 
-/// Makes a `#[test]` of each law of a [`Source`](oncegate_core::Source), named like the law.
+/// Makes a `#[test]` of each law of a [`Source`](oncegate_core::Source), with the name of the law.
 ///
-/// It takes what makes a [`TestQueue`](crate::laws::source::TestQueue): an async function or
-/// closure without arguments, called once for each law.
+/// The argument is an async function or closure without arguments that makes a
+/// [`TestQueue`](crate::laws::source::TestQueue). It is called once for each law.
 #[macro_export]
 macro_rules! source_laws {
     ($make:expr) => {
@@ -97,12 +96,12 @@ macro_rules! __source_law_tests {
     };
 }
 
-/// Holds one law against a fresh queue. Panics, with what was seen, if its source breaks it.
+/// Runs one law on a new queue. Panics with the observations if its source violates the law.
 pub fn run_source<Q: TestQueue>(make: impl AsyncFn() -> Q, law: impl AsyncFn(Q)) {
     runtime().block_on(async { within_bounds(law(make().await)).await });
 }
 
-/// Holds one law against a fresh store. Panics, with what was seen, if the store breaks it.
+/// Runs one law on a new store. Panics with the observations if the store violates the law.
 pub fn run<S: Store + 'static>(make: impl AsyncFn() -> S, law: impl AsyncFn(Arc<dyn Store>)) {
     runtime().block_on(async {
         let store: Arc<dyn Store> = Arc::new(make().await);
@@ -114,11 +113,11 @@ type Law = fn(&Runtime, Arc<dyn Store>);
 
 const STORE_LAWS: &[(&str, Law)] = crate::__each_store_law!(__store_law_list, Law);
 
-/// Holds every law of a store, several at a time, each against a store of its own; for servers that
-/// are too dear for one a law, and have to be stopped afterwards. Panics with the names of the laws
-/// that the store breaks.
+/// Runs all laws of a store, several at a time, each with a store of its own. Use it for servers
+/// that are too expensive to start for each law and must be stopped afterwards. Panics with the
+/// names of the violated laws.
 pub fn all<S: Store + 'static>(make: impl AsyncFn() -> S + Sync) {
-    /// As many laws at a time: most of what they do is waiting.
+    /// The number of concurrent laws; they mostly wait.
     const AT_ONCE: usize = 6;
     let left = std::sync::Mutex::new(STORE_LAWS.iter());
     let broken = std::sync::Mutex::new(Vec::new());
@@ -159,7 +158,7 @@ pub fn all<S: Store + 'static>(make: impl AsyncFn() -> S + Sync) {
 }
 
 fn runtime() -> Runtime {
-    // Without threads there is nothing to test with.
+    // Without threads no test can run.
     Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -172,6 +171,6 @@ async fn within_bounds(law: impl Future<Output = ()>) {
         .await
         .is_err()
     {
-        panic!("the law did not end in {LONGEST:?}: nothing may wait for ever");
+        panic!("the law did not end within {LONGEST:?}");
     }
 }

@@ -1,16 +1,16 @@
-//! A kit to try your handler with, the laws that every store keeps, fault tools, and real servers
-//! for oncegate's tests.
+//! A kit to test handlers, laws for stores and sources, fault injection, and real servers for
+//! tests.
 //!
-//! [`Kit`] runs a handler of yours in memory, with duplicates, crashes and lost replies.
+//! [`Kit`] runs a handler in memory, with duplicates, crashes and lost replies.
 //!
-//! [`store_laws!`] holds a store of yours, or one of oncegate's, against the contract, and
-//! [`source_laws!`] a source. [`bad_input`] is a table of what strangers send, tried on a source.
-//! [`poison`] is one message that always fails among many. [`Lines`] is what was logged.
-//! [`LosesReplies`] is a store behind a network that loses replies.
+//! [`store_laws!`] tests a store against its contract, and [`source_laws!`] a source. [`bad_input`]
+//! sends a table of malformed messages through a source. [`poison`] is one message that always
+//! fails, among many that succeed. [`Lines`] collects log lines. [`LosesReplies`] is a store that
+//! loses replies.
 //!
-//! [`kafka_brokers`], [`rabbitmq_url`] and [`redis_url`] say where the servers that all tests share
-//! answer; [`servers`] starts servers of a test's own, which may be stopped, killed, frozen and
-//! started again.
+//! [`kafka_brokers`], [`rabbitmq_url`] and [`redis_url`] return the addresses of the servers that
+//! all tests share; [`servers`] starts servers for one test, which can be stopped, killed, frozen
+//! and started again.
 #![forbid(unsafe_code)]
 
 pub mod asking;
@@ -27,4 +27,4 @@ pub mod servers;
 pub use env::{MissingServer, Servers, kafka_brokers, rabbitmq_url, redis_url};
 pub use kit::{Effects, Kit};
 pub use lines::Lines;
-pub use loses_replies::{Fate, LosesReplies};
+pub use loses_replies::{LosesReplies, ReplyFault};

@@ -1,31 +1,39 @@
-//! What was logged, line by line.
+//! Log lines.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-/// Every line that was logged in this process, and when it came. Cloning shares it.
+/// The log lines of this process, with their times. Clones share them.
 #[derive(Clone, Debug, Default)]
 pub struct Lines(Arc<Mutex<Vec<(Instant, String)>>>);
 
 impl Lines {
-    /// Listens to all that is logged at `INFO` and above, from now on. There is one listener in a
-    /// process, so that a test that uses it stands alone in its binary.
+    /// Collects all lines at `INFO` and above from now on. A process has one global subscriber, so
+    /// a test that uses it must be alone in its binary.
     ///
     /// # Panics
-    /// If somebody listens already.
+    /// If there is a subscriber already.
     pub fn of_this_process() -> Self {
+        Self::filtered("info")
+    }
+
+    /// Like [`of_this_process`](Self::of_this_process), with a filter in the syntax of `RUST_LOG`.
+    ///
+    /// # Panics
+    /// If there is a subscriber already.
+    pub fn filtered(filter: &str) -> Self {
         let lines = Self::default();
         let writer = lines.clone();
         tracing_subscriber::fmt()
             .with_ansi(false)
-            .with_max_level(tracing::Level::INFO)
+            .with_env_filter(filter)
             .with_writer(move || writer.clone())
             .init();
         lines
     }
 
-    /// What was said since it was taken last.
+    /// The lines since the last call.
     pub fn take(&self) -> Vec<(Instant, String)> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
     }

@@ -1,4 +1,4 @@
-//! A store whose replies get lost.
+//! A store that loses replies.
 
 use std::sync::Arc;
 
@@ -6,16 +6,16 @@ use async_trait::async_trait;
 use oncegate_core::marker::{Guarantee, Operation, Verdict};
 use oncegate_core::{Persistence, Store, StoreError};
 
-/// A store behind a network that loses replies: what was asked is applied, or the first part of it,
-/// and the asker is not told. A plan says what becomes of each apply, and sees what is asked.
+/// A store behind a network that loses replies: all operations of a batch are applied, or the first
+/// of them, and the caller has no reply. A plan decides for each batch, by its operations.
 ///
 /// ```
 /// use std::sync::Arc;
 /// use oncegate_core::MemoryStore;
 /// use oncegate_core::marker::Operation;
-/// use oncegate_testkit::{Fate, LosesReplies};
+/// use oncegate_testkit::{ReplyFault, LosesReplies};
 ///
-/// let everything_is_lost = |asked: &[Operation]| Fate::Lost { applied: asked.len() };
+/// let everything_is_lost = |asked: &[Operation]| ReplyFault::Lost { applied: asked.len() };
 /// let store = LosesReplies::new(Arc::new(MemoryStore::new()), everything_is_lost);
 /// ```
 pub struct LosesReplies<P> {
@@ -23,20 +23,20 @@ pub struct LosesReplies<P> {
     plan: P,
 }
 
-/// What becomes of one apply.
+/// What happens to one batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
+pub enum ReplyFault {
     /// It is applied and answered.
     Answered,
-    /// So many of its operations, from the first, are applied, and each of them is answered with
+    /// The first `applied` operations are applied, and each operation of the batch fails with
     /// [`StoreError::Unknown`].
     Lost {
-        /// Any number; more than there are means all.
+        /// Any number; a larger one than the batch means all.
         applied: usize,
     },
 }
 
-impl<P: Fn(&[Operation]) -> Fate + Send + Sync> LosesReplies<P> {
+impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> LosesReplies<P> {
     /// The store behind such a network.
     pub fn new(store: Arc<dyn Store>, plan: P) -> Self {
         Self { store, plan }
@@ -44,11 +44,11 @@ impl<P: Fn(&[Operation]) -> Fate + Send + Sync> LosesReplies<P> {
 }
 
 #[async_trait]
-impl<P: Fn(&[Operation]) -> Fate + Send + Sync> Store for LosesReplies<P> {
+impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> Store for LosesReplies<P> {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         match (self.plan)(operations) {
-            Fate::Answered => self.store.apply(operations).await,
-            Fate::Lost { applied } => {
+            ReplyFault::Answered => self.store.apply(operations).await,
+            ReplyFault::Lost { applied } => {
                 let _unheard = self
                     .store
                     .apply(&operations[..applied.min(operations.len())])
@@ -73,7 +73,7 @@ impl<P: Fn(&[Operation]) -> Fate + Send + Sync> Store for LosesReplies<P> {
         self.store.persistence().await
     }
 
-    /// The handle of the store behind the network, which loses nothing.
+    /// The handle of the store itself, which loses nothing.
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
         self.store.for_renewals()
     }

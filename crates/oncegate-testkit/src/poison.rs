@@ -1,45 +1,41 @@
-//! A message that always fails, or always panics, among many that do not: whether the others are
-//! handled, and how much longer they take for it.
+//! One message that always fails or panics, among many that succeed: whether the others are
+//! handled, and how much it delays them.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{
-    Consumer, Context, Failure, Handler, IdSource, MemoryStore, Open, async_trait,
-};
+use oncegate_core::{Connect, Consumer, Context, Failure, Handler, IdSource, MemoryStore};
 use tokio::sync::oneshot;
 
-/// The body of the poisoned one; all others are sound.
+/// The body of the poison message; all others succeed.
 pub const POISON: u32 = 0;
 
-/// What a poisoned message does to its handler.
+/// What the poison message does to its handler.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Poison {
-    /// It fails, and says that nothing happened.
+    /// It fails, and nothing happened.
     Fails,
-    /// It panics, so that nobody knows.
+    /// It panics, so its outcome is unknown.
     Panics,
 }
 
-/// How often the poisoned one is handed over before it is set aside, and how often each time its
-/// handler runs if it fails.
+/// The number of attempts of the poison message, and of runs in each attempt if it fails.
 const ATTEMPTS: u32 = 3;
 const RUNS: u32 = 2;
-/// How much longer the others may take beside a poisoned one.
-const SLOWER: f64 = 1.10;
-/// How long all of a round may take.
+/// How much longer the other messages may take beside a poison message.
+const MAX_SLOWDOWN: f64 = 1.10;
+/// The time limit of a round.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 #[derive(Clone)]
-struct Counts {
+struct PoisonCounts {
     poison: Poison,
     handled: Arc<AtomicU32>,
     poisoned: Arc<AtomicU32>,
 }
 
-#[async_trait]
-impl Handler for Counts {
+impl Handler for PoisonCounts {
     type Payload = u32;
 
     async fn handle(&self, number: u32, _: &Context) -> Result<(), Failure> {
@@ -55,21 +51,21 @@ impl Handler for Counts {
     }
 }
 
-/// Handles the messages `first..=sound` that lie in a source already, with nothing in its store.
-/// How long it took from the first sound one to the last. `settled` comes back when the source's
-/// broker shows all of them settled, and the consumer ends.
+/// Handles the messages `first..=sound` of a source with an empty store, and returns the time from
+/// the first successful message to the last. `settled` must return when the broker shows all of
+/// them settled; then the consumer ends.
 ///
 /// # Panics
-/// If they are not handled within two minutes, one is handled twice, or the poisoned one runs more
-/// or less often than it may.
+/// If that takes more than two minutes, a message is handled twice, or the poison message runs more
+/// or less often than allowed.
 pub async fn handle(
-    source: impl Open + 'static,
+    source: impl Connect + 'static,
     id: IdSource,
     (poison, first): (Poison, u32),
     sound: u32,
     settled: impl AsyncFnOnce(),
 ) -> Duration {
-    let counts = Counts {
+    let counts = PoisonCounts {
         poison,
         handled: Arc::default(),
         poisoned: Arc::default(),
@@ -118,7 +114,7 @@ pub async fn handle(
     last_handled - first_handled
 }
 
-/// How long the sound messages took in each round, without a poisoned one before them and with one.
+/// The times of the other messages in each round, without a poison message and with one.
 #[derive(Debug)]
 pub struct Rounds {
     poison: Poison,
@@ -127,8 +123,8 @@ pub struct Rounds {
 }
 
 impl Rounds {
-    /// Takes turns so often; `one` is given what to hand on to [`handle`], and says how long the
-    /// sound ones took.
+    /// Runs this many rounds; `one` passes its argument to [`handle`] and returns the time of the
+    /// other messages.
     pub async fn play(
         poison: Poison,
         rounds: usize,
@@ -140,7 +136,7 @@ impl Rounds {
             with: Vec::new(),
         };
         for round in 0..rounds {
-            // Whichever comes second finds the broker warmer.
+            // The second run finds warm caches in the broker.
             let turns = if round % 2 == 0 {
                 [POISON + 1, POISON]
             } else {
@@ -159,12 +155,12 @@ impl Rounds {
         played
     }
 
-    /// Prints them, and judges them round by round: what else the machine does meets both halves of
-    /// one.
+    /// Prints the times and compares them round by round, since other load affects both halves of a
+    /// round.
     ///
     /// # Panics
-    /// If the sound ones took more than a tenth longer beside a poisoned one, by the median of all
-    /// rounds.
+    /// If the other messages took more than a tenth longer beside a poison message, by the median
+    /// of all rounds.
     pub fn judge(&self) {
         let mut ratios: Vec<f64> = self
             .with
@@ -179,21 +175,21 @@ impl Rounds {
                 .collect();
             let [least, median, most] = spread(&mut took);
             println!(
-                "the others {what} one that {:?}: median {median:.0} ms, {least:.0} to {most:.0}, {} rounds",
+                "the other messages, {what} a poison message that {:?}: median {median:.0} ms, {least:.0} to {most:.0}, {} rounds",
                 self.poison,
                 took.len()
             );
         }
         let [least, median, most] = spread(&mut ratios);
         println!(
-            "{:?}: with to without in each round: median {median:.3}, {least:.3} to {most:.3}; {SLOWER} is allowed",
+            "{:?}: with to without in each round: median {median:.3}, {least:.3} to {most:.3}; {MAX_SLOWDOWN} is allowed",
             self.poison
         );
-        assert!(median <= SLOWER, "{self:?}");
+        assert!(median <= MAX_SLOWDOWN, "{self:?}");
     }
 }
 
-/// The least, the median and the most.
+/// Minimum, median and maximum.
 fn spread(figures: &mut [f64]) -> [f64; 3] {
     figures.sort_by(f64::total_cmp);
     [0, figures.len() / 2, figures.len() - 1].map(|at| figures[at])

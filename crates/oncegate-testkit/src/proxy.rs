@@ -1,7 +1,8 @@
-//! A TCP proxy between a client and its server that loses replies, falls silent, resets and delays.
+//! A TCP proxy between a client and its server that loses replies, drops packets, resets and
+//! delays.
 //!
-//! It does what tools outside the protocol cannot: the reply to a chosen request is lost *after*
-//! the server has carried the request out.
+//! Unlike general network tools it can lose the reply to a certain request *after* the server has
+//! executed the request.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -10,22 +11,22 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// What becomes of one request: what one read brought, mostly one command or one pipeline.
+/// What happens to one request: the bytes of one read, usually one command or one pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Fate {
-    /// It arrives, and so does its reply.
+pub enum RequestFault {
+    /// It is forwarded, and so is its reply.
     Pass,
-    /// It arrives and is carried out; its reply is lost and the connection closed.
+    /// It is forwarded and executed; its reply is lost and the connection closed.
     LoseReply,
-    /// It never arrives; the connection is closed.
+    /// It is not forwarded; the connection is closed.
     Reset,
-    /// It arrives after this long.
+    /// It is forwarded after this time.
     Delay(Duration),
 }
 
-/// Whether anything passes.
+/// Whether bytes are forwarded.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Light {
+enum Forwarding {
     On,
     Off,
 }
@@ -36,75 +37,75 @@ pub struct Proxy {
     shared: Arc<Shared>,
 }
 
-type Judge = Box<dyn FnMut(&mut [u8]) -> Fate + Send>;
+type Judge = Box<dyn FnMut(&mut [u8]) -> RequestFault + Send>;
 
 struct Shared {
     server: u16,
     judge: Mutex<Judge>,
     connections: Mutex<Vec<[TcpStream; 2]>>,
-    light: Mutex<Light>,
-    light_changed: Condvar,
-    over: AtomicBool,
+    forwarding: Mutex<Forwarding>,
+    forwarding_changed: Condvar,
+    closed: AtomicBool,
     lost: AtomicU64,
 }
 
 impl Proxy {
-    /// A proxy to a port of 127.0.0.1 that passes everything.
+    /// A proxy to a port of 127.0.0.1 that forwards everything.
     ///
     /// # Errors
-    /// The system's, when there is no port.
+    /// The operating system's, if there is no free port.
     pub fn to(server: u16) -> std::io::Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let port = listener.local_addr()?.port();
         let shared = Arc::new(Shared {
             server,
-            judge: Mutex::new(Box::new(|_| Fate::Pass)),
+            judge: Mutex::new(Box::new(|_| RequestFault::Pass)),
             connections: Mutex::default(),
-            light: Mutex::new(Light::On),
-            light_changed: Condvar::new(),
-            over: AtomicBool::new(false),
+            forwarding: Mutex::new(Forwarding::On),
+            forwarding_changed: Condvar::new(),
+            closed: AtomicBool::new(false),
             lost: AtomicU64::new(0),
         });
         let accepting = shared.clone();
         thread::spawn(move || {
             for client in listener.incoming().map_while(Result::ok) {
-                if accepting.over.load(Ordering::SeqCst) {
+                if accepting.closed.load(Ordering::SeqCst) {
                     return;
                 }
-                // Who cannot be connected is dropped, which the client sees as a closed connection.
+                // If the server refuses the connection, the client sees a closed one.
                 let _ = accepting.connect(client);
             }
         });
         Ok(Self { port, shared })
     }
 
-    /// Where it listens.
+    /// The port on which it listens.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// Decides the fate of each request from now on, and may change its bytes; called with what one
-    /// read brought, on all connections in turn.
-    pub fn judge(&self, judge: impl FnMut(&mut [u8]) -> Fate + Send + 'static) {
+    /// Sets the decision about each following request, which may also change its bytes. It is
+    /// called with the bytes of one read, for all connections.
+    pub fn judge(&self, judge: impl FnMut(&mut [u8]) -> RequestFault + Send + 'static) {
         *lock(&self.shared.judge) = Box::new(judge);
     }
 
-    /// Passes everything again.
+    /// Forwards everything again.
     pub fn pass(&self) {
-        self.judge(|_| Fate::Pass);
-        self.shared.turn(Light::On);
+        self.judge(|_| RequestFault::Pass);
+        self.shared.set_forwarding(Forwarding::On);
     }
 
-    /// Nothing arrives on either side from now on, until [`pass`](Self::pass): then it does, as TCP
-    /// would send it again. Connections stay open, and new ones are accepted.
+    /// Forwards nothing in both directions until [`pass`](Self::pass); then the bytes are
+    /// forwarded, like retransmitted TCP segments. Connections stay open, and new ones are
+    /// accepted.
     pub fn black_hole(&self) {
-        self.shared.turn(Light::Off);
+        self.shared.set_forwarding(Forwarding::Off);
     }
 
-    /// Ends a [`black_hole`](Self::black_hole) and nothing else: what [`judge`](Self::judge) was
-    /// told stays.
+    /// Ends a [`black_hole`](Self::black_hole) and keeps the decision of [`judge`](Self::judge).
     pub fn lighten(&self) {
-        self.shared.turn(Light::On);
+        self.shared.set_forwarding(Forwarding::On);
     }
 
     /// Closes every connection; new ones are accepted.
@@ -114,7 +115,7 @@ impl Proxy {
         }
     }
 
-    /// How many replies were lost so far.
+    /// The number of lost replies.
     pub fn lost_replies(&self) -> u64 {
         self.shared.lost.load(Ordering::SeqCst)
     }
@@ -122,15 +123,15 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        self.shared.over.store(true, Ordering::SeqCst);
-        // Wakes the thread that accepts; where that fails it has ended.
+        self.shared.closed.store(true, Ordering::SeqCst);
+        // Wakes the accepting thread, which ends; if the connection fails it has ended.
         let _ = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port));
         self.reset();
-        self.shared.turn(Light::On);
+        self.shared.set_forwarding(Forwarding::On);
     }
 }
 
-/// Whether a request holds a word, say `EVALSHA`, anywhere.
+/// Whether a request contains a word, for instance `EVALSHA`.
 pub fn holds(request: &[u8], word: &str) -> bool {
     request
         .windows(word.len())
@@ -156,7 +157,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Carries what comes from the first to the second until either closes or `pass` says no.
+    /// Forwards bytes from the first to the second until one is closed or `pass` returns false.
     fn carry(
         &self,
         [mut from, mut to]: [TcpStream; 2],
@@ -164,7 +165,7 @@ impl Shared {
     ) {
         let mut buffer = vec![0; 1 << 16];
         while let Ok(read @ 1..) = from.read(&mut buffer) {
-            self.wait_for_light();
+            self.wait_until_forwarding();
             if !pass(self, &mut buffer[..read]) || to.write_all(&buffer[..read]).is_err() {
                 break;
             }
@@ -172,34 +173,38 @@ impl Shared {
         close(&[from, to]);
     }
 
-    fn turn(&self, light: Light) {
-        *lock(&self.light) = light;
-        self.light_changed.notify_all();
+    fn set_forwarding(&self, forwarding: Forwarding) {
+        *lock(&self.forwarding) = forwarding;
+        self.forwarding_changed.notify_all();
     }
 
-    fn wait_for_light(&self) {
-        let dark = |light: &mut Light| *light == Light::Off && !self.over.load(Ordering::SeqCst);
-        drop(self.light_changed.wait_while(lock(&self.light), dark));
+    fn wait_until_forwarding(&self) {
+        let paused = |forwarding: &mut Forwarding| {
+            *forwarding == Forwarding::Off && !self.closed.load(Ordering::SeqCst)
+        };
+        drop(
+            self.forwarding_changed
+                .wait_while(lock(&self.forwarding), paused),
+        );
     }
 
     fn request(&self, request: &mut [u8], losing: &AtomicBool) -> bool {
         let fate = lock(&self.judge)(request);
         match fate {
-            Fate::Pass => true,
-            Fate::Reset => false,
-            Fate::LoseReply => {
+            RequestFault::Pass => true,
+            RequestFault::Reset => false,
+            RequestFault::LoseReply => {
                 losing.store(true, Ordering::SeqCst);
                 true
             }
-            Fate::Delay(time) => {
+            RequestFault::Delay(time) => {
                 thread::sleep(time);
                 true
             }
         }
     }
 
-    /// The server has carried out what it replies to; the connection closes over a reply that is to
-    /// be lost.
+    /// The server has executed the request; if its reply is to be lost, the connection is closed.
     fn reply(&self, losing: &AtomicBool) -> bool {
         let loses = losing.load(Ordering::SeqCst);
         if loses {

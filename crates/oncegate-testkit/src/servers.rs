@@ -1,10 +1,10 @@
 //! Real servers as child processes: on free ports of 127.0.0.1, with their data in a temporary
 //! directory.
 //!
-//! A server keeps its ports and its directory for as long as its value lives, so one that was
-//! stopped or killed comes back at the same address with what it had written. Dropping the value
-//! stops the server and removes the directory. Each server is the leader of a session of its own:
-//! Ctrl-C in the terminal does not reach it.
+//! A server keeps its ports and its directory until its value is dropped, so a stopped or killed
+//! server starts again with the same address and data. Dropping the value stops the server and
+//! removes the directory. Each server is the leader of its own session: Ctrl-C in the terminal does
+//! not reach it.
 
 mod certificates;
 mod cluster;
@@ -35,56 +35,56 @@ pub use rabbit::{RABBITMQ_CLIENT, RABBITMQ_SERVER, Rabbit, RabbitOptions, Rabbit
 pub use rabbit_cluster::RabbitCluster;
 pub use redis::{Redis, RedisOptions, RedisPersistence, RedisServer};
 pub use sentinel::{SENTINEL_NAME, Sentinel, SentinelServers};
-pub use server::{Detached, Kind, Server};
+pub use server::{Detached, Server, ServerKind};
 
-/// Why a server could not be started or spoken to.
+/// Why a server could not be started or controlled.
 #[derive(thiserror::Error)]
 pub enum ServerError {
     /// A file, directory, port or program could not be used.
     #[error("{server}: cannot {action}: {source}")]
     Io {
-        /// The server that was to start.
+        /// The server.
         server: &'static str,
-        /// What was tried.
+        /// The action that failed.
         action: String,
-        /// What the operating system said.
+        /// The error of the operating system.
         source: std::io::Error,
     },
     /// The server's process ended, or did not answer in time.
     #[error("{server} did not start: {reason}\n{log}\n{advice}")]
     DidNotStart {
-        /// The server that was to start.
+        /// The server.
         server: &'static str,
-        /// What was seen.
+        /// The reason.
         reason: String,
         /// The end of the server's log.
         log: String,
         /// What to do about it.
         advice: &'static str,
     },
-    /// A program beside the server failed.
+    /// A program of the server's package failed.
     #[error("{server}: `{program}` failed\n{output}\n{advice}")]
     ProgramFailed {
-        /// The server it was for.
+        /// The server.
         server: &'static str,
-        /// What was run.
+        /// The command.
         program: String,
-        /// What it printed.
+        /// Its output.
         output: String,
         /// What to do about it.
         advice: &'static str,
     },
-    /// Maven copied something, but no broker.
+    /// Maven succeeded, but the broker is incomplete.
     #[error(
         "Kafka: no broker in {directory} though Maven said so; remove the directory and try again"
     )]
     NoBroker {
-        /// Where it should be.
+        /// The directory of the broker.
         directory: PathBuf,
     },
 }
 
-/// As it reads for people, the log in lines: a test shows it by `unwrap`.
+/// The text of `Display` with line breaks, because tests show the error by `unwrap`.
 impl fmt::Debug for ServerError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)

@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use oncegate_testkit::proxy::{Fate, Proxy, holds};
+use oncegate_testkit::proxy::{Proxy, RequestFault, holds};
 use oncegate_testkit::servers::{
     ClusterServers, RedisOptions, RedisPersistence, RedisServer, SentinelServers,
 };
@@ -155,9 +155,9 @@ fn the_proxy_loses_a_reply_after_the_command_was_carried_out() {
     let proxy = Proxy::to(server.port()).unwrap();
     proxy.judge(|request| {
         if holds(request, "INCR") {
-            Fate::LoseReply
+            RequestFault::LoseReply
         } else {
-            Fate::Pass
+            RequestFault::Pass
         }
     });
     let mut client = Client::of(proxy.port());
@@ -180,12 +180,12 @@ fn the_proxy_resets_delays_and_falls_silent() {
     let server = RedisServer::start(RedisOptions::new()).unwrap();
     let proxy = Proxy::to(server.port()).unwrap();
     let mut client = Client::of(proxy.port());
-    proxy.judge(|_| Fate::Delay(Duration::from_millis(100)));
+    proxy.judge(|_| RequestFault::Delay(Duration::from_millis(100)));
     let asked = Instant::now();
     assert_eq!(client.ask("PING").unwrap(), "+PONG");
     assert!(asked.elapsed() >= Duration::from_millis(100));
 
-    proxy.judge(|_| Fate::Reset);
+    proxy.judge(|_| RequestFault::Reset);
     assert!(matches!(
         client.ask("INCR never").as_deref(),
         Ok("") | Err(_)

@@ -16,14 +16,14 @@ use std::time::{Duration, Instant};
 
 use oncegate::{
     Consumer, Context, Execution, Failure, Guarantee, Handler, IdSource, Kafka, MemoryStore,
-    RawBytes, Redis, Store, async_trait,
+    RawBytes, Redis, Store,
 };
 use rdkafka::ClientConfig;
 use rdkafka::consumer::{Consumer as _, StreamConsumer};
 use rdkafka::producer::{BaseRecord, Producer, ThreadedProducer};
 use tokio::sync::Notify;
 
-type Outcome<T> = Result<T, Box<dyn std::error::Error>>;
+type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
 
 /// Counts, and says when all have been seen.
 #[derive(Clone)]
@@ -33,7 +33,6 @@ struct Count {
     done: Arc<Notify>,
 }
 
-#[async_trait]
 impl Handler for Count {
     type Payload = oncegate::Raw;
 
@@ -46,7 +45,7 @@ impl Handler for Count {
 }
 
 #[tokio::main]
-async fn main() -> Outcome<()> {
+async fn main() -> Fallible<()> {
     let brokers = std::env::var("ONCEGATE_KAFKA")
         .map_err(|_| "set ONCEGATE_KAFKA, as `cargo xtask services up` prints it")?;
     let redis = std::env::var("ONCEGATE_REDIS")
@@ -93,7 +92,7 @@ async fn main() -> Outcome<()> {
 }
 
 /// 100-byte messages with an id in a header, over four partitions.
-async fn produce(brokers: &str, topic: &str, messages: usize) -> Outcome<()> {
+async fn produce(brokers: &str, topic: &str, messages: usize) -> Fallible<()> {
     use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", brokers);
@@ -135,7 +134,7 @@ async fn produce(brokers: &str, topic: &str, messages: usize) -> Outcome<()> {
 }
 
 /// The most that the client itself reaches in safe code.
-async fn bare(brokers: &str, topic: &str, messages: usize) -> Outcome<f64> {
+async fn bare(brokers: &str, topic: &str, messages: usize) -> Fallible<f64> {
     let mut config = ClientConfig::new();
     config
         .set("bootstrap.servers", brokers)
@@ -159,7 +158,7 @@ async fn gated(
     messages: usize,
     store: impl Store + 'static,
     handlers: Execution,
-) -> Outcome<f64> {
+) -> Fallible<f64> {
     let count = Count {
         seen: Arc::default(),
         all: messages,

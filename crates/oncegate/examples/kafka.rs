@@ -2,7 +2,7 @@
 
 use oncegate::{
     Consumer, Context, Error, Failure, FailureExt, Guarantee, Handler, IdSource, Kafka, Redis,
-    async_trait, shutdown_signal,
+    shutdown_signal,
 };
 
 #[derive(serde::Deserialize)]
@@ -12,7 +12,6 @@ struct Payment {
 }
 struct Charge;
 
-#[async_trait]
 impl Handler for Charge {
     type Payload = Payment;
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {

@@ -1,8 +1,7 @@
 //! Takes stock levels from a RabbitMQ queue, effectively once.
 
 use oncegate::{
-    Consumer, Context, Error, Failure, Handler, IdSource, RabbitMq, Redis, async_trait,
-    shutdown_signal,
+    Consumer, Context, Error, Failure, Handler, IdSource, RabbitMq, Redis, shutdown_signal,
 };
 
 #[derive(serde::Deserialize)]
@@ -12,7 +11,6 @@ struct Stock {
 }
 struct Shelf;
 
-#[async_trait]
 impl Handler for Shelf {
     type Payload = Stock;
     async fn handle(&self, stock: Stock, cx: &Context) -> Result<(), Failure> {

@@ -2,7 +2,6 @@
 
 use oncegate::{
     Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, Message, Sqlite,
-    async_trait,
 };
 
 #[derive(serde::Deserialize)]
@@ -12,7 +11,6 @@ struct Stock {
 }
 struct Shelf;
 
-#[async_trait]
 impl Handler for Shelf {
     type Payload = Stock;
     async fn handle(&self, stock: Stock, cx: &Context) -> Result<(), Failure> {

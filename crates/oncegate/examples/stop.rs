@@ -5,18 +5,17 @@ use std::time::Duration;
 
 use oncegate::{
     Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, MemoryBroker, Message, Sqlite,
-    async_trait, shutdown_signal,
+    shutdown_signal,
 };
 
 struct Charge;
 
-#[async_trait]
 impl Handler for Charge {
     type Payload = u64;
 
     async fn handle(&self, cents: u64, cx: &Context) -> Result<(), Failure> {
         println!("{}: charging {cents} cents", cx.id());
-        tokio::time::sleep(Duration::from_secs(1)).await; // stands for your payment provider
+        tokio::time::sleep(Duration::from_secs(1)).await; // in place of a payment provider
         println!("{}: charged", cx.id());
         Ok(())
     }

@@ -3,12 +3,11 @@
 
 use oncegate::{
     Consumer, Context, Error, Failure, Guarantee, Handler, IdSource, Kafka, Raw, RawBytes, Redis,
-    Shadow, ShadowReport, async_trait, shutdown_signal,
+    Shadow, ShadowReport, shutdown_signal,
 };
 
 struct Print;
 
-#[async_trait]
 impl Handler for Print {
     type Payload = Raw;
 

@@ -10,9 +10,9 @@ pub mod prelude;
 
 // The consumer and its settings.
 pub use oncegate_core::{
-    Builder, Consumer, ConsumerSnapshot, ConsumerStatus, DeliveryState, Error, Execution,
-    Fingerprint, Fingerprints, Guarantee, IdSource, InFlightDelivery, Order, Outage, Readiness,
-    Scope, Shadow, ShadowOutcome, ShadowReport, StoreSnapshot, StoreState, StoreTrouble,
+    Builder, Consumer, ConsumerSnapshot, ConsumerStatus, DeliveryState, DrainHandle, Error,
+    Execution, Fingerprint, Fingerprints, Guarantee, IdSource, InFlightDelivery, Order, Outage,
+    Readiness, Scope, Shadow, ShadowOutcome, ShadowReport, StoreSnapshot, StoreState, StoreTrouble,
     shutdown_signal,
 };
 // Handlers.
@@ -26,8 +26,8 @@ pub use oncegate_core::{Gate, GateBuilder, GateError, RunOutcome, WhenHeld};
 pub use oncegate_core::{Headers, HeadersBuilder, Key, Message, MessageId, Origin, Position};
 // What sources and stores implement.
 pub use oncegate_core::{
-    Delivery, FailureHistory, Incoming, Limit, Listed, Open, Persistence, Receipt, Settled, Source,
-    SourceError, Standing, Store, StoreError,
+    Connect, ConnectOptions, Delivery, FailureHistory, Incoming, Limit, Persistence, Receipt,
+    Settled, Source, SourceError, SourceProperties, Store, StoreError,
 };
 // In memory.
 pub use oncegate_core::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
@@ -50,8 +50,20 @@ pub use oncegate_kafka::{
     PartitionStatus, StartAt, TopicCreation,
 };
 #[cfg(feature = "redis")]
-pub use oncegate_redis::{
-    Browse, Durability, Load, Markers, Plan, REDIS_METRICS, Redis, ServerInfo, plan,
-};
+pub use oncegate_redis::{Durability, REDIS_METRICS, Redis};
 #[cfg(feature = "sqlite")]
-pub use oncegate_sql::{SQLITE_METRICS, Sqlite, SqliteBrowse, SqliteListed, Synchronous};
+pub use oncegate_sql::{SQLITE_METRICS, Sqlite, Synchronous};
+
+/// For tools that look into a Redis store: its memory in advance, its markers and its server.
+#[cfg(feature = "redis")]
+pub mod redis {
+    pub use oncegate_redis::{
+        Browse, ForeignValue, Load, Markers, Plan, ServerInfo, ToolRights, plan,
+    };
+}
+
+/// For tools that look into an SQLite store.
+#[cfg(feature = "sqlite")]
+pub mod sqlite {
+    pub use oncegate_sql::{SqliteBrowse, SqliteListed};
+}

@@ -1,6 +1,6 @@
 //! What the book shows of trying one's own handler with the kit.
 
-use oncegate::{Context, Failure, FailureExt, Guarantee, Handler, Reconciled, async_trait};
+use oncegate::{Context, Failure, FailureExt, Guarantee, Handler, Reconciled};
 use oncegate_testkit::{Effects, Kit};
 
 /// Sends a parcel for each order. In the test the carrier is a counter.
@@ -8,7 +8,6 @@ struct Ship {
     carrier: Effects,
 }
 
-#[async_trait]
 impl Handler for Ship {
     type Payload = String;
 

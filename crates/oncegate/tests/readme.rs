@@ -1,12 +1,18 @@
 //! What the README and the book show is what the compiler sees: each of their Rust blocks stands,
 //! word for word, in a file that is compiled.
 
+#[path = "book/architecture.rs"]
+mod architecture;
 #[path = "book/dependencies.rs"]
 mod dependencies;
 #[allow(dead_code, reason = "shared with the test of mistakes")]
 mod generated;
 #[path = "book/links.rs"]
 mod links;
+#[path = "book/log_lines.rs"]
+mod log_lines;
+#[path = "book/names.rs"]
+mod names;
 #[path = "book/reference.rs"]
 mod reference;
 
@@ -112,7 +118,7 @@ fn nothing_still_can_happen_up_to_and_with_the_attempt() {
             "attempts up to and including this one",
         ),
         (
-            "crates/oncegate-model/src/trial.rs",
+            "crates/oncegate-model/src/system.rs",
             "voids: |attempt| attempt,",
         ),
         (
@@ -244,7 +250,7 @@ fn containers_are_given_longer_to_stop_than_a_drain_takes() {
         {
             let seconds: u64 = value.trim().trim_end_matches('s').parse().expect("seconds");
             assert!(
-                seconds >= oncegate::defaults::DRAIN.as_secs() + 10,
+                seconds >= oncegate::defaults::DRAIN_TIMEOUT.as_secs() + 10,
                 "{file}: {key} {seconds}"
             );
             checked += 1;

@@ -1,6 +1,6 @@
 //! The handler: charges each payment once.
 
-use oncegate::{Context, Failure, FailureExt, Handler, Reconciled, async_trait};
+use oncegate::{Context, Failure, FailureExt, Handler, Reconciled};
 
 use crate::payment::Payment;
 use crate::provider::Provider;
@@ -9,7 +9,6 @@ pub(crate) struct Charge {
     pub(crate) provider: Provider,
 }
 
-#[async_trait]
 impl Handler for Charge {
     type Payload = Payment;
 

@@ -1,55 +1,96 @@
-//! The demo on real servers: workers, provider and producer in processes of their own.
+//! The parts of the demo on real servers, each a process of its own.
 
-mod admin;
-mod check;
-mod demo;
-mod fleet;
-#[cfg(feature = "kafka")]
-mod kafka;
-mod produce;
-mod provider;
-#[cfg(feature = "rabbitmq")]
-mod rabbitmq;
-mod rundir;
-mod servers;
-pub(crate) mod traces;
-mod watch;
-mod wire;
-mod work;
+use std::time::Duration;
 
-pub(crate) use demo::run;
-pub(crate) use servers::Servers;
+use oncegate_admin::Metrics;
+use oncegate_config::{Config, Traces};
+use tokio::time::{interval, sleep};
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
 
-use clap::Subcommand;
+use crate::Error;
+use crate::broker::Broker;
+use crate::charge::Charge;
+use crate::cli::BrokerKind::{self, Kafka, Memory, Rabbitmq};
+use crate::cli::{Cli, Command, word};
+use crate::ledger::Ledger;
+use crate::payment::messages;
+use crate::provider::Provider;
+use crate::report::{Rejected, Report};
+use crate::servers::{Queue, Topic};
 
-use crate::report::Report;
-
-pub(crate) use crate::Error;
-
-/// The demo in pieces. They share a run directory, where each writes what it did.
-#[derive(Debug, Subcommand)]
-pub(crate) enum Command {
-    /// The payment provider, over HTTP, with its ledger in a file.
-    Provider(provider::Arguments),
-    /// Sends payments.
-    Produce(produce::Arguments),
-    /// A worker: charges what comes, until SIGTERM.
-    Work(work::Arguments),
-    /// Counts what became of the payments.
-    Report(demo::Arguments),
+pub(crate) async fn run(command: Command, cli: &Cli) -> Result<Option<Report>, Error> {
+    std::fs::create_dir_all(&cli.run_dir)?;
+    let config = Config::load()?;
+    match command {
+        Command::Produce => produce(cli, &config).await.map(|()| None),
+        Command::Work => work(cli, config).await.map(|()| None),
+        Command::Report => report(cli, &config).await.map(Some),
+    }
 }
 
-impl Command {
-    /// Runs this piece; a report is to be shown.
-    ///
-    /// # Errors
-    /// Says what a person has to change.
-    pub(crate) async fn run(&self) -> Result<Option<Report>, Error> {
-        match self {
-            Self::Provider(arguments) => provider::run(arguments).await.map(|()| None),
-            Self::Produce(arguments) => produce::run(arguments).await.map(|()| None),
-            Self::Work(arguments) => work::run(arguments).await.map(|()| None),
-            Self::Report(arguments) => demo::report(arguments).await.map(Some),
+pub(crate) async fn open(broker: BrokerKind, config: &Config) -> Result<Broker, Error> {
+    match broker {
+        Memory => Err("--broker: kafka or rabbitmq is needed here".into()),
+        Kafka => Ok(Broker::Kafka(Box::new(Topic::open(config).await?))),
+        Rabbitmq => Ok(Broker::RabbitMq(Box::new(Queue::open(config).await?))),
+    }
+}
+
+/// Sends payments, in ten batches a second.
+async fn produce(cli: &Cli, config: &Config) -> Result<(), Error> {
+    let traces = Traces::from_environment("payments-producer")?;
+    let layer = traces.as_ref().map(Traces::layer);
+    tracing_subscriber::registry().with(layer).init();
+    let broker = open(cli.broker, config).await?;
+    let messages = messages(cli.payments, &cli.prefix, cli.seed);
+    eprintln!("payments: sending {} messages", messages.len());
+    let batch = cli.rate.div_ceil(10);
+    let pause = f64::from(batch) / f64::from(cli.rate);
+    let mut ticks = interval(Duration::from_secs_f64(pause));
+    for batch in messages.chunks(batch as usize) {
+        ticks.tick().await;
+        broker.send(batch).await?;
+    }
+    Ok(())
+}
+
+/// Charges payments until SIGTERM, and records the counts five times a second.
+async fn work(cli: &Cli, config: Config) -> Result<(), Error> {
+    if config.has("kafka.topic") && config.text("gate.broker") != Some("rabbitmq") {
+        open(Kafka, &config).await?; // creates the topic
+    }
+    let metrics = Metrics::install()?;
+    let provider = Provider::open(cli, &cli.run_dir)?;
+    let (mut ledger, name) = (Ledger::open(&cli.run_dir)?, fastrand::u64(..).to_string());
+    let noting = async {
+        while ledger.note_counts(&name, &metrics.text()).is_ok() {
+            sleep(Duration::from_millis(200)).await;
+        }
+    };
+    tokio::select! {
+        ran = config.run(Charge { provider }) => ran?,
+        () = noting => {}
+    }
+    Ok(ledger.note_counts(&name, &metrics.text())?)
+}
+
+/// Counts what the producers have sent, each with the name of its broker as the prefix.
+async fn report(cli: &Cli, config: &Config) -> Result<Report, Error> {
+    let (mut all, mut sent) = (Rejected::default(), Vec::new());
+    for (broker, key) in [(Kafka, "kafka.topic"), (Rabbitmq, "rabbitmq.queue")] {
+        if config.has(key) {
+            let rejected = open(broker, config).await?.rejected().await?;
+            all.in_doubt.extend(rejected.in_doubt);
+            all.dead_letters.extend(rejected.dead_letters);
+            sent.extend(messages(cli.payments, &word(broker), cli.seed));
         }
     }
+    let ledger = Ledger::open(&cli.run_dir)?;
+    Ok(Report::of(
+        &ledger.charges()?,
+        &ledger.counts()?,
+        &sent,
+        &all,
+    ))
 }

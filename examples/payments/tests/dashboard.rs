@@ -3,9 +3,7 @@
 #![cfg(all(feature = "kafka", feature = "rabbitmq"))]
 #![forbid(unsafe_code)]
 
-#[cfg(feature = "otlp")]
 mod traces;
-#[cfg(feature = "worker")]
 mod worker;
 
 use std::io::{BufRead, BufReader};
@@ -86,14 +84,41 @@ fn start(command: &mut Command, until: &str) -> (Process, String) {
     panic!("{command:?} ended, and said: {said}");
 }
 
-fn demo(arguments: &[&str], run_dir: &Path, until: &str) -> (Process, String) {
-    start(
-        Command::new(PAYMENTS)
-            .args(arguments)
-            .arg("--run-dir")
-            .arg(run_dir),
-        until,
-    )
+/// A part of the demo, which is configured by variables.
+fn demo(
+    arguments: &[&str],
+    variables: &[(&str, &str)],
+    run_dir: &Path,
+    until: &str,
+) -> (Process, String) {
+    let mut command = Command::new(PAYMENTS);
+    command.args(arguments).arg("--run-dir").arg(run_dir);
+    start(command.envs(variables.iter().copied()), until)
+}
+
+/// The configuration of a worker or a producer.
+///
+/// The store of the tests' Redis forgets, which at most once refuses: hence effectively once.
+fn variables<'a>(
+    name: &'a str,
+    broker: &'a str,
+    [kafka, rabbitmq, redis]: [&'a str; 3],
+) -> Vec<(&'a str, &'a str)> {
+    vec![
+        ("ONCEGATE_STORE_URL", redis),
+        ("ONCEGATE_STORE_SCOPE", name),
+        ("ONCEGATE_GATE_ID", "header payment-id"),
+        ("ONCEGATE_GATE_GUARANTEE", "effectively-once"),
+        ("ONCEGATE_GATE_BROKER", broker),
+        ("ONCEGATE_GATE_MAX_ATTEMPTS", "20"),
+        ("ONCEGATE_KAFKA_BROKERS", kafka),
+        ("ONCEGATE_KAFKA_TOPIC", name),
+        ("ONCEGATE_KAFKA_GROUP", name),
+        ("ONCEGATE_KAFKA_CREATE_PARTITIONS", "1"),
+        ("ONCEGATE_KAFKA_CREATE_REPLICAS", "1"),
+        ("ONCEGATE_RABBITMQ_URL", rabbitmq),
+        ("ONCEGATE_RABBITMQ_QUEUE", name),
+    ]
 }
 
 /// A Prometheus that scrapes these every half a second, with the alert rules.
@@ -207,39 +232,13 @@ async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked()
         oncegate_testkit::kafka_brokers().expect("set"),
         oncegate_testkit::rabbitmq_url().expect("set"),
     );
-    let (_provider, provider) = demo(&["provider", "--listen", "127.0.0.1:0"], run_dir, "http://");
-    let provider = format!("http://{provider}");
-    // The store of the tests' Redis forgets, which at most once refuses: effectively once is what
-    // the demo has for it.
     let redis = oncegate_testkit::redis_url().expect("set");
-    let addresses = [
-        "--kafka",
-        &kafka,
-        "--rabbitmq",
-        &rabbitmq,
-        "--redis",
-        &redis,
-        "--name",
-        &name,
-    ];
+    let servers = [kafka.as_str(), &rabbitmq, &redis];
     let worker = |broker: &'static str| {
-        let own = [
-            "work",
-            "--broker",
-            broker,
-            "--worker",
-            broker,
-            "--provider",
-            &provider,
-            "--admin",
-            "127.0.0.1:0",
-        ];
-        let rest = ["--guarantee", "effectively-once"];
-        let (process, said) = demo(
-            &[&own[..], &rest[..], &addresses[..]].concat(),
-            run_dir,
-            "admin port http://",
-        );
+        let mut variables = variables(&name, broker, servers);
+        variables.push(("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:0"));
+        let arguments = ["work", "--guarantee", "effectively-once"];
+        let (process, said) = demo(&arguments, &variables, run_dir, "admin port http://");
         (process, said.trim_end_matches("/status").to_owned())
     };
     let (workers, admins): (Vec<Process>, Vec<String>) =
@@ -260,7 +259,12 @@ async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked()
             "--rate",
             "200",
         ];
-        demo(&[&own[..], &addresses[..]].concat(), run_dir, "sent ")
+        demo(
+            &own,
+            &variables(&name, broker, servers),
+            run_dir,
+            "sending ",
+        )
     });
 
     let mut unanswered = queries();

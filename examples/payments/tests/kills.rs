@@ -40,22 +40,17 @@ fn folder(run_dir: &Path) -> PathBuf {
     folders.remove(0)
 }
 
-/// How often each payment was charged, by the lines of the provider's ledger: nothing of the demo
-/// is asked.
+/// How often each payment was charged, by the provider's ledger.
 fn charges(folder: &Path) -> HashMap<String, u32> {
-    let mut charges = HashMap::new();
-    let ledger = std::fs::read_to_string(folder.join("ledger.jsonl")).unwrap_or_default();
-    // A last line without an end was never answered: its writer was killed.
-    for line in ledger
-        .split_inclusive('\n')
-        .filter(|line| line.ends_with('\n'))
-    {
-        let entry: serde_json::Value = serde_json::from_str(line).expect("JSON");
-        if let Some(id) = entry["charged"]["id"].as_str() {
-            *charges.entry(id.to_owned()).or_default() += 1;
-        }
-    }
-    charges
+    let ledger = rusqlite::Connection::open(folder.join("ledger.db")).expect("a ledger");
+    ledger.busy_timeout(Duration::from_secs(10)).expect("set");
+    let Ok(mut query) = ledger.prepare("SELECT id, count(*) FROM charges GROUP BY id") else {
+        return HashMap::new(); // killed before it created the table
+    };
+    let rows = query.query_map([], |row| Ok((row.get(0)?, row.get(1)?)));
+    rows.expect("rows")
+        .collect::<Result<_, _>>()
+        .expect("charges")
 }
 
 #[test]
@@ -134,7 +129,7 @@ fn each_whole_run_begins_anew_and_no_two_share_their_files() {
     let beside = demo(&run_dir, &arguments).output().expect("it ran");
     assert_eq!(beside.status.code(), Some(2));
     let said = String::from_utf8_lossy(&beside.stderr);
-    assert!(said.contains("ledger.jsonl is not free"), "{said}");
+    assert!(said.contains("is in use by another run"), "{said}");
 
     let again = |run: Output| {
         let counts = counts(&run);

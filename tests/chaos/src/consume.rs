@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 use oncegate::{
-    Consumer, Context, Durability, Execution, Failure, FailureExt, Handler, IdSource, KafkaLogin,
-    Open, Order, Reconciled, Redis, async_trait,
+    Connect, Consumer, Context, Durability, Execution, Failure, FailureExt, Handler, IdSource,
+    KafkaLogin, Order, Reconciled, Redis,
 };
 use oncegate_testkit::servers::SENTINEL_NAME;
 
@@ -86,7 +86,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
 }
 
 async fn consume(
-    source: impl Open + fmt::Debug,
+    source: impl Connect + fmt::Debug,
     arguments: &Arguments,
     worker: Worker,
 ) -> Result<(), Error> {
@@ -162,7 +162,6 @@ struct Effects {
     runs: AtomicU64,
 }
 
-#[async_trait]
 impl Handler for Effects {
     type Payload = Work;
 

@@ -222,9 +222,7 @@ pub struct Outcome {
 /// If the servers do not start, or it was told to stop.
 pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, Error> {
     if !cfg!(oncegate_chaos) {
-        return Err(
-            "this build has no wrong versions: run it as `cargo xtask chaos --mutants`".into(),
-        );
+        return Err("this build has no mutants: run it as `cargo xtask chaos --mutants`".into());
     }
     std::fs::create_dir_all(folder)?;
     let servers = Servers::start()?;
@@ -517,6 +515,32 @@ mod tests {
             caught(&[], &[])
                 .verdict()
                 .starts_with("mutants: 1 of 2 caught")
+        );
+    }
+
+    /// `cargo xtask chaos --mutants` applies the patch to a copy of the source.
+    #[test]
+    fn the_patch_has_each_mutant_and_applies() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let patch = root.join("tests/chaos/mutants.patch");
+        let text = std::fs::read_to_string(&patch).expect("the patch");
+        for mutant in MUTANTS {
+            assert!(
+                text.contains(&format!("(\"{}\"", mutant.name)),
+                "mutants.patch lacks {}",
+                mutant.name
+            );
+        }
+        let checked = std::process::Command::new("git")
+            .args(["apply", "--check"])
+            .arg(&patch)
+            .current_dir(&root)
+            .output()
+            .expect("git");
+        assert!(
+            checked.status.success(),
+            "renew tests/chaos/mutants.patch as its first lines say:\n{}",
+            String::from_utf8_lossy(&checked.stderr)
         );
     }
 }

@@ -1,12 +1,14 @@
 //! A source and a store that write down what passes through them.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use oncegate::lifecycle::Settlement;
 use oncegate::marker::{Ask, Guarantee, Operation, Verdict};
-use oncegate::source::{Delivery, Incoming, Limit, Order, Settled};
-use oncegate::{Message, Open, Persistence, Source, SourceError, Store, StoreError, async_trait};
+use oncegate::source::{ConnectOptions, Delivery, Incoming, Limit, Settled, SourceProperties};
+use oncegate::{
+    Connect, Message, Persistence, Source, SourceError, Store, StoreError, async_trait,
+};
 
 use crate::ledger::{Asked, Log, Settling, What};
 use crate::message::ID_HEADER;
@@ -26,40 +28,12 @@ impl<T> Recorded<T> {
 }
 
 #[async_trait]
-impl<S: Open> Open for Recorded<S> {
+impl<S: Connect> Connect for Recorded<S> {
     type Source = Recorded<S::Source>;
 
-    fn for_in_flight(self, count: usize) -> Self {
-        Self {
-            inner: self.inner.for_in_flight(count),
-            ..self
-        }
-    }
-
-    fn for_window(self, window: Duration) -> Self {
-        Self {
-            inner: self.inner.for_window(window),
-            ..self
-        }
-    }
-
-    fn for_longest_open(self, open: Duration) -> Self {
-        Self {
-            inner: self.inner.for_longest_open(open),
-            ..self
-        }
-    }
-
-    fn for_order(self, order: Order) -> Self {
-        Self {
-            inner: self.inner.for_order(order),
-            ..self
-        }
-    }
-
-    async fn open(self) -> Result<Self::Source, SourceError> {
+    async fn connect(self, options: ConnectOptions) -> Result<Self::Source, SourceError> {
         Ok(Recorded {
-            inner: self.inner.open().await?,
+            inner: self.inner.connect(options).await?,
             log: self.log,
         })
     }
@@ -110,16 +84,8 @@ impl<S: Source> Source for Recorded<S> {
         Box::new(self.inner).close(deadline).await
     }
 
-    fn default_order(&self) -> Order {
-        self.inner.default_order()
-    }
-
-    fn chunk(&self) -> usize {
-        self.inner.chunk()
-    }
-
-    fn overlap(&self) -> bool {
-        self.inner.overlap()
+    fn properties(&self) -> SourceProperties {
+        self.inner.properties()
     }
 }
 
@@ -200,5 +166,6 @@ fn verdict(answer: &Result<Verdict, StoreError>) -> String {
         Err(StoreError::Unknown(_)) => "unknown".into(),
         Err(StoreError::Misconfigured(_)) => "misconfigured".into(),
         Err(StoreError::UnreadableMarker(_)) => "unreadable marker".into(),
+        Err(_) => "another error".into(),
     }
 }

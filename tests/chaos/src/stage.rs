@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_testkit::proxy::Proxy;
 use oncegate_testkit::servers::{
-    KafkaDoor, KafkaServer, KafkaUser, Kind as ServerKind, RabbitServer, Server, fetch_kafka,
+    KafkaDoor, KafkaServer, KafkaUser, RabbitServer, Server, ServerKind, fetch_kafka,
 };
 use rustix::process::Signal;
 

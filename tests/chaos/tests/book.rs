@@ -1,4 +1,4 @@
-//! The tables of the book on reliability are those that the reports beside it add up to.
+//! The tables of `docs/evidence/reliability.md` equal the sums of the reports beside it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use oncegate_chaos::check::Promise;
 use oncegate_chaos::matrix::columns;
 use oncegate_chaos::matrix::step::STEPS;
-use oncegate_chaos::matrix::table::Matrix;
+use oncegate_chaos::matrix::table::{Cell, Matrix};
 use oncegate_chaos::mutants::Caught;
 use oncegate_chaos::report::{Report, Verdict};
 use oncegate_chaos::schedule::Kind;
@@ -14,12 +14,12 @@ use oncegate_chaos::schedule::Kind;
 /// What messages do, and the player does not.
 const ABORT: &str = "abort";
 
-fn book() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/src")
+fn evidence() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/evidence")
 }
 
 fn page() -> String {
-    std::fs::read_to_string(book().join("reliability.md")).expect("the page")
+    std::fs::read_to_string(evidence().join("reliability.md")).expect("the page")
 }
 
 /// The files of a folder beside the page.
@@ -34,7 +34,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
 
 /// The folders of reports that add up.
 fn groups() -> Vec<PathBuf> {
-    files(&book().join("reliability"))
+    files(&evidence().join("reliability"))
         .into_iter()
         .filter(|path| path.is_dir())
         .collect()
@@ -161,7 +161,7 @@ fn totals(reports: &[Report]) -> String {
 
 /// How soon effects came after faults.
 fn recovery(reports: &[Report]) -> String {
-    let mut table = "| fault | played | first effect: judged | longest, s | nine tenths: judged | longest, s | bound, s |\n\
+    let mut table = "| fault | injected | first effect: judged | longest, s | nine tenths: judged | longest, s | bound, s |\n\
                      | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         .to_owned();
     let counts = sum(reports).counts;
@@ -245,10 +245,61 @@ fn the_tables_are_what_the_reports_add_up_to() {
         for table in [totals(&reports), recovery(&reports)] {
             assert!(
                 page.contains(&table),
-                "docs/src/reliability.md does not have this table of {}:\n{table}",
+                "docs/evidence/reliability.md does not have this table of {}:\n{table}",
                 folder.display()
             );
         }
+    }
+}
+
+/// The figures of a row of the book's summary, without its name.
+fn summary(reports: &[Report]) -> String {
+    let row = row("", None, "", reports);
+    let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+    let [
+        _,
+        _,
+        _,
+        _,
+        passed,
+        messages,
+        faults,
+        _,
+        lost,
+        doubled,
+        again,
+        ..,
+    ] = cells[..]
+    else {
+        panic!("a row of other columns: {row}");
+    };
+    format!("| {passed} | {messages} | {faults} | {lost} | {doubled} | {again} |\n")
+}
+
+#[test]
+fn the_book_summarises_every_group_of_reports() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/src/reliability.md");
+    let page = std::fs::read_to_string(path).expect("the page");
+    for folder in groups() {
+        let figures = summary(&reports(&folder));
+        assert!(
+            page.contains(&figures),
+            "docs/src/reliability.md has no row that ends like this, for {}:\n{figures}",
+            folder.display()
+        );
+    }
+    let mut matrix = Matrix::default();
+    kept("matrix").into_iter().for_each(|run| matrix.add(run));
+    let sum = |of: fn(&Cell) -> u64| number(matrix.cells.iter().map(of).sum());
+    let (aborts, messages) = (sum(|it| it.runs), sum(|it| it.confirmed));
+    for figures in [
+        format!("{aborts} aborts and {messages} messages"),
+        format!("{} effects were repeated", sum(|it| it.explained)),
+    ] {
+        assert!(
+            page.contains(&figures),
+            "docs/src/reliability.md does not say: {figures}"
+        );
     }
 }
 
@@ -272,7 +323,7 @@ fn every_report_is_linked_to_by_its_folder_and_names_its_commit() {
         for commit in commits {
             assert!(
                 page.contains(&commit),
-                "docs/src/reliability.md does not name the commit {commit} of {name}"
+                "docs/evidence/reliability.md does not name the commit {commit} of {name}"
             );
         }
     }
@@ -289,7 +340,7 @@ fn kept<T: serde::de::DeserializeOwned>(beginning: &str) -> Vec<T> {
             std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         serde_json::from_slice(&text).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
     };
-    files(&book().join("reliability"))
+    files(&evidence().join("reliability"))
         .into_iter()
         .filter(is_one)
         .map(read)
@@ -310,11 +361,11 @@ fn the_matrix_is_what_its_files_say() {
         assert!(matrix.is_right(), "{verdict}");
         assert!(
             page().contains(&verdict),
-            "docs/src/reliability.md does not say: {verdict}"
+            "docs/evidence/reliability.md does not say: {verdict}"
         );
         assert!(
             names_the_commit(&matrix.versions),
-            "docs/src/reliability.md does not name the commit {}",
+            "docs/evidence/reliability.md does not name the commit {}",
             matrix.versions["commit"]
         );
     }
@@ -349,11 +400,11 @@ fn the_wrong_versions_are_what_their_file_says() {
     assert!(caught.is_right(), "{verdict}");
     assert!(
         page.contains(&verdict),
-        "docs/src/reliability.md does not say: {verdict}"
+        "docs/evidence/reliability.md does not say: {verdict}"
     );
     assert!(
         names_the_commit(&caught.versions),
-        "docs/src/reliability.md does not name the commit {}",
+        "docs/evidence/reliability.md does not name the commit {}",
         caught.versions["commit"]
     );
     let table = caught.to_markdown();
@@ -365,7 +416,7 @@ fn the_wrong_versions_are_what_their_file_says() {
     for row in rows {
         assert!(
             page.contains(row),
-            "docs/src/reliability.md does not have: {row}"
+            "docs/evidence/reliability.md does not have: {row}"
         );
     }
 }

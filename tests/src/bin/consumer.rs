@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use clap::{Parser, ValueEnum};
 use oncegate::{
-    Builder, Consumer, Decode, Error, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Redis,
-    TopicCreation, Topology, shutdown_signal,
+    Builder, Connect, Consumer, Decode, Error, Guarantee, Handler, IdSource, Kafka, RabbitMq,
+    Redis, TopicCreation, Topology, shutdown_signal,
 };
 use oncegate_tests::counters::Counters;
 use oncegate_tests::diary::Diary;
@@ -157,7 +157,7 @@ async fn consume(arguments: Arguments) -> Result<(), Error> {
     }
 }
 
-async fn run<S: Open, H: Handler, D: Decode>(
+async fn run<S: Connect, H: Handler, D: Decode>(
     consumer: Builder<S, Redis, H, D>,
 ) -> Result<(), Error> {
     consumer.run_until(shutdown_signal()).await

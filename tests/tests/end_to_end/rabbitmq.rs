@@ -8,7 +8,7 @@ use lapin::options::{
 };
 use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
-use oncegate::{Open, RabbitMq, Source};
+use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
 
 use crate::broker::{Letter, Sent};
 
@@ -27,7 +27,7 @@ const BESIDE: [&str; 7] = [
 pub(crate) async fn create(url: &str, queue: &str) {
     let source = RabbitMq::queue(queue)
         .url(url)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("the queues are declared");
     let source: Box<dyn Source> = Box::new(source);

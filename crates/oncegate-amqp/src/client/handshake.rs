@@ -14,6 +14,7 @@ use lapin::tcp::RustlsConnector;
 use lapin::uri::AMQPUri;
 use lapin::{AsyncTcpStream, Connection, ConnectionProperties};
 
+use crate::client::quiet_executor;
 use crate::client::sanitized_stream::{self, SanitizedStream};
 
 /// Shuts the socket of an unfinished handshake down when it is dropped, unless it was
@@ -43,6 +44,8 @@ pub(crate) async fn connect(
         uri,
         sanitized_stream::runtime(),
         async move |uri, runtime| {
+            // lapin calls this on its connection thread.
+            quiet_executor::silence_this_thread();
             // Not by lapin's `AMQPUriTcpExt`, which traces the URL with its password.
             let connecting = async {
                 let host = uri.authority.host.clone();

@@ -13,14 +13,15 @@ use async_rs::{Runtime, Tokio};
 use futures_util::{AsyncRead, AsyncWrite, Stream};
 
 use crate::client::frame_sanitizer::FrameSanitizer;
+use crate::client::quiet_executor::QuietExecutor;
 
 /// The runtime for the client: tokio's, with sanitized connections.
-pub(crate) type SanitizedRuntime = Runtime<RuntimeParts<Tokio, SanitizingReactor>>;
+pub(crate) type SanitizedRuntime = Runtime<RuntimeParts<QuietExecutor, SanitizingReactor>>;
 
 /// A [`SanitizedRuntime`] on the current tokio runtime.
 pub(crate) fn runtime() -> SanitizedRuntime {
     Runtime::new(RuntimeParts::new(
-        Tokio::current(),
+        QuietExecutor::current(),
         SanitizingReactor(Tokio::current()),
     ))
 }

@@ -9,7 +9,7 @@ use lapin::options::BasicGetOptions;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqStatus};
 use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
-use oncegate_core::source::{Delivery, Open, SourceError, headers};
+use oncegate_core::source::{Connect, ConnectOptions, Delivery, SourceError, headers};
 
 use crate::fixture::*;
 use crate::recovery::{Direction, rewriting_proxy};
@@ -333,7 +333,7 @@ async fn a_connection_for_tools_receives_malformed_messages_as_the_source_does()
 
     let connection = fixture
         .source(QueueKind::Classic)
-        .connect("a tool")
+        .client("a tool")
         .await
         .expect("a connection");
     let channel = connection.create_channel().await.expect("a channel");
@@ -365,11 +365,11 @@ async fn a_connection_for_tools_fails_with_the_errors_of_the_source() {
     ] {
         let by_the_source = refused
             .clone()
-            .open()
+            .connect(ConnectOptions::default())
             .await
             .expect_err("refused")
             .to_string();
-        let error = refused.connect("a tool").await.expect_err("refused");
+        let error = refused.client("a tool").await.expect_err("refused");
         assert!(
             matches!(error, SourceError::Misconfigured { .. })
                 && error.to_string() == by_the_source,
@@ -385,7 +385,7 @@ async fn a_connection_for_tools_fails_with_the_errors_of_the_source() {
         ),
     ] {
         let error = source(url)
-            .connect("a tool")
+            .client("a tool")
             .await
             .expect_err("no connection");
         let SourceError::Unavailable(cause) = &error else {

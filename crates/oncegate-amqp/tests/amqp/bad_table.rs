@@ -160,7 +160,7 @@ fn rows() -> Vec<Row<TestMessage>> {
             with(headers::FAILURES, "failures", AMQPValue::Double(1e300)),
         ),
         Row::new(
-            "a handler that panics with what is no text, at its last attempt",
+            "a handler that panics with a payload that is not text, at its last attempt",
             0,
             &["attempts-spent"],
             ids([text("panic")]),
@@ -189,7 +189,7 @@ fn rows() -> Vec<Row<TestMessage>> {
 #[test]
 fn the_book_has_the_table() {
     assert_the_book_has(
-        include_str!("../../../../docs/src/bad-input.md"),
+        include_str!("../../../../docs/contributing/bad-input.md"),
         "## From RabbitMQ",
         &rows(),
     );

@@ -6,7 +6,7 @@ use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSource, RabbitMqStatus, Topology};
 use oncegate_core::lifecycle::{Reason, Settlement};
-use oncegate_core::source::{Delivery, Incoming, Open, Order, Source, headers};
+use oncegate_core::source::{Delivery, Incoming, Order, Source, headers};
 use oncegate_testkit::servers::RabbitServer;
 
 use crate::fixture::*;
@@ -100,9 +100,14 @@ async fn it_moves_to_a_delay_queue_with_its_delay_and_failures_and_others_do_not
 
 /// Releases the first message, accepts those behind it, and asserts that the first is redelivered
 /// from memory.
-async fn stays_in_memory(fixture: &QueueFixture, source: RabbitMq, properties: BasicProperties) {
+async fn stays_in_memory(
+    fixture: &QueueFixture,
+    source: RabbitMq,
+    order: Order,
+    properties: BasicProperties,
+) {
     let status = RabbitMqStatus::new();
-    let mut source = open(source.prefetch(64).status(status.clone())).await;
+    let mut source = open_ordered(source.prefetch(64).status(status.clone()), order).await;
     fixture.publish_with("first", properties).await;
     publish_behind(fixture).await;
     let first = delivery(&mut source).await;
@@ -125,12 +130,13 @@ async fn stays_in_memory(fixture: &QueueFixture, source: RabbitMq, properties: B
 
 #[tokio::test]
 async fn it_stays_in_memory_with_an_order_or_without_declared_delay_queues() {
-    let settings: [fn(RabbitMq) -> RabbitMq; 3] = [
-        |source| source.topology(Topology::Trust),
-        |source| source.single_active_consumer(),
-        |source| source.for_order(Order::ByKey),
+    type Setting = fn(RabbitMq) -> RabbitMq;
+    let settings: [(Setting, Order); 3] = [
+        (|source| source.topology(Topology::Trust), Order::Unordered),
+        (RabbitMq::single_active_consumer, Order::Unordered),
+        (|source| source, Order::ByKey),
     ];
-    for (number, setting) in settings.into_iter().enumerate() {
+    for (number, (setting, order)) in settings.into_iter().enumerate() {
         let fixture = QueueFixture::new().await;
         let source = fixture.source(QueueKind::Quorum);
         // Delay queues exist with `Topology::Trust`, too, but the source does not know them.
@@ -146,6 +152,7 @@ async fn it_stays_in_memory_with_an_order_or_without_declared_delay_queues() {
         stays_in_memory(
             &fixture,
             setting(fixture.source(QueueKind::Quorum)),
+            order,
             BasicProperties::default(),
         )
         .await;
@@ -169,7 +176,8 @@ async fn it_stays_in_memory_if_a_copy_would_lose_something() {
         BasicProperties::default().with_expiration("600000".into()),
     ] {
         let fixture = QueueFixture::new().await;
-        stays_in_memory(&fixture, fixture.source(QueueKind::Quorum), properties).await;
+        let source = fixture.source(QueueKind::Quorum);
+        stays_in_memory(&fixture, source, Order::Unordered, properties).await;
         fixture.delete_queues().await;
     }
 }

@@ -8,14 +8,13 @@ use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMqStatus};
 use oncegate_core::source::{Order, headers};
-use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, async_trait};
+use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore};
 
 use crate::fixture::{ConnectionProxy, QueueFixture, close, header, open};
 
 #[derive(Clone, Default)]
 struct EffectCounter(Arc<Mutex<BTreeMap<u32, u32>>>);
 
-#[async_trait]
 impl Handler for EffectCounter {
     type Payload = u32;
 
@@ -103,7 +102,6 @@ struct HandledByKey {
     most: usize,
 }
 
-#[async_trait]
 impl Handler for OrderRecorder {
     type Payload = u32;
 
@@ -191,7 +189,6 @@ struct FailingHandler {
     handled: Arc<Mutex<Vec<u32>>>,
 }
 
-#[async_trait]
 impl Handler for FailingHandler {
     type Payload = u32;
 
@@ -258,7 +255,6 @@ async fn order_by_key_holds_over_a_restart_during_a_failure() {
 #[derive(Clone, Default)]
 struct SlowFirstHandler(Arc<Mutex<Vec<u32>>>);
 
-#[async_trait]
 impl Handler for SlowFirstHandler {
     type Payload = u32;
 

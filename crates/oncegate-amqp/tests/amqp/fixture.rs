@@ -12,7 +12,9 @@ use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSource};
 use oncegate_core::lifecycle::Settlement;
-use oncegate_core::source::{Delivery, Incoming, Limit, Open, Settled, Source};
+use oncegate_core::source::{
+    Connect, ConnectOptions, Delivery, Incoming, Limit, Order, Settled, Source,
+};
 use oncegate_testkit::Lines;
 pub(crate) use oncegate_testkit::laws::source::accepted as accept;
 use tokio::net::{TcpListener, TcpStream};
@@ -26,7 +28,10 @@ pub(crate) fn url() -> String {
 /// How many log lines of this process contain all of these parts. lapin logs the broker's errors.
 pub(crate) fn logged(parts: &[&str]) -> usize {
     static LOG: OnceLock<(Lines, Mutex<Vec<String>>)> = OnceLock::new();
-    let (lines, log) = LOG.get_or_init(|| (Lines::of_this_process(), Mutex::default()));
+    let (lines, log) = LOG.get_or_init(|| {
+        // With lapin's lines, which also show what the broker refuses while a channel closes.
+        (Lines::filtered("info,lapin=debug"), Mutex::default())
+    });
     let mut log = log.lock().expect("no panic while it is locked");
     log.extend(lines.take().into_iter().map(|(_, line)| line));
     log.iter()
@@ -224,8 +229,19 @@ impl QueueFixture {
 }
 
 pub(crate) async fn open(source: RabbitMq) -> Box<RabbitMqSource> {
+    open_with(source, ConnectOptions::default()).await
+}
+
+/// The same for a consumer that keeps this order.
+pub(crate) async fn open_ordered(source: RabbitMq, order: Order) -> Box<RabbitMqSource> {
+    let mut options = ConnectOptions::default();
+    options.order = Some(order);
+    open_with(source, options).await
+}
+
+async fn open_with(source: RabbitMq, options: ConnectOptions) -> Box<RabbitMqSource> {
     Box::new(
-        tokio::time::timeout(Duration::from_secs(15), source.open())
+        tokio::time::timeout(Duration::from_secs(15), source.connect(options))
             .await
             .expect("in time")
             .expect("opened"),

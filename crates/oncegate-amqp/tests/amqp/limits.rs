@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
 use lapin::BasicProperties;
-use lapin::options::QueueDeclareOptions;
+use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMqStatus, Rejects, Topology};
 use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
-use oncegate_core::source::{Limit, Open, Source, SourceError, headers};
+use oncegate_core::source::{Connect, ConnectOptions, Limit, Source, SourceError, headers};
 use oncegate_testkit::servers::RabbitServer;
 
 use crate::fixture::*;
@@ -83,7 +83,10 @@ async fn a_stream_is_refused_with_the_reason() {
     for topology in [Topology::Check, Topology::Trust, Topology::Declare] {
         let opening = tokio::time::timeout(
             Duration::from_secs(20),
-            fixture.source(QueueKind::Quorum).topology(topology).open(),
+            fixture
+                .source(QueueKind::Quorum)
+                .topology(topology)
+                .connect(ConnectOptions::default()),
         );
         match opening.await.expect("an answer") {
             Err(error @ SourceError::Misconfigured { .. }) => {
@@ -355,4 +358,57 @@ async fn refused_dead_letters_are_published_once_the_queue_has_room() {
     }
     close(source).await;
     fixture.wait_until_empty(&fixture.queue).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_dead_letter_queue_with_other_arguments_is_logged_once_while_it_refuses_copies() {
+    let (fixture, status) = (QueueFixture::new().await, RabbitMqStatus::new());
+    let dead_letters = format!("{}.dead-letters", fixture.queue);
+    let full = arguments(&[
+        ("x-max-length", AMQPValue::LongInt(0)),
+        ("x-overflow", text("reject-publish")),
+    ]);
+    let options = QueueDeclareOptions {
+        durable: true,
+        ..QueueDeclareOptions::default()
+    };
+    let declaring = fixture
+        .channel
+        .queue_declare(dead_letters.as_str().into(), options, full);
+    declaring.await.expect("declared");
+    let mut source = open(fixture.source(QueueKind::Quorum).status(status.clone())).await;
+    fixture.publish("dead letter").await;
+    let dead_letter = delivery(&mut source).await;
+    settle(
+        &mut source,
+        dead_letter,
+        Settlement::Reject(Reason::Refused),
+    )
+    .await;
+    until("it is retried", || status.snapshot().copy_retries >= 3).await;
+    assert_eq!(
+        logged(&[
+            "exists with other arguments than oncegate declares",
+            &dead_letters
+        ]),
+        1
+    );
+    assert!(logged(&["WARN", &dead_letters, "basic.nack; check its length limit"]) >= 1);
+    fixture
+        .channel
+        .queue_delete(dead_letters.as_str().into(), QueueDeleteOptions::default())
+        .await
+        .expect("deleted");
+    until("it is published", || status.snapshot().unacked == 0).await;
+    close(source).await;
+    fixture.wait_until_empty(&fixture.queue).await;
+    fixture.delete_queues().await;
+}
+
+async fn until(what: &str, reached: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !reached() {
+        assert!(Instant::now() < deadline, "{what}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }

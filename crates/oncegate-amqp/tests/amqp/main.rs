@@ -20,7 +20,9 @@ use lapin::options::{QueueDeclareOptions, QueueDeleteOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqSnapshot, RabbitMqStatus, Topology};
 use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
-use oncegate_core::source::{FailureHistory, Open, Settled, Source, SourceError, headers};
+use oncegate_core::source::{
+    Connect, ConnectOptions, FailureHistory, Settled, Source, SourceError, headers,
+};
 use oncegate_testkit::servers::RabbitServer;
 use tokio::io::AsyncReadExt;
 
@@ -455,7 +457,7 @@ async fn a_queue_with_other_arguments_is_consumed_only_with_topology_check_or_tr
         .expect("declared");
     let refused = fixture
         .source(QueueKind::Quorum)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect_err("it would lose messages")
         .to_string();
@@ -478,9 +480,12 @@ async fn a_queue_with_other_arguments_is_consumed_only_with_topology_check_or_tr
 #[tokio::test]
 async fn a_configuration_error_is_returned_by_open() {
     let refusal = async |source: RabbitMq| {
-        let opening = tokio::time::timeout(Duration::from_secs(15), source.open())
-            .await
-            .expect("an answer");
+        let opening = tokio::time::timeout(
+            Duration::from_secs(15),
+            source.connect(ConnectOptions::default()),
+        )
+        .await
+        .expect("an answer");
         match opening {
             Err(error @ SourceError::Misconfigured { .. }) => error.to_string(),
             other => panic!("{other:?}"),
@@ -539,7 +544,9 @@ async fn opening_waits_for_an_unavailable_broker() {
     let nowhere = format!("amqp://guest:guest@127.0.0.1:{port}/%2f");
     let opening = tokio::time::timeout(
         Duration::from_secs(1),
-        RabbitMq::queue(&fixture.queue).url(nowhere).open(),
+        RabbitMq::queue(&fixture.queue)
+            .url(nowhere)
+            .connect(ConnectOptions::default()),
     )
     .await;
     assert!(opening.is_err(), "it must wait: {opening:?}");
@@ -700,7 +707,11 @@ async fn an_encrypted_url_begins_with_a_tls_handshake() {
         "amqps://guest:guest@localhost:{}/%2f",
         listener.local_addr().expect("an address").port()
     );
-    let opening = tokio::spawn(RabbitMq::queue("q").url(url).open());
+    let opening = tokio::spawn(
+        RabbitMq::queue("q")
+            .url(url)
+            .connect(ConnectOptions::default()),
+    );
     let (mut connection, _) = tokio::time::timeout(Duration::from_secs(10), listener.accept())
         .await
         .expect("in time")

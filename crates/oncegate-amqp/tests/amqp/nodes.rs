@@ -13,7 +13,7 @@ use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMqStatus, Topology};
 use oncegate_core::source::{Incoming, Order, Source};
 use oncegate_core::{
-    Consumer, Context, Failure, Guarantee, Handler, IdSource, MemoryStore, Readiness, async_trait,
+    Consumer, Context, Failure, Guarantee, Handler, IdSource, MemoryStore, Readiness,
 };
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
@@ -201,7 +201,6 @@ struct RecordingHandler {
     name: char,
 }
 
-#[async_trait]
 impl Handler for RecordingHandler {
     type Payload = (u32, u32);
 

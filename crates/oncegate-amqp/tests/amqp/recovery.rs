@@ -7,7 +7,7 @@ use lapin::options::{QueueDeclareOptions, QueueDeleteOptions, QueuePurgeOptions}
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqStatus, Topology};
 use oncegate_core::lifecycle::{Reason, Settlement};
-use oncegate_core::source::{Incoming, Limit, Open, Source};
+use oncegate_core::source::{Connect, ConnectOptions, Incoming, Limit, Source};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -28,7 +28,7 @@ fn a_broker_that_accepts_and_does_not_answer_leaks_no_threads() {
     const ALONE: &str = "ONCEGATE_AMQP_TEST_ALONE";
     if std::env::var_os(ALONE).is_none() {
         let program = std::env::current_exe().expect("this test");
-        let name = "trouble::a_broker_that_accepts_and_does_not_answer_leaks_no_threads";
+        let name = "recovery::a_broker_that_accepts_and_does_not_answer_leaks_no_threads";
         let output = std::process::Command::new(program)
             .args([name, "--exact", "--nocapture"])
             .env(ALONE, "1")
@@ -51,7 +51,11 @@ fn a_broker_that_accepts_and_does_not_answer_leaks_no_threads() {
         let address = listener.local_addr().expect("an address");
         for scheme in ["amqp", "amqps"] {
             let url = format!("{scheme}://guest:guest@{address}/%2f?connection_timeout=100");
-            let opening = tokio::spawn(RabbitMq::queue("q").url(url).open());
+            let opening = tokio::spawn(
+                RabbitMq::queue("q")
+                    .url(url)
+                    .connect(ConnectOptions::default()),
+            );
             let mut accepted = Vec::new();
             while accepted.len() < 6 {
                 let accepting = tokio::time::timeout(Duration::from_secs(20), listener.accept());

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMqStatus, Topology};
-use oncegate_core::source::{Open, Order, Source, headers};
+use oncegate_core::source::{Order, Source, headers};
 
 use crate::KINDS;
 use crate::fixture::*;
@@ -212,8 +212,8 @@ async fn a_closed_channel_requeues_its_deliveries_by_nack_unless_an_order_is_pre
             .source(QueueKind::Quorum)
             .topology(Topology::Trust)
             .url(way)
-            .for_order(order);
-        let mut source = open(source.consumer_timeout(Duration::from_secs(3))).await;
+            .consumer_timeout(Duration::from_secs(3));
+        let mut source = open_ordered(source, order).await;
         for body in ["open for too long", "not handled"] {
             fixture.publish(body).await;
         }
@@ -281,20 +281,22 @@ async fn deliveries_to_a_stopping_ordered_consumer_are_requeued_in_order() {
         let (fixture, status) = (QueueFixture::new().await, RabbitMqStatus::new());
         let ordered = || {
             // A quorum queue counts a cancelled consumer that has unacknowledged messages.
-            let source = fixture
-                .source(if single {
-                    QueueKind::Quorum
-                } else {
-                    QueueKind::Classic
-                })
-                .for_order(Order::ByKey);
+            let source = fixture.source(if single {
+                QueueKind::Quorum
+            } else {
+                QueueKind::Classic
+            });
             if single {
                 source.single_active_consumer()
             } else {
                 source
             }
         };
-        let mut source = open(ordered().body_limit(10).status(status.clone())).await;
+        let mut source = open_ordered(
+            ordered().body_limit(10).status(status.clone()),
+            Order::ByKey,
+        )
+        .await;
         fixture.publish("open").await;
         let handled = delivery(&mut source).await;
         source.stop().await;
@@ -319,7 +321,7 @@ async fn deliveries_to_a_stopping_ordered_consumer_are_requeued_in_order() {
             (status.snapshot().delivered, status.snapshot().copies),
             (arrived, 0)
         );
-        let mut next = open(ordered()).await;
+        let mut next = open_ordered(ordered(), Order::ByKey).await;
         let (again, _) = deliveries(&mut next, 2, Duration::from_secs(10)).await;
         assert_eq!(
             again

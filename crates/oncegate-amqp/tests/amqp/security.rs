@@ -9,7 +9,7 @@ use lapin::types::FieldTable;
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate_amqp::RabbitMq;
 use oncegate_core::lifecycle::{Reason, Settlement};
-use oncegate_core::source::{Open, SourceError};
+use oncegate_core::source::{Connect, ConnectOptions, SourceError};
 use oncegate_testkit::servers::{RABBITMQ_CLIENT, RabbitOptions, RabbitServer};
 
 use crate::fixture::*;
@@ -97,7 +97,11 @@ async fn consumes(source: RabbitMq, channel: &Channel) {
 
 /// Asserts that opening waits instead of failing.
 async fn waits(source: RabbitMq) {
-    let opening = tokio::time::timeout(Duration::from_millis(700), source.open()).await;
+    let opening = tokio::time::timeout(
+        Duration::from_millis(700),
+        source.connect(ConnectOptions::default()),
+    )
+    .await;
     assert!(opening.is_err(), "it should be waited for: {opening:?}");
 }
 
@@ -144,14 +148,14 @@ async fn a_broker_that_requires_tls_and_a_client_certificate_is_consumed_from() 
     .await;
     let swapped = source()
         .client_certificate(&key, &certificate)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect_err("they are swapped")
         .to_string();
     assert!(swapped.starts_with("client_certificate: "), "{swapped}");
     let foreign = source()
         .client_certificate(&authority, &key)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect_err("another key")
         .to_string();
@@ -159,7 +163,7 @@ async fn a_broker_that_requires_tls_and_a_client_certificate_is_consumed_from() 
     let wrong = source()
         .client_certificate(&certificate, &key)
         .url(server.url().replacen("guest:guest", "guest:canary", 1))
-        .open()
+        .connect(ConnectOptions::default())
         .await;
     match wrong {
         Err(error @ SourceError::Misconfigured { .. }) => {

@@ -9,7 +9,7 @@ use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{BasicProperties, Channel, Confirmation, Connection, ConnectionProperties};
-use oncegate_core::{Context, Failure, Handler, async_trait};
+use oncegate_core::{Context, Failure, Handler};
 use tokio::time::MissedTickBehavior;
 
 /// How often a batch is published.
@@ -57,7 +57,6 @@ impl OutcomeRecorder {
     }
 }
 
-#[async_trait]
 impl Handler for OutcomeRecorder {
     type Payload = u32;
 

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_amqp::{RabbitMq, RabbitMqStatus};
 use oncegate_core::lifecycle::{Reason, Settlement};
-use oncegate_core::source::{Incoming, Limit, Open, Settled, Source};
+use oncegate_core::source::{Connect, ConnectOptions, Incoming, Limit, Settled, Source};
 use oncegate_core::{Consumer, Guarantee, IdSource, MemoryStore};
 use oncegate_testkit::proxy::Proxy;
 use oncegate_testkit::servers::{RabbitCluster, RabbitServer};
@@ -360,7 +360,7 @@ async fn a_forgotten_single_active_consumer_consumes_again_with_unsettled_delive
         .url(server.url())
         .single_active_consumer()
         .prefetch(2)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("opened");
     let mut source: Box<dyn Source> = Box::new(source);
@@ -432,7 +432,7 @@ async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
     let source = RabbitMq::queue(QUEUE)
         .url(server.url())
         .status(status.clone())
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("opened");
     let mut source: Box<dyn Source> = Box::new(source);

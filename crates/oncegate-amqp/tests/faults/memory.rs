@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{BasicProperties, Connection, ConnectionProperties};
 use oncegate_amqp::{RabbitMq, RabbitMqStatus};
-use oncegate_core::source::{Incoming, Limit, Open, Settled, Source};
+use oncegate_core::source::{Connect, ConnectOptions, Incoming, Limit, Settled, Source};
 use oncegate_testkit::laws::source::accepted;
 use oncegate_testkit::servers::RabbitServer;
 
@@ -38,7 +38,7 @@ async fn memory_stays_flat_over_two_hundred_thousand_messages() {
         .url(server.url())
         .prefetch(PREFETCH)
         .status(status.clone())
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("opened");
     let mut source: Box<dyn Source> = Box::new(source);

@@ -9,7 +9,7 @@ use lapin::types::AMQPValue;
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate_amqp::RabbitMq;
 use oncegate_core::IdSource;
-use oncegate_core::source::{Open, Source, headers};
+use oncegate_core::source::{Connect, ConnectOptions, Source, headers};
 use oncegate_testkit::poison::{self, POISON, Poison, Rounds};
 use oncegate_testkit::servers::RabbitServer;
 
@@ -56,7 +56,7 @@ async fn handle(
     let source: Box<dyn Source> = Box::new(
         RabbitMq::queue(QUEUE)
             .url(url)
-            .open()
+            .connect(ConnectOptions::default())
             .await
             .expect("opened"),
     );

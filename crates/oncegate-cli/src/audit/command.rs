@@ -54,6 +54,7 @@ pub(crate) fn table(actions: &[AuditEntry]) -> TextTable {
 }
 
 pub(crate) async fn run(context: &CliContext, arguments: AuditArguments) -> Result<(), CliError> {
+    context.has_configuration()?;
     let id = arguments
         .id
         .as_deref()

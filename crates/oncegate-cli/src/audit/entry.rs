@@ -38,7 +38,7 @@ pub(crate) struct MessageLocation {
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) offset: Option<i64>,
     /// Kafka: the timestamp of the record, since a recreated topic reuses offsets. RabbitMQ: when
-    /// the message was moved to its destination, if it says so.
+    /// the message was moved to its destination, if a header has that time.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) written_ms: Option<u64>,
 }

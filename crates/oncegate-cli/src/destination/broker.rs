@@ -27,13 +27,22 @@ impl Broker {
         }
     }
 
-    /// Whether any broker setting is present.
+    /// Whether the configuration names any broker.
     pub(crate) fn any_configured(context: &CliContext) -> bool {
-        context.config.set().any(|set| {
-            ["kafka.", "rabbitmq."]
-                .iter()
-                .any(|section| set.setting.key.starts_with(section))
-        })
+        [Self::Kafka, Self::Rabbitmq]
+            .into_iter()
+            .any(|broker| broker.is_named(context))
+    }
+
+    /// Whether the configuration has a section or a key of this broker, or chooses it.
+    fn is_named(self, context: &CliContext) -> bool {
+        let config = &context.config;
+        let section = format!("{}.", self.name());
+        config.has_section(self.name())
+            || config.text("gate.broker") == Some(self.name())
+            || config
+                .set()
+                .any(|set| set.setting.key.starts_with(&section))
     }
 
     /// The settings that this broker requires.
@@ -85,20 +94,19 @@ impl Broker {
     pub(crate) fn note_incomplete(context: &CliContext, unchecked: &mut Unchecked) -> bool {
         let mut any = false;
         for broker in [Self::Kafka, Self::Rabbitmq] {
-            let section = format!("{}.", broker.name());
-            let is_named = context
-                .config
-                .set()
-                .any(|set| set.setting.key.starts_with(&section));
+            let is_named = broker.is_named(context);
             let missing = broker
                 .required_keys()
                 .into_iter()
                 .find(|key| !context.config.has(key));
             if let (true, Some(missing)) = (is_named, missing) {
-                let text = format!(
-                    "{missing} is missing; set it, or leave [{}] out",
-                    broker.name()
-                );
+                let name = broker.name();
+                let remove = if context.config.text("gate.broker") == Some(name) {
+                    format!("remove [{name}] and gate.broker")
+                } else {
+                    format!("remove [{name}]")
+                };
+                let text = format!("{missing} is missing; set it, or {remove}");
                 unchecked.note(broker.name(), CliError::usage(text));
                 any = true;
             }

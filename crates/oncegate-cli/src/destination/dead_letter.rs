@@ -1,5 +1,6 @@
 //! Messages in destinations.
 
+use oncegate::MessageId;
 use oncegate::lifecycle::Reason;
 use oncegate::source::{headers, is_reserved};
 use serde::Serialize;
@@ -33,6 +34,9 @@ impl DeadLetterState {
 /// The reason of messages that the broker dead-lettered.
 const DEAD_LETTERED_BY_BROKER: &str = "set-aside-by-the-broker";
 
+/// The characters of the hash in a handle.
+const HANDLE_DIGITS: usize = 16;
+
 /// The reason of messages without a reason header.
 const NO_REASON: &str = "unknown";
 
@@ -60,7 +64,7 @@ pub(crate) struct DeadLetter {
     pub(crate) dead_lettered_ms: Option<u64>,
     /// The topic or queue it was consumed from, if not the configured one.
     pub(crate) other_source: Option<String>,
-    /// What a copy of it would be missing, as text.
+    /// The parts that a copy of it would lack, as text.
     pub(crate) missing_parts: Option<String>,
     /// RabbitMQ: the unacknowledged delivery and its properties.
     #[cfg(feature = "rabbitmq")]
@@ -87,6 +91,36 @@ impl DeadLetter {
         self.header(headers::ID).or(self.read_id.as_deref())
     }
 
+    /// Names a message without an id where commands expect an id; `None` if it has one.
+    ///
+    /// On Kafka it is the position. A RabbitMQ message has none, so it is a hash of its body, its
+    /// headers and the time of its dead-lettering: equal messages share it.
+    pub(crate) fn handle(&self) -> Option<String> {
+        if self.id().is_some() {
+            return None;
+        }
+        if let (Some(partition), Some(offset)) = (self.place.partition, self.place.offset) {
+            return Some(format!("{}/{partition}/{offset}", self.place.name));
+        }
+        let headers: Vec<_> = self
+            .headers
+            .iter()
+            .filter(|(name, _)| !is_dropped_from_copies(name))
+            .collect();
+        let content = format!(
+            "{} {:?} {headers:?} {:?}",
+            self.place.name, self.dead_lettered_ms, self.body
+        );
+        let hash = MessageId::new(content)?.hashed();
+        let digits: String = hash
+            .as_str()
+            .chars()
+            .skip("h:".len())
+            .take(HANDLE_DIGITS)
+            .collect();
+        Some(format!("letter-{digits}"))
+    }
+
     /// The number of the last attempt of its id, as written when it was dead-lettered; 0 if
     /// unknown.
     pub(crate) fn fence(&self) -> u32 {
@@ -107,6 +141,46 @@ impl DeadLetter {
             } else {
                 NO_REASON
             })
+    }
+
+    /// The reason as a sentence without a subject of its own: `its handler panicked`.
+    pub(crate) fn reason_text(&self) -> &'static str {
+        match self.reason() {
+            "missing-id" => "it has no id",
+            "unusable-id" => "its id is not valid",
+            "unreadable" => "its body cannot be read",
+            "conflict" => "its id was used for another body",
+            "refused" => "its handler rejected it",
+            "attempts-spent" => "its attempts are exhausted",
+            "crashes-spent" => "too many processes crashed while they handled it",
+            "rejected-before" => {
+                "a message with this id was rejected before and not redriven since"
+            }
+            "too-large" => "it exceeds the body limit of the source",
+            DEAD_LETTERED_BY_BROKER => {
+                "the broker dead-lettered it, for example at its delivery limit"
+            }
+            "in-doubt-said" => "its handler reported that it may have happened",
+            "in-doubt-panicked" => "its handler panicked",
+            "in-doubt-timed-out" => "its handler timed out",
+            "in-doubt-unreadable-marker" => "the value of its key in the store is not a marker",
+            "in-doubt-holder-gone" => "the process that handled it crashed or lost its lease",
+            "in-doubt-too-old" => "it is older than the window, so it may have been handled before",
+            _ => "the reason is unknown",
+        }
+    }
+
+    /// The first error, and the last one if it differs. Of a message in doubt the first is the one
+    /// that made its outcome unknown, unless retries without an effect failed before it; `reconcile`
+    /// may have failed since.
+    pub(crate) fn errors(&self) -> Option<String> {
+        let [first, last] = [headers::FIRST_ERROR, headers::LAST_ERROR].map(|it| self.header(it));
+        match (first, last) {
+            (Some(first), Some(last)) if first != last => {
+                Some(format!("{first}; last error: {last}"))
+            }
+            (first, last) => first.or(last).map(str::to_owned),
+        }
     }
 
     /// When it was sent: the earliest known time, at most the time it was dead-lettered.
@@ -143,7 +217,9 @@ impl DeadLetter {
             partition: self.place.partition,
             offset: self.place.offset,
             id: self.id(),
+            handle: self.handle(),
             reason: self.reason(),
+            reason_text: self.reason_text(),
             attempts: self
                 .header(headers::ATTEMPTS)
                 .and_then(|text| text.parse().ok()),
@@ -173,7 +249,11 @@ pub(crate) struct DeadLetterSummary<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     offset: Option<i64>,
     pub(crate) id: Option<&'a str>,
+    /// Where commands expect an id, if it has none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub(crate) handle: Option<String>,
     pub(crate) reason: &'a str,
+    reason_text: &'static str,
     /// Runs that count towards the attempt budget.
     pub(crate) attempts: Option<u32>,
     /// The fencing token: the number of the last attempt.
@@ -182,7 +262,7 @@ pub(crate) struct DeadLetterSummary<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     first_error: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) last_error: Option<&'a str>,
+    last_error: Option<&'a str>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) origin: Option<&'a str>,
     /// When it was sent, or if unknown, when it was dead-lettered.

@@ -12,9 +12,12 @@ use crate::output::{ms, now_ms};
 /// Filters by id, reason and age; all given filters must match.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct MessageFilter {
-    /// Only messages with this id
+    /// Only messages with this id; of a message without an id what `list` shows in its place
     #[arg(long)]
     pub(crate) id: Option<String>,
+    /// The id as it was given.
+    #[arg(skip)]
+    handle: Option<String>,
     /// Only messages with this reason; may be repeated
     #[arg(long = "reason", value_name = "REASON", value_parser = PossibleValuesParser::new(super::reasons()))]
     reasons: Vec<String>,
@@ -41,6 +44,7 @@ impl MessageFilter {
 
     /// Converts the id to the form that headers use.
     pub(crate) fn normalized(mut self, context: &CliContext) -> Result<Self, CliError> {
+        self.handle = self.id.clone();
         self.id = self
             .id
             .as_deref()
@@ -65,7 +69,11 @@ impl MessageFilter {
 
     /// The result of a filter.
     pub(crate) fn matches(&self, message: &DeadLetter) -> FilterMatch {
-        let matches_other_filters = self.id.as_deref().is_none_or(|id| message.id() == Some(id))
+        let has_id = |id: &str| match message.id() {
+            Some(its) => its == id,
+            None => message.handle() == self.handle,
+        };
+        let matches_other_filters = self.id.as_deref().is_none_or(has_id)
             && (self.reasons.is_empty()
                 || self.reasons.iter().any(|reason| message.reason() == reason));
         if !matches_other_filters {

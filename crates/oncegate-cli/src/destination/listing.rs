@@ -30,7 +30,8 @@ pub(crate) struct ListArgs {
 
 #[derive(Args)]
 pub(crate) struct ShowArgs {
-    /// The id as the producer wrote it, or as keys and logs show it
+    /// The id as the producer wrote it, or as keys and logs show it; of a message without an id what
+    /// `list` shows in its place
     id: String,
     /// Also show bodies
     #[arg(long)]
@@ -100,7 +101,7 @@ async fn open_read_only(
 ) -> Result<DestinationReader, CliError> {
     match open(context, broker, destination, count_policy).await {
         Ok(reader) if broker == Broker::Kafka && !Audit::is_configured(context)? => {
-            let text = "no store and no audit.file is configured: what was redriven or dropped is shown as waiting";
+            let text = "no store and no audit.file is configured: redriven and dropped messages are shown as waiting";
             unchecked.note("the audit", CliError::usage(text));
             Ok(reader)
         }
@@ -256,27 +257,22 @@ fn delivery_count_warning(messages: &[DeadLetter]) -> String {
 
 pub(crate) fn table(messages: &[DeadLetter]) -> TextTable {
     let mut table = TextTable::new(&[
-        "where",
-        "id",
-        "reason",
-        "attempts",
-        "fence",
-        "from",
-        "state",
-        "last error",
+        "where", "id", "reason", "attempts", "fence", "from", "state", "error",
     ]);
     for message in messages {
         let view = message.summary();
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         table.row([
             message.place.to_string(),
-            or_dash(view.id.map(str::to_owned)),
+            or_dash(view.id.map(str::to_owned).or(view.handle)),
             view.reason.to_owned(),
             or_dash(view.attempts.map(|count| count.to_string())),
             or_dash(view.fence.map(|number| number.to_string())),
             or_dash(view.from.clone()),
             format!("{:?}", view.state).to_lowercase(),
-            or_dash(view.last_error.map(str::to_owned)),
+            message
+                .errors()
+                .unwrap_or_else(|| message.reason_text().to_owned()),
         ]);
     }
     table
@@ -331,10 +327,14 @@ pub(crate) async fn show(
     let mut text = String::new();
     for message in &messages {
         text.push_str(&format!(
-            "{} ({})\n",
+            "{} ({})\n  {}\n",
             message.place,
-            format!("{:?}", message.state).to_lowercase()
+            format!("{:?}", message.state).to_lowercase(),
+            message.reason_text()
         ));
+        if let Some(handle) = message.handle() {
+            text.push_str(&format!("  no id; commands accept {handle} in its place\n"));
+        }
         if let Some(from) = message.age_from_ms() {
             let age =
                 std::time::Duration::from_millis(crate::output::now_ms().saturating_sub(from));

@@ -74,7 +74,7 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
 
 /// A connection with the configuration of the consumer.
 pub(crate) async fn connect(config: &Config) -> Result<Connection, CliError> {
-    let connected = config.rabbitmq()?.connect("oncegate-cli").await;
+    let connected = config.rabbitmq()?.client("oncegate-cli").await;
     connected.map_err(|error| {
         oncegate_config::Error::of_source(oncegate_config::Broker::RabbitMq, error).into()
     })
@@ -423,7 +423,7 @@ impl QueueReader {
                 .min(),
             dead_lettered_ms,
             other_source: origin.filter(|name| *name != self.target),
-            // Any producer can write it: redrive then leaves the message.
+            // Any producer can write it: redrive then skips the message.
             missing_parts: header(DROPPED_HEADERS)
                 .map(|names| format!("its headers ({names}) were too large for this destination")),
             delivery: Some(Box::new(UnackedDelivery {

@@ -145,7 +145,7 @@ pub(crate) fn marker_may_have_expired(message: &DeadLetter, window: Duration) ->
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CopyPlan {
     pub(crate) age: CopyAge,
-    /// What the marker records about earlier attempts.
+    /// The effect of earlier attempts, as the marker records it.
     pub(crate) effect: Effect,
 }
 

@@ -26,6 +26,11 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "audit-has-no-place",
         "the directory of the audit file does not exist",
     ),
+    (
+        "broker-not-configured",
+        "no broker is configured, so only the store is checked",
+    ),
+    ("store-not-configured", "no store is configured"),
     ("store-away", "Redis is unreachable"),
     (
         "store-refuses-the-login",
@@ -34,6 +39,10 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     (
         "store-lacks-a-right",
         "the user lacks permission for a command or for its keys",
+    ),
+    (
+        "tool-lacks-a-right",
+        "the user lacks permission for a command that only `oncegate` runs",
     ),
     (
         "store-unusable",
@@ -83,11 +92,11 @@ pub(crate) const CODES: &[(&str, &str)] = &[
     ("topic-missing", "the consumed topic does not exist"),
     (
         "dead-letter-topic-missing",
-        "the dead-letter topic does not exist",
+        "the dead-letter topic does not exist; advice if the consumer creates it",
     ),
     (
         "in-doubt-topic-missing",
-        "the in-doubt topic does not exist",
+        "the in-doubt topic does not exist; advice if the consumer creates it",
     ),
     (
         "topic-not-described",
@@ -126,14 +135,17 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "rabbitmq-refuses-the-virtual-host",
         "the virtual host does not exist, or the user has no permission for it",
     ),
-    ("queue-missing", "the consumed queue does not exist"),
+    (
+        "queue-missing",
+        "the consumed queue does not exist; advice if the consumer declares it",
+    ),
     (
         "dead-letter-queue-missing",
-        "the dead-letter queue does not exist",
+        "the dead-letter queue does not exist; advice if the consumer declares it",
     ),
     (
         "in-doubt-queue-missing",
-        "the in-doubt queue does not exist",
+        "the in-doubt queue does not exist; advice if the consumer declares it",
     ),
     (
         "queue-cannot-be-used",

@@ -65,7 +65,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
         let mut found = Vec::new();
         for name in &names {
             found.push(look_up_topic(&consumer, name));
-            // Do not ask an unreachable broker again.
+            // Send no more requests to an unreachable broker.
             if matches!(found.last(), Some(Err(MetadataError::Unavailable(_)))) {
                 break;
             }
@@ -80,6 +80,17 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
     for (code, name) in std::iter::once(("topic-missing", name.clone())).chain(destinations) {
         match found.next() {
             Some(Ok(TopicLookup::Exists(metadata))) => existing.push((name, metadata)),
+            Some(Ok(TopicLookup::Missing { .. }))
+                if code != "topic-missing" && config.has("kafka.create-partitions") =>
+            {
+                findings.add(
+                    Severity::Advice,
+                    code,
+                    format!("Kafka topic {name}"),
+                    "not created yet; the consumer creates it at its first start (kafka.create-partitions)",
+                    "start the consumer; if one has run before, check that the names under [kafka] are those of the consumer",
+                );
+            }
             Some(Ok(TopicLookup::Missing { brokers: count })) => {
                 let replicas = replicas(count);
                 let what = if code == "topic-missing" {

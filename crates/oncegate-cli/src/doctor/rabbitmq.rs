@@ -38,12 +38,10 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
     };
     let queue = rabbitmq::queue(config)?;
     let dead_letters = rabbitmq::destination_queue(config, Destination::DeadLetters)?;
-    // With `check` or `trust` the consumer needs no configure permission, so a missing comparison
-    // is only advice.
-    let severity = if matches!(config.text("rabbitmq.topology"), None | Some("declare")) {
-        Severity::Error
+    let topology = if matches!(config.text("rabbitmq.topology"), None | Some("declare")) {
+        QueueTopology::Declared
     } else {
-        Severity::Advice
+        QueueTopology::Required
     };
     for (missing, name, role) in [
         (
@@ -64,10 +62,19 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             QueueRole::Destination,
         ),
     ] {
-        check_queue(&connection, missing, &name, &role, severity, findings).await?;
+        check_queue(&connection, missing, &name, &role, topology, findings).await?;
     }
     let _ = connection.close(200, "OK".into()).await;
     Ok(())
+}
+
+/// Whether the consumer declares missing queues.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum QueueTopology {
+    /// It declares them when it starts.
+    Declared,
+    /// It ends with an error if one is missing.
+    Required,
 }
 
 enum QueueRole {
@@ -82,16 +89,29 @@ async fn check_queue(
     missing: &'static str,
     name: &str,
     role: &QueueRole,
-    not_compared: Severity,
+    topology: QueueTopology,
     findings: &mut DoctorFindings,
 ) -> Result<(), CliError> {
     let at = format!("RabbitMQ queue {name}");
     match rabbitmq::declare_passively(&connection.create_channel().await?, name).await {
         Ok(_) => {}
         Err(error) if rabbitmq::reply_code(&error) == Some(404) => {
-            let remedy =
-                "start the consumer with `Topology::Declare`, which is the default, or create it";
-            findings.error(missing, at, "it does not exist", remedy);
+            match topology {
+                QueueTopology::Declared => findings.add(
+                    Severity::Advice,
+                    missing,
+                    at,
+                    "not declared yet; the consumer declares it at its first start",
+                    "start the consumer; if one has run before, check that the names under [rabbitmq] and the virtual host in rabbitmq.url \
+                     are those of the consumer",
+                ),
+                QueueTopology::Required => findings.error(
+                    missing,
+                    at,
+                    "it does not exist, and rabbitmq.topology does not let the consumer declare it",
+                    "declare it, or set rabbitmq.topology = \"declare\"",
+                ),
+            }
             return Ok(());
         }
         Err(error) => {
@@ -124,7 +144,12 @@ async fn check_queue(
                     "let the user configure `{name}` (rabbitmqctl set_permissions), or check that none of its arguments loses messages, and use \
                      `Topology::Check` in the consumer (rabbitmq.topology = \"check\")"
                 );
-                findings.add(not_compared, "queue-not-compared", at, what, remedy);
+                // A consumer that declares nothing needs no configure permission.
+                let severity = match topology {
+                    QueueTopology::Declared => Severity::Error,
+                    QueueTopology::Required => Severity::Advice,
+                };
+                findings.add(severity, "queue-not-compared", at, what, remedy);
                 return Ok(());
             }
             (ArgumentComparison::Differs(mismatch), _) => mismatches.push(mismatch),

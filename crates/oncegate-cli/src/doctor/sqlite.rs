@@ -57,7 +57,7 @@ pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFin
             "store-unusable",
             at,
             error.to_string(),
-            "fix what the error reports",
+            "fix the cause that the error names",
         ),
     }
 }

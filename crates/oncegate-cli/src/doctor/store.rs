@@ -2,10 +2,11 @@
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use oncegate::{Durability, Guarantee, Load, Markers, ServerInfo, Store, StoreError, plan};
+use oncegate::redis::{Load, Markers, ServerInfo, ToolRights, plan};
+use oncegate::{Durability, Guarantee, Redis, Store, StoreError};
 
-use super::DoctorFindings;
 use super::settings::volatile_store_severity;
+use super::{DoctorFindings, Severity};
 use crate::config::Config;
 use crate::error::CliError;
 use crate::marker_store::REPLY_TIMEOUT;
@@ -22,9 +23,8 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             .for_each(|server| check_server(server, servers.len() as u64, config, findings)),
         // The preflight below names the missing commands.
         Err(error) if is_permission_error(&error.to_string()) => {
-            if let Err(error) = redis.preflight(config.guarantee()).await {
-                add_store_error(error, findings);
-            } else {
+            check_rights(&redis, config, findings).await?;
+            if !findings.has("store-lacks-a-right") {
                 let what = "the user may not run INFO, so durability and memory cannot be checked";
                 findings.warning(
                     "store-lacks-a-right",
@@ -54,8 +54,49 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
     {
         return Ok(());
     }
+    check_rights(&redis, config, findings).await
+}
+
+/// Checks the commands that consumers run, and then those that only this program runs. One remedy
+/// grants all.
+///
+/// # Errors
+/// The rights of the tool could not be tried.
+async fn check_rights(
+    redis: &Redis,
+    config: &Config,
+    findings: &mut DoctorFindings,
+) -> Result<(), CliError> {
+    let mut lacks_right = false;
     if let Err(error) = redis.preflight(config.guarantee()).await {
+        lacks_right = is_permission_error(&error.to_string());
         add_store_error(error, findings);
+        if !lacks_right {
+            return Ok(());
+        }
+    }
+    let ToolRights {
+        mut missing, grant, ..
+    } = redis.tool_rights(config.guarantee()).await?;
+    if config.has("audit.file") {
+        missing.retain(|command| !["XADD", "XRANGE"].contains(command));
+    }
+    let tool = (!missing.is_empty()).then(|| {
+        format!(
+            "only the commands of `oncegate` need {} (XADD and XRANGE: the audit; SCAN: `marker list`; TYPE and STRLEN: `explain`), consumers do not",
+            missing.join(", ")
+        )
+    });
+    if lacks_right {
+        findings.amend("store-lacks-a-right", tool, grant);
+    } else if let Some(tool) = tool {
+        findings.add(
+            Severity::Advice,
+            "tool-lacks-a-right",
+            "Redis",
+            format!("the user may not run {}: {tool}", missing.join(", ")),
+            format!("{grant}, or give operators a user of their own"),
+        );
     }
     Ok(())
 }
@@ -102,7 +143,7 @@ fn add_store_error(error: StoreError, findings: &mut DoctorFindings) {
             "store-unusable",
             "Redis",
             text,
-            "fix what the error reports",
+            "fix the cause that the error names",
         );
     }
 }
@@ -263,7 +304,7 @@ fn check_memory(
                 "store-too-small",
                 at,
                 what,
-                "give it more (`oncegate plan` says how much), shorten the window, or use a Cluster",
+                "give it more (`oncegate plan` estimates it), shorten the window, or use a Cluster",
             );
         }
     }

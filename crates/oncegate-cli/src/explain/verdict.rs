@@ -36,11 +36,18 @@ pub(crate) enum HandlingVerdict {
     /// Nothing is known, and not everything was checked.
     #[serde(rename = "not-looked-at")]
     Unchecked,
+    /// The value under its key is not one that oncegate writes.
+    UnreadableMarker,
     /// The store could not be read.
     NotSeen,
 }
 
 impl HandlingVerdict {
+    /// Whether no trace of the id was found.
+    pub(crate) fn is_unknown(self) -> bool {
+        matches!(self, Self::Unknown | Self::Unchecked)
+    }
+
     pub(crate) fn word(self, guarantee: Guarantee) -> &'static str {
         match (self, guarantee) {
             (Self::Handled, Guarantee::AtMostOnce) => return "handled, once",
@@ -63,6 +70,7 @@ impl HandlingVerdict {
             Self::NotRecorded => "not recorded as handled; the topic has messages with this id",
             Self::Unknown => "unknown",
             Self::Unchecked => "unknown; not everything was checked",
+            Self::UnreadableMarker => "unknown; the value of its key is not a marker",
             Self::NotSeen => "unknown; the store could not be read",
         }
     }
@@ -91,7 +99,13 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
         ),
         MarkerState::Lapsed => (HandlingVerdict::LeftByItsHolder, lapsed(&marker.text, dead.as_ref())),
         MarkerState::InDoubt => (HandlingVerdict::InDoubt, in_doubt(evidence, doubt.as_ref())),
-        MarkerState::Unreadable => (HandlingVerdict::NotSeen, marker.text.clone()),
+        MarkerState::Unreadable => (
+            HandlingVerdict::UnreadableMarker,
+            match doubt.as_ref().or(dead.as_ref()) {
+                Some(message) => format!("{} A message with this id is in {}.", marker.text, message.place),
+                None => marker.text.clone(),
+            },
+        ),
         MarkerState::Rejected | MarkerState::Absent | MarkerState::Cleared => match (dead, doubt) {
             (Some(message), _) => (HandlingVerdict::DeadLettered, dead_lettered(evidence, &message, marker.state)),
             (None, Some(message)) => (HandlingVerdict::InDoubt, in_doubt(evidence, Some(&message))),
@@ -150,7 +164,7 @@ fn completed_by_operator(evidence: &Evidence) -> Option<&AuditEntry> {
 
 /// The number of messages in the topic that are not in a destination.
 fn copies(evidence: &Evidence) -> Option<usize> {
-    let aside: Vec<&str> = evidence
+    let in_destinations: Vec<&str> = evidence
         .dead_letters
         .iter()
         .chain(&evidence.in_doubt)
@@ -161,7 +175,7 @@ fn copies(evidence: &Evidence) -> Option<usize> {
     Some(
         copies
             .filter(|copy| {
-                !aside.iter().any(|origin| {
+                !in_destinations.iter().any(|origin| {
                     copy.split_once(' ')
                         .is_some_and(|(_, place)| place == *origin)
                 })
@@ -218,14 +232,9 @@ fn handled(
 }
 
 fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>) -> String {
-    let why = message.map(|message| match message.reason() {
-        "in-doubt-said" => "its handler reported that it may have happened",
-        "in-doubt-panicked" => "its handler panicked",
-        "in-doubt-timed-out" => "its handler timed out",
-        "in-doubt-unreadable-marker" => "the value of its key in the store is not a marker",
-        "in-doubt-holder-gone" => "the lease of the process that handled it expired",
-        "in-doubt-too-old" => "it is older than the window, so it may have been handled before",
-        _ => "the reason is unknown",
+    let why = message.map(|message| match message.errors() {
+        Some(errors) => format!("{} ({errors})", message.reason_text()),
+        None => message.reason_text().to_owned(),
     });
     match (message, why) {
         (Some(message), Some(why)) => format!(
@@ -256,24 +265,10 @@ fn lapsed(marker: &str, dead: Option<&DeadLetter>) -> String {
 }
 
 fn dead_lettered(evidence: &Evidence, message: &DeadLetter, state: MarkerState) -> String {
-    let why = match message.reason() {
-        "missing-id" => "it has no id",
-        "unusable-id" => "its id is not valid",
-        "unreadable" => "its body cannot be read",
-        "conflict" => "its id was used for another body",
-        "refused" => "its handler rejected it",
-        "attempts-spent" => "its attempts are exhausted",
-        "crashes-spent" => "too many processes crashed while they handled it",
-        "rejected-before" => "a message with this id was rejected before and not redriven since",
-        "too-large" => "it exceeds the body limit of the source",
-        "set-aside-by-the-broker" => {
-            "the broker dead-lettered it, for example at its delivery limit"
-        }
-        _ => "the reason is unknown",
-    };
+    let why = message.reason_text();
     let error = message
-        .header(headers::LAST_ERROR)
-        .map(|error| format!(" The last error: {error}."))
+        .errors()
+        .map(|errors| format!(" The error: {errors}."))
         .unwrap_or_default();
     let location = format!(
         "It was not handled: {why}.{error} It is in {}.",

@@ -3,7 +3,8 @@
 
 use clap::Args;
 use oncegate::marker::{self, Ask, Effect, Marker, Operation, Token, UNKNOWN_ATTEMPT, Verdict};
-use oncegate::{Key, MessageId, Standing};
+use oncegate::store::Standing;
+use oncegate::{Key, MessageId};
 use serde::Serialize;
 
 use super::description::{self, MarkerDescription, MarkerState};
@@ -41,7 +42,7 @@ impl<'a> ObservedMarker<'a> {
         id: MessageId,
     ) -> Result<Self, CliError> {
         let key = config::key(&context.config, &id)?;
-        let standing = markers.look(&key).await?;
+        let standing = markers.look(&context.config, &key).await?;
         Ok(Self {
             context,
             markers: markers.clone(),

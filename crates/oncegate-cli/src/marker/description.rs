@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
+use oncegate::Key;
 use oncegate::marker::{Doubt, Effect, Guarantee, Hold, Marker};
-use oncegate::{Listed, Standing};
+use oncegate::store::{Listed, Standing};
 use serde::Serialize;
 
+use crate::config::Config;
 use crate::output::{duration_text, ms, now_ms, utc_text};
 
 /// The state of a marker.
@@ -105,19 +107,24 @@ impl MarkerDescription {
     pub(crate) fn of_listed(listed: &Listed, window: Duration) -> Self {
         match &listed.standing {
             Ok(standing) => Self::of(&listed.name, standing, window),
-            Err(error) => Self {
-                key: listed.name.clone(),
-                state: MarkerState::Unreadable,
-                text: error.to_string(),
-                attempts: None,
-                fence: None,
-                claim: None,
-                guarantee: None,
-                written_at_ms: None,
-                lease_ms: None,
-                expires_in_ms: None,
-                fingerprint: None,
-            },
+            Err(error) => Self::unreadable(&listed.name, error.to_string()),
+        }
+    }
+
+    /// The description of a value that is no marker.
+    pub(crate) fn unreadable(key: &str, text: String) -> Self {
+        Self {
+            key: key.to_owned(),
+            state: MarkerState::Unreadable,
+            text,
+            attempts: None,
+            fence: None,
+            claim: None,
+            guarantee: None,
+            written_at_ms: None,
+            lease_ms: None,
+            expires_in_ms: None,
+            fingerprint: None,
         }
     }
 
@@ -160,6 +167,28 @@ impl MarkerDescription {
         add("fingerprint of the body", self.fingerprint.clone());
         lines.join("\n")
     }
+}
+
+/// What is under the key of a marker that cannot be read, and the remedy.
+pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &str) -> String {
+    let (at, remedy) = match config.store_kind() {
+        Ok(Some(oncegate_config::StoreKind::Sqlite(_))) => (
+            format!("row {}", key.as_str()),
+            "restore the file, or correct store.url".to_owned(),
+        ),
+        _ => {
+            let key = format!("{}{}", config.prefix(), key.as_str());
+            let remedy = format!(
+                "set store.prefix (`.prefix(…)`) to one that no other program uses; or run `DEL {key}` in Redis once the effect is checked: \
+                 the next message with this id is handled then, even if it was handled before"
+            );
+            (format!("key {key}"), remedy)
+        }
+    };
+    format!(
+        "The value of the {at} is not one that oncegate writes: {value}. Another program wrote it, or it was changed by hand. Consumers do not change it \
+         and send each message with this id to the in-doubt destination. Find out who writes it; {remedy}."
+    )
 }
 
 /// The number of the last attempt, if the marker stores it.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use lapin::BasicProperties;
 use lapin::types::AMQPValue;
-use oncegate::{Kafka, Open, RabbitMq};
-use oncegate_testkit::proxy::{Fate, Proxy};
+use oncegate::{Connect, ConnectOptions, Kafka, RabbitMq};
+use oncegate_testkit::proxy::{Proxy, RequestFault};
 
 use crate::cli::TestCli;
 use crate::destinations::ids;
@@ -49,7 +49,7 @@ async fn kafka_settings_are_rejected_like_in_a_consumer() {
             .brokers(kafka())
             .group("g")
             .property(property, value)
-            .open()
+            .connect(ConnectOptions::default())
             .await;
         let words = consumer.expect_err("it is refused").to_string();
         let brokers = format!("[kafka]\nbrokers = \"{}\"\ntopic = \"t\"\n", kafka());
@@ -72,7 +72,7 @@ async fn rabbitmq_settings_are_rejected_like_in_a_consumer() {
     ] {
         let words = RabbitMq::queue("q")
             .url(&url)
-            .open()
+            .connect(ConnectOptions::default())
             .await
             .expect_err("it is refused")
             .to_string();
@@ -123,7 +123,7 @@ fn spoiling() -> (Proxy, String) {
         while let Some(found) = passing.windows(4).position(|four| four == b"@@@@") {
             passing[found..found + 4].fill(0xff);
         }
-        Fate::Pass
+        RequestFault::Pass
     });
     let by_proxy = url.replacen(&format!(":{port}"), &format!(":{}", proxy.port()), 1);
     (proxy, by_proxy)

@@ -226,6 +226,18 @@ fn an_empty_operator_name_is_ignored() {
         let who = action["who"].as_str().expect("a text");
         assert!(who.starts_with("ann@"), "{action}");
     }
+    let unset = [("SUDO_USER", ""), ("USER", ""), ("LOGNAME", "")];
+    complete("c", &[], &unset);
+    let actions = cli.json(&["audit", "--id", "c"]);
+    let (who, file) = (
+        actions[0]["who"].as_str().expect("a text"),
+        std::fs::metadata(cli.path("oncegate.toml")).expect("our file"),
+    );
+    let uid = std::os::unix::fs::MetadataExt::uid(&file);
+    assert!(who.starts_with(&format!("uid-{uid}@")), "{actions}");
+    cli.run(&["config", "check", "--broker", "kafka"])
+        .exits_with(2)
+        .prints("ONCEGATE_GATE_BROKER=kafka oncegate config check --consumer");
 }
 
 /// `config check --consumer` refuses what the consumer refuses at start.
@@ -302,6 +314,56 @@ fn check_refuses_what_the_consumer_refuses() {
     check(&file(at_most_once, "url = \"memory:\"", ""))
         .exits_with(2)
         .prints("gate.guarantee: at most once requires a durable store");
+    let source = |section: &str| {
+        check(&format!(
+            "[gate]\nid = \"message-id\"\n[store]\n{redis}\n{section}"
+        ))
+    };
+    let rabbitmq = "[rabbitmq]\nqueue = \"q\"\n";
+    for (more, says) in [
+        ("url = \"amqp://h\"\nprefetch = 0\n", "rabbitmq.prefetch: 0"),
+        ("url = \"http://h\"\n", "rabbitmq.url: "),
+        ("url = \"amqp://me:s3cr/et@h\"\n", "rabbitmq.url: "),
+        (
+            "url = \"amqp://h\"\ndead-letters = \"q\"\n",
+            "rabbitmq.dead-letters: `q` is the consumed queue",
+        ),
+        (
+            "url = \"amqp://h\"\nconsumer-timeout = \"1ms\"\n",
+            "rabbitmq.consumer-timeout: ",
+        ),
+        (
+            "url = \"amqps://h\"\nca-certificate = \"/no/such.pem\"\n",
+            "rabbitmq.ca-certificate: ",
+        ),
+    ] {
+        let said = source(&format!("{rabbitmq}{more}"))
+            .exits_with(2)
+            .prints(says);
+        assert!(!said.err.contains("s3cr"), "{said:?}");
+    }
+    let kafka = "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\ngroup = \"g\"\n";
+    source(kafka).exits_with(0);
+    for (more, says) in [
+        ("in-doubt = \"t\"\n", "kafka.in-doubt: "),
+        ("stalled-after = \"1ms\"\n", "kafka.stalled-after: "),
+        (
+            "properties = { \"enable.auto.commit\" = \"false\" }\n",
+            "kafka.properties: enable.auto.commit: ",
+        ),
+        (
+            "properties = { \"session.timeout\" = \"1\" }\n",
+            "kafka.properties: session.timeout: ",
+        ),
+        (
+            "properties = { \"session.timeout.ms\" = \"soon\" }\n",
+            "kafka.properties: session.timeout.ms: ",
+        ),
+    ] {
+        source(&format!("{kafka}{more}")).exits_with(2).prints(says);
+    }
+    let no_port = kafka.replace("127.0.0.1:1", "http://127.0.0.1:1");
+    source(&no_port).exits_with(2).prints("kafka.brokers: ");
     let log = "[log]\nfilter = \"info,=\"\n";
     check(&file("", redis, log))
         .exits_with(2)
@@ -362,6 +424,21 @@ fn the_command_line_is_validated() {
         .prints("4  nothing was done");
 }
 
+/// The file name may come from the environment, which the user does not see.
+#[test]
+fn a_missing_file_names_what_selects_it() {
+    let cli = TestCli::at("redis://127.0.0.1:1");
+    for output in [
+        cli.run(&["--config", "op/sd.toml", "audit"]),
+        cli.run_with(&["audit"], &[("ONCEGATE_CONFIG", "op/sd.toml")]),
+    ] {
+        output
+            .exits_with(2)
+            .prints("op/sd.toml: No such file or directory")
+            .prints("--config or the variable ONCEGATE_CONFIG");
+    }
+}
+
 /// Without a configuration no command reports success.
 #[test]
 fn an_empty_configuration_is_an_error() {
@@ -372,11 +449,12 @@ fn an_empty_configuration_is_an_error() {
         &["config", "check"],
         &["config", "print"],
         &["explain", "x"],
+        &["audit"],
     ] {
         let said = cli
             .run(command)
             .exits_with(2)
-            .prints("nothing is configured: there is no oncegate.toml here")
+            .prints("nothing is configured: the current directory has no oncegate.toml")
             .prints("ONCEGATE_STORE_URL");
         assert_eq!(
             (said.out.as_str(), said.err.lines().count()),
@@ -388,7 +466,6 @@ fn an_empty_configuration_is_an_error() {
         &["marker", "list"][..],
         &["dead-letters", "list"],
         &["in-doubt", "list"],
-        &["audit"],
     ] {
         let said = cli.run(command).exits_with(2);
         assert_eq!(

@@ -6,7 +6,9 @@ use std::time::Instant;
 
 use lapin::BasicProperties;
 use lapin::types::AMQPValue;
-use oncegate::{Open, RabbitMq, Source};
+use oncegate::{
+    Connect, ConnectOptions, Context, Failure, Guarantee, Handler, RabbitMq, Reconciled, Source,
+};
 use oncegate_testkit::servers::RabbitServer;
 use serde_json::Value;
 
@@ -40,6 +42,8 @@ on_both_brokers!(
     messages_in_doubt_are_resolved_either_way,
     redrive_skips_handled_and_doubtful_messages,
     ids_without_a_marker_are_redriven,
+    messages_without_an_id_are_named_by_a_handle,
+    both_errors_of_a_message_in_doubt_are_shown,
 );
 
 pub(crate) fn ids(listed: &Value) -> Vec<String> {
@@ -55,6 +59,107 @@ pub(crate) fn ids(listed: &Value) -> Vec<String> {
 
 async fn fixture(broker: Broker) -> Arc<BrokerFixture> {
     Arc::new(BrokerFixture::on(broker).await)
+}
+
+/// `show`, `redrive` and `drop` accept what `list` shows in place of the id.
+async fn messages_without_an_id_are_named_by_a_handle(broker: Broker) {
+    let fixture = fixture(broker).await;
+    for body in [r#"{"card":"1"}"#, r#"{"card":"2"}"#] {
+        fixture.publish_with(&fixture.cli.name, body, &[]).await;
+    }
+    fixture.publish(&[("a", "declined")]).await;
+    fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
+    let listed = fixture.json(&["dead-letters", "list"]).await;
+    let letters = listed["letters"].as_array().expect("a list");
+    let handles: Vec<&str> = letters
+        .iter()
+        .filter_map(|letter| letter["handle"].as_str())
+        .collect();
+    assert!(
+        handles.len() == 2 && handles[0] != handles[1],
+        "only messages without an id have a handle: {listed}"
+    );
+    let again = fixture.json(&["dead-letters", "list"]).await;
+    assert!(
+        handles
+            .iter()
+            .all(|handle| again.to_string().contains(handle)),
+        "a read changes no handle: {again}"
+    );
+    fixture
+        .run(&["dead-letters", "list"])
+        .await
+        .exits_with(0)
+        .prints(handles[0])
+        .prints(handles[1])
+        .prints("it has no id")
+        .prints("the card was declined");
+    let shown = fixture
+        .json(&["dead-letters", "show", handles[0], "--body"])
+        .await;
+    assert_eq!(
+        (shown.as_array().map(Vec::len), &shown[0]["handle"]),
+        (Some(1), &handles[0].into()),
+        "{shown}"
+    );
+    fixture
+        .run(&["dead-letters", "drop", "--id", handles[0], "--yes"])
+        .await
+        .exits_with(0)
+        .prints("1 dropped");
+    fixture
+        .run(&["dead-letters", "redrive", "--id", handles[1], "--yes"])
+        .await
+        .exits_with(0)
+        .prints("1 redriven");
+    assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["a"]);
+    fixture.end().await;
+}
+
+/// Its handler reports an unknown outcome, and `reconcile` fails.
+struct Doubtful;
+
+impl Handler for Doubtful {
+    type Payload = Value;
+
+    async fn handle(&self, _: Value, _: &Context) -> Result<(), Failure> {
+        Err(Failure::InDoubt("no answer from the provider".into()))
+    }
+
+    async fn reconcile(&self, _: Value, _: &Context) -> Result<Reconciled, Failure> {
+        Err(Failure::Retry("the provider is down".into()))
+    }
+}
+
+async fn both_errors_of_a_message_in_doubt_are_shown(broker: Broker) {
+    let fixture = fixture(broker).await;
+    fixture.publish(&[("a", "silent")]).await;
+    let until = fixture.until_there_are(1, ".in-doubt");
+    fixture.handle(Guarantee::AtMostOnce, Doubtful, until).await;
+    for command in [&["in-doubt", "list"][..], &["explain", "a"]] {
+        fixture
+            .run(command)
+            .await
+            .exits_with(0)
+            .prints("no answer from the provider; last error: ")
+            .prints("the provider is down");
+    }
+    let listed = fixture.json(&["in-doubt", "list"]).await;
+    let letter = &listed["letters"][0];
+    assert_eq!(
+        letter["reason_text"], "its handler reported that it may have happened",
+        "{letter}"
+    );
+    for (name, error) in [
+        ("first_error", "no answer from the provider"),
+        ("last_error", "the provider is down"),
+    ] {
+        assert!(
+            letter[name].as_str().is_some_and(|it| it.contains(error)),
+            "{letter}"
+        );
+    }
+    fixture.end().await;
 }
 
 async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
@@ -516,7 +621,7 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
     let source: Box<dyn Source> = Box::new(
         RabbitMq::queue("payments")
             .url(server.url())
-            .open()
+            .connect(ConnectOptions::default())
             .await
             .expect("the queues are declared"),
     );

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
-use oncegate::{Open, RabbitMq, Source};
+use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
 use oncegate_testkit::servers::{RabbitServer, RedisOptions, RedisPersistence, RedisServer};
 use rdkafka::admin::{NewTopic, TopicReplication};
 use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
@@ -48,6 +48,20 @@ fn assert_findings(cli: &TestCli, expected: &[(&str, &str)]) {
         .map(|(code, level)| ((*code).to_owned(), (*level).to_owned()))
         .collect();
     assert_eq!(findings(cli), expected);
+}
+
+/// Asserts the findings of a configuration without a store, besides the one that reports this.
+#[track_caller]
+fn assert_broker_findings(cli: &TestCli, expected: &[(&str, &str)]) {
+    let mut found = findings(cli);
+    let store = ("store-not-configured".to_owned(), "error".to_owned());
+    let at = found.iter().position(|finding| *finding == store);
+    found.remove(at.unwrap_or_else(|| panic!("no finding about the store: {found:?}")));
+    let found: Vec<(&str, &str)> = found
+        .iter()
+        .map(|(code, level)| (code.as_str(), level.as_str()))
+        .collect();
+    assert_eq!(found, expected);
 }
 
 fn good_options() -> RedisOptions {
@@ -102,6 +116,49 @@ fn a_good_redis_has_no_findings() {
         .prints("ADVICE")
         .prints("no-scope")
         .prints("Checked the settings, Redis; problems: 0");
+}
+
+/// A consumer with this configuration does not start.
+#[test]
+fn finds_a_missing_store_or_broker() {
+    let cli = TestCli::at("redis://127.0.0.1:1");
+    for broker in [
+        "[rabbitmq]\nurl = \"amqp://127.0.0.1:1\"\nqueue = \"q\"\n",
+        "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\n",
+    ] {
+        cli.write("oncegate.toml", broker);
+        let codes: Vec<String> = findings(&cli).into_iter().map(|(code, _)| code).collect();
+        assert!(
+            codes.contains(&"store-not-configured".to_owned()),
+            "{broker}: {codes:?}"
+        );
+        cli.run(&["doctor"])
+            .exits_with(1)
+            .prints("set store.url in oncegate.toml");
+    }
+    // The configuration names a broker and lacks its keys.
+    for (broker, missing) in [
+        ("[rabbitmq]\nqueue = \"q\"\n", "rabbitmq.url is missing"),
+        ("[rabbitmq]\n", "rabbitmq.url is missing"),
+        ("[kafka]\n", "kafka.brokers is missing"),
+        (
+            "[gate]\nbroker = \"kafka\"\n",
+            "kafka.brokers is missing; set it, or remove [kafka] and gate.broker",
+        ),
+    ] {
+        cli.configure(broker);
+        cli.run(&["doctor"]).exits_with(2).prints(missing);
+    }
+    cli.configure("");
+    cli.run(&["doctor"]).prints("broker-not-configured");
+    for (file, error) in [
+        ("", "oncegate.toml sets no key"),
+        ("[store]\n[rabbitmq]\n", "sets no key"),
+        ("[stor]\nurl = \"redis://h\"\n", "did you mean store?"),
+    ] {
+        cli.write("oncegate.toml", file);
+        cli.run(&["doctor"]).exits_with(2).prints(error);
+    }
 }
 
 #[test]
@@ -174,19 +231,64 @@ fn finds_missing_redis_permissions() {
         cli.configure(AT_MOST_ONCE);
         assert_findings(&cli, &[("store-lacks-a-right", "error")]);
         let output = cli.run(&["doctor"]).exits_with(1).prints(missing);
-        // One ACL line grants everything.
+        assert!(
+            output
+                .out
+                .contains("only the commands of `oncegate` need XADD, XRANGE, SCAN, TYPE, STRLEN"),
+            "{output:?}"
+        );
+        // One ACL line grants everything, also what only this program needs.
         let grant = output
             .out
             .lines()
-            .filter_map(|line| line.trim().strip_prefix("Fix: "))
+            .filter_map(|line| line.trim().strip_prefix("Fix: ACL "))
             .collect::<Vec<_>>();
         assert!(
-            matches!(grant[..], [grant] if grant.starts_with("ACL SETUSER some ~test:")),
+            matches!(grant[..], [grant] if grant.starts_with("SETUSER some ~test:")),
             "{output:?}"
         );
-        assert_eq!(server.command(grant[0]).expect("a reply"), "+OK");
+        assert_eq!(
+            server
+                .command(&format!("ACL {}", grant[0]))
+                .expect("a reply"),
+            "+OK"
+        );
         assert_findings(&cli, &[]);
+        let output = cli.run(&["doctor"]).exits_with(0);
+        assert!(!output.out.contains("lacks-a-right"), "{output:?}");
+        for command in [&["marker", "list"][..], &["audit"]] {
+            cli.run(command).exits_with(0);
+        }
     }
+}
+
+/// A consumer needs fewer rights than an operator.
+#[test]
+fn missing_permissions_of_the_tool_are_advice() {
+    let server = redis(good_options());
+    server
+        .command(
+            "ACL SETUSER some reset on >word ~test:* -@all +set +get +mget +del +pttl +pexpire +eval +evalsha +info +hello",
+        )
+        .expect("Redis answers");
+    let cli = TestCli::at(&server.url().replace("redis://", "redis://some:word@"));
+    cli.configure(AT_MOST_ONCE);
+    let output = cli
+        .run(&["doctor"])
+        .exits_with(0)
+        .prints("tool-lacks-a-right")
+        .prints("the user may not run XADD, XRANGE, SCAN, TYPE, STRLEN")
+        .prints("+info +xadd +xrange +scan +type +strlen");
+    assert!(output.out.contains("ACL SETUSER some ~test:"), "{output:?}");
+    // The audit is a file.
+    let file = cli.path("audit.jsonl");
+    cli.configure(&format!(
+        "{AT_MOST_ONCE}[audit]\nfile = \"{}\"\n",
+        file.display()
+    ));
+    cli.run(&["doctor"])
+        .exits_with(0)
+        .prints("the user may not run SCAN, TYPE, STRLEN");
 }
 
 #[test]
@@ -420,7 +522,7 @@ async fn finds_missing_topics() {
         ("dead-letter-topic-missing", "error"),
         ("in-doubt-topic-missing", "error"),
     ];
-    assert_findings(&cli, &missing);
+    assert_broker_findings(&cli, &missing);
     let said = cli
         .run(&["doctor"])
         .exits_with(1)
@@ -432,12 +534,21 @@ async fn finds_missing_topics() {
         "the cluster has one broker: {said:?}"
     );
     fixture::create_topics(&[NewTopic::new(&cli.name, 2, TopicReplication::Fixed(1))]).await;
-    assert_findings(&cli, &missing[1..]);
+    assert_broker_findings(&cli, &missing[1..]);
+    let settings = std::fs::read_to_string(cli.path("oncegate.toml")).expect("just written");
+    cli.write(
+        "oncegate.toml",
+        &format!("{settings}create-partitions = 1\ncreate-replicas = 1\n"),
+    );
+    assert_broker_findings(&cli, &[]);
+    cli.run(&["doctor"])
+        .exits_with(1)
+        .prints("not created yet; the consumer creates it at its first start");
     cli.write(
         "oncegate.toml",
         "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\n",
     );
-    assert_findings(&cli, &[("kafka-away", "error")]);
+    assert_broker_findings(&cli, &[("kafka-away", "error")]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -464,15 +575,15 @@ async fn finds_topics_that_lose_or_reject_dead_letters() {
         cli.write("oncegate.toml", &format!("[kafka]\n{kafka}"));
     };
     with(&names[6], &names[0], &names[0]);
-    assert_findings(&cli, &[]);
+    assert_broker_findings(&cli, &[]);
     let settings = std::fs::read_to_string(cli.path("oncegate.toml")).expect("just written");
     cli.write(
         "oncegate.toml",
         &format!("{settings}group = \"{}\"\n", cli.name),
     );
-    assert_findings(&cli, &[]);
+    assert_broker_findings(&cli, &[]);
     cli.run(&["doctor"])
-        .exits_with(0)
+        .exits_with(1)
         .prints("letters-have-one-copy");
     for (messages, code, level) in [
         (&names[1], "letters-expire", "error"),
@@ -482,13 +593,13 @@ async fn finds_topics_that_lose_or_reject_dead_letters() {
         (&names[5], "letters-too-small", "warning"),
     ] {
         with(&names[6], messages, &names[0]);
-        assert_findings(&cli, &[(code, level)]);
+        assert_broker_findings(&cli, &[(code, level)]);
         with(&names[6], &names[0], messages);
-        assert_findings(&cli, &[(code, level)]);
+        assert_broker_findings(&cli, &[(code, level)]);
     }
     // An unlimited topic may be read again from the start.
     with(&names[0], &names[0], &names[0]);
-    assert_findings(&cli, &[("window-shorter-than-retention", "warning")]);
+    assert_broker_findings(&cli, &[("window-shorter-than-retention", "warning")]);
 }
 
 /// A broker that denies DescribeConfigs: it does not know the request.
@@ -509,7 +620,7 @@ async fn finds_unreadable_topic_configurations() {
             cli.name
         ),
     );
-    assert_findings(&cli, &[("topic-not-described", "warning"); 3]);
+    assert_broker_findings(&cli, &[("topic-not-described", "warning"); 3]);
     cli.run(&["doctor"])
         .exits_with(1)
         .prints("grant DescribeConfigs");
@@ -538,7 +649,7 @@ async fn finds_missing_describe_permission() {
             cli.name
         ),
     );
-    assert_findings(&cli, &[("kafka-lacks-a-right", "error"); 3]);
+    assert_broker_findings(&cli, &[("kafka-lacks-a-right", "error"); 3]);
     cli.run(&["doctor"]).exits_with(1).prints(&format!(
         "grant Describe on the topic {}.in-doubt",
         cli.name
@@ -628,7 +739,7 @@ async fn finds_an_unreachable_broker_and_a_rejected_login() {
             "oncegate.toml",
             &format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"q\"\n"),
         );
-        assert_findings(&cli, &[(code, "error")]);
+        assert_broker_findings(&cli, &[(code, "error")]);
     }
 }
 
@@ -667,12 +778,12 @@ async fn finds_queues_that_lose_messages() {
         )
     };
     with(&format!("queue = \"{}\"\n", cli.name));
-    assert_findings(cli, &[]);
+    assert_broker_findings(cli, &[]);
     with(&format!(
         "queue = \"{}\"\nconsumer-timeout = \"5m\"\n",
         cli.name
     ));
-    assert_findings(cli, &[("runs-outlast-the-consumer-timeout", "error")]);
+    assert_broker_findings(cli, &[("runs-outlast-the-consumer-timeout", "error")]);
     // Inline retries and the wait for another holder count: four runs of ten minutes, or two leases
     // of fifteen.
     for (gate, findings) in [
@@ -688,7 +799,7 @@ async fn finds_queues_that_lose_messages() {
                 cli.name
             ),
         );
-        assert_findings(
+        assert_broker_findings(
             cli,
             if findings {
                 &[("runs-outlast-the-consumer-timeout", "error")]
@@ -697,15 +808,21 @@ async fn finds_queues_that_lose_messages() {
             },
         );
     }
+    let missing = [
+        ("queue-missing", "error"),
+        ("dead-letter-queue-missing", "error"),
+        ("in-doubt-queue-missing", "error"),
+    ];
+    with("queue = \"no-such-queue\"\ntopology = \"check\"\n");
+    assert_broker_findings(cli, &missing);
+    // The consumer declares them.
     with("queue = \"no-such-queue\"\n");
-    assert_findings(
-        cli,
-        &[
-            ("queue-missing", "error"),
-            ("dead-letter-queue-missing", "error"),
-            ("in-doubt-queue-missing", "error"),
-        ],
-    );
+    assert_broker_findings(cli, &[]);
+    let said = cli.run(&["doctor"]).exits_with(1);
+    for (code, _) in missing {
+        assert!(said.out.contains(code), "{said:?}");
+    }
+    said.prints("not declared yet; the consumer declares it at its first start");
 
     let text = |value: &str| AMQPValue::LongString(value.into());
     let quorum = || ("x-queue-type", text("quorum"));
@@ -762,7 +879,7 @@ async fn finds_queues_that_lose_messages() {
         let codes: Vec<&str> = codes
             .iter()
             .map(String::as_str)
-            .filter(|code| *code != "queue-drops-what-it-gives-up")
+            .filter(|code| !["queue-drops-what-it-gives-up", "store-not-configured"].contains(code))
             .collect();
         assert_eq!(
             codes,
@@ -790,7 +907,7 @@ async fn finds_queues_that_lose_messages() {
         "queue = \"{}\"\nin-doubt = \"{leaving}\"\n",
         cli.name
     ));
-    assert_findings(cli, &[("queue-deletes-itself", "error")]);
+    assert_broker_findings(cli, &[("queue-deletes-itself", "error")]);
     declared.push(leaving);
     // Only the connection that declared it may use it.
     let taken = format!("{}.taken", cli.name);
@@ -807,7 +924,7 @@ async fn finds_queues_that_lose_messages() {
         "queue = \"{}\"\nin-doubt = \"{taken}\"\n",
         cli.name
     ));
-    assert_findings(cli, &[("queue-cannot-be-used", "error")]);
+    assert_broker_findings(cli, &[("queue-cannot-be-used", "error")]);
     owner.close(200, "OK".into()).await.expect("a clean end");
     let gives_up = format!("{}.gives-up", cli.name);
     declare(&gives_up, true, &[quorum()]).await;
@@ -816,7 +933,7 @@ async fn finds_queues_that_lose_messages() {
         cli.name
     );
     with(&format!("queue = \"{gives_up}\"\n{ours}"));
-    assert_findings(cli, &[("queue-drops-what-it-gives-up", "warning")]);
+    assert_broker_findings(cli, &[("queue-drops-what-it-gives-up", "warning")]);
     declared.push(gives_up);
     for name in declared {
         fixture::delete(&name).await;
@@ -833,7 +950,7 @@ async fn finds_missing_configure_permission() {
         .expect("a server");
     let source = RabbitMq::queue("payments")
         .url(server.url())
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("the queues are declared");
     let source: Box<dyn Source> = Box::new(source);
@@ -856,20 +973,20 @@ async fn finds_missing_configure_permission() {
     server
         .control(&["set_permissions", "reader", ".*", ".*", ".*"])
         .expect("all rights");
-    assert_findings(&cli, &[]);
+    assert_broker_findings(&cli, &[]);
     server
         .control(&["set_permissions", "reader", "^$", ".*", ".*"])
         .expect("fewer rights");
-    assert_findings(&cli, &[("queue-not-compared", "error"); 3]);
+    assert_broker_findings(&cli, &[("queue-not-compared", "error"); 3]);
     cli.run(&["doctor"])
         .exits_with(1)
         .prints("let the user configure `payments.dead-letters`")
         .prints("only for a user who may configure it");
     // With this topology the consumer declares nothing.
     with("topology = \"check\"\n");
-    assert_findings(&cli, &[]);
+    assert_broker_findings(&cli, &[]);
     cli.run(&["doctor"])
-        .exits_with(0)
+        .exits_with(1)
         .prints("queue-not-compared");
 }
 

@@ -191,7 +191,7 @@ async fn explains_each_outcome(broker: Broker) {
         .await
         .exits_with(0)
         .prints("declined: handled, once")
-        .prints("What operators did")
+        .prints("Actions of operators")
         .prints("The marker");
     fixture
         .run(&["marker", "forget", "twice", "--yes", "--as", "cleo"])
@@ -503,5 +503,27 @@ async fn explain_ignores_actions_of_other_scopes() {
             who,
             "{scope:?}: {audit}"
         );
+    }
+}
+
+/// `gate.id` writes the whole numbers of JSON out, so `7.0` and `7` are one id in a message.
+#[test]
+fn an_unknown_number_is_explained_with_its_id() {
+    let cli = TestCli::on_sqlite();
+    std::fs::write(cli.path("markers.db"), "").expect("the directory is ours");
+    cli.configure("[gate]\nid = \"json /id\"\n");
+    cli.run(&["marker", "complete", "7", "--yes"]).exits_with(0);
+    cli.run(&["explain", "7.0"]).exits_with(0).prints(
+        "If the producer wrote 7.0 as a JSON number, its id is 7, since gate.id writes whole numbers out: run `oncegate explain 7`.",
+    );
+    for (id, source) in [
+        ("7", "json /id"),
+        ("7.5", "json /id"),
+        ("\"8\"", "json /id"),
+        ("8.0", "message-id"),
+    ] {
+        cli.configure(&format!("[gate]\nid = \"{source}\"\n"));
+        let said = cli.run(&["explain", id]).exits_with(0);
+        assert!(!said.out.contains("JSON number"), "{said:?}");
     }
 }

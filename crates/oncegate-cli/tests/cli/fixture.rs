@@ -11,8 +11,8 @@ use lapin::options::{
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate::{
-    Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, Open, RabbitMq, Source, Store,
-    async_trait,
+    Connect, ConnectOptions, Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka,
+    RabbitMq, Source, Store,
 };
 use oncegate_testkit::asking::SECOND;
 use rdkafka::ClientConfig;
@@ -57,7 +57,6 @@ struct Charge {
     charged: Arc<Mutex<Vec<String>>>,
 }
 
-#[async_trait]
 impl Handler for Charge {
     type Payload = Payment;
 
@@ -499,7 +498,7 @@ impl BrokerFixture {
 pub(crate) async fn declare_as_the_source_does(queue: &str) {
     let source = RabbitMq::queue(queue)
         .url(rabbitmq())
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("the queues are declared");
     let source: Box<dyn Source> = Box::new(source);

@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-use oncegate_testkit::proxy::{Fate, Proxy, holds};
+use oncegate_testkit::proxy::{Proxy, RequestFault, holds};
 
 use crate::cli::TestCli;
 use crate::destinations::{ids, on_both_brokers};
@@ -43,11 +43,11 @@ async fn kill_at(
     let (met, mut meets) = tokio::sync::mpsc::unbounded_channel();
     proxy.judge(move |request| {
         if !matches(request) {
-            return Fate::Pass;
+            return RequestFault::Pass;
         }
         let _ = met.send(());
         // Longer than the test.
-        Fate::Delay(std::time::Duration::from_secs(3_600))
+        RequestFault::Delay(std::time::Duration::from_secs(3_600))
     });
     let mut program = Command::new(env!("CARGO_BIN_EXE_oncegate"))
         .current_dir(fixture.cli.path(""))
@@ -85,10 +85,10 @@ async fn sigterm_ends_a_redrive_after_the_current_message(broker: Broker) {
     let (met, mut meets) = tokio::sync::mpsc::unbounded_channel();
     proxy.judge(move |request| {
         if !records_sent(request) || met.send(()).is_err() {
-            return Fate::Pass;
+            return RequestFault::Pass;
         }
         // The signal arrives after the copy and before the removal of a message.
-        Fate::Delay(std::time::Duration::from_secs(2))
+        RequestFault::Delay(std::time::Duration::from_secs(2))
     });
     let program = Command::new(env!("CARGO_BIN_EXE_oncegate"))
         .current_dir(fixture.cli.path(""))
@@ -242,9 +242,9 @@ async fn a_sent_message_that_was_not_removed_is_not_sent_again_blindly(broker: B
     fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
     proxy.judge(|request| {
         if records_sent(request) {
-            Fate::LoseReply
+            RequestFault::LoseReply
         } else {
-            Fate::Pass
+            RequestFault::Pass
         }
     });
     fixture

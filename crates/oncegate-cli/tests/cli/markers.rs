@@ -345,10 +345,42 @@ async fn unreadable_markers_are_listed_and_unchanged() {
         .expect("set");
     let listed = cli.json(&["marker", "list"]);
     assert_eq!(listed["markers"][0]["state"], "unreadable", "{listed}");
-    for command in ["show", "forget", "complete"] {
-        cli.run(&["marker", command, "odd"])
-            .exits_with(3)
-            .prints("the key is unchanged");
+    let key = format!("{}odd", cli.prefix());
+    for command in [
+        &["marker", "show", "odd"][..],
+        &["marker", "forget", "odd"],
+        &["marker", "complete", "odd"],
+        &["in-doubt", "resolve", "odd", "--did-not-happen", "--yes"],
+        &["in-doubt", "resolve", "odd", "--happened", "--yes"],
+    ] {
+        cli.run(command)
+            .exits_with(1)
+            .prints(&format!(
+                "The value of the key {key} is not one that oncegate writes: a string of 5 bytes."
+            ))
+            .prints(&format!("`DEL {key}`"));
+    }
+    let () = redis::cmd("HSET")
+        .arg(format!("{}hash", cli.prefix()))
+        .arg(&["a", "secret", "b", "secret"])
+        .query_async(&mut plain)
+        .await
+        .expect("set");
+    for (id, value) in [
+        ("odd", "a string of 5 bytes"),
+        ("hash", "a hash of 2 elements"),
+    ] {
+        let explanation = cli.run(&["explain", id]).exits_with(0).prints(&format!(
+            "The value of the key {}{id} is not one that oncegate writes: {value}.",
+            cli.prefix()
+        ));
+        assert!(!explanation.out.contains("secret"), "{explanation:?}");
+        let explanation = cli.json(&["explain", id]);
+        assert_eq!(
+            (&explanation["verdict"], &explanation["marker"]["state"]),
+            (&"unreadable-marker".into(), &"unreadable".into()),
+            "{explanation}"
+        );
     }
     let seen = cli
         .store()
@@ -361,7 +393,7 @@ async fn unreadable_markers_are_listed_and_unchanged() {
 
 #[tokio::test]
 async fn the_documented_permissions_suffice() {
-    let book = include_str!("../../../../docs/src/stores.md");
+    let book = include_str!("../../../../docs/src/redis.md");
     let line = book
         .lines()
         .find(|line| line.starts_with("ACL SETUSER oncegate "))
@@ -384,6 +416,20 @@ async fn the_documented_permissions_suffice() {
         .exits_with(3)
         .prints("nothing was done, since the audit cannot be")
         .prints("NOPERM");
+    for command in [
+        &["explain", "x"][..],
+        &["marker", "list"],
+        &["marker", "complete", "x", "--yes"],
+    ] {
+        let output = cli.run(command);
+        // Redis 7.0 replies `this user`, later releases the name.
+        let granted = ["<user>", "oncegate"].iter().any(|user| {
+            format!("{output:?}").contains(&format!(
+                "ACL SETUSER {user} +xadd +xrange +scan +type +strlen"
+            ))
+        });
+        assert!(granted, "{command:?}: {output:?}");
+    }
     assert_eq!(cli.json(&["marker", "show", "x"])["state"], "absent");
     server
         .command(&format!("{line} +xadd +xrange +scan"))

@@ -269,6 +269,11 @@ async fn conflicts_are_redriven_only_by_id(broker: Broker) {
         .publish(&[("a", "works"), ("a", "another card")])
         .await;
     fixture.consume(PaymentProvider::Works, 1, 1, 0).await;
+    fixture
+        .run(&["dead-letters", "redrive", "--id", "a", "--yes"])
+        .await
+        .exits_with(1)
+        .prints("its id was handled with another body");
     // The marker of the handled id expired.
     write_marker(&fixture.cli, "a", None).await;
     fixture
@@ -727,12 +732,18 @@ async fn a_tombstone_stays_a_tombstone() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn ids_without_a_message_or_doubt_are_not_resolved() {
     let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
-    for found in ["--happened", "--did-not-happen"] {
-        fixture
+    for (found, hints_at_complete) in [("--happened", true), ("--did-not-happen", false)] {
+        let output = fixture
             .run(&["in-doubt", "resolve", "typo", found, "--yes"])
             .await
             .exits_with(1)
-            .prints("marker complete");
+            .prints("typo is absent, not in doubt")
+            .prints("Check the spelling of the id");
+        assert_eq!(
+            format!("{output:?}").contains("marker complete"),
+            hints_at_complete,
+            "{found}: {output:?}"
+        );
     }
     assert_eq!(
         fixture.json(&["marker", "show", "typo"]).await["state"],

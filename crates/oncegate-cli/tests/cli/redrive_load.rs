@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use lapin::options::BasicGetOptions;
 use lapin::{Channel, Connection};
-use oncegate::{Context, Failure, FailureExt, Guarantee, Handler, Reconciled, async_trait};
+use oncegate::{Context, Failure, FailureExt, Guarantee, Handler, Reconciled};
 use serde_json::Value;
 
 use crate::destinations::on_both_brokers;
@@ -63,7 +63,6 @@ impl RecoveringProvider {
     }
 }
 
-#[async_trait]
 impl Handler for RecoveringProvider {
     type Payload = Value;
 
@@ -280,7 +279,6 @@ impl RejectingHandler {
     }
 }
 
-#[async_trait]
 impl Handler for RejectingHandler {
     type Payload = Value;
 

@@ -7,7 +7,7 @@ use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::tcp::{OwnedIdentity, OwnedTLSConfig};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Connection, ConnectionProperties};
-use oncegate::{Open, RabbitMq, Source};
+use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
 use oncegate_testkit::servers::{RabbitOptions, RabbitServer};
 
 use crate::cli::TestCli;
@@ -23,7 +23,12 @@ async fn prepare(server: &RabbitServer) {
         .url(server.url())
         .ca_certificate(&authority)
         .client_certificate(&certificate, &key);
-    let source: Box<dyn Source> = Box::new(source.open().await.expect("the queues are declared"));
+    let source: Box<dyn Source> = Box::new(
+        source
+            .connect(ConnectOptions::default())
+            .await
+            .expect("the queues are declared"),
+    );
     source
         .close(Instant::now() + PATIENCE)
         .await

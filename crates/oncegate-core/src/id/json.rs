@@ -1,4 +1,4 @@
-//! Reads an id out of a JSON body without building the rest of it.
+//! Reads an id from a JSON body without allocating the rest of it.
 
 use std::borrow::Cow;
 use std::fmt;
@@ -8,8 +8,8 @@ use serde_json::value::RawValue;
 
 use super::NoId;
 
-/// The longest whole number that is written out, in digits: `1e999999999` is nine characters and no
-/// id.
+/// The maximum length of a whole number, in digits: `1e999999999` is short, and its digits would
+/// fill the memory.
 const LONGEST_NUMBER: usize = 200;
 
 /// The text of the id at this pointer (RFC 6901).
@@ -34,13 +34,13 @@ pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
         ))
     })?;
     let raw = match found {
-        Found::Nothing => return Err(NoId::Missing),
-        Found::Twice => {
+        PathValue::Nothing => return Err(NoId::Missing),
+        PathValue::Twice => {
             return Err(unusable(
-                "is ambiguous: a name on its path stands twice in one object",
+                "is ambiguous: a name on its path occurs twice in one object",
             ));
         }
-        Found::Once(raw) => raw.get(),
+        PathValue::Once(raw) => raw.get(),
     };
     match raw.as_bytes().first() {
         Some(b'"') => {
@@ -98,64 +98,67 @@ fn whole(number: &str) -> Option<String> {
     (digits.len() <= LONGEST_NUMBER).then(|| format!("{sign}{digits}"))
 }
 
-/// What stands at a path.
-enum Found<'de> {
+/// The value at a path.
+enum PathValue<'de> {
     Nothing,
     Once(&'de RawValue),
-    /// Readers differ in which of two fields of one name they take.
+    /// The path has a field that occurs twice. JSON readers differ in which of them they use.
     Twice,
 }
 
-/// Reads what stands at a path, and passes over all else.
+/// Reads the value at a path and skips everything else.
 #[derive(Clone, Copy)]
 struct At<'p>(&'p [String]);
 
 impl<'de> DeserializeSeed<'de> for At<'_> {
-    type Value = Found<'de>;
+    type Value = PathValue<'de>;
 
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Found<'de>, D::Error> {
+    fn deserialize<D: Deserializer<'de>>(
+        self,
+        deserializer: D,
+    ) -> Result<PathValue<'de>, D::Error> {
         match self.0 {
-            [] => serde::Deserialize::deserialize(deserializer).map(Found::Once),
+            [] => serde::Deserialize::deserialize(deserializer).map(PathValue::Once),
             _ => deserializer.deserialize_any(self),
         }
     }
 }
 
 impl<'de> Visitor<'de> for At<'_> {
-    type Value = Found<'de>;
+    type Value = PathValue<'de>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("JSON")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Found<'de>, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PathValue<'de>, A::Error> {
         let Some((first, rest)) = self.0.split_first() else {
-            return Ok(Found::Nothing);
+            return Ok(PathValue::Nothing);
         };
         let mut found = None;
-        while let Some(name) = map.next_key::<Name<'de>>()? {
+        while let Some(name) = map.next_key::<FieldName<'de>>()? {
             if name.0 != first.as_str() {
                 map.next_value::<IgnoredAny>()?;
             } else if found.is_none() {
                 found = Some(map.next_value_seed(At(rest))?);
             } else {
                 map.next_value::<IgnoredAny>()?;
-                found = Some(Found::Twice);
+                found = Some(PathValue::Twice);
             }
         }
-        Ok(found.unwrap_or(Found::Nothing))
+        Ok(found.unwrap_or(PathValue::Nothing))
     }
 
-    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Found<'de>, A::Error> {
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<PathValue<'de>, A::Error> {
         let Some((first, rest)) = self.0.split_first() else {
-            return Ok(Found::Nothing);
+            return Ok(PathValue::Nothing);
         };
         // RFC 6901: digits without leading zeros.
         let index = first
             .parse::<usize>()
             .ok()
             .filter(|index| index.to_string() == *first);
-        let mut found = Found::Nothing;
+        let mut found = PathValue::Nothing;
         for at in 0_usize.. {
             if Some(at) == index {
                 match seq.next_element_seed(At(rest))? {
@@ -169,34 +172,34 @@ impl<'de> Visitor<'de> for At<'_> {
         Ok(found)
     }
 
-    fn visit_bool<E: Error>(self, _: bool) -> Result<Found<'de>, E> {
-        Ok(Found::Nothing)
+    fn visit_bool<E: Error>(self, _: bool) -> Result<PathValue<'de>, E> {
+        Ok(PathValue::Nothing)
     }
 
-    fn visit_i64<E: Error>(self, _: i64) -> Result<Found<'de>, E> {
-        Ok(Found::Nothing)
+    fn visit_i64<E: Error>(self, _: i64) -> Result<PathValue<'de>, E> {
+        Ok(PathValue::Nothing)
     }
 
-    fn visit_u64<E: Error>(self, _: u64) -> Result<Found<'de>, E> {
-        Ok(Found::Nothing)
+    fn visit_u64<E: Error>(self, _: u64) -> Result<PathValue<'de>, E> {
+        Ok(PathValue::Nothing)
     }
 
-    fn visit_f64<E: Error>(self, _: f64) -> Result<Found<'de>, E> {
-        Ok(Found::Nothing)
+    fn visit_f64<E: Error>(self, _: f64) -> Result<PathValue<'de>, E> {
+        Ok(PathValue::Nothing)
     }
 
-    fn visit_str<E: Error>(self, _: &str) -> Result<Found<'de>, E> {
-        Ok(Found::Nothing)
+    fn visit_str<E: Error>(self, _: &str) -> Result<PathValue<'de>, E> {
+        Ok(PathValue::Nothing)
     }
 
-    fn visit_unit<E: Error>(self) -> Result<Found<'de>, E> {
-        Ok(Found::Nothing)
+    fn visit_unit<E: Error>(self) -> Result<PathValue<'de>, E> {
+        Ok(PathValue::Nothing)
     }
 }
 
 /// The name of a field, borrowed where nothing in it is escaped.
 #[derive(serde::Deserialize)]
-struct Name<'a>(#[serde(borrow)] Cow<'a, str>);
+struct FieldName<'a>(#[serde(borrow)] Cow<'a, str>);
 
 #[cfg(test)]
 mod tests {
@@ -236,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_an_id_says_what_was_found() {
+    fn an_unusable_id_names_what_was_found() {
         let too_long = format!("1{}", "0".repeat(200));
         for (odd, says) in [
             ("1.5", "not whole"),
@@ -266,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_missing() {
+    fn an_absent_value_is_a_missing_id() {
         for body in [
             r#"{"id":null}"#,
             "{}",
@@ -285,12 +288,12 @@ mod tests {
     }
 
     #[test]
-    fn a_pointer_finds_its_way() {
+    fn a_pointer_selects_nested_fields_and_elements() {
         let body = r#"{"before":{"ids":[9]},"a/b":{"m~n":[{"id":"x"},{"id":7}]},"after":[[],{}]}"#;
         assert_eq!(at("/a~1b/m~0n/1/id", body).as_deref(), Ok("7"));
         assert_eq!(at("/a~1b/m~0n/0/id", body).as_deref(), Ok("x"));
         assert_eq!(at("", "\"whole\"").as_deref(), Ok("whole"));
-        // The same name elsewhere is no second id.
+        // The same name elsewhere is not a second id.
         assert_eq!(
             at(
                 "/p/id",
@@ -306,11 +309,11 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_order_mark_is_no_part_of_the_body() {
+    fn a_byte_order_mark_is_skipped() {
         assert_eq!(at("/id", "\u{feff}{\"id\":\"a\"}").as_deref(), Ok("a"));
         assert!(
             at("/id", "\u{feff}\u{feff}{\"id\":\"a\"}").is_err(),
-            "one of them"
+            "only one is skipped"
         );
     }
 }

@@ -1,5 +1,5 @@
-//! Every row of the road, and a row for every stage when the lease ends, the store goes away, or
-//! the consumer drains.
+//! All transitions of the lifecycle, and for every stage those at the end of the lease, at an outage
+//! of the store and in a drain.
 
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ fn policy(guarantee: Guarantee) -> Policy {
         crashes: 5,
         retries: 2,
         reconciles: 2,
-        parks: 2,
+        claim_retries: 2,
         backoff: Duration::from_millis(100),
         longest_backoff: Duration::from_secs(10),
         outage: Outage::Hold,
@@ -41,18 +41,18 @@ fn pause(tries: u32) -> Duration {
     at_most_once().pause(tries)
 }
 
-fn accepted(by: By) -> (Stage, Action) {
-    accept(by)
+fn accepted(kind: ProofKind) -> (Stage, Action) {
+    accept(kind)
 }
 
-fn permit(attempt: u32) -> Grant {
+fn grant(attempt: u32) -> Grant {
     Grant {
         attempts: Attempts::new(attempt),
         failures: 0,
     }
 }
 
-/// Every stage that a delivery can be in before it leaves.
+/// Every stage of a delivery before it is settled.
 fn stages() -> Vec<Stage> {
     use Stage::*;
     vec![
@@ -83,7 +83,7 @@ fn stages() -> Vec<Stage> {
 }
 
 #[test]
-fn in_to_the_gate() {
+fn arrival_claims_or_rejects() {
     let policy = at_most_once();
     assert_eq!(
         transition(Stage::New(HISTORY), Event::NoId, &policy),
@@ -95,7 +95,7 @@ fn in_to_the_gate() {
     );
     assert_eq!(
         transition(Stage::New(HISTORY), Event::Arrived, &policy),
-        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::ClaimAnew)
+        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim)
     );
 }
 
@@ -111,18 +111,18 @@ fn the_claim_is_answered() {
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
             answer(V::Granted(Attempts::new(3)), &policy),
-            (Stage::Ready(permit(3)), Action::Queue)
+            (Stage::Ready(grant(3)), Action::Queue)
         );
         assert_eq!(
             answer(V::Granted(Attempts::new(4)), &policy),
-            rejecting(permit(4), Reason::AttemptsSpent, Effect::Nothing)
+            rejecting(grant(4), Reason::AttemptsSpent, Effect::Nothing)
         );
         let reconciling = (
-            Stage::Reconciling(permit(2), Tries(0), DoubtCause::HolderGone),
+            Stage::Reconciling(grant(2), Tries(0), DoubtCause::HolderGone),
             Action::Reconcile,
         );
         assert_eq!(answer(V::InDoubt(Attempts::new(2)), &policy), reconciling);
-        // A handler or a `reconcile` that ends its process each time is not run for ever.
+        // A handler or a `reconcile` that crashes its process each time is not run for ever.
         let crashed = |crashes| Attempts {
             crashes,
             ..Attempts::all_forgiven(9)
@@ -136,20 +136,23 @@ fn the_claim_is_answered() {
             answer(V::InDoubt(last), &policy),
             (Stage::Reconciling(..), Action::Reconcile)
         ));
-        let permit = Grant {
+        let grant = Grant {
             attempts: one_more,
             failures: 0,
         };
         assert_eq!(
             answer(V::Granted(one_more), &policy),
-            rejecting(permit, Reason::CrashesSpent, Effect::Nothing)
+            rejecting(grant, Reason::CrashesSpent, Effect::Nothing)
         );
         let given_up = (
-            Stage::Doubting(permit, DoubtCause::HolderGone, AfterDoubt::Reject),
+            Stage::Doubting(grant, DoubtCause::HolderGone, AfterDoubt::Reject),
             Action::Ask(Ask::Doubt),
         );
         assert_eq!(answer(V::InDoubt(one_more), &policy), given_up);
-        assert_eq!(answer(V::Duplicate, &policy), accepted(By::Duplicate));
+        assert_eq!(
+            answer(V::Duplicate, &policy),
+            accepted(ProofKind::Duplicate)
+        );
         assert_eq!(answer(V::Conflict, &policy), reject(Reason::Conflict));
         assert_eq!(
             answer(V::Rejected { attempt: 2 }, &policy),
@@ -162,28 +165,28 @@ fn the_claim_is_answered() {
             answer(busy, &policy),
             (
                 Stage::AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Answered),
-                Action::Wake(pause(0) + A_MOMENT)
+                Action::Wake(pause(0) + CLOCK_MARGIN)
             )
         );
     }
 }
 
 #[test]
-fn busy_is_parked_and_asked_again_then_released_and_never_accepted() {
+fn busy_is_claimed_again_with_backoff_then_released_and_never_accepted() {
     let policy = at_most_once();
     let busy = Event::Answer(V::Busy {
         remaining: Duration::ZERO,
     });
     let mut stage = Stage::Claiming(HISTORY, ClaimTries(0));
-    for _ in 0..policy.parks {
-        let (parked, step) = transition(stage, busy, &policy);
-        assert_eq!(step, Action::Wake(A_MOMENT));
-        let (claiming, step) = transition(parked, Event::Woke, &policy);
+    for _ in 0..policy.claim_retries {
+        let (waiting, step) = transition(stage, busy, &policy);
+        assert_eq!(step, Action::Wake(CLOCK_MARGIN));
+        let (claiming, step) = transition(waiting, Event::Woke, &policy);
         assert_eq!(step, Action::Ask(Ask::Claim)); // the same token
         stage = claiming;
     }
-    // It comes back when the holder's lease is over, or before.
-    let pause = policy.pause(policy.parks);
+    // Redelivered at the end of the holder's lease, or earlier.
+    let pause = policy.pause(policy.claim_retries);
     for (remaining, after) in [
         (Duration::ZERO, Duration::ZERO),
         (pause / 2, pause / 2),
@@ -191,7 +194,7 @@ fn busy_is_parked_and_asked_again_then_released_and_never_accepted() {
     ] {
         assert_eq!(
             transition(stage, Event::Answer(V::Busy { remaining }), &policy),
-            release(after + A_MOMENT, 0)
+            release(after + CLOCK_MARGIN, 0)
         );
     }
 }
@@ -206,22 +209,22 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         (1, 1, false),
         (1, 2, true),
     ] {
-        let permit = Grant {
+        let grant = Grant {
             attempts: Attempts::new(attempt),
             failures,
         };
         let (stage, _) = transition(
-            Stage::Running(permit, Tries(policy.retries)),
+            Stage::Running(grant, Tries(policy.retries)),
             Event::Returned(Outcome::Retry),
             &policy,
         );
         assert_eq!(
             matches!(stage, Stage::Rejecting(_, Reason::AttemptsSpent, _)),
             spent,
-            "{permit:?}"
+            "{grant:?}"
         );
     }
-    // What a person sent back has its whole budget, however high the fence.
+    // A redriven message has all of `max_attempts` again, however high its attempt number.
     let sent_back = V::Granted(Attempts {
         number: 9,
         base: 8,
@@ -262,16 +265,16 @@ fn only_what_ran_and_failed_counts_as_a_failure() {
         failures: 1,
         ..HISTORY
     };
-    let permit = Grant {
+    let grant = Grant {
         failures: 1,
         ..GRANT
     };
     let failures = |stage, event| match transition(stage, event, &policy) {
         (_, Action::Settle(Settlement::Release { failures, .. })) => failures,
-        (Stage::Clearing(permit, ..) | Stage::Withdrawing(permit, _), _) => permit.failures,
+        (Stage::Clearing(grant, ..) | Stage::Withdrawing(grant, _), _) => grant.failures,
         other => panic!("{other:?}"),
     };
-    let last_try = Stage::Running(permit, Tries(policy.retries));
+    let last_try = Stage::Running(grant, Tries(policy.retries));
     for outcome in [Outcome::Retry, Outcome::Unknown(DoubtCause::Panicked)] {
         assert_eq!(failures(last_try, Event::Returned(outcome)), 2);
     }
@@ -279,7 +282,10 @@ fn only_what_ran_and_failed_counts_as_a_failure() {
         remaining: Duration::ZERO,
     });
     assert_eq!(
-        failures(Stage::Claiming(history, ClaimTries(policy.parks)), busy),
+        failures(
+            Stage::Claiming(history, ClaimTries(policy.claim_retries)),
+            busy
+        ),
         1,
         "someone else held it"
     );
@@ -291,7 +297,7 @@ fn only_what_ran_and_failed_counts_as_a_failure() {
     for waiting in [
         Stage::New(history),
         Stage::AwaitingHolder(history, ClaimTries(1), ClaimReply::Answered),
-        Stage::Ready(permit),
+        Stage::Ready(grant),
     ] {
         assert_eq!(
             failures(waiting, Event::Drain),
@@ -322,7 +328,7 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
         transition(old, granted, &effectively_once()),
         (Stage::Ready(GRANT), Action::Queue)
     );
-    // Sent back by a tool that knows no more; but whoever crashed is the likelier cause.
+    // Redriven by a tool that found no marker. After a crash, the crash is the likelier cause.
     for (crashes, cause) in [(0, DoubtCause::TooOld), (1, DoubtCause::HolderGone)] {
         let attempts = Attempts {
             crashes,
@@ -402,7 +408,7 @@ fn the_handler_returns() {
 }
 
 #[test]
-fn an_unknown_outcome_is_never_run_again_in_place() {
+fn an_unknown_outcome_is_never_retried_inline() {
     for cause in [DoubtCause::Said, DoubtCause::Panicked, DoubtCause::TimedOut] {
         let unknown = Event::Returned(Outcome::Unknown(cause));
         let doubted = (
@@ -426,13 +432,13 @@ fn an_unknown_outcome_is_never_run_again_in_place() {
             cleared
         );
         let spent = transition(
-            Stage::Running(permit(3), Tries(0)),
+            Stage::Running(grant(3), Tries(0)),
             unknown,
             &effectively_once(),
         );
         assert_eq!(
             spent,
-            rejecting(permit(3), Reason::AttemptsSpent, Effect::Unknown)
+            rejecting(grant(3), Reason::AttemptsSpent, Effect::Unknown)
         );
     }
 }
@@ -479,7 +485,7 @@ fn a_doubt_is_reconciled() {
         Event::Answer(V::Done { marker_lost: false }),
         &policy,
     );
-    assert_eq!(happened, accepted(By::Resolved));
+    assert_eq!(happened, accepted(ProofKind::Resolved));
     let did_not = transition(
         Stage::Resolving(GRANT, Finding::DidNotHappen),
         Event::Answer(V::Kept),
@@ -487,12 +493,12 @@ fn a_doubt_is_reconciled() {
     );
     assert_eq!(
         did_not,
-        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::ClaimAnew)
+        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim)
     );
 }
 
 #[test]
-fn out_the_verdict_stands_before_the_settlement() {
+fn a_delivery_is_settled_after_the_verdict() {
     let policy = at_most_once();
     for marker_lost in [false, true] {
         assert_eq!(
@@ -501,7 +507,7 @@ fn out_the_verdict_stands_before_the_settlement() {
                 Event::Answer(V::Done { marker_lost }),
                 &policy
             ),
-            accepted(By::Completed)
+            accepted(ProofKind::Completed)
         );
     }
     let after = Duration::from_secs(3);
@@ -526,8 +532,8 @@ fn out_the_verdict_stands_before_the_settlement() {
 }
 
 #[test]
-fn a_marker_that_is_lost_is_looked_at_again_with_a_new_token() {
-    let look_again = (Stage::Claiming(HISTORY, ClaimTries(0)), Action::ClaimAnew);
+fn a_lost_marker_is_claimed_again_with_a_new_token() {
+    let look_again = (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim);
     for stage in [
         Stage::Completing(GRANT),
         Stage::Rejecting(GRANT, Reason::Refused, Effect::Nothing),
@@ -573,7 +579,7 @@ fn without_the_gate_only_effectively_once_and_only_if_chosen() {
     let ungated = Stage::Ungated(HISTORY);
     assert_eq!(
         transition(ungated, Event::Returned(Outcome::Done), &through),
-        accepted(By::PassedWithoutGate)
+        accepted(ProofKind::PassedWithoutGate)
     );
     assert_eq!(
         transition(ungated, Event::Returned(Outcome::Reject), &through),
@@ -602,7 +608,7 @@ fn without_the_gate_only_effectively_once_and_only_if_chosen() {
 }
 
 #[test]
-fn lease_over_while_completing_keeps_asking() {
+fn a_completion_is_repeated_after_the_end_of_the_lease() {
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
             transition(Stage::Completing(GRANT), Event::LeaseOver, &policy),
@@ -629,7 +635,7 @@ fn lease_over_in_every_stage() {
                     Clearing(GRANT.failed(), Effect::Nothing, pause(0)),
                     Action::Ask(Ask::Clear(Effect::Nothing)),
                 ),
-                _ => (stage, Action::Wait), // nothing runs, and what is asked is compared with token and attempt
+                _ => (stage, Action::Wait), // no handler runs, and the store compares token and attempt of the operation
             };
             assert_eq!(
                 transition(stage, Event::LeaseOver, &policy),
@@ -642,7 +648,7 @@ fn lease_over_in_every_stage() {
 }
 
 #[test]
-fn store_outage_in_every_stage_asks_again_with_the_same_token() {
+fn store_outage_in_every_stage_repeats_the_operation_with_the_same_token() {
     use Stage::*;
     for stage in stages() {
         let (after, step) = transition(stage, Event::Unavailable, &at_most_once());
@@ -664,7 +670,7 @@ fn store_outage_in_every_stage_asks_again_with_the_same_token() {
 }
 
 #[test]
-fn drain_in_every_stage_gives_back_what_has_not_started() {
+fn drain_in_every_stage_releases_what_has_not_started() {
     use Stage::*;
     for stage in stages() {
         let expected = match stage {
@@ -741,7 +747,7 @@ fn the_end_of_the_drain_in_every_stage_records_what_ran_as_unknown() {
 }
 
 #[test]
-fn the_end_of_the_drain_asks_the_store_as_a_handler_timeout_does_and_releases_at_once() {
+fn the_end_of_the_drain_records_as_a_handler_timeout_does_and_releases_at_once() {
     let timed_out = Event::Returned(Outcome::Unknown(DoubtCause::TimedOut));
     for policy in [at_most_once(), effectively_once(), policy(Guarantee::Bare)] {
         let running = Stage::Running(GRANT, Tries(0));
@@ -757,9 +763,9 @@ fn the_end_of_the_drain_asks_the_store_as_a_handler_timeout_does_and_releases_at
             Action::Settle(Settlement::Release { after, failures })
         );
     }
-    // The last attempt, too: whoever claims next dead-letters it without a run.
+    // The last attempt, too: the next claim dead-letters it without a run.
     let policy = effectively_once();
-    let last = Stage::Running(permit(policy.attempts), Tries(0));
+    let last = Stage::Running(grant(policy.attempts), Tries(0));
     let (stage, _) = transition(last, Event::DrainOver, &policy);
     assert!(matches!(stage, Stage::Clearing(_, Effect::Unknown, _)));
 }
@@ -798,7 +804,7 @@ fn nothing_is_started_after_the_end_of_the_drain() {
 }
 
 #[test]
-fn what_leaves_withdraws_its_claim() {
+fn a_draining_delivery_withdraws_its_claim() {
     let answer = |verdict| {
         transition(
             Stage::Leaving(HISTORY),
@@ -806,7 +812,7 @@ fn what_leaves_withdraws_its_claim() {
             &at_most_once(),
         )
     };
-    let withdrawing = Stage::Withdrawing(permit(2), AfterWithdrawal::Release);
+    let withdrawing = Stage::Withdrawing(grant(2), AfterWithdrawal::Release);
     assert_eq!(
         answer(V::Granted(Attempts::new(2))),
         (withdrawing, Action::Ask(Ask::Withdraw))
@@ -828,11 +834,11 @@ fn what_leaves_withdraws_its_claim() {
     assert_eq!(
         transition(Stage::Leaving(HISTORY), Event::Unavailable, &through),
         release(Duration::ZERO, 0),
-        "nobody waits for the store"
+        "it does not wait for the store"
     );
-    assert_eq!(answer(V::Duplicate), accepted(By::Duplicate));
+    assert_eq!(answer(V::Duplicate), accepted(ProofKind::Duplicate));
     let doubt_given_back = (
-        Stage::Doubting(permit(2), DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce),
+        Stage::Doubting(grant(2), DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce),
         Action::Ask(Ask::Doubt),
     );
     assert_eq!(answer(V::InDoubt(Attempts::new(2))), doubt_given_back);
@@ -848,7 +854,7 @@ fn what_leaves_withdraws_its_claim() {
 }
 
 #[test]
-fn what_waits_for_another_to_run_alone_holds_no_claim() {
+fn a_delivery_that_waits_for_another_to_run_alone_holds_no_claim() {
     let policy = effectively_once();
     let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::AwaitTurn);
     assert_eq!(
@@ -862,10 +868,10 @@ fn what_waits_for_another_to_run_alone_holds_no_claim() {
             (waiting, Action::AwaitTurn)
         );
     }
-    // With a token of its own: a withdrawal that arrives late must not match it.
+    // With a new token: a delayed withdrawal must not match it.
     assert_eq!(
         transition(waiting, Event::Arrived, &policy),
-        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::ClaimAnew)
+        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim)
     );
 }
 
@@ -888,7 +894,7 @@ fn a_settled_delivery_stays_settled() {
 }
 
 #[test]
-fn nothing_is_accepted_but_on_a_verdict() {
+fn nothing_is_accepted_without_a_verdict() {
     let events = [
         Event::Arrived,
         Event::NoId,
@@ -948,7 +954,7 @@ macro_rules! every_reason {
 }
 
 #[test]
-fn all_reasons_are_listed_and_no_two_have_one_word() {
+fn all_reasons_are_listed_and_have_different_names() {
     let every = every_reason![
         MissingId,
         UnusableId,

@@ -1,4 +1,4 @@
-//! Every row of the operation table.
+//! All transitions of a marker.
 
 use std::time::Duration;
 
@@ -35,7 +35,7 @@ fn with_body(mut operation: Operation, body: u64) -> Operation {
     operation
 }
 
-/// The second attempt, of which the budget counts one: what a doubt makes of the first.
+/// The second attempt, one of which counts: the first one after it was recorded as in doubt.
 const DOUBTED_ONCE: Attempts = Attempts {
     number: 2,
     base: 1,
@@ -158,7 +158,7 @@ fn claim() {
                     ALIVE,
                     spared.0,
                     spared.1,
-                ), // a person sent it back
+                ), // redriven by an operator
                 (
                     running(guarantee, MINE, 4),
                     OVER,
@@ -166,7 +166,7 @@ fn claim() {
                     fourth.1,
                 ), // renewed, the same attempt
                 (running(guarantee, THEIRS, 1), ALIVE, Keep, busy(29)),
-                (running(guarantee, THEIRS, 1), Age::Of(LEASE), Keep, busy(0)), // to its last moment
+                (running(guarantee, THEIRS, 1), Age::Of(LEASE), Keep, busy(0)), // until the lease ends
                 (
                     running(guarantee, THEIRS, 1),
                     Age::Unknown,
@@ -200,8 +200,8 @@ fn claim() {
 }
 
 #[test]
-fn a_lease_that_is_over_is_taken_over_or_doubted_by_the_stricter_guarantee() {
-    // The attempt that crashed is not counted, nor is the one that finds out.
+fn an_ended_lease_is_taken_over_or_in_doubt_by_the_stricter_guarantee() {
+    // Neither the attempt that crashed nor the one that reconciles is counted.
     let attempts = Attempts {
         number: 2,
         base: 2,
@@ -238,7 +238,7 @@ fn a_lease_that_is_over_is_taken_over_or_doubted_by_the_stricter_guarantee() {
 }
 
 #[test]
-fn an_unknown_outcome_outlives_the_guarantee_under_which_it_arose() {
+fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
     let left_behind = cleared(Attempts::new(1), UNKNOWN);
     let in_doubt = (
         write(doubted(MINE, DOUBTED_ONCE, Doubt::Reconciling)),
@@ -248,7 +248,7 @@ fn an_unknown_outcome_outlives_the_guarantee_under_which_it_arose() {
         apply(left_behind, OVER, &operation(AMO, Ask::Claim, 0)),
         in_doubt
     );
-    // Effectively once runs it again; that this run did nothing says nothing of the one before.
+    // Effectively once runs it again. That this run did nothing does not resolve the one before.
     let second = Marker::InProgress(hold(EO, MINE, Attempts::new(2), UNKNOWN));
     assert_eq!(
         apply(left_behind, OVER, &operation(EO, Ask::Claim, 0)),
@@ -267,7 +267,7 @@ fn an_unknown_outcome_outlives_the_guarantee_under_which_it_arose() {
             "{ask:?}"
         );
     }
-    // An attempt 1 that had one before it: its record was lost, and a person sent the id back.
+    // An attempt 1 that is not the first: the record was lost, and an operator redrove the id.
     let first = Marker::InProgress(hold(EO, MINE, Attempts::new(1), UNKNOWN));
     let kept = (write(cleared(Attempts::new(1), UNKNOWN)), Verdict::Kept);
     assert_eq!(
@@ -295,7 +295,7 @@ fn a_claim_with_another_body() {
                     remaining: Duration::from_secs(29),
                 },
             ),
-            // Nobody waits for a holder that may never come back.
+            // Does not wait for a holder that may never claim again.
             (
                 Marker::InProgress(theirs),
                 OVER,
@@ -335,7 +335,7 @@ fn a_claim_with_another_body() {
 }
 
 #[test]
-fn only_grants_spend_the_budget_of_attempts() {
+fn only_grants_count_towards_max_attempts() {
     let (mut marker, claim) = (running(AMO, THEIRS, 1), operation(AMO, Ask::Claim, 0));
     for copy in 1..=100 {
         let Verdict::InDoubt(attempts) = apply(marker, OVER, &claim).1 else {
@@ -350,7 +350,7 @@ fn only_grants_spend_the_budget_of_attempts() {
     }
 }
 
-/// Every marker that is not the asker's own: another token, another attempt, or no holder at all.
+/// Every marker that does not belong to the operation: another token, another attempt, or no holder.
 fn not_mine() -> Vec<Marker> {
     let holders = [(THEIRS, 1), (MINE, 2)];
     let held = holders.into_iter().flat_map(|(token, attempt)| {
@@ -368,8 +368,8 @@ fn not_mine() -> Vec<Marker> {
     .collect()
 }
 
-/// Checks that an operation loses on every marker that is not the asker's, but for those named.
-fn loses_but(ask: Ask, guarantee: Guarantee, but: impl Fn(&Marker) -> bool) {
+/// Checks that the verdict is `Lost` on every marker of another claim, except where `but` applies.
+fn is_lost_except(ask: Ask, guarantee: Guarantee, but: impl Fn(&Marker) -> bool) {
     for marker in not_mine().into_iter().filter(|marker| !but(marker)) {
         assert_eq!(
             apply(marker, ALIVE, &operation(guarantee, ask, 1)),
@@ -379,7 +379,7 @@ fn loses_but(ask: Ask, guarantee: Guarantee, but: impl Fn(&Marker) -> bool) {
     }
 }
 
-fn nothing_there(marker: &Marker) -> bool {
+fn is_free(marker: &Marker) -> bool {
     matches!(marker, Marker::Absent | Marker::Cleared { .. })
 }
 
@@ -394,7 +394,7 @@ fn renew() {
             &[(mine, OVER, write(mine), Verdict::Kept)],
         );
     }
-    loses_but(Ask::Renew, AMO, |_| false);
+    is_lost_except(Ask::Renew, AMO, |_| false);
 }
 
 #[test]
@@ -420,7 +420,7 @@ fn complete() {
             Verdict::Done { marker_lost: false },
         )],
     );
-    loses_but(Ask::Complete, AMO, |marker| {
+    is_lost_except(Ask::Complete, AMO, |marker| {
         !matches!(marker, Marker::InProgress(_) | Marker::Rejected { .. })
     });
 }
@@ -459,14 +459,14 @@ fn clear() {
     rows(
         &unknown,
         &[(running(AMO, MINE, 1), ALIVE, Change::Keep, Verdict::Lost)],
-    ); // what is unknown is doubted, never cleared
+    ); // an unknown outcome is recorded as in doubt, never cleared
     for marker in [Marker::Absent, cleared(Attempts::new(1), NOTHING)] {
         rows(
             &operation(AMO, Ask::Clear(Effect::Nothing), 1),
             &[(marker, ALIVE, Change::Keep, Verdict::Kept)],
         );
     }
-    loses_but(Ask::Clear(Effect::Nothing), AMO, nothing_there);
+    is_lost_except(Ask::Clear(Effect::Nothing), AMO, is_free);
 }
 
 #[test]
@@ -515,7 +515,7 @@ fn withdraw() {
             &ask(1),
             &[(Marker::Absent, ALIVE, Change::Keep, Verdict::Kept)],
         );
-        loses_but(Ask::Withdraw, guarantee, nothing_there);
+        is_lost_except(Ask::Withdraw, guarantee, is_free);
     }
 }
 
@@ -541,14 +541,14 @@ fn reject() {
                 Verdict::Kept,
             )],
         );
-        loses_but(ask, AMO, |_| false);
-        loses_but(ask, EO, nothing_there);
+        is_lost_except(ask, AMO, |_| false);
+        is_lost_except(ask, EO, is_free);
     }
     rows(
         &operation(EO, Ask::Reject(Effect::Nothing), 1),
         &[(running(EO, MINE, 1), OVER, Change::Delete, Verdict::Kept)],
     );
-    // The run may not be over: who runs it again after a redrive needs the higher fence.
+    // The run may still have an effect: a run after a redrive needs a higher attempt number.
     rows(
         &operation(EO, Ask::Reject(Effect::Unknown), 1),
         &[(
@@ -602,14 +602,14 @@ fn doubt() {
                 waiting(Attempts::new(1), UNKNOWN),
                 Verdict::Kept,
             ),
-            // The fence never steps back.
+            // The attempt number never decreases.
             (
                 cleared(Attempts::new(3), NOTHING),
                 ALIVE,
                 waiting(Attempts::new(3), UNKNOWN),
                 Verdict::Kept,
             ),
-            // Asked late, or again: somebody has found out since, or an operator has freed the id.
+            // Delayed or repeated: the outcome was determined since, or an operator has freed the id.
             (
                 cleared(DOUBTED_ONCE, NOTHING),
                 ALIVE,
@@ -624,7 +624,7 @@ fn doubt() {
             ),
         ],
     );
-    loses_but(Ask::Doubt, AMO, nothing_there);
+    is_lost_except(Ask::Doubt, AMO, is_free);
 }
 
 #[test]
@@ -651,7 +651,7 @@ fn resolve() {
         )],
     );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
-        loses_but(Ask::Resolve(finding), AMO, |_| false);
+        is_lost_except(Ask::Resolve(finding), AMO, |_| false);
         rows(
             &operation(AMO, Ask::Resolve(finding), 1),
             &[(running(AMO, MINE, 1), ALIVE, Change::Keep, Verdict::Lost)],
@@ -667,7 +667,7 @@ fn send_back() {
         cleared(Attempts::new(5), NOTHING),
     );
     let freed = |number, effect| cleared(Attempts::all_forgiven(number), effect);
-    // What was given up after so many crashes is not given up again before it has run.
+    // The crashes are reset, so that the message runs again before it is dead-lettered for them.
     let crashed = Attempts {
         number: 12,
         base: 11,
@@ -692,7 +692,7 @@ fn send_back() {
             Some(freed(12, NOTHING)),
         ),
         (AMO, in_doubt, NOTHING, Some(freed(2, NOTHING))),
-        (AMO, in_doubt, UNKNOWN, None), // only a person's word frees it
+        (AMO, in_doubt, UNKNOWN, None), // freed only if the operator states that nothing happened
         (EO, running(EO, THEIRS, 5), UNKNOWN, Some(freed(5, UNKNOWN))),
         (AMO, running(EO, THEIRS, 5), UNKNOWN, None),
         (EO, running(AMO, THEIRS, 5), UNKNOWN, None),
@@ -703,7 +703,7 @@ fn send_back() {
             Some(freed(5, NOTHING)),
         ),
         (AMO, Marker::Absent, UNKNOWN, Some(freed(0, UNKNOWN))),
-        (AMO, Marker::Done(None), NOTHING, None), // that is forgotten, not sent back
+        (AMO, Marker::Done(None), NOTHING, None), // freed with `Forget`, not with `SendBack`
     ] {
         let ask = Ask::SendBack { seen, effect: word };
         let expected = free.map_or((Change::Keep, Verdict::Lost), |free| {
@@ -713,11 +713,11 @@ fn send_back() {
             &operation(guarantee, ask, 0),
             &[(seen, OVER, expected.0, expected.1)],
         );
-        loses_but(ask, guarantee, |marker| {
+        is_lost_except(ask, guarantee, |marker| {
             *marker == seen || Some(*marker) == free
         });
         if let Some(free) = free {
-            // Asked again after a lost reply; and the dead letter may know of a higher fence than
+            // Repeated after a lost reply. The dead letter may have a higher attempt number than
             // the marker.
             rows(
                 &operation(guarantee, ask, 0),
@@ -735,7 +735,7 @@ fn send_back() {
             rows(
                 &operation(guarantee, ask, 0),
                 &[(seen, ALIVE, Change::Keep, Verdict::Lost)],
-            ); // what runs is not sent back
+            ); // a running message is not redriven
         }
     }
 }
@@ -752,12 +752,12 @@ fn forget() {
     assert_eq!(
         apply(seen, ALIVE, &operation(AMO, Ask::Forget { seen }, 7)),
         free(7),
-        "the attempt that somebody knows"
+        "the operator knows the attempt"
     );
     assert_eq!(
         apply(seen, ALIVE, &operation(AMO, Ask::Forget { seen }, 0)),
         free(UNKNOWN_ATTEMPT),
-        "nobody knows it"
+        "the attempt is unknown"
     );
     let again = operation(AMO, Ask::Forget { seen }, 7);
     rows(
@@ -769,7 +769,7 @@ fn forget() {
             Verdict::Kept,
         )],
     ); // after a lost reply
-    loses_but(Ask::Forget { seen }, AMO, |marker| *marker == seen);
+    is_lost_except(Ask::Forget { seen }, AMO, |marker| *marker == seen);
     for other in [
         rejected(1),
         doubted(MINE, Attempts::new(1), Doubt::Waiting),
@@ -783,7 +783,7 @@ fn forget() {
 }
 
 #[test]
-fn asking_again_after_a_lost_reply_gives_the_same_answer_or_a_look_that_converges() {
+fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict_or_leads_to_a_new_claim() {
     for guarantee in [AMO, EO] {
         for (marker, ask) in [
             (Marker::Absent, Ask::Claim),
@@ -808,7 +808,7 @@ fn asking_again_after_a_lost_reply_gives_the_same_answer_or_a_look_that_converge
 }
 
 #[test]
-fn bare_is_the_literal_gate() {
+fn bare_writes_at_the_claim_and_deletes_after_a_failure() {
     let bare = |ask| operation(Guarantee::Bare, ask, 1);
     rows(
         &bare(Ask::Claim),

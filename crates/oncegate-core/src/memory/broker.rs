@@ -1,4 +1,4 @@
-//! A queue in this process, with dead rejected and an in-doubt queue.
+//! A queue in this process, with a dead-letter queue and an in-doubt queue.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,8 +11,8 @@ use tokio::sync::Notify;
 use crate::lifecycle::{Reason, Settlement};
 use crate::message::{HeadersBuilder, Message, Origin};
 use crate::source::{
-    Delivery, FailureHistory, Incoming, Limit, Open, Receipt, Settled, Source, SourceError,
-    kept_headers,
+    Connect, ConnectOptions, Delivery, FailureHistory, Incoming, Limit, Receipt, Settled, Source,
+    SourceError, kept_headers,
 };
 
 /// A queue in this process. Clones share it; each [`MemoryBroker::source`] is a competing consumer.
@@ -24,6 +24,7 @@ pub struct MemoryBroker(Arc<BrokerShared>);
 
 /// A message that was rejected, and why.
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub struct DeadLetter {
     /// The message, without inbound `oncegate-*` headers.
     pub message: Message,
@@ -95,7 +96,7 @@ impl MemoryBroker {
         MemorySource {
             shared: self.0.clone(),
             name: queue.next_source,
-            stopped: SourceState::Open,
+            stopped: MemorySourceState::Open,
         }
     }
 
@@ -144,20 +145,20 @@ impl BrokerShared {
 pub struct MemorySource {
     shared: Arc<BrokerShared>,
     name: u64,
-    stopped: SourceState,
+    stopped: MemorySourceState,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-enum SourceState {
+enum MemorySourceState {
     Open,
     Stopped,
 }
 
 #[async_trait]
-impl Open for MemorySource {
+impl Connect for MemorySource {
     type Source = Self;
 
-    async fn open(self) -> Result<Self, SourceError> {
+    async fn connect(self, _: ConnectOptions) -> Result<Self, SourceError> {
         Ok(self)
     }
 }
@@ -165,7 +166,7 @@ impl Open for MemorySource {
 #[async_trait]
 impl Source for MemorySource {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
-        if self.stopped == SourceState::Stopped {
+        if self.stopped == MemorySourceState::Stopped {
             return std::future::pending().await;
         }
         loop {
@@ -232,7 +233,7 @@ impl Source for MemorySource {
     }
 
     async fn stop(&mut self) {
-        self.stopped = SourceState::Stopped;
+        self.stopped = MemorySourceState::Stopped;
     }
 
     async fn close(self: Box<Self>, _deadline: Instant) -> Result<(), SourceError> {

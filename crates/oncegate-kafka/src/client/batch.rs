@@ -132,7 +132,7 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
                     line.to_string_lossy().trim(),
                 );
             }
-            // SAFETY: the event is ours since it was polled, and is destroyed once (invariant 5).
+            // SAFETY: polling passed the event to this code, which destroys it once (invariant 5).
             unsafe { native::rd_kafka_event_destroy(event) }
         }
     }
@@ -151,7 +151,7 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
     }
 
     /// Stops forwarding these partitions, whose own queues then fill up to `queued.min.messages`,
-    /// and forwards all others again, including what was fetched of them meanwhile.
+    /// and forwards all others again, including the messages fetched in between.
     pub(crate) fn hold_back(&self, partitions: Vec<(Arc<str>, i32)>) {
         let mut held_back = self
             .held_back
@@ -178,7 +178,7 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
             return ForwardResult::NoSuchPartition;
         };
         // SAFETY: the client lives (invariant 1) and `topic` ends in NUL and outlives the call. The
-        // returned handle is ours and is destroyed once; the partition's queue outlives it. `to` is
+        // returned handle is owned here and is destroyed once; the partition's queue outlives it. `to` is
         // our queue, which lives, or null, which ends the forwarding.
         unsafe {
             let handle = native::rd_kafka_queue_get_partition(
@@ -263,7 +263,7 @@ impl<C: ConsumerContext + 'static> Drop for MessageQueue<C> {
     fn drop(&mut self) {
         self.forward_log();
         // SAFETY: the client lives (invariant 1), and so does its main queue, which receives the
-        // log lines from now on. All three handles are ours and are destroyed once.
+        // log lines from now on. All three handles are owned here and destroyed once.
         unsafe {
             let client = self.consumer.client().native_ptr();
             let main = native::rd_kafka_queue_get_main(client);
@@ -298,7 +298,7 @@ pub(crate) fn copy(message: &BorrowedMessage<'_>) -> RecordBatch {
     copier.finish()
 }
 
-/// Messages on loan from librdkafka, destroyed on drop (invariant 3).
+/// Native messages that librdkafka returned, destroyed on drop (invariant 3).
 struct FetchedMessages {
     messages: [*mut native::rd_kafka_message_t; MAX_BATCH],
     count: usize,

@@ -47,7 +47,7 @@ impl ConnectionErrors {
 }
 
 /// A hint for the operator. OpenSSL reports the same error for a certificate with another host name
-/// as for an unsigned one. An alert is the broker's verdict on the client certificate: `bad
+/// as for an unsigned one. With a TLS alert the broker rejects the client certificate: `bad
 /// certificate`, or `certificate required`.
 fn advice(reason: &str) -> &'static str {
     if reason.contains("certificate verify failed") {

@@ -23,7 +23,9 @@ impl ClientContext for LogContext {
     fn error(&self, error: KafkaError, reason: &str) {
         match error.rdkafka_error_code() {
             Some(code) if client::error::is_connection(code) => self.0.log(reason),
-            _ => tracing::warn!(%error, reason, "kafka client error"),
+            _ => {
+                tracing::warn!(%error, reason, "kafka client error; librdkafka retries; if it persists, check the brokers' logs")
+            }
         }
     }
 }

@@ -194,3 +194,20 @@ fn debug_shows_no_property_value() {
     let shown = format!("{:?}", whole().property("sasl.password", "secret-canary"));
     assert!(shown.contains("sasl.password") && !shown.contains("canary"));
 }
+
+#[test]
+fn the_session_timeout_is_the_one_that_librdkafka_uses() {
+    let shown = |kafka: Kafka| kafka.session_timeout().to_string();
+    assert_eq!(shown(whole()), "45s by default, session.timeout.ms");
+    for set in ["12000", " 12000", "0x2ee0"] {
+        assert_eq!(
+            shown(whole().property("session.timeout.ms", set)),
+            "12s, session.timeout.ms",
+            "{set}"
+        );
+    }
+    assert_eq!(
+        shown(whole().property("group.protocol", "consumer")),
+        "45s by default, group.consumer.session.timeout.ms of the broker"
+    );
+}

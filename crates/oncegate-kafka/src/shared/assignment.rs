@@ -26,7 +26,6 @@ pub(super) struct AssignedPartition {
     pub(super) repetition_logged: bool,
     /// Deliveries that were handed out and are not settled or released.
     pub(super) handed_out: usize,
-    pub(super) backlog: Backlog,
     pub(super) state: AssignmentState,
     /// From when on the position is committed once by itself. librdkafka commits a stored offset
     /// only if it is above the committed one; if the log was truncated below that, neither the
@@ -34,27 +33,6 @@ pub(super) struct AssignedPartition {
     /// commit, and a failed commit is followed by one.
     pub(super) send_from: Option<Instant>,
     pub(super) expiry: ExpiryLog,
-}
-
-/// Messages that are released and wait for their delay, or that are being published to dead-letter
-/// topics.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Backlog {
-    pub(super) count: usize,
-    pub(super) bytes: usize,
-}
-
-impl Backlog {
-    pub(super) fn add(&mut self, bytes: usize) {
-        (self.count, self.bytes) = (self.count + 1, self.bytes + bytes);
-    }
-
-    pub(super) fn remove(&mut self, bytes: usize) {
-        (self.count, self.bytes) = (
-            self.count.saturating_sub(1),
-            self.bytes.saturating_sub(bytes),
-        );
-    }
 }
 
 impl AssignedPartition {
@@ -86,7 +64,7 @@ impl AssignedPartition {
             partition = self.partition,
             expected,
             offset,
-            "log truncated: it ends below the expected offset, because the topic was recreated or the log lost its end; reading again from this offset, or from the first unsettled message below it"
+            "log truncated: it ends below the expected offset, because the topic was recreated or the log lost its end; reading again from this offset, or from the first unsettled message below it; check the brokers' logs for an unclean leader election, and if ids come from positions, give the consumer another .scope(…)"
         );
         self.log.ids = self
             .log
@@ -228,7 +206,7 @@ pub(super) enum PositionTrust {
     Wrong,
 }
 
-/// What is left to do about a batch.
+/// The steps that remain after a batch.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct IntakeResult {
     /// Offset gaps.
@@ -264,7 +242,7 @@ pub(super) enum AssignmentState {
     Active,
     /// The partition is being revoked: settlements count, nothing is handed out.
     Revoking,
-    /// Nothing more is read; what was read before is handed out.
+    /// No more messages are read; those read before are handed out.
     Halted,
     /// librdkafka is still to seek to the start, because the topic was recreated or the log
     /// truncated. Nothing is added before that.

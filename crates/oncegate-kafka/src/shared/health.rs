@@ -181,15 +181,15 @@ impl SourceState {
             ..
         } = assigned;
         let committable = watermark.position().or(start.at());
-        let held = self
-            .held
+        let released = self
+            .released
             .iter()
             .filter(|(_, delivery)| delivery.receipt.epoch == epoch);
         let blocker = watermark.lowest().map(|offset| {
             let is_it = |delivery: &Delivery| {
                 delivery.receipt.epoch == epoch && delivery.receipt.position == offset as u64
             };
-            let delayed = self.held.iter().find(|(_, delivery)| is_it(delivery));
+            let delayed = self.released.iter().find(|(_, delivery)| is_it(delivery));
             let blocked_by = match delayed {
                 Some((_, delivery)) => BlockedBy::Delay {
                     failures: delivery.failures,
@@ -219,7 +219,7 @@ impl SourceState {
                 .zip(*log_end)
                 .map(|(at, end)| u64::try_from(end - at).unwrap_or(0)),
             handed_out: *handed_out,
-            delayed: held.count(),
+            delayed: released.count(),
             blocker,
         }
     }

@@ -33,8 +33,8 @@ impl StateLock for StdLock {
     type Guard<'a> = MutexGuard<'a, SourceState>;
 
     fn lock(&self) -> Self::Guard<'_> {
-        // A panic under this lock is a defect. What it leaves behind commits less, never more, so
-        // the lock is used on.
+        // A panic under this lock is a defect. The state after it commits lower offsets, never
+        // higher ones, so the lock stays in use.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -2,7 +2,7 @@
 
 use super::{SharedState, StateLock};
 
-/// Whether the partitions still belong to this member when they leave.
+/// Whether the partitions still belong to this member when they are revoked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RevocationKind {
     /// No other member has them before they are revoked.

@@ -178,12 +178,12 @@ fn unsettled_messages_below_a_truncation_are_read_again() {
     );
     assert_eq!(committed(&mut shared.lock()), [(2, SendMode::Immediate)]);
 
-    let mut asked = Vec::new();
+    let mut seeks = Vec::new();
     shared.seek_all(|topic, partition, offset| {
-        asked.push((topic.to_owned(), partition, offset));
+        seeks.push((topic.to_owned(), partition, offset));
         Ok::<_, String>(())
     });
-    assert_eq!(asked, [("t".to_owned(), 0, 2)]);
+    assert_eq!(seeks, [("t".to_owned(), 0, 2)]);
     shared.add_records((2..9).map(|offset| record(0, offset)).collect());
     let (_, again) = hand_out(&mut shared.lock());
     assert_eq!(
@@ -412,13 +412,8 @@ fn nothing_is_read_while_too_much_is_ready_or_held() {
 
 /// This many messages of partition 0 are being published to the dead-letter topic.
 fn publishing(state: &mut SourceState, count: usize, bytes: usize) {
-    (state.publishing, state.publishing_bytes) = (count, bytes);
-    let assigned = state
-        .assigned
-        .values_mut()
-        .find(|it| it.partition == 0)
-        .expect("it is ours");
-    assigned.backlog = Backlog { count, bytes };
+    state.publishing = count;
+    state.held.set("t", 0, Backlog { count, bytes });
 }
 
 #[test]
@@ -543,15 +538,18 @@ fn releases_count_by_size_until_they_are_handed_out_or_revoked() {
     for delivery in deliveries {
         state.release(delivery, Duration::ZERO);
     }
-    assert_eq!(state.held_bytes, MAX_HELD_BYTES / 2 + 1);
+    assert_eq!(state.held.total().bytes, MAX_HELD_BYTES / 2 + 1);
     assert!(state.room() > 0);
     let (_, deliveries) = hand_out(&mut state);
-    assert_eq!((deliveries.len(), state.held_bytes), (2, 0));
+    assert_eq!(
+        (deliveries.len(), state.held.total()),
+        (2, Backlog::default())
+    );
     for delivery in deliveries {
         state.release(delivery, Duration::from_secs(60));
     }
     state.revoke(&leaving());
-    assert_eq!(state.held_bytes, 0);
+    assert_eq!(state.held.total(), Backlog::default());
 }
 
 #[test]
@@ -561,9 +559,10 @@ fn unconfirmed_dead_letters_count_by_size() {
     for delivery in &deliveries {
         assert_eq!(state.reject(delivery), SettlementEffect::Counted);
     }
-    assert_eq!((state.publishing, state.publishing_bytes), (2, 2));
+    let held = |count, bytes| (count, Backlog { count, bytes });
+    assert_eq!((state.publishing, state.held.total()), held(2, 2));
     assert_eq!(state.published(&deliveries[1]), SettlementEffect::Counted);
-    assert_eq!((state.publishing, state.publishing_bytes), (1, 1));
+    assert_eq!((state.publishing, state.held.total()), held(1, 1));
     state.add_records(vec![record(0, 2)]);
     state.hand_out(
         Limit { count: 1, bytes: 1 },
@@ -572,12 +571,47 @@ fn unconfirmed_dead_letters_count_by_size() {
         &mut Vec::new(),
     );
     assert_eq!(
-        (state.publishing, state.publishing_bytes),
-        (2, 2),
+        (state.publishing, state.held.total()),
+        held(2, 2),
         "too large to be handed out"
     );
-    let backlogs: Vec<_> = state.assigned.values().map(|it| it.backlog).collect();
-    assert_eq!(backlogs, [Backlog { count: 2, bytes: 2 }]);
+    assert_eq!(state.held.of(&Arc::from("t"), 0), held(2, 2).1);
+}
+
+/// A rebalance that gives the partition back must not let it be read up to the limit again each
+/// time while its dead letters are rejected.
+#[test]
+fn a_partition_that_is_assigned_again_still_holds_its_unconfirmed_dead_letters() {
+    let mut state = state(0, 0..1);
+    state.add_records((1..MAX_HELD as i64).map(|it| record(0, it)).collect());
+    let (_, deliveries) = hand_out(&mut state);
+    assert_eq!(deliveries.len(), MAX_HELD);
+    for delivery in &deliveries {
+        assert_eq!(state.full(), []);
+        assert_eq!(state.reject(delivery), SettlementEffect::Counted);
+    }
+    let full = [(Arc::from("t"), 0)];
+    assert_eq!(state.full(), full);
+    let epochs = state.revoke(&leaving());
+    state.forget(&epochs);
+    assert_eq!(state.held.total().count, MAX_HELD);
+    state.start_assignment(
+        Arc::from("t"),
+        0,
+        StartPosition::Committed(0),
+        LogIdentity::default(),
+    );
+    assert_eq!((state.room(), state.full()), (0, full.to_vec()));
+    // Confirmed under the assignment that has ended.
+    assert_eq!(state.published(&deliveries[0]), SettlementEffect::Stale);
+    assert_eq!(state.full(), []);
+    deliveries[1..].iter().for_each(|it| {
+        state.published(it);
+    });
+    assert_eq!(
+        (state.publishing, state.held.total()),
+        (0, Backlog::default())
+    );
 }
 
 #[test]
@@ -663,7 +697,11 @@ fn transaction_markers_are_passed_if_the_position_is_trusted() {
     );
     state.seek_succeeded("t", 0);
     state.advance_to("t", 0, Some(20));
-    assert_eq!(committed(&mut state), [], "it may not have heard yet");
+    assert_eq!(
+        committed(&mut state),
+        [],
+        "the client may not have handled it yet"
+    );
     state.advance_to("t", 0, None);
     state.advance_to("t", 0, Some(13));
     assert_eq!(committed(&mut state), [(13, SendMode::Stored)]);
@@ -751,12 +789,12 @@ fn a_recreated_topic_is_sought_until_that_succeeds_and_not_read_before() {
     // The next owner of the partition starts there, and not at an offset of the deleted topic.
     assert_eq!(committed(&mut shared.lock()), [(0, SendMode::Immediate)]);
     for _ in 0..3 {
-        let mut asked = Vec::new();
+        let mut seeks = Vec::new();
         shared.seek_all(|topic, partition, offset| {
-            asked.push((topic.to_owned(), partition, offset));
+            seeks.push((topic.to_owned(), partition, offset));
             Err("no leader")
         });
-        assert_eq!(asked, [("t".to_owned(), 0, 0)]);
+        assert_eq!(seeks, [("t".to_owned(), 0, 0)]);
         // Records of the new topic, above the last offset of the deleted one.
         shared.add_records(vec![record(0, 8), record(0, 9)]);
         assert_eq!(hand_out(&mut shared.lock()).1.len(), 0);

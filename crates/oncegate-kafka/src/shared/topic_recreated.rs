@@ -29,7 +29,7 @@ impl<M: StateLock> SharedState<M> {
             match seek(&topic, partition, offset) {
                 Ok(()) => self.lock().seek_done(epoch),
                 Err(error) => {
-                    tracing::warn!(%error, topic, partition, offset, "seek failed, retrying")
+                    tracing::warn!(%error, topic, partition, offset, "seek failed, retrying; nothing is read from the partition before it succeeds; check that the partition has a leader")
                 }
             }
         }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Limit, Source};
 use rdkafka::Message;
 use rdkafka::message::{BorrowedMessage, Header, OwnedHeaders};
@@ -16,7 +16,7 @@ async fn reject_all(topic: &Topic, count: usize) {
     let mut source = topic
         .source()
         .accept_limited_retention()
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     for delivery in receive(&mut source, count).await {
@@ -166,7 +166,7 @@ async fn a_rejected_dead_letter_does_not_delay_others_of_its_batch() {
     let mut source = topic
         .source()
         .accept_limited_retention()
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     for delivery in receive(&mut source, COUNT).await {
@@ -205,7 +205,7 @@ async fn a_partition_whose_dead_letters_are_rejected_does_not_delay_others() {
     let mut source = topic
         .source()
         .accept_limited_retention()
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     for delivery in receive(&mut source, 10_000).await {
@@ -244,7 +244,7 @@ async fn a_partition_that_was_full_of_dead_letters_is_read_again_once_they_are_c
     let mut source = topic
         .source()
         .accept_limited_retention()
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let mut rejected = 0;
@@ -382,7 +382,7 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
     let mut source = topic
         .source()
         .body_limit(LIMIT)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     for (delivery, reason) in receive(&mut source, 2)

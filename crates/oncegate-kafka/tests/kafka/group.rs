@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Delivery, Incoming, Limit, Source};
 use oncegate_kafka::{KafkaSource, KafkaStatus};
 use tokio::sync::watch;
@@ -73,7 +73,7 @@ async fn join_and_leave(strategy: &str) {
         let source = topic
             .source()
             .property("partition.assignment.strategy", strategy)
-            .open()
+            .connect(ConnectOptions::default())
             .await
             .expect("a source");
         (
@@ -132,7 +132,7 @@ async fn a_settlement_after_the_revocation_commits_nothing() {
     let mut first = topic
         .source()
         .drain_on_revoke(Duration::from_millis(50))
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let held = receive(&mut first, 10).await;
@@ -165,7 +165,12 @@ async fn a_revocation_is_announced_and_waits_for_in_flight_deliveries() {
     topic.send_numbers(1, 5).await;
     let second = tokio::spawn({
         let kafka = topic.source();
-        async move { kafka.open().await.expect("a source") }
+        async move {
+            kafka
+                .connect(ConnectOptions::default())
+                .await
+                .expect("a source")
+        }
     });
     // The second member gets one of the two partitions.
     let epoch = revocation(&mut first).await;
@@ -200,7 +205,7 @@ async fn a_member_whose_instance_id_is_taken_ends_with_an_error() {
         topic
             .source()
             .property("group.instance.id", "one")
-            .open()
+            .connect(ConnectOptions::default())
             .await
             .expect("a source")
     };
@@ -231,14 +236,17 @@ async fn a_client_with_a_fatal_error_is_replaced_until_it_works() {
             .property("group.protocol", "consumer")
             .property("group.instance.id", "one")
     };
-    let mut first = kafka().open().await.expect("a source");
+    let mut first = kafka()
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
     let mut deliveries = receive(&mut first, 3).await;
     accept(&mut first, deliveries.drain(..1)).await;
     topic.await_commit(0, 1).await;
     let status = KafkaStatus::new();
     let mut second = kafka()
         .status(status.clone())
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let end = Instant::now() + BOUND;
@@ -265,7 +273,11 @@ async fn errors_that_affect_every_client_end_the_source() {
         .source()
         .property("group.protocol", "consumer")
         .property("group.remote.assignor", "nobody's");
-    let mut source = kafka.status(status.clone()).open().await.expect("a source");
+    let mut source = kafka
+        .status(status.clone())
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
     let text = end_of(&mut source).await;
     assert!(text.starts_with("group.remote.assignor: "), "{text}");
     close(source).await;

@@ -1,6 +1,6 @@
 //! The laws of sources.
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Message, async_trait};
 use oncegate_kafka::KafkaSource;
 use oncegate_testkit::laws::source::{Destination, TestQueue};
@@ -14,7 +14,10 @@ impl TestQueue for Topic {
     type Source = KafkaSource;
 
     async fn source(&self) -> KafkaSource {
-        self.source().open().await.expect("a source")
+        self.source()
+            .connect(ConnectOptions::default())
+            .await
+            .expect("a source")
     }
 
     async fn publish(&self, message: Message) {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Delivery, Limit, Source, SourceError};
 use oncegate_kafka::{KafkaSource, TopicCreation};
 use oncegate_testkit::servers::KafkaServer;
@@ -43,7 +43,7 @@ async fn a_topic_that_is_recreated_while_it_is_read_commits_lower() {
     let mut source = topic
         .source()
         .property("topic.metadata.refresh.interval.ms", "500")
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let all = receive(&mut source, 50).await;
@@ -343,7 +343,7 @@ async fn a_damaged_batch_ends_the_source_and_is_never_skipped() {
         });
         kafka
             .property("check.crcs", "true")
-            .open()
+            .connect(ConnectOptions::default())
             .await
             .expect("a source")
     };

@@ -2,7 +2,7 @@
 
 use std::time::SystemTime;
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use rdkafka::message::{Header, OwnedHeaders};
 
 use crate::stage::*;
@@ -160,7 +160,7 @@ async fn a_body_of_ten_megabytes_is_rejected_whole_and_later_messages_are_delive
     let mut source = topic
         .source()
         .body_limit(1 << 20)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let deliveries = receive(&mut source, 1).await;

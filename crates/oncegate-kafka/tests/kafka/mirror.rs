@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{
-    Consumer, Context, Error, Failure, Handler, IdSource, MemoryStore, Raw, RawBytes, async_trait,
+    Consumer, Context, Error, Failure, Handler, IdSource, MemoryStore, Raw, RawBytes,
 };
 use oncegate_kafka::{Kafka, TopicCreation};
 use oncegate_testkit::servers::{KafkaServer, MirrorMakerServer, ServerError};
@@ -46,7 +46,6 @@ fn blocking<T>(run: impl FnOnce() -> Result<T, ServerError>) -> T {
 #[derive(Clone, Default)]
 struct Runs(Arc<Mutex<BTreeMap<String, u32>>>);
 
-#[async_trait]
 impl Handler for Runs {
     type Payload = Raw;
 
@@ -241,7 +240,10 @@ async fn a_group_that_fails_over_to_a_mirrored_topic_continues_at_the_translated
     let (translated, copied) = replica.committed_with(0).await.expect("an offset");
     assert_eq!(copied, metadata, "MirrorMaker 2 copies metadata");
     assert!((1..=80 - DELETED).contains(&translated), "{translated}");
-    let mut first = source(&replica).open().await.expect("a source");
+    let mut first = source(&replica)
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
     assert_eq!(offsets(&receive(&mut first, 1).await), [translated]);
     close(first).await;
     let running = Running::start(&replica, &store, &runs);

@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use oncegate_core::SourceError;
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_kafka::{Kafka, TopicCreation};
 
 use crate::stage::*;
 
 async fn refusal(kafka: Kafka) -> (String, String) {
-    let opened = tokio::time::timeout(BOUND, kafka.open())
+    let opened = tokio::time::timeout(BOUND, kafka.connect(ConnectOptions::default()))
         .await
         .expect("an answer in time");
     match opened {
@@ -63,9 +63,21 @@ async fn missing_dead_letter_topics_are_created_on_request() {
             replication: 1,
         })
     };
-    close(kafka().open().await.expect("a source")).await;
+    close(
+        kafka()
+            .connect(ConnectOptions::default())
+            .await
+            .expect("a source"),
+    )
+    .await;
     // The topics exist now.
-    close(kafka().open().await.expect("a source")).await;
+    close(
+        kafka()
+            .connect(ConnectOptions::default())
+            .await
+            .expect("a source"),
+    )
+    .await;
     close(topic.open().await).await;
 }
 
@@ -94,7 +106,7 @@ async fn a_dead_letter_topic_with_limited_retention_is_rejected_unless_accepted(
             topic
                 .source()
                 .accept_limited_retention()
-                .open()
+                .connect(ConnectOptions::default())
                 .await
                 .expect("a source"),
         )
@@ -138,8 +150,11 @@ async fn an_invalid_property_is_named_without_its_value() {
 async fn opening_waits_for_a_broker() {
     let kafka = Kafka::topic("t").brokers("127.0.0.1:1").group("g");
     assert!(
-        tokio::time::timeout(Duration::from_secs(2), kafka.open())
-            .await
-            .is_err()
+        tokio::time::timeout(
+            Duration::from_secs(2),
+            kafka.connect(ConnectOptions::default())
+        )
+        .await
+        .is_err()
     );
 }

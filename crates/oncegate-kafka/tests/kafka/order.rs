@@ -5,7 +5,6 @@ use std::time::Duration;
 
 use oncegate_core::{
     Consumer, Context, Failure, FailureExt, Handler, IdSource, MemoryStore, Order, Raw, RawBytes,
-    async_trait,
 };
 use rdkafka::message::OwnedHeaders;
 use tokio::sync::watch;
@@ -37,7 +36,6 @@ impl Scripted {
     }
 }
 
-#[async_trait]
 impl Handler for Scripted {
     type Payload = Raw;
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Delivery, Limit, Source};
 use oncegate_kafka::TopicCreation;
 use oncegate_testkit::servers::KafkaServer;
@@ -21,7 +21,10 @@ async fn a_source_recovers_from_an_outage_and_closes_during_one() {
         partitions: 1,
         replication: 1,
     });
-    let mut source = kafka.open().await.expect("a source");
+    let mut source = kafka
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
     let mut deliveries = receive(&mut source, 20).await;
     accept(&mut source, deliveries.drain(..5)).await;
     topic.await_commit(0, 5).await;

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Incoming, Limit, Source, SourceError};
 use oncegate_kafka::{KafkaSource, KafkaStatus, OutOfRange, StartAt};
 
@@ -60,7 +60,7 @@ async fn start_at_error_ends_a_group_without_an_offset() {
     let mut source = topic
         .source()
         .start(StartAt::Error)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     assert_eq!(refusal(&mut source).await.0, "start");
@@ -73,7 +73,7 @@ async fn a_group_whose_messages_expired_continues_at_the_earliest_one() {
     let mut source = topic
         .source()
         .status(status.clone())
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let deliveries = receive(&mut source, 8).await;
@@ -110,7 +110,7 @@ async fn messages_that_expire_in_the_prefetch_queue_are_counted() {
     let mut source = topic
         .source()
         .status(status.clone())
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let mut all = receive(&mut source, 1).await;
@@ -147,7 +147,7 @@ async fn expired_messages_end_the_source_with_out_of_range_error() {
     let mut source = topic
         .source()
         .out_of_range(OutOfRange::Error)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let (setting, text) = refusal(&mut source).await;
@@ -168,7 +168,7 @@ async fn a_truncated_log_ends_the_source_with_out_of_range_error() {
     let mut source = topic
         .source()
         .out_of_range(OutOfRange::Error)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let (setting, text) = refusal(&mut source).await;
@@ -188,7 +188,7 @@ async fn a_group_without_an_offset_starts_at_the_beginning_also_with_out_of_rang
     let mut source = topic
         .source()
         .out_of_range(OutOfRange::Error)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let deliveries = receive(&mut source, 3).await;
@@ -207,7 +207,10 @@ async fn a_partition_that_is_added_is_read_from_its_beginning() {
         .source()
         .start(StartAt::Error)
         .property("topic.metadata.refresh.interval.ms", "500");
-    let mut source = kafka.open().await.expect("a source");
+    let mut source = kafka
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
     assert!(is_silent(&mut source, Duration::from_millis(500)).await);
     topic.grow(2).await;
     // Before the source has detected the new partition.
@@ -306,7 +309,7 @@ async fn an_offset_of_another_topic_id_without_a_cluster_id_ends_the_source_with
     let mut source = topic
         .source()
         .out_of_range(OutOfRange::Error)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let (setting, text) = refusal(&mut source).await;
@@ -333,7 +336,10 @@ async fn a_recreated_topic_ends_the_source_with_out_of_range_error_and_is_read_c
             .out_of_range(OutOfRange::Error)
             .property("topic.metadata.refresh.interval.ms", "500")
     };
-    let mut source = kafka().open().await.expect("a source");
+    let mut source = kafka()
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
     let mut all = receive(&mut source, 20).await;
     accept(&mut source, all.drain(..10)).await;
     topic.await_commit(0, 10).await;
@@ -356,7 +362,10 @@ async fn a_recreated_topic_ends_the_source_with_out_of_range_error_and_is_read_c
     // passed.
     let mut seen = Vec::new();
     for _ in 0..10 {
-        let mut source = kafka().open().await.expect("a source");
+        let mut source = kafka()
+            .connect(ConnectOptions::default())
+            .await
+            .expect("a source");
         let end = Instant::now() + BOUND;
         while seen.len() < 60 {
             assert!(Instant::now() < end, "{seen:?}");

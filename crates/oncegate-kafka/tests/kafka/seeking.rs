@@ -4,7 +4,7 @@
 use std::sync::mpsc;
 use std::time::Duration;
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Incoming, Limit, Source};
 use oncegate_kafka::{Kafka, KafkaSource};
 use rdkafka::ClientConfig;
@@ -54,7 +54,10 @@ async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
     // Nothing of partition 2 was ever read.
     send(0).await;
     send(1).await;
-    let mut source = kafka.open().await.expect("a source");
+    let mut source = kafka
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
     let mut held = receive(&mut source, 2).await;
 
     cluster.request_errors(

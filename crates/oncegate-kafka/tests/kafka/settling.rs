@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use rdkafka::Message;
 use rdkafka::message::{Header, OwnedHeaders};
 
@@ -176,7 +176,7 @@ async fn a_body_over_the_limit_is_rejected_whole_and_never_delivered() {
     let mut source = topic
         .source()
         .body_limit(100)
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let deliveries = receive(&mut source, 1).await;
@@ -240,7 +240,7 @@ async fn an_unconfirmed_dead_letter_blocks_its_offset_and_nothing_else() {
         topic
             .source()
             .accept_limited_retention()
-            .open()
+            .connect(ConnectOptions::default())
             .await
             .expect("a source")
     };

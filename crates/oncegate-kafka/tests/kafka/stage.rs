@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use oncegate_core::lifecycle::{Reason, Settlement};
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Delivery, Incoming, Limit, Position, Settled, Source};
 use oncegate_kafka::{Kafka, KafkaSource};
 use oncegate_testkit::laws::source::accepted;
@@ -261,7 +261,10 @@ impl Topic {
     }
 
     pub(crate) async fn open(&self) -> KafkaSource {
-        self.source().open().await.expect("a source")
+        self.source()
+            .connect(ConnectOptions::default())
+            .await
+            .expect("a source")
     }
 
     /// Sends the bodies `0`, `1`, … to one partition.

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_kafka::KafkaStatus;
 use rdkafka::ClientConfig;
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
@@ -60,7 +60,7 @@ async fn committed_transactions_are_read_aborted_ones_are_not_and_markers_do_not
     let mut source = topic
         .source()
         .status(status.clone())
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
 
@@ -120,7 +120,7 @@ async fn a_group_that_starts_before_an_aborted_transaction_passes_it() {
     let source = topic
         .source()
         .status(status.clone())
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     // After three messages and their marker, none of which is delivered.

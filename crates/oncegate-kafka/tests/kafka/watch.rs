@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use oncegate_core::source::Open;
+use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Delivery, Limit, Source};
 use oncegate_kafka::{BlockedBy, KafkaStatus, PartitionStatus};
 
@@ -36,7 +36,7 @@ async fn the_status_shows_the_blocker_with_its_offset_and_age() {
         .source()
         .status(status.clone())
         .stalled_after(Duration::from_secs(4))
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let partition = wait_for_status(&status, "it was read", |it| {
@@ -113,7 +113,7 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
     let mut source = kafka
         .status(status.clone())
         .stalled_after(Duration::from_secs(2))
-        .open()
+        .connect(ConnectOptions::default())
         .await
         .expect("a source");
     let (mut seen, mut sent, mut goal, end) =
@@ -161,7 +161,10 @@ async fn a_partition_behind_the_backlog_of_another_is_not_stalled() {
         .source()
         .status(status.clone())
         .stalled_after(Duration::from_secs(1));
-    let mut source = kafka.open().await.expect("a source");
+    let mut source = kafka
+        .connect(ConnectOptions::default())
+        .await
+        .expect("a source");
     let mut seen = receive(&mut source, 1).await.len();
     let (mut late, begun) = (0, Instant::now());
     while begun.elapsed() < Duration::from_secs(4) {

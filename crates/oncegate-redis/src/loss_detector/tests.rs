@@ -224,13 +224,13 @@ fn a_reply_that_was_read_late_is_not_a_clock_jump() {
 
 #[test]
 fn each_loss_pauses_claims_with_its_own_description() {
-    let gone = Canary {
+    let missing = Canary {
         generation: None,
         count: 1,
     };
-    for (lost, says) in [
+    for (lost, expected) in [
         (canary("c", 1), "was recreated"),
-        (gone, "was recreated"),
+        (missing, "was recreated"),
         (canary("b", 0), "went back"),
         (canary("b", 4), "went back"),
     ] {
@@ -238,7 +238,7 @@ fn each_loss_pauses_claims_with_its_own_description() {
         check(&detector, "k", canary("b", 5), snapshot("r"));
         assert!(!is_refused(&detector));
         claim(&detector, lost.clone(), CanaryBaseline::Full);
-        assert!(why(&detector).contains(says), "{lost:?}");
+        assert!(why(&detector).contains(expected), "{lost:?}");
         detector.accept_loss();
         check(&detector, "k", canary("d", lost.count + 1), snapshot("r"));
         assert_eq!(

@@ -108,7 +108,7 @@ async fn dump(raw: &mut MultiplexedConnection, key: &str) -> Vec<u8> {
 
 #[test]
 fn the_book_has_the_table() {
-    let book = include_str!("../../../../docs/src/bad-input.md");
+    let book = include_str!("../../../../docs/contributing/bad-input.md");
     let (_, section) = book.split_once("## From Redis").expect("the section");
     let section = section.split("\n## ").next().unwrap_or_default();
     let lines: Vec<&str> = section

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use oncegate_core::marker::{Ask, Effect, Guarantee, Marker, Operation, Token, Verdict};
 use oncegate_core::{Gate, RunOutcome, Store, StoreError};
 use oncegate_redis::Redis;
-use oncegate_testkit::proxy::{Fate, Proxy, holds};
+use oncegate_testkit::proxy::{Proxy, RequestFault, holds};
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
 use crate::forms::healed;
@@ -46,7 +46,11 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
         let about_id = holds(request, "processed:id-");
         let loses =
             about_id && random.lock().expect("nobody panicked with it").u8(..100) < LOST_PERCENT;
-        if loses { Fate::LoseReply } else { Fate::Pass }
+        if loses {
+            RequestFault::LoseReply
+        } else {
+            RequestFault::Pass
+        }
     });
     let effects: Arc<Vec<AtomicU32>> = Arc::new((0..IDS).map(|_| AtomicU32::new(0)).collect());
     let share = IDS / GATES;
@@ -287,9 +291,9 @@ async fn a_late_reply_answers_no_other_request() {
     );
     proxy.judge(|request| {
         if holds(request, "processed:late") {
-            Fate::Delay(SECOND / 2)
+            RequestFault::Delay(SECOND / 2)
         } else {
-            Fate::Pass
+            RequestFault::Pass
         }
     });
     let late = ask(&store, claim("late", 1)).await;

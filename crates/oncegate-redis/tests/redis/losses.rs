@@ -6,7 +6,7 @@ use std::time::Instant;
 use oncegate_core::marker::{Ask, Guarantee, Operation, Verdict};
 use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_redis::Redis;
-use oncegate_testkit::proxy::{Fate, Proxy, holds};
+use oncegate_testkit::proxy::{Proxy, RequestFault, holds};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
 use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, terms};
@@ -255,9 +255,9 @@ async fn a_lost_reply_to_a_check_hides_no_loss() {
         );
         proxy.judge(|request| {
             if holds(request, "!canary") {
-                Fate::LoseReply
+                RequestFault::LoseReply
             } else {
-                Fate::Pass
+                RequestFault::Pass
             }
         });
     })

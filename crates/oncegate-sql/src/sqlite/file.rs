@@ -34,7 +34,7 @@ CREATE TABLE markers (        -- what oncegate remembers: a row per id; times in
     guarantee   INTEGER           -- 0 at most once, 1 effectively once, 2 bare
 ) WITHOUT ROWID, STRICT";
 
-/// `wal_autocheckpoint`: more than SQLite's default of 1,000, because random ids dirty a page each.
+/// `wal_autocheckpoint`: more than SQLite's default of 1,000, since each random id changes another page.
 const CHECKPOINT_PAGES: u32 = 4_000;
 
 /// `journal_size_limit`: the WAL is truncated to 64 MiB after a long read let it grow.

@@ -409,7 +409,7 @@ mod tests {
             busy_timeout: IDLE_INTERVAL,
         };
         let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
-        let asks = |id: &str, ask, token, window| {
+        let operation_on = |id: &str, ask, token, window| {
             let terms = Terms {
                 guarantee: Guarantee::AtMostOnce,
                 lease: IDLE_INTERVAL,
@@ -441,9 +441,9 @@ mod tests {
             let done = ["a", "b", "c"].map(|it| format!("{id}-{it}"));
             let mut made: Vec<Operation> = done
                 .iter()
-                .map(|id| asks(id, Ask::Complete, 1, window))
+                .map(|id| operation_on(id, Ask::Complete, 1, window))
                 .collect();
-            made.push(asks(&unresolved(id), Ask::Claim, 1, window));
+            made.push(operation_on(&unresolved(id), Ask::Claim, 1, window));
             apply(&mut writer, &made);
             drop(writer);
             // A jump of an hour let all of them appear expired.
@@ -478,11 +478,14 @@ mod tests {
             // More operations than rows, so that all rows are scanned.
             let mut brief = jumped();
             let others: Vec<Operation> = (0..20)
-                .map(|it| asks(&format!("{id}{it}"), Ask::Claim, 2, IDLE_INTERVAL))
+                .map(|it| operation_on(&format!("{id}{it}"), Ask::Claim, 2, IDLE_INTERVAL))
                 .collect();
             apply(&mut brief, &others);
             assert_eq!(left(), outlive, "{id}");
-            let again = apply(&mut brief, &[asks(&done[0], Ask::Claim, 2, IDLE_INTERVAL)]);
+            let again = apply(
+                &mut brief,
+                &[operation_on(&done[0], Ask::Claim, 2, IDLE_INTERVAL)],
+            );
             assert_eq!(
                 again,
                 [if outlive == 4 {

@@ -128,7 +128,7 @@ fn line((input, _, answer, seen): &Row) -> String {
 
 #[test]
 fn the_book_has_the_table() {
-    let book = include_str!("../../../../docs/src/bad-input.md");
+    let book = include_str!("../../../../docs/contributing/bad-input.md");
     let (_, section) = book.split_once("## From SQLite").expect("the section");
     let section = section.split("\n## ").next().unwrap_or_default();
     let lines: Vec<&str> = section

@@ -1,25 +1,25 @@
-//! How often something happened.
+//! A counter of effects.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Counts by id what a handler did to the world: put one where your handler's database or provider
-/// is. Cloning shares it.
+/// Counts the effects of a handler by id. Use it in place of the database or provider of your
+/// handler. Clones share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct Effects(Arc<Mutex<BTreeMap<String, usize>>>);
 
 impl Effects {
-    /// The effect of this id happened, once more.
+    /// Counts one effect of this id.
     pub fn happened(&self, id: &str) {
         *self.lock().entry(id.to_owned()).or_default() += 1;
     }
 
-    /// How often the effect of this id happened.
+    /// The number of effects of this id.
     pub fn count(&self, id: &str) -> usize {
         self.lock().get(id).copied().unwrap_or_default()
     }
 
-    /// How many effects there were, of all ids.
+    /// The number of effects of all ids.
     pub fn total(&self) -> usize {
         self.lock().values().sum()
     }

@@ -1,4 +1,4 @@
-//! Which faults are still to come, and what runs there were.
+//! The planned faults, and the recorded runs.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -7,9 +7,9 @@ use oncegate_core::{Failure, Reconciled};
 use tokio::sync::Notify;
 
 use super::report::{Ended, Reconcile, Run};
-use crate::Fate;
+use crate::ReplyFault;
 
-/// What may be done to a run.
+/// A kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fault {
     Before,
@@ -19,10 +19,11 @@ pub(super) enum Fault {
     ReplyToCompletion,
 }
 
-/// How many kinds there are.
+/// The number of kinds.
 const KINDS: usize = 5;
 
-/// What has to come to pass if it was asked for. A completion need not: perhaps nothing succeeds.
+/// The faults that must occur if they are planned. A lost completion need not: perhaps no run
+/// succeeds.
 const DUE: [(Fault, &str); 4] = [
     (Fault::Before, "crash_before_handler"),
     (Fault::Inside, "crash_in_handler"),
@@ -30,25 +31,25 @@ const DUE: [(Fault, &str); 4] = [
     (Fault::ReplyToClaim, "lost_replies"),
 ];
 
-/// The plan, and how far it has come.
+/// The planned faults and those that have occurred.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
     state: Mutex<State>,
-    /// A consumer has to end.
+    /// Notified when a consumer must crash.
     crashes: Notify,
-    /// A run is over.
+    /// Notified when a run has ended.
     over: Notify,
 }
 
 #[derive(Debug, Default)]
 struct State {
     planned: [u32; KINDS],
-    came: [u32; KINDS],
-    /// A consumer is being ended: nothing of it may start.
+    occurred: [u32; KINDS],
+    /// A consumer is crashing: none of its handlers may start.
     crashing: bool,
     running: usize,
-    /// How many consumers have ended.
-    life: u32,
+    /// The number of crashed consumers.
+    generation: u32,
     runs: Vec<Run>,
     reconciles: Vec<Reconcile>,
 }
@@ -58,28 +59,28 @@ impl Faults {
         self.lock().planned[fault as usize] = times;
     }
 
-    /// What becomes of a request to the store.
-    pub(super) fn reply(&self, asked: &[Operation]) -> Fate {
+    /// Whether the reply to a request to the store is lost.
+    pub(super) fn reply(&self, asked: &[Operation]) -> ReplyFault {
         let mut state = self.lock();
         let holds = |ask: Ask| asked.iter().any(|operation| operation.ask == ask);
         let loses_claim = holds(Ask::Claim) && state.takes(Fault::ReplyToClaim);
         let loses_completion = holds(Ask::Complete) && state.takes(Fault::ReplyToCompletion);
         if loses_claim || loses_completion {
-            Fate::Lost {
+            ReplyFault::Lost {
                 applied: asked.len(),
             }
         } else {
-            Fate::Answered
+            ReplyFault::Answered
         }
     }
 
-    /// Ends when the consumer has to.
+    /// Waits until the consumer must crash.
     pub(super) async fn crash(&self) {
         self.crashes.notified().await;
     }
 
-    /// Waits until nothing runs of the consumer that was dropped, and lets the next one live.
-    pub(super) async fn buried(&self) {
+    /// Waits until no handler of the dropped consumer runs, then allows the next consumer to run.
+    pub(super) async fn wait_for_handlers(&self) {
         loop {
             let mut over = std::pin::pin!(self.over.notified());
             over.as_mut().enable();
@@ -87,7 +88,7 @@ impl Faults {
                 let mut state = self.lock();
                 if state.running == 0 {
                     state.crashing = false;
-                    state.life += 1;
+                    state.generation += 1;
                     return;
                 }
             }
@@ -95,16 +96,16 @@ impl Faults {
         }
     }
 
-    /// The life of the consumer that runs now.
-    pub(super) fn life(&self) -> u32 {
-        self.lock().life
+    /// The number of the current consumer.
+    pub(super) fn generation(&self) -> u32 {
+        self.lock().generation
     }
 
-    /// A handler of a consumer of this life is about to run: its place among the runs. `None` if
-    /// that consumer is gone.
-    pub(super) fn starts(&self, life: u32, id: &str, attempt: u32) -> Option<usize> {
+    /// Records the start of a handler and returns its index in the runs; `None` if its consumer has
+    /// crashed.
+    pub(super) fn starts(&self, generation: u32, id: &str, attempt: u32) -> Option<usize> {
         let mut state = self.lock();
-        if state.crashing || state.life != life {
+        if state.crashing || state.generation != generation {
             return None;
         }
         state.running += 1;
@@ -116,11 +117,15 @@ impl Faults {
         Some(state.runs.len() - 1)
     }
 
-    /// `reconcile` of a consumer of this life is about to run: its place among the reconciles.
-    /// `None` if that consumer is gone.
-    pub(super) fn reconcile_starts(&self, life: u32, id: &str, attempt: u32) -> Option<usize> {
+    /// Records the start of `reconcile` and returns its index; `None` if its consumer has crashed.
+    pub(super) fn reconcile_starts(
+        &self,
+        generation: u32,
+        id: &str,
+        attempt: u32,
+    ) -> Option<usize> {
         let mut state = self.lock();
-        if state.crashing || state.life != life {
+        if state.crashing || state.generation != generation {
             return None;
         }
         state.running += 1;
@@ -134,37 +139,37 @@ impl Faults {
         Some(state.reconciles.len() - 1)
     }
 
-    /// What a reconcile found, if it did before its consumer ended.
+    /// Records the result of `reconcile`.
     pub(super) fn found(&self, reconcile: usize, found: &Result<Reconciled, Failure>) {
         let found = found.as_ref().copied().map_err(ToString::to_string);
         self.lock().reconciles[reconcile].found = Some(found);
     }
 
-    /// How a run ended, if it did before its consumer.
+    /// Records the result of a run.
     pub(super) fn ended(&self, run: usize, ended: Ended) {
         self.lock().runs[run].ended = ended;
     }
 
-    /// Nothing of this run goes on.
-    pub(super) fn is_over(&self) {
+    /// Records that nothing of a run is executed any more.
+    pub(super) fn run_ended(&self) {
         self.lock().running -= 1;
         self.over.notify_waiters();
     }
 
-    /// Whether the process ends here.
-    pub(super) fn strikes(&self, fault: Fault) -> bool {
+    /// Whether the consumer crashes at this point.
+    pub(super) fn crashes_here(&self, fault: Fault) -> bool {
         let mut state = self.lock();
-        let strikes = !state.crashing && state.takes(fault);
-        self.end_consumer(&mut state, strikes)
+        let crashes_here = !state.crashing && state.takes(fault);
+        self.end_consumer(&mut state, crashes_here)
     }
 
-    /// Whether the process ends where a handler waits for the so many-th time.
-    pub(super) fn strikes_at_wait(&self, waits: u32) -> bool {
+    /// Whether the consumer crashes at the `waits`-th wait of a handler.
+    pub(super) fn crashes_at_wait(&self, waits: u32) -> bool {
         let mut state = self.lock();
-        let strikes = !state.crashing
-            && waits > state.came[Fault::Inside as usize]
+        let crashes_here = !state.crashing
+            && waits > state.occurred[Fault::Inside as usize]
             && state.takes(Fault::Inside);
-        self.end_consumer(&mut state, strikes)
+        self.end_consumer(&mut state, crashes_here)
     }
 
     fn end_consumer(&self, state: &mut State, ends: bool) -> bool {
@@ -180,18 +185,21 @@ impl Faults {
         (state.runs.clone(), state.reconciles.clone())
     }
 
-    pub(super) fn assert_all_came_to_pass(&self) {
+    pub(super) fn assert_all_occurred(&self) {
         let state = self.lock();
         for (fault, name) in DUE {
-            let (planned, came) = (state.planned[fault as usize], state.came[fault as usize]);
+            let (planned, occurred) = (
+                state.planned[fault as usize],
+                state.occurred[fault as usize],
+            );
             let hint = if fault == Fault::Inside {
                 "no handler waited at so many `.await`s"
             } else {
                 "there were too few runs"
             };
             assert!(
-                came == planned,
-                "{name}: {planned} were asked for and {came} came to pass: {hint}, so this test would show nothing"
+                occurred == planned,
+                "{name}: {planned} were asked for and {occurred} came to pass: {hint}, so this test would show nothing"
             );
         }
     }
@@ -202,10 +210,10 @@ impl Faults {
 }
 
 impl State {
-    /// Takes one of these faults, if some are left.
+    /// Uses up one fault of this kind, if one is left.
     fn takes(&mut self, fault: Fault) -> bool {
-        let takes = self.came[fault as usize] < self.planned[fault as usize];
-        self.came[fault as usize] += u32::from(takes);
+        let takes = self.occurred[fault as usize] < self.planned[fault as usize];
+        self.occurred[fault as usize] += u32::from(takes);
         takes
     }
 }

@@ -1,10 +1,10 @@
-//! What became of everything.
+//! The results of a run of the kit.
 
 use std::collections::BTreeSet;
 
 use oncegate_core::{DeadLetter, IdSource, MemoryBroker, Reconciled};
 
-/// What became of all messages of a [`Kit`](super::Kit), once each is settled.
+/// The results of all messages of a [`Kit`](super::Kit), after each is settled.
 #[derive(Debug)]
 pub struct Report {
     ids: BTreeSet<String>,
@@ -15,25 +15,25 @@ pub struct Report {
     set_aside: BTreeSet<String>,
 }
 
-/// One start of the handler.
+/// One run of the handler.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Run {
     /// The id.
     pub id: String,
-    /// The attempt, as the handler was told it.
+    /// The attempt number in the handler's context.
     pub attempt: u32,
-    /// How it ended.
+    /// The result.
     pub ended: Ended,
 }
 
-/// How a run ended.
+/// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ended {
-    /// With `Ok`.
+    /// It returned `Ok`.
     Happened,
-    /// With a failure.
+    /// It returned a failure.
     Failed,
-    /// Not by itself: a crash, a panic or a timeout cut it.
+    /// It did not return: a crash, a panic or a timeout ended it.
     Cut,
 }
 
@@ -42,13 +42,12 @@ pub enum Ended {
 pub struct Reconcile {
     /// The id.
     pub id: String,
-    /// The attempt, as `reconcile` was told it.
+    /// The attempt number in the context of `reconcile`.
     pub attempt: u32,
-    /// What it found out, or the text of its failure; `None` where a crash, a panic or a timeout
-    /// cut it.
+    /// The result, or the text of the failure; `None` if a crash, a panic or a timeout ended it.
     pub found: Option<Result<Reconciled, String>>,
-    /// How many runs had begun by then, of all ids: it stands between that many and the rest of
-    /// [`Report::runs`].
+    /// The number of runs of all ids that had started before it: its position between the elements
+    /// of [`Report::runs`].
     pub after: usize,
 }
 
@@ -76,7 +75,7 @@ impl Report {
         }
     }
 
-    /// Every start of the handler, in order.
+    /// Every run of the handler, in order.
     pub fn runs(&self) -> &[Run] {
         &self.runs
     }
@@ -86,26 +85,26 @@ impl Report {
         &self.reconciles
     }
 
-    /// How often the handler was started for this id.
+    /// The number of runs of this id.
     pub fn starts(&self, id: &str) -> usize {
         self.runs.iter().filter(|run| run.id == id).count()
     }
 
-    /// What was rejected.
+    /// The dead letters.
     pub fn dead_letters(&self) -> &[DeadLetter] {
         &self.dead_letters
     }
 
-    /// What nobody could find out about.
+    /// The in-doubt messages.
     pub fn in_doubt(&self) -> &[DeadLetter] {
         &self.in_doubt
     }
 
-    /// Holds that no id has more than one effect, where `effects` says how many the world has under
-    /// an id.
+    /// Asserts that no id has more than one effect. `effects` returns the number of effects of an
+    /// id.
     ///
     /// # Panics
-    /// If one has more: its handler does not bear the second run that this guarantee gives it.
+    /// If one has more: the handler is not safe under the second run that this guarantee allows.
     pub fn assert_none_twice(&self, effects: impl Fn(&str) -> usize) -> &Self {
         for id in &self.ids {
             let count = effects(id);
@@ -118,8 +117,8 @@ impl Report {
         self
     }
 
-    /// Holds that each id has an effect, where `effects` says how many the world has under an id,
-    /// or stands in the dead letters or among the messages in doubt.
+    /// Asserts that each id has an effect, or is among the dead letters or in-doubt messages.
+    /// `effects` returns the number of effects of an id.
     ///
     /// # Panics
     /// If one has neither: it was accepted, and nothing happened.
@@ -135,10 +134,10 @@ impl Report {
         self
     }
 
-    /// Holds that nothing stands in the dead letters, and nothing among the messages in doubt.
+    /// Asserts that there are no dead letters and no in-doubt messages.
     ///
     /// # Panics
-    /// If something does.
+    /// If there is one.
     pub fn assert_none_set_aside(&self) -> &Self {
         if let Some(letter) = self.dead_letters.iter().chain(&self.in_doubt).next() {
             let story = letter.story.clone().unwrap_or_default();
@@ -155,7 +154,7 @@ impl Report {
         self
     }
 
-    /// What the handler did and said of an id, in order.
+    /// The runs and reconciles of an id with their results, in order.
     fn story(&self, id: &str) -> String {
         let runs = self
             .runs
@@ -184,7 +183,7 @@ impl Report {
             )
         });
         let mut steps: Vec<(usize, String)> = runs.chain(reconciles).collect();
-        steps.sort_by_key(|(place, _)| *place); // stable: a run comes before what reconciles it
+        steps.sort_by_key(|(place, _)| *place); // stable: a run precedes its reconcile
         let again = steps.chunk_by(|(_, one), (_, next)| one == next);
         let steps: Vec<String> = again
             .map(|same| {

@@ -1,4 +1,4 @@
-//! A store whose leases end when their holder does, and not before.
+//! A store whose leases expire exactly when their holder crashes.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -7,62 +7,62 @@ use std::time::Duration;
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 use oncegate_core::{IdSource, Key, MemoryBroker, Store, StoreError, async_trait};
 
-/// [`marker::apply`] on a map, in which no time passes: a marker is new while its holder has it,
-/// and older than any lease once that consumer has crashed, or has put the message among those in
-/// doubt and lets go.
+/// [`marker::apply`] on a map without a clock: the age of a marker is 0 while its holder lives, and
+/// longer than any lease after that consumer has crashed, or has sent the message to the in-doubt
+/// queue.
 #[derive(Clone)]
 pub(super) struct Remembered {
-    rows: Arc<Mutex<HashMap<Key, Row>>>,
-    /// How many consumers have crashed before this one.
-    life: u32,
+    rows: Arc<Mutex<HashMap<Key, MarkerRow>>>,
+    /// The number of consumers that crashed before this one.
+    generation: u32,
     broker: MemoryBroker,
     id: IdSource,
 }
 
 #[derive(Clone, Copy)]
-struct Row {
+struct MarkerRow {
     marker: Marker,
-    /// The life of the consumer that wrote it.
-    life: u32,
-    /// How many messages of this id stood in doubt when it was written.
+    /// The number of the consumer that wrote it.
+    generation: u32,
+    /// The number of in-doubt messages of this id when it was written.
     in_doubt: usize,
 }
 
-/// Longer than any lease may be.
-const OVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+/// Longer than any lease.
+const EXPIRED: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 impl Remembered {
-    /// Remembers nothing yet. The broker says what its consumer has put among the messages in
-    /// doubt.
+    /// An empty store. It reads from the broker which messages are in doubt.
     pub(super) fn new(broker: MemoryBroker, id: IdSource) -> Self {
         Self {
             rows: Arc::default(),
-            life: 0,
+            generation: 0,
             broker,
             id,
         }
     }
 
-    /// The same store, for the consumer that comes after one that crashed.
+    /// The same store for the next consumer after a crash.
     pub(super) fn after_a_crash(&self) -> Self {
         Self {
-            life: self.life + 1,
+            generation: self.generation + 1,
             ..self.clone()
         }
     }
 
-    fn age(&self, key: &Key, row: &Row) -> Duration {
-        let let_go = matches!(row.marker, Marker::InDoubt(..)) && self.in_doubt(key) > row.in_doubt;
-        if let_go || row.life < self.life {
-            OVER
+    fn age(&self, key: &Key, row: &MarkerRow) -> Duration {
+        let is_in_doubt_queue =
+            matches!(row.marker, Marker::InDoubt(..)) && self.in_doubt(key) > row.in_doubt;
+        if is_in_doubt_queue || row.generation < self.generation {
+            EXPIRED
         } else {
             Duration::ZERO
         }
     }
 
-    /// How many messages of this id stand in doubt.
+    /// The number of in-doubt messages of this id.
     fn in_doubt(&self, key: &Key) -> usize {
-        // No id has the sign that stands behind a scope.
+        // `|` separates the scope; no id contains it.
         let id = key.as_str().rsplit('|').next().unwrap_or_default();
         let is_it = |message| self.id.read(message).is_ok_and(|it| it.as_str() == id);
         self.broker
@@ -72,7 +72,7 @@ impl Remembered {
             .count()
     }
 
-    fn apply_one(&self, rows: &mut HashMap<Key, Row>, operation: &Operation) -> Verdict {
+    fn apply_one(&self, rows: &mut HashMap<Key, MarkerRow>, operation: &Operation) -> Verdict {
         let key = &operation.key;
         let (marker, age) = rows
             .get(key)
@@ -90,9 +90,9 @@ impl Remembered {
                 };
                 rows.insert(
                     key.clone(),
-                    Row {
+                    MarkerRow {
                         marker,
-                        life: self.life,
+                        generation: self.generation,
                         in_doubt,
                     },
                 );

@@ -1,4 +1,4 @@
-//! A handler around yours, which ends the consumer where the plan says so.
+//! A wrapper of the handler that crashes the consumer as planned.
 
 use std::future::{Future, pending, poll_fn};
 use std::pin::Pin;
@@ -6,56 +6,54 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context as Poller, Poll, Wake, Waker};
 
-use oncegate_core::{Context, Failure, Handler, Reconciled, async_trait};
+use oncegate_core::{Context, Failure, Handler, Reconciled};
 
 use super::faults::{Fault, Faults};
 use super::report::Ended;
 
-pub(super) struct Watched<H> {
+pub(super) struct WatchedHandler<H> {
     handler: Arc<H>,
     faults: Arc<Faults>,
-    life: u32,
+    generation: u32,
 }
 
-/// A run that goes on for as long as this lives.
+/// Marks a run as running until it is dropped.
 struct Running(Arc<Faults>);
 
 impl Drop for Running {
     fn drop(&mut self) {
-        self.0.is_over();
+        self.0.run_ended();
     }
 }
 
-impl<H> Watched<H> {
+impl<H> WatchedHandler<H> {
     pub(super) fn new(handler: Arc<H>, faults: Arc<Faults>) -> Self {
-        let life = faults.life();
+        let generation = faults.generation();
         Self {
             handler,
             faults,
-            life,
+            generation,
         }
     }
 }
 
-#[async_trait]
-impl<H: Handler> Handler for Watched<H> {
+impl<H: Handler> Handler for WatchedHandler<H> {
     type Payload = H::Payload;
 
     async fn handle(&self, payload: H::Payload, cx: &Context) -> Result<(), Failure> {
         let faults = &self.faults;
-        // Where the process ends, nothing comes after: the consumer is dropped, and this future
-        // with it.
-        let Some(run) = faults.starts(self.life, cx.id(), cx.attempt()) else {
+        // After a crash nothing may run: the consumer drops this future.
+        let Some(run) = faults.starts(self.generation, cx.id(), cx.attempt()) else {
             return pending().await;
         };
         let _running = Running(faults.clone());
-        if faults.strikes(Fault::Before) {
+        if faults.crashes_here(Fault::Before) {
             return pending().await;
         }
         let mut work = Waits::of(self.handler.handle(payload, cx));
         let handled = poll_fn(|poller| match work.poll(poller) {
             Poll::Ready(handled) => Poll::Ready(Some(handled)),
-            Poll::Pending if faults.strikes_at_wait(work.waits) => Poll::Ready(None),
+            Poll::Pending if faults.crashes_at_wait(work.waits) => Poll::Ready(None),
             Poll::Pending => Poll::Pending,
         });
         let Some(handled) = handled.await else {
@@ -69,7 +67,7 @@ impl<H: Handler> Handler for Watched<H> {
                 Ended::Failed
             },
         );
-        if faults.strikes(Fault::After) {
+        if faults.crashes_here(Fault::After) {
             return pending().await;
         }
         handled
@@ -78,7 +76,7 @@ impl<H: Handler> Handler for Watched<H> {
     async fn reconcile(&self, payload: H::Payload, cx: &Context) -> Result<Reconciled, Failure> {
         let Some(place) = self
             .faults
-            .reconcile_starts(self.life, cx.id(), cx.attempt())
+            .reconcile_starts(self.generation, cx.id(), cx.attempt())
         else {
             return pending().await;
         };
@@ -89,23 +87,23 @@ impl<H: Handler> Handler for Watched<H> {
     }
 }
 
-/// Counts how often a future had to wait. Polls that nothing woke it for do not count: whoever
-/// polls may do so twice.
+/// Counts how often a future had to wait. Polls without a wake-up do not count, because a future
+/// may be polled spuriously.
 struct Waits<F> {
     work: Pin<Box<F>>,
-    bell: Arc<Bell>,
+    wakes: Arc<WakeRecorder>,
     waits: u32,
 }
 
-/// Wakes the poller, and remembers that it did.
-struct Bell {
-    rang: AtomicBool,
+/// Wakes the task and records it.
+struct WakeRecorder {
+    woken: AtomicBool,
     poller: Mutex<Waker>,
 }
 
-impl Wake for Bell {
+impl Wake for WakeRecorder {
     fn wake(self: Arc<Self>) {
-        self.rang.store(true, Ordering::Release);
+        self.woken.store(true, Ordering::Release);
         self.poller
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -115,30 +113,30 @@ impl Wake for Bell {
 
 impl<F: Future> Waits<F> {
     fn of(work: F) -> Self {
-        // It has not waited yet: the first poll counts.
-        let bell = Arc::new(Bell {
-            rang: AtomicBool::new(true),
+        // The first poll counts.
+        let wakes = Arc::new(WakeRecorder {
+            woken: AtomicBool::new(true),
             poller: Mutex::new(Waker::noop().clone()),
         });
         Self {
             work: Box::pin(work),
-            bell,
+            wakes,
             waits: 0,
         }
     }
 
     fn poll(&mut self, poller: &mut Poller<'_>) -> Poll<F::Output> {
-        self.bell
+        self.wakes
             .poller
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone_from(poller.waker());
-        let rang = self.bell.rang.swap(false, Ordering::AcqRel);
+        let woken = self.wakes.woken.swap(false, Ordering::AcqRel);
         let polled = self
             .work
             .as_mut()
-            .poll(&mut Poller::from_waker(&self.bell.clone().into()));
-        self.waits += u32::from(rang && polled.is_pending());
+            .poll(&mut Poller::from_waker(&self.wakes.clone().into()));
+        self.waits += u32::from(woken && polled.is_pending());
         polled
     }
 }

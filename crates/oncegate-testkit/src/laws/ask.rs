@@ -1,4 +1,4 @@
-//! Operations in few words.
+//! Operations and markers for the laws, in short form.
 
 use std::time::Duration;
 
@@ -12,38 +12,38 @@ pub(crate) const AT_MOST_ONCE: Guarantee = Guarantee::AtMostOnce;
 pub(crate) const EFFECTIVELY_ONCE: Guarantee = Guarantee::EffectivelyOnce;
 pub(crate) const BOTH: [Guarantee; 2] = [AT_MOST_ONCE, EFFECTIVELY_ONCE];
 
-/// A lease that outlives every law.
+/// A lease that does not expire during a law.
 pub(crate) const LONG: Duration = Duration::from_secs(300);
-/// A lease that a law waits for.
+/// A lease whose expiry a law waits for.
 pub(crate) const SHORT: Duration = Duration::from_millis(60);
-/// A window that outlives every law.
+/// A window that does not expire during a law.
 pub(crate) const WINDOW: Duration = Duration::from_secs(3600);
-/// By how much the clocks of a store may be coarser than the asker's, and timers late.
+/// The allowed difference between the clocks of store and client, including late timers.
 pub(crate) const SLACK: Duration = Duration::from_millis(10);
 
 pub(crate) const MINE: Token = Token(1);
 pub(crate) const THEIRS: Token = Token(2);
 
 pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };
-pub(crate) const DONE_THOUGH_LOST: Verdict = Verdict::Done { marker_lost: true };
+pub(crate) const DONE_WITH_LOST_MARKER: Verdict = Verdict::Done { marker_lost: true };
 
 pub(crate) const fn granted(attempt: u32) -> Verdict {
     Verdict::Granted(Attempts::new(attempt))
 }
 
-/// A first attempt that was doubted, and the doubt taken by a claim.
+/// A claim has taken over the doubt of a first attempt.
 pub(crate) const DOUBTED_ONCE: Attempts = Attempts {
     number: 2,
     base: 1,
     crashes: 0,
 };
-/// A first attempt whose holder's lease has ended, taken in doubt by a claim.
+/// The lease of a first attempt expired, and a claim found it in doubt.
 pub(crate) const CRASHED_ONCE: Attempts = Attempts {
     number: 2,
     base: 2,
     crashes: 1,
 };
-/// A first attempt whose holder's lease has ended, granted anew.
+/// The lease of a first attempt expired, and a claim was granted.
 pub(crate) const TAKEN_OVER: Attempts = Attempts {
     number: 2,
     base: 1,
@@ -67,7 +67,7 @@ pub(crate) fn body(number: u64) -> Option<Fingerprint> {
     Some(Fingerprint::new(number))
 }
 
-/// One who asks: a claim, with the attempt that it was granted, and its terms.
+/// A claim with its granted attempt and terms.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Asker {
     pub(crate) token: Token,
@@ -115,7 +115,7 @@ impl Asker {
     }
 }
 
-/// The hold of a claim on the usual terms.
+/// The hold of a claim with the default terms.
 pub(crate) fn hold(
     guarantee: Guarantee,
     token: Token,
@@ -168,7 +168,7 @@ pub(crate) fn doubted(guarantee: Guarantee, token: Token, attempt: u32) -> Marke
     )
 }
 
-/// A claim has taken the doubt of the attempt before.
+/// The doubt of the previous attempt, taken over by a claim.
 pub(crate) fn reconciled(token: Token, attempt: u32) -> Marker {
     reconciling(
         token,
@@ -186,7 +186,7 @@ pub(crate) fn reconciling(token: Token, attempts: Attempts) -> Marker {
     )
 }
 
-/// The hold of a marker that has one.
+/// The hold of a marker, if it has one.
 pub(crate) fn hold_of(marker: &mut Marker) -> Option<&mut Hold> {
     match marker {
         Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
@@ -194,7 +194,7 @@ pub(crate) fn hold_of(marker: &mut Marker) -> Option<&mut Hold> {
     }
 }
 
-/// The same marker with a lease that a law waits for.
+/// The same marker with a lease whose expiry a law waits for.
 pub(crate) fn over(mut marker: Marker) -> Marker {
     if let Some(hold) = hold_of(&mut marker) {
         hold.lease = SHORT;
@@ -202,7 +202,7 @@ pub(crate) fn over(mut marker: Marker) -> Marker {
     marker
 }
 
-/// The same marker for a body.
+/// The same marker with a fingerprint.
 pub(crate) fn of_body(mut marker: Marker, body: Option<Fingerprint>) -> Marker {
     if let Some(hold) = hold_of(&mut marker) {
         hold.fingerprint = body;
@@ -210,7 +210,7 @@ pub(crate) fn of_body(mut marker: Marker, body: Option<Fingerprint>) -> Marker {
     marker
 }
 
-/// Every ask but a claim and what a person asks.
+/// Every operation except the claim and the operations of an operator.
 pub(crate) const HOLDERS_ASKS: [Ask; 10] = [
     Ask::Renew,
     Ask::Complete,
@@ -224,7 +224,7 @@ pub(crate) const HOLDERS_ASKS: [Ask; 10] = [
     Ask::Resolve(Finding::DidNotHappen),
 ];
 
-/// The answers, of which there has to be one for each operation.
+/// The results, one for each operation.
 pub(crate) async fn answers(
     store: &dyn Store,
     operations: &[Operation],
@@ -238,7 +238,7 @@ pub(crate) async fn answers(
     answers
 }
 
-/// The verdicts. An operation whose answer is lost or late is asked again, as the loop does.
+/// The verdicts; panics if an operation fails.
 pub(crate) async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdict> {
     let answers = answers(store, operations).await;
     let verdict = |(answer, asked): (Result<Verdict, StoreError>, &Operation)| match answer {
@@ -248,7 +248,7 @@ pub(crate) async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec
     answers.into_iter().zip(operations).map(verdict).collect()
 }
 
-/// The verdict on one operation.
+/// The verdict of one operation.
 pub(crate) async fn verdict(store: &dyn Store, operation: Operation) -> Verdict {
     verdicts(store, &[operation]).await[0]
 }

@@ -1,9 +1,8 @@
-//! What a key may hold, as far as those can tell who ask from outside.
+//! The markers that a key may have, as far as clients can know.
 //!
-//! An operation is applied at some moment between its question and its answer, by the store's
-//! clock. Where that decides nothing there is one possibility; at the end of a lease or of a window
-//! there are two, and the verdict tells which. So no law has to wait a safe distance away from
-//! either, and a slow machine makes no law red.
+//! An operation is applied at some moment between its request and its reply, by the store's clock.
+//! Usually that leaves one possibility; near the end of a lease or a window there are two, and the
+//! verdict decides. So laws need no safety margins, and do not fail on a slow machine.
 
 use std::time::{Duration, Instant};
 
@@ -11,23 +10,23 @@ use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 
 use super::ask::SLACK;
 
-/// Some moment in here.
+/// The interval in which a moment lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Span {
     pub(crate) from: Instant,
     pub(crate) to: Instant,
 }
 
-/// One possibility.
+/// One possible marker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Entry {
+pub(crate) struct PossibleEntry {
     pub(crate) marker: Marker,
     written: Span,
-    /// How long after it was written it expires. Means nothing where the marker is absent.
+    /// The time to live after it was written. Unused if the marker is absent.
     expiry: Duration,
 }
 
-impl Entry {
+impl PossibleEntry {
     pub(crate) fn absent(now: Instant) -> Self {
         Self {
             marker: Marker::Absent,
@@ -36,8 +35,8 @@ impl Entry {
         }
     }
 
-    /// What this may have become, if an operation was applied within the span and answered like
-    /// that; nothing where it cannot have been. An answer that nobody heard may have been any.
+    /// The possible markers after an operation that was applied within the span, with this verdict;
+    /// empty if that is impossible. `None` allows every verdict, because the reply was lost.
     pub(crate) fn after(
         &self,
         operation: &Operation,
@@ -50,7 +49,7 @@ impl Entry {
             let ((young, most), (old, least)) = (of(youngest), of(oldest));
             let fits = |verdict: Verdict| match (heard, verdict) {
                 (None, _) => true,
-                // What remains lies between what the two ages leave.
+                // The remaining time lies between those of the two ages.
                 (Some(Verdict::Busy { remaining }), Verdict::Busy { .. }) => {
                     let left = |verdict| {
                         if let Verdict::Busy { remaining } = verdict {
@@ -85,8 +84,7 @@ impl Entry {
         possible
     }
 
-    /// The markers that may be there within the span, each with the least and the greatest age that
-    /// it may have.
+    /// The markers that may exist within the span, each with its minimum and maximum age.
     fn ages(&self, during: Span) -> impl Iterator<Item = (Marker, Duration, Duration)> {
         let youngest = during
             .from
@@ -102,41 +100,41 @@ impl Entry {
     }
 }
 
-/// All possibilities of one key.
+/// All possible markers of one key.
 #[derive(Clone, Debug)]
-pub(crate) struct Belief(Vec<Entry>);
+pub(crate) struct PossibleMarkers(Vec<PossibleEntry>);
 
-/// A verdict that none of the possibilities gives.
+/// A verdict that none of the possible markers gives.
 #[derive(Clone, Debug)]
-pub(crate) struct Surprise {
+pub(crate) struct UnexpectedVerdict {
     pub(crate) heard: Verdict,
     pub(crate) expected: Vec<Verdict>,
     pub(crate) believed: Vec<Marker>,
 }
 
-impl Belief {
-    /// Nobody has used this key yet.
+impl PossibleMarkers {
+    /// The state of a key that was not used yet.
     pub(crate) fn new(now: Instant) -> Self {
-        Self(vec![Entry::absent(now)])
+        Self(vec![PossibleEntry::absent(now)])
     }
 
-    /// One of the markers that may be there.
+    /// One of the possible markers.
     pub(crate) fn marker(&self) -> Marker {
-        // There is always one: who is surprised does not go on.
+        // There is always one: after a `UnexpectedVerdict` the law ends.
         self.0.last().map_or(Marker::Absent, |entry| entry.marker)
     }
 
-    /// Takes in what was answered to an operation.
+    /// Updates the possible markers by a verdict.
     ///
     /// # Errors
-    /// [`Surprise`], if the reference cannot have answered so.
+    /// [`UnexpectedVerdict`] if the reference cannot give this verdict.
     pub(crate) fn hear(
         &mut self,
         operation: &Operation,
         during: Span,
         heard: Verdict,
-    ) -> Result<(), Surprise> {
-        let mut after: Vec<Entry> = Vec::with_capacity(1);
+    ) -> Result<(), UnexpectedVerdict> {
+        let mut after: Vec<PossibleEntry> = Vec::with_capacity(1);
         for entry in self
             .0
             .iter()
@@ -154,7 +152,7 @@ impl Belief {
                 .map(|(marker, age)| marker::apply(marker, Age::Of(age), operation).1)
                 .collect();
             expected.dedup();
-            return Err(Surprise {
+            return Err(UnexpectedVerdict {
                 heard,
                 expected,
                 believed: self.0.iter().map(|entry| entry.marker).collect(),
@@ -188,7 +186,7 @@ mod tests {
             .claims(&key);
         let second = Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).claims(&key);
         let hear = |during: Span, verdict| {
-            let mut belief = Belief::new(start);
+            let mut belief = PossibleMarkers::new(start);
             belief
                 .hear(&first, at(0, 5), granted(1))
                 .expect("it is new");
@@ -227,7 +225,7 @@ mod tests {
             (200, granted(1)),
             (200, Verdict::Duplicate),
         ] {
-            let mut belief = Belief::new(start);
+            let mut belief = PossibleMarkers::new(start);
             belief
                 .hear(
                     &asker.asks(marker::Ask::Complete, &key),

@@ -1,15 +1,16 @@
-//! Seeds: printed, and taken from the environment to repeat a run.
+//! Seeds: printed, and read from the environment to repeat a run.
 
 use std::time::Duration;
 
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-/// The variable that repeats a run: the seed that it printed.
+/// The variable that repeats a run: the seed that the run printed.
 const SEED: &str = "ONCEGATE_LAWS_SEED";
-/// The variable that makes a run longer: how many random histories there are.
+/// The variable that sets the number of random histories.
 const HISTORIES: &str = "ONCEGATE_LAWS_HISTORIES";
 
-/// The seeds of a run, one for each history. They are printed, and so shown where a law is broken.
+/// The seeds of a run, one for each history. They are printed, so the output of a failed law shows
+/// them.
 pub(crate) fn seeds(histories: u64) -> impl Iterator<Item = u64> {
     let first = number(SEED).unwrap_or_else(|| fastrand::u64(..=u64::MAX >> 16));
     let histories = number(HISTORIES).unwrap_or(histories);
@@ -19,7 +20,7 @@ pub(crate) fn seeds(histories: u64) -> impl Iterator<Item = u64> {
     (0..histories).map(move |it| first.wrapping_add(it))
 }
 
-/// By how much a run may take longer than usual, because the environment asks for more histories.
+/// How much longer a run may take because the environment asks for more histories.
 pub(crate) fn longer() -> Duration {
     Duration::from_secs(number(HISTORIES).unwrap_or(0))
 }
@@ -30,7 +31,7 @@ fn number(variable: &str) -> Option<u64> {
         .map(|text| text.parse().expect("a whole number in the environment"))
 }
 
-/// What to say of a history that broke a law.
+/// How to repeat a history that broke a law.
 pub(crate) fn repeat(seed: u64) -> String {
     format!("seed {seed}; {SEED}={seed} {HISTORIES}=1 repeats it")
 }

@@ -1,4 +1,4 @@
-//! Rows of the operation table: a marker, a question, its answer, and the marker afterwards.
+//! Rows of the operation table: a marker, an operation, its verdict, and the marker afterwards.
 
 use oncegate_core::marker::{
     self, Ask, Attempts, Doubt, Effect, Finding, Hold, Marker, Operation, Terms, Token, Verdict,
@@ -6,14 +6,14 @@ use oncegate_core::marker::{
 use oncegate_core::{Key, Store};
 
 use super::ask::{
-    AT_MOST_ONCE, Asker, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, LONG, SHORT, SLACK, granted, hold,
-    key, terms, verdicts,
+    AT_MOST_ONCE, Asker, DONE_WITH_LOST_MARKER, EFFECTIVELY_ONCE, LONG, SHORT, SLACK, granted,
+    hold, key, terms, verdicts,
 };
 
-/// One row. A marker whose lease is [`SHORT`] is asked about when its lease is over.
+/// One row. If the lease of the given marker is [`SHORT`], the operation is sent after it expires.
 #[derive(Clone, Debug)]
 pub(crate) struct Row {
-    /// As the table calls it.
+    /// The name in the table.
     pub(crate) name: &'static str,
     pub(crate) given: Marker,
     pub(crate) asker: Asker,
@@ -22,7 +22,7 @@ pub(crate) struct Row {
     pub(crate) becomes: Marker,
 }
 
-/// A row in the order in which the table has it.
+/// A row, with arguments in the order of the table's columns.
 pub(crate) fn row(
     name: &'static str,
     given: Marker,
@@ -40,20 +40,20 @@ pub(crate) fn row(
     }
 }
 
-/// A question together with its answer.
+/// An operation and its expected verdict.
 type Exchange = (Operation, Verdict);
 
-/// What one part of a row asks of a key.
+/// The operations of one step of a row on a key.
 type Part = fn(&Row, &Key) -> Vec<Exchange>;
 
-/// Nobody else has these tokens.
+/// No law uses these tokens otherwise.
 const MAKER: Token = Token(u128::MAX);
 const VISITOR: Token = Token(u128::MAX - 1);
 
-/// So many rows of a law are asked one by one as well.
+/// At most about this many rows of a law are also tested one by one.
 const ALONE: usize = 30;
 
-/// Holds the rows: all at once, each step one batch for all of them, and some one by one.
+/// Tests the rows: all together, with one batch for each step, and some of them one by one.
 pub(crate) async fn keep(store: &dyn Store, rows: &[Row]) {
     let some = rows.len().div_ceil(ALONE);
     let exchanges = |way: &str, some: usize, of: Part| -> Vec<(String, Vec<Exchange>)> {
@@ -62,18 +62,18 @@ pub(crate) async fn keep(store: &dyn Store, rows: &[Row]) {
             .collect()
     };
     let steps: [(&str, Part); 3] = [
-        ("bringing the marker about", |row, key| {
-            bring_about(key, &row.given)
+        ("writing the given marker", |row, key| {
+            setup_operations(key, &row.given)
         }),
-        ("the question", |row, key| {
+        ("the operation", |row, key| {
             vec![(row.asker.asks(row.ask, key), row.verdict)]
         }),
-        ("looking at what it became", |row, key| {
+        ("reading the resulting marker", |row, key| {
             questions(key, &row.becomes)
         }),
     ];
     for (step, of) in steps {
-        if step == "the question" && rows.iter().any(Row::waits) {
+        if step == "the operation" && rows.iter().any(Row::waits) {
             tokio::time::sleep(SHORT + SLACK).await;
         }
         exchange(store, step, &exchanges("together", 1, of)).await;
@@ -83,7 +83,7 @@ pub(crate) async fn keep(store: &dyn Store, rows: &[Row]) {
     }
 }
 
-/// Asks all questions in one batch.
+/// Sends all operations in one batch and compares the verdicts.
 async fn exchange(store: &dyn Store, step: &str, of: &[(String, Vec<Exchange>)]) {
     let operations: Vec<Operation> = of
         .iter()
@@ -102,7 +102,7 @@ async fn exchange(store: &dyn Store, step: &str, of: &[(String, Vec<Exchange>)])
     }
 }
 
-/// Whether a verdict is the one that was expected. What remains of a lease is less than it was.
+/// Whether a verdict is the expected one. The remaining time of a lease may be shorter.
 pub(crate) fn alike(heard: Verdict, expected: Verdict) -> bool {
     match (heard, expected) {
         (Verdict::Busy { remaining }, Verdict::Busy { remaining: most }) => {
@@ -144,7 +144,7 @@ fn asker_of(hold: &Hold) -> Asker {
         horizon,
         ..
     } = *hold;
-    // What is unresolved in at most once is kept for its horizon, whatever the window.
+    // In at most once an unresolved marker is kept for its horizon, whatever the window.
     let window = if guarantee == AT_MOST_ONCE {
         terms(guarantee).window
     } else {
@@ -162,20 +162,20 @@ fn asker_of(hold: &Hold) -> Asker {
     }
 }
 
-/// The operations that make an absent marker this one, with their verdicts. A crash takes time: it
-/// is brought about by none.
-pub(crate) fn bring_about(key: &Key, marker: &Marker) -> Vec<Exchange> {
+/// The operations that turn an absent marker into this one, with their verdicts. A crash cannot be
+/// produced this way, because a lease has to expire for it.
+pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<Exchange> {
     let maker = |attempt| Asker::new(AT_MOST_ONCE, MAKER, attempt);
     match *marker {
         Marker::Absent => Vec::new(),
-        Marker::Cleared { attempts, effect } => bring_about_cleared(key, attempts, effect),
+        Marker::Cleared { attempts, effect } => setup_cleared(key, attempts, effect),
         Marker::InProgress(hold) => {
             let mut made = before(key, &hold);
             made.push((asker_of(&hold).claims(key), Verdict::Granted(hold.attempts)));
             made
         }
         Marker::InDoubt(hold, Doubt::Waiting) => {
-            let mut made = bring_about_cleared(
+            let mut made = setup_cleared(
                 key,
                 Attempts::all_forgiven(hold.attempts.base),
                 Effect::Nothing,
@@ -189,8 +189,7 @@ pub(crate) fn bring_about(key: &Key, marker: &Marker) -> Vec<Exchange> {
                 base,
                 crashes,
             } = hold.attempts;
-            let mut made =
-                bring_about_cleared(key, Attempts::all_forgiven(base - 1), Effect::Nothing);
+            let mut made = setup_cleared(key, Attempts::all_forgiven(base - 1), Effect::Nothing);
             made.push((
                 maker(number - 1)
                     .body(hold.fingerprint)
@@ -222,16 +221,16 @@ pub(crate) fn bring_about(key: &Key, marker: &Marker) -> Vec<Exchange> {
         }
         Marker::Done(body) => vec![(
             maker(1).body(body).asks(Ask::Complete, key),
-            DONE_THOUGH_LOST,
+            DONE_WITH_LOST_MARKER,
         )],
     }
 }
 
-/// What is there before a claim that is granted this hold.
+/// The operations before a claim that is granted this hold.
 fn before(key: &Key, hold: &Hold) -> Vec<Exchange> {
     match hold.attempts.number {
         1 if hold.earlier == Effect::Nothing => Vec::new(),
-        number => bring_about_cleared(
+        number => setup_cleared(
             key,
             Attempts {
                 number: number - 1,
@@ -242,7 +241,7 @@ fn before(key: &Key, hold: &Hold) -> Vec<Exchange> {
     }
 }
 
-fn bring_about_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<Exchange> {
+fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<Exchange> {
     let Attempts { number, base, .. } = attempts;
     let send_back = |effect| Ask::SendBack {
         seen: Marker::Absent,
@@ -271,7 +270,7 @@ fn bring_about_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<Exc
             ),
         ],
         Effect::Unknown => {
-            let mut made = bring_about_cleared(
+            let mut made = setup_cleared(
                 key,
                 Attempts {
                     number: number - 1,
@@ -287,8 +286,8 @@ fn bring_about_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<Exc
     }
 }
 
-/// Questions that no other marker answers alike: every field of it, but for its age. They leave
-/// nothing behind, or a marker that a visitor freed or claimed.
+/// Operations whose verdicts identify the marker with all its fields except its age. Afterwards the
+/// key is absent, or freed or claimed by `VISITOR`.
 pub(crate) fn questions(key: &Key, marker: &Marker) -> Vec<Exchange> {
     let visitor = Asker::new(EFFECTIVELY_ONCE, VISITOR, 0).lease(LONG);
     let send_back = |seen| {
@@ -302,7 +301,8 @@ pub(crate) fn questions(key: &Key, marker: &Marker) -> Vec<Exchange> {
     };
     match *marker {
         Marker::Absent => vec![(visitor.claims(key), granted(1))],
-        // What is in progress is not sent back; its holder's doubt keeps all of it, and then it is.
+        // A marker in progress cannot be sent back; a doubt of its holder keeps all fields and can
+        // be.
         Marker::InProgress(hold) => vec![
             (
                 send_back(Marker::InDoubt(hold, Doubt::Waiting)),
@@ -330,7 +330,7 @@ pub(crate) fn questions(key: &Key, marker: &Marker) -> Vec<Exchange> {
         Marker::InDoubt(..) | Marker::Rejected { .. } | Marker::Cleared { .. } => {
             let asked = send_back(*marker);
             match marker::freed(&asked) {
-                // Sending back is kept, too, where the marker is already what it would become.
+                // Sending back is also `Kept` if the marker already is the result.
                 Some(freed) if freed != *marker => {
                     vec![(send_back(freed), Verdict::Lost), (asked, Verdict::Kept)]
                 }

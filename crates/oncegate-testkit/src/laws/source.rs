@@ -1,6 +1,6 @@
-//! The laws of a [`Source`]: each a function that panics if the source breaks the law.
+//! The laws of a [`Source`]: each is a function that panics if the source violates the law.
 //!
-//! A law has a queue or a topic to itself. [`source_laws!`](crate::source_laws) makes a test of
+//! Each law has a queue or a topic of its own. [`source_laws!`](crate::source_laws) makes a test of
 //! each.
 
 mod client;
@@ -19,45 +19,43 @@ use std::time::Duration;
 
 use oncegate_core::{Message, Source, async_trait};
 
-/// A queue or a topic that nobody else uses, for one law: what a test needs beside the [`Source`]
-/// itself.
+/// A queue or a topic for one law only: what a test needs besides the [`Source`].
 ///
-/// It has one partition at most, so that what is published in order is delivered in order. It
-/// cleans up after itself, or its server does.
+/// It has at most one partition, so messages are delivered in the order of publication. It, or its
+/// server, cleans up after the test.
 #[async_trait]
 pub trait TestQueue: Send + Sync {
-    /// What it opens.
+    /// The source that it opens.
     type Source: Source + 'static;
 
-    /// A new consumer of the queue, in the same group. The laws have one at a time.
+    /// A new consumer of the queue, in the same group. The laws open one at a time.
     async fn source(&self) -> Self::Source;
 
-    /// Publishes a message at the end and waits until the broker has it: body, headers and, where
-    /// the transport has one, the message id.
+    /// Publishes a message at the end and waits for the broker's confirmation: body, headers and,
+    /// if the transport has one, the message id.
     async fn publish(&self, message: Message);
 
-    /// The messages that stand in a destination of rejected ones, as a client of the broker reads
-    /// them, with the headers that were written. The laws ask again until what they expect is
-    /// there.
+    /// The messages in a destination of rejected messages, read with a client of the broker, with
+    /// their headers. The laws call it again until the expected messages are there.
     async fn set_aside(&self, destination: Destination) -> Vec<Message>;
 
-    /// How long one step of a law may take. A consumer group may need half a minute until it hands
-    /// over what another consumer left.
+    /// The time limit for one step of a law. A consumer group may need 30 s until it reassigns the
+    /// partitions of a closed consumer.
     fn patience(&self) -> Duration {
         Duration::from_secs(60)
     }
 }
 
-/// Where rejected messages go.
+/// The destination of rejected messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Destination {
-    /// What can never work.
+    /// The dead letters: messages that can never succeed.
     DeadLetters,
-    /// What a person has to find out about.
+    /// The in-doubt queue: messages whose outcome is unknown.
     InDoubt,
 }
 
-/// Calls a macro with whatever it is to be called with, and the name of each law.
+/// Calls a macro with the given arguments and the name of each law.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __each_source_law {

@@ -1,7 +1,7 @@
-//! The laws of a [`Store`](oncegate_core::Store): each a function that panics if the store it is
-//! given breaks the law.
+//! The laws of a [`Store`](oncegate_core::Store): each is a function that panics if the given store
+//! violates the law.
 //!
-//! The store has to be fresh. [`store_laws!`](crate::store_laws) makes a test of each.
+//! The store must be empty. [`store_laws!`](crate::store_laws) makes a test of each.
 
 mod batches;
 mod claims;
@@ -23,7 +23,7 @@ pub use leases::*;
 pub use linearizable::*;
 pub use windows::*;
 
-/// Calls a macro with whatever it is to be called with, and the name of each law.
+/// Calls a macro with the given arguments and the name of each law.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __each_store_law {
@@ -97,7 +97,7 @@ macro_rules! __each_store_law {
 
 #[cfg(test)]
 mod tests {
-    /// A law that is in no list is one that nobody keeps.
+    /// A law that is not in the list would never run.
     #[test]
     fn every_law_is_in_the_list() {
         let files = [

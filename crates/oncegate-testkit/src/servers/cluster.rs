@@ -12,20 +12,20 @@ const NAME: &str = "Redis Cluster";
 const ADVICE: &str =
     "`cargo xtask setup` installs it (Debian's packages are redis-server and redis-tools)";
 
-/// How long the nodes may take to agree.
+/// How long the nodes may take to form the cluster.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Six nodes of one's own: three primaries, and a replica of each. Needs `redis-server` and
-/// `redis-cli`. Dropping it stops them all.
+/// Six Redis nodes: three primaries, and a replica of each. Needs `redis-server` and `redis-cli`.
+/// Dropping it stops them.
 pub struct ClusterServers {
     nodes: Vec<RedisServer>,
 }
 
 impl ClusterServers {
-    /// Starts them and returns when every node says that the cluster is whole.
+    /// Starts them and returns when every node reports `cluster_state:ok`.
     ///
     /// # Errors
-    /// [`ServerError`], when one does not start or they do not agree.
+    /// [`ServerError`] if a node does not start or the cluster does not form.
     pub fn start() -> Result<Self, ServerError> {
         let nodes = bus_ports()?
             .into_iter()
@@ -34,11 +34,11 @@ impl ClusterServers {
         Self::join(nodes, RedisServer::port, &[])
     }
 
-    /// The same, all of which speak TLS to each other and to clients, and ask for certificates of
-    /// their authority. [`nodes`](Self::nodes)`()[0]` has them.
+    /// The same with TLS between the nodes and to clients, and with required client certificates.
+    /// [`nodes`](Self::nodes)`()[0]` has the certificates.
     ///
     /// # Errors
-    /// [`ServerError`], when one does not start or they do not agree.
+    /// [`ServerError`] if a node does not start or the cluster does not form.
     pub fn start_with_tls() -> Result<Self, ServerError> {
         let over_tls = |options: RedisOptions, bus| {
             node(
@@ -67,7 +67,7 @@ impl ClusterServers {
         )
     }
 
-    /// Makes a Cluster of them, at these ports.
+    /// Makes a Cluster of the nodes at these ports.
     fn join(
         nodes: Vec<RedisServer>,
         port: impl Fn(&RedisServer) -> u16,
@@ -139,16 +139,16 @@ impl ClusterServers {
             .collect()
     }
 
-    /// Which node serves a hash slot, as the first node that answers knows it.
+    /// The node that serves a hash slot, according to the first node that replies.
     ///
     /// # Panics
-    /// When no node answers.
+    /// If no node replies.
     pub fn serves(&self, slot: u16) -> usize {
         self.primaries()
             .into_iter()
             .find(|which| {
-                // `<id> <address> myself,master - … <slots>`: the node's own line ends with what it
-                // serves.
+                // `<id> <address> myself,master - … <slots>`: the node's own line ends with its
+                // slots.
                 let said = self.nodes[*which]
                     .reply("CLUSTER NODES")
                     .unwrap_or_default();

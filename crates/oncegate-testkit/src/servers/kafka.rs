@@ -11,53 +11,53 @@ use super::certificates;
 use super::kafka_distribution::fetch_kafka;
 use super::kafka_doors::{self, KafkaDoor, KafkaUser};
 use super::port::free_ports;
-use super::server::{Kind, Server, temporary_directory, write};
+use super::server::{Server, ServerKind, temporary_directory, write};
 
-/// The cluster id where none is given: `oncegate-kafka-1` in base64.
+/// The default cluster id: `oncegate-kafka-1` in base64.
 pub(crate) const CLUSTER_ID: &str = "b25jZWdhdGUta2Fma2EtMQ";
 
 /// The file with the broker's settings.
 const PROPERTIES: &str = "server.properties";
 
-/// A Kafka broker of one's own, its own controller too. Needs `java`, and `mvn` when the broker was
-/// not fetched yet.
+/// A Kafka broker that is also its controller. Needs `java`, and `mvn` if the broker was not
+/// downloaded yet.
 pub type KafkaServer = Server<Kafka>;
 
 /// The kind of a [`KafkaServer`].
 #[derive(Debug)]
 pub struct Kafka {
     port: u16,
-    /// Of the other doors, where there are some.
+    /// The ports of the other listeners, if it has any.
     doors: Vec<(KafkaDoor, u16)>,
-    /// Whom it lets in by the door that asks for a login.
+    /// The user of the listener with a login.
     user: Option<KafkaUser>,
     class_path: PathBuf,
     heap: &'static str,
 }
 
-/// Who decides together: the nodes' ports for that, and which of the nodes this one is.
+/// The controller quorum: the controller ports of all nodes, and which of them this node is.
 #[derive(Debug, Clone)]
 pub(crate) struct Quorum {
     pub(crate) controllers: Vec<u16>,
-    /// Counted from 0.
+    /// From 0.
     pub(crate) node: usize,
-    /// The same for all of them.
+    /// The same for all nodes.
     pub(crate) cluster_id: String,
 }
 
 impl KafkaServer {
-    /// Starts a broker and returns when it answers, which takes some seconds. Fetches the broker
-    /// first when it was not fetched yet.
+    /// Starts a broker and returns when it answers, which takes some seconds. Downloads it first if
+    /// necessary.
     ///
     /// # Errors
-    /// [`ServerError`], with the end of the server's log, when it does not start or cannot be
-    /// fetched.
+    /// [`ServerError`], with the end of the server's log, if it does not start or cannot be
+    /// downloaded.
     pub fn start() -> Result<Self, ServerError> {
         Self::start_with(CLUSTER_ID, None)
     }
 
-    /// Starts a broker of a cluster with this id, so that clients can tell it from the other ones:
-    /// an id is 16 bytes in base64 without padding.
+    /// Starts a broker with this cluster id, so that clients can distinguish clusters: an id is 16
+    /// bytes in base64 without padding.
     ///
     /// # Errors
     /// As [`KafkaServer::start`].
@@ -65,11 +65,11 @@ impl KafkaServer {
         Self::start_with(cluster_id, None)
     }
 
-    /// Starts a broker with every [`KafkaDoor`]: by the plain one a test's own tools come in. Its
+    /// Starts a broker with every [`KafkaDoor`]; the tools of a test use the plain one. Its
     /// certificate is for `localhost` and 127.0.0.1. Needs `openssl`.
     ///
     /// # Errors
-    /// As [`KafkaServer::start`], or when no certificate can be made.
+    /// As [`KafkaServer::start`], or if no certificate can be made.
     pub fn start_secured(user: KafkaUser) -> Result<Self, ServerError> {
         Self::start_with(CLUSTER_ID, Some(user))
     }
@@ -86,7 +86,7 @@ impl KafkaServer {
         )
     }
 
-    /// Starts one node of several, which answers once most of them are there.
+    /// Starts one node of several, which answers when a majority has started.
     pub(crate) fn start_in(quorum: &Quorum, user: Option<KafkaUser>) -> Result<Self, ServerError> {
         let class_path = fetch_kafka()?.join("*");
         let [port, tls, mutual, login] =
@@ -123,15 +123,15 @@ impl KafkaServer {
         Self::launch(kafka, directory)
     }
 
-    /// Its address for clients that come by plain text.
+    /// Its address for clients without TLS.
     pub fn brokers(&self) -> String {
         format!("127.0.0.1:{}", self.kind().port)
     }
 
-    /// Its address behind one of its doors.
+    /// Its address at one of its listeners.
     ///
     /// # Panics
-    /// When it has no such door: only [`KafkaServer::start_secured`] gives it others than the plain
+    /// If it has no such listener: only [`KafkaServer::start_secured`] starts others than the plain
     /// one.
     pub fn brokers_by(&self, door: KafkaDoor) -> String {
         let Kafka { port, doors, .. } = self.kind();
@@ -143,12 +143,12 @@ impl KafkaServer {
         format!("localhost:{}", found.expect("a door that this broker has"))
     }
 
-    /// The certificate of the authority that signed a secured broker's.
+    /// The certificate of the authority that signed the certificate of a secured broker.
     pub fn certificate_authority(&self) -> PathBuf {
         self.directory().join(certificates::AUTHORITY)
     }
 
-    /// A certificate and its key, with which a client comes in by [`KafkaDoor::MutualTls`].
+    /// A certificate and its key for clients of [`KafkaDoor::MutualTls`].
     pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
         (
             self.directory().join(certificates::CLIENT_CERTIFICATE),
@@ -156,18 +156,17 @@ impl KafkaServer {
         )
     }
 
-    /// Its port on 127.0.0.1, the same for as long as this value lives, unless it takes another
-    /// one's.
+    /// Its port on 127.0.0.1, constant unless [`take_port_of`](Self::take_port_of) is called.
     pub fn port(&self) -> u16 {
         self.kind().port
     }
 
-    /// Gives this broker the port of another one, from its next start on: clients of that one then
-    /// reach this one, as they do when an address is pointed to another cluster. Both brokers are
-    /// stopped, and neither has other doors than the plain one.
+    /// Gives this broker the port of another broker at its next start: clients of the other broker
+    /// then reach this one, as if a DNS name were moved to another cluster. Both brokers must be
+    /// stopped and have only the plain listener.
     ///
     /// # Errors
-    /// [`ServerError::Io`] when the broker's properties cannot be read or written.
+    /// [`ServerError::Io`] if the broker's properties cannot be read or written.
     pub fn take_port_of(&mut self, other: &Self) -> Result<(), ServerError> {
         let path = self.directory().join(PROPERTIES);
         let written =
@@ -179,7 +178,7 @@ impl KafkaServer {
     }
 }
 
-impl Kind for Kafka {
+impl ServerKind for Kafka {
     const NAME: &'static str = "Kafka";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs what it needs (Debian's package is default-jre-headless)";
@@ -197,7 +196,7 @@ impl Kind for Kafka {
     }
 
     fn answers(&self, _: u32, log: &str) -> bool {
-        log.contains("Kafka Server started") && self.tells_its_versions().is_ok()
+        log.contains("Kafka Server started") && self.answers_api_versions().is_ok()
     }
 }
 
@@ -227,8 +226,8 @@ impl Kafka {
         })
     }
 
-    /// Sends an ApiVersions request, version 0, and waits for the head of the answer.
-    fn tells_its_versions(&self) -> std::io::Result<()> {
+    /// Sends an ApiVersions request, version 0, and waits for the header of the response.
+    fn answers_api_versions(&self) -> std::io::Result<()> {
         const API_VERSIONS: [u8; 2] = [0, 18];
         const VERSION: [u8; 2] = [0, 0];
         const CORRELATION: [u8; 4] = *b"once";
@@ -253,8 +252,8 @@ impl Kafka {
         }
     }
 
-    /// A node that is broker and controller. Groups form at once, and sessions may be as short as a
-    /// test wants. Of three nodes one may fail.
+    /// A node that is broker and controller. Groups form without delay, and sessions may be as
+    /// short as a test needs. Of three nodes one may fail.
     fn properties(&self, quorum: &Quorum, directory: &Path) -> String {
         let Quorum {
             controllers, node, ..

@@ -2,11 +2,11 @@
 
 use super::kafka::{CLUSTER_ID, Quorum};
 use super::port::free_ports;
-use super::server::Kind;
+use super::server::ServerKind;
 use super::{Kafka, KafkaServer, ServerError, io};
 
-/// Three brokers of one's own, each a controller too: topics have three replicas, and one node may
-/// fail. Takes some 900 MB. Dropping it stops them all.
+/// Three brokers that are also controllers: topics have three replicas, and one node may fail.
+/// Takes some 900 MB of memory. Dropping it stops them.
 pub struct KafkaServers {
     nodes: Vec<KafkaServer>,
 }
@@ -15,11 +15,11 @@ impl KafkaServers {
     /// Starts them and returns when each of them answers.
     ///
     /// # Errors
-    /// [`ServerError`], when one does not start.
+    /// [`ServerError`] if one does not start.
     pub fn start() -> Result<Self, ServerError> {
         let controllers: [u16; 3] =
             free_ports().map_err(|source| io(Kafka::NAME, "find free ports", source))?;
-        // None answers before most of them are there.
+        // None answers before a majority has started.
         let nodes = std::thread::scope(|scope| {
             let starting = (0..controllers.len()).map(|node| {
                 let quorum = Quorum {
@@ -50,7 +50,7 @@ impl KafkaServers {
             .join(",")
     }
 
-    /// How many there are.
+    /// The number of brokers.
     pub fn count(&self) -> usize {
         self.nodes.len()
     }
@@ -58,7 +58,7 @@ impl KafkaServers {
     /// One of them, to be stopped, killed or frozen.
     ///
     /// # Panics
-    /// When there are not so many.
+    /// If there is no such node.
     pub fn node_mut(&mut self, which: usize) -> &mut KafkaServer {
         &mut self.nodes[which]
     }

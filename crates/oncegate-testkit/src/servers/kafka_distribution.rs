@@ -1,16 +1,15 @@
-//! Where the Kafka broker's files come from: Maven Central, once, into a cache outside the
-//! repository.
+//! Downloads the Kafka broker from Maven Central, once, into a cache outside the repository.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::server::{Kind, temporary_directory, write};
+use super::server::{ServerKind, temporary_directory, write};
 use super::{Kafka, ServerError};
 
 const VERSION: &str = "4.3.0";
 
-/// Whether [`fetch_kafka`] would find the broker already there.
+/// Whether the broker is in the cache.
 pub fn kafka_is_fetched() -> bool {
     is_complete(&libraries())
 }
@@ -18,11 +17,11 @@ pub fn kafka_is_fetched() -> bool {
 /// The directory with the broker's jars: `$ONCEGATE_CACHE/kafka-4.3.0/libs`, by default in
 /// `~/.cache/oncegate`.
 ///
-/// With them are those of MirrorMaker 2. Fetches them (54 MB) when they are not all there; needs
-/// `mvn` for that. Several processes may do so at once.
+/// Contains the jars of MirrorMaker 2, too. Downloads them (54 MB) unless they are complete, which
+/// needs `mvn`. Several processes may call it at once.
 ///
 /// # Errors
-/// [`ServerError`] when Maven fails or the cache cannot be written.
+/// [`ServerError`] if Maven fails or the cache cannot be written.
 pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
     let libraries = libraries();
     if is_complete(&libraries) {
@@ -63,9 +62,8 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
     }
 }
 
-/// Puts each jar in its place by renaming a copy, and the one that [`is_complete`] looks for after
-/// the others: who finds that one finds them all. Jars that are there already stay, since a broker
-/// may run from them.
+/// Moves each jar to its place by renaming a copy, last the one that [`is_complete`] checks: if
+/// that one is there, all are. Existing jars are kept, because a broker may run from them.
 fn keep(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
     let put = |name: &OsStr| -> std::io::Result<()> {
         if libraries.join(name).is_file() {
@@ -90,7 +88,7 @@ fn libraries() -> PathBuf {
     cache().join(format!("kafka-{VERSION}")).join("libs")
 }
 
-/// Where what was fetched once is kept: `$ONCEGATE_CACHE`, by default `~/.cache/oncegate`.
+/// The directory for downloads: `$ONCEGATE_CACHE`, by default `~/.cache/oncegate`.
 pub fn cache() -> PathBuf {
     match (std::env::var_os("ONCEGATE_CACHE"), std::env::var_os("HOME")) {
         (Some(cache), _) => PathBuf::from(cache),
@@ -103,7 +101,7 @@ fn is_complete(libraries: &Path) -> bool {
     libraries.join(last_jar()).is_file()
 }
 
-/// The jar that is fetched last.
+/// The jar that is moved last.
 fn last_jar() -> String {
     format!("connect-mirror-{VERSION}.jar")
 }

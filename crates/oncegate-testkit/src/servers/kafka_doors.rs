@@ -1,4 +1,4 @@
-//! What a Kafka broker asks of those who come: nothing, TLS, a certificate, or a login inside TLS.
+//! The listeners of a Kafka broker: plain text, TLS, a client certificate, or a login inside TLS.
 
 use std::path::Path;
 
@@ -6,24 +6,24 @@ use super::ServerError;
 use super::certificates;
 use super::server::write;
 
-/// What the broker's certificate and key stand in together, as Kafka wants them.
+/// The file with the broker's certificate and key, as Kafka expects them.
 const IDENTITY: &str = "server.pem";
 
-/// How a [`KafkaServer`](super::KafkaServer) is spoken to.
+/// A listener of a [`KafkaServer`](super::KafkaServer).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum KafkaDoor {
-    /// Plain text, for whoever comes.
+    /// Plain text, without authentication.
     Plain,
     /// TLS.
     Tls,
-    /// TLS, and the client shows a certificate of the same authority.
+    /// TLS with a client certificate of the same authority.
     MutualTls,
-    /// TLS, and a login by SASL PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512.
+    /// TLS with a login by SASL PLAIN, SCRAM-SHA-256 or SCRAM-SHA-512.
     Login,
 }
 
 impl KafkaDoor {
-    /// Those that a secured broker has beside the plain one.
+    /// The listeners of a secured broker besides the plain one.
     pub(crate) const SECURED: [Self; 3] = [Self::Tls, Self::MutualTls, Self::Login];
 
     pub(crate) fn listener(self) -> &'static str {
@@ -36,7 +36,7 @@ impl KafkaDoor {
     }
 }
 
-/// A name and a password that a secured broker knows, of letters, digits and dashes.
+/// A user of a secured broker; name and password are letters, digits and dashes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KafkaUser {
     /// The name.
@@ -46,7 +46,7 @@ pub struct KafkaUser {
 }
 
 impl KafkaUser {
-    /// The arguments with which the broker's storage is formatted, so that it knows this user.
+    /// The arguments with which the broker's storage is formatted to contain this user.
     pub(crate) fn scram(&self) -> [String; 4] {
         let Self { name, password } = self;
         let mechanism = |hash: &str| format!("SCRAM-SHA-{hash}=[name={name},password={password}]");
@@ -59,7 +59,7 @@ impl KafkaUser {
     }
 }
 
-/// Makes the certificates that the doors need.
+/// Makes the certificates for the listeners.
 pub(crate) fn make_certificates(server: &'static str, directory: &Path) -> Result<(), ServerError> {
     certificates::make(server, directory)?;
     certificates::make_client(server, directory)?;
@@ -74,7 +74,7 @@ pub(crate) fn make_certificates(server: &'static str, directory: &Path) -> Resul
     )
 }
 
-/// The broker's properties for the secured doors.
+/// The broker's properties for the secured listeners.
 pub(crate) fn properties(user: &KafkaUser, directory: &Path) -> String {
     let KafkaUser { name, password } = user;
     let security = "org.apache.kafka.common.security";

@@ -6,13 +6,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use super::kafka_distribution::fetch_kafka;
-use super::server::{Kind, Server, temporary_directory, write};
+use super::server::{Server, ServerKind, temporary_directory, write};
 use super::{KafkaServer, ServerError};
 
 /// The file with its settings.
 const PROPERTIES: &str = "mirror-maker.properties";
 
-/// MirrorMaker 2 between two clusters. Needs what a [`KafkaServer`] needs.
+/// MirrorMaker 2 between two clusters. Has the requirements of a [`KafkaServer`].
 pub type MirrorMakerServer = Server<MirrorMaker>;
 
 /// The kind of a [`MirrorMakerServer`].
@@ -23,11 +23,11 @@ pub struct MirrorMaker {
 
 impl MirrorMakerServer {
     /// Copies this topic from the source cluster to the target cluster, under the same name, from
-    /// its first record on; and every second the offsets of this group, while the group has no
-    /// member on the target cluster. Returns before anything is copied.
+    /// its first record; and every second the offsets of this group, while the group has no member
+    /// on the target cluster. Returns before anything is copied.
     ///
     /// # Errors
-    /// [`ServerError`], with the end of the log, when it does not start.
+    /// [`ServerError`], with the end of the log, if it does not start.
     pub fn start(
         source: &KafkaServer,
         target: &KafkaServer,
@@ -46,7 +46,7 @@ impl MirrorMakerServer {
     }
 }
 
-impl Kind for MirrorMaker {
+impl ServerKind for MirrorMaker {
     const NAME: &'static str = "MirrorMaker 2";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs what it needs (Debian's package is default-jre-headless)";
@@ -68,8 +68,8 @@ impl Kind for MirrorMaker {
     }
 }
 
-/// All intervals are a second, and a record of translated offsets is written for each batch, so
-/// that a test need not wait.
+/// All intervals are one second, and an offset sync is written for each batch, so that tests need
+/// not wait.
 fn properties(source: &str, target: &str, topic: &str, group: &str) -> String {
     format!(
         "clusters=source,target

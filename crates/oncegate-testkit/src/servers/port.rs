@@ -1,17 +1,17 @@
-//! Ports that nobody listens on.
+//! Free ports.
 
 use std::hash::{BuildHasher, RandomState};
 use std::net::{Ipv4Addr, TcpListener};
 
-/// Where to look: below the range from which the system takes the ports of outgoing connections
-/// (32,768 and up), so that a stopped server finds its port free when it is started again.
+/// The range to search: below the ephemeral ports of outgoing connections (32,768 and up), so that
+/// a stopped server finds its port free when it is started again.
 const LOWEST: u16 = 10_000;
 const HIGHEST: u16 = 32_000;
 
-/// `N` different ports of 127.0.0.1 on which nobody listens at this moment.
+/// `N` different ports of 127.0.0.1 without a listener.
 ///
 /// # Errors
-/// The last refusal, when nearly every port is taken.
+/// The last error, if nearly every port is taken.
 pub(crate) fn free_ports<const N: usize>() -> std::io::Result<[u16; N]> {
     let range = u64::from(HIGHEST - LOWEST);
     let mut held: Vec<TcpListener> = Vec::with_capacity(N);

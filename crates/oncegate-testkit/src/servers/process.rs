@@ -1,5 +1,4 @@
-//! A process by its number and by when it started, so that a number used again is never taken for
-//! the old process.
+//! A process by its id and start time, so that a reused id is not taken for the old process.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,11 +6,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
-/// How often to look whether something has happened that nobody reports.
+/// The interval of polling.
 pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// One process of this machine. Its text is `number:start`, the start in clock ticks since the
-/// machine's own.
+/// A process of this machine. Its text is `number:start`, the start in clock ticks since boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProcessId {
     number: u32,
@@ -25,9 +23,9 @@ enum Life {
 }
 
 impl ProcessId {
-    /// The process that has this number now, if one has and it has not ended.
+    /// The process that has this id now, unless it has ended.
     pub fn running(number: u32) -> Option<Self> {
-        let (process, life) = Self::bearing(number)?;
+        let (process, life) = Self::with_number(number)?;
         (life == Life::Runs).then_some(process)
     }
 
@@ -36,64 +34,61 @@ impl ProcessId {
         self.number
     }
 
-    /// Whether this very process still runs.
+    /// Whether this process still runs.
     pub fn is_running(self) -> bool {
         Self::running(self.number) == Some(self)
     }
 
-    /// Ends the process: SIGTERM, then, when it still runs after `patience`, SIGKILL. Returns when
-    /// it is gone, and with it what it has left behind in its process group.
+    /// Ends the process: SIGTERM, then SIGKILL if it still runs after `patience`. Returns when the
+    /// process and the rest of its process group have ended.
     ///
-    /// A process that has ended already, or whose number belongs to another process by now, is left
-    /// alone.
+    /// Does nothing if the process has ended or its id belongs to another process.
     pub fn stop(self, patience: Duration) {
         if !self.is_running() {
             return;
         }
         self.signal(Signal::CONT);
         self.signal(Signal::TERM);
-        if !self.gone_within(patience) {
+        if !self.ended_within(patience) {
             self.kill();
         }
         self.kill_group();
     }
 
-    /// Ends the process and its process group at once, and waits until it is gone.
+    /// Kills the process and its process group, and waits until it has ended.
     pub(crate) fn kill(self) {
         if !self.is_running() {
             return;
         }
         self.signal(Signal::KILL);
         self.kill_group();
-        self.gone_within(Duration::from_secs(10));
+        self.ended_within(Duration::from_secs(10));
     }
 
     pub(crate) fn signal(self, signal: Signal) {
         if let (true, Some(pid)) = (self.is_running(), self.pid()) {
-            // It may end between the look and the signal: then there is nothing left to do.
+            // It may end after the check: then there is nothing to do.
             let _ = kill_process(pid, signal);
         }
     }
 
-    /// Ends what the process has left behind in its group, of which it was the leader.
+    /// Kills the remaining processes of its group, of which it was the leader.
     ///
-    /// A number is not given away while a group of that number has a member. So where another
-    /// process bears it by now, nothing of ours is left, and the group is a stranger's: it is left
-    /// alone.
+    /// An id is not reused while a process group with that id exists. So if another process has the
+    /// id, this group has ended, and the current group belongs to others: nothing is killed.
     fn kill_group(self) {
-        let is_given_away = Self::bearing(self.number).is_some_and(|(process, _)| process != self);
-        if let (false, Some(pid)) = (is_given_away, self.pid()) {
-            // Mostly nothing is left there, which is an error.
+        let is_reused = Self::with_number(self.number).is_some_and(|(process, _)| process != self);
+        if let (false, Some(pid)) = (is_reused, self.pid()) {
+            // An error is normal: usually no process is left.
             let _ = kill_process_group(pid, Signal::KILL);
         }
     }
 
-    /// The process that has this number now; one that has ended keeps it until its parent has
-    /// looked.
-    fn bearing(number: u32) -> Option<(Self, Life)> {
+    /// The process that has this id now; an ended one keeps it until its parent has waited for it.
+    fn with_number(number: u32) -> Option<(Self, Life)> {
         let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
-        // The second field is the program's name in brackets and may hold anything, spaces and
-        // brackets too.
+        // The second field is the program's name in parentheses and may contain anything, also
+        // spaces and parentheses.
         let (_, after_name) = stat.rsplit_once(')')?;
         let mut fields = after_name.split_ascii_whitespace();
         let life = if matches!(fields.next()?, "Z" | "X") {
@@ -105,7 +100,7 @@ impl ProcessId {
         Some((Self { number, started }, life))
     }
 
-    fn gone_within(self, patience: Duration) -> bool {
+    fn ended_within(self, patience: Duration) -> bool {
         let deadline = Instant::now() + patience;
         while self.is_running() {
             if Instant::now() >= deadline {
@@ -182,7 +177,7 @@ mod tests {
         child.wait().unwrap();
     }
 
-    /// A signal takes its time.
+    /// A signal takes effect asynchronously.
     fn ended_soon(child: &mut std::process::Child) -> bool {
         std::thread::sleep(Duration::from_millis(100));
         child.try_wait().unwrap().is_some()
@@ -207,7 +202,7 @@ mod tests {
         let reaping = std::thread::spawn(move || leader.wait().unwrap()); // as init does it for one that was detached
         process.stop(Duration::from_secs(5));
         reaping.join().unwrap();
-        assert!(left_behind.gone_within(Duration::from_secs(5)));
+        assert!(left_behind.ended_within(Duration::from_secs(5)));
     }
 
     #[test]

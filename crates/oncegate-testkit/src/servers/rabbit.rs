@@ -10,15 +10,13 @@ use std::time::Duration;
 use super::ServerError;
 use super::certificates;
 use super::port::free_ports;
-use super::server::{Kind, Server, temporary_directory, write};
+use super::server::{Server, ServerKind, temporary_directory, write};
 
-/// The program of the server itself; the one on the `PATH` insists on a user and directories of its
-/// own.
+/// The script of the server; the one on the `PATH` requires a certain user and directories.
 pub const RABBITMQ_SERVER: &str = "/usr/lib/rabbitmq/bin/rabbitmq-server";
 const RABBITMQCTL: &str = "/usr/lib/rabbitmq/bin/rabbitmqctl";
 
-/// A RabbitMQ node of one's own, with the name server (`epmd`) that it needs. Needs
-/// `rabbitmq-server`.
+/// A RabbitMQ node, with the name server (`epmd`) that it needs. Needs `rabbitmq-server`.
 pub type RabbitServer = Server<Rabbit>;
 
 /// The kind of a [`RabbitServer`].
@@ -30,7 +28,7 @@ pub struct Rabbit {
     transport: Transport,
 }
 
-/// How clients reach it.
+/// The protocol of clients.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Transport {
     #[default]
@@ -38,14 +36,14 @@ enum Transport {
     Tls,
 }
 
-/// Which `epmd` it finds other nodes by, and its port.
+/// The `epmd` that it uses, and its port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NameServer {
     Own(u16),
     Shared(u16),
 }
 
-/// How to start a [`RabbitServer`]. By default it speaks plain AMQP and is alone.
+/// Options of a [`RabbitServer`]. The default is plain AMQP, without a cluster.
 #[derive(Debug, Clone, Default)]
 pub struct RabbitOptions {
     transport: Transport,
@@ -61,11 +59,11 @@ impl RabbitOptions {
         Self::default()
     }
 
-    /// Takes no plain connection, only TLS from clients that show a certificate of its authority,
-    /// made when it starts: [`RabbitServer::url`] is an `amqps://` one,
-    /// [`RabbitServer::certificate_authority`] what to trust and
-    /// [`RabbitServer::client_certificate`] what to show. With `EXTERNAL` the user is the
-    /// certificate's common name, [`RABBITMQ_CLIENT`]. Needs `openssl`.
+    /// Accepts only TLS connections from clients with a certificate of its authority, which is made
+    /// when it starts: [`RabbitServer::url`] is an `amqps://` URL,
+    /// [`RabbitServer::certificate_authority`] the authority to trust and
+    /// [`RabbitServer::client_certificate`] the client's certificate. With `EXTERNAL` the user is
+    /// the certificate's common name, [`RABBITMQ_CLIENT`]. Needs `openssl`.
     #[must_use]
     pub fn tls(mut self) -> Self {
         self.transport = Transport::Tls;
@@ -79,13 +77,13 @@ impl RabbitOptions {
         self
     }
 
-    /// Finds others by the name server on this port, and starts none.
+    /// Uses the name server on this port and starts none.
     pub(crate) fn name_server(mut self, port: u16) -> Self {
         self.name_server = Some(port);
         self
     }
 
-    /// Joins the cluster of this node, which runs.
+    /// Joins the cluster of this running node.
     pub(crate) fn joins(mut self, node: &RabbitServer) -> Self {
         self.joins = Some(node.kind().name());
         self
@@ -145,7 +143,7 @@ impl RabbitServer {
         Self::start_with(&RabbitOptions::new())
     }
 
-    /// Starts a node as the options say.
+    /// Starts a node with options.
     ///
     /// # Errors
     /// As [`start`](Self::start).
@@ -204,7 +202,7 @@ impl RabbitServer {
         self.directory().join(certificates::AUTHORITY)
     }
 
-    /// The files (PEM) of a client's certificate and its key, which a node started with
+    /// The files (PEM) of a client's certificate and key, which a node started with
     /// [`RabbitOptions::tls`] trusts.
     pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
         (
@@ -213,19 +211,19 @@ impl RabbitServer {
         )
     }
 
-    /// Its port on 127.0.0.1, the same for as long as this value lives.
+    /// Its port on 127.0.0.1, constant.
     pub fn port(&self) -> u16 {
         self.kind().port
     }
 
-    /// Runs `rabbitmqctl` against this node, for instance with `["set_vm_memory_high_watermark",
-    /// "0"]`, and answers with what it printed.
+    /// Runs `rabbitmqctl` on this node, for instance with `["set_vm_memory_high_watermark", "0"]`,
+    /// and returns its output.
     ///
     /// # Errors
     /// [`ServerError::ProgramFailed`] with its output.
     pub fn control(&self, arguments: &[&str]) -> Result<String, ServerError> {
         let mut command = Command::new(RABBITMQCTL);
-        self.kind().surround(&mut command, self.directory());
+        self.kind().set_environment(&mut command, self.directory());
         let output = command
             .args(arguments)
             .output()
@@ -243,7 +241,7 @@ impl RabbitServer {
     }
 }
 
-impl Kind for Rabbit {
+impl ServerKind for Rabbit {
     const NAME: &'static str = "RabbitMQ";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is rabbitmq-server)";
@@ -251,7 +249,7 @@ impl Kind for Rabbit {
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut node = Command::new(RABBITMQ_SERVER);
-        self.surround(&mut node, directory);
+        self.set_environment(&mut node, directory);
         node.env("RABBITMQ_NODE_PORT", self.port.to_string())
             .env("RABBITMQ_DIST_PORT", self.distribution_port.to_string())
             .env("RABBITMQ_MNESIA_BASE", directory.join("data"))
@@ -263,7 +261,7 @@ impl Kind for Rabbit {
                 directory.join("enabled_plugins"),
             )
             .env("RABBITMQ_PID_FILE", directory.join("pid"))
-            // With these two the script becomes the node instead of waiting for it as its child.
+            // With these two the script is replaced by the node instead of waiting for it.
             .env("RABBITMQ_ALLOW_INPUT", "true")
             .env("RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS", "-noinput +S 2:2");
         match self.name_server {
@@ -273,13 +271,13 @@ impl Kind for Rabbit {
     }
 
     fn answers(&self, _: u32, log: &str) -> bool {
-        log.contains("Server startup complete") && self.greets().is_ok()
+        log.contains("Server startup complete") && self.answers_handshake().is_ok()
     }
 }
 
 impl Rabbit {
-    /// What the node and its tools must agree on.
-    fn surround(&self, command: &mut Command, directory: &Path) {
+    /// The environment that the node and its tools share.
+    fn set_environment(&self, command: &mut Command, directory: &Path) {
         let (NameServer::Own(port) | NameServer::Shared(port)) = self.name_server;
         command
             .env("HOME", directory)
@@ -294,10 +292,10 @@ impl Rabbit {
 
     /// Sends AMQP's protocol header, which the node answers with a method frame (type 1),
     /// `connection.start`.
-    fn greets(&self) -> std::io::Result<()> {
+    fn answers_handshake(&self) -> std::io::Result<()> {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
         if self.transport == Transport::Tls {
-            // It says nothing to a stranger.
+            // It does not answer an unknown protocol.
             return Ok(());
         }
         stream.set_read_timeout(Some(Duration::from_secs(2)))?;
@@ -312,7 +310,7 @@ impl Rabbit {
     }
 }
 
-/// Started here and not by the node, which would leave it behind.
+/// Started here and not by the node, which would not stop it.
 pub(crate) fn name_server(port: u16) -> Command {
     let mut command = Command::new("epmd");
     command.args(["-port", &port.to_string(), "-address", "127.0.0.1"]);

@@ -7,26 +7,26 @@ use std::time::Duration;
 
 use super::port::free_ports;
 use super::rabbit::{RabbitOptions, RabbitServer, name_server};
-use super::server::{Kind, Server, temporary_directory};
+use super::server::{Server, ServerKind, temporary_directory};
 use super::{ServerError, io};
 
 const NAME: &str = "RabbitMQ cluster";
 
-/// Three nodes of one's own, any of which may be stopped, killed, frozen and started again. Needs
-/// `rabbitmq-server`. Dropping it stops them all.
+/// Three nodes, each of which can be stopped, killed, frozen and started again. Needs
+/// `rabbitmq-server`. Dropping it stops them.
 pub struct RabbitCluster {
     nodes: Vec<RabbitServer>,
-    /// Outlives the nodes, which find each other by it.
+    /// Stopped after the nodes, which find each other by it.
     _names: Server<Names>,
 }
 
-/// `epmd` alone, so that it does not end with a node.
+/// A separate `epmd`, so that it does not end with a node.
 #[derive(Debug)]
 struct Names {
     port: u16,
 }
 
-impl Kind for Names {
+impl ServerKind for Names {
     const NAME: &'static str = "epmd";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is erlang-base)";
@@ -42,11 +42,10 @@ impl Kind for Names {
 }
 
 impl RabbitCluster {
-    /// Starts the nodes and returns when all three answer and belong together, which takes half a
-    /// minute or so.
+    /// Starts the nodes and returns when all three form one cluster, which takes about 30 s.
     ///
     /// # Errors
-    /// [`ServerError`], when one does not start.
+    /// [`ServerError`] if one does not start.
     pub fn start() -> Result<Self, ServerError> {
         let [port] = free_ports().map_err(|source| io(NAME, "find free ports", source))?;
         let names = Server::launch(Names { port }, temporary_directory(NAME)?)?;

@@ -11,26 +11,25 @@ use rustix::process::{Pid, Resource, Rlimit};
 use super::ServerError;
 use super::certificates;
 use super::port::free_ports;
-use super::server::{Kind, Server, temporary_directory};
+use super::server::{Server, ServerKind, temporary_directory};
 
-/// A Redis server of one's own. Needs `redis-server`.
+/// A Redis server. Needs `redis-server`.
 pub type RedisServer = Server<Redis>;
 
-/// What a [`RedisServer`] writes to disk.
+/// The persistence of a [`RedisServer`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum RedisPersistence {
-    /// Nothing: what is stopped is empty when it starts again.
+    /// None: a restarted server is empty.
     #[default]
     Nothing,
-    /// The append-only file, flushed every second: a crash of the process loses nothing, one of the
-    /// machine a second.
+    /// The append-only file with `appendfsync everysec`: a crash of the process loses nothing, a
+    /// crash of the machine one second.
     EverySecond,
-    /// The append-only file, flushed before each answer.
+    /// The append-only file with `appendfsync always`.
     EveryWrite,
 }
 
-/// How to start a [`RedisServer`]. By default it persists nothing, asks for no password and evicts
-/// nothing.
+/// Options of a [`RedisServer`]. The default is without persistence, password and eviction.
 #[derive(Debug, Clone, Default)]
 pub struct RedisOptions {
     persistence: RedisPersistence,
@@ -42,18 +41,18 @@ pub struct RedisOptions {
     settings: Vec<(String, String)>,
 }
 
-/// How clients reach it.
+/// The protocol of clients.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 enum Transport {
     #[default]
     Plain,
-    /// With certificates of its own.
+    /// With new certificates.
     Tls,
-    /// With those in this directory.
+    /// With the certificates in this directory.
     TlsFrom(PathBuf),
 }
 
-/// Whom it lets in over TLS.
+/// Whether TLS clients need a certificate.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Clients {
     #[default]
@@ -61,7 +60,7 @@ enum Clients {
     Certified,
 }
 
-/// Whether its disk is one that can be full.
+/// Whether a full disk can be simulated.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Disk {
     #[default]
@@ -76,30 +75,30 @@ impl RedisOptions {
         Self::default()
     }
 
-    /// What it writes to disk.
+    /// Sets the persistence.
     #[must_use]
     pub fn persistence(mut self, persistence: RedisPersistence) -> Self {
         self.persistence = persistence;
         self
     }
 
-    /// Asks clients for this password (letters and digits).
+    /// Requires this password (letters and digits).
     #[must_use]
     pub fn password(mut self, password: impl Into<String>) -> Self {
         self.password = Some(password.into());
         self
     }
 
-    /// Follows the server on this port of 127.0.0.1, with the same password.
+    /// Replicates the server on this port of 127.0.0.1, with the same password.
     #[must_use]
     pub fn replica_of(mut self, port: u16) -> Self {
         self.replica_of = Some(port);
         self
     }
 
-    /// Gives clients TLS, with a certificate for `localhost` and 127.0.0.1 made when it starts:
-    /// [`RedisServer::url`] is a `rediss://` one, and [`RedisServer::certificate_authority`] what
-    /// to trust. Needs `openssl`.
+    /// Enables TLS, with a certificate for `localhost` and 127.0.0.1 made when it starts:
+    /// [`RedisServer::url`] is a `rediss://` URL, and [`RedisServer::certificate_authority`] the
+    /// authority to trust. Needs `openssl`.
     #[must_use]
     pub fn tls(mut self) -> Self {
         self.transport = Transport::Tls;
@@ -113,22 +112,23 @@ impl RedisOptions {
         self
     }
 
-    /// Lets nobody in over TLS who does not show a certificate of the same authority:
-    /// [`RedisServer::client_certificate`] is one.
+    /// Refuses TLS clients without a certificate of the same authority, such as
+    /// [`RedisServer::client_certificate`].
     #[must_use]
     pub fn certified_clients(mut self) -> Self {
         self.clients = Clients::Certified;
         self
     }
 
-    /// Lets [`RedisServer::fill_disk`] be used. Needs `env` of GNU coreutils 8.31 or newer.
+    /// Allows [`RedisServer::fill_disk`]. Needs `env` of GNU coreutils 8.31 or newer.
     #[must_use]
     pub fn disk_may_fill(mut self) -> Self {
         self.disk = Disk::MayFill;
         self
     }
 
-    /// Any other setting of `redis.conf`, say `maxmemory` and `10mb`. A later one wins.
+    /// Any other setting of `redis.conf`, for instance `maxmemory` and `10mb`. A later one replaces
+    /// an earlier one.
     #[must_use]
     pub fn setting(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
         self.settings.push((name.into(), value.into()));
@@ -174,7 +174,7 @@ impl RedisServer {
         )
     }
 
-    /// Its address for clients, the password in it.
+    /// Its URL for clients, with the password.
     pub fn url(&self) -> String {
         let Redis {
             port,
@@ -193,7 +193,7 @@ impl RedisServer {
         }
     }
 
-    /// The certificate of the authority that signed this server's, where it was started with
+    /// The certificate of the authority that signed the certificate of a server started with
     /// [`RedisOptions::tls`].
     pub fn certificate_authority(&self) -> PathBuf {
         self.directory().join(certificates::AUTHORITY)
@@ -207,9 +207,9 @@ impl RedisServer {
         )
     }
 
-    /// Lets no file of the server's grow any more, as a full disk does, until
-    /// [`free_disk`](Self::free_disk). The server has to be one whose [disk may
-    /// fill](RedisOptions::disk_may_fill), or it ends.
+    /// Prevents all files of the server from growing, like a full disk, until
+    /// [`free_disk`](Self::free_disk). The server must be started with
+    /// [`RedisOptions::disk_may_fill`], or it ends.
     ///
     /// # Errors
     /// The operating system's.
@@ -217,7 +217,7 @@ impl RedisServer {
         self.let_files_grow_to(Some(1))
     }
 
-    /// Ends what [`fill_disk`](Self::fill_disk) began.
+    /// Ends [`fill_disk`](Self::fill_disk).
     ///
     /// # Errors
     /// The operating system's.
@@ -226,7 +226,7 @@ impl RedisServer {
     }
 
     fn let_files_grow_to(&self, current: Option<u64>) -> std::io::Result<()> {
-        // Only the soft limit: nobody may raise the other again.
+        // Only the soft limit: an unprivileged process cannot raise the hard limit again.
         let limit = Rlimit {
             current,
             maximum: None,
@@ -239,23 +239,23 @@ impl RedisServer {
         Ok(())
     }
 
-    /// Starts a stopped server again that is at work with what it has on disk for about this long
-    /// before it serves anybody: until then it answers with `LOADING`. Less long where it has
-    /// little: a thousand commands of an append-only file take half a second.
+    /// Starts a stopped server that replies with `LOADING` for about this long before it serves
+    /// clients. The time is shorter if there is little to load: an append-only file of a thousand
+    /// commands takes 0.5 s.
     ///
     /// # Errors
-    /// [`ServerError`], when it does not start.
+    /// [`ServerError`] if it does not start.
     pub fn start_again_loading(&mut self, lasts: Duration) -> Result<(), ServerError> {
         let (port, password) = (self.kind().port, self.kind().options.password.clone());
         let settings = self.kind().options.settings.len();
-        // For each command; clients are heard in between after every 1,024.
+        // Applies to each command; clients are served after every 1,024 commands.
         self.kind_mut()
             .options
             .settings
             .push(("key-load-delay".into(), LOAD_DELAY.to_string()));
         let enough = std::thread::spawn(move || {
             std::thread::sleep(lasts);
-            // Where nobody listens yet, or any more, there is nothing to be cut short.
+            // If the server does not listen, there is nothing to shorten.
             let _ = tell(port, password.as_deref(), "CONFIG SET key-load-delay 0");
         });
         let started = self.start_again();
@@ -269,8 +269,8 @@ impl RedisServer {
         self.kind().tls_port
     }
 
-    /// Sends one command in its plain form, say `CONFIG SET maxmemory 1`, and answers with the
-    /// first line of the reply.
+    /// Sends one inline command, for instance `CONFIG SET maxmemory 1`, and returns the first line
+    /// of the reply.
     ///
     /// # Errors
     /// The connection's.
@@ -283,7 +283,7 @@ impl RedisServer {
             .to_owned())
     }
 
-    /// Sends one command in its plain form and answers with the whole reply, as it came.
+    /// Sends one inline command and returns the whole reply.
     ///
     /// # Errors
     /// The connection's.
@@ -291,13 +291,13 @@ impl RedisServer {
         self.kind().ask(line)
     }
 
-    /// Its port on 127.0.0.1, the same for as long as this value lives.
+    /// Its port on 127.0.0.1, constant.
     pub fn port(&self) -> u16 {
         self.kind().port
     }
 }
 
-impl Kind for Redis {
+impl ServerKind for Redis {
     const NAME: &'static str = "Redis";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is redis-server)";
@@ -307,8 +307,7 @@ impl Kind for Redis {
         let mut command = match self.options.disk {
             Disk::Large => Command::new("redis-server"),
             Disk::MayFill => {
-                // What a full disk is to a write, the limit is too, to who does not end by its
-                // signal.
+                // A write beyond the limit fails like on a full disk if SIGXFSZ is ignored.
                 let mut command = Command::new("env");
                 command.args(["--ignore-signal=XFSZ", "redis-server"]);
                 command
@@ -362,7 +361,7 @@ impl Kind for Redis {
     }
 
     fn answers(&self, number: u32, _: &str) -> bool {
-        // That the answer bears our process number rules out a stranger on the same port.
+        // The process id in the reply rules out another server on the same port.
         let mine = format!("\r\nprocess_id:{number}\r\n");
         self.ask("INFO")
             .is_ok_and(|answer| answer.contains(&mine) && answer.contains("\r\nloading:0\r\n"))
@@ -379,13 +378,13 @@ const CERTIFICATES: [(&str, &str); 5] = [
     ("tls-cert-file", certificates::CERTIFICATE),
     ("tls-key-file", certificates::KEY),
     ("tls-ca-cert-file", certificates::AUTHORITY),
-    // Redis servers are each other's clients.
+    // Redis servers are clients of each other.
     ("tls-client-cert-file", certificates::CLIENT_CERTIFICATE),
     ("tls-client-key-file", certificates::CLIENT_KEY),
 ];
 
-/// The settings of `redis.conf` for a server that listens for TLS on this port, with the
-/// certificates in this directory.
+/// The settings of `redis.conf` for a server with TLS on this port and the certificates in this
+/// directory.
 pub(crate) fn tls_settings(directory: &Path, port: u16) -> Vec<(&'static str, String)> {
     let files =
         CERTIFICATES.map(|(setting, file)| (setting, directory.join(file).display().to_string()));
@@ -407,19 +406,19 @@ fn copy_certificates(from: &Path, to: &Path) -> Result<(), ServerError> {
     Ok(())
 }
 
-/// How many microseconds a server that [loads slowly](RedisServer::start_again_loading) pauses
-/// after each key or command.
+/// The pause in microseconds after each key or command of a server that [loads
+/// slowly](RedisServer::start_again_loading).
 const LOAD_DELAY: u32 = 400;
 
 /// The reply to PING.
 const END: &str = "+PONG\r\n";
 
-/// Everything that whoever listens on this port replies to a command in its plain form.
+/// The whole reply of the server on this port to an inline command.
 pub(crate) fn tell(port: u16, password: Option<&str>, command: &str) -> std::io::Result<String> {
     let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     let login = password.map_or_else(String::new, |password| format!("AUTH {password}\r\n"));
-    // A Sentinel knows no QUIT: there, the reply to PING ends the answer.
+    // A Sentinel has no QUIT: there, the reply to PING ends the reply.
     write!(stream, "{login}{command}\r\nPING\r\nQUIT\r\n")?;
     let mut answer = String::new();
     let mut buffer = [0; 4096];

@@ -7,19 +7,19 @@ use std::time::{Duration, Instant};
 use super::port::free_ports;
 use super::process::LOOK_EVERY;
 use super::redis::{RedisOptions, RedisPersistence, RedisServer, tell, tls_settings};
-use super::server::{Kind, Server, temporary_directory, write};
+use super::server::{Server, ServerKind, temporary_directory, write};
 use super::{ServerError, io};
 
-/// The name that the Sentinels know the primary by.
+/// The name of the primary in the Sentinels' configuration.
 pub const SENTINEL_NAME: &str = "mymaster";
 
-/// How long the replicas may take to follow, and a failover to happen.
+/// How long the start of replication or a failover may take.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// How long a server has to be silent until it counts as gone.
+/// The default of `down-after-milliseconds`.
 const DOWN_AFTER: Duration = Duration::from_secs(1);
 
-/// What they ask of clients and of each other, unless they were told another.
+/// The default password.
 const PASSWORD: &str = "between-redis-servers";
 
 /// One Sentinel.
@@ -29,7 +29,7 @@ pub struct Sentinel {
     tls_port: u16,
 }
 
-impl Kind for Sentinel {
+impl ServerKind for Sentinel {
     const NAME: &'static str = "Sentinel";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is redis-server)";
@@ -49,8 +49,8 @@ impl Kind for Sentinel {
     }
 }
 
-/// A primary, two replicas and three Sentinels of one's own, which agree on a failover a second
-/// after the primary fell silent. Needs `redis-server`. Dropping it stops them all.
+/// A primary, two replicas and three Sentinels, which start a failover one second after the primary
+/// stops answering. Needs `redis-server`. Dropping it stops them.
 pub struct SentinelServers {
     over: Over,
     password: String,
@@ -60,29 +60,28 @@ pub struct SentinelServers {
 }
 
 impl SentinelServers {
-    /// Starts them and returns when both replicas follow and the Sentinels know each other.
+    /// Starts them and returns when both replicas are connected and the Sentinels know each other.
     ///
     /// # Errors
-    /// [`ServerError`], when one of them does not start.
+    /// [`ServerError`] if one of them does not start.
     pub fn start() -> Result<Self, ServerError> {
         Self::start_over(Over::Plain, RedisOptions::new(), PASSWORD, DOWN_AFTER)
     }
 
-    /// The same, with another password (letters and digits), and Sentinels that wait for so long
-    /// before they take a silent server for gone: on a busy machine one that lives may be silent
-    /// for more than a second.
+    /// The same, with another password (letters and digits) and another `down-after-milliseconds`:
+    /// on a busy machine a live server may be silent for more than a second.
     ///
     /// # Errors
-    /// [`ServerError`], when one of them does not start.
+    /// [`ServerError`] if one of them does not start.
     pub fn start_patient(password: &str, down_after: Duration) -> Result<Self, ServerError> {
         Self::start_over(Over::Plain, RedisOptions::new(), password, down_after)
     }
 
-    /// The same, all of which speak TLS to each other and to clients, and ask for certificates of
-    /// their authority. [`redis`](Self::redis)`()[0]` has them.
+    /// The same with TLS between the servers and to clients, and with required client certificates.
+    /// [`redis`](Self::redis)`()[0]` has the certificates.
     ///
     /// # Errors
-    /// [`ServerError`], when one of them does not start.
+    /// [`ServerError`] if one of them does not start.
     pub fn start_with_tls() -> Result<Self, ServerError> {
         Self::start_over(Over::Tls, RedisOptions::new().tls(), PASSWORD, DOWN_AFTER)
     }
@@ -139,8 +138,8 @@ impl SentinelServers {
         Ok(servers)
     }
 
-    /// The Sentinels' addresses, with what the Redis servers ask of clients:
-    /// `redis://:password@host:port`. The Sentinels themselves ask for no password.
+    /// The URLs of the Sentinels, with the password of the Redis servers:
+    /// `redis://:password@host:port`. The Sentinels themselves require no password.
     pub fn urls(&self) -> Vec<String> {
         let password = &self.password;
         let url = |sentinel: &Sentinel| match self.over {
@@ -153,15 +152,15 @@ impl SentinelServers {
             .collect()
     }
 
-    /// The three Redis servers, whichever of them is the primary.
+    /// The three Redis servers, in constant order.
     pub fn redis(&self) -> &[RedisServer] {
         &self.redis
     }
 
-    /// Which of [`redis`](Self::redis) the Sentinels take for the primary.
+    /// The index in [`redis`](Self::redis) of the primary according to the Sentinels.
     ///
     /// # Panics
-    /// When no Sentinel answers, or they name a stranger.
+    /// If no Sentinel replies, or they name an unknown server.
     pub fn primary(&self) -> usize {
         self.named().expect("a Sentinel names one of the servers")
     }
@@ -171,8 +170,7 @@ impl SentinelServers {
         &mut self.redis[which]
     }
 
-    /// Cuts the link between the primary and its replicas; the Sentinels and clients still reach
-    /// all of them.
+    /// Cuts the replication links; the Sentinels and clients still reach all servers.
     ///
     /// # Errors
     /// The connections'.
@@ -188,10 +186,10 @@ impl SentinelServers {
             .map(drop)
     }
 
-    /// Waits until the Sentinels name another primary than this one, and it says so of itself.
+    /// Waits until the Sentinels name another primary than this one and it accepts writes.
     ///
     /// # Errors
-    /// [`ServerError`], when they do not within a minute.
+    /// [`ServerError`] if that takes more than a minute.
     pub fn wait_for_failover(&self, from: usize) -> Result<usize, ServerError> {
         self.wait("a failover", |it| {
             it.named().is_some_and(|which| {
@@ -204,12 +202,13 @@ impl SentinelServers {
         Ok(self.primary())
     }
 
-    /// Makes good what [`cut_replication`](Self::cut_replication) and an end of a server have done:
-    /// who has ended runs again, as a replica from its first moment on. Returns when all Sentinels
-    /// name the same primary, and both replicas follow it.
+    /// Undoes [`cut_replication`](Self::cut_replication) and the stop of a server: a stopped server
+    /// is started as a replica. Returns when all Sentinels name the same primary and both replicas
+    /// are connected to it.
     ///
     /// # Errors
-    /// [`ServerError`], when a server does not start, or they do not follow within a minute.
+    /// [`ServerError`] if a server does not start, or replication takes more than a minute to
+    /// start.
     pub fn mend(&mut self) -> Result<(), ServerError> {
         let port = self.over.port(&self.redis[self.primary()]);
         for server in &mut self.redis {
@@ -227,7 +226,8 @@ impl SentinelServers {
                 if said.contains(&format!("master_port:{port}\r\nmaster_link_status:up")) {
                     return true;
                 }
-                // Told again until it does: Sentinels tell it, too, as far as each of them knows.
+                // Repeated until it succeeds: Sentinels reconfigure the server, too, each by its
+                // own view.
                 let _ = server.command(&format!("CONFIG SET masterauth {}", it.password));
                 if !said.contains(&format!("master_port:{port}\r\n")) {
                     let _ = server.command(&format!("REPLICAOF 127.0.0.1 {port}"));
@@ -281,7 +281,7 @@ impl SentinelServers {
     }
 }
 
-/// How servers and clients speak to each other.
+/// The protocol between servers and clients.
 #[derive(Debug, Clone, Copy)]
 enum Over {
     Plain,
@@ -289,7 +289,7 @@ enum Over {
 }
 
 impl Over {
-    /// Where the others reach a server.
+    /// The port of a server for the others.
     fn port(self, server: &RedisServer) -> u16 {
         match self {
             Self::Plain => server.port(),

@@ -1,4 +1,4 @@
-//! The life of a server, the same for each kind: start, stop, kill, freeze, start again, detach.
+//! The operations on all kinds of servers: start, stop, kill, freeze, start again, detach.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -14,26 +14,25 @@ use super::process::{LOOK_EVERY, ProcessId};
 /// How long a server may take to end after SIGTERM before SIGKILL.
 const STOP_PATIENCE: Duration = Duration::from_secs(15);
 
-/// What differs between the servers.
-pub trait Kind {
+/// The differences between the servers.
+pub trait ServerKind {
     /// The server's name.
     const NAME: &'static str;
-    /// What to do when it does not start.
+    /// The advice in the error if it does not start.
     const ADVICE: &'static str;
-    /// How long a start may take.
+    /// The time limit of a start.
     const START_PATIENCE: Duration;
 
-    /// The programs that make up the server, in the order in which they start; the server itself is
-    /// the last.
+    /// The programs of the server in the order of their start; the server itself is the last.
     fn commands(&self, directory: &Path) -> Vec<Command>;
 
-    /// Whether the server that runs as process `number` and has printed `log` since its start
-    /// answers a client.
+    /// Whether the server with this process id, which has printed `log` since its start, answers a
+    /// client.
     fn answers(&self, number: u32, log: &str) -> bool;
 }
 
-/// A running server, or one that was stopped and can be started again.
-pub struct Server<K: Kind> {
+/// A running or stopped server.
+pub struct Server<K: ServerKind> {
     kind: K,
     /// `None` once detached.
     directory: Option<TempDir>,
@@ -41,16 +40,16 @@ pub struct Server<K: Kind> {
     children: Vec<Child>,
 }
 
-/// A server that lives on after the program that started it.
+/// A server that outlives the program that started it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Detached {
-    /// Its processes, to be stopped in this order.
+    /// Its processes, in the order in which to stop them.
     pub processes: Vec<ProcessId>,
     /// Its data and its log, to be removed when the processes have ended.
     pub directory: PathBuf,
 }
 
-impl<K: Kind> Server<K> {
+impl<K: ServerKind> Server<K> {
     pub(crate) fn launch(kind: K, directory: TempDir) -> Result<Self, ServerError> {
         let mut server = Self {
             kind,
@@ -69,7 +68,7 @@ impl<K: Kind> Server<K> {
         &mut self.kind
     }
 
-    /// Where the server keeps its data and its log.
+    /// The directory with the server's data and log.
     pub fn directory(&self) -> &Path {
         self.directory
             .as_ref()
@@ -77,19 +76,20 @@ impl<K: Kind> Server<K> {
             .path()
     }
 
-    /// The number of the server's process.
+    /// The process id of the server.
     ///
     /// # Panics
-    /// When the server is stopped.
+    /// If the server is stopped.
     pub fn pid(&self) -> u32 {
         self.children.last().expect("the server runs").id()
     }
 
-    /// Starts a stopped server again: the same ports, the same data. Returns when it answers. Does
-    /// nothing when the server runs.
+    /// Starts a stopped server again with the same ports and data, and returns when it answers.
+    /// Does nothing if it runs.
     ///
     /// # Errors
-    /// [`ServerError::DidNotStart`] with the end of the server's log; then nothing is left running.
+    /// [`ServerError::DidNotStart`] with the end of the server's log; then its processes have
+    /// ended.
     pub fn start_again(&mut self) -> Result<(), ServerError> {
         if !self.children.is_empty() {
             return Ok(());
@@ -101,28 +101,28 @@ impl<K: Kind> Server<K> {
         outcome
     }
 
-    /// Ends the server in good order: SIGTERM, after 15 s SIGKILL. Returns when it is gone. Does
-    /// nothing when the server is stopped.
+    /// Stops the server: SIGTERM, after 15 s SIGKILL. Returns when it has ended. Does nothing if it
+    /// is stopped.
     pub fn stop(&mut self) {
         self.end(|process| process.stop(STOP_PATIENCE));
     }
 
-    /// Ends the server at once, as a crash would: SIGKILL. What it had not written to disk is lost.
+    /// Kills the server like a crash: SIGKILL. Data that it had not written to disk is lost.
     pub fn kill(&mut self) {
         self.end(ProcessId::kill);
     }
 
-    /// Suspends the server: its connections stay open and nobody answers on them.
+    /// Suspends the server (SIGSTOP): its connections stay open, without replies.
     pub fn freeze(&mut self) {
         self.signal(Signal::STOP);
     }
 
-    /// Lets a frozen server go on.
+    /// Resumes a frozen server (SIGCONT).
     pub fn thaw(&mut self) {
         self.signal(Signal::CONT);
     }
 
-    /// Lets the server live on after this program; who has the answer can stop it.
+    /// Lets the server outlive this program; the result can stop it.
     pub fn detach(mut self) -> Detached {
         let children = std::mem::take(&mut self.children);
         let processes = children
@@ -144,7 +144,7 @@ impl<K: Kind> Server<K> {
     fn spawn(&mut self) -> Result<(), ServerError> {
         let directory = self.directory().to_path_buf();
         let path = self.log_path();
-        // Anew at each start, so that what `answers` reads was printed by this process.
+        // A new file at each start, so that `answers` reads only lines of this process.
         let log = File::create(&path)
             .map_err(|source| self.io(format!("create {}", path.display()), source))?;
         for command in self.kind.commands(&directory) {
@@ -202,7 +202,7 @@ impl<K: Kind> Server<K> {
             if let Some(process) = ProcessId::running(child.id()) {
                 end(process);
             }
-            // Only fails when it was waited for already.
+            // Fails only if it was waited for already.
             let _ = child.wait();
         }
     }
@@ -235,14 +235,14 @@ impl<K: Kind> Server<K> {
     }
 }
 
-impl<K: Kind> Drop for Server<K> {
+impl<K: ServerKind> Drop for Server<K> {
     fn drop(&mut self) {
         self.stop();
     }
 }
 
-/// `setsid` becomes the program it is given, under the same process number, as the leader of a new
-/// session: signals of the terminal do not reach it, and it may outlive who started it.
+/// `setsid` replaces itself by the given program, with the same process id, as the leader of a new
+/// session: signals of the terminal do not reach it, and it may outlive its parent.
 fn in_a_session_of_its_own(command: &Command) -> Command {
     let mut in_session = Command::new("setsid");
     in_session

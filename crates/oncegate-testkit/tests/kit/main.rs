@@ -6,7 +6,7 @@ use std::time::Duration;
 use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::{
     Context, Execution, Failure, FailureExt, Guarantee, Handler, IdSource, Message, Order, Raw,
-    RawBytes, Reconciled, async_trait,
+    RawBytes, Reconciled,
 };
 use oncegate_testkit::kit::Ended;
 use oncegate_testkit::{Effects, Kit};
@@ -39,7 +39,6 @@ impl Works {
     }
 }
 
-#[async_trait]
 impl Handler for Works {
     type Payload = String;
 
@@ -309,7 +308,6 @@ async fn a_fault_that_never_came_is_an_error() {
 /// As quick as a handler on a busy machine.
 struct Quick(Effects);
 
-#[async_trait]
 impl Handler for Quick {
     type Payload = String;
 
@@ -347,7 +345,6 @@ async fn on_many_threads_nothing_of_a_crashed_consumer_goes_on() {
 #[derive(Default)]
 struct Notes(Mutex<Vec<Vec<u8>>>);
 
-#[async_trait]
 impl Handler for &'static Notes {
     type Payload = Raw;
 

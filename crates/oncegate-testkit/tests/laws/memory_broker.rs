@@ -21,28 +21,28 @@ impl TestQueue for Memory {
     }
 
     async fn set_aside(&self, destination: Destination) -> Vec<Message> {
-        let letters = match destination {
+        let messages = match destination {
             Destination::DeadLetters => self.0.dead_letters(),
             Destination::InDoubt => self.0.in_doubt(),
         };
-        letters.into_iter().map(as_a_broker_has_it).collect()
+        messages.into_iter().map(with_headers).collect()
     }
 }
 
-/// In memory, the story stands beside the message and not in its headers.
-fn as_a_broker_has_it(letter: DeadLetter) -> Message {
+/// Adds the headers that other brokers write; the memory broker keeps reason and history in fields.
+fn with_headers(dead_letter: DeadLetter) -> Message {
     let receipt = Receipt {
         epoch: 0,
         partition: 0,
         position: 0,
     };
     let delivery = Delivery {
-        message: letter.message,
+        message: dead_letter.message,
         receipt,
         failures: 0,
     };
-    let written = rejection_headers(&delivery, &letter.reason, letter.story.as_ref());
-    written
+    let headers = rejection_headers(&delivery, &dead_letter.reason, dead_letter.story.as_ref());
+    headers
         .into_iter()
         .fold(delivery.message, |message, (name, value)| {
             message.with_header(name, value)

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 use oncegate_core::{Key, Store, StoreError, async_trait};
 
-/// Keeps each marker with the moment at which it was written, and how long after it expires.
+/// Each marker with the time at which it was written, and its time to live from then on.
 #[derive(Default)]
 struct OwnStore {
     rows: Mutex<HashMap<Key, (Marker, Instant, Duration)>>,
@@ -15,7 +15,7 @@ struct OwnStore {
 #[async_trait]
 impl Store for OwnStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        // What makes each operation atomic: here a lock, elsewhere a transaction or a script.
+        // Makes each operation atomic. Elsewhere this is a transaction or a script on the server.
         let mut rows = self.rows.lock().expect("nothing panics while it is locked");
         let mut verdicts = Vec::with_capacity(operations.len());
         for operation in operations {

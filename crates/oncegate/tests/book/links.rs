@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
 
-use super::{pages, read, root};
+use super::{files, pages, read, root};
 
 /// The lines of a page that are neither in a block of code nor in code within a line.
 fn prose(markdown: &str) -> Vec<String> {
@@ -71,17 +71,44 @@ fn tidy(path: &Path) -> PathBuf {
     tidy
 }
 
+/// A file of the checkout, as the book links to it.
+const REPOSITORY: &str = "https://github.com/oncegate/oncegate/blob/main/";
+
+/// The same for a directory.
+const DIRECTORY: &str = "https://github.com/oncegate/oncegate/tree/main/";
+
+/// The path and the anchor of a link.
+fn split(link: &str) -> (&str, Option<&str>) {
+    link.split_once('#')
+        .map_or((link, None), |(path, anchor)| (path, Some(anchor)))
+}
+
+/// Whether the target has this heading.
+fn without_heading(target: &Path, anchor: Option<&str>) -> Option<String> {
+    let anchor = anchor.filter(|_| target.extension().is_some_and(|it| it == "md"))?;
+    (!anchors(&read(target)).contains(anchor)).then(|| "the page has no such heading".to_owned())
+}
+
 /// Why a link of this page leads nowhere, if it does.
 fn broken(page: &Path, link: &str) -> Option<String> {
+    if let Some(link) = [REPOSITORY, DIRECTORY]
+        .iter()
+        .find_map(|prefix| link.strip_prefix(prefix))
+    {
+        let (path, anchor) = split(link);
+        let target = root().join(path);
+        if !target.exists() {
+            return Some("the checkout has no such file".to_owned());
+        }
+        return without_heading(&target, anchor);
+    }
     if ["https://", "http://", "mailto:"]
         .iter()
         .any(|scheme| link.starts_with(scheme))
     {
         return None;
     }
-    let (path, anchor) = link
-        .split_once('#')
-        .map_or((link, None), |(path, anchor)| (path, Some(anchor)));
+    let (path, anchor) = split(link);
     let target = if path.is_empty() {
         page.to_owned()
     } else {
@@ -94,8 +121,7 @@ fn broken(page: &Path, link: &str) -> Option<String> {
     if page.starts_with(&book) && !target.starts_with(&book) {
         return Some("it leads out of the book: link to the repository instead".to_owned());
     }
-    let anchor = anchor?;
-    (!anchors(&read(&target)).contains(anchor)).then(|| "the page has no such heading".to_owned())
+    without_heading(&target, anchor)
 }
 
 #[test]
@@ -129,8 +155,11 @@ fn every_link_and_anchor_leads_somewhere() {
         "crates/README.md",
     ]
     .map(|name| root().join(name));
+    let beside = ["docs/evidence", "docs/contributing"]
+        .into_iter()
+        .flat_map(|directory| files(directory, "md"));
     let mut checked = 0;
-    for page in pages().into_iter().chain(around) {
+    for page in pages().into_iter().chain(around).chain(beside) {
         let page = tidy(&page);
         for link in links(&read(&page)) {
             assert_eq!(broken(&page, &link), None, "{}: {link}", page.display());
@@ -175,9 +204,25 @@ fn a_link_that_leads_nowhere_is_found() {
     let page = tidy(&root().join("docs/src/promises.md"));
     for (link, good) in [
         ("stores.md", true),
-        ("stores.md#why-not-redlock", true),
+        ("redis.md#why-not-redlock", true),
         ("#bare", true),
         ("https://example.org/anything", true),
+        (
+            "https://github.com/oncegate/oncegate/blob/main/CONTRIBUTING.md#commands",
+            true,
+        ),
+        (
+            "https://github.com/oncegate/oncegate/blob/main/CONTRIBUTING.md#no-such-heading",
+            false,
+        ),
+        (
+            "https://github.com/oncegate/oncegate/blob/main/none.md",
+            false,
+        ),
+        (
+            "https://github.com/oncegate/oncegate/tree/main/docs/src",
+            true,
+        ),
         ("store.md", false),
         ("stores.md#why-redlock", false),
         ("../../README.md", false),

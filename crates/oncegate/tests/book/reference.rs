@@ -6,14 +6,27 @@ use oncegate::defaults;
 
 use super::{read, root, table};
 
-/// Each part of `docs/src/settings.md`, and the file whose setters it lists.
-const SETTERS: &[(&str, &str)] = &[
-    ("The consumer", "crates/oncegate-core/src/builder.rs"),
-    ("The gate", "crates/oncegate-core/src/gate.rs"),
-    ("Kafka", "crates/oncegate-kafka/src/kafka.rs"),
-    ("RabbitMQ", "crates/oncegate-amqp/src/settings.rs"),
-    ("Redis", "crates/oncegate-redis/src/store.rs"),
-    ("SQLite", "crates/oncegate-sql/src/sqlite.rs"),
+/// A builder: its name on the page of settings, the file of its setters, and the keys of the
+/// configuration file that may set them.
+const BUILDERS: &[(&str, &str, &[&str])] = &[
+    (
+        "Consumer",
+        "crates/oncegate-core/src/builder.rs",
+        &["gate.", "store.scope", "store.forgetful"],
+    ),
+    (
+        "Gate",
+        "crates/oncegate-core/src/gate.rs",
+        &["gate.", "store.scope", "store.forgetful"],
+    ),
+    ("Kafka", "crates/oncegate-kafka/src/kafka.rs", &["kafka."]),
+    (
+        "RabbitMQ",
+        "crates/oncegate-amqp/src/settings.rs",
+        &["rabbitmq."],
+    ),
+    ("Redis", "crates/oncegate-redis/src/store.rs", &["store."]),
+    ("SQLite", "crates/oncegate-sql/src/sqlite.rs", &["store."]),
 ];
 
 /// The public functions of a file that take a builder and give one, with their documentation up to
@@ -70,22 +83,86 @@ fn without_links(text: &str) -> String {
     (plain + rest).replace('|', "\\|")
 }
 
+/// The first sentence of a setter's documentation, and its default.
+fn summary(documentation: &str) -> String {
+    let mut sentences = documentation.split_inclusive(". ");
+    let first = sentences.next().unwrap_or_default().trim();
+    let default = sentences.find(|it| it.starts_with("Default: "));
+    default.map_or_else(
+        || first.to_owned(),
+        |default| format!("{first} {}", default.trim()),
+    )
+}
+
+/// The rows of the tables of keys: the key, and the setters that do the same in code.
+fn keys(page: &str) -> Vec<(&str, Vec<&str>)> {
+    let (_, section) = page
+        .split_once("\n## All settings\n")
+        .expect("the section of all settings");
+    let section = section.split("\n## ").next().unwrap_or_default();
+    let rows = section.lines().filter(|line| line.starts_with("| `"));
+    rows.map(|row| {
+        let mut cells = row.split(" | ");
+        let key = cells.next().unwrap_or_default();
+        let code = cells.next().unwrap_or_default();
+        let setters = code
+            .split('`')
+            .filter_map(|it| it.strip_prefix('.').and_then(|it| it.strip_suffix("(…)")));
+        let key = key.trim_start_matches("| `").trim_end_matches('`');
+        (key, setters.collect())
+    })
+    .collect()
+}
+
 #[test]
 fn the_book_lists_every_setting() {
-    let page = read(&root().join("docs/src/settings.md"));
-    for (part, file) in SETTERS {
-        let rows = setters(&read(&root().join(file)))
-            .into_iter()
-            .map(|(name, says)| [format!("`.{name}(…)`"), says]);
-        let table = table(["setting", "what it says"], rows);
-        let (_, here) = page
-            .split_once(&format!("\n## {part}\n"))
-            .unwrap_or_else(|| panic!("docs/src/settings.md has no part {part}"));
-        let here = here.split("\n## ").next().unwrap_or_default();
-        assert!(
-            here.contains(&table),
-            "docs/src/settings.md, {part}, does not have this table:\n{table}"
-        );
+    let page = read(&root().join("docs/src/configuration.md"));
+    let keys = keys(&page);
+    assert!(keys.len() > 60, "only {} keys were found", keys.len());
+    let of_builders: Vec<_> = BUILDERS
+        .iter()
+        .map(|(name, file, keys)| (*name, *keys, setters(&read(&root().join(file)))))
+        .collect();
+    let consumer = &of_builders[0].2;
+    let mut rows = Vec::new();
+    for (builder, prefixes, setters) in &of_builders {
+        for (setter, documentation) in setters {
+            let has_key = keys.iter().any(|(key, setters)| {
+                prefixes.iter().any(|prefix| key.starts_with(prefix))
+                    && setters.contains(&setter.as_str())
+            });
+            let is_shared = *builder == "Gate" && consumer.iter().any(|(it, _)| it == setter);
+            if is_shared {
+                let name = format!("`{setter}`");
+                assert!(
+                    page.contains(&name),
+                    "docs/src/configuration.md does not list {name} for the gate"
+                );
+            } else if !has_key {
+                rows.push([
+                    (*builder).to_owned(),
+                    format!("`.{setter}(…)`"),
+                    summary(documentation),
+                ]);
+            }
+        }
+    }
+    let in_code = table(["of", "setting", "meaning"], rows);
+    assert!(
+        page.contains(&format!("\n{in_code}")) && page.trim_end().ends_with(in_code.trim_end()),
+        "docs/src/configuration.md does not have this table at its end:\n{in_code}"
+    );
+    for (key, setters) in keys {
+        for setter in setters {
+            let exists = of_builders.iter().any(|(_, prefixes, known)| {
+                prefixes.iter().any(|prefix| key.starts_with(prefix))
+                    && known.iter().any(|(it, _)| it == setter)
+            });
+            assert!(
+                exists,
+                "docs/src/configuration.md: {key}: there is no .{setter}(…)"
+            );
+        }
     }
 }
 
@@ -104,31 +181,34 @@ fn the_defaults_that_are_documented_are_those_of_the_code() {
         lasts(defaults::LONGEST_BACKOFF)
     );
     for (setting, default) in [
-        ("dedup_window", lasts(defaults::WINDOW)),
+        ("dedup_window", lasts(defaults::DEDUP_WINDOW)),
         ("lease", lasts(defaults::LEASE)),
-        ("max_attempts", defaults::ATTEMPTS.to_string()),
-        ("max_inline_retries", defaults::RETRIES.to_string()),
+        ("max_attempts", defaults::MAX_ATTEMPTS.to_string()),
+        (
+            "max_inline_retries",
+            defaults::MAX_INLINE_RETRIES.to_string(),
+        ),
         ("backoff", backoff),
-        ("max_reconciles", defaults::RECONCILES.to_string()),
+        ("max_reconciles", defaults::MAX_RECONCILES.to_string()),
         ("handler_timeout", lasts(defaults::HANDLER_TIMEOUT)),
-        ("max_in_flight", defaults::IN_FLIGHT.to_string()),
+        ("max_in_flight", defaults::MAX_IN_FLIGHT.to_string()),
         (
             "max_in_flight_bytes",
-            format!("{} MiB", defaults::IN_FLIGHT_BYTES >> 20),
+            format!("{} MiB", defaults::MAX_IN_FLIGHT_BYTES >> 20),
         ),
         (
             "max_queued",
             format!(
                 "{},{:03}",
-                defaults::WAITING / 1000,
-                defaults::WAITING % 1000
+                defaults::MAX_QUEUED / 1000,
+                defaults::MAX_QUEUED % 1000
             ),
         ),
         (
             "max_queued_bytes",
-            format!("{} MiB", defaults::WAITING_BYTES >> 20),
+            format!("{} MiB", defaults::MAX_QUEUED_BYTES >> 20),
         ),
-        ("drain_timeout", lasts(defaults::DRAIN)),
+        ("drain_timeout", lasts(defaults::DRAIN_TIMEOUT)),
     ] {
         let (_, says) = documented
             .iter()
@@ -203,6 +283,15 @@ fn setters_and_variants_are_found() {
     assert_eq!(
         setters(source),
         [("it".to_owned(), "Sets it. See `Y`, a\\|b.".to_owned())]
+    );
+    assert_eq!(
+        summary("Sets it. See b. Default: 3. Or c."),
+        "Sets it. Default: 3."
+    );
+    assert_eq!(summary("Sets it: 3 by default."), "Sets it: 3 by default.");
+    assert_eq!(
+        keys("\n## All settings\n| `a.b` | `.b(…)`, `C::d` | says |\n## E\n| `f` | `.g(…)` | |\n"),
+        [("a.b", vec!["b"])]
     );
     assert_eq!(
         variants(

@@ -1,6 +1,6 @@
 //! The words on an error that is none for the compiler.
 // says: `Refusal` cannot be the cause of a `Failure`
-// says: implement `std::error::Error` for it, or hand over its text
+// says: implement `std::error::Error` for it, or pass its text
 
 use oncegate::{Failure, FailureExt};
 

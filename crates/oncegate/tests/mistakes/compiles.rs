@@ -1,11 +1,10 @@
 //! What looks like a mistake, and is none.
 // compiles
 
-use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, IntoFailure, MemoryBroker, MemoryStore, async_trait};
+use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, IntoFailure, MemoryBroker, MemoryStore};
 
 struct Print;
 
-#[async_trait]
 impl Handler for Print {
     type Payload = String;
 

@@ -1,6 +1,6 @@
 //! A payload in place of a decoder.
 // says: `Raw` does not decode bodies
-// says: hand over `Json` (the default) or `RawBytes`
+// says: pass `Json` (the default) or `RawBytes`
 
 use oncegate::{Consumer, Raw};
 

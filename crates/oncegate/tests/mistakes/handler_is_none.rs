@@ -1,6 +1,6 @@
 //! A handler that does not implement the trait.
 // says: `Print` is not a handler
-// says: implement it: `#[async_trait] impl Handler for
+// says: implement it: `impl Handler for
 
 use oncegate::Consumer;
 

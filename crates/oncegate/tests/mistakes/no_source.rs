@@ -2,11 +2,10 @@
 // says: `()` is not a source of messages
 // says: `()` says that the consumer was given no source: call `.source(…)`
 
-use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryStore, async_trait, shutdown_signal};
+use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryStore, shutdown_signal};
 
 struct Print;
 
-#[async_trait]
 impl Handler for Print {
     type Payload = String;
 

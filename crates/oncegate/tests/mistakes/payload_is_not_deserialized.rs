@@ -2,12 +2,11 @@
 // says: the trait bound `Payment: serde::Deserialize
 // says: for local types consider adding `#[derive(serde::Deserialize)]` to your `Payment` type
 
-use oncegate::{Context, Failure, Handler, async_trait};
+use oncegate::{Context, Failure, Handler};
 
 struct Print;
 pub struct Payment;
 
-#[async_trait]
 impl Handler for Print {
     type Payload = Payment;
 

@@ -1,12 +1,11 @@
 //! `?` on an error that says nothing of the effect.
-// says: say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work,
-// `.in_doubt()?` if it may have happened says: with `use oncegate::FailureExt;`
+// says: say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened
+// says: with `use oncegate::FailureExt;`
 
-use oncegate::{Context, Failure, Handler, async_trait};
+use oncegate::{Context, Failure, Handler};
 
 struct Print;
 
-#[async_trait]
 impl Handler for Print {
     type Payload = String;
 

@@ -1,6 +1,5 @@
 //! The same in work that the gate guards.
-// says: say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work,
-// `.in_doubt()?` if it may have happened
+// says: say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened
 
 use oncegate::{Gate, GateError, RunOutcome};
 

@@ -1,6 +1,6 @@
 //! The memory broker in place of one of its sources.
 // says: `MemoryBroker` is not a source of messages
-// says: hand over one of `Kafka::topic(…)`, `RabbitMq::queue(…)` and `MemoryBroker::source()`
+// says: pass one of `Kafka::topic(…)`, `RabbitMq::queue(…)` and `MemoryBroker::source()`
 
 use oncegate::{Consumer, MemoryBroker};
 

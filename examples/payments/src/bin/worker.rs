@@ -1,7 +1,7 @@
-//! A program that is wired from a file alone: `oncegate.toml`, or what `ONCEGATE_CONFIG` names.
+//! A consumer that is configured by `oncegate.toml`, or by the file that `ONCEGATE_CONFIG` names.
 #![forbid(unsafe_code)]
 
-use oncegate::{Context, Failure, Handler, async_trait};
+use oncegate::{Context, Failure, Handler};
 use oncegate_config::{Config, Error};
 
 #[derive(serde::Deserialize)]
@@ -12,12 +12,11 @@ struct Payment {
 
 struct Print;
 
-#[async_trait]
 impl Handler for Print {
     type Payload = Payment;
 
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
-        println!("{}: {} cents of {}", cx.id(), payment.amount, payment.card); // here: what is to happen once
+        println!("{}: {} cents of {}", cx.id(), payment.amount, payment.card); // the effect that must happen once
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! A trace from the producer through the worker to the provider, as a collector sees it that
+//! A trace from the producer to the worker, as a collector sees it that
 //! listens to OTLP over HTTP.
 
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,7 @@ use opentelemetry_proto::tonic::trace::v1::Span;
 use opentelemetry_proto::tonic::trace::v1::span::SpanKind;
 use prost::Message;
 
-use crate::{Process, remove_queues, until};
+use crate::{remove_queues, until};
 
 /// What was exported: the name of its service, and the span.
 type Exported = Arc<Mutex<Vec<(String, Span)>>>;
@@ -65,8 +65,8 @@ fn attribute(span: &Span, key: &str) -> Option<String> {
     }
 }
 
-/// A message that was handled at once, whose trace is whole: from its sending to the provider's
-/// answer.
+/// A message that was handled at once, whose trace is whole: from its sending to its
+/// settlement.
 fn is_whole(spans: &[(String, Span)], sent: &Span) -> Result<(), String> {
     let below = |parent: &Span, service: &str, name: &str, kind: SpanKind| {
         let found = spans.iter().find(|(of, span)| {
@@ -92,18 +92,6 @@ fn is_whole(spans: &[(String, Span)], sent: &Span) -> Result<(), String> {
     if attribute(&handled, "id") != attribute(sent, "id") {
         return Err("another message was handled there".to_owned());
     }
-    let asked = below(
-        &handled,
-        "payments-worker",
-        "payments.ask",
-        SpanKind::Client,
-    )?;
-    below(
-        &asked,
-        "payments-provider",
-        "payments.answer",
-        SpanKind::Server,
-    )?;
     below(sent, "payments-worker", "oncegate.settle", SpanKind::Client)?;
     Ok(())
 }
@@ -135,7 +123,7 @@ fn is_linked(spans: &[(String, Span)]) -> Result<(), String> {
     }
 }
 
-async fn a_trace_leads_from_the_producer_to_the_provider(broker: &'static str) {
+async fn a_trace_leads_from_the_producer_to_the_worker(broker: &'static str) {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let (run_dir, name) = (
         directory.path(),
@@ -143,46 +131,23 @@ async fn a_trace_leads_from_the_producer_to_the_provider(broker: &'static str) {
     );
     let exported = Exported::default();
     let collector = collect(Arc::clone(&exported)).await;
-    // OpenTelemetry's own variables: where to, and that nobody waits for long until a batch is
-    // full.
-    let start = |arguments: &[&str], until: &str| {
-        let variables = [
-            ("OTEL_EXPORTER_OTLP_ENDPOINT", collector.as_str()),
-            ("OTEL_BSP_SCHEDULE_DELAY", "200"),
-        ];
-        demo_with(&variables, arguments, run_dir, until)
-    };
     let (kafka, rabbitmq) = (
         oncegate_testkit::kafka_brokers().expect("set"),
         oncegate_testkit::rabbitmq_url().expect("set"),
     );
     let redis = oncegate_testkit::redis_url().expect("set");
-    let (_provider, provider) = start(&["provider", "--listen", "127.0.0.1:0"], "http://");
-    let provider = format!("http://{provider}");
-    let addresses = [
-        "--kafka",
-        &kafka,
-        "--rabbitmq",
-        &rabbitmq,
-        "--redis",
-        &redis,
-        "--name",
-        &name,
-    ];
-    let own = [
-        "work",
-        "--broker",
-        broker,
-        "--provider",
-        &provider,
-        "--admin",
-        "127.0.0.1:0",
-        "--guarantee",
-        "effectively-once",
-    ];
-    let (_worker, _) = start(&[&own[..], &addresses[..]].concat(), "admin port http://");
+    let mut variables = crate::variables(&name, broker, [&kafka, &rabbitmq, &redis]);
+    // The variables of OpenTelemetry: the endpoint, and a short delay of batches.
+    variables.push(("OTEL_EXPORTER_OTLP_ENDPOINT", &collector));
+    variables.push(("OTEL_BSP_SCHEDULE_DELAY", "200"));
     let own = ["produce", "--broker", broker, "--payments", "60"];
-    let (mut producer, _) = start(&[&own[..], &addresses[..]].concat(), "sent ");
+    let producer_variables = variables.clone();
+    let produce = || crate::demo(&own, &producer_variables, run_dir, "sending ");
+    variables.push(("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:0"));
+    variables.push(("OTEL_SERVICE_NAME", "payments-worker"));
+    let own_of_worker = ["work", "--guarantee", "effectively-once"];
+    let (_worker, _) = crate::demo(&own_of_worker, &variables, run_dir, "admin port http://");
+    let (mut producer, _) = produce();
     until("the producer ends, and has exported its last", async || {
         producer
             .0
@@ -231,27 +196,12 @@ async fn a_trace_leads_from_the_producer_to_the_provider(broker: &'static str) {
     }
 }
 
-fn demo_with(
-    variables: &[(&str, &str)],
-    arguments: &[&str],
-    run_dir: &std::path::Path,
-    until: &str,
-) -> (Process, String) {
-    let mut command = std::process::Command::new(crate::PAYMENTS);
-    command
-        .envs(variables.iter().copied())
-        .args(arguments)
-        .arg("--run-dir")
-        .arg(run_dir);
-    crate::start(&mut command, until)
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_trace_leads_from_the_producer_to_the_worker_on_kafka() {
+    a_trace_leads_from_the_producer_to_the_worker("kafka").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_trace_leads_from_the_producer_to_the_provider_on_kafka() {
-    a_trace_leads_from_the_producer_to_the_provider("kafka").await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_trace_leads_from_the_producer_to_the_provider_on_rabbitmq() {
-    a_trace_leads_from_the_producer_to_the_provider("rabbitmq").await;
+async fn a_trace_leads_from_the_producer_to_the_worker_on_rabbitmq() {
+    a_trace_leads_from_the_producer_to_the_worker("rabbitmq").await;
 }

@@ -1,4 +1,4 @@
-//! The program that is wired from a file alone, on real brokers and a real Redis. Its file is the
+//! The program that is configured by a file alone, on real brokers and a real Redis. Its file is the
 //! one that the book shows; variables say where the servers of this run are.
 
 use std::collections::HashMap;
@@ -131,6 +131,8 @@ async fn everything_is_handled_once(
             ("ONCEGATE_KAFKA_BROKERS", &kafka),
             ("ONCEGATE_KAFKA_TOPIC", &name),
             ("ONCEGATE_KAFKA_GROUP", &name),
+            ("ONCEGATE_KAFKA_CREATE_PARTITIONS", "1"),
+            ("ONCEGATE_KAFKA_CREATE_REPLICAS", "1"),
             ("ONCEGATE_RABBITMQ_URL", &rabbitmq),
             ("ONCEGATE_RABBITMQ_QUEUE", &name),
             ("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:0"),
@@ -205,20 +207,12 @@ async fn everything_is_handled_once(
 fn produce(broker: &'static str, run_dir: &Path) -> impl Fn(&str) -> Command {
     move |name| {
         let mut command = Command::new(crate::PAYMENTS);
-        command.args([
-            "produce",
-            "--broker",
-            broker,
-            "--name",
-            name,
-            "--payments",
-            &PAYMENTS.to_string(),
-        ]);
-        command.args(["--kafka", &oncegate_testkit::kafka_brokers().expect("set")]);
-        command.args([
-            "--rabbitmq",
-            &oncegate_testkit::rabbitmq_url().expect("set"),
-        ]);
+        command.args(["produce", "--broker", broker]);
+        command.args(["--payments", &PAYMENTS.to_string()]);
+        let kafka = oncegate_testkit::kafka_brokers().expect("set");
+        let rabbitmq = oncegate_testkit::rabbitmq_url().expect("set");
+        let servers = [kafka.as_str(), &rabbitmq, "memory:"];
+        command.envs(crate::variables(name, broker, servers));
         command.arg("--run-dir").arg(run_dir);
         command
     }
@@ -227,7 +221,7 @@ fn produce(broker: &'static str, run_dir: &Path) -> impl Fn(&str) -> Command {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_program_that_is_wired_from_a_file_handles_everything_once_on_kafka() {
     let run_dir = tempfile::tempdir().expect("a directory");
-    // It creates the topics.
+    // It creates the topic.
     everything_is_handled_once("kafka", produce("kafka", run_dir.path()), true).await;
 }
 

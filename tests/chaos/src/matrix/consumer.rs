@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use clap::{Args, ValueEnum};
 use oncegate::{
-    Consumer, Context, Failure, FailureExt, Handler, IdSource, Open, Reconciled, Redis, Rejects,
-    Sqlite, Store, Topology, async_trait, fault,
+    Connect, Consumer, Context, Failure, FailureExt, Handler, IdSource, Reconciled, Redis, Rejects,
+    Sqlite, Store, Topology, fault,
 };
 
 use super::tricks::{Timed, Trick, Tricky};
@@ -125,7 +125,7 @@ enum SetsAside {
     ByQueue,
 }
 
-async fn consume(source: impl Open, arguments: &Arguments, worker: Worker) -> Result<(), Error> {
+async fn consume(source: impl Connect, arguments: &Arguments, worker: Worker) -> Result<(), Error> {
     let common = &arguments.common;
     let (log, sink) = (Arc::clone(&worker.log), worker.sink.clone());
     let store: Arc<dyn Store> = match arguments.markers {
@@ -181,7 +181,6 @@ struct Effects {
     of_id: Mutex<HashMap<String, u32>>,
 }
 
-#[async_trait]
 impl Handler for Effects {
     type Payload = Work;
 

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use oncegate_testkit::proxy::{Fate, Proxy};
+use oncegate_testkit::proxy::{Proxy, RequestFault};
 use oncegate_testkit::servers::{
     RedisOptions, RedisPersistence, RedisServer, SentinelServers, Server,
 };
@@ -199,14 +199,14 @@ impl Store {
                 faults.play(name, None, || {
                     proxy.judge(move |_| {
                         if random.u8(0..100) < percent {
-                            Fate::LoseReply
+                            RequestFault::LoseReply
                         } else {
-                            Fate::Pass
+                            RequestFault::Pass
                         }
                     });
                     std::thread::sleep(planned.lasts);
                     // And not the end of a darkness beside it.
-                    proxy.judge(|_| Fate::Pass);
+                    proxy.judge(|_| RequestFault::Pass);
                     Ok(())
                 })
             }

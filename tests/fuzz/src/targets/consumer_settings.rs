@@ -5,12 +5,11 @@ use std::time::Duration;
 
 use oncegate_core::{
     Consumer, Context, Failure, Fingerprints, Guarantee, Handler, IdSource, MemoryBroker,
-    MemoryStore, async_trait,
+    MemoryStore,
 };
 
 struct Nothing;
 
-#[async_trait]
 impl Handler for Nothing {
     type Payload = u64;
 

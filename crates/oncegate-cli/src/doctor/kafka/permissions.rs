@@ -62,8 +62,8 @@ pub(super) fn see_group(consumer: &BaseConsumer, topic: &str, partition: i32) ->
     })
 }
 
-/// Asks until permission is granted, or denied with this code. The reader has a group name only for
-/// librdkafka, which may be denied, too.
+/// Requests until permission is granted, or denied with this code. The reader has a group name only
+/// for librdkafka, which may be denied, too.
 fn poll_until_known(
     forbidden: RDKafkaErrorCode,
     mut ask: impl FnMut() -> Option<Result<(), KafkaError>>,

@@ -1,4 +1,4 @@
-//! What the laws do with a source, and see.
+//! Operations on a source, with assertions, for the laws.
 
 use std::time::{Duration, Instant};
 
@@ -12,21 +12,21 @@ use oncegate_core::{
 
 use super::{Destination, TestQueue};
 
-/// More than any law has.
+/// A limit that no law reaches.
 pub(super) const ALL: Limit = Limit {
     count: 10_000,
     bytes: 64 << 20,
 };
 
-/// A source that is open, and how long it may take for anything.
-pub(super) struct Client<S>(pub(super) Box<S>, Duration);
+/// An open source, and the time limit for one step.
+pub(super) struct SourceClient<S>(pub(super) Box<S>, Duration);
 
-impl<S: Source + 'static> Client<S> {
+impl<S: Source + 'static> SourceClient<S> {
     pub(super) async fn of(queue: &impl TestQueue<Source = S>) -> Self {
         Self(Box::new(queue.source().await), queue.patience())
     }
 
-    /// The next deliveries, exactly so many.
+    /// Receives exactly this many deliveries.
     pub(super) async fn receive(&mut self, count: usize) -> Vec<Delivery> {
         let (mut all, patience) = (Vec::new(), self.1);
         let receiving = async {
@@ -48,7 +48,7 @@ impl<S: Source + 'static> Client<S> {
         let in_time = tokio::time::timeout(patience, receiving).await.is_ok();
         assert!(
             in_time,
-            "{} of {count} deliveries came in {patience:?}: {:?}",
+            "{} of {count} deliveries within {patience:?}: {:?}",
             all.len(),
             bodies(&all)
         );
@@ -59,8 +59,8 @@ impl<S: Source + 'static> Client<S> {
         self.receive(1).await.remove(0)
     }
 
-    /// Waits, and panics if anything is delivered meanwhile.
-    pub(super) async fn hears_nothing(&mut self, time: Duration, why: &str) {
+    /// Waits, and panics if anything is delivered in this time.
+    pub(super) async fn expect_no_delivery(&mut self, time: Duration, why: &str) {
         let until = Instant::now() + time;
         while let Some(left) = until.checked_duration_since(Instant::now()) {
             let mut incoming = Vec::new();
@@ -120,7 +120,7 @@ impl<S: Source + 'static> Client<S> {
             .expect("all that was settled is carried out");
     }
 
-    /// Closes it where deliveries are left that were never settled, which is no error.
+    /// Closes the source while deliveries are unsettled, which is not an error.
     pub(super) async fn close_unsettled(mut self) {
         self.0.stop().await;
         self.close().await;
@@ -153,7 +153,7 @@ pub(super) fn numbers(range: impl IntoIterator<Item = usize>) -> Vec<String> {
     range.into_iter().map(|number| number.to_string()).collect()
 }
 
-/// What stands in a destination, once it is so many messages.
+/// The messages in a destination, once there are this many.
 pub(super) async fn set_aside(
     queue: &impl TestQueue,
     destination: Destination,
@@ -168,15 +168,15 @@ pub(super) async fn set_aside(
         }
         assert!(
             Instant::now() < until,
-            "{} of {count} messages stand in {destination:?}",
+            "{} of {count} messages in {destination:?}",
             found.len()
         );
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
-/// An acceptance, for tests of a source. The road alone can make one, so it is asked what becomes
-/// of a duplicate.
+/// A settlement that accepts, for tests of a source. Only the delivery lifecycle can make one, so
+/// this is its settlement of a duplicate.
 pub fn accepted() -> Settlement {
     let policy = Policy {
         guarantee: Guarantee::EffectivelyOnce,
@@ -184,7 +184,7 @@ pub fn accepted() -> Settlement {
         crashes: 10,
         retries: 0,
         reconciles: 1,
-        parks: 1,
+        claim_retries: 1,
         backoff: Duration::from_millis(1),
         longest_backoff: Duration::from_millis(1),
         outage: Outage::Hold,

@@ -1,4 +1,4 @@
-//! Laws of what is handed over.
+//! Laws of deliveries.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use oncegate_core::{Limit, Message, Source};
 use super::TestQueue;
 use super::client::*;
 
-/// Body, headers and order are those of the publisher; failures begin at 0.
+/// Body, headers and order are those of the publisher; failures start at 0.
 pub async fn messages_arrive_as_they_were_sent_and_in_order(queue: impl TestQueue) {
     let binary: Vec<u8> = (0..=255).collect();
     let sent = [
@@ -23,7 +23,7 @@ pub async fn messages_arrive_as_they_were_sent_and_in_order(queue: impl TestQueu
     for message in &sent {
         queue.publish(message.clone()).await;
     }
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let received = client.receive(sent.len()).await;
     for (sent, received) in sent.iter().zip(&received) {
         assert_eq!(received.message.body, sent.body);
@@ -37,25 +37,25 @@ pub async fn messages_arrive_as_they_were_sent_and_in_order(queue: impl TestQueu
     client.close().await;
 }
 
-/// A delivery is open until it is settled, and is not handed over a second time meanwhile.
+/// A delivery is not delivered again before it is settled.
 pub async fn what_came_is_not_delivered_again_while_it_is_open(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let open = client.receive(3).await;
     client
-        .hears_nothing(Duration::from_millis(700), "all are open")
+        .expect_no_delivery(Duration::from_millis(700), "all are open")
         .await;
     client.accept(open).await;
     client.close().await;
 }
 
-/// Neither in number nor in bytes; but one delivery that is larger than the bound is handed over
+/// Neither in number nor in bytes; but one delivery that is larger than the limit is delivered
 /// alone.
 pub async fn no_more_is_handed_over_than_was_asked_for(queue: impl TestQueue) {
     for _ in 0..10 {
         queue.publish(Message::new(vec![b'x'; 1_000])).await;
     }
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let mut all = Vec::new();
     for limit in [
         Limit {
@@ -97,10 +97,10 @@ pub async fn no_more_is_handed_over_than_was_asked_for(queue: impl TestQueue) {
     client.close().await;
 }
 
-/// A full consumer waits for revocations, and is handed no delivery.
+/// A consumer at its limit waits for revocations and receives no delivery.
 pub async fn who_asks_for_nothing_gets_nothing(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let first = client.receive(1).await;
     for _ in 0..5 {
         let mut incoming = Vec::new();
@@ -117,9 +117,9 @@ pub async fn who_asks_for_nothing_gets_nothing(queue: impl TestQueue) {
     client.close().await;
 }
 
-/// `receive` may be dropped at any moment: what was not handed over comes with the next one.
+/// `receive` may be dropped at any time: the next call returns the same deliveries.
 pub async fn a_dropped_receive_loses_nothing(queue: impl TestQueue) {
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let publishing = async {
         for number in numbers(0..100) {
             queue.publish(Message::new(number)).await;
@@ -130,7 +130,7 @@ pub async fn a_dropped_receive_loses_nothing(queue: impl TestQueue) {
         let mut all = Vec::new();
         while all.len() < 100 {
             let mut incoming = Vec::new();
-            // Polled once, then given up, in turn with one that waits a little.
+            // Every second call is polled once and dropped, the others wait a little.
             let dropped = client
                 .0
                 .receive(Limit { count: 7, ..ALL }, &mut incoming)

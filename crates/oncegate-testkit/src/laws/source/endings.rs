@@ -1,4 +1,4 @@
-//! Laws of what is accepted, and of sources that end.
+//! Laws of acceptance and of closed sources.
 
 use std::time::Duration;
 
@@ -7,10 +7,10 @@ use oncegate_core::Source;
 use super::TestQueue;
 use super::client::*;
 
-/// `settle` takes all that it is given, and does nothing if that is nothing.
+/// `settle` empties the list that it is given; an empty list is a no-op.
 pub async fn settling_empties_the_list(queue: impl TestQueue) {
     publish_numbers(&queue, 2).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     client.settle([]).await;
     let both = client.receive(2).await;
     client.accept(both).await;
@@ -18,10 +18,10 @@ pub async fn settling_empties_the_list(queue: impl TestQueue) {
     client.close().await;
 }
 
-/// In whatever order and in however many calls it was accepted.
+/// In any order and in any number of calls.
 pub async fn what_is_accepted_never_comes_back(queue: impl TestQueue) {
     publish_numbers(&queue, 40).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let mut all = client.receive(40).await;
     let later = all.split_off(20);
     client.accept(later.into_iter().rev()).await;
@@ -29,20 +29,20 @@ pub async fn what_is_accepted_never_comes_back(queue: impl TestQueue) {
         client.accept([delivery]).await;
     }
     client.close().await;
-    let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(2), "all were accepted")
+    let mut next = SourceClient::of(&queue).await;
+    next.expect_no_delivery(Duration::from_secs(2), "all were accepted")
         .await;
     next.close().await;
 }
 
-/// After a close in good order. A shutdown is no failure.
+/// After an orderly close. A shutdown does not count as a failure.
 pub async fn what_is_not_settled_comes_back(queue: impl TestQueue) {
     publish_numbers(&queue, 5).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let open = client.receive(5).await;
     client.close_unsettled().await;
     drop(open);
-    let mut next = Client::of(&queue).await;
+    let mut next = SourceClient::of(&queue).await;
     let again = next.receive(5).await;
     assert_eq!(bodies(&again), numbers(0..5));
     assert!(
@@ -53,14 +53,14 @@ pub async fn what_is_not_settled_comes_back(queue: impl TestQueue) {
     next.close().await;
 }
 
-/// A source that is dropped is one whose process died.
+/// Dropping a source equals a crash of its process.
 pub async fn what_is_dropped_with_its_source_comes_back(queue: impl TestQueue) {
     publish_numbers(&queue, 5).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let open = client.receive(5).await;
     drop(client);
     drop(open);
-    let mut next = Client::of(&queue).await;
+    let mut next = SourceClient::of(&queue).await;
     let again = next.receive(5).await;
     let mut came = bodies(&again);
     came.sort();
@@ -69,22 +69,23 @@ pub async fn what_is_dropped_with_its_source_comes_back(queue: impl TestQueue) {
     next.close().await;
 }
 
-/// What is accepted beyond a delivery that is not does not take it along; that one comes back.
+/// Accepting a later delivery does not accept an earlier one that is not settled; that one is
+/// delivered again.
 pub async fn a_gap_keeps_its_place_and_nothing_else(queue: impl TestQueue) {
     publish_numbers(&queue, 10).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let mut all = client.receive(10).await;
     let gap = all.remove(3);
     client.accept(all).await;
     client.close_unsettled().await;
     drop(gap);
-    let mut next = Client::of(&queue).await;
+    let mut next = SourceClient::of(&queue).await;
     let mut came = Vec::new();
     while !bodies(&came).contains(&"3".to_owned()) {
         came.push(next.receive_one().await);
     }
-    // What lies beyond a gap may come again, and its done marker tells. What lies before it may
-    // not.
+    // Deliveries after a gap may be repeated, and their done markers detect that. Those before it
+    // may not.
     assert!(
         bodies(&came)
             .iter()
@@ -96,16 +97,16 @@ pub async fn a_gap_keeps_its_place_and_nothing_else(queue: impl TestQueue) {
     next.close_unsettled().await;
 }
 
-/// After `stop`, what is out may still be settled, and counts.
+/// After `stop`, open deliveries can still be settled.
 pub async fn a_stopped_source_still_settles(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let all = client.receive(3).await;
     client.0.stop().await;
     client.accept(all).await;
     client.close().await;
-    let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(2), "all were accepted")
+    let mut next = SourceClient::of(&queue).await;
+    next.expect_no_delivery(Duration::from_secs(2), "all were accepted")
         .await;
     next.close().await;
 }

@@ -1,4 +1,4 @@
-//! Laws of what is rejected.
+//! Laws of rejection.
 
 use std::time::Duration;
 
@@ -16,12 +16,12 @@ fn header<'a>(message: &'a Message, name: &str) -> Option<&'a str> {
         .map(|value| std::str::from_utf8(value).expect("oncegate writes text"))
 }
 
-/// With its body, its headers, and what a person wants to know; and it never comes back.
+/// With its body, its headers and the failure history; and it is not delivered again.
 pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: impl TestQueue) {
     queue
         .publish(Message::new("poison").with_header("payment-id", "42"))
         .await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let poison = client.receive_one().await;
     let story = FailureHistory {
         id: Some("42".into()),
@@ -50,16 +50,16 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
     }
     assert!(header(letter, headers::ORIGIN).is_some_and(|origin| !origin.is_empty()));
     assert!(queue.set_aside(Destination::InDoubt).await.is_empty());
-    let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(2), "it was rejected")
+    let mut next = SourceClient::of(&queue).await;
+    next.expect_no_delivery(Duration::from_secs(2), "it was rejected")
         .await;
     next.close().await;
 }
 
-/// What nobody could find out about has a destination of its own.
+/// In-doubt messages have a destination of their own.
 pub async fn what_is_in_doubt_stands_apart(queue: impl TestQueue) {
     publish_numbers(&queue, 1).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let delivery = client.receive_one().await;
     client
         .settle([(
@@ -76,11 +76,11 @@ pub async fn what_is_in_doubt_stands_apart(queue: impl TestQueue) {
     assert!(queue.set_aside(Destination::DeadLetters).await.is_empty());
 }
 
-/// However many they are, and whatever else is settled meanwhile.
+/// Whatever their number, and whatever else is settled at the same time.
 pub async fn many_rejections_at_once_all_arrive(queue: impl TestQueue) {
     const MANY: usize = 300;
     publish_numbers(&queue, MANY).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let all = client.receive(MANY).await;
     client
         .settle(
@@ -96,16 +96,16 @@ pub async fn many_rejections_at_once_all_arrive(queue: impl TestQueue) {
         .collect();
     came.sort_unstable();
     assert_eq!(came, Vec::from_iter(0..MANY));
-    let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(2), "all were rejected")
+    let mut next = SourceClient::of(&queue).await;
+    next.expect_no_delivery(Duration::from_secs(2), "all were rejected")
         .await;
     next.close().await;
 }
 
-/// Accepted, released and rejected deliveries side by side become what each was settled as.
+/// Accepted, released and rejected deliveries in one batch are each settled as requested.
 pub async fn each_settlement_of_a_batch_is_its_own(queue: impl TestQueue) {
     publish_numbers(&queue, 60).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let all = client.receive(60).await;
     let settled = all.into_iter().enumerate().map(|(number, delivery)| {
         let settlement = match number % 3 {
@@ -133,8 +133,8 @@ pub async fn each_settlement_of_a_batch_is_its_own(queue: impl TestQueue) {
         came,
         Vec::from_iter((0..60).filter(|number| number % 3 == 2))
     );
-    let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(2), "all were settled")
+    let mut next = SourceClient::of(&queue).await;
+    next.expect_no_delivery(Duration::from_secs(2), "all were settled")
         .await;
     next.close().await;
 }

@@ -1,4 +1,4 @@
-//! Laws of what is released.
+//! Laws of release.
 
 use std::time::{Duration, Instant};
 
@@ -7,14 +7,14 @@ use oncegate_core::Message;
 use super::TestQueue;
 use super::client::*;
 
-/// Not before its delay, with the failures that it was released with; what else is there goes on
-/// meanwhile.
+/// Not before its delay, with the failure count of the release; other messages are delivered in the
+/// meantime.
 pub async fn what_is_released_comes_back_after_its_delay_and_holds_up_no_other(
     queue: impl TestQueue,
 ) {
     const DELAY: Duration = Duration::from_millis(1_500);
     publish_numbers(&queue, 1).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let first = client.receive_one().await;
     let released_at = Instant::now();
     client.settle([(first, released(DELAY, 2))]).await;
@@ -30,16 +30,16 @@ pub async fn what_is_released_comes_back_after_its_delay_and_holds_up_no_other(
     assert_eq!((body(&again).as_str(), again.failures), ("0", 2));
     client.accept([again]).await;
     client.close().await;
-    let mut next = Client::of(&queue).await;
-    next.hears_nothing(Duration::from_secs(1), "all were accepted")
+    let mut next = SourceClient::of(&queue).await;
+    next.expect_no_delivery(Duration::from_secs(1), "all were accepted")
         .await;
     next.close().await;
 }
 
-/// A source that ends before the delay is over loses nothing.
+/// A source that is closed before the delay ends loses nothing.
 pub async fn what_is_released_for_long_comes_back_to_the_next_source(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let mut all = client.receive(3).await;
     let last = all.pop().expect("there are three");
     client
@@ -50,7 +50,7 @@ pub async fn what_is_released_for_long_comes_back_to_the_next_source(queue: impl
         .await;
     client.accept([last]).await;
     client.close_unsettled().await;
-    let mut next = Client::of(&queue).await;
+    let mut next = SourceClient::of(&queue).await;
     let again = next.receive(2).await;
     let mut came = bodies(&again);
     came.sort();
@@ -59,10 +59,10 @@ pub async fn what_is_released_for_long_comes_back_to_the_next_source(queue: impl
     next.close_unsettled().await;
 }
 
-/// Each release says how many attempts have failed by then, and the next delivery says the same.
+/// Each release carries the number of failed attempts, and the next delivery has that number.
 pub async fn what_is_released_again_and_again_keeps_its_count(queue: impl TestQueue) {
     publish_numbers(&queue, 1).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     for failures in 0..5 {
         let delivery = client.receive_one().await;
         assert_eq!(
@@ -73,7 +73,7 @@ pub async fn what_is_released_again_and_again_keeps_its_count(queue: impl TestQu
             .settle([(delivery, released(Duration::from_millis(10), failures + 1))])
             .await;
     }
-    // Held elsewhere is no failure: it is released with the count that it came with.
+    // A delivery whose key is held elsewhere did not fail: it is released with an unchanged count.
     let busy = client.receive_one().await;
     client
         .settle([(busy, released(Duration::from_millis(10), 5))])
@@ -87,7 +87,7 @@ pub async fn what_is_released_again_and_again_keeps_its_count(queue: impl TestQu
 /// Shorter delays before longer ones.
 pub async fn releases_come_back_in_the_order_of_their_delays(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
-    let mut client = Client::of(&queue).await;
+    let mut client = SourceClient::of(&queue).await;
     let all = client.receive(3).await;
     let delays = [900, 500, 100].map(Duration::from_millis);
     client

@@ -1,4 +1,4 @@
-//! Many operations in one apply, and answers that get lost.
+//! Batches of operations, and lost replies.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use oncegate_core::marker::{
 use oncegate_core::{Key, Store, StoreError};
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, DONE, DONE_THOUGH_LOST, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE,
+    AT_MOST_ONCE, Asker, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE,
     THEIRS, answers, cleared, doubted, granted, hold, key, reconciled, rejected, running, verdict,
     verdicts,
 };
-use crate::laws::rows::{alike, bring_about, questions};
-use crate::loses_replies::{Fate, LosesReplies};
+use crate::laws::rows::{alike, questions, setup_operations};
+use crate::loses_replies::{LosesReplies, ReplyFault};
 
 const BUSY: Verdict = Verdict::Busy { remaining: LONG };
 
@@ -26,7 +26,7 @@ fn asker(token: u128, attempt: u32) -> Asker {
     Asker::new(EFFECTIVELY_ONCE, Token(token), attempt)
 }
 
-/// Hears the verdicts, and says which is wrong.
+/// Compares verdicts with the expected ones.
 fn expect(heard: &[Verdict], expected: &[Verdict], asked: &[Operation]) {
     assert_eq!(heard.len(), expected.len());
     for (it, ((heard, expected), asked)) in heard.iter().zip(expected).zip(asked).enumerate() {
@@ -37,20 +37,20 @@ fn expect(heard: &[Verdict], expected: &[Verdict], asked: &[Operation]) {
     }
 }
 
-/// Each operation is answered in its place, whatever the others ask and under whatever terms.
+/// Each operation has its verdict at its position, whatever the other operations and terms are.
 pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
     const IDS: u32 = 600;
     assert!(
         answers(&*store, &[]).await.is_empty(),
-        "nothing is answered to nothing"
+        "an empty batch has no verdicts"
     );
     let keys: Vec<Key> = (0..IDS).map(|it| key(format!("k{it}"))).collect();
-    // Attempt 1 to 3, by turns: the answers tell the keys apart.
+    // Attempts 1 to 3 in turn: the verdicts distinguish the keys.
     let made: Vec<_> = keys
         .iter()
         .zip(0..)
         .flat_map(|(key, it)| {
-            bring_about(
+            setup_operations(
                 key,
                 &running(EFFECTIVELY_ONCE, Token(it), it as u32 % 3 + 1),
             )
@@ -95,7 +95,7 @@ pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
     );
 }
 
-/// An operation that is refused, or asks for what cannot be, spoils none beside it.
+/// An operation that is refused or invalid does not affect the others.
 pub async fn one_bad_item_spoils_no_other(store: Arc<dyn Store>) {
     let taken = key("taken");
     verdicts(&*store, &[asker(7, 0).claims(&taken)]).await;
@@ -151,11 +151,11 @@ pub async fn one_bad_item_spoils_no_other(store: Arc<dyn Store>) {
     );
     assert!(
         alike(verdict(&*store, asker(9, 0).claims(&taken)).await, BUSY),
-        "what was asked in vain changed nothing"
+        "the failed operations changed nothing"
     );
 }
 
-/// Operations on one key in one batch are applied in the order in which they stand.
+/// Operations on one key in one batch are applied in order.
 pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>) {
     let (k, other, doubt) = (key("k"), key("other"), key("doubt"));
     let clear = Ask::Clear(Effect::Nothing);
@@ -213,7 +213,7 @@ pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>
         &expected,
         &operations,
     );
-    // The same claim many times over, and the same completion.
+    // The same claim repeated many times, and the same completion.
     let many = key("many");
     let claims: Vec<_> = (0..20).map(|it| asker(it % 4, 0).claims(&many)).collect();
     let expected: Vec<_> = (0..20)
@@ -228,9 +228,8 @@ pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>
     );
 }
 
-/// Of a batch whose reply was lost, any part may have been applied. Asked again with the same
-/// tokens, all of it has the verdicts that were lost, and the markers are what they would have
-/// been.
+/// If the reply to a batch is lost, any prefix may have been applied. Repeating the batch with the
+/// same tokens gives the lost verdicts and the same markers.
 pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: Arc<dyn Store>) {
     let mine = |guarantee, attempt| Asker::new(guarantee, MINE, attempt);
     let strict = |attempt| mine(AT_MOST_ONCE, attempt);
@@ -242,7 +241,7 @@ pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: 
         Attempts::all_forgiven(1),
         Effect::Unknown,
     );
-    // What is there, what is asked, the verdict, and what it becomes.
+    // Given marker, operation, verdict, resulting marker.
     let rows = [
         (
             Marker::Absent,
@@ -341,14 +340,14 @@ pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: 
         let (made, told): (Vec<_>, Vec<_>) = rows
             .iter()
             .zip(&keys)
-            .flat_map(|((given, ..), key)| bring_about(key, given))
+            .flat_map(|((given, ..), key)| setup_operations(key, given))
             .unzip();
         expect(&verdicts(&*store, &made).await, &told, &made);
 
         let calls = AtomicUsize::new(0);
         let once = move |_: &[Operation]| match calls.fetch_add(1, Ordering::Relaxed) {
-            0 => Fate::Lost { applied },
-            _ => Fate::Answered,
+            0 => ReplyFault::Lost { applied },
+            _ => ReplyFault::Answered,
         };
         let lossy = LosesReplies::new(store.clone(), once);
         let lost = answers(&lossy, &asked).await;
@@ -357,7 +356,7 @@ pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: 
                 .all(|answer| matches!(answer, Err(StoreError::Unknown(_)))),
             "{lost:?}"
         );
-        // A completion may also find that it was applied: then it is done all the same.
+        // A completion may also find that it was applied, which counts as done, too.
         let expected: Vec<Verdict> = rows.iter().map(|(.., verdict, _)| *verdict).collect();
         expect(&verdicts(&lossy, &asked).await, &expected, &asked);
 
@@ -370,12 +369,12 @@ pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: 
     }
 }
 
-/// Asked again after a lost reply, each operation has the same verdict, or one after which a look
-/// tells what happened.
+/// When it is repeated after a lost reply, each operation has the same verdict, or one after which
+/// reading the marker tells what happened.
 pub async fn a_lost_reply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
     let strict = |attempt| Asker::new(AT_MOST_ONCE, MINE, attempt);
     let lax = |attempt| Asker::new(EFFECTIVELY_ONCE, MINE, attempt);
-    let lossy = LosesReplies::new(store.clone(), |asked: &[Operation]| Fate::Lost {
+    let lossy = LosesReplies::new(store.clone(), |asked: &[Operation]| ReplyFault::Lost {
         applied: asked.len(),
     });
     let forget = Ask::Forget {
@@ -385,8 +384,7 @@ pub async fn a_lost_reply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
         seen: rejected(4, None),
         effect: Effect::Unknown,
     };
-    // What is there, what is asked, the verdict when it is asked again, and what a claim is told
-    // then.
+    // Given marker, operation, its verdict when repeated, and the verdict of a claim afterwards.
     let rows = [
         (
             running(AT_MOST_ONCE, MINE, 2),
@@ -455,7 +453,7 @@ pub async fn a_lost_reply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
     ];
     for (it, (given, asker, ask, again, told)) in rows.into_iter().enumerate() {
         let key = key(format!("k{it}"));
-        let (made, expected): (Vec<_>, Vec<_>) = bring_about(&key, &given).into_iter().unzip();
+        let (made, expected): (Vec<_>, Vec<_>) = setup_operations(&key, &given).into_iter().unzip();
         expect(&verdicts(&*store, &made).await, &expected, &made);
         let asked = asker.asks(ask, &key);
         let lost = answers(&lossy, std::slice::from_ref(&asked)).await;
@@ -479,7 +477,7 @@ pub async fn a_lost_reply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
             "after {asked:?}"
         );
     }
-    // Asked twice, a lost marker is counted once: the second time it is there.
+    // A repeated completion counts a lost marker once: the second time the marker is there.
     let heard = verdicts(
         &*store,
         &[
@@ -488,10 +486,10 @@ pub async fn a_lost_reply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
         ],
     )
     .await;
-    assert_eq!(heard, [DONE_THOUGH_LOST, DONE]);
+    assert_eq!(heard, [DONE_WITH_LOST_MARKER, DONE]);
 }
 
-/// An apply that is dropped, at whatever moment, leaves each of its operations applied or not, and
+/// An apply that is dropped at any moment leaves each of its operations applied or not applied, and
 /// the store usable.
 pub async fn a_dropped_apply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
     for polls in 0..12u32 {

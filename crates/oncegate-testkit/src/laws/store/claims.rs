@@ -1,4 +1,4 @@
-//! What a claim is told: each of its rows.
+//! The verdicts of a claim, row by row.
 
 use std::sync::Arc;
 
@@ -20,7 +20,7 @@ fn claim(guarantee: Guarantee) -> (Asker, Ask) {
 
 const BUSY: Verdict = Verdict::Busy { remaining: LONG };
 
-/// The doubt of the attempt before is taken.
+/// The verdict of a claim that takes over the doubt of the previous attempt.
 fn in_doubt(attempt: u32) -> Verdict {
     Verdict::InDoubt(Attempts {
         number: attempt,
@@ -42,7 +42,7 @@ pub async fn a_new_id_is_granted(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// A cleared id is granted under the next attempt; the last possible one is not passed.
+/// A cleared id is granted with the next attempt; the highest possible attempt is not exceeded.
 pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -56,7 +56,7 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
                 running(of, MINE, next),
             ));
         }
-        // A person sent it back: the fence goes on, and the budget begins anew.
+        // Sent back by an operator: the attempt number continues, and the budget starts again.
         let attempts = Attempts {
             number: 6,
             base: 5,
@@ -78,8 +78,8 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// An unknown outcome outlives the guarantee under which it arose: it is in doubt where it is
-/// claimed at most once, and stays unknown where it is run again.
+/// An unknown outcome is kept whatever the guarantee under which it occurred: a claim in at most
+/// once finds the id in doubt, and a run in effectively once leaves it unknown.
 pub async fn an_unknown_outcome_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (before, base) in [(1, 0), (4, 0), (5, 5), (5, 2)] {
@@ -122,7 +122,7 @@ pub async fn an_unknown_outcome_is_in_doubt_in_at_most_once(store: Arc<dyn Store
     keep(&*store, &rows).await;
 }
 
-/// A claim that is asked again is the same grant, under the same attempt, also after its lease.
+/// A repeated claim is the same grant with the same attempt, also after its lease expired.
 pub async fn a_repeated_claim_is_the_same_grant(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -149,7 +149,7 @@ pub async fn a_repeated_claim_is_the_same_grant(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// While a lease lives, everybody else is told that it is held, whatever the guarantees.
+/// While a lease is valid, all other claims are busy, whatever the guarantees.
 pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for holder in BOTH {
@@ -168,7 +168,7 @@ pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// A lease that is over is taken over under the next attempt, where both are effectively once.
+/// An expired lease is taken over with the next attempt if both guarantees are effectively once.
 pub async fn an_ended_lease_is_taken_over_in_effectively_once(store: Arc<dyn Store>) {
     let of = EFFECTIVELY_ONCE;
     let rows = [(1, 2), (4, 5), (u32::MAX, u32::MAX)].map(|(before, next)| {
@@ -189,8 +189,8 @@ pub async fn an_ended_lease_is_taken_over_in_effectively_once(store: Arc<dyn Sto
     keep(&*store, &rows).await;
 }
 
-/// A lease that is over is in doubt under the claimer's token and the next attempt, if one of the
-/// two is at most once.
+/// An expired lease is in doubt with the claim's token and the next attempt if one of the two
+/// guarantees is at most once.
 pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (holder, claimer) in [
@@ -217,7 +217,7 @@ pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// A claim that is asked again while its id is in doubt is the same doubt, under the same attempt.
+/// A repeated claim of an id in doubt is the same doubt with the same attempt.
 pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -246,8 +246,8 @@ pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// A doubt that nobody reconciles, or whose reconciler's lease is over, goes to the claimer under
-/// the next attempt.
+/// A doubt that no consumer reconciles, or whose reconciler's lease expired, is given to the claim
+/// with the next attempt.
 pub async fn a_doubt_goes_to_who_claims_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -290,7 +290,7 @@ pub async fn a_doubt_goes_to_who_claims_it(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// While somebody reconciles, everybody else is told that it is held.
+/// While a consumer reconciles, all other claims are busy.
 pub async fn a_doubt_that_another_reconciles_is_busy(store: Arc<dyn Store>) {
     let rows = BOTH.map(|of| {
         let given = reconciled(THEIRS, 2);
@@ -305,7 +305,7 @@ pub async fn a_doubt_that_another_reconciles_is_busy(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// What was rejected is not run again, and whoever asks hears how far its attempts had come.
+/// A rejected id is not run again, and its verdict contains its last attempt.
 pub async fn a_rejected_id_stays_rejected(store: Arc<dyn Store>) {
     let given = rejected(3, None);
     keep(
@@ -323,7 +323,7 @@ pub async fn a_rejected_id_stays_rejected(store: Arc<dyn Store>) {
     .await;
 }
 
-/// What is done is a duplicate.
+/// A completed id is a duplicate.
 pub async fn a_done_id_is_a_duplicate(store: Arc<dyn Store>) {
     let given = Marker::Done(None);
     keep(
@@ -333,8 +333,8 @@ pub async fn a_done_id_is_a_duplicate(store: Arc<dyn Store>) {
     .await;
 }
 
-/// Another body is told to wait while the first runs, which may yet fail. Once the first one's
-/// lease is over it conflicts: the first may never come back, and nobody waits for that.
+/// Another body is busy while the first runs, because the first may still fail. After the first
+/// one's lease expired it is a conflict, because the first may never be delivered again.
 pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -360,7 +360,7 @@ pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// Another body conflicts with what is in doubt, rejected or done.
+/// Another body conflicts with an id that is in doubt, rejected or done.
 pub async fn another_body_conflicts_with_what_was_first(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -385,8 +385,8 @@ pub async fn another_body_conflicts_with_what_was_first(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// The same body is no conflict, and neither is a body where there is nothing to compare it with: a
-/// claim without a fingerprint, or a marker without one, such as the bare `1` of another program.
+/// The same body is no conflict, and neither is a body that cannot be compared: a claim without a
+/// fingerprint, or a marker without one, such as the bare `1` of another program.
 pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -421,7 +421,7 @@ pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// Fingerprints from 0 to the largest are kept whole, beside each other.
+/// Fingerprints from 0 to the largest are stored without truncation.
 pub async fn every_fingerprint_is_told_from_every_other(store: Arc<dyn Store>) {
     const LARGEST: u64 = Fingerprint::LIMIT - 1;
     let bodies = [0, 1, 42, 1 << 53, (1 << 53) + 1, LARGEST - 1, LARGEST].map(body);

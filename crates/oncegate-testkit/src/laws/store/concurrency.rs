@@ -1,4 +1,4 @@
-//! Many clients at once.
+//! Many concurrent clients.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::laws::ask::{
     TAKEN_OVER, THEIRS, granted, key, verdict, verdicts,
 };
 
-/// The store, and its handle for renewals where it has one: two connections, as two programs have.
+/// The store, and its handle for renewals if it has one: two connections, like two processes.
 pub(crate) fn handles(store: &Arc<dyn Store>) -> [Arc<dyn Store>; 2] {
     [
         store.clone(),
@@ -19,7 +19,7 @@ pub(crate) fn handles(store: &Arc<dyn Store>) -> [Arc<dyn Store>; 2] {
     ]
 }
 
-/// Asks a hundred times at once, each time with another token.
+/// Sends an operation a hundred times concurrently, each time with another token.
 async fn a_hundred_at_once(
     store: &Arc<dyn Store>,
     ask: impl Fn(Token) -> Operation,
@@ -51,8 +51,8 @@ fn count(heard: &[Verdict], like: impl Fn(&Verdict) -> bool) -> usize {
     heard.iter().filter(|verdict| like(verdict)).count()
 }
 
-/// Of a hundred simultaneous claims of a new id one is granted, and all others are told that it is
-/// held; in bare, that it is a duplicate.
+/// Of a hundred concurrent claims of a new id one is granted and all others are busy; in bare they
+/// are duplicates.
 pub async fn of_a_hundred_simultaneous_claims_one_is_granted(store: Arc<dyn Store>) {
     for guarantee in [AT_MOST_ONCE, EFFECTIVELY_ONCE, Guarantee::Bare] {
         for round in 0..5 {
@@ -73,7 +73,7 @@ pub async fn of_a_hundred_simultaneous_claims_one_is_granted(store: Arc<dyn Stor
     }
 }
 
-/// Of a hundred simultaneous claims of an id whose lease is over one takes it over, and one alone.
+/// Of a hundred concurrent claims of an id with an expired lease exactly one takes it over.
 pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>) {
     for (guarantee, taken) in [
         (AT_MOST_ONCE, Verdict::InDoubt(CRASHED_ONCE)),
@@ -103,8 +103,8 @@ pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>)
     }
 }
 
-/// Of a hundred who each want to free, complete or take what one of them holds, at once, none is
-/// told what is not so: a doubt is taken by one, and a resolved id is claimed by one.
+/// Of a hundred clients that try to resolve, complete or claim the same doubt at once, each has a
+/// correct verdict: one takes the doubt, and one claims the resolved id.
 pub async fn of_a_hundred_who_find_a_doubt_one_reconciles(store: Arc<dyn Store>) {
     for round in 0..5 {
         let key = key(format!("k{round}"));
@@ -134,11 +134,11 @@ pub async fn of_a_hundred_who_find_a_doubt_one_reconciles(store: Arc<dyn Store>)
     }
 }
 
-/// The handle for renewals is the same store, used from a thread and a runtime of its own: what one
-/// writes the other reads.
+/// The handle for renewals is the same store, used from a thread and a runtime of its own: each
+/// reads what the other writes.
 pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
     let handle = handles(&store)[1].clone();
-    // The lease of each: what only the handle renewed is still held.
+    // The lease of each: an id that only the handle renewed is still held.
     let claim = |guarantee, key: &Key| Asker::new(guarantee, MINE, 1).claims(key);
     let keys = BOTH.map(|guarantee| (guarantee, key(format!("{guarantee:?}"))));
     for (guarantee, key) in &keys {
@@ -146,7 +146,7 @@ pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
     }
     let there = keys.clone();
     let elsewhere = std::thread::spawn(move || {
-        // As the consumer has it: the handle is used on the runtime of this thread alone.
+        // As in the consumer: the handle is used only on the runtime of this thread.
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()

@@ -1,5 +1,4 @@
-//! Random histories: the store does to each key what
-//! [`marker::apply`](oncegate_core::marker::apply) says.
+//! Random histories, compared with [`marker::apply`](oncegate_core::marker::apply).
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -17,25 +16,25 @@ use proptest::strategy::ValueTree;
 use tokio::task::JoinSet;
 
 use crate::laws::ask::{LONG, answers, key};
-use crate::laws::belief::{Belief, Span, Surprise};
+use crate::laws::belief::{PossibleMarkers, Span, UnexpectedVerdict};
 use crate::laws::random::{repeat, runner, seeds};
 use crate::laws::rows::questions;
 
-/// How many histories a run has, unless the environment says otherwise.
+/// The default number of histories in a run.
 const HISTORIES: u64 = 64;
-/// So many go on at a time.
+/// The number of concurrent histories.
 const AT_ONCE: usize = 8;
-/// The longest history, in steps.
+/// The maximum length of a history, in steps.
 const STEPS: usize = 16;
-/// How long a broken history is shortened before it is shown.
+/// How long a failing history is shortened before it is printed.
 const SHORTENING: Duration = Duration::from_secs(10);
 
-/// Random histories of operations and waits: after each step, verdict and marker are those of the
+/// Random histories of operations and waits: after each step, verdict and marker equal those of the
 /// reference, by the store's own clock.
 ///
 /// Each history runs on as many keys as it has steps: all of them take its first step, all but the
-/// first the second, and so on. When a key has taken its last step it is asked what it holds, so
-/// that each step's marker is looked at although to look is to change.
+/// first the second, and so on. After its last step a key's marker is checked. So the marker after
+/// each step is checked, although checking changes it.
 pub async fn random_histories_go_as_the_reference_says(store: Arc<dyn Store>) {
     let mut left = seeds(HISTORIES);
     let (mut last, mut more) = (0u64, 0);
@@ -46,7 +45,7 @@ pub async fn random_histories_go_as_the_reference_says(store: Arc<dyn Store>) {
         while running.len() < AT_ONCE {
             let seed = match left.next() {
                 Some(seed) => seed,
-                // By chance a verdict may not have come up yet: the next seeds bring it.
+                // A verdict may be missing by chance: use further seeds.
                 None if enough && more < 10 * HISTORIES && !reaches_all(&seen) => {
                     more += 1;
                     last.wrapping_add(1)
@@ -69,7 +68,7 @@ pub async fn random_histories_go_as_the_reference_says(store: Arc<dyn Store>) {
             }
         }
     }
-    // The histories have to reach every verdict, or they prove little.
+    // The histories must produce every verdict; otherwise they test too little.
     assert!(!enough || reaches_all(&seen), "only {seen:?} were seen");
 }
 
@@ -89,68 +88,68 @@ fn reaches_all(seen: &HashSet<&'static str>) -> bool {
     all.iter().all(|verdict| seen.contains(verdict))
 }
 
-/// The shortest history that still breaks, by proptest's own way of shortening. Time is part of a
-/// history, so what broke once may not break again.
+/// The shortest history that still fails, shortened by proptest. Time is part of a history, so a
+/// failure may not be reproducible.
 async fn shortest(store: &dyn Store, seed: u64, mut why: String) -> (Vec<Step>, String) {
     let mut tree = history(seed);
     let mut steps = tree.current();
     let started = Instant::now();
     for attempt in 0.. {
         let shorter = tree.current();
-        let goes_on = match run(store, &format!("{seed}-{attempt}"), &shorter).await {
+        let can_continue = match run(store, &format!("{seed}-{attempt}"), &shorter).await {
             Err(broken) => {
                 (steps, why) = (shorter, broken);
                 tree.simplify()
             }
             Ok(_) => tree.complicate(),
         };
-        if !goes_on || started.elapsed() > SHORTENING {
+        if !can_continue || started.elapsed() > SHORTENING {
             break;
         }
     }
     (steps, why)
 }
 
-/// What happens next in a history.
+/// One step of a history.
 #[derive(Clone, Debug)]
 enum Step {
-    /// These are asked, in one batch.
-    Ask(Vec<Question>),
-    /// The clock goes on.
+    /// Sends these operations in one batch.
+    Ask(Vec<PlannedOperation>),
+    /// Waits.
     Wait(Duration),
 }
 
-/// An operation that has a good chance to be about the marker as it is.
+/// An operation that probably fits the current marker.
 #[derive(Clone, Debug)]
-struct Question {
-    ask: Asked,
-    by: By,
+struct PlannedOperation {
+    ask: AskChoice,
+    by: TokenChoice,
     attempt: Attempt,
     terms: Terms,
 }
 
 #[derive(Clone, Debug)]
-enum Asked {
+enum AskChoice {
     This(Ask),
-    ForgetWhatIsThere,
-    SendBackWhatIsThere(Effect),
+    ForgetCurrent,
+    SendBackCurrent(Effect),
 }
 
 #[derive(Clone, Debug)]
-enum By {
+enum TokenChoice {
     Holder,
     Any(Token),
 }
 
 #[derive(Clone, Debug)]
 enum Attempt {
-    ThatOfTheHolder,
-    TheNext,
-    TheLast,
+    OfHolder,
+    Next,
+    Last,
 }
 
 fn history(seed: u64) -> impl ValueTree<Value = Vec<Step>> {
-    // Nothing in these strategies is refused.
+    // These strategies never reject a value.
     vec(step(), 1..=STEPS)
         .new_tree(&mut runner(seed))
         .expect("a history")
@@ -164,25 +163,24 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-fn question() -> impl Strategy<Value = Question> {
-    let one_of = |asks: &[Ask]| select(asks.to_vec()).prop_map(Asked::This);
+fn question() -> impl Strategy<Value = PlannedOperation> {
+    let one_of = |asks: &[Ask]| select(asks.to_vec()).prop_map(AskChoice::This);
     let asked = prop_oneof![
-        5 => Just(Asked::This(Ask::Claim)),
-        1 => Just(Asked::This(Ask::Renew)),
-        1 => Just(Asked::This(Ask::Complete)),
+        5 => Just(AskChoice::This(Ask::Claim)),
+        1 => Just(AskChoice::This(Ask::Renew)),
+        1 => Just(AskChoice::This(Ask::Complete)),
         1 => one_of(&[Ask::Clear(Effect::Nothing), Ask::Clear(Effect::Unknown)]),
-        1 => Just(Asked::This(Ask::Withdraw)),
+        1 => Just(AskChoice::This(Ask::Withdraw)),
         2 => one_of(&[Ask::Reject(Effect::Nothing), Ask::Reject(Effect::Unknown)]),
-        2 => Just(Asked::This(Ask::Doubt)),
+        2 => Just(AskChoice::This(Ask::Doubt)),
         1 => one_of(&[Ask::Resolve(Finding::Happened), Ask::Resolve(Finding::DidNotHappen)]),
-        1 => prop_oneof![2 => Just(Asked::ForgetWhatIsThere), 1 => one_of(&[Ask::Forget { seen: Marker::Done(None) }])],
-        2 => select(vec![Effect::Nothing, Effect::Unknown]).prop_map(Asked::SendBackWhatIsThere),
+        1 => prop_oneof![2 => Just(AskChoice::ForgetCurrent), 1 => one_of(&[Ask::Forget { seen: Marker::Done(None) }])],
+        2 => select(vec![Effect::Nothing, Effect::Unknown]).prop_map(AskChoice::SendBackCurrent),
         1 => one_of(&[Ask::SendBack { seen: Marker::Absent, effect: Effect::Unknown }]),
     ];
-    let by =
-        prop_oneof![2 => Just(By::Holder), 1 => (0..4u128).prop_map(|token| By::Any(Token(token)))];
-    let attempt = prop_oneof![13 => Just(Attempt::ThatOfTheHolder), 2 => Just(Attempt::TheNext), 1 => Just(Attempt::TheLast)];
-    (asked, by, attempt, terms()).prop_map(|(ask, by, attempt, terms)| Question {
+    let by = prop_oneof![2 => Just(TokenChoice::Holder), 1 => (0..4u128).prop_map(|token| TokenChoice::Any(Token(token)))];
+    let attempt = prop_oneof![13 => Just(Attempt::OfHolder), 2 => Just(Attempt::Next), 1 => Just(Attempt::Last)];
+    (asked, by, attempt, terms()).prop_map(|(ask, by, attempt, terms)| PlannedOperation {
         ask,
         by,
         attempt,
@@ -203,7 +201,7 @@ fn terms() -> impl Strategy<Value = Terms> {
     ];
     (guarantee, lease, window, select(bodies)).prop_map(
         |(guarantee, lease, window, fingerprint)| {
-            // The literal gate knows whole seconds.
+            // The literal gate has a resolution of one second.
             let window = if guarantee == Guarantee::Bare {
                 window.max(SECOND)
             } else {
@@ -219,13 +217,13 @@ fn terms() -> impl Strategy<Value = Terms> {
     )
 }
 
-impl Question {
-    /// The operation, where this marker is believed to be.
+impl PlannedOperation {
+    /// The operation, if this is the expected marker.
     fn on(&self, marker: Marker, key: &Key) -> Operation {
         let ask = match &self.ask {
-            Asked::This(ask) => *ask,
-            Asked::ForgetWhatIsThere => Ask::Forget { seen: marker },
-            Asked::SendBackWhatIsThere(effect) => Ask::SendBack {
+            AskChoice::This(ask) => *ask,
+            AskChoice::ForgetCurrent => Ask::Forget { seen: marker },
+            AskChoice::SendBackCurrent(effect) => Ask::SendBack {
                 seen: marker,
                 effect: *effect,
             },
@@ -239,13 +237,13 @@ impl Question {
             Marker::Absent | Marker::Done(_) => (Token(0), 1),
         };
         let token = match self.by {
-            By::Holder => holder,
-            By::Any(token) => token,
+            TokenChoice::Holder => holder,
+            TokenChoice::Any(token) => token,
         };
         let attempt = match self.attempt {
-            Attempt::ThatOfTheHolder => at,
-            Attempt::TheNext => at.saturating_add(1),
-            Attempt::TheLast => u32::MAX,
+            Attempt::OfHolder => at,
+            Attempt::Next => at.saturating_add(1),
+            Attempt::Last => u32::MAX,
         };
         Operation {
             key: key.clone(),
@@ -257,10 +255,10 @@ impl Question {
     }
 }
 
-/// Runs a history, and says which verdicts it has seen.
+/// Runs a history and returns the verdicts that occurred.
 ///
 /// # Errors
-/// The first answer that the reference cannot have given.
+/// The first reply that the reference cannot give.
 async fn run(
     store: &dyn Store,
     name: &str,
@@ -271,11 +269,11 @@ async fn run(
         .filter(|step| matches!(step, Step::Ask(_)))
         .count();
     let start = Instant::now();
-    let mut twins: Vec<(Key, Belief)> = (0..asked)
-        .map(|it| (key(format!("{name}.{it}")), Belief::new(start)))
+    let mut twins: Vec<(Key, PossibleMarkers)> = (0..asked)
+        .map(|it| (key(format!("{name}.{it}")), PossibleMarkers::new(start)))
         .collect();
     let mut seen = HashSet::new();
-    // The twins before this one have taken their last step, and have been looked at.
+    // The keys before this one have taken their last step and were checked.
     let mut first = 0;
     for (number, step) in steps.iter().enumerate() {
         let questions_of = match step {
@@ -286,14 +284,10 @@ async fn run(
             Step::Ask(questions) => questions,
         };
         let mut batch = Vec::with_capacity(questions_of.len() * twins.len());
-        let mut marker = twins
-            .last()
-            .expect("a twin for each step that asks")
-            .1
-            .marker();
+        let mut marker = twins.last().expect("a key for each batch").1.marker();
         for question in questions_of {
             batch.extend((first..asked).map(|twin| (twin, question.on(marker, &twins[twin].0))));
-            // What the next question will probably meet.
+            // The marker that the next operation will probably meet.
             marker =
                 match marker::apply(marker, Age::Of(Duration::ZERO), &batch[batch.len() - 1].1).0 {
                     Change::Keep => marker,
@@ -313,20 +307,20 @@ async fn run(
             .collect();
         exchange(store, &mut twins, look)
             .await
-            .map_err(|why| format!("looking at what step {number} left: {why}"))?;
+            .map_err(|why| format!("reading the marker after step {number}: {why}"))?;
         first += 1;
     }
     Ok(seen)
 }
 
-/// Asks in one batch, each operation of one twin, and takes in the answers. Says which verdicts
-/// there were.
+/// Sends one batch, each operation on one key, and updates the possible markers with the replies.
+/// Returns the verdicts.
 ///
 /// # Errors
-/// The first answer that the reference cannot have given.
+/// The first reply that the reference cannot give.
 async fn exchange(
     store: &dyn Store,
-    twins: &mut [(Key, Belief)],
+    twins: &mut [(Key, PossibleMarkers)],
     batch: Vec<(usize, Operation)>,
 ) -> Result<Vec<&'static str>, String> {
     let operations: Vec<Operation> = batch
@@ -342,7 +336,7 @@ async fn exchange(
     let mut seen = Vec::with_capacity(answers.len());
     for ((twin, operation), answer) in batch.into_iter().zip(answers) {
         let heard = answer.map_err(|error| format!("{error}, to {operation:?}"))?;
-        let surprised = |it: Surprise| {
+        let surprised = |it: UnexpectedVerdict| {
             format!(
                 "{:?}, not {:?}, to {operation:?} on {:?}",
                 it.heard, it.expected, it.believed

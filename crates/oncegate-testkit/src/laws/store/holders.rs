@@ -1,4 +1,4 @@
-//! What a holder is told, and whoever takes himself for one: each row but the claim's.
+//! The verdicts of all operations except the claim, from holders and others, row by row.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use oncegate_core::marker::{
 };
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, DONE, DONE_THOUGH_LOST, DOUBTED_ONCE, EFFECTIVELY_ONCE,
+    AT_MOST_ONCE, Asker, BOTH, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE,
     HOLDERS_ASKS, LONG, MINE, THEIRS, WINDOW, body, cleared, doubted, granted, hold, of_body, over,
     reconciled, rejected, running,
 };
@@ -28,8 +28,7 @@ fn asks(guarantee: Guarantee, ask: Ask, attempt: u32) -> (Asker, Ask) {
     (Asker::new(guarantee, MINE, attempt), ask)
 }
 
-/// The holder of attempt 2 whose settings have changed since: what it holds stays on the terms that
-/// it was claimed on.
+/// The holder of attempt 2 with changed settings: its marker keeps the terms of its claim.
 fn on_other_terms(ask: Ask) -> [(Asker, Ask); 2] {
     BOTH.map(|of| {
         (
@@ -42,8 +41,8 @@ fn on_other_terms(ask: Ask) -> [(Asker, Ask); 2] {
     })
 }
 
-/// The holder renews what it runs and what it reconciles, also after its lease while nobody else
-/// has claimed.
+/// The holder renews while it runs or reconciles, also after its lease expired, as long as the id
+/// was not claimed.
 pub async fn the_holder_renews(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -75,8 +74,8 @@ pub async fn the_holder_renews(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// The holder completes, also after its lease while nobody else has claimed. The fingerprint stays
-/// with the id.
+/// The holder completes, also after its lease expired, as long as the id was not claimed. The
+/// fingerprint is kept.
 pub async fn the_holder_completes(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -102,7 +101,8 @@ pub async fn the_holder_completes(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// A doubt is completed by whoever: only a holder completes, and knowing beats doubting.
+/// Any token completes a doubt: only a holder completes, and a known outcome replaces an unknown
+/// one.
 pub async fn a_doubt_is_completed_by_whoever(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -125,7 +125,7 @@ pub async fn a_doubt_is_completed_by_whoever(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// Completing again is done, and keeps the first fingerprint.
+/// A repeated completion is done and keeps the first fingerprint.
 pub async fn completing_again_is_done(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -143,7 +143,7 @@ pub async fn completing_again_is_done(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// Completing what has gone in the meantime is done, and says that the marker was lost.
+/// Completing an absent marker is done and reports that the marker was lost.
 pub async fn completing_a_lost_marker_says_so(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -153,7 +153,7 @@ pub async fn completing_a_lost_marker_says_so(store: Arc<dyn Store>) {
                 "complete: absent, cleared",
                 given,
                 asked,
-                DONE_THOUGH_LOST,
+                DONE_WITH_LOST_MARKER,
                 Marker::Done(None),
             )
         }));
@@ -161,7 +161,7 @@ pub async fn completing_a_lost_marker_says_so(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// A first attempt of which nothing happened leaves nothing behind.
+/// Clearing a first attempt of which nothing happened deletes the marker.
 pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -179,8 +179,8 @@ pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// A later attempt, and one whose outcome is unknown, keeps its number when it is cleared: it is a
-/// fence.
+/// A later attempt, and one whose outcome is unknown, keeps its number when it is cleared, because
+/// it is a fencing token.
 pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
     let name = "clear: in progress, mine, attempt > 1 or unknown";
     let clears = |of, effect, attempt| {
@@ -206,7 +206,7 @@ pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
 }
 
 /// A grant whose handler was not started is withdrawn as if it had not been granted: the budget and
-/// what is unknown of earlier attempts stay as they were. What is free already stays as it is.
+/// the unknown outcome of earlier attempts are unchanged. A free marker is unchanged.
 pub async fn withdrawing_spends_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -218,7 +218,7 @@ pub async fn withdrawing_spends_nothing(store: Arc<dyn Store>) {
             Verdict::Kept,
             Marker::Absent,
         ));
-        // At most once is granted nothing that is unknown.
+        // In at most once an unknown outcome is not granted.
         for earlier in EFFECTS
             .into_iter()
             .filter(|earlier| *earlier == Effect::Nothing || of == EFFECTIVELY_ONCE)
@@ -258,7 +258,7 @@ pub async fn withdrawing_spends_nothing(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// In at most once what is unknown is doubted, never cleared.
+/// In at most once an unknown outcome becomes a doubt and is never cleared.
 pub async fn an_unknown_outcome_is_not_cleared_in_at_most_once(store: Arc<dyn Store>) {
     let rows = [1, 4].map(|attempt| {
         let given = running(AT_MOST_ONCE, MINE, attempt);
@@ -273,7 +273,7 @@ pub async fn an_unknown_outcome_is_not_cleared_in_at_most_once(store: Arc<dyn St
     keep(&*store, &rows).await;
 }
 
-/// What is free already stays as it is.
+/// A free marker is unchanged.
 pub async fn clearing_what_is_free_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -287,7 +287,7 @@ pub async fn clearing_what_is_free_changes_nothing(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// In at most once a rejected id is remembered, with the fingerprint of what was rejected.
+/// In at most once a rejected id is kept, with the fingerprint of the rejected body.
 pub async fn rejecting_is_remembered_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for effect in EFFECTS {
@@ -354,8 +354,8 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// The holder doubts what it ran or reconciled: then nobody reconciles, and nothing else of its
-/// hold changes.
+/// The holder doubts an id that it ran or reconciled: then no consumer reconciles it, and the other
+/// fields of the hold are unchanged.
 pub async fn the_holder_doubts(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -396,8 +396,8 @@ fn waiting(hold: Hold) -> Marker {
     Marker::InDoubt(hold, Doubt::Waiting)
 }
 
-/// What is free is in doubt once somebody doubts it, under the higher of both attempts: the fence
-/// never steps back.
+/// A doubt on a free marker is recorded with the higher of both attempts: the fencing token never
+/// decreases.
 pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -418,7 +418,7 @@ pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
                 becomes,
             ));
         }
-        // Asked late, or again: an operator has freed the id since.
+        // A late or repeated doubt: the operator has freed the id since.
         let freed = Marker::Cleared {
             attempts: Attempts::all_forgiven(3),
             effect: Effect::Nothing,
@@ -434,8 +434,7 @@ pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// A doubt that is resolved as it was seen is done if it happened, and free under its attempt if it
-/// did not.
+/// A resolved doubt is done if it happened, and free with its attempt if it did not.
 pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -470,8 +469,8 @@ pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
                 becomes,
             ));
         }
-        // What runs is not resolved, and what is in doubt neither cleared nor rejected, not even by
-        // its holder.
+        // A marker in progress is not resolved, and a doubt is neither cleared nor rejected, not
+        // even by its holder.
         let given = running(of, MINE, 2);
         rows.extend(FINDINGS.map(|finding| {
             row(
@@ -500,7 +499,7 @@ pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// Every marker that a person may have seen.
+/// Every marker that an operator may have read.
 fn all_seen() -> Vec<Marker> {
     vec![
         Marker::Absent,
@@ -527,9 +526,9 @@ fn all_seen() -> Vec<Marker> {
     ]
 }
 
-/// A person sends back what was rejected, what failed too often and, on their word, what is in
-/// doubt, if it still is what was seen, and never what runs or is done. The fence goes on above
-/// every number that is known, and the whole budget is left.
+/// An operator sends back a rejected id, an id that failed too often and, after stating the
+/// outcome, an id in doubt, if the marker is unchanged; never one that is in progress or done. The
+/// attempt number continues above every known number, and the whole budget is available.
 pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (of, word, known) in [
@@ -567,7 +566,8 @@ pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
             for seen in all_seen() {
                 let asked = asks(of, Ask::SendBack { seen, effect: word }, known);
                 rows.push(match freed(&seen) {
-                    // What runs is not sent back; what was sent back already is kept.
+                    // A marker in progress is not sent back; one that was sent back already is
+                    // kept.
                     Some(becomes)
                         if given == becomes
                             || (given == seen && !matches!(given, Marker::InProgress(_))) =>
@@ -585,7 +585,7 @@ pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
             }
         }
     }
-    // A holder whose lease is over is gone, though nobody has noticed yet.
+    // The lease of the holder has expired, and no claim has taken it over.
     for (record, of, word) in [
         (EFFECTIVELY_ONCE, EFFECTIVELY_ONCE, Some(Effect::Unknown)),
         (EFFECTIVELY_ONCE, AT_MOST_ONCE, None),
@@ -627,8 +627,8 @@ pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// A person forgets what is done, if it still is what was seen, and nothing else. The fence goes on
-/// above the attempt that is known, or above a number that no budget reaches.
+/// An operator forgets a completed id, if the marker is unchanged, and nothing else. The attempt
+/// number continues above the known attempt, or above a number that no budget reaches.
 pub async fn a_person_forgets_what_is_done(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (of, known) in [(AT_MOST_ONCE, 0), (EFFECTIVELY_ONCE, 7)] {
@@ -652,7 +652,7 @@ pub async fn a_person_forgets_what_is_done(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// What attempts have left behind stays unknown, though a later one did nothing.
+/// The unknown outcome of an earlier attempt is kept, although a later attempt did nothing.
 pub async fn what_is_unknown_stays_unknown(store: Arc<dyn Store>) {
     let of = EFFECTIVELY_ONCE;
     let attempts = Attempts {
@@ -682,9 +682,8 @@ pub async fn what_is_unknown_stays_unknown(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// Another's permit completes, renews, clears, rejects, doubts and resolves nothing: neither
-/// another token under the same attempt, nor the same token under another attempt. What is settled
-/// stays settled.
+/// Another permit completes, renews, clears, rejects, doubts and resolves nothing: neither another
+/// token with the same attempt, nor the same token with another attempt. A settled id is unchanged.
 pub async fn another_permit_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
@@ -727,12 +726,12 @@ pub async fn another_permit_changes_nothing(store: Arc<dyn Store>) {
     keep(&*store, &rows).await;
 }
 
-/// Whether it belongs to this permit: [`MINE`], attempt 2.
+/// Whether the marker belongs to this permit: [`MINE`], attempt 2.
 fn mine(marker: &Marker) -> bool {
     matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == MINE && hold.attempts.number == 2)
 }
 
-/// What the table says more of than "anything else", where the permit is another's.
+/// Whether the table has a row other than "anything else" for another permit.
 fn has_a_row_of_its_own(ask: Ask, given: &Marker, of: Guarantee) -> bool {
     match given {
         Marker::Absent | Marker::Cleared { .. } => match ask {
@@ -745,8 +744,8 @@ fn has_a_row_of_its_own(ask: Ask, given: &Marker, of: Guarantee) -> bool {
     }
 }
 
-/// Bare is the literal gate: a claim of what is not there writes a done marker, any failure deletes
-/// it, and nothing else is looked at.
+/// Bare is the literal gate: a claim of an absent id writes a done marker, any failure deletes it,
+/// and nothing else is checked.
 pub async fn bare_is_the_literal_gate(store: Arc<dyn Store>) {
     let bare = |ask| asks(Guarantee::Bare, ask, 1);
     let all = [

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use oncegate_core::marker::{Ask, Attempts, Fingerprint, Marker, Operation, Verdict};
 use oncegate_core::{Key, MessageId, Scope, Store};
 
-use crate::laws::ask::{Asker, DONE_THOUGH_LOST, EFFECTIVELY_ONCE, MINE, THEIRS, verdicts};
+use crate::laws::ask::{Asker, DONE_WITH_LOST_MARKER, EFFECTIVELY_ONCE, MINE, THEIRS, verdicts};
 
-/// Ids as producers write them, and as nobody should.
+/// Ids as producers write them, and unusual ones.
 fn ids() -> Vec<Vec<u8>> {
     let mut ids: Vec<Vec<u8>> = [
-        // What a store may take for a number, a pattern, a case, a space or a name of its own.
+        // Ids that a store may take for a number, a pattern, another case, a space or a reserved
+        // name.
         "pay-42",
         "PAY-42",
         "pay_42",
@@ -45,7 +46,7 @@ fn ids() -> Vec<Vec<u8>> {
         "-",
         "--",
         "=1",
-        // Blanks, quotes, patterns, braces, what separates scopes, and what is reserved.
+        // Blanks, quotes, patterns, braces, separators of scopes, and reserved characters.
         " ",
         "  ",
         "\t",
@@ -113,17 +114,17 @@ fn ids() -> Vec<Vec<u8>> {
     for length in [199, 200, 201, 202, 255, 256, 65_535, 65_536, 10 << 20] {
         ids.push(vec![b'a'; length]);
     }
-    // Long ones that differ in their last byte alone.
+    // Long ids that differ only in their last byte.
     ids.extend([b'x', b'y'].map(|last| [vec![b'b'; 199], vec![last]].concat()));
     ids.extend([b'x', b'y'].map(|last| [vec![b'b'; 400], vec![last]].concat()));
-    // An id that spells the hash of another.
+    // An id that equals the hash of another.
     let hashed = MessageId::new("{}").expect("not empty").to_string();
     ids.push(hashed.into_bytes());
     ids
 }
 
-/// Each id of the bad-input list has a marker of its own: a number, a case, a pattern, a path, RESP
-/// inside, a NUL, bytes that are no text, 10 MiB, two normal forms of one text.
+/// Each id of the bad-input list has its own marker: a number, a case, a pattern, a path, RESP
+/// inside, a NUL, bytes that are not UTF-8, 10 MiB, two normal forms of one text.
 pub async fn ids_of_every_kind_stay_distinct(store: Arc<dyn Store>) {
     let ids = ids();
     assert_eq!(
@@ -152,7 +153,7 @@ pub async fn scopes_stay_distinct(store: Arc<dyn Store>) {
     have_markers_of_their_own(&*store, scoped).await;
 }
 
-/// Completes each key with a body of its own, and looks whether each still has it after all others.
+/// Completes each key with its own fingerprint and checks that each still has it after all others.
 async fn have_markers_of_their_own(store: &dyn Store, keys: Vec<Key>) {
     let asker =
         |it: usize| Asker::new(EFFECTIVELY_ONCE, MINE, 1).body(Some(Fingerprint::new(it as u64)));
@@ -167,13 +168,13 @@ async fn have_markers_of_their_own(store: &dyn Store, keys: Vec<Key>) {
             assert_eq!(heard, expected, "{}", key.as_str());
         }
     };
-    // One at a time: each is new although all before it are there.
+    // One at a time: each is new although all before it exist.
     for (it, key) in keys.iter().enumerate() {
         let heard = verdicts(store, &[asker(it).asks(Ask::Complete, key)]).await;
         assert_eq!(
             heard,
-            [DONE_THOUGH_LOST],
-            "{} is taken for another id",
+            [DONE_WITH_LOST_MARKER],
+            "{} has the marker of another id",
             key.as_str()
         );
     }
@@ -190,7 +191,7 @@ async fn have_markers_of_their_own(store: &dyn Store, keys: Vec<Key>) {
         .await,
         Verdict::Kept,
     );
-    // All at once: nothing is left, and none stands in another's way.
+    // All at once: all are free again, and none affects another.
     let stranger =
         |it: usize| Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).body(asker(it).terms.fingerprint);
     let after_forget = Attempts {

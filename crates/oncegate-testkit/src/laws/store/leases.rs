@@ -1,4 +1,4 @@
-//! A lease is over when the store's clock says so.
+//! A lease expires by the store's clock.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,11 +11,11 @@ use crate::laws::ask::{
     TAKEN_OVER, THEIRS, granted, key, verdict, verdicts,
 };
 
-/// Long enough to be asked often within it, by machines that are busy with other tests.
+/// Long enough to send many claims within it on a busy machine.
 const LEASE: Duration = Duration::from_millis(300);
 
-/// A lease is held for as long as was said, and goes to who claims after it. `Busy` tells how long
-/// is left, and who has waited for so long is not told to wait again.
+/// A lease is held for its duration and is then given to the next claim. `Busy` contains the
+/// remaining time, and a claim after that time is not busy again.
 pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
     for guarantee in BOTH {
         let key = key(format!("{guarantee:?}"));
@@ -55,7 +55,7 @@ pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
                 asked - claimed
             );
             told_to_wait += 1;
-            // The first times at once, then for as long as the store says.
+            // The first claims without a pause, then after the time that the store reports.
             tokio::time::sleep(if told_to_wait < 5 {
                 LEASE / 10
             } else {
@@ -66,8 +66,8 @@ pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
     }
 }
 
-/// Renewing, claiming again with the same token, and claiming one's own doubt again start the lease
-/// anew.
+/// Renewing, repeating the claim with the same token, and repeating the claim of the same doubt
+/// restart the lease.
 pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
     let holder = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
     let doubter = Asker::new(AT_MOST_ONCE, MINE, 2).lease(LEASE);
@@ -113,7 +113,8 @@ pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
         ]
     );
     let answered = Instant::now();
-    // What was left alone is over now; what was renewed is not yet, unless this machine was asleep.
+    // Leases that were not renewed have expired; renewed ones have not, unless this machine was
+    // suspended.
     tokio::time::sleep(LEASE / 2 + SLACK).await;
     let stranger = Asker::new(EFFECTIVELY_ONCE, Token(3), 0);
     assert_eq!(
@@ -136,7 +137,7 @@ pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
     }
 }
 
-/// Each step that keeps the hold keeps its lease: asking in vain neither lengthens nor shortens it.
+/// An operation without effect neither lengthens nor shortens a lease.
 pub async fn asking_in_vain_does_not_lengthen_a_lease(store: Arc<dyn Store>) {
     let holder = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
     let key = key("k");
@@ -158,7 +159,7 @@ pub async fn asking_in_vain_does_not_lengthen_a_lease(store: Arc<dyn Store>) {
         if claimed.elapsed() < LEASE / 2 {
             let heard = verdict(&*store, stranger.claims(&key)).await;
             if claimed.elapsed() + SLACK > LEASE {
-                return; // This machine slept: the lease may have ended meanwhile.
+                return; // This machine was suspended: the lease may have expired.
             }
             assert!(matches!(heard, Verdict::Busy { .. }), "{heard:?}");
         }
@@ -171,7 +172,7 @@ pub async fn asking_in_vain_does_not_lengthen_a_lease(store: Arc<dyn Store>) {
     );
 }
 
-/// A hold is judged by the lease that its holder asked for, not by the reader's.
+/// The lease of a hold is that of its holder's terms, not of the reader's.
 pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
     let terms = [
         (AT_MOST_ONCE, Verdict::InDoubt(CRASHED_ONCE)),
@@ -198,7 +199,7 @@ pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
     }
 }
 
-/// A takeover holds for the lease of who took over, and the lease of a doubt for who reconciles.
+/// A takeover has the lease of the new holder, and a doubt that of its reconciler.
 pub async fn who_takes_over_holds_for_their_own_lease(store: Arc<dyn Store>) {
     let takeover = |guarantee: Guarantee, holders, takers| {
         let key = key(format!("{guarantee:?}-{takers:?}"));

@@ -1,5 +1,5 @@
-//! Concurrent clients: to each key everything happened in some one order, each operation between
-//! its question and its answer.
+//! Concurrent clients: the operations on each key have one order in which each takes effect between
+//! its request and its reply.
 
 use std::collections::HashSet;
 use std::fmt::Write;
@@ -13,19 +13,20 @@ use tokio::sync::Barrier;
 
 use super::concurrency::handles;
 use crate::laws::ask::{Asker, BOTH, HOLDERS_ASKS, LONG, answers, cleared, key, rejected};
-use crate::laws::belief::{Entry, Span};
+use crate::laws::belief::{PossibleEntry, Span};
 use crate::laws::random::{repeat, seeds};
-use crate::loses_replies::{Fate, LosesReplies};
+use crate::loses_replies::{LosesReplies, ReplyFault};
 
-/// How many histories a run has, unless the environment says otherwise.
+/// The default number of histories in a run.
 const HISTORIES: u64 = 24;
 const CLIENTS: usize = 6;
 const KEYS: usize = 2;
-/// How often each client asks. All that is asked of one key has to fit in the bits of a [`Set`].
+/// The number of batches of each client. The operations on one key must fit into the bits of a
+/// [`Set`].
 const APPLIES: usize = 9;
 
-/// Six clients ask at once about two keys; some replies are lost. To each key everything happened
-/// in one order that the reference allows.
+/// Six clients send operations on two keys at once; some replies are lost. The operations on each
+/// key have an order that the reference allows.
 pub async fn what_concurrent_clients_saw_has_one_order(store: Arc<dyn Store>) {
     let mut undecided = 0;
     let mut histories = 0;
@@ -34,18 +35,18 @@ pub async fn what_concurrent_clients_saw_has_one_order(store: Arc<dyn Store>) {
         let start = Instant::now();
         let events = events(&store, seed, &keys).await;
         for key in &keys {
-            let of_key: Vec<Event> = events
+            let of_key: Vec<ObservedCall> = events
                 .iter()
                 .filter(|event| event.operation.key == *key)
                 .cloned()
                 .collect();
             histories += 1;
-            match one_order(start, &of_key) {
-                Some(Order::Found) => {}
-                Some(Order::None) => panic!(
-                    "no order explains this; {}\n{}",
+            match find_order(start, &of_key) {
+                Some(Linearization::Found) => {}
+                Some(Linearization::None) => panic!(
+                    "no order of the operations explains the verdicts; {}\n{}",
                     repeat(seed),
-                    shown(start, &of_key)
+                    render(start, &of_key)
                 ),
                 None => undecided += 1,
             }
@@ -57,18 +58,18 @@ pub async fn what_concurrent_clients_saw_has_one_order(store: Arc<dyn Store>) {
     );
 }
 
-/// One operation, as its client saw it.
+/// One operation, as its client observed it.
 #[derive(Clone, Debug)]
-struct Event {
+struct ObservedCall {
     client: usize,
     operation: Operation,
-    /// From the question to the answer; to the end, where none was heard.
+    /// From the request to the reply, or to the end of the history if the reply was lost.
     during: Span,
     heard: Option<Verdict>,
 }
 
-/// Lets the clients loose, and gathers what they saw.
-async fn events(store: &Arc<dyn Store>, seed: u64, keys: &[Key; KEYS]) -> Vec<Event> {
+/// Runs the clients and collects their operations.
+async fn events(store: &Arc<dyn Store>, seed: u64, keys: &[Key; KEYS]) -> Vec<ObservedCall> {
     let ready = Arc::new(Barrier::new(CLIENTS));
     let handles = handles(store);
     let clients: Vec<_> = (0..CLIENTS)
@@ -80,15 +81,15 @@ async fn events(store: &Arc<dyn Store>, seed: u64, keys: &[Key; KEYS]) -> Vec<Ev
             let (keys, ready) = (keys.clone(), ready.clone());
             tokio::spawn(async move {
                 ready.wait().await;
-                Client::new(client, seed, keys).run(&lossy).await
+                RandomClient::new(client, seed, keys).run(&lossy).await
             })
         })
         .collect();
     let mut events = Vec::new();
     for client in clients {
-        events.extend(client.await.expect("a client tells what it saw"));
+        events.extend(client.await.expect("the client does not panic"));
     }
-    // What nobody heard of may have been applied at any time until now.
+    // An operation without a reply may have been applied at any time until now.
     let end = Instant::now();
     events
         .iter_mut()
@@ -97,25 +98,25 @@ async fn events(store: &Arc<dyn Store>, seed: u64, keys: &[Key; KEYS]) -> Vec<Ev
     events
 }
 
-/// One reply in ten is lost; then all of what was asked was applied, or a part.
+/// Loses one reply in ten; then all operations of the batch were applied, or a prefix.
 fn loses_some_replies(store: Arc<dyn Store>, seed: u64) -> impl Store {
     let calls = AtomicU64::new(0);
     LosesReplies::new(store, move |asked: &[Operation]| {
         let call = calls.fetch_add(1, Ordering::Relaxed);
         let mut random = fastrand::Rng::with_seed(seed ^ (call << 32));
         if random.u8(..10) == 0 {
-            Fate::Lost {
+            ReplyFault::Lost {
                 applied: random.usize(..=asked.len()),
             }
         } else {
-            Fate::Answered
+            ReplyFault::Answered
         }
     })
 }
 
-/// One of those who ask: it holds what it was granted, forgets what it should have held on to, and
-/// uses old permits.
-struct Client {
+/// One client: it sends operations with its permits, also with old ones, and repeats or forgets
+/// claims.
+struct RandomClient {
     number: usize,
     random: fastrand::Rng,
     keys: [Key; KEYS],
@@ -123,7 +124,7 @@ struct Client {
     claims: u128,
 }
 
-impl Client {
+impl RandomClient {
     fn new(number: usize, seed: u64, keys: [Key; KEYS]) -> Self {
         let random = fastrand::Rng::with_seed(seed.wrapping_mul(31).wrapping_add(number as u64));
         Self {
@@ -135,7 +136,7 @@ impl Client {
         }
     }
 
-    async fn run(mut self, store: &dyn Store) -> Vec<Event> {
+    async fn run(mut self, store: &dyn Store) -> Vec<ObservedCall> {
         let mut events = Vec::new();
         for _ in 0..APPLIES {
             let of = self.random.usize(..KEYS);
@@ -165,7 +166,7 @@ impl Client {
                         ..asker
                     });
                 }
-                events.push(Event {
+                events.push(ObservedCall {
                     client: self.number,
                     operation,
                     during,
@@ -230,32 +231,33 @@ impl Client {
 
 /// Whether there is an order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Order {
+enum Linearization {
     Found,
     None,
 }
 
-/// Which events have taken place, a bit each.
+/// The operations that have taken effect, one bit each.
 type Set = u128;
 
-/// When so many states have been seen, the search is given up.
+/// The number of states after which the search stops.
 const STATES: usize = 500_000;
 
-/// Looks for an order of the events of one key that the reference allows (the search of Wing and
-/// Gong, which remembers where it has been). Nothing, if there are too many to try.
-fn one_order(start: Instant, events: &[Event]) -> Option<Order> {
+/// Searches an order of the operations on one key that the reference allows, by the algorithm of
+/// Wing and Gong with a set of visited states. `None` if there are too many states.
+fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> {
     assert!(events.len() <= Set::BITS as usize, "a bit for each event");
     let heard = events
         .iter()
         .enumerate()
         .filter(|(_, event)| event.heard.is_some())
         .fold(0, |set, (it, _)| set | 1 << it);
-    let mut seen: HashSet<(Set, Entry, Instant)> = HashSet::new();
-    let mut left: Vec<(Set, Entry, Instant)> = vec![(0, Entry::absent(start), start)];
+    let mut seen: HashSet<(Set, PossibleEntry, Instant)> = HashSet::new();
+    let mut left: Vec<(Set, PossibleEntry, Instant)> =
+        vec![(0, PossibleEntry::absent(start), start)];
     while let Some(state) = left.pop() {
         let (taken, entry, now) = state;
         if taken & heard == heard {
-            return Some(Order::Found);
+            return Some(Linearization::Found);
         }
         if !seen.insert(state) {
             continue;
@@ -269,7 +271,7 @@ fn one_order(start: Instant, events: &[Event]) -> Option<Order> {
                 .enumerate()
                 .filter(|(it, _)| taken & (1 << it) == 0)
         };
-        // Whatever was answered before another was asked came before it.
+        // An operation with a reply before the request of another precedes it.
         let first_answer = outstanding()
             .filter_map(|(_, event)| event.heard.map(|_| event.during.to))
             .min();
@@ -289,16 +291,16 @@ fn one_order(start: Instant, events: &[Event]) -> Option<Order> {
             );
         }
     }
-    Some(Order::None)
+    Some(Linearization::None)
 }
 
-/// The events in the order in which they were asked, in microseconds.
-fn shown(start: Instant, events: &[Event]) -> String {
-    let mut events: Vec<&Event> = events.iter().collect();
+/// The operations in the order of their requests, in microseconds.
+fn render(start: Instant, events: &[ObservedCall]) -> String {
+    let mut events: Vec<&ObservedCall> = events.iter().collect();
     events.sort_by_key(|event| event.during.from);
     let at = |moment: Instant| moment.saturating_duration_since(start).as_micros();
     events.into_iter().fold(String::new(), |mut text, event| {
-        let Event { client, operation: Operation { ask, token, attempt, terms, .. }, during, heard } = event;
+        let ObservedCall { client, operation: Operation { ask, token, attempt, terms, .. }, during, heard } = event;
         let (from, to, mode, lease) = (at(during.from), at(during.to), terms.guarantee, terms.lease);
         // Writing to a String cannot fail.
         let _ = writeln!(
@@ -314,12 +316,13 @@ mod tests {
     use super::*;
     use crate::laws::ask::{DONE, EFFECTIVELY_ONCE, granted};
 
-    /// Events of one key by several claims: who asks what, from when to when, and what was heard.
-    fn events(rows: &[(u128, Ask, u64, u64, Option<Verdict>)]) -> (Instant, Vec<Event>) {
+    /// Operations on one key by several claims: token, operation, time of request, time of reply,
+    /// verdict.
+    fn events(rows: &[(u128, Ask, u64, u64, Option<Verdict>)]) -> (Instant, Vec<ObservedCall>) {
         let start = Instant::now();
         let at = |ms: u64| start + Duration::from_millis(ms);
         let event =
-            |(token, ask, from, to, heard): &(u128, Ask, u64, u64, Option<Verdict>)| Event {
+            |(token, ask, from, to, heard): &(u128, Ask, u64, u64, Option<Verdict>)| ObservedCall {
                 client: *token as usize,
                 operation: Asker::new(EFFECTIVELY_ONCE, Token(*token), 1).asks(*ask, &key("k")),
                 during: Span {
@@ -331,49 +334,52 @@ mod tests {
         (start, rows.iter().map(event).collect())
     }
 
-    fn order(rows: &[(u128, Ask, u64, u64, Option<Verdict>)]) -> Option<Order> {
+    fn order(rows: &[(u128, Ask, u64, u64, Option<Verdict>)]) -> Option<Linearization> {
         let (start, events) = events(rows);
-        one_order(start, &events)
+        find_order(start, &events)
     }
 
     const BUSY: Option<Verdict> = Some(Verdict::Busy { remaining: LONG });
     const GRANTED: Option<Verdict> = Some(granted(1));
 
     #[test]
-    fn what_overlaps_may_have_happened_in_either_order_and_what_does_not_may_not() {
+    fn only_overlapping_operations_may_have_either_order() {
         assert_eq!(
             order(&[(1, Ask::Claim, 0, 5, BUSY), (2, Ask::Claim, 1, 6, GRANTED)]),
-            Some(Order::Found)
+            Some(Linearization::Found)
         );
         assert_eq!(
             order(&[(1, Ask::Claim, 0, 5, BUSY), (2, Ask::Claim, 6, 9, GRANTED)]),
-            Some(Order::None)
+            Some(Linearization::None)
         );
         assert_eq!(
             order(&[
                 (1, Ask::Claim, 0, 5, GRANTED),
                 (2, Ask::Claim, 1, 6, GRANTED)
             ]),
-            Some(Order::None)
+            Some(Linearization::None)
         );
     }
 
     #[test]
-    fn what_nobody_heard_of_may_have_happened_or_not() {
+    fn an_operation_without_a_reply_may_have_been_applied_or_not() {
         let claims = [(1, Ask::Claim, 0, 9, None), (2, Ask::Claim, 1, 3, GRANTED)];
-        assert_eq!(order(&claims), Some(Order::Found));
+        assert_eq!(order(&claims), Some(Linearization::Found));
         assert_eq!(
             order(&[claims[0], (2, Ask::Claim, 1, 3, BUSY)]),
-            Some(Order::Found)
+            Some(Linearization::Found)
         );
-        assert_eq!(order(&[(2, Ask::Claim, 1, 3, BUSY)]), Some(Order::None));
+        assert_eq!(
+            order(&[(2, Ask::Claim, 1, 3, BUSY)]),
+            Some(Linearization::None)
+        );
         assert_eq!(
             order(&[
                 claims[0],
                 (1, Ask::Complete, 4, 5, Some(DONE)),
                 (2, Ask::Claim, 6, 7, BUSY)
             ]),
-            Some(Order::None)
+            Some(Linearization::None)
         );
     }
 }

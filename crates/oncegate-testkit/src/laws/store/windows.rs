@@ -1,4 +1,4 @@
-//! What a store forgets, and when.
+//! When a store expires its markers.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,85 +7,84 @@ use oncegate_core::marker::{Ask, Attempts, Effect, Guarantee, Operation, Token, 
 use oncegate_core::{Key, Store};
 
 use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, CRASHED_ONCE, DONE, DONE_THOUGH_LOST, DOUBTED_ONCE, EFFECTIVELY_ONCE,
+    AT_MOST_ONCE, Asker, CRASHED_ONCE, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE,
     LONG, MINE, SLACK, THEIRS, body, granted, key, verdict, verdicts,
 };
 
 /// The shortest window that settings allow.
 const BRIEF: Duration = Duration::from_secs(1);
 
-/// Something that becomes of a key, and what a claim is told while it is remembered.
-struct Remembered {
+/// A key with its operations, and the expected verdict of a claim before it expires.
+struct FinishedKey {
     key: Key,
     made: Vec<Operation>,
     claim: Operation,
-    told: fn(&Verdict) -> bool,
+    is_expected: fn(&Verdict) -> bool,
 }
 
-fn remembered(
+fn finished_key(
     name: &str,
     askers: &[(Asker, Ask)],
     claimer: Guarantee,
-    told: fn(&Verdict) -> bool,
-) -> Remembered {
+    is_expected: fn(&Verdict) -> bool,
+) -> FinishedKey {
     let key = key(name);
     let made = askers
         .iter()
         .map(|(asker, ask)| asker.asks(*ask, &key))
         .collect();
-    Remembered {
+    FinishedKey {
         claim: Asker::new(claimer, Token(99), 0).body(body(7)).claims(&key),
         key,
         made,
-        told,
+        is_expected,
     }
 }
 
-/// Whatever has the window is remembered for so long, and is absent afterwards: what is done,
-/// rejected or cleared, and what is unresolved in effectively once. A marker that has expired is no
-/// longer anybody's.
+/// Markers with the window are kept for its duration and absent afterwards: done, rejected and
+/// cleared ones, and unresolved ones in effectively once. An expired marker has no holder.
 pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
     let mine = |of, attempt| Asker::new(of, MINE, attempt).lease(BRIEF / 2).window(BRIEF);
     let (once, again) = (mine(AT_MOST_ONCE, 1), mine(EFFECTIVELY_ONCE, 1));
     let held = |verdict: &Verdict| matches!(verdict, Verdict::Busy { .. });
     let all = [
-        remembered(
+        finished_key(
             "done",
             &[(again, Ask::Claim), (again, Ask::Complete)],
             EFFECTIVELY_ONCE,
             |it| *it == Verdict::Duplicate,
         ),
-        remembered(
+        finished_key(
             "done at most once",
             &[(once, Ask::Claim), (once, Ask::Complete)],
             AT_MOST_ONCE,
             |it| *it == Verdict::Duplicate,
         ),
-        remembered(
+        finished_key(
             "done, body",
             &[(again.body(body(8)), Ask::Complete)],
             EFFECTIVELY_ONCE,
             |it| *it == Verdict::Conflict,
         ),
-        remembered(
+        finished_key(
             "bare",
             &[(mine(Guarantee::Bare, 1), Ask::Claim)],
             Guarantee::Bare,
             |it| *it == Verdict::Duplicate,
         ),
-        remembered(
+        finished_key(
             "rejected",
             &[(once, Ask::Claim), (once, Ask::Reject(Effect::Unknown))],
             AT_MOST_ONCE,
             |it| *it == Verdict::Rejected { attempt: 1 },
         ),
-        remembered(
+        finished_key(
             "in progress",
             &[(again.lease(LONG), Ask::Claim)],
             EFFECTIVELY_ONCE,
             held,
         ),
-        remembered(
+        finished_key(
             "in doubt",
             &[(again.body(body(8)), Ask::Doubt)],
             EFFECTIVELY_ONCE,
@@ -93,8 +92,8 @@ pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
         ),
     ];
     let made: Vec<Operation> = all.iter().flat_map(|it| it.made.clone()).collect();
-    // A cleared marker is told from an absent one by a claim alone, which then holds it: a key for
-    // each time of asking.
+    // Only a claim distinguishes a cleared marker from an absent one, and then holds it: one key
+    // for each check.
     let cleared: Vec<Key> = ["cleared 0", "cleared 1"].map(key).into();
     let clear = |key: &Key| {
         [
@@ -115,11 +114,11 @@ pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
     let first = Asker::new(EFFECTIVELY_ONCE, Token(98), 0).claims(&cleared[0]);
     let heard = verdicts(&*store, &[&claims[..], &[first]].concat()).await;
     if before.elapsed() + SLACK > BRIEF {
-        return; // This machine slept: the markers may have expired before they were asked about.
+        return; // This machine was suspended: the markers may have expired before the check.
     }
     for (it, heard) in all.iter().zip(&heard) {
         assert!(
-            (it.told)(heard),
+            (it.is_expected)(heard),
             "{:?} within its window: {heard:?}",
             it.key
         );
@@ -135,14 +134,14 @@ pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
     assert_eq!(
         verdict(&*store, late).await,
         Verdict::Lost,
-        "an expired marker is nobody's"
+        "an expired marker has no holder"
     );
     let second = Asker::new(EFFECTIVELY_ONCE, Token(97), 0).claims(&cleared[1]);
     let heard = verdicts(&*store, &[&claims[..], &[second]].concat()).await;
     for (name, heard) in all.iter().map(|it| &it.key).chain([&cleared[1]]).zip(heard) {
         assert_eq!(heard, granted(1), "{name:?} after its window");
     }
-    // An expired marker whose holder completes after all: it is done, and the marker was lost.
+    // The holder completes after its marker expired: done, with a lost marker.
     let expired = Asker::new(EFFECTIVELY_ONCE, MINE, 1)
         .lease(LONG)
         .window(BRIEF);
@@ -151,11 +150,11 @@ pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
     tokio::time::sleep(BRIEF + SLACK).await;
     assert_eq!(
         verdict(&*store, expired.asks(Ask::Complete, &key)).await,
-        DONE_THOUGH_LOST
+        DONE_WITH_LOST_MARKER
     );
 }
 
-/// A duplicate that arrives again and again does not keep its marker alive.
+/// Repeated duplicates do not extend the window of a marker.
 pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
     let (done, rejected) = (key("done"), key("rejected"));
     let asker = |of| Asker::new(of, MINE, 1).window(BRIEF);
@@ -167,7 +166,7 @@ pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
     ];
     assert_eq!(
         verdicts(&*store, &made).await,
-        [DONE_THOUGH_LOST, granted(1), Verdict::Kept]
+        [DONE_WITH_LOST_MARKER, granted(1), Verdict::Kept]
     );
     let written = Instant::now();
     let stranger = Asker::new(AT_MOST_ONCE, THEIRS, 1);
@@ -192,7 +191,7 @@ pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
             Verdict::Lost,
         ];
         if written.elapsed() + SLACK > BRIEF {
-            return; // This machine slept: the markers may have expired meanwhile.
+            return; // This machine was suspended: the markers may have expired.
         }
         assert_eq!(heard, expected);
         tokio::time::sleep(BRIEF / 10).await;
@@ -208,8 +207,7 @@ pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
     );
 }
 
-/// Every write starts the expiry anew: a renewal, a claim asked again, a doubt, a clear, a
-/// completion.
+/// Every write restarts the window: a renewal, a repeated claim, a doubt, a clear, a completion.
 pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
     let asker = Asker::new(EFFECTIVELY_ONCE, MINE, 1)
         .lease(LONG)
@@ -238,7 +236,7 @@ pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
     )
     .await;
     if before.elapsed() + SLACK > BRIEF {
-        return; // This machine slept: the markers may have expired before they were written again.
+        return; // This machine was suspended: the markers may have expired before they were written again.
     }
     assert_eq!(heard, cases.map(|(_, _, verdict)| verdict));
     // After the first window, and within the second.
@@ -267,11 +265,11 @@ pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
     );
 }
 
-/// What is unresolved is kept for as long as its claimer said, whatever the settings of who writes
-/// it again: its holder who renews, claims again or doubts after a restart with other settings.
+/// An unresolved marker is kept as long as the terms of its claim say, whatever the terms of a
+/// later write: its holder renews, repeats the claim or doubts after a restart with other settings.
 pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
-    /// The holder's terms, those on which it asks again, and whether it is remembered after the
-    /// shortest window.
+    /// The holder's terms, the terms of the repeated operation, and whether the marker is kept
+    /// after the shortest window.
     type Case = (&'static str, Asker, Asker, bool);
     let lax = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LONG);
     let strict = Asker::new(AT_MOST_ONCE, MINE, 1).lease(LONG).window(BRIEF);
@@ -298,24 +296,24 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
     let before = Instant::now();
     let heard = verdicts(&*store, &asked).await;
     if before.elapsed() + SLACK > BRIEF {
-        return; // This machine slept: what is brief may have expired before it was written again.
+        return; // This machine was suspended: markers with the short window may have expired before they were written again.
     }
     assert_eq!(heard, expected);
     tokio::time::sleep(BRIEF + SLACK).await;
     let stranger = Asker::new(EFFECTIVELY_ONCE, THEIRS, 0);
     let claims: Vec<Operation> = all.iter().map(|(key, ..)| stranger.claims(key)).collect();
     for ((key, ask, stays), heard) in all.iter().zip(verdicts(&*store, &claims).await) {
-        let told = match (stays, ask) {
+        let is_expected = match (stays, ask) {
             (false, _) => heard == granted(1),
             (true, Ask::Doubt) => heard == Verdict::InDoubt(DOUBTED_ONCE),
             (true, _) => matches!(heard, Verdict::Busy { .. }),
         };
-        assert!(told, "{key:?} after the shortest window: {heard:?}");
+        assert!(is_expected, "{key:?} after the shortest window: {heard:?}");
     }
 }
 
-/// What is unresolved in at most once outlives every window: an unknown on Friday is no first
-/// delivery on Monday.
+/// An unresolved marker in at most once outlives every window: an unknown outcome on Friday is not
+/// a first delivery on Monday.
 pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn Store>) {
     let brief = |of, token, attempt| {
         Asker::new(of, Token(token), attempt)
@@ -345,14 +343,14 @@ pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn 
     let before = Instant::now();
     verdicts(&*store, &made).await;
     tokio::time::sleep(BRIEF / 20 + SLACK).await;
-    // A takeover that doubts: from here on it is at most once, whichever of the two was.
+    // A takeover that doubts: from here on the marker is at most once, whichever of the two was.
     let takeovers = [
         brief(AT_MOST_ONCE, 2, 0).claims(&taken),
         brief(EFFECTIVELY_ONCE, 2, 0).claims(&reversed),
     ];
     let heard = verdicts(&*store, &takeovers).await;
     if before.elapsed() + SLACK > BRIEF {
-        return; // This machine slept: what was effectively once may have expired before it was taken over.
+        return; // This machine was suspended: markers in effectively once may have expired before the takeover.
     }
     assert_eq!(heard, [Verdict::InDoubt(CRASHED_ONCE); 2]);
     tokio::time::sleep(BRIEF + SLACK).await;
@@ -381,7 +379,7 @@ pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn 
     );
 }
 
-/// The window is that of who completes, and a hundred years are no trouble.
+/// The window is that of the completion's terms and may be a hundred years.
 pub async fn a_window_may_be_long(store: Arc<dyn Store>) {
     let century = Duration::from_secs(100 * 365 * 24 * 3600);
     let claimer = Asker::new(EFFECTIVELY_ONCE, MINE, 1).window(BRIEF);

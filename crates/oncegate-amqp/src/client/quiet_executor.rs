@@ -1,0 +1,76 @@
+//! Runs the client's tasks and its connection thread without a subscriber.
+//!
+//! lapin logs as errors the problems that oncegate reports in one line with a remedy: a refused
+//! login, a lost connection, a closed channel. Its lines are kept if the subscriber enables the
+//! target `lapin` at the level of debug.
+
+use std::cell::RefCell;
+
+use async_rs::Tokio;
+use async_rs::traits::Executor;
+use async_rs::util::Task;
+use tracing::dispatcher::{self, DefaultGuard, Dispatch};
+use tracing::instrument::WithSubscriber;
+
+thread_local! {
+    /// Restores the thread's subscriber when the thread ends.
+    static SILENCED: RefCell<Option<DefaultGuard>> = const { RefCell::new(None) };
+}
+
+/// Tokio's executor, whose tasks log nothing unless the client is to be traced.
+#[derive(Clone, Debug)]
+pub(crate) struct QuietExecutor {
+    executor: Tokio,
+    quiet: bool,
+}
+
+impl QuietExecutor {
+    /// On the current tokio runtime. Reads once whether the client is to be traced.
+    pub(crate) fn current() -> Self {
+        Self {
+            executor: Tokio::current(),
+            quiet: is_quiet(),
+        }
+    }
+}
+
+impl Executor for QuietExecutor {
+    type Task<T: Send + 'static> = <Tokio as Executor>::Task<T>;
+
+    fn block_on<T, F: Future<Output = T>>(&self, future: F) -> T {
+        self.executor.block_on(future)
+    }
+
+    fn spawn<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
+        &self,
+        future: F,
+    ) -> Task<Self::Task<T>> {
+        if self.quiet {
+            self.executor
+                .spawn(future.with_subscriber(Dispatch::none()))
+        } else {
+            self.executor.spawn(future)
+        }
+    }
+
+    fn spawn_blocking<T: Send + 'static, F: FnOnce() -> T + Send + 'static>(
+        &self,
+        function: F,
+    ) -> Task<Self::Task<T>> {
+        self.executor.spawn_blocking(function)
+    }
+}
+
+/// Silences the current thread until it ends, unless the client is to be traced. To be called on
+/// the client's connection thread only.
+pub(crate) fn silence_this_thread() {
+    if is_quiet() {
+        SILENCED.with_borrow_mut(|guard| {
+            guard.get_or_insert_with(|| dispatcher::set_default(&Dispatch::none()));
+        });
+    }
+}
+
+fn is_quiet() -> bool {
+    !tracing::enabled!(target: "lapin", tracing::Level::DEBUG)
+}

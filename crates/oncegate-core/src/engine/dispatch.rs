@@ -1,0 +1,552 @@
+//! Executes the actions of the delivery lifecycle, from the receipt of a delivery to its
+//! settlement.
+
+use std::cmp::Reverse;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+
+use tracing::Span;
+
+use super::entry::{
+    AbortOnDrop, ClaimState, FinishedRun, InFlightEntry, Occupancy, RunKind, RunReport,
+    has_running_task, may_count_crash, occupies_run,
+};
+use super::{Engine, Mode};
+
+use crate::boot_time::BootTime;
+use crate::builder::age;
+use crate::context::Context;
+use crate::decode::Decode;
+use crate::driver::{DriverCommand, OnRelease};
+use crate::fault;
+use crate::handler::Handler;
+use crate::id::{MessageId, NoId};
+use crate::in_flight::{InFlight, Progress};
+use crate::lease::Lease;
+use crate::lifecycle::{ClaimTries, Event, Freshness, History, Settlement, Stage};
+use crate::marker::{Ask, Guarantee, Operation, Terms};
+use crate::message::Message;
+use crate::ordering::KeyState;
+use crate::renewals::LostLease;
+use crate::run::{RunResult, panic_text};
+use crate::settings::{Execution, Settings};
+use crate::slots::Slot;
+use crate::source::Delivery;
+use crate::spans;
+
+impl<H: Handler, D: Decode> Engine<H, D> {
+    /// Registers a delivery that was received, and admits or queues it.
+    pub(super) fn on_delivery(&mut self, delivery: Delivery) {
+        fault::point("delivery");
+        let (id, terms) = self.identify(&delivery.message);
+        let age = age(&delivery.message, self.wall);
+        let freshness = self.freshness(age);
+        match age {
+            None => self.warn_unknown_age(&delivery.message),
+            Some(_) if freshness == Freshness::TooOld => self.outcomes.too_old(),
+            Some(_) => {}
+        }
+        let bytes = delivery.message.size();
+        let ordering_key = self.ordering.of(&delivery);
+        let history = History {
+            failures: delivery.failures,
+            freshness,
+        };
+        let on_release = if ordering_key.is_some() {
+            OnRelease::KeepPlace
+        } else {
+            OnRelease::ReturnToSource
+        };
+        let mut in_flight = InFlight::new(delivery, history, on_release);
+        let (arrival, said) = match &id {
+            Ok(_) => (Event::Arrived, None),
+            Err(NoId::Missing) => (Event::NoId, None),
+            Err(NoId::Unusable(found)) => (Event::UnusableId, Some(found.clone())),
+        };
+        if said.is_some() {
+            in_flight.update_failures(|story| story.first_error = said);
+        }
+        let id = id.ok();
+        let entry = InFlightEntry {
+            in_flight,
+            key: id.as_ref().map(|id| self.settings.scope.key(id)),
+            id,
+            arrival,
+            terms,
+            ask: Ask::Claim,
+            claim: ClaimState::Unsent,
+            ordering_key,
+            lease: None,
+            store_span: Span::none(),
+            task: None,
+            began: None,
+            arrived: self.clock,
+            occupancy: Occupancy::InFlight,
+            turn: 0,
+            bytes,
+        };
+        self.bytes += bytes;
+        let slot = self.entries.insert(Box::new(entry));
+        match ordering_key.map_or(KeyState::Acquired, |ordering_key| {
+            self.ordering.acquire(ordering_key, slot)
+        }) {
+            KeyState::Acquired => self.admit(slot),
+            KeyState::Queued => self.enqueue(slot),
+        }
+    }
+
+    /// At most once relies on `max_age`, which cannot be checked without a timestamp.
+    fn warn_unknown_age(&mut self, message: &Message) {
+        self.outcomes.unknown_age();
+        if self.policy.guarantee == Guarantee::AtMostOnce
+            && let Some(suppressed_lines) = self.reporter.unknown_age.due(Instant::now())
+        {
+            tracing::warn!(
+                origin = %message.origin,
+                suppressed_lines,
+                "message without a timestamp: max_age is not checked, so a copy older than the dedup window would run again; \
+                 set a timestamp in the producer (RabbitMQ: the property `timestamp`, in seconds)"
+            );
+        }
+    }
+
+    fn freshness(&self, age: Option<Duration>) -> Freshness {
+        match age {
+            Some(age) if age > self.settings.max_age() => Freshness::TooOld,
+            _ => Freshness::Fresh,
+        }
+    }
+
+    /// The id and the terms of a message. The user's functions run here: if one panics, the id is
+    /// unusable.
+    pub(super) fn identify(&self, message: &Message) -> (Result<MessageId, NoId>, Terms) {
+        let read = || {
+            (
+                self.id.read(message),
+                Terms {
+                    lease: self.lease,
+                    ..self.settings.terms(message)
+                },
+            )
+        };
+        match catch_unwind(AssertUnwindSafe(read)) {
+            Ok(it) => it,
+            Err(panic) => {
+                let said = format!(
+                    "the function that reads the id or the fingerprint {}",
+                    panic_text(panic)
+                );
+                tracing::error!(origin = %message.origin, "{said}");
+                let Settings {
+                    guarantee,
+                    lease,
+                    dedup_window,
+                    ..
+                } = self.settings;
+                (
+                    Err(NoId::Unusable(said)),
+                    Terms {
+                        guarantee,
+                        lease,
+                        window: dedup_window,
+                        fingerprint: None,
+                    },
+                )
+            }
+        }
+    }
+
+    /// Starts the lifecycle of a delivery that was received, or that is removed from the queue.
+    pub(super) fn admit(&mut self, slot: Slot) {
+        let drains = matches!(self.mode, Mode::Draining { .. });
+        let Some(entry) = self.entries.at_mut(slot) else {
+            return;
+        };
+        if drains {
+            entry.in_flight.begin_drain();
+        }
+        let event = if entry.in_flight.driver().is_draining() {
+            Event::Drain
+        } else {
+            entry.arrival
+        };
+        self.handle_event(slot, event);
+    }
+
+    /// Processes an event of one delivery, and the events that follow for others.
+    pub(super) fn handle_event(&mut self, slot: Slot, event: Event) {
+        let mut next = Some((slot, event));
+        // A loop, not recursion: thousands of deliveries of one ordering key may follow each other.
+        while let Some((slot, event)) = next {
+            self.advance(slot, event);
+            next = self.follow_ups.pop_front();
+            if next.is_none() && (self.alone.is_some() || !self.awaiting_run.is_empty()) {
+                next = self.next_runnable();
+            }
+        }
+    }
+
+    /// The delivery that runs alone, once no claim or withdrawal is unanswered; otherwise the next
+    /// one that waits for a free run.
+    pub(super) fn next_runnable(&mut self) -> Option<(Slot, Event)> {
+        if let Some(slot) = self.alone.filter(|_| {
+            self.claims_sent == 0
+                && self.withdrawing == 0
+                && self.running < self.settings.max_in_flight
+        }) && let Some(entry) = self.entries.at(slot)
+            && let Stage::Ready(_) = entry.in_flight.stage()
+        {
+            return Some((slot, self.check_lease_before_run(entry)));
+        }
+        while self.running < self.settings.max_in_flight {
+            let slot = self.awaiting_run.pop_front()?;
+            let Some(entry) = self.entries.at(slot) else {
+                continue;
+            };
+            if let Stage::Ready(_) = entry.in_flight.stage() {
+                return Some((slot, self.check_lease_before_run(entry)));
+            }
+        }
+        None
+    }
+
+    /// Whether the handler may start, or its lease has ended meanwhile. The lease may be renewed
+    /// for as long as a run can take from now on, however long the delivery has waited.
+    fn check_lease_before_run(&self, entry: &InFlightEntry) -> Event {
+        let Some(lease) = &entry.lease else {
+            return Event::Slot;
+        };
+        let now = BootTime::now();
+        if !lease.is_live(now) {
+            return Event::LeaseOver;
+        }
+        lease.hold_until(now + self.longest_hold);
+        Event::Slot
+    }
+
+    /// Applies an event to a delivery and executes what follows, until it has to wait.
+    pub(super) fn advance(&mut self, slot: Slot, event: Event) {
+        let mut next = Some(event);
+        while let Some(event) = next.take() {
+            let Some(mut entry) = self.entries.take(slot) else {
+                return;
+            };
+            self.outcomes.happened(event);
+            if entry.occupancy == Occupancy::Queued {
+                entry.occupancy = Occupancy::InFlight;
+                self.queued -= 1;
+                self.queued_bytes -= entry.bytes;
+            }
+            self.completing -= usize::from(matches!(entry.in_flight.stage(), Stage::Completing(_)));
+            self.awaiting_holder -=
+                usize::from(matches!(entry.in_flight.stage(), Stage::AwaitingHolder(..)));
+            self.withdrawing -=
+                usize::from(matches!(entry.in_flight.stage(), Stage::Withdrawing(..)));
+            self.running -= usize::from(occupies_run(entry.in_flight.stage()));
+            let claim = (
+                entry.in_flight.driver().token,
+                entry.in_flight.driver().attempts,
+            );
+            let new_token = |_| self.tokens.token();
+            match entry.in_flight.handle(event, &self.policy, new_token) {
+                Progress::InFlight(mut in_flight, DriverCommand::Hold { after, failures }) => {
+                    self.outcomes
+                        .settled(&Settlement::Release { after, failures });
+                    let freshness = self.freshness(age(&in_flight.delivery().message, self.wall));
+                    in_flight.restart(History {
+                        failures,
+                        freshness,
+                    });
+                    entry.in_flight = in_flight;
+                    self.back_off(slot, entry, after);
+                }
+                Progress::InFlight(in_flight, command) => {
+                    self.completing +=
+                        usize::from(matches!(in_flight.stage(), Stage::Completing(_)));
+                    self.awaiting_holder +=
+                        usize::from(matches!(in_flight.stage(), Stage::AwaitingHolder(..)));
+                    self.withdrawing +=
+                        usize::from(matches!(in_flight.stage(), Stage::Withdrawing(..)));
+                    self.running += usize::from(occupies_run(in_flight.stage()));
+                    entry.in_flight = in_flight;
+                    if !has_running_task(entry.in_flight.stage()) {
+                        entry.task = None;
+                    }
+                    next = self.execute(slot, &mut entry, command);
+                    let may_count_crash = may_count_crash(entry.in_flight.stage());
+                    self.entries.put_back(slot, entry);
+                    if next.is_none() && !may_count_crash {
+                        self.end_alone(slot);
+                    }
+                }
+                Progress::Settled(mut settled) => {
+                    let (token, attempts) = claim;
+                    let InFlightEntry {
+                        id,
+                        key,
+                        terms,
+                        ordering_key,
+                        lease,
+                        task,
+                        bytes,
+                        arrived,
+                        ..
+                    } = *entry;
+                    drop(task);
+                    self.metrics
+                        .settled(self.clock.saturating_duration_since(arrived));
+                    if let Some(story) = &mut settled.story {
+                        story.id = id.as_ref().map(MessageId::to_string);
+                    }
+                    if let Settlement::Reject(reason) = &settled.settlement {
+                        self.reporter.rejected(
+                            &settled,
+                            self.source
+                                .destination(&settled.delivery.message.origin, reason),
+                        );
+                    }
+                    spans::settle(
+                        &settled.delivery,
+                        id.as_ref(),
+                        attempts.number,
+                        &settled.settlement,
+                    )
+                    .in_scope(|| self.outcomes.settled(&settled.settlement));
+                    if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key)
+                        && proof.as_str() == "passed_without_gate"
+                    {
+                        self.record_completion_later(Operation {
+                            key,
+                            ask: Ask::Claim,
+                            token,
+                            attempt: 0,
+                            terms,
+                        });
+                    }
+                    self.settled.push(settled);
+                    self.remove(slot, ordering_key, lease, bytes);
+                }
+                Progress::Abandoned(_) => {
+                    drop(entry.task);
+                    self.outcomes.dropped();
+                    self.remove(slot, entry.ordering_key, entry.lease, entry.bytes);
+                }
+            }
+        }
+    }
+
+    /// Backs off after a failed attempt. The delivery keeps its ordering key, so that no other of that
+    /// key overtakes it.
+    fn back_off(&mut self, slot: Slot, mut entry: Box<InFlightEntry>, after: Duration) {
+        (entry.task, entry.began) = (None, None);
+        entry.turn += 1;
+        self.release_lease(slot, &mut entry);
+        let after = self.jittered(after);
+        self.alarms
+            .push(Reverse((Instant::now() + after, slot, entry.turn)));
+        self.entries.put_back(slot, entry);
+        self.enqueue(slot);
+        self.end_alone(slot);
+    }
+
+    /// Counts a delivery as queued, not in flight, until its next event.
+    fn enqueue(&mut self, slot: Slot) {
+        let Some(entry) = self.entries.at_mut(slot) else {
+            return;
+        };
+        entry.occupancy = Occupancy::Queued;
+        self.queued += 1;
+        self.queued_bytes += entry.bytes;
+    }
+
+    /// Remembers to claim and complete a message that was handled without the gate, with the token
+    /// of its lost claim, as soon as the store answers.
+    fn record_completion_later(&mut self, claim: Operation) {
+        if self.late_completions.add(claim).is_err()
+            && let Some(suppressed_lines) = self.reporter.late_completions_full.due(Instant::now())
+        {
+            tracing::warn!(
+                suppressed_lines,
+                "completion not recorded: too many messages were handled without the gate; a redelivery of this one runs again"
+            );
+        }
+    }
+
+    /// Executes a command. Returns the event that it causes at once, if any.
+    pub(super) fn execute(
+        &mut self,
+        slot: Slot,
+        entry: &mut InFlightEntry,
+        command: DriverCommand,
+    ) -> Option<Event> {
+        match command {
+            DriverCommand::Apply(ask) => {
+                if ask == Ask::Claim && entry.attempt() == 0 {
+                    self.release_lease(slot, entry);
+                }
+                if let Stage::Claiming(_, ClaimTries(0)) = entry.in_flight.stage()
+                    && entry.attempt() == 0
+                {
+                    entry.claim = ClaimState::Unsent; // its token is new
+                }
+                entry.turn += 1; // invalidates earlier alarms, which would send the operation twice
+                entry.begin_operation(ask);
+                if ask == Ask::Claim {
+                    self.claims.push_back(slot)
+                } else {
+                    self.verdicts.push_back(slot)
+                }
+            }
+            DriverCommand::AwaitRun => {
+                if let Stage::Ready(grant) = entry.in_flight.stage()
+                    && grant.runs_alone()
+                {
+                    if self.alone.is_some_and(|other| other != slot) {
+                        return Some(Event::OtherRunsAlone);
+                    }
+                    self.alone = Some(slot);
+                    self.reporter
+                        .runs_alone(entry, grant.attempts, self.policy.crashes);
+                    return None;
+                }
+                // While its completion, which was lost, was unanswered, another delivery may have taken
+                // its run.
+                if self.running >= self.settings.max_in_flight {
+                    self.awaiting_run.push_back(slot);
+                    return None;
+                }
+                return Some(self.check_lease_before_run(entry));
+            }
+            DriverCommand::Run => {
+                if let Stage::Ungated(_) = entry.in_flight.stage() {
+                    self.release_lease(slot, entry);
+                }
+                return self.start(slot, entry, RunKind::Handle);
+            }
+            DriverCommand::Reconcile => return self.start(slot, entry, RunKind::Reconcile),
+            DriverCommand::Wake(after) => {
+                entry.turn += 1;
+                let after = self.jittered(after);
+                self.alarms
+                    .push(Reverse((Instant::now() + after, slot, entry.turn)));
+            }
+            DriverCommand::AwaitTurn => {
+                self.release_lease(slot, entry);
+                if self.alone.is_none() {
+                    self.alone = Some(slot);
+                    return Some(Event::Arrived);
+                }
+                self.alone_next.push_back(slot);
+            }
+            DriverCommand::Nothing => {}
+            DriverCommand::Hold { .. } | DriverCommand::Settle(_) | DriverCommand::Abandon => {
+                unreachable!("a settled delivery has no command")
+            }
+        }
+        None
+    }
+
+    /// Drops the lease of a delivery and stops its renewal.
+    pub(super) fn release_lease(&mut self, slot: Slot, entry: &mut InFlightEntry) {
+        if entry.lease.take().is_some() {
+            self.ended_leases.push(slot.place);
+        }
+    }
+
+    /// Starts the handler or `reconcile`. Returns its event if it was ready at once.
+    pub(super) fn start(
+        &mut self,
+        slot: Slot,
+        entry: &mut InFlightEntry,
+        kind: RunKind,
+    ) -> Option<Event> {
+        let id = entry.id.clone()?;
+        entry.turn += 1;
+        let turn = entry.turn;
+        let delivery = entry.in_flight.delivery();
+        let (message, failures) = (delivery.message.clone(), delivery.failures);
+        let cx = Context {
+            id,
+            attempt: entry.attempt().max(1),
+            failures,
+            message,
+            lease: entry.lease.clone(),
+        };
+        let began = Instant::now();
+        entry.began = Some(began);
+        let runner = self.runner.clone();
+        let mut run: BoxFuture<'static, RunResult> = match kind {
+            RunKind::Handle => Box::pin(runner.handle(cx, began)),
+            RunKind::Reconcile => Box::pin(runner.reconcile(cx, began)),
+        };
+        if self.settings.execution == Execution::Inline {
+            // No waker is needed: if it is pending, its task polls it again first.
+            if let Some(finished) = (&mut run).now_or_never() {
+                entry.record_error(&finished);
+                self.reporter.run_ended(entry, &finished);
+                self.record_runtime(entry.began.take());
+                return Some(finished.event);
+            }
+        }
+        let report = RunReport {
+            sender: self.run_sender.clone(),
+            slot,
+            turn,
+            finished: None,
+        };
+        let task = tokio::spawn(async move { report.send(run.await) });
+        entry.task = Some(AbortOnDrop(task.abort_handle()));
+        self.spawned += 1;
+        None
+    }
+
+    /// Records the duration of a run, and adapts the lease where the user chose that.
+    fn record_runtime(&mut self, began: Option<Instant>) {
+        let Some(took) = began.map(|began| began.elapsed()) else {
+            return;
+        };
+        self.metrics.handled(took);
+        let Some(shortest) = self.settings.shortest_lease else {
+            return;
+        };
+        self.runtimes.record(took);
+        if let Some(lease) = self.runtimes.lease() {
+            self.lease = lease.clamp(shortest, self.settings.lease);
+        }
+    }
+
+    /// A spawned handler or `reconcile` ended.
+    pub(super) fn on_run_finished(&mut self, (slot, turn, finished): FinishedRun) {
+        let Some(entry) = self.entries.at_mut(slot) else {
+            return;
+        };
+        if entry.turn != turn {
+            return;
+        }
+        entry.record_error(&finished);
+        self.reporter.run_ended(entry, &finished);
+        let began = entry.began.take();
+        self.record_runtime(began);
+        self.handle_event(slot, finished.event);
+    }
+
+    /// The renewal thread reports that a lease ended.
+    pub(super) fn on_lease_lost(&mut self, (place, token): LostLease) {
+        let Some(slot) = self.entries.slot(place) else {
+            return;
+        };
+        let now = BootTime::now();
+        let theirs = |lease: &Arc<Lease>| lease.token == token && !lease.is_live(now); // not a newer lease in the same slot
+        if self
+            .entries
+            .at(slot)
+            .is_some_and(|entry| entry.lease.as_ref().is_some_and(theirs))
+        {
+            self.handle_event(slot, Event::LeaseOver);
+        }
+    }
+}

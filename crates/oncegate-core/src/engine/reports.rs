@@ -1,0 +1,226 @@
+//! Throttled log lines about single messages.
+
+use std::time::{Duration, Instant};
+
+use super::entry::InFlightEntry;
+use crate::id::MessageId;
+use crate::lifecycle::{DoubtCause, Event, Outcome, Reason, Settlement};
+use crate::log_throttle::LogThrottle;
+use crate::marker::{Attempts, Finding};
+use crate::message::Origin;
+use crate::run::RunResult;
+use crate::source::Settled;
+
+/// One throttle for each kind of log line.
+pub(super) struct Reporter {
+    pub(super) unavailable: LogThrottle,
+    pub(super) late_completions_full: LogThrottle,
+    pub(super) queue_full: LogThrottle,
+    pub(super) unknown_age: LogThrottle,
+    rejected: LogThrottle,
+    in_doubt: LogThrottle,
+    panicked: LogThrottle,
+    failed: LogThrottle,
+    reconciled: LogThrottle,
+    taken_over: LogThrottle,
+    alone: LogThrottle,
+    held: LogThrottle,
+}
+
+/// The maximum number of lines of one kind in a second.
+const LINES: u32 = 10;
+
+impl Reporter {
+    pub(super) fn new() -> Self {
+        let [
+            unavailable,
+            late_completions_full,
+            queue_full,
+            unknown_age,
+            failed,
+        ] = [10, 10, 10, 600, 1].map(|seconds| LogThrottle::every(Duration::from_secs(seconds)));
+        let [
+            rejected,
+            in_doubt,
+            panicked,
+            reconciled,
+            taken_over,
+            alone,
+            held,
+        ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, Duration::from_secs(1)));
+        Self {
+            unavailable,
+            late_completions_full,
+            queue_full,
+            unknown_age,
+            rejected,
+            in_doubt,
+            panicked,
+            failed,
+            reconciled,
+            taken_over,
+            alone,
+            held,
+        }
+    }
+
+    /// A message was rejected, and an operator has to look at it.
+    pub(super) fn rejected(&mut self, settled: &Settled, destination: Option<String>) {
+        let Settlement::Reject(reason) = settled.settlement else {
+            return;
+        };
+        let throttle = if reason.is_in_doubt() {
+            &mut self.in_doubt
+        } else {
+            &mut self.rejected
+        };
+        let Some(suppressed_lines) = throttle.due(Instant::now()) else {
+            return;
+        };
+        let story = settled.story.as_deref();
+        let first = story.and_then(|it| it.first_error.as_deref());
+        let last = story.and_then(|it| it.last_error.as_deref());
+        let (error, last_error) = (
+            first.or(last),
+            last.filter(|_| last != first && first.is_some()),
+        );
+        let (id, attempts) = (
+            story.and_then(|it| it.id.as_deref()),
+            story.map(|it| it.attempts),
+        );
+        let is_unreadable_marker = reason == Reason::InDoubt(DoubtCause::UnreadableMarker);
+        let (reason, origin) = (reason.as_str(), &settled.delivery.message.origin);
+        macro_rules! warn {
+            ($text:literal) => {
+                tracing::warn!(reason, id, attempts, error, last_error, %origin, destination, suppressed_lines, $text)
+            };
+        }
+        if is_unreadable_marker {
+            warn!(
+                "message in doubt, sending it to the in-doubt queue: its marker is unreadable; check whether the message took effect, delete the key that `oncegate explain` shows, then run `oncegate in-doubt resolve`"
+            );
+        } else if reason.starts_with("in-doubt") {
+            warn!(
+                "message in doubt, sending it to the in-doubt queue: check whether it took effect, then run `oncegate in-doubt resolve`"
+            );
+        } else {
+            warn!("message rejected, sending it to the dead letters");
+        }
+    }
+
+    /// A handler or `reconcile` ended.
+    #[inline]
+    pub(super) fn run_ended(&mut self, entry: &InFlightEntry, finished: &RunResult) {
+        if !matches!(finished.event, Event::Returned(Outcome::Done)) {
+            self.log_run(entry, finished);
+        }
+    }
+
+    fn log_run(&mut self, entry: &InFlightEntry, finished: &RunResult) {
+        let throttle = match finished.event {
+            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => &mut self.panicked,
+            Event::Returned(Outcome::Retry | Outcome::Unknown(_)) => &mut self.failed,
+            Event::Found(_) => &mut self.reconciled,
+            _ => return,
+        };
+        let Some(suppressed_lines) = throttle.due(Instant::now()) else {
+            return;
+        };
+        let (id, attempt) = (entry.id.as_ref().map(MessageId::as_str), entry.attempt());
+        let (origin, error) = (
+            &entry.in_flight.delivery().message.origin,
+            finished.error.as_deref(),
+        );
+        macro_rules! log {
+            ($level:ident, $text:literal) => {
+                tracing::$level!(id, attempt, error, %origin, suppressed_lines, $text)
+            };
+        }
+        match finished.event {
+            Event::Returned(Outcome::Retry) => {
+                log!(
+                    warn,
+                    "handler failed without an effect, the message is retried"
+                );
+            }
+            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => {
+                log!(error, "handler panicked, its outcome is unknown");
+            }
+            Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)) => {
+                log!(warn, "handler timed out, its outcome is unknown");
+            }
+            Event::Returned(_) => {
+                log!(warn, "handler failed, its outcome is unknown");
+            }
+            Event::Found(finding) => {
+                let found = match finding {
+                    Some(Finding::Happened) => "happened",
+                    Some(Finding::DidNotHappen) => "did not happen",
+                    None => "unknown",
+                };
+                tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconciled");
+            }
+            _ => {}
+        }
+    }
+
+    /// The claim of a message took over from a process that crashed or lost its lease.
+    pub(super) fn taken_over(&mut self, entry: &InFlightEntry, attempts: Attempts) {
+        if let Some(suppressed_lines) = self.taken_over.due(Instant::now()) {
+            let (id, origin) = id_and_origin(entry);
+            let Attempts {
+                number: attempt,
+                crashes,
+                ..
+            } = attempts;
+            tracing::info!(
+                id,
+                attempt,
+                crashes,
+                %origin,
+                suppressed_lines,
+                "message taken over: the process that handled it crashed or lost its lease"
+            );
+        }
+    }
+
+    /// A message starts to run alone.
+    pub(super) fn runs_alone(
+        &mut self,
+        entry: &InFlightEntry,
+        attempts: Attempts,
+        max_crashes: u32,
+    ) {
+        if let Some(suppressed_lines) = self.alone.due(Instant::now()) {
+            let (id, origin) = id_and_origin(entry);
+            let Attempts {
+                number: attempt,
+                crashes,
+                ..
+            } = attempts;
+            tracing::warn!(
+                id,
+                attempt,
+                crashes,
+                max_crashes,
+                %origin,
+                suppressed_lines,
+                "possible crash loop: processes crashed while they handled this message; it runs alone, and no other message is claimed until it ends"
+            );
+        }
+    }
+
+    /// A message waits because another consumer holds its id.
+    pub(super) fn held_elsewhere(&mut self, entry: &InFlightEntry, remaining: Duration) {
+        if let Some(suppressed_lines) = self.held.due(Instant::now()) {
+            let (id, origin) = id_and_origin(entry);
+            tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another consumer holds the lease of its id, or crashed while it did");
+        }
+    }
+}
+
+/// The fields by which a log line names a message.
+fn id_and_origin(entry: &InFlightEntry) -> (Option<&str>, &Origin) {
+    let id = entry.id.as_ref().map(MessageId::as_str);
+    (id, &entry.in_flight.delivery().message.origin)
+}

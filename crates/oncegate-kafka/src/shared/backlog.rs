@@ -1,0 +1,90 @@
+//! Counts the messages in memory that wait for their delay or for the confirm of their dead letter.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use oncegate_core::Delivery;
+
+/// A number of messages and their size.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Backlog {
+    pub(super) count: usize,
+    pub(super) bytes: usize,
+}
+
+impl Backlog {
+    fn add(&mut self, bytes: usize) {
+        (self.count, self.bytes) = (self.count + 1, self.bytes + bytes);
+    }
+
+    fn remove(&mut self, bytes: usize) {
+        (self.count, self.bytes) = (
+            self.count.saturating_sub(1),
+            self.bytes.saturating_sub(bytes),
+        );
+    }
+}
+
+/// The messages that are released and wait for their delay, or that are being published to
+/// dead-letter topics: in total and for each partition.
+///
+/// A message counts from its release or rejection until it is handed out again, dropped, or its
+/// dead letter is confirmed, however often publishing fails. It counts for its partition, not for
+/// an assignment: a partition that is assigned again still holds the dead letters of before.
+#[derive(Debug, Default)]
+pub(super) struct HeldMessages {
+    total: Backlog,
+    by_partition: HashMap<(Arc<str>, u32), Backlog>,
+}
+
+impl HeldMessages {
+    /// This delivery was released or rejected.
+    pub(super) fn add(&mut self, delivery: &Delivery) {
+        let bytes = delivery.message.size();
+        self.total.add(bytes);
+        self.by_partition
+            .entry(partition_of(delivery))
+            .or_default()
+            .add(bytes);
+    }
+
+    /// This delivery, which was added, was handed out again or dropped, or its dead letter is
+    /// confirmed.
+    pub(super) fn remove(&mut self, delivery: &Delivery) {
+        let (bytes, partition) = (delivery.message.size(), partition_of(delivery));
+        self.total.remove(bytes);
+        if let Some(held) = self.by_partition.get_mut(&partition) {
+            held.remove(bytes);
+            if held.count == 0 {
+                self.by_partition.remove(&partition);
+            }
+        }
+    }
+
+    /// Replaces the counts: only this backlog, all of it in this partition.
+    #[cfg(test)]
+    pub(super) fn set(&mut self, topic: &str, partition: u32, held: Backlog) {
+        self.total = held;
+        self.by_partition = HashMap::from([((Arc::from(topic), partition), held)]);
+    }
+
+    pub(super) fn total(&self) -> Backlog {
+        self.total
+    }
+
+    /// Those of one partition, of all its assignments.
+    pub(super) fn of(&self, topic: &Arc<str>, partition: i32) -> Backlog {
+        u32::try_from(partition)
+            .ok()
+            .and_then(|partition| self.by_partition.get(&(topic.clone(), partition)))
+            .copied()
+            .unwrap_or_default()
+    }
+}
+
+fn partition_of(delivery: &Delivery) -> (Arc<str>, u32) {
+    (
+        delivery.message.origin.name.clone(),
+        delivery.receipt.partition,
+    )
+}

@@ -1,0 +1,194 @@
+//! The operator's commands on dead letters and in-doubt messages, in the steps of the command line:
+//! read the marker, apply an operation to that marker, publish a copy, remove the dead letter. Any
+//! other action may happen between two steps.
+
+use oncegate_core::lifecycle::Stage;
+use oncegate_core::marker::{
+    Ask, Doubt, Effect, Finding, Guarantee, Marker, Token, UNKNOWN_ATTEMPT, Verdict,
+};
+
+use crate::state::{
+    BrokerMessage, ModelDeadLetter, ModelDestination, NextStep, Operator, SentCommand, SystemState,
+};
+use crate::system::SystemModel;
+
+impl SystemModel {
+    /// The operator's decision about a dead letter, by the marker; `None` if nothing is done. The
+    /// second value is the attempt up to which the provider must refuse requests, because the
+    /// operator states that nothing happened.
+    pub(crate) fn operator_decision(
+        &self,
+        state: &SystemState,
+        dead_letter: ModelDeadLetter,
+    ) -> Option<(Operator, Option<u32>)> {
+        // The operator's tool has the configuration of the first consumer.
+        let guarantee = self.setup.guarantees[0];
+        let seen = state.marker;
+        let sent = |ask, attempt| SentCommand {
+            ask,
+            guarantee,
+            body: dead_letter.body,
+            token: Token(0),
+            attempt,
+        };
+        let send_back = |effect| {
+            Operator::Decided(
+                dead_letter,
+                sent(Ask::SendBack { seen, effect }, dead_letter.fence),
+                NextStep::Publish,
+            )
+        };
+        match (dead_letter.destination, seen) {
+            (ModelDestination::DeadLetters, Marker::Done(_) | Marker::InDoubt(..)) => None,
+            (ModelDestination::DeadLetters, Marker::InProgress(_)) if !state.over => None,
+            // The next claim finds it in doubt.
+            (ModelDestination::DeadLetters, Marker::InProgress(hold))
+                if [hold.guarantee, guarantee].contains(&Guarantee::AtMostOnce) =>
+            {
+                Some((Operator::Publishing(dead_letter), None))
+            }
+            (ModelDestination::DeadLetters, Marker::Absent) if dead_letter.fence == 0 => {
+                Some((Operator::Publishing(dead_letter), None))
+            }
+            (ModelDestination::DeadLetters, Marker::Absent) => {
+                Some((send_back(Effect::Nothing), None))
+            }
+            (ModelDestination::DeadLetters, _) => Some((send_back(Effect::Unknown), None)),
+
+            (ModelDestination::InDoubt, Marker::InDoubt(_, Doubt::Reconciling)) if !state.over => {
+                None
+            }
+            (ModelDestination::InDoubt, Marker::InProgress(_) | Marker::Rejected { .. }) => None,
+            (ModelDestination::InDoubt, Marker::Done(_)) => {
+                Some((Operator::Removing(dead_letter), None))
+            }
+            (ModelDestination::InDoubt, Marker::InDoubt(hold, _)) if state.effects() > 0 => {
+                let resolve = SentCommand {
+                    token: hold.token,
+                    ..sent(Ask::Resolve(Finding::Happened), hold.attempts.number)
+                };
+                Some((
+                    Operator::Decided(dead_letter, resolve, NextStep::Remove),
+                    None,
+                ))
+            }
+            (ModelDestination::InDoubt, _) if state.effects() > 0 => Some((
+                Operator::Decided(
+                    dead_letter,
+                    sent(Ask::Complete, dead_letter.fence),
+                    NextStep::Remove,
+                ),
+                None,
+            )),
+            (ModelDestination::InDoubt, Marker::InDoubt(hold, _)) => {
+                Some((send_back(Effect::Nothing), Some(hold.attempts.number)))
+            }
+            (ModelDestination::InDoubt, Marker::Cleared { attempts, .. }) => {
+                Some((send_back(Effect::Nothing), Some(attempts.number)))
+            }
+            (ModelDestination::InDoubt, Marker::Absent) => {
+                Some((send_back(Effect::Nothing), Some(dead_letter.fence)))
+            }
+        }
+    }
+
+    /// Whether the operator may allow a completed id to run again: no request for it is in flight.
+    /// A repeated completion would complete the freed id again, and a handler that still runs would
+    /// cause a second effect. With two bodies the model cannot tell whose effects no longer count.
+    pub(crate) fn may_forget(&self, state: &SystemState) -> bool {
+        let completing = |stage| matches!(stage, Stage::Completing(_));
+        matches!(state.marker, Marker::Done(_))
+            && !state.seen.other_body
+            && state.provider.orphans.is_empty()
+            && !state
+                .consumers
+                .iter()
+                .filter_map(|it| it.delivery.as_ref())
+                .any(|it| it.run.is_some() || completing(it.driver.stage()))
+            && !state.late.iter().any(|sent| sent.ask == Ask::Complete)
+    }
+
+    /// Applies the operator's request, which the store refuses if the marker has changed since.
+    pub(crate) fn operator_request(
+        &self,
+        state: &mut SystemState,
+        dead_letter: ModelDeadLetter,
+        sent: SentCommand,
+        then: NextStep,
+    ) {
+        let verdict = self.store(state, sent);
+        state.operator = match (verdict, then) {
+            (Verdict::Kept | Verdict::Done { .. }, NextStep::Publish) => {
+                state.record_release();
+                Operator::Publishing(dead_letter)
+            }
+            (Verdict::Kept | Verdict::Done { .. }, NextStep::Remove) => {
+                Operator::Removing(dead_letter)
+            }
+            _ => Operator::Idle,
+        };
+    }
+
+    /// The operator allows a completed id to run again, and its producer publishes it again.
+    pub(crate) fn operator_forgets(&self, state: &mut SystemState) {
+        let (seen, guarantee) = (state.marker, self.setup.guarantees[0]);
+        // Above every attempt that the audit records name.
+        let attempt = state.seen.highest_attempt / UNKNOWN_ATTEMPT * UNKNOWN_ATTEMPT;
+        let attempt = if attempt == 0 {
+            0
+        } else {
+            attempt + UNKNOWN_ATTEMPT
+        };
+        let sent = SentCommand {
+            ask: Ask::Forget { seen },
+            guarantee,
+            body: 0,
+            token: Token(0),
+            attempt,
+        };
+        if self.store(state, sent) == Verdict::Kept {
+            state.record_release();
+            // Earlier effects do not count against the next run.
+            (state.provider.effects, state.seen.done) = ([0, 0], false);
+            state.queue.push(BrokerMessage {
+                body: 0,
+                failures: 0,
+            });
+        }
+    }
+}
+
+impl SystemState {
+    /// Records that the operator freed the id: later attempts must be higher than all earlier ones,
+    /// and the whole budget of attempts is available again.
+    pub(crate) fn record_release(&mut self) {
+        self.seen.highest_at_release = self.seen.highest_attempt;
+        self.seen.freed_as_known = matches!(
+            self.marker,
+            Marker::Cleared {
+                effect: Effect::Nothing,
+                ..
+            }
+        );
+        self.seen.crashes = 0;
+        (self.seen.spent_before_release, self.seen.awaits_run) =
+            (self.seen.grants - self.seen.unspent_grants, true);
+    }
+
+    /// Publishes a copy of a dead letter.
+    pub(crate) fn publish(&mut self, dead_letter: ModelDeadLetter) {
+        self.queue.push(BrokerMessage {
+            body: dead_letter.body,
+            failures: 0,
+        });
+        self.operator = Operator::Removing(dead_letter);
+    }
+
+    /// Removes a dead letter.
+    pub(crate) fn remove_dead_letter(&mut self, dead_letter: ModelDeadLetter) {
+        if let Some(place) = self.dead_letters.iter().position(|it| *it == dead_letter) {
+            self.dead_letters.remove(place);
+        }
+        self.operator = Operator::Idle;
+    }
+}

@@ -1,0 +1,583 @@
+//! The state of the explored system, and the budget of faults that may still occur in it.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use oncegate_core::driver::LifecycleDriver;
+use oncegate_core::lifecycle::Outcome;
+use oncegate_core::marker::{Ask, Doubt, Effect, Finding, Guarantee, Marker, Token, Verdict};
+
+/// How often each fault may still occur.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Budget {
+    /// Consumers that crash.
+    pub crashes: u8,
+    /// Commands to the store without a reply, whether they are applied, applied late, or lost.
+    pub lost_replies: u8,
+    /// Leases that end while their holder believes that they are valid.
+    pub expiries: u8,
+    /// Leases that are renewed.
+    pub renewals: u8,
+    /// Handlers that fail and report that nothing happened.
+    pub failures: u8,
+    /// Handlers that panic, do not end, or report an unknown outcome.
+    pub unknown_outcomes: u8,
+    /// Messages that are published twice, or redelivered while their first delivery is handled.
+    pub redeliveries: u8,
+    /// Messages with the same id and another body.
+    pub other_bodies: u8,
+    /// Consumers that drain because of a shutdown or a revocation.
+    pub drains: u8,
+    /// Grants that are withdrawn because another message runs alone. If this is not 0, a granted
+    /// handler waits for its slot.
+    pub withdrawn_grants: u8,
+    /// Markers that the store loses.
+    pub lost_markers: u8,
+    /// Claims that the store loses, so that the marker is as before: a failover to a replica that
+    /// lagged.
+    pub lost_claims: u8,
+    /// Commands of the operator on a dead letter, an in-doubt message or a completed id.
+    pub operator_actions: u8,
+}
+
+impl Budget {
+    /// No faults.
+    pub const NONE: Self = Self {
+        crashes: 0,
+        lost_replies: 0,
+        expiries: 0,
+        renewals: 0,
+        failures: 0,
+        unknown_outcomes: 0,
+        redeliveries: 0,
+        other_bodies: 0,
+        drains: 0,
+        withdrawn_grants: 0,
+        lost_markers: 0,
+        lost_claims: 0,
+        operator_actions: 0,
+    };
+}
+
+/// The state of the whole system.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct SystemState {
+    pub(crate) marker: Marker,
+    /// Whether the marker's lease has expired by the store's clock.
+    pub(crate) over: bool,
+    /// The messages that wait at the broker.
+    pub(crate) queue: Vec<BrokerMessage>,
+    pub(crate) consumers: [ModelConsumer; 2],
+    /// Commands whose senders gave up and that may still be applied.
+    pub(crate) late: Vec<SentCommand>,
+    pub(crate) provider: Provider,
+    /// Dead letters and in-doubt messages: one of each kind, and the one that the operator handles.
+    pub(crate) dead_letters: Vec<ModelDeadLetter>,
+    pub(crate) operator: Operator,
+    pub(crate) seen: Observations,
+    pub(crate) remaining: Budget,
+}
+
+/// A message at the broker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct BrokerMessage {
+    /// Two messages with the same id may have different bodies, 0 and 1.
+    pub(crate) body: usize,
+    /// How many of its attempts failed.
+    pub(crate) failures: u32,
+}
+
+/// One consumer process.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct ModelConsumer {
+    pub(crate) delivery: Option<ModelDelivery>,
+    /// A pending completion of an id that was handled without the gate: its token, and its attempt
+    /// after the claim was granted.
+    pub(crate) late_completion: Option<(Token, Option<u32>)>,
+}
+
+/// One delivery in a consumer.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct ModelDelivery {
+    /// The message that the broker redelivers if the delivery is not settled.
+    pub(crate) message: BrokerMessage,
+    pub(crate) receipt: ModelReceipt,
+    pub(crate) driver: LifecycleDriver,
+    pub(crate) command: Option<CommandState>,
+    pub(crate) lease: LeaseState,
+    pub(crate) run: Option<EffectState>,
+}
+
+impl ModelDelivery {
+    /// The attempt that the handler passes to the provider as a fencing token.
+    pub(crate) fn attempt(&self) -> u32 {
+        self.driver.attempts.number.max(1)
+    }
+}
+
+/// Whether the broker still accepts a settlement of the delivery.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ModelReceipt {
+    /// It does.
+    Valid,
+    /// It does not: the message was redelivered.
+    Stale,
+}
+
+/// A command to the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum CommandState {
+    /// Sent, not yet applied.
+    Sent(Ask),
+    /// Applied, the reply not yet received. The lease state is that of a lease that the reply
+    /// grants.
+    Replied(Ask, Verdict, LeaseState),
+}
+
+/// A command in flight whose sender does not wait for it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct SentCommand {
+    pub(crate) ask: Ask,
+    pub(crate) guarantee: Guarantee,
+    pub(crate) body: usize,
+    pub(crate) token: Token,
+    pub(crate) attempt: u32,
+}
+
+/// The lease of a delivery, as its holder knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LeaseState {
+    /// No lease.
+    None,
+    /// The holder believes that it is valid.
+    Valid,
+    /// It may have expired.
+    Expired,
+}
+
+/// The request of a handler to the provider.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum EffectState {
+    /// In flight.
+    Pending,
+    /// It had its effect.
+    Happened,
+}
+
+/// The external system in which effects happen. It refuses requests with a voided attempt.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Provider {
+    /// The number of effects for each body, at most 2.
+    pub(crate) effects: [u8; 2],
+    /// Requests in flight whose handlers were dropped: attempt and body.
+    pub(crate) orphans: Vec<(u32, usize)>,
+    /// Requests with this attempt or a lower one are refused.
+    pub(crate) voided: u32,
+}
+
+/// A dead letter or an in-doubt message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ModelDeadLetter {
+    pub(crate) body: usize,
+    pub(crate) destination: ModelDestination,
+    /// The attempt in its headers.
+    pub(crate) fence: u32,
+}
+
+/// Where the message is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ModelDestination {
+    /// The dead letters.
+    DeadLetters,
+    /// The in-doubt queue.
+    InDoubt,
+}
+
+/// The next step of the operator's command. Any other action may happen between two steps, and an
+/// interrupted command is not continued.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Operator {
+    /// No command runs.
+    #[default]
+    Idle,
+    /// Send this request, which names the marker that was read; then publish a copy or remove the
+    /// dead letter.
+    Decided(ModelDeadLetter, SentCommand, NextStep),
+    /// Publish a copy.
+    Publishing(ModelDeadLetter),
+    /// Remove the dead letter.
+    Removing(ModelDeadLetter),
+}
+
+impl Operator {
+    /// The dead letter of the command.
+    fn dead_letter(self) -> Option<ModelDeadLetter> {
+        match self {
+            Self::Idle => None,
+            Self::Decided(dead_letter, ..)
+            | Self::Publishing(dead_letter)
+            | Self::Removing(dead_letter) => Some(dead_letter),
+        }
+    }
+}
+
+/// The step after the store has applied the operator's request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum NextStep {
+    /// Publish a copy.
+    Publish,
+    /// Remove the dead letter.
+    Remove,
+}
+
+/// The history that the properties need, and the violations that were observed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Observations {
+    /// The id was completed.
+    pub(crate) done: bool,
+    /// A message with another body was published.
+    pub(crate) other_body: bool,
+    /// The operator sent the id back, and no handler was started since.
+    pub(crate) awaits_run: bool,
+    /// The operator freed the id and stated that nothing happened, and no claim was granted since.
+    pub(crate) freed_as_known: bool,
+    /// The highest attempt with which a handler was started. Counted if the operator acts.
+    pub(crate) highest_attempt: u32,
+    /// The value of `highest_attempt` when the operator last freed the id.
+    pub(crate) highest_at_release: u32,
+    /// The number of grants. Counted if the operator acts or messages are redelivered.
+    pub(crate) grants: u32,
+    /// The number of grants that spend no attempt: withdrawn, or taken over after a crash.
+    pub(crate) unspent_grants: u32,
+    /// The number of spent attempts when the operator last freed the id.
+    pub(crate) spent_before_release: u32,
+    /// The number of crashed holders since the operator last freed the id. Counted if the operator
+    /// acts.
+    pub(crate) crashes: u32,
+    /// A handler started although the id was completed.
+    pub(crate) start_after_done: bool,
+    /// In at most once a handler started although an earlier run had an effect or may still have
+    /// one.
+    pub(crate) start_with_possible_effect: bool,
+    /// A handler started with a voided attempt, or with one that was used before the operator freed
+    /// the id.
+    pub(crate) start_below_the_fence: bool,
+    /// A handler started before the store was asked to complete a copy handled without the gate.
+    pub(crate) start_before_late: bool,
+    /// Two handlers ran at the same time, each with a lease that it believed to be valid.
+    pub(crate) two_at_once: bool,
+    /// A claim was answered with the remaining time of an expired lease.
+    pub(crate) busy_after_expiry: bool,
+    /// A message went to the in-doubt queue while its marker says that a consumer reconciles it.
+    pub(crate) doubt_kept: bool,
+    /// A message that the operator sent back was rejected or in doubt again without a run.
+    pub(crate) not_run: bool,
+    /// Attempts were spent that were never granted.
+    pub(crate) spent_too_soon: bool,
+    /// A consumer stopped without a reply from the store. Recorded if orphaned claims are checked.
+    pub(crate) stopped_now: bool,
+}
+
+/// The next action.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[allow(missing_docs, reason = "`trace::lines` describes each of them")]
+pub enum ModelAction {
+    Deliver(usize, BrokerMessage),
+    PublishAgain,
+    PublishOtherBody,
+    Redeliver(usize),
+    Apply(usize),
+    ApplyDelayed(usize),
+    ReceiveReply(usize),
+    LoseCommand(usize),
+    DelayCommand(usize),
+    LoseReply(usize),
+    Wake(usize),
+    EffectHappens(usize),
+    OrphanEffectHappens(usize),
+    LoseOrphan(usize),
+    Return(usize, Outcome),
+    ReconcileHappened(usize),
+    ReconcileDidNotHappen(usize),
+    ExpireLease,
+    SuspectLease(usize),
+    NoticeExpiry(usize),
+    Renew(usize),
+    DelayRenewal(usize),
+    Crash(usize),
+    Drain(usize),
+    WithdrawGrant(usize),
+    DrainOver(usize),
+    StopNow(usize),
+    CompleteLate(usize),
+    LoseMarker,
+    LoseClaim,
+    OperatorDecides(usize),
+    OperatorRequests,
+    DelayOperatorRequest,
+    OperatorPublishes,
+    OperatorRemoves,
+    OperatorStops,
+    OperatorForgets,
+}
+
+impl SystemState {
+    /// One message waits, and nothing has happened.
+    pub(crate) fn new(budget: Budget) -> Self {
+        Self {
+            marker: Marker::Absent,
+            over: false,
+            queue: vec![BrokerMessage {
+                body: 0,
+                failures: 0,
+            }],
+            consumers: Default::default(),
+            late: Vec::new(),
+            provider: Provider::default(),
+            dead_letters: Vec::new(),
+            operator: Operator::Idle,
+            seen: Observations::default(),
+            remaining: budget,
+        }
+    }
+
+    /// Whether nothing is left to deliver and nothing in flight.
+    pub(crate) fn is_finished(&self) -> bool {
+        self.queue.is_empty()
+            && self
+                .consumers
+                .iter()
+                .all(|it| it.delivery.is_none() && it.late_completion.is_none())
+            && self.provider.orphans.is_empty()
+            && self.late.is_empty()
+            && self.operator == Operator::Idle
+    }
+
+    /// Whether the marker is claimed by a token that no consumer holds: the next claim after its
+    /// lease expires counts a crash.
+    pub(crate) fn has_orphaned_claim(&self) -> bool {
+        let token = match self.marker {
+            Marker::InProgress(hold) | Marker::InDoubt(hold, Doubt::Reconciling) => hold.token,
+            _ => return false,
+        };
+        let mut held = self.consumers.iter().filter_map(|it| it.delivery.as_ref());
+        !held.any(|delivery| delivery.driver.token == token)
+    }
+
+    /// Whether the provider accepts a request with this attempt.
+    pub(crate) fn is_accepted(&self, attempt: u32) -> bool {
+        attempt > self.provider.voided
+    }
+
+    /// The provider refuses requests with this attempt or a lower one, also those in flight.
+    pub(crate) fn void_attempts(&mut self, up_to_and_with: u32) {
+        let voided = self.provider.voided.max(up_to_and_with);
+        self.provider.voided = voided;
+        self.provider
+            .orphans
+            .retain(|(attempt, _)| *attempt > voided);
+    }
+
+    pub(crate) fn effects(&self) -> u8 {
+        self.provider.effects.iter().sum()
+    }
+
+    pub(crate) fn happened(&mut self, body: usize) {
+        self.provider.effects[body] = (self.provider.effects[body] + 1).min(2);
+    }
+
+    /// Adds a dead letter or an in-doubt message.
+    pub(crate) fn add_dead_letter(&mut self, dead_letter: ModelDeadLetter) {
+        let handled = self
+            .operator
+            .dead_letter()
+            .and_then(|handled| self.dead_letters.iter().position(|it| *it == handled));
+        let mut others = self
+            .dead_letters
+            .iter_mut()
+            .enumerate()
+            .filter(|(place, _)| Some(*place) != handled)
+            .map(|(_, it)| it);
+        match others
+            .find(|it| (it.body, it.destination) == (dead_letter.body, dead_letter.destination))
+        {
+            Some(there) => there.fence = there.fence.max(dead_letter.fence),
+            None => self.dead_letters.push(dead_letter),
+        }
+    }
+
+    /// Orders the consumers, so that states that differ only in their order are equal.
+    pub(crate) fn sort_consumers(&mut self) {
+        let holder = token_of(&self.marker).unwrap_or(Token(0));
+        let rank = |it: &ModelConsumer| {
+            let mut hasher = DefaultHasher::new();
+            let unnamed = it.delivery.clone().map(|mut delivery| {
+                let holds = delivery.driver.token == holder;
+                delivery.driver.token = Token(0);
+                (delivery, holds)
+            });
+            (unnamed, it.late_completion.is_some()).hash(&mut hasher);
+            (it.delivery.is_none(), hasher.finish())
+        };
+        if rank(&self.consumers[0]) > rank(&self.consumers[1]) {
+            self.consumers.swap(0, 1);
+        }
+    }
+
+    /// Brings equal states into one form: tokens are numbered by first appearance, queues sorted.
+    pub(crate) fn normalize(&mut self) {
+        self.queue.sort_unstable();
+        self.provider.orphans.sort_unstable();
+        self.dead_letters.sort_unstable();
+        let mut names: Vec<u128> = Vec::with_capacity(4);
+        let mut rename = |token: &mut Token| {
+            if token.0 == 0 {
+                return;
+            }
+            let place = names
+                .iter()
+                .position(|name| *name == token.0)
+                .unwrap_or_else(|| {
+                    names.push(token.0);
+                    names.len() - 1
+                });
+            token.0 = place as u128 + 1;
+        };
+        rename_in_marker(&mut self.marker, &mut rename);
+        for consumer in &mut self.consumers {
+            if let Some(delivery) = &mut consumer.delivery {
+                rename(&mut delivery.driver.token);
+            }
+            if let Some((token, _)) = &mut consumer.late_completion {
+                rename(token);
+            }
+        }
+        if let Operator::Decided(_, sent, _) = &mut self.operator {
+            rename_in_sent(sent, &mut rename);
+        }
+        for sent in &mut self.late {
+            rename_in_sent(sent, &mut rename);
+        }
+        self.late
+            .sort_unstable_by_key(|it| (it.token.0, it.attempt, name(&it.ask)));
+    }
+
+    /// A token that is not in use.
+    pub(crate) fn new_token(&self) -> Token {
+        let consumers = self.consumers.iter().flat_map(|it| {
+            let delivery = it.delivery.as_ref().map(|delivery| delivery.driver.token);
+            [delivery, it.late_completion.map(|(token, _)| token)]
+        });
+        let sent = self.late.iter().chain(match &self.operator {
+            Operator::Decided(_, sent, _) => Some(sent),
+            _ => None,
+        });
+        let sent = sent.flat_map(|it| {
+            [
+                Some(it.token),
+                seen(&it.ask).and_then(|marker| token_of(&marker)),
+            ]
+        });
+        let all = consumers
+            .chain(sent)
+            .chain([token_of(&self.marker)])
+            .flatten();
+        Token(all.map(|token| token.0).max().unwrap_or(0) + 1)
+    }
+}
+
+fn token_of(marker: &Marker) -> Option<Token> {
+    match marker {
+        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold.token),
+        _ => None,
+    }
+}
+
+/// The marker that an operator's request names.
+fn seen(ask: &Ask) -> Option<Marker> {
+    match ask {
+        Ask::SendBack { seen, .. } | Ask::Forget { seen } => Some(*seen),
+        _ => None,
+    }
+}
+
+fn rename_in_marker(marker: &mut Marker, rename: &mut impl FnMut(&mut Token)) {
+    if let Marker::InProgress(hold) | Marker::InDoubt(hold, _) = marker {
+        rename(&mut hold.token);
+    }
+}
+
+fn rename_in_sent(sent: &mut SentCommand, rename: &mut impl FnMut(&mut Token)) {
+    rename(&mut sent.token);
+    if let Ask::SendBack { seen, .. } | Ask::Forget { seen } = &mut sent.ask {
+        rename_in_marker(seen, rename);
+    }
+}
+
+/// The name of an operation, for traces.
+pub(crate) fn name(ask: &Ask) -> &'static str {
+    match ask {
+        Ask::Claim => "claim",
+        Ask::Renew => "renewal",
+        Ask::Complete => "completion",
+        Ask::Clear(Effect::Nothing) => "clear",
+        Ask::Clear(Effect::Unknown) => "clear, effect unknown",
+        Ask::Withdraw => "withdrawal",
+        Ask::Reject(_) => "rejection",
+        Ask::Doubt => "doubt",
+        Ask::Resolve(Finding::Happened) => "resolution: it happened",
+        Ask::Resolve(Finding::DidNotHappen) => "resolution: it did not happen",
+        Ask::SendBack {
+            effect: Effect::Nothing,
+            ..
+        } => "sending back, nothing happened",
+        Ask::SendBack {
+            effect: Effect::Unknown,
+            ..
+        } => "sending back",
+        Ask::Forget { .. } => "forgetting",
+    }
+}
+
+impl std::fmt::Display for Budget {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self {
+            crashes,
+            lost_replies,
+            expiries,
+            renewals,
+            failures,
+            unknown_outcomes,
+            redeliveries,
+            other_bodies,
+            drains,
+            withdrawn_grants,
+            lost_markers,
+            lost_claims,
+            operator_actions,
+        } = *self;
+        let parts = [
+            (crashes, "crash", "crashes"),
+            (lost_replies, "lost reply", "lost replies"),
+            (expiries, "expiry", "expiries"),
+            (renewals, "renewal", "renewals"),
+            (failures, "failure", "failures"),
+            (unknown_outcomes, "unknown outcome", "unknown outcomes"),
+            (redeliveries, "redelivery", "redeliveries"),
+            (other_bodies, "other body", "other bodies"),
+            (drains, "drain", "drains"),
+            (withdrawn_grants, "withdrawn grant", "withdrawn grants"),
+            (lost_markers, "lost marker", "lost markers"),
+            (lost_claims, "lost claim", "lost claims"),
+            (operator_actions, "act of a person", "acts of a person"),
+        ];
+        let parts = parts.into_iter().filter(|(count, ..)| *count > 0);
+        let named: Vec<String> = parts
+            .map(|(count, one, many)| format!("{count} {}", if count == 1 { one } else { many }))
+            .collect();
+        f.pad(&if named.is_empty() {
+            "none".into()
+        } else {
+            named.join(", ")
+        })
+    }
+}

@@ -1,0 +1,503 @@
+//! The transitions of a [`SystemState`]: the replies of the store and the actions of consumers.
+//!
+//! This module decides nothing itself. Consumers are driven by [`LifecycleDriver`], as in
+//! production.
+
+use std::time::Duration;
+
+use oncegate_core::driver::{DriverCommand, LifecycleDriver, OnRelease};
+use oncegate_core::lifecycle::{
+    self, Action, Event, Freshness, History, Outage, Policy, Reason, Settlement, Stage,
+};
+use oncegate_core::marker::{
+    self, Age, Ask, Change, Fingerprint, Guarantee, Marker, Operation, Terms, Token, Verdict,
+};
+use oncegate_core::{Key, MessageId};
+
+use crate::state::{
+    BrokerMessage, Budget, CommandState, EffectState, LeaseState, ModelConsumer, ModelDeadLetter,
+    ModelDelivery, ModelDestination, ModelReceipt, SentCommand, SystemState,
+};
+
+const LEASE: Duration = Duration::from_secs(1);
+const WINDOW: Duration = Duration::from_secs(100);
+
+/// The rules under test; by default the correct ones.
+#[derive(Clone, Copy)]
+pub struct Rules {
+    /// The next state of one key.
+    pub apply: fn(Marker, Age, &Operation) -> (Change, Verdict),
+    /// The next action of one delivery.
+    pub next: fn(Stage, Event, &Policy) -> (Stage, Action),
+    /// The token of a claim, from the token of the previous claim of the delivery and a new token.
+    pub token: fn(Token, Token) -> Token,
+    /// The highest attempt that the provider refuses after `reconcile` or the operator states for
+    /// an attempt that nothing happened.
+    pub voids: fn(u32) -> u32,
+    /// What a consumer sends first when the store is available again.
+    pub first: First,
+}
+
+/// The order of commands when the store is available again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum First {
+    /// Completions of ids that were handled without the gate come first.
+    LateCompletions,
+    /// Any order.
+    Any,
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Self {
+            apply: marker::apply,
+            next: lifecycle::transition,
+            token: |_, new| new,
+            voids: |attempt| attempt,
+            first: First::LateCompletions,
+        }
+    }
+}
+
+/// The guarantees of two consumers and the fault budget.
+#[derive(Clone, Copy, Debug)]
+pub struct Setup {
+    /// The guarantee of each consumer.
+    pub guarantees: [Guarantee; 2],
+    /// How often each fault may occur.
+    pub budget: Budget,
+    /// `max_attempts` of a message.
+    pub attempts: u32,
+    /// Whether failed deliveries keep their position in the order.
+    pub keeps: OnRelease,
+    /// What consumers do while the store is unavailable.
+    pub outage: Outage,
+}
+
+impl Setup {
+    /// Both consumers with these guarantees, three attempts, unordered, no pass-through.
+    pub fn of(guarantees: [Guarantee; 2], budget: Budget) -> Self {
+        Self {
+            guarantees,
+            budget,
+            attempts: 3,
+            keeps: OnRelease::ReturnToSource,
+            outage: Outage::Hold,
+        }
+    }
+}
+
+/// The system that is explored: a setup and the rules under test.
+pub struct SystemModel {
+    pub(crate) setup: Setup,
+    pub(crate) rules: Rules,
+    key: Key,
+    /// The prefix of the one property to check; empty for all.
+    pub(crate) only: &'static str,
+}
+
+impl SystemModel {
+    /// A system in which the property whose name starts with `only` is checked, or all if it is
+    /// empty.
+    pub fn new(setup: Setup, rules: Rules, only: &'static str) -> Self {
+        // The id is not empty.
+        let id = MessageId::new("id").expect("an id");
+        Self {
+            setup,
+            rules,
+            key: Key::new(&id),
+            only,
+        }
+    }
+
+    fn policy(&self, who: usize) -> Policy {
+        Policy {
+            guarantee: self.setup.guarantees[who],
+            attempts: self.setup.attempts,
+            crashes: self.setup.attempts,
+            retries: 1,
+            reconciles: 1,
+            claim_retries: 1,
+            backoff: Duration::from_millis(1),
+            longest_backoff: Duration::from_millis(1),
+            outage: self.setup.outage,
+        }
+    }
+
+    /// Whether a consumer has this guarantee.
+    pub(crate) fn has_guarantee(&self, guarantee: Guarantee) -> bool {
+        self.setup.guarantees.contains(&guarantee)
+    }
+
+    /// Whether both consumers have this guarantee.
+    pub(crate) fn all_have_guarantee(&self, guarantee: Guarantee) -> bool {
+        self.setup.guarantees == [guarantee; 2]
+    }
+
+    /// Whether every claim must end, because no fault of the budget can orphan one.
+    pub(crate) fn checks_orphaned_claims(&self) -> bool {
+        let Budget {
+            crashes,
+            lost_replies,
+            expiries,
+            lost_markers,
+            lost_claims,
+            drains,
+            operator_actions,
+            ..
+        } = self.setup.budget;
+        let other_faults = [
+            crashes,
+            lost_replies,
+            expiries,
+            lost_markers,
+            lost_claims,
+            operator_actions,
+        ];
+        drains > 0 && other_faults == [0; 6]
+    }
+
+    pub(crate) fn operation(&self, sent: &SentCommand) -> Operation {
+        let SentCommand {
+            ask,
+            guarantee,
+            body,
+            token,
+            attempt,
+        } = *sent;
+        let bodies_differ = self.setup.budget.other_bodies > 0;
+        let fingerprint = bodies_differ.then(|| Fingerprint::new(body as u64));
+        let terms = Terms {
+            guarantee,
+            lease: LEASE,
+            window: WINDOW,
+            fingerprint,
+        };
+        Operation {
+            key: self.key.clone(),
+            ask,
+            token,
+            attempt,
+            terms,
+        }
+    }
+
+    /// The store applies a command.
+    pub(crate) fn store(&self, state: &mut SystemState, sent: SentCommand) -> Verdict {
+        let age = Age::Of(if state.over {
+            LEASE * 2
+        } else {
+            Duration::ZERO
+        });
+        let before = state.marker;
+        let (change, verdict) = (self.rules.apply)(before, age, &self.operation(&sent));
+        state.seen.busy_after_expiry |= state.over && matches!(verdict, Verdict::Busy { .. });
+        match change {
+            Change::Keep => {}
+            Change::Write(marker, _) => (state.marker, state.over) = (marker, false),
+            Change::Delete => (state.marker, state.over) = (Marker::Absent, false),
+        }
+        state.seen.done |=
+            matches!(state.marker, Marker::Done(_)) && !self.has_guarantee(Guarantee::Bare);
+        self.track_budget(state, &sent, before, verdict);
+        verdict
+    }
+
+    /// Tracks how many attempts the reply of the store spends.
+    fn track_budget(
+        &self,
+        state: &mut SystemState,
+        sent: &SentCommand,
+        before: Marker,
+        verdict: Verdict,
+    ) {
+        let again = matches!(before, Marker::InProgress(hold) if hold.token == sent.token);
+        let taken_over = !again
+            && matches!(
+                (before, verdict),
+                (
+                    Marker::InProgress(_),
+                    Verdict::Granted(_) | Verdict::InDoubt(_)
+                )
+            );
+        let withdrawn =
+            sent.ask == Ask::Withdraw && again && !matches!(state.marker, Marker::InProgress(_));
+        if self.counts_grants() && (taken_over || withdrawn) {
+            state.seen.unspent_grants += 1;
+        }
+        if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
+            && self.setup.budget.operator_actions > 0
+        {
+            let crashes = match before {
+                Marker::Cleared { attempts, .. } => attempts.crashes,
+                Marker::InProgress(hold) | Marker::InDoubt(hold, _) => hold.attempts.crashes,
+                _ => 0,
+            };
+            state.seen.crashes += attempts.crashes - crashes;
+            // The marker still counts crashes from before it was freed.
+            state.seen.not_run |= attempts.crashes > state.seen.crashes;
+        }
+        match verdict {
+            Verdict::Granted(attempts) if !again => {
+                // A message that the operator sends back is granted within the budget. The
+                // exception is a rejection for crashes since then, which would also happen without
+                // the operator.
+                let given_up = state.seen.crashes > self.setup.attempts;
+                state.seen.not_run |=
+                    state.seen.awaits_run && attempts.spent() > self.setup.attempts && !given_up;
+                state.seen.freed_as_known = false;
+                if self.counts_grants() {
+                    state.seen.grants += 1;
+                    state.seen.spent_too_soon |= attempts.spent() + state.seen.spent_before_release
+                        > state.seen.grants - state.seen.unspent_grants;
+                }
+            }
+            Verdict::InDoubt(_) => state.seen.not_run |= state.seen.freed_as_known,
+            Verdict::Rejected { .. } => state.seen.not_run |= state.seen.awaits_run,
+            _ => {}
+        }
+    }
+
+    pub(crate) fn sent(&self, state: &SystemState, who: usize, ask: Ask) -> Option<SentCommand> {
+        let delivery = state.consumers[who].delivery.as_ref()?;
+        let LifecycleDriver {
+            token, attempts, ..
+        } = delivery.driver;
+        Some(SentCommand {
+            ask,
+            guarantee: self.setup.guarantees[who],
+            body: delivery.message.body,
+            token,
+            attempt: attempts.number,
+        })
+    }
+
+    /// Delivers a message to a consumer.
+    pub(crate) fn deliver(&self, state: &mut SystemState, who: usize, message: BrokerMessage) {
+        let history = History {
+            failures: message.failures,
+            freshness: Freshness::Fresh,
+        };
+        let driver = LifecycleDriver::new(history, self.setup.keeps);
+        let delivery = ModelDelivery {
+            message,
+            receipt: ModelReceipt::Valid,
+            driver,
+            command: None,
+            lease: LeaseState::None,
+            run: None,
+        };
+        state.consumers[who].delivery = Some(delivery);
+        self.handle_event(state, who, Event::Arrived);
+    }
+
+    /// Gives an event to the delivery of a consumer and executes the commands that follow.
+    pub(crate) fn handle_event(&self, state: &mut SystemState, who: usize, event: Event) {
+        let mut next = Some(event);
+        while let Some(event) = next.take() {
+            let new = state.new_token();
+            let Some(delivery) = state.consumers[who].delivery.as_mut() else {
+                return;
+            };
+            let token = |earlier| (self.rules.token)(earlier, new);
+            let command =
+                delivery
+                    .driver
+                    .handle_by(self.rules.next, event, &self.policy(who), token);
+            if !matches!(
+                delivery.driver.stage(),
+                Stage::Running(..) | Stage::Ungated(_)
+            ) {
+                drop_handler(state, who);
+            }
+            next = self.carry_out(state, who, command);
+        }
+    }
+
+    fn carry_out(
+        &self,
+        state: &mut SystemState,
+        who: usize,
+        command: DriverCommand,
+    ) -> Option<Event> {
+        let delivery = state.consumers[who].delivery.as_mut()?;
+        match command {
+            DriverCommand::Apply(ask) => {
+                if ask == Ask::Claim && delivery.driver.attempts.number == 0 {
+                    delivery.lease = LeaseState::None;
+                }
+                delivery.command = Some(CommandState::Sent(ask));
+            }
+            DriverCommand::AwaitRun if self.setup.budget.withdrawn_grants > 0 => {}
+            DriverCommand::AwaitRun => {
+                return Some(if delivery.lease == LeaseState::Expired {
+                    Event::LeaseOver
+                } else {
+                    Event::Slot
+                });
+            }
+            // A handler is started and polled only while its lease is valid.
+            DriverCommand::Run | DriverCommand::Reconcile
+                if delivery.lease == LeaseState::Expired =>
+            {
+                return Some(Event::LeaseOver);
+            }
+            DriverCommand::Run => self.start(state, who),
+            DriverCommand::AwaitTurn => delivery.lease = LeaseState::None,
+            DriverCommand::Reconcile | DriverCommand::Wake(_) | DriverCommand::Nothing => {}
+            DriverCommand::Hold { failures, .. } => {
+                delivery.lease = LeaseState::None;
+                delivery.driver.restart(History {
+                    failures,
+                    freshness: Freshness::Fresh,
+                });
+            }
+            DriverCommand::Settle(settlement) => self.settle(state, who, settlement),
+            DriverCommand::Abandon => self.requeue_delivery(state, who),
+        }
+        None
+    }
+
+    fn settle(&self, state: &mut SystemState, who: usize, settlement: Settlement) {
+        let Some(delivery) = state.consumers[who].delivery.take() else {
+            return;
+        };
+        let BrokerMessage { body, .. } = delivery.message;
+        let (token, fence) = (delivery.driver.token, delivery.driver.attempts.number);
+        match settlement {
+            Settlement::Release { failures, .. } if delivery.receipt == ModelReceipt::Valid => {
+                state.queue.push(BrokerMessage { body, failures })
+            }
+            Settlement::Release { .. } => {}
+            Settlement::Accept(proof) if proof.as_str() == "passed_without_gate" => {
+                state.consumers[who].late_completion = Some((token, None));
+            }
+            Settlement::Accept(_) => {}
+            Settlement::Reject(reason) => {
+                let destination = if reason.is_in_doubt() {
+                    ModelDestination::InDoubt
+                } else {
+                    ModelDestination::DeadLetters
+                };
+                // A claim whose sender gave up may be applied late and hold the doubt for a lease.
+                let reconciled_by_me = self.setup.budget.lost_replies == 0
+                    && matches!(state.marker, Marker::InDoubt(hold, marker::Doubt::Reconciling) if hold.token == token);
+                state.seen.doubt_kept |=
+                    destination == ModelDestination::InDoubt && reconciled_by_me;
+                let never_granted = self.counts_grants() && state.seen.grants < self.setup.attempts;
+                state.seen.spent_too_soon |= reason == Reason::AttemptsSpent && never_granted;
+                // Only the operator reads it.
+                let fence = if self.setup.budget.operator_actions > 0 {
+                    fence
+                } else {
+                    0
+                };
+                state.add_dead_letter(ModelDeadLetter {
+                    body,
+                    destination,
+                    fence,
+                });
+            }
+        }
+    }
+
+    fn counts_grants(&self) -> bool {
+        self.setup.budget.operator_actions > 0 || self.setup.budget.redeliveries > 0
+    }
+
+    fn start(&self, state: &mut SystemState, who: usize) {
+        let running = |it: &ModelDelivery| it.run.is_some();
+        let others = || {
+            state
+                .consumers
+                .iter()
+                .enumerate()
+                .filter(|(place, _)| *place != who)
+                .filter_map(|(_, it)| it.delivery.as_ref())
+        };
+        let two_at_once = others().any(|it| running(it) && it.lease != LeaseState::Expired);
+        let may_happen = |it: &ModelDelivery| running(it) && state.is_accepted(it.attempt());
+        let orphaned = state
+            .provider
+            .orphans
+            .iter()
+            .any(|(attempt, _)| state.is_accepted(*attempt));
+        let on_a_guess = state.effects() > 0 || orphaned || others().any(may_happen);
+        let at_most_once = self.setup.guarantees[who] == Guarantee::AtMostOnce;
+        let Some(delivery) = state.consumers[who].delivery.as_ref() else {
+            return;
+        };
+        let (attempt, gated) = (
+            delivery.attempt(),
+            !matches!(delivery.driver.stage(), Stage::Ungated(_)),
+        );
+        let below = !state.is_accepted(attempt) || attempt <= state.seen.highest_at_release;
+        if gated {
+            state.seen.start_before_late |= state.consumers[who].late_completion.is_some();
+            state.seen.start_below_the_fence |= below;
+            state.seen.two_at_once |= two_at_once;
+            state.seen.start_with_possible_effect |= on_a_guess && at_most_once;
+            state.seen.start_after_done |= state.seen.done;
+        }
+        if self.setup.budget.operator_actions > 0 {
+            state.seen.highest_attempt = state.seen.highest_attempt.max(attempt);
+        }
+        if let Some(delivery) = state.consumers[who].delivery.as_mut() {
+            delivery.run = Some(EffectState::Pending);
+        }
+        state.seen.awaits_run = false;
+    }
+
+    /// A delivery ends without settlement: the broker redelivers the message.
+    pub(crate) fn requeue_delivery(&self, state: &mut SystemState, who: usize) {
+        drop_handler(state, who);
+        if let Some(delivery) = state.consumers[who].delivery.take()
+            && delivery.receipt == ModelReceipt::Valid
+        {
+            state.queue.push(delivery.message);
+        }
+    }
+
+    /// A process crashes.
+    pub(crate) fn crash(&self, state: &mut SystemState, who: usize) {
+        if let Some(CommandState::Sent(ask)) = state.consumers[who]
+            .delivery
+            .as_ref()
+            .and_then(|delivery| delivery.command)
+            && let Some(sent) = self.sent(state, who, ask)
+        {
+            state.late.push(sent);
+        }
+        self.requeue_delivery(state, who);
+        state.consumers[who] = ModelConsumer::default();
+    }
+
+    /// `reconcile` returned a result.
+    pub(crate) fn reconciled(&self, state: &mut SystemState, who: usize, finding: marker::Finding) {
+        let Some(delivery) = state.consumers[who].delivery.as_ref() else {
+            return;
+        };
+        if finding == marker::Finding::DidNotHappen {
+            // `find_or_void`: requests with this attempt or a lower one can no longer take effect.
+            let voids = (self.rules.voids)(delivery.attempt());
+            state.void_attempts(voids);
+        }
+        self.handle_event(state, who, Event::Found(Some(finding)));
+    }
+}
+
+/// Drops the handler; its request to the provider may still have its effect.
+fn drop_handler(state: &mut SystemState, who: usize) {
+    let Some(delivery) = state.consumers[who].delivery.as_mut() else {
+        return;
+    };
+    let (run, attempt, body) = (
+        delivery.run.take(),
+        delivery.attempt(),
+        delivery.message.body,
+    );
+    // A request that the provider refuses cannot have an effect.
+    if run == Some(EffectState::Pending) && state.is_accepted(attempt) {
+        state.provider.orphans.push((attempt, body));
+    }
+}

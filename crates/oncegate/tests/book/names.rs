@@ -1,0 +1,161 @@
+//! Two types of the workspace share a name only if they are the same idea.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use super::{read, root};
+
+/// The names that more than one file may declare, with the reason.
+const SHARED: &[(&str, &[&str])] = &[
+    (
+        "both stores report failures in the same way, and share no crate but the core",
+        &["Problem", "StoreFailure"],
+    ),
+    (
+        "the server that the testkit starts, and its client: a test names the module",
+        &["Kafka", "Redis"],
+    ),
+    ("whether the clients of a server use TLS", &["Transport"]),
+    (
+        "the two brokers, as a section of the configuration and as an argument of a program",
+        &["Broker"],
+    ),
+    (
+        "the store, as a section of the configuration and as an argument of a program",
+        &["StoreKind"],
+    ),
+    (
+        "a rejected message and where it goes: in the memory broker, the tool and the laws",
+        &["DeadLetter", "Destination"],
+    ),
+    (
+        "each crate that has errors of its own has one type for them",
+        &["Error"],
+    ),
+    (
+        "examples are programs of their own, with the types of the same story",
+        &["Charge", "Payment", "Print", "Shelf", "Stock"],
+    ),
+    (
+        "the demo and the library have a type for the same idea",
+        &["Provider", "Report", "Row"],
+    ),
+];
+
+fn rust_files(directory: &Path, files: &mut Vec<PathBuf>) {
+    let entries = std::fs::read_dir(directory)
+        .unwrap_or_else(|error| panic!("{}: {error}", directory.display()));
+    for entry in entries {
+        let path = entry.expect("an entry that can be read").path();
+        let is_of_tests = path
+            .file_stem()
+            .is_some_and(|stem| stem == "tests" || stem.to_string_lossy().ends_with("_tests"));
+        if is_of_tests {
+            continue;
+        }
+        if path.is_dir() {
+            rust_files(&path, files);
+        } else if path.extension().is_some_and(|it| it == "rs") {
+            files.push(path);
+        }
+    }
+}
+
+/// The types that a file declares outside of its modules of tests. Associated types are indented,
+/// and are not counted.
+fn declared(source: &str) -> BTreeSet<&str> {
+    let mut names = BTreeSet::new();
+    let mut lines = source.lines();
+    let mut is_for_tests = false;
+    while let Some(line) = lines.next() {
+        if is_for_tests && line.starts_with("mod ") && line.ends_with('{') {
+            lines.by_ref().find(|line| *line == "}");
+        }
+        is_for_tests = line.starts_with("#[cfg(test)]") || line.starts_with("#[cfg(all(test");
+        let mut words = line.split_whitespace().skip_while(|word| {
+            *word == "unsafe" || word.starts_with("pub") || word.starts_with("in ")
+        });
+        let is_a_type = match words.next() {
+            Some("struct" | "enum" | "trait" | "union") => true,
+            Some("type") => !line.starts_with(' '),
+            _ => false,
+        };
+        if let Some(word) = words.next().filter(|_| is_a_type) {
+            let end = word
+                .find(|letter: char| !letter.is_alphanumeric() && letter != '_')
+                .unwrap_or(word.len());
+            if end > 0 {
+                names.insert(&word[..end]);
+            }
+        }
+    }
+    names
+}
+
+#[test]
+fn types_that_share_a_name_are_the_same_idea() {
+    let mut files = Vec::new();
+    let crates = std::fs::read_dir(root().join("crates")).expect("the crates");
+    for entry in crates {
+        let directory = entry.expect("an entry that can be read").path();
+        for part in ["src", "examples"] {
+            let directory = directory.join(part);
+            if directory.is_dir() {
+                rust_files(&directory, &mut files);
+            }
+        }
+    }
+    rust_files(&root().join("examples/payments/src"), &mut files);
+    files.sort();
+    let sources: Vec<String> = files.iter().map(|path| read(path)).collect();
+    let mut by_name: BTreeMap<&str, Vec<String>> = BTreeMap::new();
+    for (path, source) in files.iter().zip(&sources) {
+        let path = path.strip_prefix(root()).expect("a file of the checkout");
+        for name in declared(source) {
+            by_name
+                .entry(name)
+                .or_default()
+                .push(path.display().to_string());
+        }
+    }
+    assert!(
+        by_name.len() > 300,
+        "only {} types were found",
+        by_name.len()
+    );
+
+    let allowed: BTreeSet<&str> = SHARED
+        .iter()
+        .flat_map(|(_, names)| *names)
+        .copied()
+        .collect();
+    let shared = by_name.iter().filter(|(_, files)| files.len() > 1);
+    let (known, new): (Vec<_>, Vec<_>) = shared.partition(|(name, _)| allowed.contains(*name));
+    assert!(
+        new.is_empty(),
+        "rename one, or add the name to SHARED if they are the same idea: {new:#?}"
+    );
+    let known: BTreeSet<&str> = known.into_iter().map(|(name, _)| *name).collect();
+    let unused: Vec<_> = allowed.difference(&known).collect();
+    assert!(unused.is_empty(), "no longer shared: {unused:?}");
+}
+
+#[test]
+fn declarations_are_found_and_tests_are_not() {
+    let source = "\
+pub(crate) struct One<T>(T);
+    enum Two {}
+pub trait Three: Send {
+    type Item;
+}
+type Four = u8;
+#[cfg(test)]
+mod tests {
+    struct Five;
+}
+pub unsafe trait Six {}
+// struct Seven
+";
+    let names: Vec<&str> = declared(source).into_iter().collect();
+    assert_eq!(names, ["Four", "One", "Six", "Three", "Two"]);
+}

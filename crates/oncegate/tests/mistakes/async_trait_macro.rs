@@ -1,0 +1,23 @@
+//! The macro `async_trait` on a handler, which takes a native `async fn`.
+// says: `async fn handle(&self, …)`, without `#[async_trait]`
+// says: `async fn reconcile(&self, …)`, without `#[async_trait]`
+
+use oncegate::{Context, Failure, Handler, Reconciled, async_trait};
+
+struct Print;
+
+#[async_trait]
+impl Handler for Print {
+    type Payload = String;
+
+    async fn handle(&self, text: String, _: &Context) -> Result<(), Failure> {
+        println!("{text}");
+        Ok(())
+    }
+
+    async fn reconcile(&self, _: String, _: &Context) -> Result<Reconciled, Failure> {
+        Ok(Reconciled::Unknown)
+    }
+}
+
+fn main() {}
