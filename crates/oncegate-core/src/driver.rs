@@ -40,7 +40,7 @@ pub enum DriverCommand {
     /// claim before it.
     Apply(Ask),
     /// Reports [`Event::Slot`] when the handler may start, [`Event::LeaseOver`] if the lease may
-    /// have ended by then, or [`Event::OtherRunsAlone`].
+    /// have ended by then, or [`Event::OthersRunApart`].
     AwaitRun,
     /// Starts the handler, and reports [`Event::Returned`], or [`Event::LeaseOver`] when it drops
     /// it.
@@ -50,7 +50,7 @@ pub enum DriverCommand {
     /// Reports [`Event::Woke`] after about this long; [`Event::LeaseOver`] if the stage waits on a
     /// lease that has ended by then.
     Wake(Duration),
-    /// Reports [`Event::Arrived`] when no other message runs alone.
+    /// Reports [`Event::Arrived`] when the message may run apart from others.
     AwaitTurn,
     /// Holds the delivery, unclaimed, for about this long, then calls [`LifecycleDriver::restart`] and
     /// reports [`Event::Arrived`].

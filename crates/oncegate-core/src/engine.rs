@@ -11,6 +11,7 @@ mod entry;
 mod late;
 mod reports;
 mod store_batches;
+mod suspects;
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -28,6 +29,7 @@ use self::entry::{FinishedRun, InFlightEntry};
 use self::late::LateCompletions;
 use self::reports::Reporter;
 use self::store_batches::AnsweredBatch;
+use self::suspects::Suspects;
 
 use crate::breaker::Breaker;
 use crate::consumer_metrics::{ConsumerMetrics, GaugeValues};
@@ -81,13 +83,9 @@ pub(crate) struct Engine<H, D> {
     queued: usize,
     queued_bytes: usize,
     ordering: OrderingQueues,
-    /// The delivery that runs alone, because it may be the one that crashes the process. No other
-    /// delivery is claimed until it has ended, so that none is charged with its crash.
-    alone: Option<Slot>,
-    /// Deliveries that wait to run alone. They hold no claim.
-    alone_next: VecDeque<Slot>,
-    /// Claims that were sent and are not answered, and grants that are being withdrawn. The
-    /// delivery that runs alone starts when both are 0.
+    suspects: Suspects,
+    /// Claims that were sent and are not answered, and grants that are being withdrawn. A suspect
+    /// starts when both are 0.
     claims_sent: usize,
     withdrawing: usize,
     /// Handlers that run or pause between two runs, and the deliveries that wait for one to end.
@@ -195,6 +193,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             id,
             lease: settings.lease,
             longest_hold: settings.longest_hold(),
+            suspects: Suspects::new(settings.max_in_flight),
             settings,
             renewals,
             completing: 0,
@@ -202,8 +201,6 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             bytes: 0,
             queued: 0,
             queued_bytes: 0,
-            alone: None,
-            alone_next: VecDeque::new(),
             claims_sent: 0,
             withdrawing: 0,
             running: 0,

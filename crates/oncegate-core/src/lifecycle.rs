@@ -130,7 +130,7 @@ pub enum AfterDoubt {
 pub enum AfterWithdrawal {
     /// The delivery is released to its source.
     Release,
-    /// The delivery waits without a claim until it may run alone.
+    /// The delivery waits without a claim until it may run apart from others.
     AwaitTurn,
     /// The delivery is dead-lettered, because it failed too often. Other deliveries of its id may
     /// still run.
@@ -156,9 +156,9 @@ pub enum Event {
     UnreadableMarker,
     /// The handler may start.
     Slot,
-    /// The handler may not start: another message runs alone, because it may be the one that
+    /// The handler may not start: other messages run apart, because one of them may be the one that
     /// crashes processes.
-    OtherRunsAlone,
+    OthersRunApart,
     /// The handler ended.
     Returned(Outcome),
     /// `reconcile` ended; `None` if it did not determine the outcome.
@@ -206,7 +206,7 @@ pub enum Action {
     Reconcile,
     /// Report [`Event::Woke`] after about this long.
     Wake(Duration),
-    /// Report [`Event::Arrived`] when no other message runs alone.
+    /// Report [`Event::Arrived`] when the message may run apart from others.
     AwaitTurn,
     /// Pass this settlement to the source.
     Settle(Settlement),
@@ -375,6 +375,17 @@ impl Policy {
             .min(self.longest_backoff)
     }
 
+    /// Whether a message runs apart from others, because it may be the cause of crashes. After a
+    /// single crash, each message that was in flight may be the cause, so it does not. It runs alone
+    /// before the crash that dead-letters it.
+    pub fn isolation(&self, attempts: Attempts) -> Option<Isolation> {
+        match attempts.crashes {
+            0 | 1 => None,
+            2 if self.crashes > 2 => Some(Isolation::Group),
+            _ => Some(Isolation::Alone),
+        }
+    }
+
     fn spent(&self, grant: Grant) -> bool {
         grant.spent() >= self.attempts
     }
@@ -383,6 +394,15 @@ impl Policy {
     fn too_many_crashes(&self, attempts: Attempts) -> bool {
         attempts.crashes > self.crashes
     }
+}
+
+/// How a message runs that may be the cause of crashes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Isolation {
+    /// Beside a few others of its kind, and no other messages.
+    Group,
+    /// Alone in its process.
+    Alone,
 }
 
 impl Stage {
@@ -458,8 +478,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
 
         // The handler: it runs only while its lease is valid.
         (Ready(grant), Slot) => (Running(grant, Tries(0)), Action::Run),
-        // A delivery without a claim is not charged with a crash of the one that runs alone.
-        (Ready(grant), OtherRunsAlone) => withdraw(grant, AfterWithdrawal::AwaitTurn),
+        // A delivery without a claim is not charged with a crash of those that run apart.
+        (Ready(grant), OthersRunApart) => withdraw(grant, AfterWithdrawal::AwaitTurn),
         (Withdrawing(grant, then), Answer(_)) => withdrawn(grant, then),
         (Pausing(grant, tries), Woke) => (Running(grant, tries), Action::Run),
         (Running(grant, _), Returned(Outcome::Done)) => {
@@ -790,12 +810,6 @@ impl History {
 }
 
 impl Grant {
-    /// Whether this message may be the cause of crashes: two processes crashed while they handled
-    /// it. After a single crash, each message that was in flight may be the cause.
-    pub fn runs_alone(self) -> bool {
-        self.attempts.crashes >= 2
-    }
-
     /// How many attempts count towards `max_attempts`, including this one.
     fn spent(self) -> u32 {
         self.attempts.spent().max(self.failures.saturating_add(1))

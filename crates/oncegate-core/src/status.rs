@@ -82,13 +82,15 @@ pub struct InFlightDelivery {
 #[non_exhaustive]
 pub enum DeliveryState {
     /// It is queued behind another delivery of its key or partition, backs off after a failed
-    /// attempt, or waits to run alone because two processes crashed while they handled it.
+    /// attempt, or waits to run apart from others because two processes crashed while they handled
+    /// it.
     Waiting,
     /// The store's answer to its claim.
     Claiming,
     /// Another consumer holds its id, or the store is unavailable; the claim is repeated later.
     AwaitingHolder,
-    /// A free run for its handler, or, if it runs alone, the answers to claims that were sent.
+    /// A free run for its handler, or, if it runs apart from others, the answers to claims that
+    /// were sent.
     Ready,
     /// Its handler.
     Handling,

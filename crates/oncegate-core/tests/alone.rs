@@ -21,8 +21,9 @@ const RUNS: u64 = 3_000;
 const AT_ONCE: usize = 48;
 /// The maximum number of crashes, drains and revocations that no handler causes.
 const FAULTS: u64 = 3;
-/// From two crashes on a message runs alone; each fault may add one more.
-const MAX_CRASHES: u32 = 2 + FAULTS as u32;
+/// From two crashes on a message runs in a small group, from three on alone; each fault may add one
+/// more.
+const MAX_CRASHES: u32 = 3 + FAULTS as u32;
 const BODY: &str = "ends its process";
 
 /// A pseudo-random generator (xorshift): the same numbers for the same seed.
@@ -45,6 +46,31 @@ struct World {
     ended: Mutex<HashSet<u32>>,
     handled: Mutex<HashSet<String>>,
     lives: Mutex<u32>,
+}
+
+fn world() -> Arc<World> {
+    Arc::new(World {
+        broker: MemoryBroker::new("q"),
+        markers: Mutex::default(),
+        ended: Mutex::default(),
+        handled: Mutex::default(),
+        lives: Mutex::default(),
+    })
+}
+
+/// Writes the marker of an id whose processes crashed this often.
+fn mark_crashed(world: &World, id: &str, crashes: u32) {
+    let attempts = marker::Attempts {
+        number: crashes + 1,
+        base: crashes,
+        crashes,
+    };
+    let marker = Marker::Cleared {
+        attempts,
+        effect: marker::Effect::Unknown,
+    };
+    let key = Key::new(&MessageId::new(id).expect("an id"));
+    lock(&world.markers).insert(key, (marker, 0));
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -221,14 +247,8 @@ async fn processes(
 
 async fn run(seed: u64) {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
-    let world = Arc::new(World {
-        broker: MemoryBroker::new("q"),
-        markers: Mutex::default(),
-        ended: Mutex::default(),
-        handled: Mutex::default(),
-        lives: Mutex::default(),
-    });
-    let messages = 2 + random.below(7);
+    let world = world();
+    let messages = 2 + random.below(9);
     let deadly = random.below(messages + 2); // in some runs there is none
     for number in 0..messages {
         let body = if number == deadly { BODY } else { "works" };
@@ -244,7 +264,7 @@ async fn run(seed: u64) {
         Order::Unordered
     };
     let (in_flight, takes) = (
-        1 + random.below(8) as usize,
+        1 + random.below(9) as usize,
         Duration::from_millis(random.below(4)),
     );
     let triggers: Vec<Triggers> = (0..=random.below(2)).map(|_| Triggers::default()).collect();
@@ -358,31 +378,76 @@ impl Handler for Alone {
     }
 }
 
+/// Records how many handlers run at the same time, in all and beside one of three
+/// crashes.
+#[derive(Clone, Default)]
+struct Concurrency {
+    now: Arc<AtomicU32>,
+    most: Arc<AtomicU32>,
+    most_beside_three: Arc<AtomicU32>,
+}
+
+impl Handler for Concurrency {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        let now = self.now.fetch_add(1, Ordering::Relaxed) + 1;
+        self.most.fetch_max(now, Ordering::Relaxed);
+        tokio::time::sleep(Duration::from_millis(3)).await;
+        let now = self.now.fetch_sub(1, Ordering::Relaxed);
+        if cx.id().starts_with("3-crashes") {
+            self.most_beside_three.fetch_max(now, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+}
+
+/// Runs 32 messages, 16 at a time, whose processes crashed this often.
+async fn run_after_crashes(crashes: &[u32]) -> (u32, u32) {
+    let world = world();
+    for (number, crashes) in (0..32).zip(crashes.iter().cycle()) {
+        let id = format!("{crashes}-crashes-{number}");
+        mark_crashed(&world, &id, *crashes);
+        let message = Message::new("works").with_header("id", id);
+        world.broker.publish(message);
+    }
+    let handler = Concurrency::default();
+    let store = ProcessStore {
+        world: world.clone(),
+        life: 1,
+    };
+    let consumer = Consumer::builder()
+        .source(world.broker.source())
+        .store(store)
+        .handler(handler.clone())
+        .id(IdSource::header("id"))
+        .decode(RawBytes)
+        .max_in_flight(16);
+    let all = world.broker.clone();
+    consumer
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
+    assert!(world.broker.dead_letters().is_empty());
+    (
+        handler.most.load(Ordering::Relaxed),
+        handler.most_beside_three.load(Ordering::Relaxed),
+    )
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_two_crashes_messages_run_in_small_groups_and_after_three_alone() {
+    assert_eq!(run_after_crashes(&[1]).await, (16, 0));
+    assert_eq!(run_after_crashes(&[2]).await, (4, 0));
+    assert_eq!(run_after_crashes(&[3]).await, (1, 1));
+    assert_eq!(run_after_crashes(&[2, 2, 2, 3]).await, (4, 1));
+    assert_eq!(run_after_crashes(&[3, 2, 2]).await, (4, 1));
+}
+
 #[tokio::test]
 async fn nothing_else_is_claimed_while_a_message_runs_alone() {
-    let world = Arc::new(World {
-        broker: MemoryBroker::new("q"),
-        markers: Mutex::default(),
-        ended: Mutex::default(),
-        handled: Mutex::default(),
-        lives: Mutex::default(),
-    });
-    let attempts = marker::Attempts {
-        number: 3,
-        base: 2,
-        crashes: 2,
-    };
-    let key = Key::new(&MessageId::new("suspect").expect("an id"));
-    lock(&world.markers).insert(
-        key,
-        (
-            Marker::Cleared {
-                attempts,
-                effect: marker::Effect::Unknown,
-            },
-            0,
-        ),
-    );
+    let world = world();
+    mark_crashed(&world, "suspect", 2);
     world
         .broker
         .publish(Message::new("works").with_header("id", "suspect"));

@@ -361,7 +361,7 @@ impl SystemModel {
             }
             ModelAction::WithdrawGrant(who) => {
                 state.remaining.withdrawn_grants -= 1;
-                self.handle_event(state, who, Event::OtherRunsAlone);
+                self.handle_event(state, who, Event::OthersRunApart);
             }
             ModelAction::DrainOver(who) => {
                 let runs = state.consumers[who].delivery.as_ref()?.run.is_some();

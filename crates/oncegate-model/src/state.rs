@@ -27,7 +27,7 @@ pub struct Budget {
     pub other_bodies: u8,
     /// Consumers that drain because of a shutdown or a revocation.
     pub drains: u8,
-    /// Grants that are withdrawn because another message runs alone. If this is not 0, a granted
+    /// Grants that are withdrawn because other messages run apart. If this is not 0, a granted
     /// handler waits for its slot.
     pub withdrawn_grants: u8,
     /// Markers that the store loses.

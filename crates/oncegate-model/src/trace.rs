@@ -101,7 +101,7 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         ),
         ModelAction::Drain(at) => format!("{} begins to drain", who(at)),
         ModelAction::WithdrawGrant(at) => format!(
-            "another message runs alone, and {} withdraws its grant",
+            "other messages run apart, and {} withdraws its grant",
             who(at)
         ),
         ModelAction::DrainOver(at) => format!(

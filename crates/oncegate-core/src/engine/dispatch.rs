@@ -27,7 +27,7 @@ use crate::handler::Handler;
 use crate::id::{MessageId, NoId};
 use crate::in_flight::{InFlight, Progress};
 use crate::lease::Lease;
-use crate::lifecycle::{ClaimTries, Event, Freshness, History, Settlement, Stage};
+use crate::lifecycle::{ClaimTries, Event, Freshness, History, Isolation, Settlement, Stage};
 use crate::marker::{Ask, Guarantee, Operation, Terms};
 use crate::message::Message;
 use crate::ordering::KeyState;
@@ -184,23 +184,26 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         while let Some((slot, event)) = next {
             self.advance(slot, event);
             next = self.follow_ups.pop_front();
-            if next.is_none() && (self.alone.is_some() || !self.awaiting_run.is_empty()) {
+            if next.is_none() && (self.suspects.any() || !self.awaiting_run.is_empty()) {
                 next = self.next_runnable();
             }
         }
     }
 
-    /// The delivery that runs alone, once no claim or withdrawal is unanswered; otherwise the next
-    /// one that waits for a free run.
+    /// A suspect, once no claim or withdrawal is unanswered; otherwise the next one that waits for a
+    /// free run.
     pub(super) fn next_runnable(&mut self) -> Option<(Slot, Event)> {
-        if let Some(slot) = self.alone.filter(|_| {
-            self.claims_sent == 0
-                && self.withdrawing == 0
-                && self.running < self.settings.max_in_flight
-        }) && let Some(entry) = self.entries.at(slot)
-            && let Stage::Ready(_) = entry.in_flight.stage()
+        if self.claims_sent == 0
+            && self.withdrawing == 0
+            && self.running < self.settings.max_in_flight
         {
-            return Some((slot, self.check_lease_before_run(entry)));
+            let ready = self.suspects.admitted().iter().find_map(|slot| {
+                let entry = self.entries.at(*slot)?;
+                matches!(entry.in_flight.stage(), Stage::Ready(_)).then_some((*slot, entry))
+            });
+            if let Some((slot, entry)) = ready {
+                return Some((slot, self.check_lease_before_run(entry)));
+            }
         }
         while self.running < self.settings.max_in_flight {
             let slot = self.awaiting_run.pop_front()?;
@@ -280,7 +283,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     let may_count_crash = may_count_crash(entry.in_flight.stage());
                     self.entries.put_back(slot, entry);
                     if next.is_none() && !may_count_crash {
-                        self.end_alone(slot);
+                        self.end_isolation(slot);
                     }
                 }
                 Progress::Settled(mut settled) => {
@@ -350,7 +353,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             .push(Reverse((Instant::now() + after, slot, entry.turn)));
         self.entries.put_back(slot, entry);
         self.enqueue(slot);
-        self.end_alone(slot);
+        self.end_isolation(slot);
     }
 
     /// Counts a delivery as queued, not in flight, until its next event.
@@ -403,14 +406,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             }
             DriverCommand::AwaitRun => {
                 if let Stage::Ready(grant) = entry.in_flight.stage()
-                    && grant.runs_alone()
+                    && let Some(isolation) = self.policy.isolation(grant.attempts)
                 {
-                    if self.alone.is_some_and(|other| other != slot) {
-                        return Some(Event::OtherRunsAlone);
+                    if !self.suspects.admit(slot, isolation) {
+                        return Some(Event::OthersRunApart);
                     }
-                    self.alone = Some(slot);
                     self.reporter
-                        .runs_alone(entry, grant.attempts, self.policy.crashes);
+                        .runs_apart(entry, grant.attempts, self.policy.crashes);
                     return None;
                 }
                 // While its completion, which was lost, was unanswered, another delivery may have taken
@@ -436,11 +438,14 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             }
             DriverCommand::AwaitTurn => {
                 self.release_lease(slot, entry);
-                if self.alone.is_none() {
-                    self.alone = Some(slot);
+                let isolation = self.policy.isolation(entry.in_flight.driver().attempts);
+                if self
+                    .suspects
+                    .admit(slot, isolation.unwrap_or(Isolation::Group))
+                {
                     return Some(Event::Arrived);
                 }
-                self.alone_next.push_back(slot);
+                self.suspects.wait(slot);
             }
             DriverCommand::Nothing => {}
             DriverCommand::Hold { .. } | DriverCommand::Settle(_) | DriverCommand::Abandon => {

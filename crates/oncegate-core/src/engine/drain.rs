@@ -11,13 +11,13 @@ use crate::error::Error;
 use crate::fault;
 use crate::handler::Handler;
 use crate::lease::Lease;
-use crate::lifecycle::{Event, Stage};
+use crate::lifecycle::{Event, Isolation, Stage};
 use crate::ordering::{OrderingKey, WasQueued};
 use crate::slots::Slot;
 
 impl<H: Handler, D: Decode> Engine<H, D> {
     /// Frees the slot of a delivery. The next delivery of its ordering key, and the next one that
-    /// waits to run alone, may proceed.
+    /// waits to run apart from others, may proceed.
     pub(super) fn remove(
         &mut self,
         slot: Slot,
@@ -30,7 +30,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         if lease.is_some() {
             self.ended_leases.push(slot.place);
         }
-        self.end_alone(slot);
+        self.end_isolation(slot);
         let Some(ordering_key) = ordering_key else {
             return;
         };
@@ -40,19 +40,27 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         self.resumable.extend(self.ordering.release(ordering_key));
     }
 
-    /// If this was the one that ran alone, the next that waits for it may claim.
-    pub(super) fn end_alone(&mut self, slot: Slot) {
-        if self.alone != Some(slot) {
+    /// If this one ran apart from others, those that wait for it may claim.
+    pub(super) fn end_isolation(&mut self, slot: Slot) {
+        if !self.suspects.remove(slot) {
             return;
         }
-        let waits = |slot: &Slot| {
-            self.entries
-                .at(*slot)
-                .is_some_and(|entry| matches!(entry.in_flight.stage(), Stage::New(_)))
-        };
-        self.alone = std::iter::from_fn(|| self.alone_next.pop_front()).find(waits);
-        self.follow_ups
-            .extend(self.alone.map(|slot| (slot, Event::Arrived)));
+        while let Some(next) = self.suspects.first_waiting() {
+            let driver = self.entries.at(next).map(|entry| entry.in_flight.driver());
+            let Some(driver) = driver.filter(|it| matches!(it.stage(), Stage::New(_))) else {
+                self.suspects.pop_waiting(); // settled, or drained
+                continue;
+            };
+            let isolation = self.policy.isolation(driver.attempts);
+            if !self
+                .suspects
+                .admit(next, isolation.unwrap_or(Isolation::Group))
+            {
+                return;
+            }
+            self.suspects.pop_waiting();
+            self.follow_ups.push_back((next, Event::Arrived));
+        }
     }
 
     /// The source revokes the deliveries of this epoch.

@@ -184,8 +184,8 @@ impl Reporter {
         }
     }
 
-    /// A message starts to run alone.
-    pub(super) fn runs_alone(
+    /// A message starts to run apart from others.
+    pub(super) fn runs_apart(
         &mut self,
         entry: &InFlightEntry,
         attempts: Attempts,
@@ -205,7 +205,7 @@ impl Reporter {
                 max_crashes,
                 %origin,
                 suppressed_lines,
-                "possible crash loop: processes crashed while they handled this message; it runs alone, and no other message is claimed until it ends"
+                "possible crash loop: processes crashed while they handled this message; it runs alone or in a small group, and no other message is claimed until this ends"
             );
         }
     }

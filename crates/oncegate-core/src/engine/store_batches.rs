@@ -99,7 +99,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         slots: &mut Vec<Option<Slot>>,
         operations: &mut Vec<Operation>,
     ) {
-        let none_waits = self.alone.is_none() && self.late_completions.is_settled();
+        let none_waits = !self.suspects.any() && self.late_completions.is_settled();
         let looked_at = if none_waits { most } else { self.claims.len() };
         let mut left = most;
         for _ in 0..looked_at {
@@ -120,9 +120,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         let Some(entry) = self.entries.at(slot) else {
             return true;
         }; // settled meanwhile: `add_operation` skips it
-        let others_turn = self.alone.is_some_and(|alone| alone != slot)
-            && !entry.in_flight.driver().is_draining();
-        !others_turn
+        let excluded = self.suspects.exclude(slot) && !entry.in_flight.driver().is_draining();
+        !excluded
             && !entry
                 .key
                 .as_ref()

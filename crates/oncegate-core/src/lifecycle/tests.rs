@@ -854,11 +854,11 @@ fn a_draining_delivery_withdraws_its_claim() {
 }
 
 #[test]
-fn a_delivery_that_waits_for_another_to_run_alone_holds_no_claim() {
+fn a_delivery_that_waits_until_it_may_run_apart_holds_no_claim() {
     let policy = effectively_once();
     let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::AwaitTurn);
     assert_eq!(
-        transition(Stage::Ready(GRANT), Event::OtherRunsAlone, &policy),
+        transition(Stage::Ready(GRANT), Event::OthersRunApart, &policy),
         (withdrawing, Action::Ask(Ask::Withdraw))
     );
     let waiting = Stage::New(HISTORY);
@@ -902,7 +902,7 @@ fn nothing_is_accepted_without_a_verdict() {
         Event::Unavailable,
         Event::NotAsked,
         Event::Slot,
-        Event::OtherRunsAlone,
+        Event::OthersRunApart,
         Event::LeaseOver,
         Event::Woke,
         Event::Drain,
