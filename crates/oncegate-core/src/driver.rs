@@ -45,7 +45,7 @@ pub enum DriverCommand {
     /// Starts the handler, and reports [`Event::Returned`], or [`Event::LeaseOver`] when it drops
     /// it.
     Run,
-    /// Starts `reconcile`, and reports [`Event::Found`], or [`Event::LeaseOver`] when it drops it.
+    /// Starts `reconcile`, and reports [`Event::Found`], [`Event::CannotReconcile`], or [`Event::LeaseOver`] when it drops it.
     Reconcile,
     /// Reports [`Event::Woke`] after about this long; [`Event::LeaseOver`] if the stage waits on a
     /// lease that has ended by then.

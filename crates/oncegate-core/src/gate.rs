@@ -234,7 +234,7 @@ impl<T> GuardedRun<'_, T> {
                 DriverCommand::AwaitRun => Event::Slot,
                 // The part of the work before its first await may panic, too.
                 DriverCommand::Run => self.work(async { work().await }).await,
-                DriverCommand::Reconcile => Event::Found(None), // a gate has no `reconcile`
+                DriverCommand::Reconcile => Event::CannotReconcile,
                 DriverCommand::Wake(after)
                     if matches!(
                         self.driver.stage(),
@@ -552,10 +552,8 @@ impl<T> GateBuilder<T> {
             WhenHeld::Skip | WhenHeld::GiveUp => 0,
             WhenHeld::Wait(_) => u32::MAX, // the time ends the wait, not a number of claims
         };
-        // A gate has no `reconcile`.
         let policy = Policy {
             claim_retries,
-            reconciles: 1,
             attempts: u32::MAX,
             crashes: u32::MAX,
             ..settings.policy()

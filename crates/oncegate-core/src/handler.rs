@@ -58,6 +58,8 @@ pub trait Handler: Send + Sync + 'static {
     /// returns
     /// [`Reconciled::Unknown`].
     ///
+    /// Without this method, a message whose outcome is unknown goes to the in-doubt queue at once.
+    ///
     /// # Errors
     /// Any failure counts as [`Reconciled::Unknown`]: it is retried up to `max_reconciles` times,
     /// then the message goes to the in-doubt queue.
@@ -67,9 +69,14 @@ pub trait Handler: Send + Sync + 'static {
         cx: &Context,
     ) -> impl Future<Output = Result<Reconciled, Failure>> + Send {
         let _ = (payload, cx);
-        async { Err(Failure::InDoubt("the handler has no `reconcile`".into())) }
+        async { Err(Failure::InDoubt(NoReconcile.into())) }
     }
 }
+
+/// The error of the default `reconcile`. A retry does not help.
+#[derive(Debug, thiserror::Error)]
+#[error("the handler has no `reconcile`")]
+pub(crate) struct NoReconcile;
 
 /// What a handler knows of its effect when it fails. There is no blanket conversion from errors:
 /// each fallible call states it with [`FailureExt`].

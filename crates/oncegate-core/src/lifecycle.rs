@@ -163,6 +163,8 @@ pub enum Event {
     Returned(Outcome),
     /// `reconcile` ended; `None` if it did not determine the outcome.
     Found(Option<Finding>),
+    /// The handler has no `reconcile`.
+    CannotReconcile,
     /// The lease may have ended, or the store reported that it has.
     LeaseOver,
     /// The pause is over.
@@ -519,8 +521,9 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             Resolving(grant, finding),
             Action::Ask(Ask::Resolve(finding)),
         ),
-        // The last `reconcile` did not determine the outcome: give up the lease, so that an operator
-        // can resolve the id at once.
+        // The outcome cannot be determined: give up the lease, so that an operator can resolve the id
+        // at once.
+        (Reconciling(grant, _, cause), CannotReconcile) => doubt(grant, cause, AfterDoubt::Reject),
         (Reconciling(grant, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => {
             doubt(grant, cause, AfterDoubt::Reject)
         }

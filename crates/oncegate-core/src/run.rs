@@ -15,11 +15,12 @@ use crate::boot_time::BootTime;
 use crate::context::Context;
 use crate::decode::Decode;
 use crate::fault;
-use crate::handler::{Failure, Handler, Reconciled};
+use crate::handler::{Failure, Handler, NoReconcile, Reconciled};
 use crate::lease::Lease;
 use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::marker::Finding;
 use crate::spans;
+use crate::store::BoxError;
 
 /// A handler with its decoder and its timeout.
 pub(crate) struct Runner<H, D> {
@@ -103,46 +104,39 @@ impl<H: Handler, D: Decode> Runner<H, D> {
             let payload = self
                 .decode
                 .decode::<H::Payload>(&cx.message)
-                .map_err(|error| error.to_string())?;
+                .map_err(BoxError::from)?;
             fault::point("reconcile.before");
-            let found =
-                self.handler
-                    .reconcile(payload, &cx)
-                    .await
-                    .map_err(|failure| match failure {
-                        Failure::Retry(cause)
-                        | Failure::Reject(cause)
-                        | Failure::InDoubt(cause) => cause.to_string(),
-                    });
+            let found = self.handler.reconcile(payload, &cx).await;
             fault::point("reconcile.after");
-            found
+            found.map_err(|failure| match failure {
+                Failure::Retry(cause) | Failure::Reject(cause) | Failure::InDoubt(cause) => cause,
+            })
         }));
-        let (found, error) = match bounded(work, &span, began, self.timeout, cx.lease.as_deref())
-            .await
-        {
-            BoundedEnd::Over(Ok(Reconciled::Happened)) => (Some(Finding::Happened), None),
-            BoundedEnd::Over(Ok(Reconciled::DidNotHappen)) => (Some(Finding::DidNotHappen), None),
-            BoundedEnd::Over(Ok(Reconciled::Unknown)) => {
-                (None, Some("reconcile returned Unknown".to_owned()))
-            }
-            BoundedEnd::Over(Err(error)) => (None, Some(error)),
-            BoundedEnd::Panicked(said) => (None, Some(said)),
-            BoundedEnd::TimedOut => (
-                None,
-                Some(format!("reconcile timed out after {:?}", self.timeout)),
-            ),
-            BoundedEnd::LeaseOver => {
-                return RunResult {
-                    event: Event::LeaseOver,
-                    error: Some("the lease has ended".into()),
-                };
-            }
-        };
-        span.record("outcome", tracing::field::debug(&found));
-        RunResult {
-            event: Event::Found(found),
-            error,
-        }
+        let (event, error) =
+            match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
+                BoundedEnd::Over(Ok(Reconciled::Happened)) => {
+                    (Event::Found(Some(Finding::Happened)), None)
+                }
+                BoundedEnd::Over(Ok(Reconciled::DidNotHappen)) => {
+                    (Event::Found(Some(Finding::DidNotHappen)), None)
+                }
+                BoundedEnd::Over(Ok(Reconciled::Unknown)) => (
+                    Event::Found(None),
+                    Some("reconcile returned Unknown".to_owned()),
+                ),
+                BoundedEnd::Over(Err(error)) if error.is::<NoReconcile>() => {
+                    (Event::CannotReconcile, Some(error.to_string()))
+                }
+                BoundedEnd::Over(Err(error)) => (Event::Found(None), Some(error.to_string())),
+                BoundedEnd::Panicked(said) => (Event::Found(None), Some(said)),
+                BoundedEnd::TimedOut => (
+                    Event::Found(None),
+                    Some(format!("reconcile timed out after {:?}", self.timeout)),
+                ),
+                BoundedEnd::LeaseOver => (Event::LeaseOver, Some("the lease has ended".into())),
+            };
+        span.record("outcome", tracing::field::debug(&event));
+        RunResult { event, error }
     }
 }
 

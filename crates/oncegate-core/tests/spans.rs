@@ -20,12 +20,31 @@ impl Handler for Scripted {
     }
 }
 
-async fn consume(broker: &MemoryBroker, store: &MemoryStore, guarantee: Guarantee) {
+struct Reconciling;
+
+impl Handler for Reconciling {
+    type Payload = Raw;
+
+    async fn handle(&self, says: Raw, cx: &Context) -> Result<(), Failure> {
+        Scripted.handle(says, cx).await
+    }
+
+    async fn reconcile(&self, _: Raw, _: &Context) -> Result<Reconciled, Failure> {
+        Err("the provider does not answer").retry()
+    }
+}
+
+async fn consume(
+    handler: impl Handler<Payload = Raw>,
+    broker: &MemoryBroker,
+    store: &MemoryStore,
+    guarantee: Guarantee,
+) {
     let all = broker.clone();
     Consumer::builder()
         .source(broker.source())
         .store(store.clone())
-        .handler(Scripted)
+        .handler(handler)
         .decode(RawBytes)
         .guarantee(guarantee)
         .id(IdSource::header("id"))
@@ -70,12 +89,14 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     tracing::subscriber::set_global_default(log).expect("the first");
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     broker.publish(Message::new("work").with_header("id", "pay-1"));
-    consume(&broker, &store, Guarantee::EffectivelyOnce).await;
+    consume(Scripted, &broker, &store, Guarantee::EffectivelyOnce).await;
     broker.publish(Message::new("doubt").with_header("id", "pay-2"));
     broker.publish(Message::new("panic").with_header("id", "pay-4"));
-    consume(&broker, &store, Guarantee::AtMostOnce).await;
+    consume(Scripted, &broker, &store, Guarantee::AtMostOnce).await;
     (0..100).for_each(|_| broker.publish(Message::new("without an id")));
-    consume(&broker, &store, Guarantee::EffectivelyOnce).await;
+    consume(Scripted, &broker, &store, Guarantee::EffectivelyOnce).await;
+    broker.publish(Message::new("doubt").with_header("id", "pay-5"));
+    consume(Reconciling, &broker, &store, Guarantee::AtMostOnce).await;
     let gate = Gate::builder().store(store).open().await.expect("a gate");
     gate.run("job-3", || async { Ok(()) })
         .await
@@ -96,7 +117,16 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         ("oncegate.complete{", "id=pay-1 attempt=1", "outcome=Done"),
         ("oncegate.settle{", "id=pay-1 attempt=1", "outcome=Accept"),
         ("oncegate.doubt{", "id=pay-2 attempt=1", "outcome=Kept"),
-        ("oncegate.reconcile{", "id=pay-2 attempt=1", "outcome=None"),
+        (
+            "oncegate.reconcile{",
+            "id=pay-2 attempt=1",
+            "outcome=CannotReconcile",
+        ),
+        (
+            "oncegate.reconcile{",
+            "id=pay-5 attempt=1",
+            "outcome=Found(None)",
+        ),
         ("oncegate.settle{", "id=pay-2 attempt=1", "outcome=Reject"),
         ("oncegate.claim{", "id=job-3", "outcome=Granted"),
         ("oncegate.handle{", "id=job-3 attempt=1", "outcome=Done"),
@@ -128,7 +158,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
             .for_each(|field| assert!(line.contains(field), "{field} in {line}"))
     };
     let in_doubt = lines("WARN", "message in doubt");
-    let [said, panicked] = in_doubt[..] else {
+    let [said, panicked, _] = in_doubt[..] else {
         panic!("{in_doubt:#?}")
     };
     let cause = r#"error="it may have happened: no answer" last_error="the handler has no `reconcile`" origin=q"#;
@@ -162,13 +192,13 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         ],
     );
     let reconciled = lines("INFO", "reconciled");
-    assert_eq!(reconciled.len(), 2, "{reconciled:#?}");
+    assert_eq!(reconciled.len(), 1, "{reconciled:#?}");
     has(
         reconciled[0],
         &[
-            r#"id="pay-2""#,
+            r#"id="pay-5""#,
             r#"found="unknown""#,
-            "the handler has no `reconcile`",
+            "the provider does not answer",
         ],
     );
     let failed = lines("WARN", "handler failed, its outcome is unknown");
@@ -188,7 +218,13 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     };
     keyed("first", "fail");
     (0..10).for_each(|number| keyed(&format!("behind-{number}"), "work"));
-    consume(&broker, &MemoryStore::new(), Guarantee::EffectivelyOnce).await;
+    consume(
+        Scripted,
+        &broker,
+        &MemoryStore::new(),
+        Guarantee::EffectivelyOnce,
+    )
+    .await;
     let log = String::from_utf8(kept.0.lock().expect("no panic").clone()).expect("text");
     let queue_full: Vec<&str> = log
         .lines()

@@ -162,3 +162,20 @@ async fn the_dead_letter_of_a_duplicate_has_the_attempt_number_of_the_rejected_m
     );
     assert_eq!(world.handler.0.load(Ordering::Relaxed), 1);
 }
+
+/// With the default of five calls of `reconcile`, and no clock that moves.
+#[tokio::test(start_paused = true)]
+async fn without_reconcile_an_unknown_outcome_is_in_doubt_at_once() {
+    let world = World::new();
+    world.publish("no answer");
+    let began = tokio::time::Instant::now();
+    let broker = world.broker.clone();
+    world
+        .consumer(Guarantee::AtMostOnce)
+        .max_reconciles(5)
+        .run_until(async move { broker.drained().await })
+        .await
+        .expect("a clean end");
+    assert_eq!(world.reasons(), [Reason::InDoubt(DoubtCause::Said)]);
+    assert_eq!(began.elapsed(), Duration::ZERO);
+}

@@ -477,6 +477,10 @@ fn a_doubt_is_reconciled() {
         (given_back, Action::Ask(Ask::Doubt))
     );
     assert_eq!(
+        transition(reconciling(0), Event::CannotReconcile, &policy),
+        (given_back, Action::Ask(Ask::Doubt))
+    );
+    assert_eq!(
         transition(given_back, Event::Answer(V::Kept), &policy),
         reject(Reason::InDoubt(DoubtCause::Said))
     );
@@ -910,6 +914,7 @@ fn nothing_is_accepted_without_a_verdict() {
         Event::StopNow,
         Event::Returned(Outcome::Done),
         Event::Found(Some(Finding::Happened)),
+        Event::CannotReconcile,
         Event::Answer(V::Busy {
             remaining: Duration::ZERO,
         }),
