@@ -67,14 +67,13 @@ impl InFlight {
                     );
                     story.attempts = match settlement {
                         // The handler is not run for the last grant.
-                        Settlement::Reject(Reason::CrashesSpent) => {
-                            granted.saturating_sub(1).saturating_add(attempts.crashes)
-                        }
+                        Settlement::Reject(Reason::CrashesSpent) => granted.saturating_sub(1),
                         Settlement::Reject(Reason::AttemptsSpent) if granted > policy.attempts => {
                             granted - 1
                         }
                         _ => granted,
                     };
+                    story.crashes = attempts.crashes;
                     story.fence = attempts.number;
                     story
                 });

@@ -20,7 +20,6 @@ use crate::lease::Lease;
 use crate::lifecycle::{DoubtCause, Event, Outcome};
 use crate::marker::Finding;
 use crate::spans;
-use crate::store::BoxError;
 
 /// A handler with its decoder and its timeout.
 pub(crate) struct Runner<H, D> {
@@ -101,10 +100,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
     pub(crate) async fn reconcile(self: Arc<Self>, cx: Context, began: Instant) -> RunResult {
         let span = spans::reconcile(&cx);
         let work = std::pin::pin!(caught(async {
-            let payload = self
-                .decode
-                .decode::<H::Payload>(&cx.message)
-                .map_err(BoxError::from)?;
+            let payload = self.decode.decode::<H::Payload>(&cx.message)?;
             fault::point("reconcile.before");
             let found = self.handler.reconcile(payload, &cx).await;
             fault::point("reconcile.after");

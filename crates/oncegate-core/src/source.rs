@@ -194,9 +194,11 @@ pub struct Settled {
 pub struct FailureHistory {
     /// The id, if the message has a usable one.
     pub id: Option<String>,
-    /// How many attempts count towards `max_attempts`. A grant beyond it is not run and not
-    /// counted.
+    /// How many runs of the handler count towards `max_attempts`. A run that ended with its process
+    /// counts in `crashes`.
     pub attempts: u32,
+    /// How many processes crashed, or lost their lease, while they handled it.
+    pub crashes: u32,
     /// The highest known attempt number of its id, above which a redrive continues; 0 if none was
     /// granted.
     pub fence: u32,
@@ -262,9 +264,11 @@ pub mod headers {
     pub const REASON: &str = "oncegate-reason";
     /// The id of the message.
     pub const ID: &str = "oncegate-id";
-    /// How many attempts count towards `max_attempts`. A grant beyond it is not run and not
-    /// counted.
+    /// How many runs of the handler count towards `max_attempts`. A run that ended with its process
+    /// counts in [`CRASHES`].
     pub const ATTEMPTS: &str = "oncegate-attempts";
+    /// How many processes crashed, or lost their lease, while they handled it; left out if none.
+    pub const CRASHES: &str = "oncegate-crashes";
     /// The number of the last granted attempt; left out if none was granted.
     pub const FENCE: &str = "oncegate-fence";
     /// The first error.
@@ -322,6 +326,7 @@ pub fn rejection_headers(
         (headers::ATTEMPTS, story.attempts.to_string()),
         (headers::ORIGIN, origin),
     ];
+    written.extend((story.crashes > 0).then(|| (headers::CRASHES, story.crashes.to_string())));
     written.extend((story.fence > 0).then(|| (headers::FENCE, story.fence.to_string())));
     written.extend(story.id.map(|id| (headers::ID, id)));
     written.extend(story.first_error.map(|error| (headers::FIRST_ERROR, error)));

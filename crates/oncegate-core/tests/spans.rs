@@ -144,7 +144,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         .filter(|line| line.contains("WARN") && line.contains("message without a timestamp"))
         .collect();
     assert!(
-        matches!(ageless[..], [line] if line.contains("origin=q") && line.contains("max_age")),
+        matches!(ageless[..], [line, _] if line.contains("origin=q") && line.contains("max_age")),
         "{ageless:#?}"
     );
     let lines = |level: &str, text: &str| -> Vec<&str> {

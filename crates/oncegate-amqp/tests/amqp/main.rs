@@ -175,6 +175,7 @@ async fn rejected_deliveries_are_in_their_queues_with_their_failure_headers() {
                 let story = FailureHistory {
                     id: Some("pay-1".into()),
                     attempts: 2,
+                    crashes: 0,
                     fence: 2,
                     first_error: None,
                     last_error: Some("no such card".into()),

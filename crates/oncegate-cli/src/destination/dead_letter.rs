@@ -223,6 +223,10 @@ impl DeadLetter {
             attempts: self
                 .header(headers::ATTEMPTS)
                 .and_then(|text| text.parse().ok()),
+            crashes: self
+                .header(headers::CRASHES)
+                .and_then(|text| text.parse().ok())
+                .unwrap_or(0),
             fence: self
                 .header(headers::FENCE)
                 .and_then(|text| text.parse().ok()),
@@ -256,6 +260,8 @@ pub(crate) struct DeadLetterSummary<'a> {
     reason_text: &'static str,
     /// Runs that count towards the attempt budget.
     pub(crate) attempts: Option<u32>,
+    /// Runs that ended with their process.
+    pub(crate) crashes: u32,
     /// The fencing token: the number of the last attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) fence: Option<u32>,

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use oncegate::Key;
-use oncegate::marker::{Doubt, Effect, Guarantee, Hold, Marker};
+use oncegate::marker::{Attempts, Doubt, Effect, Guarantee, Hold, Marker};
 use oncegate::store::{Listed, Standing};
 use serde::Serialize;
 
@@ -51,6 +51,9 @@ pub(crate) struct MarkerDescription {
     /// Attempts that count towards the budget.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) attempts: Option<u32>,
+    /// Attempts that ended with their process.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    crashes: Option<u32>,
     /// The fencing token: the number of the last attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
     fence: Option<u32>,
@@ -91,7 +94,8 @@ impl MarkerDescription {
             key: key.to_owned(),
             state,
             text: describe(standing),
-            attempts: spent(&standing.marker),
+            attempts: attempts(&standing.marker).map(Attempts::spent),
+            crashes: attempts(&standing.marker).map(|it| it.crashes),
             fence: attempt(&standing.marker),
             claim: hold.map(|hold| claim(&hold)),
             guarantee: hold.map(|hold| guarantee_name(hold.guarantee)),
@@ -118,6 +122,7 @@ impl MarkerDescription {
             state: MarkerState::Unreadable,
             text,
             attempts: None,
+            crashes: None,
             fence: None,
             claim: None,
             guarantee: None,
@@ -155,6 +160,7 @@ impl MarkerDescription {
             lines.extend(value.map(|value| format!("  {name}: {value}")))
         };
         add("attempts", self.attempts.map(|count| count.to_string()));
+        add("crashes", self.crashes.map(|count| count.to_string()));
         add("fence", self.fence.map(|number| number.to_string()));
         add("claim", self.claim.clone());
         add("guarantee", self.guarantee.map(str::to_owned));
@@ -194,18 +200,16 @@ pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &str) -> Str
 /// The number of the last attempt, if the marker stores it.
 pub(crate) fn attempt(marker: &Marker) -> Option<u32> {
     match marker {
-        Marker::Cleared { attempts, .. } => Some(attempts.number),
-        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold.attempts.number),
         Marker::Rejected { attempt, .. } => Some(*attempt),
-        Marker::Absent | Marker::Done(_) => None,
+        marker => attempts(marker).map(|it| it.number),
     }
 }
 
-/// Attempts that count towards the budget.
-fn spent(marker: &Marker) -> Option<u32> {
+/// The counts of attempts and crashes.
+fn attempts(marker: &Marker) -> Option<Attempts> {
     match marker {
-        Marker::Cleared { attempts, .. } => Some(attempts.spent()),
-        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold.attempts.spent()),
+        Marker::Cleared { attempts, .. } => Some(*attempts),
+        Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold.attempts),
         Marker::Absent | Marker::Rejected { .. } | Marker::Done(_) => None,
     }
 }
@@ -290,8 +294,9 @@ fn describe(standing: &Standing) -> String {
             ),
         },
         Marker::InDoubt(hold, doubt) => format!(
-            "Whether attempt {} had an effect is unknown; written {}. {}",
+            "Whether an attempt up to number {} had an effect is unknown; crashes: {}; written {}. {}",
             hold.attempts.number,
+            hold.attempts.crashes,
             since(&hold),
             match (doubt, is_being_reconciled(standing)) {
                 (Doubt::Reconciling, true) => "A consumer is reconciling it.",

@@ -53,7 +53,7 @@ pub(crate) const TOLD: [(&str, &str, &str); 7] = [
     (
         "unknown",
         "in-doubt",
-        "Whether attempt 1 had an effect is unknown",
+        "Whether an attempt up to number 1 had an effect is unknown; crashes: 0;",
     ),
     (
         "failed",

@@ -84,15 +84,16 @@ impl Reporter {
             first.or(last),
             last.filter(|_| last != first && first.is_some()),
         );
-        let (id, attempts) = (
+        let (id, attempts, crashes) = (
             story.and_then(|it| it.id.as_deref()),
             story.map(|it| it.attempts),
+            story.map(|it| it.crashes),
         );
         let is_unreadable_marker = reason == Reason::InDoubt(DoubtCause::UnreadableMarker);
         let (reason, origin) = (reason.as_str(), &settled.delivery.message.origin);
         macro_rules! warn {
             ($text:literal) => {
-                tracing::warn!(reason, id, attempts, error, last_error, %origin, destination, suppressed_lines, $text)
+                tracing::warn!(reason, id, attempts, crashes, error, last_error, %origin, destination, suppressed_lines, $text)
             };
         }
         if is_unreadable_marker {

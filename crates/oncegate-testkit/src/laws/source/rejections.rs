@@ -26,6 +26,7 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
     let story = FailureHistory {
         id: Some("42".into()),
         attempts: 3,
+        crashes: 2,
         fence: 7,
         first_error: Some("no route".into()),
         last_error: Some("no such card".into()),
@@ -42,6 +43,7 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
         (headers::REASON, "attempts-spent"),
         (headers::ID, "42"),
         (headers::ATTEMPTS, "3"),
+        (headers::CRASHES, "2"),
         (headers::FENCE, "7"),
         (headers::FIRST_ERROR, "no route"),
         (headers::LAST_ERROR, "no such card"),
