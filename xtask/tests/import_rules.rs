@@ -40,7 +40,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
     ),
     ("oncegate-tests", &["oncegate", "oncegate-testkit"]),
     ("oncegate-chaos", &["oncegate", "oncegate-testkit"]),
-    ("oncegate-fuzzed", &["oncegate-core", "oncegate-redis"]),
+    (
+        "oncegate-fuzzed",
+        &["oncegate-amqp", "oncegate-core", "oncegate-redis"],
+    ),
     ("oncegate-bench", &["oncegate", "oncegate-testkit"]),
     ("oncegate-road", &["oncegate-core"]),
     ("xtask", &["oncegate-testkit"]),

@@ -30,6 +30,8 @@ mod client;
 mod connector;
 mod delay_buffer;
 mod driver;
+#[doc(hidden)]
+pub mod fuzzing;
 mod inbox;
 mod incoming;
 mod message_copy;

@@ -13,6 +13,8 @@ mod cluster;
 mod connection;
 mod durability;
 mod failure;
+#[doc(hidden)]
+pub mod fuzzing;
 mod info;
 mod loss_detector;
 mod metric;

@@ -1,7 +1,7 @@
 //! The frame sanitizer keeps order and length of whatever a broker sends, except for returned
 //! messages, in pieces of any size.
 
-use crate::client::frame_sanitizer::{FrameSanitizer, INVALID_UTF8_MARK};
+use oncegate_amqp::fuzzing::{FrameSanitizer, INVALID_UTF8_MARK};
 
 fn sanitize_in_pieces(data: &[u8], pieces: impl Iterator<Item = usize>, at_once: usize) -> Vec<u8> {
     let (mut sanitizer, mut out, mut buffer) =

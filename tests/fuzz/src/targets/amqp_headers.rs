@@ -5,10 +5,8 @@ use std::time::Duration;
 use lapin::BasicProperties;
 use lapin::message::Delivery as Raw;
 use lapin::types::{AMQPValue, FieldArray, FieldTable, ShortString};
-
-use crate::client::frame_sanitizer::INVALID_UTF8_MARK;
-use crate::incoming;
-use crate::queue_settings::QueueSettings;
+use oncegate_amqp::fuzzing::{INVALID_UTF8_MARK, parse_delivery};
+use oncegate_amqp::{RabbitMq, Rejects, Topology};
 
 /// Names that mean something to the mapping.
 const NAMES: [&str; 8] = [
@@ -109,7 +107,6 @@ pub fn amqp_headers(data: &[u8]) {
     let properties = properties.with_headers(table(&mut rest, 0));
     let mut raw = Raw::mock(7, "".into(), text(&mut rest), false, rest.to_vec());
     raw.properties = properties;
-    let is_invalid = incoming::has_invalid_utf8(&raw);
     let names = raw
         .properties
         .headers()
@@ -117,16 +114,22 @@ pub fn amqp_headers(data: &[u8]) {
         .flat_map(|table| table.inner().keys())
         .filter(|name| name.as_str().contains(INVALID_UTF8_MARK))
         .count();
-    assert!(is_invalid || names == 0);
-    let [by_queue, keyed] = take::<1>(&mut rest).map(|byte| [byte & 1 == 1, byte & 2 == 2])[0];
-    let settings = QueueSettings {
-        name: "queue".into(),
-        key_header: keyed.then(|| "count".into()),
-        by_queue,
-    };
-    let (delivery, _) = incoming::parse_delivery(raw, &settings, 1);
-    // A number that nobody would believe counts as none.
-    assert!(delivery.failures <= 100_000);
-    let longest = Duration::from_secs(if by_queue { 366 * 86_400 } else { 600 });
-    assert!(incoming::remaining_delay(&delivery, &settings).is_none_or(|wait| wait <= longest));
+    let [by_queue, keyed, declared] =
+        take::<1>(&mut rest).map(|byte| [1, 2, 4].map(|bit| byte & bit == bit))[0];
+    let mut settings = RabbitMq::queue("queue");
+    if by_queue {
+        settings = settings.rejects(Rejects::ByQueue);
+    }
+    if keyed {
+        settings = settings.key_header("count");
+    }
+    if !declared {
+        settings = settings.topology(Topology::Check);
+    }
+    let parsed = parse_delivery(raw, settings).expect("valid settings");
+    assert!(parsed.has_invalid_utf8 || names == 0);
+    // An implausible number counts as none.
+    assert!(parsed.failures <= 100_000);
+    let longest = Duration::from_secs(if declared { 366 * 86_400 } else { 600 });
+    assert!(parsed.remaining_delay.is_none_or(|wait| wait <= longest));
 }

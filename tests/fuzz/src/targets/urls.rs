@@ -1,9 +1,8 @@
 //! URLs with a password in them: whatever is wrong with one, nothing that is shown holds the
 //! password.
 
+use oncegate_amqp::fuzzing;
 use oncegate_redis::Redis;
-
-use crate::node::BrokerNode;
 
 /// Nothing that a fuzzer writes by chance, nor an encoding: no digit of it is hexadecimal.
 const PASSWORD: &str = "zqWxvkTsyGuRh";
@@ -26,17 +25,13 @@ pub fn urls(data: &[u8]) {
         format!("amqps://{before}{PASSWORD}{after}@h"),
         format!("{before}://u:{PASSWORD}@{after}"),
     ] {
-        let shown = match BrokerNode::parse(&url) {
-            Ok(node) => {
+        let shown = match fuzzing::parse_url(&url) {
+            Ok((uri, redacted)) => {
                 // Whoever gives the password as the user, host or path gets it shown.
-                let misplaced = node.uri.authority.userinfo.username.contains(PASSWORD)
-                    || node.uri.authority.host.contains(PASSWORD)
-                    || node.uri.vhost.contains(PASSWORD);
-                if misplaced {
-                    String::new()
-                } else {
-                    node.redacted_url
-                }
+                let misplaced = uri.authority.userinfo.username.contains(PASSWORD)
+                    || uri.authority.host.contains(PASSWORD)
+                    || uri.vhost.contains(PASSWORD);
+                if misplaced { String::new() } else { redacted }
             }
             Err(error) => format!("{error} {error:?}"),
         };

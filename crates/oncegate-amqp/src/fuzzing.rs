@@ -1,0 +1,70 @@
+//! The parsers of bytes that a broker or a configuration sends, for the fuzz targets of this
+//! repository. No part of the API: any release may change it.
+
+use std::time::Duration;
+
+use lapin::message::Delivery;
+use lapin::uri::AMQPUri;
+use oncegate_core::source::SourceError;
+
+use crate::client::frame_sanitizer;
+use crate::incoming;
+use crate::node::BrokerNode;
+use crate::settings::RabbitMq;
+
+/// What each byte is replaced by that is not UTF-8.
+pub const INVALID_UTF8_MARK: char = frame_sanitizer::INVALID_UTF8_MARK;
+
+/// Replaces invalid UTF-8 in frames.
+#[derive(Default)]
+pub struct FrameSanitizer(frame_sanitizer::FrameSanitizer);
+
+impl FrameSanitizer {
+    /// Adds bytes from the broker.
+    pub fn push(&mut self, bytes: &[u8]) {
+        self.0.push(bytes);
+    }
+
+    /// The broker closed the connection.
+    pub fn finish(&mut self) {
+        self.0.finish();
+    }
+
+    /// Moves bytes to the client. Returns their number.
+    pub fn read(&mut self, into: &mut [u8]) -> usize {
+        self.0.read(into)
+    }
+}
+
+/// What a delivery says of its earlier attempts.
+pub struct ParsedDelivery {
+    /// Whether a text of it was invalid UTF-8.
+    pub has_invalid_utf8: bool,
+    /// How many attempts failed.
+    pub failures: u32,
+    /// How long a delayed copy still waits.
+    pub remaining_delay: Option<Duration>,
+}
+
+/// Parses a delivery as a consumer with these settings does.
+///
+/// # Errors
+/// The settings are invalid.
+pub fn parse_delivery(raw: Delivery, settings: RabbitMq) -> Result<ParsedDelivery, SourceError> {
+    let settings = settings.check()?;
+    let has_invalid_utf8 = incoming::has_invalid_utf8(&raw);
+    let (delivery, _) = incoming::parse_delivery(raw, &settings, 1);
+    Ok(ParsedDelivery {
+        has_invalid_utf8,
+        failures: delivery.failures,
+        remaining_delay: incoming::remaining_delay(&delivery, &settings),
+    })
+}
+
+/// Parses the URL of a broker. Returns its parts, and its text without the password.
+///
+/// # Errors
+/// The URL is invalid.
+pub fn parse_url(url: &str) -> Result<(AMQPUri, String), SourceError> {
+    BrokerNode::parse(url).map(|node| (node.uri, node.redacted_url))
+}
