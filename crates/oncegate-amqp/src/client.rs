@@ -20,10 +20,10 @@
 //!   rabbitmq/rabbitmq-server#12206, fixed by #12310 for 3.13 and 4.0. *Test:*
 //!   `limits::refused_dead_letters_are_published_once_the_queue_has_room`. *May be removed* when the
 //!   oldest supported release has the fix.
-//! - *Symptom:* requeuing loses the order: one `basic.nack` of many on RabbitMQ 3. *Code:*
+//! - *Symptom:* requeuing many messages by one `basic.nack` loses their order. *Code:*
 //!   `CloseMode::CloseOnly` in `session`. *Upstream:* `docs/upstream/rabbitmq-nack-order.md`. *Test:*
 //!   `releases::deliveries_to_a_stopping_ordered_consumer_are_requeued_in_order`. *May be removed*
-//!   when RabbitMQ 3 is not supported.
+//!   when the oldest supported release keeps the order.
 //! - *Symptom:* when a single active consumer is cancelled, the next one becomes active before the
 //!   messages of the first are requeued. *Code:* `CloseMode::StayActive` in `session`. *Upstream:*
 //!   nothing to report: `basic.cancel` leaves unacknowledged messages with the channel. *Test:*

@@ -113,7 +113,7 @@ enum CloseMode {
     /// Cancels the consumer and requeues unsettled deliveries by `basic.nack`.
     Requeue,
     /// Cancels the consumer and closes the channel: RabbitMQ requeues its messages in the order of
-    /// the queue, which RabbitMQ 3 does not guarantee for one `basic.nack` of many.
+    /// the queue, which it does not guarantee for one `basic.nack` of many; see `client`.
     CloseOnly,
     /// Consumes until the channel closes, and handles no more deliveries. RabbitMQ activates the
     /// next consumer as soon as this one is cancelled, before it requeues this one's messages.
