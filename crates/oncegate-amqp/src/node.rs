@@ -1,10 +1,11 @@
 //! The nodes of the broker: their parsed URLs, and these without passwords for logs.
 
-use std::net::Ipv6Addr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use lapin::uri::{AMQPScheme, AMQPUri};
 use oncegate_core::source::SourceError;
+
+use crate::client::ipv6_url;
 
 /// The heartbeat interval in seconds, unless the URL has one.
 const HEARTBEAT: u16 = 10;
@@ -88,24 +89,7 @@ impl BrokerNode {
                 "it contains a character that must be percent-encoded: / as %2f, @ as %40, # as %23, ? as %3f",
             ));
         }
-        let (credentials, host) = authority
-            .rsplit_once('@')
-            .map_or((None, authority), |(before, host)| (Some(before), host));
-        let address = ipv6_literal(host)?;
-        // lapin's parser ignores an IPv6 address and would connect to `localhost`.
-        let plain = match (&address, credentials) {
-            (None, _) => url.to_owned(),
-            (Some((_, port)), None) => format!("{scheme}://literal{port}{path}"),
-            (Some((_, port)), Some(credentials)) => {
-                format!("{scheme}://{credentials}@literal{port}{path}")
-            }
-        };
-        let mut uri: AMQPUri = plain
-            .parse()
-            .map_err(|_| url_error("it is not an AMQP URL"))?;
-        if let Some((address, _)) = &address {
-            uri.authority.host = address.to_string();
-        }
+        let mut uri = ipv6_url::parse(scheme, authority, path).map_err(url_error)?;
         if uri.authority.host.is_empty() {
             return Err(url_error("it has no host"));
         }
@@ -128,20 +112,6 @@ impl BrokerNode {
         let redacted_url = redacted_url(&uri);
         Ok(Self { uri, redacted_url })
     }
-}
-
-/// An IPv6 address in brackets, and the rest (a colon and the port); `None` for any other host.
-fn ipv6_literal(host: &str) -> Result<Option<(Ipv6Addr, &str)>, SourceError> {
-    let Some(rest) = host.strip_prefix('[') else {
-        return Ok(None);
-    };
-    let parsed = rest
-        .split_once(']')
-        .and_then(|(address, port): (_, &str)| Some((address.parse().ok()?, port)));
-    let parsed = parsed.filter(|(_, port)| port.is_empty() || port.starts_with(':'));
-    parsed
-        .map(Some)
-        .ok_or_else(|| url_error("the host in brackets is not an IPv6 address"))
 }
 
 fn redacted_url(uri: &AMQPUri) -> String {

@@ -1,18 +1,15 @@
 //! Publishes batches of copies to one queue, with publisher confirms.
 
-use std::time::Duration;
-
 use futures_util::future::join_all;
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
-use lapin::{BasicProperties, Channel, Confirmation, Connection};
+use lapin::{Channel, Confirmation, Connection};
 
+use crate::client::alarm_probe;
+use crate::client::confirm_timeout::{CONFIRM_TIMEOUT, await_confirms};
 use crate::connector::{code, reply_code};
 use crate::message_copy::MessageCopy;
 use crate::queue_settings::QueueSettings;
 use crate::topology;
-
-/// How long the confirms of a batch may take.
-const CONFIRM_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A channel for one batch at a time, opened for the first batch and kept for the next.
 ///
@@ -75,7 +72,7 @@ impl PublishChannel {
         };
         let frame_max = connection.configuration().frame_max();
         if batch.iter().any(|copy| copy.cancellation.is_some()) {
-            match await_confirms(connection, confirm_probe(&channel)).await {
+            match await_confirms(connection, alarm_probe::confirm(&channel)).await {
                 Some(Ok(())) => batch.retain(|copy| {
                     !copy.is_cancelled()
                         && (copy.cancellation.is_none() || copy.fits_frame(frame_max))
@@ -102,7 +99,7 @@ impl PublishChannel {
                         "{problem}; declaring the queue failed: {refusal}"
                     )));
                 }
-                // See `client` for why a refused channel is not used again.
+                // RabbitMQ may refuse this channel although the queue has room again; see `client`.
                 let _ = channel.close(200, "OK".into()).await;
                 None
             }
@@ -128,46 +125,8 @@ impl PublishChannel {
     }
 }
 
-/// Publishes messages that no queue receives, and waits for their confirms.
-///
-/// RabbitMQ reports a resource alarm (`connection.blocked`) only to connections that publish, and a
-/// copy that is published by then can no longer be cancelled. So a copy that may be cancelled is
-/// published only after the broker has confirmed something.
-async fn confirm_probe(channel: &Channel) -> lapin::Result<()> {
-    // Twice, and with a body: under an alarm RabbitMQ still reads the first content header of a new
-    // connection.
-    for _ in 0..2 {
-        // No queue has an empty name, so the message is unroutable.
-        let publishing = channel.basic_publish(
-            "".into(),
-            "".into(),
-            BasicPublishOptions::default(),
-            b"?",
-            BasicProperties::default(),
-        );
-        publishing.await?.await?;
-    }
-    Ok(())
-}
-
 fn confirm_timed_out() -> String {
     format!("no publisher confirm within {CONFIRM_TIMEOUT:?}")
-}
-
-/// Waits for confirms; `None` after the timeout, which does not run out while the connection is
-/// blocked. A node may accept messages and never confirm them after the queue's leader moved.
-async fn await_confirms<T>(
-    connection: &Connection,
-    confirms: impl Future<Output = T>,
-) -> Option<T> {
-    let mut confirms = std::pin::pin!(confirms);
-    loop {
-        match tokio::time::timeout(CONFIRM_TIMEOUT, &mut confirms).await {
-            Ok(confirms) => return Some(confirms),
-            Err(_) if connection.status().blocked() => {}
-            Err(_) => return None,
-        }
-    }
 }
 
 /// Splits a batch into confirmed and unconfirmed copies. If one copy was returned, no confirm of the
@@ -259,6 +218,8 @@ fn fault_point(copy: &MessageCopy, delay: &str, letter: &str) {
 
 #[cfg(test)]
 mod tests {
+    use lapin::BasicProperties;
+
     use super::*;
 
     fn tags(confirms: Vec<Result<(), CopyPublishError>>) -> (Vec<u64>, Vec<u64>) {

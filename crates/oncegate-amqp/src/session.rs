@@ -9,7 +9,6 @@ use lapin::options::{
     BasicAckOptions, BasicCancelOptions, BasicConsumeOptions, BasicNackOptions, BasicQosOptions,
     BasicRejectOptions,
 };
-use lapin::types::{AMQPValue, FieldTable};
 use lapin::{Channel, Connection, Consumer, ErrorKind};
 use oncegate_core::fault;
 use oncegate_core::source::SourceError;
@@ -18,6 +17,7 @@ use tokio::time::Instant;
 use crate::ack_ledger::AckLedger;
 use crate::client::ack_drain::AckDrain;
 use crate::client::silence_probe::SilenceProbe;
+use crate::client::stream_refusal;
 use crate::connector::{self, ConnectError, code, is_transient_refusal, reply_code};
 use crate::delay_buffer::DelayBuffer;
 use crate::incoming::OriginalProperties;
@@ -29,8 +29,6 @@ use crate::topology;
 const GAP_TIMEOUT: Duration = Duration::from_millis(100);
 /// How often the status of a channel without a consumer is checked.
 const STATUS_CHECK_INTERVAL: Duration = Duration::from_millis(200);
-/// The consumer argument for the priority.
-const PRIORITY_ARGUMENT: &str = "x-priority";
 /// How long connecting and declaring the queues may take. A node without its cluster accepts
 /// connections and does not answer.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
@@ -115,7 +113,7 @@ enum CloseMode {
     /// Cancels the consumer and requeues unsettled deliveries by `basic.nack`.
     Requeue,
     /// Cancels the consumer and closes the channel: RabbitMQ requeues its messages in the order of
-    /// the queue, which RabbitMQ 3 does not guarantee for one `basic.nack` of many.
+    /// the queue, which it does not guarantee for one `basic.nack` of many; see `client`.
     CloseOnly,
     /// Consumes until the channel closes, and handles no more deliveries. RabbitMQ activates the
     /// next consumer as soon as this one is cancelled, before it requeues this one's messages.
@@ -182,16 +180,12 @@ impl ConsumerSession {
         channel
             .basic_qos(prefetch, BasicQosOptions::default())
             .await?;
-        let mut arguments = FieldTable::default();
-        // The default priority. A stream refuses the argument; no other reply distinguishes it from
-        // a queue.
-        arguments.insert(PRIORITY_ARGUMENT.into(), AMQPValue::LongInt(0));
         fault::point("amqp.consume.before");
         let consuming = channel.basic_consume(
             settings.queue.clone(),
             "".into(),
             BasicConsumeOptions::default(),
-            arguments,
+            stream_refusal::consumer_arguments(),
         );
         let consumer = consuming.await.map_err(|error| classify(error, settings))?;
         fault::point("amqp.consume.after");
@@ -532,7 +526,7 @@ fn classify(error: lapin::Error, settings: &QueueSettings) -> ConnectError {
         Some(code::NOT_FOUND) if !is_transient_refusal(&error) => {
             wrong("does not exist", "create it, or choose `Topology::Declare`")
         }
-        Some(code::PRECONDITION_FAILED) if error.to_string().contains(PRIORITY_ARGUMENT) => {
+        Some(code::PRECONDITION_FAILED) if stream_refusal::is_refusal(&error) => {
             ConnectError::QueueMismatch(SourceError::misconfigured(
                 "queue",
                 format!("`{}` is a stream ({error})", settings.name),

@@ -8,9 +8,9 @@ use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::{KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 
-use crate::client;
 use crate::client::batch::{MessageQueue, PartitionError};
 use crate::client::log::log_error;
+use crate::client::{self, cluster_id, commit_metadata};
 use crate::kafka::StartAt;
 use crate::shared::StartPosition;
 use crate::topic_identity::{TopicIdentity, TopicMatch};
@@ -50,9 +50,8 @@ pub(crate) fn start_positions<C: ConsumerContext>(
         forward_log();
     }
     // Read after the response, so that it is not older than the topic ids. A member of a group has
-    // metadata already, so this does not wait. rdkafka 0.39 never frees the string that librdkafka
-    // returns, so it is read only once per rebalance.
-    topics.compare(consumer.client().fetch_cluster_id(Duration::ZERO));
+    // metadata already, so this does not wait.
+    topics.compare(cluster_id::fetch(consumer, Duration::ZERO));
     let committed = |it: &TopicPartitionListElem<'_>| {
         committed
             .as_ref()?
@@ -397,7 +396,7 @@ fn parse_committed(it: &TopicPartitionListElem<'_>) -> Option<CommittedOffset> {
     };
     Some(CommittedOffset {
         offset,
-        identity: TopicIdentity::parse(&client::commit_metadata(it)),
+        identity: TopicIdentity::parse(&commit_metadata::read(it)),
     })
 }
 
@@ -666,7 +665,7 @@ mod tests {
             .expect("an answer");
         queue.forward_log();
         let topics = &consumer.context().topics;
-        topics.compare(consumer.client().fetch_cluster_id(REQUEST_TIMEOUT));
+        topics.compare(cluster_id::fetch(consumer, REQUEST_TIMEOUT));
         let identity = topics.identity("t").expect("the response has it");
         assert!(identity.cluster_id.is_some());
         identity

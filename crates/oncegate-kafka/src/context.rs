@@ -17,6 +17,7 @@ use crate::client::batch::{ForwardResult, MessageQueue, PartitionError, RecordBa
 use crate::client::connection_errors::ConnectionErrors;
 use crate::client::log::{self, log_error};
 use crate::client::statistics;
+use crate::client::topic_id_log::RECREATED_LOG_START;
 use crate::commits;
 use crate::committed_offset;
 use crate::expired;
@@ -28,9 +29,6 @@ use crate::topic_recreated::TopicIds;
 const DRAIN_TURN: Duration = Duration::from_millis(5);
 /// How long a seek may take.
 pub(crate) const SEEK_TIMEOUT: Duration = Duration::from_secs(1);
-/// The start of a recreated topic's log. Not `Offset::Beginning`, for which librdkafka uses the log
-/// start offset of the deleted topic's last fetch response.
-const LOG_START: Offset = Offset::Offset(0);
 
 /// The consumer's callbacks, which run on the polling thread.
 pub(crate) struct CallbackContext {
@@ -215,7 +213,7 @@ impl CallbackContext {
             }
         }
         Some(if start == StartPosition::Recreated {
-            LOG_START
+            RECREATED_LOG_START
         } else {
             Offset::Beginning
         })

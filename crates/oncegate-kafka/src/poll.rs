@@ -12,6 +12,7 @@ use rdkafka::topic_partition_list::Offset;
 use crate::assignment_wait::AssignmentWait;
 use crate::client;
 use crate::client::batch::{self, MessageQueue};
+use crate::client::cluster_id;
 use crate::commits;
 use crate::committed_offset;
 use crate::context::{CallbackContext, SEEK_TIMEOUT, permanent_error, revocation_kind};
@@ -222,7 +223,7 @@ fn compare_topics(consumer: &BaseConsumer<CallbackContext>) {
     {
         tracing::debug!(%error, topic, "no metadata");
     }
-    topics.compare(consumer.client().fetch_cluster_id(Duration::ZERO));
+    topics.compare(cluster_id::fetch(consumer, Duration::ZERO));
 }
 
 /// Ends all assignments, without a commit, once a topic is, or may be, on another cluster: their

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::client::topic_id_log::{IdChange, NO_ID};
 use crate::shared::{LogIdentity, PositionIds, StartPosition};
 use crate::topic_identity::{TopicIdentity, TopicMatch};
 
@@ -38,10 +39,9 @@ impl TopicIdState {
 }
 
 impl TopicIds {
-    /// Parses a line of librdkafka's log. librdkafka does not reset its position when a topic's id
-    /// changes, and reports the change only in its log.
+    /// Handles a line of librdkafka's log, which may report the topic id of a metadata response.
     pub(crate) fn on_log_line(&self, line: &str) {
-        let Some(change) = IdChange::of(line) else {
+        let Some(change) = IdChange::parse(line) else {
             return;
         };
         let mut state = self.lock();
@@ -139,26 +139,6 @@ impl TopicIds {
 
     fn lock(&self) -> MutexGuard<'_, TopicIdState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// The topic id that librdkafka logs for a topic whose id it had not seen.
-const NO_ID: &str = "AAAAAAAAAAAAAAAAAAAAAA";
-
-/// A log line about a changed topic id.
-#[derive(Debug, PartialEq, Eq)]
-struct IdChange<'a> {
-    topic: &'a str,
-    before: &'a str,
-    id: &'a str,
-}
-
-impl<'a> IdChange<'a> {
-    fn of(line: &'a str) -> Option<Self> {
-        let (topic, ids) = line.split_once(" changed id from ")?;
-        let (_, topic) = topic.rsplit_once("Topic ")?;
-        let (before, id) = ids.trim_end().split_once(" to ")?;
-        Some(Self { topic, before, id })
     }
 }
 

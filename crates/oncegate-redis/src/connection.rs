@@ -24,7 +24,8 @@ pub(crate) struct Timeouts {
 }
 
 /// After this many consecutive timeouts the connection is made again: a frozen server or a silent
-/// network never closes it.
+/// network never closes it, and neither does redis 1.8 after a timeout. See
+/// `docs/upstream/README.md`.
 const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 
 /// How the address of the server is found.

@@ -72,6 +72,7 @@ impl ServerConfig {
             return Err(insecure());
         }
         let tcp = TcpSettings::default()
+            // Off by default until redis 2.0: redis-rs/redis-rs#2195.
             .set_nodelay(true)
             .set_keepalive(socket2::TcpKeepalive::new().with_time(KEEPALIVE));
         #[cfg(target_os = "linux")]

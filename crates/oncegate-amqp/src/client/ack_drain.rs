@@ -1,4 +1,11 @@
 //! Keeps a channel open until RabbitMQ has applied its last acknowledgements.
+//!
+//! # Workaround
+//! - *Symptom:* acknowledgements are lost when the channel closes soon after many of them; their
+//!   messages are redelivered. *Version:* RabbitMQ 3.10.8, quorum queues.
+//! - *Upstream:* rabbitmq/rabbitmq-server#10327 (open).
+//! - *Test:* `deliveries_settled_just_before_closing_are_not_redelivered` in `tests/amqp`.
+//! - *May be removed* when RabbitMQ applies them before it closes the channel.
 
 use std::time::Duration;
 

@@ -1,12 +1,22 @@
 //! Rewrites incoming frames that the client cannot parse or must not log.
 //!
-//! - lapin parses nested field tables by recursion: a few kilobytes of headers, nested deeply
-//!   enough, overflow the stack of every process that receives the message. Tables and arrays below
-//!   [`MAX_DEPTH`] become byte strings.
-//! - lapin accepts only UTF-8 in short strings and closes the connection for anything else, at each
-//!   redelivery. Such a string is filled with [`INVALID_UTF8_MARK`].
-//! - lapin logs a returned message (`basic.return`) with its body and headers. It arrives without
-//!   both.
+//! # Workarounds
+//! Seen with lapin 4.12.3 and amq-protocol 10.6.3.
+//!
+//! - *Symptom:* nested field tables are parsed by recursion: a few kilobytes of headers, nested deeply
+//!   enough, overflow the stack of every process that receives the message. *Workaround:* tables and
+//!   arrays below [`MAX_DEPTH`] become byte strings. *Upstream:*
+//!   `docs/upstream/amq-protocol-nested-tables.md`. *Test:*
+//!   `bad_input::deeply_nested_headers_crash_nothing` in `tests/amqp`. *May be removed* when the
+//!   parser limits the depth.
+//! - *Symptom:* a short string that is not UTF-8 closes the connection, at each redelivery.
+//!   *Workaround:* such a string is filled with [`INVALID_UTF8_MARK`]. *Upstream:*
+//!   `docs/upstream/amq-protocol-short-string.md`. *Test:*
+//!   `bad_input::a_short_string_that_is_not_utf8_is_dead_lettered_and_blocks_nothing`. *May be
+//!   removed* when the parser accepts any bytes.
+//! - *Symptom:* a returned message (`basic.return`) is logged with its headers and body.
+//!   *Workaround:* it arrives without both. *Upstream:* `docs/upstream/lapin-returned-message-log.md`.
+//!   *Test:* `tests/secrets.rs`. *May be removed* when lapin logs neither.
 
 use std::collections::BTreeMap;
 

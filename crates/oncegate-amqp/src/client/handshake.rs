@@ -1,7 +1,12 @@
 //! Connects with a timeout that covers the whole handshake.
 //!
-//! lapin's connection thread owns the socket and waits for the broker without a timeout: a load
-//! balancer that accepts and sends nothing would leak a thread and a socket with each attempt.
+//! # Workaround
+//! - *Symptom:* lapin's connection thread owns the socket and waits for the broker without a timeout,
+//!   also when the connecting future is dropped. A load balancer that accepts and sends nothing leaks
+//!   a thread and a socket with each attempt. *Version:* lapin 4.12.3.
+//! - *Upstream:* `docs/upstream/lapin-handshake-thread.md`.
+//! - *Test:* `recovery::a_broker_that_accepts_and_does_not_answer_leaks_no_threads` in `tests/amqp`.
+//! - *May be removed* when lapin ends its thread when the connecting future is dropped.
 
 use std::io;
 use std::net::{Shutdown, TcpStream};
@@ -46,7 +51,7 @@ pub(crate) async fn connect(
         async move |uri, runtime| {
             // lapin calls this on its connection thread.
             quiet_executor::silence_this_thread();
-            // Not by lapin's `AMQPUriTcpExt`, which traces the URL with its password.
+            // Not by lapin's `AMQPUriTcpExt`: the guard needs a second handle to the socket.
             let connecting = async {
                 let host = uri.authority.host.clone();
                 let stream = Tokio::current()

@@ -1,8 +1,12 @@
 //! Runs the client's tasks and its connection thread without a subscriber.
 //!
-//! lapin logs as errors the problems that oncegate reports in one line with a remedy: a refused
-//! login, a lost connection, a closed channel. Its lines are kept if the subscriber enables the
-//! target `lapin` at the level of debug.
+//! # Workaround
+//! - *Symptom:* lapin logs errors that it also returns, in several lines without a remedy: a refused
+//!   login, a lost connection, a closed channel. oncegate reports each in one line. lapin's lines are
+//!   kept if the subscriber enables the target `lapin` at the level of debug. *Version:* lapin 4.12.3.
+//! - *Upstream:* `docs/upstream/lapin-error-log.md`.
+//! - *Test:* `tests/startup_log.rs`.
+//! - *May be removed* when lapin does not log errors that it returns.
 
 use std::cell::RefCell;
 

@@ -1,4 +1,12 @@
 //! Finds out whether the broker has forgotten a consumer.
+//!
+//! # Workaround
+//! - *Symptom:* a quorum queue loses a consumer when its leader moves to another node, without
+//!   `basic.cancel`: the channel stays open and receives nothing more. *Version:* RabbitMQ 3.10.8.
+//! - *Upstream:* `docs/upstream/rabbitmq-forgotten-consumer.md`.
+//! - *Tests:* `RabbitMqFault::ConsumerForgotten` and
+//!   `a_forgotten_single_active_consumer_consumes_again_with_unsettled_deliveries` in `tests/faults`.
+//! - *May be removed* when RabbitMQ cancels or restores such a consumer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,9 +27,8 @@ const RECHECK_AFTER: Duration = Duration::from_millis(200);
 
 /// Counts the ready messages of a queue when a consumer has received nothing for a while.
 ///
-/// A quorum queue may lose a consumer without notice when its leader moves to another node: the
-/// channel stays open and receives nothing more. Ready messages in two checks without a delivery in
-/// between, while the prefetch has room, show that.
+/// Ready messages in two checks without a delivery in between, while the prefetch has room, show
+/// that the broker has forgotten the consumer.
 pub(crate) struct SilenceProbe {
     connection: Arc<Connection>,
     queue: ShortString,

@@ -3,6 +3,16 @@
 //! librdkafka's safe wrapper reads one message at a time, at the cost of an event and two reference
 //! counts each. Read in batches from a separate queue, a message costs a copy of its bytes.
 //!
+//! # Workarounds
+//! - *Symptom:* an error code of the broker that the enum of the bindings lacks is undefined behavior.
+//!   *Version:* rdkafka-sys 4.10.0. *Workaround:* invariant 6. *Upstream:* fede1024/rust-rdkafka#127
+//!   (open). *Test:* `an_error_code_that_the_bindings_do_not_have_is_unknown`. *May be removed* when
+//!   the bindings have integers instead of the enum.
+//! - *Symptom:* rdkafka adds log lines to the main queue, where they delay rebalances. *Version:*
+//!   rdkafka 0.39.0. *Workaround:* invariant 5. *Upstream:* `docs/upstream/rust-rdkafka-log-queue.md`.
+//!   *Test:* `log_lines_do_not_delay_rebalances` in `committed_offset`. *May be removed* when the
+//!   queue of the log can be chosen.
+//!
 //! # Invariants
 //! 1. A [`MessageQueue`] holds its consumer, so the client outlives the queue, as
 //!    `rd_kafka_queue_destroy` requires.

@@ -1,4 +1,15 @@
 //! Detects a client that has lost its broker metadata.
+//!
+//! # Workaround
+//! - *Symptom:* after a metadata response without brokers, a client may never connect again. A broker
+//!   that was frozen for longer than its session sends such a response. *Version:* librdkafka 2.12.1.
+//! - *Workaround:* the client is replaced: the consumer by `watch` and `poll`, the client that opens
+//!   the source by `topics`, the producer by `dead_letters`.
+//! - *Upstream:* confluentinc/librdkafka#5301, with the open pull request #5303.
+//! - *Tests:* `lost_metadata_is_detected_once_probes_succeed_for_the_reconnect_time`, and
+//!   `a_client_whose_requests_fail_is_replaced` in `topics`.
+//! - *May be removed* when #5301 is fixed in the bundled librdkafka, and no client of `cargo xtask
+//!   chaos` with frozen brokers is replaced.
 
 use std::time::{Duration, Instant};
 
@@ -8,9 +19,8 @@ const PROBE_PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::fr
 /// How long a client may take to connect and to find the coordinator.
 const CONNECT_TIME: Duration = Duration::from_secs(5);
 
-/// Detects that the watched client has lost its broker metadata. librdkafka 2.12 removes all
-/// brokers that a metadata response does not name. A broker that is temporarily out of its cluster
-/// names none, and the client may then never try its bootstrap servers again.
+/// Detects that the watched client has lost its broker metadata. librdkafka removes all brokers
+/// that a metadata response does not name, and may then never try its bootstrap servers again.
 pub(crate) struct LostMetadata {
     /// The time within which a healthy client reconnects.
     returns: Duration,

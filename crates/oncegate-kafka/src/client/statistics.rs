@@ -2,14 +2,20 @@
 //!
 //! librdkafka's error events report once that no broker is reachable, and never that one is
 //! reachable again or that the coordinator is not.
+//!
+//! # Workaround
+//! - *Symptom:* the statistics are not valid JSON if a name contains a quote, so this module searches
+//!   for one field. *Version:* librdkafka 2.12.1.
+//! - *Upstream:* `docs/upstream/librdkafka-statistics-escaping.md`.
+//! - *Test:* `only_statistics_with_another_state_than_up_count_as_disconnected`.
+//! - *May stay*: a search is also cheaper than parsing.
 
 use std::time::Duration;
 
 /// The statistics interval.
 pub(crate) const INTERVAL: Duration = Duration::from_secs(2);
 
-/// The text before the coordinator's state. The statistics are JSON with about a kilobyte per
-/// partition, and not valid JSON if a name contains a quote, which librdkafka does not escape.
+/// The text before the coordinator's state. The statistics have about a kilobyte per partition.
 const CGRP_STATE: &[u8] = br#""cgrp": { "state": ""#;
 
 /// Whether the client is connected to its group coordinator. Statistics without the state count as

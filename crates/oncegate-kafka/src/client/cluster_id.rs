@@ -1,0 +1,22 @@
+//! Reads the cluster id.
+//!
+//! # Workaround
+//! - *Symptom:* rdkafka's `fetch_cluster_id` never frees librdkafka's string, so each call leaks
+//!   about 23 bytes. *Version:* rdkafka 0.39.0.
+//! - *Workaround:* it is called only once per rebalance, and until the cluster id is known.
+//! - *Upstream:* `docs/upstream/rust-rdkafka-cluster-id-leak.md`.
+//! - *Test:* none.
+//! - *May be removed* when rdkafka calls `rd_kafka_mem_free`.
+
+use std::time::Duration;
+
+use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
+
+/// The cluster id of the last metadata response; `None` if there was none within the time. Must not
+/// be called periodically.
+pub(crate) fn fetch<C: ConsumerContext>(
+    consumer: &BaseConsumer<C>,
+    timeout: Duration,
+) -> Option<String> {
+    consumer.client().fetch_cluster_id(timeout)
+}

@@ -1,0 +1,40 @@
+//! Parses librdkafka's log lines about topic ids, and names the start offset of a recreated topic.
+//!
+//! # Workarounds
+//! Seen with librdkafka 2.12.1.
+//!
+//! - *Symptom:* a changed topic id does not reset the position. If the new topic is longer than the
+//!   old one was, its first messages are skipped. No event reports the change; a debug log line does.
+//!   *Upstream:* confluentinc/librdkafka#3255 and `docs/upstream/librdkafka-topic-id-change.md`.
+//!   *Test:* `a_recreated_topic_that_is_longer_than_before_is_read_completely` in `tests/kafka`.
+//!   *May be removed* when librdkafka resets the position or reports the change as an event.
+//! - *Symptom:* `Offset::Beginning` of a recreated topic is the log start offset of the deleted one.
+//!   *Upstream:* `docs/upstream/librdkafka-cached-beginning.md`.
+//!   *Test:* `a_recreated_topic_starts_at_offset_0` in `context`.
+//!   *May be removed* when librdkafka discards the cached offset with the topic id.
+
+use rdkafka::topic_partition_list::Offset;
+
+/// The start of a recreated topic's log, instead of `Offset::Beginning`.
+pub(crate) const RECREATED_LOG_START: Offset = Offset::Offset(0);
+
+/// The topic id that librdkafka logs for a topic whose id it had not seen.
+pub(crate) const NO_ID: &str = "AAAAAAAAAAAAAAAAAAAAAA";
+
+/// A log line about a changed topic id.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct IdChange<'a> {
+    pub(crate) topic: &'a str,
+    pub(crate) before: &'a str,
+    pub(crate) id: &'a str,
+}
+
+impl<'a> IdChange<'a> {
+    /// `None` for any other line.
+    pub(crate) fn parse(line: &'a str) -> Option<Self> {
+        let (topic, ids) = line.split_once(" changed id from ")?;
+        let (_, topic) = topic.rsplit_once("Topic ")?;
+        let (before, id) = ids.trim_end().split_once(" to ")?;
+        Some(Self { topic, before, id })
+    }
+}
