@@ -78,7 +78,7 @@ impl MessageCopy {
     pub(crate) fn rejected(
         delivery: &Delivery,
         reason: &Reason,
-        story: Option<&FailureHistory>,
+        failure_history: Option<&FailureHistory>,
         original: &OriginalProperties,
         settings: &QueueSettings,
     ) -> Self {
@@ -90,7 +90,7 @@ impl MessageCopy {
         // Requeued by an operator or a shovel, the message starts with no failed attempts. Without
         // `x-death` it is distinct from messages that the broker dead-lettered.
         let mut table = copied_headers(&original.properties, &[headers::PREFIX, "x-death"]);
-        for (name, value) in rejection_headers(delivery, reason, story) {
+        for (name, value) in rejection_headers(delivery, reason, failure_history) {
             let is_error = [headers::FIRST_ERROR, headers::LAST_ERROR].contains(&name);
             let value = if is_error {
                 truncate(&value, MAX_TEXT_BYTES).to_owned()
@@ -729,14 +729,14 @@ mod tests {
             routing_key: None,
             received_ms: None,
         };
-        let story = FailureHistory {
+        let failure_history = FailureHistory {
             last_error: Some("é".repeat(1_000)),
             ..FailureHistory::default()
         };
         let mut copy = MessageCopy::rejected(
             &delivery(),
             &Reason::Refused,
-            Some(&story),
+            Some(&failure_history),
             &original,
             &settings(),
         );

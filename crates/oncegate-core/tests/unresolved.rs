@@ -149,7 +149,9 @@ async fn the_dead_letter_of_a_duplicate_has_the_attempt_number_of_the_rejected_m
         .map(|it| {
             (
                 it.reason,
-                it.story.as_ref().map(|story| (story.attempts, story.fence)),
+                it.failure_history
+                    .as_ref()
+                    .map(|failure_history| (failure_history.attempts, failure_history.fence)),
             )
         })
         .collect();
