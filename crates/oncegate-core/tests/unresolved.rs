@@ -99,7 +99,7 @@ async fn at_most_once_does_not_start_what_effectively_once_left_unknown() {
         world.reasons(),
         [
             Reason::AttemptsSpent,
-            Reason::InDoubt(DoubtCause::HolderGone)
+            Reason::InDoubt(DoubtCause::Interrupted)
         ]
     );
 }
@@ -178,6 +178,9 @@ async fn without_reconcile_an_unknown_outcome_is_in_doubt_at_once() {
         .run_until(async move { broker.drained().await })
         .await
         .expect("a clean end");
-    assert_eq!(world.reasons(), [Reason::InDoubt(DoubtCause::Said)]);
+    assert_eq!(
+        world.reasons(),
+        [Reason::InDoubt(DoubtCause::HandlerReported)]
+    );
     assert_eq!(began.elapsed(), Duration::ZERO);
 }

@@ -441,7 +441,7 @@ mod tests {
             BODY_OMITTED,
             KEY_OMITTED,
             HEADERS_OMITTED,
-            "oncegate-set-aside-at",
+            "oncegate-rejected-at",
         ];
         forged
             .iter()

@@ -401,7 +401,7 @@ async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
         .run(&["in-doubt", "list"])
         .await
         .exits_with(0)
-        .prints("in-doubt-said")
+        .prints("in-doubt-handler-reported")
         .prints("the handler has no `reconcile`");
     fixture
         .run(&["in-doubt", "show", "yes"])

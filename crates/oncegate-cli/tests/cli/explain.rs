@@ -83,7 +83,7 @@ async fn explains_each_outcome(broker: Broker) {
         ],
     )
     .await;
-    assert_eq!(silent["in_doubt"][0]["reason"], "in-doubt-said");
+    assert_eq!(silent["in_doubt"][0]["reason"], "in-doubt-handler-reported");
     told(
         "nobody",
         "unknown",

@@ -345,7 +345,7 @@ mod tests {
             .expect("messages");
         let reasons = [
             Reason::MissingId,
-            Reason::InDoubt(crate::lifecycle::DoubtCause::Said),
+            Reason::InDoubt(crate::lifecycle::DoubtCause::HandlerReported),
         ];
         let settled = incoming
             .into_iter()
