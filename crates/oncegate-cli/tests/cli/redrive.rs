@@ -121,7 +121,7 @@ async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
         .consume(PaymentProvider::Works, 0, fixture.remaining(1, 0), 1)
         .await;
     assert_eq!(
-        fixture.json(&["in-doubt", "list"]).await["letters"][0]["reason"],
+        fixture.json(&["in-doubt", "list"]).await["dead_letters"][0]["reason"],
         "in-doubt-too-old"
     );
     // The operator accepts the risk and it runs.
@@ -572,7 +572,7 @@ async fn a_refused_copy_blocks_no_other_message() {
         .exits_with(1)
         .prints("the copy to");
     assert_eq!(
-        fixture.json(&["in-doubt", "list"]).await["letters"][0]["state"],
+        fixture.json(&["in-doubt", "list"]).await["dead_letters"][0]["state"],
         "waiting"
     );
     let audit = fixture.json(&["audit"]).await;

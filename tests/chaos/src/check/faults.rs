@@ -277,8 +277,9 @@ impl Windows {
 
     /// When no consumer could reach the store, or it could not answer: from when to when.
     pub(super) fn store_away(&self) -> impl Iterator<Item = (u64, u64)> {
-        let away =
-            |window: &&Window| STORE_UNAVAILABLE.contains(&window.kind.as_str()) && window.to != u64::MAX;
+        let away = |window: &&Window| {
+            STORE_UNAVAILABLE.contains(&window.kind.as_str()) && window.to != u64::MAX
+        };
         self.all
             .iter()
             .filter(away)
