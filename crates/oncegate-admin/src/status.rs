@@ -90,7 +90,7 @@ pub(crate) enum SourceView {
     Kafka {
         name: String,
         clients_replaced: u64,
-        messages_missed: u64,
+        messages_expired: u64,
         partitions: Vec<PartitionView>,
     },
     #[cfg(feature = "rabbitmq")]
@@ -210,7 +210,7 @@ impl WatchedSource {
             Self::Kafka(ref name, ref status) => SourceView::Kafka {
                 name: name.clone(),
                 clients_replaced: status.clients_replaced(),
-                messages_missed: status.messages_expired(),
+                messages_expired: status.messages_expired(),
                 partitions: status.partitions().iter().map(PartitionView::of).collect(),
             },
             #[cfg(feature = "rabbitmq")]

@@ -197,8 +197,8 @@ fn unknown_metrics_are_found() {
         Kind::Histogram
     ));
     assert!(!is_of(
-        "oncegate_parked_total",
-        "oncegate_parked",
+        "oncegate_awaiting_claim_total",
+        "oncegate_awaiting_claim",
         Kind::Gauge
     ));
     assert_eq!(

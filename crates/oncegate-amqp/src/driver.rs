@@ -227,7 +227,7 @@ impl AmqpDriver {
         let Settled {
             mut delivery,
             settlement,
-            story,
+            failure_history,
         } = settled;
         let tag = delivery.receipt.position;
         let session = match &mut self.session {
@@ -242,7 +242,9 @@ impl AmqpDriver {
         }
         match settlement {
             Settlement::Accept(_) => {}
-            Settlement::Reject(reason) => self.reject(delivery, &reason, story.as_deref()),
+            Settlement::Reject(reason) => {
+                self.reject(delivery, &reason, failure_history.as_deref())
+            }
             // Released while draining: closing the channel returns it to the queue.
             Settlement::Release { after, .. }
                 if after.is_zero() && self.intake == IntakeState::Stopped => {}
@@ -254,7 +256,12 @@ impl AmqpDriver {
     }
 
     /// Sends a delivery to the dead letters or the in-doubt queue.
-    fn reject(&mut self, delivery: Delivery, reason: &Reason, story: Option<&FailureHistory>) {
+    fn reject(
+        &mut self,
+        delivery: Delivery,
+        reason: &Reason,
+        failure_history: Option<&FailureHistory>,
+    ) {
         let SessionState::Open(session) = &mut self.session else {
             return;
         };
@@ -271,7 +278,7 @@ impl AmqpDriver {
         self.publisher.publish(MessageCopy::rejected(
             &delivery,
             reason,
-            story,
+            failure_history,
             &unsettled.original,
             &self.settings,
         ));

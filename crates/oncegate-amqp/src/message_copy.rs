@@ -20,7 +20,7 @@ pub(crate) const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 
 /// The header with the time when a dead letter or in-doubt message was published, in milliseconds
 /// since 1970.
-pub(crate) const SET_ASIDE_AT: &str = "oncegate-set-aside-at";
+pub(crate) const REJECTED_AT: &str = "oncegate-rejected-at";
 
 /// The headers that the source writes itself. They are small and are never dropped.
 const OWN_HEADERS: [&str; 12] = [
@@ -35,7 +35,7 @@ const OWN_HEADERS: [&str; 12] = [
     DROPPED_HEADERS,
     ROUTING_KEY,
     NOT_BEFORE,
-    SET_ASIDE_AT,
+    REJECTED_AT,
 ];
 
 /// The limit for error texts in headers.
@@ -78,7 +78,7 @@ impl MessageCopy {
     pub(crate) fn rejected(
         delivery: &Delivery,
         reason: &Reason,
-        story: Option<&FailureHistory>,
+        failure_history: Option<&FailureHistory>,
         original: &OriginalProperties,
         settings: &QueueSettings,
     ) -> Self {
@@ -90,7 +90,7 @@ impl MessageCopy {
         // Requeued by an operator or a shovel, the message starts with no failed attempts. Without
         // `x-death` it is distinct from messages that the broker dead-lettered.
         let mut table = copied_headers(&original.properties, &[headers::PREFIX, "x-death"]);
-        for (name, value) in rejection_headers(delivery, reason, story) {
+        for (name, value) in rejection_headers(delivery, reason, failure_history) {
             let is_error = [headers::FIRST_ERROR, headers::LAST_ERROR].contains(&name);
             let value = if is_error {
                 truncate(&value, MAX_TEXT_BYTES).to_owned()
@@ -101,7 +101,7 @@ impl MessageCopy {
         }
         // RabbitMQ does not record when a message was enqueued.
         table.insert(
-            SET_ASIDE_AT.into(),
+            REJECTED_AT.into(),
             AMQPValue::LongString(unix_time().as_millis().to_string().into()),
         );
         if let Some(names) = previously_dropped(&original.properties) {
@@ -451,7 +451,7 @@ mod tests {
             headers::REASON,
             headers::ATTEMPTS,
             headers::ORIGIN,
-            SET_ASIDE_AT,
+            REJECTED_AT,
             ROUTING_KEY,
             "mine",
             "x-first-death-queue",
@@ -471,7 +471,7 @@ mod tests {
         assert!(properties.content_type().is_some() && properties.message_id().is_some());
         let doubt = MessageCopy::rejected(
             &delivery(),
-            &Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::Said),
+            &Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::HandlerReported),
             None,
             &original(),
             &settings(),
@@ -655,7 +655,7 @@ mod tests {
         for reason in [
             Reason::MissingId,
             Reason::TooLarge,
-            Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::Said),
+            Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::HandlerReported),
         ] {
             let copy = MessageCopy::rejected(&delivery, &reason, None, &original, &settings());
             let ours = [
@@ -664,7 +664,7 @@ mod tests {
                 headers::ORIGIN,
                 headers::REASON,
                 ROUTING_KEY,
-                SET_ASIDE_AT,
+                REJECTED_AT,
             ];
             assert_eq!(names(&copy), [&["Oncegate-Id"], &ours[..]].concat());
             let table = copy.properties.headers().as_ref().expect("headers").inner();
@@ -729,14 +729,14 @@ mod tests {
             routing_key: None,
             received_ms: None,
         };
-        let story = FailureHistory {
+        let failure_history = FailureHistory {
             last_error: Some("é".repeat(1_000)),
             ..FailureHistory::default()
         };
         let mut copy = MessageCopy::rejected(
             &delivery(),
             &Reason::Refused,
-            Some(&story),
+            Some(&failure_history),
             &original,
             &settings(),
         );

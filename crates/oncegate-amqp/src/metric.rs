@@ -6,7 +6,7 @@ pub(crate) const UNACKED: &str = "oncegate_amqp_unacked";
 pub(crate) const DELIVERED: &str = "oncegate_amqp_delivered_total";
 pub(crate) const REDELIVERED: &str = "oncegate_amqp_redelivered_total";
 pub(crate) const CHANNELS_LOST: &str = "oncegate_amqp_channels_lost_total";
-pub(crate) const AWAY: &str = "oncegate_amqp_away";
+pub(crate) const UNAVAILABLE: &str = "oncegate_amqp_unavailable";
 pub(crate) const STALE_RECEIPTS: &str = "oncegate_amqp_stale_receipts_total";
 pub(crate) const COPIES: &str = "oncegate_amqp_copies_total";
 pub(crate) const PUBLISH_RETRIES: &str = "oncegate_amqp_publish_retries_total";
@@ -28,7 +28,7 @@ pub const RABBITMQ_METRICS: &[Metric] = &[
         "Channels lost; the source opens another one for each",
     ),
     Metric::gauge(
-        AWAY,
+        UNAVAILABLE,
         &["queue"],
         "1 while there is no channel because one was lost and no other could be opened yet",
     ),

@@ -135,7 +135,7 @@ impl SourceMetrics {
             delivered: counter(metric::DELIVERED),
             redelivered: counter(metric::REDELIVERED),
             reconnects: counter(metric::CHANNELS_LOST),
-            away: gauge(metric::AWAY),
+            away: gauge(metric::UNAVAILABLE),
             stale_receipts: counter(metric::STALE_RECEIPTS),
             copies: counter(metric::COPIES),
             copy_retries: counter(metric::PUBLISH_RETRIES),

@@ -127,7 +127,7 @@ async fn a_returned_message_is_not_logged(broker: &str, log: &CapturedLog) {
         .settle(&mut vec![Settled {
             delivery,
             settlement: Settlement::Reject(Reason::Refused),
-            story: None,
+            failure_history: None,
         }])
         .await
         .expect("settled");

@@ -235,7 +235,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Res
         findings.len() - bad
     ));
     text.push_str(&unchecked.to_text());
-    context.format.print(&serde_json::json!({ "findings": findings, "looked_at": checked, "not_looked_at": unchecked }), text)?;
+    context.format.print(&serde_json::json!({ "findings": findings, "examined": checked, "not_examined": unchecked }), text)?;
     unchecked.end()?;
     if bad == 0 {
         Ok(())

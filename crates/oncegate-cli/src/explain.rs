@@ -50,7 +50,7 @@ struct Explanation {
     copies: Option<Vec<String>>,
     audit: Vec<AuditEntry>,
     /// What could not be checked, and why.
-    #[serde(rename = "not_looked_at")]
+    #[serde(rename = "not_examined")]
     unchecked: Unchecked,
 }
 

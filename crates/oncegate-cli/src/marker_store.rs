@@ -7,7 +7,7 @@ use std::time::Duration;
 #[cfg(feature = "redis")]
 use oncegate::Redis;
 use oncegate::marker::{Operation, Verdict};
-use oncegate::store::{Listed, Standing};
+use oncegate::store::{Listed, MarkerWithExpiry};
 use oncegate::{Key, Store, StoreError};
 #[cfg(feature = "sqlite")]
 use oncegate::{Sqlite, sqlite::SqliteBrowse};
@@ -87,7 +87,11 @@ impl MarkerStore {
     ///
     /// # Errors
     /// The store failed, or the value is no marker; then the error describes it, with the remedy.
-    pub(crate) async fn look(&self, config: &Config, key: &Key) -> Result<Standing, CliError> {
+    pub(crate) async fn look(
+        &self,
+        config: &Config,
+        key: &Key,
+    ) -> Result<MarkerWithExpiry, CliError> {
         self.look_at_any(key).await?.map_err(|value| {
             CliError::unreadable_marker(description::foreign_value_text(config, key, &value))
         })
@@ -97,7 +101,7 @@ impl MarkerStore {
     pub(crate) async fn look_at_any(
         &self,
         key: &Key,
-    ) -> Result<Result<Standing, String>, CliError> {
+    ) -> Result<Result<MarkerWithExpiry, String>, CliError> {
         let (error, value): (StoreError, Option<String>) = match self {
             #[cfg(feature = "redis")]
             Self::Redis(redis) => match redis.look_with_expiry(key).await {
@@ -123,7 +127,7 @@ impl MarkerStore {
                 Err(error @ StoreError::UnreadableMarker(_)) => (error, None),
                 looked => {
                     let (marker, expires_in) = looked?;
-                    return Ok(Ok(Standing { marker, expires_in }));
+                    return Ok(Ok(MarkerWithExpiry { marker, expires_in }));
                 }
             },
             Self::None(never) => match *never {},
@@ -166,7 +170,7 @@ impl MarkerPages {
             #[cfg(feature = "sqlite")]
             Self::Sqlite(browse) => browse.next().await?.map(|page| {
                 let listed = page.into_iter().map(|(name, standing)| {
-                    let standing = standing.map(|(marker, left)| Standing {
+                    let standing = standing.map(|(marker, left)| MarkerWithExpiry {
                         marker,
                         expires_in: Some(left),
                     });

@@ -89,7 +89,7 @@ impl Config {
             oncegate::Error::Scope(error) => Error::Misconfigured(format!("store.scope: {error}")),
             oncegate::Error::VolatileStore(why) => Error::Misconfigured(format!(
                 "gate.guarantee: at most once requires a durable store, and {why}; change that, or accept it with \
-                 store.forgetful = \"accepted\""
+                 store.volatile = \"accepted\""
             )),
             oncegate::Error::Store(StoreError::Misconfigured(problem)) => {
                 Error::Misconfigured(store_problem(&problem.to_string()))
@@ -176,7 +176,7 @@ mod tests {
         );
         let forgets = message(oncegate::Error::VolatileStore("it evicts".into()));
         assert!(
-            forgets.contains("it evicts") && forgets.contains("store.forgetful"),
+            forgets.contains("it evicts") && forgets.contains("store.volatile"),
             "{forgets}"
         );
         assert_eq!(

@@ -153,7 +153,7 @@ pub const SETTINGS: &[Setting] = &[
         "how long to wait for these replicas; 200ms by default",
     ),
     choice(
-        "store.forgetful",
+        "store.volatile",
         &["refused", "accepted"],
         "whether at most once accepts a volatile store; refused by default",
     ),

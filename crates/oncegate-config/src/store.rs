@@ -216,7 +216,7 @@ impl Config {
     }
 
     pub(crate) fn allows_volatile_store(&self) -> bool {
-        self.text("store.forgetful") == Some("accepted")
+        self.text("store.volatile") == Some("accepted")
     }
 }
 

@@ -60,7 +60,7 @@ async fn errors_name_the_key() {
         (format!("{good}{KAFKA}{RABBITMQ}"), &["gate.broker"]),
         (
             format!("{good}guarantee = \"at-most-once\"\n{RABBITMQ}"),
-            &["gate.guarantee", "store.forgetful = \"accepted\""],
+            &["gate.guarantee", "store.volatile = \"accepted\""],
         ),
         (
             format!("{good}guarantee = \"at-most-once\"\nmode = \"trial\"\n{RABBITMQ}"),

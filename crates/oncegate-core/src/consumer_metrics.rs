@@ -60,8 +60,8 @@ impl ConsumerMetrics {
             delivery: histogram!(metric::DELIVERY_SECONDS),
             in_flight: GaugeShare::of(metric::IN_FLIGHT),
             waiting: GaugeShare::of(metric::WAITING),
-            awaiting_holder: GaugeShare::of(metric::PARKED),
-            store_away: GaugeShare::of(metric::STORE_AWAY),
+            awaiting_holder: GaugeShare::of(metric::AWAITING_CLAIM),
+            store_away: GaugeShare::of(metric::STORE_UNAVAILABLE),
         }
     }
 

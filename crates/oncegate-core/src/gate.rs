@@ -378,7 +378,7 @@ impl<T> GuardedRun<'_, T> {
                 let outcome = match &failure {
                     Failure::Retry(_) => Outcome::Retry,
                     Failure::Reject(_) => Outcome::Reject,
-                    Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::Said),
+                    Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::HandlerReported),
                 };
                 self.failure = Some(failure);
                 outcome

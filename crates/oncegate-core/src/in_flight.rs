@@ -16,7 +16,7 @@ struct InFlightInner {
     delivery: Delivery,
     driver: LifecycleDriver,
     /// `None` until an attempt fails.
-    story: Option<Box<FailureHistory>>,
+    failure_history: Option<Box<FailureHistory>>,
 }
 
 /// The result of an event for an [`InFlight`].
@@ -37,7 +37,7 @@ impl InFlight {
         Self(Box::new(InFlightInner {
             delivery,
             driver: LifecycleDriver::new(history, on_release),
-            story: None,
+            failure_history: None,
         }))
     }
 
@@ -54,18 +54,18 @@ impl InFlight {
                 let InFlightInner {
                     delivery,
                     driver,
-                    story,
+                    failure_history,
                 } = *inner;
                 let attempts = driver.attempts;
-                let story = matches!(settlement, Settlement::Reject(_)).then(|| {
-                    let mut story = story.unwrap_or_default();
+                let failure_history = matches!(settlement, Settlement::Reject(_)).then(|| {
+                    let mut failure_history = failure_history.unwrap_or_default();
                     // The marker does not count attempts without an effect; the delivery does.
                     let granted = attempts.spent().max(
                         delivery
                             .failures
                             .saturating_add(u32::from(attempts.spent() > 0)),
                     );
-                    story.attempts = match settlement {
+                    failure_history.attempts = match settlement {
                         // The handler is not run for the last grant.
                         Settlement::Reject(Reason::CrashesSpent) => granted.saturating_sub(1),
                         Settlement::Reject(Reason::AttemptsSpent) if granted > policy.attempts => {
@@ -73,14 +73,14 @@ impl InFlight {
                         }
                         _ => granted,
                     };
-                    story.crashes = attempts.crashes;
-                    story.fence = attempts.number;
-                    story
+                    failure_history.crashes = attempts.crashes;
+                    failure_history.fence = attempts.number;
+                    failure_history
                 });
                 Progress::Settled(Settled {
                     delivery,
                     settlement,
-                    story,
+                    failure_history,
                 })
             }
             DriverCommand::Abandon => Progress::Abandoned(inner.delivery),
@@ -116,7 +116,7 @@ impl InFlight {
 
     /// Updates the history of failures, which a dead letter carries in its headers.
     pub fn update_failures(&mut self, write: impl FnOnce(&mut FailureHistory)) {
-        write(self.0.story.get_or_insert_default());
+        write(self.0.failure_history.get_or_insert_default());
     }
 }
 
@@ -189,12 +189,15 @@ mod tests {
                 }
             }
             let settled = settled.expect("it is rejected");
-            let story = settled.story.expect("it failed");
+            let failure_history = settled.failure_history.expect("it failed");
             assert_eq!(
                 settled.settlement,
                 Settlement::Reject(Reason::AttemptsSpent)
             );
-            assert_eq!((story.attempts, story.fence), (5, number));
+            assert_eq!(
+                (failure_history.attempts, failure_history.fence),
+                (5, number)
+            );
         }
     }
 }

@@ -68,5 +68,5 @@ pub use source::{
     Source, SourceError, SourceProperties,
 };
 pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, InFlightDelivery};
-pub use store::{Listed, Persistence, Standing, Store, StoreError};
+pub use store::{Listed, MarkerWithExpiry, Persistence, Store, StoreError};
 pub use store_health::{StoreSnapshot, StoreState, StoreTrouble};

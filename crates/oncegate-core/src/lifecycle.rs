@@ -98,13 +98,13 @@ pub struct Grant {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum DoubtCause {
     /// The handler reported it.
-    Said,
+    HandlerReported,
     /// The handler panicked.
     Panicked,
     /// The handler did not return in time.
     TimedOut,
     /// An earlier holder crashed or lost its lease.
-    HolderGone,
+    Interrupted,
     /// The message is older than `max_age`, and its marker is absent.
     TooOld,
     /// The value under its key in the store is not a marker.
@@ -297,10 +297,10 @@ impl Reason {
         Self::CrashesSpent,
         Self::RejectedBefore,
         Self::TooLarge,
-        Self::InDoubt(DoubtCause::Said),
+        Self::InDoubt(DoubtCause::HandlerReported),
         Self::InDoubt(DoubtCause::Panicked),
         Self::InDoubt(DoubtCause::TimedOut),
-        Self::InDoubt(DoubtCause::HolderGone),
+        Self::InDoubt(DoubtCause::Interrupted),
         Self::InDoubt(DoubtCause::TooOld),
         Self::InDoubt(DoubtCause::UnreadableMarker),
     ];
@@ -317,10 +317,10 @@ impl Reason {
             Self::CrashesSpent => "crashes-spent",
             Self::RejectedBefore => "rejected-before",
             Self::TooLarge => "too-large",
-            Self::InDoubt(DoubtCause::Said) => "in-doubt-said",
+            Self::InDoubt(DoubtCause::HandlerReported) => "in-doubt-handler-reported",
             Self::InDoubt(DoubtCause::Panicked) => "in-doubt-panicked",
             Self::InDoubt(DoubtCause::TimedOut) => "in-doubt-timed-out",
-            Self::InDoubt(DoubtCause::HolderGone) => "in-doubt-holder-gone",
+            Self::InDoubt(DoubtCause::Interrupted) => "in-doubt-interrupted",
             Self::InDoubt(DoubtCause::TooOld) => "in-doubt-too-old",
             Self::InDoubt(DoubtCause::UnreadableMarker) => "in-doubt-unreadable-marker",
         }
@@ -435,7 +435,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         {
             doubt(
                 history.grant(attempts),
-                DoubtCause::HolderGone,
+                DoubtCause::Interrupted,
                 AfterDoubt::Reject,
             )
         }
@@ -445,7 +445,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             let cause = if too_old {
                 DoubtCause::TooOld
             } else {
-                DoubtCause::HolderGone
+                DoubtCause::Interrupted
             };
             (
                 Reconciling(history.grant(attempts), Tries(0), cause),
@@ -571,7 +571,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             Action::Ask(Ask::Claim),
         ),
         (Running(grant, _), LeaseOver) if at_most_once => {
-            doubt(grant, DoubtCause::HolderGone, AfterDoubt::Release)
+            doubt(grant, DoubtCause::Interrupted, AfterDoubt::Release)
         }
         (Running(grant, _), LeaseOver) => release(policy.pause(0), grant.failures),
         (Pausing(grant, _), LeaseOver) => clear(grant.failed(), Effect::Nothing, policy.pause(0)),
@@ -629,7 +629,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         }
         (Leaving(history), Answer(V::InDoubt(attempts))) => doubt(
             history.grant(attempts),
-            DoubtCause::HolderGone,
+            DoubtCause::Interrupted,
             AfterDoubt::ReleaseAtOnce,
         ),
         (Leaving(history), NotAsked) => release(Duration::ZERO, history.failures),
@@ -672,7 +672,7 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
         // claim dead-letters it, so that a stop waits for no other system than the store.
         Running(grant, _) => match policy.guarantee {
             Guarantee::AtMostOnce => {
-                doubt(grant, DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce)
+                doubt(grant, DoubtCause::Interrupted, AfterDoubt::ReleaseAtOnce)
             }
             Guarantee::EffectivelyOnce | Guarantee::Bare => {
                 clear(grant.failed(), Effect::Unknown, Duration::ZERO)

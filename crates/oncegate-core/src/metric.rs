@@ -101,8 +101,8 @@ pub(crate) const LEASE_AGE_SECONDS: &str = "oncegate_lease_age_seconds";
 pub(crate) const DELIVERY_SECONDS: &str = "oncegate_delivery_seconds";
 pub(crate) const IN_FLIGHT: &str = "oncegate_in_flight";
 pub(crate) const WAITING: &str = "oncegate_waiting";
-pub(crate) const PARKED: &str = "oncegate_parked";
-pub(crate) const STORE_AWAY: &str = "oncegate_store_away";
+pub(crate) const AWAITING_CLAIM: &str = "oncegate_awaiting_claim";
+pub(crate) const STORE_UNAVAILABLE: &str = "oncegate_store_unavailable";
 pub(crate) const SHADOW: &str = "oncegate_shadow_total";
 
 /// The metrics of the consumer and the gate. Where several run in one process, they add up.
@@ -143,12 +143,12 @@ pub const METRICS: &[Metric] = &[
         "Deliveries queued behind another of their key or partition, or backing off after a failed attempt",
     ),
     Metric::gauge(
-        PARKED,
+        AWAITING_CLAIM,
         &[],
         "Deliveries whose claim is repeated later: another consumer holds the id, or the store is unavailable",
     ),
     Metric::gauge(
-        STORE_AWAY,
+        STORE_UNAVAILABLE,
         &[],
         "Consumers whose store is unavailable; they receive no messages",
     ),

@@ -72,7 +72,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                     let outcome = match &failure {
                         Failure::Retry(_) => Outcome::Retry,
                         Failure::Reject(_) => Outcome::Reject,
-                        Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::Said),
+                        Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::HandlerReported),
                     };
                     RunResult::returned(outcome, Some(failure.to_string()))
                 }

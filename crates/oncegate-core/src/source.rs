@@ -186,7 +186,7 @@ pub struct Settled {
     /// What the source does with it.
     pub settlement: Settlement,
     /// The history of its failures, for the headers of a dead letter; `None` if it is not rejected.
-    pub story: Option<Box<FailureHistory>>,
+    pub failure_history: Option<Box<FailureHistory>>,
 }
 
 /// The failures of a message, which its dead letter carries in headers.
@@ -317,20 +317,33 @@ pub fn first_seen(message: &Message) -> Option<u64> {
 pub fn rejection_headers(
     delivery: &Delivery,
     reason: &crate::lifecycle::Reason,
-    story: Option<&FailureHistory>,
+    failure_history: Option<&FailureHistory>,
 ) -> Vec<(&'static str, String)> {
-    let story = story.cloned().unwrap_or_default();
+    let failure_history = failure_history.cloned().unwrap_or_default();
     let origin = delivery.message.origin.to_string();
     let mut written = vec![
         (headers::REASON, reason.as_str().to_owned()),
-        (headers::ATTEMPTS, story.attempts.to_string()),
+        (headers::ATTEMPTS, failure_history.attempts.to_string()),
         (headers::ORIGIN, origin),
     ];
-    written.extend((story.crashes > 0).then(|| (headers::CRASHES, story.crashes.to_string())));
-    written.extend((story.fence > 0).then(|| (headers::FENCE, story.fence.to_string())));
-    written.extend(story.id.map(|id| (headers::ID, id)));
-    written.extend(story.first_error.map(|error| (headers::FIRST_ERROR, error)));
-    written.extend(story.last_error.map(|error| (headers::LAST_ERROR, error)));
+    written.extend(
+        (failure_history.crashes > 0)
+            .then(|| (headers::CRASHES, failure_history.crashes.to_string())),
+    );
+    written.extend(
+        (failure_history.fence > 0).then(|| (headers::FENCE, failure_history.fence.to_string())),
+    );
+    written.extend(failure_history.id.map(|id| (headers::ID, id)));
+    written.extend(
+        failure_history
+            .first_error
+            .map(|error| (headers::FIRST_ERROR, error)),
+    );
+    written.extend(
+        failure_history
+            .last_error
+            .map(|error| (headers::LAST_ERROR, error)),
+    );
     written.extend(first_seen(&delivery.message).map(|at| (headers::FIRST_SEEN, at.to_string())));
     written
 }

@@ -109,14 +109,14 @@ pub const APPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A marker with its expiry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Standing {
+pub struct MarkerWithExpiry {
     /// The marker under the key.
     pub marker: Marker,
     /// The time until the key expires; `None` if it has no expiry or does not exist.
     pub expires_in: Option<Duration>,
 }
 
-impl Standing {
+impl MarkerWithExpiry {
     /// How long ago a marker in progress or in doubt was last written, by the server's clock.
     /// `None` for other markers, which do not record it, and if another program changed the expiry.
     pub fn age(&self) -> Option<Duration> {
@@ -135,5 +135,5 @@ pub struct Listed {
     /// The key without its prefix: the id, after `scope|` if there is a scope.
     pub name: String,
     /// The marker, or an error if the record is not a marker that this release can read.
-    pub standing: Result<Standing, StoreError>,
+    pub standing: Result<MarkerWithExpiry, StoreError>,
 }

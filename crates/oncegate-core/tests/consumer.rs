@@ -166,9 +166,17 @@ async fn a_failure_without_an_effect_is_retried_and_then_dead_lettered() {
     assert_eq!(world.reasons(), [Reason::AttemptsSpent]);
     assert!(matches!(world.marker("b"), Marker::Rejected { .. }));
     let letter = world.broker.dead_letters().remove(0);
-    let story = letter.story.expect("a story");
-    assert_eq!((story.id.as_deref(), story.attempts), (Some("b"), 2));
-    assert!(story.last_error.expect("an error").contains("never"));
+    let failure_history = letter.failure_history.expect("a failure history");
+    assert_eq!(
+        (failure_history.id.as_deref(), failure_history.attempts),
+        (Some("b"), 2)
+    );
+    assert!(
+        failure_history
+            .last_error
+            .expect("an error")
+            .contains("never")
+    );
 }
 
 #[tokio::test]
@@ -190,13 +198,13 @@ async fn messages_without_a_usable_id_or_payload_are_dead_lettered_and_others_ar
     world.publish("good", "work");
     world.drain(Guarantee::EffectivelyOnce).await;
     let letters = world.broker.dead_letters();
-    let story = letters
+    let failure_history = letters
         .into_iter()
         .find(|letter| letter.reason == Reason::UnusableId)
-        .and_then(|letter| letter.story);
+        .and_then(|letter| letter.failure_history);
     assert!(
-        story
-            .and_then(|story| story.first_error)
+        failure_history
+            .and_then(|failure_history| failure_history.first_error)
             .expect("what was found")
             .contains("header `id` is ambiguous")
     );

@@ -382,9 +382,9 @@ async fn a_panic_of_the_function_that_reads_the_id_is_an_unusable_id() {
     let letter = broker.dead_letters().remove(0);
     assert_eq!(letter.reason, Reason::UnusableId);
     let said = letter
-        .story
-        .and_then(|story| story.first_error)
-        .expect("a story");
+        .failure_history
+        .and_then(|failure_history| failure_history.first_error)
+        .expect("a failure history");
     assert!(said.contains("an unexpected id"), "{said}");
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }

@@ -119,8 +119,8 @@ async fn gauges_counters_and_durations_are_recorded() {
     for (name, at_first) in [
         ("oncegate_in_flight", 2.0),
         ("oncegate_waiting", 1.0),
-        ("oncegate_parked", 0.0),
-        ("oncegate_store_away", 0.0),
+        ("oncegate_awaiting_claim", 0.0),
+        ("oncegate_store_unavailable", 0.0),
     ] {
         assert_eq!(
             (gauge(&held, name), gauge(&left, name)),

@@ -193,18 +193,26 @@ async fn an_unreadable_marker_affects_only_its_id() {
         let mut ids: Vec<_> = broker
             .in_doubt()
             .into_iter()
-            .map(|letter| (letter.reason, letter.story.expect("a story")))
+            .map(|letter| {
+                (
+                    letter.reason,
+                    letter.failure_history.expect("a failure history"),
+                )
+            })
             .collect();
-        ids.sort_by_key(|(_, story)| story.id.clone());
-        for (reason, story) in &ids {
+        ids.sort_by_key(|(_, failure_history)| failure_history.id.clone());
+        for (reason, failure_history) in &ids {
             assert_eq!(*reason, Reason::InDoubt(DoubtCause::UnreadableMarker));
             assert_eq!(
-                story.last_error.as_deref(),
+                failure_history.last_error.as_deref(),
                 Some("another program wrote this key"),
-                "{story:?}"
+                "{failure_history:?}"
             );
         }
-        let ids: Vec<_> = ids.into_iter().filter_map(|(_, story)| story.id).collect();
+        let ids: Vec<_> = ids
+            .into_iter()
+            .filter_map(|(_, failure_history)| failure_history.id)
+            .collect();
         assert_eq!(ids, ["later-1", "theirs-1", "theirs-2"], "{guarantee:?}");
         assert_eq!(
             handler.ended.load(Ordering::SeqCst),

@@ -165,7 +165,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     has(
         said,
         &[
-            r#"reason="in-doubt-said""#,
+            r#"reason="in-doubt-handler-reported""#,
             r#"id="pay-2""#,
             "attempts=1",
             cause,

@@ -224,7 +224,12 @@ async fn each_stop_that_drops_a_handler_spends_an_attempt() {
     let letters = world.broker.dead_letters();
     let told: Vec<_> = letters
         .iter()
-        .map(|letter| (letter.reason, letter.story.as_ref().map(|it| it.attempts)))
+        .map(|letter| {
+            (
+                letter.reason,
+                letter.failure_history.as_ref().map(|it| it.attempts),
+            )
+        })
         .collect();
     assert_eq!(told, [(Reason::AttemptsSpent, Some(2))]);
 }

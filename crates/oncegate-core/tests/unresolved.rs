@@ -99,7 +99,7 @@ async fn at_most_once_does_not_start_what_effectively_once_left_unknown() {
         world.reasons(),
         [
             Reason::AttemptsSpent,
-            Reason::InDoubt(DoubtCause::HolderGone)
+            Reason::InDoubt(DoubtCause::Interrupted)
         ]
     );
 }
@@ -149,7 +149,9 @@ async fn the_dead_letter_of_a_duplicate_has_the_attempt_number_of_the_rejected_m
         .map(|it| {
             (
                 it.reason,
-                it.story.as_ref().map(|story| (story.attempts, story.fence)),
+                it.failure_history
+                    .as_ref()
+                    .map(|failure_history| (failure_history.attempts, failure_history.fence)),
             )
         })
         .collect();
@@ -176,6 +178,9 @@ async fn without_reconcile_an_unknown_outcome_is_in_doubt_at_once() {
         .run_until(async move { broker.drained().await })
         .await
         .expect("a clean end");
-    assert_eq!(world.reasons(), [Reason::InDoubt(DoubtCause::Said)]);
+    assert_eq!(
+        world.reasons(),
+        [Reason::InDoubt(DoubtCause::HandlerReported)]
+    );
     assert_eq!(began.elapsed(), Duration::ZERO);
 }

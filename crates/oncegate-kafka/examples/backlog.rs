@@ -132,7 +132,7 @@ async fn read(
             Incoming::Delivery(delivery) => Some(Settled {
                 delivery,
                 settlement: accepted(),
-                story: None,
+                failure_history: None,
             }),
             Incoming::Revoked(_) => None,
         }));

@@ -169,7 +169,7 @@ impl DeadLetters {
                 RejectedDelivery {
                     delivery,
                     reason,
-                    story,
+                    failure_history,
                 },
             parts,
             grouping,
@@ -178,7 +178,7 @@ impl DeadLetters {
         let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(dead_letter_headers(
             delivery,
             reason,
-            story.as_deref(),
+            failure_history.as_deref(),
             *parts,
         ));
         record.payload = Some(if *parts == PublishedParts::Whole {
@@ -360,7 +360,7 @@ fn drop_on_thread(producer: Option<DeadLetterProducer>) {
 fn dead_letter_headers(
     delivery: &Delivery,
     reason: &Reason,
-    story: Option<&FailureHistory>,
+    failure_history: Option<&FailureHistory>,
     parts: PublishedParts,
 ) -> OwnedHeaders {
     let message = &delivery.message;
@@ -373,7 +373,7 @@ fn dead_letter_headers(
             });
         }
     }
-    let mut added = rejection_headers(delivery, reason, story);
+    let mut added = rejection_headers(delivery, reason, failure_history);
     added.extend(
         (parts != PublishedParts::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())),
     );
@@ -441,7 +441,7 @@ mod tests {
             BODY_OMITTED,
             KEY_OMITTED,
             HEADERS_OMITTED,
-            "oncegate-set-aside-at",
+            "oncegate-rejected-at",
         ];
         forged
             .iter()

@@ -27,7 +27,7 @@ pub(crate) fn classify_gap(gap: OffsetGap, first: Option<i64>, shared: &SharedSt
                 expected,
                 next = to,
                 gaps,
-                "messages may have expired: the log start offset is unknown, so the gap may also be compacted records or transaction markers; counted once it is known; look at oncegate_kafka_messages_missed_total later"
+                "messages may have expired: the log start offset is unknown, so the gap may also be compacted records or transaction markers; counted once it is known; look at oncegate_kafka_messages_expired_total later"
             );
         }
         return;

@@ -103,7 +103,7 @@ pub enum StartAt {
 #[non_exhaustive]
 pub enum OutOfRange {
     /// Continues at the earliest message in the log. The expired messages are counted
-    /// (`oncegate_kafka_messages_missed_total`, `oncegate_kafka_logs_cut_total`) and logged as an
+    /// (`oncegate_kafka_messages_expired_total`, `oncegate_kafka_logs_truncated_total`) and logged as an
     /// error with their offsets.
     #[default]
     Earliest,

@@ -125,7 +125,7 @@ impl Source for KafkaSource {
                 self.publish(RejectedDelivery {
                     delivery,
                     reason: Reason::TooLarge,
-                    story: None,
+                    failure_history: None,
                 });
             }
             if taken.any {

@@ -121,11 +121,11 @@ async fn each_policy_has_a_name_in_the_log_and_a_counter() {
     partition_was_empty(&observed).await;
     replica_topic(&observed).await;
     let counters = [
-        "messages_missed",
-        "logs_cut",
+        "messages_expired",
+        "logs_truncated",
         "partitions_added",
         "replica_offsets",
-        "topics_made_anew",
+        "topics_recreated",
     ];
     assert_eq!(
         counters.map(|it| observed.counted(&format!("oncegate_kafka_{it}_total"))),
@@ -144,7 +144,7 @@ async fn messages_expired(observed: &Observed) {
     let mut source = topic.open().await;
     receive(&mut source, 8).await;
     observed
-        .wait_for("ERROR", "messages expired", &topic, "messages_missed", 7)
+        .wait_for("ERROR", "messages expired", &topic, "messages_expired", 7)
         .await;
     close(source).await;
 }
@@ -156,7 +156,7 @@ async fn log_truncated(observed: &Observed) {
     let mut source = topic.open().await;
     receive(&mut source, 10).await;
     observed
-        .wait_for("ERROR", "log truncated", &topic, "logs_cut", 1)
+        .wait_for("ERROR", "log truncated", &topic, "logs_truncated", 1)
         .await;
     close(source).await;
 }
@@ -299,7 +299,7 @@ async fn topic_recreated(observed: &Observed) {
     topic.send_numbers(0, 12).await;
     topic.await_reset(0, 12).await;
     observed
-        .wait_for("ERROR", "topic recreated", &topic, "topics_made_anew", 1)
+        .wait_for("ERROR", "topic recreated", &topic, "topics_recreated", 1)
         .await;
     // Skipped messages are reported; the others were handled.
     observed

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::marker::Marker;
-use oncegate_core::{Key, Listed, Standing, StoreError};
+use oncegate_core::{Key, Listed, MarkerWithExpiry, StoreError};
 use redis::{Cmd, Pipeline, Value};
 
 use crate::failure::StoreFailure;
@@ -77,7 +77,7 @@ impl Browse {
         let is_absent = |listed: &Listed| {
             matches!(
                 listed.standing,
-                Ok(Standing {
+                Ok(MarkerWithExpiry {
                     marker: Marker::Absent,
                     ..
                 })
@@ -113,7 +113,7 @@ impl Redis {
     ///
     /// # Errors
     /// As for [`Redis::look`].
-    pub async fn look_with_expiry(&self, key: &Key) -> Result<Standing, StoreError> {
+    pub async fn look_with_expiry(&self, key: &Key) -> Result<MarkerWithExpiry, StoreError> {
         let key = [self.prefix_bytes(), key.as_bytes()].concat();
         let connections = self.router().owner(&key).await?;
         let mut replies = send(&connections, &read_commands(&key))
@@ -231,7 +231,10 @@ pub(crate) async fn send(
     connections.general.send(&pipeline).await
 }
 
-fn marker_with_expiry(got: Option<Value>, left: Option<Value>) -> Result<Standing, StoreFailure> {
+fn marker_with_expiry(
+    got: Option<Value>,
+    left: Option<Value>,
+) -> Result<MarkerWithExpiry, StoreFailure> {
     let marker = match reply::success(got)? {
         Value::Nil => Marker::Absent,
         Value::BulkString(raw) => record::decode(&raw).map_err(StoreFailure::unreadable)?,
@@ -242,7 +245,7 @@ fn marker_with_expiry(got: Option<Value>, left: Option<Value>) -> Result<Standin
         Value::Int(left) => u64::try_from(left).ok().map(Duration::from_millis),
         _ => return Err(reply::wrong_type("PTTL")),
     };
-    Ok(Standing { marker, expires_in })
+    Ok(MarkerWithExpiry { marker, expires_in })
 }
 
 /// The next cursor and the keys of a `SCAN`.

@@ -213,7 +213,7 @@ impl Run {
     /// The ids of what waits for a person.
     fn waiting(&self, shelf: &str) -> HashSet<String> {
         let list = self.json(&[shelf, "list"]);
-        list["letters"]
+        list["dead_letters"]
             .as_array()
             .expect("a list")
             .iter()

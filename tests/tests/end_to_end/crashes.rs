@@ -42,7 +42,7 @@ async fn killed_in_a_handler_is_in_doubt_at_most_once(broker: Broker) {
     let letter = world.in_doubt().await.remove(0);
     assert_eq!(
         (letter.reason(), letter.header("oncegate-id")),
-        ("in-doubt-holder-gone", "a")
+        ("in-doubt-interrupted", "a")
     );
     assert_eq!(letter.body, r#"{"do":"hang"}"#);
     assert_eq!(

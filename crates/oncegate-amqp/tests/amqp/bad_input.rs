@@ -205,7 +205,7 @@ async fn forged_headers_are_removed_from_every_kind_of_dead_letter() {
         "oncegate-reason",
         "oncegate-origin",
         "oncegate-body-omitted",
-        "oncegate-set-aside-at",
+        "oncegate-rejected-at",
         "mine",
     ];
     let table: BTreeMap<_, _> = names
@@ -227,7 +227,7 @@ async fn forged_headers_are_removed_from_every_kind_of_dead_letter() {
     }
     let settlements = [
         Settlement::Reject(Reason::MissingId),
-        Settlement::Reject(Reason::InDoubt(DoubtCause::Said)),
+        Settlement::Reject(Reason::InDoubt(DoubtCause::HandlerReported)),
         release(Duration::from_millis(1)),
     ];
     for settlement in settlements {
@@ -267,7 +267,7 @@ async fn forged_headers_are_removed_from_every_kind_of_dead_letter() {
         );
         let (first_seen, set_aside) = (
             header(&dead_letter, headers::FIRST_SEEN),
-            header(&dead_letter, "oncegate-set-aside-at"),
+            header(&dead_letter, "oncegate-rejected-at"),
         );
         assert_eq!(
             first_seen,

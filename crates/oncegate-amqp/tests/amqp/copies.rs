@@ -34,7 +34,7 @@ async fn reject_and_release(fixture: &QueueFixture, source: &mut RabbitMqSource)
             Settled {
                 delivery,
                 settlement,
-                story: None,
+                failure_history: None,
             }
         })
         .collect();

@@ -325,7 +325,7 @@ pub(crate) async fn settle(
         .settle(&mut vec![Settled {
             delivery,
             settlement,
-            story: None,
+            failure_history: None,
         }])
         .await
         .expect("settled");

@@ -94,7 +94,7 @@ async fn deliveries_settled_just_before_closing_are_not_redelivered() {
             .map(|delivery| Settled {
                 delivery,
                 settlement: accept(),
-                story: None,
+                failure_history: None,
             })
             .collect();
         source.settle(&mut settled).await.expect("settled");
@@ -172,7 +172,7 @@ async fn rejected_deliveries_are_in_their_queues_with_their_failure_headers() {
                 } else {
                     Reason::Refused
                 };
-                let story = FailureHistory {
+                let failure_history = FailureHistory {
                     id: Some("pay-1".into()),
                     attempts: 2,
                     crashes: 0,
@@ -183,7 +183,7 @@ async fn rejected_deliveries_are_in_their_queues_with_their_failure_headers() {
                 Settled {
                     delivery,
                     settlement: Settlement::Reject(reason),
-                    story: Some(Box::new(story)),
+                    failure_history: Some(Box::new(failure_history)),
                 }
             })
             .collect();

@@ -470,7 +470,7 @@ async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
             .settle(&mut vec![Settled {
                 delivery,
                 settlement: Settlement::Reject(Reason::Refused),
-                story: None,
+                failure_history: None,
             }])
             .await
             .expect("settled");

@@ -88,7 +88,7 @@ async fn memory_stays_flat_over_two_hundred_thousand_messages() {
             Incoming::Delivery(delivery) => Settled {
                 delivery,
                 settlement: accepted(),
-                story: None,
+                failure_history: None,
             },
             Incoming::Revoked(epoch) => panic!("{epoch} was lost"),
         });

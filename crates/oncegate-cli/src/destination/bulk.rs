@@ -264,8 +264,8 @@ impl BulkReport {
     ) -> Result<(), CliError> {
         let json = serde_json::json!({
             "act": command.name, "did": confirm.yes, "done": self.done, "left": self.left, "without_age": self.unknown_age,
-            "markers": self.markers, "letters": self.rows, "all": self.rows.len() == self.total(), "stopped": stopped.map(ToString::to_string),
-            "not_looked_at": unchecked,
+            "markers": self.markers, "dead_letters": self.rows, "all": self.rows.len() == self.total(), "stopped": stopped.map(ToString::to_string),
+            "not_examined": unchecked,
         });
         context.format.print(&json, text)
     }

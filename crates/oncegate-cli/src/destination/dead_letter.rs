@@ -32,7 +32,7 @@ impl DeadLetterState {
 }
 
 /// The reason of messages that the broker dead-lettered.
-const DEAD_LETTERED_BY_BROKER: &str = "set-aside-by-the-broker";
+const DEAD_LETTERED_BY_BROKER: &str = "dead-lettered-by-broker";
 
 /// The characters of the hash in a handle.
 const HANDLE_DIGITS: usize = 16;
@@ -160,11 +160,11 @@ impl DeadLetter {
             DEAD_LETTERED_BY_BROKER => {
                 "the broker dead-lettered it, for example at its delivery limit"
             }
-            "in-doubt-said" => "its handler reported that it may have happened",
+            "in-doubt-handler-reported" => "its handler reported that it may have happened",
             "in-doubt-panicked" => "its handler panicked",
             "in-doubt-timed-out" => "its handler timed out",
             "in-doubt-unreadable-marker" => "the value of its key in the store is not a marker",
-            "in-doubt-holder-gone" => "the process that handled it crashed or lost its lease",
+            "in-doubt-interrupted" => "the process that handled it crashed or lost its lease",
             "in-doubt-too-old" => "it is older than the window, so it may have been handled before",
             _ => "the reason is unknown",
         }

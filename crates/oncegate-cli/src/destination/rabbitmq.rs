@@ -40,7 +40,7 @@ use crate::error::CliError;
 use crate::output::now_ms;
 
 /// When a message was moved to its destination, in milliseconds since 1970.
-const MOVED_AT: &str = "oncegate-set-aside-at";
+const MOVED_AT: &str = "oncegate-rejected-at";
 
 /// Names of headers that were too large for the copy in the destination.
 const DROPPED_HEADERS: &str = "oncegate-dropped-headers";

@@ -44,10 +44,10 @@ const CLAIMED_UNTIL_DEAD_LETTERED: [&str; 8] = [
     "attempts-spent",
     "crashes-spent",
     "rejected-before",
-    "in-doubt-said",
+    "in-doubt-handler-reported",
     "in-doubt-panicked",
     "in-doubt-timed-out",
-    "in-doubt-holder-gone",
+    "in-doubt-interrupted",
 ];
 
 fn refuse<T>(why: impl std::fmt::Display) -> Result<T, CliError> {

@@ -107,23 +107,23 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "the topic keeps messages for longer than the window",
     ),
     (
-        "letters-expire",
+        "dead-letters-expire",
         "a dead-letter or in-doubt topic deletes messages by time or size",
     ),
     (
-        "letters-are-compacted",
+        "dead-letters-compacted",
         "a dead-letter or in-doubt topic is compacted",
     ),
     (
-        "letters-are-refused",
+        "dead-letters-refused",
         "a dead-letter or in-doubt topic needs more in-sync replicas than it has",
     ),
     (
-        "letters-too-small",
+        "dead-letters-too-small",
         "a dead-letter or in-doubt topic has a smaller message limit than the consumed topic",
     ),
     (
-        "letters-have-one-copy",
+        "dead-letters-have-one-copy",
         "a dead-letter or in-doubt topic has one replica",
     ),
     ("rabbitmq-away", "RabbitMQ is unreachable"),
@@ -169,7 +169,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "a queue drops or refuses messages when it is full",
     ),
     (
-        "letters-are-dropped-when-looked-at",
+        "dead-letters-dropped-when-read",
         "a dead-letter or in-doubt quorum queue counts reads towards a delivery limit",
     ),
     (

@@ -165,7 +165,7 @@ fn check_topics(
                 "it accepts messages of {ours} bytes, and the consumed topic accepts {theirs}: larger messages are dead-lettered without their body"
             );
             findings.warning(
-                "letters-too-small",
+                "dead-letters-too-small",
                 format!("Kafka topic {name}"),
                 what,
                 format!("set max.message.bytes={theirs} for it"),
@@ -433,7 +433,7 @@ fn check_destination_topic(
     if !limits.is_empty() {
         let what = format!("it deletes unprocessed messages ({})", limits.join(", "));
         findings.error(
-            "letters-expire",
+            "dead-letters-expire",
             &at,
             what,
             alter("retention.ms=-1,retention.bytes=-1"),
@@ -446,7 +446,7 @@ fn check_destination_topic(
     {
         let what = format!("it keeps only the last message of each key (cleanup.policy={policy})");
         findings.error(
-            "letters-are-compacted",
+            "dead-letters-compacted",
             &at,
             what,
             alter("cleanup.policy=delete"),
@@ -462,7 +462,7 @@ fn check_destination_topic(
             topic.replicas
         );
         findings.error(
-            "letters-are-refused",
+            "dead-letters-refused",
             &at,
             what,
             alter(&format!("min.insync.replicas={}", topic.replicas)),
@@ -471,7 +471,7 @@ fn check_destination_topic(
         let what = "it has one replica: the loss of one disk loses its messages";
         findings.add(
             Severity::Advice,
-            "letters-have-one-copy",
+            "dead-letters-have-one-copy",
             &at,
             what,
             match replicas(topic.brokers) {

@@ -239,7 +239,7 @@ async fn compare_arguments(
 fn add_plain_quorum(role: &QueueRole, at: String, findings: &mut DoctorFindings) {
     match role {
         QueueRole::Destination => findings.warning(
-            "letters-are-dropped-when-looked-at",
+            "dead-letters-dropped-when-read",
             at,
             "it is a quorum queue with the default delivery limit: since RabbitMQ 4.0 it drops messages after 20 reads",
             format!("{REDECLARE} with x-delivery-limit=2147483647"),
@@ -301,7 +301,7 @@ fn add_mismatch(
         ("x-delivery-limit", QueueRole::Destination) if is_quorum => {
             let what = format!("each read counts, and it drops messages over the limit ({reply})");
             findings.error(
-                "letters-are-dropped-when-looked-at",
+                "dead-letters-dropped-when-read",
                 at,
                 what,
                 format!("{REDECLARE} with x-delivery-limit=2147483647"),

@@ -3,7 +3,7 @@
 
 use clap::Args;
 use oncegate::marker::{self, Ask, Effect, Marker, Operation, Token, UNKNOWN_ATTEMPT, Verdict};
-use oncegate::store::Standing;
+use oncegate::store::MarkerWithExpiry;
 use oncegate::{Key, MessageId};
 use serde::Serialize;
 
@@ -32,7 +32,7 @@ pub(crate) struct ObservedMarker<'a> {
     pub(crate) markers: MarkerStore,
     pub(crate) id: MessageId,
     pub(crate) key: Key,
-    pub(crate) standing: Standing,
+    pub(crate) standing: MarkerWithExpiry,
 }
 
 impl<'a> ObservedMarker<'a> {

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncegate::Key;
 use oncegate::marker::{Attempts, Doubt, Effect, Guarantee, Hold, Marker};
-use oncegate::store::{Listed, Standing};
+use oncegate::store::{Listed, MarkerWithExpiry};
 use serde::Serialize;
 
 use crate::config::Config;
@@ -75,7 +75,7 @@ pub(crate) struct MarkerDescription {
 }
 
 impl MarkerDescription {
-    pub(crate) fn of(key: &str, standing: &Standing, window: Duration) -> Self {
+    pub(crate) fn of(key: &str, standing: &MarkerWithExpiry, window: Duration) -> Self {
         let age = standing.age();
         let state = state(standing);
         let hold = match standing.marker {
@@ -215,7 +215,7 @@ fn attempts(marker: &Marker) -> Option<Attempts> {
 }
 
 /// The state of a marker.
-pub(crate) fn state(standing: &Standing) -> MarkerState {
+pub(crate) fn state(standing: &MarkerWithExpiry) -> MarkerState {
     let overdue = |hold: &Hold| standing.age().is_some_and(|age| age > hold.lease);
     match standing.marker {
         Marker::Absent => MarkerState::Absent,
@@ -229,7 +229,7 @@ pub(crate) fn state(standing: &Standing) -> MarkerState {
 }
 
 /// Whether a consumer is reconciling it now.
-pub(crate) fn is_being_reconciled(standing: &Standing) -> bool {
+pub(crate) fn is_being_reconciled(standing: &MarkerWithExpiry) -> bool {
     match standing.marker {
         Marker::InDoubt(hold, Doubt::Reconciling) => {
             standing.age().is_none_or(|age| age <= hold.lease)
@@ -250,7 +250,7 @@ fn guarantee_name(guarantee: Guarantee) -> &'static str {
     }
 }
 
-fn describe(standing: &Standing) -> String {
+fn describe(standing: &MarkerWithExpiry) -> String {
     let since = |hold: &Hold| match standing.age() {
         Some(age) => format!("{} ago", duration_text(age)),
         None => format!(

@@ -485,7 +485,7 @@ fn an_empty_configuration_is_an_error() {
         "[kafka]\nbrokers = \"127.0.0.1:1\"\n[rabbitmq]\nurl = \"amqp://127.0.0.1:1\"\n",
     );
     let found = cli.run(&["doctor", "--json"]).exits_with(2).json();
-    let missing: Vec<&str> = found["not_looked_at"]
+    let missing: Vec<&str> = found["not_examined"]
         .as_array()
         .expect("a list")
         .iter()

@@ -584,13 +584,13 @@ async fn finds_topics_that_lose_or_reject_dead_letters() {
     assert_broker_findings(&cli, &[]);
     cli.run(&["doctor"])
         .exits_with(1)
-        .prints("letters-have-one-copy");
+        .prints("dead-letters-have-one-copy");
     for (messages, code, level) in [
-        (&names[1], "letters-expire", "error"),
-        (&names[2], "letters-expire", "error"),
-        (&names[3], "letters-are-compacted", "error"),
-        (&names[4], "letters-are-refused", "error"),
-        (&names[5], "letters-too-small", "warning"),
+        (&names[1], "dead-letters-expire", "error"),
+        (&names[2], "dead-letters-expire", "error"),
+        (&names[3], "dead-letters-compacted", "error"),
+        (&names[4], "dead-letters-refused", "error"),
+        (&names[5], "dead-letters-too-small", "warning"),
     ] {
         with(&names[6], messages, &names[0]);
         assert_broker_findings(&cli, &[(code, level)]);
@@ -845,13 +845,13 @@ async fn finds_queues_that_lose_messages() {
             "looks",
             true,
             vec![quorum(), ("x-delivery-limit", AMQPValue::LongInt(5))],
-            "letters-are-dropped-when-looked-at",
+            "dead-letters-dropped-when-read",
         ),
         (
             "quorum",
             true,
             vec![quorum()],
-            "letters-are-dropped-when-looked-at",
+            "dead-letters-dropped-when-read",
         ),
         (
             "odd",
@@ -1007,7 +1007,7 @@ fn an_unreachable_server_hides_no_findings() {
         .collect();
     assert!(codes.contains(&"max-age-against-window"), "{findings}");
     assert!(
-        findings["not_looked_at"][0]["where"] == "Kafka",
+        findings["not_examined"][0]["where"] == "Kafka",
         "{findings}"
     );
     cli.run(&["doctor"])

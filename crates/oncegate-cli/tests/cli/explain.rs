@@ -83,7 +83,7 @@ async fn explains_each_outcome(broker: Broker) {
         ],
     )
     .await;
-    assert_eq!(silent["in_doubt"][0]["reason"], "in-doubt-said");
+    assert_eq!(silent["in_doubt"][0]["reason"], "in-doubt-handler-reported");
     told(
         "nobody",
         "unknown",
@@ -220,7 +220,7 @@ async fn explains_dropped_messages_and_names_what_was_not_checked() {
     let explanation = said.json();
     assert_eq!(explanation["verdict"], "not-seen");
     assert!(
-        explanation["not_looked_at"]
+        explanation["not_examined"]
             .as_array()
             .is_some_and(|parts| parts.len() == 2),
         "the store and its audit: {explanation}"

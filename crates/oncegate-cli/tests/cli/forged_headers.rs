@@ -30,7 +30,7 @@ const FORGED: [(&str, &str); 6] = [
     ("oncegate-reason", "refused"),
     ("oncegate-attempts", "9"),
     ("oncegate-last-error", "forged"),
-    ("oncegate-set-aside-at", FUTURE_MS),
+    ("oncegate-rejected-at", FUTURE_MS),
     ("oncegate-first-seen", FUTURE_MS),
 ];
 
@@ -57,7 +57,7 @@ async fn is_still_rejected(fixture: &Arc<BrokerFixture>) {
 
 /// One value of each message, ordered by id.
 fn values(listed: &Value, name: &str) -> Vec<Value> {
-    let mut messages = listed["letters"].as_array().expect("a list").clone();
+    let mut messages = listed["dead_letters"].as_array().expect("a list").clone();
     messages.sort_by_key(|message| message["id"].to_string());
     messages
         .into_iter()
@@ -264,7 +264,7 @@ async fn redrive_ignores_forged_headers_of_rabbitmq_dead_letters() {
         "{listed}"
     );
     for (value, expected) in [
-        ("reason", json!("set-aside-by-the-broker")),
+        ("reason", json!("dead-lettered-by-broker")),
         ("attempts", Value::Null),
         ("last_error", Value::Null),
         ("origin", Value::Null),

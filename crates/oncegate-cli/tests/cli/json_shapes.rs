@@ -34,7 +34,7 @@ fn keys(what: &str) -> [BTreeSet<&'static str>; 2] {
         return of_row;
     }
     let [always, perhaps] = of_row;
-    let [listed, perhaps_listed] = keys("an entry of `letters`");
+    let [listed, perhaps_listed] = keys("an entry of `dead_letters`");
     [&always | &listed, &perhaps | &perhaps_listed]
 }
 
@@ -81,7 +81,7 @@ async fn the_book_documents_every_json_output() {
     for destination in ["dead-letters", "in-doubt"] {
         let list = fixture.json(&[destination, "list"]).await;
         has_the_shape(&list, "`dead-letters list`, `in-doubt list`");
-        has_the_shape(&list["letters"][0], "an entry of `letters`");
+        has_the_shape(&list["dead_letters"][0], "an entry of `dead_letters`");
         let id = if destination == "in-doubt" { "b" } else { "a" };
         has_the_shape(
             &fixture.json(&[destination, "show", id, "--body"]).await[0],
@@ -121,8 +121,8 @@ async fn the_book_documents_every_json_output() {
                 (&name.as_str().into(), &did.into()),
                 "{said}"
             );
-            for message in said["letters"].as_array().into_iter().flatten() {
-                has_the_shape(message, "an entry of `letters` after a change");
+            for message in said["dead_letters"].as_array().into_iter().flatten() {
+                has_the_shape(message, "an entry of `dead_letters` after a change");
             }
         }
     }

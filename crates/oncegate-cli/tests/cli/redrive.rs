@@ -121,7 +121,7 @@ async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
         .consume(PaymentProvider::Works, 0, fixture.remaining(1, 0), 1)
         .await;
     assert_eq!(
-        fixture.json(&["in-doubt", "list"]).await["letters"][0]["reason"],
+        fixture.json(&["in-doubt", "list"]).await["dead_letters"][0]["reason"],
         "in-doubt-too-old"
     );
     // The operator accepts the risk and it runs.
@@ -231,7 +231,7 @@ async fn messages_from_another_source_are_skipped(broker: Broker) {
         .dead_letter(
             "in-doubt",
             "a",
-            "in-doubt-said",
+            "in-doubt-handler-reported",
             &[("oncegate-origin", origin)],
         )
         .await;
@@ -537,7 +537,13 @@ async fn a_refused_copy_blocks_no_other_message() {
     let name = fixture.cli.name.clone();
     set_largest(&name, "1000").await;
     publish_large(&format!("{name}.dead-letters"), "large", "refused", 5_000).await;
-    publish_large(&format!("{name}.in-doubt"), "doubt", "in-doubt-said", 5_000).await;
+    publish_large(
+        &format!("{name}.in-doubt"),
+        "doubt",
+        "in-doubt-handler-reported",
+        5_000,
+    )
+    .await;
     fixture.cli.ask("doubt", Ask::Claim, 1, 0, terms()).await;
     fixture.cli.ask("doubt", Ask::Doubt, 1, 1, terms()).await;
     fixture
@@ -566,7 +572,7 @@ async fn a_refused_copy_blocks_no_other_message() {
         .exits_with(1)
         .prints("the copy to");
     assert_eq!(
-        fixture.json(&["in-doubt", "list"]).await["letters"][0]["state"],
+        fixture.json(&["in-doubt", "list"]).await["dead_letters"][0]["state"],
         "waiting"
     );
     let audit = fixture.json(&["audit"]).await;

@@ -191,8 +191,8 @@ async fn a_doubt_of_a_gate_is_resolved_without_a_broker() {
     assert_eq!(
         (
             &resolved["done"],
-            &resolved["not_looked_at"][0]["where"],
-            &resolved["not_looked_at"][0]["why"]
+            &resolved["not_examined"][0]["where"],
+            &resolved["not_examined"][0]["why"]
         ),
         (
             &1.into(),

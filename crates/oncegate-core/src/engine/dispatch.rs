@@ -68,7 +68,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             Err(NoId::Unusable(found)) => (Event::UnusableId, Some(found.clone())),
         };
         if said.is_some() {
-            in_flight.update_failures(|story| story.first_error = said);
+            in_flight.update_failures(|failure_history| failure_history.first_error = said);
         }
         let id = id.ok();
         let entry = InFlightEntry {
@@ -302,8 +302,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     drop(task);
                     self.metrics
                         .settled(self.clock.saturating_duration_since(arrived));
-                    if let Some(story) = &mut settled.story {
-                        story.id = id.as_ref().map(MessageId::to_string);
+                    if let Some(failure_history) = &mut settled.failure_history {
+                        failure_history.id = id.as_ref().map(MessageId::to_string);
                     }
                     if let Settlement::Reject(reason) = &settled.settlement {
                         self.reporter.rejected(

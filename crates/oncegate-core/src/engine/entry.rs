@@ -157,9 +157,11 @@ impl InFlightEntry {
     pub(super) fn record_error(&mut self, finished: &RunResult) {
         let Some(error) = &finished.error else { return };
         let error: String = error.chars().take(1000).collect();
-        self.in_flight.update_failures(|story| {
-            story.first_error.get_or_insert_with(|| error.clone());
-            story.last_error = Some(error);
+        self.in_flight.update_failures(|failure_history| {
+            failure_history
+                .first_error
+                .get_or_insert_with(|| error.clone());
+            failure_history.last_error = Some(error);
         });
     }
 }

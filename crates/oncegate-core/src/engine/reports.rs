@@ -77,17 +77,17 @@ impl Reporter {
         let Some(suppressed_lines) = throttle.due(Instant::now()) else {
             return;
         };
-        let story = settled.story.as_deref();
-        let first = story.and_then(|it| it.first_error.as_deref());
-        let last = story.and_then(|it| it.last_error.as_deref());
+        let failure_history = settled.failure_history.as_deref();
+        let first = failure_history.and_then(|it| it.first_error.as_deref());
+        let last = failure_history.and_then(|it| it.last_error.as_deref());
         let (error, last_error) = (
             first.or(last),
             last.filter(|_| last != first && first.is_some()),
         );
         let (id, attempts, crashes) = (
-            story.and_then(|it| it.id.as_deref()),
-            story.map(|it| it.attempts),
-            story.map(|it| it.crashes),
+            failure_history.and_then(|it| it.id.as_deref()),
+            failure_history.map(|it| it.attempts),
+            failure_history.map(|it| it.crashes),
         );
         let is_unreadable_marker = reason == Reason::InDoubt(DoubtCause::UnreadableMarker);
         let (reason, origin) = (reason.as_str(), &settled.delivery.message.origin);

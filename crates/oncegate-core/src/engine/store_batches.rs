@@ -301,7 +301,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         tracing::error!(id, origin = %entry.in_flight.delivery().message.origin, error = %why, "unreadable marker: cannot tell whether this message was handled, sending it to the in-doubt queue");
         entry
             .in_flight
-            .update_failures(|story| story.last_error = Some(why.to_string()));
+            .update_failures(|failure_history| failure_history.last_error = Some(why.to_string()));
     }
 
     /// Processes the answer to an operation of a message that was handled without the gate: its

@@ -67,12 +67,12 @@ fn stages() -> Vec<Stage> {
         Ready(GRANT),
         Running(GRANT, Tries(0)),
         Pausing(GRANT, Tries(1)),
-        Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reconcile),
-        Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::Release),
-        Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce),
-        Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::Reject),
-        Reconciling(GRANT, Tries(0), DoubtCause::Said),
-        ReconcilePausing(GRANT, Tries(1), DoubtCause::Said),
+        Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reconcile),
+        Doubting(GRANT, DoubtCause::Interrupted, AfterDoubt::Release),
+        Doubting(GRANT, DoubtCause::Interrupted, AfterDoubt::ReleaseAtOnce),
+        Doubting(GRANT, DoubtCause::Interrupted, AfterDoubt::Reject),
+        Reconciling(GRANT, Tries(0), DoubtCause::HandlerReported),
+        ReconcilePausing(GRANT, Tries(1), DoubtCause::HandlerReported),
         Resolving(GRANT, Finding::Happened),
         Resolving(GRANT, Finding::DidNotHappen),
         Completing(GRANT),
@@ -118,7 +118,7 @@ fn the_claim_is_answered() {
             rejecting(grant(4), Reason::AttemptsSpent, Effect::Nothing)
         );
         let reconciling = (
-            Stage::Reconciling(grant(2), Tries(0), DoubtCause::HolderGone),
+            Stage::Reconciling(grant(2), Tries(0), DoubtCause::Interrupted),
             Action::Reconcile,
         );
         assert_eq!(answer(V::InDoubt(Attempts::new(2)), &policy), reconciling);
@@ -145,7 +145,7 @@ fn the_claim_is_answered() {
             rejecting(grant, Reason::CrashesSpent, Effect::Nothing)
         );
         let given_up = (
-            Stage::Doubting(grant, DoubtCause::HolderGone, AfterDoubt::Reject),
+            Stage::Doubting(grant, DoubtCause::Interrupted, AfterDoubt::Reject),
             Action::Ask(Ask::Doubt),
         );
         assert_eq!(answer(V::InDoubt(one_more), &policy), given_up);
@@ -329,7 +329,7 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
         (Stage::Ready(GRANT), Action::Queue)
     );
     // Redriven by a tool that found no marker. After a crash, the crash is the likelier cause.
-    for (crashes, cause) in [(0, DoubtCause::TooOld), (1, DoubtCause::HolderGone)] {
+    for (crashes, cause) in [(0, DoubtCause::TooOld), (1, DoubtCause::Interrupted)] {
         let attempts = Attempts {
             crashes,
             ..Attempts::all_forgiven(6)
@@ -409,7 +409,11 @@ fn the_handler_returns() {
 
 #[test]
 fn an_unknown_outcome_is_never_retried_inline() {
-    for cause in [DoubtCause::Said, DoubtCause::Panicked, DoubtCause::TimedOut] {
+    for cause in [
+        DoubtCause::HandlerReported,
+        DoubtCause::Panicked,
+        DoubtCause::TimedOut,
+    ] {
         let unknown = Event::Returned(Outcome::Unknown(cause));
         let doubted = (
             Stage::Doubting(GRANT, cause, AfterDoubt::Reconcile),
@@ -446,8 +450,8 @@ fn an_unknown_outcome_is_never_retried_inline() {
 #[test]
 fn a_doubt_is_reconciled() {
     let policy = at_most_once();
-    let reconciling = |tries| Stage::Reconciling(GRANT, Tries(tries), DoubtCause::Said);
-    let doubting = Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reconcile);
+    let reconciling = |tries| Stage::Reconciling(GRANT, Tries(tries), DoubtCause::HandlerReported);
+    let doubting = Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reconcile);
     assert_eq!(
         transition(doubting, Event::Answer(V::Kept), &policy),
         (reconciling(0), Action::Reconcile)
@@ -462,7 +466,7 @@ fn a_doubt_is_reconciled() {
             resolving
         );
     }
-    let paused = Stage::ReconcilePausing(GRANT, Tries(1), DoubtCause::Said);
+    let paused = Stage::ReconcilePausing(GRANT, Tries(1), DoubtCause::HandlerReported);
     assert_eq!(
         transition(reconciling(0), Event::Found(None), &policy),
         (paused, Action::Wake(pause(0)))
@@ -471,7 +475,7 @@ fn a_doubt_is_reconciled() {
         transition(paused, Event::Woke, &policy),
         (reconciling(1), Action::Reconcile)
     );
-    let given_back = Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reject);
+    let given_back = Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reject);
     assert_eq!(
         transition(reconciling(1), Event::Found(None), &policy),
         (given_back, Action::Ask(Ask::Doubt))
@@ -482,7 +486,7 @@ fn a_doubt_is_reconciled() {
     );
     assert_eq!(
         transition(given_back, Event::Answer(V::Kept), &policy),
-        reject(Reason::InDoubt(DoubtCause::Said))
+        reject(Reason::InDoubt(DoubtCause::HandlerReported))
     );
     let happened = transition(
         Stage::Resolving(GRANT, Finding::Happened),
@@ -543,8 +547,8 @@ fn a_lost_marker_is_claimed_again_with_a_new_token() {
         Stage::Rejecting(GRANT, Reason::Refused, Effect::Nothing),
         Stage::Resolving(GRANT, Finding::Happened),
         Stage::Resolving(GRANT, Finding::DidNotHappen),
-        Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reconcile),
-        Stage::Doubting(GRANT, DoubtCause::Said, AfterDoubt::Reject),
+        Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reconcile),
+        Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reject),
     ] {
         assert_eq!(
             transition(stage, Event::Answer(V::Lost), &at_most_once()),
@@ -629,7 +633,7 @@ fn lease_over_in_every_stage() {
             let expected = match stage {
                 Ready(_) => (Claiming(HISTORY, ClaimTries(0)), Action::Ask(Ask::Claim)),
                 Running(..) if policy.guarantee == Guarantee::AtMostOnce => (
-                    Doubting(GRANT, DoubtCause::HolderGone, AfterDoubt::Release),
+                    Doubting(GRANT, DoubtCause::Interrupted, AfterDoubt::Release),
                     Action::Ask(Ask::Doubt),
                 ),
                 Running(..) | Reconciling(..) | ReconcilePausing(..) | Ungated(_) => {
@@ -680,7 +684,11 @@ fn drain_in_every_stage_releases_what_has_not_started() {
         let expected = match stage {
             New(_) | AwaitingHolder(_, _, ClaimReply::Answered) => release(Duration::ZERO, 0),
             ReconcilePausing(..) => (
-                Doubting(GRANT, DoubtCause::Said, AfterDoubt::ReleaseAtOnce),
+                Doubting(
+                    GRANT,
+                    DoubtCause::HandlerReported,
+                    AfterDoubt::ReleaseAtOnce,
+                ),
                 Action::Ask(Ask::Doubt),
             ),
             Claiming(..) => (Leaving(HISTORY), Action::Wait),
@@ -726,7 +734,7 @@ fn the_end_of_the_drain_in_every_stage_records_what_ran_as_unknown() {
                 New(_) | AwaitingHolder(..) | Claiming(..) | Ready(_) | Pausing(..)
                 | ReconcilePausing(..) => transition(stage, Event::Drain, &policy),
                 Running(..) if policy.guarantee == Guarantee::AtMostOnce => {
-                    doubt_given_back(DoubtCause::HolderGone)
+                    doubt_given_back(DoubtCause::Interrupted)
                 }
                 Running(..) => (
                     Clearing(GRANT.failed(), Effect::Unknown, Duration::ZERO),
@@ -842,7 +850,7 @@ fn a_draining_delivery_withdraws_its_claim() {
     );
     assert_eq!(answer(V::Duplicate), accepted(ProofKind::Duplicate));
     let doubt_given_back = (
-        Stage::Doubting(grant(2), DoubtCause::HolderGone, AfterDoubt::ReleaseAtOnce),
+        Stage::Doubting(grant(2), DoubtCause::Interrupted, AfterDoubt::ReleaseAtOnce),
         Action::Ask(Ask::Doubt),
     );
     assert_eq!(answer(V::InDoubt(Attempts::new(2))), doubt_given_back);
@@ -970,10 +978,10 @@ fn all_reasons_are_listed_and_have_different_names() {
         CrashesSpent,
         RejectedBefore,
         TooLarge,
-        InDoubt(Said),
+        InDoubt(HandlerReported),
         InDoubt(Panicked),
         InDoubt(TimedOut),
-        InDoubt(HolderGone),
+        InDoubt(Interrupted),
         InDoubt(TooOld),
         InDoubt(UnreadableMarker),
     ];

@@ -31,7 +31,7 @@ pub struct DeadLetter {
     /// Why it was rejected.
     pub reason: Reason,
     /// The history of its failures, if it has one.
-    pub story: Option<FailureHistory>,
+    pub failure_history: Option<FailureHistory>,
 }
 
 #[derive(Debug)]
@@ -198,7 +198,7 @@ impl Source for MemorySource {
         for Settled {
             delivery,
             settlement,
-            story,
+            failure_history,
         } in settled.drain(..)
         {
             let Some((_, queued)) = queue.unsettled.remove(&delivery.receipt.position) else {
@@ -217,7 +217,7 @@ impl Source for MemorySource {
                     let dead_letter = DeadLetter {
                         message: without_reserved(queued.message),
                         reason,
-                        story: story.map(|story| *story),
+                        failure_history: failure_history.map(|failure_history| *failure_history),
                     };
                     if reason.is_in_doubt() {
                         queue.in_doubt.push(dead_letter)
@@ -345,7 +345,7 @@ mod tests {
             .expect("messages");
         let reasons = [
             Reason::MissingId,
-            Reason::InDoubt(crate::lifecycle::DoubtCause::Said),
+            Reason::InDoubt(crate::lifecycle::DoubtCause::HandlerReported),
         ];
         let settled = incoming
             .into_iter()
@@ -354,7 +354,7 @@ mod tests {
                 Incoming::Delivery(delivery) => Settled {
                     delivery,
                     settlement: Settlement::Reject(reason),
-                    story: None,
+                    failure_history: None,
                 },
                 Incoming::Revoked(epoch) => panic!("{epoch}"),
             });

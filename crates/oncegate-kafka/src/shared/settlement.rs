@@ -9,7 +9,7 @@ use super::{SettlementEffect, SharedState, SourceState, StateLock};
 pub(crate) struct RejectedDelivery {
     pub(crate) delivery: Delivery,
     pub(crate) reason: Reason,
-    pub(crate) story: Option<Box<FailureHistory>>,
+    pub(crate) failure_history: Option<Box<FailureHistory>>,
 }
 
 /// The proof of a delivery that was accepted as a duplicate.
@@ -23,7 +23,7 @@ impl<M: StateLock> SharedState<M> {
         for Settled {
             delivery,
             settlement,
-            story,
+            failure_history,
         } in settled.drain(..)
         {
             let effect = match settlement {
@@ -46,7 +46,7 @@ impl<M: StateLock> SharedState<M> {
                         rejected.push(RejectedDelivery {
                             delivery,
                             reason,
-                            story,
+                            failure_history,
                         });
                     }
                     effect

@@ -60,7 +60,7 @@ fn settle_beside(
                 let rejected = shared.settle(&mut vec![Settled {
                     delivery,
                     settlement: accepted(),
-                    story: None,
+                    failure_history: None,
                 }]);
                 assert!(rejected.is_empty());
             }

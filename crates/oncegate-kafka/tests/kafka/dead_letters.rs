@@ -385,11 +385,10 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
         .connect(ConnectOptions::default())
         .await
         .expect("a source");
-    for (delivery, reason) in receive(&mut source, 2)
-        .await
-        .into_iter()
-        .zip([Reason::MissingId, Reason::InDoubt(DoubtCause::Said)])
-    {
+    for (delivery, reason) in receive(&mut source, 2).await.into_iter().zip([
+        Reason::MissingId,
+        Reason::InDoubt(DoubtCause::HandlerReported),
+    ]) {
         reject(&mut source, delivery, reason).await;
     }
     topic.await_commit(0, 3).await;
@@ -405,7 +404,7 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
                 .cloned()
         })
         .collect();
-    for reason in ["missing-id", "too-large", "in-doubt-said"] {
+    for reason in ["missing-id", "too-large", "in-doubt-handler-reported"] {
         assert!(
             reasons.contains(&Some((
                 "oncegate-reason".to_owned(),

@@ -536,7 +536,7 @@ async fn settle(
         .map(|(delivery, settlement)| Settled {
             delivery,
             settlement,
-            story: None,
+            failure_history: None,
         })
         .collect();
     source.settle(&mut settled).await.expect("settled");

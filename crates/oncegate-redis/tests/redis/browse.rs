@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use oncegate_core::Standing;
+use oncegate_core::MarkerWithExpiry;
 use oncegate_core::marker::{Ask, Attempts, Effect, Guarantee, Marker};
 use oncegate_core::{MessageId, Scope, StoreError};
 use oncegate_redis::Redis;
 
 use crate::support::{ask, claim, client, complete, key, operation, store, terms};
 
-async fn all(store: &Redis, page: usize) -> BTreeMap<String, Result<Standing, StoreError>> {
+async fn all(store: &Redis, page: usize) -> BTreeMap<String, Result<MarkerWithExpiry, StoreError>> {
     let mut browse = store.browse(page).await.expect("Redis answers");
     let mut all = BTreeMap::new();
     while let Some(page) = browse.next().await.expect("Redis answers") {
@@ -72,7 +72,7 @@ async fn a_marker_is_read_with_its_expiry_and_unchanged() {
         .expect("Redis answers");
     assert_eq!(
         absent,
-        Standing {
+        MarkerWithExpiry {
             marker: Marker::Absent,
             expires_in: None
         }

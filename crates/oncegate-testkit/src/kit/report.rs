@@ -111,7 +111,7 @@ impl Report {
             assert!(
                 count <= 1,
                 "`{id}` happened {count} times. Its runs: {}",
-                self.story(id)
+                self.events_of(id)
             );
         }
         self
@@ -128,7 +128,7 @@ impl Report {
             assert!(
                 known,
                 "`{id}` was accepted, and its effect never happened. Its runs: {}",
-                self.story(id)
+                self.events_of(id)
             );
         }
         self
@@ -140,22 +140,22 @@ impl Report {
     /// If there is one.
     pub fn assert_none_set_aside(&self) -> &Self {
         if let Some(letter) = self.dead_letters.iter().chain(&self.in_doubt).next() {
-            let story = letter.story.clone().unwrap_or_default();
+            let failure_history = letter.failure_history.clone().unwrap_or_default();
             let (id, said) = (
-                story.id.unwrap_or_default(),
-                story.last_error.unwrap_or_default(),
+                failure_history.id.unwrap_or_default(),
+                failure_history.last_error.unwrap_or_default(),
             );
             panic!(
                 "`{id}` was set aside, {}: {said}. Its runs: {}",
                 letter.reason.as_str(),
-                self.story(&id)
+                self.events_of(&id)
             );
         }
         self
     }
 
     /// The runs and reconciles of an id with their results, in order.
-    fn story(&self, id: &str) -> String {
+    fn events_of(&self, id: &str) -> String {
         let runs = self
             .runs
             .iter()

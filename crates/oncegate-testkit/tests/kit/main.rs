@@ -187,7 +187,7 @@ async fn at_most_once_never_doubles_and_loses_nothing() {
         let unknown = report
             .in_doubt()
             .iter()
-            .any(|letter| letter.reason == Reason::InDoubt(DoubtCause::HolderGone));
+            .any(|letter| letter.reason == Reason::InDoubt(DoubtCause::Interrupted));
         assert_eq!(unknown, says == "nobody knows", "{:?}", report.in_doubt());
     }
 }

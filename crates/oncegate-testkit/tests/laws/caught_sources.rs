@@ -125,7 +125,7 @@ impl Source for Mistaken {
                         .settle(&mut vec![Settled {
                             delivery: copy(&delivery.receipt),
                             settlement,
-                            story: None,
+                            failure_history: None,
                         }])
                         .await?;
                 }
@@ -165,7 +165,7 @@ impl Source for Mistaken {
                     let delivery = |receipt: &Receipt| Settled {
                         delivery: copy(receipt),
                         settlement: gone(),
-                        story: None,
+                        failure_history: None,
                     };
                     let mut all: Vec<Settled> = self.open[..before].iter().map(delivery).collect();
                     self.inner.settle(&mut all).await?;
@@ -199,7 +199,7 @@ impl Source for Mistaken {
                 (_, settlement) => settlement,
             };
             if self.mistake == Mistake::DropsTheStory {
-                it.story = None;
+                it.failure_history = None;
             }
             first = false;
             self.inner.settle(&mut vec![it]).await?;

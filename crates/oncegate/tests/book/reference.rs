@@ -12,12 +12,12 @@ const BUILDERS: &[(&str, &str, &[&str])] = &[
     (
         "Consumer",
         "crates/oncegate-core/src/builder.rs",
-        &["gate.", "store.scope", "store.forgetful"],
+        &["gate.", "store.scope", "store.volatile"],
     ),
     (
         "Gate",
         "crates/oncegate-core/src/gate.rs",
-        &["gate.", "store.scope", "store.forgetful"],
+        &["gate.", "store.scope", "store.volatile"],
     ),
     ("Kafka", "crates/oncegate-kafka/src/kafka.rs", &["kafka."]),
     (

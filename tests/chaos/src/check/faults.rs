@@ -13,7 +13,7 @@ pub(crate) const FAIL_OVER: &str = "fail-over-redis";
 /// That of one that freezes Kafka.
 pub(crate) const FREEZE_KAFKA: &str = "freeze-kafka";
 /// Those in which the store answers nobody from their beginning to their end.
-const STORE_AWAY: [&str; 2] = ["dark-redis", "freeze-redis"];
+const STORE_UNAVAILABLE: [&str; 2] = ["dark-redis", "freeze-redis"];
 /// Those in which it answers, and takes nothing: no memory, no room on its disk, a replica, too few
 /// replicas, still loading.
 const STORE_REFUSES: [&str; 5] = [
@@ -31,8 +31,8 @@ const OF_THE_STORE: [&str; 6] = [
     "reset-redis",
     "drop-replies",
     FAIL_OVER,
-    STORE_AWAY[0],
-    STORE_AWAY[1],
+    STORE_UNAVAILABLE[0],
+    STORE_UNAVAILABLE[1],
 ];
 /// For how long after its end such a fault is felt: connections are made anew.
 const FELT: Duration = Duration::from_secs(2);
@@ -277,8 +277,9 @@ impl Windows {
 
     /// When no consumer could reach the store, or it could not answer: from when to when.
     pub(super) fn store_away(&self) -> impl Iterator<Item = (u64, u64)> {
-        let away =
-            |window: &&Window| STORE_AWAY.contains(&window.kind.as_str()) && window.to != u64::MAX;
+        let away = |window: &&Window| {
+            STORE_UNAVAILABLE.contains(&window.kind.as_str()) && window.to != u64::MAX
+        };
         self.all
             .iter()
             .filter(away)

@@ -623,7 +623,7 @@ fn i14_what_is_left_and_what_is_left_in_progress() {
         let aside = What::Aside {
             id: "u-1".into(),
             place: Place::InDoubt,
-            reason: "in-doubt-holder-gone".into(),
+            reason: "in-doubt-interrupted".into(),
         };
         let marker = What::Marker {
             id: "u-1".into(),

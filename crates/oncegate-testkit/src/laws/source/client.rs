@@ -83,7 +83,7 @@ impl<S: Source + 'static> SourceClient<S> {
             .map(|(delivery, settlement)| Settled {
                 delivery,
                 settlement,
-                story: None,
+                failure_history: None,
             })
             .collect();
         self.0.settle(&mut settled).await.expect("it settles");
@@ -94,12 +94,12 @@ impl<S: Source + 'static> SourceClient<S> {
         &mut self,
         delivery: Delivery,
         settlement: Settlement,
-        story: FailureHistory,
+        failure_history: FailureHistory,
     ) {
         let mut settled = vec![Settled {
             delivery,
             settlement,
-            story: Some(Box::new(story)),
+            failure_history: Some(Box::new(failure_history)),
         }];
         self.0.settle(&mut settled).await.expect("it settles");
     }

@@ -23,7 +23,7 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
         .await;
     let mut client = SourceClient::of(&queue).await;
     let poison = client.receive_one().await;
-    let story = FailureHistory {
+    let failure_history = FailureHistory {
         id: Some("42".into()),
         attempts: 3,
         crashes: 2,
@@ -32,7 +32,11 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
         last_error: Some("no such card".into()),
     };
     client
-        .settle_with(poison, Settlement::Reject(Reason::AttemptsSpent), story)
+        .settle_with(
+            poison,
+            Settlement::Reject(Reason::AttemptsSpent),
+            failure_history,
+        )
         .await;
     client.close().await;
     let letters = set_aside(&queue, Destination::DeadLetters, 1).await;
