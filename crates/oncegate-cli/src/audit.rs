@@ -96,7 +96,7 @@ impl Audit {
             attempt,
         } = act;
         let (at_ms, why) = (now_ms(), why.map(str::to_owned));
-        let (act, at, who, scope) = (
+        let (action_id, at, who, scope) = (
             format!("{:032x}", Token::random().0),
             utc_text(at_ms),
             self.who.clone(),
@@ -104,7 +104,7 @@ impl Audit {
         );
         let (what, stage) = (what.to_owned(), ActionStage::Begun);
         let entry = AuditEntry {
-            act,
+            action_id,
             at_ms,
             at,
             who,
@@ -274,10 +274,10 @@ impl Audit {
                 unreadable += 1;
                 continue;
             };
-            match at.get(&entry.act) {
+            match at.get(&entry.action_id) {
                 Some(index) => actions[*index] = entry,
                 None => {
-                    at.insert(entry.act.clone(), actions.len());
+                    at.insert(entry.action_id.clone(), actions.len());
                     actions.push(entry);
                 }
             }

@@ -116,7 +116,7 @@ pub(crate) struct DoctorArguments {
 
 pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Result<(), CliError> {
     if arguments.list {
-        let mut table = TextTable::new(&["code", "says"]);
+        let mut table = TextTable::new(&["code", "description"]);
         codes::CODES
             .iter()
             .for_each(|(code, says)| table.row([(*code).to_owned(), (*says).to_owned()]));

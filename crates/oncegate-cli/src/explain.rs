@@ -39,7 +39,7 @@ pub(crate) struct ExplainArgs {
 struct Explanation {
     id: String,
     verdict: HandlingVerdict,
-    says: String,
+    description: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     marker: Option<MarkerDescription>,
     /// Null if none was found and not everything was checked.
@@ -140,17 +140,17 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
             CliError::usage("no broker is configured"),
         );
     }
-    let (verdict, mut says) = verdict::of(&evidence);
+    let (verdict, mut description) = verdict::of(&evidence);
     if verdict.is_unknown()
         && let Some(number) = context.config.number_id(&explain.id)
     {
-        says.push_str(&format!(
+        description.push_str(&format!(
             " If the producer wrote {} as a JSON number, its id is {number}, since gate.id writes whole numbers out: run `oncegate explain {number}`.",
             explain.id
         ));
     }
     if let Some(names) = unchecked.names() {
-        says.push_str(&format!(
+        description.push_str(&format!(
             " Not checked: {names}; messages there are unknown."
         ));
     }
@@ -166,7 +166,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
     let explanation = Explanation {
         id: id.to_string(),
         verdict,
-        says,
+        description,
         dead_letters: summaries_of(Destination::DeadLetters, &evidence.dead_letters),
         in_doubt: summaries_of(Destination::InDoubt, &evidence.in_doubt),
         marker: evidence.marker.clone(),
@@ -268,7 +268,7 @@ fn to_text(explanation: &Explanation, evidence: &Evidence) -> String {
         "{}: {}{incomplete}\n{}\n",
         explanation.id,
         explanation.verdict.word(evidence.guarantee),
-        printable(&explanation.says)
+        printable(&explanation.description)
     );
     let mut section = |title: &str, lines: String| {
         if !lines.is_empty() {

@@ -41,7 +41,7 @@ struct SettingEntry {
     key: &'static str,
     variable: String,
     secret: bool,
-    says: &'static str,
+    description: &'static str,
 }
 
 pub(crate) fn run(context: &CliContext, command: ConfigCommand) -> Result<(), CliError> {
@@ -116,15 +116,15 @@ fn keys(context: &CliContext) -> Result<(), CliError> {
             key: setting.key,
             variable: setting.variable(),
             secret: setting.is_secret(),
-            says: setting.description,
+            description: setting.description,
         })
         .collect();
-    let mut table = TextTable::new(&["key", "variable", "says"]);
+    let mut table = TextTable::new(&["key", "variable", "description"]);
     for known in &all {
         table.row([
             known.key.to_owned(),
             known.variable.clone(),
-            known.says.to_owned(),
+            known.description.to_owned(),
         ]);
     }
     context.format.print(&all, table)

@@ -58,7 +58,7 @@ impl std::fmt::Display for MessageLocation {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct AuditEntry {
     /// Identifies the action; both of its lines have it.
-    pub(crate) act: String,
+    pub(crate) action_id: String,
     pub(crate) at_ms: u64,
     /// The same as RFC 3339.
     pub(crate) at: String,

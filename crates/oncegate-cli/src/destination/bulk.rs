@@ -106,7 +106,7 @@ struct BulkRow {
     id: Option<String>,
     reason: String,
     outcome: BulkOutcome,
-    says: String,
+    description: String,
 }
 
 /// The results of all messages.
@@ -125,7 +125,7 @@ pub(crate) struct BulkReport {
 const ROWS: usize = 1_000;
 
 impl BulkReport {
-    fn add(&mut self, message: &DeadLetter, outcome: BulkOutcome, says: impl Into<String>) {
+    fn add(&mut self, message: &DeadLetter, outcome: BulkOutcome, description: impl Into<String>) {
         match outcome {
             BulkOutcome::Done => self.done += 1,
             BulkOutcome::Left => self.left += 1,
@@ -141,7 +141,7 @@ impl BulkReport {
                 id,
                 reason,
                 outcome,
-                says: says.into(),
+                description: description.into(),
             });
         }
     }
@@ -186,18 +186,18 @@ impl BulkReport {
     }
 
     /// Adds the result for an id that has no message.
-    pub(crate) fn note_done(&mut self, id: &str, says: String) {
+    pub(crate) fn note_done(&mut self, id: &str, description: String) {
         self.done += 1;
-        self.note_id(id, BulkOutcome::Done, says);
+        self.note_id(id, BulkOutcome::Done, description);
     }
 
     /// Adds a skipped id that has no message.
-    pub(crate) fn note_left(&mut self, id: &str, says: String) {
+    pub(crate) fn note_left(&mut self, id: &str, description: String) {
         self.left += 1;
-        self.note_id(id, BulkOutcome::Left, says);
+        self.note_id(id, BulkOutcome::Left, description);
     }
 
-    fn note_id(&mut self, id: &str, outcome: BulkOutcome, says: String) {
+    fn note_id(&mut self, id: &str, outcome: BulkOutcome, description: String) {
         if self.rows.len() < ROWS {
             let none = || "-".to_owned();
             self.rows.push(BulkRow {
@@ -205,7 +205,7 @@ impl BulkReport {
                 id: Some(id.to_owned()),
                 reason: none(),
                 outcome,
-                says,
+                description,
             });
         }
     }
@@ -225,7 +225,7 @@ impl BulkReport {
                 row.place.clone(),
                 row.id.clone().unwrap_or_else(|| "-".into()),
                 row.reason.clone(),
-                row.says.clone(),
+                row.description.clone(),
             ]);
         }
         let (total, shown) = (self.total(), self.rows.len());
@@ -263,8 +263,8 @@ impl BulkReport {
         text: String,
     ) -> Result<(), CliError> {
         let json = serde_json::json!({
-            "act": command.name, "did": confirm.yes, "done": self.done, "left": self.left, "without_age": self.unknown_age,
-            "markers": self.markers, "dead_letters": self.rows, "all": self.rows.len() == self.total(), "stopped": stopped.map(ToString::to_string),
+            "action": command.name, "changed": confirm.yes, "done": self.done, "left": self.left, "without_age": self.unknown_age,
+            "markers": self.markers, "messages": self.rows, "all": self.rows.len() == self.total(), "stopped": stopped.map(ToString::to_string),
             "not_examined": unchecked,
         });
         context.format.print(&json, text)

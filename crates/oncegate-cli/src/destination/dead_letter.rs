@@ -274,10 +274,10 @@ pub(crate) struct DeadLetterSummary<'a> {
     /// When it was sent, or if unknown, when it was dead-lettered.
     pub(crate) from: Option<String>,
     from_ms: Option<u64>,
-    #[serde(rename = "set_aside_ms")]
+    #[serde(rename = "rejected_at_ms")]
     dead_lettered_ms: Option<u64>,
     pub(crate) state: DeadLetterState,
-    #[serde(rename = "looks", skip_serializing_if = "Option::is_none")]
+    #[serde(skip_serializing_if = "Option::is_none")]
     delivery_count: Option<u64>,
     bytes: usize,
 }

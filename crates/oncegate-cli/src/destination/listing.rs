@@ -218,7 +218,7 @@ pub(crate) async fn list(
         ""
     };
     let all = !more && unchecked.names().is_none();
-    let json = serde_json::json!({ "dead_letters": summaries, "all": all, "without_age": unknown_age, "not_examined": unchecked });
+    let json = serde_json::json!({ "messages": summaries, "all": all, "without_age": unknown_age, "not_examined": unchecked });
     let (count, warning) = (
         messages.len(),
         if count_policy == DeliveryCountPolicy::Refused {

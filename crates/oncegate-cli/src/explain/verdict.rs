@@ -34,7 +34,6 @@ pub(crate) enum HandlingVerdict {
     /// Nothing is known.
     Unknown,
     /// Nothing is known, and not everything was checked.
-    #[serde(rename = "not-looked-at")]
     Unchecked,
     /// The value under its key is not one that oncegate writes.
     UnreadableMarker,

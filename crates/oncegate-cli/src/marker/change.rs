@@ -334,8 +334,8 @@ fn report_unchanged(
 /// A previewed or applied change as JSON.
 #[derive(Serialize)]
 struct ChangeReport<'a> {
-    act: &'static str,
-    #[serde(rename = "did")]
+    action: &'static str,
+    #[serde(rename = "changed")]
     done: bool,
     id: String,
     before: &'a str,
@@ -344,14 +344,14 @@ struct ChangeReport<'a> {
 
 impl<'a> ChangeReport<'a> {
     fn of(
-        act: &'static str,
+        action: &'static str,
         done: bool,
         marker: &ObservedMarker<'_>,
         before: &'a str,
         after: &'a str,
     ) -> Self {
         Self {
-            act,
+            action,
             done,
             id: marker.id.to_string(),
             before,

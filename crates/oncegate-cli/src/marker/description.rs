@@ -46,7 +46,7 @@ impl MarkerState {
 pub(crate) struct MarkerDescription {
     pub(crate) key: String,
     pub(crate) state: MarkerState,
-    #[serde(rename = "says")]
+    #[serde(rename = "description")]
     pub(crate) text: String,
     /// Attempts that count towards the budget.
     #[serde(skip_serializing_if = "Option::is_none")]

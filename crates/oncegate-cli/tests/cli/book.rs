@@ -46,7 +46,7 @@ fn the_book_lists_every_setting() {
         // The page has this rule instead of the variables.
         let variable = key.to_uppercase().replace(['.', '-'], "_");
         assert_eq!(text(&it["variable"]), format!("ONCEGATE_{variable}"));
-        let says = text(&it["says"]);
+        let says = text(&it["description"]);
         assert!(
             CONFIGURATION.lines().any(|line| {
                 line.starts_with(&format!("| `{key}` | "))

@@ -173,7 +173,7 @@ async fn list_and_redrive_tolerate_unreadable_headers() {
     charged.sort();
     assert_eq!(charged, ["deep", "sound"]);
     assert_eq!(
-        fixture.json(&["dead-letters", "list"]).await["dead_letters"][0]["reason"],
+        fixture.json(&["dead-letters", "list"]).await["messages"][0]["reason"],
         "unreadable"
     );
     fixture.end().await;

@@ -47,7 +47,7 @@ on_both_brokers!(
 );
 
 pub(crate) fn ids(listed: &Value) -> Vec<String> {
-    let mut ids: Vec<String> = listed["dead_letters"]
+    let mut ids: Vec<String> = listed["messages"]
         .as_array()
         .expect("a list")
         .iter()
@@ -70,7 +70,7 @@ async fn messages_without_an_id_are_named_by_a_handle(broker: Broker) {
     fixture.publish(&[("a", "declined")]).await;
     fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
     let listed = fixture.json(&["dead-letters", "list"]).await;
-    let letters = listed["dead_letters"].as_array().expect("a list");
+    let letters = listed["messages"].as_array().expect("a list");
     let handles: Vec<&str> = letters
         .iter()
         .filter_map(|letter| letter["handle"].as_str())
@@ -145,7 +145,7 @@ async fn both_errors_of_a_message_in_doubt_are_shown(broker: Broker) {
             .prints("the provider is down");
     }
     let listed = fixture.json(&["in-doubt", "list"]).await;
-    let letter = &listed["dead_letters"][0];
+    let letter = &listed["messages"][0];
     assert_eq!(
         letter["reason_text"], "its handler reported that it may have happened",
         "{letter}"
@@ -176,7 +176,7 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
 
     let listed = fixture.json(&["dead-letters", "list"]).await;
     assert_eq!(ids(&listed), ["b", "c", "d"]);
-    let message = &listed["dead_letters"][0];
+    let message = &listed["messages"][0];
     assert_eq!(
         (&message["reason"], &message["state"]),
         (&"refused".into(), &"waiting".into()),
@@ -358,7 +358,7 @@ async fn dropped_messages_are_not_listed_again(broker: Broker) {
     match broker {
         Broker::Kafka => {
             assert_eq!(ids(&everything), ["a", "b"], "nothing can be deleted there");
-            let states: Vec<&Value> = everything["dead_letters"]
+            let states: Vec<&Value> = everything["messages"]
                 .as_array()
                 .expect("a list")
                 .iter()
@@ -586,7 +586,7 @@ async fn counting_queues_are_read_only_with_an_unreachable_limit() {
     publish_properties(&crate::fixture::rabbitmq(), &classic, "{}", properties).await;
     let listed = fixture.json(&["dead-letters", "list"]).await;
     assert_eq!(
-        (ids(&listed), &listed["dead_letters"][0]["looks"]),
+        (ids(&listed), &listed["messages"][0]["delivery_count"]),
         (vec!["z".to_owned()], &Value::Null),
         "{listed}"
     );
@@ -727,7 +727,7 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
     let blind = cli.run(&["explain", "x", "--json"]).exits_with(3).json();
     assert_eq!(
         (&blind["verdict"], &blind["dead_letters"]),
-        (&"not-looked-at".into(), &Value::Null),
+        (&"unchecked".into(), &Value::Null),
         "{blind}"
     );
     assert_eq!(
@@ -853,7 +853,7 @@ async fn messages_without_body_are_skipped_and_copies_keep_their_partition() {
         .json(&["dead-letters", "list", "--everything"])
         .await;
     let partition = |id: &str| {
-        sent["dead_letters"]
+        sent["messages"]
             .as_array()
             .expect("a list")
             .iter()

@@ -113,7 +113,7 @@ async fn explains_each_outcome(broker: Broker) {
             (&"not-recorded".into(), Some(2)),
             "{copies}"
         );
-        let says = copies["says"].as_str().expect("a text");
+        let says = copies["description"].as_str().expect("a text");
         assert!(
             says.contains("The topic has 2 messages with this id")
                 && !says.contains("Nothing is known"),
@@ -288,7 +288,7 @@ async fn actions_older_than_the_window_prove_nothing() {
         let explanation = fixture.json(&["explain", id]).await;
         assert_eq!(explanation["verdict"], verdict, "{explanation}");
         assert!(
-            explanation["says"]
+            explanation["description"]
                 .as_str()
                 .is_some_and(|says| says.contains(words)),
             "no {words:?} in {explanation}"
@@ -360,8 +360,12 @@ async fn the_last_action_decides() {
         "it was sent back, and is not on its way any more: {gone}"
     );
     // Completed by an operator, forgotten, then handled.
-    let says =
-        |explanation: &serde_json::Value| explanation["says"].as_str().expect("a text").to_owned();
+    let says = |explanation: &serde_json::Value| {
+        explanation["description"]
+            .as_str()
+            .expect("a text")
+            .to_owned()
+    };
     fixture
         .run(&["marker", "complete", "c", "--yes", "--as", "cleo"])
         .await

@@ -57,7 +57,7 @@ async fn is_still_rejected(fixture: &Arc<BrokerFixture>) {
 
 /// One value of each message, ordered by id.
 fn values(listed: &Value, name: &str) -> Vec<Value> {
-    let mut messages = listed["dead_letters"].as_array().expect("a list").clone();
+    let mut messages = listed["messages"].as_array().expect("a list").clone();
     messages.sort_by_key(|message| message["id"].to_string());
     messages
         .into_iter()

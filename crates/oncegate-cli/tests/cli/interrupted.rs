@@ -122,7 +122,7 @@ async fn sigterm_ends_a_redrive_after_the_current_message(broker: Broker) {
     proxy.pass();
     // The current message was removed, or marked as done on Kafka; none is half done.
     assert_eq!(
-        fixture.json(&["dead-letters", "list"]).await["dead_letters"]
+        fixture.json(&["dead-letters", "list"]).await["messages"]
             .as_array()
             .map(Vec::len),
         Some(2)
@@ -164,10 +164,7 @@ async fn a_redrive_survives_sigkill_at_each_step(broker: Broker) {
         .await;
         fixture.until_there_are(3, ".dead-letters").await;
         let messages = fixture.json(&["dead-letters", "list", "--id", id]).await;
-        assert_eq!(
-            messages["dead_letters"][0]["state"], state,
-            "{id}: {messages}"
-        );
+        assert_eq!(messages["messages"][0]["state"], state, "{id}: {messages}");
     }
     // Without a marker, a message that may have been sent is not sent again without a flag; with a
     // marker that records no effect, it is.
@@ -216,7 +213,7 @@ async fn a_resolve_survives_sigkill_before_its_audit_line(broker: Broker) {
     kill_at(&fixture, &proxy, records_sent, &resolve).await;
     fixture.until_there_are(1, ".in-doubt").await;
     assert_eq!(
-        fixture.json(&["in-doubt", "list"]).await["dead_letters"][0]["state"],
+        fixture.json(&["in-doubt", "list"]).await["messages"][0]["state"],
         "begun"
     );
     // The marker deduplicates a second copy.

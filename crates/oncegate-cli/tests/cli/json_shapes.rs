@@ -34,7 +34,7 @@ fn keys(what: &str) -> [BTreeSet<&'static str>; 2] {
         return of_row;
     }
     let [always, perhaps] = of_row;
-    let [listed, perhaps_listed] = keys("an entry of `dead_letters`");
+    let [listed, perhaps_listed] = keys("an entry of `messages`");
     [&always | &listed, &perhaps | &perhaps_listed]
 }
 
@@ -81,7 +81,7 @@ async fn the_book_documents_every_json_output() {
     for destination in ["dead-letters", "in-doubt"] {
         let list = fixture.json(&[destination, "list"]).await;
         has_the_shape(&list, "`dead-letters list`, `in-doubt list`");
-        has_the_shape(&list["dead_letters"][0], "an entry of `dead_letters`");
+        has_the_shape(&list["messages"][0], "an entry of `messages`");
         let id = if destination == "in-doubt" { "b" } else { "a" };
         has_the_shape(
             &fixture.json(&[destination, "show", id, "--body"]).await[0],
@@ -117,12 +117,12 @@ async fn the_book_documents_every_json_output() {
         for (said, did) in [(&shown, false), (&done, act[2] != "nobody")] {
             has_the_shape(said, shape);
             assert_eq!(
-                (&said["act"], &said["did"]),
+                (&said["action"], &said["changed"]),
                 (&name.as_str().into(), &did.into()),
                 "{said}"
             );
-            for message in said["dead_letters"].as_array().into_iter().flatten() {
-                has_the_shape(message, "an entry of `dead_letters` after a change");
+            for message in said["messages"].as_array().into_iter().flatten() {
+                has_the_shape(message, "an entry of `messages` after a change");
             }
         }
     }

@@ -70,7 +70,7 @@ async fn each_marker_state_is_described() {
         let shown = cli.json(&["marker", "show", id]);
         assert_eq!(shown["state"], state, "{shown}");
         assert!(
-            shown["says"]
+            shown["description"]
                 .as_str()
                 .is_some_and(|says| says.contains(words)),
             "{shown}"

@@ -121,7 +121,7 @@ async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
         .consume(PaymentProvider::Works, 0, fixture.remaining(1, 0), 1)
         .await;
     assert_eq!(
-        fixture.json(&["in-doubt", "list"]).await["dead_letters"][0]["reason"],
+        fixture.json(&["in-doubt", "list"]).await["messages"][0]["reason"],
         "in-doubt-too-old"
     );
     // The operator accepts the risk and it runs.
@@ -317,7 +317,7 @@ async fn lapsed_ids_are_redriven(broker: Broker) {
     let explanation = fixture.json(&["explain", "a"]).await;
     assert_eq!(explanation["verdict"], "left-by-its-holder");
     assert!(
-        explanation["says"]
+        explanation["description"]
             .as_str()
             .is_some_and(|says| says.contains("dead-letters redrive")),
         "{explanation}"
@@ -572,7 +572,7 @@ async fn a_refused_copy_blocks_no_other_message() {
         .exits_with(1)
         .prints("the copy to");
     assert_eq!(
-        fixture.json(&["in-doubt", "list"]).await["dead_letters"][0]["state"],
+        fixture.json(&["in-doubt", "list"]).await["messages"][0]["state"],
         "waiting"
     );
     let audit = fixture.json(&["audit"]).await;

@@ -158,7 +158,7 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
         ])
         .await;
     assert_eq!(
-        listed["dead_letters"].as_array().map(Vec::len),
+        listed["messages"].as_array().map(Vec::len),
         Some(1),
         "{listed}"
     );

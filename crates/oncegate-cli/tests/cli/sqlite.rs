@@ -28,7 +28,7 @@ async fn markers_are_shown_and_listed_as_on_redis() {
         let shown = cli.json(&["marker", "show", id]);
         assert_eq!(shown["state"], state, "{shown}");
         assert!(
-            shown["says"]
+            shown["description"]
                 .as_str()
                 .is_some_and(|says| says.contains(words)),
             "{shown}"

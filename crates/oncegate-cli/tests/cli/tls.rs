@@ -128,7 +128,7 @@ async fn a_broker_with_a_private_ca_is_read_and_redriven() {
     cli.run(&["doctor"])
         .prints("Checked the settings, Redis, RabbitMQ");
     assert_eq!(
-        cli.json(&["dead-letters", "list"])["dead_letters"][0]["id"],
+        cli.json(&["dead-letters", "list"])["messages"][0]["id"],
         "pay-1"
     );
     cli.run(&[
@@ -141,7 +141,7 @@ async fn a_broker_with_a_private_ca_is_read_and_redriven() {
     .exits_with(0)
     .prints("1 redriven");
     assert_eq!(
-        cli.json(&["dead-letters", "list"])["dead_letters"]
+        cli.json(&["dead-letters", "list"])["messages"]
             .as_array()
             .map(Vec::len),
         Some(0)
