@@ -77,7 +77,7 @@ async fn a_scrape_has_all_metrics_and_passes_promtool() {
     for line in [
         r#"oncegate_deliveries_total{outcome="completed"} 2"#,
         r#"oncegate_deliveries_total{outcome="duplicate"} 1"#,
-        "# HELP oncegate_awaiting_claim Deliveries whose claim is repeated later: another consumer holds the id, or the store is unavailable",
+        "# HELP oncegate_awaiting_claim Deliveries whose claim is repeated later: another delivery holds the id, or the store is unavailable",
         "# TYPE oncegate_claim_seconds histogram",
         r#"oncegate_handle_seconds_bucket{le="+Inf"} 2"#,
         "oncegate_kafka_messages_expired_total 0",

@@ -225,21 +225,24 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Res
             printable(remedy)
         ));
     }
-    let bad = findings
-        .iter()
-        .filter(|finding| finding.severity != Severity::Advice)
-        .count();
+    let count = |severity| {
+        let findings = findings.iter();
+        findings.filter(|it| it.severity == severity).count()
+    };
+    let errors = count(Severity::Error);
     text.push_str(&format!(
-        "Checked {}; problems: {bad}, recommendations: {}.",
+        "Checked {}; errors: {errors}, warnings: {}, recommendations: {}.",
         checked.join(", "),
-        findings.len() - bad
+        count(Severity::Warning),
+        count(Severity::Advice)
     ));
     text.push_str(&unchecked.to_text());
     context.format.print(&serde_json::json!({ "findings": findings, "examined": checked, "not_examined": unchecked }), text)?;
     unchecked.end()?;
-    if bad == 0 {
+    // The defaults of Kafka and of oncegate cause warnings, and break no guarantee.
+    if errors == 0 {
         Ok(())
     } else {
-        Err(CliError::not_all(format!("problems found: {bad}")))
+        Err(CliError::not_all(format!("errors found: {errors}")))
     }
 }

@@ -5,11 +5,12 @@ use std::process::ExitCode;
 
 use oncegate::StoreError;
 use oncegate_config::settings::nearest;
+use oncegate_config::with_store_keys;
 
 /// The exit codes in `--help`.
 pub(crate) const CODES: &str = "Exit codes:
   0  success
-  1  incomplete, or problems were found (see the output)
+  1  incomplete, or errors were found (see the output); warnings of `doctor` alone are 0
   2  invalid command line or configuration
   3  a server is unreachable or refused the request
   4  nothing was done: this was a preview, --yes applies it
@@ -156,7 +157,7 @@ impl From<StoreError> for CliError {
         };
         Self {
             permanence,
-            ..Self::server(error.to_string())
+            ..Self::server(with_store_keys(&error.to_string()))
         }
     }
 }

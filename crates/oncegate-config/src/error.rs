@@ -34,7 +34,8 @@ impl Error {
     /// key instead of the builder method.
     pub fn of_source(broker: Broker, error: SourceError) -> Self {
         let by_key = |setting: &str, problem, remedy| {
-            format!("{}: {problem}; {remedy}", key(broker.section(), setting))
+            let text = with_source_keys(&format!("{problem}; {remedy}"));
+            format!("{}: {text}", key(broker.section(), setting))
         };
         match error {
             SourceError::Misconfigured {
@@ -114,28 +115,65 @@ fn key(section: &str, setting: &str) -> String {
     }
 }
 
-/// The problem of a store, with keys instead of builder methods.
+/// The problem of a store, with keys instead of builder methods; begins with a key or the section.
 fn store_problem(problem: &str) -> String {
-    const KEYS: [(&str, &str); 7] = [
-        ("Redis::at: ", "store.url: "),
-        ("Redis::sentinel: ", "store.sentinels: "),
-        ("Redis::cluster: ", "store.cluster: "),
-        ("Sqlite::file: ", "store.url: "),
-        ("ca_certificate: ", "store.ca-certificate: "),
-        ("client_certificate: ", "store.client-certificate: "),
-        ("", "[store]: "),
+    let text = with_store_keys(problem);
+    if text.starts_with("store.") {
+        text
+    } else {
+        format!("[store]: {text}")
+    }
+}
+
+/// The text of an error of a source, with configuration keys instead of builder methods.
+fn with_source_keys(text: &str) -> String {
+    const KEYS: [(&str, &str); 12] = [
+        (".create_topics(…)", "kafka.create-partitions"),
+        (
+            ".accept_limited_retention()",
+            "kafka.limited-retention = \"accepted\"",
+        ),
+        ("Kafka::topic(\"payments\")", "kafka.topic = \"payments\""),
+        (".login(…)", "kafka.password"),
+        (".start(…)", "kafka.start"),
+        (".out_of_range(…)", "kafka.out-of-range"),
+        (
+            ".queue_kind(QueueKind::Classic)",
+            "rabbitmq.queue-kind = \"classic\"",
+        ),
+        (".queue_kind(…)", "rabbitmq.queue-kind"),
+        ("Rejects::Published", "rabbitmq.rejects = \"published\""),
+        ("Topology::Declare", "rabbitmq.topology = \"declare\""),
+        ("Topology::Check", "rabbitmq.topology = \"check\""),
+        (".ca_certificate(path)", "rabbitmq.ca-certificate"),
     ];
-    let renamed = KEYS.into_iter().find_map(|(method, key)| {
-        let rest = problem.strip_prefix(method)?;
-        Some(format!("{key}{rest}"))
-    });
-    renamed
-        .unwrap_or_default()
-        .replace("ca_certificate(path)", "store.ca-certificate")
-        .replace(
+    KEYS.iter()
+        .fold(text.to_owned(), |text, (item, key)| text.replace(item, key))
+}
+
+/// The text of an error of a store, with configuration keys instead of builder methods.
+pub fn with_store_keys(text: &str) -> String {
+    const KEYS: [(&str, &str); 13] = [
+        (
             "client_certificate(certificate, key)",
             "store.client-certificate",
-        )
+        ),
+        ("client_certificate: ", "store.client-certificate: "),
+        ("ca_certificate(path)", "store.ca-certificate"),
+        ("ca_certificate: ", "store.ca-certificate: "),
+        // Its problem names the variant, too.
+        ("Redis::durability: Durability::Replicas", "store.replicas:"),
+        ("Durability::Replicas", "store.replicas"),
+        ("Redis::sentinel", "store.sentinels"),
+        ("Redis::cluster", "store.cluster"),
+        ("Redis::prefix", "store.prefix"),
+        ("Redis::timeout", "store.timeout"),
+        ("Redis::at", "store.url"),
+        ("Sqlite::timeout", "store.timeout"),
+        ("Sqlite::file", "store.url"),
+    ];
+    KEYS.iter()
+        .fold(text.to_owned(), |text, (item, key)| text.replace(item, key))
 }
 
 #[cfg(test)]
@@ -174,6 +212,25 @@ mod tests {
             unavailable.to_string(),
             "the broker cannot be used: rabbitmq.ca-certificate: no; yes"
         );
+        let classic = SourceError::misconfigured(
+            "queue_kind",
+            "no",
+            "choose `.queue_kind(QueueKind::Classic)` or `Topology::Check`",
+        );
+        assert_eq!(
+            Error::of_source(Broker::RabbitMq, classic).to_string(),
+            "rabbitmq.queue-kind: no; choose `rabbitmq.queue-kind = \"classic\"` or `rabbitmq.topology = \"check\"`"
+        );
+        let redirected = "MOVED 1: Redis::at names a node of a Cluster; use Redis::cluster";
+        assert_eq!(
+            with_store_keys(redirected),
+            "MOVED 1: store.url names a node of a Cluster; use store.cluster"
+        );
+        let replicas = "Redis::durability: Durability::Replicas count is 0";
+        let misconfigured =
+            |problem: &str| message(StoreError::Misconfigured(problem.to_owned().into()).into());
+        assert_eq!(misconfigured(replicas), "store.replicas: count is 0");
+        assert_eq!(misconfigured("too old"), "[store]: too old");
         let forgets = message(oncegate::Error::VolatileStore("it evicts".into()));
         assert!(
             forgets.contains("it evicts") && forgets.contains("store.volatile"),

@@ -40,7 +40,7 @@ mod traces;
 mod value;
 
 pub use config::{Config, ConfiguredValue};
-pub use error::{Broker, Error};
+pub use error::{Broker, Error, with_store_keys};
 pub use store::{AnyStore, StoreKind};
 #[cfg(feature = "otlp")]
 pub use traces::Traces;

@@ -145,7 +145,7 @@ pub const METRICS: &[Metric] = &[
     Metric::gauge(
         AWAITING_CLAIM,
         &[],
-        "Deliveries whose claim is repeated later: another consumer holds the id, or the store is unavailable",
+        "Deliveries whose claim is repeated later: another delivery holds the id, or the store is unavailable",
     ),
     Metric::gauge(
         STORE_UNAVAILABLE,

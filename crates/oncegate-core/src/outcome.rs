@@ -30,7 +30,7 @@ outcomes!(
     reclaimed: "a claim was granted after an attempt that failed, or whose holder crashed or lost its lease",
     after_crash: "a claim was granted, or found in doubt, for a message during whose handling a process had crashed",
     duplicate: "the id was done before: accepted without a run",
-    busy: "another consumer holds the id: the claim is repeated later",
+    busy: "another delivery holds the id: the claim is repeated later",
     conflict: "the id was used before for another body",
     fenced: "the lease was lost: the result of the attempt was discarded",
     unavailable: "the store did not answer a request",

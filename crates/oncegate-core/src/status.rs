@@ -87,7 +87,7 @@ pub enum DeliveryState {
     Waiting,
     /// The store's answer to its claim.
     Claiming,
-    /// Another consumer holds its id, or the store is unavailable; the claim is repeated later.
+    /// Another delivery holds its id, or the store is unavailable; the claim is repeated later.
     AwaitingHolder,
     /// A free run for its handler, or, if it runs apart from others, the answers to claims that
     /// were sent.

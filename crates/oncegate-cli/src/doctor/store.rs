@@ -114,7 +114,7 @@ fn is_permission_error(text: &str) -> bool {
 
 /// Adds an error of the store, which contains its remedy.
 fn add_store_error(error: StoreError, findings: &mut DoctorFindings) {
-    let text = error.to_string();
+    let text = oncegate_config::with_store_keys(&error.to_string());
     if is_unavailable(&error) {
         findings.error(
             "store-away",
