@@ -181,7 +181,7 @@ async fn a_consumer_that_may_exceed_the_consumer_timeout_logs_a_warning_at_start
             .expect("no configuration error");
         let warned = logged.iter().any(|line| {
             line.contains("WARN")
-                && line.contains("consumer_timeout: a delivery may be unsettled for 2500s")
+                && line.contains("consumer_timeout: it may stay unacknowledged for 2500s")
         });
         assert_eq!(warned, may_exceed, "{minutes} min: {logged:#?}");
     }
