@@ -19,7 +19,7 @@ pub async fn settling_empties_the_list(queue: impl TestQueue) {
 }
 
 /// In any order and in any number of calls.
-pub async fn what_is_accepted_never_comes_back(queue: impl TestQueue) {
+pub async fn an_accepted_delivery_is_not_redelivered(queue: impl TestQueue) {
     publish_numbers(&queue, 40).await;
     let mut client = SourceClient::of(&queue).await;
     let mut all = client.receive(40).await;
@@ -36,7 +36,7 @@ pub async fn what_is_accepted_never_comes_back(queue: impl TestQueue) {
 }
 
 /// After an orderly close. A shutdown does not count as a failure.
-pub async fn what_is_not_settled_comes_back(queue: impl TestQueue) {
+pub async fn unsettled_deliveries_are_redelivered_after_a_close(queue: impl TestQueue) {
     publish_numbers(&queue, 5).await;
     let mut client = SourceClient::of(&queue).await;
     let open = client.receive(5).await;
@@ -54,7 +54,7 @@ pub async fn what_is_not_settled_comes_back(queue: impl TestQueue) {
 }
 
 /// Dropping a source equals a crash of its process.
-pub async fn what_is_dropped_with_its_source_comes_back(queue: impl TestQueue) {
+pub async fn unsettled_deliveries_are_redelivered_after_a_crash(queue: impl TestQueue) {
     publish_numbers(&queue, 5).await;
     let mut client = SourceClient::of(&queue).await;
     let open = client.receive(5).await;
@@ -71,7 +71,7 @@ pub async fn what_is_dropped_with_its_source_comes_back(queue: impl TestQueue) {
 
 /// Accepting a later delivery does not accept an earlier one that is not settled; that one is
 /// delivered again.
-pub async fn a_gap_keeps_its_place_and_nothing_else(queue: impl TestQueue) {
+pub async fn accepting_a_later_delivery_does_not_accept_an_earlier_one(queue: impl TestQueue) {
     publish_numbers(&queue, 10).await;
     let mut client = SourceClient::of(&queue).await;
     let mut all = client.receive(10).await;

@@ -17,7 +17,7 @@ fn header<'a>(message: &'a Message, name: &str) -> Option<&'a str> {
 }
 
 /// With its body, its headers and the failure history; and it is not delivered again.
-pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: impl TestQueue) {
+pub async fn a_rejected_message_is_a_dead_letter_with_its_failure_history(queue: impl TestQueue) {
     queue
         .publish(Message::new("poison").with_header("payment-id", "42"))
         .await;
@@ -63,7 +63,7 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
 }
 
 /// In-doubt messages have a destination of their own.
-pub async fn what_is_in_doubt_stands_apart(queue: impl TestQueue) {
+pub async fn in_doubt_messages_have_a_destination_of_their_own(queue: impl TestQueue) {
     publish_numbers(&queue, 1).await;
     let mut client = SourceClient::of(&queue).await;
     let delivery = client.receive_one().await;
@@ -109,7 +109,7 @@ pub async fn many_rejections_at_once_all_arrive(queue: impl TestQueue) {
 }
 
 /// Accepted, released and rejected deliveries in one batch are each settled as requested.
-pub async fn each_settlement_of_a_batch_is_its_own(queue: impl TestQueue) {
+pub async fn settlements_in_one_batch_are_independent(queue: impl TestQueue) {
     publish_numbers(&queue, 60).await;
     let mut client = SourceClient::of(&queue).await;
     let all = client.receive(60).await;

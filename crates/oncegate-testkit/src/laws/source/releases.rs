@@ -9,7 +9,7 @@ use super::client::*;
 
 /// Not before its delay, with the failure count of the release; other messages are delivered in the
 /// meantime.
-pub async fn what_is_released_comes_back_after_its_delay_and_holds_up_no_other(
+pub async fn a_release_is_redelivered_after_its_delay_and_blocks_no_other(
     queue: impl TestQueue,
 ) {
     const DELAY: Duration = Duration::from_millis(1_500);
@@ -37,7 +37,7 @@ pub async fn what_is_released_comes_back_after_its_delay_and_holds_up_no_other(
 }
 
 /// A source that is closed before the delay ends loses nothing.
-pub async fn what_is_released_for_long_comes_back_to_the_next_source(queue: impl TestQueue) {
+pub async fn a_release_with_a_long_delay_survives_a_close(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;
     let mut all = client.receive(3).await;
@@ -60,7 +60,7 @@ pub async fn what_is_released_for_long_comes_back_to_the_next_source(queue: impl
 }
 
 /// Each release carries the number of failed attempts, and the next delivery has that number.
-pub async fn what_is_released_again_and_again_keeps_its_count(queue: impl TestQueue) {
+pub async fn repeated_releases_keep_the_failure_count(queue: impl TestQueue) {
     publish_numbers(&queue, 1).await;
     let mut client = SourceClient::of(&queue).await;
     for failures in 0..5 {
@@ -85,7 +85,7 @@ pub async fn what_is_released_again_and_again_keeps_its_count(queue: impl TestQu
 }
 
 /// Shorter delays before longer ones.
-pub async fn releases_come_back_in_the_order_of_their_delays(queue: impl TestQueue) {
+pub async fn releases_are_redelivered_in_the_order_of_their_delays(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;
     let all = client.receive(3).await;

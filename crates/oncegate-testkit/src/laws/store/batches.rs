@@ -96,7 +96,7 @@ pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
 }
 
 /// An operation that is refused or invalid does not affect the others.
-pub async fn one_bad_item_spoils_no_other(store: Arc<dyn Store>) {
+pub async fn an_invalid_operation_does_not_affect_the_others(store: Arc<dyn Store>) {
     let taken = key("taken");
     verdicts(&*store, &[asker(7, 0).claims(&taken)]).await;
     let forever = Duration::from_secs(100 * 365 * 24 * 3600);
@@ -156,7 +156,7 @@ pub async fn one_bad_item_spoils_no_other(store: Arc<dyn Store>) {
 }
 
 /// Operations on one key in one batch are applied in order.
-pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>) {
+pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn Store>) {
     let (k, other, doubt) = (key("k"), key("other"), key("doubt"));
     let clear = Ask::Clear(Effect::Nothing);
     let strict = |token, attempt| Asker::new(AT_MOST_ONCE, Token(token), attempt);
@@ -230,7 +230,7 @@ pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>
 
 /// If the reply to a batch is lost, any prefix may have been applied. Repeating the batch with the
 /// same tokens gives the lost verdicts and the same markers.
-pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: Arc<dyn Store>) {
+pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
     let mine = |guarantee, attempt| Asker::new(guarantee, MINE, attempt);
     let strict = |attempt| mine(AT_MOST_ONCE, attempt);
     let lax = |attempt| mine(EFFECTIVELY_ONCE, attempt);
@@ -371,7 +371,7 @@ pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: 
 
 /// When it is repeated after a lost reply, each operation has the same verdict, or one after which
 /// reading the marker tells what happened.
-pub async fn a_lost_reply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
+pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Store>) {
     let strict = |attempt| Asker::new(AT_MOST_ONCE, MINE, attempt);
     let lax = |attempt| Asker::new(EFFECTIVELY_ONCE, MINE, attempt);
     let lossy = LosesReplies::new(store.clone(), |asked: &[Operation]| ReplyFault::Lost {
@@ -491,7 +491,7 @@ pub async fn a_lost_reply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
 
 /// An apply that is dropped at any moment leaves each of its operations applied or not applied, and
 /// the store usable.
-pub async fn a_dropped_apply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
+pub async fn an_operation_can_be_repeated_after_a_dropped_apply(store: Arc<dyn Store>) {
     for polls in 0..12u32 {
         let claims: Vec<Operation> = (0..20)
             .map(|it| asker(1, 0).claims(&key(format!("{polls}-{it}"))))

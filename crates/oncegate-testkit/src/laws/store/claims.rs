@@ -248,7 +248,7 @@ pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
 
 /// A doubt that no consumer reconciles, or whose reconciler's lease expired, is given to the claim
 /// with the next attempt.
-pub async fn a_doubt_goes_to_who_claims_it(store: Arc<dyn Store>) {
+pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         let waiting = [
@@ -422,7 +422,7 @@ pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
 }
 
 /// Fingerprints from 0 to the largest are stored without truncation.
-pub async fn every_fingerprint_is_told_from_every_other(store: Arc<dyn Store>) {
+pub async fn all_fingerprints_are_distinguished(store: Arc<dyn Store>) {
     const LARGEST: u64 = Fingerprint::LIMIT - 1;
     let bodies = [0, 1, 42, 1 << 53, (1 << 53) + 1, LARGEST - 1, LARGEST].map(body);
     let done = key("done");

@@ -105,7 +105,7 @@ pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>)
 
 /// Of a hundred clients that try to resolve, complete or claim the same doubt at once, each has a
 /// correct verdict: one takes the doubt, and one claims the resolved id.
-pub async fn of_a_hundred_who_find_a_doubt_one_reconciles(store: Arc<dyn Store>) {
+pub async fn of_a_hundred_simultaneous_claims_of_a_doubt_one_reconciles(store: Arc<dyn Store>) {
     for round in 0..5 {
         let key = key(format!("k{round}"));
         assert_eq!(

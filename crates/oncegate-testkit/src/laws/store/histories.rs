@@ -35,7 +35,7 @@ const SHORTENING: Duration = Duration::from_secs(10);
 /// Each history runs on as many keys as it has steps: all of them take its first step, all but the
 /// first the second, and so on. After its last step a key's marker is checked. So the marker after
 /// each step is checked, although checking changes it.
-pub async fn random_histories_go_as_the_reference_says(store: Arc<dyn Store>) {
+pub async fn random_histories_match_the_reference(store: Arc<dyn Store>) {
     let mut left = seeds(HISTORIES);
     let (mut last, mut more) = (0u64, 0);
     let enough = left.size_hint().0 >= HISTORIES as usize;

@@ -103,7 +103,7 @@ pub async fn the_holder_completes(store: Arc<dyn Store>) {
 
 /// Any token completes a doubt: only a holder completes, and a known outcome replaces an unknown
 /// one.
-pub async fn a_doubt_is_completed_by_whoever(store: Arc<dyn Store>) {
+pub async fn any_token_completes_a_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         for given in [
@@ -144,7 +144,7 @@ pub async fn completing_again_is_done(store: Arc<dyn Store>) {
 }
 
 /// Completing an absent marker is done and reports that the marker was lost.
-pub async fn completing_a_lost_marker_says_so(store: Arc<dyn Store>) {
+pub async fn completing_a_lost_marker_reports_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         let asked = asks(of, Ask::Complete, 1);
@@ -207,7 +207,7 @@ pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
 
 /// A grant whose handler was not started is withdrawn as if it had not been granted: the budget and
 /// the unknown outcome of earlier attempts are unchanged. A free marker is unchanged.
-pub async fn withdrawing_spends_nothing(store: Arc<dyn Store>) {
+pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         let first = running(of, MINE, 1);
@@ -274,7 +274,7 @@ pub async fn an_unknown_outcome_is_not_cleared_in_at_most_once(store: Arc<dyn St
 }
 
 /// A free marker is unchanged.
-pub async fn clearing_what_is_free_changes_nothing(store: Arc<dyn Store>) {
+pub async fn clearing_a_free_marker_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         for effect in EFFECTS {
@@ -288,7 +288,7 @@ pub async fn clearing_what_is_free_changes_nothing(store: Arc<dyn Store>) {
 }
 
 /// In at most once a rejected id is kept, with the fingerprint of the rejected body.
-pub async fn rejecting_is_remembered_in_at_most_once(store: Arc<dyn Store>) {
+pub async fn a_rejection_is_kept_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for effect in EFFECTS {
         for of in [None, body(7)] {
@@ -398,7 +398,7 @@ fn waiting(hold: Hold) -> Marker {
 
 /// A doubt on a free marker is recorded with the higher of both attempts: the fencing token never
 /// decreases.
-pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
+pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         for (given, attempt, fence) in [
@@ -435,7 +435,7 @@ pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
 }
 
 /// A resolved doubt is done if it happened, and free with its attempt if it did not.
-pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
+pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         for given in [
@@ -529,7 +529,7 @@ fn all_seen() -> Vec<Marker> {
 /// An operator sends back a rejected id, an id that failed too often and, after stating the
 /// outcome, an id in doubt, if the marker is unchanged; never one that is in progress or done. The
 /// attempt number continues above every known number, and the whole budget is available.
-pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
+pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (of, word, known) in [
         (AT_MOST_ONCE, Effect::Nothing, 0),
@@ -629,7 +629,7 @@ pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
 
 /// An operator forgets a completed id, if the marker is unchanged, and nothing else. The attempt
 /// number continues above the known attempt, or above a number that no budget reaches.
-pub async fn a_person_forgets_what_is_done(store: Arc<dyn Store>) {
+pub async fn forgetting_requires_the_expected_done_marker(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (of, known) in [(AT_MOST_ONCE, 0), (EFFECTIVELY_ONCE, 7)] {
         let fence = if known == 0 { UNKNOWN_ATTEMPT } else { known };
@@ -653,7 +653,7 @@ pub async fn a_person_forgets_what_is_done(store: Arc<dyn Store>) {
 }
 
 /// The unknown outcome of an earlier attempt is kept, although a later attempt did nothing.
-pub async fn what_is_unknown_stays_unknown(store: Arc<dyn Store>) {
+pub async fn an_unknown_outcome_stays_unknown(store: Arc<dyn Store>) {
     let of = EFFECTIVELY_ONCE;
     let attempts = Attempts {
         number: 4,
@@ -684,7 +684,7 @@ pub async fn what_is_unknown_stays_unknown(store: Arc<dyn Store>) {
 
 /// Another permit completes, renews, clears, rejects, doubts and resolves nothing: neither another
 /// token with the same attempt, nor the same token with another attempt. A settled id is unchanged.
-pub async fn another_permit_changes_nothing(store: Arc<dyn Store>) {
+pub async fn another_token_or_attempt_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for of in BOTH {
         let not_mine = [(THEIRS, 2), (MINE, 1), (MINE, 3), (THEIRS, 1)];
@@ -746,7 +746,7 @@ fn has_a_row_of_its_own(ask: Ask, given: &Marker, of: Guarantee) -> bool {
 
 /// Bare is the literal gate: a claim of an absent id writes a done marker, any failure deletes it,
 /// and nothing else is checked.
-pub async fn bare_is_the_literal_gate(store: Arc<dyn Store>) {
+pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
     let bare = |ask| asks(Guarantee::Bare, ask, 1);
     let all = [
         Marker::Absent,

@@ -16,7 +16,7 @@ const LEASE: Duration = Duration::from_millis(300);
 
 /// A lease is held for its duration and is then given to the next claim. `Busy` contains the
 /// remaining time, and a claim after that time is not busy again.
-pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
+pub async fn a_lease_ends_after_its_duration(store: Arc<dyn Store>) {
     for guarantee in BOTH {
         let key = key(format!("{guarantee:?}"));
         let before = Instant::now();
@@ -68,7 +68,7 @@ pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
 
 /// Renewing, repeating the claim with the same token, and repeating the claim of the same doubt
 /// restart the lease.
-pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
+pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
     let holder = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
     let doubter = Asker::new(AT_MOST_ONCE, MINE, 2).lease(LEASE);
     let renewed = key("renewed");
@@ -138,7 +138,7 @@ pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
 }
 
 /// An operation without effect neither lengthens nor shortens a lease.
-pub async fn asking_in_vain_does_not_lengthen_a_lease(store: Arc<dyn Store>) {
+pub async fn an_operation_without_effect_does_not_extend_a_lease(store: Arc<dyn Store>) {
     let holder = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
     let key = key("k");
     assert_eq!(verdict(&*store, holder.claims(&key)).await, granted(1));
@@ -200,7 +200,7 @@ pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
 }
 
 /// A takeover has the lease of the new holder, and a doubt that of its reconciler.
-pub async fn who_takes_over_holds_for_their_own_lease(store: Arc<dyn Store>) {
+pub async fn a_takeover_has_the_lease_of_the_new_holder(store: Arc<dyn Store>) {
     let takeover = |guarantee: Guarantee, holders, takers| {
         let key = key(format!("{guarantee:?}-{takers:?}"));
         let asker = |token, lease| {

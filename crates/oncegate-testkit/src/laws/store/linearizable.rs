@@ -27,7 +27,7 @@ const APPLIES: usize = 9;
 
 /// Six clients send operations on two keys at once; some replies are lost. The operations on each
 /// key have an order that the reference allows.
-pub async fn what_concurrent_clients_saw_has_one_order(store: Arc<dyn Store>) {
+pub async fn concurrent_operations_are_linearizable(store: Arc<dyn Store>) {
     let mut undecided = 0;
     let mut histories = 0;
     for seed in seeds(HISTORIES) {

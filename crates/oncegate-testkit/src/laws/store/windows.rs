@@ -43,7 +43,7 @@ fn finished_key(
 
 /// Markers with the window are kept for its duration and absent afterwards: done, rejected and
 /// cleared ones, and unresolved ones in effectively once. An expired marker has no holder.
-pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
+pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
     let mine = |of, attempt| Asker::new(of, MINE, attempt).lease(BRIEF / 2).window(BRIEF);
     let (once, again) = (mine(AT_MOST_ONCE, 1), mine(EFFECTIVELY_ONCE, 1));
     let held = |verdict: &Verdict| matches!(verdict, Verdict::Busy { .. });
@@ -155,7 +155,7 @@ pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
 }
 
 /// Repeated duplicates do not extend the window of a marker.
-pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
+pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn Store>) {
     let (done, rejected) = (key("done"), key("rejected"));
     let asker = |of| Asker::new(of, MINE, 1).window(BRIEF);
     let reject = asker(AT_MOST_ONCE).asks(Ask::Reject(Effect::Nothing), &rejected);
@@ -208,7 +208,7 @@ pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
 }
 
 /// Every write restarts the window: a renewal, a repeated claim, a doubt, a clear, a completion.
-pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
+pub async fn every_write_restarts_the_window(store: Arc<dyn Store>) {
     let asker = Asker::new(EFFECTIVELY_ONCE, MINE, 1)
         .lease(LONG)
         .window(BRIEF);
@@ -314,7 +314,7 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
 
 /// An unresolved marker in at most once outlives every window: an unknown outcome on Friday is not
 /// a first delivery on Monday.
-pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn Store>) {
+pub async fn an_unresolved_at_most_once_marker_outlives_the_window(store: Arc<dyn Store>) {
     let brief = |of, token, attempt| {
         Asker::new(of, Token(token), attempt)
             .lease(BRIEF / 20)
