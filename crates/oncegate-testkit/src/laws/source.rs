@@ -37,7 +37,7 @@ pub trait TestQueue: Send + Sync {
 
     /// The messages in a destination of rejected messages, read with a client of the broker, with
     /// their headers. The laws call it again until the expected messages are there.
-    async fn set_aside(&self, destination: Destination) -> Vec<Message>;
+    async fn rejected_messages(&self, destination: Destination) -> Vec<Message>;
 
     /// The time limit for one step of a law. A consumer group may need 30 s until it reassigns the
     /// partitions of a closed consumer.

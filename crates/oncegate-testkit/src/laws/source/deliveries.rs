@@ -83,14 +83,14 @@ pub async fn receive_respects_its_limit(queue: impl TestQueue) {
                 .expect("there is more")
                 .expect("it receives");
         }
-        let came: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
-        let bytes: usize = came.iter().map(|it| it.message.size()).sum();
+        let deliveries: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
+        let bytes: usize = deliveries.iter().map(|it| it.message.size()).sum();
         assert!(
-            came.len() <= limit.count && (came.len() <= 1 || bytes <= limit.bytes),
+            deliveries.len() <= limit.count && (deliveries.len() <= 1 || bytes <= limit.bytes),
             "{limit:?}: {} deliveries, {bytes} bytes",
-            came.len()
+            deliveries.len()
         );
-        all.extend(came);
+        all.extend(deliveries);
     }
     let rest = client.receive(10 - all.len()).await;
     client.accept(all.into_iter().chain(rest)).await;

@@ -62,9 +62,9 @@ pub async fn unsettled_deliveries_are_redelivered_after_a_crash(queue: impl Test
     drop(open);
     let mut next = SourceClient::of(&queue).await;
     let again = next.receive(5).await;
-    let mut came = bodies(&again);
-    came.sort();
-    assert_eq!(came, numbers(0..5));
+    let mut received = bodies(&again);
+    received.sort();
+    assert_eq!(received, numbers(0..5));
     next.accept(again).await;
     next.close().await;
 }
@@ -80,20 +80,20 @@ pub async fn accepting_a_later_delivery_does_not_accept_an_earlier_one(queue: im
     client.close_unsettled().await;
     drop(gap);
     let mut next = SourceClient::of(&queue).await;
-    let mut came = Vec::new();
-    while !bodies(&came).contains(&"3".to_owned()) {
-        came.push(next.receive_one().await);
+    let mut received = Vec::new();
+    while !bodies(&received).contains(&"3".to_owned()) {
+        received.push(next.receive_one().await);
     }
     // Deliveries after a gap may be repeated, and their done markers detect that. Those before it
     // may not.
     assert!(
-        bodies(&came)
+        bodies(&received)
             .iter()
             .all(|it| it.parse::<u32>().is_ok_and(|it| it >= 3)),
         "{:?}",
-        bodies(&came)
+        bodies(&received)
     );
-    next.accept(came).await;
+    next.accept(received).await;
     next.close_unsettled().await;
 }
 

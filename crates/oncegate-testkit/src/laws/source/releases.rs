@@ -9,9 +9,7 @@ use super::client::*;
 
 /// Not before its delay, with the failure count of the release; other messages are delivered in the
 /// meantime.
-pub async fn a_release_is_redelivered_after_its_delay_and_blocks_no_other(
-    queue: impl TestQueue,
-) {
+pub async fn a_release_is_redelivered_after_its_delay_and_blocks_no_other(queue: impl TestQueue) {
     const DELAY: Duration = Duration::from_millis(1_500);
     publish_numbers(&queue, 1).await;
     let mut client = SourceClient::of(&queue).await;
@@ -26,7 +24,7 @@ pub async fn a_release_is_redelivered_after_its_delay_and_blocks_no_other(
     client.accept(others).await;
     let again = client.receive_one().await;
     let after = released_at.elapsed();
-    assert!(after >= DELAY, "it came back after {after:?}");
+    assert!(after >= DELAY, "it was redelivered after {after:?}");
     assert_eq!((body(&again).as_str(), again.failures), ("0", 2));
     client.accept([again]).await;
     client.close().await;
@@ -52,9 +50,9 @@ pub async fn a_release_with_a_long_delay_survives_a_close(queue: impl TestQueue)
     client.close_unsettled().await;
     let mut next = SourceClient::of(&queue).await;
     let again = next.receive(2).await;
-    let mut came = bodies(&again);
-    came.sort();
-    assert_eq!(came, numbers(0..2));
+    let mut received = bodies(&again);
+    received.sort();
+    assert_eq!(received, numbers(0..2));
     next.accept(again).await;
     next.close_unsettled().await;
 }
