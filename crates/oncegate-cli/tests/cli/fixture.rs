@@ -14,7 +14,7 @@ use oncegate::{
     Connect, ConnectOptions, Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka,
     RabbitMq, Source, Store,
 };
-use oncegate_testkit::asking::SECOND;
+use oncegate_testkit::operations::SECOND;
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
