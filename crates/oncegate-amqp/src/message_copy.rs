@@ -202,7 +202,7 @@ impl MessageCopy {
             size,
             frame_max,
             headers = truncate(&names, MAX_TEXT_BYTES),
-            "the headers exceed the frame size; the largest are dropped from the copy, and its header `oncegate-dropped-headers` names them; raise frame_max in rabbitmq.conf and in the URL, or let the producer send less"
+            "headers dropped from a message copied to this queue: together they exceed the frame size; the copy's header `oncegate-dropped-headers` has the names; raise frame_max in rabbitmq.conf and in the URL, or let the producer send less"
         );
         let mut table = without(&table, |name| {
             dropped.iter().any(|dropped| dropped.as_str() == name)
@@ -666,8 +666,8 @@ mod tests {
                 DROPPED_HEADERS,
                 headers::ORIGIN,
                 headers::REASON,
-                ROUTING_KEY,
                 REJECTED_AT,
+                ROUTING_KEY,
             ];
             assert_eq!(names(&copy), [&["Oncegate-Id"], &ours[..]].concat());
             let table = copy.properties.headers().as_ref().expect("headers").inner();
