@@ -33,8 +33,8 @@
 //!   *Upstream:* nothing to report: rabbitmq/rabbitmq-server#15387 introduced the distinction. *Test:*
 //!   `releases::closing_rejects_failed_deliveries_and_nacks_the_others`. Stays.
 
-pub(crate) mod ack_drain;
 pub(crate) mod alarm_probe;
+pub(crate) mod close_delay;
 pub(crate) mod confirm_timeout;
 pub(crate) mod frame_sanitizer;
 pub(crate) mod handshake;

@@ -121,7 +121,7 @@ impl BrokerConnector {
             self.nodes.advance();
             match error {
                 ConnectError::Transient(problem) if tried < self.nodes.len() => {
-                    tracing::debug!(connection = name, %problem, "cannot connect to this node; trying the next one");
+                    tracing::debug!(connection = name, error = %problem, "cannot connect to this node; trying the next one");
                     tried += 1;
                 }
                 ConnectError::Transient(problem) if tried > 1 => {

@@ -22,24 +22,26 @@ use crate::message_copy::{MessageCopy, PublishCancellation};
 use crate::open_session::{self, MAX_RECONNECT_PAUSE};
 use crate::publisher::{ConfirmedCopy, CopyPublisher};
 use crate::queue_settings::QueueSettings;
-use crate::session::{ChannelLoss, ConsumerSession, GapPolicy, SessionEvent, UnsettledDelivery};
+use crate::session::{ChannelLoss, ConsumerSession, FlushMode, SessionEvent, UnsettledDelivery};
 use crate::settings::Rejects;
 
 /// The longest delay that a released delivery waits in memory, if there are delay queues.
 const MAX_IN_MEMORY_DELAY: Duration = Duration::from_secs(5);
 /// The shortest delay of a release, so that an immediate release cannot spin.
 const MIN_RELEASE_DELAY: Duration = Duration::from_millis(20);
-/// After this many single acknowledgements behind a delayed delivery, it moves to a delay queue. A
-/// copy costs the broker about as much as a hundred single acknowledgements.
+/// A delayed delivery keeps later ones from being acknowledged together (`multiple`). After this many
+/// of them were acknowledged one by one, it moves to a delay queue. The copy costs the broker about
+/// as much as a hundred single acknowledgements.
 const MAX_SINGLE_ACKS: usize = 256;
 /// A channel that was open for this long resets the backoff. One that fails at once must not.
 const STABLE_AFTER: Duration = Duration::from_secs(2);
 /// The same in [`PrefetchMode::OneByOne`].
 const STABLE_ONE_BY_ONE_AFTER: Duration = Duration::from_secs(10);
-/// How long [`PrefetchMode::OneByOne`] lasts.
-const ONE_BY_ONE_DURATION: Duration = Duration::from_secs(300);
-/// The longest pause before it consumes again after a message that the client cannot parse.
-const MAX_UNREADABLE_PAUSE: Duration = Duration::from_secs(30);
+/// How long a channel in [`PrefetchMode::OneByOne`] is open, at least, before the prefetch is
+/// restored.
+const MIN_ONE_BY_ONE_TIME: Duration = Duration::from_secs(300);
+/// The longest pause before reconnecting after a message that the client cannot parse.
+const MAX_UNPARSABLE_PAUSE: Duration = Duration::from_secs(30);
 /// How long closing a channel or a connection may take.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -97,7 +99,8 @@ pub(crate) async fn run(
     let _ = opened.send(Ok(()));
     let settings = Arc::clone(&driver.settings);
     driver.run_loop().await;
-    settings.metrics.channel_opened();
+    // No longer unavailable: the source is closed on purpose.
+    settings.metrics.clear_unavailable();
 }
 
 struct AmqpDriver {
@@ -192,16 +195,13 @@ impl AmqpDriver {
             }
             if self.can_restore_prefetch() {
                 self.prefetch_mode = PrefetchMode::Normal;
-                self.channel_lost(&ChannelLoss::Broken(
-                    "closed on purpose: the prefetch is restored after an unparsable message"
-                        .into(),
-                ));
+                self.channel_lost(&ChannelLoss::PrefetchRestored);
             }
             if let SessionState::Open(session) = &mut self.session {
                 session.flush(if self.closing.is_some() {
-                    GapPolicy::Ignore
+                    FlushMode::Immediate
                 } else {
-                    GapPolicy::Wait
+                    FlushMode::Batched
                 });
                 self.settings.metrics.set_unacked(session.acks.unacked());
             }
@@ -232,11 +232,11 @@ impl AmqpDriver {
         let tag = delivery.receipt.position;
         let session = match &mut self.session {
             SessionState::Open(session) if session.epoch == delivery.receipt.epoch => session,
-            _ => return count_stale_receipt(&self.settings, tag),
+            _ => return drop_stale_settlement(&self.settings, tag),
         };
         if let Settlement::Accept(_) = settlement {
             if session.acks.settle(tag).is_none() {
-                count_stale_receipt(&self.settings, tag);
+                ignore_repeated_settlement(&self.settings, tag);
             }
             return;
         }
@@ -268,12 +268,12 @@ impl AmqpDriver {
         let tag = delivery.receipt.position;
         if self.settings.rejects == Rejects::ByQueue && !reason.is_in_doubt() {
             if !session.reject(tag) {
-                count_stale_receipt(&self.settings, tag);
+                ignore_repeated_settlement(&self.settings, tag);
             }
             return;
         }
         let Some(unsettled) = session.acks.context(tag) else {
-            return count_stale_receipt(&self.settings, tag);
+            return ignore_repeated_settlement(&self.settings, tag);
         };
         self.publisher.publish(MessageCopy::rejected(
             &delivery,
@@ -285,15 +285,16 @@ impl AmqpDriver {
         session.publishing += 1;
     }
 
-    /// Delays a delivery: in memory if the delay is short or there are no delay queues, else in a
-    /// delay queue.
+    /// Delays a delivery. In a delay queue, if there are delay queues and the delay is long, half of
+    /// the prefetch is delayed already, or the source stops; otherwise in memory, for at most half of
+    /// the consumer timeout.
     fn delay(&mut self, delivery: Delivery, after: Duration) {
         let SessionState::Open(session) = &mut self.session else {
             return;
         };
         let tag = delivery.receipt.position;
         let Some(unsettled) = session.acks.context(tag) else {
-            return count_stale_receipt(&self.settings, tag);
+            return ignore_repeated_settlement(&self.settings, tag);
         };
         let has_delay_queues = self.settings.uses_delay_queues();
         let is_crowded = session.delayed.len() >= session.prefetch / 2;
@@ -330,7 +331,7 @@ impl AmqpDriver {
         else {
             return;
         };
-        if !self.settings.uses_delay_queues() || self.settings.metrics.is_blocked() {
+        if !self.settings.uses_delay_queues() || self.settings.metrics.is_publishing_blocked() {
             return;
         }
         let now = Instant::now();
@@ -360,7 +361,8 @@ impl AmqpDriver {
         let SessionState::Open(session) = &mut self.session else {
             return;
         };
-        // The original of a cancelled copy was redelivered from memory and is settled by itself.
+        // If the copy was cancelled, the original was delivered from memory again, and its settlement
+        // acknowledges it.
         if session.epoch != confirmed.epoch
             || confirmed
                 .cancellation
@@ -386,7 +388,7 @@ impl AmqpDriver {
                     broker = self.settings.redacted_url(),
                     "reconnected; consuming again"
                 );
-                self.settings.metrics.channel_opened();
+                self.settings.metrics.clear_unavailable();
                 self.opened_at = Instant::now();
                 self.session = SessionState::Open(session);
             }
@@ -425,25 +427,24 @@ impl AmqpDriver {
             if size > self.settings.body_limit {
                 tracing::warn!(
                     queue = &*self.settings.name,
-                    size,
+                    bytes = size,
                     limit = self.settings.body_limit,
-                    "a body is over the limit; message sent to the dead letters; raise `.body_limit(…)` to handle such messages, then redrive it"
+                    "message body exceeds body_limit; rejecting the message to the dead letters (reason too-large); to handle it, raise body_limit and redrive it"
                 );
                 self.reject(delivery, &Reason::TooLarge, None);
                 continue;
             }
             if invalid_utf8 {
-                let problem = "a property, a header's name or the routing key is not UTF-8";
+                let error = "a property, a header's name or the routing key is not UTF-8";
                 tracing::warn!(
                     queue = &*self.settings.name,
-                    problem,
-                    "message cannot be read; sent to the dead letters; correct the producer: AMQP short strings are UTF-8"
+                    "a property, header name or routing key is not UTF-8; rejecting the message to the dead letters (reason unreadable); correct the producer: AMQP short strings are UTF-8"
                 );
                 self.reject(
                     delivery,
                     &Reason::Unreadable,
                     Some(&FailureHistory {
-                        last_error: Some(problem.into()),
+                        last_error: Some(error.into()),
                         ..FailureHistory::default()
                     }),
                 );
@@ -465,12 +466,12 @@ impl AmqpDriver {
             .deliver_at_front(session.delayed.take_due(Instant::now()));
     }
 
-    /// Whether [`PrefetchMode::OneByOne`] is over. Only while no delivery is unacknowledged, so that
+    /// Whether [`PrefetchMode::OneByOne`] may end. Only while no delivery is unacknowledged, so that
     /// none is redelivered because of the new channel.
     fn can_restore_prefetch(&self) -> bool {
         self.prefetch_mode == PrefetchMode::OneByOne
             && self.intake == IntakeState::Open
-            && self.opened_at.elapsed() > ONE_BY_ONE_DURATION
+            && self.opened_at.elapsed() > MIN_ONE_BY_ONE_TIME
             && matches!(&self.session, SessionState::Open(session) if session.is_idle())
     }
 
@@ -487,18 +488,24 @@ impl AmqpDriver {
         self.settings.metrics.set_unacked(0);
         let (queue, broker) = (&*self.settings.name, self.settings.redacted_url());
         match loss {
-            ChannelLoss::Broken(problem) | ChannelLoss::Silent(problem) => {
+            ChannelLoss::Broken(error) | ChannelLoss::ConsumerForgotten(error) => {
                 tracing::warn!(
                     queue,
                     broker,
-                    problem,
+                    error,
                     "channel lost; reconnecting; unacknowledged messages will be redelivered; if it recurs, see the log of RabbitMQ"
                 );
             }
-            ChannelLoss::Unreadable(problem) => tracing::error!(
+            ChannelLoss::PrefetchRestored => tracing::info!(
                 queue,
                 broker,
-                problem,
+                prefetch = self.settings.prefetch,
+                "reconnecting to restore the prefetch that was lowered to 1 because of an unparsable message"
+            ),
+            ChannelLoss::UnparsableFrame(error) => tracing::error!(
+                queue,
+                broker,
+                error,
                 "the client cannot parse a message at the head of the queue, which blocks the messages behind it; reconnecting with a prefetch of 1; remove the message with the management interface or another client"
             ),
         }
@@ -506,13 +513,11 @@ impl AmqpDriver {
         if self.intake == IntakeState::Open {
             self.epoch += 1;
             match (loss, self.prefetch_mode) {
-                (ChannelLoss::Unreadable(_), PrefetchMode::Normal) => {
+                (ChannelLoss::UnparsableFrame(_), PrefetchMode::Normal) => {
                     (self.prefetch_mode, self.backoff) =
-                        (PrefetchMode::OneByOne, Backoff::up_to(MAX_UNREADABLE_PAUSE))
+                        (PrefetchMode::OneByOne, Backoff::up_to(MAX_UNPARSABLE_PAUSE))
                 }
-                (ChannelLoss::Broken(_) | ChannelLoss::Silent(_), PrefetchMode::Normal)
-                    if self.opened_at.elapsed() > STABLE_AFTER =>
-                {
+                (_, PrefetchMode::Normal) if self.opened_at.elapsed() > STABLE_AFTER => {
                     self.backoff = Backoff::up_to(MAX_RECONNECT_PAUSE)
                 }
                 (_, PrefetchMode::OneByOne)
@@ -523,7 +528,9 @@ impl AmqpDriver {
                 _ => {}
             }
             let prefetch = self.prefetch_mode.prefetch(&self.settings);
-            let silence_check = if let ChannelLoss::Silent(_) = loss {
+            // The consumer may not be forgotten but wait behind a single active one. Until it receives
+            // something, check less often.
+            let silence_check = if let ChannelLoss::ConsumerForgotten(_) = loss {
                 LONG_SILENCE_CHECK_INTERVAL
             } else {
                 SILENCE_CHECK_INTERVAL
@@ -538,7 +545,8 @@ impl AmqpDriver {
             let old_session_closed = self.settings.preserves_order().then_some(closed);
             self.session = SessionState::Opening(Box::pin(async move {
                 if let Some(closed) = old_session_closed {
-                    // Closing has a timeout, and a panic in the task closes the channel, too.
+                    // The result does not matter: closing has a timeout, and a panic drops the
+                    // channel, which closes it.
                     let _ = closed.await;
                 }
                 opening.await
@@ -567,7 +575,8 @@ impl AmqpDriver {
         }
     }
 
-    /// Whether the source requested the close and no settlement is pending.
+    /// Whether the source requested the close and no settlement is pending. Without a channel none is:
+    /// the broker redelivers all unacknowledged deliveries.
     fn is_finished(&self) -> bool {
         self.closing.is_some()
             && match &self.session {
@@ -582,7 +591,7 @@ impl AmqpDriver {
         self.endpoints.live_epoch.store(0, Ordering::Release);
         match self.session {
             SessionState::Open(mut session) => {
-                session.flush(GapPolicy::Ignore);
+                session.flush(FlushMode::Immediate);
                 if !finished {
                     // Sends the last acknowledgements before the channel closes.
                     let acknowledged = async {
@@ -613,13 +622,23 @@ impl AmqpDriver {
     }
 }
 
-/// Counts a settlement for a closed channel. Its tag is unknown to the new channel, which the broker
-/// would close for it.
-fn count_stale_receipt(settings: &QueueSettings, tag: u64) {
+/// Counts and drops a settlement for a closed channel. The broker would close the new channel if it
+/// received an acknowledgement with a delivery tag that it did not assign there.
+fn drop_stale_settlement(settings: &QueueSettings, tag: u64) {
     settings.metrics.stale_receipt();
     tracing::debug!(
         queue = &*settings.name,
         tag,
         "settlement for a closed channel dropped; the delivery will be redelivered"
+    );
+}
+
+/// Ignores a settlement for a delivery of the open channel that is settled already. The broker would
+/// close the channel for a second acknowledgement.
+fn ignore_repeated_settlement(settings: &QueueSettings, tag: u64) {
+    tracing::debug!(
+        queue = &*settings.name,
+        tag,
+        "settlement ignored: the delivery is already settled"
     );
 }

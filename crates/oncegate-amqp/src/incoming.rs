@@ -13,16 +13,16 @@ use oncegate_core::source::{Delivery, Receipt, headers};
 use crate::client::frame_sanitizer::INVALID_UTF8_MARK;
 use crate::queue_settings::{DELAYS, QueueSettings};
 
-/// The header with the original routing key of a delayed copy, whose own routing key is the delay
-/// queue.
+/// The header with the original routing key of a copy. The copy's own routing key is the queue that it
+/// was published to: a delay, dead-letter or in-doubt queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
 
 /// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is not from oncegate and is
 /// ignored.
 const MAX_ROUTING_KEY_BYTES: usize = 255;
 
-/// The header with the time of the redelivery, in milliseconds since 1970, of a copy whose delay is
-/// longer than its delay queue's.
+/// The header with the time of the redelivery, in milliseconds since 1970. A copy has it if its delay
+/// is longer than the TTL of its delay queue: it then passes through several delay queues.
 pub(crate) const NOT_BEFORE: &str = "oncegate-not-before";
 
 /// The longest plausible delay. A [`NOT_BEFORE`] header beyond it is not from oncegate and is
@@ -36,7 +36,7 @@ const MAX_FAILURES: u32 = 100_000;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct OriginalProperties {
     pub(crate) properties: BasicProperties,
-    /// The routing key, if the message's key is another one.
+    /// The routing key, if the key header's value is the message's key instead.
     pub(crate) routing_key: Option<Bytes>,
     /// When the delivery was received, in milliseconds since 1970 by the system clock.
     pub(crate) received_ms: Option<u64>,
@@ -89,8 +89,8 @@ pub(crate) fn parse_delivery(
             .and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
     };
     let failures = table.map_or(0, |table| {
-        // With another setting, no message that this source rejected returns by a dead-letter
-        // exchange.
+        // With another setting the broker adds no `x-death` for this source's rejections, and a
+        // producer can forge it.
         let rejections = settings
             .counts_rejections()
             .then(|| rejections(table, queue));
@@ -145,8 +145,9 @@ pub(crate) fn has_invalid_utf8(raw: &Raw) -> bool {
         .any(|text| text.as_str().contains(INVALID_UTF8_MARK))
 }
 
-/// The rest of a delayed copy's delay; `None` if it is over. At most the longest delay queue's if
-/// the delivery has to wait in memory, unacknowledged.
+/// The rest of a delayed copy's delay; `None` if it is over, or if the header is missing or
+/// implausible. Without delay queues the delivery waits in memory, unacknowledged, so the result is
+/// at most the longest of [`DELAYS`].
 pub(crate) fn remaining_delay(delivery: &Delivery, settings: &QueueSettings) -> Option<Duration> {
     let text = std::str::from_utf8(delivery.message.headers.last(NOT_BEFORE)?).ok()?;
     let until = UNIX_EPOCH.checked_add(Duration::from_millis(text.parse().ok()?))?;

@@ -88,22 +88,21 @@ impl Default for OpenAttempts {
 impl OpenAttempts {
     /// Logs the error, unless it was logged just before, and waits until the next attempt.
     async fn wait(&mut self, settings: &QueueSettings, error: &ConnectError) {
-        let (queue, broker, problem) =
-            (&*settings.name, settings.redacted_url(), error.to_string());
-        let (pause, is_new) = self.next(error, &problem);
+        let (queue, broker, text) = (&*settings.name, settings.redacted_url(), error.to_string());
+        let (pause, is_new) = self.next(error, &text);
         if !is_new {
             tracing::debug!(
                 queue,
                 broker,
                 ?pause,
-                problem,
+                error = text,
                 "still not consuming; retrying"
             );
         } else if let ConnectError::QueueMismatch(_) = error {
             tracing::error!(
                 queue,
                 broker,
-                problem,
+                error = text,
                 max_pause = ?MISMATCH_PAUSES.1,
                 "not consuming: the queue does not match the settings; retrying with growing pauses; delete the queue or correct the settings"
             );
@@ -111,7 +110,7 @@ impl OpenAttempts {
             tracing::warn!(
                 queue,
                 broker,
-                problem,
+                error = text,
                 "not consuming; retrying until the broker serves the queue"
             );
         }

@@ -373,21 +373,21 @@ impl PublisherTask {
         queue.waiting.push_back(copy);
     }
 
-    fn warn(&mut self, problem: &str, pause: Duration) {
+    fn warn(&mut self, error: &str, pause: Duration) {
         let (queue, broker) = (&*self.settings.name, self.settings.redacted_url());
-        if self.throttle.is_due(problem, Instant::now()) {
+        if self.throttle.is_due(error, Instant::now()) {
             tracing::warn!(
                 queue,
                 broker,
-                problem,
+                error,
                 ?pause,
-                "cannot publish a dead letter, in-doubt or delayed message; its original stays unacknowledged; retrying until the problem is solved"
+                "cannot publish to the dead-letter, in-doubt or delay queue; retrying; the original message stays unacknowledged; check that the queue exists, is not full, and that the user may publish to it"
             );
         } else {
             tracing::debug!(
                 queue,
                 broker,
-                problem,
+                error,
                 ?pause,
                 "publishing failed again; retrying"
             );

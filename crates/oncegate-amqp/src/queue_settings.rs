@@ -74,8 +74,8 @@ pub(crate) const DELAYS: [Duration; 5] = [
 ];
 
 impl QueueSettings {
-    /// Whether `x-death` says how often a consumer rejected a message: only the queue's own
-    /// dead-letter exchange can bring it back. Otherwise a producer wrote it.
+    /// Whether `x-death` has the number of this source's rejections: with [`Rejects::ByQueue`] the
+    /// queue's own dead-letter exchange adds it. Otherwise a producer can forge it.
     pub(crate) fn counts_rejections(&self) -> bool {
         self.rejects == Rejects::ByQueue
     }
@@ -85,13 +85,13 @@ impl QueueSettings {
         self.consumer_timeout.mul_f64(0.9)
     }
 
-    /// A warning, if the consumer may leave a delivery unsettled for longer than that.
+    /// A warning, if a delivery may be unsettled for longer than [`Self::unsettled_timeout`].
     pub(crate) fn consumer_timeout_warning(&self) -> Option<String> {
         let (open, limit) = (self.longest_open, self.unsettled_timeout());
         (open > limit).then(|| {
             format!(
-                "consumer_timeout: a delivery may be unsettled for {open:?} with these settings of .handler_timeout(…), .max_inline_retries(…) and .lease(…), \
-                 but the source closes the channel after {limit:?} and the broker after {:?}, and all unacknowledged messages are redelivered; \
+                "a delivery may exceed RabbitMQ's consumer_timeout: it may stay unacknowledged for {open:?} with these settings of .handler_timeout(…), .max_inline_retries(…) and .lease(…), \
+                 but the source closes the channel after {limit:?} and the broker after {:?}, and then all unacknowledged messages are redelivered; \
                  shorten one of them, or raise consumer_timeout in rabbitmq.conf and in .consumer_timeout(…)",
                 self.consumer_timeout
             )

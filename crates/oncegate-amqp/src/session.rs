@@ -15,7 +15,7 @@ use oncegate_core::source::SourceError;
 use tokio::time::Instant;
 
 use crate::ack_ledger::AckLedger;
-use crate::client::ack_drain::AckDrain;
+use crate::client::close_delay::CloseDelay;
 use crate::client::silence_probe::SilenceProbe;
 use crate::client::stream_refusal;
 use crate::connector::{self, ConnectError, code, is_transient_refusal, reply_code};
@@ -73,7 +73,7 @@ pub(crate) struct ConsumerSession {
     unsettled_timeout: Duration,
     /// Since when there are settled deliveries behind an unsettled one.
     gap_since: Option<Instant>,
-    ack_drain: AckDrain,
+    close_delay: CloseDelay,
     pub(crate) prefetch: usize,
 }
 
@@ -87,21 +87,23 @@ pub(crate) enum SessionEvent {
     Lost(ChannelLoss),
 }
 
-/// Why a channel is lost.
+/// Why a channel is lost or replaced.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ChannelLoss {
     /// It was closed, or has to be closed.
     Broken(String),
-    /// It received nothing although the queue has ready messages.
-    Silent(String),
+    /// The [`SilenceProbe`] found ready messages in the queue, but the consumer received none.
+    ConsumerForgotten(String),
     /// The client cannot parse a frame of the broker.
-    Unreadable(String),
+    UnparsableFrame(String),
+    /// The driver closes it, to open one with the configured prefetch.
+    PrefetchRestored,
 }
 
 impl From<lapin::Error> for ChannelLoss {
     fn from(error: lapin::Error) -> Self {
         match error.kind() {
-            ErrorKind::ParsingError(_) => Self::Unreadable(error.to_string()),
+            ErrorKind::ParsingError(_) => Self::UnparsableFrame(error.to_string()),
             _ => Self::Broken(error.to_string()),
         }
     }
@@ -130,11 +132,13 @@ impl CloseMode {
     }
 }
 
-/// Whether acknowledgements behind an unsettled delivery may wait for it.
+/// When settled deliveries behind an unsettled one are acknowledged.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum GapPolicy {
-    Wait,
-    Ignore,
+pub(crate) enum FlushMode {
+    /// Together with it, if it is settled soon; else one by one.
+    Batched,
+    /// At once, one by one.
+    Immediate,
 }
 
 impl ConsumerSession {
@@ -213,7 +217,7 @@ impl ConsumerSession {
             is_stopped: false,
             unsettled_timeout: settings.unsettled_timeout(),
             gap_since: None,
-            ack_drain: AckDrain::default(),
+            close_delay: CloseDelay::default(),
             prefetch: usize::from(prefetch),
         })
     }
@@ -254,7 +258,7 @@ impl ConsumerSession {
                 let has_room = self.has_room();
                 if self.silence_probe.is_forgotten(ready, has_room) {
                     let problem = format!("the consumer receives nothing although {ready} messages are ready");
-                    SessionEvent::Lost(ChannelLoss::Silent(problem))
+                    SessionEvent::Lost(ChannelLoss::ConsumerForgotten(problem))
                 } else {
                     SessionEvent::Wake
                 }
@@ -276,9 +280,9 @@ impl ConsumerSession {
     }
 
     /// Sends the acknowledgements that are due: the settled prefix at once, settled deliveries
-    /// behind an unsettled one when there are many or [`GAP_TIMEOUT`] is over. One flush at a time,
-    /// so that acknowledgements are sent in order.
-    pub(crate) fn flush(&mut self, gaps: GapPolicy) {
+    /// behind an unsettled one with [`FlushMode::Immediate`], or when there are many or
+    /// [`GAP_TIMEOUT`] is over. One flush at a time, so that acknowledgements are sent in order.
+    pub(crate) fn flush(&mut self, mode: FlushMode) {
         if self.acknowledging.is_some() || (self.acks.settled() == 0 && self.rejecting.is_empty()) {
             return;
         }
@@ -287,7 +291,7 @@ impl ConsumerSession {
             self.gap_since = None;
         }
         let behind_gap = self.acks.settled();
-        let is_overdue = gaps == GapPolicy::Ignore
+        let is_overdue = mode == FlushMode::Immediate
             || behind_gap > self.prefetch / 4
             || self
                 .gap_since
@@ -303,8 +307,8 @@ impl ConsumerSession {
             return;
         }
         let rejected = std::mem::take(&mut self.rejecting);
-        self.ack_drain
-            .sent(rejected.len() + usize::from(prefix.is_some()) + singles.len());
+        self.close_delay
+            .acks_sent(rejected.len() + usize::from(prefix.is_some()) + singles.len());
         let channel = self.channel.clone();
         self.acknowledging = Some(Box::pin(async move {
             fault::point("amqp.ack.before");
@@ -389,7 +393,7 @@ impl ConsumerSession {
     pub(crate) async fn close(mut self, timeout: Duration) {
         self.acknowledging = None;
         if self.channel.status().connected() {
-            self.ack_drain.applied().await;
+            self.close_delay.wait().await;
         }
         // A single active consumer that was not stopped must not be cancelled: the next one would
         // receive later messages before the requeued ones.
@@ -431,9 +435,9 @@ impl ConsumerSession {
             )
             .await?;
         fault::point("amqp.back.after");
-        let mut drain = AckDrain::default();
-        drain.sent(rejected);
-        drain.applied().await;
+        let mut close_delay = CloseDelay::default();
+        close_delay.acks_sent(rejected);
+        close_delay.wait().await;
         Ok(())
     }
 

@@ -529,7 +529,8 @@ mod tests {
         assert_eq!(warning_for(minutes(27), minutes(30)), None);
         let warning = warning_for(minutes(28), minutes(30)).expect("a warning");
         assert!(
-            warning.starts_with("consumer_timeout: ") && warning.contains(".handler_timeout(…)"),
+            warning.contains("RabbitMQ's consumer_timeout")
+                && warning.contains(".handler_timeout(…)"),
             "{warning}"
         );
         assert_eq!(warning_for(minutes(28), minutes(60)), None);

@@ -169,8 +169,8 @@ impl SourceMetrics {
         self.away.set(1);
     }
 
-    /// A channel is open again, or the source is closed.
-    pub(crate) fn channel_opened(&self) {
+    /// Ends the time without a channel: a channel is open again, or the source is closed.
+    pub(crate) fn clear_unavailable(&self) {
         *self.status.0.away() = None;
         self.away.set(0);
     }
@@ -197,8 +197,8 @@ impl SourceMetrics {
         self.blocked.set(1);
     }
 
-    /// Whether the broker is known to block publishing.
-    pub(crate) fn is_blocked(&self) -> bool {
+    /// Whether the broker blocks publishing: `connection.blocked` without `connection.unblocked`.
+    pub(crate) fn is_publishing_blocked(&self) -> bool {
         self.status.0.blocked().since.is_some()
     }
 
@@ -261,7 +261,7 @@ mod tests {
         metrics.channel_lost();
         std::thread::sleep(Duration::from_millis(2));
         assert!(status.snapshot().away >= Duration::from_millis(2));
-        metrics.channel_opened();
+        metrics.clear_unavailable();
         assert_eq!(status.snapshot().away, Duration::ZERO);
     }
 

@@ -120,7 +120,7 @@ impl Source for KafkaSource {
                     offset = delivery.receipt.position,
                     bytes = delivery.message.body.len(),
                     limit = self.body_limit,
-                    "a body is over the limit; rejecting the message to the dead-letter topic; raise the body limit if such messages are valid"
+                    "message body exceeds body_limit; rejecting the message to the dead-letter topic; raise body_limit if such messages are valid"
                 );
                 self.publish(RejectedDelivery {
                     delivery,

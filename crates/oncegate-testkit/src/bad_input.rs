@@ -32,7 +32,7 @@ const GATE_LOG_LINES: [&str; 2] = [
     "message in doubt",
 ];
 /// The log line of a source that rejects a message.
-const SOURCE_LOG_LINE: &str = "a body is over the limit";
+const SOURCE_LOG_LINE: &str = "message body exceeds body_limit";
 
 /// A row of the table. The body of a message is the number of its row, unless the body itself is
 /// malformed.

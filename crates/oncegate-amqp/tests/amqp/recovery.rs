@@ -7,7 +7,7 @@ use lapin::options::{QueueDeclareOptions, QueueDeleteOptions, QueuePurgeOptions}
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_amqp::{QueueKind, RabbitMq, RabbitMqStatus, Topology};
 use oncegate_core::lifecycle::{Reason, Settlement};
-use oncegate_core::source::{Connect, ConnectOptions, Incoming, Limit, Source};
+use oncegate_core::source::{Connect, ConnectOptions, Delivery, Incoming, Limit, Receipt, Source};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -369,6 +369,38 @@ async fn dead_letter_and_in_doubt_queues_have_no_practical_delivery_limit() {
             .await
             .expect("these are its arguments");
     }
+    fixture.delete_queues().await;
+}
+
+#[tokio::test]
+async fn a_repeated_settlement_on_an_open_channel_is_ignored_and_not_counted_as_stale() {
+    let (fixture, status) = (QueueFixture::new().await, RabbitMqStatus::new());
+    let mut source = open(fixture.source(QueueKind::Quorum).status(status.clone())).await;
+    fixture.publish("a").await;
+    let settled = delivery(&mut source).await;
+    let copy = || Delivery {
+        message: settled.message.clone(),
+        receipt: Receipt {
+            epoch: settled.receipt.epoch,
+            partition: settled.receipt.partition,
+            position: settled.receipt.position,
+        },
+        failures: settled.failures,
+    };
+    for settlement in [accept(), accept(), Settlement::Reject(Reason::Refused)] {
+        settle(&mut source, copy(), settlement).await;
+    }
+    fixture.publish("b").await;
+    let next = delivery(&mut source).await;
+    settle(&mut source, next, accept()).await;
+    close(source).await;
+    let read = status.snapshot();
+    assert_eq!(
+        (read.stale_receipts, read.reconnects, read.copies),
+        (0, 0, 0),
+        "{read:?}"
+    );
+    fixture.wait_until_empty(&fixture.queue).await;
     fixture.delete_queues().await;
 }
 

@@ -16,7 +16,7 @@ const PASSED_ON: &[(&str, &str, &[&str])] = &[
     (
         "oncegate-amqp",
         "{warning}",
-        &["consumer_timeout: a delivery may be unsettled"],
+        &["a delivery may exceed RabbitMQ's consumer_timeout"],
     ),
     (
         "oncegate-core",

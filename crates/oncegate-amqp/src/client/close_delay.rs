@@ -1,0 +1,79 @@
+//! Delays the closing of a channel after many acknowledgements.
+//!
+//! # Workaround
+//! - *Symptom:* acknowledgements are lost when the channel closes soon after many of them; their
+//!   messages are redelivered. *Version:* RabbitMQ 3.10.8, quorum queues.
+//! - *Upstream:* rabbitmq/rabbitmq-server#10327 (open).
+//! - *Test:* `deliveries_settled_just_before_closing_are_not_redelivered` in `tests/amqp`.
+//! - *May be removed* when RabbitMQ applies them before it closes the channel.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+/// The channel closes at once after at most this many acknowledgements in a short time. RabbitMQ
+/// sends up to 32 commands of a channel to a quorum queue at once, keeps the rest in the channel
+/// process, and drops it, without an error, when the channel closes: those messages would be
+/// redelivered. Half of 32 leaves room for the channel's other commands.
+const MAX_WITHOUT_DELAY: usize = 16;
+/// How long RabbitMQ is assumed to need to apply more of them: AMQP does not confirm an
+/// acknowledgement.
+const ASSUMED_APPLY_TIME: Duration = Duration::from_millis(500);
+
+/// Counts the latest acknowledgements of a channel, those that followed each other within
+/// [`ASSUMED_APPLY_TIME`].
+#[derive(Default)]
+pub(crate) struct CloseDelay {
+    count: usize,
+    last: Option<Instant>,
+}
+
+impl CloseDelay {
+    /// Records that this number of acknowledgements is sent now.
+    pub(crate) fn acks_sent(&mut self, count: usize) {
+        let now = Instant::now();
+        if self
+            .last
+            .is_none_or(|last| now >= last + ASSUMED_APPLY_TIME)
+        {
+            self.count = 0;
+        }
+        self.count += count;
+        self.last = Some(now);
+    }
+
+    /// Waits until [`ASSUMED_APPLY_TIME`] after the last acknowledgement, if there were more than
+    /// [`MAX_WITHOUT_DELAY`].
+    pub(crate) async fn wait(&self) {
+        if let Some(last) = self.last.filter(|_| self.count > MAX_WITHOUT_DELAY) {
+            tokio::time::sleep_until(last + ASSUMED_APPLY_TIME).await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    async fn waited(delay: &CloseDelay) -> Duration {
+        let begun = Instant::now();
+        delay.wait().await;
+        begun.elapsed()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn closing_waits_after_many_acknowledgements_and_not_after_few() {
+        let mut delay = CloseDelay::default();
+        assert_eq!(waited(&delay).await, Duration::ZERO);
+        delay.acks_sent(MAX_WITHOUT_DELAY);
+        assert_eq!(waited(&delay).await, Duration::ZERO);
+        delay.acks_sent(1);
+        assert!(waited(&delay).await >= ASSUMED_APPLY_TIME);
+        delay.acks_sent(MAX_WITHOUT_DELAY);
+        assert_eq!(
+            waited(&delay).await,
+            Duration::ZERO,
+            "the earlier ones are long ago"
+        );
+    }
+}
