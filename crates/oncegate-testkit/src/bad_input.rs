@@ -248,9 +248,11 @@ impl BadInputConsumer {
     }
 
     /// Waits until the gate has counted the published messages of a row, and compares outcomes,
-    /// effects and log lines with the expected ones. The line of the first message that the gate
-    /// rejects must contain its reason, its id if it has one, and `origin`; that of the first one
-    /// that the source rejects on this thread `origin`. The test itself checks the dead letters.
+    /// effects and log lines with the expected ones. The test itself checks the dead letters.
+    ///
+    /// Of the messages that the gate rejects, the log line of the first must contain its reason, its
+    /// id if it has one, and `origin`. Of those that the source rejects on this thread, the log line
+    /// of the first must contain `origin`.
     ///
     /// # Panics
     /// If something differs.
@@ -412,7 +414,7 @@ impl ObservedOutcome {
             .store(store)
             .id(IdSource::header("id"))
             .scope(scope);
-        // A drain, too, waits for a store error that needs an operator.
+        // Until its timeout the drain waits for a store whose error an operator must repair.
         let (consumer, drained) = (
             consumer
                 .handler(RowEffects::default())

@@ -17,7 +17,7 @@ use serde::Serialize;
 use crate::LosesReplies;
 pub use effects::Effects;
 use faults::{Fault, Faults};
-pub use report::{Reconcile, Report, Run, RunResult};
+pub use report::{HandlerResult, Reconcile, Report, Run};
 use store::KitStore;
 use watched::WatchedHandler;
 

@@ -6,7 +6,7 @@ use oncegate_core::marker::{Ask, Operation};
 use oncegate_core::{Failure, Reconciled};
 use tokio::sync::Notify;
 
-use super::report::{Reconcile, Run, RunResult};
+use super::report::{HandlerResult, Reconcile, Run};
 use crate::ReplyFault;
 
 /// A kind of fault.
@@ -111,7 +111,7 @@ impl Faults {
         state.runs.push(Run {
             id: id.to_owned(),
             attempt,
-            result: RunResult::Interrupted,
+            result: HandlerResult::Interrupted,
         });
         Some(state.runs.len() - 1)
     }
@@ -145,7 +145,7 @@ impl Faults {
     }
 
     /// Records the result of a run.
-    pub(super) fn run_returned(&self, run: usize, result: RunResult) {
+    pub(super) fn run_returned(&self, run: usize, result: HandlerResult) {
         self.lock().runs[run].result = result;
     }
 

@@ -24,12 +24,12 @@ pub struct Run {
     /// The attempt number in the handler's context.
     pub attempt: u32,
     /// The result.
-    pub result: RunResult,
+    pub result: HandlerResult,
 }
 
 /// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum RunResult {
+pub enum HandlerResult {
     /// It returned `Ok`.
     Succeeded,
     /// It returned a failure.
@@ -165,9 +165,9 @@ impl Report {
             .filter(|(_, run)| run.id == id)
             .map(|(index, run)| {
                 let result = match run.result {
-                    RunResult::Succeeded => "returned Ok",
-                    RunResult::Failed => "failed",
-                    RunResult::Interrupted => "was interrupted",
+                    HandlerResult::Succeeded => "returned Ok",
+                    HandlerResult::Failed => "failed",
+                    HandlerResult::Interrupted => "was interrupted",
                 };
                 (index + 1, format!("attempt {} {result}", run.attempt))
             });

@@ -9,7 +9,7 @@ use std::task::{Context as TaskContext, Poll, Wake, Waker};
 use oncegate_core::{Context, Failure, Handler, Reconciled};
 
 use super::faults::{Fault, Faults};
-use super::report::RunResult;
+use super::report::HandlerResult;
 
 pub(super) struct WatchedHandler<H> {
     handler: Arc<H>,
@@ -62,9 +62,9 @@ impl<H: Handler> Handler for WatchedHandler<H> {
         faults.run_returned(
             run,
             if handled.is_ok() {
-                RunResult::Succeeded
+                HandlerResult::Succeeded
             } else {
-                RunResult::Failed
+                HandlerResult::Failed
             },
         );
         if faults.crashes_here(Fault::After) {

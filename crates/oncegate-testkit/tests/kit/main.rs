@@ -8,7 +8,7 @@ use oncegate_core::{
     Context, Execution, Failure, FailureExt, Guarantee, Handler, IdSource, Message, Order, Raw,
     RawBytes, Reconciled,
 };
-use oncegate_testkit::kit::RunResult;
+use oncegate_testkit::kit::HandlerResult;
 use oncegate_testkit::{Effects, Kit};
 
 use Guarantee::{AtMostOnce, Bare};
@@ -96,7 +96,7 @@ async fn without_faults_each_message_has_one_run() {
         report
             .runs()
             .iter()
-            .all(|run| (run.attempt, run.result) == (1, RunResult::Succeeded))
+            .all(|run| (run.attempt, run.result) == (1, HandlerResult::Succeeded))
     );
 }
 
@@ -157,7 +157,7 @@ async fn each_crash_in_the_handler_is_at_the_next_wait() {
             "the second wait comes after the effect"
         );
         assert_eq!(report.starts("a"), crashes as usize + 1);
-        assert_eq!(report.runs()[0].result, RunResult::Interrupted);
+        assert_eq!(report.runs()[0].result, HandlerResult::Interrupted);
     }
 }
 
@@ -335,7 +335,7 @@ async fn no_handler_of_a_crashed_consumer_runs_on_many_threads() {
         let happened = report
             .runs()
             .iter()
-            .filter(|run| run.result == RunResult::Succeeded)
+            .filter(|run| run.result == HandlerResult::Succeeded)
             .count();
         assert!(effects.total() >= happened && effects.total() <= report.runs().len());
     }

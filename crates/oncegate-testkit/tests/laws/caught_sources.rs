@@ -1,4 +1,4 @@
-//! The laws of sources can be broken: sources that make one mistake, and the laws that notice.
+//! Sources that make one mistake each, and the laws that detect it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use oncegate_testkit::laws::source::{self as law, Destination, TestQueue};
 
 use crate::memory_broker::Memory;
 
-/// What a source does wrong. In all else it is the memory broker's.
+/// What a source does wrong. Otherwise it is the memory broker's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     None,
@@ -138,7 +138,7 @@ impl Source for Mistaken {
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        let gone = || Settlement::Release {
+        let lost = || Settlement::Release {
             after: Duration::from_secs(3600),
             failures: 0,
         };
@@ -164,7 +164,7 @@ impl Source for Mistaken {
                 (Mistake::AcceptsAllBefore, accepted @ Settlement::Accept(_)) => {
                     let delivery = |receipt: &Receipt| Settled {
                         delivery: copy(receipt),
-                        settlement: gone(),
+                        settlement: lost(),
                         failure_history: None,
                     };
                     let mut all: Vec<Settled> = self.open[..before].iter().map(delivery).collect();
@@ -186,7 +186,7 @@ impl Source for Mistaken {
                 (Mistake::LosesLongReleases, Settlement::Release { after, .. })
                     if after > Duration::from_secs(3) =>
                 {
-                    gone()
+                    lost()
                 }
                 (Mistake::DropsTheFailureCount, Settlement::Release { after, .. }) => {
                     Settlement::Release { after, failures: 0 }
@@ -194,8 +194,8 @@ impl Source for Mistaken {
                 (Mistake::HasOneDestination, Settlement::Reject(_)) => {
                     Settlement::Reject(Reason::Refused)
                 }
-                (Mistake::RejectsOneInABatch, Settlement::Reject(_)) if !first => gone(),
-                (Mistake::SettlesABatchAsItsFirst, _) if !first => gone(),
+                (Mistake::RejectsOneInABatch, Settlement::Reject(_)) if !first => lost(),
+                (Mistake::SettlesABatchAsItsFirst, _) if !first => lost(),
                 (_, settlement) => settlement,
             };
             if self.mistake == Mistake::DropsTheFailureHistory {
@@ -230,21 +230,21 @@ macro_rules! breaks {
 }
 
 mistakes! {
-    headers_that_are_lost: DropsHeaders breaks messages_are_delivered_unchanged_and_in_order;
-    what_is_open_and_comes_again: DeliversTwice breaks an_unsettled_delivery_is_not_delivered_again;
-    a_bound_that_is_none: IgnoresTheLimit breaks receive_respects_its_limit, receive_with_an_empty_limit_delivers_nothing;
-    a_receive_that_must_not_be_dropped: LosesDeliveriesOfADroppedReceive breaks a_dropped_receive_loses_nothing;
-    a_settlement_that_is_left: LeavesTheLastUnsettled breaks settling_empties_the_list;
-    an_acceptance_that_does_not_hold: RedeliversAccepted breaks an_accepted_delivery_is_not_redelivered, a_stopped_source_still_settles;
-    an_acceptance_before_the_work: AcceptsAtDelivery breaks unsettled_deliveries_are_redelivered_after_a_close, unsettled_deliveries_are_redelivered_after_a_crash;
-    an_acceptance_of_all_before: AcceptsAllBefore breaks accepting_a_later_delivery_does_not_accept_an_earlier_one;
-    a_stop_that_stops_too_much: StopsSettling breaks a_stopped_source_still_settles;
-    a_delay_that_is_none: ReleasesAtOnce breaks a_release_is_redelivered_after_its_delay_and_blocks_no_other;
+    headers_that_are_dropped: DropsHeaders breaks messages_are_delivered_unchanged_and_in_order;
+    a_second_delivery_before_the_settlement: DeliversTwice breaks an_unsettled_delivery_is_not_delivered_again;
+    a_limit_that_is_ignored: IgnoresTheLimit breaks receive_respects_its_limit, receive_with_an_empty_limit_delivers_nothing;
+    deliveries_that_a_dropped_receive_loses: LosesDeliveriesOfADroppedReceive breaks a_dropped_receive_loses_nothing;
+    a_settlement_that_stays_in_the_list: LeavesTheLastUnsettled breaks settling_empties_the_list;
+    an_accepted_delivery_that_is_redelivered: RedeliversAccepted breaks an_accepted_delivery_is_not_redelivered, a_stopped_source_still_settles;
+    an_acceptance_at_delivery: AcceptsAtDelivery breaks unsettled_deliveries_are_redelivered_after_a_close, unsettled_deliveries_are_redelivered_after_a_crash;
+    an_acceptance_of_all_earlier_deliveries: AcceptsAllBefore breaks accepting_a_later_delivery_does_not_accept_an_earlier_one;
+    a_stop_that_ends_settling: StopsSettling breaks a_stopped_source_still_settles;
+    a_delay_that_is_ignored: ReleasesAtOnce breaks a_release_is_redelivered_after_its_delay_and_blocks_no_other;
     one_delay_for_all: ReleasesWithOneDelay breaks releases_are_redelivered_in_the_order_of_their_delays;
     a_long_release_that_is_lost: LosesLongReleases breaks a_release_with_a_long_delay_survives_a_close;
-    failures_that_are_forgotten: DropsTheFailureCount breaks repeated_releases_keep_the_failure_count;
+    a_failure_count_that_is_dropped: DropsTheFailureCount breaks repeated_releases_keep_the_failure_count;
     a_dead_letter_without_failure_history: DropsTheFailureHistory breaks a_rejected_message_is_a_dead_letter_with_its_failure_history;
-    doubt_among_the_dead_letters: HasOneDestination breaks in_doubt_messages_have_a_destination_of_their_own;
-    one_dead_letter_of_many: RejectsOneInABatch breaks many_rejections_at_once_all_arrive;
+    in_doubt_messages_in_the_dead_letters: HasOneDestination breaks in_doubt_messages_have_a_destination_of_their_own;
+    one_dead_letter_for_a_batch: RejectsOneInABatch breaks many_rejections_at_once_all_arrive;
     a_batch_that_is_settled_as_one: SettlesABatchAsItsFirst breaks settlements_in_one_batch_are_independent;
 }

@@ -37,7 +37,7 @@ const SHORTENING: Duration = Duration::from_secs(10);
 pub async fn random_histories_match_the_reference(store: Arc<dyn Store>) {
     let mut seeds = seeds(HISTORIES);
     let (mut last_seed, mut extra) = (0u64, 0);
-    let enough = seeds.size_hint().0 >= HISTORIES as usize;
+    let is_full_run = seeds.size_hint().0 >= HISTORIES as usize;
     let mut running = JoinSet::new();
     let mut seen = HashSet::new();
     loop {
@@ -45,7 +45,7 @@ pub async fn random_histories_match_the_reference(store: Arc<dyn Store>) {
             let seed = match seeds.next() {
                 Some(seed) => seed,
                 // A verdict may be missing by chance: use further seeds.
-                None if enough && extra < 10 * HISTORIES && !reaches_all(&seen) => {
+                None if is_full_run && extra < 10 * HISTORIES && !reaches_all(&seen) => {
                     extra += 1;
                     last_seed.wrapping_add(1)
                 }
@@ -70,7 +70,10 @@ pub async fn random_histories_match_the_reference(store: Arc<dyn Store>) {
         }
     }
     // The histories must produce every verdict; otherwise they test too little.
-    assert!(!enough || reaches_all(&seen), "only {seen:?} were seen");
+    assert!(
+        !is_full_run || reaches_all(&seen),
+        "only {seen:?} were seen"
+    );
 }
 
 /// Whether every kind of verdict was given.

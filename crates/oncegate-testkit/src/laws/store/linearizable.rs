@@ -141,16 +141,18 @@ impl RandomClient {
     async fn run(mut self, store: &dyn Store) -> Vec<ObservedCall> {
         let mut events = Vec::new();
         for _ in 0..BATCHES {
-            let of = self.random.usize(..KEYS);
+            let index = self.random.usize(..KEYS);
             // Sometimes both keys in one batch.
             let batch: Vec<(usize, Claimant, Ask)> = if self.random.u8(..3) == 0 {
-                (0..KEYS).map(|of| self.random_operation(of)).collect()
+                (0..KEYS)
+                    .map(|index| self.random_operation(index))
+                    .collect()
             } else {
-                vec![self.random_operation(of)]
+                vec![self.random_operation(index)]
             };
             let operations: Vec<Operation> = batch
                 .iter()
-                .map(|(of, claimant, ask)| claimant.operation(*ask, &self.keys[*of]))
+                .map(|(index, claimant, ask)| claimant.operation(*ask, &self.keys[*index]))
                 .collect();
             let from = Instant::now();
             let answers = answers(store, &operations).await;
@@ -158,12 +160,12 @@ impl RandomClient {
                 from,
                 to: Instant::now(),
             };
-            for (((of, claimant, _), operation), answer) in
+            for (((index, claimant, _), operation), answer) in
                 batch.into_iter().zip(operations).zip(answers)
             {
                 let verdict = answer.ok();
                 if let Some(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = verdict {
-                    self.grants[of].push(Claimant {
+                    self.grants[index].push(Claimant {
                         attempt: attempts.number,
                         ..claimant
                     });
@@ -179,8 +181,8 @@ impl RandomClient {
         events
     }
 
-    fn random_operation(&mut self, of: usize) -> (usize, Claimant, Ask) {
-        let grants = &self.grants[of];
+    fn random_operation(&mut self, index: usize) -> (usize, Claimant, Ask) {
+        let grants = &self.grants[index];
         let grant = if self.random.u8(..4) == 0 {
             self.random.choice(grants)
         } else {
@@ -188,11 +190,11 @@ impl RandomClient {
         };
         match (grant, self.random.u8(..10)) {
             (Some(grant), 0..=5) => (
-                of,
+                index,
                 *grant,
                 HOLDER_OPERATIONS[self.random.usize(..HOLDER_OPERATIONS.len())],
             ),
-            (Some(grant), 6) => (of, *grant, Ask::Claim),
+            (Some(grant), 6) => (index, *grant, Ask::Claim),
             (Some(grant), 7) => {
                 let attempt = grant.attempt;
                 let seen = [
@@ -211,7 +213,7 @@ impl RandomClient {
                         seen: Marker::Done(None),
                     },
                 };
-                (of, *grant, ask)
+                (index, *grant, ask)
             }
             _ => {
                 self.claim_count += 1;
@@ -222,7 +224,7 @@ impl RandomClient {
                     LONG
                 };
                 (
-                    of,
+                    index,
                     Claimant::new(BOTH[self.random.usize(..2)], token, 0).lease(lease),
                     Ask::Claim,
                 )
@@ -253,18 +255,18 @@ fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> 
         .enumerate()
         .filter(|(_, event)| event.verdict.is_some())
         .fold(0, |set, (it, _)| set | 1 << it);
-    let mut seen: HashSet<(Set, PossibleEntry, Instant)> = HashSet::new();
-    let mut left: Vec<(Set, PossibleEntry, Instant)> =
+    let mut visited: HashSet<(Set, PossibleEntry, Instant)> = HashSet::new();
+    let mut to_visit: Vec<(Set, PossibleEntry, Instant)> =
         vec![(0, PossibleEntry::absent(start), start)];
-    while let Some(state) = left.pop() {
+    while let Some(state) = to_visit.pop() {
         let (taken, entry, now) = state;
         if taken & answered == answered {
             return Some(Linearization::Found);
         }
-        if !seen.insert(state) {
+        if !visited.insert(state) {
             continue;
         }
-        if seen.len() > STATES {
+        if visited.len() > STATES {
             return None;
         }
         let outstanding = || {
@@ -285,7 +287,7 @@ fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> 
                 from,
                 to: event.during.to.max(from),
             };
-            left.extend(
+            to_visit.extend(
                 entry
                     .after(&event.operation, during, event.verdict)
                     .into_iter()
