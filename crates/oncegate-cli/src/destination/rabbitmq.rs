@@ -439,16 +439,15 @@ impl QueueReader {
             )),
             body: Some(delivery.data),
             // A producer may forge `oncegate-first-seen`. The earlier time counts, so the message
-            // can only appear older, and redrive skips older messages.
+            // can only appear older, and redrive has stricter conditions for older messages.
             sent_ms: timestamp
                 .into_iter()
                 .chain(number(headers::FIRST_SEEN))
                 .min(),
             rejected_at_ms,
             other_source: origin.filter(|name| *name != self.source_queue),
-            // A producer may forge `oncegate-dropped-headers`: redrive then skips the message,
-            // unless
-            // --accept-lost-headers is given.
+            // A producer may forge `oncegate-dropped-headers`: redrive then skips the message, or
+            // sends it with `--accept-lost-headers`.
             missing_parts: header(DROPPED_HEADERS).map(|names| {
                 format!(
                     "its headers ({names}) were too large for the copy in `{}`",
