@@ -22,11 +22,14 @@ pub(crate) const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 /// since 1970.
 pub(crate) const REJECTED_AT: &str = "oncegate-rejected-at";
 
-/// The headers that the source writes itself. They are small and are never dropped.
-const OWN_HEADERS: [&str; 12] = [
+/// The headers that the source writes itself. They are dropped only if larger than twice
+/// [`MAX_TEXT_BYTES`].
+const OWN_HEADERS: [&str; 14] = [
     headers::REASON,
     headers::ID,
     headers::ATTEMPTS,
+    headers::CRASHES,
+    headers::FENCE,
     headers::FIRST_ERROR,
     headers::LAST_ERROR,
     headers::ORIGIN,
@@ -73,8 +76,7 @@ impl PublishCancellation {
 
 impl MessageCopy {
     /// A dead letter or in-doubt message: the original's properties and headers, and the reason.
-    /// Inbound `oncegate-*` headers are removed; values of a delayed copy that are still valid were
-    /// parsed and are written again.
+    /// Inbound `oncegate-*` headers are removed, except the names of dropped headers.
     pub(crate) fn rejected(
         delivery: &Delivery,
         reason: &Reason,
@@ -87,8 +89,8 @@ impl MessageCopy {
         } else {
             &settings.dead_letters
         };
-        // Requeued by an operator or a shovel, the message starts with no failed attempts. Without
-        // `x-death` it is distinct from messages that the broker dead-lettered.
+        // Without the header of failed attempts, a message that an operator or a shovel requeues
+        // starts with none. Without `x-death` it differs from messages that the broker dead-lettered.
         let mut table = copied_headers(&original.properties, &[headers::PREFIX, "x-death"]);
         for (name, value) in rejection_headers(delivery, reason, failure_history) {
             let is_error = [headers::FIRST_ERROR, headers::LAST_ERROR].contains(&name);
@@ -138,8 +140,8 @@ impl MessageCopy {
         };
         let now = unix_time();
         write(headers::FAILURES, delivery.failures.into());
-        // Not the time of the copy: attempts and a wait in memory precede it. A timestamp in the
-        // future, such as one in milliseconds, does not count.
+        // The earliest known time, since attempts and a wait in memory precede the copy. A timestamp
+        // in the future is replaced by now; a producer may have written milliseconds for seconds.
         let received = [first_seen(&delivery.message), original.received_ms];
         let earliest = received.into_iter().flatten().map(u128::from).min();
         write(
@@ -158,7 +160,7 @@ impl MessageCopy {
         )
     }
 
-    /// Drops headers of the original, the largest first, until the rest fits into one frame, with
+    /// Drops headers, the largest first, until the rest fits into one frame, with
     /// [space](BROKER_HEADER_RESERVE) for those that the broker adds. [`DROPPED_HEADERS`] names them.
     ///
     /// The broker closes the connection for a larger content header, at each attempt.
@@ -254,9 +256,10 @@ impl MessageCopy {
     }
 }
 
-/// Which of [`DELAYS`] a copy waits for: the shortest that is long enough, unless that is more than
-/// twice as long; then the longest that is shorter. A message that waits for the rest of a lease is
-/// thus redelivered within two leases, and few messages need more than two copies.
+/// Which of [`DELAYS`] a copy waits for: the shortest that is long enough, if it is at most twice
+/// as long as the wait; otherwise the longest that is shorter, after which another copy waits for
+/// the rest. So a message that waits for the end of a lease is redelivered within two leases, and
+/// few messages need more than two copies.
 fn delay_queue_step(after: Duration) -> Duration {
     let [shortest, ..] = DELAYS;
     let fits = |delay: &Duration| *delay >= after && *delay <= after * 2;

@@ -167,7 +167,7 @@ impl Audit {
         failure: &CliError,
     ) -> Result<(), CliError> {
         match failure.code {
-            CliErrorCode::NotAll => self.not_done(pending, failure).await,
+            CliErrorCode::Incomplete => self.not_done(pending, failure).await,
             // Without an answer from the store the result is unknown.
             _ => {
                 self.unknown(pending, failure).await;

@@ -20,7 +20,8 @@ impl std::str::FromStr for TimeArg {
     }
 }
 
-/// The terms of writes by an operator. Bare markers are compared like those of effectively once.
+/// Guarantee, lease, window and fingerprint of an operator's change of a marker. With
+/// `Guarantee::Bare`, which has no such operations, they are those of effectively once.
 pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms {
     let guarantee = if config.guarantee() == Guarantee::Bare {
         Guarantee::EffectivelyOnce

@@ -223,7 +223,7 @@ impl DeadLetterSession<'_> {
         rate_limiter: &mut RateLimiter,
         confirmed: bool,
     ) -> Result<String, CliError> {
-        redrive_policy::check_source(message, reader.target())?;
+        redrive_policy::check_source(message, reader.source())?;
         redrive_policy::check_complete(message, accepted)?;
         if self.markers.is_none() {
             redrive_policy::check_without_store(message)?;
@@ -236,7 +236,7 @@ impl DeadLetterSession<'_> {
             accepted,
             self.context,
         )?;
-        let after = copy_description(reader.target(), age, self.context);
+        let after = copy_description(reader.source(), age, self.context);
         let release = marker.as_ref().and_then(|marker| {
             Some((
                 marker,
@@ -283,7 +283,7 @@ impl DeadLetterSession<'_> {
         rate_limiter: &mut RateLimiter,
         confirmed: bool,
     ) -> Result<String, CliError> {
-        redrive_policy::check_source(message, reader.target())?;
+        redrive_policy::check_source(message, reader.source())?;
         if !confirmed {
             return Ok("would be dropped".into());
         }

@@ -20,21 +20,27 @@ pub(crate) use dead_letter::{
 };
 pub(crate) use reader::{DestinationReader, PublishError};
 
-/// The original routing key of a message that was copied to a destination.
+/// The header with the original routing key of a delayed copy, or of a copy that replaces a message
+/// of a destination.
 const ROUTING_KEY: &str = "oncegate-routing-key";
 
-/// The delivery count from which a RabbitMQ message is replaced by a copy. A policy with a lower
-/// delivery limit drops messages before the tool can detect it.
+/// The delivery count from which a RabbitMQ message is replaced by a copy. If a policy sets a lower
+/// delivery limit, RabbitMQ drops messages before they reach this count; no client can read that
+/// limit.
 const REPLACED_FROM_COUNT: u64 = 5;
 
-/// Whether to read RabbitMQ queues that count each read towards a delivery limit.
+/// How to read RabbitMQ queues that may count each read towards a delivery limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DeliveryCountPolicy {
+    /// Reads classic queues without arguments and queues that oncegate declared, and replaces
+    /// messages whose count reaches [`REPLACED_FROM_COUNT`]. Refuses other queues.
     Refused,
+    /// Reads any queue and replaces no message.
     Accepted,
 }
 
-/// A destination of messages that the consumer does not handle.
+/// The topic or queue where the consumer puts messages that it does not handle; these commands
+/// read it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Destination {
     DeadLetters,
@@ -55,8 +61,9 @@ impl Destination {
 pub(crate) enum CopyAge {
     /// The copy counts as a new message.
     New,
-    /// First seen at this time, in milliseconds since 1970: at most once treats it as in doubt and
-    /// reconciles instead of running it.
+    /// First seen at this time, in milliseconds since 1970. If that is longer ago than the window,
+    /// a consumer with [`AtMostOnce`](oncegate::Guarantee::AtMostOnce) reconciles the copy instead
+    /// of handling it.
     FirstSeen(u64),
 }
 

@@ -243,6 +243,6 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Res
     if errors == 0 {
         Ok(())
     } else {
-        Err(CliError::not_all(format!("errors found: {errors}")))
+        Err(CliError::incomplete(format!("errors found: {errors}")))
     }
 }

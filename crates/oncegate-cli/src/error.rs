@@ -20,7 +20,7 @@ pub(crate) const CODES: &str = "Exit codes:
 /// An exit code other than 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CliErrorCode {
-    NotAll = 1,
+    Incomplete = 1,
     Usage = 2,
     Server = 3,
     NotConfirmed = 4,
@@ -61,9 +61,9 @@ impl CliError {
         }
     }
 
-    pub(crate) fn not_all(text: impl Into<String>) -> Self {
+    pub(crate) fn incomplete(text: impl Into<String>) -> Self {
         Self {
-            code: CliErrorCode::NotAll,
+            code: CliErrorCode::Incomplete,
             text: text.into(),
             permanence: Permanence::Perhaps,
         }
@@ -73,7 +73,7 @@ impl CliError {
     pub(crate) fn unreadable_marker(text: String) -> Self {
         Self {
             permanence: Permanence::Yes,
-            ..Self::not_all(text)
+            ..Self::incomplete(text)
         }
     }
 
@@ -120,9 +120,15 @@ impl CliError {
     /// to skip it.
     pub(crate) fn for_one_message(self) -> Self {
         match self.permanence {
-            Permanence::Yes => Self::not_all(format!("left: {}", self.text)),
+            Permanence::Yes => Self::incomplete(format!("skipped: {}", self.text)),
             Permanence::Perhaps => self,
         }
+    }
+
+    /// Adds a clause to the text.
+    pub(crate) fn with(mut self, clause: &str) -> Self {
+        self.text = format!("{}; {clause}", self.text);
+        self
     }
 
     pub(crate) fn exit(&self) -> ExitCode {

@@ -239,7 +239,7 @@ fn check_copies(context: &CliContext) -> Result<(), CliError> {
 async fn copies(context: &CliContext, filter: &MessageFilter) -> Result<Vec<String>, CliError> {
     let topic = kafka::topic(&context.config)?;
     let mut reader = crate::destination::DestinationReader::Kafka(
-        kafka::TopicReader::of(context, topic, AuditedStates::of(&[])).await?,
+        kafka::TopicReader::open_topic(context, topic, AuditedStates::of(&[])).await?,
     );
     let bar = listing::bar(&reader, "messages read");
     let mut copies = Vec::new();

@@ -305,10 +305,10 @@ impl<'a> ResolveSession<'a> {
         message: &DeadLetter,
         confirmed: bool,
     ) -> Result<String, CliError> {
-        let another = || CliError::not_all("left: another id");
+        let another = || CliError::incomplete("skipped: another id");
         let id = message.id().ok_or_else(another)?;
         self.ids.get_mut(id).ok_or_else(another)?.messages += 1;
-        redrive_policy::check_source(message, reader.target())?;
+        redrive_policy::check_source(message, reader.source())?;
         if confirmed {
             self.refresh_marker(id).await?;
         }
@@ -328,7 +328,7 @@ impl<'a> ResolveSession<'a> {
                 "removed, since it happened".to_owned(),
             ),
             Finding::DidNotHappen => {
-                let target = reader.target();
+                let target = reader.source();
                 (
                     format!("would be released, sent to {target} and removed"),
                     format!("sent to {target}, since it did not happen"),
@@ -358,9 +358,9 @@ impl<'a> ResolveSession<'a> {
         Ok(after)
     }
 
-    /// Resolves ids of which no message was read. RabbitMQ hides a message that another reader holds,
-    /// so an id is released only if the operator confirms that no message is left. An effect that
-    /// happened is recorded in any case: that sends no message and allows no run.
+    /// Resolves ids of which no message was read. RabbitMQ hides a message that another reader
+    /// holds, so an id is released only if the operator confirms that no message is left. An effect
+    /// that happened is recorded in any case: that sends no message and allows no run.
     async fn resolve_markers_without_messages(
         &mut self,
         report: &mut BulkReport,
@@ -375,7 +375,7 @@ impl<'a> ResolveSession<'a> {
         for id in without_messages {
             if confirmed && let Err(failure) = self.refresh_marker(&id).await {
                 match failure.code {
-                    CliErrorCode::NotAll => report.note_left(&id, failure.to_string()),
+                    CliErrorCode::Incomplete => report.note_left(&id, failure.to_string()),
                     _ => return Err(failure),
                 }
                 continue;
@@ -427,7 +427,7 @@ impl<'a> ResolveSession<'a> {
             );
             if confirmed && let Err(failure) = self.resolve_marker(&id, 0).await {
                 match failure.code {
-                    CliErrorCode::NotAll => report.note_left(&id, failure.to_string()),
+                    CliErrorCode::Incomplete => report.note_left(&id, failure.to_string()),
                     _ => return Err(failure),
                 }
                 continue;
@@ -454,8 +454,8 @@ fn check_resend(
     match redrive_policy::plan_for_state(message, state, true, accepted, context)?.age {
         CopyAge::New => Ok(()),
         // The consumer would find it in doubt again.
-        CopyAge::FirstSeen(_) => Err(CliError::not_all(format!(
-            "left: its id is no longer in doubt, and may have been released and handled longer ago than the window of {}; find out, and pass \
+        CopyAge::FirstSeen(_) => Err(CliError::incomplete(format!(
+            "skipped: its id is no longer in doubt, and may have been released and handled longer ago than the window of {}; find out, and pass \
              --happened or --accept-forgotten",
             config::window_description(&context.config)
         ))),
@@ -469,7 +469,7 @@ fn check_resend(
 fn check_marker(marker: &ObservedMarker<'_>, finding: Finding) -> Result<MarkerUpdate, CliError> {
     let id = &marker.id;
     let refused = |why: &str| {
-        Err(CliError::not_all(format!(
+        Err(CliError::incomplete(format!(
             "{id} is {}: {why}",
             marker.summary()
         )))

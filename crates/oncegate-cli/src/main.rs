@@ -140,7 +140,7 @@ impl CliContext {
     /// # Errors
     /// No file and no variable sets a key.
     pub(crate) fn has_configuration(&self) -> Result<(), CliError> {
-        if self.config.set().next().is_some() {
+        if self.config.given_settings().next().is_some() {
             return Ok(());
         }
         let file = self.config.file().map_or_else(

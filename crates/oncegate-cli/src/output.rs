@@ -25,7 +25,7 @@ impl OutputFormat {
         let text = match self {
             Self::Text => text_output.to_string(),
             Self::Json => serde_json::to_string_pretty(json).map_err(|error| {
-                CliError::not_all(format!("cannot be written as JSON: {error}"))
+                CliError::incomplete(format!("cannot be written as JSON: {error}"))
             })?,
         };
         print_line(&text);

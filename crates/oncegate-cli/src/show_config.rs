@@ -74,7 +74,7 @@ fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
     } else {
         config.check()?
     }
-    let count = config.set().count();
+    let count = config.given_settings().count();
     let file = config
         .file()
         .map_or_else(|| "no file".to_owned(), |path| path.display().to_string());
@@ -91,7 +91,7 @@ fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
 }
 
 fn print(context: &CliContext) -> Result<(), CliError> {
-    let entries = context.config.set();
+    let entries = context.config.given_settings();
     let entries = entries.map(|it| ConfigEntry {
         key: it.setting.key,
         value: display_value(it.setting.redaction, &it.value),

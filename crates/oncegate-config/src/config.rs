@@ -55,7 +55,7 @@ impl Config {
     }
 
     /// All keys that are set, in the order of [`SETTINGS`].
-    pub fn set(&self) -> impl Iterator<Item = &ConfiguredValue> {
+    pub fn given_settings(&self) -> impl Iterator<Item = &ConfiguredValue> {
         SETTINGS
             .iter()
             .filter_map(|setting| self.set.get(setting.key))

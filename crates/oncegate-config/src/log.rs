@@ -27,7 +27,9 @@ pub(crate) fn init(config: &Config) -> Result<Logging, Error> {
     let errors = LastErrors::new();
     let filter = match std::env::var(RUST_LOG) {
         // As usual, invalid parts are ignored.
-        Ok(text) if !text.is_empty() => EnvFilter::builder().parse_lossy(text),
+        Ok(text) if !text.is_empty() => {
+            EnvFilter::builder().parse_lossy(log_filter::with_warnings(&text))
+        }
         _ => log_filter::parse(config.text("log.filter"))?,
     };
     let lines = tracing_subscriber::fmt::layer()

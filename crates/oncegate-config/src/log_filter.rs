@@ -1,22 +1,42 @@
 //! The filter of the log.
 
-use tracing_subscriber::filter::EnvFilter;
+use tracing_subscriber::filter::{EnvFilter, LevelFilter};
 
 use crate::error::Error;
 
 /// The configured filter. lapin logs errors that oncegate reports in one line with a remedy, so a
 /// filter that does not name lapin turns its lines off.
 pub(crate) fn parse(configured: Option<&str>) -> Result<EnvFilter, Error> {
-    let text = configured.unwrap_or("info");
-    let text = if text.contains("lapin") {
-        text.to_owned()
-    } else {
-        format!("{text},lapin=off")
-    };
+    let mut text = with_warnings(configured.unwrap_or("info"));
+    if !text.contains("lapin") {
+        text += ",lapin=off";
+    }
     let filter = EnvFilter::builder().parse(text);
     filter.map_err(|error| {
         Error::misconfigured(format!("log.filter: {error}; use the syntax of RUST_LOG"))
     })
+}
+
+/// The filter, with oncegate's warnings if it says nothing of oncegate: if it has no level for all
+/// lines, and names none of the crates, as with a misspelled level, which is read as the name of a
+/// crate.
+pub(crate) fn with_warnings(text: &str) -> String {
+    let says_something = text.split(',').map(str::trim).any(|directive| {
+        let target = directive.split(['=', '[', ':']).next().unwrap_or_default();
+        target.is_empty() || target.parse::<LevelFilter>().is_ok() || is_crate(target)
+    });
+    if says_something {
+        text.to_owned()
+    } else {
+        format!("{text},oncegate=warn")
+    }
+}
+
+fn is_crate(target: &str) -> bool {
+    target == "oncegate"
+        || target.strip_prefix("oncegate_").is_some_and(|name| {
+            ["admin", "amqp", "config", "core", "kafka", "redis", "sql"].contains(&name)
+        })
 }
 
 #[cfg(all(test, feature = "run"))]
@@ -53,6 +73,10 @@ mod tests {
             (Some("error"), 1),
             (Some("info,lapin=error"), 2),
             (Some("off"), 0),
+            (Some("inof"), 1),
+            (Some("my_payments=debug,hyper=info"), 1),
+            (Some("oncegatecore=debug"), 1),
+            (Some("oncegate_amqp=off"), 0),
         ] {
             let lines = Lines::default();
             let written = lines.clone();

@@ -408,7 +408,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     text(
         "log.filter",
-        "the log filter, in the syntax of RUST_LOG, which overrides it; info by default, without lapin (the RabbitMQ client) unless named",
+        "the log filter, in the syntax of RUST_LOG, which overrides it; info by default, without lapin (the RabbitMQ client) unless named; a filter that says nothing of oncegate shows its warnings",
     ),
     text(
         "audit.file",

@@ -181,7 +181,10 @@ fn debug_shows_keys_and_no_value() {
     let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
     let config =
         Config::read(Some(std::path::Path::new("/dev/null")), variables).expect("two keys");
-    let shown = format!("{config:?} {:?}", config.set().collect::<Vec<_>>());
+    let shown = format!(
+        "{config:?} {:?}",
+        config.given_settings().collect::<Vec<_>>()
+    );
     assert!(
         shown.contains("store.url")
             && shown.contains("ONCEGATE_KAFKA_PASSWORD")

@@ -325,6 +325,11 @@ impl IdSource {
         }
     }
 
+    /// What a message without an id lacks.
+    pub(crate) fn missing_text(&self) -> String {
+        format!("no id in the {self:?}, or an empty one")
+    }
+
     /// Reads the id of a message.
     ///
     /// # Errors

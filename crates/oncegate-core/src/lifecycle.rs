@@ -535,9 +535,14 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             (Reconciling(grant, tries, cause), Action::Reconcile)
         }
         (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(ProofKind::Resolved),
-        // The marker counts the runs. The unknown outcome of another delivery is not a failure of
-        // this one.
-        (Resolving(grant, Finding::DidNotHappen), Answer(V::Kept)) => claim_again(grant),
+        // The marker counts the runs. After a run that returned, the next one waits, as after any
+        // failure; after a crash it does not.
+        (Resolving(grant, Finding::DidNotHappen), Answer(V::Kept)) => {
+            match grant.attempts.spent() {
+                0 => claim_again(grant),
+                spent => release(policy.pause(spent), grant.failures),
+            }
+        }
 
         // The store has recorded the outcome: settle.
         (Completing(_), Answer(V::Done { .. })) => accept(ProofKind::Completed),

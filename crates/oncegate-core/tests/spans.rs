@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use oncegate_core::marker::{Ask, Operation, Verdict};
 use oncegate_core::*;
 
 struct Scripted;
@@ -10,13 +11,30 @@ struct Scripted;
 impl Handler for Scripted {
     type Payload = Raw;
 
-    async fn handle(&self, says: Raw, _: &Context) -> Result<(), Failure> {
+    async fn handle(&self, says: Raw, cx: &Context) -> Result<(), Failure> {
         match &says.0[..] {
+            b"slow once" if cx.attempt() == 1 => std::future::pending().await,
             b"doubt" => Err("no answer").in_doubt(),
             b"fail" => Err("not yet").retry(),
             b"panic" => panic!("the card is no number"),
             _ => Ok(()),
         }
+    }
+}
+
+/// Refuses to renew leases, as if another consumer had taken them over.
+struct NoRenewals(MemoryStore);
+
+#[async_trait]
+impl Store for NoRenewals {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let mut answers = self.0.apply(operations).await;
+        for (operation, answer) in operations.iter().zip(&mut answers) {
+            if operation.ask == Ask::Renew {
+                *answer = Ok(Verdict::Lost);
+            }
+        }
+        answers
     }
 }
 
@@ -101,6 +119,19 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     gate.run("job-3", || async { Ok(()) })
         .await
         .expect("it runs");
+
+    broker.publish(Message::new("slow once").with_header("id", "pay-6"));
+    let all = broker.clone();
+    Consumer::builder()
+        .source(broker.source())
+        .store(NoRenewals(MemoryStore::new()))
+        .handler(Scripted)
+        .decode(RawBytes)
+        .id(IdSource::header("id"))
+        .lease(Duration::from_millis(300))
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
 
     let log = String::from_utf8(kept.0.lock().expect("no panic").clone()).expect("text");
     let expected = [
@@ -201,12 +232,16 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
             "the provider does not answer",
         ],
     );
+    let lost = lines("WARN", "lease lost, the handler is dropped");
+    assert_eq!(lost.len(), 1, "{lost:#?}");
+    has(lost[0], &[r#"id="pay-6""#, "attempt=1", "origin=q"]);
     let failed = lines("WARN", "handler failed, its outcome is unknown");
     assert!(!failed.is_empty(), "a failing handler is not silent: {log}");
     has(failed[0], &["id=", "attempt=1", "no answer", "origin=q"]);
     let dead = lines("WARN", "message rejected, sending it to the dead letters");
     assert_eq!(dead.len(), 10, "ten stand for a hundred: {dead:#?}");
-    has(dead[0], &[r#"reason="missing-id""#, "origin=q"]);
+    let missing = r#"error="no id in the header `id`, or an empty one""#;
+    has(dead[0], &[r#"reason="missing-id""#, missing, "origin=q"]);
     let claim = log
         .lines()
         .find(|line| line.contains("oncegate.claim{"))

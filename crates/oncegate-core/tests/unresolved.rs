@@ -184,3 +184,49 @@ async fn without_reconcile_an_unknown_outcome_is_in_doubt_at_once() {
     );
     assert_eq!(began.elapsed(), Duration::ZERO);
 }
+
+/// Reports an unknown outcome twice, and finds out each time that nothing happened.
+struct NothingHappened(AtomicU32);
+
+impl Handler for NothingHappened {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        match self.0.fetch_add(1, Ordering::Relaxed) {
+            0 | 1 => Err("no answer").in_doubt(),
+            _ => Ok(()),
+        }
+    }
+
+    async fn reconcile(&self, _: Raw, _: &Context) -> Result<Reconciled, Failure> {
+        Ok(Reconciled::DidNotHappen)
+    }
+}
+
+/// So that an outage of a second does not use up all attempts.
+#[tokio::test(start_paused = true)]
+async fn after_an_unknown_outcome_that_did_not_happen_the_next_attempt_waits() {
+    let world = World::new();
+    world.publish("pay");
+    let began = tokio::time::Instant::now();
+    let broker = world.broker.clone();
+    Consumer::builder()
+        .source(world.broker.source())
+        .store(world.store.clone())
+        .handler(NothingHappened(AtomicU32::new(0)))
+        .decode(RawBytes)
+        .guarantee(Guarantee::AtMostOnce)
+        .id(IdSource::header("id"))
+        .allow_volatile_store()
+        .backoff(Duration::from_secs(1), Duration::from_secs(60))
+        .run_until(async move { broker.drained().await })
+        .await
+        .expect("a clean end");
+    assert_eq!(world.reasons(), []);
+    // Twice and four times the first backoff, each with 25 % jitter.
+    assert!(
+        began.elapsed() >= Duration::from_millis(4_500),
+        "{:?}",
+        began.elapsed()
+    );
+}

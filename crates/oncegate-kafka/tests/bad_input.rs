@@ -6,7 +6,7 @@
 mod stage;
 
 use oncegate_core::source::headers;
-use oncegate_testkit::bad_input::{By, Row, Trial, assert_the_book_has};
+use oncegate_testkit::bad_input::{BadInputConsumer, RejectedBy, Row, assert_book_table};
 use rdkafka::message::{Header, OwnedHeaders};
 
 use crate::stage::*;
@@ -138,7 +138,7 @@ fn rows() -> Vec<Row<Message>> {
             &["too-large"],
             vec![body("large", Body::Of(&[b'x'; BODY_LIMIT + 1]))],
         )
-        .set_aside_by(By::SourceHere),
+        .rejected_by(RejectedBy::SourceInline),
         Row::new(
             "a null header value",
             1,
@@ -196,7 +196,7 @@ fn unread(name: &'static [u8]) -> &'static str {
 
 #[test]
 fn the_book_has_the_table() {
-    assert_the_book_has(
+    assert_book_table(
         include_str!("../../../docs/contributing/bad-input.md"),
         "## From Kafka",
         &rows(),
@@ -206,8 +206,8 @@ fn the_book_has_the_table() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_gets_its_verdict_and_stops_nothing() {
     let (topic, rows) = (Topic::new(1).await, rows());
-    let mut trial = Trial::begin(topic.source().body_limit(BODY_LIMIT));
-    let (mut sent, mut letters) = (0, 0);
+    let mut consumer = BadInputConsumer::start(topic.source().body_limit(BODY_LIMIT));
+    let (mut sent, mut rejected) = (0, 0);
     for (number, row) in rows.iter().enumerate() {
         let text = number.to_string();
         for Message { headers, key, body } in &row.messages {
@@ -229,18 +229,18 @@ async fn each_gets_its_verdict_and_stops_nothing() {
             topic.send(*key, body, all).await;
             sent += 1;
         }
-        letters += row.reasons.len();
-        trial.sees(number, row, &topic.name).await;
+        rejected += row.reasons.len();
+        consumer.check_row(number, row, &topic.name).await;
     }
     topic.await_commit(0, sent).await;
-    trial.end().await;
+    consumer.end().await;
     let mut reasons = vec![Vec::new(); rows.len()];
-    for letter in topic
-        .read(topic.dead_letters(), letters, text_headers)
+    for dead_letter in topic
+        .read(topic.dead_letters(), rejected, text_headers)
         .await
     {
         let last = |name: &str| {
-            letter
+            dead_letter
                 .iter()
                 .rev()
                 .find(|(it, _)| it == name)
@@ -257,6 +257,6 @@ async fn each_gets_its_verdict_and_stops_nothing() {
             topic.end_of(&topic.dead_letters()).await,
             topic.end_of(&topic.in_doubt()).await
         ),
-        (letters, 0)
+        (rejected, 0)
     );
 }

@@ -16,15 +16,14 @@ use tokio::sync::oneshot;
 
 use crate::Lines;
 
-/// How long the settlement of a message may take, and the interval of polling.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// The lease, and the handler timeout.
+/// The time limit of the settlement of a message.
+const SETTLEMENT_TIMEOUT: Duration = Duration::from_secs(60);
 const LEASE: Duration = Duration::from_secs(2);
-const TIMEOUT: Duration = Duration::from_secs(1);
+const HANDLER_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the handler of `blocks` blocks its thread, and so the consumer: longer than a lease
 /// that is not renewed.
 const BLOCKED: Duration = Duration::from_millis(2_500);
-const LOOK: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// The outcomes of settled messages in `oncegate_deliveries_total`.
 const OUTCOMES: [&str; 4] = ["completed", "duplicate", "rejected", "in_doubt"];
 /// The log lines of a message that the gate rejects.
@@ -46,20 +45,20 @@ pub struct Row<M> {
     pub reasons: &'static [&'static str],
     /// The messages to publish, in the type of the broker's client.
     pub messages: Vec<M>,
-    /// The component that rejects them.
-    by: By,
+    /// The component that rejects messages of this row.
+    rejected_by: RejectedBy,
 }
 
 /// The component that rejects a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum By {
+pub enum RejectedBy {
     /// The gate, which counts and logs it.
     Gate,
     /// The source, which does not deliver it. It logs on a thread of its own, so the log line is
     /// not collected.
     Source,
     /// The source, on the thread of the consumer, so that its log line is collected.
-    SourceHere,
+    SourceInline,
 }
 
 impl<M> Row<M> {
@@ -75,24 +74,29 @@ impl<M> Row<M> {
             effects,
             reasons,
             messages,
-            by: By::Gate,
+            rejected_by: RejectedBy::Gate,
         }
     }
 
     /// The same row, rejected by another component.
-    pub fn set_aside_by(self, by: By) -> Self {
-        Self { by, ..self }
+    pub fn rejected_by(self, rejected_by: RejectedBy) -> Self {
+        Self {
+            rejected_by,
+            ..self
+        }
     }
 
     /// The outcomes that the gate counts.
     fn counted(&self) -> BTreeMap<&'static str, u64> {
-        let (handed_over, rejected) = match self.by {
-            By::Gate => (self.messages.len(), self.reasons.len()),
-            By::Source | By::SourceHere => (self.messages.len() - self.reasons.len(), 0),
+        let (delivered, rejected) = match self.rejected_by {
+            RejectedBy::Gate => (self.messages.len(), self.reasons.len()),
+            RejectedBy::Source | RejectedBy::SourceInline => {
+                (self.messages.len() - self.reasons.len(), 0)
+            }
         };
         let counts = [
             ("completed", self.effects),
-            ("duplicate", handed_over - self.effects - rejected),
+            ("duplicate", delivered - self.effects - rejected),
             ("rejected", rejected),
         ];
         counts
@@ -102,8 +106,9 @@ impl<M> Row<M> {
             .collect()
     }
 
-    fn line(&self) -> String {
-        let verdict = match (self.effects, self.reasons) {
+    /// The line of the row in the book.
+    fn table_line(&self) -> String {
+        let result = match (self.effects, self.reasons) {
             (1, []) => "handled once".to_owned(),
             (0, [reason]) => format!("dead letters, `{reason}`"),
             (count, _) => format!("handled {count} times"),
@@ -115,37 +120,39 @@ impl<M> Row<M> {
                 format!("`{name}` × {count}")
             }
         };
-        let mut sees: Vec<String> = self.counted().into_iter().map(times).collect();
-        match self.by {
+        let mut observed: Vec<String> = self.counted().into_iter().map(times).collect();
+        match self.rejected_by {
             _ if self.reasons.is_empty() => {}
-            By::Gate => sees.push("a warning".to_owned()),
-            By::Source | By::SourceHere => sees.push("a warning of the source".to_owned()),
+            RejectedBy::Gate => observed.push("a warning".to_owned()),
+            RejectedBy::Source | RejectedBy::SourceInline => {
+                observed.push("a warning of the source".to_owned())
+            }
         }
-        format!("| {} | {verdict} | {} |", self.input, sees.join(", "))
+        format!("| {} | {result} | {} |", self.input, observed.join(", "))
     }
 }
 
 /// Checks that the section of the book with this heading contains exactly this table.
 ///
 /// # Panics
-/// If it does not.
-pub fn assert_the_book_has<M>(book: &str, heading: &str, rows: &[Row<M>]) {
+/// If it differs.
+pub fn assert_book_table<M>(book: &str, heading: &str, rows: &[Row<M>]) {
     let (_, section) = book.split_once(heading).expect("the section");
     let section = section.split("\n## ").next().unwrap_or_default();
-    let told: Vec<&str> = section
+    let lines: Vec<&str> = section
         .lines()
         .filter(|line| line.starts_with("| "))
         .skip(2)
         .collect();
-    assert_eq!(told, rows.iter().map(Row::line).collect::<Vec<_>>());
+    assert_eq!(lines, rows.iter().map(Row::table_line).collect::<Vec<_>>());
 }
 
 /// A consumer that receives malformed input. It has one attempt, and reads the id from the header
-/// `id`. Its handler panics at the id `panic` with a value that is not text, blocks its thread at
-/// `blocks` for longer than the lease, never returns at `waits`, and starts at `leaves` a thread
-/// that runs until the consumer has ended. The consumer has a thread of its own, so that its
-/// counters and log lines are separate from those of other tests.
-pub struct Trial {
+/// `id`. The id selects what its handler does: it panics at `panic` with a value that is not text,
+/// blocks its thread at `blocks` for longer than the lease, never returns at `waits`, and starts at
+/// `leaves` a thread that runs until the consumer has ended. The consumer has a thread of its own,
+/// so that its counters and log lines are separate from those of other tests.
+pub struct BadInputConsumer {
     effects: RowEffects,
     counters: Counters,
     lines: Lines,
@@ -162,19 +169,24 @@ pub struct Trial {
 struct RowEffects {
     of_rows: Arc<Mutex<BTreeMap<usize, usize>>>,
     /// Threads that run until their sender is dropped.
-    left: Arc<Mutex<Vec<Left>>>,
+    left_threads: Arc<Mutex<Vec<LeftThread>>>,
 }
 
 /// The sender that ends a thread, and the thread.
-type Left = (mpsc::Sender<()>, JoinHandle<()>);
+type LeftThread = (mpsc::Sender<()>, JoinHandle<()>);
 
 impl RowEffects {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, usize>> {
         self.of_rows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn left(&self) -> Vec<Left> {
-        std::mem::take(&mut *self.left.lock().unwrap_or_else(PoisonError::into_inner))
+    fn take_left_threads(&self) -> Vec<LeftThread> {
+        std::mem::take(
+            &mut *self
+                .left_threads
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner),
+        )
     }
 }
 
@@ -187,14 +199,14 @@ impl Handler for RowEffects {
             "blocks" => std::thread::sleep(BLOCKED),
             "waits" => std::future::pending().await,
             "leaves" => {
-                let (ends, end) = mpsc::channel();
-                let behind = std::thread::spawn(move || {
-                    let _ = end.recv();
+                let (stop, stopped) = mpsc::channel();
+                let thread = std::thread::spawn(move || {
+                    let _ = stopped.recv();
                 });
-                self.left
+                self.left_threads
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
-                    .push((ends, behind));
+                    .push((stop, thread));
             }
             _ => {}
         }
@@ -203,12 +215,12 @@ impl Handler for RowEffects {
     }
 }
 
-impl Trial {
+impl BadInputConsumer {
     /// Starts to consume from this source.
     ///
     /// # Panics
     /// If no thread can be started.
-    pub fn begin(source: impl Connect + 'static) -> Self {
+    pub fn start(source: impl Connect + 'static) -> Self {
         let (effects, counters, lines) =
             (RowEffects::default(), Counters::default(), Lines::default());
         let (stop, stopped) = oneshot::channel();
@@ -220,7 +232,7 @@ impl Trial {
         let consumer = consumer
             .max_attempts(1)
             .lease(LEASE)
-            .handler_timeout(TIMEOUT);
+            .handler_timeout(HANDLER_TIMEOUT);
         let running = run_recorded(&counters, &lines, move || {
             consumer.run_until(async { drop(stopped.await) })
         });
@@ -236,16 +248,19 @@ impl Trial {
     }
 
     /// Waits until the gate has counted the published messages of a row, and compares outcomes,
-    /// effects and log lines with the expected ones. The first rejected message must be logged with
-    /// its reason, its id if it has one, and `place`; the first one that the source rejects and
-    /// logs here with `place`. The test itself checks the dead letters.
+    /// effects and log lines with the expected ones. The test itself checks the dead letters.
+    ///
+    /// Of the messages that the gate rejects, the log line of the first must contain its reason, its
+    /// id if it has one, and `origin`. Of those that the source rejects on this thread, the log line
+    /// of the first must contain `origin`.
     ///
     /// # Panics
     /// If something differs.
-    pub async fn sees<M>(&mut self, number: usize, row: &Row<M>, place: &str) {
+    pub async fn check_row<M>(&mut self, number: usize, row: &Row<M>, origin: &str) {
         let (input, counted) = (row.input, row.counted());
-        let (expected, end) = (counted.values().sum::<u64>(), Instant::now() + PATIENCE);
-        let since = |before: &BTreeMap<&str, u64>| -> BTreeMap<&'static str, u64> {
+        let expected = counted.values().sum::<u64>();
+        let deadline = Instant::now() + SETTLEMENT_TIMEOUT;
+        let counted_since = |before: &BTreeMap<&str, u64>| -> BTreeMap<&'static str, u64> {
             let new = |name| {
                 (
                     name,
@@ -258,15 +273,15 @@ impl Trial {
                 .filter(|(_, count)| *count > 0)
                 .collect()
         };
-        while since(&self.before).values().sum::<u64>() < expected {
+        while counted_since(&self.before).values().sum::<u64>() < expected {
             assert!(
-                Instant::now() < end,
+                Instant::now() < deadline,
                 "{input}: {:?} instead of {counted:?}",
-                since(&self.before)
+                counted_since(&self.before)
             );
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
-        assert_eq!(since(&self.before), counted, "{input}");
+        assert_eq!(counted_since(&self.before), counted, "{input}");
         self.before = OUTCOMES.map(|name| (name, self.counters.of(name))).into();
         let effects = self
             .effects
@@ -275,38 +290,41 @@ impl Trial {
             .copied()
             .unwrap_or_default();
         assert_eq!(effects, row.effects, "{input}");
-        self.check_log(row, place).await;
+        self.check_log(row, origin).await;
     }
 
-    async fn check_log<M>(&mut self, row: &Row<M>, place: &str) {
-        let wanted = |line: &String| match row.by {
-            By::Gate => GATE_LOG_LINES.iter().any(|logged| line.contains(logged)),
+    async fn check_log<M>(&mut self, row: &Row<M>, origin: &str) {
+        let is_expected = |line: &String| match row.rejected_by {
+            RejectedBy::Gate => GATE_LOG_LINES.iter().any(|logged| line.contains(logged)),
             _ => line.contains(SOURCE_LOG_LINE),
         };
-        if row.by == By::Source || row.reasons.is_empty() || self.logged.iter().any(wanted) {
+        if row.rejected_by == RejectedBy::Source
+            || row.reasons.is_empty()
+            || self.logged.iter().any(is_expected)
+        {
             return;
         }
-        let end = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + SETTLEMENT_TIMEOUT;
         let line = loop {
             self.logged
                 .extend(self.lines.take().into_iter().map(|(_, line)| line));
-            if let Some(line) = self.logged.iter().find(|line| wanted(line)) {
+            if let Some(line) = self.logged.iter().find(|line| is_expected(line)) {
                 break line;
             }
             assert!(
-                Instant::now() < end,
-                "{}: no log line has this: {:?}",
+                Instant::now() < deadline,
+                "{}: no log line about the rejection in {:?}",
                 row.input,
                 self.logged
             );
-            tokio::time::sleep(LOOK).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         };
         assert!(
-            line.contains(place),
-            "{}: {line} does not contain the place",
+            line.contains(origin),
+            "{}: {line} does not contain {origin}",
             row.input
         );
-        if row.by != By::Gate {
+        if row.rejected_by != RejectedBy::Gate {
             return;
         }
         let reason = row.reasons.first().copied().unwrap_or_default();
@@ -333,13 +351,13 @@ impl Trial {
             .await
             .expect("no panic");
         ended.expect("no panic").expect("a clean end");
-        for (ends, behind) in self.effects.left() {
+        for (stop, thread) in self.effects.take_left_threads() {
             assert!(
-                !behind.is_finished(),
-                "what a handler leaves behind outlives the consumer"
+                !thread.is_finished(),
+                "the end of the consumer does not end a thread that its handler started"
             );
-            drop(ends);
-            behind.join().expect("no panic");
+            drop(stop);
+            thread.join().expect("no panic");
         }
     }
 }
@@ -366,20 +384,19 @@ fn run_recorded<F: Future<Output: Send + 'static>>(
     })
 }
 
-/// What an operator sees of a message whose marker in the store is malformed.
+/// The outcome of a message whose marker in the store is malformed, as an operator sees it.
 #[derive(Debug)]
-pub struct Sight {
+pub struct ObservedOutcome {
     /// The outcomes that the gate counted.
     counted: Vec<&'static str>,
     /// The warnings and errors in the log.
     logged: Vec<String>,
     /// The error of the consumer, unless the message was settled.
-    ended: Option<String>,
-    /// Whether the message is still unsettled.
-    waits: bool,
+    consumer_error: Option<String>,
+    is_unsettled: bool,
 }
 
-impl Sight {
+impl ObservedOutcome {
     /// Delivers a message with this id to a consumer with this scope and store, and waits until the
     /// message is settled or the consumer ends.
     ///
@@ -397,7 +414,7 @@ impl Sight {
             .store(store)
             .id(IdSource::header("id"))
             .scope(scope);
-        // A drain, too, waits for a store error that needs an operator.
+        // Until its timeout the drain waits for a store whose error an operator must repair.
         let (consumer, drained) = (
             consumer
                 .handler(RowEffects::default())
@@ -406,7 +423,7 @@ impl Sight {
         );
         let running = run_recorded(&counters, &lines, move || async move {
             tokio::time::timeout(
-                PATIENCE,
+                SETTLEMENT_TIMEOUT,
                 consumer.run_until(async move { drained.drained().await }),
             )
             .await
@@ -421,42 +438,47 @@ impl Sight {
                 .filter(|end| counters.of(end) > 0)
                 .collect(),
             logged: lines.take().into_iter().map(|(_, line)| line).collect(),
-            ended: ended
+            consumer_error: ended
                 .expect("it is settled, or the consumer ends")
                 .err()
                 .map(|error| error.to_string()),
-            waits: broker.unsettled() > 0,
+            is_unsettled: broker.unsettled() > 0,
         }
     }
 
     /// Whether this equals the short text of a table: an outcome, or `in doubt`, `the consumer does
-    /// not start` or `the consumer ends` with words of the error. The same words must be in the
+    /// not start` or `the consumer ends` with a part of the error. The same text must be in the
     /// log, unless the consumer did not start. If the consumer ends, the message must be unsettled.
-    pub fn is(&self, told: &str) -> bool {
-        let Some((how, words)) = told.split_once(": ") else {
-            return self.ended.is_none() && !self.waits && self.counted == [told.trim_matches('`')];
+    pub fn matches(&self, expected: &str) -> bool {
+        let Some((outcome, text)) = expected.split_once(": ") else {
+            return self.consumer_error.is_none()
+                && !self.is_unsettled
+                && self.counted == [expected.trim_matches('`')];
         };
-        if how == "in doubt" {
+        if outcome == "in doubt" {
             let unreadable = |line: &String| {
-                line.contains("ERROR") && line.contains("unreadable marker") && line.contains(words)
+                line.contains("ERROR") && line.contains("unreadable marker") && line.contains(text)
             };
             return self.logged.iter().any(unreadable)
-                && self.ended.is_none()
+                && self.consumer_error.is_none()
                 && self.counted == ["in_doubt"]
-                && !self.waits;
+                && !self.is_unsettled;
         }
         let stopping = |line: &String| {
-            line.contains("ERROR") && line.contains("stopping") && line.contains(words)
+            line.contains("ERROR") && line.contains("stopping") && line.contains(text)
         };
-        let logged = match how {
+        let logged = match outcome {
             "the consumer ends" => self.logged.iter().any(stopping),
             "the consumer does not start" => self.logged.is_empty(),
             _ => false,
         };
         logged
-            && self.ended.as_ref().is_some_and(|why| why.contains(words))
+            && self
+                .consumer_error
+                .as_ref()
+                .is_some_and(|why| why.contains(text))
             && self.counted.is_empty()
-            && self.waits
+            && self.is_unsettled
     }
 }
 

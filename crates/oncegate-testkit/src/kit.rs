@@ -17,8 +17,8 @@ use serde::Serialize;
 use crate::LosesReplies;
 pub use effects::Effects;
 use faults::{Fault, Faults};
-pub use report::{Ended, Reconcile, Report, Run};
-use store::Remembered;
+pub use report::{HandlerResult, Reconcile, Report, Run};
+use store::KitStore;
 use watched::WatchedHandler;
 
 /// An in-memory consumer with your handler and the configured faults. It ends when every message is
@@ -136,7 +136,7 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
     }
 
     /// Delivers each message this many more times: the first copy directly after its message, which
-    /// may still be handled; the others after everything before them is settled.
+    /// may still be handled; each further copy after all earlier deliveries are settled.
     pub fn duplicates(mut self, copies: u32) -> Self {
         self.copies = copies;
         self
@@ -181,21 +181,21 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
         let broker = MemoryBroker::new("kit");
         let faults = Arc::new(self.faults);
         let handler = Arc::new(self.handler);
-        let mut store = Remembered::new(broker.clone(), self.id.clone());
-        for wave in 0..=self.copies {
-            if wave == 1 {
-                continue; // published with the original messages
+        let mut store = KitStore::new(broker.clone(), self.id.clone());
+        for round in 0..=self.copies {
+            if round == 1 {
+                continue; // the first copies are published with the original messages
             }
             for message in &self.messages {
                 broker.publish(message.clone());
-                if wave == 0 && self.copies > 0 {
+                if round == 0 && self.copies > 0 {
                     broker.publish(message.clone());
                 }
             }
             loop {
                 let watched = WatchedHandler::new(handler.clone(), faults.clone());
-                let loses = faults.clone();
-                let all = broker.clone();
+                let reply_faults = faults.clone();
+                let drained = broker.clone();
                 let consumer = self
                     .consumer
                     .clone()
@@ -204,7 +204,7 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
                     .handler(watched);
                 let consumer = consumer.store(LosesReplies::new(
                     Arc::new(store.clone()),
-                    move |asked: &_| loses.reply(asked),
+                    move |operations: &_| reply_faults.reply_fault(operations),
                 ));
                 let ended: Result<(), Error> = tokio::select! {
                     biased;
@@ -213,7 +213,7 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
                         store = store.after_a_crash();
                         continue;
                     }
-                    ended = consumer.run_until(async move { all.drained().await }) => ended,
+                    ended = consumer.run_until(async move { drained.drained().await }) => ended,
                 };
                 ended.unwrap_or_else(|error| panic!("the consumer ended: {error}"));
                 break;

@@ -1,4 +1,5 @@
-//! Laws: tests of a contract that every implementation must pass, also your own.
+//! Conformance tests (*laws*) of stores and sources. Each implementation must pass them, also your
+//! own.
 //!
 //! [`store_laws!`](crate::store_laws) makes a test of each law in [`store`]:
 //!
@@ -17,8 +18,8 @@
 //! [`source::TestQueue`]: a queue or topic for each law, with functions to publish to it and to
 //! read rejected messages.
 
-mod ask;
-mod belief;
+mod fixtures;
+mod possible_markers;
 mod random;
 mod rows;
 pub mod source;

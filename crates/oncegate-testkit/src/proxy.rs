@@ -37,11 +37,12 @@ pub struct Proxy {
     shared: Arc<Shared>,
 }
 
-type Judge = Box<dyn FnMut(&mut [u8]) -> RequestFault + Send>;
+/// Chooses the fault of a request.
+type ChooseFault = Box<dyn FnMut(&mut [u8]) -> RequestFault + Send>;
 
 struct Shared {
     server: u16,
-    judge: Mutex<Judge>,
+    choose_fault: Mutex<ChooseFault>,
     connections: Mutex<Vec<[TcpStream; 2]>>,
     forwarding: Mutex<Forwarding>,
     forwarding_changed: Condvar,
@@ -59,7 +60,7 @@ impl Proxy {
         let port = listener.local_addr()?.port();
         let shared = Arc::new(Shared {
             server,
-            judge: Mutex::new(Box::new(|_| RequestFault::Pass)),
+            choose_fault: Mutex::new(Box::new(|_| RequestFault::Pass)),
             connections: Mutex::default(),
             forwarding: Mutex::new(Forwarding::On),
             forwarding_changed: Condvar::new(),
@@ -84,15 +85,15 @@ impl Proxy {
         self.port
     }
 
-    /// Sets the decision about each following request, which may also change its bytes. It is
-    /// called with the bytes of one read, for all connections.
-    pub fn judge(&self, judge: impl FnMut(&mut [u8]) -> RequestFault + Send + 'static) {
-        *lock(&self.shared.judge) = Box::new(judge);
+    /// Sets the function that chooses the fault of each following request, on all connections. It
+    /// is called with the bytes of one read, which it may change.
+    pub fn inject_faults(&self, choose: impl FnMut(&mut [u8]) -> RequestFault + Send + 'static) {
+        *lock(&self.shared.choose_fault) = Box::new(choose);
     }
 
     /// Forwards everything again.
     pub fn pass(&self) {
-        self.judge(|_| RequestFault::Pass);
+        self.inject_faults(|_| RequestFault::Pass);
         self.shared.set_forwarding(Forwarding::On);
     }
 
@@ -103,8 +104,9 @@ impl Proxy {
         self.shared.set_forwarding(Forwarding::Off);
     }
 
-    /// Ends a [`black_hole`](Self::black_hole) and keeps the decision of [`judge`](Self::judge).
-    pub fn lighten(&self) {
+    /// Ends a [`black_hole`](Self::black_hole) and keeps the faults of
+    /// [`inject_faults`](Self::inject_faults).
+    pub fn end_black_hole(&self) {
         self.shared.set_forwarding(Forwarding::On);
     }
 
@@ -132,7 +134,7 @@ impl Drop for Proxy {
 }
 
 /// Whether a request contains a word, for instance `EVALSHA`.
-pub fn holds(request: &[u8], word: &str) -> bool {
+pub fn contains(request: &[u8], word: &str) -> bool {
     request
         .windows(word.len())
         .any(|part| part == word.as_bytes())
@@ -149,16 +151,16 @@ impl Shared {
         let (requests, replies) = (self.clone(), self.clone());
         let lost = losing.clone();
         thread::spawn(move || {
-            requests.carry(to_server, |shared, request| {
-                shared.request(request, &losing)
+            requests.forward(to_server, |shared, request| {
+                shared.forwards_request(request, &losing)
             })
         });
-        thread::spawn(move || replies.carry(to_client, |shared, _| shared.reply(&lost)));
+        thread::spawn(move || replies.forward(to_client, |shared, _| shared.forwards_reply(&lost)));
         Ok(())
     }
 
     /// Forwards bytes from the first to the second until one is closed or `pass` returns false.
-    fn carry(
+    fn forward(
         &self,
         [mut from, mut to]: [TcpStream; 2],
         mut pass: impl FnMut(&Self, &mut [u8]) -> bool,
@@ -188,9 +190,10 @@ impl Shared {
         );
     }
 
-    fn request(&self, request: &mut [u8], losing: &AtomicBool) -> bool {
-        let fate = lock(&self.judge)(request);
-        match fate {
+    /// Applies the chosen fault and returns whether the request is forwarded.
+    fn forwards_request(&self, request: &mut [u8], losing: &AtomicBool) -> bool {
+        let fault = lock(&self.choose_fault)(request);
+        match fault {
             RequestFault::Pass => true,
             RequestFault::Reset => false,
             RequestFault::LoseReply => {
@@ -204,8 +207,9 @@ impl Shared {
         }
     }
 
-    /// The server has executed the request; if its reply is to be lost, the connection is closed.
-    fn reply(&self, losing: &AtomicBool) -> bool {
+    /// Returns whether the reply is forwarded; otherwise the connection is closed. By now the server
+    /// has executed the request.
+    fn forwards_reply(&self, losing: &AtomicBool) -> bool {
         let loses = losing.load(Ordering::SeqCst);
         if loses {
             self.lost.fetch_add(1, Ordering::SeqCst);

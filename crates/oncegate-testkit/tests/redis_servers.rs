@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use oncegate_testkit::proxy::{Proxy, RequestFault, holds};
+use oncegate_testkit::proxy::{Proxy, RequestFault, contains};
 use oncegate_testkit::servers::{
     ClusterServers, RedisOptions, RedisPersistence, RedisServer, SentinelServers,
 };
@@ -153,8 +153,8 @@ impl Client {
 fn the_proxy_loses_a_reply_after_the_command_was_carried_out() {
     let server = RedisServer::start(RedisOptions::new()).unwrap();
     let proxy = Proxy::to(server.port()).unwrap();
-    proxy.judge(|request| {
-        if holds(request, "INCR") {
+    proxy.inject_faults(|request| {
+        if contains(request, "INCR") {
             RequestFault::LoseReply
         } else {
             RequestFault::Pass
@@ -180,12 +180,12 @@ fn the_proxy_resets_delays_and_falls_silent() {
     let server = RedisServer::start(RedisOptions::new()).unwrap();
     let proxy = Proxy::to(server.port()).unwrap();
     let mut client = Client::of(proxy.port());
-    proxy.judge(|_| RequestFault::Delay(Duration::from_millis(100)));
+    proxy.inject_faults(|_| RequestFault::Delay(Duration::from_millis(100)));
     let asked = Instant::now();
     assert_eq!(client.ask("PING").unwrap(), "+PONG");
     assert!(asked.elapsed() >= Duration::from_millis(100));
 
-    proxy.judge(|_| RequestFault::Reset);
+    proxy.inject_faults(|_| RequestFault::Reset);
     assert!(matches!(
         client.ask("INCR never").as_deref(),
         Ok("") | Err(_)

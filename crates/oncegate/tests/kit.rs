@@ -47,7 +47,7 @@ async fn no_parcel_is_sent_twice_or_forgotten() {
     report
         .assert_none_twice(|id| carrier.count(id))
         .assert_none_lost(|id| carrier.count(id))
-        .assert_none_set_aside();
+        .assert_none_rejected();
 }
 
 #[tokio::test(start_paused = true)]

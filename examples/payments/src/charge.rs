@@ -2,8 +2,8 @@
 
 use oncegate::{Context, Failure, FailureExt, Handler, Reconciled};
 
-use crate::payment::Payment;
 use crate::provider::Provider;
+use crate::traffic::Payment;
 
 pub(crate) struct Charge {
     pub(crate) provider: Provider,

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 use oncegate::{Consumer, MemoryBroker, Store, shutdown_signal};
@@ -14,13 +14,11 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, interval, sleep};
 
 use crate::Error;
-use crate::broker::Broker;
 use crate::charge::Charge;
-use crate::cli::{BrokerKind, Cli, Promise, StoreKind, word};
-use crate::ledger::Ledger;
-use crate::payment::{Outgoing, messages};
 use crate::provider::Provider;
 use crate::report::Report;
+use crate::traffic::{Broker, Outgoing, messages};
+use crate::{BrokerKind, Cli, Promise, StoreKind, word};
 
 const WORKERS: usize = 4;
 /// How many workers are killed while payments are sent.
@@ -37,10 +35,7 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
     // A run with nothing but files has the same name each time, to resume one that was killed.
     let name = match is_embedded && is_sqlite {
         true => format!("{}-seed-{}-{}", word(cli.guarantee), cli.seed, cli.payments),
-        false => {
-            let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_millis();
-            format!("payments-{now}-{}", std::process::id())
-        }
+        false => format!("payments-{:016x}", fastrand::u64(..)),
     };
     let above = match is_sqlite {
         true => cli.run_dir.clone(),
@@ -122,7 +117,6 @@ async fn run_in(cli: &Cli, name: &str, run_dir: &Path, is_sqlite: bool) -> Resul
         config,
         store,
         provider: Provider::open(cli, run_dir)?,
-        ledger: Ledger::open(run_dir)?,
         metrics: PrometheusBuilder::new().install_recorder()?,
         workers: Vec::new(),
         shutdown: Arc::default(),
@@ -146,7 +140,6 @@ struct Demo<'a> {
     config: Config,
     store: AnyStore,
     provider: Provider,
-    ledger: Ledger,
     metrics: PrometheusHandle,
     workers: Vec<JoinHandle<Result<(), oncegate::Error>>>,
     shutdown: Arc<Notify>,
@@ -155,26 +148,23 @@ struct Demo<'a> {
 
 impl Demo<'_> {
     fn start_worker(&mut self) -> Result<(), Error> {
-        let consumer = self.config.consumer(Consumer::builder())?;
-        let provider = self.provider.clone();
-        let consumer = consumer
+        let (config, provider) = (&self.config, self.provider.clone());
+        let consumer = config
+            .consumer(Consumer::builder())?
+            .allow_volatile_store() // the demo kills no machine
             .store(self.store.clone())
             .handler(Charge { provider });
-        let consumer = consumer.allow_volatile_store(); // the demo kills no machine
         let shutdown = Arc::clone(&self.shutdown).notified_owned();
-        self.workers.push(match &self.broker {
-            Broker::Memory(broker) => {
-                tokio::spawn(consumer.source(broker.source()).run_until(shutdown))
-            }
+        let worker = match &self.broker {
+            Broker::Memory(it) => tokio::spawn(consumer.source(it.source()).run_until(shutdown)),
             #[cfg(feature = "real")]
-            Broker::Kafka(_) => {
-                tokio::spawn(consumer.source(self.config.kafka()?).run_until(shutdown))
-            }
+            Broker::Kafka(_) => tokio::spawn(consumer.source(config.kafka()?).run_until(shutdown)),
             #[cfg(feature = "real")]
             Broker::RabbitMq(_) => {
-                tokio::spawn(consumer.source(self.config.rabbitmq()?).run_until(shutdown))
+                tokio::spawn(consumer.source(config.rabbitmq()?).run_until(shutdown))
             }
-        });
+        };
+        self.workers.push(worker);
         Ok(())
     }
 
@@ -228,17 +218,24 @@ impl Demo<'_> {
     }
 
     /// A number that changes while messages are handled.
-    fn progress(&mut self) -> Result<i64, Error> {
-        self.ledger.note_counts("tasks", &self.metrics.render())?;
-        Ok(self.ledger.counts()?.values().sum())
+    fn progress(&self) -> Result<i64, Error> {
+        let mut ledger = self.provider.ledger();
+        ledger.note_counts("tasks", &self.metrics.render())?;
+        Ok(ledger.counts()?.values().sum())
     }
 
-    async fn report(&mut self) -> Result<Report, Error> {
+    async fn report(&self) -> Result<Report, Error> {
         self.progress()?;
-        let (charges, counts) = (self.ledger.charges()?, self.ledger.counts()?);
         let rejected = self.broker.rejected().await?;
+        let ledger = self.provider.ledger();
+        let (charges, counts) = (ledger.charges()?, ledger.counts()?);
         let mut report = Report::of(&charges, &counts, self.messages, &rejected);
-        report.killed = Some(self.killed);
+        let killed = (
+            "workers killed",
+            self.killed as i64,
+            "while payments were sent",
+        );
+        report.rows.push(killed);
         Ok(report)
     }
 }

@@ -18,6 +18,14 @@ const TABLES: &str = "
         (worker TEXT, outcome TEXT, count INTEGER, PRIMARY KEY (worker, outcome));
 ";
 const FIND: &str = "SELECT 1 FROM charges WHERE id = ?";
+/// Changes nothing if the attempt was voided.
+const CHARGE: &str = "
+    INSERT INTO charges SELECT ?1, ?2, ?3
+    WHERE NOT EXISTS (SELECT 1 FROM voided WHERE id = ?1 AND attempt >= ?3)";
+/// Changes nothing if the payment was charged.
+const VOID: &str = "
+    INSERT INTO voided SELECT ?1, ?2 WHERE NOT EXISTS (SELECT 1 FROM charges WHERE id = ?1)
+    ON CONFLICT DO UPDATE SET attempt = max(attempt, excluded.attempt)";
 
 pub(crate) struct Ledger(Connection);
 
@@ -39,29 +47,15 @@ impl Ledger {
         once: bool,
     ) -> Result<bool> {
         let file = self.write()?;
-        let voided = "SELECT 1 FROM voided WHERE id = ? AND attempt >= ?";
-        if file.prepare(voided)?.exists(params![id, attempt])? {
-            return Ok(false);
-        }
-        if !once || !file.prepare(FIND)?.exists([id])? {
-            let values = params![id, amount, attempt];
-            file.execute("INSERT INTO charges VALUES (?, ?, ?)", values)?;
-        }
+        let is_repeated = once && file.prepare(FIND)?.exists([id])?;
+        let is_accepted = is_repeated || file.execute(CHARGE, params![id, amount, attempt])? > 0;
         file.commit()?;
-        Ok(true)
+        Ok(is_accepted)
     }
 
     /// Whether a payment was charged; if not, voids its attempts up to and including this one.
-    pub(crate) fn find_or_void(&mut self, id: &str, attempt: u32) -> Result<bool> {
-        let file = self.write()?;
-        let found = file.prepare(FIND)?.exists([id])?;
-        if !found {
-            let voided = "INSERT INTO voided VALUES (?, ?)
-                ON CONFLICT DO UPDATE SET attempt = max(attempt, excluded.attempt)";
-            file.execute(voided, params![id, attempt])?;
-        }
-        file.commit()?;
-        Ok(found)
+    pub(crate) fn find_or_void(&self, id: &str, attempt: u32) -> Result<bool> {
+        Ok(self.0.execute(VOID, params![id, attempt])? == 0)
     }
 
     /// How often each payment was charged.

@@ -2,29 +2,28 @@
 //! counts the charges by the provider's ledger. Start reading at `charge.rs`, the handler.
 #![forbid(unsafe_code)]
 
-mod broker;
 mod charge;
-mod cli;
 mod demo;
 mod ledger;
-mod payment;
 mod provider;
 #[cfg(feature = "real")]
 mod real;
 mod report;
 #[cfg(feature = "real")]
 mod servers;
+mod traffic;
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 
 /// An error with a text for the user.
 type Error = Box<dyn std::error::Error + Send + Sync>;
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let cli = cli::Cli::parse();
+    let cli = Cli::parse();
     let ran = match cli.command {
         None => demo::run(&cli).await.map(Some),
         #[cfg(feature = "real")]
@@ -40,4 +39,90 @@ async fn main() -> ExitCode {
             ExitCode::from(2)
         }
     }
+}
+
+/// Charges payments through oncegate, with every fault that can happen, and counts the charges.
+///
+/// The exit status is 0 only if every payment was charged once or is in doubt for
+/// a person, and every malformed message was dead-lettered and no payment was.
+#[derive(Debug, Parser)]
+#[command(version)]
+struct Cli {
+    /// One part of the demo on real servers, configured by `oncegate.toml` and `ONCEGATE_`
+    /// variables; without it, the whole demo.
+    #[arg(value_enum)]
+    command: Option<Command>,
+    /// Where messages come from; ONCEGATE_KAFKA or ONCEGATE_RABBITMQ is the address.
+    #[arg(long, value_enum, default_value_t = BrokerKind::Memory)]
+    broker: BrokerKind,
+    /// Stores ids; `sqlite` by default with the memory broker, `redis` at ONCEGATE_REDIS with
+    /// others.
+    #[arg(long, value_enum)]
+    store: Option<StoreKind>,
+    #[arg(long, value_enum, default_value_t = Promise::AtMostOnce)]
+    guarantee: Promise,
+    /// How many payments are sent.
+    #[arg(long, default_value_t = 2000)]
+    payments: usize,
+    /// Selects the payments, and which of them are sent twice.
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+    /// For so many payments, the last ones, the provider never tells whether it charged them; with
+    /// `--guarantee at-most-once` they end in doubt.
+    #[arg(long, default_value_t = 0)]
+    unsure: usize,
+    /// Prints the counts as one JSON object.
+    #[arg(long)]
+    json: bool,
+    /// The directory of the ledger and the SQLite store, which a run that was killed resumes with.
+    #[arg(long, default_value = "payments-run")]
+    run_dir: PathBuf,
+    /// Keeps the files. What was created on real servers remains in any case.
+    #[arg(long)]
+    keep: bool,
+    /// `produce`: prefix of the ids; different for each producer.
+    #[arg(long, default_value = "pay")]
+    prefix: String,
+    /// `produce`: messages per second.
+    #[arg(long, default_value_t = 2500, value_parser = clap::value_parser!(u32).range(1..))]
+    rate: u32,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Command {
+    /// Sends payments.
+    Produce,
+    /// A worker: charges payments until SIGTERM.
+    Work,
+    /// Prints the counts of all payments so far.
+    Report,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum BrokerKind {
+    Memory,
+    Kafka,
+    Rabbitmq,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum StoreKind {
+    Sqlite,
+    Redis,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Promise {
+    /// Never charged again on a guess: looked up at the provider, or left to a person.
+    AtMostOnce,
+    /// Run again after a crash; the provider takes the id as an idempotency key.
+    EffectivelyOnce,
+    /// A marker in the store and nothing more: loses payments, and charges some twice.
+    Bare,
+}
+
+/// The text of a value on the command line.
+fn word(value: impl ValueEnum) -> String {
+    let value = value.to_possible_value();
+    value.map_or_else(String::new, |it| it.get_name().to_owned())
 }

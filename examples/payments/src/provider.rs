@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
-use crate::cli::{Cli, Promise};
 use crate::ledger::Ledger;
+use crate::{Cli, Promise};
 
 const LATENCY: Duration = Duration::from_millis(10);
 const TIMEOUT: Duration = Duration::from_millis(60);
@@ -109,7 +109,7 @@ impl Provider {
         self.unsure_from.as_deref().is_some_and(|from| id >= from)
     }
 
-    fn ledger(&self) -> MutexGuard<'_, Ledger> {
+    pub(crate) fn ledger(&self) -> MutexGuard<'_, Ledger> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

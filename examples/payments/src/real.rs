@@ -1,23 +1,23 @@
 //! The parts of the demo on real servers, each a process of its own.
 
+use std::pin::pin;
 use std::time::Duration;
 
 use oncegate_admin::Metrics;
 use oncegate_config::{Config, Traces};
-use tokio::time::{interval, sleep};
+use tokio::time::{interval, timeout};
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
+use crate::BrokerKind::{self, Kafka, Memory, Rabbitmq};
 use crate::Error;
-use crate::broker::Broker;
 use crate::charge::Charge;
-use crate::cli::BrokerKind::{self, Kafka, Memory, Rabbitmq};
-use crate::cli::{Cli, Command, word};
 use crate::ledger::Ledger;
-use crate::payment::messages;
 use crate::provider::Provider;
 use crate::report::{Rejected, Report};
 use crate::servers::{Queue, Topic};
+use crate::traffic::{Broker, messages};
+use crate::{Cli, Command, word};
 
 pub(crate) async fn run(command: Command, cli: &Cli) -> Result<Option<Report>, Error> {
     std::fs::create_dir_all(&cli.run_dir)?;
@@ -61,18 +61,16 @@ async fn work(cli: &Cli, config: Config) -> Result<(), Error> {
         open(Kafka, &config).await?; // creates the topic
     }
     let metrics = Metrics::install()?;
-    let provider = Provider::open(cli, &cli.run_dir)?;
     let (mut ledger, name) = (Ledger::open(&cli.run_dir)?, fastrand::u64(..).to_string());
-    let noting = async {
-        while ledger.note_counts(&name, &metrics.text()).is_ok() {
-            sleep(Duration::from_millis(200)).await;
+    let provider = Provider::open(cli, &cli.run_dir)?;
+    let mut worker = pin!(config.run(Charge { provider }));
+    loop {
+        let ended = timeout(Duration::from_millis(200), &mut worker).await;
+        ledger.note_counts(&name, &metrics.text())?;
+        if let Ok(ended) = ended {
+            return Ok(ended?);
         }
-    };
-    tokio::select! {
-        ran = config.run(Charge { provider }) => ran?,
-        () = noting => {}
     }
-    Ok(ledger.note_counts(&name, &metrics.text())?)
 }
 
 /// Counts what the producers have sent, each with the name of its broker as the prefix.
@@ -87,10 +85,6 @@ async fn report(cli: &Cli, config: &Config) -> Result<Report, Error> {
         }
     }
     let ledger = Ledger::open(&cli.run_dir)?;
-    Ok(Report::of(
-        &ledger.charges()?,
-        &ledger.counts()?,
-        &sent,
-        &all,
-    ))
+    let (charges, counts) = (ledger.charges()?, ledger.counts()?);
+    Ok(Report::of(&charges, &counts, &sent, &all))
 }

@@ -4,11 +4,11 @@
 use std::collections::{HashMap, HashSet};
 use std::process::ExitCode;
 
-use crate::payment::Outgoing;
+use crate::traffic::Outgoing;
 
 const LEDGER: &str = "payments, by the provider's ledger";
 
-/// The names of the messages at the broker that need a person; a message may be there twice.
+/// The ids of the messages at the broker that need a person; a message may be there twice.
 #[derive(Default)]
 pub(crate) struct Rejected {
     pub(crate) in_doubt: Vec<String>,
@@ -19,12 +19,10 @@ pub(crate) struct Rejected {
 type Row = (&'static str, i64, &'static str);
 
 pub(crate) struct Report {
-    rows: [Row; 11],
+    pub(crate) rows: Vec<Row>,
     charged_twice: usize,
     lost: usize,
     wrong: Vec<String>,
-    /// How many workers were killed, if this process was to kill some.
-    pub(crate) killed: Option<usize>,
 }
 
 impl Report {
@@ -39,7 +37,7 @@ impl Report {
         let dead: HashSet<&String> = rejected.dead_letters.iter().collect();
         let (mut lost, mut wrong) = (HashSet::new(), Vec::new());
         for message in messages {
-            let name = message.name();
+            let name = message.id.clone();
             let (dead, charges) = (dead.contains(&name), charges.get(&name));
             if message.is_valid && dead {
                 wrong.push(format!("a valid payment in the dead letters: {name}"));
@@ -57,7 +55,7 @@ impl Report {
         let delivered = accepted + count("released") + count("rejected") + count("in_doubt");
         let charged_twice = charges.values().filter(|it| **it > 1).count();
         #[rustfmt::skip] // a table
-        let rows = [
+        let rows = vec![
             ("sent", messages.len() as i64, "messages, with copies and broken ones"),
             ("delivered", delivered, "copies and redeliveries too"),
             ("charged", charges.len() as i64, LEDGER),
@@ -75,7 +73,6 @@ impl Report {
             charged_twice,
             lost: lost.len(),
             wrong,
-            killed: None,
         }
     }
 
@@ -87,15 +84,11 @@ impl Report {
     pub(crate) fn print(&self, json: bool) -> ExitCode {
         if json {
             let key = |name: &str| name.replace(": ", "_").replace(' ', "_");
-            let counts = self.rows.map(|(name, count, _)| (key(name), count.into()));
-            let counts: serde_json::Value = serde_json::Map::from_iter(counts).into();
-            println!("{counts}");
+            let counts = self.rows.iter().map(|(name, count, _)| (key(name), count));
+            println!("{}", serde_json::json!(HashMap::<_, _>::from_iter(counts)));
         } else {
-            for (name, count, meaning) in self.rows {
+            for (name, count, meaning) in &self.rows {
                 println!("  {name:<21} {count:>8}   {meaning}");
-            }
-            if let Some(killed) = self.killed {
-                println!("  workers killed        {killed:>8}   while payments were sent");
             }
         }
         for wrong in &self.wrong {
@@ -108,7 +101,7 @@ impl Report {
 #[test]
 fn a_second_charge_and_a_lost_payment_are_counted() {
     let message = |id: &str| Outgoing {
-        id: Some(id.to_owned()),
+        id: id.to_owned(),
         body: String::new(),
         is_valid: id != "broken",
     };

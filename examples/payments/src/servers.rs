@@ -20,7 +20,7 @@ use tracing::{Span, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 use crate::Error;
-use crate::payment::{ID_HEADER, Outgoing, name};
+use crate::traffic::{ID_HEADER, Outgoing, text};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
 /// How long the workers may take to declare the queue.
@@ -28,20 +28,11 @@ const START: Duration = Duration::from_secs(60);
 
 /// The span of a message until it is confirmed, and its headers: the id, and the trace context that
 /// the worker's spans refer to, if traces are exported.
-fn sending(system: &str, queue: &str, message: &Outgoing) -> (Span, HashMap<String, String>) {
-    let span = info_span!(
-        parent: None,
-        "payments.send",
-        id = message.id,
-        otel.kind = "producer",
-        messaging.system = system,
-        messaging.operation.r#type = "send",
-        messaging.destination.name = queue
-    );
-    let mut headers = HashMap::new();
+fn sending(message: &Outgoing) -> (Span, HashMap<String, String>) {
+    let id = message.id.as_str();
+    let span = info_span!(parent: None, "payments.send", id, otel.kind = "producer");
+    let mut headers = HashMap::from([(ID_HEADER.to_owned(), id.to_owned())]);
     TraceContextPropagator::new().inject_context(&span.context(), &mut headers);
-    let id = message.id.iter().cloned();
-    headers.extend(id.map(|id| (ID_HEADER.to_owned(), id)));
     (span, headers)
 }
 
@@ -63,35 +54,30 @@ impl Topic {
         created.map_err(|error| format!("Kafka cannot be reached ({error}); is it running?"))?;
         // Each message to a partition of its own, so that all workers get some.
         let settings = [("linger.ms", "5"), ("sticky.partitioning.linger.ms", "0")];
+        let producer = kafka.client(&settings)?;
         Ok(Self {
-            producer: kafka.client(&settings)?,
             kafka,
             name,
+            producer,
         })
     }
 
-    pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<(), Error> {
-        let mut confirmations = Vec::new();
-        for message in messages {
-            let (span, headers) = sending("kafka", &self.name, message);
-            let mut record = OwnedHeaders::new();
-            for (key, value) in &headers {
-                let value = Some(value);
-                record = record.insert(Header { key, value });
-            }
-            // Without a key: the copies of a payment reach different workers.
-            let record = FutureRecord::<(), str>::to(&self.name).headers(record);
-            let sent = self.producer.send_result(record.payload(&message.body));
-            confirmations.push((span, sent.map_err(|(error, _)| error)?));
+    pub(crate) async fn send(&self, message: &Outgoing) -> Result<(), Error> {
+        let (_span, headers) = sending(message);
+        let mut record = OwnedHeaders::new();
+        for (key, value) in &headers {
+            let value = Some(value);
+            record = record.insert(Header { key, value });
         }
-        for (_span, confirmation) in confirmations {
-            confirmation.await?.map_err(|(error, _)| error)?;
-        }
+        // Without a key: the copies of a payment reach different workers.
+        let record = FutureRecord::<(), str>::to(&self.name).headers(record);
+        let sent = self.producer.send(record.payload(&message.body), TIMEOUT);
+        sent.await.map_err(|(error, _)| error)?;
         Ok(())
     }
 
-    /// The names of all messages of the topic with this suffix.
-    pub(crate) async fn names(&self, suffix: &str) -> Result<Vec<String>, Error> {
+    /// The ids of all messages of the topic with this suffix.
+    pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<String>, Error> {
         let topic = format!("{}{suffix}", self.name);
         let consumer: BaseConsumer = self.kafka.client(&[("group.id", "payments-report")])?;
         let read = move || {
@@ -99,16 +85,18 @@ impl Topic {
             let mut partitions = TopicPartitionList::new();
             partitions.add_partition_offset(&topic, 0, Offset::Offset(next))?;
             consumer.assign(&partitions)?;
-            let mut names = Vec::new();
+            let mut ids = Vec::new();
             while next < end {
                 let message = consumer.poll(TIMEOUT).ok_or("Kafka does not answer")??;
                 next = message.offset() + 1;
                 let mut headers = message.headers().into_iter().flat_map(|it| it.iter());
-                let id = headers.find(|it| it.key == ID_HEADER);
-                let body = message.payload().unwrap_or_default();
-                names.push(name(id.and_then(|it| it.value), body));
+                ids.push(text(
+                    headers
+                        .find(|it| it.key == ID_HEADER)
+                        .and_then(|it| it.value),
+                ));
             }
-            Ok(names)
+            Ok(ids)
         };
         tokio::task::spawn_blocking(read).await?
     }
@@ -126,43 +114,37 @@ impl Queue {
         let channel = connection.create_channel().await?;
         let options = ConfirmSelectOptions::default();
         channel.confirm_select(options).await?;
+        let name = config.text("rabbitmq.queue").unwrap_or_default().to_owned();
         Ok(Self {
             connection,
             channel,
-            name: config.text("rabbitmq.queue").unwrap_or_default().to_owned(),
+            name,
         })
     }
 
-    /// Sends messages; repeats those that RabbitMQ returns or refuses, as it does until a worker
-    /// has declared the queue and the queue has a leader.
-    pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<(), Error> {
-        let (begun, mut left) = (Instant::now(), messages.iter().collect::<Vec<_>>());
+    /// Sends a message; repeats it if RabbitMQ returns or refuses it, as it does until a worker has
+    /// declared the queue and the queue has a leader.
+    pub(crate) async fn send(&self, message: &Outgoing) -> Result<(), Error> {
+        let (begun, (_span, headers)) = (Instant::now(), sending(message));
+        let mut table = FieldTable::default();
+        for (key, value) in headers {
+            table.insert(key.into(), AMQPValue::LongString(value.into()));
+        }
+        let properties = BasicProperties::default()
+            .with_delivery_mode(2)
+            .with_headers(table);
+        let options = BasicPublishOptions {
+            mandatory: true,
+            ..Default::default()
+        };
         loop {
-            let mut confirmations = Vec::new();
-            for message in left.drain(..) {
-                let (span, headers) = sending("rabbitmq", &self.name, message);
-                let mut table = FieldTable::default();
-                for (key, value) in headers {
-                    table.insert(key.into(), AMQPValue::LongString(value.into()));
-                }
-                let options = BasicPublishOptions {
-                    mandatory: true,
-                    immediate: false,
-                };
-                let properties = BasicProperties::default().with_delivery_mode(2);
-                let (queue, properties) = (self.name.as_str(), properties.with_headers(table));
-                let (channel, body) = (&self.channel, message.body.as_bytes());
-                let sent =
-                    channel.basic_publish("".into(), queue.into(), options, body, properties);
-                confirmations.push((message, span, sent.await?));
-            }
-            for (message, _span, confirmation) in confirmations {
-                let confirmation = confirmation.await?;
-                if !confirmation.is_ack() || confirmation.take_message().is_some() {
-                    left.push(message);
-                }
-            }
-            if left.is_empty() {
+            let (queue, properties) = (self.name.as_str().into(), properties.clone());
+            let body = message.body.as_bytes();
+            let sent = self
+                .channel
+                .basic_publish("".into(), queue, options, body, properties);
+            let confirmation = sent.await?.await?;
+            if confirmation.is_ack() && confirmation.take_message().is_none() {
                 return Ok(());
             } else if begun.elapsed() > START {
                 let error = "RabbitMQ refuses messages; is a worker running, which declares";
@@ -172,19 +154,19 @@ impl Queue {
         }
     }
 
-    /// The names of all messages of the queue with this suffix.
-    pub(crate) async fn names(&self, suffix: &str) -> Result<Vec<String>, Error> {
+    /// The ids of all messages of the queue with this suffix.
+    pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<String>, Error> {
         let queue = format!("{}{suffix}", self.name);
         // Messages that are not acknowledged return to the queue when the channel closes.
         let channel = self.connection.create_channel().await?;
         let get = || channel.basic_get(queue.as_str().into(), BasicGetOptions::default());
-        let mut names = Vec::new();
+        let mut ids = Vec::new();
         while let Some(message) = get().await? {
             let headers = message.delivery.properties.headers().as_ref();
             let id = headers.and_then(|it| it.inner().get(ID_HEADER)?.as_long_string());
-            names.push(name(id.map(|it| it.as_bytes()), &message.delivery.data));
+            ids.push(text(id.map(|it| it.as_bytes())));
         }
         channel.close(200, "OK".into()).await?;
-        Ok(names)
+        Ok(ids)
     }
 }

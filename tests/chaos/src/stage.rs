@@ -484,8 +484,8 @@ fn dark(proxy: &Proxy, planned: &Planned, faults: &Faults) -> Result<(), Error> 
     faults.play(&planned.name(), None, || {
         proxy.black_hole();
         std::thread::sleep(planned.lasts);
-        // And not the end of lost replies beside it.
-        proxy.lighten();
+        // Faults that are injected at the same time continue.
+        proxy.end_black_hole();
         Ok(())
     })
 }

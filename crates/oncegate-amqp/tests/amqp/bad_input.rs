@@ -265,7 +265,7 @@ async fn forged_headers_are_removed_from_every_kind_of_dead_letter() {
             None,
             "{body}: only messages that the broker dead-lettered have it"
         );
-        let (first_seen, set_aside) = (
+        let (first_seen, rejected_at) = (
             header(&dead_letter, headers::FIRST_SEEN),
             header(&dead_letter, "oncegate-rejected-at"),
         );
@@ -275,7 +275,7 @@ async fn forged_headers_are_removed_from_every_kind_of_dead_letter() {
             "{body}"
         );
         assert!(
-            set_aside.is_some_and(|at| at.parse::<u64>().is_ok()),
+            rejected_at.is_some_and(|at| at.parse::<u64>().is_ok()),
             "{body}"
         );
     }

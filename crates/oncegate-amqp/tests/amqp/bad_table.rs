@@ -7,7 +7,7 @@ use lapin::BasicProperties;
 use lapin::types::{AMQPValue, FieldArray, FieldTable};
 use oncegate_amqp::QueueKind;
 use oncegate_core::source::headers;
-use oncegate_testkit::bad_input::{By, Row, Trial, assert_the_book_has};
+use oncegate_testkit::bad_input::{BadInputConsumer, RejectedBy, Row, assert_book_table};
 
 use crate::fixture::*;
 
@@ -140,7 +140,7 @@ fn rows() -> Vec<Row<TestMessage>> {
             &["too-large"],
             vec![body("large", &[b'x'; BODY_LIMIT + 1])],
         )
-        .set_aside_by(By::Source),
+        .rejected_by(RejectedBy::Source),
         Row::new(
             "a forged `x-death`",
             1,
@@ -188,7 +188,7 @@ fn rows() -> Vec<Row<TestMessage>> {
 
 #[test]
 fn the_book_has_the_table() {
-    assert_the_book_has(
+    assert_book_table(
         include_str!("../../../../docs/contributing/bad-input.md"),
         "## From RabbitMQ",
         &rows(),
@@ -198,13 +198,14 @@ fn the_book_has_the_table() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_bad_message_is_handled_as_documented_and_blocks_no_other() {
     let (fixture, rows) = (QueueFixture::new().await, rows());
-    let begin = || Trial::begin(fixture.source(QueueKind::Quorum).body_limit(BODY_LIMIT));
+    let begin =
+        || BadInputConsumer::start(fixture.source(QueueKind::Quorum).body_limit(BODY_LIMIT));
     close(open(fixture.source(QueueKind::Quorum)).await).await;
-    let mut trial = begin();
+    let mut consumer = begin();
     for (number, row) in rows.iter().enumerate() {
         if !row.reasons.is_empty() {
             // A consumer logs such a warning once in ten seconds, and each row has one.
-            std::mem::replace(&mut trial, begin()).end().await;
+            std::mem::replace(&mut consumer, begin()).end().await;
         }
         for (id, others, body) in &row.messages {
             let mut table = FieldTable::default();
@@ -235,9 +236,9 @@ async fn each_bad_message_is_handled_as_documented_and_blocks_no_other() {
             reasons.push(header(&dead_letter, headers::REASON).expect("a reason"));
         }
         assert_eq!(reasons, row.reasons, "{}", row.input);
-        trial.sees(number, row, &fixture.queue).await;
+        consumer.check_row(number, row, &fixture.queue).await;
     }
-    trial.end().await;
+    consumer.end().await;
     fixture.wait_until_empty(&fixture.queue).await;
     assert_eq!(
         (

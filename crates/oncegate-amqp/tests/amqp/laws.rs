@@ -56,7 +56,7 @@ impl TestQueue for RabbitMqQueue {
         );
     }
 
-    async fn set_aside(&self, destination: Destination) -> Vec<Message> {
+    async fn rejected_messages(&self, destination: Destination) -> Vec<Message> {
         let queue = match destination {
             Destination::DeadLetters => self.fixture.dead_letters(),
             Destination::InDoubt => self.fixture.in_doubt(),

@@ -66,7 +66,7 @@ async fn handle(
         .expect("closed");
     publish(channel, first..=sound).await;
     let source = RabbitMq::queue(QUEUE).url(url);
-    let set_aside = async || {
+    let check_dead_letter = async || {
         if first == POISON {
             let dead = dead_letter(channel).await;
             let table = dead.properties.headers().clone().unwrap_or_default();
@@ -82,7 +82,7 @@ async fn handle(
         IdSource::message_id(),
         (poison, first),
         sound,
-        set_aside,
+        check_dead_letter,
     )
     .await;
     channel

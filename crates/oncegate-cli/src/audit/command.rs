@@ -106,7 +106,7 @@ pub(crate) async fn run(context: &CliContext, arguments: AuditArguments) -> Resu
         .print(&shown, format!("{}{count}", table(shown)))?;
     match unreadable {
         0 => Ok(()),
-        _ => Err(CliError::not_all(format!(
+        _ => Err(CliError::incomplete(format!(
             "lines of the audit that cannot be read, and are not shown: {unreadable}"
         ))),
     }

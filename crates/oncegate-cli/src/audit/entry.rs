@@ -110,6 +110,7 @@ impl AuditEntry {
             .is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
     }
 
+    /// What the action did. The prefixes of `after` are part of the format of the audit.
     pub(crate) fn action(&self) -> AuditedAction {
         match self.what.as_str() {
             _ if self.after.starts_with("sent to ") => AuditedAction::SentBack,

@@ -1,15 +1,16 @@
-//! The states of messages, from the audit.
+//! What the audit says was done with the messages of a destination.
 
 use std::collections::HashMap;
 
 use super::{DeadLetter, DeadLetterState};
 use crate::audit::{ActionStage, AuditEntry, AuditedAction, MessageLocation};
 
-/// The states of messages, from the audit. Kafka keeps handled messages, so only the audit knows
-/// their state. RabbitMQ removes them, so the audit adds only interrupted actions.
+/// The states that the audit records for messages. Kafka keeps redriven, dropped and resolved
+/// messages, so only the audit tells them from waiting ones. RabbitMQ removes them, so that the
+/// audit adds only interrupted actions.
 pub(crate) struct AuditedStates(HashMap<DeadLetterIdentity, DeadLetterState>);
 
-/// Identifies a message: its position on Kafka, its id and time on RabbitMQ.
+/// Identifies a message: its position on Kafka, its id and the time of its rejection on RabbitMQ.
 #[derive(PartialEq, Eq, Hash)]
 struct DeadLetterIdentity {
     place: MessageLocation,
@@ -17,6 +18,7 @@ struct DeadLetterIdentity {
 }
 
 impl DeadLetterIdentity {
+    /// `None` if neither is known.
     fn of(place: &MessageLocation, id: Option<&str>) -> Option<Self> {
         let has_position = place.partition.is_some() && place.offset.is_some();
         let id = id.filter(|_| !has_position).map(str::to_owned);
@@ -29,7 +31,7 @@ impl DeadLetterIdentity {
 
 impl AuditedStates {
     pub(crate) fn of(actions: &[AuditEntry]) -> Self {
-        let mut done = HashMap::new();
+        let mut states = HashMap::new();
         for action in actions {
             let Some(identity) = action
                 .place
@@ -38,14 +40,15 @@ impl AuditedStates {
             else {
                 continue;
             };
-            let is_kept = identity.id.is_none();
+            // Only Kafka has positions.
+            let is_on_kafka = identity.id.is_none();
             let state = match (action.what.as_str(), action.stage) {
                 // RabbitMQ removes completed messages, so a message that is present was
                 // interrupted.
                 (
                     "dead-letters redrive" | "in-doubt resolve",
                     ActionStage::Begun | ActionStage::Done,
-                ) if !is_kept && action.action() == AuditedAction::SentBack => {
+                ) if !is_on_kafka && action.action() == AuditedAction::SentBack => {
                     DeadLetterState::Begun
                 }
                 ("dead-letters redrive" | "in-doubt resolve", ActionStage::Begun)
@@ -53,14 +56,16 @@ impl AuditedStates {
                 {
                     DeadLetterState::Begun
                 }
-                ("dead-letters redrive", ActionStage::Done) if is_kept => DeadLetterState::Redriven,
-                ("dead-letters drop", ActionStage::Done) if is_kept => DeadLetterState::Dropped,
-                ("in-doubt resolve", ActionStage::Done) if is_kept => DeadLetterState::Resolved,
+                ("dead-letters redrive", ActionStage::Done) if is_on_kafka => {
+                    DeadLetterState::Redriven
+                }
+                ("dead-letters drop", ActionStage::Done) if is_on_kafka => DeadLetterState::Dropped,
+                ("in-doubt resolve", ActionStage::Done) if is_on_kafka => DeadLetterState::Resolved,
                 _ => continue,
             };
-            done.insert(identity, state);
+            states.insert(identity, state);
         }
-        Self(done)
+        Self(states)
     }
 
     pub(super) fn state(&self, message: &DeadLetter) -> DeadLetterState {

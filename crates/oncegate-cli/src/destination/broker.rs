@@ -34,15 +34,16 @@ impl Broker {
             .any(|broker| broker.is_named(context))
     }
 
-    /// Whether the configuration has a section or a key of this broker, or chooses it.
+    /// Whether the configuration has a section or a key of this broker, or names it in
+    /// `gate.broker`.
     fn is_named(self, context: &CliContext) -> bool {
         let config = &context.config;
         let section = format!("{}.", self.name());
         config.has_section(self.name())
             || config.text("gate.broker") == Some(self.name())
             || config
-                .set()
-                .any(|set| set.setting.key.starts_with(&section))
+                .given_settings()
+                .any(|given| given.setting.key.starts_with(&section))
     }
 
     /// The settings that this broker requires.
@@ -53,21 +54,29 @@ impl Broker {
         }
     }
 
-    /// The fully configured brokers, or only the chosen one.
+    /// The brokers whose required settings are given; only the chosen one, if any is chosen.
+    ///
+    /// # Errors
+    /// There is none.
     pub(crate) fn configured(
         context: &CliContext,
         chosen: Option<Self>,
     ) -> Result<Vec<Self>, CliError> {
-        let is_complete = |broker: &Self| {
-            broker
-                .required_keys()
-                .iter()
-                .all(|key| context.config.has(key))
-        };
+        if let Some(broker) = chosen {
+            let missing = broker.missing_keys(context);
+            return if missing.is_empty() {
+                Ok(vec![broker])
+            } else {
+                Err(CliError::usage(format!(
+                    "--broker {}: set {}",
+                    broker.name(),
+                    missing.join(" and ")
+                )))
+            };
+        }
         let found: Vec<Self> = [Self::Kafka, Self::Rabbitmq]
             .into_iter()
-            .filter(is_complete)
-            .filter(|it| chosen.is_none_or(|c| c == *it))
+            .filter(|broker| broker.missing_keys(context).is_empty())
             .collect();
         if found.is_empty() {
             return Err(CliError::usage(
@@ -77,7 +86,16 @@ impl Broker {
         Ok(found)
     }
 
-    /// Like [`Self::configured`], and notes every partly configured broker as unchecked.
+    /// The required settings that are not given.
+    fn missing_keys(self, context: &CliContext) -> Vec<&'static str> {
+        self.required_keys()
+            .into_iter()
+            .filter(|key| !context.config.has(key))
+            .collect()
+    }
+
+    /// Like [`Self::configured`]. Without a chosen broker it also adds every partly configured one
+    /// to the items that the output lists as not checked.
     pub(crate) fn selected(
         context: &CliContext,
         chosen: Option<Self>,
@@ -90,16 +108,14 @@ impl Broker {
         Ok(found)
     }
 
-    /// Notes every partly configured broker as unchecked. Returns whether there was one.
+    /// Adds every partly configured broker to the items that the output lists as not checked.
+    /// Returns whether there was one.
     pub(crate) fn note_incomplete(context: &CliContext, unchecked: &mut Unchecked) -> bool {
         let mut any = false;
         for broker in [Self::Kafka, Self::Rabbitmq] {
-            let is_named = broker.is_named(context);
-            let missing = broker
-                .required_keys()
-                .into_iter()
-                .find(|key| !context.config.has(key));
-            if let (true, Some(missing)) = (is_named, missing) {
+            if broker.is_named(context)
+                && let Some(missing) = broker.missing_keys(context).first()
+            {
                 let name = broker.name();
                 let remove = if context.config.text("gate.broker") == Some(name) {
                     format!("remove [{name}] and gate.broker")

@@ -47,9 +47,9 @@ impl BulkLimits {
     /// Limits the rate of changes; a preview is not limited.
     pub(crate) fn rate_limiter(&self, confirm: &ConfirmArgs) -> RateLimiter {
         RateLimiter(self.rate.filter(|_| confirm.yes).map(|rate| {
-            let mut rate_limiter = tokio::time::interval(Duration::from_secs(1) / rate);
-            rate_limiter.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-            rate_limiter
+            let mut interval = tokio::time::interval(Duration::from_secs(1) / rate);
+            interval.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+            interval
         }))
     }
 }
@@ -57,15 +57,16 @@ impl BulkLimits {
 pub(crate) struct RateLimiter(Option<tokio::time::Interval>);
 
 impl RateLimiter {
+    /// Waits until the next change is allowed.
     pub(crate) async fn next(&mut self) {
-        if let Some(rate_limiter) = &mut self.0 {
-            rate_limiter.tick().await;
+        if let Some(interval) = &mut self.0 {
+            interval.tick().await;
         }
     }
 }
 
-/// Ends the command on SIGTERM or Ctrl-C after the current message and still prints the report.
-/// Only SIGKILL interrupts a message.
+/// Ends the command on SIGTERM or Ctrl-C after the current message, so that it prints the report
+/// and leaves no message with an unknown result.
 pub(crate) struct StopSignal(Pin<Box<dyn Future<Output = ()> + Send>>);
 
 impl StopSignal {
@@ -77,14 +78,14 @@ impl StopSignal {
     /// Runs an operation unless a stop signal arrives first.
     ///
     /// # Errors
-    /// The signal arrived; do not use this value again.
+    /// The signal arrived; do not call this again.
     pub(crate) async fn or<T>(
         &mut self,
         operation: impl Future<Output = Result<T, CliError>>,
     ) -> Result<T, CliError> {
         tokio::select! {
             biased;
-            () = &mut self.0 => Err(CliError::not_all("stopped by a signal before the end; run the command again for the remaining messages")),
+            () = &mut self.0 => Err(CliError::incomplete("stopped by a signal before the end; run the command again for the remaining messages")),
             result = operation => result,
         }
     }
@@ -121,7 +122,7 @@ pub(crate) struct BulkReport {
     markers: Vec<serde_json::Value>,
 }
 
-/// The maximum number of messages in a report.
+/// The maximum number of messages that a report lists; it counts all.
 const ROWS: usize = 1_000;
 
 impl BulkReport {
@@ -171,8 +172,8 @@ impl BulkReport {
         self.done + self.left
     }
 
-    /// Skipped messages do not count: they would be skipped again next time and block those behind
-    /// them.
+    /// Whether `--limit` is reached. Skipped messages do not count: the next run would skip the
+    /// same ones again and never reach those behind them.
     pub(crate) fn is_full(&self, limits: &BulkLimits) -> bool {
         limits.limit.is_some_and(|limit| self.done >= limit)
     }
@@ -275,7 +276,7 @@ impl BulkReport {
             Some(failure) => Err(failure),
             None if confirm.dry_run => Ok(()),
             None if !confirm.yes => Err(CliError::not_confirmed()),
-            None if self.left > 0 => Err(CliError::not_all(format!(
+            None if self.left > 0 => Err(CliError::incomplete(format!(
                 "{} were left where they are",
                 self.left
             ))),
@@ -292,8 +293,8 @@ pub(crate) struct BulkCommand {
 }
 
 /// Publishes a copy and waits for its confirmation, records it in the audit, and removes the
-/// original, in this order. A crash leaves the original, or an additional copy that the gate
-/// deduplicates.
+/// original, in this order. A crash in between leaves the original, perhaps beside a copy; the gate
+/// deduplicates them.
 ///
 /// # Errors
 /// The message stays in its destination; the audit records whether a copy may exist.
@@ -315,7 +316,9 @@ pub(crate) async fn publish(
             return Err(failure);
         }
     }
-    take_out(audit, pending, reader, message).await
+    take_out(audit, pending, reader, message)
+        .await
+        .map_err(|failure| failure.with(&format!("its copy was sent to {}", reader.source())))
 }
 
 /// Records the action in the audit and removes the message.
@@ -334,7 +337,7 @@ pub(crate) async fn take_out(
 
 /// Whether the failure concerns only this message, so that the next may be tried.
 fn concerns_one_message(failure: &CliError) -> bool {
-    failure.code == CliErrorCode::NotAll
+    failure.code == CliErrorCode::Incomplete
 }
 
 /// Closes the reader, so that unacknowledged messages are returned.

@@ -48,7 +48,8 @@ pub(crate) fn reasons() -> impl Iterator<Item = &'static str> {
         .chain([DEAD_LETTERED_BY_BROKER, NO_REASON])
 }
 
-/// A message in a dead-letter or in-doubt destination.
+/// A message in a dead-letter or in-doubt destination; with `explain --copies` also a record of the
+/// consumed topic.
 #[derive(Clone, Debug)]
 pub(crate) struct DeadLetter {
     pub(crate) place: MessageLocation,
@@ -61,7 +62,8 @@ pub(crate) struct DeadLetter {
     pub(crate) body: Option<Vec<u8>>,
     /// The earlier of its timestamp and an inbound `oncegate-first-seen`.
     pub(crate) sent_ms: Option<u64>,
-    pub(crate) dead_lettered_ms: Option<u64>,
+    /// When it was put into its destination, in milliseconds since 1970.
+    pub(crate) rejected_at_ms: Option<u64>,
     /// The topic or queue it was consumed from, if not the configured one.
     pub(crate) other_source: Option<String>,
     /// The parts that a copy of it would lack, as text.
@@ -71,8 +73,9 @@ pub(crate) struct DeadLetter {
     pub(crate) delivery: Option<Box<rabbitmq::UnackedDelivery>>,
     /// Kafka: the headers as raw bytes.
     pub(crate) raw_headers: Vec<(String, Option<Vec<u8>>)>,
-    /// The id that `gate.id` reads, where no header names one.
-    pub(crate) read_id: Option<String>,
+    /// The id that `gate.id` extracts; a header with the id takes precedence. `None` if it finds
+    /// none.
+    pub(crate) extracted_id: Option<String>,
     /// The delivery count, on queues that count and may have a limit.
     pub(crate) delivery_count: Option<u64>,
 }
@@ -87,14 +90,15 @@ impl DeadLetter {
             .map(|(_, value)| value.as_str())
     }
 
+    /// The id that oncegate wrote, or else the one that `gate.id` extracts.
     pub(crate) fn id(&self) -> Option<&str> {
-        self.header(headers::ID).or(self.read_id.as_deref())
+        self.header(headers::ID).or(self.extracted_id.as_deref())
     }
 
     /// Names a message without an id where commands expect an id; `None` if it has one.
     ///
     /// On Kafka it is the position. A RabbitMQ message has none, so it is a hash of its body, its
-    /// headers and the time of its dead-lettering: equal messages share it.
+    /// headers and the time of its rejection: equal messages share it.
     pub(crate) fn handle(&self) -> Option<String> {
         if self.id().is_some() {
             return None;
@@ -109,7 +113,7 @@ impl DeadLetter {
             .collect();
         let content = format!(
             "{} {:?} {headers:?} {:?}",
-            self.place.name, self.dead_lettered_ms, self.body
+            self.place.name, self.rejected_at_ms, self.body
         );
         let hash = MessageId::new(content)?.hashed();
         let digits: String = hash
@@ -171,8 +175,8 @@ impl DeadLetter {
     }
 
     /// The first error, and the last one if it differs. Of a message in doubt the first is the one
-    /// that made its outcome unknown, unless retries without an effect failed before it; `reconcile`
-    /// may have failed since.
+    /// that made its outcome unknown, unless retries without an effect failed before it;
+    /// `reconcile` may have failed since.
     pub(crate) fn errors(&self) -> Option<String> {
         let [first, last] = [headers::FIRST_ERROR, headers::LAST_ERROR].map(|it| self.header(it));
         match (first, last) {
@@ -191,9 +195,9 @@ impl DeadLetter {
             .into_iter()
             .chain(self.sent_ms)
             .min();
-        sent.map(|at| {
-            self.dead_lettered_ms
-                .map_or(at, |dead_lettered| at.min(dead_lettered))
+        sent.map(|sent_ms| {
+            self.rejected_at_ms
+                .map_or(sent_ms, |rejected_at_ms| sent_ms.min(rejected_at_ms))
         })
     }
 
@@ -205,8 +209,8 @@ impl DeadLetter {
     }
 
     /// When it was sent, or if unknown, when it was dead-lettered.
-    pub(crate) fn age_from_ms(&self) -> Option<u64> {
-        self.first_seen_ms().or(self.dead_lettered_ms)
+    pub(crate) fn sent_or_rejected_ms(&self) -> Option<u64> {
+        self.first_seen_ms().or(self.rejected_at_ms)
     }
 
     /// The entry of a list.
@@ -233,9 +237,9 @@ impl DeadLetter {
             first_error: self.header(headers::FIRST_ERROR),
             last_error: self.header(headers::LAST_ERROR),
             origin: self.header(headers::ORIGIN),
-            from: self.age_from_ms().map(utc_text),
-            from_ms: self.age_from_ms(),
-            dead_lettered_ms: self.dead_lettered_ms,
+            from: self.sent_or_rejected_ms().map(utc_text),
+            from_ms: self.sent_or_rejected_ms(),
+            rejected_at_ms: self.rejected_at_ms,
             state: self.state,
             delivery_count: self.delivery_count,
             bytes: self.bytes().len(),
@@ -253,7 +257,7 @@ pub(crate) struct DeadLetterSummary<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     offset: Option<i64>,
     pub(crate) id: Option<&'a str>,
-    /// Where commands expect an id, if it has none.
+    /// What commands accept instead of an id, if it has none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) handle: Option<String>,
     pub(crate) reason: &'a str,
@@ -274,16 +278,16 @@ pub(crate) struct DeadLetterSummary<'a> {
     /// When it was sent, or if unknown, when it was dead-lettered.
     pub(crate) from: Option<String>,
     from_ms: Option<u64>,
-    #[serde(rename = "rejected_at_ms")]
-    dead_lettered_ms: Option<u64>,
+    rejected_at_ms: Option<u64>,
     pub(crate) state: DeadLetterState,
     #[serde(skip_serializing_if = "Option::is_none")]
     delivery_count: Option<u64>,
     bytes: usize,
 }
 
-/// Whether a copy of a message omits this header: `oncegate-*` headers and those that record
-/// earlier deliveries, which would make the copy too old or exhausted before it is handled.
+/// Whether a redriven copy omits this header: `oncegate-*` headers and those that record earlier
+/// deliveries, since the consumer could take the copy for too old or its attempts for exhausted;
+/// and `CC` and `BCC`, since RabbitMQ would route the copy to other queues, too.
 pub(crate) fn is_dropped_from_copies(header: &str) -> bool {
     // The original key stays the key of the copy.
     if header == ROUTING_KEY {

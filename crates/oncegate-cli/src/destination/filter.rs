@@ -12,10 +12,11 @@ use crate::output::{ms, now_ms};
 /// Filters by id, reason and age; all given filters must match.
 #[derive(Args, Clone, Debug, Default)]
 pub(crate) struct MessageFilter {
-    /// Only messages with this id; of a message without an id what `list` shows in its place
+    /// Only messages with this id. For a message without an id, pass what `list` shows in the id
+    /// column
     #[arg(long)]
     pub(crate) id: Option<String>,
-    /// The id as it was given.
+    /// The text given to `--id`, compared with [`DeadLetter::handle`] for messages without an id.
     #[arg(skip)]
     handle: Option<String>,
     /// Only messages with this reason; may be repeated
@@ -23,10 +24,10 @@ pub(crate) struct MessageFilter {
     reasons: Vec<String>,
     /// Only messages sent longer ago than this, such as 2h; if unknown, the time of dead-lettering
     /// counts. Messages with neither time are skipped and counted
-    #[arg(long, value_name = "TIME")]
+    #[arg(long, value_name = "AGE")]
     older_than: Option<TimeArg>,
-    /// Only messages sent within this time
-    #[arg(long, value_name = "TIME")]
+    /// Only messages sent no longer ago than this, such as 2h; otherwise like --older-than
+    #[arg(long, value_name = "AGE")]
     younger_than: Option<TimeArg>,
     /// Only this broker, if both are configured
     #[arg(long)]
@@ -34,7 +35,7 @@ pub(crate) struct MessageFilter {
 }
 
 impl MessageFilter {
-    /// Whether it excludes any message.
+    /// Whether it has a filter other than the broker.
     pub(crate) fn is_restrictive(&self) -> bool {
         self.id.is_some()
             || !self.reasons.is_empty()
@@ -42,7 +43,7 @@ impl MessageFilter {
             || self.younger_than.is_some()
     }
 
-    /// Converts the id to the form that headers use.
+    /// Replaces the id by the one that headers contain, which may be its hash.
     pub(crate) fn normalized(mut self, context: &CliContext) -> Result<Self, CliError> {
         self.handle = self.id.clone();
         self.id = self
@@ -67,10 +68,10 @@ impl MessageFilter {
         .normalized(context)
     }
 
-    /// The result of a filter.
+    /// Applies all filters except the broker.
     pub(crate) fn matches(&self, message: &DeadLetter) -> FilterMatch {
         let has_id = |id: &str| match message.id() {
-            Some(its) => its == id,
+            Some(message_id) => message_id == id,
             None => message.handle() == self.handle,
         };
         let matches_other_filters = self.id.as_deref().is_none_or(has_id)
@@ -81,8 +82,8 @@ impl MessageFilter {
         }
         let filters_by_age = self.older_than.is_some() || self.younger_than.is_some();
         let Some(age) = message
-            .age_from_ms()
-            .map(|from| now_ms().saturating_sub(from))
+            .sent_or_rejected_ms()
+            .map(|time| now_ms().saturating_sub(time))
         else {
             return if filters_by_age {
                 FilterMatch::UnknownAge
@@ -90,8 +91,8 @@ impl MessageFilter {
                 FilterMatch::Yes
             };
         };
-        let is_in_range = self.older_than.is_none_or(|than| age > ms(than.0))
-            && self.younger_than.is_none_or(|than| age <= ms(than.0));
+        let is_in_range = self.older_than.is_none_or(|limit| age > ms(limit.0))
+            && self.younger_than.is_none_or(|limit| age <= ms(limit.0));
         if is_in_range {
             FilterMatch::Yes
         } else {
@@ -104,7 +105,7 @@ impl MessageFilter {
     }
 }
 
-/// The result of a filter.
+/// Whether a message matches a filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FilterMatch {
     Yes,

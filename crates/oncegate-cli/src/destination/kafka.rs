@@ -22,8 +22,15 @@ use crate::audit::MessageLocation;
 use crate::config::Config;
 use crate::error::CliError;
 
-/// The time limit of one request.
+/// The time limit of a request for metadata or watermarks.
 pub(crate) const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long to wait for the next record.
+const RECORD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long to wait for room in the queue of the producer. `message.timeout.ms` limits the
+/// delivery.
+const PRODUCER_QUEUE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How many records are read ahead.
 const READ_AHEAD: usize = 64;
@@ -70,7 +77,8 @@ pub(crate) fn consumer(config: &Config) -> Result<BaseConsumer, CliError> {
     client(config, &settings)
 }
 
-/// A copy is confirmed once all in-sync replicas have it.
+/// The settings of the producer of copies, which waits until all in-sync replicas have a copy, and
+/// at most 30 seconds.
 const PRODUCER: [(&str, &str); 5] = [
     ("enable.idempotence", "true"),
     ("acks", "all"),
@@ -83,35 +91,37 @@ const PRODUCER: [(&str, &str); 5] = [
 /// Reads one topic.
 pub(crate) struct TopicReader {
     pub(crate) total: u64,
-    pub(crate) target: String,
+    /// The consumed topic, to which messages are redriven.
+    pub(crate) source_topic: String,
     dead_letters: mpsc::Receiver<Result<DeadLetter, CliError>>,
     config: Config,
     publisher: Option<FutureProducer>,
-    done: AuditedStates,
+    /// What the audit says was done with each message.
+    audited_states: AuditedStates,
 }
 
 impl TopicReader {
     pub(crate) async fn open(
         context: &CliContext,
         destination: Destination,
-        done: AuditedStates,
+        audited_states: AuditedStates,
     ) -> Result<Self, CliError> {
-        Self::of(
+        Self::open_topic(
             context,
             destination_topic(&context.config, destination)?,
-            done,
+            audited_states,
         )
         .await
     }
 
-    /// Opens a topic by name.
-    pub(crate) async fn of(
+    /// Opens a topic by name: a destination or the consumed topic.
+    pub(crate) async fn open_topic(
         context: &CliContext,
         name: String,
-        done: AuditedStates,
+        audited_states: AuditedStates,
     ) -> Result<Self, CliError> {
         let config = &context.config;
-        let (consumer, ids) = (consumer(config)?, config.id_source()?);
+        let (consumer, id_source) = (consumer(config)?, config.id_source()?);
         let (total_tx, total_rx) = tokio::sync::oneshot::channel();
         let (dead_letters_tx, dead_letters) = mpsc::channel(READ_AHEAD);
         tokio::task::spawn_blocking(move || {
@@ -121,19 +131,21 @@ impl TopicReader {
                 Err(failure) => (Err(failure), HashSet::new()),
             };
             if total_tx.send(total).is_ok() {
-                read(&consumer, unread, ids.as_ref(), &dead_letters_tx);
+                read(&consumer, unread, id_source.as_ref(), &dead_letters_tx);
             }
         });
-        let total = total_rx
-            .await
-            .map_err(|_| CliError::server("Kafka: the reader thread ended"))??;
+        let total = total_rx.await.map_err(|_| {
+            CliError::server(
+                "bug in oncegate: the thread that reads the topic panicked; report this",
+            )
+        })??;
         Ok(Self {
             total,
-            target: topic(config)?,
+            source_topic: topic(config)?,
             dead_letters,
             config: config.clone(),
             publisher: None,
-            done,
+            audited_states,
         })
     }
 
@@ -142,15 +154,15 @@ impl TopicReader {
             return Ok(None);
         };
         let mut dead_letter = dead_letter?;
-        // No record of the consumed topic is a dead letter.
-        if dead_letter.place.name == self.target {
+        // Records of the consumed topic come from its producers, which may forge reserved headers.
+        if dead_letter.place.name == self.source_topic {
             dead_letter.remove_reserved_headers();
         }
-        dead_letter.state = self.done.state(&dead_letter);
+        dead_letter.state = self.audited_states.state(&dead_letter);
         dead_letter.other_source = dead_letter
             .header(headers::ORIGIN)
             .map(topic_of)
-            .filter(|name| *name != self.target)
+            .filter(|name| *name != self.source_topic)
             .map(str::to_owned);
         Ok(Some(dead_letter))
     }
@@ -187,40 +199,45 @@ impl TopicReader {
         // producer uses.
         let partition = dead_letter
             .header(headers::ORIGIN)
-            .and_then(|origin| partition_of(origin, &self.target));
+            .and_then(|origin| partition_of(origin, &self.source_topic));
         let record = |partition| FutureRecord::<[u8], [u8]> {
-            topic: &self.target,
+            topic: &self.source_topic,
             partition,
             payload: dead_letter.body.as_deref(),
             key: dead_letter.key.as_deref(),
             timestamp: None,
             headers: Some(written.clone()),
         };
-        let sent = match publisher.send(record(partition), REQUEST_TIMEOUT).await {
+        let sent = match publisher
+            .send(record(partition), PRODUCER_QUEUE_TIMEOUT)
+            .await
+        {
             // The topic was recreated with fewer partitions.
             Err((KafkaError::MessageProduction(RDKafkaErrorCode::UnknownPartition), _))
                 if partition.is_some() =>
             {
-                publisher.send(record(None), REQUEST_TIMEOUT).await
+                publisher.send(record(None), PRODUCER_QUEUE_TIMEOUT).await
             }
             sent => sent,
         };
         sent.map(drop)
-            .map_err(|(error, _)| publish_error(&error, &self.target))
+            .map_err(|(error, _)| publish_error(&error, &self.source_topic))
     }
 }
 
-/// Whether an error means that the copy does not exist.
-fn publish_error(error: &KafkaError, target: &str) -> PublishError {
+/// The error of a copy: `Refused` if the error proves that no copy was written, else `Unconfirmed`.
+fn publish_error(error: &KafkaError, topic: &str) -> PublishError {
     use RDKafkaErrorCode::{
         InvalidTopic, MessageSizeTooLarge, PolicyViolation, QueueFull, TopicAuthorizationFailed,
         UnknownPartition, UnknownTopic, UnknownTopicOrPartition,
     };
-    let text = format!("Kafka: the copy to {target} failed: {error}");
+    let text = format!("Kafka: the copy for `{topic}` was not confirmed: {error}");
     match error {
         // The next record may be smaller.
         KafkaError::MessageProduction(MessageSizeTooLarge) => {
-            PublishError::Refused(CliError::not_all(format!("left: {text}")))
+            PublishError::Refused(CliError::incomplete(format!(
+                "skipped: the copy is too large for the topic `{topic}`; raise its max.message.bytes"
+            )))
         }
         KafkaError::MessageProduction(
             InvalidTopic
@@ -274,7 +291,11 @@ fn assign_from_start(
 pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32>, CliError> {
     let metadata = consumer
         .fetch_metadata(Some(topic), REQUEST_TIMEOUT)
-        .map_err(|error| CliError::server(format!("Kafka: metadata of `{topic}`: {error}")))?;
+        .map_err(|error| {
+            CliError::server(format!(
+                "Kafka: cannot fetch the metadata of the topic `{topic}`: {error}"
+            ))
+        })?;
     let found = metadata.topics().first();
     match found.map(|topic| topic.error().map(RDKafkaErrorCode::from)) {
         Some(None) => Ok(found
@@ -285,32 +306,32 @@ pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32
             "Kafka: the topic `{topic}` does not exist"
         ))),
         Some(Some(code)) => Err(CliError::server(format!(
-            "Kafka: the topic `{topic}`: {code}"
+            "Kafka: cannot inspect the topic `{topic}`: {code}"
         ))),
     }
 }
 
-/// Reads each partition up to the end offset it had when reading started.
+/// Reads each partition up to its end offset in `unread`.
 fn read(
     consumer: &BaseConsumer,
     mut unread: HashSet<(i32, i64)>,
-    ids: Option<&IdSource>,
+    id_source: Option<&IdSource>,
     dead_letters_tx: &mpsc::Sender<Result<DeadLetter, CliError>>,
 ) {
-    let mut last = Instant::now();
+    let mut last_progress = Instant::now();
     while !unread.is_empty() {
         let dead_letter = match consumer.poll(Duration::from_millis(200)) {
-            None if last.elapsed() < REQUEST_TIMEOUT * 3 => continue,
-            None => Err(CliError::server(
-                "Kafka: no more records arrived, and the end of the topic was not reached; run the command again",
-            )),
+            None if last_progress.elapsed() < RECORD_TIMEOUT => continue,
+            None => Err(CliError::server(format!(
+                "Kafka: no record arrived within {RECORD_TIMEOUT:?}, before the end of the topic; run the command again"
+            ))),
             Some(Err(KafkaError::PartitionEOF(partition))) => {
                 unread.retain(|(it, _)| *it != partition);
-                last = Instant::now();
+                last_progress = Instant::now();
                 continue;
             }
             // librdkafka reconnects by itself.
-            Some(Err(_)) if last.elapsed() < REQUEST_TIMEOUT * 3 => continue,
+            Some(Err(_)) if last_progress.elapsed() < RECORD_TIMEOUT => continue,
             Some(Err(error)) => Err(error.into()),
             Some(Ok(message)) => {
                 let (partition, next) = (message.partition(), message.offset() + 1);
@@ -326,8 +347,8 @@ fn read(
                 if next > end {
                     continue;
                 }
-                last = Instant::now();
-                Ok(dead_letter(&message, ids))
+                last_progress = Instant::now();
+                Ok(dead_letter(&message, id_source))
             }
         };
         let failed = dead_letter.is_err();
@@ -338,7 +359,7 @@ fn read(
     }
 }
 
-fn dead_letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> DeadLetter {
+fn dead_letter(message: &BorrowedMessage<'_>, id_source: Option<&IdSource>) -> DeadLetter {
     let (mut raw_headers, mut unnamed) = (Vec::new(), 0);
     if let Some(headers) = message.headers() {
         // The iterator panics on a name that is not UTF-8.
@@ -376,7 +397,7 @@ fn dead_letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> DeadLet
         key: message.key().map(<[u8]>::to_vec),
         body: message.payload().map(<[u8]>::to_vec),
         sent_ms: None,
-        dead_lettered_ms: written_ms,
+        rejected_at_ms: written_ms,
         other_source: None,
         missing_parts: (unnamed > 0)
             .then(|| format!("{unnamed} of its headers have names that are not UTF-8")),
@@ -384,10 +405,10 @@ fn dead_letter(message: &BorrowedMessage<'_>, ids: Option<&IdSource>) -> DeadLet
         delivery: None,
         raw_headers,
         delivery_count: None,
-        read_id: None,
+        extracted_id: None,
     };
-    dead_letter.read_id = ids
-        .and_then(|ids| ids.read(&as_message(&dead_letter)).ok())
+    dead_letter.extracted_id = id_source
+        .and_then(|source| source.read(&as_message(&dead_letter)).ok())
         .map(|id| id.to_string());
     dead_letter
 }

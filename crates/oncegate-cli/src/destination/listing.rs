@@ -30,8 +30,8 @@ pub(crate) struct ListArgs {
 
 #[derive(Args)]
 pub(crate) struct ShowArgs {
-    /// The id as the producer wrote it, or as keys and logs show it; of a message without an id what
-    /// `list` shows in its place
+    /// The id as the producer wrote it, or as keys and logs show it. For a message without an id,
+    /// pass what `list` shows in the id column
     id: String,
     /// Also show bodies
     #[arg(long)]
@@ -46,8 +46,9 @@ pub(crate) struct ShowArgs {
 /// How RabbitMQ queues are read.
 #[derive(Args, Clone, Copy, Debug)]
 pub(crate) struct QueueAccessArgs {
-    /// Read a RabbitMQ queue whose arguments differ from those oncegate declares, even though a
-    /// quorum queue counts each read towards its delivery limit
+    /// Read a RabbitMQ queue even if its arguments differ from those oncegate declares, and replace
+    /// no message. A quorum queue may count each read towards its delivery limit, at which it drops
+    /// the message
     #[arg(long)]
     accept_delivery_counts: bool,
 }
@@ -163,7 +164,7 @@ pub(crate) async fn collect_messages(
     read.map(|()| (found, more))
 }
 
-/// The name of a destination that could not be read.
+/// The name of a destination, for errors.
 pub(crate) fn description(destination: Destination, broker: Broker) -> String {
     format!(
         "the {} destination on {}",
@@ -188,9 +189,9 @@ pub(crate) async fn list(
             if !list.everything && !message.state.is_pending() {
                 return false;
             }
-            let meant = filter.matches(message);
-            unknown_age += usize::from(meant == FilterMatch::UnknownAge);
-            meant == FilterMatch::Yes
+            let filter_match = filter.matches(message);
+            unknown_age += usize::from(filter_match == FilterMatch::UnknownAge);
+            filter_match == FilterMatch::Yes
         };
         let remaining = list.limit - messages.len();
         match collect_messages(
@@ -204,15 +205,15 @@ pub(crate) async fn list(
         )
         .await
         {
-            Ok((found, rest)) => {
+            Ok((found, has_more)) => {
                 messages.extend(found);
-                more |= rest;
+                more |= has_more;
             }
             Err(failure) => unchecked.note(description(destination, broker), failure),
         }
     }
     let summaries: Vec<DeadLetterSummary<'_>> = messages.iter().map(DeadLetter::summary).collect();
-    let rest = if more {
+    let more_note = if more {
         "\nThere are more: raise --limit."
     } else {
         ""
@@ -231,7 +232,7 @@ pub(crate) async fn list(
     context.format.print(
         &json,
         format!(
-            "{}{count} shown.{rest}{}{warning}{incomplete}",
+            "{}{count} shown.{more_note}{}{warning}{incomplete}",
             table(&messages),
             unknown_age_note(unknown_age)
         ),
@@ -239,18 +240,18 @@ pub(crate) async fn list(
     unchecked.end()
 }
 
-/// The warning that a queue counts reads.
+/// The warning that a queue counts reads; empty if no message has a delivery count above 0.
 fn delivery_count_warning(messages: &[DeadLetter]) -> String {
     match messages
         .iter()
         .filter_map(|message| message.delivery_count)
         .max()
     {
-        None => String::new(),
-        Some(0) => String::new(),
+        None | Some(0) => String::new(),
         Some(count) => format!(
-            "\nRabbitMQ may count each read: {count} before this one. At {REPLACED_FROM_COUNT} the next read replaces a message by a copy that counts \
-             from zero, since a policy may set a delivery-limit above which messages are dropped."
+            "\nRabbitMQ may count each read; the highest delivery count before this read was {count}. A message with a count of \
+             {REPLACED_FROM_COUNT} or more is replaced by a copy that counts from zero, since a policy may set a delivery-limit above which \
+             messages are dropped."
         ),
     }
 }
@@ -336,7 +337,7 @@ pub(crate) async fn show(
         if let Some(handle) = message.handle() {
             text.push_str(&format!("  no id; commands accept {handle} in its place\n"));
         }
-        if let Some(from) = message.age_from_ms() {
+        if let Some(from) = message.sent_or_rejected_ms() {
             let age =
                 std::time::Duration::from_millis(crate::output::now_ms().saturating_sub(from));
             text.push_str(&format!(
@@ -363,7 +364,7 @@ pub(crate) async fn show(
     unchecked.end()?;
     let waiting = messages.iter().any(|message| message.state.is_pending());
     if messages.is_empty() {
-        return Err(CliError::not_all(format!(
+        return Err(CliError::incomplete(format!(
             "{}: no message has this id",
             filter.id.unwrap_or_default()
         )));

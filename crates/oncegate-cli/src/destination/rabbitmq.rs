@@ -27,11 +27,12 @@ use oncegate::marker::Token;
 use oncegate::source::headers;
 
 use self::properties::{
-    XDeath, as_message, delivery_count, redriven_properties, replacement_properties, text,
+    XDeath, as_message, delivery_count, ordering_key, redriven_properties, replacement_properties,
+    text,
 };
 use super::{
     AuditedStates, Broker, CopyAge, DeadLetter, DeadLetterState, DeliveryCountPolicy, Destination,
-    PublishError, REPLACED_FROM_COUNT, ROUTING_KEY,
+    PublishError, REPLACED_FROM_COUNT,
 };
 use crate::CliContext;
 use crate::audit::MessageLocation;
@@ -39,16 +40,17 @@ use crate::config::Config;
 use crate::error::CliError;
 use crate::output::now_ms;
 
-/// When a message was moved to its destination, in milliseconds since 1970.
-const MOVED_AT: &str = "oncegate-rejected-at";
+/// The header with the time at which the consumer put a message into its destination, in
+/// milliseconds since 1970.
+const REJECTED_AT: &str = "oncegate-rejected-at";
 
-/// Names of headers that were too large for the copy in the destination.
+/// The header with the names of headers that were too large for the copy in the destination.
 const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 
-/// Marks a copy that replaces a message, with the reader that published it.
+/// The header of a copy that replaces a message: the id of the reader that published it.
 const REPLACED_BY: &str = "oncegate-replaced-by";
 
-/// The time limit of one request.
+/// The time limit of publishing a copy, and of each step of closing.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// How long to wait for requeued messages; another consumer may have taken them.
@@ -102,11 +104,13 @@ pub(crate) fn destination_queue(
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DestinationQueueKind {
     Missing,
-    /// A durable classic queue without arguments: reading changes nothing.
+    /// A durable classic queue without other arguments than its type: reading sets only the
+    /// `redelivered` flag.
     Classic,
     /// A quorum queue as oncegate declares destinations: its limit is unreachable.
     Unlimited,
-    /// Any other queue: it may drop messages that are read often, or by itself.
+    /// Any other queue, or one that the user may not declare. It may drop messages that are read
+    /// often, or drop them by itself.
     Other,
 }
 
@@ -121,8 +125,8 @@ pub(crate) async fn declare_passively(channel: &Channel, queue: &str) -> lapin::
         .message_count())
 }
 
-/// Detects the type by declaring the queue: an existing queue with other arguments stays unchanged
-/// and returns an error.
+/// Detects the type by declaring the queue: if an existing queue has other arguments, it stays
+/// unchanged and the broker returns an error.
 pub(crate) async fn queue_kind(
     connection: &Connection,
     queue: &str,
@@ -130,30 +134,31 @@ pub(crate) async fn queue_kind(
     match declare_passively(&connection.create_channel().await?, queue).await {
         Ok(_) => {}
         Err(error) if reply_code(&error) == Some(404) => return Ok(DestinationQueueKind::Missing),
-        // An exclusive queue of another connection, or no permission.
         Err(error) => {
             return Err(CliError::server(format!(
-                "RabbitMQ: the queue `{queue}`: {error}"
+                "RabbitMQ: cannot inspect the queue `{queue}`: {error}; it may be exclusive to another connection, or the user has no permission"
             )));
         }
     }
-    let mut unlimited = FieldTable::default();
-    unlimited.insert(
-        "x-queue-type".into(),
-        AMQPValue::LongString("quorum".into()),
-    );
+    let of_type = |queue_type: &str| {
+        let mut arguments = FieldTable::default();
+        arguments.insert(
+            "x-queue-type".into(),
+            AMQPValue::LongString(queue_type.into()),
+        );
+        arguments
+    };
+    let mut unlimited = of_type("quorum");
     unlimited.insert(
         "x-delivery-limit".into(),
         AMQPValue::LongInt(UNREACHABLE_DELIVERY_LIMIT),
     );
-    let mut classic = FieldTable::default();
-    classic.insert(
-        "x-queue-type".into(),
-        AMQPValue::LongString("classic".into()),
-    );
     for (arguments, queue_kind) in [
         (unlimited, DestinationQueueKind::Unlimited),
-        (classic, DestinationQueueKind::Classic),
+        // With the broker's default limit. Before the next two, which may match it, too: where the
+        // default queue type is quorum, or redeclarations are checked less strictly.
+        (of_type("quorum"), DestinationQueueKind::Other),
+        (of_type("classic"), DestinationQueueKind::Classic),
         (FieldTable::default(), DestinationQueueKind::Classic),
     ] {
         let channel = connection.create_channel().await?;
@@ -176,21 +181,21 @@ pub(crate) async fn queue_kind(
     Ok(DestinationQueueKind::Other)
 }
 
-/// Limits the search for the copies that a reader published to the end of its queue: other messages
-/// arrive before and behind them, and another reader may take them.
+/// How many more messages a reader reads to find the copies that it published to the end of its
+/// queue: other messages arrive before and behind them, and another reader may take them.
 #[derive(Clone, Copy, Debug)]
-struct TailSearch {
-    /// New messages that may be in front of the last copy.
+struct TailBudget {
+    /// New messages, which may be in front of the last copy.
     new: u64,
-    /// Messages that another reader may return to the front of the queue.
-    returned: u64,
+    /// Redelivered messages, which another reader may have returned to the front of the queue.
+    redelivered: u64,
 }
 
-impl TailSearch {
-    /// Counts one message. Returns whether it may be read.
+impl TailBudget {
+    /// Counts a message that was read. Returns whether another one may be read.
     fn allows_another(&mut self, redelivered: bool) -> bool {
         let left = if redelivered {
-            &mut self.returned
+            &mut self.redelivered
         } else {
             &mut self.new
         };
@@ -202,23 +207,29 @@ impl TailSearch {
 /// Reads one queue.
 pub(crate) struct QueueReader {
     pub(crate) total: u64,
-    pub(crate) target: String,
-    name: String,
+    /// The consumed queue, to which messages are redriven.
+    pub(crate) source_queue: String,
+    /// The queue that is read.
+    queue: String,
     connection: Connection,
-    consuming: Channel,
-    publishing: Option<Channel>,
+    read_channel: Channel,
+    /// In confirm mode; opened for the first copy.
+    publish_channel: Option<Channel>,
     received: u64,
     acknowledged: AtomicU64,
     /// Identifies this reader on the copies that it publishes.
     reader_id: String,
-    /// How many of those copies are not read yet.
+    /// How many copies that replace messages are not read yet.
     unread_copies: u64,
-    /// The limit of the search for those copies, from when all messages of the start are read.
-    tail: Option<TailSearch>,
-    /// The messages that this reader published, with the time before the first was sent.
-    sent: HashMap<u64, u64>,
-    ids: Option<IdSource>,
-    done: AuditedStates,
+    /// Set once `total` messages are read and copies are still unread.
+    tail: Option<TailBudget>,
+    /// The digest of each message that this reader redrove, with the time just before its first
+    /// copy was published, in milliseconds since 1970.
+    redriven_at_ms: HashMap<u64, u64>,
+    id_source: Option<IdSource>,
+    key_header: Option<String>,
+    /// What the audit says was done with each message.
+    audited_states: AuditedStates,
     count_policy: DeliveryCountPolicy,
     queue_kind: DestinationQueueKind,
 }
@@ -227,49 +238,52 @@ impl QueueReader {
     pub(crate) async fn open(
         context: &CliContext,
         destination: Destination,
-        done: AuditedStates,
+        audited_states: AuditedStates,
         count_policy: DeliveryCountPolicy,
     ) -> Result<Self, CliError> {
         let config = &context.config;
-        let (name, target) = (destination_queue(config, destination)?, queue(config)?);
+        let source_queue = queue(config)?;
+        let queue = destination_queue(config, destination)?;
         let connection = connect(config).await?;
-        let queue_kind = queue_kind(&connection, &name).await?;
+        let queue_kind = queue_kind(&connection, &queue).await?;
         match (queue_kind, count_policy) {
             (DestinationQueueKind::Missing, _) => {
                 return Err(CliError::server(format!(
-                    "RabbitMQ: the queue `{name}` does not exist"
+                    "RabbitMQ: the queue `{queue}` does not exist"
                 )));
             }
             (DestinationQueueKind::Other, DeliveryCountPolicy::Refused) => {
                 return Err(CliError::server(format!(
-                    "RabbitMQ: the arguments of the queue `{name}` differ from those oncegate declares. A quorum queue counts each read of a \
-                     message and drops it at its delivery limit; if that limit is high enough, pass --accept-delivery-counts"
+                    "RabbitMQ: reading the queue `{queue}` may drop messages: it is neither a quorum queue as oncegate declares it (with an \
+                     unreachable delivery limit) nor a durable classic queue without arguments, or the user has no configure permission, which \
+                     this check needs. If the queue has no delivery limit or one far above the number of reads, pass --accept-delivery-counts"
                 )));
             }
             _ => {}
         }
-        let consuming = connection.create_channel().await?;
-        let total = u64::from(declare_passively(&consuming, &name).await?);
+        let read_channel = connection.create_channel().await?;
+        let total = u64::from(declare_passively(&read_channel, &queue).await?);
         let mut reader = Self {
             total,
-            target,
-            name,
+            source_queue,
+            queue,
             connection,
-            consuming,
-            publishing: None,
+            read_channel,
+            publish_channel: None,
             received: 0,
             acknowledged: AtomicU64::new(0),
             reader_id: format!("{:032x}", Token::random().0),
             unread_copies: 0,
             tail: None,
-            sent: HashMap::new(),
-            ids: config.id_source()?,
-            done,
+            redriven_at_ms: HashMap::new(),
+            id_source: config.id_source()?,
+            key_header: config.text("rabbitmq.key-header").map(str::to_owned),
+            audited_states,
             count_policy,
             queue_kind,
         };
         if total > 0 && reader.replaces_counted() {
-            reader.check_may_publish().await?;
+            reader.check_can_publish().await?;
         }
         Ok(reader)
     }
@@ -280,48 +294,57 @@ impl QueueReader {
             && self.count_policy == DeliveryCountPolicy::Refused
     }
 
-    /// Checks that copies can be published before any message is taken, since requeueing counts. A
-    /// message to a queue that does not exist is returned if the user may publish.
-    async fn check_may_publish(&mut self) -> Result<(), CliError> {
-        let missing_queue = format!("oncegate-nowhere-{}", self.reader_id);
-        match self
+    /// Checks that copies can be published before any message is read, since requeueing counts.
+    /// Publishes to a queue that does not exist: the broker returns the message if the user has the
+    /// permission, and otherwise closes the channel.
+    async fn check_can_publish(&mut self) -> Result<(), CliError> {
+        let missing_queue = format!("oncegate-no-queue-{}", self.reader_id);
+        let problem = match self
             .send(&missing_queue, b"", BasicProperties::default())
             .await
         {
-            Ok(()) | Err(PublishError::Refused(_)) => Ok(()),
-            Err(PublishError::Unconfirmed(failure)) => Err(CliError::server(format!(
-                "RabbitMQ: reads may count towards a delivery-limit that a policy sets for `{}`, and the user may not publish the copies that \
-                 reset the count ({failure}). Let the user write to the default exchange (rabbitmqctl set_permissions); or, if `rabbitmqctl \
-                 list_policies` shows no delivery-limit for this queue, pass --accept-delivery-counts or set \
-                 rabbitmq.delivery-counts = \"accepted\"",
-                self.name
-            ))),
-        }
+            Ok(()) | Err(SendError::NotAccepted) => return Ok(()),
+            Err(SendError::ChannelFailed(error)) if reply_code(&error) == Some(403) => format!(
+                "the user has no permission to publish the copies that reset the count ({error}). Let the user write to the default exchange \
+                 (rabbitmqctl set_permissions)"
+            ),
+            Err(error) => format!(
+                "whether the copies that reset the count can be published is unknown ({}). Run the command again",
+                CliError::from(error.of_copy_for(&missing_queue))
+            ),
+        };
+        Err(CliError::server(format!(
+            "RabbitMQ: reads may count towards a delivery-limit that a policy sets for `{}`, and {problem}; or, if `rabbitmqctl list_policies` \
+             shows no delivery-limit for this queue, pass --accept-delivery-counts or set rabbitmq.delivery-counts = \"accepted\"",
+            self.queue
+        )))
     }
 
-    /// Returns each message once. Messages that arrive after the start are not returned, for example
-    /// redriven ones that fail again.
+    /// The next message: as many as the queue had at the start, and the copies of those that were
+    /// replaced. If another reader takes some of them, messages that arrived later count instead,
+    /// except those that this reader redrove and that failed again.
     pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, CliError> {
         while let Some((delivery, table, delivery_count)) = self.next_delivery().await? {
             let dead_letter = self.dead_letter(delivery, table, delivery_count);
-            if !self.was_sent_before(&dead_letter) {
+            if !self.was_redriven(&dead_letter) {
                 return Ok(Some(dead_letter));
             }
         }
         Ok(None)
     }
 
-    /// The next delivery that was in the queue at the start, or a copy of one.
+    /// The next delivery, with its headers and delivery count. Replaces messages with a high count
+    /// on the way.
     async fn next_delivery(
         &mut self,
     ) -> Result<Option<(Delivery, FieldTable, Option<u64>)>, CliError> {
         loop {
-            if self.received >= self.total && !self.may_read_on().await? {
+            if self.received >= self.total && !self.may_read_another().await? {
                 return Ok(None);
             }
             let Some(message) = self
-                .consuming
-                .basic_get(self.name.as_str().into(), BasicGetOptions::default())
+                .read_channel
+                .basic_get(self.queue.as_str().into(), BasicGetOptions::default())
                 .await?
             else {
                 return Ok(None);
@@ -352,26 +375,26 @@ impl QueueReader {
         }
     }
 
-    /// Whether to read on after the messages of the start: only for copies of them, and at most as
-    /// many messages as the queue has now.
-    async fn may_read_on(&mut self) -> Result<bool, CliError> {
+    /// Whether to read on after `total` messages: only to find this reader's copies, and within a
+    /// [`TailBudget`] of as many new messages as are ready now, and about as many redelivered ones.
+    async fn may_read_another(&mut self) -> Result<bool, CliError> {
         if self.unread_copies > 0 && self.tail.is_none() {
-            let ready = u64::from(declare_passively(&self.consuming, &self.name).await?);
-            self.tail = Some(TailSearch {
+            let ready = u64::from(declare_passively(&self.read_channel, &self.queue).await?);
+            self.tail = Some(TailBudget {
                 new: ready,
-                returned: self.total.max(ready),
+                redelivered: self.total.max(ready),
             });
         }
         Ok(self.unread_copies > 0)
     }
 
-    /// Whether this reader sent this message before: the copy was handled meanwhile and failed
-    /// again. A duplicate that was dead-lettered earlier is another message.
-    fn was_sent_before(&self, dead_letter: &DeadLetter) -> bool {
-        let sent_ms = self.sent.get(&message_digest(dead_letter));
-        sent_ms
-            .zip(dead_letter.dead_lettered_ms)
-            .is_some_and(|(sent, dead_lettered)| dead_lettered >= *sent)
+    /// Whether this reader redrove this message, and its copy was handled meanwhile and failed
+    /// again. An equal message that was rejected before the redrive is another one.
+    fn was_redriven(&self, dead_letter: &DeadLetter) -> bool {
+        self.redriven_at_ms
+            .get(&message_digest(dead_letter))
+            .zip(dead_letter.rejected_at_ms)
+            .is_some_and(|(redriven_at_ms, rejected_at_ms)| rejected_at_ms >= *redriven_at_ms)
     }
 
     fn dead_letter(
@@ -393,9 +416,9 @@ impl QueueReader {
         };
         let number = |name: &str| header(name).and_then(|text| text.parse::<u64>().ok());
         let x_death = XDeath::of(&table);
-        let (dead_lettered_ms, origin) = match &x_death {
+        let (rejected_at_ms, origin) = match &x_death {
             Some(x_death) => (x_death.at_ms, x_death.queue.clone()),
-            None => (number(MOVED_AT), header(headers::ORIGIN)),
+            None => (number(REJECTED_AT), header(headers::ORIGIN)),
         };
         let timestamp = delivery
             .properties
@@ -404,46 +427,51 @@ impl QueueReader {
         let mut dead_letter = DeadLetter {
             place: MessageLocation {
                 broker: Broker::Rabbitmq.name().to_owned(),
-                name: self.name.clone(),
-                written_ms: dead_lettered_ms,
+                name: self.queue.clone(),
+                written_ms: rejected_at_ms,
                 ..MessageLocation::default()
             },
             state: DeadLetterState::Waiting,
-            // The consumer reads the key from the same header.
-            key: Some(
-                header(ROUTING_KEY)
-                    .unwrap_or_else(|| delivery.routing_key.to_string())
-                    .into_bytes(),
-            ),
+            key: Some(ordering_key(
+                &table,
+                delivery.routing_key.as_str(),
+                self.key_header.as_deref(),
+            )),
             body: Some(delivery.data),
-            // Any producer can write it: an earlier time only makes redrive more careful.
+            // A producer may forge `oncegate-first-seen`. The earlier time counts, so the message
+            // can only appear older, and redrive has stricter conditions for older messages.
             sent_ms: timestamp
                 .into_iter()
                 .chain(number(headers::FIRST_SEEN))
                 .min(),
-            dead_lettered_ms,
-            other_source: origin.filter(|name| *name != self.target),
-            // Any producer can write it: redrive then skips the message.
-            missing_parts: header(DROPPED_HEADERS)
-                .map(|names| format!("its headers ({names}) were too large for this destination")),
+            rejected_at_ms,
+            other_source: origin.filter(|name| *name != self.source_queue),
+            // A producer may forge `oncegate-dropped-headers`: redrive then skips the message, or
+            // sends it with `--accept-lost-headers`.
+            missing_parts: header(DROPPED_HEADERS).map(|names| {
+                format!(
+                    "its headers ({names}) were too large for the copy in `{}`",
+                    self.queue
+                )
+            }),
             delivery: Some(Box::new(UnackedDelivery {
                 tag: delivery.delivery_tag,
                 properties: delivery.properties,
             })),
             raw_headers: Vec::new(),
-            read_id: None,
+            extracted_id: None,
             delivery_count,
             headers,
         };
-        dead_letter.read_id = self
-            .ids
+        dead_letter.extracted_id = self
+            .id_source
             .as_ref()
-            .and_then(|ids| ids.read(&as_message(&dead_letter)).ok())
+            .and_then(|source| source.read(&as_message(&dead_letter)).ok())
             .map(|id| id.to_string());
         if x_death.is_some() {
             dead_letter.remove_reserved_headers();
         }
-        dead_letter.state = self.done.state(&dead_letter);
+        dead_letter.state = self.audited_states.state(&dead_letter);
         dead_letter
     }
 
@@ -454,30 +482,33 @@ impl QueueReader {
         delivery: Delivery,
         delivery_count: Option<u64>,
     ) -> Result<(), CliError> {
-        let name = self.name.clone();
-        let properties = replacement_properties(&delivery, &name, &self.reader_id);
-        if let Err(PublishError::Refused(failure) | PublishError::Unconfirmed(failure)) =
-            self.send(&name, &delivery.data, properties).await
-        {
-            let times = delivery_count.unwrap_or(0);
+        let queue = self.queue.clone();
+        let properties = replacement_properties(&delivery, &queue, &self.reader_id);
+        if let Err(error) = self.send(&queue, &delivery.data, properties).await {
+            let count = delivery_count.unwrap_or(0);
             return Err(CliError::server(format!(
-                "RabbitMQ: a message in `{name}` has delivery count {times}, and its replacement was not published: {failure}"
+                "RabbitMQ: a message in `{queue}` has delivery count {count} and could not be replaced by a copy that counts from zero: {}",
+                CliError::from(error.of_copy_for(&queue))
             )));
         }
         self.unread_copies += 1;
-        self.acknowledge(delivery.delivery_tag).await
+        self.acknowledge(
+            delivery.delivery_tag,
+            "a message that was replaced by a copy",
+        )
+        .await
     }
 
     /// The channel for copies, in confirm mode.
-    async fn publishing(&mut self) -> Result<Channel, CliError> {
-        if let Some(channel) = &self.publishing {
+    async fn publish_channel(&mut self) -> lapin::Result<Channel> {
+        if let Some(channel) = &self.publish_channel {
             return Ok(channel.clone());
         }
         let channel = self.connection.create_channel().await?;
         channel
             .confirm_select(ConfirmSelectOptions::default())
             .await?;
-        Ok(self.publishing.insert(channel).clone())
+        Ok(self.publish_channel.insert(channel).clone())
     }
 
     pub(crate) async fn publish(
@@ -485,76 +516,69 @@ impl QueueReader {
         dead_letter: &DeadLetter,
         age: CopyAge,
     ) -> Result<(), PublishError> {
-        let Some(unacked) = &dead_letter.delivery else {
-            return Err(PublishError::Refused(CliError::server(
-                "RabbitMQ: not a delivery",
-            )));
-        };
-        let target = self.target.clone();
-        self.sent
+        let unacked = unacked(dead_letter).map_err(PublishError::Refused)?;
+        let source_queue = self.source_queue.clone();
+        self.redriven_at_ms
             .entry(message_digest(dead_letter))
             .or_insert_with(now_ms);
         self.send(
-            &target,
+            &source_queue,
             dead_letter.bytes(),
             redriven_properties(&unacked.properties, age),
         )
         .await
+        .map_err(|error| error.of_copy_for(&source_queue))
     }
 
     /// Publishes to a queue and waits for the confirmation.
     async fn send(
         &mut self,
-        target: &str,
+        queue: &str,
         body: &[u8],
         properties: BasicProperties,
-    ) -> Result<(), PublishError> {
-        let channel = self.publishing().await.map_err(PublishError::Refused)?;
+    ) -> Result<(), SendError> {
+        let channel = self.publish_channel().await.map_err(SendError::NoChannel)?;
         let options = BasicPublishOptions {
             mandatory: true,
             ..BasicPublishOptions::default()
         };
-        let published = channel.basic_publish("".into(), target.into(), options, body, properties);
+        let published = channel.basic_publish("".into(), queue.into(), options, body, properties);
         let confirmed =
             tokio::time::timeout(REQUEST_TIMEOUT, async { published.await?.await }).await;
         match confirmed {
             // A returned message is confirmed too.
+            // A returned message is confirmed, too.
             Ok(Ok(answer)) => match answer.is_ack() && answer.take_message().is_none() {
                 true => Ok(()),
-                false => {
-                    let text = format!(
-                        "RabbitMQ: the queue `{target}` does not exist or is full: the copy was not accepted"
-                    );
-                    Err(PublishError::Refused(CliError::server(text)))
-                }
+                false => Err(SendError::NotAccepted),
             },
-            Ok(Err(error)) => Err(PublishError::Unconfirmed(CliError::server(format!(
-                "RabbitMQ: the copy for `{target}` was not confirmed: {error}"
-            )))),
-            Err(_) => Err(PublishError::Unconfirmed(CliError::server(format!(
-                "RabbitMQ: the copy for `{target}` was not confirmed within {REQUEST_TIMEOUT:?}"
-            )))),
+            Ok(Err(error)) => Err(SendError::ChannelFailed(error)),
+            Err(_) => Err(SendError::TimedOut),
         }
     }
 
     pub(crate) async fn take_out(&self, dead_letter: &DeadLetter) -> Result<(), CliError> {
-        let Some(unacked) = &dead_letter.delivery else {
-            return Err(CliError::server("RabbitMQ: not a delivery"));
+        let tag = unacked(dead_letter)?.tag;
+        let message = match dead_letter.id() {
+            Some(id) => format!("the message `{id}`"),
+            None => "a message without an id".to_owned(),
         };
-        self.acknowledge(unacked.tag).await
+        self.acknowledge(tag, &message).await
     }
 
-    async fn acknowledge(&self, tag: u64) -> Result<(), CliError> {
-        self.consuming
+    /// Acknowledges a delivery; `message` names it in the error.
+    async fn acknowledge(&self, tag: u64, message: &str) -> Result<(), CliError> {
+        self.read_channel
             .basic_ack(tag, BasicAckOptions::default())
             .await?;
-        if self.consuming.status().connected() {
+        if self.read_channel.status().connected() {
             self.acknowledged.fetch_add(1, Ordering::Relaxed);
             Ok(())
         } else {
-            Err(CliError::server(
-                "RabbitMQ: the channel closed before the message was acknowledged; it may still be in the queue",
-            ))
+            Err(CliError::server(format!(
+                "RabbitMQ: the channel closed before {message} was acknowledged; it may still be in the queue `{}`",
+                self.queue
+            )))
         }
     }
 
@@ -565,8 +589,9 @@ impl QueueReader {
             multiple: true,
             requeue: true,
         };
-        let _ = tokio::time::timeout(REQUEST_TIMEOUT, self.consuming.basic_nack(0, all)).await;
-        let _ = tokio::time::timeout(REQUEST_TIMEOUT, self.consuming.close(200, "OK".into())).await;
+        let _ = tokio::time::timeout(REQUEST_TIMEOUT, self.read_channel.basic_nack(0, all)).await;
+        let _ =
+            tokio::time::timeout(REQUEST_TIMEOUT, self.read_channel.close(200, "OK".into())).await;
         let unacked = self.received - self.acknowledged.load(Ordering::Relaxed);
         let _ = tokio::time::timeout(REQUEUE_TIMEOUT, self.until_requeued(unacked)).await;
         let _ =
@@ -575,11 +600,53 @@ impl QueueReader {
 
     async fn until_requeued(&self, unacked: u64) -> lapin::Result<()> {
         let channel = self.connection.create_channel().await?;
-        while u64::from(declare_passively(&channel, &self.name).await?) < unacked {
+        while u64::from(declare_passively(&channel, &self.queue).await?) < unacked {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(())
     }
+}
+
+/// Why RabbitMQ did not confirm a copy.
+enum SendError {
+    /// No channel in confirm mode could be opened, so that nothing was published.
+    NoChannel(lapin::Error),
+    /// The copy was returned or negatively confirmed: its queue does not exist or is full.
+    NotAccepted,
+    /// The channel failed before the confirmation arrived.
+    ChannelFailed(lapin::Error),
+    /// No confirmation arrived within [`REQUEST_TIMEOUT`].
+    TimedOut,
+}
+
+impl SendError {
+    /// The error of a copy for this queue.
+    fn of_copy_for(self, queue: &str) -> PublishError {
+        match self {
+            Self::NoChannel(error) => PublishError::Refused(CliError::server(format!(
+                "RabbitMQ: the copy for `{queue}` was not sent, since no channel could be opened: {error}"
+            ))),
+            Self::NotAccepted => PublishError::Refused(CliError::server(format!(
+                "RabbitMQ: the queue `{queue}` does not exist or is full: the copy was not accepted"
+            ))),
+            Self::ChannelFailed(error) => PublishError::Unconfirmed(CliError::server(format!(
+                "RabbitMQ: the copy for `{queue}` was not confirmed: {error}"
+            ))),
+            Self::TimedOut => PublishError::Unconfirmed(CliError::server(format!(
+                "RabbitMQ: the copy for `{queue}` was not confirmed within {REQUEST_TIMEOUT:?}"
+            ))),
+        }
+    }
+}
+
+/// The delivery of a message that a [`QueueReader`] returned.
+fn unacked(dead_letter: &DeadLetter) -> Result<&UnackedDelivery, CliError> {
+    dead_letter.delivery.as_deref().ok_or_else(|| {
+        CliError::server(format!(
+            "bug in oncegate: the message at {} has no RabbitMQ delivery tag, so it can be neither redriven nor removed; report this",
+            dead_letter.place
+        ))
+    })
 }
 
 /// Identifies a message and its later dead letters, by id and body.

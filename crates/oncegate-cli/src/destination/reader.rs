@@ -1,4 +1,4 @@
-//! Reads a destination, and publishes copies to its source.
+//! Reads a destination, and publishes copies of its messages to the consumed topic or queue.
 
 use std::convert::Infallible;
 
@@ -13,7 +13,7 @@ use crate::error::CliError;
 /// Why a copy was not confirmed.
 #[derive(Debug)]
 pub(crate) enum PublishError {
-    /// The broker rejected it: no copy exists.
+    /// It was not published, or the broker rejected it: no copy exists.
     Refused(CliError),
     /// No confirmation arrived: a copy may exist.
     Unconfirmed(CliError),
@@ -27,7 +27,7 @@ impl From<PublishError> for CliError {
     }
 }
 
-/// Reads all messages of one destination, up to the end at the time it was opened.
+/// Reads one destination, up to the end at the time it was opened.
 pub(crate) enum DestinationReader {
     #[cfg(feature = "kafka")]
     Kafka(kafka::TopicReader),
@@ -43,24 +43,25 @@ impl DestinationReader {
         context: &CliContext,
         broker: Broker,
         destination: Destination,
-        done: AuditedStates,
+        audited_states: AuditedStates,
         count_policy: DeliveryCountPolicy,
     ) -> Result<Self, CliError> {
         Ok(match broker {
             #[cfg(feature = "kafka")]
             Broker::Kafka => {
-                Self::Kafka(kafka::TopicReader::open(context, destination, done).await?)
+                Self::Kafka(kafka::TopicReader::open(context, destination, audited_states).await?)
             }
             #[cfg(feature = "rabbitmq")]
             Broker::Rabbitmq => Self::Rabbitmq(Box::new(
-                rabbitmq::QueueReader::open(context, destination, done, count_policy).await?,
+                rabbitmq::QueueReader::open(context, destination, audited_states, count_policy)
+                    .await?,
             )),
             #[allow(unreachable_patterns)]
             broker => return Err(broker.feature_missing()),
         })
     }
 
-    /// The number of messages when it was opened; an upper bound where the log has gaps.
+    /// The number of messages when it was opened; an upper bound on Kafka, where offsets have gaps.
     pub(crate) fn total(&self) -> u64 {
         match self {
             #[cfg(feature = "kafka")]
@@ -82,18 +83,18 @@ impl DestinationReader {
         }
     }
 
-    /// The topic or queue that messages are redriven to.
-    pub(crate) fn target(&self) -> &str {
+    /// The consumed topic or queue, to which messages are redriven.
+    pub(crate) fn source(&self) -> &str {
         match self {
             #[cfg(feature = "kafka")]
-            Self::Kafka(reader) => &reader.target,
+            Self::Kafka(reader) => &reader.source_topic,
             #[cfg(feature = "rabbitmq")]
-            Self::Rabbitmq(reader) => &reader.target,
+            Self::Rabbitmq(reader) => &reader.source_queue,
             Self::None(never) => match *never {},
         }
     }
 
-    /// Publishes a copy to the source. `Ok` means that the broker confirmed it.
+    /// Publishes a copy to the consumed topic or queue, and waits for the broker's confirmation.
     pub(crate) async fn publish(
         &mut self,
         message: &DeadLetter,
@@ -108,7 +109,8 @@ impl DestinationReader {
         }
     }
 
-    /// Removes a message from its queue. On Kafka messages stay, and the audit records their state.
+    /// Removes a message from its queue. Does nothing on Kafka, where messages stay and the audit
+    /// records their state.
     pub(crate) async fn take_out(&self, message: &DeadLetter) -> Result<(), CliError> {
         match self {
             #[cfg(feature = "kafka")]
@@ -119,7 +121,7 @@ impl DestinationReader {
         }
     }
 
-    /// Returns unacknowledged messages and closes the connection.
+    /// Requeues unacknowledged messages (RabbitMQ), and closes the connection.
     pub(crate) async fn close(self) {
         match self {
             #[cfg(feature = "kafka")]

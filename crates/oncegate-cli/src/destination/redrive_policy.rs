@@ -1,8 +1,8 @@
 //! Decides whether a copy of a message may be sent, and with which age.
 //!
-//! A message stays in its destination without limit, while its marker expires after the window. A
-//! marker that records no effect is therefore proof at any time; an absent marker is proof only
-//! within the window.
+//! A message stays in its destination for any time, while its marker expires after the window. A
+//! marker without an effect therefore proves at any time that the message was not handled; an
+//! absent marker proves it only within the window.
 
 use std::time::Duration;
 
@@ -37,8 +37,8 @@ pub(crate) struct AcceptedRisks {
     accept_lost_headers: bool,
 }
 
-/// Reasons that the gate itself assigns: its claim held the id until the message was dead-lettered,
-/// so the id was not handled before that time.
+/// Reasons that the gate assigns after it claimed the id: the claim lasted until the message was
+/// put into its destination, so the id was not handled before that time.
 const CLAIMED_UNTIL_DEAD_LETTERED: [&str; 8] = [
     "refused",
     "attempts-spent",
@@ -51,7 +51,7 @@ const CLAIMED_UNTIL_DEAD_LETTERED: [&str; 8] = [
 ];
 
 fn refuse<T>(why: impl std::fmt::Display) -> Result<T, CliError> {
-    Err(CliError::not_all(format!("left: {why}")))
+    Err(CliError::incomplete(format!("skipped: {why}")))
 }
 
 /// Checks that the message comes from the configured source.
@@ -106,8 +106,8 @@ pub(crate) fn check_without_store(message: &DeadLetter) -> Result<(), CliError> 
 fn check_body(message: &DeadLetter) -> Result<(), CliError> {
     match message.header(BODY_OMITTED) {
         None => Ok(()),
-        Some(bytes) => Err(CliError::not_all(format!(
-            "left: its body of {bytes} bytes was too large for this destination; the only complete message is {}",
+        Some(bytes) => Err(CliError::incomplete(format!(
+            "skipped: its body of {bytes} bytes was too large for this destination; the only complete message is {}",
             message
                 .header(headers::ORIGIN)
                 .unwrap_or("at an unknown position")
@@ -117,28 +117,28 @@ fn check_body(message: &DeadLetter) -> Result<(), CliError> {
 
 /// Whether the id of a message is its position, so that a copy gets another id.
 fn id_is_position(message: &DeadLetter, context: &CliContext) -> bool {
-    let by_place = context
+    let by_config = context
         .config
         .text("gate.id")
         .is_some_and(|text| text.split(' ').next() == Some("position"));
-    by_place || (message.id().is_some() && message.id() == message.header(headers::ORIGIN))
+    by_config || (message.id().is_some() && message.id() == message.header(headers::ORIGIN))
 }
 
-/// How long ago its id may have been handled without a marker that still proves it; `None` if
-/// unknown.
-fn unprotected_ms(message: &DeadLetter) -> Option<u64> {
-    let sent = message.first_seen_ms().or(message.dead_lettered_ms);
+/// The time since the earliest moment at which its id may have been handled, in milliseconds;
+/// `None` if unknown.
+fn ms_since_possibly_handled(message: &DeadLetter) -> Option<u64> {
+    let sent_ms = message.sent_or_rejected_ms();
     let since = if CLAIMED_UNTIL_DEAD_LETTERED.contains(&message.reason()) {
-        message.dead_lettered_ms.or(sent)
+        message.rejected_at_ms.or(sent_ms)
     } else {
-        sent
+        sent_ms
     };
     since.map(|since| now_ms().saturating_sub(since))
 }
 
 /// Whether the marker of its id may have expired.
 pub(crate) fn marker_may_have_expired(message: &DeadLetter, window: Duration) -> bool {
-    unprotected_ms(message).is_none_or(|age| age >= ms(window))
+    ms_since_possibly_handled(message).is_none_or(|age| age >= ms(window))
 }
 
 /// How a copy is redriven.
@@ -158,13 +158,13 @@ const NEW_COPY: CopyPlan = CopyPlan {
 /// oncegate did not write, for example those that a broker dead-lettered: otherwise anyone who may
 /// publish could release the id of another message.
 fn has_other_body(message: &DeadLetter, marker: &Marker) -> bool {
-    let theirs = match marker {
+    let fingerprint = match marker {
         Marker::Rejected { fingerprint, .. } => *fingerprint,
         Marker::InProgress(hold) => hold.fingerprint,
         _ => None,
     };
     message.header(headers::ID).is_none()
-        && theirs.is_some_and(|theirs| theirs != Fingerprint::of(message.bytes()))
+        && fingerprint.is_some_and(|it| it != Fingerprint::of(message.bytes()))
 }
 
 /// Plans the copy of a message from its marker; `None` means that there is no store.
@@ -174,24 +174,24 @@ fn has_other_body(message: &DeadLetter, marker: &Marker) -> bool {
 pub(crate) fn plan_copy(
     message: &DeadLetter,
     seen: Option<&ObservedMarker<'_>>,
-    named: bool,
+    selected_by_id: bool,
     accepted: AcceptedRisks,
     context: &CliContext,
 ) -> Result<CopyPlan, CliError> {
     let state = seen.map_or(MarkerState::Absent, ObservedMarker::state);
-    if let Some(subject) = seen.filter(|_| !named)
-        && has_other_body(message, &subject.standing.marker)
+    if let Some(observed) = seen.filter(|_| !selected_by_id)
+        && has_other_body(message, &observed.standing.marker)
     {
         return refuse("its id was used for another body; select it with --id to send it anyway");
     }
-    plan_for_state(message, state, named, accepted, context)
+    plan_for_state(message, state, selected_by_id, accepted, context)
 }
 
 /// Plans the copy of a message from the state of its marker; `Absent` if there is no store.
 pub(crate) fn plan_for_state(
     message: &DeadLetter,
     state: MarkerState,
-    named: bool,
+    selected_by_id: bool,
     accepted: AcceptedRisks,
     context: &CliContext,
 ) -> Result<CopyPlan, CliError> {
@@ -217,11 +217,12 @@ pub(crate) fn plan_for_state(
         MarkerState::InDoubt => refuse("its id is in doubt; run `oncegate in-doubt resolve` first"),
         MarkerState::InProgress => refuse("its id is being handled right now; try again later"),
         MarkerState::Unreadable => refuse("its marker cannot be read"),
-        MarkerState::Absent | MarkerState::Cleared if is_conflict && !named => refuse(
+        MarkerState::Absent | MarkerState::Cleared if is_conflict && !selected_by_id => refuse(
             "its id was used for another body, which may have been handled; select it with --id to send it anyway",
         ),
         MarkerState::Rejected => Ok(NEW_COPY),
-        // An unknown effect stays unknown: at most once finds it in doubt and reconciles.
+        // The effect stays unknown, so that a consumer with `AtMostOnce` finds the id in doubt and
+        // reconciles it.
         MarkerState::Cleared | MarkerState::Lapsed => Ok(CopyPlan {
             age: CopyAge::New,
             effect: Effect::Unknown,
@@ -248,9 +249,9 @@ fn plan_without_marker(
         return Ok(NEW_COPY);
     }
     match context.config.guarantee() {
-        // The consumer finds the copy too old and reconciles.
+        // The consumer finds the copy older than the window and reconciles it.
         Guarantee::AtMostOnce => Ok(CopyPlan {
-            age: CopyAge::FirstSeen(message.age_from_ms().unwrap_or(0)),
+            age: CopyAge::FirstSeen(message.sent_or_rejected_ms().unwrap_or(0)),
             effect: Effect::Unknown,
         }),
         _ => refuse(format!(

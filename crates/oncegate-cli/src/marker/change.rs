@@ -73,7 +73,7 @@ impl<'a> ObservedMarker<'a> {
     pub(crate) async fn apply(&self, ask: Ask, known: u32) -> Result<(), CliError> {
         match self.markers.apply(self.operation(ask, known)).await? {
             Verdict::Kept | Verdict::Done { .. } => Ok(()),
-            _ => Err(CliError::not_all(format!(
+            _ => Err(CliError::incomplete(format!(
                 "{}: the marker changed since it was read; nothing was written; run the command again",
                 self.id
             ))),
@@ -145,19 +145,19 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
         ),
         MarkerState::Absent => return report_unchanged(context, "marker forget", &marker),
         MarkerState::Cleared => {
-            return Err(CliError::not_all(format!(
+            return Err(CliError::incomplete(format!(
                 "{id} is cleared: it is already free to be claimed. Its attempt is kept, since an earlier run may not have ended; it expires with \
                  the window"
             )));
         }
         MarkerState::InDoubt => {
-            return Err(CliError::not_all(format!(
+            return Err(CliError::incomplete(format!(
                 "{id} is in doubt: find out whether it happened, then run `oncegate in-doubt resolve {id} --happened` or \
                  `--did-not-happen`"
             )));
         }
         MarkerState::InProgress | MarkerState::Lapsed | MarkerState::Unreadable => {
-            return Err(CliError::not_all(format!(
+            return Err(CliError::incomplete(format!(
                 "{id} is {}: a consumer may be handling it; wait until that ends or the id is in doubt",
                 marker.state().word()
             )));
@@ -191,12 +191,12 @@ pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result
         }
         MarkerState::Done => return report_unchanged(context, "marker complete", &marker),
         MarkerState::Rejected => {
-            return Err(CliError::not_all(format!(
+            return Err(CliError::incomplete(format!(
                 "{id} is rejected and will not run; `dead-letters drop` drops its dead letter"
             )));
         }
         MarkerState::InProgress | MarkerState::Unreadable => {
-            return Err(CliError::not_all(format!(
+            return Err(CliError::incomplete(format!(
                 "{id} is {}: a consumer is handling it and will record the result",
                 marker.state().word()
             )));

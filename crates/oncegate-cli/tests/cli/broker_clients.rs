@@ -116,7 +116,7 @@ fn spoiling() -> (Proxy, String) {
     let at = url.rfind(':').expect("a port") + 1;
     let port: String = url[at..].chars().take_while(char::is_ascii_digit).collect();
     let proxy = Proxy::to(port.parse().expect("a port")).expect("a free port");
-    proxy.judge(|passing| {
+    proxy.inject_faults(|passing| {
         if let Some(found) = passing.windows(7).position(|seven| seven == b"nestedS") {
             passing[found + 6] = b'F';
         }

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use oncegate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
 use oncegate::{MessageId, Redis, Scope, Sqlite, Store};
-use oncegate_testkit::asking::SECOND;
+use oncegate_testkit::operations::SECOND;
 use serde_json::Value;
 
 /// The exit code and output of the program.

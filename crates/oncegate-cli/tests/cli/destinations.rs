@@ -611,6 +611,31 @@ async fn counting_queues_are_read_only_with_an_unreachable_limit() {
     fixture.end().await;
 }
 
+/// Where the default queue type is quorum, a declaration without arguments matches a quorum queue.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_quorum_queue_by_default_is_not_taken_for_a_classic_one() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start)
+        .await
+        .expect("no panic")
+        .expect("a server");
+    for arguments in [
+        &["add_vhost", "quorum", "--default-queue-type", "quorum"][..],
+        &["set_permissions", "-p", "quorum", "guest", ".*", ".*", ".*"],
+    ] {
+        server.control(arguments).expect("a virtual host");
+    }
+    let url = server.url().replace("%2f", "quorum");
+    crate::fixture::declare_at(&url, "payments.dead-letters", &[], None).await;
+    let cli = TestCli::new();
+    cli.configure(&format!(
+        "[rabbitmq]\nurl = \"{url}\"\nqueue = \"payments\"\n"
+    ));
+    cli.run(&["dead-letters", "list"])
+        .exits_with(3)
+        .prints("may drop messages")
+        .prints("--accept-delivery-counts");
+}
+
 /// A policy may set a limit that no client can see.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
@@ -740,6 +765,7 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
     cli.run(&["dead-letters", "list"])
         .exits_with(3)
         .prints("Not checked: the dead-letter destination on rabbitmq")
+        .prints("the user has no permission to publish")
         .prints("list_policies");
     let listed = cli
         .run(&["dead-letters", "list", "--json"])

@@ -14,7 +14,7 @@ use oncegate::{
     Connect, ConnectOptions, Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka,
     RabbitMq, Source, Store,
 };
-use oncegate_testkit::asking::SECOND;
+use oncegate_testkit::operations::SECOND;
 use rdkafka::ClientConfig;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
@@ -645,7 +645,16 @@ pub(crate) async fn take_all(queue: &str) -> Vec<(String, bool, i64)> {
 
 /// Declares a durable queue with these arguments and delivery limit.
 pub(crate) async fn declare(queue: &str, arguments: &[(&str, &str)], limit: Option<i32>) {
-    let (connection, channel) = open().await;
+    declare_at(&rabbitmq(), queue, arguments, limit).await;
+}
+
+pub(crate) async fn declare_at(
+    url: &str,
+    queue: &str,
+    arguments: &[(&str, &str)],
+    limit: Option<i32>,
+) {
+    let (connection, channel) = open_at(url).await;
     let mut table = FieldTable::default();
     for (name, value) in arguments {
         table.insert((*name).into(), AMQPValue::LongString((*value).into()));

@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 
-use oncegate_testkit::proxy::{Proxy, RequestFault, holds};
+use oncegate_testkit::proxy::{Proxy, RequestFault, contains};
 
 use crate::cli::TestCli;
 use crate::destinations::{ids, on_both_brokers};
@@ -41,7 +41,7 @@ async fn kill_at(
     arguments: &[&str],
 ) {
     let (met, mut meets) = tokio::sync::mpsc::unbounded_channel();
-    proxy.judge(move |request| {
+    proxy.inject_faults(move |request| {
         if !matches(request) {
             return RequestFault::Pass;
         }
@@ -65,15 +65,15 @@ async fn kill_at(
 }
 
 fn starts_action(request: &[u8]) -> bool {
-    holds(request, r#""stage":"begun""#)
+    contains(request, r#""stage":"begun""#)
 }
 
 fn releases_marker(request: &[u8]) -> bool {
-    holds(request, "EVAL")
+    contains(request, "EVAL")
 }
 
 fn records_sent(request: &[u8]) -> bool {
-    holds(request, r#""stage":"done""#) && holds(request, "sent to ")
+    contains(request, r#""stage":"done""#) && contains(request, "sent to ")
 }
 
 async fn sigterm_ends_a_redrive_after_the_current_message(broker: Broker) {
@@ -83,7 +83,7 @@ async fn sigterm_ends_a_redrive_after_the_current_message(broker: Broker) {
         .await;
     fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
     let (met, mut meets) = tokio::sync::mpsc::unbounded_channel();
-    proxy.judge(move |request| {
+    proxy.inject_faults(move |request| {
         if !records_sent(request) || met.send(()).is_err() {
             return RequestFault::Pass;
         }
@@ -240,7 +240,7 @@ async fn a_sent_message_that_was_not_removed_is_not_sent_again_blindly(broker: B
     let (fixture, proxy) = fixture(broker).await;
     fixture.publish(&[("a", "declined")]).await;
     fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
-    proxy.judge(|request| {
+    proxy.inject_faults(|request| {
         if records_sent(request) {
             RequestFault::LoseReply
         } else {

@@ -560,7 +560,8 @@ async fn a_refused_copy_blocks_no_other_message() {
         ])
         .await
         .exits_with(1);
-    said.prints("the copy to").prints("1 redriven, 1 left");
+    said.prints("too large for the topic")
+        .prints("1 redriven, 1 left");
     assert_eq!(
         ids(&fixture.json(&["dead-letters", "list"]).await),
         ["large"],
@@ -570,7 +571,7 @@ async fn a_refused_copy_blocks_no_other_message() {
         .run(&["in-doubt", "resolve", "doubt", "--did-not-happen", "--yes"])
         .await
         .exits_with(1)
-        .prints("the copy to");
+        .prints("too large for the topic");
     assert_eq!(
         fixture.json(&["in-doubt", "list"]).await["messages"][0]["state"],
         "waiting"

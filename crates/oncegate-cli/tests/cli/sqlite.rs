@@ -222,7 +222,7 @@ async fn a_doubt_of_a_gate_is_resolved_without_a_broker() {
     let resolve = ["in-doubt", "resolve", "yes", "--happened", "--yes"];
     cli.run(&[&resolve[..], &["--broker", "kafka"]].concat())
         .exits_with(2)
-        .prints("no broker: set kafka.brokers");
+        .prints("--broker kafka: set kafka.brokers and kafka.topic");
     cli.configure("[kafka]\ntopic = \"payments\"\n");
     cli.run(&resolve)
         .exits_with(2)

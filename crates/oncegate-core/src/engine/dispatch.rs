@@ -64,7 +64,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         let mut in_flight = InFlight::new(delivery, history, on_release);
         let (arrival, said) = match &id {
             Ok(_) => (Event::Arrived, None),
-            Err(NoId::Missing) => (Event::NoId, None),
+            Err(NoId::Missing) => (Event::NoId, Some(self.id.missing_text())),
             Err(NoId::Unusable(found)) => (Event::UnusableId, Some(found.clone())),
         };
         if said.is_some() {
@@ -239,6 +239,9 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 return;
             };
             self.outcomes.happened(event);
+            if event == Event::LeaseOver && has_running_task(entry.in_flight.stage()) {
+                self.reporter.lease_lost(&entry);
+            }
             if entry.occupancy == Occupancy::Queued {
                 entry.occupancy = Occupancy::InFlight;
                 self.queued -= 1;

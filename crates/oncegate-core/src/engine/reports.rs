@@ -25,6 +25,7 @@ pub(super) struct Reporter {
     taken_over: LogThrottle,
     alone: LogThrottle,
     held: LogThrottle,
+    lease_lost: LogThrottle,
 }
 
 /// The maximum number of lines of one kind in a second.
@@ -47,6 +48,7 @@ impl Reporter {
             taken_over,
             alone,
             held,
+            lease_lost,
         ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, Duration::from_secs(1)));
         Self {
             unavailable,
@@ -61,6 +63,7 @@ impl Reporter {
             taken_over,
             alone,
             held,
+            lease_lost,
         }
     }
 
@@ -132,26 +135,23 @@ impl Reporter {
             &entry.in_flight.delivery().message.origin,
             finished.error.as_deref(),
         );
-        macro_rules! log {
-            ($level:ident, $text:literal) => {
-                tracing::$level!(id, attempt, error, %origin, suppressed_lines, $text)
+        macro_rules! warn {
+            ($text:literal) => {
+                tracing::warn!(id, attempt, error, %origin, suppressed_lines, $text)
             };
         }
         match finished.event {
             Event::Returned(Outcome::Retry) => {
-                log!(
-                    warn,
-                    "handler failed without an effect, the message is retried"
-                );
+                warn!("handler failed without an effect, the message is retried");
             }
             Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => {
-                log!(error, "handler panicked, its outcome is unknown");
+                tracing::error!(id, attempt, error, %origin, suppressed_lines, "handler panicked, its outcome is unknown");
             }
             Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)) => {
-                log!(warn, "handler timed out, its outcome is unknown");
+                warn!("handler timed out, its outcome is unknown");
             }
             Event::Returned(_) => {
-                log!(warn, "handler failed, its outcome is unknown");
+                warn!("handler failed, its outcome is unknown");
             }
             Event::Found(finding) => {
                 let found = match finding {
@@ -185,6 +185,21 @@ impl Reporter {
         }
     }
 
+    /// The lease of a message ended while its handler or `reconcile` ran.
+    pub(super) fn lease_lost(&mut self, entry: &InFlightEntry) {
+        if let Some(suppressed_lines) = self.lease_lost.due(Instant::now()) {
+            let (id, origin) = id_and_origin(entry);
+            let attempt = entry.attempt();
+            tracing::warn!(
+                id,
+                attempt,
+                %origin,
+                suppressed_lines,
+                "lease lost, the handler is dropped and its outcome is unknown: the process or the store was paused for longer than the lease, and another consumer may handle the message; use a longer lease"
+            );
+        }
+    }
+
     /// A message starts to run apart from others.
     pub(super) fn runs_apart(
         &mut self,
@@ -211,11 +226,11 @@ impl Reporter {
         }
     }
 
-    /// A message waits because another consumer holds its id.
+    /// A message waits because another delivery holds its id.
     pub(super) fn held_elsewhere(&mut self, entry: &InFlightEntry, remaining: Duration) {
         if let Some(suppressed_lines) = self.held.due(Instant::now()) {
             let (id, origin) = id_and_origin(entry);
-            tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another consumer holds the lease of its id, or crashed while it did");
+            tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another delivery holds the lease of its id, or its process crashed");
         }
     }
 }

@@ -494,13 +494,20 @@ fn a_doubt_is_reconciled() {
         &policy,
     );
     assert_eq!(happened, accepted(ProofKind::Resolved));
-    let did_not = transition(
-        Stage::Resolving(GRANT, Finding::DidNotHappen),
-        Event::Answer(V::Kept),
-        &policy,
-    );
+    let after_it_did_not = |grant| {
+        transition(
+            Stage::Resolving(grant, Finding::DidNotHappen),
+            Event::Answer(V::Kept),
+            &policy,
+        )
+    };
+    assert_eq!(after_it_did_not(GRANT), release(pause(1), 0));
+    let after_a_crash = Grant {
+        attempts: Attempts::all_forgiven(2),
+        ..GRANT
+    };
     assert_eq!(
-        did_not,
+        after_it_did_not(after_a_crash),
         (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim)
     );
 }

@@ -34,7 +34,7 @@ impl TestQueue for Topic {
             .await;
     }
 
-    async fn set_aside(&self, destination: Destination) -> Vec<Message> {
+    async fn rejected_messages(&self, destination: Destination) -> Vec<Message> {
         let topic = match destination {
             Destination::DeadLetters => self.dead_letters(),
             Destination::InDoubt => self.in_doubt(),

@@ -3,7 +3,7 @@
 
 use oncegate_core::StoreError;
 use oncegate_core::marker::Verdict;
-use oncegate_testkit::bad_input::Sight;
+use oncegate_testkit::bad_input::ObservedOutcome;
 use redis::aio::MultiplexedConnection;
 
 use crate::support::*;
@@ -150,8 +150,8 @@ async fn the_operator_sees_the_remedy_for_each() {
         let key = format!("{prefix}{SCOPE}|row-{number}");
         put(&mut raw, commands, &key).await;
         let before = dump(&mut raw, &key).await;
-        let seen = Sight::of(store, SCOPE, &format!("row-{number}")).await;
-        assert!(seen.is(expected), "{input}: {seen:?}");
+        let seen = ObservedOutcome::of(store, SCOPE, &format!("row-{number}")).await;
+        assert!(seen.matches(expected), "{input}: {seen:?}");
         assert_eq!(
             dump(&mut raw, &key).await,
             before,

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use oncegate_core::marker::{Ask, Effect, Guarantee, Marker, Operation, Token, Verdict};
 use oncegate_core::{Gate, RunOutcome, Store, StoreError};
 use oncegate_redis::Redis;
-use oncegate_testkit::proxy::{Proxy, RequestFault, holds};
+use oncegate_testkit::proxy::{Proxy, RequestFault, contains};
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
 use crate::forms::healed;
@@ -42,8 +42,8 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
         gates.push(gate.open().await.expect("a gate"));
     }
     // Only replies to commands on ids; connecting works as usual.
-    proxy.judge(move |request| {
-        let about_id = holds(request, "processed:id-");
+    proxy.inject_faults(move |request| {
+        let about_id = contains(request, "processed:id-");
         let loses =
             about_id && random.lock().expect("nobody panicked with it").u8(..100) < LOST_PERCENT;
         if loses {
@@ -289,8 +289,8 @@ async fn a_late_reply_answers_no_other_request() {
         healed(&store, complete("done", 1, 1)).await,
         Verdict::Done { marker_lost: true }
     );
-    proxy.judge(|request| {
-        if holds(request, "processed:late") {
+    proxy.inject_faults(|request| {
+        if contains(request, "processed:late") {
             RequestFault::Delay(SECOND / 2)
         } else {
             RequestFault::Pass

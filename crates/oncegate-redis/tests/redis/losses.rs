@@ -6,7 +6,7 @@ use std::time::Instant;
 use oncegate_core::marker::{Ask, Guarantee, Operation, Verdict};
 use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_redis::Redis;
-use oncegate_testkit::proxy::{Proxy, RequestFault, holds};
+use oncegate_testkit::proxy::{Proxy, RequestFault, contains};
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
 use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, terms};
@@ -253,8 +253,8 @@ async fn a_lost_reply_to_a_check_hides_no_loss() {
             ask(&store, strict("charged", 1)).await.expect("a verdict"),
             GRANTED
         );
-        proxy.judge(|request| {
-            if holds(request, "!canary") {
+        proxy.inject_faults(|request| {
+            if contains(request, "!canary") {
                 RequestFault::LoseReply
             } else {
                 RequestFault::Pass

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use oncegate_core::StoreError;
 use oncegate_core::marker::Marker;
 use oncegate_redis::Redis;
-use oncegate_testkit::proxy::holds;
+use oncegate_testkit::proxy::contains;
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -52,7 +52,7 @@ async fn talk(mut client: TcpStream, behaviour: SentinelBehaviour, asked: Arc<At
             .split('*')
             .skip(1)
         {
-            let is = |word: &str| holds(command.as_bytes(), word);
+            let is = |word: &str| contains(command.as_bytes(), word);
             let reply = match behaviour {
                 // As a Sentinel does.
                 _ if is("SELECT") => "-ERR unknown command 'SELECT'\r\n".into(),

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex};
 
 use oncegate_core::marker::{Ask, Guarantee, Operation, Token};
 use oncegate_redis::Redis;
-pub(crate) use oncegate_testkit::asking::{
+pub(crate) use oncegate_testkit::operations::{
     DONE, GRANTED, SECOND, ask, key, operation, terms, verdicts,
 };
 use redis::aio::MultiplexedConnection;

@@ -3,7 +3,7 @@
 
 use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::{MessageId, Scope, StoreError};
-use oncegate_testkit::bad_input::Sight;
+use oncegate_testkit::bad_input::ObservedOutcome;
 use rusqlite::Connection;
 
 use crate::support::{Directory, ask, at, claim};
@@ -232,8 +232,8 @@ async fn the_operator_sees_the_remedy_for_each() {
     for (input, made, _, expected) in ROWS {
         let directory = a_marker(made, claimed()).await;
         let before = dump(&directory);
-        let seen = Sight::of(at(directory.file()), SCOPE, "a").await;
-        assert!(seen.is(expected), "{input}: {seen:?}");
+        let seen = ObservedOutcome::of(at(directory.file()), SCOPE, "a").await;
+        assert!(seen.matches(expected), "{input}: {seen:?}");
         assert_eq!(
             dump(&directory) == before,
             expected.contains(": "),
@@ -243,8 +243,8 @@ async fn the_operator_sees_the_remedy_for_each() {
     for (input, content, _, expected) in FILES {
         let directory = no_markers(content);
         let before = std::fs::read(directory.file()).expect("it is there");
-        let seen = Sight::of(at(directory.file()), SCOPE, "a").await;
-        assert!(seen.is(expected), "{input}: {seen:?}");
+        let seen = ObservedOutcome::of(at(directory.file()), SCOPE, "a").await;
+        assert!(seen.matches(expected), "{input}: {seen:?}");
         assert!(
             std::fs::read(directory.file()).expect("it is there") == before,
             "{input}: it was changed"

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use oncegate_core::StoreError;
 use oncegate_core::marker::{Ask, Guarantee, Operation, Token};
 use oncegate_sql::Sqlite;
-pub(crate) use oncegate_testkit::asking::{
+pub(crate) use oncegate_testkit::operations::{
     DONE, GRANTED, SECOND, ask, key, operation, terms, verdicts,
 };
 use rusqlite::Connection;

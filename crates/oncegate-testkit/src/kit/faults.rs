@@ -6,7 +6,7 @@ use oncegate_core::marker::{Ask, Operation};
 use oncegate_core::{Failure, Reconciled};
 use tokio::sync::Notify;
 
-use super::report::{Ended, Reconcile, Run};
+use super::report::{HandlerResult, Reconcile, Run};
 use crate::ReplyFault;
 
 /// A kind of fault.
@@ -22,9 +22,9 @@ pub(super) enum Fault {
 /// The number of kinds.
 const KINDS: usize = 5;
 
-/// The faults that must occur if they are planned. A lost completion need not: perhaps no run
-/// succeeds.
-const DUE: [(Fault, &str); 4] = [
+/// The faults that must occur if they are planned. A lost reply to a completion is not among them,
+/// because perhaps no run succeeds.
+const REQUIRED: [(Fault, &str); 4] = [
     (Fault::Before, "crash_before_handler"),
     (Fault::Inside, "crash_in_handler"),
     (Fault::After, "crash_after_handler"),
@@ -37,8 +37,7 @@ pub(super) struct Faults {
     state: Mutex<State>,
     /// Notified when a consumer must crash.
     crashes: Notify,
-    /// Notified when a run has ended.
-    over: Notify,
+    run_ended: Notify,
 }
 
 #[derive(Debug, Default)]
@@ -60,14 +59,14 @@ impl Faults {
     }
 
     /// Whether the reply to a request to the store is lost.
-    pub(super) fn reply(&self, asked: &[Operation]) -> ReplyFault {
+    pub(super) fn reply_fault(&self, operations: &[Operation]) -> ReplyFault {
         let mut state = self.lock();
-        let holds = |ask: Ask| asked.iter().any(|operation| operation.ask == ask);
-        let loses_claim = holds(Ask::Claim) && state.takes(Fault::ReplyToClaim);
-        let loses_completion = holds(Ask::Complete) && state.takes(Fault::ReplyToCompletion);
+        let contains = |ask: Ask| operations.iter().any(|operation| operation.ask == ask);
+        let loses_claim = contains(Ask::Claim) && state.use_up(Fault::ReplyToClaim);
+        let loses_completion = contains(Ask::Complete) && state.use_up(Fault::ReplyToCompletion);
         if loses_claim || loses_completion {
             ReplyFault::Lost {
-                applied: asked.len(),
+                applied: operations.len(),
             }
         } else {
             ReplyFault::Answered
@@ -82,8 +81,8 @@ impl Faults {
     /// Waits until no handler of the dropped consumer runs, then allows the next consumer to run.
     pub(super) async fn wait_for_handlers(&self) {
         loop {
-            let mut over = std::pin::pin!(self.over.notified());
-            over.as_mut().enable();
+            let mut run_ended = std::pin::pin!(self.run_ended.notified());
+            run_ended.as_mut().enable();
             {
                 let mut state = self.lock();
                 if state.running == 0 {
@@ -92,7 +91,7 @@ impl Faults {
                     return;
                 }
             }
-            over.await;
+            run_ended.await;
         }
     }
 
@@ -103,7 +102,7 @@ impl Faults {
 
     /// Records the start of a handler and returns its index in the runs; `None` if its consumer has
     /// crashed.
-    pub(super) fn starts(&self, generation: u32, id: &str, attempt: u32) -> Option<usize> {
+    pub(super) fn run_starts(&self, generation: u32, id: &str, attempt: u32) -> Option<usize> {
         let mut state = self.lock();
         if state.crashing || state.generation != generation {
             return None;
@@ -112,7 +111,7 @@ impl Faults {
         state.runs.push(Run {
             id: id.to_owned(),
             attempt,
-            ended: Ended::Cut,
+            result: HandlerResult::Interrupted,
         });
         Some(state.runs.len() - 1)
     }
@@ -133,33 +132,33 @@ impl Faults {
         state.reconciles.push(Reconcile {
             id: id.to_owned(),
             attempt,
-            found: None,
+            result: None,
             after,
         });
         Some(state.reconciles.len() - 1)
     }
 
     /// Records the result of `reconcile`.
-    pub(super) fn found(&self, reconcile: usize, found: &Result<Reconciled, Failure>) {
-        let found = found.as_ref().copied().map_err(ToString::to_string);
-        self.lock().reconciles[reconcile].found = Some(found);
+    pub(super) fn reconcile_ends(&self, reconcile: usize, result: &Result<Reconciled, Failure>) {
+        let result = result.as_ref().copied().map_err(ToString::to_string);
+        self.lock().reconciles[reconcile].result = Some(result);
     }
 
     /// Records the result of a run.
-    pub(super) fn ended(&self, run: usize, ended: Ended) {
-        self.lock().runs[run].ended = ended;
+    pub(super) fn run_returned(&self, run: usize, result: HandlerResult) {
+        self.lock().runs[run].result = result;
     }
 
-    /// Records that nothing of a run is executed any more.
-    pub(super) fn run_ended(&self) {
+    /// Records that the future of a run or a `reconcile` has ended or was dropped.
+    pub(super) fn future_ended(&self) {
         self.lock().running -= 1;
-        self.over.notify_waiters();
+        self.run_ended.notify_waiters();
     }
 
     /// Whether the consumer crashes at this point.
     pub(super) fn crashes_here(&self, fault: Fault) -> bool {
         let mut state = self.lock();
-        let crashes_here = !state.crashing && state.takes(fault);
+        let crashes_here = !state.crashing && state.use_up(fault);
         self.end_consumer(&mut state, crashes_here)
     }
 
@@ -168,7 +167,7 @@ impl Faults {
         let mut state = self.lock();
         let crashes_here = !state.crashing
             && waits > state.occurred[Fault::Inside as usize]
-            && state.takes(Fault::Inside);
+            && state.use_up(Fault::Inside);
         self.end_consumer(&mut state, crashes_here)
     }
 
@@ -187,19 +186,19 @@ impl Faults {
 
     pub(super) fn assert_all_occurred(&self) {
         let state = self.lock();
-        for (fault, name) in DUE {
+        for (fault, name) in REQUIRED {
             let (planned, occurred) = (
                 state.planned[fault as usize],
                 state.occurred[fault as usize],
             );
             let hint = if fault == Fault::Inside {
-                "no handler waited at so many `.await`s"
+                "the handler waited at too few `.await`s"
             } else {
                 "there were too few runs"
             };
             assert!(
                 occurred == planned,
-                "{name}: {planned} were asked for and {occurred} came to pass: {hint}, so this test would show nothing"
+                "{name}: {occurred} of {planned} planned faults occurred: {hint}, so this test would prove nothing"
             );
         }
     }
@@ -211,9 +210,9 @@ impl Faults {
 
 impl State {
     /// Uses up one fault of this kind, if one is left.
-    fn takes(&mut self, fault: Fault) -> bool {
-        let takes = self.occurred[fault as usize] < self.planned[fault as usize];
-        self.occurred[fault as usize] += u32::from(takes);
-        takes
+    fn use_up(&mut self, fault: Fault) -> bool {
+        let is_left = self.occurred[fault as usize] < self.planned[fault as usize];
+        self.occurred[fault as usize] += u32::from(is_left);
+        is_left
     }
 }

@@ -12,7 +12,8 @@ pub struct Report {
     reconciles: Vec<Reconcile>,
     dead_letters: Vec<DeadLetter>,
     in_doubt: Vec<DeadLetter>,
-    set_aside: BTreeSet<String>,
+    /// The ids of the dead letters and in-doubt messages.
+    rejected_ids: BTreeSet<String>,
 }
 
 /// One run of the handler.
@@ -23,18 +24,18 @@ pub struct Run {
     /// The attempt number in the handler's context.
     pub attempt: u32,
     /// The result.
-    pub ended: Ended,
+    pub result: HandlerResult,
 }
 
 /// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ended {
+pub enum HandlerResult {
     /// It returned `Ok`.
-    Happened,
+    Succeeded,
     /// It returned a failure.
     Failed,
     /// It did not return: a crash, a panic or a timeout ended it.
-    Cut,
+    Interrupted,
 }
 
 /// One call of the handler's `reconcile`.
@@ -45,7 +46,7 @@ pub struct Reconcile {
     /// The attempt number in the context of `reconcile`.
     pub attempt: u32,
     /// The result, or the text of the failure; `None` if a crash, a panic or a timeout ended it.
-    pub found: Option<Result<Reconciled, String>>,
+    pub result: Option<Result<Reconciled, String>>,
     /// The number of runs of all ids that had started before it: its position between the elements
     /// of [`Report::runs`].
     pub after: usize,
@@ -60,18 +61,19 @@ impl Report {
         id: &IdSource,
     ) -> Self {
         let (dead_letters, in_doubt) = (broker.dead_letters(), broker.in_doubt());
-        let aside = dead_letters
+        let rejected_ids = dead_letters
             .iter()
             .chain(&in_doubt)
-            .filter_map(|letter| id.read(&letter.message).ok());
-        let set_aside = aside.map(|id| id.to_string()).collect();
+            .filter_map(|rejected| id.read(&rejected.message).ok())
+            .map(|id| id.to_string())
+            .collect();
         Self {
             ids,
             runs,
             reconciles,
             dead_letters,
             in_doubt,
-            set_aside,
+            rejected_ids,
         }
     }
 
@@ -124,7 +126,7 @@ impl Report {
     /// If one has neither: it was accepted, and nothing happened.
     pub fn assert_none_lost(&self, effects: impl Fn(&str) -> usize) -> &Self {
         for id in &self.ids {
-            let known = effects(id) > 0 || self.set_aside.contains(id);
+            let known = effects(id) > 0 || self.rejected_ids.contains(id);
             assert!(
                 known,
                 "`{id}` was accepted, and its effect never happened. Its runs: {}",
@@ -138,16 +140,16 @@ impl Report {
     ///
     /// # Panics
     /// If there is one.
-    pub fn assert_none_set_aside(&self) -> &Self {
-        if let Some(letter) = self.dead_letters.iter().chain(&self.in_doubt).next() {
-            let failure_history = letter.failure_history.clone().unwrap_or_default();
-            let (id, said) = (
+    pub fn assert_none_rejected(&self) -> &Self {
+        if let Some(rejected) = self.dead_letters.iter().chain(&self.in_doubt).next() {
+            let failure_history = rejected.failure_history.clone().unwrap_or_default();
+            let (id, error) = (
                 failure_history.id.unwrap_or_default(),
                 failure_history.last_error.unwrap_or_default(),
             );
             panic!(
-                "`{id}` was set aside, {}: {said}. Its runs: {}",
-                letter.reason.as_str(),
+                "`{id}` was rejected, {}: {error}. Its runs: {}",
+                rejected.reason.as_str(),
                 self.events_of(&id)
             );
         }
@@ -161,31 +163,31 @@ impl Report {
             .iter()
             .enumerate()
             .filter(|(_, run)| run.id == id)
-            .map(|(place, run)| {
-                let ended = match run.ended {
-                    Ended::Happened => "returned Ok",
-                    Ended::Failed => "failed",
-                    Ended::Cut => "was cut off",
+            .map(|(index, run)| {
+                let result = match run.result {
+                    HandlerResult::Succeeded => "returned Ok",
+                    HandlerResult::Failed => "failed",
+                    HandlerResult::Interrupted => "was interrupted",
                 };
-                (place + 1, format!("attempt {} {ended}", run.attempt))
+                (index + 1, format!("attempt {} {result}", run.attempt))
             });
         let reconciles = self.reconciles.iter().filter(|it| it.id == id).map(|it| {
-            let found = match &it.found {
-                Some(Ok(Reconciled::Happened)) => "said that it happened",
-                Some(Ok(Reconciled::DidNotHappen)) => "said that it did not happen",
-                Some(Ok(Reconciled::Unknown)) => "could not tell",
+            let result = match &it.result {
+                Some(Ok(Reconciled::Happened)) => "returned Happened",
+                Some(Ok(Reconciled::DidNotHappen)) => "returned DidNotHappen",
+                Some(Ok(Reconciled::Unknown)) => "returned Unknown",
                 Some(Err(failure)) => &format!("failed ({failure})"),
-                None => "was cut off",
+                None => "was interrupted",
             };
             (
                 it.after,
-                format!("reconcile (attempt {}) {found}", it.attempt),
+                format!("reconcile (attempt {}) {result}", it.attempt),
             )
         });
         let mut steps: Vec<(usize, String)> = runs.chain(reconciles).collect();
-        steps.sort_by_key(|(place, _)| *place); // stable: a run precedes its reconcile
-        let again = steps.chunk_by(|(_, one), (_, next)| one == next);
-        let steps: Vec<String> = again
+        steps.sort_by_key(|(position, _)| *position); // stable: a run precedes its reconcile
+        let repeated = steps.chunk_by(|(_, one), (_, next)| one == next);
+        let steps: Vec<String> = repeated
             .map(|same| {
                 if same.len() == 1 {
                     same[0].1.clone()

@@ -11,7 +11,7 @@ use oncegate_core::{IdSource, Key, MemoryBroker, Store, StoreError, async_trait}
 /// longer than any lease after that consumer has crashed, or has sent the message to the in-doubt
 /// queue.
 #[derive(Clone)]
-pub(super) struct Remembered {
+pub(super) struct KitStore {
     rows: Arc<Mutex<HashMap<Key, MarkerRow>>>,
     /// The number of consumers that crashed before this one.
     generation: u32,
@@ -31,7 +31,7 @@ struct MarkerRow {
 /// Longer than any lease.
 const EXPIRED: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
-impl Remembered {
+impl KitStore {
     /// An empty store. It reads from the broker which messages are in doubt.
     pub(super) fn new(broker: MemoryBroker, id: IdSource) -> Self {
         Self {
@@ -51,9 +51,9 @@ impl Remembered {
     }
 
     fn age(&self, key: &Key, row: &MarkerRow) -> Duration {
-        let is_in_doubt_queue =
+        let is_in_in_doubt_queue =
             matches!(row.marker, Marker::InDoubt(..)) && self.in_doubt(key) > row.in_doubt;
-        if is_in_doubt_queue || row.generation < self.generation {
+        if is_in_in_doubt_queue || row.generation < self.generation {
             EXPIRED
         } else {
             Duration::ZERO
@@ -64,11 +64,11 @@ impl Remembered {
     fn in_doubt(&self, key: &Key) -> usize {
         // `|` separates the scope; no id contains it.
         let id = key.as_str().rsplit('|').next().unwrap_or_default();
-        let is_it = |message| self.id.read(message).is_ok_and(|it| it.as_str() == id);
+        let has_id = |message| self.id.read(message).is_ok_and(|it| it.as_str() == id);
         self.broker
             .in_doubt()
             .iter()
-            .filter(|letter| is_it(&letter.message))
+            .filter(|rejected| has_id(&rejected.message))
             .count()
     }
 
@@ -104,7 +104,7 @@ impl Remembered {
 }
 
 #[async_trait]
-impl Store for Remembered {
+impl Store for KitStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let mut rows = self.rows.lock().unwrap_or_else(PoisonError::into_inner);
         operations

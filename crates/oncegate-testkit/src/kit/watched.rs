@@ -4,12 +4,12 @@ use std::future::{Future, pending, poll_fn};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context as Poller, Poll, Wake, Waker};
+use std::task::{Context as TaskContext, Poll, Wake, Waker};
 
 use oncegate_core::{Context, Failure, Handler, Reconciled};
 
 use super::faults::{Fault, Faults};
-use super::report::Ended;
+use super::report::HandlerResult;
 
 pub(super) struct WatchedHandler<H> {
     handler: Arc<H>,
@@ -18,11 +18,11 @@ pub(super) struct WatchedHandler<H> {
 }
 
 /// Marks a run as running until it is dropped.
-struct Running(Arc<Faults>);
+struct RunGuard(Arc<Faults>);
 
-impl Drop for Running {
+impl Drop for RunGuard {
     fn drop(&mut self) {
-        self.0.run_ended();
+        self.0.future_ended();
     }
 }
 
@@ -43,15 +43,15 @@ impl<H: Handler> Handler for WatchedHandler<H> {
     async fn handle(&self, payload: H::Payload, cx: &Context) -> Result<(), Failure> {
         let faults = &self.faults;
         // After a crash nothing may run: the consumer drops this future.
-        let Some(run) = faults.starts(self.generation, cx.id(), cx.attempt()) else {
+        let Some(run) = faults.run_starts(self.generation, cx.id(), cx.attempt()) else {
             return pending().await;
         };
-        let _running = Running(faults.clone());
+        let _guard = RunGuard(faults.clone());
         if faults.crashes_here(Fault::Before) {
             return pending().await;
         }
-        let mut work = Waits::of(self.handler.handle(payload, cx));
-        let handled = poll_fn(|poller| match work.poll(poller) {
+        let mut work = WaitCounter::of(self.handler.handle(payload, cx));
+        let handled = poll_fn(|task| match work.poll(task) {
             Poll::Ready(handled) => Poll::Ready(Some(handled)),
             Poll::Pending if faults.crashes_at_wait(work.waits) => Poll::Ready(None),
             Poll::Pending => Poll::Pending,
@@ -59,12 +59,12 @@ impl<H: Handler> Handler for WatchedHandler<H> {
         let Some(handled) = handled.await else {
             return pending().await;
         };
-        faults.ended(
+        faults.run_returned(
             run,
             if handled.is_ok() {
-                Ended::Happened
+                HandlerResult::Succeeded
             } else {
-                Ended::Failed
+                HandlerResult::Failed
             },
         );
         if faults.crashes_here(Fault::After) {
@@ -74,22 +74,22 @@ impl<H: Handler> Handler for WatchedHandler<H> {
     }
 
     async fn reconcile(&self, payload: H::Payload, cx: &Context) -> Result<Reconciled, Failure> {
-        let Some(place) = self
+        let Some(index) = self
             .faults
             .reconcile_starts(self.generation, cx.id(), cx.attempt())
         else {
             return pending().await;
         };
-        let _running = Running(self.faults.clone());
-        let found = self.handler.reconcile(payload, cx).await;
-        self.faults.found(place, &found);
-        found
+        let _guard = RunGuard(self.faults.clone());
+        let result = self.handler.reconcile(payload, cx).await;
+        self.faults.reconcile_ends(index, &result);
+        result
     }
 }
 
 /// Counts how often a future had to wait. Polls without a wake-up do not count, because a future
 /// may be polled spuriously.
-struct Waits<F> {
+struct WaitCounter<F> {
     work: Pin<Box<F>>,
     wakes: Arc<WakeRecorder>,
     waits: u32,
@@ -98,25 +98,25 @@ struct Waits<F> {
 /// Wakes the task and records it.
 struct WakeRecorder {
     woken: AtomicBool,
-    poller: Mutex<Waker>,
+    waker: Mutex<Waker>,
 }
 
 impl Wake for WakeRecorder {
     fn wake(self: Arc<Self>) {
         self.woken.store(true, Ordering::Release);
-        self.poller
+        self.waker
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .wake_by_ref();
     }
 }
 
-impl<F: Future> Waits<F> {
+impl<F: Future> WaitCounter<F> {
     fn of(work: F) -> Self {
         // The first poll counts.
         let wakes = Arc::new(WakeRecorder {
             woken: AtomicBool::new(true),
-            poller: Mutex::new(Waker::noop().clone()),
+            waker: Mutex::new(Waker::noop().clone()),
         });
         Self {
             work: Box::pin(work),
@@ -125,17 +125,17 @@ impl<F: Future> Waits<F> {
         }
     }
 
-    fn poll(&mut self, poller: &mut Poller<'_>) -> Poll<F::Output> {
+    fn poll(&mut self, task: &mut TaskContext<'_>) -> Poll<F::Output> {
         self.wakes
-            .poller
+            .waker
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .clone_from(poller.waker());
+            .clone_from(task.waker());
         let woken = self.wakes.woken.swap(false, Ordering::AcqRel);
         let polled = self
             .work
             .as_mut()
-            .poll(&mut Poller::from_waker(&self.wakes.clone().into()));
+            .poll(&mut TaskContext::from_waker(&self.wakes.clone().into()));
         self.waits += u32::from(woken && polled.is_pending());
         polled
     }

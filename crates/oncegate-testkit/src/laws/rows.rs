@@ -5,8 +5,8 @@ use oncegate_core::marker::{
 };
 use oncegate_core::{Key, Store};
 
-use super::ask::{
-    AT_MOST_ONCE, Asker, DONE_WITH_LOST_MARKER, EFFECTIVELY_ONCE, LONG, SHORT, SLACK, granted,
+use super::fixtures::{
+    AT_MOST_ONCE, Claimant, DONE_WITH_LOST_MARKER, EFFECTIVELY_ONCE, LONG, SHORT, SLACK, granted,
     hold, key, terms, verdicts,
 };
 
@@ -16,7 +16,7 @@ pub(crate) struct Row {
     /// The name in the table.
     pub(crate) name: &'static str,
     pub(crate) given: Marker,
-    pub(crate) asker: Asker,
+    pub(crate) claimant: Claimant,
     pub(crate) ask: Ask,
     pub(crate) verdict: Verdict,
     pub(crate) becomes: Marker,
@@ -26,14 +26,14 @@ pub(crate) struct Row {
 pub(crate) fn row(
     name: &'static str,
     given: Marker,
-    (asker, ask): (Asker, Ask),
+    (claimant, ask): (Claimant, Ask),
     verdict: Verdict,
     becomes: Marker,
 ) -> Row {
     Row {
         name,
         given,
-        asker,
+        claimant,
         ask,
         verdict,
         becomes,
@@ -41,74 +41,75 @@ pub(crate) fn row(
 }
 
 /// An operation and its expected verdict.
-type Exchange = (Operation, Verdict);
+type ExpectedVerdict = (Operation, Verdict);
 
 /// The operations of one step of a row on a key.
-type Part = fn(&Row, &Key) -> Vec<Exchange>;
+type StepOperations = fn(&Row, &Key) -> Vec<ExpectedVerdict>;
 
-/// No law uses these tokens otherwise.
-const MAKER: Token = Token(u128::MAX);
-const VISITOR: Token = Token(u128::MAX - 1);
+/// The tokens of the operations before and after the tested one.
+const SETUP: Token = Token(u128::MAX);
+const PROBE: Token = Token(u128::MAX - 1);
 
-/// At most about this many rows of a law are also tested one by one.
-const ALONE: usize = 30;
+/// About the maximum number of rows of a law that are also tested one by one.
+const MAX_SINGLE_ROWS: usize = 30;
 
 /// Tests the rows: all together, with one batch for each step, and some of them one by one.
-pub(crate) async fn keep(store: &dyn Store, rows: &[Row]) {
-    let some = rows.len().div_ceil(ALONE);
-    let exchanges = |way: &str, some: usize, of: Part| -> Vec<(String, Vec<Exchange>)> {
-        let rows = rows.iter().enumerate().step_by(some);
-        rows.map(|(it, row)| (row.to_string(), of(row, &key(format!("{way}-{it}")))))
-            .collect()
-    };
-    let steps: [(&str, Part); 3] = [
+pub(crate) async fn check_rows(store: &dyn Store, rows: &[Row]) {
+    let stride = rows.len().div_ceil(MAX_SINGLE_ROWS);
+    let operations =
+        |prefix: &str, stride: usize, of: StepOperations| -> Vec<(String, Vec<ExpectedVerdict>)> {
+            let rows = rows.iter().enumerate().step_by(stride);
+            rows.map(|(it, row)| (row.to_string(), of(row, &key(format!("{prefix}-{it}")))))
+                .collect()
+        };
+    let steps: [(&str, StepOperations); 3] = [
         ("writing the given marker", |row, key| {
             setup_operations(key, &row.given)
         }),
         ("the operation", |row, key| {
-            vec![(row.asker.asks(row.ask, key), row.verdict)]
+            vec![(row.claimant.operation(row.ask, key), row.verdict)]
         }),
         ("reading the resulting marker", |row, key| {
-            questions(key, &row.becomes)
+            probe_operations(key, &row.becomes)
         }),
     ];
     for (step, of) in steps {
         if step == "the operation" && rows.iter().any(Row::waits) {
             tokio::time::sleep(SHORT + SLACK).await;
         }
-        exchange(store, step, &exchanges("together", 1, of)).await;
-        for one in exchanges("alone", some, of) {
-            exchange(store, step, &[one]).await;
+        check_batch(store, step, &operations("together", 1, of)).await;
+        for one in operations("alone", stride, of) {
+            check_batch(store, step, &[one]).await;
         }
     }
 }
 
 /// Sends all operations in one batch and compares the verdicts.
-async fn exchange(store: &dyn Store, step: &str, of: &[(String, Vec<Exchange>)]) {
+async fn check_batch(store: &dyn Store, step: &str, of: &[(String, Vec<ExpectedVerdict>)]) {
     let operations: Vec<Operation> = of
         .iter()
-        .flat_map(|(_, exchanges)| exchanges)
-        .map(|(asked, _)| asked.clone())
+        .flat_map(|(_, expected)| expected)
+        .map(|(operation, _)| operation.clone())
         .collect();
-    let mut heard = verdicts(store, &operations).await.into_iter();
-    for (name, exchanges) in of {
-        for (asked, expected) in exchanges {
-            let heard = heard.next().expect("one answer for each operation");
+    let mut received = verdicts(store, &operations).await.into_iter();
+    for (name, operations) in of {
+        for (operation, expected) in operations {
+            let received = received.next().expect("one answer for each operation");
             assert!(
-                alike(heard, *expected),
-                "{name}: {step}: {heard:?}, not {expected:?}, to {asked:?}"
+                matches_expected(received, *expected),
+                "{name}: {step}: {received:?}, not {expected:?}, of {operation:?}"
             );
         }
     }
 }
 
 /// Whether a verdict is the expected one. The remaining time of a lease may be shorter.
-pub(crate) fn alike(heard: Verdict, expected: Verdict) -> bool {
-    match (heard, expected) {
+pub(crate) fn matches_expected(received: Verdict, expected: Verdict) -> bool {
+    match (received, expected) {
         (Verdict::Busy { remaining }, Verdict::Busy { remaining: most }) => {
             remaining <= most && remaining >= most / 2
         }
-        _ => heard == expected,
+        _ => received == expected,
     }
 }
 
@@ -123,18 +124,18 @@ impl std::fmt::Display for Row {
         let Self {
             name,
             given,
-            asker,
+            claimant,
             ask,
             ..
         } = self;
         write!(
             f,
-            "row \u{ab}{name}\u{bb} ({ask:?} by {asker:?} on {given:?})"
+            "row \u{ab}{name}\u{bb} ({ask:?} by {claimant:?} on {given:?})"
         )
     }
 }
 
-fn asker_of(hold: &Hold) -> Asker {
+fn claimant_of(hold: &Hold) -> Claimant {
     let Hold {
         token,
         attempts,
@@ -150,7 +151,7 @@ fn asker_of(hold: &Hold) -> Asker {
     } else {
         horizon
     };
-    Asker {
+    Claimant {
         token,
         attempt: attempts.number,
         terms: Terms {
@@ -164,24 +165,27 @@ fn asker_of(hold: &Hold) -> Asker {
 
 /// The operations that turn an absent marker into this one, with their verdicts. A crash cannot be
 /// produced this way, because a lease has to expire for it.
-pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<Exchange> {
-    let maker = |attempt| Asker::new(AT_MOST_ONCE, MAKER, attempt);
+pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdict> {
+    let setup_claimant = |attempt| Claimant::new(AT_MOST_ONCE, SETUP, attempt);
     match *marker {
         Marker::Absent => Vec::new(),
         Marker::Cleared { attempts, effect } => setup_cleared(key, attempts, effect),
         Marker::InProgress(hold) => {
-            let mut made = before(key, &hold);
-            made.push((asker_of(&hold).claims(key), Verdict::Granted(hold.attempts)));
-            made
+            let mut setup = setup_before_claim(key, &hold);
+            setup.push((
+                claimant_of(&hold).claim(key),
+                Verdict::Granted(hold.attempts),
+            ));
+            setup
         }
         Marker::InDoubt(hold, Doubt::Waiting) => {
-            let mut made = setup_cleared(
+            let mut setup = setup_cleared(
                 key,
                 Attempts::all_forgiven(hold.attempts.base),
                 Effect::Nothing,
             );
-            made.push((asker_of(&hold).asks(Ask::Doubt, key), Verdict::Kept));
-            made
+            setup.push((claimant_of(&hold).operation(Ask::Doubt, key), Verdict::Kept));
+            setup
         }
         Marker::InDoubt(hold, Doubt::Reconciling) => {
             let Attempts {
@@ -189,45 +193,48 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<Exchange> {
                 base,
                 crashes,
             } = hold.attempts;
-            let mut made = setup_cleared(key, Attempts::all_forgiven(base - 1), Effect::Nothing);
-            made.push((
-                maker(number - 1)
+            let mut setup = setup_cleared(key, Attempts::all_forgiven(base - 1), Effect::Nothing);
+            setup.push((
+                setup_claimant(number - 1)
                     .body(hold.fingerprint)
-                    .asks(Ask::Doubt, key),
+                    .operation(Ask::Doubt, key),
                 Verdict::Kept,
             ));
-            made.push((
-                asker_of(&hold).claims(key),
+            setup.push((
+                claimant_of(&hold).claim(key),
                 Verdict::InDoubt(Attempts {
                     number,
                     base,
                     crashes,
                 }),
             ));
-            made
+            setup
         }
         Marker::Rejected {
             attempt,
             fingerprint,
         } => {
-            let hold = hold(AT_MOST_ONCE, MAKER, Attempts::new(attempt), Effect::Nothing);
-            let mut made = before(key, &hold);
-            made.push((maker(0).body(fingerprint).claims(key), granted(attempt)));
-            made.push((
-                maker(attempt).asks(Ask::Reject(Effect::Nothing), key),
+            let hold = hold(AT_MOST_ONCE, SETUP, Attempts::new(attempt), Effect::Nothing);
+            let mut setup = setup_before_claim(key, &hold);
+            setup.push((
+                setup_claimant(0).body(fingerprint).claim(key),
+                granted(attempt),
+            ));
+            setup.push((
+                setup_claimant(attempt).operation(Ask::Reject(Effect::Nothing), key),
                 Verdict::Kept,
             ));
-            made
+            setup
         }
         Marker::Done(body) => vec![(
-            maker(1).body(body).asks(Ask::Complete, key),
+            setup_claimant(1).body(body).operation(Ask::Complete, key),
             DONE_WITH_LOST_MARKER,
         )],
     }
 }
 
 /// The operations before a claim that is granted this hold.
-fn before(key: &Key, hold: &Hold) -> Vec<Exchange> {
+fn setup_before_claim(key: &Key, hold: &Hold) -> Vec<ExpectedVerdict> {
     match hold.attempts.number {
         1 if hold.earlier == Effect::Nothing => Vec::new(),
         number => setup_cleared(
@@ -241,7 +248,7 @@ fn before(key: &Key, hold: &Hold) -> Vec<Exchange> {
     }
 }
 
-fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<Exchange> {
+fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<ExpectedVerdict> {
     let Attempts { number, base, .. } = attempts;
     let send_back = |effect| Ask::SendBack {
         seen: Marker::Absent,
@@ -249,28 +256,29 @@ fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<Exchange>
     };
     if number == base {
         return vec![(
-            Asker::new(EFFECTIVELY_ONCE, MAKER, base).asks(send_back(effect), key),
+            Claimant::new(EFFECTIVELY_ONCE, SETUP, base).operation(send_back(effect), key),
             Verdict::Kept,
         )];
     }
     match effect {
         Effect::Nothing => vec![
             (
-                Asker::new(EFFECTIVELY_ONCE, MAKER, base).asks(send_back(Effect::Nothing), key),
+                Claimant::new(EFFECTIVELY_ONCE, SETUP, base)
+                    .operation(send_back(Effect::Nothing), key),
                 Verdict::Kept,
             ),
             (
-                Asker::new(AT_MOST_ONCE, MAKER, number).asks(Ask::Doubt, key),
+                Claimant::new(AT_MOST_ONCE, SETUP, number).operation(Ask::Doubt, key),
                 Verdict::Kept,
             ),
             (
-                Asker::new(AT_MOST_ONCE, MAKER, number)
-                    .asks(Ask::Resolve(Finding::DidNotHappen), key),
+                Claimant::new(AT_MOST_ONCE, SETUP, number)
+                    .operation(Ask::Resolve(Finding::DidNotHappen), key),
                 Verdict::Kept,
             ),
         ],
         Effect::Unknown => {
-            let mut made = setup_cleared(
+            let mut setup = setup_cleared(
                 key,
                 Attempts {
                     number: number - 1,
@@ -278,20 +286,23 @@ fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<Exchange>
                 },
                 Effect::Nothing,
             );
-            let lax = Asker::new(EFFECTIVELY_ONCE, MAKER, number);
-            made.push((lax.claims(key), Verdict::Granted(attempts)));
-            made.push((lax.asks(Ask::Clear(Effect::Unknown), key), Verdict::Kept));
-            made
+            let lax = Claimant::new(EFFECTIVELY_ONCE, SETUP, number);
+            setup.push((lax.claim(key), Verdict::Granted(attempts)));
+            setup.push((
+                lax.operation(Ask::Clear(Effect::Unknown), key),
+                Verdict::Kept,
+            ));
+            setup
         }
     }
 }
 
 /// Operations whose verdicts identify the marker with all its fields except its age. Afterwards the
-/// key is absent, or freed or claimed by `VISITOR`.
-pub(crate) fn questions(key: &Key, marker: &Marker) -> Vec<Exchange> {
-    let visitor = Asker::new(EFFECTIVELY_ONCE, VISITOR, 0).lease(LONG);
+/// key is absent, or freed or claimed by `PROBE`.
+pub(crate) fn probe_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdict> {
+    let probe = Claimant::new(EFFECTIVELY_ONCE, PROBE, 0).lease(LONG);
     let send_back = |seen| {
-        visitor.asks(
+        probe.operation(
             Ask::SendBack {
                 seen,
                 effect: Effect::Nothing,
@@ -300,7 +311,7 @@ pub(crate) fn questions(key: &Key, marker: &Marker) -> Vec<Exchange> {
         )
     };
     match *marker {
-        Marker::Absent => vec![(visitor.claims(key), granted(1))],
+        Marker::Absent => vec![(probe.claim(key), granted(1))],
         // A marker in progress cannot be sent back; a doubt of its holder keeps all fields and can
         // be.
         Marker::InProgress(hold) => vec![
@@ -312,7 +323,7 @@ pub(crate) fn questions(key: &Key, marker: &Marker) -> Vec<Exchange> {
                 send_back(Marker::InDoubt(hold, Doubt::Reconciling)),
                 Verdict::Lost,
             ),
-            (asker_of(&hold).asks(Ask::Doubt, key), Verdict::Kept),
+            (claimant_of(&hold).operation(Ask::Doubt, key), Verdict::Kept),
             (
                 send_back(Marker::InDoubt(hold, Doubt::Waiting)),
                 Verdict::Kept,
@@ -320,21 +331,24 @@ pub(crate) fn questions(key: &Key, marker: &Marker) -> Vec<Exchange> {
         ],
         Marker::Done(_) => {
             vec![
-                (visitor.claims(key), Verdict::Duplicate),
+                (probe.claim(key), Verdict::Duplicate),
                 (
-                    visitor.asks(Ask::Forget { seen: *marker }, key),
+                    probe.operation(Ask::Forget { seen: *marker }, key),
                     Verdict::Kept,
                 ),
             ]
         }
         Marker::InDoubt(..) | Marker::Rejected { .. } | Marker::Cleared { .. } => {
-            let asked = send_back(*marker);
-            match marker::freed(&asked) {
+            let operation = send_back(*marker);
+            match marker::freed(&operation) {
                 // Sending back is also `Kept` if the marker already is the result.
                 Some(freed) if freed != *marker => {
-                    vec![(send_back(freed), Verdict::Lost), (asked, Verdict::Kept)]
+                    vec![
+                        (send_back(freed), Verdict::Lost),
+                        (operation, Verdict::Kept),
+                    ]
                 }
-                _ => vec![(asked, Verdict::Kept)],
+                _ => vec![(operation, Verdict::Kept)],
             }
         }
     }

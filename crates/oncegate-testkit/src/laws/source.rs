@@ -37,7 +37,7 @@ pub trait TestQueue: Send + Sync {
 
     /// The messages in a destination of rejected messages, read with a client of the broker, with
     /// their headers. The laws call it again until the expected messages are there.
-    async fn set_aside(&self, destination: Destination) -> Vec<Message>;
+    async fn rejected_messages(&self, destination: Destination) -> Vec<Message>;
 
     /// The time limit for one step of a law. A consumer group may need 30 s until it reassigns the
     /// partitions of a closed consumer.
@@ -62,25 +62,25 @@ macro_rules! __each_source_law {
     ($callback:ident, $($with:tt)*) => {
         $crate::$callback! {
             $($with)*;
-            messages_arrive_as_they_were_sent_and_in_order
-            what_came_is_not_delivered_again_while_it_is_open
-            no_more_is_handed_over_than_was_asked_for
-            who_asks_for_nothing_gets_nothing
+            messages_are_delivered_unchanged_and_in_order
+            an_unsettled_delivery_is_not_delivered_again
+            receive_respects_its_limit
+            receive_with_an_empty_limit_delivers_nothing
             a_dropped_receive_loses_nothing
             settling_empties_the_list
-            what_is_accepted_never_comes_back
-            what_is_not_settled_comes_back
-            what_is_dropped_with_its_source_comes_back
-            a_gap_keeps_its_place_and_nothing_else
+            an_accepted_delivery_is_not_redelivered
+            unsettled_deliveries_are_redelivered_after_a_close
+            unsettled_deliveries_are_redelivered_after_a_crash
+            accepting_a_later_delivery_does_not_accept_an_earlier_one
             a_stopped_source_still_settles
-            what_is_released_comes_back_after_its_delay_and_holds_up_no_other
-            what_is_released_for_long_comes_back_to_the_next_source
-            what_is_released_again_and_again_keeps_its_count
-            releases_come_back_in_the_order_of_their_delays
-            what_is_rejected_stands_in_the_dead_letters_with_its_story
-            what_is_in_doubt_stands_apart
+            a_release_is_redelivered_after_its_delay_and_blocks_no_other
+            a_release_with_a_long_delay_survives_a_close
+            repeated_releases_keep_the_failure_count
+            releases_are_redelivered_in_the_order_of_their_delays
+            a_rejected_message_is_a_dead_letter_with_its_failure_history
+            in_doubt_messages_have_a_destination_of_their_own
             many_rejections_at_once_all_arrive
-            each_settlement_of_a_batch_is_its_own
+            settlements_in_one_batch_are_independent
         }
     };
 }

@@ -38,59 +38,59 @@ macro_rules! __each_store_law {
             an_ended_lease_is_taken_over_in_effectively_once
             an_ended_lease_is_in_doubt_in_at_most_once
             a_repeated_claim_is_the_same_doubt
-            a_doubt_goes_to_who_claims_it
+            a_claim_takes_over_a_doubt_without_reconciler
             a_doubt_that_another_reconciles_is_busy
             a_rejected_id_stays_rejected
             a_done_id_is_a_duplicate
             another_body_waits_for_the_first
             another_body_conflicts_with_what_was_first
             a_missing_fingerprint_matches_any_body
-            every_fingerprint_is_told_from_every_other
+            all_fingerprints_are_distinguished
             the_holder_renews
             the_holder_completes
-            a_doubt_is_completed_by_whoever
+            any_token_completes_a_doubt
             completing_again_is_done
-            completing_a_lost_marker_says_so
+            completing_a_lost_marker_reports_it
             clearing_a_first_attempt_deletes_it
             clearing_keeps_the_attempt
-            withdrawing_spends_nothing
+            withdrawing_keeps_the_attempt_budget
             an_unknown_outcome_is_not_cleared_in_at_most_once
-            clearing_what_is_free_changes_nothing
-            rejecting_is_remembered_in_at_most_once
+            clearing_a_free_marker_changes_nothing
+            a_rejection_is_kept_in_at_most_once
             rejecting_clears_in_effectively_once
             the_holder_doubts
-            what_is_free_can_be_doubted
-            a_doubt_is_resolved_as_it_was_seen
-            a_person_sends_back_what_was_seen
-            a_person_forgets_what_is_done
-            what_is_unknown_stays_unknown
-            another_permit_changes_nothing
-            bare_is_the_literal_gate
-            a_lease_ends_when_it_was_said
-            a_renewal_starts_the_lease_anew
-            asking_in_vain_does_not_lengthen_a_lease
+            a_free_marker_can_be_doubted
+            a_doubt_is_resolved_by_its_finding
+            sending_back_requires_the_expected_marker
+            forgetting_requires_the_expected_done_marker
+            an_unknown_outcome_stays_unknown
+            another_token_or_attempt_changes_nothing
+            bare_sets_and_deletes_a_done_marker
+            a_lease_ends_after_its_duration
+            a_renewal_restarts_the_lease
+            an_operation_without_effect_does_not_extend_a_lease
             the_holders_lease_decides
-            who_takes_over_holds_for_their_own_lease
-            what_has_the_window_is_forgotten_after_it
-            asking_in_vain_does_not_lengthen_a_window
-            every_write_starts_the_window_anew
+            a_takeover_has_the_lease_of_the_new_holder
+            a_marker_expires_after_its_window
+            an_operation_without_effect_does_not_extend_a_window
+            every_write_restarts_the_window
             the_holders_window_decides
-            what_is_unresolved_at_most_once_outlives_the_window
+            an_unresolved_at_most_once_marker_outlives_the_window
             a_window_may_be_long
             ids_of_every_kind_stay_distinct
             scopes_stay_distinct
             a_batch_is_answered_in_order
-            one_bad_item_spoils_no_other
-            the_same_key_twice_in_a_batch_keeps_its_order
-            half_a_batch_and_its_reply_lost_is_repaired_by_asking_again
-            a_lost_reply_is_repaired_by_asking_again
-            a_dropped_apply_is_repaired_by_asking_again
+            an_invalid_operation_does_not_affect_the_others
+            operations_on_one_key_in_a_batch_keep_their_order
+            a_partly_applied_batch_can_be_repeated
+            an_operation_can_be_repeated_after_a_lost_reply
+            an_operation_can_be_repeated_after_a_dropped_apply
             of_a_hundred_simultaneous_claims_one_is_granted
             of_a_hundred_simultaneous_takeovers_one_wins
-            of_a_hundred_who_find_a_doubt_one_reconciles
+            of_a_hundred_simultaneous_claims_of_a_doubt_one_reconciles
             the_handle_for_renewals_is_the_same_store
-            random_histories_go_as_the_reference_says
-            what_concurrent_clients_saw_has_one_order
+            random_histories_match_the_reference
+            concurrent_operations_are_linearizable
         }
     };
 }

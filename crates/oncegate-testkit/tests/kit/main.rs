@@ -1,4 +1,4 @@
-//! The kit sees handlers that do not bear what their guarantee gives them, and says so of no other.
+//! The kit reports handlers that their guarantee does not protect, and no others.
 
 use std::sync::Mutex;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use oncegate_core::{
     Context, Execution, Failure, FailureExt, Guarantee, Handler, IdSource, Message, Order, Raw,
     RawBytes, Reconciled,
 };
-use oncegate_testkit::kit::Ended;
+use oncegate_testkit::kit::HandlerResult;
 use oncegate_testkit::{Effects, Kit};
 
 use Guarantee::{AtMostOnce, Bare};
@@ -87,7 +87,7 @@ async fn without_faults_each_message_has_one_run() {
     report
         .assert_none_lost(|id| effects.count(id))
         .assert_none_twice(|id| effects.count(id))
-        .assert_none_set_aside();
+        .assert_none_rejected();
     assert_eq!(
         (effects.total(), report.runs().len(), report.starts("id-2")),
         (3, 3, 1)
@@ -96,12 +96,12 @@ async fn without_faults_each_message_has_one_run() {
         report
             .runs()
             .iter()
-            .all(|run| (run.attempt, run.ended) == (1, Ended::Happened))
+            .all(|run| (run.attempt, run.result) == (1, HandlerResult::Succeeded))
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_does_not_bear_a_second_run_is_caught_effectively_once() {
+async fn a_handler_that_is_not_idempotent_fails_effectively_once() {
     let (handler, effects) = Works::on(Sink::Adds);
     let report = Kit::new(handler)
         .messages(three("work"))
@@ -109,17 +109,17 @@ async fn a_handler_that_does_not_bear_a_second_run_is_caught_effectively_once() 
         .run()
         .await;
     report.assert_none_lost(|id| effects.count(id));
-    let said = panics(|| _ = report.assert_none_twice(|id| effects.count(id)));
+    let panic = panics(|| _ = report.assert_none_twice(|id| effects.count(id)));
     assert!(
-        said.contains(
+        panic.contains(
             "happened 2 times. Its runs: attempt 1 returned Ok, then attempt 2 returned Ok"
         ),
-        "{said}"
+        "{panic}"
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handler_that_bears_it_is_not() {
+async fn an_idempotent_handler_passes_effectively_once() {
     let (handler, effects) = Works::on(Sink::Upserts);
     let kit = Kit::new(handler)
         .messages(three("work"))
@@ -134,7 +134,7 @@ async fn a_handler_that_bears_it_is_not() {
     report
         .assert_none_lost(|id| effects.count(id))
         .assert_none_twice(|id| effects.count(id))
-        .assert_none_set_aside();
+        .assert_none_rejected();
     assert!(
         report.runs().iter().any(|run| run.attempt > 1),
         "{:?}",
@@ -143,7 +143,7 @@ async fn a_handler_that_bears_it_is_not() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn each_crash_inside_comes_at_the_next_wait() {
+async fn each_crash_in_the_handler_is_at_the_next_wait() {
     for (crashes, effects_twice) in [(1, 0), (2, 1)] {
         let (handler, effects) = Works::on(Sink::Adds);
         let report = Kit::new(handler)
@@ -157,12 +157,12 @@ async fn each_crash_inside_comes_at_the_next_wait() {
             "the second wait comes after the effect"
         );
         assert_eq!(report.starts("a"), crashes as usize + 1);
-        assert_eq!(report.runs()[0].ended, Ended::Cut);
+        assert_eq!(report.runs()[0].result, HandlerResult::Interrupted);
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn at_most_once_never_doubles_and_loses_nothing() {
+async fn at_most_once_has_no_second_effect_and_loses_nothing() {
     // After one crash all that was claimed is in doubt: where nobody knows, nothing is left to
     // crash in.
     let cases = [
@@ -187,13 +187,13 @@ async fn at_most_once_never_doubles_and_loses_nothing() {
         let unknown = report
             .in_doubt()
             .iter()
-            .any(|letter| letter.reason == Reason::InDoubt(DoubtCause::Interrupted));
+            .any(|rejected| rejected.reason == Reason::InDoubt(DoubtCause::Interrupted));
         assert_eq!(unknown, says == "nobody knows", "{:?}", report.in_doubt());
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn at_most_once_asks_reconcile_after_each_crash() {
+async fn at_most_once_calls_reconcile_after_each_crash() {
     let (handler, effects) = Works::on(Sink::Adds);
     let kit = Kit::new(handler)
         .guarantee(AtMostOnce)
@@ -204,7 +204,7 @@ async fn at_most_once_asks_reconcile_after_each_crash() {
         .crash_after_handler(1)
         .run()
         .await;
-    report.assert_none_set_aside();
+    report.assert_none_rejected();
     assert_eq!(
         (effects.count("a"), report.starts("a")),
         (1, 3),
@@ -214,24 +214,24 @@ async fn at_most_once_asks_reconcile_after_each_crash() {
     let last = report
         .reconciles()
         .last()
-        .map(|it| (it.attempt, it.found.clone(), it.after));
+        .map(|it| (it.attempt, it.result.clone(), it.after));
     assert_eq!(
         last,
         Some((6, Some(Ok(Reconciled::Happened)), 3)),
         "{:?}",
         report.reconciles()
     );
-    let said = panics(|| _ = report.assert_none_lost(|_| 0));
-    let first = "Its runs: attempt 1 was cut off, then reconcile (attempt 2) said that it did not happen, then attempt 3";
+    let panic = panics(|| _ = report.assert_none_lost(|_| 0));
+    let first = "Its runs: attempt 1 was interrupted, then reconcile (attempt 2) returned DidNotHappen, then attempt 3";
     assert!(
-        said.contains(first) && said.ends_with("then reconcile (attempt 6) said that it happened"),
-        "{said}"
+        panic.contains(first) && panic.ends_with("then reconcile (attempt 6) returned Happened"),
+        "{panic}"
     );
 }
 
-/// What stands in doubt is told with what `reconcile` said of it.
+/// The report of an in-doubt message has the results of `reconcile`.
 #[tokio::test(start_paused = true)]
-async fn what_nobody_knows_is_told_with_what_reconcile_said() {
+async fn the_report_of_an_in_doubt_message_has_the_results_of_reconcile() {
     let (handler, _) = Works::on(Sink::Adds);
     let report = Kit::new(handler)
         .guarantee(AtMostOnce)
@@ -239,17 +239,17 @@ async fn what_nobody_knows_is_told_with_what_reconcile_said() {
         .crash_after_handler(1)
         .run()
         .await;
-    let said = panics(|| _ = report.assert_none_set_aside());
+    let panic = panics(|| _ = report.assert_none_rejected());
     assert!(
-        said.contains(
-            "Its runs: attempt 1 returned Ok, then reconcile (attempt 2) could not tell, 5 times"
+        panic.contains(
+            "Its runs: attempt 1 returned Ok, then reconcile (attempt 2) returned Unknown, 5 times"
         ),
-        "{said}"
+        "{panic}"
     );
 }
 
 #[tokio::test(start_paused = true)]
-async fn bare_is_seen_to_lose() {
+async fn bare_is_reported_to_lose_messages() {
     let (handler, effects) = Works::on(Sink::Adds);
     let report = Kit::new(handler)
         .guarantee(Bare)
@@ -257,10 +257,10 @@ async fn bare_is_seen_to_lose() {
         .crash_before_handler(1)
         .run()
         .await;
-    let said = panics(|| _ = report.assert_none_lost(|id| effects.count(id)));
+    let panic = panics(|| _ = report.assert_none_lost(|id| effects.count(id)));
     assert!(
-        said.contains("`a` was accepted, and its effect never happened"),
-        "{said}"
+        panic.contains("`a` was accepted, and its effect never happened"),
+        "{panic}"
     );
     let (handler, effects) = Works::on(Sink::Adds);
     let report = Kit::new(handler)
@@ -273,7 +273,7 @@ async fn bare_is_seen_to_lose() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn what_is_set_aside_is_not_lost_and_is_said() {
+async fn a_rejected_message_is_not_lost_and_is_reported() {
     let (handler, effects) = Works::on(Sink::Adds);
     let kit = Kit::new(handler)
         .messages([("a", "refuse")])
@@ -284,17 +284,17 @@ async fn what_is_set_aside_is_not_lost_and_is_said() {
     let mut reasons: Vec<_> = report
         .dead_letters()
         .iter()
-        .map(|letter| letter.reason.as_str())
+        .map(|rejected| rejected.reason.as_str())
         .collect();
     reasons.sort_unstable();
     assert_eq!(reasons, ["missing-id", "refused", "unreadable"]);
-    let said = panics(|| _ = report.assert_none_set_aside());
-    assert!(said.contains("was set aside"), "{said}");
+    let panic = panics(|| _ = report.assert_none_rejected());
+    assert!(panic.contains("was rejected"), "{panic}");
 }
 
 #[tokio::test]
-#[should_panic(expected = "crash_after_handler: 4 were asked for and 3 came to pass")]
-async fn a_fault_that_never_came_is_an_error() {
+#[should_panic(expected = "crash_after_handler: 3 of 4 planned faults occurred")]
+async fn a_planned_fault_that_did_not_occur_is_an_error() {
     let (handler, _) = Works::on(Sink::Upserts);
     tokio::time::pause();
     let _ = Kit::new(handler)
@@ -320,7 +320,7 @@ impl Handler for Quick {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn on_many_threads_nothing_of_a_crashed_consumer_goes_on() {
+async fn no_handler_of_a_crashed_consumer_runs_on_many_threads() {
     for _ in 0..20 {
         let effects = Effects::default();
         let messages = (0..20).map(|id| (format!("id-{id}"), "work"));
@@ -335,7 +335,7 @@ async fn on_many_threads_nothing_of_a_crashed_consumer_goes_on() {
         let happened = report
             .runs()
             .iter()
-            .filter(|run| run.ended == Ended::Happened)
+            .filter(|run| run.result == HandlerResult::Succeeded)
             .count();
         assert!(effects.total() >= happened && effects.total() <= report.runs().len());
     }
@@ -355,7 +355,7 @@ impl Handler for &'static Notes {
 }
 
 #[tokio::test(start_paused = true)]
-async fn settings_and_ids_are_the_users() {
+async fn settings_and_id_source_are_used() {
     let notes: &Notes = Box::leak(Box::default());
     let kit = Kit::new(notes)
         .id(IdSource::header("order"))

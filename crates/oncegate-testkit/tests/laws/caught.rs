@@ -1,4 +1,4 @@
-//! The laws can be broken: stores that make one mistake, and the laws that notice.
+//! Stores that make one mistake each, and the laws that detect it.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -9,14 +9,14 @@ use oncegate_core::marker::{self, Age, Ask, Attempts, Change, Effect, Marker, Op
 use oncegate_core::{Key, MessageId, Store, StoreError, async_trait};
 use oncegate_testkit::laws::{run, store as law};
 
-/// What a store does wrong. In all else it is the reference.
+/// What a store does wrong. Otherwise it is the reference.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     None,
     ReadsThenWrites,
     AnswersReversed,
     LeavesTheLastUnanswered,
-    JudgesABatchByWhatWasThereBefore,
+    AppliesABatchToTheInitialMarkers,
     StopsAtWhatIsLost,
     NeverExpires,
     ExpiresWithTheLease,
@@ -28,7 +28,7 @@ enum Mistake {
     DropsTheSecondAttemptThatWasRejected,
     ForgetsTheBase,
     ForgetsWhatIsUnknown,
-    KeepsForTheAskersWindow,
+    KeepsForTheCallersWindow,
     DropsTheFingerprint,
     FoldsCase,
     CutsIds,
@@ -81,8 +81,8 @@ impl Mistaken {
         }
     }
 
-    /// What the table says, or what this one makes of it.
-    fn judge(&self, marker: Marker, age: Duration, operation: &Operation) -> (Change, Verdict) {
+    /// The change and verdict of the reference, with the mistake applied.
+    fn apply_one(&self, marker: Marker, age: Duration, operation: &Operation) -> (Change, Verdict) {
         let (change, verdict) = marker::apply(marker, Age::Of(age), operation);
         let change = match (self.mistake, operation.ask, change) {
             (
@@ -122,7 +122,7 @@ impl Mistaken {
                 expiry,
             ),
             (
-                Mistake::KeepsForTheAskersWindow,
+                Mistake::KeepsForTheCallersWindow,
                 _,
                 Change::Write(held @ (Marker::InProgress(_) | Marker::InDoubt(..)), _),
             ) => Change::Write(held, operation.terms.horizon()),
@@ -177,18 +177,18 @@ impl Store for Mistaken {
             let (change, verdict) = if self.mistake == Mistake::ReadsThenWrites {
                 let (marker, age) = self.read(&rows(), &key);
                 tokio::task::yield_now().await;
-                let applied = self.judge(marker, age, operation);
+                let applied = self.apply_one(marker, age, operation);
                 self.write(&mut rows(), key, applied.0);
                 applied
             } else {
                 let mut rows = rows();
-                let seen = if self.mistake == Mistake::JudgesABatchByWhatWasThereBefore {
+                let seen = if self.mistake == Mistake::AppliesABatchToTheInitialMarkers {
                     &before
                 } else {
                     &*rows
                 };
                 let (marker, age) = self.read(seen, &key);
-                let applied = self.judge(marker, age, operation);
+                let applied = self.apply_one(marker, age, operation);
                 self.write(&mut rows, key, applied.0);
                 applied
             };
@@ -230,28 +230,28 @@ macro_rules! breaks {
 
 mistakes! {
     a_store_that_is_not_atomic: ReadsThenWrites breaks
-        of_a_hundred_simultaneous_claims_one_is_granted, what_concurrent_clients_saw_has_one_order;
+        of_a_hundred_simultaneous_claims_one_is_granted, concurrent_operations_are_linearizable;
     answers_in_another_order: AnswersReversed breaks a_batch_is_answered_in_order;
-    an_answer_too_few: LeavesTheLastUnanswered breaks a_batch_is_answered_in_order;
-    a_batch_whose_operations_do_not_see_each_other: JudgesABatchByWhatWasThereBefore breaks
-        the_same_key_twice_in_a_batch_keeps_its_order;
-    a_bad_item_that_spoils_others: StopsAtWhatIsLost breaks one_bad_item_spoils_no_other;
-    markers_that_stay: NeverExpires breaks what_has_the_window_is_forgotten_after_it;
-    a_lease_that_is_an_expiry: ExpiresWithTheLease breaks an_ended_lease_is_in_doubt_in_at_most_once;
-    a_doubt_that_is_forgotten: ExpiresUnresolvedWithTheWindow breaks what_is_unresolved_at_most_once_outlives_the_window;
-    a_write_that_renews_nothing: KeepsTheFirstExpiry breaks every_write_starts_the_window_anew, a_renewal_starts_the_lease_anew;
-    a_duplicate_that_renews: LengthensWhatItKeeps breaks
-        asking_in_vain_does_not_lengthen_a_window, asking_in_vain_does_not_lengthen_a_lease;
-    a_clock_of_seconds: CountsWholeSeconds breaks a_lease_ends_when_it_was_said;
-    a_fence_that_steps_back: DropsTheAttempt breaks clearing_keeps_the_attempt, random_histories_go_as_the_reference_says;
-    a_rejection_that_forgets_its_attempt: DropsTheSecondAttemptThatWasRejected breaks rejecting_clears_in_effectively_once;
-    a_budget_that_a_person_cannot_give_back: ForgetsTheBase breaks
-        a_person_sends_back_what_was_seen, a_person_forgets_what_is_done, random_histories_go_as_the_reference_says;
-    an_unknown_outcome_that_is_forgotten: ForgetsWhatIsUnknown breaks
-        an_unknown_outcome_is_in_doubt_in_at_most_once, what_is_unknown_stays_unknown, random_histories_go_as_the_reference_says;
-    a_window_that_changes_with_the_settings: KeepsForTheAskersWindow breaks the_holders_window_decides;
-    a_body_that_is_forgotten: DropsTheFingerprint breaks every_fingerprint_is_told_from_every_other;
+    a_missing_answer: LeavesTheLastUnanswered breaks a_batch_is_answered_in_order;
+    a_batch_whose_operations_do_not_see_each_other: AppliesABatchToTheInitialMarkers breaks
+        operations_on_one_key_in_a_batch_keep_their_order;
+    a_batch_that_ends_at_an_invalid_operation: StopsAtWhatIsLost breaks an_invalid_operation_does_not_affect_the_others;
+    markers_that_never_expire: NeverExpires breaks a_marker_expires_after_its_window;
+    markers_that_expire_with_their_lease: ExpiresWithTheLease breaks an_ended_lease_is_in_doubt_in_at_most_once;
+    unresolved_markers_that_expire_with_the_window: ExpiresUnresolvedWithTheWindow breaks an_unresolved_at_most_once_marker_outlives_the_window;
+    a_write_that_does_not_restart_the_expiry: KeepsTheFirstExpiry breaks every_write_restarts_the_window, a_renewal_restarts_the_lease;
+    a_duplicate_that_restarts_the_expiry: LengthensWhatItKeeps breaks
+        an_operation_without_effect_does_not_extend_a_window, an_operation_without_effect_does_not_extend_a_lease;
+    a_clock_with_a_resolution_of_seconds: CountsWholeSeconds breaks a_lease_ends_after_its_duration;
+    a_fencing_token_that_decreases: DropsTheAttempt breaks clearing_keeps_the_attempt, random_histories_match_the_reference;
+    a_rejection_that_drops_its_attempt: DropsTheSecondAttemptThatWasRejected breaks rejecting_clears_in_effectively_once;
+    an_attempt_budget_that_an_operator_cannot_reset: ForgetsTheBase breaks
+        sending_back_requires_the_expected_marker, forgetting_requires_the_expected_done_marker, random_histories_match_the_reference;
+    an_unknown_outcome_that_is_dropped: ForgetsWhatIsUnknown breaks
+        an_unknown_outcome_is_in_doubt_in_at_most_once, an_unknown_outcome_stays_unknown, random_histories_match_the_reference;
+    a_window_that_changes_with_the_settings: KeepsForTheCallersWindow breaks the_holders_window_decides;
+    a_fingerprint_that_is_dropped: DropsTheFingerprint breaks all_fingerprints_are_distinguished;
     a_key_without_case: FoldsCase breaks ids_of_every_kind_stay_distinct, scopes_stay_distinct;
-    a_key_that_is_too_short: CutsIds breaks ids_of_every_kind_stay_distinct;
-    renewals_that_go_elsewhere: RenewsElsewhere breaks the_handle_for_renewals_is_the_same_store;
+    a_key_that_is_truncated: CutsIds breaks ids_of_every_kind_stay_distinct;
+    renewals_in_another_store: RenewsElsewhere breaks the_handle_for_renewals_is_the_same_store;
 }

@@ -1,4 +1,4 @@
-//! The laws of sources can be broken: sources that make one mistake, and the laws that notice.
+//! Sources that make one mistake each, and the laws that detect it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
@@ -13,24 +13,24 @@ use oncegate_testkit::laws::source::{self as law, Destination, TestQueue};
 
 use crate::memory_broker::Memory;
 
-/// What a source does wrong. In all else it is the memory broker's.
+/// What a source does wrong. Otherwise it is the memory broker's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     None,
     DropsHeaders,
     DeliversTwice,
-    HandsOverAllThatIsThere,
-    LosesWhatIsDropped,
+    IgnoresTheLimit,
+    LosesDeliveriesOfADroppedReceive,
     LeavesTheLastUnsettled,
-    ForgetsWhatIsAccepted,
+    RedeliversAccepted,
     AcceptsAtDelivery,
     AcceptsAllBefore,
     StopsSettling,
     ReleasesAtOnce,
-    ReleasesInTheirOrder,
+    ReleasesWithOneDelay,
     LosesLongReleases,
-    CountsNothing,
-    DropsTheStory,
+    DropsTheFailureCount,
+    DropsTheFailureHistory,
     HasOneDestination,
     RejectsOneInABatch,
     SettlesABatchAsItsFirst,
@@ -67,8 +67,8 @@ impl TestQueue for Queue {
         self.memory.publish(message).await;
     }
 
-    async fn set_aside(&self, destination: Destination) -> Vec<Message> {
-        self.memory.set_aside(destination).await
+    async fn rejected_messages(&self, destination: Destination) -> Vec<Message> {
+        self.memory.rejected_messages(destination).await
     }
 
     fn patience(&self) -> Duration {
@@ -98,7 +98,7 @@ fn copy(receipt: &Receipt) -> Delivery {
 impl Source for Mistaken {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         let limit = match self.mistake {
-            Mistake::HandsOverAllThatIsThere => Limit {
+            Mistake::IgnoresTheLimit => Limit {
                 count: 1_000,
                 bytes: 1 << 30,
             },
@@ -106,7 +106,7 @@ impl Source for Mistaken {
         };
         let mut taken = Vec::new();
         self.inner.receive(limit, &mut taken).await?;
-        if self.mistake == Mistake::LosesWhatIsDropped {
+        if self.mistake == Mistake::LosesDeliveriesOfADroppedReceive {
             tokio::task::yield_now().await;
         }
         for incoming in taken {
@@ -138,7 +138,7 @@ impl Source for Mistaken {
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        let gone = || Settlement::Release {
+        let lost = || Settlement::Release {
             after: Duration::from_secs(3600),
             failures: 0,
         };
@@ -157,14 +157,14 @@ impl Source for Mistaken {
                 .take_while(|open| **open != it.delivery.receipt)
                 .count();
             it.settlement = match (self.mistake, it.settlement) {
-                (Mistake::ForgetsWhatIsAccepted, Settlement::Accept(_)) => Settlement::Release {
+                (Mistake::RedeliversAccepted, Settlement::Accept(_)) => Settlement::Release {
                     after: Duration::ZERO,
                     failures: 0,
                 },
                 (Mistake::AcceptsAllBefore, accepted @ Settlement::Accept(_)) => {
                     let delivery = |receipt: &Receipt| Settled {
                         delivery: copy(receipt),
-                        settlement: gone(),
+                        settlement: lost(),
                         failure_history: None,
                     };
                     let mut all: Vec<Settled> = self.open[..before].iter().map(delivery).collect();
@@ -177,7 +177,7 @@ impl Source for Mistaken {
                         failures,
                     }
                 }
-                (Mistake::ReleasesInTheirOrder, Settlement::Release { failures, .. }) => {
+                (Mistake::ReleasesWithOneDelay, Settlement::Release { failures, .. }) => {
                     Settlement::Release {
                         after: Duration::from_secs(2),
                         failures,
@@ -186,19 +186,19 @@ impl Source for Mistaken {
                 (Mistake::LosesLongReleases, Settlement::Release { after, .. })
                     if after > Duration::from_secs(3) =>
                 {
-                    gone()
+                    lost()
                 }
-                (Mistake::CountsNothing, Settlement::Release { after, .. }) => {
+                (Mistake::DropsTheFailureCount, Settlement::Release { after, .. }) => {
                     Settlement::Release { after, failures: 0 }
                 }
                 (Mistake::HasOneDestination, Settlement::Reject(_)) => {
                     Settlement::Reject(Reason::Refused)
                 }
-                (Mistake::RejectsOneInABatch, Settlement::Reject(_)) if !first => gone(),
-                (Mistake::SettlesABatchAsItsFirst, _) if !first => gone(),
+                (Mistake::RejectsOneInABatch, Settlement::Reject(_)) if !first => lost(),
+                (Mistake::SettlesABatchAsItsFirst, _) if !first => lost(),
                 (_, settlement) => settlement,
             };
-            if self.mistake == Mistake::DropsTheStory {
+            if self.mistake == Mistake::DropsTheFailureHistory {
                 it.failure_history = None;
             }
             first = false;
@@ -230,21 +230,21 @@ macro_rules! breaks {
 }
 
 mistakes! {
-    headers_that_are_lost: DropsHeaders breaks messages_arrive_as_they_were_sent_and_in_order;
-    what_is_open_and_comes_again: DeliversTwice breaks what_came_is_not_delivered_again_while_it_is_open;
-    a_bound_that_is_none: HandsOverAllThatIsThere breaks no_more_is_handed_over_than_was_asked_for, who_asks_for_nothing_gets_nothing;
-    a_receive_that_must_not_be_dropped: LosesWhatIsDropped breaks a_dropped_receive_loses_nothing;
-    a_settlement_that_is_left: LeavesTheLastUnsettled breaks settling_empties_the_list;
-    an_acceptance_that_does_not_hold: ForgetsWhatIsAccepted breaks what_is_accepted_never_comes_back, a_stopped_source_still_settles;
-    an_acceptance_before_the_work: AcceptsAtDelivery breaks what_is_not_settled_comes_back, what_is_dropped_with_its_source_comes_back;
-    an_acceptance_of_all_before: AcceptsAllBefore breaks a_gap_keeps_its_place_and_nothing_else;
-    a_stop_that_stops_too_much: StopsSettling breaks a_stopped_source_still_settles;
-    a_delay_that_is_none: ReleasesAtOnce breaks what_is_released_comes_back_after_its_delay_and_holds_up_no_other;
-    one_delay_for_all: ReleasesInTheirOrder breaks releases_come_back_in_the_order_of_their_delays;
-    a_long_release_that_is_lost: LosesLongReleases breaks what_is_released_for_long_comes_back_to_the_next_source;
-    failures_that_are_forgotten: CountsNothing breaks what_is_released_again_and_again_keeps_its_count;
-    a_dead_letter_without_a_story: DropsTheStory breaks what_is_rejected_stands_in_the_dead_letters_with_its_story;
-    doubt_among_the_dead_letters: HasOneDestination breaks what_is_in_doubt_stands_apart;
-    one_dead_letter_of_many: RejectsOneInABatch breaks many_rejections_at_once_all_arrive;
-    a_batch_that_is_settled_as_one: SettlesABatchAsItsFirst breaks each_settlement_of_a_batch_is_its_own;
+    headers_that_are_dropped: DropsHeaders breaks messages_are_delivered_unchanged_and_in_order;
+    a_second_delivery_before_the_settlement: DeliversTwice breaks an_unsettled_delivery_is_not_delivered_again;
+    a_limit_that_is_ignored: IgnoresTheLimit breaks receive_respects_its_limit, receive_with_an_empty_limit_delivers_nothing;
+    deliveries_that_a_dropped_receive_loses: LosesDeliveriesOfADroppedReceive breaks a_dropped_receive_loses_nothing;
+    a_settlement_that_stays_in_the_list: LeavesTheLastUnsettled breaks settling_empties_the_list;
+    an_accepted_delivery_that_is_redelivered: RedeliversAccepted breaks an_accepted_delivery_is_not_redelivered, a_stopped_source_still_settles;
+    an_acceptance_at_delivery: AcceptsAtDelivery breaks unsettled_deliveries_are_redelivered_after_a_close, unsettled_deliveries_are_redelivered_after_a_crash;
+    an_acceptance_of_all_earlier_deliveries: AcceptsAllBefore breaks accepting_a_later_delivery_does_not_accept_an_earlier_one;
+    a_stop_that_ends_settling: StopsSettling breaks a_stopped_source_still_settles;
+    a_delay_that_is_ignored: ReleasesAtOnce breaks a_release_is_redelivered_after_its_delay_and_blocks_no_other;
+    one_delay_for_all: ReleasesWithOneDelay breaks releases_are_redelivered_in_the_order_of_their_delays;
+    a_long_release_that_is_lost: LosesLongReleases breaks a_release_with_a_long_delay_survives_a_close;
+    a_failure_count_that_is_dropped: DropsTheFailureCount breaks repeated_releases_keep_the_failure_count;
+    a_dead_letter_without_failure_history: DropsTheFailureHistory breaks a_rejected_message_is_a_dead_letter_with_its_failure_history;
+    in_doubt_messages_in_the_dead_letters: HasOneDestination breaks in_doubt_messages_have_a_destination_of_their_own;
+    one_dead_letter_for_a_batch: RejectsOneInABatch breaks many_rejections_at_once_all_arrive;
+    a_batch_that_is_settled_as_one: SettlesABatchAsItsFirst breaks settlements_in_one_batch_are_independent;
 }

@@ -1,9 +1,9 @@
-//! The laws of stores and sources: kept by those in memory and by a store that a user wrote, and
-//! broken by what breaks them.
+//! The laws of stores and sources: the stores and sources in memory and a store as a user writes it
+//! pass them, and each wrong store or source fails at least one.
 
-/// A test for each mistake: each of the laws beside it is broken by it, and by nothing else.
+/// A test for each mistake: the listed laws fail with it and pass without it.
 ///
-/// `breaks!` is that of the module: whether a law is broken by a mistake.
+/// Each module defines its own `breaks!`: whether a law fails with a mistake.
 macro_rules! mistakes {
     ($($name:ident: $mistake:ident breaks $($law:ident),+;)+) => {$(
         #[test]

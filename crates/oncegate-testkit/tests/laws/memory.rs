@@ -29,15 +29,15 @@ mod borders {
                 attempt: 0,
                 terms,
             };
-            let heard = MemoryStore::new().apply(&[claim(1), claim(2)]).await;
+            let verdicts = MemoryStore::new().apply(&[claim(1), claim(2)]).await;
             assert!(
                 matches!(
-                    heard[1],
+                    verdicts[1],
                     Ok(Verdict::Busy {
                         remaining: Duration::ZERO
                     })
                 ),
-                "{heard:?}"
+                "{verdicts:?}"
             );
         }
     }

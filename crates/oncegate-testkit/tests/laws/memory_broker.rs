@@ -20,7 +20,7 @@ impl TestQueue for Memory {
         self.0.publish(message);
     }
 
-    async fn set_aside(&self, destination: Destination) -> Vec<Message> {
+    async fn rejected_messages(&self, destination: Destination) -> Vec<Message> {
         let messages = match destination {
             Destination::DeadLetters => self.0.dead_letters(),
             Destination::InDoubt => self.0.in_doubt(),

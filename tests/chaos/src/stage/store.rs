@@ -197,7 +197,7 @@ impl Store {
             Kind::DropReplies => {
                 let (mut random, percent) = (fastrand::Rng::with_seed(seed), planned.percent);
                 faults.play(name, None, || {
-                    proxy.judge(move |_| {
+                    proxy.inject_faults(move |_| {
                         if random.u8(0..100) < percent {
                             RequestFault::LoseReply
                         } else {
@@ -205,8 +205,8 @@ impl Store {
                         }
                     });
                     std::thread::sleep(planned.lasts);
-                    // And not the end of a darkness beside it.
-                    proxy.judge(|_| RequestFault::Pass);
+                    // A black hole at the same time continues.
+                    proxy.inject_faults(|_| RequestFault::Pass);
                     Ok(())
                 })
             }

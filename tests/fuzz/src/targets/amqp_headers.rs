@@ -1,6 +1,6 @@
 //! Headers and properties of an AMQP message, whatever types and numbers they bear.
 
-use std::time::Duration;
+use std::time::{Duration, UNIX_EPOCH};
 
 use lapin::BasicProperties;
 use lapin::message::Delivery as Raw;
@@ -44,6 +44,17 @@ fn text(data: &mut &[u8]) -> ShortString {
         .into()
 }
 
+/// A small number, or a time in the next 512 days in milliseconds, because `oncegate-not-before`
+/// has no effect in the past.
+fn number_or_time(byte: u8) -> u128 {
+    let days = Duration::from_secs(86_400 * 4 * u64::from(byte.saturating_sub(127)));
+    if days.is_zero() {
+        return byte.into();
+    }
+    let now = UNIX_EPOCH.elapsed().expect("a clock after 1970");
+    (now + days).as_millis()
+}
+
 fn value(data: &mut &[u8], depth: u8) -> AMQPValue {
     let [kind] = take(data);
     match kind % 17 {
@@ -68,7 +79,10 @@ fn value(data: &mut &[u8], depth: u8) -> AMQPValue {
             }
             AMQPValue::FieldArray(array)
         }
-        15 => AMQPValue::LongString(take::<1>(data)[0].to_string().into()),
+        15 => {
+            let [number] = take(data);
+            AMQPValue::LongString(number_or_time(number).to_string().into())
+        }
         _ => AMQPValue::LongString(bytes(data).into()),
     }
 }

@@ -26,7 +26,8 @@ fn kept_properties(original: &BasicProperties) -> BasicProperties {
 pub(super) fn redriven_properties(original: &BasicProperties, age: CopyAge) -> BasicProperties {
     let mut kept_properties = kept_properties(original);
     if original.timestamp().is_some() {
-        // The original timestamp could make the copy too old to be taken as new.
+        // With the original timestamp the consumer could take the copy for a message older than the
+        // window.
         kept_properties = kept_properties.with_timestamp(now_ms() / 1_000);
     }
     let mut table = FieldTable::default();
@@ -49,8 +50,8 @@ pub(super) fn redriven_properties(original: &BasicProperties, age: CopyAge) -> B
     kept_properties.with_headers(table)
 }
 
-/// The properties of a copy that replaces a message in its queue, without the delivery count and
-/// additional routing.
+/// The properties of a copy that replaces a message in its queue: those of the message without its
+/// delivery count and `CC`/`BCC`, with its routing key and the reader that publishes the copy.
 pub(super) fn replacement_properties(
     dead_letter: &Delivery,
     queue: &str,
@@ -60,7 +61,7 @@ pub(super) fn replacement_properties(
     if let Some(sent) = dead_letter.properties.timestamp() {
         copy = copy.with_timestamp(*sent);
     }
-    let feature_missing = ["x-delivery-count", "x-acquired-count", "CC", "BCC"];
+    let dropped = ["x-delivery-count", "x-acquired-count", "CC", "BCC"];
     let mut headers = FieldTable::default();
     for (name, value) in dead_letter
         .properties
@@ -69,7 +70,7 @@ pub(super) fn replacement_properties(
         .into_iter()
         .flat_map(|table| table.inner())
     {
-        if !feature_missing.contains(&name.as_str()) {
+        if !dropped.contains(&name.as_str()) {
             headers.insert(name.clone(), value.clone());
         }
     }
@@ -85,17 +86,18 @@ pub(super) fn replacement_properties(
 
 /// The header `x-death` that RabbitMQ writes when it dead-letters a message.
 ///
-/// RabbitMQ always overwrites that header, and dead letters of oncegate never carry it. So oncegate
-/// did not dead-letter a message that has it, and its `oncegate-*` headers come from its producer
-/// or a delayed copy.
+/// RabbitMQ always overwrites that header, and messages that oncegate puts into a destination never
+/// carry it. So RabbitMQ dead-lettered a message that has it, and its `oncegate-*` headers come
+/// from its producer or a delayed copy.
 pub(super) struct XDeath {
-    /// The queue that it was dead-lettered from.
+    /// The queue that the message was dead-lettered from.
     pub(super) queue: Option<String>,
+    /// When it was dead-lettered, in milliseconds since 1970.
     pub(super) at_ms: Option<u64>,
 }
 
 impl XDeath {
-    /// The last death, which the broker writes first.
+    /// The first entry of the header, which is the last dead-lettering.
     pub(super) fn of(table: &FieldTable) -> Option<Self> {
         let deaths = table.inner().get("x-death")?;
         let last = deaths
@@ -113,8 +115,8 @@ impl XDeath {
     }
 }
 
-/// The delivery count of a message, if its queue counts. In a classic queue the header comes from
-/// another queue.
+/// The delivery count of a message, if its queue counts. In a classic queue the header is that of
+/// an earlier queue.
 pub(super) fn delivery_count(table: &FieldTable, queue_kind: DestinationQueueKind) -> Option<u64> {
     if queue_kind == DestinationQueueKind::Classic {
         return None;
@@ -128,6 +130,28 @@ pub(super) fn delivery_count(table: &FieldTable, queue_kind: DestinationQueueKin
     counted.or((queue_kind == DestinationQueueKind::Unlimited).then_some(0))
 }
 
+/// AMQP's limit for a routing key. The consumer ignores a longer [`ROUTING_KEY`] header.
+const MAX_ROUTING_KEY_BYTES: usize = 255;
+
+/// The ordering key that the consumer gives a message: `rabbitmq.key-header`, else the original
+/// routing key.
+pub(super) fn ordering_key(
+    table: &FieldTable,
+    routing_key: &str,
+    key_header: Option<&str>,
+) -> Vec<u8> {
+    let original_routing_key = || match table.inner().get(ROUTING_KEY) {
+        Some(AMQPValue::LongString(key)) if key.as_bytes().len() <= MAX_ROUTING_KEY_BYTES => {
+            key.as_bytes().to_vec()
+        }
+        _ => routing_key.as_bytes().to_vec(),
+    };
+    key_header
+        .and_then(|name| table.inner().get(name))
+        .map_or_else(original_routing_key, |key| text(key).into_bytes())
+}
+
+/// A header value as text.
 pub(super) fn text(value: &AMQPValue) -> String {
     match value {
         AMQPValue::LongString(text) => String::from_utf8_lossy(text.as_bytes()).into_owned(),
@@ -158,5 +182,28 @@ pub(super) fn as_message(dead_letter: &DeadLetter) -> oncegate::Message {
     match id {
         Some(id) => message.with_message_id(id.as_str().as_bytes().to_vec()),
         None => message,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ordering_key_is_that_of_the_consumer() {
+        let mut table = FieldTable::default();
+        let key = |table: &FieldTable, key_header| {
+            let key = ordering_key(table, "payments.dead-letters", key_header);
+            String::from_utf8(key).expect("UTF-8")
+        };
+        assert_eq!(key(&table, Some("customer")), "payments.dead-letters");
+        let long = "k".repeat(MAX_ROUTING_KEY_BYTES + 1);
+        table.insert(ROUTING_KEY.into(), AMQPValue::LongString(long.into()));
+        assert_eq!(key(&table, None), "payments.dead-letters", "too long");
+        table.insert(ROUTING_KEY.into(), AMQPValue::LongString("eu".into()));
+        assert_eq!(key(&table, Some("customer")), "eu");
+        table.insert("customer".into(), AMQPValue::LongString("c7".into()));
+        assert_eq!(key(&table, Some("customer")), "c7");
+        assert_eq!(key(&table, None), "eu");
     }
 }

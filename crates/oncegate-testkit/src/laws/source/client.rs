@@ -65,11 +65,11 @@ impl<S: Source + 'static> SourceClient<S> {
         while let Some(left) = until.checked_duration_since(Instant::now()) {
             let mut incoming = Vec::new();
             let _ = tokio::time::timeout(left, self.0.receive(ALL, &mut incoming)).await;
-            let heard: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
+            let received: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
             assert!(
-                heard.is_empty(),
-                "{why}, and it delivered {:?}",
-                bodies(&heard)
+                received.is_empty(),
+                "{why}, but it delivered {:?}",
+                bodies(&received)
             );
         }
     }
@@ -154,14 +154,14 @@ pub(super) fn numbers(range: impl IntoIterator<Item = usize>) -> Vec<String> {
 }
 
 /// The messages in a destination, once there are this many.
-pub(super) async fn set_aside(
+pub(super) async fn rejected_messages(
     queue: &impl TestQueue,
     destination: Destination,
     count: usize,
 ) -> Vec<Message> {
     let until = Instant::now() + queue.patience();
     loop {
-        let found = queue.set_aside(destination).await;
+        let found = queue.rejected_messages(destination).await;
         if found.len() >= count {
             assert_eq!(found.len(), count, "{destination:?}");
             return found;

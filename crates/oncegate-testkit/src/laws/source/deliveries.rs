@@ -9,7 +9,7 @@ use super::TestQueue;
 use super::client::*;
 
 /// Body, headers and order are those of the publisher; failures start at 0.
-pub async fn messages_arrive_as_they_were_sent_and_in_order(queue: impl TestQueue) {
+pub async fn messages_are_delivered_unchanged_and_in_order(queue: impl TestQueue) {
     let binary: Vec<u8> = (0..=255).collect();
     let sent = [
         Message::new("plain"),
@@ -38,7 +38,7 @@ pub async fn messages_arrive_as_they_were_sent_and_in_order(queue: impl TestQueu
 }
 
 /// A delivery is not delivered again before it is settled.
-pub async fn what_came_is_not_delivered_again_while_it_is_open(queue: impl TestQueue) {
+pub async fn an_unsettled_delivery_is_not_delivered_again(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;
     let open = client.receive(3).await;
@@ -51,7 +51,7 @@ pub async fn what_came_is_not_delivered_again_while_it_is_open(queue: impl TestQ
 
 /// Neither in number nor in bytes; but one delivery that is larger than the limit is delivered
 /// alone.
-pub async fn no_more_is_handed_over_than_was_asked_for(queue: impl TestQueue) {
+pub async fn receive_respects_its_limit(queue: impl TestQueue) {
     for _ in 0..10 {
         queue.publish(Message::new(vec![b'x'; 1_000])).await;
     }
@@ -83,14 +83,14 @@ pub async fn no_more_is_handed_over_than_was_asked_for(queue: impl TestQueue) {
                 .expect("there is more")
                 .expect("it receives");
         }
-        let came: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
-        let bytes: usize = came.iter().map(|it| it.message.size()).sum();
+        let deliveries: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
+        let bytes: usize = deliveries.iter().map(|it| it.message.size()).sum();
         assert!(
-            came.len() <= limit.count && (came.len() <= 1 || bytes <= limit.bytes),
+            deliveries.len() <= limit.count && (deliveries.len() <= 1 || bytes <= limit.bytes),
             "{limit:?}: {} deliveries, {bytes} bytes",
-            came.len()
+            deliveries.len()
         );
-        all.extend(came);
+        all.extend(deliveries);
     }
     let rest = client.receive(10 - all.len()).await;
     client.accept(all.into_iter().chain(rest)).await;
@@ -98,7 +98,7 @@ pub async fn no_more_is_handed_over_than_was_asked_for(queue: impl TestQueue) {
 }
 
 /// A consumer at its limit waits for revocations and receives no delivery.
-pub async fn who_asks_for_nothing_gets_nothing(queue: impl TestQueue) {
+pub async fn receive_with_an_empty_limit_delivers_nothing(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;
     let first = client.receive(1).await;

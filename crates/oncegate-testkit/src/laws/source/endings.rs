@@ -19,7 +19,7 @@ pub async fn settling_empties_the_list(queue: impl TestQueue) {
 }
 
 /// In any order and in any number of calls.
-pub async fn what_is_accepted_never_comes_back(queue: impl TestQueue) {
+pub async fn an_accepted_delivery_is_not_redelivered(queue: impl TestQueue) {
     publish_numbers(&queue, 40).await;
     let mut client = SourceClient::of(&queue).await;
     let mut all = client.receive(40).await;
@@ -36,7 +36,7 @@ pub async fn what_is_accepted_never_comes_back(queue: impl TestQueue) {
 }
 
 /// After an orderly close. A shutdown does not count as a failure.
-pub async fn what_is_not_settled_comes_back(queue: impl TestQueue) {
+pub async fn unsettled_deliveries_are_redelivered_after_a_close(queue: impl TestQueue) {
     publish_numbers(&queue, 5).await;
     let mut client = SourceClient::of(&queue).await;
     let open = client.receive(5).await;
@@ -54,7 +54,7 @@ pub async fn what_is_not_settled_comes_back(queue: impl TestQueue) {
 }
 
 /// Dropping a source equals a crash of its process.
-pub async fn what_is_dropped_with_its_source_comes_back(queue: impl TestQueue) {
+pub async fn unsettled_deliveries_are_redelivered_after_a_crash(queue: impl TestQueue) {
     publish_numbers(&queue, 5).await;
     let mut client = SourceClient::of(&queue).await;
     let open = client.receive(5).await;
@@ -62,16 +62,16 @@ pub async fn what_is_dropped_with_its_source_comes_back(queue: impl TestQueue) {
     drop(open);
     let mut next = SourceClient::of(&queue).await;
     let again = next.receive(5).await;
-    let mut came = bodies(&again);
-    came.sort();
-    assert_eq!(came, numbers(0..5));
+    let mut received = bodies(&again);
+    received.sort();
+    assert_eq!(received, numbers(0..5));
     next.accept(again).await;
     next.close().await;
 }
 
 /// Accepting a later delivery does not accept an earlier one that is not settled; that one is
 /// delivered again.
-pub async fn a_gap_keeps_its_place_and_nothing_else(queue: impl TestQueue) {
+pub async fn accepting_a_later_delivery_does_not_accept_an_earlier_one(queue: impl TestQueue) {
     publish_numbers(&queue, 10).await;
     let mut client = SourceClient::of(&queue).await;
     let mut all = client.receive(10).await;
@@ -80,20 +80,20 @@ pub async fn a_gap_keeps_its_place_and_nothing_else(queue: impl TestQueue) {
     client.close_unsettled().await;
     drop(gap);
     let mut next = SourceClient::of(&queue).await;
-    let mut came = Vec::new();
-    while !bodies(&came).contains(&"3".to_owned()) {
-        came.push(next.receive_one().await);
+    let mut received = Vec::new();
+    while !bodies(&received).contains(&"3".to_owned()) {
+        received.push(next.receive_one().await);
     }
     // Deliveries after a gap may be repeated, and their done markers detect that. Those before it
     // may not.
     assert!(
-        bodies(&came)
+        bodies(&received)
             .iter()
             .all(|it| it.parse::<u32>().is_ok_and(|it| it >= 3)),
         "{:?}",
-        bodies(&came)
+        bodies(&received)
     );
-    next.accept(came).await;
+    next.accept(received).await;
     next.close_unsettled().await;
 }
 

@@ -17,7 +17,7 @@ fn header<'a>(message: &'a Message, name: &str) -> Option<&'a str> {
 }
 
 /// With its body, its headers and the failure history; and it is not delivered again.
-pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: impl TestQueue) {
+pub async fn a_rejected_message_is_a_dead_letter_with_its_failure_history(queue: impl TestQueue) {
     queue
         .publish(Message::new("poison").with_header("payment-id", "42"))
         .await;
@@ -39,9 +39,9 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
         )
         .await;
     client.close().await;
-    let letters = set_aside(&queue, Destination::DeadLetters, 1).await;
-    let letter = &letters[0];
-    assert_eq!(letter.body, "poison");
+    let rejected = rejected_messages(&queue, Destination::DeadLetters, 1).await;
+    let message = &rejected[0];
+    assert_eq!(message.body, "poison");
     for (name, value) in [
         ("payment-id", "42"),
         (headers::REASON, "attempts-spent"),
@@ -52,10 +52,15 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
         (headers::FIRST_ERROR, "no route"),
         (headers::LAST_ERROR, "no such card"),
     ] {
-        assert_eq!(header(letter, name), Some(value), "{name}");
+        assert_eq!(header(message, name), Some(value), "{name}");
     }
-    assert!(header(letter, headers::ORIGIN).is_some_and(|origin| !origin.is_empty()));
-    assert!(queue.set_aside(Destination::InDoubt).await.is_empty());
+    assert!(header(message, headers::ORIGIN).is_some_and(|origin| !origin.is_empty()));
+    assert!(
+        queue
+            .rejected_messages(Destination::InDoubt)
+            .await
+            .is_empty()
+    );
     let mut next = SourceClient::of(&queue).await;
     next.expect_no_delivery(Duration::from_secs(2), "it was rejected")
         .await;
@@ -63,7 +68,7 @@ pub async fn what_is_rejected_stands_in_the_dead_letters_with_its_story(queue: i
 }
 
 /// In-doubt messages have a destination of their own.
-pub async fn what_is_in_doubt_stands_apart(queue: impl TestQueue) {
+pub async fn in_doubt_messages_have_a_destination_of_their_own(queue: impl TestQueue) {
     publish_numbers(&queue, 1).await;
     let mut client = SourceClient::of(&queue).await;
     let delivery = client.receive_one().await;
@@ -74,12 +79,17 @@ pub async fn what_is_in_doubt_stands_apart(queue: impl TestQueue) {
         )])
         .await;
     client.close().await;
-    let letters = set_aside(&queue, Destination::InDoubt, 1).await;
+    let rejected = rejected_messages(&queue, Destination::InDoubt, 1).await;
     assert_eq!(
-        (&letters[0].body[..], header(&letters[0], headers::REASON)),
+        (&rejected[0].body[..], header(&rejected[0], headers::REASON)),
         (&b"0"[..], Some("in-doubt-timed-out"))
     );
-    assert!(queue.set_aside(Destination::DeadLetters).await.is_empty());
+    assert!(
+        queue
+            .rejected_messages(Destination::DeadLetters)
+            .await
+            .is_empty()
+    );
 }
 
 /// Whatever their number, and whatever else is settled at the same time.
@@ -95,13 +105,13 @@ pub async fn many_rejections_at_once_all_arrive(queue: impl TestQueue) {
         )
         .await;
     client.close().await;
-    let letters = set_aside(&queue, Destination::DeadLetters, MANY).await;
-    let mut came: Vec<usize> = letters
+    let rejected = rejected_messages(&queue, Destination::DeadLetters, MANY).await;
+    let mut numbers: Vec<usize> = rejected
         .iter()
         .map(|it| String::from_utf8_lossy(&it.body).parse().expect("a number"))
         .collect();
-    came.sort_unstable();
-    assert_eq!(came, Vec::from_iter(0..MANY));
+    numbers.sort_unstable();
+    assert_eq!(numbers, Vec::from_iter(0..MANY));
     let mut next = SourceClient::of(&queue).await;
     next.expect_no_delivery(Duration::from_secs(2), "all were rejected")
         .await;
@@ -109,7 +119,7 @@ pub async fn many_rejections_at_once_all_arrive(queue: impl TestQueue) {
 }
 
 /// Accepted, released and rejected deliveries in one batch are each settled as requested.
-pub async fn each_settlement_of_a_batch_is_its_own(queue: impl TestQueue) {
+pub async fn settlements_in_one_batch_are_independent(queue: impl TestQueue) {
     publish_numbers(&queue, 60).await;
     let mut client = SourceClient::of(&queue).await;
     let all = client.receive(60).await;
@@ -129,14 +139,14 @@ pub async fn each_settlement_of_a_batch_is_its_own(queue: impl TestQueue) {
     );
     client.accept(again).await;
     client.close().await;
-    let letters = set_aside(&queue, Destination::DeadLetters, 20).await;
-    let mut came: Vec<usize> = letters
+    let rejected = rejected_messages(&queue, Destination::DeadLetters, 20).await;
+    let mut numbers: Vec<usize> = rejected
         .iter()
         .map(|it| String::from_utf8_lossy(&it.body).parse().expect("a number"))
         .collect();
-    came.sort_unstable();
+    numbers.sort_unstable();
     assert_eq!(
-        came,
+        numbers,
         Vec::from_iter((0..60).filter(|number| number % 3 == 2))
     );
     let mut next = SourceClient::of(&queue).await;

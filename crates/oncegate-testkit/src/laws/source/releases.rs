@@ -9,9 +9,7 @@ use super::client::*;
 
 /// Not before its delay, with the failure count of the release; other messages are delivered in the
 /// meantime.
-pub async fn what_is_released_comes_back_after_its_delay_and_holds_up_no_other(
-    queue: impl TestQueue,
-) {
+pub async fn a_release_is_redelivered_after_its_delay_and_blocks_no_other(queue: impl TestQueue) {
     const DELAY: Duration = Duration::from_millis(1_500);
     publish_numbers(&queue, 1).await;
     let mut client = SourceClient::of(&queue).await;
@@ -26,7 +24,7 @@ pub async fn what_is_released_comes_back_after_its_delay_and_holds_up_no_other(
     client.accept(others).await;
     let again = client.receive_one().await;
     let after = released_at.elapsed();
-    assert!(after >= DELAY, "it came back after {after:?}");
+    assert!(after >= DELAY, "it was redelivered after {after:?}");
     assert_eq!((body(&again).as_str(), again.failures), ("0", 2));
     client.accept([again]).await;
     client.close().await;
@@ -37,7 +35,7 @@ pub async fn what_is_released_comes_back_after_its_delay_and_holds_up_no_other(
 }
 
 /// A source that is closed before the delay ends loses nothing.
-pub async fn what_is_released_for_long_comes_back_to_the_next_source(queue: impl TestQueue) {
+pub async fn a_release_with_a_long_delay_survives_a_close(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;
     let mut all = client.receive(3).await;
@@ -52,15 +50,15 @@ pub async fn what_is_released_for_long_comes_back_to_the_next_source(queue: impl
     client.close_unsettled().await;
     let mut next = SourceClient::of(&queue).await;
     let again = next.receive(2).await;
-    let mut came = bodies(&again);
-    came.sort();
-    assert_eq!(came, numbers(0..2));
+    let mut received = bodies(&again);
+    received.sort();
+    assert_eq!(received, numbers(0..2));
     next.accept(again).await;
     next.close_unsettled().await;
 }
 
 /// Each release carries the number of failed attempts, and the next delivery has that number.
-pub async fn what_is_released_again_and_again_keeps_its_count(queue: impl TestQueue) {
+pub async fn repeated_releases_keep_the_failure_count(queue: impl TestQueue) {
     publish_numbers(&queue, 1).await;
     let mut client = SourceClient::of(&queue).await;
     for failures in 0..5 {
@@ -85,7 +83,7 @@ pub async fn what_is_released_again_and_again_keeps_its_count(queue: impl TestQu
 }
 
 /// Shorter delays before longer ones.
-pub async fn releases_come_back_in_the_order_of_their_delays(queue: impl TestQueue) {
+pub async fn releases_are_redelivered_in_the_order_of_their_delays(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;
     let all = client.receive(3).await;

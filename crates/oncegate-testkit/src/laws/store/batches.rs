@@ -12,27 +12,29 @@ use oncegate_core::marker::{
 };
 use oncegate_core::{Key, Store, StoreError};
 
-use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE,
-    THEIRS, answers, cleared, doubted, granted, hold, key, reconciled, rejected, running, verdict,
-    verdicts,
+use crate::laws::fixtures::{
+    AT_MOST_ONCE, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG,
+    MINE, THEIRS, answers, cleared, doubted, granted, hold, key, reconciled, rejected, running,
+    verdict, verdicts,
 };
-use crate::laws::rows::{alike, questions, setup_operations};
+use crate::laws::rows::{matches_expected, probe_operations, setup_operations};
 use crate::loses_replies::{LosesReplies, ReplyFault};
 
 const BUSY: Verdict = Verdict::Busy { remaining: LONG };
 
-fn asker(token: u128, attempt: u32) -> Asker {
-    Asker::new(EFFECTIVELY_ONCE, Token(token), attempt)
+fn claimant(token: u128, attempt: u32) -> Claimant {
+    Claimant::new(EFFECTIVELY_ONCE, Token(token), attempt)
 }
 
 /// Compares verdicts with the expected ones.
-fn expect(heard: &[Verdict], expected: &[Verdict], asked: &[Operation]) {
-    assert_eq!(heard.len(), expected.len());
-    for (it, ((heard, expected), asked)) in heard.iter().zip(expected).zip(asked).enumerate() {
+fn expect(received: &[Verdict], expected: &[Verdict], operations: &[Operation]) {
+    assert_eq!(received.len(), expected.len());
+    for (it, ((received, expected), operation)) in
+        received.iter().zip(expected).zip(operations).enumerate()
+    {
         assert!(
-            alike(*heard, *expected),
-            "answer {it}: {heard:?}, not {expected:?}, to {asked:?}"
+            matches_expected(*received, *expected),
+            "verdict {it}: {received:?}, not {expected:?}, of {operation:?}"
         );
     }
 }
@@ -46,7 +48,7 @@ pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
     );
     let keys: Vec<Key> = (0..IDS).map(|it| key(format!("k{it}"))).collect();
     // Attempts 1 to 3 in turn: the verdicts distinguish the keys.
-    let made: Vec<_> = keys
+    let setup: Vec<_> = keys
         .iter()
         .zip(0..)
         .flat_map(|(key, it)| {
@@ -56,7 +58,7 @@ pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
             )
         })
         .collect();
-    let (operations, expected): (Vec<_>, Vec<_>) = made.into_iter().unzip();
+    let (operations, expected): (Vec<_>, Vec<_>) = setup.into_iter().unzip();
     expect(
         &verdicts(&*store, &operations).await,
         &expected,
@@ -68,20 +70,30 @@ pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
         .zip(0u32..)
         .map(|(key, it)| {
             let attempt = it % 3 + 1;
-            let holder = asker(it.into(), attempt);
+            let holder = claimant(it.into(), attempt);
             match it % 8 {
-                0 => (holder.asks(Ask::Complete, key), DONE),
-                1 => (asker(9999, attempt).asks(Ask::Complete, key), Verdict::Lost),
-                2 => (asker(9999, 0).claims(key), BUSY),
-                3 => (holder.window(LONG).asks(Ask::Renew, key), Verdict::Kept),
-                4 => (holder.claims(key), granted(attempt)),
-                5 => (holder.asks(Ask::Clear(Effect::Unknown), key), Verdict::Kept),
+                0 => (holder.operation(Ask::Complete, key), DONE),
+                1 => (
+                    claimant(9999, attempt).operation(Ask::Complete, key),
+                    Verdict::Lost,
+                ),
+                2 => (claimant(9999, 0).claim(key), BUSY),
+                3 => (
+                    holder.window(LONG).operation(Ask::Renew, key),
+                    Verdict::Kept,
+                ),
+                4 => (holder.claim(key), granted(attempt)),
+                5 => (
+                    holder.operation(Ask::Clear(Effect::Unknown), key),
+                    Verdict::Kept,
+                ),
                 6 => (
-                    Asker::new(AT_MOST_ONCE, Token(it.into()), attempt + 1).asks(Ask::Doubt, key),
+                    Claimant::new(AT_MOST_ONCE, Token(it.into()), attempt + 1)
+                        .operation(Ask::Doubt, key),
                     Verdict::Lost,
                 ),
                 _ => (
-                    Asker::new(Guarantee::Bare, MINE, 0).claims(key),
+                    Claimant::new(Guarantee::Bare, MINE, 0).claim(key),
                     Verdict::Duplicate,
                 ),
             }
@@ -96,51 +108,51 @@ pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
 }
 
 /// An operation that is refused or invalid does not affect the others.
-pub async fn one_bad_item_spoils_no_other(store: Arc<dyn Store>) {
+pub async fn an_invalid_operation_does_not_affect_the_others(store: Arc<dyn Store>) {
     let taken = key("taken");
-    verdicts(&*store, &[asker(7, 0).claims(&taken)]).await;
+    verdicts(&*store, &[claimant(7, 0).claim(&taken)]).await;
     let forever = Duration::from_secs(100 * 365 * 24 * 3600);
     let mut batch = Vec::new();
     for (it, bad) in [
-        asker(8, u32::MAX).asks(Ask::Complete, &taken),
-        asker(8, 1).asks(Ask::Renew, &key("absent")),
-        asker(8, 1).asks(Ask::Resolve(Finding::Happened), &taken),
-        asker(8, 1).asks(
+        claimant(8, u32::MAX).operation(Ask::Complete, &taken),
+        claimant(8, 1).operation(Ask::Renew, &key("absent")),
+        claimant(8, 1).operation(Ask::Resolve(Finding::Happened), &taken),
+        claimant(8, 1).operation(
             Ask::Forget {
                 seen: running(EFFECTIVELY_ONCE, Token(7), 1),
             },
             &taken,
         ),
-        asker(8, 1).asks(
+        claimant(8, 1).operation(
             Ask::Forget {
                 seen: Marker::Absent,
             },
             &key("absent"),
         ),
-        asker(8, 1).asks(
+        claimant(8, 1).operation(
             Ask::SendBack {
                 seen: running(EFFECTIVELY_ONCE, Token(7), 1),
                 effect: Effect::Nothing,
             },
             &taken,
         ),
-        asker(8, 1)
+        claimant(8, 1)
             .lease(forever)
             .window(Duration::ZERO)
-            .asks(Ask::Renew, &taken),
-        asker(u128::MAX, 0)
+            .operation(Ask::Renew, &taken),
+        claimant(u128::MAX, 0)
             .lease(Duration::ZERO)
             .window(forever)
-            .asks(Ask::Renew, &taken),
+            .operation(Ask::Renew, &taken),
     ]
     .into_iter()
     .enumerate()
     {
         let good = key(format!("good {it}"));
         batch.extend([
-            (asker(1, 0).claims(&good), granted(1)),
+            (claimant(1, 0).claim(&good), granted(1)),
             (bad, Verdict::Lost),
-            (asker(1, 1).asks(Ask::Complete, &good), DONE),
+            (claimant(1, 1).operation(Ask::Complete, &good), DONE),
         ]);
     }
     let (operations, expected): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
@@ -150,54 +162,54 @@ pub async fn one_bad_item_spoils_no_other(store: Arc<dyn Store>) {
         &operations,
     );
     assert!(
-        alike(verdict(&*store, asker(9, 0).claims(&taken)).await, BUSY),
+        matches_expected(verdict(&*store, claimant(9, 0).claim(&taken)).await, BUSY),
         "the failed operations changed nothing"
     );
 }
 
 /// Operations on one key in one batch are applied in order.
-pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>) {
+pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn Store>) {
     let (k, other, doubt) = (key("k"), key("other"), key("doubt"));
     let clear = Ask::Clear(Effect::Nothing);
-    let strict = |token, attempt| Asker::new(AT_MOST_ONCE, Token(token), attempt);
+    let strict = |token, attempt| Claimant::new(AT_MOST_ONCE, Token(token), attempt);
     let after_forget = Attempts {
         number: UNKNOWN_ATTEMPT + 1,
         base: UNKNOWN_ATTEMPT,
         crashes: 0,
     };
     let batch = [
-        (asker(1, 0).claims(&k), granted(1)),
-        (asker(9, 0).claims(&other), granted(1)),
-        (asker(2, 0).claims(&k), BUSY),
-        (asker(1, 0).claims(&k), granted(1)),
-        (asker(1, 1).asks(clear, &k), Verdict::Kept),
-        (asker(2, 0).claims(&k), granted(1)),
-        (asker(1, 1).asks(Ask::Complete, &k), Verdict::Lost),
+        (claimant(1, 0).claim(&k), granted(1)),
+        (claimant(9, 0).claim(&other), granted(1)),
+        (claimant(2, 0).claim(&k), BUSY),
+        (claimant(1, 0).claim(&k), granted(1)),
+        (claimant(1, 1).operation(clear, &k), Verdict::Kept),
+        (claimant(2, 0).claim(&k), granted(1)),
+        (claimant(1, 1).operation(Ask::Complete, &k), Verdict::Lost),
         (
-            asker(2, 1).asks(Ask::Clear(Effect::Unknown), &k),
+            claimant(2, 1).operation(Ask::Clear(Effect::Unknown), &k),
             Verdict::Kept,
         ),
-        (strict(4, 0).claims(&doubt), granted(1)),
-        (asker(3, 0).claims(&k), granted(2)),
-        (strict(4, 1).asks(Ask::Doubt, &doubt), Verdict::Kept),
-        (asker(3, 2).asks(Ask::Complete, &k), DONE),
-        (strict(5, 0).claims(&doubt), Verdict::InDoubt(DOUBTED_ONCE)),
-        (strict(4, 1).asks(Ask::Renew, &doubt), Verdict::Lost),
-        (asker(4, 0).claims(&k), Verdict::Duplicate),
+        (strict(4, 0).claim(&doubt), granted(1)),
+        (claimant(3, 0).claim(&k), granted(2)),
+        (strict(4, 1).operation(Ask::Doubt, &doubt), Verdict::Kept),
+        (claimant(3, 2).operation(Ask::Complete, &k), DONE),
+        (strict(5, 0).claim(&doubt), Verdict::InDoubt(DOUBTED_ONCE)),
+        (strict(4, 1).operation(Ask::Renew, &doubt), Verdict::Lost),
+        (claimant(4, 0).claim(&k), Verdict::Duplicate),
         (
-            strict(5, 2).asks(Ask::Resolve(Finding::DidNotHappen), &doubt),
+            strict(5, 2).operation(Ask::Resolve(Finding::DidNotHappen), &doubt),
             Verdict::Kept,
         ),
-        (asker(9, 1).asks(Ask::Complete, &other), DONE),
+        (claimant(9, 1).operation(Ask::Complete, &other), DONE),
         (
-            strict(5, 0).claims(&doubt),
+            strict(5, 0).claim(&doubt),
             Verdict::Granted(Attempts {
                 number: 3,
                 ..DOUBTED_ONCE
             }),
         ),
         (
-            asker(4, 0).asks(
+            claimant(4, 0).operation(
                 Ask::Forget {
                     seen: Marker::Done(None),
                 },
@@ -205,7 +217,7 @@ pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>
             ),
             Verdict::Kept,
         ),
-        (asker(4, 0).claims(&k), Verdict::Granted(after_forget)),
+        (claimant(4, 0).claim(&k), Verdict::Granted(after_forget)),
     ];
     let (operations, expected): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
     expect(
@@ -215,12 +227,12 @@ pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>
     );
     // The same claim repeated many times, and the same completion.
     let many = key("many");
-    let claims: Vec<_> = (0..20).map(|it| asker(it % 4, 0).claims(&many)).collect();
+    let claims: Vec<_> = (0..20).map(|it| claimant(it % 4, 0).claim(&many)).collect();
     let expected: Vec<_> = (0..20)
         .map(|it| if it % 4 == 0 { granted(1) } else { BUSY })
         .collect();
     expect(&verdicts(&*store, &claims).await, &expected, &claims);
-    let completions = vec![asker(0, 1).asks(Ask::Complete, &many); 20];
+    let completions = vec![claimant(0, 1).operation(Ask::Complete, &many); 20];
     expect(
         &verdicts(&*store, &completions).await,
         &[DONE; 20],
@@ -230,8 +242,8 @@ pub async fn the_same_key_twice_in_a_batch_keeps_its_order(store: Arc<dyn Store>
 
 /// If the reply to a batch is lost, any prefix may have been applied. Repeating the batch with the
 /// same tokens gives the lost verdicts and the same markers.
-pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: Arc<dyn Store>) {
-    let mine = |guarantee, attempt| Asker::new(guarantee, MINE, attempt);
+pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
+    let mine = |guarantee, attempt| Claimant::new(guarantee, MINE, attempt);
     let strict = |attempt| mine(AT_MOST_ONCE, attempt);
     let lax = |attempt| mine(EFFECTIVELY_ONCE, attempt);
     let first = hold(AT_MOST_ONCE, MINE, Attempts::new(1), Effect::Nothing);
@@ -332,17 +344,17 @@ pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: 
         let keys: Vec<Key> = (0..rows.len())
             .map(|it| key(format!("{applied}-{it}")))
             .collect();
-        let asked: Vec<Operation> = rows
+        let operations: Vec<Operation> = rows
             .iter()
             .zip(&keys)
-            .map(|((_, asker, ask, ..), key)| asker.asks(*ask, key))
+            .map(|((_, claimant, ask, ..), key)| claimant.operation(*ask, key))
             .collect();
-        let (made, told): (Vec<_>, Vec<_>) = rows
+        let (setup, expected): (Vec<_>, Vec<_>) = rows
             .iter()
             .zip(&keys)
             .flat_map(|((given, ..), key)| setup_operations(key, given))
             .unzip();
-        expect(&verdicts(&*store, &made).await, &told, &made);
+        expect(&verdicts(&*store, &setup).await, &expected, &setup);
 
         let calls = AtomicUsize::new(0);
         let once = move |_: &[Operation]| match calls.fetch_add(1, Ordering::Relaxed) {
@@ -350,7 +362,7 @@ pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: 
             _ => ReplyFault::Answered,
         };
         let lossy = LosesReplies::new(store.clone(), once);
-        let lost = answers(&lossy, &asked).await;
+        let lost = answers(&lossy, &operations).await;
         assert!(
             lost.iter()
                 .all(|answer| matches!(answer, Err(StoreError::Unknown(_)))),
@@ -358,24 +370,24 @@ pub async fn half_a_batch_and_its_reply_lost_is_repaired_by_asking_again(store: 
         );
         // A completion may also find that it was applied, which counts as done, too.
         let expected: Vec<Verdict> = rows.iter().map(|(.., verdict, _)| *verdict).collect();
-        expect(&verdicts(&lossy, &asked).await, &expected, &asked);
+        expect(&verdicts(&lossy, &operations).await, &expected, &operations);
 
-        let (looks, told): (Vec<_>, Vec<_>) = rows
+        let (probes, expected): (Vec<_>, Vec<_>) = rows
             .iter()
             .zip(&keys)
-            .flat_map(|((.., becomes), key)| questions(key, becomes))
+            .flat_map(|((.., becomes), key)| probe_operations(key, becomes))
             .unzip();
-        expect(&verdicts(&*store, &looks).await, &told, &looks);
+        expect(&verdicts(&*store, &probes).await, &expected, &probes);
     }
 }
 
 /// When it is repeated after a lost reply, each operation has the same verdict, or one after which
 /// reading the marker tells what happened.
-pub async fn a_lost_reply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
-    let strict = |attempt| Asker::new(AT_MOST_ONCE, MINE, attempt);
-    let lax = |attempt| Asker::new(EFFECTIVELY_ONCE, MINE, attempt);
-    let lossy = LosesReplies::new(store.clone(), |asked: &[Operation]| ReplyFault::Lost {
-        applied: asked.len(),
+pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Store>) {
+    let strict = |attempt| Claimant::new(AT_MOST_ONCE, MINE, attempt);
+    let lax = |attempt| Claimant::new(EFFECTIVELY_ONCE, MINE, attempt);
+    let lossy = LosesReplies::new(store.clone(), |operations: &[Operation]| ReplyFault::Lost {
+        applied: operations.len(),
     });
     let forget = Ask::Forget {
         seen: Marker::Done(None),
@@ -451,50 +463,51 @@ pub async fn a_lost_reply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
             }),
         ),
     ];
-    for (it, (given, asker, ask, again, told)) in rows.into_iter().enumerate() {
+    for (it, (given, claimant, ask, repeated, afterwards)) in rows.into_iter().enumerate() {
         let key = key(format!("k{it}"));
-        let (made, expected): (Vec<_>, Vec<_>) = setup_operations(&key, &given).into_iter().unzip();
-        expect(&verdicts(&*store, &made).await, &expected, &made);
-        let asked = asker.asks(ask, &key);
-        let lost = answers(&lossy, std::slice::from_ref(&asked)).await;
+        let (setup, expected): (Vec<_>, Vec<_>) =
+            setup_operations(&key, &given).into_iter().unzip();
+        expect(&verdicts(&*store, &setup).await, &expected, &setup);
+        let operation = claimant.operation(ask, &key);
+        let lost = answers(&lossy, std::slice::from_ref(&operation)).await;
         assert!(matches!(lost[0], Err(StoreError::Unknown(_))), "{lost:?}");
         assert_eq!(
-            verdict(&*store, asked.clone()).await,
-            again,
-            "{asked:?} once more"
+            verdict(&*store, operation.clone()).await,
+            repeated,
+            "{operation:?}, repeated"
         );
         assert_eq!(
             verdict(
                 &*store,
-                Asker {
+                Claimant {
                     token: THEIRS,
-                    ..asker
+                    ..claimant
                 }
-                .claims(&key)
+                .claim(&key)
             )
             .await,
-            told,
-            "after {asked:?}"
+            afterwards,
+            "after {operation:?}"
         );
     }
     // A repeated completion counts a lost marker once: the second time the marker is there.
-    let heard = verdicts(
+    let received = verdicts(
         &*store,
         &[
-            lax(1).asks(Ask::Complete, &key("c")),
-            lax(1).asks(Ask::Complete, &key("c")),
+            lax(1).operation(Ask::Complete, &key("c")),
+            lax(1).operation(Ask::Complete, &key("c")),
         ],
     )
     .await;
-    assert_eq!(heard, [DONE_WITH_LOST_MARKER, DONE]);
+    assert_eq!(received, [DONE_WITH_LOST_MARKER, DONE]);
 }
 
 /// An apply that is dropped at any moment leaves each of its operations applied or not applied, and
 /// the store usable.
-pub async fn a_dropped_apply_is_repaired_by_asking_again(store: Arc<dyn Store>) {
+pub async fn an_operation_can_be_repeated_after_a_dropped_apply(store: Arc<dyn Store>) {
     for polls in 0..12u32 {
         let claims: Vec<Operation> = (0..20)
-            .map(|it| asker(1, 0).claims(&key(format!("{polls}-{it}"))))
+            .map(|it| claimant(1, 0).claim(&key(format!("{polls}-{it}"))))
             .collect();
         let mut apply = Box::pin(store.apply(&claims));
         for _ in 0..polls {

@@ -7,15 +7,15 @@ use oncegate_core::marker::{
     Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Operation, Token, Verdict,
 };
 
-use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE,
-    TAKEN_OVER, THEIRS, body, cleared, doubted, granted, hold, key, of_body, over, reconciled,
-    reconciling, rejected, running, verdicts,
+use crate::laws::fixtures::{
+    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE,
+    TAKEN_OVER, THEIRS, body, cleared, doubted, granted, hold, key, reconciled, reconciling,
+    rejected, running, verdicts, with_body, with_expired_lease,
 };
-use crate::laws::rows::{keep, row};
+use crate::laws::rows::{check_rows, row};
 
-fn claim(guarantee: Guarantee) -> (Asker, Ask) {
-    (Asker::new(guarantee, MINE, 0), Ask::Claim)
+fn claim(guarantee: Guarantee) -> (Claimant, Ask) {
+    (Claimant::new(guarantee, MINE, 0), Ask::Claim)
 }
 
 const BUSY: Verdict = Verdict::Busy { remaining: LONG };
@@ -30,30 +30,30 @@ fn in_doubt(attempt: u32) -> Verdict {
 
 /// A new id is granted as attempt 1.
 pub async fn a_new_id_is_granted(store: Arc<dyn Store>) {
-    let rows = BOTH.map(|of| {
+    let rows = BOTH.map(|guarantee| {
         row(
             "claim: absent",
             Marker::Absent,
-            claim(of),
+            claim(guarantee),
             granted(1),
-            running(of, MINE, 1),
+            running(guarantee, MINE, 1),
         )
     });
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// A cleared id is granted with the next attempt; the highest possible attempt is not exceeded.
 pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
+    for guarantee in BOTH {
         for (before, next) in [(1, 2), (3, 4), (9, 10), (u32::MAX, u32::MAX)] {
             let given = cleared(before, Effect::Nothing);
             rows.push(row(
                 "claim: cleared",
                 given,
-                claim(of),
+                claim(guarantee),
                 granted(next),
-                running(of, MINE, next),
+                running(guarantee, MINE, next),
             ));
         }
         // Sent back by an operator: the attempt number continues, and the budget starts again.
@@ -66,16 +66,16 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
             attempts: Attempts::all_forgiven(5),
             effect: Effect::Nothing,
         };
-        let becomes = Marker::InProgress(hold(of, MINE, attempts, Effect::Nothing));
+        let becomes = Marker::InProgress(hold(guarantee, MINE, attempts, Effect::Nothing));
         rows.push(row(
             "claim: cleared, sent back",
             given,
-            claim(of),
+            claim(guarantee),
             Verdict::Granted(attempts),
             becomes,
         ));
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// An unknown outcome is kept whatever the guarantee under which it occurred: a claim in at most
@@ -119,20 +119,22 @@ pub async fn an_unknown_outcome_is_in_doubt_in_at_most_once(store: Arc<dyn Store
             becomes,
         ));
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// A repeated claim is the same grant with the same attempt, also after its lease expired.
 pub async fn a_repeated_claim_is_the_same_grant(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
+    for guarantee in BOTH {
         for given in [
-            running(of, MINE, 1),
-            running(of, MINE, 4),
-            over(running(of, MINE, 1)),
-            over(running(of, MINE, 4)),
+            running(guarantee, MINE, 1),
+            running(guarantee, MINE, 4),
+            with_expired_lease(running(guarantee, MINE, 1)),
+            with_expired_lease(running(guarantee, MINE, 4)),
         ] {
-            let attempt = if given == running(of, MINE, 1) || given == over(running(of, MINE, 1)) {
+            let attempt = if given == running(guarantee, MINE, 1)
+                || given == with_expired_lease(running(guarantee, MINE, 1))
+            {
                 1
             } else {
                 4
@@ -140,13 +142,13 @@ pub async fn a_repeated_claim_is_the_same_grant(store: Arc<dyn Store>) {
             rows.push(row(
                 "claim: in progress, my token",
                 given,
-                claim(of),
+                claim(guarantee),
                 granted(attempt),
                 given,
             ));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// While a lease is valid, all other claims are busy, whatever the guarantees.
@@ -165,28 +167,28 @@ pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
             }
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// An expired lease is taken over with the next attempt if both guarantees are effectively once.
 pub async fn an_ended_lease_is_taken_over_in_effectively_once(store: Arc<dyn Store>) {
-    let of = EFFECTIVELY_ONCE;
+    let guarantee = EFFECTIVELY_ONCE;
     let rows = [(1, 2), (4, 5), (u32::MAX, u32::MAX)].map(|(before, next)| {
-        let given = over(running(of, THEIRS, before));
+        let given = with_expired_lease(running(guarantee, THEIRS, before));
         let attempts = Attempts {
             number: next,
             ..TAKEN_OVER
         };
-        let becomes = Marker::InProgress(hold(of, MINE, attempts, Effect::Unknown));
+        let becomes = Marker::InProgress(hold(guarantee, MINE, attempts, Effect::Unknown));
         row(
             "claim: in progress, lease over, effectively once",
             given,
-            claim(of),
+            claim(guarantee),
             Verdict::Granted(attempts),
             becomes,
         )
     });
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// An expired lease is in doubt with the claim's token and the next attempt if one of the two
@@ -199,7 +201,7 @@ pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
         (EFFECTIVELY_ONCE, AT_MOST_ONCE),
     ] {
         for (before, next) in [(1, 2), (4, 5)] {
-            let given = over(running(holder, THEIRS, before));
+            let given = with_expired_lease(running(holder, THEIRS, before));
             let attempts = Attempts {
                 number: next,
                 ..CRASHED_ONCE
@@ -214,18 +216,18 @@ pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
             ));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// A repeated claim of an id in doubt is the same doubt with the same attempt.
 pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
-        for given in [reconciled(MINE, 2), over(reconciled(MINE, 2))] {
+    for guarantee in BOTH {
+        for given in [reconciled(MINE, 2), with_expired_lease(reconciled(MINE, 2))] {
             rows.push(row(
                 "claim: in doubt, my token",
                 given,
-                claim(of),
+                claim(guarantee),
                 in_doubt(2),
                 given,
             ));
@@ -237,20 +239,20 @@ pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
             rows.push(row(
                 "claim: in doubt, my token",
                 given,
-                claim(of),
+                claim(guarantee),
                 Verdict::InDoubt(Attempts::new(2)),
                 given,
             ));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// A doubt that no consumer reconciles, or whose reconciler's lease expired, is given to the claim
 /// with the next attempt.
-pub async fn a_doubt_goes_to_who_claims_it(store: Arc<dyn Store>) {
+pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
+    for guarantee in BOTH {
         let waiting = [
             doubted(AT_MOST_ONCE, THEIRS, 2),
             doubted(EFFECTIVELY_ONCE, THEIRS, 2),
@@ -259,12 +261,12 @@ pub async fn a_doubt_goes_to_who_claims_it(store: Arc<dyn Store>) {
             row(
                 "claim: in doubt, nobody reconciling",
                 given,
-                claim(of),
+                claim(guarantee),
                 in_doubt(3),
                 reconciled(MINE, 3),
             )
         }));
-        let given = over(reconciled(THEIRS, 2));
+        let given = with_expired_lease(reconciled(THEIRS, 2));
         let attempts = Attempts {
             number: 3,
             base: 2,
@@ -274,7 +276,7 @@ pub async fn a_doubt_goes_to_who_claims_it(store: Arc<dyn Store>) {
         rows.push(row(
             name,
             given,
-            claim(of),
+            claim(guarantee),
             Verdict::InDoubt(attempts),
             reconciling(MINE, attempts),
         ));
@@ -282,39 +284,39 @@ pub async fn a_doubt_goes_to_who_claims_it(store: Arc<dyn Store>) {
         rows.push(row(
             "claim: in doubt, last attempt",
             given,
-            claim(of),
+            claim(guarantee),
             in_doubt(u32::MAX),
             reconciled(MINE, u32::MAX),
         ));
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// While a consumer reconciles, all other claims are busy.
 pub async fn a_doubt_that_another_reconciles_is_busy(store: Arc<dyn Store>) {
-    let rows = BOTH.map(|of| {
+    let rows = BOTH.map(|guarantee| {
         let given = reconciled(THEIRS, 2);
         row(
             "claim: in doubt, another reconciling, lease alive",
             given,
-            claim(of),
+            claim(guarantee),
             BUSY,
             given,
         )
     });
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// A rejected id is not run again, and its verdict contains its last attempt.
 pub async fn a_rejected_id_stays_rejected(store: Arc<dyn Store>) {
     let given = rejected(3, None);
-    keep(
+    check_rows(
         &*store,
-        &BOTH.map(|of| {
+        &BOTH.map(|guarantee| {
             row(
                 "claim: rejected",
                 given,
-                claim(of),
+                claim(guarantee),
                 Verdict::Rejected { attempt: 3 },
                 given,
             )
@@ -326,9 +328,17 @@ pub async fn a_rejected_id_stays_rejected(store: Arc<dyn Store>) {
 /// A completed id is a duplicate.
 pub async fn a_done_id_is_a_duplicate(store: Arc<dyn Store>) {
     let given = Marker::Done(None);
-    keep(
+    check_rows(
         &*store,
-        &BOTH.map(|of| row("claim: done", given, claim(of), Verdict::Duplicate, given)),
+        &BOTH.map(|guarantee| {
+            row(
+                "claim: done",
+                given,
+                claim(guarantee),
+                Verdict::Duplicate,
+                given,
+            )
+        }),
     )
     .await;
 }
@@ -337,117 +347,117 @@ pub async fn a_done_id_is_a_duplicate(store: Arc<dyn Store>) {
 /// one's lease expired it is a conflict, because the first may never be delivered again.
 pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
-        let (asker, ask) = claim(of);
-        let asked = (asker.body(body(7)), ask);
-        let given = of_body(running(of, THEIRS, 1), body(8));
+    for guarantee in BOTH {
+        let (claimant, ask) = claim(guarantee);
+        let operation = (claimant.body(body(7)), ask);
+        let given = with_body(running(guarantee, THEIRS, 1), body(8));
         rows.push(row(
             "claim: another fingerprint, in progress, lease alive",
             given,
-            asked,
+            operation,
             BUSY,
             given,
         ));
-        let over = over(given);
+        let expired = with_expired_lease(given);
         rows.push(row(
             "claim: another fingerprint, in progress, lease over",
-            over,
-            asked,
+            expired,
+            operation,
             Verdict::Conflict,
-            over,
+            expired,
         ));
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// Another body conflicts with an id that is in doubt, rejected or done.
 pub async fn another_body_conflicts_with_what_was_first(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
-        let (asker, ask) = claim(of);
+    for guarantee in BOTH {
+        let (claimant, ask) = claim(guarantee);
         for given in [
-            of_body(doubted(AT_MOST_ONCE, THEIRS, 2), body(8)),
-            of_body(reconciled(THEIRS, 2), body(8)),
-            over(of_body(reconciled(THEIRS, 2), body(8))),
+            with_body(doubted(AT_MOST_ONCE, THEIRS, 2), body(8)),
+            with_body(reconciled(THEIRS, 2), body(8)),
+            with_expired_lease(with_body(reconciled(THEIRS, 2), body(8))),
             rejected(1, body(8)),
             Marker::Done(body(8)),
         ] {
-            let asked = (asker.body(body(7)), ask);
+            let operation = (claimant.body(body(7)), ask);
             rows.push(row(
                 "claim: another fingerprint, in doubt, rejected or done",
                 given,
-                asked,
+                operation,
                 Verdict::Conflict,
                 given,
             ));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// The same body is no conflict, and neither is a body that cannot be compared: a claim without a
 /// fingerprint, or a marker without one, such as the bare `1` of another program.
 pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
-        let (asker, ask) = claim(of);
+    for guarantee in BOTH {
+        let (claimant, ask) = claim(guarantee);
         for (first, second) in [(body(7), body(7)), (None, body(7)), (body(7), None)] {
-            let asked = (asker.body(second), ask);
-            let taken = of_body(reconciled(MINE, 3), second);
-            let doubted = of_body(doubted(AT_MOST_ONCE, THEIRS, 2), first);
+            let operation = (claimant.body(second), ask);
+            let taken = with_body(reconciled(MINE, 3), second);
+            let doubted = with_body(doubted(AT_MOST_ONCE, THEIRS, 2), first);
             rows.push(row(
                 "claim: in doubt, no other fingerprint",
                 doubted,
-                asked,
+                operation,
                 in_doubt(3),
                 taken,
             ));
             rows.push(row(
                 "claim: rejected, no other fingerprint",
                 rejected(2, first),
-                asked,
+                operation,
                 Verdict::Rejected { attempt: 2 },
                 rejected(2, first),
             ));
             rows.push(row(
                 "claim: done, no other fingerprint",
                 Marker::Done(first),
-                asked,
+                operation,
                 Verdict::Duplicate,
                 Marker::Done(first),
             ));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// Fingerprints from 0 to the largest are stored without truncation.
-pub async fn every_fingerprint_is_told_from_every_other(store: Arc<dyn Store>) {
+pub async fn all_fingerprints_are_distinguished(store: Arc<dyn Store>) {
     const LARGEST: u64 = Fingerprint::LIMIT - 1;
     let bodies = [0, 1, 42, 1 << 53, (1 << 53) + 1, LARGEST - 1, LARGEST].map(body);
     let done = key("done");
     for first in bodies {
-        let asker = |of| Asker::new(AT_MOST_ONCE, Token(1), 1).body(of);
+        let claimant = |body| Claimant::new(AT_MOST_ONCE, Token(1), 1).body(body);
         assert!(matches!(
-            verdicts(&*store, &[asker(first).asks(Ask::Complete, &done)]).await[0],
+            verdicts(&*store, &[claimant(first).operation(Ask::Complete, &done)]).await[0],
             Verdict::Done { .. }
         ));
         let claims: Vec<Operation> = bodies
             .iter()
-            .map(|second| asker(*second).claims(&done))
+            .map(|second| claimant(*second).claim(&done))
             .collect();
-        for (second, heard) in bodies.iter().zip(verdicts(&*store, &claims).await) {
+        for (second, received) in bodies.iter().zip(verdicts(&*store, &claims).await) {
             let expected = if *second == first {
                 Verdict::Duplicate
             } else {
                 Verdict::Conflict
             };
             assert_eq!(
-                heard, expected,
+                received, expected,
                 "{second:?} on an id that is done with {first:?}"
             );
         }
-        let forget = asker(first).asks(
+        let forget = claimant(first).operation(
             Ask::Forget {
                 seen: Marker::Done(first),
             },

@@ -6,8 +6,8 @@ use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Token, Verdict}
 use oncegate_core::{Key, Store};
 use tokio::sync::Barrier;
 
-use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, DONE, EFFECTIVELY_ONCE, MINE, SHORT, SLACK,
+use crate::laws::fixtures::{
+    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, DONE, EFFECTIVELY_ONCE, MINE, SHORT, SLACK,
     TAKEN_OVER, THEIRS, granted, key, verdict, verdicts,
 };
 
@@ -40,27 +40,28 @@ async fn a_hundred_at_once(
             })
         })
         .collect();
-    let mut heard = Vec::with_capacity(CLIENTS);
+    let mut received = Vec::with_capacity(CLIENTS);
     for client in clients {
-        heard.push(client.await.expect("a client has its verdict"));
+        received.push(client.await.expect("a client has its verdict"));
     }
-    heard
+    received
 }
 
-fn count(heard: &[Verdict], like: impl Fn(&Verdict) -> bool) -> usize {
-    heard.iter().filter(|verdict| like(verdict)).count()
+fn count(received: &[Verdict], like: impl Fn(&Verdict) -> bool) -> usize {
+    received.iter().filter(|verdict| like(verdict)).count()
 }
 
-/// Of a hundred concurrent claims of a new id one is granted and all others are busy; in bare they
-/// are duplicates.
+/// Of a hundred concurrent claims of a new id one is granted and all others are busy; in
+/// [`Guarantee::Bare`] they are duplicates.
 pub async fn of_a_hundred_simultaneous_claims_one_is_granted(store: Arc<dyn Store>) {
     for guarantee in [AT_MOST_ONCE, EFFECTIVELY_ONCE, Guarantee::Bare] {
         for round in 0..5 {
             let key = key(format!("{guarantee:?}-{round}"));
-            let heard =
-                a_hundred_at_once(&store, |token| Asker::new(guarantee, token, 0).claims(&key))
-                    .await;
-            assert_eq!(count(&heard, |it| *it == granted(1)), 1, "{heard:?}");
+            let received = a_hundred_at_once(&store, |token| {
+                Claimant::new(guarantee, token, 0).claim(&key)
+            })
+            .await;
+            assert_eq!(count(&received, |it| *it == granted(1)), 1, "{received:?}");
             let others = |it: &Verdict| {
                 if guarantee == Guarantee::Bare {
                     *it == Verdict::Duplicate
@@ -68,7 +69,7 @@ pub async fn of_a_hundred_simultaneous_claims_one_is_granted(store: Arc<dyn Stor
                     matches!(it, Verdict::Busy { .. })
                 }
             };
-            assert_eq!(count(&heard, others), 99, "{heard:?}");
+            assert_eq!(count(&received, others), 99, "{received:?}");
         }
     }
 }
@@ -84,20 +85,21 @@ pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>)
             assert_eq!(
                 verdict(
                     &*store,
-                    Asker::new(guarantee, MINE, 0).lease(SHORT).claims(&key)
+                    Claimant::new(guarantee, MINE, 0).lease(SHORT).claim(&key)
                 )
                 .await,
                 granted(1)
             );
             tokio::time::sleep(SHORT + SLACK).await;
-            let heard =
-                a_hundred_at_once(&store, |token| Asker::new(guarantee, token, 0).claims(&key))
-                    .await;
-            assert_eq!(count(&heard, |it| *it == taken), 1, "{heard:?}");
+            let received = a_hundred_at_once(&store, |token| {
+                Claimant::new(guarantee, token, 0).claim(&key)
+            })
+            .await;
+            assert_eq!(count(&received, |it| *it == taken), 1, "{received:?}");
             assert_eq!(
-                count(&heard, |it| matches!(it, Verdict::Busy { .. })),
+                count(&received, |it| matches!(it, Verdict::Busy { .. })),
                 99,
-                "{heard:?}"
+                "{received:?}"
             );
         }
     }
@@ -105,31 +107,31 @@ pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>)
 
 /// Of a hundred clients that try to resolve, complete or claim the same doubt at once, each has a
 /// correct verdict: one takes the doubt, and one claims the resolved id.
-pub async fn of_a_hundred_who_find_a_doubt_one_reconciles(store: Arc<dyn Store>) {
+pub async fn of_a_hundred_simultaneous_claims_of_a_doubt_one_reconciles(store: Arc<dyn Store>) {
     for round in 0..5 {
         let key = key(format!("k{round}"));
         assert_eq!(
             verdict(
                 &*store,
-                Asker::new(AT_MOST_ONCE, MINE, 1).asks(Ask::Doubt, &key)
+                Claimant::new(AT_MOST_ONCE, MINE, 1).operation(Ask::Doubt, &key)
             )
             .await,
             Verdict::Kept
         );
-        let heard = a_hundred_at_once(&store, |token| {
-            Asker::new(AT_MOST_ONCE, token, 0).claims(&key)
+        let received = a_hundred_at_once(&store, |token| {
+            Claimant::new(AT_MOST_ONCE, token, 0).claim(&key)
         })
         .await;
         assert_eq!(
-            count(&heard, |it| *it
+            count(&received, |it| *it
                 == Verdict::InDoubt(Attempts::all_forgiven(2))),
             1,
-            "{heard:?}"
+            "{received:?}"
         );
         assert_eq!(
-            count(&heard, |it| matches!(it, Verdict::Busy { .. })),
+            count(&received, |it| matches!(it, Verdict::Busy { .. })),
             99,
-            "{heard:?}"
+            "{received:?}"
         );
     }
 }
@@ -139,7 +141,7 @@ pub async fn of_a_hundred_who_find_a_doubt_one_reconciles(store: Arc<dyn Store>)
 pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
     let handle = handles(&store)[1].clone();
     // The lease of each: an id that only the handle renewed is still held.
-    let claim = |guarantee, key: &Key| Asker::new(guarantee, MINE, 1).claims(key);
+    let claim = |guarantee, key: &Key| Claimant::new(guarantee, MINE, 1).claim(key);
     let keys = BOTH.map(|guarantee| (guarantee, key(format!("{guarantee:?}"))));
     for (guarantee, key) in &keys {
         assert_eq!(verdict(&*store, claim(*guarantee, key)).await, granted(1));
@@ -153,14 +155,14 @@ pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
             .expect("a runtime");
         runtime.block_on(async {
             for (guarantee, key) in &there {
-                let mine = Asker::new(*guarantee, MINE, 1);
-                let stranger = Asker::new(*guarantee, THEIRS, 1);
+                let mine = Claimant::new(*guarantee, MINE, 1);
+                let another = Claimant::new(*guarantee, THEIRS, 1);
                 assert_eq!(
-                    verdict(&*handle, mine.asks(Ask::Renew, key)).await,
+                    verdict(&*handle, mine.operation(Ask::Renew, key)).await,
                     Verdict::Kept
                 );
                 assert_eq!(
-                    verdict(&*handle, stranger.asks(Ask::Renew, key)).await,
+                    verdict(&*handle, another.operation(Ask::Renew, key)).await,
                     Verdict::Lost
                 );
             }
@@ -172,7 +174,7 @@ pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
         .expect("the handle renews");
     let completed: Vec<Operation> = keys
         .iter()
-        .map(|(of, key)| Asker::new(*of, MINE, 1).asks(Ask::Complete, key))
+        .map(|(of, key)| Claimant::new(*of, MINE, 1).operation(Ask::Complete, key))
         .collect();
     assert_eq!(verdicts(&*store, &completed).await, [DONE; 2]);
 }

@@ -15,10 +15,10 @@ use proptest::sample::select;
 use proptest::strategy::ValueTree;
 use tokio::task::JoinSet;
 
-use crate::laws::ask::{LONG, answers, key};
-use crate::laws::belief::{PossibleMarkers, Span, UnexpectedVerdict};
+use crate::laws::fixtures::{LONG, answers, key};
+use crate::laws::possible_markers::{PossibleMarkers, Span, UnexpectedVerdict};
 use crate::laws::random::{repeat, runner, seeds};
-use crate::laws::rows::questions;
+use crate::laws::rows::probe_operations;
 
 /// The default number of histories in a run.
 const HISTORIES: u64 = 64;
@@ -29,37 +29,38 @@ const STEPS: usize = 16;
 /// How long a failing history is shortened before it is printed.
 const SHORTENING: Duration = Duration::from_secs(10);
 
-/// Random histories of operations and waits: after each step, verdict and marker equal those of the
+/// Random histories of batches and waits: after each batch, verdicts and marker equal those of the
 /// reference, by the store's own clock.
 ///
-/// Each history runs on as many keys as it has steps: all of them take its first step, all but the
-/// first the second, and so on. After its last step a key's marker is checked. So the marker after
-/// each step is checked, although checking changes it.
-pub async fn random_histories_go_as_the_reference_says(store: Arc<dyn Store>) {
-    let mut left = seeds(HISTORIES);
-    let (mut last, mut more) = (0u64, 0);
-    let enough = left.size_hint().0 >= HISTORIES as usize;
+/// Checking a marker changes it, so a key cannot be used after its check. Therefore a history of n
+/// batches runs on n keys: key i is in the first i batches and is checked after them.
+pub async fn random_histories_match_the_reference(store: Arc<dyn Store>) {
+    let mut seeds = seeds(HISTORIES);
+    let (mut last_seed, mut extra) = (0u64, 0);
+    let is_full_run = seeds.size_hint().0 >= HISTORIES as usize;
     let mut running = JoinSet::new();
     let mut seen = HashSet::new();
     loop {
         while running.len() < AT_ONCE {
-            let seed = match left.next() {
+            let seed = match seeds.next() {
                 Some(seed) => seed,
                 // A verdict may be missing by chance: use further seeds.
-                None if enough && more < 10 * HISTORIES && !reaches_all(&seen) => {
-                    more += 1;
-                    last.wrapping_add(1)
+                None if is_full_run && extra < 10 * HISTORIES && !reaches_all(&seen) => {
+                    extra += 1;
+                    last_seed.wrapping_add(1)
                 }
                 None => break,
             };
-            last = seed;
+            last_seed = seed;
             let (store, steps) = (store.clone(), history(seed).current());
-            running.spawn(async move { (seed, run(&*store, &seed.to_string(), &steps).await) });
+            running.spawn(
+                async move { (seed, run_history(&*store, &seed.to_string(), &steps).await) },
+            );
         }
-        let Some(ended) = running.join_next().await else {
+        let Some(finished) = running.join_next().await else {
             break;
         };
-        match ended.expect("a history does not panic") {
+        match finished.expect("a history does not panic") {
             (_, Ok(verdicts)) => seen.extend(verdicts),
             (seed, Err(why)) => {
                 running.shutdown().await;
@@ -69,7 +70,10 @@ pub async fn random_histories_go_as_the_reference_says(store: Arc<dyn Store>) {
         }
     }
     // The histories must produce every verdict; otherwise they test too little.
-    assert!(!enough || reaches_all(&seen), "only {seen:?} were seen");
+    assert!(
+        !is_full_run || reaches_all(&seen),
+        "only {seen:?} were seen"
+    );
 }
 
 /// Whether every kind of verdict was given.
@@ -96,7 +100,7 @@ async fn shortest(store: &dyn Store, seed: u64, mut why: String) -> (Vec<Step>, 
     let started = Instant::now();
     for attempt in 0.. {
         let shorter = tree.current();
-        let can_continue = match run(store, &format!("{seed}-{attempt}"), &shorter).await {
+        let can_continue = match run_history(store, &format!("{seed}-{attempt}"), &shorter).await {
             Err(broken) => {
                 (steps, why) = (shorter, broken);
                 tree.simplify()
@@ -114,12 +118,13 @@ async fn shortest(store: &dyn Store, seed: u64, mut why: String) -> (Vec<Step>, 
 #[derive(Clone, Debug)]
 enum Step {
     /// Sends these operations in one batch.
-    Ask(Vec<PlannedOperation>),
+    Apply(Vec<PlannedOperation>),
     /// Waits.
     Wait(Duration),
 }
 
-/// An operation that probably fits the current marker.
+/// An operation whose missing fields are taken from the expected marker, so that it often has an
+/// effect.
 #[derive(Clone, Debug)]
 struct PlannedOperation {
     ask: AskChoice,
@@ -158,14 +163,14 @@ fn history(seed: u64) -> impl ValueTree<Value = Vec<Step>> {
 fn step() -> impl Strategy<Value = Step> {
     let milliseconds = prop_oneof![10 => select(vec![5, 30, 60]), 3 => Just(300), 1 => Just(1100)];
     prop_oneof![
-        5 => vec(question(), 1..=3).prop_map(Step::Ask),
+        5 => vec(random_operation(), 1..=3).prop_map(Step::Apply),
         1 => milliseconds.prop_map(|ms| Step::Wait(Duration::from_millis(ms))),
     ]
 }
 
-fn question() -> impl Strategy<Value = PlannedOperation> {
-    let one_of = |asks: &[Ask]| select(asks.to_vec()).prop_map(AskChoice::This);
-    let asked = prop_oneof![
+fn random_operation() -> impl Strategy<Value = PlannedOperation> {
+    let one_of = |all: &[Ask]| select(all.to_vec()).prop_map(AskChoice::This);
+    let ask = prop_oneof![
         5 => Just(AskChoice::This(Ask::Claim)),
         1 => Just(AskChoice::This(Ask::Renew)),
         1 => Just(AskChoice::This(Ask::Complete)),
@@ -180,7 +185,7 @@ fn question() -> impl Strategy<Value = PlannedOperation> {
     ];
     let by = prop_oneof![2 => Just(TokenChoice::Holder), 1 => (0..4u128).prop_map(|token| TokenChoice::Any(Token(token)))];
     let attempt = prop_oneof![13 => Just(Attempt::OfHolder), 2 => Just(Attempt::Next), 1 => Just(Attempt::Last)];
-    (asked, by, attempt, terms()).prop_map(|(ask, by, attempt, terms)| PlannedOperation {
+    (ask, by, attempt, terms()).prop_map(|(ask, by, attempt, terms)| PlannedOperation {
         ask,
         by,
         attempt,
@@ -201,7 +206,7 @@ fn terms() -> impl Strategy<Value = Terms> {
     ];
     (guarantee, lease, window, select(bodies)).prop_map(
         |(guarantee, lease, window, fingerprint)| {
-            // The literal gate has a resolution of one second.
+            // Redis expires the markers of `Guarantee::Bare` in whole seconds: `SET … EX`.
             let window = if guarantee == Guarantee::Bare {
                 window.max(SECOND)
             } else {
@@ -218,7 +223,7 @@ fn terms() -> impl Strategy<Value = Terms> {
 }
 
 impl PlannedOperation {
-    /// The operation, if this is the expected marker.
+    /// The operation for a key that probably has this marker.
     fn on(&self, marker: Marker, key: &Key) -> Operation {
         let ask = match &self.ask {
             AskChoice::This(ask) => *ask,
@@ -259,35 +264,36 @@ impl PlannedOperation {
 ///
 /// # Errors
 /// The first reply that the reference cannot give.
-async fn run(
+async fn run_history(
     store: &dyn Store,
     name: &str,
     steps: &[Step],
 ) -> Result<HashSet<&'static str>, String> {
-    let asked = steps
+    let batch_count = steps
         .iter()
-        .filter(|step| matches!(step, Step::Ask(_)))
+        .filter(|step| matches!(step, Step::Apply(_)))
         .count();
     let start = Instant::now();
-    let mut twins: Vec<(Key, PossibleMarkers)> = (0..asked)
+    let mut keys: Vec<(Key, PossibleMarkers)> = (0..batch_count)
         .map(|it| (key(format!("{name}.{it}")), PossibleMarkers::new(start)))
         .collect();
     let mut seen = HashSet::new();
-    // The keys before this one have taken their last step and were checked.
-    let mut first = 0;
+    // The keys before this one are checked, so they are in no further batch.
+    let mut next_to_check = 0;
     for (number, step) in steps.iter().enumerate() {
-        let questions_of = match step {
+        let operations = match step {
             Step::Wait(duration) => {
                 tokio::time::sleep(*duration).await;
                 continue;
             }
-            Step::Ask(questions) => questions,
+            Step::Apply(operations) => operations,
         };
-        let mut batch = Vec::with_capacity(questions_of.len() * twins.len());
-        let mut marker = twins.last().expect("a key for each batch").1.marker();
-        for question in questions_of {
-            batch.extend((first..asked).map(|twin| (twin, question.on(marker, &twins[twin].0))));
-            // The marker that the next operation will probably meet.
+        let mut batch = Vec::with_capacity(operations.len() * keys.len());
+        let mut marker = keys.last().expect("a key for each batch").1.marker();
+        for operation in operations {
+            let unchecked = next_to_check..batch_count;
+            batch.extend(unchecked.map(|it| (it, operation.on(marker, &keys[it].0))));
+            // The expected marker before the next operation.
             marker =
                 match marker::apply(marker, Age::Of(Duration::ZERO), &batch[batch.len() - 1].1).0 {
                     Change::Keep => marker,
@@ -296,19 +302,19 @@ async fn run(
                 };
         }
         seen.extend(
-            exchange(store, &mut twins, batch)
+            send_batch(store, &mut keys, batch)
                 .await
                 .map_err(|why| format!("step {number}: {why}"))?,
         );
-        let (key, belief) = &twins[first];
-        let look = questions(key, &belief.marker())
+        let (key, markers) = &keys[next_to_check];
+        let check = probe_operations(key, &markers.marker())
             .into_iter()
-            .map(|(operation, _)| (first, operation))
+            .map(|(operation, _)| (next_to_check, operation))
             .collect();
-        exchange(store, &mut twins, look)
+        send_batch(store, &mut keys, check)
             .await
             .map_err(|why| format!("reading the marker after step {number}: {why}"))?;
-        first += 1;
+        next_to_check += 1;
     }
     Ok(seen)
 }
@@ -318,9 +324,9 @@ async fn run(
 ///
 /// # Errors
 /// The first reply that the reference cannot give.
-async fn exchange(
+async fn send_batch(
     store: &dyn Store,
-    twins: &mut [(Key, PossibleMarkers)],
+    keys: &mut [(Key, PossibleMarkers)],
     batch: Vec<(usize, Operation)>,
 ) -> Result<Vec<&'static str>, String> {
     let operations: Vec<Operation> = batch
@@ -334,19 +340,19 @@ async fn exchange(
         to: Instant::now(),
     };
     let mut seen = Vec::with_capacity(answers.len());
-    for ((twin, operation), answer) in batch.into_iter().zip(answers) {
-        let heard = answer.map_err(|error| format!("{error}, to {operation:?}"))?;
-        let surprised = |it: UnexpectedVerdict| {
+    for ((key, operation), answer) in batch.into_iter().zip(answers) {
+        let verdict = answer.map_err(|error| format!("{error}, to {operation:?}"))?;
+        let mismatch = |it: UnexpectedVerdict| {
             format!(
-                "{:?}, not {:?}, to {operation:?} on {:?}",
-                it.heard, it.expected, it.believed
+                "{:?}, not {:?}, of {operation:?} on {:?}",
+                it.received, it.expected, it.possible
             )
         };
-        twins[twin]
+        keys[key]
             .1
-            .hear(&operation, during, heard)
-            .map_err(surprised)?;
-        seen.push(name(heard));
+            .observe(&operation, during, verdict)
+            .map_err(mismatch)?;
+        seen.push(name(verdict));
     }
     Ok(seen)
 }

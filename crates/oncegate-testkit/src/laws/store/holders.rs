@@ -7,12 +7,12 @@ use oncegate_core::marker::{
     Ask, Attempts, Doubt, Effect, Finding, Guarantee, Hold, Marker, UNKNOWN_ATTEMPT, Verdict,
 };
 
-use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE,
-    HOLDERS_ASKS, LONG, MINE, THEIRS, WINDOW, body, cleared, doubted, granted, hold, of_body, over,
-    reconciled, rejected, running,
+use crate::laws::fixtures::{
+    AT_MOST_ONCE, BOTH, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE,
+    HOLDER_OPERATIONS, LONG, MINE, THEIRS, WINDOW, body, cleared, doubted, granted, hold,
+    reconciled, rejected, running, with_body, with_expired_lease,
 };
-use crate::laws::rows::{Row, keep, row};
+use crate::laws::rows::{Row, check_rows, row};
 
 const EFFECTS: [Effect; 2] = [Effect::Nothing, Effect::Unknown];
 const FINDINGS: [Finding; 2] = [Finding::Happened, Finding::DidNotHappen];
@@ -24,15 +24,15 @@ const FREE: [Marker; 2] = [
     },
 ];
 
-fn asks(guarantee: Guarantee, ask: Ask, attempt: u32) -> (Asker, Ask) {
-    (Asker::new(guarantee, MINE, attempt), ask)
+fn my_operation(guarantee: Guarantee, ask: Ask, attempt: u32) -> (Claimant, Ask) {
+    (Claimant::new(guarantee, MINE, attempt), ask)
 }
 
 /// The holder of attempt 2 with changed settings: its marker keeps the terms of its claim.
-fn on_other_terms(ask: Ask) -> [(Asker, Ask); 2] {
-    BOTH.map(|of| {
+fn on_other_terms(ask: Ask) -> [(Claimant, Ask); 2] {
+    BOTH.map(|guarantee| {
         (
-            Asker::new(of, MINE, 2)
+            Claimant::new(guarantee, MINE, 2)
                 .lease(LONG / 2)
                 .window(WINDOW / 2)
                 .body(body(8)),
@@ -45,150 +45,156 @@ fn on_other_terms(ask: Ask) -> [(Asker, Ask); 2] {
 /// was not claimed.
 pub async fn the_holder_renews(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
+    for guarantee in BOTH {
         for given in [
-            running(of, MINE, 2),
-            over(running(of, MINE, 2)),
-            doubted(of, MINE, 2),
+            running(guarantee, MINE, 2),
+            with_expired_lease(running(guarantee, MINE, 2)),
+            doubted(guarantee, MINE, 2),
             reconciled(MINE, 2),
-            over(reconciled(MINE, 2)),
+            with_expired_lease(reconciled(MINE, 2)),
         ] {
             rows.push(row(
                 "renew: mine",
                 given,
-                asks(of, Ask::Renew, 2),
+                my_operation(guarantee, Ask::Renew, 2),
                 Verdict::Kept,
                 given,
             ));
-            rows.extend(on_other_terms(Ask::Renew).map(|asked| {
+            rows.extend(on_other_terms(Ask::Renew).map(|operation| {
                 row(
                     "renew: mine, on other terms",
                     given,
-                    asked,
+                    operation,
                     Verdict::Kept,
                     given,
                 )
             }));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// The holder completes, also after its lease expired, as long as the id was not claimed. The
 /// fingerprint is kept.
 pub async fn the_holder_completes(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
-        for given in [running(of, MINE, 2), over(running(of, MINE, 2))] {
+    for guarantee in BOTH {
+        for given in [
+            running(guarantee, MINE, 2),
+            with_expired_lease(running(guarantee, MINE, 2)),
+        ] {
             rows.push(row(
                 "complete: in progress, mine",
                 given,
-                asks(of, Ask::Complete, 2),
+                my_operation(guarantee, Ask::Complete, 2),
                 DONE,
                 Marker::Done(None),
             ));
-            let (asker, ask) = asks(of, Ask::Complete, 2);
-            let asked = (asker.body(body(7)), ask);
+            let (claimant, ask) = my_operation(guarantee, Ask::Complete, 2);
+            let operation = (claimant.body(body(7)), ask);
             rows.push(row(
                 "complete: in progress, mine",
-                of_body(given, body(7)),
-                asked,
+                with_body(given, body(7)),
+                operation,
                 DONE,
                 Marker::Done(body(7)),
             ));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// Any token completes a doubt: only a holder completes, and a known outcome replaces an unknown
 /// one.
-pub async fn a_doubt_is_completed_by_whoever(store: Arc<dyn Store>) {
+pub async fn any_token_completes_a_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
+    for guarantee in BOTH {
         for given in [
-            doubted(of, MINE, 1),
-            doubted(of, THEIRS, 5),
+            doubted(guarantee, MINE, 1),
+            doubted(guarantee, THEIRS, 5),
             reconciled(MINE, 2),
             reconciled(THEIRS, 5),
-            over(reconciled(THEIRS, 5)),
+            with_expired_lease(reconciled(THEIRS, 5)),
         ] {
             rows.push(row(
                 "complete: in doubt, whoever's",
                 given,
-                asks(of, Ask::Complete, 1),
+                my_operation(guarantee, Ask::Complete, 1),
                 DONE,
                 Marker::Done(None),
             ));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// A repeated completion is done and keeps the first fingerprint.
 pub async fn completing_again_is_done(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
+    for guarantee in BOTH {
         for given in [Marker::Done(None), Marker::Done(body(7))] {
-            let (asker, ask) = asks(of, Ask::Complete, 1);
+            let (claimant, ask) = my_operation(guarantee, Ask::Complete, 1);
             rows.push(row(
                 "complete: done",
                 given,
-                (asker.body(body(8)), ask),
+                (claimant.body(body(8)), ask),
                 DONE,
                 given,
             ));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// Completing an absent marker is done and reports that the marker was lost.
-pub async fn completing_a_lost_marker_says_so(store: Arc<dyn Store>) {
+pub async fn completing_a_lost_marker_reports_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
-        let asked = asks(of, Ask::Complete, 1);
+    for guarantee in BOTH {
+        let operation = my_operation(guarantee, Ask::Complete, 1);
         rows.extend(FREE.map(|given| {
             row(
                 "complete: absent, cleared",
                 given,
-                asked,
+                operation,
                 DONE_WITH_LOST_MARKER,
                 Marker::Done(None),
             )
         }));
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// Clearing a first attempt of which nothing happened deletes the marker.
 pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
-        for given in [running(of, MINE, 1), over(running(of, MINE, 1))] {
-            let asked = asks(of, Ask::Clear(Effect::Nothing), 1);
+    for guarantee in BOTH {
+        for given in [
+            running(guarantee, MINE, 1),
+            with_expired_lease(running(guarantee, MINE, 1)),
+        ] {
+            let operation = my_operation(guarantee, Ask::Clear(Effect::Nothing), 1);
             rows.push(row(
                 "clear: in progress, mine, nothing happened, attempt 1",
                 given,
-                asked,
+                operation,
                 Verdict::Kept,
                 Marker::Absent,
             ));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// A later attempt, and one whose outcome is unknown, keeps its number when it is cleared, because
 /// it is a fencing token.
 pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
     let name = "clear: in progress, mine, attempt > 1 or unknown";
-    let clears = |of, effect, attempt| {
-        let asked = asks(of, Ask::Clear(effect), attempt);
+    let clears = |guarantee, effect, attempt| {
+        let operation = my_operation(guarantee, Ask::Clear(effect), attempt);
         row(
             name,
-            running(of, MINE, attempt),
-            asked,
+            running(guarantee, MINE, attempt),
+            operation,
             Verdict::Kept,
             cleared(attempt, effect),
         )
@@ -202,33 +208,33 @@ pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
         clears(EFFECTIVELY_ONCE, Effect::Unknown, 2),
         clears(EFFECTIVELY_ONCE, Effect::Unknown, 4),
     ];
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// A grant whose handler was not started is withdrawn as if it had not been granted: the budget and
 /// the unknown outcome of earlier attempts are unchanged. A free marker is unchanged.
-pub async fn withdrawing_spends_nothing(store: Arc<dyn Store>) {
+pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
-        let first = running(of, MINE, 1);
+    for guarantee in BOTH {
+        let first = running(guarantee, MINE, 1);
         rows.push(row(
             "withdraw: in progress, mine, attempt 1",
             first,
-            asks(of, Ask::Withdraw, 1),
+            my_operation(guarantee, Ask::Withdraw, 1),
             Verdict::Kept,
             Marker::Absent,
         ));
         // In at most once an unknown outcome is not granted.
         for earlier in EFFECTS
             .into_iter()
-            .filter(|earlier| *earlier == Effect::Nothing || of == EFFECTIVELY_ONCE)
+            .filter(|earlier| *earlier == Effect::Nothing || guarantee == EFFECTIVELY_ONCE)
         {
             let attempts = Attempts {
                 number: 4,
                 base: 2,
                 crashes: 0,
             };
-            let given = Marker::InProgress(hold(of, MINE, attempts, earlier));
+            let given = Marker::InProgress(hold(guarantee, MINE, attempts, earlier));
             let becomes = Marker::Cleared {
                 attempts: Attempts {
                     base: 3,
@@ -239,23 +245,23 @@ pub async fn withdrawing_spends_nothing(store: Arc<dyn Store>) {
             rows.push(row(
                 "withdraw: in progress, mine, attempt > 1",
                 given,
-                asks(of, Ask::Withdraw, 4),
+                my_operation(guarantee, Ask::Withdraw, 4),
                 Verdict::Kept,
                 becomes,
             ));
         }
-        let asked = asks(of, Ask::Withdraw, 1);
+        let operation = my_operation(guarantee, Ask::Withdraw, 1);
         rows.extend(FREE.map(|given| {
             row(
                 "withdraw: absent, cleared",
                 given,
-                asked,
+                operation,
                 Verdict::Kept,
                 given,
             )
         }));
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// In at most once an unknown outcome becomes a doubt and is never cleared.
@@ -265,68 +271,74 @@ pub async fn an_unknown_outcome_is_not_cleared_in_at_most_once(store: Arc<dyn St
         row(
             "clear: unknown, at most once",
             given,
-            asks(AT_MOST_ONCE, Ask::Clear(Effect::Unknown), attempt),
+            my_operation(AT_MOST_ONCE, Ask::Clear(Effect::Unknown), attempt),
             Verdict::Lost,
             given,
         )
     });
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// A free marker is unchanged.
-pub async fn clearing_what_is_free_changes_nothing(store: Arc<dyn Store>) {
+pub async fn clearing_a_free_marker_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
+    for guarantee in BOTH {
         for effect in EFFECTS {
-            let asked = asks(of, Ask::Clear(effect), 1);
-            rows.extend(
-                FREE.map(|given| row("clear: absent, cleared", given, asked, Verdict::Kept, given)),
-            );
+            let operation = my_operation(guarantee, Ask::Clear(effect), 1);
+            rows.extend(FREE.map(|given| {
+                row(
+                    "clear: absent, cleared",
+                    given,
+                    operation,
+                    Verdict::Kept,
+                    given,
+                )
+            }));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// In at most once a rejected id is kept, with the fingerprint of the rejected body.
-pub async fn rejecting_is_remembered_in_at_most_once(store: Arc<dyn Store>) {
+pub async fn a_rejection_is_kept_in_at_most_once(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for effect in EFFECTS {
-        for of in [None, body(7)] {
+        for fingerprint in [None, body(7)] {
             for attempt in [1, 2, 3] {
-                let given = of_body(running(AT_MOST_ONCE, MINE, attempt), of);
-                let asked = asks(AT_MOST_ONCE, Ask::Reject(effect), attempt);
+                let given = with_body(running(AT_MOST_ONCE, MINE, attempt), fingerprint);
+                let operation = my_operation(AT_MOST_ONCE, Ask::Reject(effect), attempt);
                 rows.push(row(
                     "reject: in progress, mine, at most once",
                     given,
-                    asked,
+                    operation,
                     Verdict::Kept,
-                    rejected(attempt, of),
+                    rejected(attempt, fingerprint),
                 ));
             }
         }
-        let asked = asks(AT_MOST_ONCE, Ask::Reject(effect), 1);
+        let operation = my_operation(AT_MOST_ONCE, Ask::Reject(effect), 1);
         rows.extend(FREE.map(|given| {
             row(
                 "reject: absent, cleared, at most once",
                 given,
-                asked,
+                operation,
                 Verdict::Lost,
                 given,
             )
         }));
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// In effectively once a rejection is a clear.
 pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
     let name = "reject: in progress, mine, effectively once";
-    let of = EFFECTIVELY_ONCE;
+    let guarantee = EFFECTIVELY_ONCE;
     let rejects = |effect, attempt, becomes| {
         row(
             name,
-            running(of, MINE, attempt),
-            asks(of, Ask::Reject(effect), attempt),
+            running(guarantee, MINE, attempt),
+            my_operation(guarantee, Ask::Reject(effect), attempt),
             Verdict::Kept,
             becomes,
         )
@@ -340,41 +352,41 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
         rejects(Effect::Unknown, 3, cleared(3, Effect::Unknown)),
     ];
     for effect in EFFECTS {
-        let asked = asks(of, Ask::Reject(effect), 1);
+        let operation = my_operation(guarantee, Ask::Reject(effect), 1);
         rows.extend(FREE.map(|given| {
             row(
                 "reject: absent, cleared, effectively once",
                 given,
-                asked,
+                operation,
                 Verdict::Kept,
                 given,
             )
         }));
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// The holder doubts an id that it ran or reconciled: then no consumer reconciles it, and the other
 /// fields of the hold are unchanged.
 pub async fn the_holder_doubts(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
-        let asked = asks(of, Ask::Doubt, 2);
+    for guarantee in BOTH {
+        let operation = my_operation(guarantee, Ask::Doubt, 2);
         for given in [
-            running(of, MINE, 2),
-            doubted(of, MINE, 2),
-            of_body(running(of, MINE, 2), body(7)),
+            running(guarantee, MINE, 2),
+            doubted(guarantee, MINE, 2),
+            with_body(running(guarantee, MINE, 2), body(7)),
         ] {
             let becomes = match given {
                 Marker::InProgress(hold) | Marker::InDoubt(hold, _) => waiting(hold),
                 _ => unreachable!("each of these has a hold"),
             };
-            rows.push(row("doubt: mine", given, asked, Verdict::Kept, becomes));
-            rows.extend(on_other_terms(Ask::Doubt).map(|asked| {
+            rows.push(row("doubt: mine", given, operation, Verdict::Kept, becomes));
+            rows.extend(on_other_terms(Ask::Doubt).map(|operation| {
                 row(
                     "doubt: mine, on other terms",
                     given,
-                    asked,
+                    operation,
                     Verdict::Kept,
                     becomes,
                 )
@@ -384,12 +396,12 @@ pub async fn the_holder_doubts(store: Arc<dyn Store>) {
         rows.push(row(
             "doubt: in doubt, mine",
             reconciled(MINE, 2),
-            asked,
+            operation,
             Verdict::Kept,
             waiting,
         ));
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 fn waiting(hold: Hold) -> Marker {
@@ -398,9 +410,9 @@ fn waiting(hold: Hold) -> Marker {
 
 /// A doubt on a free marker is recorded with the higher of both attempts: the fencing token never
 /// decreases.
-pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
+pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
+    for guarantee in BOTH {
         for (given, attempt, fence) in [
             (Marker::Absent, 1, Attempts::all_forgiven(1)),
             (Marker::Absent, 4, Attempts::all_forgiven(4)),
@@ -409,11 +421,11 @@ pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
             (cleared(3, Effect::Nothing), 10, Attempts::new(10)),
             (cleared(10, Effect::Unknown), 9, Attempts::new(10)),
         ] {
-            let becomes = waiting(hold(of, MINE, fence, Effect::Unknown));
+            let becomes = waiting(hold(guarantee, MINE, fence, Effect::Unknown));
             rows.push(row(
                 "doubt: absent, cleared",
                 given,
-                asks(of, Ask::Doubt, attempt),
+                my_operation(guarantee, Ask::Doubt, attempt),
                 Verdict::Kept,
                 becomes,
             ));
@@ -426,24 +438,24 @@ pub async fn what_is_free_can_be_doubted(store: Arc<dyn Store>) {
         rows.push(row(
             "doubt: cleared, an attempt that was freed",
             freed,
-            asks(of, Ask::Doubt, 3),
+            my_operation(guarantee, Ask::Doubt, 3),
             Verdict::Lost,
             freed,
         ));
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// A resolved doubt is done if it happened, and free with its attempt if it did not.
-pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
+pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
+    for guarantee in BOTH {
         for given in [
-            doubted(of, MINE, 2),
+            doubted(guarantee, MINE, 2),
             reconciled(MINE, 2),
-            over(reconciled(MINE, 2)),
+            with_expired_lease(reconciled(MINE, 2)),
         ] {
-            let happened = asks(of, Ask::Resolve(Finding::Happened), 2);
+            let happened = my_operation(guarantee, Ask::Resolve(Finding::Happened), 2);
             rows.push(row(
                 "resolve: happened",
                 given,
@@ -451,7 +463,7 @@ pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
                 DONE,
                 Marker::Done(None),
             ));
-            let did_not = asks(of, Ask::Resolve(Finding::DidNotHappen), 2);
+            let did_not = my_operation(guarantee, Ask::Resolve(Finding::DidNotHappen), 2);
             let attempts = if matches!(given, Marker::InDoubt(_, Doubt::Waiting)) {
                 Attempts::new(2)
             } else {
@@ -471,12 +483,12 @@ pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
         }
         // A marker in progress is not resolved, and a doubt is neither cleared nor rejected, not
         // even by its holder.
-        let given = running(of, MINE, 2);
+        let given = running(guarantee, MINE, 2);
         rows.extend(FINDINGS.map(|finding| {
             row(
                 "resolve: in progress",
                 given,
-                asks(of, Ask::Resolve(finding), 2),
+                my_operation(guarantee, Ask::Resolve(finding), 2),
                 Verdict::Lost,
                 given,
             )
@@ -485,18 +497,18 @@ pub async fn a_doubt_is_resolved_as_it_was_seen(store: Arc<dyn Store>) {
             .into_iter()
             .flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)])
         {
-            for given in [doubted(of, MINE, 2), reconciled(MINE, 2)] {
+            for given in [doubted(guarantee, MINE, 2), reconciled(MINE, 2)] {
                 rows.push(row(
                     "clear, reject: in doubt",
                     given,
-                    asks(of, ask, 2),
+                    my_operation(guarantee, ask, 2),
                     Verdict::Lost,
                     given,
                 ));
             }
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// Every marker that an operator may have read.
@@ -517,7 +529,7 @@ fn all_seen() -> Vec<Marker> {
         doubted(AT_MOST_ONCE, MINE, 3),
         doubted(EFFECTIVELY_ONCE, THEIRS, 3),
         reconciled(THEIRS, 3),
-        of_body(reconciled(THEIRS, 3), body(7)),
+        with_body(reconciled(THEIRS, 3), body(7)),
         rejected(3, None),
         rejected(4, None),
         rejected(3, body(7)),
@@ -529,31 +541,33 @@ fn all_seen() -> Vec<Marker> {
 /// An operator sends back a rejected id, an id that failed too often and, after stating the
 /// outcome, an id in doubt, if the marker is unchanged; never one that is in progress or done. The
 /// attempt number continues above every known number, and the whole budget is available.
-pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
+pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for (of, word, known) in [
+    for (guarantee, stated, known) in [
         (AT_MOST_ONCE, Effect::Nothing, 0),
         (EFFECTIVELY_ONCE, Effect::Unknown, 0),
         (AT_MOST_ONCE, Effect::Unknown, 9),
     ] {
         let freed = |marker: &Marker| {
             let (number, effect) = match marker {
-                Marker::Absent => (0, word),
+                Marker::Absent => (0, stated),
                 Marker::Cleared { attempts, effect } => (
                     attempts.number,
-                    if word == Effect::Nothing {
-                        word
+                    if stated == Effect::Nothing {
+                        stated
                     } else {
                         *effect
                     },
                 ),
                 Marker::Rejected { attempt, .. } => (*attempt, Effect::Nothing),
-                Marker::InDoubt(hold, _) if word == Effect::Nothing => (hold.attempts.number, word),
+                Marker::InDoubt(hold, _) if stated == Effect::Nothing => {
+                    (hold.attempts.number, stated)
+                }
                 Marker::InProgress(hold)
-                    if word == Effect::Nothing
-                        || (of, hold.guarantee) == (EFFECTIVELY_ONCE, EFFECTIVELY_ONCE) =>
+                    if stated == Effect::Nothing
+                        || (guarantee, hold.guarantee) == (EFFECTIVELY_ONCE, EFFECTIVELY_ONCE) =>
                 {
-                    (hold.attempts.number, word)
+                    (hold.attempts.number, stated)
                 }
                 _ => return None,
             };
@@ -564,7 +578,14 @@ pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
         };
         for given in all_seen() {
             for seen in all_seen() {
-                let asked = asks(of, Ask::SendBack { seen, effect: word }, known);
+                let operation = my_operation(
+                    guarantee,
+                    Ask::SendBack {
+                        seen,
+                        effect: stated,
+                    },
+                    known,
+                );
                 rows.push(match freed(&seen) {
                     // A marker in progress is not sent back; one that was sent back already is
                     // kept.
@@ -572,12 +593,18 @@ pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
                         if given == becomes
                             || (given == seen && !matches!(given, Marker::InProgress(_))) =>
                     {
-                        row("send back: as seen", given, asked, Verdict::Kept, becomes)
+                        row(
+                            "send back: as seen",
+                            given,
+                            operation,
+                            Verdict::Kept,
+                            becomes,
+                        )
                     }
                     _ => row(
                         "send back: anything else",
                         given,
-                        asked,
+                        operation,
                         Verdict::Lost,
                         given,
                     ),
@@ -586,22 +613,22 @@ pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
         }
     }
     // The lease of the holder has expired, and no claim has taken it over.
-    for (record, of, word) in [
+    for (record, guarantee, stated) in [
         (EFFECTIVELY_ONCE, EFFECTIVELY_ONCE, Some(Effect::Unknown)),
         (EFFECTIVELY_ONCE, AT_MOST_ONCE, None),
         (AT_MOST_ONCE, EFFECTIVELY_ONCE, None),
         (AT_MOST_ONCE, AT_MOST_ONCE, Some(Effect::Nothing)),
     ] {
-        let seen = over(running(record, THEIRS, 3));
-        let asked = asks(
-            of,
+        let seen = with_expired_lease(running(record, THEIRS, 3));
+        let operation = my_operation(
+            guarantee,
             Ask::SendBack {
                 seen,
-                effect: word.unwrap_or(Effect::Unknown),
+                effect: stated.unwrap_or(Effect::Unknown),
             },
             0,
         );
-        rows.push(match word {
+        rows.push(match stated {
             Some(effect) => {
                 let becomes = Marker::Cleared {
                     attempts: Attempts::all_forgiven(3),
@@ -610,57 +637,63 @@ pub async fn a_person_sends_back_what_was_seen(store: Arc<dyn Store>) {
                 row(
                     "send back: in progress, lease over",
                     seen,
-                    asked,
+                    operation,
                     Verdict::Kept,
                     becomes,
                 )
             }
             None => row(
-                "send back: in progress, lease over, at most once, no word",
+                "send back: in progress, lease with_expired_lease, at most once, outcome not stated",
                 seen,
-                asked,
+                operation,
                 Verdict::Lost,
                 seen,
             ),
         });
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// An operator forgets a completed id, if the marker is unchanged, and nothing else. The attempt
 /// number continues above the known attempt, or above a number that no budget reaches.
-pub async fn a_person_forgets_what_is_done(store: Arc<dyn Store>) {
+pub async fn forgetting_requires_the_expected_done_marker(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for (of, known) in [(AT_MOST_ONCE, 0), (EFFECTIVELY_ONCE, 7)] {
+    for (guarantee, known) in [(AT_MOST_ONCE, 0), (EFFECTIVELY_ONCE, 7)] {
         let fence = if known == 0 { UNKNOWN_ATTEMPT } else { known };
         for given in all_seen() {
             for seen in all_seen() {
-                let asked = asks(of, Ask::Forget { seen }, known);
+                let operation = my_operation(guarantee, Ask::Forget { seen }, known);
                 rows.push(match given {
                     Marker::Done(_) if given == seen => {
                         let becomes = Marker::Cleared {
                             attempts: Attempts::all_forgiven(fence),
                             effect: Effect::Nothing,
                         };
-                        row("forget: as seen", given, asked, Verdict::Kept, becomes)
+                        row("forget: as seen", given, operation, Verdict::Kept, becomes)
                     }
-                    _ => row("forget: anything else", given, asked, Verdict::Lost, given),
+                    _ => row(
+                        "forget: anything else",
+                        given,
+                        operation,
+                        Verdict::Lost,
+                        given,
+                    ),
                 });
             }
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
 /// The unknown outcome of an earlier attempt is kept, although a later attempt did nothing.
-pub async fn what_is_unknown_stays_unknown(store: Arc<dyn Store>) {
-    let of = EFFECTIVELY_ONCE;
+pub async fn an_unknown_outcome_stays_unknown(store: Arc<dyn Store>) {
+    let guarantee = EFFECTIVELY_ONCE;
     let attempts = Attempts {
         number: 4,
         base: 2,
         crashes: 0,
     };
-    let given = Marker::InProgress(hold(of, MINE, attempts, Effect::Unknown));
+    let given = Marker::InProgress(hold(guarantee, MINE, attempts, Effect::Unknown));
     let becomes = Marker::Cleared {
         attempts,
         effect: Effect::Unknown,
@@ -673,32 +706,32 @@ pub async fn what_is_unknown_stays_unknown(store: Arc<dyn Store>) {
             row(
                 "clear, reject: an earlier outcome is unknown",
                 given,
-                asks(of, ask, 4),
+                my_operation(guarantee, ask, 4),
                 Verdict::Kept,
                 becomes,
             )
         })
         .collect();
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
-/// Another permit completes, renews, clears, rejects, doubts and resolves nothing: neither another
+/// Another claim completes, renews, clears, rejects, doubts and resolves nothing: neither another
 /// token with the same attempt, nor the same token with another attempt. A settled id is unchanged.
-pub async fn another_permit_changes_nothing(store: Arc<dyn Store>) {
+pub async fn another_token_or_attempt_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
-    for of in BOTH {
+    for guarantee in BOTH {
         let not_mine = [(THEIRS, 2), (MINE, 1), (MINE, 3), (THEIRS, 1)];
         let held = not_mine.into_iter().flat_map(|(token, attempt)| {
             let doubts = [
-                doubted(of, token, attempt),
+                doubted(guarantee, token, attempt),
                 reconciled(token, attempt.max(2)),
             ];
             [
-                running(of, token, attempt),
-                over(running(of, token, attempt)),
+                running(guarantee, token, attempt),
+                with_expired_lease(running(guarantee, token, attempt)),
             ]
             .into_iter()
-            .chain(doubts.into_iter().filter(|it| !mine(it)))
+            .chain(doubts.into_iter().filter(|it| !is_mine(it)))
         });
         let settled = [
             Marker::Absent,
@@ -708,14 +741,14 @@ pub async fn another_permit_changes_nothing(store: Arc<dyn Store>) {
         ];
         for given in held.chain(settled) {
             rows.extend(
-                HOLDERS_ASKS
+                HOLDER_OPERATIONS
                     .into_iter()
-                    .filter(|ask| !has_a_row_of_its_own(*ask, &given, of))
+                    .filter(|ask| !has_a_row_of_its_own(*ask, &given, guarantee))
                     .map(|ask| {
                         row(
                             "any of these: anything else",
                             given,
-                            asks(of, ask, 2),
+                            my_operation(guarantee, ask, 2),
                             Verdict::Lost,
                             given,
                         )
@@ -723,20 +756,20 @@ pub async fn another_permit_changes_nothing(store: Arc<dyn Store>) {
             );
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }
 
-/// Whether the marker belongs to this permit: [`MINE`], attempt 2.
-fn mine(marker: &Marker) -> bool {
+/// Whether the marker belongs to this claim: [`MINE`], attempt 2.
+fn is_mine(marker: &Marker) -> bool {
     matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == MINE && hold.attempts.number == 2)
 }
 
-/// Whether the table has a row other than "anything else" for another permit.
-fn has_a_row_of_its_own(ask: Ask, given: &Marker, of: Guarantee) -> bool {
+/// Whether the table has a row other than "anything else" for another claim.
+fn has_a_row_of_its_own(ask: Ask, given: &Marker, guarantee: Guarantee) -> bool {
     match given {
         Marker::Absent | Marker::Cleared { .. } => match ask {
             Ask::Complete | Ask::Clear(_) | Ask::Withdraw | Ask::Doubt => true,
-            Ask::Reject(_) => of == EFFECTIVELY_ONCE,
+            Ask::Reject(_) => guarantee == EFFECTIVELY_ONCE,
             _ => false,
         },
         Marker::InDoubt(..) | Marker::Done(_) => ask == Ask::Complete,
@@ -744,15 +777,15 @@ fn has_a_row_of_its_own(ask: Ask, given: &Marker, of: Guarantee) -> bool {
     }
 }
 
-/// Bare is the literal gate: a claim of an absent id writes a done marker, any failure deletes it,
-/// and nothing else is checked.
-pub async fn bare_is_the_literal_gate(store: Arc<dyn Store>) {
-    let bare = |ask| asks(Guarantee::Bare, ask, 1);
+/// In [`Guarantee::Bare`] a claim of an absent id writes a done marker, any failure deletes it, and
+/// nothing else is checked.
+pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
+    let bare = |ask| my_operation(Guarantee::Bare, ask, 1);
     let all = [
         Marker::Absent,
         cleared(1, Effect::Nothing),
         running(AT_MOST_ONCE, THEIRS, 1),
-        over(running(EFFECTIVELY_ONCE, THEIRS, 1)),
+        with_expired_lease(running(EFFECTIVELY_ONCE, THEIRS, 1)),
         reconciled(MINE, 2),
         rejected(1, None),
         Marker::Done(None),
@@ -790,7 +823,7 @@ pub async fn bare_is_the_literal_gate(store: Arc<dyn Store>) {
             DONE,
             given,
         ));
-        for ask in HOLDERS_ASKS
+        for ask in HOLDER_OPERATIONS
             .into_iter()
             .filter(|ask| !matches!(ask, Ask::Renew | Ask::Complete))
         {
@@ -803,5 +836,5 @@ pub async fn bare_is_the_literal_gate(store: Arc<dyn Store>) {
             ));
         }
     }
-    keep(&*store, &rows).await;
+    check_rows(&*store, &rows).await;
 }

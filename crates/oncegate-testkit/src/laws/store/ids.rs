@@ -6,7 +6,9 @@ use std::sync::Arc;
 use oncegate_core::marker::{Ask, Attempts, Fingerprint, Marker, Operation, Verdict};
 use oncegate_core::{Key, MessageId, Scope, Store};
 
-use crate::laws::ask::{Asker, DONE_WITH_LOST_MARKER, EFFECTIVELY_ONCE, MINE, THEIRS, verdicts};
+use crate::laws::fixtures::{
+    Claimant, DONE_WITH_LOST_MARKER, EFFECTIVELY_ONCE, MINE, THEIRS, verdicts,
+};
 
 /// Ids as producers write them, and unusual ones.
 fn ids() -> Vec<Vec<u8>> {
@@ -155,52 +157,53 @@ pub async fn scopes_stay_distinct(store: Arc<dyn Store>) {
 
 /// Completes each key with its own fingerprint and checks that each still has it after all others.
 async fn have_markers_of_their_own(store: &dyn Store, keys: Vec<Key>) {
-    let asker =
-        |it: usize| Asker::new(EFFECTIVELY_ONCE, MINE, 1).body(Some(Fingerprint::new(it as u64)));
+    let claimant = |it: usize| {
+        Claimant::new(EFFECTIVELY_ONCE, MINE, 1).body(Some(Fingerprint::new(it as u64)))
+    };
     let every = |ask: &dyn Fn(usize, &Key) -> Operation| -> Vec<Operation> {
         keys.iter()
             .enumerate()
             .map(|(it, key)| ask(it, key))
             .collect()
     };
-    let expect = |heard: Vec<Verdict>, expected: Verdict| {
-        for (heard, key) in heard.into_iter().zip(&keys) {
-            assert_eq!(heard, expected, "{}", key.as_str());
+    let expect = |received: Vec<Verdict>, expected: Verdict| {
+        for (received, key) in received.into_iter().zip(&keys) {
+            assert_eq!(received, expected, "{}", key.as_str());
         }
     };
     // One at a time: each is new although all before it exist.
     for (it, key) in keys.iter().enumerate() {
-        let heard = verdicts(store, &[asker(it).asks(Ask::Complete, key)]).await;
+        let received = verdicts(store, &[claimant(it).operation(Ask::Complete, key)]).await;
         assert_eq!(
-            heard,
+            received,
             [DONE_WITH_LOST_MARKER],
             "{} has the marker of another id",
             key.as_str()
         );
     }
     expect(
-        verdicts(store, &every(&|it, key| asker(it).claims(key))).await,
+        verdicts(store, &every(&|it, key| claimant(it).claim(key))).await,
         Verdict::Duplicate,
     );
     let seen = |it| Marker::Done(Some(Fingerprint::new(it as u64)));
     expect(
         verdicts(
             store,
-            &every(&|it, key| asker(it).asks(Ask::Forget { seen: seen(it) }, key)),
+            &every(&|it, key| claimant(it).operation(Ask::Forget { seen: seen(it) }, key)),
         )
         .await,
         Verdict::Kept,
     );
     // All at once: all are free again, and none affects another.
-    let stranger =
-        |it: usize| Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).body(asker(it).terms.fingerprint);
+    let another =
+        |it: usize| Claimant::new(EFFECTIVELY_ONCE, THEIRS, 0).body(claimant(it).terms.fingerprint);
     let after_forget = Attempts {
         number: 2,
         base: 1,
         crashes: 0,
     };
     expect(
-        verdicts(store, &every(&|it, key| stranger(it).claims(key))).await,
+        verdicts(store, &every(&|it, key| another(it).claim(key))).await,
         Verdict::Granted(after_forget),
     );
 }

@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use oncegate_core::marker::{Ask, Attempts, Marker, Operation, Token, Verdict};
 use oncegate_core::{Guarantee, Key, Store};
 
-use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, BOTH, CRASHED_ONCE, EFFECTIVELY_ONCE, LONG, MINE, SHORT, SLACK,
+use crate::laws::fixtures::{
+    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, EFFECTIVELY_ONCE, LONG, MINE, SHORT, SLACK,
     TAKEN_OVER, THEIRS, granted, key, verdict, verdicts,
 };
 
@@ -16,26 +16,26 @@ const LEASE: Duration = Duration::from_millis(300);
 
 /// A lease is held for its duration and is then given to the next claim. `Busy` contains the
 /// remaining time, and a claim after that time is not busy again.
-pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
+pub async fn a_lease_ends_after_its_duration(store: Arc<dyn Store>) {
     for guarantee in BOTH {
         let key = key(format!("{guarantee:?}"));
         let before = Instant::now();
-        let holder = Asker::new(guarantee, MINE, 1).lease(LEASE);
-        assert_eq!(verdict(&*store, holder.claims(&key)).await, granted(1));
+        let holder = Claimant::new(guarantee, MINE, 1).lease(LEASE);
+        assert_eq!(verdict(&*store, holder.claim(&key)).await, granted(1));
         let claimed = Instant::now();
-        let claim = Asker::new(guarantee, THEIRS, 0).claims(&key);
+        let claim = Claimant::new(guarantee, THEIRS, 0).claim(&key);
         let taken = if guarantee == AT_MOST_ONCE {
             Verdict::InDoubt(CRASHED_ONCE)
         } else {
             Verdict::Granted(TAKEN_OVER)
         };
-        let mut told_to_wait = 0;
+        let mut busy_count = 0;
         loop {
-            let asked = Instant::now();
-            let heard = verdict(&*store, claim.clone()).await;
+            let sent = Instant::now();
+            let received = verdict(&*store, claim.clone()).await;
             let answered = Instant::now();
-            let Verdict::Busy { remaining } = heard else {
-                assert_eq!(heard, taken, "after {:?}", before.elapsed());
+            let Verdict::Busy { remaining } = received else {
+                assert_eq!(received, taken, "after {:?}", before.elapsed());
                 assert!(
                     answered - before + SLACK > LEASE,
                     "taken over after {:?} of {LEASE:?}",
@@ -44,19 +44,19 @@ pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
                 break;
             };
             let least = LEASE.saturating_sub(answered - before + SLACK);
-            let most = LEASE.saturating_sub(asked - claimed) + SLACK;
+            let most = LEASE.saturating_sub(sent - claimed) + SLACK;
             assert!(
                 (least..=most).contains(&remaining),
                 "{remaining:?} is said to remain, not {least:?} to {most:?}"
             );
             assert!(
-                asked - claimed < LEASE + SLACK,
+                sent - claimed < LEASE + SLACK,
                 "still busy {:?} after a claim for {LEASE:?}",
-                asked - claimed
+                sent - claimed
             );
-            told_to_wait += 1;
+            busy_count += 1;
             // The first claims without a pause, then after the time that the store reports.
-            tokio::time::sleep(if told_to_wait < 5 {
+            tokio::time::sleep(if busy_count < 5 {
                 LEASE / 10
             } else {
                 remaining + SLACK
@@ -68,9 +68,9 @@ pub async fn a_lease_ends_when_it_was_said(store: Arc<dyn Store>) {
 
 /// Renewing, repeating the claim with the same token, and repeating the claim of the same doubt
 /// restart the lease.
-pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
-    let holder = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
-    let doubter = Asker::new(AT_MOST_ONCE, MINE, 2).lease(LEASE);
+pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
+    let holder = Claimant::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
+    let doubter = Claimant::new(AT_MOST_ONCE, MINE, 2).lease(LEASE);
     let renewed = key("renewed");
     let claimed_again = key("claimed again");
     let doubt_renewed = key("doubt renewed");
@@ -78,33 +78,33 @@ pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
     let left_alone = key("left alone");
     let doubt = |key: &Key| {
         [
-            Asker::new(AT_MOST_ONCE, THEIRS, 1).asks(Ask::Doubt, key),
-            doubter.claims(key),
+            Claimant::new(AT_MOST_ONCE, THEIRS, 1).operation(Ask::Doubt, key),
+            doubter.claim(key),
         ]
     };
     let [first, second] = [doubt(&doubt_renewed), doubt(&doubt_claimed_again)];
-    let made = [
+    let setup = [
         &[
-            holder.claims(&renewed),
-            holder.claims(&claimed_again),
-            holder.claims(&left_alone),
+            holder.claim(&renewed),
+            holder.claim(&claimed_again),
+            holder.claim(&left_alone),
         ][..],
         &first,
         &second,
     ]
     .concat();
-    verdicts(&*store, &made).await;
+    verdicts(&*store, &setup).await;
     tokio::time::sleep(LEASE / 2).await;
 
     let again = [
-        holder.asks(Ask::Renew, &renewed),
-        holder.claims(&claimed_again),
-        doubter.asks(Ask::Renew, &doubt_renewed),
-        doubter.claims(&doubt_claimed_again),
+        holder.operation(Ask::Renew, &renewed),
+        holder.claim(&claimed_again),
+        doubter.operation(Ask::Renew, &doubt_renewed),
+        doubter.claim(&doubt_claimed_again),
     ];
-    let heard = verdicts(&*store, &again).await;
+    let received = verdicts(&*store, &again).await;
     assert_eq!(
-        heard,
+        received,
         [
             Verdict::Kept,
             granted(1),
@@ -116,9 +116,9 @@ pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
     // Leases that were not renewed have expired; renewed ones have not, unless this machine was
     // suspended.
     tokio::time::sleep(LEASE / 2 + SLACK).await;
-    let stranger = Asker::new(EFFECTIVELY_ONCE, Token(3), 0);
+    let another = Claimant::new(EFFECTIVELY_ONCE, Token(3), 0);
     assert_eq!(
-        verdict(&*store, stranger.claims(&left_alone)).await,
+        verdict(&*store, another.claim(&left_alone)).await,
         Verdict::Granted(TAKEN_OVER)
     );
     let keys = [
@@ -127,24 +127,24 @@ pub async fn a_renewal_starts_the_lease_anew(store: Arc<dyn Store>) {
         &doubt_renewed,
         &doubt_claimed_again,
     ];
-    let claims: Vec<Operation> = keys.into_iter().map(|key| stranger.claims(key)).collect();
-    let heard = verdicts(&*store, &claims).await;
+    let claims: Vec<Operation> = keys.into_iter().map(|key| another.claim(key)).collect();
+    let received = verdicts(&*store, &claims).await;
     if answered.elapsed() + SLACK < LEASE {
         assert!(
-            heard.iter().all(|it| matches!(it, Verdict::Busy { .. })),
-            "{heard:?} for {keys:?} after a renewal"
+            received.iter().all(|it| matches!(it, Verdict::Busy { .. })),
+            "{received:?} for {keys:?} after a renewal"
         );
     }
 }
 
 /// An operation without effect neither lengthens nor shortens a lease.
-pub async fn asking_in_vain_does_not_lengthen_a_lease(store: Arc<dyn Store>) {
-    let holder = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
+pub async fn an_operation_without_effect_does_not_extend_a_lease(store: Arc<dyn Store>) {
+    let holder = Claimant::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
     let key = key("k");
-    assert_eq!(verdict(&*store, holder.claims(&key)).await, granted(1));
+    assert_eq!(verdict(&*store, holder.claim(&key)).await, granted(1));
     let claimed = Instant::now();
-    let stranger = Asker::new(EFFECTIVELY_ONCE, THEIRS, 1).lease(LONG);
-    let in_vain = [
+    let another = Claimant::new(EFFECTIVELY_ONCE, THEIRS, 1).lease(LONG);
+    let without_effect = [
         Ask::Renew,
         Ask::Complete,
         Ask::Doubt,
@@ -152,22 +152,22 @@ pub async fn asking_in_vain_does_not_lengthen_a_lease(store: Arc<dyn Store>) {
             seen: Marker::Done(None),
         },
     ]
-    .map(|ask| stranger.asks(ask, &key));
+    .map(|ask| another.operation(ask, &key));
     while claimed.elapsed() < LEASE * 3 / 4 {
-        let heard = verdicts(&*store, &in_vain).await;
-        assert_eq!(heard, [Verdict::Lost; 4]);
+        let received = verdicts(&*store, &without_effect).await;
+        assert_eq!(received, [Verdict::Lost; 4]);
         if claimed.elapsed() < LEASE / 2 {
-            let heard = verdict(&*store, stranger.claims(&key)).await;
+            let received = verdict(&*store, another.claim(&key)).await;
             if claimed.elapsed() + SLACK > LEASE {
                 return; // This machine was suspended: the lease may have expired.
             }
-            assert!(matches!(heard, Verdict::Busy { .. }), "{heard:?}");
+            assert!(matches!(received, Verdict::Busy { .. }), "{received:?}");
         }
         tokio::time::sleep(LEASE / 10).await;
     }
     tokio::time::sleep((LEASE + SLACK).saturating_sub(claimed.elapsed())).await;
     assert_eq!(
-        verdict(&*store, stranger.claims(&key)).await,
+        verdict(&*store, another.claim(&key)).await,
         Verdict::Granted(TAKEN_OVER)
     );
 }
@@ -182,33 +182,35 @@ pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
         let ask = |name: &str, holders: Duration, readers: Duration| {
             let key = key(format!("{name}-{guarantee:?}"));
             (
-                Asker::new(guarantee, MINE, 1).lease(holders).claims(&key),
-                Asker::new(guarantee, THEIRS, 0).lease(readers).claims(&key),
+                Claimant::new(guarantee, MINE, 1).lease(holders).claim(&key),
+                Claimant::new(guarantee, THEIRS, 0)
+                    .lease(readers)
+                    .claim(&key),
             )
         };
         let (held, read) = ask("short reader", LONG, Duration::from_millis(1));
         let (brief, patient) = ask("long reader", SHORT, LONG);
         assert_eq!(verdicts(&*store, &[held, brief]).await, [granted(1); 2]);
         tokio::time::sleep(SHORT + SLACK).await;
-        let heard = verdicts(&*store, &[read, patient]).await;
+        let received = verdicts(&*store, &[read, patient]).await;
         assert!(
-            matches!(heard[0], Verdict::Busy { remaining } if remaining > LONG / 2),
-            "{heard:?}"
+            matches!(received[0], Verdict::Busy { remaining } if remaining > LONG / 2),
+            "{received:?}"
         );
-        assert_eq!(heard[1], taken);
+        assert_eq!(received[1], taken);
     }
 }
 
 /// A takeover has the lease of the new holder, and a doubt that of its reconciler.
-pub async fn who_takes_over_holds_for_their_own_lease(store: Arc<dyn Store>) {
+pub async fn a_takeover_has_the_lease_of_the_new_holder(store: Arc<dyn Store>) {
     let takeover = |guarantee: Guarantee, holders, takers| {
         let key = key(format!("{guarantee:?}-{takers:?}"));
-        let asker = |token, lease| {
-            Asker::new(guarantee, Token(token), 0)
+        let claimant = |token, lease| {
+            Claimant::new(guarantee, Token(token), 0)
                 .lease(lease)
-                .claims(&key)
+                .claim(&key)
         };
-        [asker(1, holders), asker(2, takers), asker(3, LONG)]
+        [claimant(1, holders), claimant(2, takers), claimant(3, LONG)]
     };
     let cases = BOTH
         .map(|guarantee| {
@@ -228,8 +230,9 @@ pub async fn who_takes_over_holds_for_their_own_lease(store: Arc<dyn Store>) {
         [doubt, doubt, grant, grant]
     );
     tokio::time::sleep(SHORT + SLACK).await;
-    let heard = verdicts(&*store, &step(2)).await;
-    let busy = |it: usize| matches!(heard[it], Verdict::Busy { remaining } if remaining > LONG / 2);
+    let received = verdicts(&*store, &step(2)).await;
+    let busy =
+        |it: usize| matches!(received[it], Verdict::Busy { remaining } if remaining > LONG / 2);
     let doubt = Verdict::InDoubt(Attempts {
         number: 3,
         base: 3,
@@ -241,7 +244,7 @@ pub async fn who_takes_over_holds_for_their_own_lease(store: Arc<dyn Store>) {
         crashes: 2,
     });
     assert!(
-        busy(0) && heard[1] == doubt && busy(2) && heard[3] == grant,
-        "{heard:?}"
+        busy(0) && received[1] == doubt && busy(2) && received[3] == grant,
+        "{received:?}"
     );
 }

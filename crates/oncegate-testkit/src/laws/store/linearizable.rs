@@ -12,8 +12,10 @@ use oncegate_core::{Key, Store};
 use tokio::sync::Barrier;
 
 use super::concurrency::handles;
-use crate::laws::ask::{Asker, BOTH, HOLDERS_ASKS, LONG, answers, cleared, key, rejected};
-use crate::laws::belief::{PossibleEntry, Span};
+use crate::laws::fixtures::{
+    BOTH, Claimant, HOLDER_OPERATIONS, LONG, answers, cleared, key, rejected,
+};
+use crate::laws::possible_markers::{PossibleEntry, Span};
 use crate::laws::random::{repeat, seeds};
 use crate::loses_replies::{LosesReplies, ReplyFault};
 
@@ -23,11 +25,11 @@ const CLIENTS: usize = 6;
 const KEYS: usize = 2;
 /// The number of batches of each client. The operations on one key must fit into the bits of a
 /// [`Set`].
-const APPLIES: usize = 9;
+const BATCHES: usize = 9;
 
 /// Six clients send operations on two keys at once; some replies are lost. The operations on each
 /// key have an order that the reference allows.
-pub async fn what_concurrent_clients_saw_has_one_order(store: Arc<dyn Store>) {
+pub async fn concurrent_operations_are_linearizable(store: Arc<dyn Store>) {
     let mut undecided = 0;
     let mut histories = 0;
     for seed in seeds(HISTORIES) {
@@ -65,7 +67,7 @@ struct ObservedCall {
     operation: Operation,
     /// From the request to the reply, or to the end of the history if the reply was lost.
     during: Span,
-    heard: Option<Verdict>,
+    verdict: Option<Verdict>,
 }
 
 /// Runs the clients and collects their operations.
@@ -93,7 +95,7 @@ async fn events(store: &Arc<dyn Store>, seed: u64, keys: &[Key; KEYS]) -> Vec<Ob
     let end = Instant::now();
     events
         .iter_mut()
-        .filter(|event| event.heard.is_none())
+        .filter(|event| event.verdict.is_none())
         .for_each(|event| event.during.to = end);
     events
 }
@@ -101,12 +103,12 @@ async fn events(store: &Arc<dyn Store>, seed: u64, keys: &[Key; KEYS]) -> Vec<Ob
 /// Loses one reply in ten; then all operations of the batch were applied, or a prefix.
 fn loses_some_replies(store: Arc<dyn Store>, seed: u64) -> impl Store {
     let calls = AtomicU64::new(0);
-    LosesReplies::new(store, move |asked: &[Operation]| {
+    LosesReplies::new(store, move |operations: &[Operation]| {
         let call = calls.fetch_add(1, Ordering::Relaxed);
         let mut random = fastrand::Rng::with_seed(seed ^ (call << 32));
         if random.u8(..10) == 0 {
             ReplyFault::Lost {
-                applied: random.usize(..=asked.len()),
+                applied: random.usize(..=operations.len()),
             }
         } else {
             ReplyFault::Answered
@@ -114,14 +116,14 @@ fn loses_some_replies(store: Arc<dyn Store>, seed: u64) -> impl Store {
     })
 }
 
-/// One client: it sends operations with its permits, also with old ones, and repeats or forgets
-/// claims.
+/// One client. It sends operations with the token and attempt of its last grant or an earlier one,
+/// claims with known and new tokens, and the operations of an operator.
 struct RandomClient {
     number: usize,
     random: fastrand::Rng,
     keys: [Key; KEYS],
-    permits: [Vec<Asker>; KEYS],
-    claims: u128,
+    grants: [Vec<Claimant>; KEYS],
+    claim_count: u128,
 }
 
 impl RandomClient {
@@ -131,24 +133,26 @@ impl RandomClient {
             number,
             random,
             keys,
-            permits: Default::default(),
-            claims: 0,
+            grants: Default::default(),
+            claim_count: 0,
         }
     }
 
     async fn run(mut self, store: &dyn Store) -> Vec<ObservedCall> {
         let mut events = Vec::new();
-        for _ in 0..APPLIES {
-            let of = self.random.usize(..KEYS);
+        for _ in 0..BATCHES {
+            let index = self.random.usize(..KEYS);
             // Sometimes both keys in one batch.
-            let asked: Vec<(usize, Asker, Ask)> = if self.random.u8(..3) == 0 {
-                (0..KEYS).map(|of| self.question(of)).collect()
+            let batch: Vec<(usize, Claimant, Ask)> = if self.random.u8(..3) == 0 {
+                (0..KEYS)
+                    .map(|index| self.random_operation(index))
+                    .collect()
             } else {
-                vec![self.question(of)]
+                vec![self.random_operation(index)]
             };
-            let operations: Vec<Operation> = asked
+            let operations: Vec<Operation> = batch
                 .iter()
-                .map(|(of, asker, ask)| asker.asks(*ask, &self.keys[*of]))
+                .map(|(index, claimant, ask)| claimant.operation(*ask, &self.keys[*index]))
                 .collect();
             let from = Instant::now();
             let answers = answers(store, &operations).await;
@@ -156,43 +160,43 @@ impl RandomClient {
                 from,
                 to: Instant::now(),
             };
-            for (((of, asker, _), operation), answer) in
-                asked.into_iter().zip(operations).zip(answers)
+            for (((index, claimant, _), operation), answer) in
+                batch.into_iter().zip(operations).zip(answers)
             {
-                let heard = answer.ok();
-                if let Some(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = heard {
-                    self.permits[of].push(Asker {
+                let verdict = answer.ok();
+                if let Some(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = verdict {
+                    self.grants[index].push(Claimant {
                         attempt: attempts.number,
-                        ..asker
+                        ..claimant
                     });
                 }
                 events.push(ObservedCall {
                     client: self.number,
                     operation,
                     during,
-                    heard,
+                    verdict,
                 });
             }
         }
         events
     }
 
-    fn question(&mut self, of: usize) -> (usize, Asker, Ask) {
-        let permits = &self.permits[of];
-        let permit = if self.random.u8(..4) == 0 {
-            self.random.choice(permits)
+    fn random_operation(&mut self, index: usize) -> (usize, Claimant, Ask) {
+        let grants = &self.grants[index];
+        let grant = if self.random.u8(..4) == 0 {
+            self.random.choice(grants)
         } else {
-            permits.last()
+            grants.last()
         };
-        match (permit, self.random.u8(..10)) {
-            (Some(permit), 0..=5) => (
-                of,
-                *permit,
-                HOLDERS_ASKS[self.random.usize(..HOLDERS_ASKS.len())],
+        match (grant, self.random.u8(..10)) {
+            (Some(grant), 0..=5) => (
+                index,
+                *grant,
+                HOLDER_OPERATIONS[self.random.usize(..HOLDER_OPERATIONS.len())],
             ),
-            (Some(permit), 6) => (of, *permit, Ask::Claim),
-            (Some(permit), 7) => {
-                let attempt = permit.attempt;
+            (Some(grant), 6) => (index, *grant, Ask::Claim),
+            (Some(grant), 7) => {
+                let attempt = grant.attempt;
                 let seen = [
                     Marker::Absent,
                     cleared(attempt, Effect::Nothing),
@@ -209,19 +213,19 @@ impl RandomClient {
                         seen: Marker::Done(None),
                     },
                 };
-                (of, *permit, ask)
+                (index, *grant, ask)
             }
             _ => {
-                self.claims += 1;
-                let token = Token((self.number as u128 + 1) << 64 | self.claims);
+                self.claim_count += 1;
+                let token = Token((self.number as u128 + 1) << 64 | self.claim_count);
                 let lease = if self.random.u8(..3) == 0 {
                     Duration::from_millis(3)
                 } else {
                     LONG
                 };
                 (
-                    of,
-                    Asker::new(BOTH[self.random.usize(..2)], token, 0).lease(lease),
+                    index,
+                    Claimant::new(BOTH[self.random.usize(..2)], token, 0).lease(lease),
                     Ask::Claim,
                 )
             }
@@ -246,23 +250,23 @@ const STATES: usize = 500_000;
 /// Wing and Gong with a set of visited states. `None` if there are too many states.
 fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> {
     assert!(events.len() <= Set::BITS as usize, "a bit for each event");
-    let heard = events
+    let answered = events
         .iter()
         .enumerate()
-        .filter(|(_, event)| event.heard.is_some())
+        .filter(|(_, event)| event.verdict.is_some())
         .fold(0, |set, (it, _)| set | 1 << it);
-    let mut seen: HashSet<(Set, PossibleEntry, Instant)> = HashSet::new();
-    let mut left: Vec<(Set, PossibleEntry, Instant)> =
+    let mut visited: HashSet<(Set, PossibleEntry, Instant)> = HashSet::new();
+    let mut to_visit: Vec<(Set, PossibleEntry, Instant)> =
         vec![(0, PossibleEntry::absent(start), start)];
-    while let Some(state) = left.pop() {
+    while let Some(state) = to_visit.pop() {
         let (taken, entry, now) = state;
-        if taken & heard == heard {
+        if taken & answered == answered {
             return Some(Linearization::Found);
         }
-        if !seen.insert(state) {
+        if !visited.insert(state) {
             continue;
         }
-        if seen.len() > STATES {
+        if visited.len() > STATES {
             return None;
         }
         let outstanding = || {
@@ -273,7 +277,7 @@ fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> 
         };
         // An operation with a reply before the request of another precedes it.
         let first_answer = outstanding()
-            .filter_map(|(_, event)| event.heard.map(|_| event.during.to))
+            .filter_map(|(_, event)| event.verdict.map(|_| event.during.to))
             .min();
         for (it, event) in outstanding()
             .filter(|(_, event)| first_answer.is_none_or(|answer| event.during.from <= answer))
@@ -283,9 +287,9 @@ fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> 
                 from,
                 to: event.during.to.max(from),
             };
-            left.extend(
+            to_visit.extend(
                 entry
-                    .after(&event.operation, during, event.heard)
+                    .after(&event.operation, during, event.verdict)
                     .into_iter()
                     .map(|entry| (taken | 1 << it, entry, from)),
             );
@@ -300,12 +304,12 @@ fn render(start: Instant, events: &[ObservedCall]) -> String {
     events.sort_by_key(|event| event.during.from);
     let at = |moment: Instant| moment.saturating_duration_since(start).as_micros();
     events.into_iter().fold(String::new(), |mut text, event| {
-        let ObservedCall { client, operation: Operation { ask, token, attempt, terms, .. }, during, heard } = event;
+        let ObservedCall { client, operation: Operation { ask, token, attempt, terms, .. }, during, verdict } = event;
         let (from, to, mode, lease) = (at(during.from), at(during.to), terms.guarantee, terms.lease);
         // Writing to a String cannot fail.
         let _ = writeln!(
             text,
-            "{from:>8} to {to:>8}: client {client} {ask:?} by {token:x?}, attempt {attempt}, {mode:?}, {lease:?}: {heard:?}"
+            "{from:>8} to {to:>8}: client {client} {ask:?} by {token:x?}, attempt {attempt}, {mode:?}, {lease:?}: {verdict:?}"
         );
         text
     })
@@ -314,23 +318,25 @@ fn render(start: Instant, events: &[ObservedCall]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::laws::ask::{DONE, EFFECTIVELY_ONCE, granted};
+    use crate::laws::fixtures::{DONE, EFFECTIVELY_ONCE, granted};
 
     /// Operations on one key by several claims: token, operation, time of request, time of reply,
     /// verdict.
     fn events(rows: &[(u128, Ask, u64, u64, Option<Verdict>)]) -> (Instant, Vec<ObservedCall>) {
         let start = Instant::now();
         let at = |ms: u64| start + Duration::from_millis(ms);
-        let event =
-            |(token, ask, from, to, heard): &(u128, Ask, u64, u64, Option<Verdict>)| ObservedCall {
+        let event = |(token, ask, from, to, verdict): &(u128, Ask, u64, u64, Option<Verdict>)| {
+            ObservedCall {
                 client: *token as usize,
-                operation: Asker::new(EFFECTIVELY_ONCE, Token(*token), 1).asks(*ask, &key("k")),
+                operation: Claimant::new(EFFECTIVELY_ONCE, Token(*token), 1)
+                    .operation(*ask, &key("k")),
                 during: Span {
                     from: at(*from),
                     to: at(*to),
                 },
-                heard: *heard,
-            };
+                verdict: *verdict,
+            }
+        };
         (start, rows.iter().map(event).collect())
     }
 

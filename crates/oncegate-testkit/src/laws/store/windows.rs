@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use oncegate_core::marker::{Ask, Attempts, Effect, Guarantee, Operation, Token, Verdict};
 use oncegate_core::{Key, Store};
 
-use crate::laws::ask::{
-    AT_MOST_ONCE, Asker, CRASHED_ONCE, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE,
-    LONG, MINE, SLACK, THEIRS, body, granted, key, verdict, verdicts,
+use crate::laws::fixtures::{
+    AT_MOST_ONCE, CRASHED_ONCE, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE,
+    EFFECTIVELY_ONCE, LONG, MINE, SLACK, THEIRS, body, granted, key, verdict, verdicts,
 };
 
 /// The shortest window that settings allow.
@@ -17,34 +17,40 @@ const BRIEF: Duration = Duration::from_secs(1);
 /// A key with its operations, and the expected verdict of a claim before it expires.
 struct FinishedKey {
     key: Key,
-    made: Vec<Operation>,
+    setup: Vec<Operation>,
     claim: Operation,
     is_expected: fn(&Verdict) -> bool,
 }
 
 fn finished_key(
     name: &str,
-    askers: &[(Asker, Ask)],
+    operations: &[(Claimant, Ask)],
     claimer: Guarantee,
     is_expected: fn(&Verdict) -> bool,
 ) -> FinishedKey {
     let key = key(name);
-    let made = askers
+    let setup = operations
         .iter()
-        .map(|(asker, ask)| asker.asks(*ask, &key))
+        .map(|(claimant, ask)| claimant.operation(*ask, &key))
         .collect();
     FinishedKey {
-        claim: Asker::new(claimer, Token(99), 0).body(body(7)).claims(&key),
+        claim: Claimant::new(claimer, Token(99), 0)
+            .body(body(7))
+            .claim(&key),
         key,
-        made,
+        setup,
         is_expected,
     }
 }
 
 /// Markers with the window are kept for its duration and absent afterwards: done, rejected and
 /// cleared ones, and unresolved ones in effectively once. An expired marker has no holder.
-pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
-    let mine = |of, attempt| Asker::new(of, MINE, attempt).lease(BRIEF / 2).window(BRIEF);
+pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
+    let mine = |of, attempt| {
+        Claimant::new(of, MINE, attempt)
+            .lease(BRIEF / 2)
+            .window(BRIEF)
+    };
     let (once, again) = (mine(AT_MOST_ONCE, 1), mine(EFFECTIVELY_ONCE, 1));
     let held = |verdict: &Verdict| matches!(verdict, Verdict::Busy { .. });
     let all = [
@@ -91,97 +97,106 @@ pub async fn what_has_the_window_is_forgotten_after_it(store: Arc<dyn Store>) {
             |it| *it == Verdict::Conflict,
         ),
     ];
-    let made: Vec<Operation> = all.iter().flat_map(|it| it.made.clone()).collect();
+    let setup: Vec<Operation> = all.iter().flat_map(|it| it.setup.clone()).collect();
     // Only a claim distinguishes a cleared marker from an absent one, and then holds it: one key
     // for each check.
     let cleared: Vec<Key> = ["cleared 0", "cleared 1"].map(key).into();
     let clear = |key: &Key| {
         [
-            again.claims(key),
-            again.asks(Ask::Clear(Effect::Unknown), key),
+            again.claim(key),
+            again.operation(Ask::Clear(Effect::Unknown), key),
         ]
     };
-    let made: Vec<Operation> = made
+    let setup: Vec<Operation> = setup
         .into_iter()
         .chain(cleared.iter().flat_map(clear))
         .collect();
     let before = Instant::now();
-    verdicts(&*store, &made).await;
+    verdicts(&*store, &setup).await;
     let written = Instant::now();
 
     tokio::time::sleep(BRIEF / 2).await;
     let claims: Vec<Operation> = all.iter().map(|it| it.claim.clone()).collect();
-    let first = Asker::new(EFFECTIVELY_ONCE, Token(98), 0).claims(&cleared[0]);
-    let heard = verdicts(&*store, &[&claims[..], &[first]].concat()).await;
+    let first = Claimant::new(EFFECTIVELY_ONCE, Token(98), 0).claim(&cleared[0]);
+    let received = verdicts(&*store, &[&claims[..], &[first]].concat()).await;
     if before.elapsed() + SLACK > BRIEF {
         return; // This machine was suspended: the markers may have expired before the check.
     }
-    for (it, heard) in all.iter().zip(&heard) {
+    for (it, received) in all.iter().zip(&received) {
         assert!(
-            (it.is_expected)(heard),
-            "{:?} within its window: {heard:?}",
+            (it.is_expected)(received),
+            "{:?} within its window: {received:?}",
             it.key
         );
     }
-    assert_eq!(heard[all.len()], granted(2), "cleared, within its window");
+    assert_eq!(
+        received[all.len()],
+        granted(2),
+        "cleared, within its window"
+    );
 
     tokio::time::sleep((BRIEF + SLACK).saturating_sub(written.elapsed())).await;
-    let late = Asker {
+    let late = Claimant {
         attempt: 1,
         ..again
     }
-    .asks(Ask::Renew, &all[5].key);
+    .operation(Ask::Renew, &all[5].key);
     assert_eq!(
         verdict(&*store, late).await,
         Verdict::Lost,
         "an expired marker has no holder"
     );
-    let second = Asker::new(EFFECTIVELY_ONCE, Token(97), 0).claims(&cleared[1]);
-    let heard = verdicts(&*store, &[&claims[..], &[second]].concat()).await;
-    for (name, heard) in all.iter().map(|it| &it.key).chain([&cleared[1]]).zip(heard) {
-        assert_eq!(heard, granted(1), "{name:?} after its window");
+    let second = Claimant::new(EFFECTIVELY_ONCE, Token(97), 0).claim(&cleared[1]);
+    let received = verdicts(&*store, &[&claims[..], &[second]].concat()).await;
+    for (name, received) in all
+        .iter()
+        .map(|it| &it.key)
+        .chain([&cleared[1]])
+        .zip(received)
+    {
+        assert_eq!(received, granted(1), "{name:?} after its window");
     }
     // The holder completes after its marker expired: done, with a lost marker.
-    let expired = Asker::new(EFFECTIVELY_ONCE, MINE, 1)
+    let expired = Claimant::new(EFFECTIVELY_ONCE, MINE, 1)
         .lease(LONG)
         .window(BRIEF);
     let key = key("late completion");
-    assert_eq!(verdict(&*store, expired.claims(&key)).await, granted(1));
+    assert_eq!(verdict(&*store, expired.claim(&key)).await, granted(1));
     tokio::time::sleep(BRIEF + SLACK).await;
     assert_eq!(
-        verdict(&*store, expired.asks(Ask::Complete, &key)).await,
+        verdict(&*store, expired.operation(Ask::Complete, &key)).await,
         DONE_WITH_LOST_MARKER
     );
 }
 
 /// Repeated duplicates do not extend the window of a marker.
-pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
+pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn Store>) {
     let (done, rejected) = (key("done"), key("rejected"));
-    let asker = |of| Asker::new(of, MINE, 1).window(BRIEF);
-    let reject = asker(AT_MOST_ONCE).asks(Ask::Reject(Effect::Nothing), &rejected);
-    let made = [
-        asker(EFFECTIVELY_ONCE).asks(Ask::Complete, &done),
-        asker(AT_MOST_ONCE).claims(&rejected),
+    let claimant = |of| Claimant::new(of, MINE, 1).window(BRIEF);
+    let reject = claimant(AT_MOST_ONCE).operation(Ask::Reject(Effect::Nothing), &rejected);
+    let setup = [
+        claimant(EFFECTIVELY_ONCE).operation(Ask::Complete, &done),
+        claimant(AT_MOST_ONCE).claim(&rejected),
         reject,
     ];
     assert_eq!(
-        verdicts(&*store, &made).await,
+        verdicts(&*store, &setup).await,
         [DONE_WITH_LOST_MARKER, granted(1), Verdict::Kept]
     );
     let written = Instant::now();
-    let stranger = Asker::new(AT_MOST_ONCE, THEIRS, 1);
-    let in_vain: Vec<Operation> = [&done, &rejected]
+    let another = Claimant::new(AT_MOST_ONCE, THEIRS, 1);
+    let without_effect: Vec<Operation> = [&done, &rejected]
         .into_iter()
         .flat_map(|key| {
             [
-                stranger.claims(key),
-                stranger.asks(Ask::Complete, key),
-                stranger.asks(Ask::Renew, key),
+                another.claim(key),
+                another.operation(Ask::Complete, key),
+                another.operation(Ask::Renew, key),
             ]
         })
         .collect();
     while written.elapsed() < BRIEF * 3 / 4 {
-        let heard = verdicts(&*store, &in_vain).await;
+        let received = verdicts(&*store, &without_effect).await;
         let expected = [
             Verdict::Duplicate,
             DONE,
@@ -193,26 +208,22 @@ pub async fn asking_in_vain_does_not_lengthen_a_window(store: Arc<dyn Store>) {
         if written.elapsed() + SLACK > BRIEF {
             return; // This machine was suspended: the markers may have expired.
         }
-        assert_eq!(heard, expected);
+        assert_eq!(received, expected);
         tokio::time::sleep(BRIEF / 10).await;
     }
     tokio::time::sleep((BRIEF + SLACK).saturating_sub(written.elapsed())).await;
     assert_eq!(
-        verdicts(
-            &*store,
-            &[stranger.claims(&done), stranger.claims(&rejected)]
-        )
-        .await,
+        verdicts(&*store, &[another.claim(&done), another.claim(&rejected)]).await,
         [granted(1); 2]
     );
 }
 
 /// Every write restarts the window: a renewal, a repeated claim, a doubt, a clear, a completion.
-pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
-    let asker = Asker::new(EFFECTIVELY_ONCE, MINE, 1)
+pub async fn every_write_restarts_the_window(store: Arc<dyn Store>) {
+    let claimant = Claimant::new(EFFECTIVELY_ONCE, MINE, 1)
         .lease(LONG)
         .window(BRIEF);
-    let stranger = Asker::new(EFFECTIVELY_ONCE, THEIRS, 0);
+    let another = Claimant::new(EFFECTIVELY_ONCE, THEIRS, 0);
     let cases = [
         ("renewed", Ask::Renew, Verdict::Kept),
         ("claimed again", Ask::Claim, granted(1)),
@@ -225,35 +236,35 @@ pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
     };
     let before = Instant::now();
     assert_eq!(
-        verdicts(&*store, &all(&|(name, _, _)| asker.claims(&key(name)))).await,
+        verdicts(&*store, &all(&|(name, _, _)| claimant.claim(&key(name)))).await,
         [granted(1); 5]
     );
     tokio::time::sleep(BRIEF * 3 / 5).await;
-    let asked = Instant::now();
-    let heard = verdicts(
+    let sent = Instant::now();
+    let received = verdicts(
         &*store,
-        &all(&|(name, ask, _)| asker.asks(*ask, &key(name))),
+        &all(&|(name, ask, _)| claimant.operation(*ask, &key(name))),
     )
     .await;
     if before.elapsed() + SLACK > BRIEF {
         return; // This machine was suspended: the markers may have expired before they were written again.
     }
-    assert_eq!(heard, cases.map(|(_, _, verdict)| verdict));
+    assert_eq!(received, cases.map(|(_, _, verdict)| verdict));
     // After the first window, and within the second.
     tokio::time::sleep(BRIEF * 3 / 5).await;
-    let heard = verdicts(&*store, &all(&|(name, _, _)| stranger.claims(&key(name)))).await;
-    if asked.elapsed() + SLACK > BRIEF {
+    let received = verdicts(&*store, &all(&|(name, _, _)| another.claim(&key(name)))).await;
+    if sent.elapsed() + SLACK > BRIEF {
         return;
     }
-    let [renewed, again, doubted, cleared, completed] = heard[..] else {
-        panic!("five answers, not {heard:?}")
+    let [renewed, again, doubted, cleared, completed] = received[..] else {
+        panic!("five answers, not {received:?}")
     };
     assert!(
         matches!(
             (renewed, again),
             (Verdict::Busy { .. }, Verdict::Busy { .. })
         ),
-        "{heard:?}"
+        "{received:?}"
     );
     assert_eq!(
         [doubted, cleared, completed],
@@ -270,9 +281,11 @@ pub async fn every_write_starts_the_window_anew(store: Arc<dyn Store>) {
 pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
     /// The holder's terms, the terms of the repeated operation, and whether the marker is kept
     /// after the shortest window.
-    type Case = (&'static str, Asker, Asker, bool);
-    let lax = Asker::new(EFFECTIVELY_ONCE, MINE, 1).lease(LONG);
-    let strict = Asker::new(AT_MOST_ONCE, MINE, 1).lease(LONG).window(BRIEF);
+    type Case = (&'static str, Claimant, Claimant, bool);
+    let lax = Claimant::new(EFFECTIVELY_ONCE, MINE, 1).lease(LONG);
+    let strict = Claimant::new(AT_MOST_ONCE, MINE, 1)
+        .lease(LONG)
+        .window(BRIEF);
     let cases: [Case; 4] = [
         ("with a longer window", lax.window(BRIEF), lax, false),
         ("as at most once", lax.window(BRIEF), strict, false),
@@ -284,39 +297,42 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
         ("claimed again", Ask::Claim, granted(1)),
         ("doubted", Ask::Doubt, Verdict::Kept),
     ];
-    let (mut asked, mut expected, mut all) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut operations, mut expected, mut all) = (Vec::new(), Vec::new(), Vec::new());
     for (way, holder, again, stays) in cases {
         for (write, ask, verdict) in writes {
             let key = key(format!("{write} {way}"));
-            asked.extend([holder.claims(&key), again.asks(ask, &key)]);
+            operations.extend([holder.claim(&key), again.operation(ask, &key)]);
             expected.extend([granted(1), verdict]);
             all.push((key, ask, stays));
         }
     }
     let before = Instant::now();
-    let heard = verdicts(&*store, &asked).await;
+    let received = verdicts(&*store, &operations).await;
     if before.elapsed() + SLACK > BRIEF {
         return; // This machine was suspended: markers with the short window may have expired before they were written again.
     }
-    assert_eq!(heard, expected);
+    assert_eq!(received, expected);
     tokio::time::sleep(BRIEF + SLACK).await;
-    let stranger = Asker::new(EFFECTIVELY_ONCE, THEIRS, 0);
-    let claims: Vec<Operation> = all.iter().map(|(key, ..)| stranger.claims(key)).collect();
-    for ((key, ask, stays), heard) in all.iter().zip(verdicts(&*store, &claims).await) {
+    let another = Claimant::new(EFFECTIVELY_ONCE, THEIRS, 0);
+    let claims: Vec<Operation> = all.iter().map(|(key, ..)| another.claim(key)).collect();
+    for ((key, ask, stays), received) in all.iter().zip(verdicts(&*store, &claims).await) {
         let is_expected = match (stays, ask) {
-            (false, _) => heard == granted(1),
-            (true, Ask::Doubt) => heard == Verdict::InDoubt(DOUBTED_ONCE),
-            (true, _) => matches!(heard, Verdict::Busy { .. }),
+            (false, _) => received == granted(1),
+            (true, Ask::Doubt) => received == Verdict::InDoubt(DOUBTED_ONCE),
+            (true, _) => matches!(received, Verdict::Busy { .. }),
         };
-        assert!(is_expected, "{key:?} after the shortest window: {heard:?}");
+        assert!(
+            is_expected,
+            "{key:?} after the shortest window: {received:?}"
+        );
     }
 }
 
 /// An unresolved marker in at most once outlives every window: an unknown outcome on Friday is not
 /// a first delivery on Monday.
-pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn Store>) {
+pub async fn an_unresolved_at_most_once_marker_outlives_the_window(store: Arc<dyn Store>) {
     let brief = |of, token, attempt| {
-        Asker::new(of, Token(token), attempt)
+        Claimant::new(of, Token(token), attempt)
             .lease(BRIEF / 20)
             .window(BRIEF)
     };
@@ -330,33 +346,33 @@ pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn 
         "completed late",
     ]
     .map(key);
-    let made = [
-        strict.claims(&running),
-        strict.claims(&doubted),
-        strict.asks(Ask::Doubt, &doubted),
-        brief(EFFECTIVELY_ONCE, 1, 1).claims(&taken),
-        strict.claims(&reversed),
-        strict.claims(&renewed),
-        strict.asks(Ask::Renew, &renewed),
-        strict.claims(&late),
+    let setup = [
+        strict.claim(&running),
+        strict.claim(&doubted),
+        strict.operation(Ask::Doubt, &doubted),
+        brief(EFFECTIVELY_ONCE, 1, 1).claim(&taken),
+        strict.claim(&reversed),
+        strict.claim(&renewed),
+        strict.operation(Ask::Renew, &renewed),
+        strict.claim(&late),
     ];
     let before = Instant::now();
-    verdicts(&*store, &made).await;
+    verdicts(&*store, &setup).await;
     tokio::time::sleep(BRIEF / 20 + SLACK).await;
     // A takeover that doubts: from here on the marker is at most once, whichever of the two was.
     let takeovers = [
-        brief(AT_MOST_ONCE, 2, 0).claims(&taken),
-        brief(EFFECTIVELY_ONCE, 2, 0).claims(&reversed),
+        brief(AT_MOST_ONCE, 2, 0).claim(&taken),
+        brief(EFFECTIVELY_ONCE, 2, 0).claim(&reversed),
     ];
-    let heard = verdicts(&*store, &takeovers).await;
+    let received = verdicts(&*store, &takeovers).await;
     if before.elapsed() + SLACK > BRIEF {
         return; // This machine was suspended: markers in effectively once may have expired before the takeover.
     }
-    assert_eq!(heard, [Verdict::InDoubt(CRASHED_ONCE); 2]);
+    assert_eq!(received, [Verdict::InDoubt(CRASHED_ONCE); 2]);
     tokio::time::sleep(BRIEF + SLACK).await;
     let claims: Vec<Operation> = [&running, &doubted, &taken, &reversed, &renewed]
         .into_iter()
-        .map(|key| brief(AT_MOST_ONCE, 3, 0).claims(key))
+        .map(|key| brief(AT_MOST_ONCE, 3, 0).claim(key))
         .collect();
     let crashed_twice = Attempts {
         number: 3,
@@ -373,7 +389,7 @@ pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn 
     .map(Verdict::InDoubt);
     assert_eq!(verdicts(&*store, &claims).await, expected);
     assert_eq!(
-        verdict(&*store, strict.asks(Ask::Complete, &late)).await,
+        verdict(&*store, strict.operation(Ask::Complete, &late)).await,
         DONE,
         "its holder still has it"
     );
@@ -382,13 +398,16 @@ pub async fn what_is_unresolved_at_most_once_outlives_the_window(store: Arc<dyn 
 /// The window is that of the completion's terms and may be a hundred years.
 pub async fn a_window_may_be_long(store: Arc<dyn Store>) {
     let century = Duration::from_secs(100 * 365 * 24 * 3600);
-    let claimer = Asker::new(EFFECTIVELY_ONCE, MINE, 1).window(BRIEF);
+    let claimer = Claimant::new(EFFECTIVELY_ONCE, MINE, 1).window(BRIEF);
     let key = key("k");
     let completer = claimer.window(century);
     assert_eq!(
         verdicts(
             &*store,
-            &[claimer.claims(&key), completer.asks(Ask::Complete, &key)]
+            &[
+                claimer.claim(&key),
+                completer.operation(Ask::Complete, &key)
+            ]
         )
         .await,
         [granted(1), DONE]
@@ -397,7 +416,7 @@ pub async fn a_window_may_be_long(store: Arc<dyn Store>) {
     assert_eq!(
         verdict(
             &*store,
-            Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).claims(&key)
+            Claimant::new(EFFECTIVELY_ONCE, THEIRS, 0).claim(&key)
         )
         .await,
         Verdict::Duplicate

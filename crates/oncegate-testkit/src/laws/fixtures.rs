@@ -1,4 +1,4 @@
-//! Operations and markers for the laws, in short form.
+//! Short forms of operations and markers for the laws.
 
 use std::time::Duration;
 
@@ -69,13 +69,13 @@ pub(crate) fn body(number: u64) -> Option<Fingerprint> {
 
 /// A claim with its granted attempt and terms.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Asker {
+pub(crate) struct Claimant {
     pub(crate) token: Token,
     pub(crate) attempt: u32,
     pub(crate) terms: Terms,
 }
 
-impl Asker {
+impl Claimant {
     pub(crate) fn new(guarantee: Guarantee, token: Token, attempt: u32) -> Self {
         Self {
             token,
@@ -99,7 +99,7 @@ impl Asker {
         self
     }
 
-    pub(crate) fn asks(&self, ask: Ask, key: &Key) -> Operation {
+    pub(crate) fn operation(&self, ask: Ask, key: &Key) -> Operation {
         let attempt = if ask == Ask::Claim { 0 } else { self.attempt };
         Operation {
             key: key.clone(),
@@ -110,8 +110,8 @@ impl Asker {
         }
     }
 
-    pub(crate) fn claims(&self, key: &Key) -> Operation {
-        self.asks(Ask::Claim, key)
+    pub(crate) fn claim(&self, key: &Key) -> Operation {
+        self.operation(Ask::Claim, key)
     }
 }
 
@@ -195,7 +195,7 @@ pub(crate) fn hold_of(marker: &mut Marker) -> Option<&mut Hold> {
 }
 
 /// The same marker with a lease whose expiry a law waits for.
-pub(crate) fn over(mut marker: Marker) -> Marker {
+pub(crate) fn with_expired_lease(mut marker: Marker) -> Marker {
     if let Some(hold) = hold_of(&mut marker) {
         hold.lease = SHORT;
     }
@@ -203,7 +203,7 @@ pub(crate) fn over(mut marker: Marker) -> Marker {
 }
 
 /// The same marker with a fingerprint.
-pub(crate) fn of_body(mut marker: Marker, body: Option<Fingerprint>) -> Marker {
+pub(crate) fn with_body(mut marker: Marker, body: Option<Fingerprint>) -> Marker {
     if let Some(hold) = hold_of(&mut marker) {
         hold.fingerprint = body;
     }
@@ -211,7 +211,7 @@ pub(crate) fn of_body(mut marker: Marker, body: Option<Fingerprint>) -> Marker {
 }
 
 /// Every operation except the claim and the operations of an operator.
-pub(crate) const HOLDERS_ASKS: [Ask; 10] = [
+pub(crate) const HOLDER_OPERATIONS: [Ask; 10] = [
     Ask::Renew,
     Ask::Complete,
     Ask::Clear(Effect::Nothing),
@@ -241,9 +241,9 @@ pub(crate) async fn answers(
 /// The verdicts; panics if an operation fails.
 pub(crate) async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdict> {
     let answers = answers(store, operations).await;
-    let verdict = |(answer, asked): (Result<Verdict, StoreError>, &Operation)| match answer {
+    let verdict = |(answer, operation): (Result<Verdict, StoreError>, &Operation)| match answer {
         Ok(verdict) => verdict,
-        Err(error) => panic!("{error}, to {asked:?}"),
+        Err(error) => panic!("{error}, of {operation:?}"),
     };
     answers.into_iter().zip(operations).map(verdict).collect()
 }

@@ -1,4 +1,4 @@
-//! Operations and verdicts for tests of a store, in short form.
+//! Short forms of store operations and verdicts for tests.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! The markers that a key may have, as far as clients can know.
+//! The markers that a key may have, given the verdicts that clients have received.
 //!
 //! An operation is applied at some moment between its request and its reply, by the store's clock.
 //! Usually that leaves one possibility; near the end of a lease or a window there are two, and the
@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
 
-use super::ask::SLACK;
+use super::fixtures::SLACK;
 
-/// The interval in which a moment lies.
+/// A time interval, for example between a request and its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Span {
     pub(crate) from: Instant,
@@ -41,13 +41,13 @@ impl PossibleEntry {
         &self,
         operation: &Operation,
         during: Span,
-        heard: Option<Verdict>,
+        received: Option<Verdict>,
     ) -> Vec<Self> {
         let mut possible = Vec::with_capacity(2);
         for (marker, youngest, oldest) in self.ages(during) {
             let of = |age| marker::apply(marker, Age::Of(age), operation);
             let ((young, most), (old, least)) = (of(youngest), of(oldest));
-            let fits = |verdict: Verdict| match (heard, verdict) {
+            let fits = |verdict: Verdict| match (received, verdict) {
                 (None, _) => true,
                 // The remaining time lies between those of the two ages.
                 (Some(Verdict::Busy { remaining }), Verdict::Busy { .. }) => {
@@ -60,7 +60,7 @@ impl PossibleEntry {
                     };
                     remaining <= left(most) + SLACK && remaining + SLACK >= left(least)
                 }
-                (Some(heard), verdict) => heard == verdict,
+                (Some(received), verdict) => received == verdict,
             };
             for (change, _) in [(young, most), (old, least)]
                 .into_iter()
@@ -107,9 +107,9 @@ pub(crate) struct PossibleMarkers(Vec<PossibleEntry>);
 /// A verdict that none of the possible markers gives.
 #[derive(Clone, Debug)]
 pub(crate) struct UnexpectedVerdict {
-    pub(crate) heard: Verdict,
+    pub(crate) received: Verdict,
     pub(crate) expected: Vec<Verdict>,
-    pub(crate) believed: Vec<Marker>,
+    pub(crate) possible: Vec<Marker>,
 }
 
 impl PossibleMarkers {
@@ -128,17 +128,17 @@ impl PossibleMarkers {
     ///
     /// # Errors
     /// [`UnexpectedVerdict`] if the reference cannot give this verdict.
-    pub(crate) fn hear(
+    pub(crate) fn observe(
         &mut self,
         operation: &Operation,
         during: Span,
-        heard: Verdict,
+        received: Verdict,
     ) -> Result<(), UnexpectedVerdict> {
         let mut after: Vec<PossibleEntry> = Vec::with_capacity(1);
         for entry in self
             .0
             .iter()
-            .flat_map(|entry| entry.after(operation, during, Some(heard)))
+            .flat_map(|entry| entry.after(operation, during, Some(received)))
         {
             if !after.contains(&entry) {
                 after.push(entry);
@@ -153,9 +153,9 @@ impl PossibleMarkers {
                 .collect();
             expected.dedup();
             return Err(UnexpectedVerdict {
-                heard,
+                received,
                 expected,
-                believed: self.0.iter().map(|entry| entry.marker).collect(),
+                possible: self.0.iter().map(|entry| entry.marker).collect(),
             });
         }
         self.0 = after;
@@ -166,7 +166,9 @@ impl PossibleMarkers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::laws::ask::{Asker, EFFECTIVELY_ONCE, MINE, TAKEN_OVER, THEIRS, granted, key};
+    use crate::laws::fixtures::{
+        Claimant, EFFECTIVELY_ONCE, MINE, TAKEN_OVER, THEIRS, granted, key,
+    };
 
     const LEASE: Duration = Duration::from_millis(100);
 
@@ -181,33 +183,33 @@ mod tests {
             remaining: Duration::from_millis(remaining),
         };
         let taken = Verdict::Granted(TAKEN_OVER);
-        let first = Asker::new(EFFECTIVELY_ONCE, MINE, 0)
+        let first = Claimant::new(EFFECTIVELY_ONCE, MINE, 0)
             .lease(LEASE)
-            .claims(&key);
-        let second = Asker::new(EFFECTIVELY_ONCE, THEIRS, 0).claims(&key);
-        let hear = |during: Span, verdict| {
-            let mut belief = PossibleMarkers::new(start);
-            belief
-                .hear(&first, at(0, 5), granted(1))
+            .claim(&key);
+        let second = Claimant::new(EFFECTIVELY_ONCE, THEIRS, 0).claim(&key);
+        let is_possible = |during: Span, verdict| {
+            let mut markers = PossibleMarkers::new(start);
+            markers
+                .observe(&first, at(0, 5), granted(1))
                 .expect("it is new");
-            belief.hear(&second, during, verdict).is_ok()
+            markers.observe(&second, during, verdict).is_ok()
         };
         assert!(
-            hear(at(50, 52), busy(50))
-                && !hear(at(50, 52), taken)
-                && !hear(at(50, 52), busy(20))
-                && !hear(at(50, 52), busy(90))
+            is_possible(at(50, 52), busy(50))
+                && !is_possible(at(50, 52), taken)
+                && !is_possible(at(50, 52), busy(20))
+                && !is_possible(at(50, 52), busy(90))
         );
         assert!(
-            hear(at(200, 202), taken)
-                && !hear(at(200, 202), busy(0))
-                && !hear(at(200, 202), granted(1))
+            is_possible(at(200, 202), taken)
+                && !is_possible(at(200, 202), busy(0))
+                && !is_possible(at(200, 202), granted(1))
         );
         assert!(
-            hear(at(80, 130), taken)
-                && hear(at(80, 130), busy(20))
-                && hear(at(80, 130), busy(0))
-                && !hear(at(80, 130), busy(60))
+            is_possible(at(80, 130), taken)
+                && is_possible(at(80, 130), busy(20))
+                && is_possible(at(80, 130), busy(0))
+                && !is_possible(at(80, 130), busy(60))
         );
     }
 
@@ -218,23 +220,25 @@ mod tests {
             from: start + Duration::from_millis(ms),
             to: start + Duration::from_millis(ms + 1),
         };
-        let asker = Asker::new(EFFECTIVELY_ONCE, MINE, 1).window(2 * LEASE);
+        let claimant = Claimant::new(EFFECTIVELY_ONCE, MINE, 1).window(2 * LEASE);
         for (when, verdict) in [
             (100, Verdict::Duplicate),
             (300, granted(1)),
             (200, granted(1)),
             (200, Verdict::Duplicate),
         ] {
-            let mut belief = PossibleMarkers::new(start);
-            belief
-                .hear(
-                    &asker.asks(marker::Ask::Complete, &key),
+            let mut markers = PossibleMarkers::new(start);
+            markers
+                .observe(
+                    &claimant.operation(marker::Ask::Complete, &key),
                     at(0),
                     Verdict::Done { marker_lost: true },
                 )
                 .expect("it is new");
             assert!(
-                belief.hear(&asker.claims(&key), at(when), verdict).is_ok(),
+                markers
+                    .observe(&claimant.claim(&key), at(when), verdict)
+                    .is_ok(),
                 "{verdict:?} after {when} ms"
             );
         }

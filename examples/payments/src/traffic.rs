@@ -1,0 +1,112 @@
+//! The messages that are sent: payments, some of them twice, and malformed messages; and what the
+//! demo does at a broker beside the workers: it sends them, and reads what was rejected.
+
+use futures_util::future::try_join_all;
+use oncegate::{MemoryBroker, Message};
+use serde::{Deserialize, Serialize};
+
+use crate::Error;
+use crate::report::Rejected;
+#[cfg(feature = "real")]
+use crate::servers::{Queue, Topic};
+
+/// The header with the id of a payment.
+pub(crate) const ID_HEADER: &str = "payment-id";
+
+#[derive(Serialize, Deserialize)]
+pub(crate) struct Payment {
+    pub(crate) id: String,
+    pub(crate) card: String,
+    /// In cents.
+    pub(crate) amount: u32,
+}
+
+pub(crate) struct Outgoing {
+    pub(crate) id: String,
+    pub(crate) body: String,
+    /// `false` for a malformed message, which must be dead-lettered.
+    pub(crate) is_valid: bool,
+}
+
+/// The messages of so many payments. About 10% are sent twice, half of these in immediate
+/// succession; a malformed message is added for about 1%.
+pub(crate) fn messages(payments: usize, prefix: &str, seed: u64) -> Vec<Outgoing> {
+    let mut rng = fastrand::Rng::with_seed(seed);
+    let mut placed = Vec::new();
+    for place in 0..payments {
+        let (id, amount) = (format!("{prefix}-{:06}", place + 1), rng.u32(100..50_000));
+        let card = format!("card-{:04}", rng.u16(0..10_000));
+        let payment = Payment { id, card, amount };
+        let body = serde_json::to_string(&payment).expect("text and numbers are JSON");
+        let mut place_message = |place, id, body, is_valid| {
+            placed.push((place, Outgoing { id, body, is_valid }));
+        };
+        if rng.u8(0..100) == 0 {
+            let id = format!("broken-{}", payment.id);
+            place_message(place, id, body[..body.len() / 2].to_owned(), false);
+        }
+        if rng.u8(0..10) == 0 {
+            let distance = if rng.bool() { 0 } else { rng.usize(50..500) };
+            place_message(place + distance, payment.id.clone(), body.clone(), true);
+        }
+        place_message(place, payment.id, body, true);
+    }
+    placed.sort_by_key(|(place, _)| *place);
+    placed.into_iter().map(|(_, message)| message).collect()
+}
+
+pub(crate) enum Broker {
+    Memory(MemoryBroker),
+    #[cfg(feature = "real")]
+    Kafka(Box<Topic>),
+    #[cfg(feature = "real")]
+    RabbitMq(Box<Queue>),
+}
+
+impl Broker {
+    /// Sends messages, and waits until the broker has confirmed all.
+    pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<(), Error> {
+        let sent = messages.iter().map(|it| self.send_one(it));
+        try_join_all(sent).await.map(drop)
+    }
+
+    async fn send_one(&self, message: &Outgoing) -> Result<(), Error> {
+        match self {
+            Self::Memory(broker) => {
+                let body = Message::new(message.body.clone());
+                broker.publish(body.with_header(ID_HEADER, &message.id));
+                Ok(())
+            }
+            #[cfg(feature = "real")]
+            Self::Kafka(topic) => topic.send(message).await,
+            #[cfg(feature = "real")]
+            Self::RabbitMq(queue) => queue.send(message).await,
+        }
+    }
+
+    /// Reads the ids of all dead letters and of all messages in doubt, which remain there.
+    pub(crate) async fn rejected(&self) -> Result<Rejected, Error> {
+        Ok(Rejected {
+            in_doubt: self.ids(".in-doubt").await?,
+            dead_letters: self.ids(".dead-letters").await?,
+        })
+    }
+
+    async fn ids(&self, suffix: &str) -> Result<Vec<String>, Error> {
+        let messages = match self {
+            Self::Memory(broker) if suffix == ".in-doubt" => broker.in_doubt(),
+            Self::Memory(broker) => broker.dead_letters(),
+            #[cfg(feature = "real")]
+            Self::Kafka(topic) => return topic.ids(suffix).await,
+            #[cfg(feature = "real")]
+            Self::RabbitMq(queue) => return queue.ids(suffix).await,
+        };
+        let ids = messages.iter().map(|it| it.message.headers.last(ID_HEADER));
+        Ok(ids.map(text).collect())
+    }
+}
+
+/// An id as text; empty if a message has none.
+pub(crate) fn text(id: Option<&[u8]>) -> String {
+    String::from_utf8_lossy(id.unwrap_or_default()).into_owned()
+}
