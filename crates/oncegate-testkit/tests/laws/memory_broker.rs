@@ -41,11 +41,8 @@ fn with_headers(dead_letter: DeadLetter) -> Message {
         receipt,
         failures: 0,
     };
-    let headers = rejection_headers(
-        &delivery,
-        &dead_letter.reason,
-        dead_letter.failure_history.as_ref(),
-    );
+    let history = dead_letter.failure_history.as_ref();
+    let headers = rejection_headers(&delivery, &dead_letter.reason, history);
     headers
         .into_iter()
         .fold(delivery.message, |message, (name, value)| {

@@ -47,7 +47,7 @@ pub async fn a_lease_ends_after_its_duration(store: Arc<dyn Store>) {
             let most = LEASE.saturating_sub(sent - claimed) + SLACK;
             assert!(
                 (least..=most).contains(&remaining),
-                "{remaining:?} is said to remain, not {least:?} to {most:?}"
+                "the store reports {remaining:?} remaining, not {least:?} to {most:?}"
             );
             assert!(
                 sent - claimed < LEASE + SLACK,
