@@ -1,7 +1,7 @@
-# The payments demo with its real parts: Kafka, RabbitMQ and Redis.
+# The payments demo for Kafka, RabbitMQ and Redis, and the command line tool `oncegate`.
 
 FROM rust:1-bookworm AS build
-# What librdkafka is built with.
+# Build dependencies of librdkafka.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ gcc libssl-dev make pkg-config zlib1g-dev \
     && rm -rf /var/lib/apt/lists/*
