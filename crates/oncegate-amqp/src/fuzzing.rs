@@ -17,9 +17,9 @@ pub const INVALID_UTF8_MARK: char = frame_sanitizer::INVALID_UTF8_MARK;
 
 /// Replaces invalid UTF-8 in frames.
 #[derive(Default)]
-pub struct FrameSanitizer(frame_sanitizer::FrameSanitizer);
+pub struct SanitizedFrames(frame_sanitizer::FrameSanitizer);
 
-impl FrameSanitizer {
+impl SanitizedFrames {
     /// Adds bytes from the broker.
     pub fn push(&mut self, bytes: &[u8]) {
         self.0.push(bytes);

@@ -195,12 +195,9 @@ fn the_readme_shows_the_whole_of_the_demos_handler() {
 /// A table of the book, as it follows from the code.
 fn table<const N: usize>(head: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
     let line = |cells: [String; N]| format!("| {} |\n", cells.join(" | "));
-    let rule = head.map(|_| "---".to_owned());
-    [head.map(str::to_owned), rule]
-        .into_iter()
-        .chain(rows)
-        .map(line)
-        .collect()
+    let head = line(head.map(str::to_owned));
+    let rule = format!("|{}\n", "---|".repeat(N));
+    head + &rule + &rows.into_iter().map(line).collect::<String>()
 }
 
 #[test]

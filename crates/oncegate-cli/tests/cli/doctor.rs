@@ -301,7 +301,7 @@ fn finds_insufficient_memory() {
         &[("store-too-small", "warning")],
     );
     server
-        .command("CONFIG SET maxmemory 1100kb")
+        .command("CONFIG SET maxmemory 1000000")
         .expect("Redis answers");
     let codes: Vec<String> = findings(&cli(&server, AT_MOST_ONCE))
         .into_iter()

@@ -21,13 +21,13 @@ const PAGE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, 
     ORDER BY key LIMIT ?2";
 
 /// A marker and the time until it expires; no time for [`Marker::Absent`].
-pub(crate) type MarkerWithExpiry = (Marker, Option<Duration>);
+pub(crate) type MarkerAndTimeLeft = (Marker, Option<Duration>);
 
 /// One page of the listing.
 #[derive(Debug)]
 pub(crate) struct MarkerPage {
     /// In the order of keys, without expired rows.
-    rows: Vec<(String, Result<MarkerWithExpiry, StoreFailure>)>,
+    rows: Vec<(String, Result<MarkerAndTimeLeft, StoreFailure>)>,
     /// The key after which the next page starts; `None` after the last page.
     next: Option<String>,
 }
@@ -37,7 +37,7 @@ pub(crate) fn marker_with_expiry(
     connection: &Connection,
     now: ClockReading,
     key: &Key,
-) -> rusqlite::Result<Result<MarkerWithExpiry, StoreFailure>> {
+) -> rusqlite::Result<Result<MarkerAndTimeLeft, StoreFailure>> {
     let found = connection
         .prepare_cached(ONE)?
         .query_row([key.as_str()], |row| read_row(row, now))
@@ -70,7 +70,7 @@ pub(crate) fn read_page(
 fn read_row(
     row: &Row<'_>,
     now: ClockReading,
-) -> rusqlite::Result<(String, Result<MarkerWithExpiry, StoreFailure>)> {
+) -> rusqlite::Result<(String, Result<MarkerAndTimeLeft, StoreFailure>)> {
     let (key, expires): (String, i64) = (row.get(11)?, row.get(0)?);
     let left =
         Duration::from_millis(u64::try_from(expires.saturating_sub(now.wall)).unwrap_or_default());

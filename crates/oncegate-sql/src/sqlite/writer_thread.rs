@@ -10,7 +10,7 @@ use oncegate_core::{Key, Persistence, fault};
 use rusqlite::Connection;
 use tokio::sync::oneshot;
 
-use super::browse::{self, MarkerPage, MarkerWithExpiry};
+use super::browse::{self, MarkerAndTimeLeft, MarkerPage};
 use super::clock::{ClockReading, WallClock};
 use super::failure::{StoreFailure, TransactionStage};
 use super::file::{FileConfig, FileIdentity, OpenDatabase};
@@ -39,7 +39,10 @@ pub(crate) enum WriterRequest {
     /// Reads the marker of a key.
     Look(Key, oneshot::Sender<Result<Marker, StoreFailure>>),
     /// Reads the marker of a key and its expiry.
-    LookWithExpiry(Key, oneshot::Sender<Result<MarkerWithExpiry, StoreFailure>>),
+    LookWithExpiry(
+        Key,
+        oneshot::Sender<Result<MarkerAndTimeLeft, StoreFailure>>,
+    ),
     /// Reads at most this many rows after a key.
     ReadPage(
         String,

@@ -1,13 +1,13 @@
 //! The frame sanitizer keeps order and length of whatever a broker sends, except for returned
 //! messages, in pieces of any size.
 
-use oncegate_amqp::fuzzing::{FrameSanitizer, INVALID_UTF8_MARK};
+use oncegate_amqp::fuzzing::{INVALID_UTF8_MARK, SanitizedFrames};
 
 fn sanitize_in_pieces(data: &[u8], pieces: impl Iterator<Item = usize>, at_once: usize) -> Vec<u8> {
     let (mut sanitizer, mut out, mut buffer) =
-        (FrameSanitizer::default(), Vec::new(), vec![0; at_once]);
+        (SanitizedFrames::default(), Vec::new(), vec![0; at_once]);
     let mut rest = data;
-    let mut read_all = |sanitizer: &mut FrameSanitizer| {
+    let mut read_all = |sanitizer: &mut SanitizedFrames| {
         loop {
             match sanitizer.read(&mut buffer) {
                 0 => return,
