@@ -62,11 +62,11 @@ impl Report {
             ("duplicates stopped", count("duplicate"), "already handled"),
             ("retried", count("retried"), "nothing had happened"),
             ("reconciled: happened", count("reconciled_happened"), "unknown, then found at the provider"),
-            ("reconciled: had not", count("reconciled_did_not_happen"), "unknown, then voided and charged anew"),
-            ("in doubt", rejected.in_doubt.len() as i64, "by the broker; outcome unknown, for an operator"),
-            ("dead letters", rejected.dead_letters.len() as i64, "by the broker; will never work"),
+            ("reconciled: had not", count("reconciled_did_not_happen"), "unknown, then voided and charged again"),
+            ("in doubt", rejected.in_doubt.len() as i64, "messages at the broker; outcome unknown, for an operator"),
+            ("dead letters", rejected.dead_letters.len() as i64, "messages at the broker; malformed or refused"),
             ("charged twice", charged_twice as i64, LEDGER),
-            ("lost", lost.len() as i64, "by the ledger and the broker; neither charged nor in doubt, broken ones: gone"),
+            ("lost", lost.len() as i64, "payments neither charged nor in doubt, and malformed messages not dead-lettered"),
         ];
         Self {
             rows,

@@ -1,7 +1,7 @@
 //! Kafka and RabbitMQ, as the demo uses them beside the workers.
 
 use std::collections::HashMap;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use lapin::options::{BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions};
 use lapin::types::{AMQPValue, FieldTable};
@@ -132,6 +132,7 @@ impl Queue {
         }
         let properties = BasicProperties::default()
             .with_delivery_mode(2)
+            .with_timestamp(UNIX_EPOCH.elapsed()?.as_secs())
             .with_headers(table);
         let options = BasicPublishOptions {
             mandatory: true,
