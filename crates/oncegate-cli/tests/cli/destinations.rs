@@ -92,7 +92,7 @@ async fn messages_without_an_id_are_named_by_a_handle(broker: Broker) {
         .exits_with(0)
         .prints(handles[0])
         .prints(handles[1])
-        .prints("it has no id")
+        .prints("no id in the header `payment-id`")
         .prints("the card was declined");
     let shown = fixture
         .json(&["dead-letters", "show", handles[0], "--body"])
