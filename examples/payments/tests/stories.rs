@@ -1,4 +1,4 @@
-//! What `oncegate`, the operator's tool, tells of a run of the demo, and does on it, on each
+//! What `oncegate`, the operator's tool, reports of a run of the demo, and does to it, on each
 //! broker. `ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ` and `ONCEGATE_REDIS` say where the servers are.
 #![cfg(all(feature = "kafka", feature = "rabbitmq"))]
 #![forbid(unsafe_code)]
@@ -18,16 +18,16 @@ const COPIED: &str = "pay-000013";
 const PATIENCE: Duration = Duration::from_secs(60);
 
 #[test]
-fn the_story_of_each_payment_is_told_on_kafka() {
-    each_story_is_told_and_a_person_ends_what_waits(&Run::of("kafka"));
+fn explain_answers_for_each_payment_on_kafka() {
+    each_payment_is_explained_and_an_operator_settles_the_rest(&Run::of("kafka"));
 }
 
 #[test]
-fn the_story_of_each_payment_is_told_on_rabbitmq() {
-    each_story_is_told_and_a_person_ends_what_waits(&Run::of("rabbitmq"));
+fn explain_answers_for_each_payment_on_rabbitmq() {
+    each_payment_is_explained_and_an_operator_settles_the_rest(&Run::of("rabbitmq"));
 }
 
-fn each_story_is_told_and_a_person_ends_what_waits(run: &Run) {
+fn each_payment_is_explained_and_an_operator_settles_the_rest(run: &Run) {
     let copied = COPIED;
     let broken = run.waiting("dead-letters");
     assert!(
@@ -44,14 +44,14 @@ fn each_story_is_told_and_a_person_ends_what_waits(run: &Run) {
     run.tells("pay-000001", "handled", &["Not twice, because"]);
     run.tells(copied, "handled", &["duplicate leaves no trace"]);
     if run.broker == "kafka" {
-        let story = run.json(&["explain", copied, "--copies"]);
+        let explanation = run.json(&["explain", copied, "--copies"]);
         assert_eq!(
             (
-                story["verdict"].as_str(),
-                story["copies"].as_array().map(Vec::len)
+                explanation["verdict"].as_str(),
+                explanation["copies"].as_array().map(Vec::len)
             ),
             (Some("handled-with-duplicates"), Some(2)),
-            "{story}"
+            "{explanation}"
         );
     }
     run.tells(
@@ -80,7 +80,7 @@ fn each_story_is_told_and_a_person_ends_what_waits(run: &Run) {
         "--as",
         "ann",
         "--why",
-        "it stands in the ledger",
+        "it is in the ledger",
     ];
     run.ends(&resolve, 4);
     run.ends(&[resolve.as_slice(), &["--yes"]].concat(), 0);
@@ -99,31 +99,32 @@ fn each_story_is_told_and_a_person_ends_what_waits(run: &Run) {
     run.tells(broken, "sent-back", &["bob sent it back"]);
     // It is not lost on its way: a worker takes it, and it comes back, as broken as it was.
     let worker = run.worker();
-    eventually("it stands in the dead letters again", || {
+    eventually("it is in the dead letters again", || {
         run.waiting("dead-letters").contains(broken)
     });
     worker.ends();
     run.tells(broken, "dead-lettered", &["unreadable", "bob"]);
 
-    // The store's audit has the acts on all that it is used for; these are told by the scope, which
-    // is the run's own.
+    // The audit of the store has the actions of all runs; the scope is that of this run.
     for (who, what, id) in [
         ("ann", "in-doubt resolve", "pay-000200"),
         ("bob", "dead-letters redrive", broken),
     ] {
-        let acts = run.json(&["audit", "--id", id]);
-        let is_done = |act: &Value| {
+        let actions = run.json(&["audit", "--id", id]);
+        let is_done = |action: &Value| {
             [
-                &act["scope"],
-                &act["who"],
-                &act["what"],
-                &act["id"],
-                &act["stage"],
+                &action["scope"],
+                &action["who"],
+                &action["what"],
+                &action["id"],
+                &action["stage"],
             ] == [&run.name, who, what, id, "done"]
         };
         assert!(
-            acts.as_array().is_some_and(|acts| acts.iter().any(is_done)),
-            "{acts}"
+            actions
+                .as_array()
+                .is_some_and(|them| them.iter().any(is_done)),
+            "{actions}"
         );
     }
     run.remove();
@@ -213,7 +214,7 @@ impl Run {
     /// The ids of what waits for a person.
     fn waiting(&self, shelf: &str) -> HashSet<String> {
         let list = self.json(&[shelf, "list"]);
-        list["dead_letters"]
+        list["messages"]
             .as_array()
             .expect("a list")
             .iter()
@@ -224,7 +225,7 @@ impl Run {
     #[track_caller]
     fn tells(&self, id: &str, verdict: &str, words: &[&str]) -> Value {
         let story = self.json(&["explain", id]);
-        assert_eq!(story["verdict"], verdict, "{story}");
+        assert_eq!(explanation["verdict"], verdict, "{explanation}");
         for word in words {
             assert!(story.to_string().contains(word), "no {word:?} in {story}");
         }
