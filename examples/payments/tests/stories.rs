@@ -224,12 +224,15 @@ impl Run {
 
     #[track_caller]
     fn tells(&self, id: &str, verdict: &str, words: &[&str]) -> Value {
-        let story = self.json(&["explain", id]);
+        let explanation = self.json(&["explain", id]);
         assert_eq!(explanation["verdict"], verdict, "{explanation}");
         for word in words {
-            assert!(story.to_string().contains(word), "no {word:?} in {story}");
+            assert!(
+                explanation.to_string().contains(word),
+                "no {word:?} in {explanation}"
+            );
         }
-        story
+        explanation
     }
 
     /// A worker in a process of its own.
