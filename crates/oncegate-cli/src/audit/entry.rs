@@ -88,7 +88,7 @@ pub(crate) struct AuditEntry {
     pub(crate) failure: Option<String>,
 }
 
-/// The effect of an action on the id.
+/// What an action is to do to the id; its `stage` says whether it did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AuditedAction {
     SentBack,
@@ -110,7 +110,7 @@ impl AuditEntry {
             .is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
     }
 
-    /// What the action did. The prefixes of `after` are part of the format of the audit.
+    /// What the action is to do. The prefixes of `after` are part of the format of the audit.
     pub(crate) fn action(&self) -> AuditedAction {
         match self.what.as_str() {
             _ if self.after.starts_with("sent to ") => AuditedAction::SentBack,

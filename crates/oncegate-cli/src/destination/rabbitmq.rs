@@ -546,7 +546,6 @@ impl QueueReader {
         let confirmed =
             tokio::time::timeout(REQUEST_TIMEOUT, async { published.await?.await }).await;
         match confirmed {
-            // A returned message is confirmed too.
             // A returned message is confirmed, too.
             Ok(Ok(answer)) => match answer.is_ack() && answer.take_message().is_none() {
                 true => Ok(()),

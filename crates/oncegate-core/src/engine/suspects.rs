@@ -20,6 +20,7 @@ pub(super) struct Suspects {
     alone: bool,
     /// Those that wait. They hold no claim.
     waiting: VecDeque<Slot>,
+    /// The maximum number of deliveries in a group.
     group: usize,
 }
 
