@@ -202,9 +202,9 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// The maximum number of processes that may crash while they handle a message before it is
     /// dead-lettered as `crashes-spent`, or goes to the in-doubt queue in at most once; at least 2.
     /// Default: 10. A crash does not count towards [`max_attempts`](Self::max_attempts), because a
-    /// process may be killed for other reasons. After two crashes the message runs in a
-    /// group of at most √`max_in_flight` such messages, after three (or if the next crash
-    /// dead-letters it) alone: nothing else is claimed until they have ended.
+    /// process may be killed for other reasons. After two crashes the message runs in a group of
+    /// such messages, and alone if the next crash dead-letters it: nothing else is claimed until
+    /// they have ended.
     pub fn max_crashes(mut self, crashes: u32) -> Self {
         self.settings.max_crashes = crashes;
         self

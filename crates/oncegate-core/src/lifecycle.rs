@@ -383,8 +383,9 @@ impl Policy {
     pub fn isolation(&self, attempts: Attempts) -> Option<Isolation> {
         match attempts.crashes {
             0 | 1 => None,
-            2 if self.crashes > 2 => Some(Isolation::Group),
-            _ => Some(Isolation::Alone),
+            crashes if crashes >= self.crashes => Some(Isolation::Alone),
+            2 => Some(Isolation::Group),
+            _ => Some(Isolation::GrowingGroup),
         }
     }
 
@@ -403,6 +404,8 @@ impl Policy {
 pub enum Isolation {
     /// Beside a few others of its kind, and no other messages.
     Group,
+    /// Beside as many others of its kind as have finished without a crash, and no other messages.
+    GrowingGroup,
     /// Alone in its process.
     Alone,
 }

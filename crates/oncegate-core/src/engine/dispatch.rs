@@ -197,9 +197,9 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             && self.withdrawing == 0
             && self.running < self.settings.max_in_flight
         {
-            let ready = self.suspects.admitted().iter().find_map(|slot| {
-                let entry = self.entries.at(*slot)?;
-                matches!(entry.in_flight.stage(), Stage::Ready(_)).then_some((*slot, entry))
+            let ready = self.suspects.admitted().find_map(|slot| {
+                let entry = self.entries.at(slot)?;
+                matches!(entry.in_flight.stage(), Stage::Ready(_)).then_some((slot, entry))
             });
             if let Some((slot, entry)) = ready {
                 return Some((slot, self.check_lease_before_run(entry)));

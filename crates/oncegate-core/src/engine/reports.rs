@@ -221,7 +221,7 @@ impl Reporter {
                 max_crashes,
                 %origin,
                 suppressed_lines,
-                "possible crash loop: processes crashed while they handled this message; it runs alone or in a small group, and no other message is claimed until this ends"
+                "possible crash loop: processes crashed while they handled this message; it runs alone or in a group, and no other message is claimed until this ends"
             );
         }
     }

@@ -9,28 +9,31 @@ use crate::slots::Slot;
 /// The deliveries that run apart from all others, and those that wait for it.
 ///
 /// While there are any, no other delivery is claimed, so that a crash is counted for these alone.
-/// A process that crashes with n deliveries in flight leaves n suspects. In groups of √n, all of
-/// them are finished in the time of about 2√n handlers: one crash of the group that has the cause
-/// separates it from all others.
+/// A process that crashes with n deliveries in flight leaves n suspects. After two crashes they run
+/// in groups of √n. After three, the first one runs alone, and each group that finishes doubles the
+/// size of the next: n suspects take the time of about log₂ n handlers if none of them crashes.
 #[derive(Debug)]
 pub(super) struct Suspects {
     /// Those that may claim and run.
-    admitted: Vec<Slot>,
-    /// Whether the admitted one runs alone.
-    alone: bool,
+    admitted: Vec<(Slot, Isolation)>,
     /// Those that wait. They hold no claim.
     waiting: VecDeque<Slot>,
-    /// The maximum number of deliveries in a group.
+    /// The maximum size of a group after two crashes.
     group: usize,
+    /// The maximum size of a group after more crashes.
+    growing_group: usize,
+    /// How many suspects have finished since `growing_group` was raised.
+    finished: usize,
 }
 
 impl Suspects {
     pub(super) fn new(max_in_flight: usize) -> Self {
         Self {
             admitted: Vec::new(),
-            alone: false,
             waiting: VecDeque::new(),
             group: max_in_flight.isqrt().max(1),
+            growing_group: 1,
+            finished: 0,
         }
     }
 
@@ -40,29 +43,37 @@ impl Suspects {
     }
 
     /// Those that may claim and run.
-    pub(super) fn admitted(&self) -> &[Slot] {
-        &self.admitted
+    pub(super) fn admitted(&self) -> impl Iterator<Item = Slot> {
+        self.admitted.iter().map(|(slot, _)| *slot)
     }
 
     /// Whether this delivery may not be claimed now.
     pub(super) fn exclude(&self, slot: Slot) -> bool {
-        self.any() && !self.admitted.contains(&slot)
+        self.any() && !self.admitted().any(|it| it == slot)
     }
 
     /// Admits a delivery, if those that are admitted permit it.
     pub(super) fn admit(&mut self, slot: Slot, isolation: Isolation) -> bool {
-        let others = self.admitted.iter().filter(|it| **it != slot).count();
-        let fits = match isolation {
-            Isolation::Alone => others == 0,
-            Isolation::Group => others == 0 || (!self.alone && others < self.group),
-        };
+        let others = self.admitted.iter().filter(|(it, _)| *it != slot);
+        let limit = others
+            .clone()
+            .map(|(_, isolation)| self.limit(*isolation))
+            .fold(self.limit(isolation), usize::min);
+        let fits = others.count() < limit;
         if fits {
-            self.alone = isolation == Isolation::Alone;
-            if self.admitted.len() == others {
-                self.admitted.push(slot);
-            }
+            self.admitted.retain(|(it, _)| *it != slot);
+            self.admitted.push((slot, isolation));
         }
         fits
+    }
+
+    /// The maximum size of a group that includes such a suspect.
+    fn limit(&self, isolation: Isolation) -> usize {
+        match isolation {
+            Isolation::Group => self.group.max(self.growing_group),
+            Isolation::GrowingGroup => self.growing_group,
+            Isolation::Alone => 1,
+        }
     }
 
     /// Lets a delivery wait until those that are admitted have ended.
@@ -83,7 +94,15 @@ impl Suspects {
     /// Removes a delivery from the admitted ones. Returns whether it was one.
     pub(super) fn remove(&mut self, slot: Slot) -> bool {
         let before = self.admitted.len();
-        self.admitted.retain(|it| *it != slot);
-        self.admitted.len() < before
+        self.admitted.retain(|(it, _)| *it != slot);
+        if self.admitted.len() == before {
+            return false;
+        }
+        self.finished += 1;
+        if self.finished == self.growing_group {
+            self.growing_group = self.growing_group.saturating_mul(2);
+            self.finished = 0;
+        }
+        true
     }
 }
