@@ -6,7 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
-use futures_util::future::join_all;
+use futures_util::future::{OptionFuture, join_all};
+use tokio::runtime::Handle;
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
 
@@ -35,9 +36,13 @@ const PAUSE: Duration = Duration::from_millis(100);
 /// The maximum number of renewals in a batch.
 const BATCH: usize = 256;
 
+/// How long the runtime of the handlers may take to run a task before it is reported as blocked.
+const BLOCKED_AFTER: Duration = Duration::from_secs(5);
+
 impl Renewals {
     /// Starts the thread, which ends when the last handle is dropped. It sends each lease that has
-    /// ended to `over`, which is closed if the thread fails.
+    /// ended to `over`, which is closed if the thread fails. It reports if the runtime that this is
+    /// called in is blocked.
     pub(crate) fn start(
         store: Arc<dyn Store>,
         lease: Duration,
@@ -49,6 +54,7 @@ impl Renewals {
             _alive: alive,
         });
         let weak = Arc::downgrade(&renewals);
+        let handlers = Handle::try_current().ok();
         std::thread::Builder::new()
             .name("oncegate-renewals".into())
             .spawn(move || {
@@ -61,7 +67,14 @@ impl Renewals {
                     Err(error) => return tracing::error!(%error, "cannot start the tokio runtime that renews leases, the consumer stops; check the limits of threads and file descriptors"),
                 };
                 let store = store.for_renewals().unwrap_or(store);
-                runtime.block_on(renew_until_dropped(&weak, dropped, &*store, lease, &over));
+                let blocked =
+                    OptionFuture::from(handlers.map(|it| report_if_blocked(it, BLOCKED_AFTER)));
+                runtime.block_on(async {
+                    tokio::select! {
+                        () = renew_until_dropped(&weak, dropped, &*store, lease, &over) => {}
+                        Some(()) = blocked => {}
+                    }
+                });
                 // Closes the store's connection before the runtime that drives it.
                 drop(store);
             })?;
@@ -106,6 +119,26 @@ impl Renewals {
             }
         }
         (due, over)
+    }
+}
+
+/// Reports when the runtime does not run a task within `patience`, because handlers block all of its
+/// threads. Then nothing is received, settled or timed out, but leases are still renewed.
+async fn report_if_blocked(runtime: Handle, patience: Duration) {
+    let mut log = LogThrottle::every(Duration::from_secs(60));
+    loop {
+        let mut probe = runtime.spawn(async {});
+        if tokio::time::timeout(patience, &mut probe).await.is_err() {
+            if let Some(suppressed_lines) = log.due(Instant::now()) {
+                tracing::warn!(
+                    ?patience,
+                    suppressed_lines,
+                    "tokio runtime blocked: handlers block all of its threads or the CPU is overloaded, so no message is received or settled and no timeout ends; run blocking code with tokio::task::spawn_blocking"
+                );
+            }
+            let _ = probe.await; // fails only when the runtime shuts down
+        }
+        tokio::time::sleep(patience).await;
     }
 }
 
@@ -283,6 +316,40 @@ mod tests {
         drop(renewals);
         renew_until_dropped(&weak, dropped, &Silent, Duration::from_secs(30), &over).await;
         assert_eq!(began.elapsed(), Duration::ZERO);
+    }
+
+    #[tokio::test]
+    async fn a_runtime_whose_threads_are_blocked_is_reported() {
+        let build = || {
+            tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(1)
+                .build()
+                .expect("a runtime")
+        };
+        let (blocked, free) = (build(), build());
+        let (unblock, wait) = std::sync::mpsc::channel::<()>();
+        blocked.spawn(async move { wait.recv() });
+        let patience = Duration::from_secs(1);
+        for (runtime, reports) in [(&blocked, 1), (&free, 0)] {
+            let lines = LogLines::default();
+            let writer = lines.clone();
+            let subscriber = tracing_subscriber::fmt()
+                .with_writer(move || writer.clone())
+                .finish();
+            let _logs = tracing::subscriber::set_default(subscriber);
+            let report = report_if_blocked(runtime.handle().clone(), patience);
+            let _ = tokio::time::timeout(patience * 3, report).await;
+            let kept = lines.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let text = String::from_utf8_lossy(&kept);
+            assert_eq!(
+                text.matches("tokio runtime blocked").count(),
+                reports,
+                "{text}"
+            );
+        }
+        drop(unblock);
+        blocked.shutdown_background();
+        free.shutdown_background();
     }
 
     #[test]
