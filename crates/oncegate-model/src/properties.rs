@@ -9,14 +9,14 @@ use crate::system::SystemModel;
 pub(crate) const LOST: &str = "lost: no effect, no dead letter, nothing left to deliver";
 pub(crate) const STUCK: &str = "stuck: a delivery waits for an event that cannot occur";
 pub(crate) const DOUBLED: &str = "doubled: two effects";
-pub(crate) const GUESS: &str =
+pub(crate) const UNSAFE_START: &str =
     "started on a guess: an earlier run had, or may still have, an effect";
 pub(crate) const AFTER_DONE: &str = "started after it was done";
-pub(crate) const BACKWARDS: &str =
+pub(crate) const FENCE_DECREASED: &str =
     "fence: started with an attempt that was voided, or used before an operator freed the id";
 pub(crate) const BEFORE_LATE: &str =
     "before late: started before the store was asked to complete a copy handled without the gate";
-pub(crate) const AT_ONCE: &str =
+pub(crate) const CONCURRENT_HANDLERS: &str =
     "two handlers at once, each with a lease that it believes to be valid";
 pub(crate) const WAITS: &str =
     "waits without a holder: busy with the remaining time of a lease that has ended";
@@ -56,14 +56,15 @@ pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
         }));
     }
     if model.has_guarantee(Guarantee::AtMostOnce) {
-        properties.push(Property::always(GUESS, |_, state: &SystemState| {
+        properties.push(Property::always(UNSAFE_START, |_, state: &SystemState| {
             !state.seen.start_with_possible_effect
         }));
     }
     if !model.has_guarantee(Guarantee::Bare) {
-        properties.push(Property::always(BACKWARDS, |_, state: &SystemState| {
-            !state.seen.start_below_the_fence
-        }));
+        properties.push(Property::always(
+            FENCE_DECREASED,
+            |_, state: &SystemState| !state.seen.start_below_the_fence,
+        ));
         properties.push(Property::always(BEFORE_LATE, |_, state: &SystemState| {
             !state.seen.start_before_late
         }));
@@ -71,9 +72,10 @@ pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
             properties.push(Property::always(AFTER_DONE, |_, state: &SystemState| {
                 !state.seen.start_after_done
             }));
-            properties.push(Property::always(AT_ONCE, |_, state: &SystemState| {
-                !state.seen.two_at_once
-            }));
+            properties.push(Property::always(
+                CONCURRENT_HANDLERS,
+                |_, state: &SystemState| !state.seen.two_at_once,
+            ));
         }
         properties.push(Property::always(WAITS, |_, state: &SystemState| {
             !state.seen.busy_after_expiry

@@ -1,7 +1,6 @@
 //! The transitions of a [`SystemState`]: the replies of the store and the actions of consumers.
 //!
-//! This module decides nothing itself. Consumers are driven by [`LifecycleDriver`], as in
-//! production.
+//! This module contains no rules. [`LifecycleDriver`] drives the consumers, as in production.
 
 use std::time::Duration;
 
@@ -25,9 +24,9 @@ const WINDOW: Duration = Duration::from_secs(100);
 /// The rules under test; by default the correct ones.
 #[derive(Clone, Copy)]
 pub struct Rules {
-    /// The next state of one key.
+    /// The rules of the store for one key.
     pub apply: fn(Marker, Age, &Operation) -> (Change, Verdict),
-    /// The next action of one delivery.
+    /// The rules of the consumer for one delivery.
     pub next: fn(Stage, Event, &Policy) -> (Stage, Action),
     /// The token of a claim, from the token of the previous claim of the delivery and a new token.
     pub token: fn(Token, Token) -> Token,
@@ -101,7 +100,7 @@ impl SystemModel {
     /// empty.
     pub fn new(setup: Setup, rules: Rules, only: &'static str) -> Self {
         // The id is not empty.
-        let id = MessageId::new("id").expect("an id");
+        let id = MessageId::new("id").expect("the id is not empty");
         Self {
             setup,
             rules,

@@ -137,7 +137,7 @@ impl<M> Row<M> {
 /// # Panics
 /// If it differs.
 pub fn assert_book_table<M>(book: &str, heading: &str, rows: &[Row<M>]) {
-    let (_, section) = book.split_once(heading).expect("the section");
+    let (_, section) = book.split_once(heading).expect("the book has the section");
     let section = section.split("\n## ").next().unwrap_or_default();
     let lines: Vec<&str> = section
         .lines()
@@ -346,7 +346,7 @@ impl BadInputConsumer {
     /// # Panics
     /// If the consumer failed.
     pub async fn end(self) {
-        self.stop.send(()).expect("the consumer runs");
+        self.stop.send(()).expect("the consumer is still running");
         let ended = tokio::task::spawn_blocking(|| self.running.join())
             .await
             .expect("no panic");

@@ -33,8 +33,8 @@ use tokio::runtime::{Builder, Runtime};
 
 use self::source::TestQueue;
 
-/// The time limit of one law. No law waits for more than a few seconds.
-const LONGEST: Duration = Duration::from_secs(120);
+/// The time limit of one law; a law that passes takes at most a few seconds.
+const LAW_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Makes a `#[test]` of each law of a [`Store`], with the name of the law.
 ///
@@ -69,7 +69,7 @@ macro_rules! __store_law_tests {
 #[macro_export]
 macro_rules! __store_law_list {
     ($kind:ident; $($law:ident)*) => {
-        &[$((stringify!($law), |runtime, store| runtime.block_on(within_bounds($crate::laws::store::$law(store)))),)*]
+        &[$((stringify!($law), |runtime, store| runtime.block_on(with_timeout($crate::laws::store::$law(store)))),)*]
     };
 }
 
@@ -99,14 +99,14 @@ macro_rules! __source_law_tests {
 
 /// Runs one law on a new queue. Panics with the observations if its source violates the law.
 pub fn run_source<Q: TestQueue>(make: impl AsyncFn() -> Q, law: impl AsyncFn(Q)) {
-    runtime().block_on(async { within_bounds(law(make().await)).await });
+    runtime().block_on(async { with_timeout(law(make().await)).await });
 }
 
 /// Runs one law on a new store. Panics with the observations if the store violates the law.
 pub fn run<S: Store + 'static>(make: impl AsyncFn() -> S, law: impl AsyncFn(Arc<dyn Store>)) {
     runtime().block_on(async {
         let store: Arc<dyn Store> = Arc::new(make().await);
-        within_bounds(law(store)).await;
+        with_timeout(law(store)).await;
     });
 }
 
@@ -119,25 +119,26 @@ const STORE_LAWS: &[(&str, Law)] = crate::__each_store_law!(__store_law_list, La
 /// names of the violated laws.
 pub fn all<S: Store + 'static>(make: impl AsyncFn() -> S + Sync) {
     /// The number of concurrent laws; they mostly wait.
-    const AT_ONCE: usize = 6;
-    let left = std::sync::Mutex::new(STORE_LAWS.iter());
-    let broken = std::sync::Mutex::new(Vec::new());
+    const CONCURRENT_LAWS: usize = 6;
+    let remaining = std::sync::Mutex::new(STORE_LAWS.iter());
+    let violated = std::sync::Mutex::new(Vec::new());
     let next = || {
-        left.lock()
+        remaining
+            .lock()
             .expect("nothing panics while it is locked")
             .next()
     };
     std::thread::scope(|scope| {
-        for _ in 0..AT_ONCE {
+        for _ in 0..CONCURRENT_LAWS {
             scope.spawn(|| {
                 while let Some((name, law)) = next() {
-                    let kept = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                    let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
                         let runtime = runtime();
                         let store: Arc<dyn Store> = Arc::new(runtime.block_on(make()));
                         law(&runtime, store);
                     }));
-                    if kept.is_err() {
-                        broken
+                    if result.is_err() {
+                        violated
                             .lock()
                             .expect("nothing panics while it is locked")
                             .push(*name);
@@ -146,32 +147,32 @@ pub fn all<S: Store + 'static>(make: impl AsyncFn() -> S + Sync) {
             });
         }
     });
-    let broken = broken
+    let violated = violated
         .into_inner()
         .expect("nothing panics while it is locked");
     assert!(
-        broken.is_empty(),
-        "{} of {} laws are broken: {}",
-        broken.len(),
+        violated.is_empty(),
+        "{} of {} laws are violated: {}",
+        violated.len(),
         STORE_LAWS.len(),
-        broken.join(", ")
+        violated.join(", ")
     );
 }
 
 fn runtime() -> Runtime {
-    // Without threads no test can run.
+    // Starting threads fails only if the operating system has none left.
     Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()
-        .expect("a runtime")
+        .expect("the runtime starts")
 }
 
-async fn within_bounds(law: impl Future<Output = ()>) {
-    if tokio::time::timeout(LONGEST + random::longer(), law)
+async fn with_timeout(law: impl Future<Output = ()>) {
+    if tokio::time::timeout(LAW_TIMEOUT + random::extra_time(), law)
         .await
         .is_err()
     {
-        panic!("the law did not end within {LONGEST:?}");
+        panic!("the law did not end within {LAW_TIMEOUT:?}");
     }
 }

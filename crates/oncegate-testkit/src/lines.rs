@@ -41,11 +41,11 @@ impl Lines {
 
 impl io::Write for Lines {
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        let said = String::from_utf8_lossy(line).into_owned();
+        let text = String::from_utf8_lossy(line).into_owned();
         self.0
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .push((Instant::now(), said));
+            .push((Instant::now(), text));
         Ok(line.len())
     }
 

@@ -25,8 +25,8 @@ const ATTEMPTS: u32 = 3;
 const RUNS: u32 = 2;
 /// How much longer the other messages may take beside a poison message.
 const MAX_SLOWDOWN: f64 = 1.10;
-/// The time limit of a round.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// The time limit of one call of [`handle`].
+const ROUND_TIMEOUT: Duration = Duration::from_secs(120);
 
 #[derive(Clone)]
 struct PoisonCounts {
@@ -80,7 +80,7 @@ pub async fn handle(
         .handler(counts.clone());
     let (stop, stopped) = oneshot::channel::<()>();
     let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + ROUND_TIMEOUT;
     let reaches = async |count| {
         while counts.handled.load(Ordering::SeqCst) < count {
             assert!(
@@ -99,7 +99,7 @@ pub async fn handle(
     assert_eq!(
         counts.handled.load(Ordering::SeqCst),
         sound,
-        "one was handled twice"
+        "a message was handled twice"
     );
     let poisoned = match poison {
         _ if first != POISON => 0,
@@ -109,7 +109,7 @@ pub async fn handle(
     assert_eq!(
         counts.poisoned.load(Ordering::SeqCst),
         poisoned,
-        "the poisoned one ran more or less often than it may"
+        "the number of runs of the poison message"
     );
     last_handled - first_handled
 }
@@ -173,16 +173,16 @@ impl Rounds {
                 .iter()
                 .map(|took| took.as_secs_f64() * 1_000.0)
                 .collect();
-            let [least, median, most] = spread(&mut took);
+            let [min, median, max] = spread(&mut took);
             println!(
-                "the other messages, {what} a poison message that {:?}: median {median:.0} ms, {least:.0} to {most:.0}, {} rounds",
+                "the other messages, {what} a poison message that {:?}: median {median:.0} ms, {min:.0} to {max:.0}, {} rounds",
                 self.poison,
                 took.len()
             );
         }
-        let [least, median, most] = spread(&mut ratios);
+        let [min, median, max] = spread(&mut ratios);
         println!(
-            "{:?}: with to without in each round: median {median:.3}, {least:.3} to {most:.3}; {MAX_SLOWDOWN} is allowed",
+            "{:?}: with to without in each round: median {median:.3}, {min:.3} to {max:.3}; the limit is {MAX_SLOWDOWN}",
             self.poison
         );
         assert!(median <= MAX_SLOWDOWN, "{self:?}");
@@ -217,7 +217,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "Rounds")]
-    fn and_no_more() {
+    fn a_larger_slowdown_fails() {
         rounds(&[300, 112, 90]).judge();
     }
 }

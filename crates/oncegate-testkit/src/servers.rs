@@ -76,7 +76,7 @@ pub enum ServerError {
     },
     /// Maven succeeded, but the broker is incomplete.
     #[error(
-        "Kafka: no broker in {directory} though Maven said so; remove the directory and try again"
+        "Kafka: Maven succeeded, but {directory} is incomplete; remove the directory and try again"
     )]
     NoBroker {
         /// The directory of the broker.

@@ -1,4 +1,4 @@
-//! Redis in its other forms, and the proxy in front of it.
+//! Redis with TLS, Sentinels, slow loading and Cluster, and the proxy.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::TcpStream;
@@ -74,7 +74,7 @@ fn a_server_that_loads_slowly_says_so_until_it_has_loaded() {
     server.kill();
     let port = server.port();
     let asking = std::thread::spawn(move || {
-        // Until it has loaded: whoever connects too early is refused.
+        // Until it has loaded; connections may be refused at first.
         let answer = || {
             Some(
                 Client::of_one_that_may_not_listen(port)?
@@ -87,13 +87,13 @@ fn a_server_that_loads_slowly_says_so_until_it_has_loaded() {
             .take_while(|said| said != "$1")
             .any(|said| said.starts_with("-LOADING"))
     });
-    // All of it would take 40 s.
+    // Loading all keys with the delay would take 40 s.
     let began = Instant::now();
     server.start_again_loading(Duration::from_secs(1)).unwrap();
-    assert!(asking.join().unwrap(), "nobody was told that it loads");
+    assert!(asking.join().unwrap(), "no LOADING reply was received");
     assert!(began.elapsed() >= Duration::from_secs(1));
     assert_eq!(server.command("EXISTS k100000").unwrap(), ":1");
-    // Only that once.
+    // The delay applies only to this start.
     assert!(
         server
             .reply("CONFIG GET key-load-delay")

@@ -21,7 +21,9 @@ pub(crate) const WINDOW: Duration = Duration::from_secs(3600);
 /// The allowed difference between the clocks of store and client, including late timers.
 pub(crate) const SLACK: Duration = Duration::from_millis(10);
 
+/// The token of the tested claim.
 pub(crate) const MINE: Token = Token(1);
+/// The token of another claim.
 pub(crate) const THEIRS: Token = Token(2);
 
 pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };

@@ -93,10 +93,12 @@ impl PossibleEntry {
         let oldest = during.to.saturating_duration_since(self.written.from) + SLACK;
         let alive = youngest < self.expiry || self.marker == Marker::Absent;
         let expired = oldest >= self.expiry && self.marker != Marker::Absent;
-        let there = alive.then_some((self.marker, youngest, oldest.min(self.expiry)));
-        there
-            .into_iter()
-            .chain(expired.then_some((Marker::Absent, Duration::ZERO, Duration::ZERO)))
+        let existing = alive.then_some((self.marker, youngest, oldest.min(self.expiry)));
+        existing.into_iter().chain(expired.then_some((
+            Marker::Absent,
+            Duration::ZERO,
+            Duration::ZERO,
+        )))
     }
 }
 
@@ -118,9 +120,9 @@ impl PossibleMarkers {
         Self(vec![PossibleEntry::absent(now)])
     }
 
-    /// One of the possible markers.
+    /// The last of the possible markers.
     pub(crate) fn marker(&self) -> Marker {
-        // There is always one: after a `UnexpectedVerdict` the law ends.
+        // The list is never empty: a law ends after an `UnexpectedVerdict`.
         self.0.last().map_or(Marker::Absent, |entry| entry.marker)
     }
 

@@ -20,8 +20,8 @@ pub(crate) fn seeds(histories: u64) -> impl Iterator<Item = u64> {
     (0..histories).map(move |it| first.wrapping_add(it))
 }
 
-/// How much longer a run may take because the environment asks for more histories.
-pub(crate) fn longer() -> Duration {
+/// The additional time limit for the number of histories in the environment: one second for each.
+pub(crate) fn extra_time() -> Duration {
     Duration::from_secs(number(HISTORIES).unwrap_or(0))
 }
 

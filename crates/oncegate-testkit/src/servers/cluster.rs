@@ -12,8 +12,8 @@ const NAME: &str = "Redis Cluster";
 const ADVICE: &str =
     "`cargo xtask setup` installs it (Debian's packages are redis-server and redis-tools)";
 
-/// How long the nodes may take to form the cluster.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The time limit until the nodes form the cluster.
+const FORMATION_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Six Redis nodes: three primaries, and a replica of each. Needs `redis-server` and `redis-cli`.
 /// Dropping it stops them.
@@ -92,20 +92,20 @@ impl ClusterServers {
         }
         let cluster = Self { nodes };
         cluster.wait("the nodes to agree", |it| {
-            let whole = |node: &RedisServer| {
-                node.reply("CLUSTER INFO").is_ok_and(|said| {
-                    said.contains("cluster_state:ok") && said.contains("cluster_known_nodes:6")
+            let is_complete = |node: &RedisServer| {
+                node.reply("CLUSTER INFO").is_ok_and(|reply| {
+                    reply.contains("cluster_state:ok") && reply.contains("cluster_known_nodes:6")
                 }) && node
                     .reply("CLUSTER SLOTS")
-                    .is_ok_and(|said| said.matches("127.0.0.1").count() == 6)
+                    .is_ok_and(|reply| reply.matches("127.0.0.1").count() == 6)
             };
-            it.nodes.iter().all(whole)
+            it.nodes.iter().all(is_complete)
                 && it
                     .nodes
                     .iter()
                     .filter(|node| {
                         node.reply("INFO replication")
-                            .is_ok_and(|said| said.contains("master_link_status:up"))
+                            .is_ok_and(|reply| reply.contains("master_link_status:up"))
                     })
                     .count()
                     == 3
@@ -132,7 +132,7 @@ impl ClusterServers {
     pub fn primaries(&self) -> Vec<usize> {
         let is_primary = |node: &RedisServer| {
             node.reply("INFO replication")
-                .is_ok_and(|said| said.contains("role:master"))
+                .is_ok_and(|reply| reply.contains("role:master"))
         };
         (0..self.nodes.len())
             .filter(|which| is_primary(&self.nodes[*which]))
@@ -149,20 +149,20 @@ impl ClusterServers {
             .find(|which| {
                 // `<id> <address> myself,master - … <slots>`: the node's own line ends with its
                 // slots.
-                let said = self.nodes[*which]
+                let reply = self.nodes[*which]
                     .reply("CLUSTER NODES")
                     .unwrap_or_default();
-                let own = said.lines().find(|line| line.contains("myself"));
+                let own = reply.lines().find(|line| line.contains("myself"));
                 own.is_some_and(|line| line.split(' ').skip(8).any(|range| within(range, slot)))
             })
             .expect("a primary serves the slot")
     }
 
     fn wait(&self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), ServerError> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + FORMATION_TIMEOUT;
         while !done(self) {
             if Instant::now() >= deadline {
-                let reason = format!("waited for {what} for {PATIENCE:?}");
+                let reason = format!("waited for {what} for {FORMATION_TIMEOUT:?}");
                 return Err(ServerError::DidNotStart {
                     server: NAME,
                     reason,

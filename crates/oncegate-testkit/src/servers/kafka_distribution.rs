@@ -49,7 +49,7 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
             server: Kafka::NAME,
             program: "mvn dependency:copy-dependencies".into(),
             output: String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned(),
-            advice: "is the network there, and does Java trust its certificates? Maven takes a mirror or proxy from ~/.m2/settings.xml",
+            advice: "check the network and the certificates that Java trusts; ~/.m2/settings.xml sets a mirror or proxy for Maven",
         });
     }
     keep(&project.path().join("libs"), &libraries)?;
@@ -62,8 +62,8 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
     }
 }
 
-/// Moves each jar to its place by renaming a copy, last the one that [`is_complete`] checks: if
-/// that one is there, all are. Existing jars are kept, because a broker may run from them.
+/// Installs each jar by renaming a copy; the jar that [`is_complete`] checks comes last, so that
+/// the set is complete if it exists. Keeps existing jars, because a broker may be using them.
 fn keep(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
     let put = |name: &OsStr| -> std::io::Result<()> {
         if libraries.join(name).is_file() {

@@ -43,13 +43,13 @@ impl ProcessId {
     /// process and the rest of its process group have ended.
     ///
     /// Does nothing if the process has ended or its id belongs to another process.
-    pub fn stop(self, patience: Duration) {
+    pub fn stop(self, timeout: Duration) {
         if !self.is_running() {
             return;
         }
         self.signal(Signal::CONT);
         self.signal(Signal::TERM);
-        if !self.ended_within(patience) {
+        if !self.ended_within(timeout) {
             self.kill();
         }
         self.kill_group();
@@ -100,8 +100,8 @@ impl ProcessId {
         Some((Self { number, started }, life))
     }
 
-    fn ended_within(self, patience: Duration) -> bool {
-        let deadline = Instant::now() + patience;
+    fn ended_within(self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
         while self.is_running() {
             if Instant::now() >= deadline {
                 return false;
@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_number_given_to_another_process_is_left_alone() {
+    fn a_reused_process_id_is_not_stopped() {
         let mut child = Command::new("sleep")
             .arg("60")
             .process_group(0)
@@ -164,12 +164,12 @@ mod tests {
         assert!(!earlier.is_running());
         assert!(
             child.try_wait().unwrap().is_none(),
-            "the other process was ended"
+            "the process that reused the id was ended"
         );
         earlier.kill_group();
         assert!(
             !ended_soon(&mut child),
-            "the other process's group was ended"
+            "the group of the process that reused the id was ended"
         );
 
         process.stop(Duration::from_secs(5));
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_leaves_behind_in_its_group_ends_with_it() {
+    fn stopping_a_process_ends_its_process_group() {
         let script = "sleep 60 & echo $!; exec sleep 60";
         let mut leader = Command::new("sh")
             .args(["-c", script])

@@ -295,7 +295,7 @@ impl Rabbit {
     fn answers_handshake(&self) -> std::io::Result<()> {
         let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, self.port))?;
         if self.transport == Transport::Tls {
-            // It does not answer an unknown protocol.
+            // RabbitMQ does not reply to plain AMQP on a TLS port; an open port is enough.
             return Ok(());
         }
         stream.set_read_timeout(Some(Duration::from_secs(2)))?;

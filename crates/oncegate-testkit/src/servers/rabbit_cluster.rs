@@ -16,7 +16,7 @@ const NAME: &str = "RabbitMQ cluster";
 /// `rabbitmq-server`. Dropping it stops them.
 pub struct RabbitCluster {
     nodes: Vec<RabbitServer>,
-    /// Stopped after the nodes, which find each other by it.
+    /// Stopped after the nodes, which need it to connect.
     _names: Server<Names>,
 }
 
@@ -62,12 +62,12 @@ impl RabbitCluster {
         let running =
             cluster.nodes[0].control(&["-q", "eval", "length(rabbit_nodes:all_running())."])?;
         if running.trim() != "3" {
-            let reason = format!("{} of 3 nodes belong together", running.trim());
+            let reason = format!("{} of 3 nodes are in the cluster", running.trim());
             return Err(ServerError::DidNotStart {
                 server: NAME,
                 reason,
                 log: String::new(),
-                advice: "look at the nodes' logs",
+                advice: "check the logs of the nodes",
             });
         }
         Ok(cluster)

@@ -13,8 +13,8 @@ use super::{ServerError, io};
 /// The name of the primary in the Sentinels' configuration.
 pub const SENTINEL_NAME: &str = "mymaster";
 
-/// How long the start of replication or a failover may take.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The time limit of the start of replication and of a failover.
+const FAILOVER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The default of `down-after-milliseconds`.
 const DOWN_AFTER: Duration = Duration::from_secs(1);
@@ -52,7 +52,7 @@ impl ServerKind for Sentinel {
 /// A primary, two replicas and three Sentinels, which start a failover one second after the primary
 /// stops answering. Needs `redis-server`. Dropping it stops them.
 pub struct SentinelServers {
-    over: Over,
+    transport: Transport,
     password: String,
     down_after: Duration,
     sentinels: Vec<Server<Sentinel>>,
@@ -65,7 +65,7 @@ impl SentinelServers {
     /// # Errors
     /// [`ServerError`] if one of them does not start.
     pub fn start() -> Result<Self, ServerError> {
-        Self::start_over(Over::Plain, RedisOptions::new(), PASSWORD, DOWN_AFTER)
+        Self::start_with_transport(Transport::Plain, RedisOptions::new(), PASSWORD, DOWN_AFTER)
     }
 
     /// The same, with another password (letters and digits) and another `down-after-milliseconds`:
@@ -74,7 +74,7 @@ impl SentinelServers {
     /// # Errors
     /// [`ServerError`] if one of them does not start.
     pub fn start_patient(password: &str, down_after: Duration) -> Result<Self, ServerError> {
-        Self::start_over(Over::Plain, RedisOptions::new(), password, down_after)
+        Self::start_with_transport(Transport::Plain, RedisOptions::new(), password, down_after)
     }
 
     /// The same with TLS between the servers and to clients, and with required client certificates.
@@ -83,11 +83,16 @@ impl SentinelServers {
     /// # Errors
     /// [`ServerError`] if one of them does not start.
     pub fn start_with_tls() -> Result<Self, ServerError> {
-        Self::start_over(Over::Tls, RedisOptions::new().tls(), PASSWORD, DOWN_AFTER)
+        Self::start_with_transport(
+            Transport::Tls,
+            RedisOptions::new().tls(),
+            PASSWORD,
+            DOWN_AFTER,
+        )
     }
 
-    fn start_over(
-        over: Over,
+    fn start_with_transport(
+        transport: Transport,
         options: RedisOptions,
         password: &str,
         down_after: Duration,
@@ -96,26 +101,26 @@ impl SentinelServers {
             let options = options
                 .persistence(RedisPersistence::EverySecond)
                 .password(password);
-            match over {
-                Over::Plain => options,
-                Over::Tls => options
+            match transport {
+                Transport::Plain => options,
+                Transport::Tls => options
                     .certified_clients()
                     .setting("tls-replication", "yes"),
             }
         };
         let primary = RedisServer::start(shared(options))?;
-        let port = over.port(&primary);
+        let port = transport.port(&primary);
         let mut servers = Self {
-            over,
+            transport,
             password: password.to_owned(),
             down_after,
             sentinels: Vec::new(),
             redis: vec![primary],
         };
         for _ in 0..2 {
-            let options = match over {
-                Over::Plain => RedisOptions::new(),
-                Over::Tls => RedisOptions::new().tls_from(servers.redis[0].directory()),
+            let options = match transport {
+                Transport::Plain => RedisOptions::new(),
+                Transport::Tls => RedisOptions::new().tls_from(servers.redis[0].directory()),
             };
             servers
                 .redis
@@ -124,7 +129,7 @@ impl SentinelServers {
         servers.wait("two replicas to follow", |it| {
             it.redis[0]
                 .command("WAIT 2 100")
-                .is_ok_and(|said| said == ":2")
+                .is_ok_and(|reply| reply == ":2")
         })?;
         for _ in 0..3 {
             servers.sentinels.push(start_sentinel(&servers)?);
@@ -132,7 +137,7 @@ impl SentinelServers {
         servers.wait("the Sentinels to know each other", |it| {
             it.sentinels.iter().all(|sentinel| {
                 tell(sentinel.kind().port, None, "INFO sentinel")
-                    .is_ok_and(|said| said.contains("slaves=2,sentinels=3"))
+                    .is_ok_and(|reply| reply.contains("slaves=2,sentinels=3"))
             })
         })?;
         Ok(servers)
@@ -142,9 +147,9 @@ impl SentinelServers {
     /// `redis://:password@host:port`. The Sentinels themselves require no password.
     pub fn urls(&self) -> Vec<String> {
         let password = &self.password;
-        let url = |sentinel: &Sentinel| match self.over {
-            Over::Plain => format!("redis://:{password}@127.0.0.1:{}", sentinel.port),
-            Over::Tls => format!("rediss://:{password}@127.0.0.1:{}", sentinel.tls_port),
+        let url = |sentinel: &Sentinel| match self.transport {
+            Transport::Plain => format!("redis://:{password}@127.0.0.1:{}", sentinel.port),
+            Transport::Tls => format!("rediss://:{password}@127.0.0.1:{}", sentinel.tls_port),
         };
         self.sentinels
             .iter()
@@ -196,7 +201,7 @@ impl SentinelServers {
                 which != from
                     && it.redis[which]
                         .command("SET oncegate-failover-probe 1 PX 1")
-                        .is_ok_and(|said| said == "+OK")
+                        .is_ok_and(|reply| reply == "+OK")
             })
         })?;
         Ok(self.primary())
@@ -210,7 +215,7 @@ impl SentinelServers {
     /// [`ServerError`] if a server does not start, or replication takes more than a minute to
     /// start.
     pub fn mend(&mut self) -> Result<(), ServerError> {
-        let port = self.over.port(&self.redis[self.primary()]);
+        let port = self.transport.port(&self.redis[self.primary()]);
         for server in &mut self.redis {
             let own = server.kind().options.replica_of;
             server.kind_mut().options.replica_of = Some(port);
@@ -220,16 +225,16 @@ impl SentinelServers {
         }
         self.wait("two replicas to follow again", |it| {
             let primary = it.primary();
-            let port = it.over.port(&it.redis[primary]);
+            let port = it.transport.port(&it.redis[primary]);
             let follows = |server: &RedisServer| {
-                let said = server.reply("INFO replication").unwrap_or_default();
-                if said.contains(&format!("master_port:{port}\r\nmaster_link_status:up")) {
+                let reply = server.reply("INFO replication").unwrap_or_default();
+                if reply.contains(&format!("master_port:{port}\r\nmaster_link_status:up")) {
                     return true;
                 }
                 // Repeated until it succeeds: Sentinels reconfigure the server, too, each by its
                 // own view.
                 let _ = server.command(&format!("CONFIG SET masterauth {}", it.password));
-                if !said.contains(&format!("master_port:{port}\r\n")) {
+                if !reply.contains(&format!("master_port:{port}\r\n")) {
                     let _ = server.command(&format!("REPLICAOF 127.0.0.1 {port}"));
                 }
                 false
@@ -255,24 +260,24 @@ impl SentinelServers {
 
     fn named_by(&self, sentinel: &Server<Sentinel>) -> Option<usize> {
         let ask = format!("SENTINEL get-master-addr-by-name {SENTINEL_NAME}");
-        let said = tell(sentinel.kind().port, None, &ask).ok()?;
+        let reply = tell(sentinel.kind().port, None, &ask).ok()?;
         // *2, $9, 127.0.0.1, $5, the port.
-        let port: u16 = said.lines().nth(4)?.parse().ok()?;
+        let port: u16 = reply.lines().nth(4)?.parse().ok()?;
         self.redis
             .iter()
-            .position(|server| self.over.port(server) == port)
+            .position(|server| self.transport.port(server) == port)
     }
 
     fn wait(&self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), ServerError> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + FAILOVER_TIMEOUT;
         while !done(self) {
             if Instant::now() >= deadline {
-                let reason = format!("waited for {what} for {PATIENCE:?}");
+                let reason = format!("waited for {what} for {FAILOVER_TIMEOUT:?}");
                 return Err(ServerError::DidNotStart {
                     server: Sentinel::NAME,
                     reason,
                     log: String::new(),
-                    advice: "look at their logs",
+                    advice: "check the logs of the Redis servers and Sentinels",
                 });
             }
             std::thread::sleep(LOOK_EVERY);
@@ -283,12 +288,12 @@ impl SentinelServers {
 
 /// The protocol between servers and clients.
 #[derive(Debug, Clone, Copy)]
-enum Over {
+enum Transport {
     Plain,
     Tls,
 }
 
-impl Over {
+impl Transport {
     /// The port of a server for the others.
     fn port(self, server: &RedisServer) -> u16 {
         match self {
@@ -300,13 +305,13 @@ impl Over {
 
 fn start_sentinel(servers: &SentinelServers) -> Result<Server<Sentinel>, ServerError> {
     let SentinelServers {
-        over,
+        transport,
         password,
         down_after,
         redis,
         ..
     } = servers;
-    let (over, primary, down_after) = (*over, &redis[0], down_after.as_millis());
+    let (transport, primary, down_after) = (*transport, &redis[0], down_after.as_millis());
     let [port, tls_port] =
         free_ports().map_err(|source| io(Sentinel::NAME, "find free ports", source))?;
     let directory = temporary_directory(Sentinel::NAME)?;
@@ -315,9 +320,9 @@ fn start_sentinel(servers: &SentinelServers) -> Result<Server<Sentinel>, ServerE
          sentinel monitor {SENTINEL_NAME} 127.0.0.1 {} 2\nsentinel auth-pass {SENTINEL_NAME} {password}\n\
          sentinel down-after-milliseconds {SENTINEL_NAME} {down_after}\nsentinel failover-timeout {SENTINEL_NAME} 5000\n",
         directory.path().display(),
-        over.port(primary)
+        transport.port(primary)
     );
-    if let Over::Tls = over {
+    if let Transport::Tls = transport {
         settings.extend(
             tls_settings(primary.directory(), tls_port)
                 .into_iter()

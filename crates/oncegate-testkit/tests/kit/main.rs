@@ -13,14 +13,14 @@ use oncegate_testkit::{Effects, Kit};
 
 use Guarantee::{AtMostOnce, Bare};
 
-/// What a handler's sink does with an id that it has seen.
+/// What the sink of a handler does with a known id.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Sink {
     Adds,
     Upserts,
 }
 
-/// Waits, has its effect, waits.
+/// A handler that waits before and after its effect.
 struct Works {
     effects: Effects,
     sink: Sink,
@@ -42,9 +42,9 @@ impl Works {
 impl Handler for Works {
     type Payload = String;
 
-    async fn handle(&self, says: String, cx: &Context) -> Result<(), Failure> {
+    async fn handle(&self, payload: String, cx: &Context) -> Result<(), Failure> {
         tokio::time::sleep(Duration::from_secs(5)).await;
-        if says == "refuse" {
+        if payload == "refuse" {
             Err("no such account").reject()?;
         }
         if self.sink == Sink::Adds || self.effects.count(cx.id()) == 0 {
@@ -54,25 +54,25 @@ impl Handler for Works {
         Ok(())
     }
 
-    async fn reconcile(&self, says: String, cx: &Context) -> Result<Reconciled, Failure> {
+    async fn reconcile(&self, payload: String, cx: &Context) -> Result<Reconciled, Failure> {
         tokio::time::sleep(Duration::from_secs(5)).await;
-        Ok(match (says.as_str(), self.effects.count(cx.id())) {
+        Ok(match (payload.as_str(), self.effects.count(cx.id())) {
             ("nobody knows", _) => Reconciled::Unknown,
-            (_, 0) => Reconciled::DidNotHappen, // nothing is under way any more: the handler's future is the only request
+            (_, 0) => Reconciled::DidNotHappen, // no request is in flight: the handler's future was the only one
             _ => Reconciled::Happened,
         })
     }
 }
 
-fn three(says: &str) -> Vec<(String, String)> {
+fn three(payload: &str) -> Vec<(String, String)> {
     (1..=3)
-        .map(|id| (format!("id-{id}"), says.to_owned()))
+        .map(|id| (format!("id-{id}"), payload.to_owned()))
         .collect()
 }
 
 fn panics(assertion: impl FnOnce()) -> String {
     let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(assertion))
-        .expect_err("it has to notice");
+        .expect_err("the assertion fails");
     panic.downcast_ref::<String>().cloned().expect("a text")
 }
 
@@ -163,19 +163,19 @@ async fn each_crash_in_the_handler_is_at_the_next_wait() {
 
 #[tokio::test(start_paused = true)]
 async fn at_most_once_has_no_second_effect_and_loses_nothing() {
-    // After one crash all that was claimed is in doubt: where nobody knows, nothing is left to
-    // crash in.
+    // After one crash all claimed ids are in doubt; if their outcome stays unknown, no further
+    // handler runs in which a crash could occur.
     let cases = [
         ("work", 1, Execution::Spawned),
         ("work", 1, Execution::Inline),
         ("nobody knows", 0, Execution::Spawned),
     ];
-    for (says, crashes_before, handlers) in cases {
+    for (payload, crashes_before, handlers) in cases {
         let (handler, effects) = Works::on(Sink::Adds);
         let kit = Kit::new(handler)
             .guarantee(AtMostOnce)
             .settings(|consumer| consumer.execution(handlers));
-        let kit = kit.messages(three(says)).duplicates(2).lost_replies(2);
+        let kit = kit.messages(three(payload)).duplicates(2).lost_replies(2);
         let report = kit
             .crash_before_handler(crashes_before)
             .crash_after_handler(1)
@@ -188,7 +188,12 @@ async fn at_most_once_has_no_second_effect_and_loses_nothing() {
             .in_doubt()
             .iter()
             .any(|rejected| rejected.reason == Reason::InDoubt(DoubtCause::Interrupted));
-        assert_eq!(unknown, says == "nobody knows", "{:?}", report.in_doubt());
+        assert_eq!(
+            unknown,
+            payload == "nobody knows",
+            "{:?}",
+            report.in_doubt()
+        );
     }
 }
 

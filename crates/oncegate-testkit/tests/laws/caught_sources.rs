@@ -13,7 +13,7 @@ use oncegate_testkit::laws::source::{self as law, Destination, TestQueue};
 
 use crate::memory_broker::Memory;
 
-/// What a source does wrong. Otherwise it is the memory broker's.
+/// The mistake of a source that otherwise behaves like that of the memory broker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Mistake {
     None,

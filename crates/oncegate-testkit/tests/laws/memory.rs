@@ -4,8 +4,7 @@ use oncegate_core::MemoryStore;
 
 oncegate_testkit::store_laws!(async || MemoryStore::new());
 
-/// Rows whose borders only a store without a clock between two operations can tell: one batch has
-/// one moment.
+/// Exact limits, which only a store that applies a batch at a single time can test.
 mod borders {
     use std::time::Duration;
 

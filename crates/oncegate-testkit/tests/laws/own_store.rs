@@ -1,4 +1,4 @@
-//! A store of one's own: what the book shows.
+//! A user-defined store, as shown in the book.
 use std::collections::HashMap;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};

@@ -43,14 +43,14 @@ pub async fn an_unsettled_delivery_is_not_delivered_again(queue: impl TestQueue)
     let mut client = SourceClient::of(&queue).await;
     let open = client.receive(3).await;
     client
-        .expect_no_delivery(Duration::from_millis(700), "all are open")
+        .expect_no_delivery(Duration::from_millis(700), "all deliveries are unsettled")
         .await;
     client.accept(open).await;
     client.close().await;
 }
 
-/// Neither in number nor in bytes; but one delivery that is larger than the limit is delivered
-/// alone.
+/// `receive` exceeds its limit neither in number nor in bytes, except for a single delivery that is
+/// larger than the limit.
 pub async fn receive_respects_its_limit(queue: impl TestQueue) {
     for _ in 0..10 {
         queue.publish(Message::new(vec![b'x'; 1_000])).await;
@@ -80,7 +80,7 @@ pub async fn receive_respects_its_limit(queue: impl TestQueue) {
             let receiving = client.0.receive(limit, &mut incoming);
             tokio::time::timeout(queue.patience(), receiving)
                 .await
-                .expect("there is more")
+                .expect("the queue has more messages")
                 .expect("it receives");
         }
         let deliveries: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
@@ -147,7 +147,7 @@ pub async fn a_dropped_receive_loses_nothing(queue: impl TestQueue) {
     let both = async { tokio::join!(publishing, receiving).1 };
     let all = tokio::time::timeout(queue.patience(), both)
         .await
-        .expect("all of them come");
+        .expect("all messages are delivered");
     assert_eq!(bodies(&all), numbers(0..100));
     client.accept(all).await;
     client.close().await;

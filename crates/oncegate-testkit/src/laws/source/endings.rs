@@ -18,7 +18,7 @@ pub async fn settling_empties_the_list(queue: impl TestQueue) {
     client.close().await;
 }
 
-/// In any order and in any number of calls.
+/// An accepted delivery is not redelivered, whatever the order and the number of calls.
 pub async fn an_accepted_delivery_is_not_redelivered(queue: impl TestQueue) {
     publish_numbers(&queue, 40).await;
     let mut client = SourceClient::of(&queue).await;
@@ -35,7 +35,7 @@ pub async fn an_accepted_delivery_is_not_redelivered(queue: impl TestQueue) {
     next.close().await;
 }
 
-/// After an orderly close. A shutdown does not count as a failure.
+/// Unsettled deliveries are redelivered after `close`, which does not count as a failure.
 pub async fn unsettled_deliveries_are_redelivered_after_a_close(queue: impl TestQueue) {
     publish_numbers(&queue, 5).await;
     let mut client = SourceClient::of(&queue).await;

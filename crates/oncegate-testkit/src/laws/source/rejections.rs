@@ -16,7 +16,8 @@ fn header<'a>(message: &'a Message, name: &str) -> Option<&'a str> {
         .map(|value| std::str::from_utf8(value).expect("oncegate writes text"))
 }
 
-/// With its body, its headers and the failure history; and it is not delivered again.
+/// A rejected message is in the dead letters with its body, its headers and the failure history,
+/// and is not redelivered.
 pub async fn a_rejected_message_is_a_dead_letter_with_its_failure_history(queue: impl TestQueue) {
     queue
         .publish(Message::new("poison").with_header("payment-id", "42"))
@@ -92,7 +93,7 @@ pub async fn in_doubt_messages_have_a_destination_of_their_own(queue: impl TestQ
     );
 }
 
-/// Whatever their number, and whatever else is settled at the same time.
+/// All of 300 rejections in one batch reach the dead letters.
 pub async fn many_rejections_at_once_all_arrive(queue: impl TestQueue) {
     const MANY: usize = 300;
     publish_numbers(&queue, MANY).await;

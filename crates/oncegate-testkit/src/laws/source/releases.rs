@@ -7,8 +7,8 @@ use oncegate_core::Message;
 use super::TestQueue;
 use super::client::*;
 
-/// Not before its delay, with the failure count of the release; other messages are delivered in the
-/// meantime.
+/// A released message is redelivered after its delay, with the failure count of the release. Other
+/// messages are delivered meanwhile.
 pub async fn a_release_is_redelivered_after_its_delay_and_blocks_no_other(queue: impl TestQueue) {
     const DELAY: Duration = Duration::from_millis(1_500);
     publish_numbers(&queue, 1).await;
@@ -82,7 +82,7 @@ pub async fn repeated_releases_keep_the_failure_count(queue: impl TestQueue) {
     client.close().await;
 }
 
-/// Shorter delays before longer ones.
+/// Messages with shorter delays are redelivered before those with longer ones.
 pub async fn releases_are_redelivered_in_the_order_of_their_delays(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;

@@ -259,7 +259,7 @@ pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>
         ];
         rows.extend(waiting.map(|given| {
             row(
-                "claim: in doubt, nobody reconciling",
+                "claim: in doubt, no reconciler",
                 given,
                 claim(guarantee),
                 in_doubt(3),

@@ -117,7 +117,7 @@ pub async fn any_token_completes_a_doubt(store: Arc<dyn Store>) {
             with_expired_lease(reconciled(THEIRS, 5)),
         ] {
             rows.push(row(
-                "complete: in doubt, whoever's",
+                "complete: in doubt, any holder",
                 given,
                 my_operation(guarantee, Ask::Complete, 1),
                 DONE,
@@ -643,7 +643,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
                 )
             }
             None => row(
-                "send back: in progress, lease with_expired_lease, at most once, outcome not stated",
+                "send back: in progress, lease over, at most once, outcome not stated",
                 seen,
                 operation,
                 Verdict::Lost,
