@@ -1,10 +1,10 @@
-//! Speed, side by side with the bare clients: the same servers, the same messages, by turns.
+//! Benchmarks: compares oncegate with the plain clients, on the same servers with the same
+//! messages, in alternating runs.
 //!
-//! Each measurement is a process of its own ([`side`]), so that its CPU time and its memory are its
-//! own, and none inherits what another has left in an allocator or a connection. [`rounds`] lets
-//! the sides of one table take turns; [`suites`] says which sides there are; [`report`] prints the
-//! table, the ratios and the JSON; [`plot`] draws them. [`profile`] says where the time of one side
-//! goes.
+//! Each measurement runs in a separate process ([`side`]), so that its CPU time and memory are not
+//! mixed with those of others. [`rounds`] alternates the sides of a table, [`suites`] defines the
+//! sides, [`report`] prints tables, ratios and JSON, and [`plot`] draws them. [`profile`] samples
+//! the CPU time of one side.
 #![forbid(unsafe_code)]
 
 pub mod load;
@@ -17,6 +17,5 @@ pub mod side;
 pub mod stage;
 pub mod suites;
 
-/// What any part of a benchmark ends with when it cannot go on: whoever runs it reads the reason,
-/// and nothing is retried.
+/// The result of a part of a benchmark. An error ends the whole run; nothing is retried.
 pub type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;

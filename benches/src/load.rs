@@ -1,4 +1,4 @@
-//! Fills topics and queues before anything is measured.
+//! Fills topics, queues and stores before a measurement.
 
 use std::time::Duration;
 
@@ -22,17 +22,17 @@ use tokio::runtime::Runtime;
 use crate::Outcome;
 use crate::side::{Id, operation};
 
-/// How long a broker may take for what it was sent last.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// How many messages wait at once for RabbitMQ's confirmation.
+/// The time limit of a flush, a transaction or a store operation.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(120);
+/// The maximum number of messages without a confirmation of RabbitMQ.
 const UNCONFIRMED: usize = 2_000;
 
-/// How the ids of messages follow each other.
+/// The order of message ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ids {
-    /// Upwards, as those of a sequence, and as UUIDs of version 7.
+    /// Ascending, like a sequence or UUIDs of version 7.
     InOrder,
-    /// In no order, as UUIDs of version 4.
+    /// Without order, like UUIDs of version 4.
     Random,
 }
 
@@ -41,7 +41,7 @@ impl Ids {
     pub fn of(self, number: usize) -> String {
         match self {
             Self::InOrder => id(number),
-            // Each number has one of its own.
+            // Multiplication by an odd number is a bijection, so ids are unique.
             Self::Random => format!(
                 "{:016x}",
                 (number as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
@@ -50,33 +50,33 @@ impl Ids {
     }
 }
 
-/// The id of a message among those in order: 16 digits.
+/// The id of a message with ascending ids: 16 digits.
 pub fn id(number: usize) -> String {
     format!("{number:016}")
 }
 
-/// A topic, and what is in it.
+/// A topic and its messages.
 #[derive(Clone, Debug)]
 pub struct Topic {
     /// Its name.
     pub name: String,
-    /// How many partitions.
+    /// The number of partitions.
     pub partitions: i32,
-    /// How many messages, spread over them.
+    /// The number of messages in all partitions.
     pub messages: usize,
-    /// How many bytes each body has.
+    /// The size of each body in bytes.
     pub body: usize,
-    /// Where the id is.
+    /// The position of the id.
     pub id: Id,
-    /// How the ids follow each other.
+    /// The order of the ids.
     pub ids: Ids,
 }
 
 impl Topic {
-    /// Creates the topic, and those for dead letters that oncegate wants to find.
+    /// Creates the topic, and its dead-letter and in-doubt topics, which oncegate requires.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub async fn create(&self, brokers: &str) -> Outcome<()> {
         let admin: AdminClient<_> = ClientConfig::new()
             .set("bootstrap.servers", brokers)
@@ -110,16 +110,16 @@ impl Topic {
         self.send_all(&KafkaSender::new(brokers, &self.name, "20")?)
     }
 
-    /// Creates and fills it, each partition with as much; consumers see nothing of it before
-    /// [`HeldBack::let_go`].
+    /// Creates and fills it evenly in a transaction; consumers see the messages after
+    /// [`UncommittedTopic::commit`].
     ///
     /// # Errors
-    /// What the broker said.
-    pub async fn fill_held_back(&self, brokers: &str) -> Outcome<HeldBack> {
+    /// The error of the broker.
+    pub async fn fill_held_back(&self, brokers: &str) -> Outcome<UncommittedTopic> {
         self.create(brokers).await?;
         let sender = KafkaSender::in_transaction(brokers, &self.name)?;
         self.send_all(&sender)?;
-        Ok(HeldBack(sender))
+        Ok(UncommittedTopic(sender))
     }
 
     fn send_all(&self, sender: &KafkaSender) -> Outcome<()> {
@@ -132,21 +132,21 @@ impl Topic {
                 Id::Key => sender.send_keyed(&self.ids.of(number), &body)?,
             }
         }
-        sender.0.flush(PATIENCE)?;
+        sender.0.flush(REQUEST_TIMEOUT)?;
         Ok(())
     }
 }
 
-/// A topic that is full, of which consumers see nothing yet.
-pub struct HeldBack(KafkaSender);
+/// A filled topic whose messages are in an open transaction.
+pub struct UncommittedTopic(KafkaSender);
 
-impl HeldBack {
-    /// From now on they see all of it.
+impl UncommittedTopic {
+    /// Commits the transaction, which makes all messages visible.
     ///
     /// # Errors
-    /// What the broker said.
-    pub fn let_go(self) -> Outcome<()> {
-        Ok(self.0.0.commit_transaction(PATIENCE)?)
+    /// The error of the broker.
+    pub fn commit(self) -> Outcome<()> {
+        Ok(self.0.0.commit_transaction(REQUEST_TIMEOUT)?)
     }
 }
 
@@ -154,10 +154,10 @@ impl HeldBack {
 pub struct KafkaSender(ThreadedProducer<DefaultProducerContext>, String);
 
 impl KafkaSender {
-    /// Waits `linger` milliseconds for a batch to fill.
+    /// A producer with this `linger.ms`.
     ///
     /// # Errors
-    /// What librdkafka said.
+    /// The error of librdkafka.
     pub fn new(brokers: &str, topic: &str, linger: &str) -> Outcome<Self> {
         let mut config = ClientConfig::new();
         config
@@ -167,10 +167,10 @@ impl KafkaSender {
         Ok(Self(config.create()?, topic.to_owned()))
     }
 
-    /// All that is sent belongs to one transaction.
+    /// A producer that sends all messages in one transaction.
     ///
     /// # Errors
-    /// What librdkafka said.
+    /// The error of librdkafka.
     fn in_transaction(brokers: &str, topic: &str) -> Outcome<Self> {
         let mut config = ClientConfig::new();
         config
@@ -181,7 +181,7 @@ impl KafkaSender {
             .set("transactional.id", topic)
             .set("transaction.timeout.ms", "300000");
         let producer: ThreadedProducer<_> = config.create()?;
-        producer.init_transactions(PATIENCE)?;
+        producer.init_transactions(REQUEST_TIMEOUT)?;
         producer.begin_transaction()?;
         Ok(Self(producer, topic.to_owned()))
     }
@@ -195,7 +195,7 @@ impl KafkaSender {
             key: "id",
             value: Some(id),
         });
-        self.hand_in(
+        self.send_record(
             BaseRecord::<(), _>::to(&self.1)
                 .partition(partition)
                 .payload(body)
@@ -206,13 +206,13 @@ impl KafkaSender {
     /// Sends a message with its id in a header.
     ///
     /// # Errors
-    /// What librdkafka said; a full queue is waited for.
+    /// The error of librdkafka. Waits while its queue is full.
     pub fn send(&self, id: &str, body: &[u8]) -> Outcome<()> {
         let headers = OwnedHeaders::new().insert(Header {
             key: "id",
             value: Some(id),
         });
-        self.hand_in(
+        self.send_record(
             BaseRecord::<(), _>::to(&self.1)
                 .payload(body)
                 .headers(headers),
@@ -224,10 +224,10 @@ impl KafkaSender {
     /// # Errors
     /// As [`send`](Self::send).
     pub fn send_keyed(&self, id: &str, body: &[u8]) -> Outcome<()> {
-        self.hand_in(BaseRecord::to(&self.1).payload(body).key(id))
+        self.send_record(BaseRecord::to(&self.1).payload(body).key(id))
     }
 
-    fn hand_in<K: rdkafka::message::ToBytes + ?Sized>(
+    fn send_record<K: rdkafka::message::ToBytes + ?Sized>(
         &self,
         mut record: BaseRecord<'_, K, [u8]>,
     ) -> Outcome<()> {
@@ -244,7 +244,7 @@ impl KafkaSender {
     }
 }
 
-/// What kind of queue.
+/// The type of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueKind {
     /// On one node.
@@ -254,7 +254,7 @@ pub enum QueueKind {
 }
 
 impl QueueKind {
-    /// RabbitMQ's word for it.
+    /// The name of the type in RabbitMQ.
     pub fn name(self) -> &'static str {
         match self {
             Self::Classic => "classic",
@@ -263,35 +263,35 @@ impl QueueKind {
     }
 }
 
-/// A queue, and what is in it.
+/// A queue and its messages.
 #[derive(Clone, Debug)]
 pub struct Queue {
     /// Its name.
     pub name: String,
-    /// What kind.
+    /// The type.
     pub kind: QueueKind,
-    /// How many messages, with their ids in the property `message_id`.
+    /// The number of messages; their ids are in the property `message_id`.
     pub messages: usize,
-    /// How many bytes each body has.
+    /// The size of each body in bytes.
     pub body: usize,
-    /// Whether the messages are to survive the node.
-    pub keeps: Keeps,
+    /// Whether the messages are persistent.
+    pub persistence: MessagePersistence,
 }
 
-/// Whether messages are to survive their node.
+/// Whether messages are persistent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keeps {
-    /// They are written down.
+pub enum MessagePersistence {
+    /// Persistent.
     OnDisk,
-    /// They are held in memory alone: a classic queue need not write them.
+    /// Not persistent: a classic queue need not write them to disk.
     InMemory,
 }
 
 impl Queue {
-    /// Creates and fills it; all messages are confirmed then.
+    /// Creates and fills it; returns when all messages are confirmed.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub async fn fill(&self, url: &str) -> Outcome<()> {
         let (connection, channel) = open(url).await?;
         let mut arguments = FieldTable::default();
@@ -313,7 +313,9 @@ impl Queue {
         for first in (0..self.messages).step_by(UNCONFIRMED) {
             let mut sent = Vec::with_capacity(UNCONFIRMED);
             for number in first..self.messages.min(first + UNCONFIRMED) {
-                sent.push(publish(&channel, &self.name, self.keeps, &id(number), &body).await?);
+                sent.push(
+                    publish(&channel, &self.name, self.persistence, &id(number), &body).await?,
+                );
             }
             try_join_all(sent).await?;
         }
@@ -344,13 +346,13 @@ async fn open(url: &str) -> Outcome<(Connection, Channel)> {
 async fn publish(
     channel: &Channel,
     queue: &str,
-    keeps: Keeps,
+    persistence: MessagePersistence,
     id: &str,
     body: &[u8],
 ) -> Outcome<lapin::PublisherConfirm> {
-    let mode = match keeps {
-        Keeps::OnDisk => 2,
-        Keeps::InMemory => 1,
+    let mode = match persistence {
+        MessagePersistence::OnDisk => 2,
+        MessagePersistence::InMemory => 1,
     };
     let properties = BasicProperties::default()
         .with_delivery_mode(mode)
@@ -366,7 +368,7 @@ async fn publish(
         .await?)
 }
 
-/// Sends to a queue, from a thread that has no runtime.
+/// Sends to a queue from a thread without a runtime.
 pub struct RabbitSender {
     runtime: Runtime,
     channel: Channel,
@@ -399,20 +401,26 @@ impl RabbitSender {
     /// What the broker said.
     pub fn send(&mut self, id: &str, body: &[u8]) -> Outcome<()> {
         self.runtime
-            .block_on(publish(&self.channel, &self.queue, Keeps::OnDisk, id, body))
+            .block_on(publish(
+                &self.channel,
+                &self.queue,
+                MessagePersistence::OnDisk,
+                id,
+                body,
+            ))
             .map(drop)
     }
 }
 
-/// How many operations travel together.
+/// Operations per batch.
 const BATCH: usize = 256;
 
-/// Writes so many done markers, as completions do.
+/// Writes this many done markers.
 ///
 /// # Errors
-/// What the server said.
+/// The error of the store.
 pub async fn fill_redis(url: &str, markers: usize) -> Outcome<()> {
-    let store = Redis::at(url).prefix("old:").timeout(PATIENCE);
+    let store = Redis::at(url).prefix("old:").timeout(REQUEST_TIMEOUT);
     for first in (0..markers).step_by(BATCH) {
         let batch: Vec<_> = (first..markers.min(first + BATCH))
             .map(|number| operation("old", number, Ask::Complete))
@@ -424,14 +432,16 @@ pub async fn fill_redis(url: &str, markers: usize) -> Outcome<()> {
     Ok(())
 }
 
-/// Brings Redis to rest after it was filled: for minutes after its table grew, each command moves a
-/// little from the old one to the new. So it is asked for markers that stand there, until nothing
-/// is left to move. It must let `DEBUG` be asked.
+/// Waits until Redis has finished incremental rehashing, which would slow down measured commands.
+/// Each command moves a part of the hash table, so this reads existing markers. Needs
+/// `enable-debug-command`.
 ///
 /// # Errors
-/// What the server said.
-pub async fn let_redis_rest(server: &RedisServer, markers: usize) -> Outcome<()> {
-    let store = Redis::at(server.url()).prefix("old:").timeout(PATIENCE);
+/// The error of the server.
+pub async fn finish_redis_rehashing(server: &RedisServer, markers: usize) -> Outcome<()> {
+    let store = Redis::at(server.url())
+        .prefix("old:")
+        .timeout(REQUEST_TIMEOUT);
     let mut first = 0;
     while server
         .reply("DEBUG HTSTATS 0")?
@@ -454,10 +464,10 @@ pub async fn let_redis_rest(server: &RedisServer, markers: usize) -> Outcome<()>
     Ok(())
 }
 
-/// Removes the markers of the first so many messages.
+/// Removes the markers of the first `messages` messages.
 ///
 /// # Errors
-/// What the server said.
+/// The error of the server.
 pub async fn clear_redis(url: &str, prefix: &str, messages: usize) -> Outcome<()> {
     let mut connection = redis::Client::open(url)?
         .get_multiplexed_async_connection()

@@ -1,28 +1,28 @@
-//! Where a run was made.
+//! Describes the machine of a run.
 
 use std::process::Command;
 
 use serde::{Deserialize, Serialize};
 
-/// Where a run was made.
+/// The machine of a run.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Machine {
-    /// The processor's name, and how many there are.
+    /// The number of processors and their name.
     pub processor: String,
     /// Memory, in MiB.
     pub memory_mib: u64,
     /// The kernel.
     pub kernel: String,
-    /// The load average when the run began: near 0 on a machine that does nothing else.
+    /// The load average at the start: near 0 on an idle machine.
     pub load: String,
-    /// The commit, with `+` behind it where files differ from it.
+    /// The commit, with `+` if there are uncommitted changes.
     pub commit: String,
     /// The versions of servers, clients and the compiler.
     pub versions: Vec<String>,
 }
 
 impl Machine {
-    /// This one, now. What cannot be found out is left empty.
+    /// This machine now; unknown values are empty.
     pub fn here() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
         let value = |text: &str, name: &str| {
@@ -36,7 +36,7 @@ impl Machine {
         };
         let processors = std::thread::available_parallelism().map_or(0, usize::from);
         let memory = value(&read("/proc/meminfo"), "MemTotal");
-        let changed = if says("git", &["status", "--porcelain"]).is_empty() {
+        let changed = if first_line_of("git", &["status", "--porcelain"]).is_empty() {
             ""
         } else {
             "+"
@@ -47,17 +47,17 @@ impl Machine {
                 value(&read("/proc/cpuinfo"), "model name")
             ),
             memory_mib: memory.trim_end_matches(" kB").parse::<u64>().unwrap_or(0) / 1024,
-            kernel: says("uname", &["-sr"]),
+            kernel: first_line_of("uname", &["-sr"]),
             load: read("/proc/loadavg").trim().to_owned(),
-            commit: says("git", &["rev-parse", "--short", "HEAD"]) + changed,
+            commit: first_line_of("git", &["rev-parse", "--short", "HEAD"]) + changed,
             versions: vec![
-                says("rustc", &["--version"]),
-                says("redis-server", &["--version"]),
+                first_line_of("rustc", &["--version"]),
+                first_line_of("redis-server", &["--version"]),
                 format!(
                     "rabbitmq-server {}",
-                    says("dpkg-query", &["-W", "-f", "${Version}", "rabbitmq-server"])
+                    first_line_of("dpkg-query", &["-W", "-f", "${Version}", "rabbitmq-server"])
                 ),
-                says("java", &["--version"]),
+                first_line_of("java", &["--version"]),
                 format!("librdkafka {}", rdkafka::util::get_rdkafka_version().1),
                 format!("kafka {}", kafka()),
             ],
@@ -78,7 +78,7 @@ fn kafka() -> String {
 }
 
 /// The first line that a program prints.
-fn says(program: &str, arguments: &[&str]) -> String {
+fn first_line_of(program: &str, arguments: &[&str]) -> String {
     let output = Command::new(program).args(arguments).output();
     let printed = output
         .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())

@@ -1,5 +1,5 @@
-//! `oncegate-bench`: the bare clients and oncegate by turns, on real servers of its own. `cargo
-//! xtask bench` runs it.
+//! `oncegate-bench`: compares oncegate with the plain clients on its own servers. `cargo xtask
+//! bench` runs it.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -14,37 +14,36 @@ use oncegate_bench::stage::Stage;
 use oncegate_bench::suites::{Extent, Suite};
 use oncegate_bench::{Outcome, plot, profile};
 
-/// Compares the bare clients with oncegate, by turns, on servers of its own; prints tables and
-/// ratios, and writes target/bench/<run>.json.
+/// Compares oncegate with the plain clients in alternating runs on its own servers; prints tables
+/// and ratios, and writes target/bench/<run>.json.
 ///
-/// A machine that does anything else makes the rates worth nothing, and the ratios worth little.
+/// Run it on an idle machine: other load makes the rates useless and the ratios inexact.
 #[derive(Parser)]
 #[command(name = "cargo xtask bench", bin_name = "cargo xtask bench")]
 struct Arguments {
-    /// The ratios that matter most, in two minutes.
+    /// Measure only the most important ratios, in two minutes.
     #[arg(long)]
     quick: bool,
-    /// Only these; may be given several times.
+    /// Only these suites; may be repeated.
     #[arg(long, value_enum)]
     only: Vec<Suite>,
-    /// Where to write the JSON.
+    /// The directory for the JSON file.
     #[arg(long, default_value = "target/bench")]
     into: PathBuf,
-    /// Draws the plots of a run that stands in this file into the directory that `--into` names,
-    /// and measures nothing.
+    /// Only draw the plots of this run into the directory of `--into`.
     #[arg(long, value_name = "JSON")]
     plot: Option<PathBuf>,
-    /// Handles a million messages past the memory store while `perf` watches, and says where the
-    /// CPU time went.
+    /// Handle a million messages with the memory store under `perf`, and print the shares of the
+    /// CPU time.
     #[arg(long, conflicts_with_all = ["quick", "only", "plot"])]
     profile: bool,
 }
 
 fn main() -> ExitCode {
-    let told: Vec<String> = std::env::args().skip(1).collect();
-    let outcome = match told.split_first() {
+    let arguments_text: Vec<String> = std::env::args().skip(1).collect();
+    let outcome = match arguments_text.split_first() {
         Some((first, rest)) if first == SIDE => side(rest),
-        _ => bench(&Arguments::parse(), told),
+        _ => bench(&Arguments::parse(), arguments_text),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
@@ -55,20 +54,24 @@ fn main() -> ExitCode {
     }
 }
 
-/// One side of a comparison, told what to do by whoever compares.
-fn side(told: &[String]) -> Outcome<()> {
-    let task: Task = serde_json::from_str(told.first().ok_or("a side must be told what to do")?)?;
+/// Runs one side of a comparison; the argument is its task as JSON.
+fn side(arguments_text: &[String]) -> Outcome<()> {
+    let task: Task = serde_json::from_str(
+        arguments_text
+            .first()
+            .ok_or("the task of the side is missing")?,
+    )?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .enable_all()
         .build()?;
     let took = runtime.block_on(task.run())?;
     println!("{}", serde_json::to_string(&took)?);
-    // What a client still has to say to its broker is of no interest any more.
+    // Does not wait for clients that are closing their connections.
     runtime.shutdown_background();
     Ok(())
 }
 
-fn bench(arguments: &Arguments, told: Vec<String>) -> Outcome<()> {
+fn bench(arguments: &Arguments, arguments_text: Vec<String>) -> Outcome<()> {
     if let Some(run) = &arguments.plot {
         let report: Report = serde_json::from_str(&std::fs::read_to_string(run)?)?;
         return plot::draw(&report, &arguments.into);
@@ -96,12 +99,12 @@ fn bench(arguments: &Arguments, told: Vec<String>) -> Outcome<()> {
     let path = arguments.into.join(format!("{run}.json"));
     std::fs::create_dir_all(&arguments.into)?;
     let stage = Stage::set()?;
-    let mut report = Report::new(run, told, machine);
+    let mut report = Report::new(run, arguments_text, machine);
     for suite in suites {
         suite.run(&stage, extent, &mut |table| {
             println!("{table}");
             report.add(table, begun.elapsed());
-            // After each: a run that is stopped keeps what it has.
+            // After each table, so that an interrupted run keeps its results.
             Ok(std::fs::write(
                 &path,
                 serde_json::to_string_pretty(&report)?,

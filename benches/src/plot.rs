@@ -1,4 +1,4 @@
-//! Draws the tables of a run: bars, as SVG, without a library.
+//! Draws the tables of a run as bar charts in SVG.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -6,18 +6,17 @@ use std::path::Path;
 use crate::Outcome;
 use crate::report::{Ratio, Report, Table, spread};
 
-/// One bar: what it is, how long, what stands beside it.
+/// One bar: its name, length and label.
 struct Bar {
     name: String,
     length: f64,
     label: String,
 }
 
-/// Draws files for each table into a directory, named by its title: rates and CPU time, or
-/// latencies. Beside them stands `tables.md`.
+/// Writes the charts of each table, named by its title, and `tables.md` into a directory.
 ///
 /// # Errors
-/// If nothing can be written there.
+/// The directory cannot be written.
 pub fn draw(report: &Report, into: &Path) -> Outcome<()> {
     std::fs::create_dir_all(into)?;
     std::fs::write(into.join("tables.md"), report.markdown())?;
@@ -100,7 +99,7 @@ fn latencies(table: &Table) -> Vec<Bar> {
     bars.collect()
 }
 
-/// Cost by concurrency: the ratio at each prefetch.
+/// The ratios at each prefetch.
 fn by_prefetch(report: &Report) -> Vec<Bar> {
     let at_a_prefetch = |ratio: &&Ratio| {
         ratio.name.starts_with("rabbitmq_") && ratio.meaning == "Redis, in place / bare"
@@ -143,7 +142,7 @@ const LEFT: f64 = 250.0;
 const LONGEST: f64 = 440.0;
 const ROW: f64 = 26.0;
 
-/// Horizontal bars under a title, on white: readable on a dark page too.
+/// Horizontal bars under a title, with a white background for dark pages.
 fn bars(title: &str, unit: &str, bars: &[Bar]) -> String {
     let height = 70.0 + ROW * bars.len() as f64;
     let longest = bars
@@ -166,7 +165,7 @@ fn bars(title: &str, unit: &str, bars: &[Bar]) -> String {
             "#2f6fab"
         };
         let (text, end) = (y + 14.0, LEFT + length + 8.0);
-        // Writing to a text cannot fail.
+        // Writing to a String cannot fail.
         let _ = writeln!(
             svg,
             "<text x=\"{}\" y=\"{text}\" text-anchor=\"end\">{}</text>\

@@ -1,4 +1,4 @@
-//! Where the CPU time of a message goes: one side, watched by `perf`.
+//! Samples the CPU time of one side with `perf`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,12 +9,12 @@ use crate::side::{Id, Spawned};
 use crate::stage::Stage;
 
 const MESSAGES: usize = 1_000_000;
-/// Samples a second.
+/// Samples per second.
 const FREQUENCY: &str = "2500";
-/// What is less is not shown, in hundredths of all.
-const LEAST: f64 = 0.5;
+/// The minimum share to print, in percent.
+const MIN_SHARE: f64 = 0.5;
 
-/// Places by what the names of their functions contain; the first that fits has it.
+/// Components by substrings of function names; the first match wins.
 const PLACES: &[(&str, &[&str])] = &[
     (
         "malloc and free",
@@ -69,11 +69,11 @@ const PLACES: &[(&str, &[&str])] = &[
     ("the rest of oncegate", &["oncegate_"]),
 ];
 
-/// Handles a million messages of Kafka past the memory store, in place, and prints what shares of
-/// the CPU time threads, places and functions had. What `perf` recorded is kept.
+/// Handles a million Kafka messages with the memory store and inline handlers, and prints the
+/// shares of the CPU time by thread, component and function. Keeps the recording.
 ///
 /// # Errors
-/// If `perf` cannot be run, and what the broker said.
+/// `perf` cannot be run, or the broker failed.
 pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
     if !Command::new("perf")
         .arg("--version")
@@ -81,7 +81,8 @@ pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
         .is_ok_and(|said| said.status.success())
     {
         return Err(
-            "there is no perf here that works: Debian has it in the package linux-perf".into(),
+            "perf does not work on this machine; install it (Debian's package is linux-perf)"
+                .into(),
         );
     }
     let topic = stage.topic(4, MESSAGES, 100, Id::Header)?;
@@ -107,20 +108,20 @@ pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
     }
     let rate = MESSAGES as f64 / took.seconds;
     println!(
-        "Kafka, memory, in place: {rate:.0} messages a second while perf watched; shares of the process's CPU time"
+        "Kafka, memory, in place: {rate:.0} messages per second under perf; shares of the process's CPU time"
     );
     let report = String::from_utf8_lossy(&report.stdout);
     print!("{}", shares(&report));
     if !report.contains("[k]") {
         println!(
-            "\nthe kernel was not watched, which its setting kernel.perf_event_paranoid allows at 1 or less: shares are of the rest"
+            "\nwithout kernel samples, so shares exclude the kernel; set kernel.perf_event_paranoid to 1 or less to include it"
         );
     }
     println!("recorded in {file}, for `perf report` and `perf annotate`");
     Ok(())
 }
 
-/// By thread, by place and by function, as `perf report` gave them line by line.
+/// The shares by thread, component and function, from the output of `perf report`.
 fn shares(report: &str) -> String {
     let (mut threads, mut places, mut functions) =
         (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
@@ -164,7 +165,7 @@ fn place(function: &str) -> &'static str {
 fn table(what: &str, shares: BTreeMap<String, f64>) -> String {
     let mut shares: Vec<_> = shares
         .into_iter()
-        .filter(|(_, share)| *share >= LEAST)
+        .filter(|(_, share)| *share >= MIN_SHARE)
         .collect();
     shares.sort_by(|one, other| other.1.total_cmp(&one.1));
     let lines = shares

@@ -11,18 +11,18 @@ use crate::rounds::Row;
 use crate::side::{ThreadTime, Took};
 use crate::suites::{AT_MOST, REACH};
 
-/// A run: all its tables, and where it was made.
+/// A run: its machine and all tables.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
     /// The name of its file.
     pub run: String,
-    /// The arguments it was started with.
+    /// The arguments of the program.
     pub arguments: Vec<String>,
-    /// How long it took, in seconds.
+    /// The duration, in seconds.
     pub seconds: f64,
-    /// Where it was made.
+    /// The machine.
     pub machine: Machine,
-    /// What is to be reached, by ratio.
+    /// The target of each ratio.
     pub reach: BTreeMap<String, f64>,
     /// The median ratio of each pair.
     pub ratios: BTreeMap<String, f64>,
@@ -30,57 +30,57 @@ pub struct Report {
     pub tables: Vec<Table>,
 }
 
-/// Sides that took turns.
+/// The sides of a comparison.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Table {
-    /// What was compared.
+    /// The title.
     pub title: String,
-    /// One a side.
+    /// One for each side.
     pub lines: Vec<Line>,
-    /// One a pair that matters.
+    /// The ratios of pairs of sides.
     pub ratios: Vec<Ratio>,
 }
 
-/// What a side gave.
+/// The measurements of a side.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Line {
     /// The side.
     pub name: String,
-    /// Messages or commands a second, one a round.
+    /// Messages or commands per second, one value for each round.
     pub rates: Vec<f64>,
-    /// CPU time of the client's process a message, in microseconds: the median of the rounds.
+    /// CPU time of the client process per message, in microseconds: the median of the rounds.
     pub client_micros: Option<f64>,
-    /// CPU time of the servers a message, in microseconds: the median of the rounds.
+    /// CPU time of the servers per message, in microseconds: the median of the rounds.
     pub server_micros: Option<f64>,
-    /// The most memory the client held, in KiB: the most of all rounds.
+    /// The maximum memory of the client in all rounds, in KiB.
     pub peak_kib: Option<u64>,
     /// Latencies in microseconds by percentile: the median of the rounds.
     pub latencies: Vec<(f64, u64)>,
-    /// For what part of the time the thread ran that handles, and for what part it waited for a
-    /// core: the medians of the rounds. For the rest it waited for others.
+    /// The fractions of the time in which the handling thread ran and in which it waited for a
+    /// core: the medians of the rounds. In the remaining time it waited for other threads.
     pub thread: Option<(f64, f64)>,
-    /// CPU time a message by what spent it, in microseconds, the most first: the client's threads
-    /// and the servers, by their names; the medians of the rounds.
+    /// CPU time per message of each client thread and server, in microseconds, in descending order:
+    /// the medians of the rounds.
     #[serde(default)]
     pub by_place: Vec<(String, f64)>,
-    /// All that was measured of the client, one a round.
+    /// All measurements of the client, one for each round.
     #[serde(default)]
     pub took: Vec<Took>,
 }
 
-/// One side's rate by another's, in the same round.
+/// The ratio of the rates of two sides.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Ratio {
     /// Its name in `ratios`.
     pub name: String,
-    /// What is divided by what.
+    /// The names of the two sides.
     pub meaning: String,
-    /// One a round.
+    /// One value for each round.
     pub rounds: Vec<f64>,
 }
 
 impl Table {
-    /// The table of these rows.
+    /// A table of these sides.
     pub fn new(title: impl Into<String>, rows: &[Row]) -> Self {
         Self {
             title: title.into(),
@@ -120,9 +120,8 @@ impl Table {
         self
     }
 
-    /// Adds what a side's p99 is longer than the client's alone and one round trip to the store
-    /// together, in milliseconds, round by round. It is below nothing where the two others waited
-    /// longer.
+    /// Adds the difference between the p99 of a side and the sum of those of the plain client and
+    /// of a round trip to the store, in milliseconds, round by round. May be negative.
     ///
     /// # Panics
     /// As [`ratio`](Self::ratio).
@@ -155,7 +154,7 @@ impl Table {
         self
     }
 
-    /// As Markdown.
+    /// The table as Markdown.
     fn markdown(&self) -> String {
         let mut text = format!("### {}\n\n", self.title);
         let latencies = self.lines.iter().any(|line| !line.latencies.is_empty());
@@ -219,7 +218,7 @@ impl Table {
         text
     }
 
-    /// Adds a ratio of the most memory that two sides held.
+    /// Adds the ratio of the maximum memory of two sides.
     ///
     /// # Panics
     /// As [`ratio`](Self::ratio).
@@ -310,7 +309,7 @@ fn by_place(took: &[&Took]) -> Vec<(String, f64)> {
     places
 }
 
-/// In one line: each place and its microseconds a message.
+/// The CPU times of threads and servers in one line.
 fn told(places: &[(String, f64)]) -> String {
     places
         .iter()
@@ -382,7 +381,7 @@ impl fmt::Display for Table {
 }
 
 impl Report {
-    /// A run that has no table yet.
+    /// A run without tables.
     pub fn new(run: String, arguments: Vec<String>, machine: Machine) -> Self {
         let (reach, ratios) = (BTreeMap::new(), BTreeMap::new());
         Self {
@@ -396,7 +395,7 @@ impl Report {
         }
     }
 
-    /// Adds a table, so long after the beginning.
+    /// Adds a table and sets the duration.
     pub fn add(&mut self, table: Table, after: Duration) {
         for ratio in &table.ratios {
             self.ratios
@@ -422,7 +421,7 @@ impl Report {
             .join("\n")
     }
 
-    /// The ratios beside what is to be reached.
+    /// The ratios and their targets.
     pub fn summary(&self) -> String {
         let mut text = format!("\n{:<36} {:>8} {:>8}\n", "ratio", "median", "reach");
         for (name, ratio) in &self.ratios {
@@ -449,12 +448,12 @@ impl Report {
     }
 }
 
-/// A part of the whole, in hundredths.
+/// A fraction as a percentage.
 fn share(part: Option<f64>) -> String {
     part.map_or_else(String::new, |part| format!("{:.0} %", part * 100.0))
 }
 
-/// The middle one; of an even number the lower of the two in the middle; 0 of none.
+/// The median; the lower one of an even number of values; 0 without values.
 pub fn median(numbers: &[f64]) -> f64 {
     let mut sorted = numbers.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -464,7 +463,7 @@ pub fn median(numbers: &[f64]) -> f64 {
         .unwrap_or(0.0)
 }
 
-/// Median, least and most.
+/// Median, minimum and maximum.
 pub fn spread(numbers: &[f64]) -> [f64; 3] {
     let least = numbers.iter().copied().fold(f64::INFINITY, f64::min);
     let most = numbers.iter().copied().fold(f64::NEG_INFINITY, f64::max);

@@ -1,4 +1,4 @@
-//! Sides that take turns, so that whatever else the machine does hits all of them.
+//! Alternates the sides of a comparison, so that other load affects all of them.
 
 use std::time::Instant;
 
@@ -11,12 +11,12 @@ pub struct Side<'a> {
     run: Box<dyn FnMut() -> Outcome<Once> + 'a>,
 }
 
-/// What one turn of a side gave.
+/// The result of one run of a side.
 #[derive(Clone, Debug)]
 pub struct Once {
-    /// Messages or commands a second.
+    /// Messages or commands per second.
     pub rate: f64,
-    /// The rest, where the side is a process of ours.
+    /// The measurements, if the side is a process of this program.
     pub took: Option<Took>,
 }
 
@@ -35,7 +35,7 @@ impl<'a> Side<'a> {
         }
     }
 
-    /// A side of which only a rate is known.
+    /// A side that only has a rate.
     pub fn rate(name: impl Into<String>, mut run: impl FnMut() -> Outcome<f64> + 'a) -> Self {
         Self {
             name: name.into(),
@@ -44,7 +44,7 @@ impl<'a> Side<'a> {
     }
 }
 
-/// What the turns of a side gave, one entry a round.
+/// The results of a side, one for each round.
 #[derive(Clone, Debug)]
 pub struct Row {
     /// The side.
@@ -53,11 +53,10 @@ pub struct Row {
     pub rounds: Vec<Once>,
 }
 
-/// Lets the sides take turns: forwards in one round, backwards in the next, so that none always
-/// follows the same other.
+/// Runs all sides in each round, in alternating order, so that none always follows the same side.
 ///
 /// # Errors
-/// Of the first side that fails, or of `go_on`, which is asked before each.
+/// The error of the first side that fails, or of `go_on`, which is called before each.
 pub fn alternate(
     title: &str,
     rounds: usize,

@@ -1,5 +1,4 @@
-//! One side of a comparison: a process of its own that handles so many messages and says what it
-//! took.
+//! One side of a comparison: a process that handles messages and prints its measurements.
 
 mod gated;
 mod kafka;
@@ -20,18 +19,18 @@ pub(crate) use store::operation;
 /// What to do.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Task {
-    /// Where messages come from.
+    /// The source of messages.
     pub from: From,
-    /// What stands between them and the handler.
+    /// What runs between source and handler.
     pub way: Way,
-    /// What the handler does.
+    /// The handler.
     pub work: Work,
-    /// How many messages to handle.
+    /// The number of messages.
     pub messages: usize,
-    /// The processes whose CPU time is to be read beside one's own: the servers.
+    /// The server processes whose CPU time is measured, too.
     pub servers: Vec<u32>,
-    /// How long to stay after the last message, so that others are not disturbed who have not had
-    /// theirs.
+    /// How long to stay in the group after the last message, to avoid a rebalance while other
+    /// processes still handle theirs.
     pub stays: Duration,
 }
 
@@ -42,41 +41,41 @@ pub enum From {
     Kafka {
         /// `host:port`.
         brokers: String,
-        /// The topic, which is there and full.
+        /// The existing, filled topic.
         topic: String,
-        /// The group; a new one reads from the beginning.
+        /// The consumer group; a new one reads from the start.
         group: String,
         /// Where the id is.
         id: Id,
     },
-    /// A queue, which is there and full.
+    /// An existing, filled queue.
     RabbitMq {
         /// The broker.
         url: String,
         /// The queue.
         queue: String,
-        /// How many deliveries the broker hands over ahead of their acknowledgement.
+        /// The prefetch count.
         prefetch: u16,
     },
-    /// No broker: the store is asked as fast as it answers.
+    /// No broker: the store is called as fast as it replies.
     Nowhere,
 }
 
-/// Where the id of a message is.
+/// The position of the id of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Id {
     /// In the header `id`; the message has no key.
     Header,
-    /// It is the record's key; the message has no headers.
+    /// In the record key; the message has no headers.
     Key,
 }
 
-/// What stands between messages and the handler.
+/// What runs between source and handler.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Way {
-    /// Nothing: the client alone.
+    /// Nothing: the plain client.
     Bare,
-    /// What one writes by hand: `SET … NX` awaited for each message.
+    /// Hand-written deduplication: `SET … NX`, awaited for each message.
     Naive {
         /// The Redis server.
         redis: String,
@@ -85,30 +84,29 @@ pub enum Way {
     Gated {
         /// Its store.
         store: Store,
-        /// Whether each handler gets a task of its own, which is the default, or is polled where it
-        /// stands.
+        /// Whether each handler runs in its own task (the default) or inline.
         spawned: Spawned,
     },
 }
 
-/// Where handlers run.
+/// The execution mode of handlers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Spawned {
-    /// Each in a task of its own.
+    /// Each in its own task.
     Yes,
-    /// Polled in place.
+    /// Inline.
     No,
 }
 
-/// The store behind oncegate.
+/// The store of oncegate.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Store {
     /// In memory.
     Memory {
-        /// How many other ids are remembered before the first message.
+        /// The number of other ids in the store before the first message.
         markers: usize,
     },
-    /// A SQLite file, made when it is missing.
+    /// An SQLite file, created if missing.
     Sqlite {
         /// Where.
         file: PathBuf,
@@ -117,7 +115,7 @@ pub enum Store {
     Redis {
         /// Where.
         url: String,
-        /// Before each key.
+        /// The key prefix.
         prefix: String,
     },
 }
@@ -127,29 +125,28 @@ pub enum Store {
 pub enum Work {
     /// Nothing.
     Nothing,
-    /// Waits for a millisecond, as for a service that answers quickly.
+    /// Waits for a millisecond, as for a fast service.
     Waits,
-    /// Notes how long ago the message was sent; messages come at a steady 1,000 a second, which the
-    /// side sends itself.
+    /// Measures the latency; the side itself sends 1,000 messages per second.
     NotesLatency,
 }
 
-/// How long a side may take at the most.
-const PATIENCE: Duration = Duration::from_secs(600);
+/// The time limit of a side.
+const SIDE_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// The argument that makes this program a side.
+/// The argument that makes this program run a side.
 pub const SIDE: &str = "side";
 
 impl Task {
-    /// Does it in a process of its own, to the end.
+    /// Runs the task in a separate process, to the end.
     ///
     /// # Errors
-    /// What that process said, if it failed.
+    /// The process failed.
     pub fn run_apart(&self) -> crate::Outcome<Took> {
         self.start()?.finish()
     }
 
-    /// Begins it in a process of its own.
+    /// Starts the task in a separate process.
     ///
     /// # Errors
     /// If the process cannot be started.
@@ -157,10 +154,10 @@ impl Task {
         self.spawn(Command::new(std::env::current_exe()?))
     }
 
-    /// Does it in a process that this program starts, to the end.
+    /// Runs the task under another program, such as `perf`, to the end.
     ///
     /// # Errors
-    /// If the program cannot be run, and what the process said, if it failed.
+    /// The program cannot be run, or the process failed.
     pub fn run_under(&self, program: &str, arguments: &[&str]) -> crate::Outcome<Took> {
         let mut command = Command::new(program);
         command.args(arguments).arg(std::env::current_exe()?);
@@ -178,14 +175,14 @@ impl Task {
         Ok(Side(child))
     }
 
-    /// Does it here.
+    /// Runs the task in this process.
     ///
     /// # Errors
-    /// What the client, the broker or the store said.
+    /// The error of the client, the broker or the store.
     pub async fn run(&self) -> crate::Outcome<Took> {
-        match tokio::time::timeout(PATIENCE, self.take()).await {
+        match tokio::time::timeout(SIDE_TIMEOUT, self.take()).await {
             Ok(took) => took,
-            Err(_) => Err(format!("it was not over after {PATIENCE:?}").into()),
+            Err(_) => Err(format!("it was not over after {SIDE_TIMEOUT:?}").into()),
         }
     }
 
@@ -203,19 +200,19 @@ impl Task {
     }
 }
 
-/// A side that runs.
+/// A running side.
 pub struct Side(std::process::Child);
 
 impl Side {
-    /// Waits for its end.
+    /// Waits for its result.
     ///
     /// # Errors
-    /// If it failed; what it said stands on the screen.
+    /// It failed; its output was printed.
     pub fn finish(self) -> crate::Outcome<Took> {
         let output = self.0.wait_with_output()?;
         if !output.status.success() {
             return Err(format!(
-                "a side failed ({}); what it said stands above",
+                "a side failed ({}); its output is printed above",
                 output.status
             )
             .into());

@@ -1,4 +1,4 @@
-//! Servers of one's own, started for this run and stopped after it.
+//! The servers of a run.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -12,10 +12,10 @@ use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
 use crate::Outcome;
-use crate::load::{HeldBack, Ids, Keeps, Queue, QueueKind, Topic};
+use crate::load::{Ids, MessagePersistence, Queue, QueueKind, Topic, UncommittedTopic};
 use crate::side::{From, Id, Spawned, Store, Task, Way, Work, cpu_of};
 
-/// Servers of one's own, and names that nobody has used on them.
+/// The servers of a run, and unused names of topics, queues and keys.
 pub struct Stage {
     /// The Kafka broker.
     pub kafka: KafkaServer,
@@ -23,7 +23,7 @@ pub struct Stage {
     pub rabbitmq: RabbitServer,
     /// The Redis server, which writes nothing to disk.
     pub redis: RedisServer,
-    /// Where SQLite files go.
+    /// The directory of SQLite files.
     files: TempDir,
     runtime: Runtime,
     names: AtomicUsize,
@@ -31,10 +31,10 @@ pub struct Stage {
 }
 
 impl Stage {
-    /// Starts them, and waits until each answers.
+    /// Starts the servers.
     ///
     /// # Errors
-    /// What keeps a server from starting.
+    /// A server does not start.
     pub fn set() -> Outcome<Self> {
         let stopping = Arc::<AtomicBool>::default();
         for signal in [SIGINT, SIGTERM, SIGHUP] {
@@ -66,10 +66,10 @@ impl Stage {
         })
     }
 
-    /// Whether to go on: a signal lets what runs end, and then the servers stop.
+    /// Checks that no signal requested a stop.
     ///
     /// # Errors
-    /// After Ctrl-C, SIGTERM or SIGHUP.
+    /// Ctrl-C, SIGTERM or SIGHUP arrived.
     pub fn go_on(&self) -> Outcome<()> {
         if self.stopping.load(Ordering::Relaxed) {
             Err("stopped by a signal".into())
@@ -78,12 +78,12 @@ impl Stage {
         }
     }
 
-    /// A name that was not used yet.
+    /// An unused name.
     pub fn name(&self, what: &str) -> String {
         format!("{what}-{}", self.names.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Fills a topic, its ids in order.
+    /// Fills a topic with ascending ids.
     ///
     /// # Errors
     /// What the broker said.
@@ -91,7 +91,7 @@ impl Stage {
         self.topic_of(Ids::InOrder, partitions, messages, body, id)
     }
 
-    /// Fills a topic with ids that follow each other like this.
+    /// Fills a topic with ids in this order.
     ///
     /// # Errors
     /// What the broker said.
@@ -115,11 +115,15 @@ impl Stage {
         Ok(topic)
     }
 
-    /// Fills a topic of which nobody sees anything yet.
+    /// Fills a topic in an open transaction.
     ///
     /// # Errors
     /// What the broker said.
-    pub fn topic_held_back(&self, partitions: i32, messages: usize) -> Outcome<(Topic, HeldBack)> {
+    pub fn topic_held_back(
+        &self,
+        partitions: i32,
+        messages: usize,
+    ) -> Outcome<(Topic, UncommittedTopic)> {
         let topic = Topic {
             name: self.name("topic"),
             partitions,
@@ -147,14 +151,14 @@ impl Stage {
         self.runtime.block_on(work)
     }
 
-    /// Fills a queue, and lets the broker finish what that gave it to do.
+    /// Fills a queue, and waits until RabbitMQ is idle.
     ///
     /// # Errors
     /// What the broker said.
     pub fn queue(
         &self,
         kind: QueueKind,
-        keeps: Keeps,
+        persistence: MessagePersistence,
         messages: usize,
         body: usize,
     ) -> Outcome<Queue> {
@@ -163,15 +167,15 @@ impl Stage {
             kind,
             messages,
             body,
-            keeps,
+            persistence,
         };
         self.runtime.block_on(queue.fill(&self.rabbitmq.url()))?;
         self.let_rabbitmq_rest();
         Ok(queue)
     }
 
-    /// Waits until the node has hardly anything to do, ten seconds at the most: what it still
-    /// writes would be counted against the side that comes first.
+    /// Waits at most ten seconds until the node is idle: its pending writes would slow down the
+    /// first side.
     fn let_rabbitmq_rest(&self) {
         const LOOK: Duration = Duration::from_millis(200);
         let until = Instant::now() + Duration::from_secs(10);
@@ -197,7 +201,7 @@ impl Stage {
         self.runtime.block_on(queue.delete(&self.rabbitmq.url()))
     }
 
-    /// A task on a topic, in a group that is new.
+    /// A task on a topic, in a new group.
     pub fn on_kafka(&self, topic: &Topic, way: Way, messages: usize) -> Task {
         let (brokers, group) = (self.kafka.brokers(), self.name("group"));
         let from = From::Kafka {
@@ -233,7 +237,7 @@ impl Stage {
         }
     }
 
-    /// Past a store that remembers in memory.
+    /// oncegate with the memory store.
     pub fn memory(&self, spawned: Spawned) -> Way {
         Way::Gated {
             store: Store::Memory { markers: 0 },
@@ -241,7 +245,7 @@ impl Stage {
         }
     }
 
-    /// Past a new SQLite file.
+    /// oncegate with a new SQLite file.
     pub fn sqlite(&self, spawned: Spawned) -> Way {
         Way::Gated {
             store: Store::Sqlite { file: self.file() },
@@ -249,7 +253,7 @@ impl Stage {
         }
     }
 
-    /// Past Redis, with keys that nobody has used.
+    /// oncegate with Redis and an unused prefix.
     pub fn redis(&self, spawned: Spawned) -> Way {
         Way::Gated {
             store: Store::Redis {
@@ -260,7 +264,7 @@ impl Stage {
         }
     }
 
-    /// By hand, on Redis.
+    /// Hand-written deduplication with Redis.
     pub fn naive(&self) -> Way {
         Way::Naive {
             redis: self.redis.url(),
@@ -276,7 +280,7 @@ impl Stage {
     /// # Errors
     /// The connection's.
     pub fn empty_redis(&self) -> Outcome<()> {
-        // Not in the background: that would go on beside what is measured next.
+        // Synchronously: a deletion in the background would disturb the next measurement.
         self.redis.command("FLUSHALL SYNC")?;
         Ok(())
     }
@@ -286,11 +290,11 @@ impl Stage {
         vec![self.kafka.pid(), self.rabbitmq.pid(), self.redis.pid()]
     }
 
-    /// How many `SET … NX EX` a second `redis-benchmark` reaches, with 50 connections that send 64
-    /// at a time.
+    /// The rate of `SET … NX EX` commands of `redis-benchmark` with 50 connections and pipelines of
+    /// 64.
     ///
     /// # Errors
-    /// If it cannot be run, or prints no rate.
+    /// It cannot be run, or prints no rate.
     pub fn redis_benchmark(&self, requests: usize) -> Outcome<f64> {
         let port = self.redis.port().to_string();
         let requests = requests.to_string();

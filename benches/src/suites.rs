@@ -1,4 +1,4 @@
-//! What is compared with what.
+//! The suites: which sides are compared.
 
 mod growth;
 mod kafka;
@@ -15,21 +15,21 @@ use crate::stage::Stage;
 /// A group of tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Suite {
-    /// The bare Kafka client and oncegate with each store; Redis alone.
+    /// The plain Kafka client and oncegate with each store; Redis without a broker.
     Kafka,
-    /// The bare RabbitMQ client and oncegate, by prefetch and kind of queue.
+    /// The plain RabbitMQ client and oncegate, by prefetch and queue type.
     Rabbitmq,
-    /// What oncegate adds to the time that a message is under way, at 1,000 messages a second.
+    /// The latency that oncegate adds at 1,000 messages per second.
     Latency,
-    /// 1, 2 and 4 processes in a group. Eight minutes more.
+    /// 1, 2 and 4 processes in a group. Takes another eight minutes.
     Scaling,
-    /// Rate and memory by markers, partitions and backlog. Needs 6 GB of memory and four minutes
-    /// more.
+    /// Rate and memory by markers, partitions and backlog. Needs 6 GB of memory and another four
+    /// minutes.
     Growth,
 }
 
 impl Suite {
-    /// Those of a run that was not told which.
+    /// The default suites.
     pub fn usual(extent: Extent) -> Vec<Self> {
         match extent {
             Extent::Quick => vec![Self::Kafka, Self::Rabbitmq],
@@ -37,10 +37,10 @@ impl Suite {
         }
     }
 
-    /// Runs it, and tells of each table as it is ready.
+    /// Runs the suite, and calls back with each table.
     ///
     /// # Errors
-    /// Of the first side that fails.
+    /// The error of the first side that fails.
     pub fn run(
         self,
         stage: &Stage,
@@ -60,9 +60,9 @@ impl Suite {
 /// How much is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extent {
-    /// What is done in two minutes: the ratios that matter most.
+    /// The most important ratios, in two minutes.
     Quick,
-    /// All of it.
+    /// Everything.
     Full,
 }
 
@@ -75,9 +75,9 @@ impl Extent {
     }
 }
 
-/// How often each side has its turn.
+/// The number of rounds.
 const ROUNDS: usize = 5;
-/// So many messages are enough for one who handles them one by one, a millisecond each.
+/// The number of messages for a side that handles them sequentially in a millisecond each.
 const ONE_BY_ONE: usize = 2_000;
 
 /// What it may be at the most, in milliseconds.
@@ -85,7 +85,7 @@ pub const AT_MOST: [(&str, f64); 2] = [
     ("latency_kafka_added_p99_ms", 1.0),
     ("latency_rabbitmq_added_p99_ms", 1.0),
 ];
-/// What is to be reached, by ratio.
+/// The targets, by ratio.
 pub const REACH: [(&str, f64); 7] = [
     ("kafka_memory", 0.85),
     ("kafka_key_memory", 1.00),

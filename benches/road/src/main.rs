@@ -1,9 +1,8 @@
-//! A message's way through oncegate: so many messages from the in-memory broker, past the in-memory
-//! store, to a handler that does nothing, on a runtime of one thread.
+//! Handles messages of the memory broker with the memory store and an empty handler, on a runtime
+//! with one thread.
 //!
-//! `oncegate-road MESSAGES [in-place|spawned]`. It prints nothing and measures nothing: whoever
-//! counts its instructions runs it twice, with few messages and with many, and divides the
-//! difference.
+//! `oncegate-road MESSAGES [in-place|spawned]`. It only runs the messages: `cargo xtask bench
+//! --guard` runs it under callgrind with few and with many messages, and divides the difference.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -17,7 +16,7 @@ use oncegate_core::{
 use serde::de::IgnoredAny;
 use tokio::sync::Notify;
 
-/// Counts down, and says when all have been handled.
+/// Counts down handled messages, and notifies after the last.
 struct CountDown(AtomicUsize, Arc<Notify>);
 
 impl Handler for CountDown {
@@ -34,14 +33,17 @@ impl Handler for CountDown {
 #[tokio::main(flavor = "current_thread")]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
-    let messages: usize = arguments.next().ok_or("say how many messages")?.parse()?;
+    let messages: usize = arguments
+        .next()
+        .ok_or("usage: oncegate-road MESSAGES [in-place|spawned]")?
+        .parse()?;
     let handlers = match arguments.next().as_deref() {
         None | Some("in-place") => Execution::Inline,
         Some("spawned") => Execution::Spawned,
         Some(other) => return Err(format!("`{other}` is neither `in-place` nor `spawned`").into()),
     };
     let broker = MemoryBroker::new("road");
-    // One block for all, as a source makes it.
+    // One block of headers for all messages, as sources create it.
     let mut block = Vec::new();
     let headers: Vec<_> = (0..messages)
         .map(|number| {
@@ -72,7 +74,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     assert_eq!(
         broker.unsettled(),
         0,
-        "the consumer ends when all is settled"
+        "all messages are settled before the consumer ends"
     );
     Ok(())
 }

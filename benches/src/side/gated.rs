@@ -1,4 +1,4 @@
-//! oncegate, as a user would write it.
+//! The side with oncegate.
 
 use std::sync::Arc;
 
@@ -13,8 +13,7 @@ use super::latency::sent_ago;
 use super::{From, Id, Meter, Spawned, Store, Task, Took, Way, Work};
 use crate::Outcome;
 
-/// Handles messages as the task says. The body is not copied: the bare client does not copy it
-/// either.
+/// The handler of the task. Does not copy the body, like the plain client.
 struct Counts {
     meter: Arc<Meter>,
     work: Work,
@@ -42,7 +41,7 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
     meter.took()
 }
 
-/// Consumes until the meter is over.
+/// Consumes until all messages are measured.
 pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     match &task.from {
         From::Kafka {

@@ -1,4 +1,4 @@
-//! The bare Kafka client, and the loop that one writes by hand.
+//! The sides with the plain Kafka client, without and with hand-written deduplication.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,9 +13,9 @@ use super::latency::sent_ago;
 use super::{From, Id, Meter, Task, Took, Way, Work};
 use crate::Outcome;
 
-/// What a handler waits that waits.
+/// The time that a waiting handler waits.
 pub(super) const WAIT: Duration = Duration::from_millis(1);
-/// How many of these wait at once: as many as oncegate has in flight.
+/// How many of them wait concurrently: the same number as in flight in oncegate.
 const AT_ONCE: usize = 512;
 
 pub(super) async fn run(task: &Task) -> Outcome<Took> {
@@ -24,7 +24,7 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
     meter.took()
 }
 
-/// Consumes until the meter is over.
+/// Consumes until all messages are measured.
 pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     let From::Kafka {
         brokers,
@@ -36,8 +36,8 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
         return Err("this is no Kafka topic".into());
     };
     let mut config = ClientConfig::new();
-    // The one setting that is not librdkafka's own: with a second's pause after a full queue it
-    // would be slow.
+    // The only setting that is not the default of librdkafka: its pause of one second after a full
+    // queue would make the client slow.
     config
         .set("bootstrap.servers", brokers)
         .set("group.id", group)

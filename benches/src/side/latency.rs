@@ -1,5 +1,5 @@
-//! How long a message is under way at a steady 1,000 a second: sent, received, handled in one
-//! process, by one clock.
+//! Measures the latency at 1,000 messages per second. One process sends, receives and handles the
+//! messages, so that it uses one clock.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,11 +12,11 @@ use crate::Outcome;
 use crate::load::{KafkaSender, RabbitSender};
 
 /// The time between two messages.
-const EVERY: Duration = Duration::from_millis(1);
-/// What is sent first and not measured: connections open, groups form, scripts load.
+const INTERVAL: Duration = Duration::from_millis(1);
+/// Messages at the start that are not measured: clients connect, groups form, scripts load.
 const WARM_UP: usize = 2_500;
 
-/// How long ago the sender wrote this body.
+/// The time since the sender wrote this body.
 pub(super) fn sent_ago(body: &[u8]) -> Duration {
     let sent = body
         .first_chunk::<8>()
@@ -29,7 +29,7 @@ fn now() -> u64 {
     now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
 }
 
-/// 100 bytes, the time before the rest.
+/// A body of 100 bytes that starts with the time.
 fn body() -> Vec<u8> {
     let mut body = vec![b'x'; 100];
     body[..8].copy_from_slice(&now().to_le_bytes());
@@ -45,7 +45,7 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
     meter.took()
 }
 
-/// One command after the other, one a millisecond.
+/// Sends one command per millisecond, one after the other.
 async fn round_trips(task: &Task, meter: &Meter) -> Outcome<()> {
     let (Way::Naive { redis: url }
     | Way::Gated {
@@ -58,7 +58,7 @@ async fn round_trips(task: &Task, meter: &Meter) -> Outcome<()> {
     let mut store = redis::Client::open(url.as_str())?
         .get_multiplexed_async_connection()
         .await?;
-    let mut ticks = tokio::time::interval(EVERY);
+    let mut ticks = tokio::time::interval(INTERVAL);
     for number in 0..WARM_UP + task.messages {
         ticks.tick().await;
         let asked = Instant::now();
@@ -71,7 +71,7 @@ async fn round_trips(task: &Task, meter: &Meter) -> Outcome<()> {
 async fn beside_a_sender(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     let stop = Arc::new(AtomicBool::new(false));
     let (from, told) = (task.from.clone(), stop.clone());
-    // A thread of its own: what it sends must not wait for what is received.
+    // A separate thread: sending must not wait for receiving.
     let sender = std::thread::spawn(move || send(&from, &told));
     consume(task, meter).await?;
     stop.store(true, Ordering::Relaxed);
@@ -104,7 +104,7 @@ fn send(from: &From, stop: &AtomicBool) -> Outcome<()> {
         if stop.load(Ordering::Relaxed) {
             break;
         }
-        let due = begun + EVERY * number;
+        let due = begun + INTERVAL * number;
         std::thread::sleep(due.saturating_duration_since(Instant::now()));
         sender(number as usize)?;
     }

@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 pub struct Meter {
     seen: AtomicUsize,
     all: usize,
-    /// What is still to be passed over.
+    /// Messages that are still skipped.
     warm_up: AtomicUsize,
     servers: Vec<u32>,
     first: OnceLock<Reading>,
@@ -25,44 +25,42 @@ pub struct Meter {
     latencies: Mutex<Histogram<u64>>,
 }
 
-/// What a side took.
+/// The measurements of a side.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Took {
-    /// How many messages, after the first.
+    /// The number of messages after the first.
     pub messages: usize,
-    /// From the first message to the last.
+    /// Seconds from the first to the last message.
     pub seconds: f64,
     /// CPU time of this process meanwhile, in seconds.
     pub cpu: f64,
     /// CPU time of the servers meanwhile, in seconds.
     pub servers_cpu: f64,
-    /// The most memory that this process held, in KiB.
+    /// The maximum resident memory of this process, in KiB.
     pub peak_kib: u64,
     /// When the first and the last were handled, by the machine's monotonic clock, in seconds.
     pub between: (f64, f64),
-    /// How long messages were under way, in microseconds, by percentile; empty where that was not
-    /// asked.
+    /// Latencies in microseconds, by percentile; empty if not measured.
     pub latencies: Vec<(f64, u64)>,
-    /// What the thread did meanwhile that handled the first message and the last; none where that
-    /// were two.
+    /// The times of the thread that handled the first and the last message; none if these are two
+    /// threads.
     pub thread: Option<ThreadTime>,
-    /// CPU time meanwhile by what spent it, in seconds: this process's threads and the servers, by
-    /// their names.
+    /// CPU time of each thread of this process and of each server, in seconds, by name.
     #[serde(default)]
     pub by_place: BTreeMap<String, f64>,
 }
 
-/// How a thread spent a time, in seconds; the rest of it, it waited for others.
+/// The times of a thread, in seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ThreadTime {
-    /// It ran.
+    /// Running.
     pub ran: f64,
-    /// It could have run, and waited for a core.
+    /// Runnable, waiting for a core.
     pub queued: f64,
 }
 
 impl Took {
-    /// Messages a second.
+    /// Messages per second.
     pub fn rate(&self) -> f64 {
         self.messages as f64 / self.seconds
     }
@@ -76,7 +74,7 @@ impl Took {
     }
 }
 
-/// The percentiles that are kept.
+/// The stored percentiles.
 const PERCENTILES: [f64; 12] = [
     10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99, 100.0,
 ];
@@ -106,7 +104,7 @@ impl Places {
             .flatten()
         {
             let path = thread.path();
-            // One that has just ended is not there any more.
+            // A thread that has ended has no file.
             let (Some(name), Some(counted)) = (name_of(&path), ThreadReading::of(&path)) else {
                 continue;
             };
@@ -145,7 +143,7 @@ impl Places {
     }
 }
 
-/// The name of a process or a thread. That of a numbered one is without its number.
+/// The name of a process or thread, without a number at its end.
 fn name_of(path: &Path) -> Option<String> {
     let name = std::fs::read_to_string(path.join("comm")).ok()?;
     Some(
@@ -155,7 +153,7 @@ fn name_of(path: &Path) -> Option<String> {
     )
 }
 
-/// What Linux counts of a thread.
+/// The scheduler statistics of a thread.
 #[derive(Clone, Copy)]
 struct ThreadReading {
     thread: ThreadId,
@@ -194,7 +192,7 @@ impl ThreadReading {
 }
 
 impl Meter {
-    /// Counts so many messages.
+    /// A meter for this many messages.
     pub fn new(messages: usize, servers: Vec<u32>) -> Self {
         // From a microsecond to a minute, three digits.
         let latencies =
@@ -211,7 +209,7 @@ impl Meter {
         }
     }
 
-    /// Passes over the first so many.
+    /// Skips this many messages first.
     pub fn after(self, warm_up: usize) -> Self {
         Self {
             warm_up: AtomicUsize::new(warm_up),
@@ -223,7 +221,7 @@ impl Meter {
     pub fn saw(&self) {
         let before = self.seen.fetch_add(1, Ordering::Relaxed);
         if before == 0 {
-            // Only one of them was the first. What takes long to read is read before the clock.
+            // Only one call is the first. Slow values are read before the clock.
             let places = Places::of(&self.servers);
             let _ = self.first.set(Reading {
                 places,
@@ -240,8 +238,7 @@ impl Meter {
         }
     }
 
-    /// One more was handled, which had been under way for so long. Those of the warm-up do not
-    /// count.
+    /// Counts a handled message with its latency, except in the warm-up.
     pub fn saw_after(&self, latency: Duration) {
         if self
             .warm_up
@@ -272,10 +269,10 @@ impl Meter {
         }
     }
 
-    /// What it took.
+    /// The measurements.
     ///
     /// # Errors
-    /// If not all were handled.
+    /// Not all messages were handled.
     pub fn took(&self) -> crate::Outcome<Took> {
         let (Some(first), Some(last)) = (self.first.get(), self.last.get()) else {
             return Err(format!(
@@ -314,7 +311,7 @@ impl Meter {
 }
 
 impl Reading {
-    /// All but the places.
+    /// All measurements except the CPU times by thread.
     fn now() -> Self {
         let (at, cpu) = (clock(ClockId::Monotonic), clock(ClockId::ProcessCPUTime));
         Self {
@@ -331,10 +328,10 @@ fn clock(id: ClockId) -> Duration {
     Duration::new(tv_sec.cast_unsigned(), u32::try_from(tv_nsec).unwrap_or(0))
 }
 
-/// The CPU time of a process: Linux counts it in hundredths of a second.
+/// The CPU time of a process, which Linux reports in clock ticks of 10 ms.
 pub fn cpu_of(number: u32) -> Option<Duration> {
     let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
-    // The second field is a name in brackets, which may hold anything.
+    // The second field is the name in parentheses and may contain any character.
     let after_name = &stat[stat.rfind(')')? + 2..];
     let fields: Vec<&str> = after_name.split(' ').collect();
     let (user, system): (u64, u64) = (fields.get(11)?.parse().ok()?, fields.get(12)?.parse().ok()?);

@@ -1,4 +1,4 @@
-//! The bare RabbitMQ client, and the loop that one writes by hand.
+//! The sides with the plain RabbitMQ client, without and with hand-written deduplication.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
     meter.took()
 }
 
-/// Consumes until the meter is over.
+/// Consumes until all messages are measured.
 pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     let From::RabbitMq {
         url,

@@ -1,4 +1,4 @@
-//! The stores without a broker.
+//! The sides that call a store without a broker.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,13 +10,13 @@ use redis::aio::MultiplexedConnection;
 use super::{Meter, Store, Task, Took};
 use crate::Outcome;
 
-/// How many operations of each kind one apply carries: as many as the consumer's.
+/// The operations of each kind in one `apply`: the same number as in the consumer.
 const BATCH: usize = 256;
-/// How many applies are under way at once: as many as a consumer of Kafka has.
+/// The number of concurrent `apply` calls: the same number as in a Kafka consumer.
 const AT_ONCE: usize = 2;
 
-/// Claims and completes new ids, as fast as the store answers: the completions of one batch travel
-/// with the claims of the next, as they do in a consumer that has enough to do.
+/// Claims and completes new ids as fast as the store replies. Sends the completions of a batch with
+/// the claims of the next one, like a consumer under load.
 pub(super) async fn run(task: &Task, store: &Store) -> Outcome<Took> {
     let store: Arc<dyn oncegate::Store> = match store {
         Store::Memory { .. } => Arc::new(MemoryStore::new()),
@@ -68,7 +68,7 @@ pub(super) async fn run(task: &Task, store: &Store) -> Outcome<Took> {
     meter.took()
 }
 
-/// Completes so many ids that nobody else uses.
+/// Completes this many unique ids.
 pub(super) async fn fill(store: &MemoryStore, markers: usize) -> Outcome<()> {
     for first in (0..markers).step_by(BATCH) {
         let batch: Vec<Operation> = (first..markers.min(first + BATCH))
@@ -81,7 +81,7 @@ pub(super) async fn fill(store: &MemoryStore, markers: usize) -> Outcome<()> {
     Ok(())
 }
 
-/// Asks the store one thing about one id, under the terms that a consumer has by default.
+/// An operation on an id with the default terms of a consumer.
 pub(crate) fn operation(series: &str, number: usize, ask: Ask) -> Operation {
     let key = Key::new(
         &MessageId::new(format!("{series}-{}", crate::load::id(number))).expect("it is not empty"),
@@ -102,7 +102,7 @@ pub(crate) fn operation(series: &str, number: usize, ask: Ask) -> Operation {
     }
 }
 
-/// What one writes by hand: remembers an id for a day, and says whether it was new.
+/// Hand-written deduplication: stores an id for a day, and returns whether it was new.
 pub(super) async fn is_first(connection: &mut MultiplexedConnection, id: &[u8]) -> Outcome<bool> {
     let set: Option<String> = redis::cmd("SET")
         .arg([b"naive:", id].concat())

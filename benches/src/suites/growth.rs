@@ -1,11 +1,10 @@
-//! Whether rate and memory stay as they are when there are more markers, more partitions, a longer
-//! backlog.
+//! Rate and memory with more markers, more partitions, and a longer backlog.
 
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
 use super::{Extent, ROUNDS};
 use crate::Outcome;
-use crate::load::{fill_redis, let_redis_rest};
+use crate::load::{fill_redis, finish_redis_rehashing};
 use crate::report::Table;
 use crate::rounds::{Row, Side, alternate};
 use crate::side::{Id, Spawned, Store, Took, Way};
@@ -55,7 +54,7 @@ fn partitions(stage: &Stage) -> Outcome<Table> {
         ))
 }
 
-/// How much is remembered before the first message, what that side is called, and its ratio.
+/// Markers before the first message, the name of the side, and its ratio.
 const MARKERS: [(usize, &str, &str); 3] = [
     (10_000, "10 k markers", "10k"),
     (1_000_000, "1 M markers", "1m"),
@@ -66,7 +65,7 @@ fn markers(extent: Extent) -> &'static [(usize, &'static str, &'static str)] {
     extent.pick(&MARKERS[..2], &MARKERS)
 }
 
-/// Each side's rate by that of the first.
+/// The rate of each side divided by that of the first.
 fn by_markers(extent: Extent, title: &str, ratio: &str, rows: &[Row]) -> Table {
     let sides = markers(extent);
     let names = sides
@@ -107,8 +106,8 @@ fn memory_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
     ))
 }
 
-/// New ids each time; what a round wrote is removed after it, so that each server keeps as many as
-/// it had.
+/// New ids in each round; their markers are removed afterwards, so that the number of markers stays
+/// constant.
 fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let messages = 200_000;
     let topic = stage.topic(4, messages, 100, Id::Header)?;
@@ -119,7 +118,7 @@ fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
             let server =
                 RedisServer::start(RedisOptions::new().setting("enable-debug-command", "local"))?;
             stage.block_on(fill_redis(&server.url(), *markers))?;
-            stage.block_on(let_redis_rest(&server, *markers))?;
+            stage.block_on(finish_redis_rehashing(&server, *markers))?;
             Ok(server)
         })
         .collect::<Outcome<Vec<RedisServer>>>()?;
@@ -161,8 +160,8 @@ fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
     ))
 }
 
-/// How much memory the client holds beside a short backlog and a long one; the same number of
-/// messages is handled.
+/// The memory of the client with a short and a long backlog and the same number of handled
+/// messages.
 fn backlog(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let long = extent.pick(1_000_000, 5_000_000);
     let short = stage.topic(4, 50_000, 100, Id::Header)?;

@@ -1,4 +1,4 @@
-//! The bare Kafka client and oncegate with each store; Redis alone.
+//! The plain Kafka client and oncegate with each store; Redis without a broker.
 
 use std::time::Duration;
 
@@ -232,7 +232,7 @@ fn store_alone(stage: &Stage, messages: usize) -> Task {
     }
 }
 
-/// With a Redis server that holds nothing yet.
+/// With an empty Redis server.
 fn on_empty(stage: &Stage, run: impl FnOnce() -> Outcome<Took>) -> Outcome<Took> {
     stage.empty_redis()?;
     run()

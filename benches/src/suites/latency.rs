@@ -1,16 +1,16 @@
-//! What oncegate adds to the time that a message is under way, at a steady 1,000 a second.
+//! The latency that oncegate adds at 1,000 messages per second.
 
 use std::time::Duration;
 
 use super::Extent;
 use crate::Outcome;
-use crate::load::{Ids, Keeps, QueueKind, Topic};
+use crate::load::{Ids, MessagePersistence, QueueKind, Topic};
 use crate::report::Table;
 use crate::rounds::{Side, alternate};
 use crate::side::{From, Id, Spawned, Store, Task, Took, Way, Work};
 use crate::stage::Stage;
 
-/// How often each side has its turn.
+/// The number of rounds.
 const ROUNDS: usize = 5;
 const ROUND_TRIP: &str = "one round trip to Redis";
 
@@ -82,7 +82,7 @@ fn kafka(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
 
 fn rabbitmq(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
     stage.empty_redis()?;
-    let queue = stage.queue(QueueKind::Classic, Keeps::OnDisk, 0, 100)?;
+    let queue = stage.queue(QueueKind::Classic, MessagePersistence::OnDisk, 0, 100)?;
     let task = Task {
         work: Work::NotesLatency,
         messages,

@@ -1,8 +1,8 @@
-//! The bare RabbitMQ client and oncegate, by prefetch and kind of queue.
+//! The plain RabbitMQ client and oncegate, by prefetch and queue type.
 
 use super::{Extent, ONE_BY_ONE, ROUNDS};
 use crate::Outcome;
-use crate::load::{Keeps, QueueKind};
+use crate::load::{MessagePersistence, QueueKind};
 use crate::report::Table;
 use crate::rounds::{Side, alternate};
 use crate::side::{Spawned, Task, Took, Way, Work};
@@ -28,16 +28,16 @@ pub(super) fn run(
     Ok(())
 }
 
-/// A queue of this kind is filled, and handled so.
+/// Compares the sides on a queue with these settings.
 fn on(
     stage: &Stage,
-    (kind, keeps): (QueueKind, Keeps),
+    (kind, persistence): (QueueKind, MessagePersistence),
     (messages, body): (usize, usize),
     prefetch: u16,
     task: impl Fn(Task) -> Task,
 ) -> Outcome<Took> {
     stage.empty_redis()?;
-    let queue = stage.queue(kind, keeps, messages, body)?;
+    let queue = stage.queue(kind, persistence, messages, body)?;
     let took = task(stage.on_rabbitmq(&queue, prefetch, Way::Bare)).run_apart()?;
     stage.delete(&queue)?;
     Ok(took)
@@ -48,7 +48,7 @@ fn in_memory(stage: &Stage) -> Outcome<Table> {
     let on = |way: Way| {
         on(
             stage,
-            (QueueKind::Classic, Keeps::InMemory),
+            (QueueKind::Classic, MessagePersistence::InMemory),
             (50_000, 100),
             1000,
             |task| Task {
@@ -78,13 +78,17 @@ fn in_memory(stage: &Stage) -> Outcome<Table> {
 
 fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
     let on = |way: Way, messages| {
-        on(stage, (kind, Keeps::OnDisk), (messages, 100), 256, |task| {
-            Task {
+        on(
+            stage,
+            (kind, MessagePersistence::OnDisk),
+            (messages, 100),
+            256,
+            |task| Task {
                 work: Work::Waits,
                 way: way.clone(),
                 ..task
-            }
-        })
+            },
+        )
     };
     let sides = vec![
         Side::new("bare", || on(Way::Bare, 50_000)),
@@ -127,7 +131,7 @@ fn by_prefetch(
     let on = |way: Way, messages: usize| {
         on(
             stage,
-            (kind, Keeps::OnDisk),
+            (kind, MessagePersistence::OnDisk),
             (messages, body),
             prefetch,
             |task| Task {
@@ -168,7 +172,7 @@ fn by_prefetch(
         &rows,
     );
     let name = match (prefetch, body > 1000) {
-        // The prefetch that the figures to be reached are for.
+        // The prefetch of the targets.
         (1000, false) => format!("rabbitmq_{kind}_redis"),
         (_, false) => format!("rabbitmq_{kind}_redis_{prefetch}"),
         (_, true) => format!("rabbitmq_{kind}_redis_{prefetch}_4k"),

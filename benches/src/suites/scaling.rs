@@ -1,4 +1,4 @@
-//! Several processes in one group: where the next bottleneck is.
+//! Several processes in one consumer group.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,7 +14,7 @@ use crate::stage::Stage;
 const PROCESSES: [usize; 3] = [1, 2, 4];
 /// Each of them has as many.
 const PARTITIONS: i32 = 4;
-/// How long a group may take to form and to share out the partitions.
+/// The time limit until a group has formed and assigned all partitions.
 const FORMS: Duration = Duration::from_secs(6);
 
 pub(super) fn run(
@@ -23,8 +23,7 @@ pub(super) fn run(
     tell: &mut dyn FnMut(Table) -> Outcome<()>,
 ) -> Outcome<()> {
     let messages = extent.pick(200_000, 400_000);
-    // All are members and wait when there is something to handle: how long a group takes to form is
-    // not what is measured.
+    // Messages become visible only after the group has formed, so that this time is not measured.
     let together = |processes: usize, way: &dyn Fn() -> Way| -> Outcome<Took> {
         stage.empty_redis()?;
         let (topic, held_back) = stage.topic_held_back(PARTITIONS, messages)?;
@@ -38,7 +37,7 @@ pub(super) fn run(
             .map(|task| task.start())
             .collect::<Outcome<Vec<_>>>()?;
         std::thread::sleep(FORMS);
-        held_back.let_go()?;
+        held_back.commit()?;
         let took = started
             .into_iter()
             .map(|side| side.finish())
@@ -71,7 +70,7 @@ pub(super) fn run(
     tell(table)
 }
 
-/// All of them together: from the first message of any to the last of any.
+/// The combined measurements: from the first message of any process to the last of any.
 fn sum(took: &[Took]) -> Took {
     let begun = took
         .iter()
@@ -82,7 +81,7 @@ fn sum(took: &[Took]) -> Took {
         messages: took.iter().map(|took| took.messages).sum(),
         seconds: over - begun,
         cpu: took.iter().map(|took| took.cpu).sum(),
-        // Each saw what the servers used while it ran itself; the longest saw the most.
+        // Each process measures the servers while it runs; the maximum covers the longest run.
         servers_cpu: took.iter().map(|took| took.servers_cpu).fold(0.0, f64::max),
         peak_kib: took.iter().map(|took| took.peak_kib).max().unwrap_or(0),
         between: (begun, over),
