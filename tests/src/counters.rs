@@ -1,4 +1,4 @@
-//! The consumer's own counters, written into the diary as they grow.
+//! Records the consumer's counter of deliveries in the diary.
 
 use std::sync::Arc;
 
@@ -8,10 +8,11 @@ use metrics::{
 
 use crate::diary::{Diary, Entry};
 
-/// The counter of what becomes of deliveries.
+/// The counter of the outcomes of deliveries.
 const DELIVERIES: &str = oncegate::outcome::DELIVERIES;
 
-/// Writes each step of the deliveries' counter into a diary, and drops all other metrics.
+/// A metrics recorder that writes each increment of the counter of deliveries into a diary, and
+/// ignores all other metrics.
 #[derive(Debug)]
 pub struct Counters(Arc<Diary>);
 

@@ -1,5 +1,4 @@
-//! A file into which consumers write what they did, and from which tests read it: it outlives the
-//! process.
+//! The diary: a file in which consumers record runs and effects for the tests; it survives a crash.
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -12,7 +11,7 @@ use std::str::FromStr;
 pub enum Entry {
     /// A handler has started: `start <id> <attempt>`.
     Start(Run),
-    /// Its effect has happened: `effect <id> <attempt>`.
+    /// An effect happened: `effect <id> <attempt>`.
     Effect(Run),
     /// The consumer counted a delivery under this outcome: `counted <outcome>`.
     Counted(String),
@@ -27,7 +26,7 @@ pub struct Run {
     pub attempt: u32,
 }
 
-/// A diary that is being written. Several processes may write the same one: each line is one write.
+/// A diary that is open for writing. Several processes may share it: each line is one write.
 #[derive(Debug)]
 pub struct Diary(File);
 
@@ -35,7 +34,7 @@ impl Diary {
     /// Opens the file, or creates it.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The error of the file system.
     pub fn open(path: &Path) -> io::Result<Self> {
         OpenOptions::new()
             .append(true)
@@ -47,7 +46,7 @@ impl Diary {
     /// Adds a line.
     ///
     /// # Panics
-    /// When the file cannot be written: a test that cannot see what happened is worth nothing.
+    /// If the file cannot be written: without the record the test would be wrong.
     pub fn write(&self, entry: &Entry) {
         let line = format!("{entry}\n");
         (&self.0)
@@ -56,11 +55,10 @@ impl Diary {
     }
 }
 
-/// What stands in a diary; nothing if it does not exist yet. A line that is still being written is
-/// left out.
+/// The entries of a diary; none if it does not exist yet. Skips an incomplete last line.
 ///
 /// # Panics
-/// When a line is none.
+/// If a line is not an entry.
 pub fn read(path: &Path) -> Vec<Entry> {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let whole = text.rfind('\n').map_or("", |end| &text[..end]);
@@ -68,12 +66,12 @@ pub fn read(path: &Path) -> Vec<Entry> {
         .lines()
         .map(|line| {
             line.parse()
-                .unwrap_or_else(|NotAnEntry| panic!("`{line}` is no line of a diary"))
+                .unwrap_or_else(|NotAnEntry| panic!("`{line}` is not an entry of a diary"))
         })
         .collect()
 }
 
-/// The text is no line of a diary.
+/// The text is not an entry of a diary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NotAnEntry;
 

@@ -1,7 +1,7 @@
-//! End to end: real brokers, real stores, real crashes.
+//! The consumer of the end-to-end tests.
 //!
-//! The consumer that the tests start, kill and stop is the program `consumer` of this package. What
-//! it does is written into a [`diary`], which outlives it.
+//! The tests start, kill and stop the program `consumer` of this package. It records its runs and
+//! effects in a [`diary`], a file that survives a crash.
 #![forbid(unsafe_code)]
 
 pub mod counters;

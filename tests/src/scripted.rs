@@ -1,4 +1,4 @@
-//! A handler that does what its message says.
+//! A handler whose behavior each message selects.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,13 +9,13 @@ use serde::Deserialize;
 
 use crate::diary::{Diary, Entry, Run};
 
-/// What a message asks of the handler, such as `{"do":"slow","ms":50}`.
+/// The body of a message, such as `{"do":"slow","ms":50}`.
 #[derive(Clone, Debug, Deserialize)]
 pub struct Script {
     /// What to do.
     #[serde(rename = "do")]
     pub action: Action,
-    /// For how long, in milliseconds, where it takes time.
+    /// The duration of a slow action, in milliseconds.
     #[serde(default)]
     pub ms: u64,
 }
@@ -24,19 +24,19 @@ pub struct Script {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Action {
-    /// Nothing: the effect comes at once.
+    /// Nothing: the effect happens at once.
     Work,
-    /// Take some time.
+    /// Wait.
     Slow,
-    /// Fail the first time in this process, and say that nothing happened.
+    /// Fail without an effect the first time in this process.
     RetryOnce,
     /// Panic the first time in this process.
     PanicOnce,
-    /// The first attempt never ends.
+    /// Never return in the first attempt.
     Hang,
 }
 
-/// Does what each message says, and writes it into the diary.
+/// The handler. Records starts and effects in the diary.
 #[derive(Debug)]
 pub struct Scripted {
     diary: Arc<Diary>,

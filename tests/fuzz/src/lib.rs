@@ -1,19 +1,18 @@
-//! Malformed input for all parsers: each function takes any bytes, and panics if what must hold does
-//! not.
+//! Fuzz targets of all parsers: each takes any bytes, and panics if a property is violated.
 //!
-//! `fuzz/` hands them to libFuzzer. It is a workspace of its own, because fuzzing needs other flags
-//! than the rest. They are functions of a library so that the tests of the workspace build them, and
-//! run them on the inputs that fuzzing has kept (`inputs/`) and on variations of these.
+//! `fuzz/` runs them with libFuzzer. It is a separate workspace, because fuzzing needs other
+//! compiler flags. The targets are library functions, so that the tests of the workspace run them
+//! on the stored inputs (`inputs/`) and on variations of these.
 #![forbid(unsafe_code)]
 
 mod targets;
 
 pub use targets::*;
 
-/// What takes any bytes.
+/// A function that takes any bytes.
 pub type Target = fn(&[u8]);
 
-/// Every target, by the name by which `cargo fuzz` runs it.
+/// Every target, by its name in `cargo fuzz`.
 pub const TARGETS: [(&str, Target); 7] = [
     ("ids", ids),
     ("headers", headers),

@@ -1,5 +1,5 @@
-//! Each target on the inputs that are kept, and on some that are made of them: the same ones each
-//! time, and without libFuzzer.
+//! Runs each target on its stored inputs and on variations of them, the same ones each time,
+//! without libFuzzer.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
@@ -7,19 +7,19 @@ use std::path::{Path, PathBuf};
 use fastrand::Rng;
 use oncegate_fuzzed::{TARGETS, Target};
 
-/// How many inputs are made for each target.
-const MADE: usize = 500;
-/// How long one may become.
-const LONGEST: usize = 4_096;
+/// The number of variations for each target.
+const VARIATIONS: usize = 500;
+/// The maximum length of a variation, in bytes.
+const MAX_LENGTH: usize = 4_096;
 
 fn here(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// What is kept for a target, in the order of its names.
+/// The stored inputs of a target, sorted by file name.
 fn kept(target: &str) -> Vec<Vec<u8>> {
     let mut files: Vec<PathBuf> = std::fs::read_dir(here("inputs").join(target))
-        .unwrap_or_else(|error| panic!("nothing is kept for {target}: {error}"))
+        .unwrap_or_else(|error| panic!("{target} has no stored inputs: {error}"))
         .map(|entry| entry.expect("an entry").path())
         .collect();
     files.sort();
@@ -29,8 +29,8 @@ fn kept(target: &str) -> Vec<Vec<u8>> {
         .collect()
 }
 
-/// One or two of them, cut, joined and spoilt in a few places.
-fn made(kept: &[Vec<u8>], random: &mut Rng) -> Vec<u8> {
+/// A variation: one or two stored inputs, cut, joined and changed in a few places.
+fn variation(kept: &[Vec<u8>], random: &mut Rng) -> Vec<u8> {
     let mut input = kept[random.usize(..kept.len())].clone();
     if random.u8(..4) == 0 {
         input.truncate(random.usize(..=input.len()));
@@ -50,11 +50,11 @@ fn made(kept: &[Vec<u8>], random: &mut Rng) -> Vec<u8> {
             _ => input.push(random.u8(..)),
         }
     }
-    input.truncate(LONGEST);
+    input.truncate(MAX_LENGTH);
     input
 }
 
-fn tried(name: &str, target: Target, input: &[u8]) {
+fn run_target(name: &str, target: Target, input: &[u8]) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| target(input))) {
         let shown: String = input.iter().map(|byte| format!("\\x{byte:02x}")).collect();
         eprintln!("{name} does not hold for \"{shown}\"");
@@ -63,20 +63,21 @@ fn tried(name: &str, target: Target, input: &[u8]) {
 }
 
 #[test]
-fn what_is_kept_and_what_is_made_of_it_is_read_as_it_must() {
+fn each_target_accepts_stored_inputs_and_variations() {
     for (name, target) in TARGETS {
         let kept = kept(name);
         assert!(kept.len() >= 5, "{} inputs are kept for {name}", kept.len());
-        kept.iter().for_each(|input| tried(name, target, input));
+        kept.iter()
+            .for_each(|input| run_target(name, target, input));
         let mut random = Rng::with_seed(7);
-        for _ in 0..MADE {
-            tried(name, target, &made(&kept, &mut random));
+        for _ in 0..VARIATIONS {
+            run_target(name, target, &variation(&kept, &mut random));
         }
     }
 }
 
 #[test]
-fn libfuzzer_is_handed_each_of_them_and_no_other() {
+fn libfuzzer_runs_exactly_these_targets() {
     let manifest = std::fs::read_to_string(here("../../fuzz/Cargo.toml")).expect("its manifest");
     let files = std::fs::read_dir(here("../../fuzz/targets"))
         .expect("its targets")

@@ -1,5 +1,5 @@
-//! A consumer process for the tests: what it reads, where it keeps its markers and what it promises
-//! stand in its arguments; what it did, in its diary. SIGTERM drains it.
+//! A consumer process for the tests. Its arguments name its source, store and guarantee. It records
+//! runs and effects in its diary. SIGTERM drains it.
 #![forbid(unsafe_code)]
 
 use std::path::PathBuf;
@@ -29,7 +29,7 @@ struct Arguments {
     /// Kafka's consumer group.
     #[arg(long)]
     group: String,
-    /// What to do about queues and topics that are missing.
+    /// What to do if queues or topics are missing.
     #[arg(long, default_value = "declare")]
     missing: Missing,
     /// A property of librdkafka, as `key=value`; may be given several times.

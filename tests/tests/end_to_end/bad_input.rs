@@ -1,5 +1,5 @@
-//! Settings that are wrong at start: refused with one line that names the setting, or waited for
-//! where it may heal.
+//! Invalid settings at start: a permanent error is reported in one line that names the setting; an
+//! unreachable server is retried.
 
 use std::time::Duration;
 
@@ -14,8 +14,8 @@ on_both_brokers!(
     a_server_that_is_not_there_is_waited_for
 );
 
-/// A port on which nobody listens: the system gives it to nobody either.
-const NOBODY: &str = "127.0.0.1:1";
+/// A reserved port without a listener.
+const UNREACHABLE: &str = "127.0.0.1:1";
 
 async fn a_wrong_setting_is_refused_with_one_line_that_names_it(broker: Broker) {
     let world = World::new(broker).await;
@@ -56,7 +56,7 @@ async fn a_wrong_setting_is_refused_with_one_line_that_names_it(broker: Broker) 
         )
         .await;
     }
-    // It keeps nothing on disk.
+    // This Redis has no persistence, which at most once requires.
     refused(
         "store",
         world.consumer("at-most-once").with("redis", redis.url()),
@@ -65,19 +65,19 @@ async fn a_wrong_setting_is_refused_with_one_line_that_names_it(broker: Broker) 
     world.broker.remove(&world.name).await;
 }
 
-/// Starts a consumer, which ends at once and says in one line which setting is wrong.
+/// Starts a consumer, and checks that it ends with one line that names the invalid setting.
 async fn refused(setting: &str, settings: Settings<'_>) {
     let arguments = format!("{settings:?}");
     let mut consumer = settings.start();
     let status = consumer.ended(Duration::from_secs(15)).await;
     let log = consumer.log();
     assert_eq!(status.code(), Some(1), "{arguments}: {log}");
-    // A client's thread may log its own end after it.
-    let said: Vec<&str> = log
+    // The thread of a client may log after that line.
+    let error_line: Vec<&str> = log
         .lines()
         .filter_map(|line| line.strip_prefix("consumer: "))
         .collect();
-    let [said] = said[..] else {
+    let [error_line] = error_line[..] else {
         panic!("{arguments}: {log}")
     };
     assert!(
@@ -86,9 +86,10 @@ async fn refused(setting: &str, settings: Settings<'_>) {
         "more than one line: {log}"
     );
     assert!(
-        said.split(": ")
+        error_line
+            .split(": ")
             .any(|part| part.split(' ').next() == Some(setting)),
-        "{arguments}: {said}"
+        "{arguments}: {error_line}"
     );
     assert!(
         !log.contains("canary") && !log.contains("panicked"),
@@ -98,13 +99,13 @@ async fn refused(setting: &str, settings: Settings<'_>) {
 
 async fn a_server_that_is_not_there_is_waited_for(broker: Broker) {
     let world = World::new(broker).await;
-    let nobody = match broker {
-        Broker::Kafka => NOBODY.to_owned(),
-        Broker::RabbitMq => format!("amqp://guest:canary@{NOBODY}/%2f"),
+    let unreachable = match broker {
+        Broker::Kafka => UNREACHABLE.to_owned(),
+        Broker::RabbitMq => format!("amqp://guest:canary@{UNREACHABLE}/%2f"),
     };
     for (argument, value) in [
-        ("url", nobody),
-        ("redis", format!("redis://:canary@{NOBODY}")),
+        ("url", unreachable),
+        ("redis", format!("redis://:canary@{UNREACHABLE}")),
     ] {
         let consumer = world
             .consumer("effectively-once")
@@ -114,7 +115,7 @@ async fn a_server_that_is_not_there_is_waited_for(broker: Broker) {
             consumer
                 .log()
                 .lines()
-                .any(|line| line.contains("WARN") && line.contains(NOBODY))
+                .any(|line| line.contains("WARN") && line.contains(UNREACHABLE))
         };
         world
             .until(&format!("a warning about {argument}"), warned)

@@ -1,10 +1,10 @@
-//! What the tests ask of a broker, with its plain client beside oncegate's own.
+//! Publishes messages and inspects queues with the plain clients of the brokers.
 
 use std::collections::BTreeMap;
 
 use crate::{kafka, rabbitmq};
 
-/// Which broker a scenario runs on.
+/// The broker of a scenario.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Broker {
     Kafka,
@@ -38,7 +38,7 @@ impl Sent {
     }
 }
 
-/// A message that stands in the dead letters or in doubt.
+/// A dead letter or an in-doubt message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Letter {
     pub(crate) headers: BTreeMap<String, String>,
@@ -56,7 +56,7 @@ impl Letter {
 }
 
 impl Broker {
-    /// The name as the consumer's argument has it.
+    /// The name in the arguments of the consumer.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Kafka => "kafka",
@@ -64,7 +64,7 @@ impl Broker {
         }
     }
 
-    /// Where it answers.
+    /// The address of the server.
     pub(crate) fn url(self) -> String {
         match self {
             Self::Kafka => oncegate_testkit::kafka_brokers(),
@@ -89,7 +89,7 @@ impl Broker {
         }
     }
 
-    /// What stands in a topic or a queue, and stays there.
+    /// The messages in a topic or queue; leaves them there.
     pub(crate) async fn letters(self, name: &str) -> Vec<Letter> {
         match self {
             Self::Kafka => kafka::letters(&self.url(), name).await,
@@ -97,8 +97,8 @@ impl Broker {
         }
     }
 
-    /// How much is left for consumers: on Kafka what is not committed, on RabbitMQ what no consumer
-    /// holds.
+    /// The number of unsettled messages: on Kafka those above the committed offset, on RabbitMQ the
+    /// ready ones.
     pub(crate) async fn left(self, name: &str) -> u64 {
         match self {
             Self::Kafka => kafka::left(&self.url(), name).await,
@@ -106,7 +106,7 @@ impl Broker {
         }
     }
 
-    /// Removes the topic or the queue and what belongs to it.
+    /// Deletes the topic or queue and the related ones.
     pub(crate) async fn remove(self, name: &str) {
         match self {
             Self::Kafka => kafka::remove(&self.url(), name).await,

@@ -1,4 +1,4 @@
-//! Consumers that are killed, and consumers that are told to stop.
+//! Consumers that are killed or receive SIGTERM.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -19,7 +19,7 @@ on_both_brokers!(
     told_to_stop_does_not_wait_for_a_handler_without_end,
 );
 
-/// Kills a consumer in the middle of a handler, and lets another one judge what it left behind.
+/// Kills a consumer during a handler, and starts another one that settles the message.
 async fn killed(broker: Broker, guarantee: &str) -> World {
     let world = World::new(broker).await;
     world.publish([Sent::new("done", "work")]).await;
@@ -76,7 +76,7 @@ async fn killed_in_a_handler_runs_again_effectively_once(broker: Broker) {
     world.end([second]).await;
 }
 
-/// The hole of `bare`: the marker of the attempt that died says that the message was handled.
+/// `bare` loses a message: the marker of the interrupted attempt counts it as handled.
 async fn killed_in_a_handler_is_lost_bare(broker: Broker) {
     let world = killed(broker, "bare").await;
     let second = world.consumer("bare").start();
@@ -91,7 +91,7 @@ async fn killed_in_a_handler_is_lost_bare(broker: Broker) {
 
 const LOAD: usize = 300;
 
-/// Kills one consumer after the other in the middle of many handlers, and lets a last one finish.
+/// Kills several consumers one after the other during many handlers; a last one settles the rest.
 async fn killed_under_load(broker: Broker, guarantee: &str) -> (World, Process) {
     let world = World::new(broker).await;
     // Of different lengths, so that some handler always runs.
@@ -108,7 +108,7 @@ async fn killed_under_load(broker: Broker, guarantee: &str) -> (World, Process) 
         "it ended before it was killed"
     );
     let last = world.consumer(guarantee).with("in-flight", 16).start();
-    world.until_judged((0..LOAD).map(load)).await;
+    world.until_done_or_in_doubt((0..LOAD).map(load)).await;
     (world, last)
 }
 
@@ -133,8 +133,8 @@ async fn killed_under_load_has_no_effect_twice_at_most_once(broker: Broker) {
         starts.len(),
         "a handler was started twice"
     );
-    // What had its effect and was killed before that was recorded stands in both; what was killed
-    // between its claim and its start, in the second alone.
+    // An id whose consumer was killed between effect and completion has an effect and is in doubt;
+    // one killed between claim and start is only in doubt.
     assert_eq!(once.union(&doubted).count(), LOAD);
     assert!(
         !doubted.is_empty() && doubted.len() <= 2 * 16,
@@ -182,7 +182,7 @@ async fn consumers_that_come_and_go_share_the_load_without_an_effect_twice(broke
     world.until_effects(100).await;
     first.stop().await;
     let third = consumer();
-    world.until_judged((0..LOAD).map(load)).await;
+    world.until_done_or_in_doubt((0..LOAD).map(load)).await;
     let ids: Vec<String> = (0..LOAD).map(load).collect();
     assert_eq!(world.effected(), ids);
     assert_eq!(

@@ -1,4 +1,4 @@
-//! The same id more than once.
+//! Several messages with the same id.
 
 use std::collections::BTreeSet;
 
@@ -33,7 +33,7 @@ async fn one_after_the_other(broker: Broker) {
     world.end([consumer]).await;
 }
 
-/// Two consumers and, on Kafka, three partitions: six copies of each message are handed over while
+/// Two consumers and, on Kafka, three partitions: six copies of each message are delivered while
 /// the first is handled.
 async fn at_the_same_time(broker: Broker) {
     const IDS: usize = 10;

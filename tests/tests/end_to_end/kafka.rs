@@ -1,4 +1,4 @@
-//! Kafka with rdkafka alone.
+//! Kafka by rdkafka.
 
 use std::time::{Duration, Instant};
 
@@ -11,30 +11,31 @@ use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
 use crate::broker::{Letter, Sent};
-use crate::process::LOOK_EVERY;
+use crate::process::POLL_INTERVAL;
 
-/// Partitions of a topic, so that copies of a message are handled at the same time.
+/// The partitions of a topic; several, so that copies of a message are handled concurrently.
 const PARTITIONS: i32 = 3;
-const PATIENCE: Duration = Duration::from_secs(10);
+/// The timeout of a request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(crate) async fn create(brokers: &str, topic: &str) {
     let new = NewTopic::new(topic, PARTITIONS, TopicReplication::Fixed(1));
     let created = admin(brokers)
         .create_topics(
             [&new],
-            &AdminOptions::new().operation_timeout(Some(PATIENCE)),
+            &AdminOptions::new().operation_timeout(Some(REQUEST_TIMEOUT)),
         )
         .await;
     created
         .expect("Kafka answers")
         .into_iter()
         .for_each(|topic| drop(topic.expect("a topic that is new")));
-    // The broker says that a topic is created a moment before it says that it exists.
+    // Kafka confirms the creation of a topic before its metadata is available.
     on_a_thread(brokers, topic, |consumer, topic| {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + REQUEST_TIMEOUT;
         while partitions(consumer, topic) != (0..PARTITIONS) {
             assert!(Instant::now() < until, "the new topic is not there");
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(POLL_INTERVAL);
         }
     })
     .await;
@@ -76,7 +77,7 @@ pub(crate) async fn letters(brokers: &str, topic: &str) -> Vec<Letter> {
         let mut all = TopicPartitionList::new();
         for partition in partitions(consumer, topic) {
             let (low, high) = consumer
-                .fetch_watermarks(topic, partition, PATIENCE)
+                .fetch_watermarks(topic, partition, REQUEST_TIMEOUT)
                 .expect("watermarks");
             left += u64::try_from(high - low).expect("the end is not before the beginning");
             all.add_partition_offset(topic, partition, Offset::Beginning)
@@ -85,7 +86,7 @@ pub(crate) async fn letters(brokers: &str, topic: &str) -> Vec<Letter> {
         consumer.assign(&all).expect("its partitions");
         let read = (0..left).map(|_| {
             let message = consumer
-                .poll(PATIENCE)
+                .poll(REQUEST_TIMEOUT)
                 .expect("what the watermarks promise")
                 .expect("a message");
             let headers = message
@@ -111,11 +112,11 @@ pub(crate) async fn left(brokers: &str, topic: &str) -> u64 {
             all.add_partition(topic, partition);
         }
         let committed = consumer
-            .committed_offsets(all, PATIENCE)
+            .committed_offsets(all, REQUEST_TIMEOUT)
             .expect("the group's offsets");
         let behind = committed.elements().into_iter().map(|element| {
             let (low, high) = consumer
-                .fetch_watermarks(topic, element.partition(), PATIENCE)
+                .fetch_watermarks(topic, element.partition(), REQUEST_TIMEOUT)
                 .expect("watermarks");
             let next = element
                 .offset()
@@ -136,13 +137,13 @@ pub(crate) async fn remove(brokers: &str, topic: &str) {
         format!("{topic}.in-doubt"),
     ];
     let topics: Vec<&str> = topics.iter().map(String::as_str).collect();
-    // What is left over harms nobody: its name is never used again.
+    // Errors are ignored: the names are never used again.
     let _ = admin(brokers)
         .delete_topics(&topics, &AdminOptions::new())
         .await;
 }
 
-/// The client waits without yielding, so it does so elsewhere.
+/// Runs a blocking request on another thread.
 async fn on_a_thread<T: Send + 'static>(
     brokers: &str,
     topic: &str,
@@ -150,7 +151,7 @@ async fn on_a_thread<T: Send + 'static>(
 ) -> T {
     let (brokers, topic) = (brokers.to_owned(), topic.to_owned());
     let asked = tokio::task::spawn_blocking(move || {
-        // The consumers' group bears the topic's name.
+        // The consumer group has the name of the topic.
         let consumer: BaseConsumer = config(&brokers)
             .set("group.id", &topic)
             .set("enable.auto.commit", "false")
@@ -163,7 +164,7 @@ async fn on_a_thread<T: Send + 'static>(
 
 fn partitions(consumer: &BaseConsumer, topic: &str) -> std::ops::Range<i32> {
     let metadata = consumer
-        .fetch_metadata(Some(topic), PATIENCE)
+        .fetch_metadata(Some(topic), REQUEST_TIMEOUT)
         .expect("metadata");
     let count = metadata
         .topics()

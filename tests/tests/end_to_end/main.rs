@@ -1,9 +1,9 @@
-//! Consumer processes on real brokers and a real Redis: whatever is done to them, each message has
-//! its effect the number of times that was promised, or stands where a person finds it.
+//! End-to-end tests: consumer processes with real brokers and Redis. Despite faults, each message
+//! has its effect as often as the guarantee allows, or is in the dead letters or the in-doubt
+//! queue.
 //!
-//! Each scenario is one function, run on both brokers. The servers' addresses stand in the
-//! environment (`ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ`, `ONCEGATE_REDIS`); `cargo xtask test` sees
-//! to that.
+//! Each scenario is one function, run on both brokers. `cargo xtask test` sets the addresses of the
+//! servers in the environment (`ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ`, `ONCEGATE_REDIS`).
 #![forbid(unsafe_code)]
 
 mod bad_input;
@@ -18,7 +18,7 @@ mod process;
 mod rabbitmq;
 mod world;
 
-/// Makes a test of each scenario for each broker.
+/// Creates a test of each scenario for each broker.
 macro_rules! on_both_brokers {
     ($($scenario:ident),+ $(,)?) => {
         mod on_kafka {

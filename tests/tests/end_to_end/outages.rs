@@ -1,4 +1,4 @@
-//! Redis goes away and comes back.
+//! Outages of Redis.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -22,7 +22,7 @@ async fn redis_stopped_and_started_again_loses_and_doubles_nothing(broker: Broke
     for guarantee in ["at-most-once", "effectively-once"] {
         let world = World::with_redis(broker, redis.url()).await;
         let ids: Vec<String> = (0..COUNT).map(|n| format!("id-{n:03}")).collect();
-        // Many, so that most are not handled yet when Redis has stopped, on a slow machine, too.
+        // Enough that most are not handled when Redis stops, also on a slow machine.
         let (before, meanwhile) = ids.split_at(COUNT * 3 / 4);
         world
             .publish(before.iter().map(|id| Sent::slow(id, 50)))
@@ -36,7 +36,7 @@ async fn redis_stopped_and_started_again_loses_and_doubles_nothing(broker: Broke
         world
             .publish(meanwhile.iter().map(|id| Sent::slow(id, 50)))
             .await;
-        // Longer than a lease, so that whatever was held is over.
+        // Longer than a lease, so that all leases expire.
         tokio::time::sleep(Duration::from_millis(2_500)).await;
         assert!(
             world.effects().len() <= held + 8,
@@ -55,7 +55,7 @@ async fn redis_stopped_and_started_again_loses_and_doubles_nothing(broker: Broke
     }
 }
 
-/// What was done and could not be recorded is in doubt for whoever comes next.
+/// An effect that could not be recorded is in doubt for the next consumer.
 async fn told_to_stop_while_redis_is_away_ends_in_time(broker: Broker) {
     const COUNT: usize = 40;
     let mut redis =
@@ -84,7 +84,7 @@ async fn told_to_stop_while_redis_is_away_ends_in_time(broker: Broker) {
     redis.start_again().expect("Redis starts again");
 
     let second = world.consumer("at-most-once").start();
-    world.until_judged(ids.clone()).await;
+    world.until_done_or_in_doubt(ids.clone()).await;
     let doubted = world
         .in_doubt()
         .await

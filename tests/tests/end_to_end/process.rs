@@ -7,10 +7,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// How often to look.
-pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// The polling interval.
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// A consumer process; killed when it is dropped.
+/// A consumer process. Dropping it kills the process.
 pub(crate) struct Process {
     child: Child,
     log: PathBuf,
@@ -31,17 +31,17 @@ impl Process {
         }
     }
 
-    /// What it has written into its log.
+    /// The contents of its log.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Stops it where it stands: SIGSTOP. Its connections stay open.
+    /// Suspends it (SIGSTOP). Its connections stay open.
     pub(crate) fn freeze(&self) {
         self.signal(Signal::STOP);
     }
 
-    /// Lets it go on.
+    /// Resumes it (SIGCONT).
     pub(crate) fn thaw(&self) {
         self.signal(Signal::CONT);
     }
@@ -54,20 +54,20 @@ impl Process {
         kill_process(pid, signal).expect("it is not waited for yet");
     }
 
-    /// Ends it as a crash does: SIGKILL.
+    /// Kills it (SIGKILL), like a crash.
     pub(crate) fn kill(mut self) {
         self.child.kill().expect("it runs");
         self.child.wait().expect("it was started here");
     }
 
-    /// Tells it to drain: SIGTERM. Returns how it ended, and how long that took.
-    pub(crate) async fn terminate(mut self, patience: Duration) -> (ExitStatus, Duration) {
+    /// Sends SIGTERM. Returns the exit status and the time until it ended.
+    pub(crate) async fn terminate(mut self, timeout: Duration) -> (ExitStatus, Duration) {
         let since = Instant::now();
         self.signal(Signal::TERM);
-        (self.ended(patience).await, since.elapsed())
+        (self.ended(timeout).await, since.elapsed())
     }
 
-    /// Drains it and expects that it ends well.
+    /// Sends SIGTERM and expects success.
     pub(crate) async fn stop(self) {
         let log = self.log.clone();
         let (status, _) = self.terminate(Duration::from_secs(25)).await;
@@ -78,26 +78,26 @@ impl Process {
         );
     }
 
-    /// Waits until it ends by itself.
-    pub(crate) async fn ended(&mut self, patience: Duration) -> ExitStatus {
-        let until = Instant::now() + patience;
+    /// Waits until it ends.
+    pub(crate) async fn ended(&mut self, timeout: Duration) -> ExitStatus {
+        let until = Instant::now() + timeout;
         loop {
             if let Some(status) = self.child.try_wait().expect("it was started here") {
                 return status;
             }
             assert!(
                 Instant::now() < until,
-                "it still runs after {patience:?}\n{}",
+                "it still runs after {timeout:?}\n{}",
                 self.log()
             );
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
 }
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Mostly it has ended, which is an error here.
+        // Fails if it has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }

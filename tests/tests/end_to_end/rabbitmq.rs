@@ -1,4 +1,4 @@
-//! RabbitMQ with lapin alone.
+//! RabbitMQ by lapin.
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,8 @@ use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
 
 use crate::broker::{Letter, Sent};
 
-/// The queues that the source declares beside the one that it reads.
-const BESIDE: [&str; 7] = [
+/// The suffixes of the other queues that the source declares.
+const RELATED_QUEUES: [&str; 7] = [
     ".dead-letters",
     ".in-doubt",
     ".delay.1000",
@@ -23,7 +23,7 @@ const BESIDE: [&str; 7] = [
     ".delay.600000",
 ];
 
-/// The queues as the source itself declares them.
+/// Declares the queues with the arguments of the source.
 pub(crate) async fn create(url: &str, queue: &str) {
     let source = RabbitMq::queue(queue)
         .url(url)
@@ -80,7 +80,7 @@ pub(crate) async fn publish(url: &str, queue: &str, messages: &[Sent]) {
 pub(crate) async fn letters(url: &str, queue: &str) -> Vec<Letter> {
     let (connection, channel) = open(url).await;
     let mut letters = Vec::new();
-    // Nothing is acknowledged: all goes back when the connection is closed.
+    // Unacknowledged messages return to the queue when the connection closes.
     while let Some(message) = channel
         .basic_get(queue.into(), BasicGetOptions::default())
         .await
@@ -111,9 +111,11 @@ pub(crate) async fn letters(url: &str, queue: &str) -> Vec<Letter> {
 pub(crate) async fn left(url: &str, queue: &str) -> u64 {
     let (connection, channel) = open(url).await;
     let mut left = 0;
-    for name in std::iter::once(queue.to_owned())
-        .chain(BESIDE[2..].iter().map(|beside| format!("{queue}{beside}")))
-    {
+    for name in std::iter::once(queue.to_owned()).chain(
+        RELATED_QUEUES[2..]
+            .iter()
+            .map(|beside| format!("{queue}{beside}")),
+    ) {
         let options = QueueDeclareOptions {
             passive: true,
             ..QueueDeclareOptions::default()
@@ -133,7 +135,7 @@ pub(crate) async fn left(url: &str, queue: &str) -> u64 {
 
 pub(crate) async fn remove(url: &str, queue: &str) {
     let (connection, channel) = open(url).await;
-    for beside in std::iter::once("").chain(BESIDE) {
+    for beside in std::iter::once("").chain(RELATED_QUEUES) {
         let name: ShortString = format!("{queue}{beside}").into();
         channel
             .queue_delete(name, QueueDeleteOptions::default())

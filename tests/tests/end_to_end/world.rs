@@ -1,4 +1,4 @@
-//! A topic or queue of a test's own, with the consumers on it and the diary that they write.
+//! The topic or queue of a test, its consumers, and their diary.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -8,12 +8,12 @@ use oncegate_tests::diary::{self, Entry, Run};
 use tempfile::TempDir;
 
 use crate::broker::{Broker, Letter, Sent};
-use crate::process::{LOOK_EVERY, Process};
+use crate::process::{POLL_INTERVAL, Process};
 
-/// How long anything may take before a test gives up.
-const PATIENCE: Duration = Duration::from_secs(45);
+/// The time limit of each wait.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(45);
 
-/// Counted when a delivery has left for good.
+/// The outcomes of settled deliveries that are not redelivered.
 const FINAL: [&str; 5] = [
     "completed",
     "duplicate",
@@ -25,14 +25,14 @@ const FINAL: [&str; 5] = [
 #[derive(Debug)]
 pub(crate) struct World {
     pub(crate) broker: Broker,
-    /// Of the topic or queue, the consumer group and the scope.
+    /// The name of the topic or queue, the consumer group and the scope.
     pub(crate) name: String,
     redis: String,
     directory: TempDir,
     started: AtomicU32,
 }
 
-/// What a consumer is started with.
+/// The arguments of a consumer.
 #[derive(Debug)]
 pub(crate) struct Settings<'a> {
     world: &'a World,
@@ -74,7 +74,7 @@ impl World {
         self.broker.publish(&self.name, &messages).await;
     }
 
-    /// A consumer that promises `at-most-once`, `effectively-once` or `bare`.
+    /// A consumer with the guarantee `at-most-once`, `effectively-once` or `bare`.
     pub(crate) fn consumer(&self, guarantee: &str) -> Settings<'_> {
         let settings = Settings {
             world: self,
@@ -126,7 +126,7 @@ impl World {
             .collect()
     }
 
-    /// The ids that had an effect, sorted; one that had two stands there twice.
+    /// The ids of all effects, sorted; one entry for each effect.
     pub(crate) fn effected(&self) -> Vec<String> {
         let mut ids: Vec<String> = self.effects().into_iter().map(|run| run.id).collect();
         ids.sort();
@@ -142,7 +142,7 @@ impl World {
             .collect()
     }
 
-    /// How many deliveries have left for good, as the consumers counted.
+    /// The number of finally settled deliveries, by the counters of the consumers.
     pub(crate) fn settled(&self) -> usize {
         FINAL.iter().map(|outcome| self.counted(outcome)).sum()
     }
@@ -155,7 +155,7 @@ impl World {
             .count()
     }
 
-    /// What stands under an id in Redis, byte for byte.
+    /// The raw marker of an id in Redis.
     pub(crate) async fn marker(&self, id: &str) -> Option<String> {
         let client = redis::Client::open(self.redis.as_str()).expect("a Redis URL");
         let mut connection = client
@@ -169,7 +169,7 @@ impl World {
             .expect("a string")
     }
 
-    /// Whether the marker of an id says that it is done, with a fingerprint or without one.
+    /// Whether the marker of an id is done, with or without a fingerprint.
     pub(crate) async fn is_done(&self, id: &str) -> bool {
         let with_fingerprint = |marker: &str| {
             marker.len() == 20
@@ -193,16 +193,16 @@ impl World {
             .await
     }
 
-    /// Waits until it is so.
+    /// Waits until the condition holds.
     pub(crate) async fn until(&self, what: &str, mut is_so: impl AsyncFnMut() -> bool) {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + WAIT_TIMEOUT;
         while !is_so().await {
             assert!(
                 Instant::now() < until,
-                "not within {PATIENCE:?}: {what}\n{}",
+                "not within {WAIT_TIMEOUT:?}: {what}\n{}",
                 self.story()
             );
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
 
@@ -227,8 +227,8 @@ impl World {
         .await;
     }
 
-    /// Waits until each id is done or in doubt, and nothing waits for a consumer any more.
-    pub(crate) async fn until_judged(&self, ids: impl IntoIterator<Item = String>) {
+    /// Waits until each id is done or in doubt, and all messages are settled.
+    pub(crate) async fn until_done_or_in_doubt(&self, ids: impl IntoIterator<Item = String>) {
         let mut open: BTreeSet<String> = ids.into_iter().collect();
         let look = async || {
             for id in open.clone() {
@@ -243,14 +243,14 @@ impl World {
         self.until("each id is done or in doubt", look).await;
     }
 
-    /// Drains the consumers and sees that they left nothing behind.
+    /// Drains the consumers and checks that no message remains.
     pub(crate) async fn end(self, consumers: impl IntoIterator<Item = Process>) {
         for consumer in consumers {
             consumer.stop().await;
         }
         for number in 0..self.started.load(Ordering::Relaxed) {
             let log = self.log(number);
-            // Of what the handler does wrong, an operator wants to know.
+            // Handler failures are logged as errors on purpose.
             let is_ours =
                 |line: &str| line.contains(" ERROR ") && !line.contains("handler panicked");
             assert!(!log.lines().any(is_ours), "{log}");
@@ -265,7 +265,7 @@ impl World {
             .unwrap_or_default()
     }
 
-    /// What a person wants to read when a test has failed.
+    /// The diary and the logs, for the message of a failed test.
     pub(crate) fn story(&self) -> String {
         let entries = self.entries();
         let last = entries[entries.len().saturating_sub(30)..]

@@ -1,8 +1,8 @@
-//! A Kafka broker and consumer processes that are stopped, frozen and killed: nothing is lost,
-//! nothing happens twice in at most once, and no offset goes back.
+//! Faults of Kafka brokers and consumers: no message is lost, at most once has no second effect,
+//! and no committed offset decreases.
 //!
-//! Each scenario is one function, run short with the other tests, and long by `cargo xtask
-//! kafka-faults`, which prints what it measured.
+//! Each scenario is one function with a short test and a long one, which `cargo xtask kafka-faults`
+//! runs and which prints measurements.
 #![forbid(unsafe_code)]
 
 mod poison;
@@ -13,18 +13,18 @@ use std::time::{Duration, Instant};
 use oncegate_testkit::servers::{KafkaServer, KafkaServers};
 use rustix::process::Signal;
 
-use crate::rig::{Judgement, LEASE, Rig};
+use crate::rig::{LEASE, Rig, Violations};
 
-/// How long anything may take that is to happen soon, on a machine that has much else to do.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// How soon what is published is handled when a broker is back, on a machine that has not.
-const SOON: Duration = Duration::from_secs(30);
+/// The time limit of each wait, also on an overloaded machine.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(120);
+/// The time limit of recovery after a broker is back, on an idle machine.
+const RECOVERY_TIME: Duration = Duration::from_secs(30);
 /// Whether nothing was lost, nothing happened or began twice, each key stayed in order, and no log
 /// was taken for cut, since none was; and whether each message in doubt is explained: by one of so
 /// many that ran in a process that was ended or frozen, or by a lease that was lost, which its
 /// consumer counts.
-fn is_kept(judgement: &Judgement, cut_short: usize) -> bool {
-    let Judgement {
+fn is_kept(violations: &Violations, cut_short: usize) -> bool {
+    let Violations {
         lost,
         effects_twice,
         starts_twice,
@@ -32,7 +32,7 @@ fn is_kept(judgement: &Judgement, cut_short: usize) -> bool {
         logs_cut,
         in_doubt,
         fenced,
-    } = *judgement;
+    } = *violations;
     [lost, effects_twice, starts_twice, out_of_order, logs_cut] == [0; 5]
         && in_doubt <= cut_short + fenced
 }
@@ -47,11 +47,11 @@ fn shared_broker() -> String {
     oncegate_testkit::kafka_brokers().unwrap_or_else(|missing| panic!("{missing}"))
 }
 
-/// Members that join and leave every three seconds, up to eight, with handlers that take a second.
+/// Up to eight members that join and leave every three seconds, with handlers that take a second.
 async fn members_come_and_go(for_so_long: Duration) {
     const KEYS: usize = 48;
     let (turn, most) = (Duration::from_secs(3), 8);
-    // A key takes a message a second; so there is work until the end.
+    // A key handles one message per second, so there is work until the end.
     let each = for_so_long.as_secs() as usize;
     let rig = Rig::new(shared_broker(), 8, 1).await;
     rig.publish(KEYS, 0..each, Duration::from_secs(1));
@@ -71,7 +71,7 @@ async fn members_come_and_go(for_so_long: Duration) {
             members.push(join());
             joined += 1;
             if members.len() == most {
-                rig.until_members(most, PATIENCE).await;
+                rig.until_members(most, WAIT_TIMEOUT).await;
                 full += 1;
             }
         } else {
@@ -79,9 +79,9 @@ async fn members_come_and_go(for_so_long: Duration) {
         }
     }
     let judged = rig
-        .until_judged(KEYS * each, PATIENCE + for_so_long * 3)
+        .until_ids_with_outcome(KEYS * each, WAIT_TIMEOUT + for_so_long * 3)
         .await;
-    rig.until_committed(PATIENCE).await;
+    rig.until_committed(WAIT_TIMEOUT).await;
     leaving.extend(
         members
             .into_iter()
@@ -90,16 +90,16 @@ async fn members_come_and_go(for_so_long: Duration) {
     for left in leaving {
         left.await.expect("it left in good order");
     }
-    let (seen, judgement) = (offsets.end(), rig.judge(KEYS, each));
+    let (seen, violations) = (offsets.end(), rig.count_violations(KEYS, each));
     println!(
-        "members: {joined} joined, {full} times {most} at once, {} messages, {judgement:?}, {} offset regressions in {} looks, {judged:?} after the last change",
+        "members: {joined} joined, {full} times {most} at once, {} messages, {violations:?}, {} offset regressions in {} looks, {judged:?} after the last change",
         KEYS * each,
         seen.regressions,
         seen.looks
     );
-    // Each left in good order, with all that ran in it done.
+    // Each member left after its handlers had ended.
     assert!(
-        is_kept(&judgement, 0) && seen.regressions == 0,
+        is_kept(&violations, 0) && seen.regressions == 0,
         "{}",
         rig.logs()
     );
@@ -117,15 +117,15 @@ async fn long_members_that_come_and_go_every_three_seconds() {
     members_come_and_go(Duration::from_secs(300)).await;
 }
 
-/// What is done to the broker.
+/// The fault of the broker.
 #[derive(Clone, Copy, Debug)]
 enum BrokerFault {
     Frozen(Duration),
     Killed,
 }
 
-/// Two consumers under load while the broker is away; what is published when it is back is soon
-/// handled.
+/// Two consumers under load during an outage of the broker. Messages that are published afterwards
+/// are handled within `soon`.
 async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
     const KEYS: usize = 40;
     const EARLY: usize = 30;
@@ -138,7 +138,7 @@ async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
         rig.consumer("at-most-once", &[]),
         rig.consumer("at-most-once", &[]),
     ];
-    rig.until_effects(KEYS * EARLY / 4, PATIENCE).await;
+    rig.until_effects(KEYS * EARLY / 4, WAIT_TIMEOUT).await;
     let server = tokio::task::spawn_blocking(move || {
         match fault {
             BrokerFault::Frozen(time) => {
@@ -157,26 +157,26 @@ async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
     let server = server.await.expect("the broker again");
     let back = Instant::now();
     rig.publish(KEYS, EARLY..ALL, Duration::ZERO);
-    let handled = rig.until_judged(KEYS * ALL, PATIENCE).await;
+    let handled = rig.until_ids_with_outcome(KEYS * ALL, WAIT_TIMEOUT).await;
     let again = back.elapsed();
-    rig.until_committed(PATIENCE).await;
+    rig.until_committed(WAIT_TIMEOUT).await;
     let committed = back.elapsed();
-    // A client that has forgotten its brokers meanwhile is replaced.
+    // A client that lost the metadata of its brokers is replaced.
     for member in &members {
         member.until_assigned().await;
     }
     for member in members {
         member.leave().await;
     }
-    let (seen, judgement) = (offsets.end(), rig.judge(KEYS, ALL));
+    let (seen, violations) = (offsets.end(), rig.count_violations(KEYS, ALL));
     println!(
-        "broker {fault:?}: {} messages, {judgement:?}, {} regressions in {} looks, all handled {again:?} after it was back ({handled:?} after the last was published), committed after {committed:?}",
+        "broker {fault:?}: {} messages, {violations:?}, {} regressions in {} looks, all handled {again:?} after it was back ({handled:?} after the last was published), committed after {committed:?}",
         KEYS * ALL,
         seen.regressions,
         seen.looks
     );
     assert!(
-        is_kept(&judgement, 0) && seen.regressions == 0,
+        is_kept(&violations, 0) && seen.regressions == 0,
         "{}",
         rig.logs()
     );
@@ -190,29 +190,29 @@ async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broker_that_is_killed_and_comes_back() {
-    the_broker_fails(BrokerFault::Killed, PATIENCE).await;
+    the_broker_fails(BrokerFault::Killed, WAIT_TIMEOUT).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_broker_that_is_frozen_for_longer_than_a_session() {
-    the_broker_fails(BrokerFault::Frozen(Duration::from_secs(8)), PATIENCE).await;
+    the_broker_fails(BrokerFault::Frozen(Duration::from_secs(8)), WAIT_TIMEOUT).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: cargo xtask kafka-faults"]
 async fn long_a_broker_that_is_frozen_for_twenty_seconds() {
-    the_broker_fails(BrokerFault::Frozen(Duration::from_secs(20)), SOON).await;
+    the_broker_fails(BrokerFault::Frozen(Duration::from_secs(20)), RECOVERY_TIME).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: cargo xtask kafka-faults"]
 async fn long_a_broker_that_is_killed_five_times() {
     for _ in 0..5 {
-        the_broker_fails(BrokerFault::Killed, SOON).await;
+        the_broker_fails(BrokerFault::Killed, RECOVERY_TIME).await;
     }
 }
 
-/// Each node of three is killed in its turn, whatever it leads or coordinates, and comes back.
+/// Each of three brokers is killed and restarted, one after the other.
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: cargo xtask kafka-faults"]
 async fn long_one_of_three_brokers_is_killed() {
@@ -229,7 +229,7 @@ async fn long_one_of_three_brokers_is_killed() {
     ];
     let mut again = Vec::new();
     for node in 0..servers.count() {
-        rig.until_effects(KEYS * EACH * (node + 1) / 5, PATIENCE * 2)
+        rig.until_effects(KEYS * EACH * (node + 1) / 5, WAIT_TIMEOUT * 2)
             .await;
         let killed = tokio::task::spawn_blocking(move || {
             servers.node_mut(node).kill();
@@ -241,28 +241,29 @@ async fn long_one_of_three_brokers_is_killed() {
             servers
         });
         servers = killed.await.expect("the broker again");
-        // A message of each key, of whichever node's partition.
-        again.push(rig.until_each_key_starts_again(KEYS, PATIENCE).await);
+        // A message of each key, in partitions of all brokers.
+        again.push(rig.until_each_key_starts_again(KEYS, WAIT_TIMEOUT).await);
     }
-    rig.until_judged(KEYS * EACH, PATIENCE * 3).await;
-    rig.until_committed(PATIENCE).await;
+    rig.until_ids_with_outcome(KEYS * EACH, WAIT_TIMEOUT * 3)
+        .await;
+    rig.until_committed(WAIT_TIMEOUT).await;
     for member in members {
         member.leave().await;
     }
-    let (seen, judgement) = (offsets.end(), rig.judge(KEYS, EACH));
+    let (seen, violations) = (offsets.end(), rig.count_violations(KEYS, EACH));
     println!(
-        "one of three brokers killed, three times: {} messages, {judgement:?}, {} regressions in {} looks, each key again after {again:?}",
+        "one of three brokers killed, three times: {} messages, {violations:?}, {} regressions in {} looks, each key again after {again:?}",
         KEYS * EACH,
         seen.regressions,
         seen.looks
     );
     assert!(
-        is_kept(&judgement, 0) && seen.regressions == 0,
+        is_kept(&violations, 0) && seen.regressions == 0,
         "{}",
         rig.logs()
     );
     assert!(
-        again.iter().all(|again| *again < SOON),
+        again.iter().all(|again| *again < RECOVERY_TIME),
         "consuming again after {again:?}\n{}",
         rig.logs()
     );
@@ -272,7 +273,7 @@ async fn long_one_of_three_brokers_is_killed() {
 /// Shorter than three leases.
 const SESSION: &str = "session.timeout.ms=3000";
 
-/// What is done to one of two consumers.
+/// The fault of one of two consumers.
 #[derive(Clone, Copy, Debug)]
 enum ConsumerFault {
     Killed,
@@ -288,40 +289,42 @@ async fn a_consumer_fails(fault: ConsumerFault) {
     let offsets = rig.watch_offsets();
     let member = || rig.consumer("at-most-once", &["--in-flight=16", "--property", SESSION]);
     let mut members = vec![member(), member()];
-    rig.until_assigned(0, PARTITIONS / 2, PATIENCE).await;
-    rig.until_assigned(1, PARTITIONS / 2, PATIENCE).await;
-    rig.until_effects(KEYS * EACH / 4, PATIENCE).await;
+    rig.until_assigned(0, PARTITIONS / 2, WAIT_TIMEOUT).await;
+    rig.until_assigned(1, PARTITIONS / 2, WAIT_TIMEOUT).await;
+    rig.until_effects(KEYS * EACH / 4, WAIT_TIMEOUT).await;
     let since = Instant::now();
     match fault {
         ConsumerFault::Killed => {
             members.remove(0).signal(Signal::KILL);
-            rig.until_assigned(1, PARTITIONS, PATIENCE).await;
+            rig.until_assigned(1, PARTITIONS, WAIT_TIMEOUT).await;
         }
         ConsumerFault::Frozen(time) => {
             members[0].signal(Signal::STOP);
-            // Longer than a session: all that it had goes to the other one, which takes over what
-            // ran in it too.
+            // Longer than the session timeout: the other consumer gets its partitions and takes
+            // over its
+            // running messages.
             tokio::time::sleep(time).await;
-            rig.until_assigned(1, PARTITIONS, PATIENCE).await;
+            rig.until_assigned(1, PARTITIONS, WAIT_TIMEOUT).await;
             members[0].signal(Signal::CONT);
-            rig.until_logged("lost=true", PATIENCE).await;
+            rig.until_logged("lost=true", WAIT_TIMEOUT).await;
         }
     }
-    rig.until_judged(KEYS * EACH, PATIENCE * 2).await;
-    rig.until_committed(PATIENCE).await;
+    rig.until_ids_with_outcome(KEYS * EACH, WAIT_TIMEOUT * 2)
+        .await;
+    rig.until_committed(WAIT_TIMEOUT).await;
     let took = since.elapsed();
     for member in members {
         member.leave().await;
     }
-    let (seen, judgement) = (offsets.end(), rig.judge(KEYS, EACH));
+    let (seen, violations) = (offsets.end(), rig.count_violations(KEYS, EACH));
     println!(
-        "consumer {fault:?}: {} messages, {judgement:?}, {} regressions in {} looks, all judged and committed after {took:?}",
+        "consumer {fault:?}: {} messages, {violations:?}, {} regressions in {} looks, all judged and committed after {took:?}",
         KEYS * EACH,
         seen.regressions,
         seen.looks
     );
     assert!(
-        is_kept(&judgement, 16) && seen.regressions == 0,
+        is_kept(&violations, 16) && seen.regressions == 0,
         "{}",
         rig.logs()
     );
@@ -346,12 +349,12 @@ async fn long_a_consumer_that_is_killed_or_frozen_ten_times() {
     }
 }
 
-/// A handler that runs longer than the group lets a member be silent.
+/// A handler that runs longer than `max.poll.interval.ms`.
 async fn a_slow_handler(takes: Duration) {
     const KEYS: usize = 4;
     let rig = Rig::new(shared_broker(), 2, 1).await;
     rig.publish(KEYS, 0..1, takes);
-    // No lease is lost, however late a renewal comes: what is seen twice was delivered twice.
+    // No lease is lost, even if a renewal is late, so a second start means a second delivery.
     let member = rig.consumer(
         "at-most-once",
         &[
@@ -360,19 +363,19 @@ async fn a_slow_handler(takes: Duration) {
             "--lease-ms=60000",
         ],
     );
-    rig.until_judged(KEYS, takes + PATIENCE).await;
-    rig.until_committed(PATIENCE).await;
-    // Looked at before it leaves, which gives its partitions back.
+    rig.until_ids_with_outcome(KEYS, takes + WAIT_TIMEOUT).await;
+    rig.until_committed(WAIT_TIMEOUT).await;
+    // Checked before the member leaves the group.
     let (revoked, exceeded) = (rig.logged("partition revoked"), rig.logged("poll interval"));
     member.leave().await;
-    let judgement = rig.judge(KEYS, 1);
+    let violations = rig.count_violations(KEYS, 1);
     println!(
-        "handler of {takes:?} with max.poll.interval.ms=6500: {judgement:?}, {revoked} revocations"
+        "handler of {takes:?} with max.poll.interval.ms=6500: {violations:?}, {revoked} revocations"
     );
-    assert!(is_kept(&judgement, 0), "{}", rig.logs());
+    assert!(is_kept(&violations, 0), "{}", rig.logs());
     assert_eq!((revoked, exceeded), (0, 0), "{}", rig.logs());
-    // Each delivery ends in a claim that is granted or in one of these, so there was one for each
-    // message.
+    // Each delivery has a granted claim or one of these outcomes; so each message was delivered
+    // once.
     let outcomes = |outcome| rig.counted(outcome);
     assert_eq!(
         (outcomes("first"), outcomes("completed")),
@@ -399,12 +402,11 @@ async fn long_a_handler_that_takes_five_times_the_poll_interval() {
     a_slow_handler(Duration::from_secs(33)).await;
 }
 
-/// How often the memory is measured with each backlog.
+/// The number of measurements for each backlog.
 const ROUNDS: usize = 3;
 
-/// The most memory of a consumer that works for a while on a backlog of so many messages, in MiB:
-/// of one consumer after the other, each in a group of its own that has the whole backlog before
-/// it.
+/// The maximum memory in MiB of several consumers with this backlog; they run one after the other,
+/// each in a new group.
 async fn memory_with_a_backlog_of(count: usize) -> Vec<f64> {
     const KEYS: usize = 1_000;
     let server = broker().await;
@@ -418,7 +420,7 @@ async fn memory_with_a_backlog_of(count: usize) -> Vec<f64> {
             "effectively-once",
             &["--in-flight=128"],
         );
-        rig.until_effects(before + 1_000, PATIENCE).await;
+        rig.until_effects(before + 1_000, WAIT_TIMEOUT).await;
         let (mut most, begun) = (0, Instant::now());
         while begun.elapsed() < Duration::from_secs(10) {
             most = most.max(member.memory());

@@ -1,4 +1,4 @@
-//! A message that always fails, among many that do not.
+//! A message that always fails, among many that succeed.
 
 use std::time::Duration;
 
@@ -11,9 +11,9 @@ use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{BaseRecord, DefaultProducerContext, Producer, ThreadedProducer};
 
 use crate::rig::Rig;
-use crate::{PATIENCE, shared_broker};
+use crate::{WAIT_TIMEOUT, shared_broker};
 
-/// Publishes these messages without a key, so that none waits for another of its key.
+/// Publishes messages without a key, so that none waits for another one.
 fn publish(brokers: &str, topic: &str, numbers: impl Iterator<Item = u32>) {
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", brokers).set("acks", "all");
@@ -36,12 +36,12 @@ fn publish(brokers: &str, topic: &str, numbers: impl Iterator<Item = u32>) {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
-    producer.flush(PATIENCE).expect("all were confirmed");
+    producer.flush(WAIT_TIMEOUT).expect("all were confirmed");
 }
 
-/// Handles so many sound messages of one partition, behind a poisoned one or none; how long that
-/// took from the first of them to the last. At the end all is committed, and a poisoned one stands
-/// in the dead letters.
+/// Handles messages of one partition, with or without a poison message at its start. Returns the
+/// time from the first to the last successful one. Checks that all offsets are committed and that
+/// the poison message is in the dead letters.
 async fn handle(brokers: &str, sound: u32, (poison, first): (Poison, u32)) -> Duration {
     let rig = Rig::new(brokers.to_owned(), 1, 1).await;
     publish(brokers, &rig.name, first..=sound);
@@ -51,7 +51,7 @@ async fn handle(brokers: &str, sound: u32, (poison, first): (Poison, u32)) -> Du
         IdSource::header("id"),
         (poison, first),
         sound,
-        async || rig.until_committed(PATIENCE).await,
+        async || rig.until_committed(WAIT_TIMEOUT).await,
     )
     .await;
     let reader: BaseConsumer = ClientConfig::new()
@@ -59,14 +59,14 @@ async fn handle(brokers: &str, sound: u32, (poison, first): (Poison, u32)) -> Du
         .create()
         .expect("a consumer");
     let ends = reader
-        .fetch_watermarks(&format!("{}.dead-letters", rig.name), 0, PATIENCE)
+        .fetch_watermarks(&format!("{}.dead-letters", rig.name), 0, WAIT_TIMEOUT)
         .expect("where the dead letters end");
     assert_eq!(ends, (0, i64::from(first == POISON)), "dead letters");
     took
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_poisoned_message_is_set_aside_after_its_attempts_and_the_others_go_on() {
+async fn a_poison_message_is_dead_lettered_and_does_not_block_the_others() {
     let brokers = shared_broker();
     for poison in [Poison::Fails, Poison::Panics] {
         Rounds::play(poison, 1, async |what| handle(&brokers, 1_000, what).await).await;

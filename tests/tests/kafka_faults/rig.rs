@@ -1,4 +1,4 @@
-//! A topic, consumer processes on it, what they did, and what the broker says of their offsets.
+//! A topic, its consumer processes, their diary, and their committed offsets.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
@@ -26,10 +26,10 @@ use tempfile::TempDir;
 
 /// The lease of the consumers.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);
-/// How often to look.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// How long one question to the broker may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// The polling interval.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// The timeout of a request to the broker.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(crate) struct Rig {
     brokers: String,
@@ -40,7 +40,7 @@ pub(crate) struct Rig {
 }
 
 impl Rig {
-    /// A topic of its own, with so many partitions and replicas.
+    /// Creates a topic with this number of partitions and replicas.
     pub(crate) async fn new(brokers: String, partitions: i32, replicas: i32) -> Self {
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
@@ -49,7 +49,7 @@ impl Rig {
         let name = format!("faults-{now}");
         let admin: AdminClient<DefaultClientContext> =
             client(&brokers).create().expect("an admin client");
-        let options = AdminOptions::new().operation_timeout(Some(PATIENCE * 3));
+        let options = AdminOptions::new().operation_timeout(Some(REQUEST_TIMEOUT * 3));
         let kept = |name| {
             NewTopic::new(name, 1, TopicReplication::Fixed(replicas))
                 .set("retention.ms", "-1")
@@ -71,9 +71,9 @@ impl Rig {
         }
     }
 
-    /// Publishes messages of these numbers for each of `keys` keys, in their order, whose handler
-    /// takes so long. A client that is not confirmed all of them within forty seconds is replaced
-    /// by another one, which sends them again: the gate knows their ids.
+    /// Publishes messages with these numbers for each of `keys` keys, in order; their handlers take
+    /// `takes`. If not all are confirmed within forty seconds, publishes them again with a new
+    /// client; the gate deduplicates them.
     pub(crate) fn publish(&self, keys: usize, numbers: Range<usize>, takes: Duration) {
         let mut config = client(&self.brokers);
         config
@@ -105,11 +105,13 @@ impl Rig {
                     }
                 }
             }
-            let Err(error) = producer.flush(PATIENCE * 4) else {
+            let Err(error) = producer.flush(REQUEST_TIMEOUT * 4) else {
                 return;
             };
             let unconfirmed = producer.in_flight_count();
-            let metadata = producer.client().fetch_metadata(Some(&self.name), PATIENCE);
+            let metadata = producer
+                .client()
+                .fetch_metadata(Some(&self.name), REQUEST_TIMEOUT);
             let leaders = metadata.map(|it| {
                 it.topics()[0]
                     .partitions()
@@ -125,12 +127,12 @@ impl Rig {
         panic!("no publisher was confirmed all it sent\n{}", self.logs());
     }
 
-    /// Starts a consumer that promises `at-most-once` or `effectively-once`.
+    /// Starts a consumer with the guarantee `at-most-once` or `effectively-once`.
     pub(crate) fn consumer(&self, guarantee: &str, more: &[&str]) -> Member {
         self.consumer_of(&self.name, guarantee, more)
     }
 
-    /// The same, in a group and a scope of this name, which begins at the beginning.
+    /// The same in another group and scope, which reads from the start.
     pub(crate) fn consumer_of(&self, group: &str, guarantee: &str, more: &[&str]) -> Member {
         let redis = oncegate_testkit::redis_url().unwrap_or_else(|missing| panic!("{missing}"));
         let number = self.started.fetch_add(1, Ordering::Relaxed);
@@ -193,28 +195,28 @@ impl Rig {
             .collect()
     }
 
-    /// Waits until so many different ids had their effect or stand in doubt; answers how long that
-    /// took.
-    pub(crate) async fn until_judged(&self, count: usize, patience: Duration) -> Duration {
-        self.until(&format!("{count} ids are judged"), patience, || {
-            self.judged().len() >= count
-        })
+    /// Waits until this many ids have an effect or are in doubt. Returns how long that took.
+    pub(crate) async fn until_ids_with_outcome(&self, count: usize, timeout: Duration) -> Duration {
+        self.until(
+            &format!("{count} ids have an effect or are in doubt"),
+            timeout,
+            || self.with_outcome().len() >= count,
+        )
         .await
     }
 
-    pub(crate) async fn until_effects(&self, count: usize, patience: Duration) -> Duration {
-        self.until(&format!("{count} effects"), patience, || {
+    pub(crate) async fn until_effects(&self, count: usize, timeout: Duration) -> Duration {
+        self.until(&format!("{count} effects"), timeout, || {
             self.effects().len() >= count
         })
         .await
     }
 
-    /// Waits until each key has begun a message that it had not begun before; answers how long that
-    /// took.
+    /// Waits until a further message of each key has started. Returns how long that took.
     pub(crate) async fn until_each_key_starts_again(
         &self,
         keys: usize,
-        patience: Duration,
+        timeout: Duration,
     ) -> Duration {
         let begun = self.starts().len();
         let again = || {
@@ -224,32 +226,35 @@ impl Rig {
                 .filter_map(|run| Some(run.id.split_once('-')?.0.to_owned()))
                 .collect::<BTreeSet<_>>()
         };
-        self.until(&format!("{keys} keys start again"), patience, || {
-            again().len() == keys
-        })
+        self.until(
+            &format!("{keys} keys start a further message"),
+            timeout,
+            || again().len() == keys,
+        )
         .await
     }
 
-    /// Waits until the broker counts so many members in the group.
-    pub(crate) async fn until_members(&self, count: usize, patience: Duration) -> Duration {
+    /// Waits until the group has this many members.
+    pub(crate) async fn until_members(&self, count: usize, timeout: Duration) -> Duration {
         let asker: BaseConsumer = client(&self.brokers).create().expect("a consumer");
         let members = || {
-            let listed = asker.fetch_group_list(Some(&self.name), PATIENCE).ok()?;
+            let listed = asker
+                .fetch_group_list(Some(&self.name), REQUEST_TIMEOUT)
+                .ok()?;
             Some(listed.groups().first()?.members().len())
         };
-        self.until(&format!("{count} members"), patience, || {
+        self.until(&format!("{count} members"), timeout, || {
             members() >= Some(count)
         })
         .await
     }
 
-    /// Waits until the consumer that was started as this one, counted from 0, has so many
-    /// partitions.
+    /// Waits until the consumer with this number, counted from 0, has this many partitions.
     pub(crate) async fn until_assigned(
         &self,
         consumer: u32,
         partitions: usize,
-        patience: Duration,
+        timeout: Duration,
     ) -> Duration {
         let has = || {
             let log = self.log(consumer);
@@ -259,35 +264,35 @@ impl Rig {
         };
         self.until(
             &format!("consumer {consumer} has {partitions} partitions"),
-            patience,
+            timeout,
             || has() == partitions,
         )
         .await
     }
 
-    pub(crate) async fn until_logged(&self, what: &str, patience: Duration) -> Duration {
-        self.until(&format!("it says {what}"), patience, || {
+    pub(crate) async fn until_logged(&self, what: &str, timeout: Duration) -> Duration {
+        self.until(&format!("a log has {what}"), timeout, || {
             self.logged(what) > 0
         })
         .await
     }
 
-    async fn until(&self, what: &str, patience: Duration, is_so: impl Fn() -> bool) -> Duration {
+    async fn until(&self, what: &str, timeout: Duration, is_so: impl Fn() -> bool) -> Duration {
         let begun = Instant::now();
         while !is_so() {
             assert!(
-                begun.elapsed() < patience,
-                "not within {patience:?}: {what}; {} effects\n{}",
+                begun.elapsed() < timeout,
+                "not within {timeout:?}: {what}; {} effects\n{}",
                 self.effects().len(),
                 self.logs()
             );
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         begun.elapsed()
     }
 
-    /// The ids that had an effect or stand in the in-doubt topic.
-    fn judged(&self) -> BTreeSet<String> {
+    /// The ids that have an effect or are in the in-doubt topic.
+    fn with_outcome(&self) -> BTreeSet<String> {
         let effects = self.effects().into_iter().map(|run| run.id);
         effects.chain(self.in_doubt()).collect()
     }
@@ -300,16 +305,20 @@ impl Rig {
             .set("group.id", "faults-reader")
             .create()
             .expect("a consumer");
-        // A broker that does not answer is asked again.
-        let Ok((low, high)) = reader.fetch_watermarks(&topic, 0, PATIENCE) else {
+        // Retries while the broker does not reply.
+        let Ok((low, high)) = reader.fetch_watermarks(&topic, 0, REQUEST_TIMEOUT) else {
             return BTreeSet::new();
         };
         let mut all = TopicPartitionList::new();
         all.add_partition_offset(&topic, 0, Offset::Beginning)
             .expect("an offset");
         reader.assign(&all).expect("an assignment");
-        let letters =
-            (low..high).filter_map(|_| reader.poll(PATIENCE)?.ok().map(|letter| letter.detach()));
+        let letters = (low..high).filter_map(|_| {
+            reader
+                .poll(REQUEST_TIMEOUT)?
+                .ok()
+                .map(|letter| letter.detach())
+        });
         let id = |headers: Option<&OwnedHeaders>| {
             let found = headers?
                 .iter()
@@ -321,8 +330,8 @@ impl Rig {
         letters.filter_map(|letter| id(letter.headers())).collect()
     }
 
-    /// Holds against the promise: nothing lost, nothing twice, each key in order.
-    pub(crate) fn judge(&self, keys: usize, each: usize) -> Judgement {
+    /// Counts lost, repeated and out-of-order messages.
+    pub(crate) fn count_violations(&self, keys: usize, each: usize) -> Violations {
         let all: BTreeSet<String> = (0..keys)
             .flat_map(|key| (0..each).map(move |number| id(key, number)))
             .collect();
@@ -333,7 +342,7 @@ impl Rig {
                 .for_each(|run| *seen.entry(&run.id).or_default() += 1);
             seen.into_values().filter(|count| *count > 1).count()
         };
-        let judged: BTreeSet<String> = effects
+        let with_outcome: BTreeSet<String> = effects
             .iter()
             .map(|run| run.id.clone())
             .chain(doubted.iter().cloned())
@@ -347,8 +356,8 @@ impl Rig {
                     .is_some_and(|before| before > number)
             })
             .count();
-        Judgement {
-            lost: all.difference(&judged).count(),
+        Violations {
+            lost: all.difference(&with_outcome).count(),
             effects_twice: twice(&effects),
             starts_twice: twice(&starts),
             out_of_order,
@@ -358,7 +367,7 @@ impl Rig {
         }
     }
 
-    /// How many deliveries all consumers together have counted under this outcome.
+    /// The sum of this outcome in the counters of all consumers.
     pub(crate) fn counted(&self, outcome: &str) -> usize {
         self.entries()
             .iter()
@@ -366,11 +375,11 @@ impl Rig {
             .count()
     }
 
-    /// Waits until the group has committed all that there is.
-    pub(crate) async fn until_committed(&self, patience: Duration) {
+    /// Waits until the group has committed the end of every partition.
+    pub(crate) async fn until_committed(&self, timeout: Duration) {
         let begun = Instant::now();
         loop {
-            // Each time another one: a client may have forgotten a broker that stood still.
+            // A new client each time: a client may lose the metadata of a frozen broker.
             let asker: BaseConsumer = client(&self.brokers)
                 .set("group.id", &self.name)
                 .create()
@@ -378,7 +387,7 @@ impl Rig {
             let committed = committed(&asker, &self.name, self.partitions);
             let ends = (0..self.partitions).map(|it| {
                 asker
-                    .fetch_watermarks(&self.name, it, PATIENCE)
+                    .fetch_watermarks(&self.name, it, REQUEST_TIMEOUT)
                     .map(|(_, end)| end)
             });
             let ends: Result<Vec<i64>, _> = ends.collect();
@@ -391,15 +400,15 @@ impl Rig {
                 return;
             }
             assert!(
-                begun.elapsed() < patience,
+                begun.elapsed() < timeout,
                 "not all was committed\n{}",
                 self.logs()
             );
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
 
-    /// Asks the broker again and again where the group stands, until it is told to stop.
+    /// Polls the committed offsets of the group until the watch ends.
     pub(crate) fn watch_offsets(&self) -> OffsetWatch {
         let (brokers, name, partitions) =
             (self.brokers.clone(), self.name.clone(), self.partitions);
@@ -433,16 +442,16 @@ impl Rig {
         }
     }
 
-    /// The ends of the consumers' logs, and where they went wrong.
+    /// The last lines and the errors of the logs of the consumers.
     pub(crate) fn logs(&self) -> String {
-        let log = |number: u32| format!("consumer {number}:\n{}", end_of(&self.log(number)));
+        let log = |number: u32| format!("consumer {number}:\n{}", last_lines(&self.log(number)));
         (0..self.started.load(Ordering::Relaxed))
             .map(log)
             .collect::<Vec<_>>()
             .join("\n")
     }
 
-    /// How often any consumer has logged this.
+    /// The number of log lines of all consumers that contain this text.
     pub(crate) fn logged(&self, what: &str) -> usize {
         (0..self.started.load(Ordering::Relaxed))
             .map(|number| self.log(number).matches(what).count())
@@ -455,17 +464,17 @@ impl Rig {
     }
 }
 
-/// What became of all messages.
+/// The result of all messages.
 #[derive(Debug)]
-pub(crate) struct Judgement {
+pub(crate) struct Violations {
     pub(crate) lost: usize,
     pub(crate) effects_twice: usize,
     pub(crate) starts_twice: usize,
     pub(crate) out_of_order: usize,
-    /// How often a consumer said that a log ended before where it had read.
+    /// Log lines about a truncated log.
     pub(crate) logs_cut: usize,
     pub(crate) in_doubt: usize,
-    /// How often a consumer found that it had lost a lease.
+    /// Lost leases, by the counters of the consumers.
     pub(crate) fenced: usize,
 }
 
@@ -495,7 +504,7 @@ impl OffsetWatch {
     }
 }
 
-/// A consumer process; killed when it is dropped.
+/// A consumer process. Dropping it kills the process.
 pub(crate) struct Member {
     process: Child,
     log: PathBuf,
@@ -510,9 +519,9 @@ impl Member {
         kill_process(pid, signal).expect("it is not waited for yet");
     }
 
-    /// Waits until it has partitions again, if it has lost those that it had.
+    /// Waits until it has partitions again after it lost all.
     pub(crate) async fn until_assigned(&self) {
-        let end = Instant::now() + PATIENCE * 12;
+        let end = Instant::now() + REQUEST_TIMEOUT * 12;
         loop {
             let log = std::fs::read_to_string(&self.log).unwrap_or_default();
             let lost = log.rfind("lost=true").max(log.rfind("client replaced"));
@@ -522,13 +531,13 @@ impl Member {
             assert!(
                 Instant::now() < end,
                 "it has no partition again: {}",
-                end_of(&log)
+                last_lines(&log)
             );
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
     }
 
-    /// Drains it.
+    /// Sends SIGTERM and expects success.
     pub(crate) async fn leave(mut self) {
         self.signal(Signal::TERM);
         let end = Instant::now() + Duration::from_secs(120);
@@ -539,17 +548,17 @@ impl Member {
             .is_none()
         {
             assert!(Instant::now() < end, "it does not end");
-            tokio::time::sleep(LOOK_EVERY).await;
+            tokio::time::sleep(POLL_INTERVAL).await;
         }
         let status = self.process.wait().expect("it was started here");
         assert!(
             status.success(),
             "{status}: {}",
-            end_of(&std::fs::read_to_string(&self.log).unwrap_or_default())
+            last_lines(&std::fs::read_to_string(&self.log).unwrap_or_default())
         );
     }
 
-    /// The memory that it has now, in KiB.
+    /// Its resident memory, in KiB.
     pub(crate) fn memory(&self) -> u64 {
         let status = std::fs::read_to_string(format!("/proc/{}/status", self.process.id()))
             .unwrap_or_default();
@@ -561,14 +570,14 @@ impl Member {
 
 impl Drop for Member {
     fn drop(&mut self) {
-        // Mostly it has ended, which is an error here.
+        // Fails if it has already ended.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
 /// The last lines of a log.
-fn end_of(log: &str) -> String {
+fn last_lines(log: &str) -> String {
     let lines: Vec<&str> = log.lines().collect();
     lines[lines.len().saturating_sub(15)..].join("\n")
 }

@@ -1,4 +1,4 @@
-//! Headers and properties of an AMQP message, whatever types and numbers they bear.
+//! Headers and properties of an AMQP message, of any types and values.
 
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -8,7 +8,7 @@ use lapin::types::{AMQPValue, FieldArray, FieldTable, ShortString};
 use oncegate_amqp::fuzzing::{INVALID_UTF8_MARK, parse_delivery};
 use oncegate_amqp::{RabbitMq, Rejects, Topology};
 
-/// Names that mean something to the mapping.
+/// Headers that the source interprets.
 const NAMES: [&str; 8] = [
     "x-death",
     "oncegate-failures",
@@ -103,11 +103,10 @@ fn table(data: &mut &[u8], depth: u8) -> FieldTable {
     table
 }
 
-/// No number of a message is believed that nobody would believe, and no wait is longer than the
-/// longest.
+/// Implausible numbers in headers are ignored, and delays are bounded.
 ///
 /// # Panics
-/// If that does not hold.
+/// If a property is violated.
 pub fn amqp_headers(data: &[u8]) {
     let mut rest = data;
     let mut properties = BasicProperties::default()

@@ -1,5 +1,5 @@
-//! Settings of a consumer, whatever numbers and texts: refused with a sentence, or run; never a
-//! panic.
+//! Settings of a consumer with any values: they are rejected with an error text or accepted,
+//! without a panic.
 
 use std::time::Duration;
 
@@ -37,10 +37,10 @@ fn duration(data: &mut &[u8]) -> Duration {
     }
 }
 
-/// Settings are refused with a sentence, or run.
+/// Settings are rejected with an error text, or the consumer runs.
 ///
 /// # Panics
-/// If that does not hold.
+/// If an error has no text.
 pub fn settings(data: &[u8]) {
     let mut data = data;
     let (source, store) = (MemoryBroker::new("fuzz").source(), MemoryStore::new());
@@ -60,7 +60,7 @@ pub fn settings(data: &[u8]) {
         } else {
             Fingerprints::Off
         });
-    // Each byte sets something, the same perhaps again.
+    // Each byte selects a setting, perhaps one that is already set.
     for _ in 0..12 {
         builder = match number(data) % 12 {
             0 => builder.dedup_window(duration(data)),

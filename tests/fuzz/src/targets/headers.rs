@@ -1,12 +1,12 @@
-//! Headers as Kafka's reader and the laws write them into one block, and a block that nobody wrote.
+//! Encoded blocks of headers, valid and malformed.
 
 use bytes::Bytes;
 use oncegate_core::message::{Headers, HeadersBuilder};
 
-/// What is written into a block of headers is read, and a block that nobody wrote ends.
+/// Encoded headers decode to the same headers, and decoding a malformed block ends.
 ///
 /// # Panics
-/// If that does not hold.
+/// If a property is violated.
 pub fn headers(data: &[u8]) {
     let torn = Headers::from_block(Bytes::copy_from_slice(data));
     assert!(
@@ -17,7 +17,7 @@ pub fn headers(data: &[u8]) {
     );
     let _ = (format!("{torn:?}"), torn.last("id"), torn.last(""));
 
-    // Each piece is a header: its first byte says where the name ends, and whether there is a
+    // Each piece is a header: its first byte encodes the length of the name and whether there is a
     // value.
     let mut written: Vec<(&[u8], Option<&[u8]>)> = Vec::new();
     let mut builder = HeadersBuilder::default();

@@ -1,9 +1,9 @@
-//! Two different ids never share a key, whatever bytes they are, and no id leaves its alphabet.
+//! Message ids of any bytes.
 
 use oncegate_core::id::{IdSource, Key, MessageId, Scope};
 use oncegate_core::message::Message;
 
-/// Two different ids never share a key, whatever bytes they are, and no id leaves its alphabet.
+/// Different ids have different keys, and ids contain only characters of their alphabet.
 ///
 /// # Panics
 /// If that does not hold.
@@ -29,7 +29,7 @@ pub fn ids(data: &[u8]) {
             .map_err(drop)
             .and_then(|name| Scope::named(name).map_err(drop))
         {
-            // The scope ends at the first bar: another scope with another id never meets it.
+            // The scope ends at the first `|`, so keys of different scopes differ.
             let key = scope.key(b);
             assert_eq!(
                 key.as_str().split_once('|'),

@@ -1,20 +1,20 @@
-//! URLs with a password in them: whatever is wrong with one, nothing that is shown holds the
-//! password.
+//! URLs with a password: no output contains the password, even if the URL is malformed.
 
 use oncegate_amqp::fuzzing;
 use oncegate_redis::Redis;
 
-/// Nothing that a fuzzer writes by chance, nor an encoding: no digit of it is hexadecimal.
+/// A text that a fuzzer does not generate by chance, without hexadecimal digits, so that it differs
+/// from any encoding.
 const PASSWORD: &str = "zqWxvkTsyGuRh";
 
-/// Whatever is wrong with a URL, nothing that is shown of it holds its password.
+/// Neither errors nor redacted forms of a URL contain its password.
 ///
 /// # Panics
-/// If that does not hold.
+/// If the password is visible.
 pub fn urls(data: &[u8]) {
     let text = String::from_utf8_lossy(data);
-    // Whoever writes it where a user, a host or a path stands gets it shown; and the fuzzer learns
-    // what it is looked for. A URL is read without its line ends and tabs.
+    // The fuzzer may learn the password and use it as user, host or path, which are shown. URL
+    // parsers remove line breaks and tabs.
     if text.replace(['\n', '\r', '\t'], "").contains(PASSWORD) {
         return;
     }
@@ -27,7 +27,7 @@ pub fn urls(data: &[u8]) {
     ] {
         let shown = match fuzzing::parse_url(&url) {
             Ok((uri, redacted)) => {
-                // Whoever gives the password as the user, host or path gets it shown.
+                // A password in place of the user, host or path is shown.
                 let misplaced = uri.authority.userinfo.username.contains(PASSWORD)
                     || uri.authority.host.contains(PASSWORD)
                     || uri.vhost.contains(PASSWORD);
@@ -47,7 +47,7 @@ pub fn urls(data: &[u8]) {
         format!("rediss://:{PASSWORD}{before}@127.0.0.1:6379/{after}"),
         format!("{before}://u:{PASSWORD}@{after}"),
     ] {
-        // The name of a socket is shown, whatever it looks like.
+        // The path of a Unix socket is shown unredacted.
         if url
             .to_ascii_lowercase()
             .replace(['\n', '\r', '\t'], "")
