@@ -155,15 +155,18 @@ impl Demo<'_> {
             if let Some(ended) = self.workers.iter_mut().find(|it| it.is_finished()) {
                 ended.await??;
             }
-            let now = self.progress();
+            let now = deliveries(&self.metrics.render(), "");
             if now != progress {
                 (progress, since) = (now, Instant::now());
             }
             let kills_left = KILLS - self.killed;
             let is_due = kills_left > 0 && batches.len() <= kills_left * batches_per_kill;
             if is_due && progress != progress_at_kill {
-                self.kill_worker().await?;
-                progress_at_kill = progress;
+                self.start_worker()?;
+                let killed = self.workers.remove(0);
+                killed.abort(); // drops the task, as if its process had ended
+                let _ = killed.await; // an error, since it was aborted
+                (self.killed, progress_at_kill) = (self.killed + 1, progress);
             }
             let is_over = match &self.broker {
                 Broker::Memory(broker) => broker.unsettled() == 0 && since.elapsed() > QUIET / 6,
@@ -174,21 +177,6 @@ impl Demo<'_> {
                 return Ok(());
             }
         }
-    }
-
-    /// Drops a worker's task while payments are charged, as if its process had ended.
-    async fn kill_worker(&mut self) -> Result<()> {
-        self.start_worker()?;
-        let worker = self.workers.remove(0);
-        worker.abort();
-        let _ = worker.await; // an error, since it was aborted
-        self.killed += 1;
-        Ok(())
-    }
-
-    /// A number that changes while messages are handled.
-    fn progress(&self) -> i64 {
-        deliveries(&self.metrics.render(), "")
     }
 
     async fn report(&self) -> Result<Report> {

@@ -44,8 +44,7 @@ async fn produce(cli: &Cli, config: &Config) -> Result<()> {
     let messages = messages(cli.payments, &cli.prefix, cli.seed);
     eprintln!("payments: sending {} messages", messages.len());
     let batch = cli.rate.div_ceil(10);
-    let pause = f64::from(batch) / f64::from(cli.rate);
-    let mut ticks = interval(Duration::from_secs_f64(pause));
+    let mut ticks = interval(Duration::from_secs(1) * batch / cli.rate);
     for batch in messages.chunks(batch as usize) {
         ticks.tick().await;
         broker.send(batch).await?;

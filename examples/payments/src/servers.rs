@@ -25,8 +25,6 @@ use crate::Result;
 use crate::traffic::{ID_HEADER, Outgoing, text};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// How long the workers may take to declare the queue.
-const START: Duration = Duration::from_secs(60);
 
 /// The span of a message until it is confirmed, and its headers: the id, and the trace context that
 /// the worker's spans refer to, if traces are exported.
@@ -45,7 +43,7 @@ pub(crate) struct Topic {
 }
 
 impl Topic {
-    /// Creates the topic; an error of a topic that exists is ignored. The workers create those of rejected messages.
+    /// Creates the topic, unless it exists. The workers create those of rejected messages.
     pub(crate) async fn open(config: &Config) -> Result<Self> {
         let (kafka, name) = (config.kafka()?, config.text("kafka.topic"));
         let name = name.unwrap_or_default().to_owned();
@@ -78,10 +76,7 @@ impl Topic {
 
     /// The ids of all messages of the topic with this suffix.
     pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<String>> {
-        let settings = [
-            ("group.id", "payments-report"),
-            ("enable.partition.eof", "true"),
-        ];
+        let settings = [("group.id", "report"), ("enable.partition.eof", "true")];
         let consumer: StreamConsumer = self.kafka.client(&settings)?;
         let (topic, mut partitions) = (self.name.clone() + suffix, TopicPartitionList::new());
         partitions.add_partition_offset(&topic, 0, Offset::Beginning)?;
@@ -144,7 +139,7 @@ impl Queue {
             let confirmation = sent.await?.await?;
             if confirmation.is_ack() && confirmation.take_message().is_none() {
                 return Ok(());
-            } else if begun.elapsed() > START {
+            } else if begun.elapsed() > 3 * TIMEOUT {
                 let error = "RabbitMQ refuses messages; is a worker running, which declares";
                 return Err(format!("{error} the queue {}?", self.name).into());
             }

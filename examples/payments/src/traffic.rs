@@ -64,12 +64,7 @@ pub(crate) enum Broker {
 impl Broker {
     /// Sends messages, and waits until the broker has confirmed all.
     pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<()> {
-        let sent = messages.iter().map(|it| self.send_one(it));
-        try_join_all(sent).await.map(drop)
-    }
-
-    async fn send_one(&self, message: &Outgoing) -> Result<()> {
-        match self {
+        let sent = messages.iter().map(async |message| match self {
             Self::Memory(broker) => {
                 let body = Message::new(message.body.clone());
                 broker.publish(body.with_header(ID_HEADER, &message.id));
@@ -79,7 +74,8 @@ impl Broker {
             Self::Kafka(topic) => topic.send(message).await,
             #[cfg(feature = "real")]
             Self::RabbitMq(queue) => queue.send(message).await,
-        }
+        });
+        try_join_all(sent).await.map(drop)
     }
 
     /// Reads the ids of all dead letters and of all messages in doubt, which remain there.
