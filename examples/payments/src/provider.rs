@@ -130,6 +130,7 @@ impl Provider {
     }
 
     /// Saves the metrics of a worker process.
+    #[cfg(feature = "real")]
     pub(crate) fn save_metrics(&self, worker: &str, metrics: &str) -> Result<()> {
         let query = "INSERT OR REPLACE INTO workers VALUES (?, ?)";
         self.ledger().execute(query, [worker, metrics])?;
@@ -137,6 +138,7 @@ impl Provider {
     }
 
     /// The metrics that all worker processes have saved.
+    #[cfg(feature = "real")]
     pub(crate) fn saved_metrics(&self) -> Result<String> {
         let query = "SELECT coalesce(group_concat(metrics, '\n'), '') FROM workers";
         Ok(self.ledger().query_row(query, [], |row| row.get(0))?)
