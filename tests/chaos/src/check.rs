@@ -1,9 +1,9 @@
-//! Whether a run kept its promises: reads the ledger, and nothing else.
+//! Checks the ledger of a run for violated invariants.
 //!
-//! In the manner of Jepsen's `total-queue`: what was attempted, what was acknowledged, what is
-//! lost, unexpected, duplicated or recovered. Beside that the order per key, the handlers that ran
-//! at the same time, the verdicts that acceptances rest on, and what is left at the end. Each
-//! violation names its invariant and its id, and tells the id's history from all logs.
+//! Like Jepsen's `total-queue` checker, it counts attempted, acknowledged, lost, unexpected,
+//! duplicated and recovered messages. It also checks the order per key, concurrent handlers, the
+//! store verdicts behind acceptances, and what remains at the end. Each violation has its
+//! invariant, its id and the history of the id from all logs.
 
 mod accepts;
 mod again;
@@ -32,124 +32,126 @@ use faults::Windows;
 
 pub(crate) use faults::{FAIL_OVER, FREEZE, FREEZE_KAFKA};
 
-/// How many violations are told with their histories.
-const STORIES: usize = 100;
+/// How many violations get a history; reading one takes a pass over the whole ledger.
+const MAX_HISTORIES: usize = 100;
 
-/// What the consumers of a run promise.
+/// The guarantee of the consumers of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Promise {
-    /// No effect twice.
+    /// No second effect.
     AtMostOnce,
-    /// Again after a crash, never after it was done.
+    /// A second effect only after an interrupted run, never after the completion is recorded.
     EffectivelyOnce,
-    /// `SET … NX` and `DEL`, which loses: the negative control.
+    /// `SET … NX` and `DEL`, which may lose messages: the negative control.
     Bare,
 }
 
-/// What the consumers of a run handle one after the other.
+/// Which messages the consumers of a run handle in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Ordered {
-    /// Messages with the same key, of a log with offsets.
+    /// Messages with the same key in a Kafka topic.
     ByKey,
-    /// Messages with the same key, of a queue that one consumer takes at a time.
+    /// Messages with the same key in a RabbitMQ queue with a single active consumer.
     ByKeyOfAQueue,
-    /// Nothing.
+    /// None.
     Not,
 }
 
-/// What a run is held to.
+/// The guarantee, bounds and settings by which a run is checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rules {
-    /// What its consumers promise.
+    /// The guarantee of the consumers.
     pub promise: Promise,
-    /// What is handled one after the other.
+    /// Which messages are handled in order.
     pub order: Ordered,
-    /// How long a claim holds.
+    /// The lease of a claim.
     pub lease: Duration,
-    /// For how long a handler that has lost its lease may still run, once its process runs.
+    /// How long a handler may still run after it lost its lease, counting only time in which its
+    /// process is not frozen.
     pub grace: Duration,
-    /// How long after its end a fault may still be the cause of something.
+    /// How long after its end a fault may still be the cause of an effect.
     pub aftermath: Duration,
-    /// How long a drain may take.
+    /// The drain timeout.
     pub drain: Duration,
-    /// Whether the store may forget what it has said.
+    /// Whether a failover of the store may lose claims.
     #[serde(default)]
     pub store: Remembers,
-    /// How many messages a consumer may handle at once; older reports do not say.
+    /// The maximum number of messages that a consumer handles at once; 0 in older reports.
     #[serde(default)]
     pub in_flight: u32,
-    /// How many attempts a message has, and as many crashes; 0 where it was not looked at that.
+    /// The maximum number of attempts and of crashes of a message; 0 if this is not checked.
     #[serde(default)]
     pub attempts: u32,
-    /// Where it was looked.
+    /// What is checked.
     #[serde(default)]
     pub looked: Looked,
 }
 
-/// Where it was looked for what does not hold.
+/// What a run is checked for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Looked {
-    /// In the ledger, at the clock, at memory, and in every file for passwords.
+    /// The ledger, recovery times, and passwords in all files.
     #[default]
     Everywhere,
-    /// In the ledger, as in a cell of the matrix, where no fault lasts and there are no passwords.
+    /// Only the ledger: in a cell of the matrix no fault has a duration, and there are no
+    /// passwords.
     InTheLedger,
 }
 
-/// What a store still knows after a failover.
+/// What a store keeps in a failover.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Remembers {
-    /// Each claim that it granted.
+    /// All granted claims.
     #[default]
     Claims,
-    /// Not all: a second effect may happen, and has its cause in the fault log.
+    /// Not all claims: a second effect may happen, with a cause in the fault log.
     NotAll,
 }
 
-/// What must hold, by the names that reports use.
+/// The invariants, by their names in reports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum Invariant {
-    /// Every confirmed message has an effect, or stands in the dead letters or in doubt.
+    /// Every confirmed message has an effect, or is in the dead letters or the in-doubt queue.
     I1,
     /// At most once: no second effect.
     I2,
-    /// Effectively once: one effect that counts, and each other has its cause in the fault log.
+    /// Effectively once: one unique effect; each other effect has a cause in the fault log.
     I3,
-    /// No two handlers of one id, but for one that lost its lease and was cancelled within its
-    /// grace.
+    /// No two concurrent handlers of one id, except one that lost its lease and is cancelled within
+    /// [`Rules::grace`].
     I4,
-    /// Messages with the same key have their effects in the order in which they were sent.
+    /// Effects of messages with the same key are in the order in which the messages were sent.
     I5,
-    /// What a group has committed never goes back.
+    /// The committed offset of a group never decreases.
     I6,
-    /// Nothing is committed before all up to it is settled.
+    /// No offset is committed before all messages below it are settled.
     I7,
-    /// Each delivery is settled once at the most; the broker closed no channel because of a refused
+    /// Each delivery is settled at most once; RabbitMQ closed no channel because of an invalid
     /// acknowledgement (406).
     I8,
-    /// What is accepted was completed, or was a duplicate, by a verdict of its own.
+    /// Each acceptance has its own store verdict: completed, duplicate or resolved.
     I9,
-    /// After a fault effects come again within its bound, and at nine tenths of their rate where
-    /// the machine has time for that.
+    /// After a fault, effects resume within its bound and, if the machine is not overloaded, reach
+    /// nine tenths of their rate.
     I10,
-    /// While the store is away no handler starts, it is asked seldom, and memory and work in flight
-    /// stay bounded.
+    /// While the store is unavailable, no handler starts, and requests to the store, memory and
+    /// messages in flight stay bounded.
     I11,
-    /// What consumers count of themselves is what passed through their source and their store.
+    /// The metrics of consumers equal the counts in the ledger.
     I12,
-    /// No secret stands in a log, a panic, a ledger or a Debug output.
+    /// No log, panic message, ledger or Debug output contains a secret.
     I13,
-    /// Everything drains, and no marker is left in progress.
+    /// All messages are settled at the end, and no marker remains in progress.
     I14,
-    /// What works is not set aside before it has had its attempts.
+    /// A message whose handler works is not dead-lettered before its attempts are exhausted.
     Aside,
-    /// No effect without a message.
+    /// No effect of an id that was never sent.
     Unexpected,
-    /// A consumer ends only when it is told to, with exit code 0, within its drain, and 3 s.
+    /// A consumer ends only on request, with exit code 0, within its drain timeout plus 3 s.
     Exit,
 }
 
@@ -175,39 +177,45 @@ impl Invariant {
         Self::Exit,
     ];
 
-    /// What must hold, in a few words.
+    /// The invariant in a few words.
     pub fn text(self) -> &'static str {
         match self {
             Self::I1 => {
-                "no loss: every confirmed message has an effect, or stands in the dead letters or in doubt"
+                "no loss: every confirmed message has an effect, or is in the dead letters or the in-doubt queue"
             }
             Self::I2 => "at most once: no id has two effects",
             Self::I3 => {
-                "effectively once: one unique effect an id, and for each other one a fault that can have cut off the run before"
+                "effectively once: one unique effect per id; a fault that can have interrupted the earlier run explains each other effect"
             }
-            Self::I4 => "no two handlers of one id at once, but for one cancelled within its grace",
+            Self::I4 => {
+                "no two concurrent handlers of one id, except one that lost its lease and is cancelled within the grace time"
+            }
             Self::I5 => "order per key",
-            Self::I6 => "what is committed never goes back, by the broker's word",
-            Self::I7 => "nothing is committed before all up to it is settled",
-            Self::I8 => "each delivery is settled once, and no channel was closed with 406",
-            Self::I9 => "nothing is accepted without a verdict of its own; `Busy` is none",
+            Self::I6 => "the committed offset never decreases, as the broker reports it",
+            Self::I7 => "no offset is committed before all messages below it are settled",
+            Self::I8 => "each delivery is settled at most once, and no channel was closed with 406",
+            Self::I9 => "each acceptance has its own store verdict; `Busy` does not count",
             Self::I10 => {
-                "after a fault effects come again within its bound; on a machine with time to spare at nine tenths of their rate"
+                "after a fault, effects resume within its bound; if the machine is not overloaded, at nine tenths of their rate"
             }
             Self::I11 => {
-                "while the store is away or takes nothing no handler starts; away: at most 20 questions a second and 50 MB more a process; never more handlers than may be"
+                "while the store is unavailable or refuses writes, no handler starts; while it is unavailable, each process sends at most 20 requests per second and grows by at most 50 MB; handlers never exceed max_in_flight"
             }
-            Self::I12 => "what consumers count of themselves is what the ledger has of them",
+            Self::I12 => "the metrics of consumers equal the counts in the ledger",
             Self::I13 => "no secret in any log, ledger or Debug output",
-            Self::I14 => "everything drains, and no marker is left in progress",
-            Self::Aside => "what works is not set aside before it has had its attempts",
-            Self::Unexpected => "no effect without a message",
-            Self::Exit => "consumers end only when told to, with exit code 0, within drain + 3 s",
+            Self::I14 => "all messages are settled at the end, and no marker remains in progress",
+            Self::Aside => {
+                "a message whose handler works is not dead-lettered before its attempts are exhausted"
+            }
+            Self::Unexpected => "no effect of an id that was never sent",
+            Self::Exit => {
+                "consumers end only on request, with exit code 0, within the drain timeout plus 3 s"
+            }
         }
     }
 
-    /// Whether there was something to look at: a fault whose end could be judged, or a store that
-    /// was away.
+    /// Whether the run could have violated it: it had a fault whose recovery was measured, or a
+    /// store outage.
     pub fn was_tried(self, counts: &Counts) -> bool {
         match self {
             Self::I10 => counts
@@ -220,8 +228,7 @@ impl Invariant {
         }
     }
 
-    /// Whether a run under these rules is held to it. `bare` is held to nothing but what it must be
-    /// seen to break.
+    /// Whether it applies under these rules. For `bare` only those apply that show its losses.
     pub fn applies(self, rules: &Rules) -> bool {
         match self {
             Self::I13 => rules.looked == Looked::Everywhere,
@@ -229,16 +236,16 @@ impl Invariant {
             Self::I1 => true,
             Self::I2 => rules.promise == Promise::AtMostOnce,
             Self::I3 => rules.promise == Promise::EffectivelyOnce,
-            // Who has lost its marker handles beside who was granted the next.
+            // After a failover loses a claim, another consumer may be granted the same id.
             Self::I4 => rules.promise != Promise::Bare && rules.store == Remembers::Claims,
             Self::I5 => rules.promise != Promise::Bare && rules.order != Ordered::Not,
-            // A store that may forget counts no attempts.
+            // A failover that loses markers also loses the count of attempts.
             Self::Aside => {
                 rules.attempts > 0
                     && rules.promise != Promise::Bare
                     && rules.store == Remembers::Claims
             }
-            // Kafka alone has offsets.
+            // Only Kafka has offsets.
             Self::I6 | Self::I7 => rules.promise != Promise::Bare && rules.order == Ordered::ByKey,
             _ => rules.promise != Promise::Bare,
         }
@@ -251,125 +258,125 @@ impl fmt::Display for Invariant {
     }
 }
 
-/// What does not hold.
+/// A violated invariant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Violation {
-    /// Which of them.
+    /// The violated invariant.
     pub invariant: Invariant,
-    /// For which message; none where it is not about one.
+    /// The id of the message, if it concerns one.
     pub id: Option<String>,
-    /// What was seen.
+    /// The observation.
     pub why: String,
-    /// What all logs know of the id, and the faults meanwhile.
+    /// The records of the id from all logs, and the faults meanwhile.
     pub history: Vec<String>,
 }
 
-/// What was counted.
+/// The counts of a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
-    /// Ids that were handed to the broker.
+    /// Ids that were published.
     pub attempted: u64,
     /// Ids that the broker has confirmed.
     pub acknowledged: u64,
-    /// Confirmed, and nowhere.
+    /// Confirmed ids without an effect, dead letter or in-doubt message.
     pub lost: u64,
     /// Effects of ids that were never sent.
     pub unexpected: u64,
     /// Ids with more than one raw effect.
     pub duplicated: u64,
-    /// Ids that were never confirmed, and had an effect all the same.
+    /// Ids with an effect whose publication was never confirmed.
     pub recovered: u64,
-    /// Applications at the sink.
+    /// Effects that the sink applied.
     pub raw_effects: u64,
-    /// What its unique table took.
+    /// First effects of their ids.
     pub unique_effects: u64,
-    /// Effects that came too late, and were refused because their attempt was void.
+    /// Effects that the sink refused because their attempt was voided.
     pub refused: u64,
-    /// Raw effects beyond the first of their ids, by their cause in the fault log.
+    /// Raw effects after the first of their id, by their cause in the fault log.
     pub explained: BTreeMap<String, u64>,
-    /// Ids that stand in the dead letters.
+    /// Ids in the dead letters.
     pub dead_letters: u64,
-    /// Ids that stand in doubt.
+    /// Ids in the in-doubt queue.
     pub in_doubt: u64,
-    /// Times that a store answered `Busy`.
+    /// `Busy` verdicts of the store.
     pub busy: u64,
     /// Deliveries that were accepted as duplicates.
     pub duplicates_stopped: u64,
-    /// Handlers that were cancelled within their grace while another ran already.
+    /// Handlers that were cancelled within the grace time while another handler of the id ran.
     pub fenced: u64,
-    /// The longest that one of these ran beside the other, its process awake, in milliseconds.
+    /// The longest time that one of these ran concurrently with the other handler, excluding time
+    /// in which its process was frozen, in milliseconds.
     pub fenced_longest_ms: u64,
-    /// Changes of what the group has committed, as the broker told them.
+    /// Observed changes of the committed offsets of the group.
     #[serde(default)]
     pub commits: u64,
-    /// For how long the store was away in the fault log, in milliseconds.
+    /// How long the store was unavailable according to the fault log, in milliseconds.
     #[serde(default)]
     pub away_ms: u64,
-    /// For how long it answered and took nothing, in milliseconds.
+    /// How long the store refused writes, in milliseconds.
     #[serde(default)]
     pub refusing_ms: u64,
-    /// How many faults lasted while another one did.
+    /// Faults that overlapped another fault.
     #[serde(default)]
     pub overlapping: u64,
-    /// The most questions that a process put to a store that was away, in a second.
+    /// The maximum number of requests that a process sent in one second to an unavailable store.
     #[serde(default)]
     pub away_questions: u64,
-    /// The most by which the memory of a process grew while the store was away, in KiB.
+    /// The maximum growth of the memory of a process while the store was unavailable, in KiB.
     #[serde(default)]
     pub away_growth: u64,
-    /// The most handlers that one process ran at once.
+    /// The maximum number of concurrent handlers in one process.
     #[serde(default)]
     pub at_once: u64,
-    /// The longest until an effect came after the end of a fault, in milliseconds, by its kind.
+    /// The longest time from the end of a fault to the next effect, in milliseconds, by its kind.
     #[serde(default)]
     pub again_ms: BTreeMap<String, u64>,
-    /// After how many faults it could be judged how soon one came, by kind.
+    /// The number of faults for which that time was measured, by kind.
     #[serde(default)]
     pub again_judged: BTreeMap<String, u64>,
-    /// The longest until effects came at nine tenths of their rate after the end of a fault, or of
-    /// two, in milliseconds, by their kinds: where the machine had time to spare.
+    /// The longest time from the end of one or two faults until effects reached nine tenths of
+    /// their rate, in milliseconds, by their kinds. Not measured while the machine was overloaded.
     #[serde(default)]
     pub rate_again_ms: BTreeMap<String, u64>,
-    /// After how many that could be judged.
+    /// The number of times that was measured, by kinds.
     #[serde(default)]
     pub rate_again_judged: BTreeMap<String, u64>,
-    /// Processes that ended well, whose counters were compared with the ledger to the last.
+    /// Processes that ended with success, whose final counters were compared with the ledger.
     #[serde(default)]
     pub metrics_exact: u64,
-    /// Processes that were killed: what they had written of their counters last was compared.
+    /// Processes that did not, whose last written counters were compared with the ledger.
     #[serde(default)]
     pub metrics_bounded: u64,
-    /// Markers whose end the store had recorded, and that a failover left in progress.
+    /// Markers in progress whose completion the store had recorded and lost in a failover.
     #[serde(default)]
     pub ends_lost: u64,
-    /// Processes that were told to drain while their broker was away, and ended with an error.
+    /// Processes that received SIGTERM while the broker was unavailable and ended with an error.
     #[serde(default)]
     pub left_without_broker: u64,
-    /// Processes that did not begin, because Redis was a replica.
+    /// Processes that did not start because Redis was a replica.
     #[serde(default)]
     pub refused_to_begin: u64,
-    /// Commits that went back because a broker that had been frozen carried out an earlier one
-    /// late.
+    /// Decreases of a committed offset because Kafka applied an earlier commit after it was frozen.
     #[serde(default)]
     pub commits_overtaken: u64,
-    /// The most memory that a consumer had, in KiB.
+    /// The maximum resident memory of a consumer, in KiB.
     #[serde(default)]
     pub resident: u64,
-    /// Faults that were played, by kind.
+    /// Injected faults, by kind.
     pub faults: BTreeMap<String, u64>,
 }
 
-/// What the checker found.
+/// The result of [`check`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Checked {
-    /// What was counted.
+    /// The counts.
     pub counts: Counts,
-    /// What does not hold; empty if all does.
+    /// The violations; empty if all invariants hold.
     pub violations: Vec<Violation>,
 }
 
 impl Checked {
-    /// How many violations of one invariant there are.
+    /// The number of violations of an invariant.
     pub fn violations_of(&self, invariant: Invariant) -> usize {
         self.violations
             .iter()
@@ -413,7 +420,7 @@ pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
     finder.checked
 }
 
-/// What the parts of the checker share.
+/// The state that all checks share.
 struct Finder<'a> {
     ledger: &'a Ledger,
     rules: &'a Rules,
@@ -426,15 +433,14 @@ impl<'a> Finder<'a> {
         self.ledger.history(id)
     }
 
-    /// Notes a violation, if the run is held to that.
-    fn found(&mut self, invariant: Invariant, id: Option<&str>, why: String) {
+    /// Adds a violation if the invariant applies to the run.
+    fn report_violation(&mut self, invariant: Invariant, id: Option<&str>, why: String) {
         if invariant.applies(self.rules) {
-            // Each story is a walk through the whole ledger: when everything is broken, some tell
-            // enough.
-            let told = self.checked.violations.len() < STORIES;
+            // Each history takes a pass over the whole ledger.
+            let has_history = self.checked.violations.len() < MAX_HISTORIES;
             let history = id
-                .filter(|_| told)
-                .map(|id| self.story(id))
+                .filter(|_| has_history)
+                .map(|id| self.event_history(id))
                 .unwrap_or_default();
             self.checked.violations.push(Violation {
                 invariant,
@@ -445,8 +451,8 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// All that is known of an id, with the faults in between and shortly before.
-    fn story(&self, id: &str) -> Vec<String> {
+    /// The records of an id, with the faults meanwhile and shortly before.
+    fn event_history(&self, id: &str) -> Vec<String> {
         let times = self.history(id).map(|record| record.at);
         let before = micros(self.rules.aftermath);
         let span = times
@@ -454,7 +460,7 @@ impl<'a> Finder<'a> {
             .min()
             .unwrap_or_default()
             .saturating_sub(before)..=times.max().unwrap_or_default();
-        let told = |record: &&Record| match &record.what {
+        let is_relevant = |record: &&Record| match &record.what {
             What::Fault { .. } | What::Gone { .. } | What::Stalled { .. } => {
                 span.contains(&record.at)
             }
@@ -463,7 +469,7 @@ impl<'a> Finder<'a> {
         self.ledger
             .records()
             .iter()
-            .filter(told)
+            .filter(is_relevant)
             .map(ToString::to_string)
             .collect()
     }

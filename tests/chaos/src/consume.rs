@@ -1,5 +1,4 @@
-//! One consumer process: what it reads, where its markers are and what it promises stand in its
-//! arguments.
+//! One consumer process. Its arguments name its source, its store and its guarantee.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,50 +14,48 @@ use oncegate_testkit::servers::SENTINEL_NAME;
 
 use crate::Error;
 use crate::ledger::{Ending, Log, What};
-use crate::message::{Fate, ID_HEADER, KEY_HEADER, Work};
+use crate::message::{HandlerBehavior, ID_HEADER, KEY_HEADER, Work};
 use crate::recorded::Recorded;
 use crate::sink::Sink;
 use crate::worker::{Broker, Common, Running, Worker, reconcile};
 
-/// How long a handler may run: longer than the longest of the messages takes.
+/// The handler timeout: longer than the handling of any message that ends.
 const TIMEOUT: Duration = Duration::from_secs(4);
-/// How many attempts a message has.
+/// The maximum number of attempts of a message.
 pub const ATTEMPTS: u32 = 5;
-/// How long a process that only sleeps may oversleep until that is worth a record.
+/// The minimum delay of a sleeping thread that is recorded as a stall.
 const STALL: Duration = Duration::from_millis(300);
 
-/// How long replicas may take to know of a claim.
+/// The time limit of the replication of a claim.
 const REPLICATED: Duration = Duration::from_millis(200);
 
-/// What a consumer is started with.
+/// The arguments of a consumer.
 #[derive(Args)]
 pub struct Arguments {
     #[command(flatten)]
     common: Common,
-    /// With what to log in to Kafka: a name, a password, and the file with the authority's
-    /// certificate.
+    /// The login for Kafka: name, password, and the file with the authority's certificate.
     #[arg(long, num_args = 3)]
     login: Option<Vec<String>>,
-    /// Where the markers are: a Redis, or Sentinels that know one.
+    /// The URLs of the marker store: one Redis, or several Sentinels.
     #[arg(long, required = true, value_delimiter = ',')]
     redis: Vec<String>,
-    /// How many replicas have to know of a claim.
+    /// How many replicas must acknowledge a claim.
     #[arg(long, default_value_t = 0)]
     replicas: u32,
-    /// Of RabbitMQ's queue one consumer takes messages until it goes, and keeps the order of each
-    /// key.
+    /// Declare the RabbitMQ queue with a single active consumer, and keep the order of each key.
     #[arg(long)]
     one_at_a_time: bool,
 }
 
-/// Consumes until SIGTERM, then drains. Ends at once when its standard input ends: who started it
-/// is gone.
+/// Consumes until SIGTERM, then drains. Ends at once when its standard input ends, since its parent
+/// process has ended.
 ///
 /// # Errors
-/// What the consumer says.
+/// The error of the consumer.
 pub async fn run(arguments: Arguments) -> Result<(), Error> {
     let worker = Worker::begin(&arguments.common).await?;
-    note_stalls(Arc::clone(&worker.log));
+    record_stalls(Arc::clone(&worker.log));
     match arguments.common.broker {
         Broker::Kafka => {
             let mut source = arguments
@@ -107,7 +104,7 @@ async fn consume(
             timeout: REPLICATED,
         }),
     };
-    // Into the log, where no secret may stand.
+    // Logged so that the search for secrets covers the Debug output of source and store.
     eprintln!("source: {source:?}\nstore: {store:?}");
     let (log, sink) = (Arc::clone(&worker.log), worker.sink.clone());
     let consumer = Consumer::builder()
@@ -137,13 +134,12 @@ async fn consume(
         consumer
     };
     worker
-        .run(|terminated| consumer.run_until(terminated.come()))
+        .run(|terminated| consumer.run_until(terminated.wait()))
         .await
 }
 
-/// Where the handlers of a process run that is called like this: in every other one in place, so
-/// that the fast way has to keep what is promised, too. The second process of a consumer is of the
-/// other kind than the first, and so is its neighbour.
+/// The execution mode of handlers: inline in every second process, to test both modes. It
+/// alternates between consumers and between the successive processes of a consumer.
 fn handlers(name: &str) -> Execution {
     let numbers = name
         .split(|c: char| !c.is_ascii_digit())
@@ -155,7 +151,7 @@ fn handlers(name: &str) -> Execution {
     }
 }
 
-/// Has the effect of a message at the sink, in the middle of its time.
+/// A handler that applies the effect of a message at the sink, halfway through its running time.
 struct Effects {
     sink: Sink,
     log: Arc<Log>,
@@ -171,18 +167,18 @@ impl Handler for Effects {
         let half = Duration::from_millis(work.ms) / 2;
         tokio::time::sleep(half).await;
         running.how = Ending::Failed;
-        match Fate::of(id) {
-            Fate::Fail => Err("as its id says").retry()?,
-            Fate::Panic => panic!("as its id says"),
-            Fate::Hang => {
+        match HandlerBehavior::of(id) {
+            HandlerBehavior::Fail => Err("as its id says").retry()?,
+            HandlerBehavior::Panic => panic!("as its id says"),
+            HandlerBehavior::Hang => {
                 running.how = Ending::Dropped;
                 std::future::pending().await
             }
-            Fate::Abort => {
+            HandlerBehavior::Abort => {
                 self.log.write(What::Aborting { id: id.to_owned() });
                 std::process::abort()
             }
-            Fate::Work => {}
+            HandlerBehavior::Work => {}
         }
         running.how = Ending::Dropped;
         let applied = self.sink.apply(id, attempt).await;
@@ -199,8 +195,8 @@ impl Handler for Effects {
     }
 }
 
-/// Writes down when this process did not run, as on a machine that is too busy.
-fn note_stalls(log: Arc<Log>) {
+/// Records when this process was not scheduled, as on an overloaded machine.
+fn record_stalls(log: Arc<Log>) {
     std::thread::spawn(move || {
         let every = Duration::from_millis(50);
         let mut last = Instant::now();

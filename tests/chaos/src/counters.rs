@@ -1,5 +1,5 @@
-//! The metrics of a consumer process: its counters, as they go into the ledger, and all of them as
-//! Prometheus would read them.
+//! The metrics of a consumer process: counters for the ledger, and all metrics in the Prometheus
+//! text format.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,13 +15,11 @@ use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle, Prometheu
 use crate::Error;
 use crate::ledger::{Log, What};
 
-/// How often they are written down, the counters if they have changed: what a killed process had
-/// counted is known up to here.
-const EVERY: Duration = Duration::from_secs(1);
-/// How the file's name ends that has what Prometheus would read.
+/// The interval of writing the metrics. A killed process loses at most the counts of one interval.
+const WRITE_INTERVAL: Duration = Duration::from_secs(1);
+/// The extension of the file with the Prometheus text.
 pub(crate) const SCRAPE: &str = "metrics";
-/// The bounds of the histograms' buckets, in seconds: that there are some, and where, says nothing
-/// here.
+/// The bounds of the histogram buckets, in seconds; the harness does not use them.
 const BUCKETS: [f64; 4] = [0.001, 0.01, 0.1, 1.0];
 
 /// All metrics of this process.
@@ -29,7 +27,7 @@ const BUCKETS: [f64; 4] = [0.001, 0.01, 0.1, 1.0];
 pub struct Counters {
     all: All,
     log: Arc<Log>,
-    /// What Prometheus would read goes here; one writes at a time.
+    /// The path of the Prometheus text; locked while it is written.
     scrape: Arc<Mutex<PathBuf>>,
 }
 
@@ -41,11 +39,11 @@ struct All {
 }
 
 impl Counters {
-    /// Takes what this process measures from now on. Each second its counters go into the ledger,
-    /// and what Prometheus would read goes into a file of this process in the folder.
+    /// Installs the global metrics recorder. Writes every second the counters to the ledger and the
+    /// Prometheus text to a file in the folder.
     ///
     /// # Errors
-    /// If somebody else takes it already.
+    /// A recorder is already installed.
     pub fn install(log: Arc<Log>, folder: &Path, name: &str) -> Result<Self, Error> {
         let all = All::new()?;
         metrics::set_global_recorder(all.clone()).map_err(|error| error.to_string())?;
@@ -59,7 +57,7 @@ impl Counters {
         std::thread::spawn(move || {
             let mut written = BTreeMap::new();
             loop {
-                std::thread::sleep(EVERY);
+                std::thread::sleep(WRITE_INTERVAL);
                 let now = meanwhile.all.values();
                 if now != written {
                     written.clone_from(&now);
@@ -68,22 +66,22 @@ impl Counters {
                         last: false,
                     });
                 }
-                meanwhile.write_the_scrape();
+                meanwhile.write_scrape();
             }
         });
         Ok(counters)
     }
 
-    /// Writes down what they came to, when nothing is measured any more.
-    pub fn write_the_last(&self) {
+    /// Writes the final values; call it when nothing is measured any more.
+    pub fn write_final(&self) {
         self.log.write(What::Counted {
             values: self.all.values(),
             last: true,
         });
-        self.write_the_scrape();
+        self.write_scrape();
     }
 
-    fn write_the_scrape(&self) {
+    fn write_scrape(&self) {
         let scrape = self.scrape.lock().unwrap_or_else(PoisonError::into_inner);
         self.all.write(&scrape);
     }
@@ -102,7 +100,7 @@ impl All {
         })
     }
 
-    /// What has been counted at all.
+    /// All counters that are not 0.
     fn values(&self) -> BTreeMap<String, u64> {
         let all = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         let value = |(name, value): (&String, &Arc<AtomicU64>)| {
@@ -114,24 +112,24 @@ impl All {
             .collect()
     }
 
-    /// Writes what Prometheus would read now over what it would have read before; a process that is
-    /// killed meanwhile leaves that.
+    /// Replaces the Prometheus text atomically: a process that is killed meanwhile leaves the
+    /// previous one.
     fn write(&self, scrape: &Path) {
         let new = scrape.with_extension("metrics-new");
         let written =
             std::fs::write(&new, self.handle.render()).and_then(|()| std::fs::rename(&new, scrape));
-        // As with the ledger: a run that cannot see what it is to look through is worth nothing.
+        // Without the file the search for secrets would be incomplete, so the run must fail.
         written.expect("the metrics can be written");
     }
 }
 
-/// A counter that goes into the ledger, and to Prometheus.
-struct Both {
+/// A counter for the ledger and for Prometheus.
+struct MirroredCounter {
     value: Arc<AtomicU64>,
     shown: Counter,
 }
 
-impl CounterFn for Both {
+impl CounterFn for MirroredCounter {
     fn increment(&self, value: u64) {
         self.value.fetch_add(value, Ordering::Relaxed);
         self.shown.increment(value);
@@ -168,7 +166,7 @@ impl Recorder for All {
         };
         let mut all = self.counters.lock().unwrap_or_else(PoisonError::into_inner);
         let value = Arc::clone(all.entry(name).or_default());
-        Counter::from_arc(Arc::new(Both {
+        Counter::from_arc(Arc::new(MirroredCounter {
             value,
             shown: self.prometheus.register_counter(key, metadata),
         }))
@@ -189,7 +187,7 @@ mod tests {
     use crate::secrets::{Secret, canary, find};
 
     #[test]
-    fn what_has_the_same_name_and_labels_counts_together() {
+    fn counters_with_equal_name_and_labels_are_one() {
         let all = All::new().unwrap();
         metrics::with_local_recorder(&all, || {
             metrics::counter!("deliveries", "outcome" => "first").increment(2);

@@ -1,5 +1,5 @@
-//! The processes of a run: consumers, each in a slot in which another takes its place when it ends,
-//! and the sink.
+//! The processes of a run: consumers, each in a slot in which it is replaced when it ends, and the
+//! sink.
 
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader};
@@ -16,13 +16,13 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::Error;
 use crate::ledger::{Edge, Log, Sent, What};
 
-/// How often it is looked whether something has ended.
-const LOOK: Duration = Duration::from_millis(10);
-/// How long a consumer may take to end after SIGTERM before it is killed: what is longer than
-/// promised is seen.
-const PATIENCE: Duration = Duration::from_secs(45);
+/// The polling interval.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// How long a consumer may take to end after SIGTERM before it is killed. Longer than the invariant
+/// allows, so that a violation is measured.
+const STOP_TIMEOUT: Duration = Duration::from_secs(45);
 
-/// Consumers of this program. Those that still run when it is dropped are killed.
+/// The consumer processes. Dropping it kills those that still run.
 #[derive(Debug)]
 pub struct Fleet {
     folder: PathBuf,
@@ -31,7 +31,7 @@ pub struct Fleet {
     slots: Vec<Mutex<Slot>>,
 }
 
-/// The place of a consumer.
+/// The slot of a consumer.
 #[derive(Debug, Default)]
 pub struct Slot {
     number: usize,
@@ -43,12 +43,12 @@ pub struct Slot {
 struct Process {
     name: String,
     child: Child,
-    /// A process ends when this does, so that none outlives us.
+    /// A process ends when this pipe closes, so that it does not outlive the harness.
     _stdin: Option<ChildStdin>,
 }
 
 impl Fleet {
-    /// So many slots, all empty; these are the arguments of each consumer beside its name.
+    /// Creates empty slots. Each consumer gets its name and these arguments.
     pub fn new(slots: usize, folder: &Path, arguments: Vec<String>, log: Arc<Log>) -> Self {
         let slots = (0..slots)
             .map(|number| {
@@ -71,7 +71,7 @@ impl Fleet {
         self.slots.len()
     }
 
-    /// A slot, for as long as something is done to it.
+    /// Locks a slot.
     pub fn slot(&self, number: usize) -> MutexGuard<'_, Slot> {
         self.slots[number % self.slots.len()]
             .lock()
@@ -108,8 +108,7 @@ impl Fleet {
         (0..self.size()).try_for_each(|number| self.start(&mut self.slot(number)))
     }
 
-    /// Each consumer that runs, with the number of its process; without those to which something is
-    /// done at the moment.
+    /// The name and process id of each running consumer, except those in locked slots.
     pub fn running(&self) -> Vec<(String, u32)> {
         let name_and_number = |slot: &Mutex<Slot>| {
             let slot = slot.try_lock().ok()?;
@@ -120,12 +119,11 @@ impl Fleet {
         self.slots.iter().filter_map(name_and_number).collect()
     }
 
-    /// Looks for consumers that have ended by themselves, writes that down, and starts others.
-    /// Leaves out those to which something is done at the moment.
+    /// Records and replaces consumers that ended without a signal; skips locked slots.
     ///
     /// # Errors
     /// What the system said.
-    pub fn look(&self) -> Result<(), Error> {
+    pub fn replace_ended(&self) -> Result<(), Error> {
         for slot in &self.slots {
             let Ok(mut slot) = slot.try_lock() else {
                 continue;
@@ -147,7 +145,7 @@ impl Fleet {
         Ok(())
     }
 
-    /// Ends the consumer in the slot as a crash does. Does nothing in an empty one.
+    /// Kills the consumer in the slot (SIGKILL). Does nothing if the slot is empty.
     ///
     /// # Errors
     /// What the system said.
@@ -166,17 +164,17 @@ impl Fleet {
         Ok(())
     }
 
-    /// Tells the consumer in the slot to drain, and waits until it has ended.
+    /// Sends SIGTERM to the consumer in the slot, and waits until it has ended.
     ///
     /// # Errors
     /// What the system said.
     pub fn terminate(&self, slot: &mut Slot) -> Result<(), Error> {
-        self.until_it_listens(slot)?;
+        self.wait_until_ready(slot)?;
         slot.signal(Signal::TERM)?;
         self.ended(slot, Instant::now())
     }
 
-    /// Tells all to drain, and waits until all have ended.
+    /// Sends SIGTERM to all consumers, and waits until they have ended.
     ///
     /// # Errors
     /// What the system said.
@@ -184,7 +182,7 @@ impl Fleet {
         let mut slots: Vec<_> = (0..self.size()).map(|number| self.slot(number)).collect();
         slots
             .iter_mut()
-            .try_for_each(|slot| self.until_it_listens(slot))?;
+            .try_for_each(|slot| self.wait_until_ready(slot))?;
         slots
             .iter()
             .try_for_each(|slot| slot.signal(Signal::TERM))?;
@@ -194,9 +192,9 @@ impl Fleet {
             .try_for_each(|slot| self.ended(slot, since))
     }
 
-    /// A process that was just started would be ended by a signal that tells it to drain. Its file
-    /// of the ledger is there once it is not; see [`consume::run`](crate::consume::run).
-    fn until_it_listens(&self, slot: &mut Slot) -> Result<(), Error> {
+    /// Waits until the consumer handles SIGTERM: it installs the handler before it creates its
+    /// ledger file; see [`Worker::begin`](crate::worker::Worker::begin).
+    fn wait_until_ready(&self, slot: &mut Slot) -> Result<(), Error> {
         let Some(process) = &mut slot.process else {
             return Ok(());
         };
@@ -204,8 +202,11 @@ impl Fleet {
             self.folder.join(format!("{}.jsonl", process.name)),
             Instant::now(),
         );
-        while !file.exists() && process.child.try_wait()?.is_none() && since.elapsed() < PATIENCE {
-            std::thread::sleep(LOOK);
+        while !file.exists()
+            && process.child.try_wait()?.is_none()
+            && since.elapsed() < STOP_TIMEOUT
+        {
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
@@ -217,11 +218,11 @@ impl Fleet {
         let status = loop {
             match process.child.try_wait()? {
                 Some(status) => break status,
-                None if since.elapsed() > PATIENCE => {
+                None if since.elapsed() > STOP_TIMEOUT => {
                     process.child.kill()?;
                     break process.child.wait()?;
                 }
-                None => std::thread::sleep(LOOK),
+                None => std::thread::sleep(POLL_INTERVAL),
             }
         };
         self.gone(&process.name, Sent::Terminate, status, since.elapsed());
@@ -255,8 +256,7 @@ impl Slot {
     /// # Errors
     /// What the system said.
     pub fn signal(&self, signal: Signal) -> Result<(), Error> {
-        // One that has ended and was not waited for still has its number, so no other process can
-        // have it.
+        // The process id cannot be reused before the child is waited for.
         let number = self
             .process
             .as_ref()
@@ -268,13 +268,13 @@ impl Slot {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Mostly it has ended, which is an error here.
+        // Fails if it has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The numbers and the ends of faults, in the fault log.
+/// Writes the fault log.
 #[derive(Debug)]
 pub struct Faults {
     log: Arc<Log>,
@@ -282,7 +282,7 @@ pub struct Faults {
 }
 
 impl Faults {
-    /// Into this log.
+    /// Writes to this ledger file.
     pub fn new(log: Arc<Log>) -> Self {
         Self {
             log,
@@ -290,10 +290,10 @@ impl Faults {
         }
     }
 
-    /// Plays a fault between its two records. What fails in it ends it.
+    /// Records the start, runs `play`, and records the end.
     ///
     /// # Errors
-    /// Those of the fault.
+    /// The error of `play`.
     pub fn play<T>(
         &self,
         kind: &str,
@@ -322,7 +322,7 @@ pub struct SinkProcess {
 }
 
 impl SinkProcess {
-    /// Starts it, and returns when it listens.
+    /// Starts the process, and returns when it listens.
     ///
     /// # Errors
     /// What the system said.
@@ -349,16 +349,16 @@ impl SinkProcess {
         })
     }
 
-    /// Where it listens.
+    /// Its address.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 
-    /// Whether it still runs.
+    /// Checks that the process still runs.
     ///
     /// # Errors
-    /// That it does not: then nothing that the run says is worth anything.
-    pub fn look(&mut self) -> Result<(), Error> {
+    /// It has ended, so the run has no valid result.
+    pub fn check_running(&mut self) -> Result<(), Error> {
         match self.process.child.try_wait()? {
             None => Ok(()),
             Some(status) => Err(format!("the {} ended: {status}", self.process.name).into()),
@@ -366,9 +366,10 @@ impl SinkProcess {
     }
 }
 
-/// This program, with its messages in a file. Its standard input is a pipe from us.
+/// A command that starts this program again, with its standard error in a file and a pipe as its
+/// standard input.
 fn this_program(log: &Path) -> Result<Command, Error> {
-    // Not by its path: what lies there may be a newer build by now.
+    // Not by its path: a newer build may have replaced the file.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("oncegate-chaos");
     let log: File = OpenOptions::new().append(true).create(true).open(log)?;
@@ -376,13 +377,13 @@ fn this_program(log: &Path) -> Result<Command, Error> {
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
         .stderr(log);
-    // Handlers panic here on purpose. The first backtrace reads all debug information, which takes
-    // 50 MB and holds everything up.
+    // Handlers panic on purpose. The first backtrace would load all debug information, which takes
+    // 50 MB and blocks the process.
     command.env("RUST_BACKTRACE", "0");
     Ok(command)
 }
 
-/// Ends this process when its standard input ends: then who started it is gone.
+/// Ends this process when its standard input ends, since its parent process has ended.
 pub fn end_with_parent() {
     std::thread::spawn(|| {
         let mut nothing = String::new();

@@ -1,4 +1,4 @@
-//! How many effects a second there are.
+//! Measures the rate of effects.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -9,50 +9,50 @@ use std::time::Duration;
 use crate::ledger::{Record, What, now};
 use crate::sink::FILE;
 
-/// Over how long effects are counted.
+/// The interval over which effects are counted.
 pub const SPAN: Duration = Duration::from_secs(1);
-/// Nine tenths of what comes when nothing is wrong; that is 95 in 100 of the messages, as the
-/// others are copies.
-const ENOUGH: f64 = 0.9 * 0.95;
+/// The fraction of the publishing rate that counts as recovered: nine tenths of the normal rate,
+/// which is 95 % of the published messages; the others are copies.
+const RECOVERED_FRACTION: f64 = 0.9 * 0.95;
 
-/// Looks at what the sink writes.
+/// Reads the ledger file of the sink.
 #[derive(Debug)]
 pub struct Flow {
     path: PathBuf,
     file: Option<File>,
     enough: usize,
-    /// What of a line has come so far.
-    rest: Vec<u8>,
-    /// When there was an effect, by the ledger's clock.
+    /// An incomplete last line.
+    incomplete_line: Vec<u8>,
+    /// The times of recent effects, by the ledger's clock.
     effects: VecDeque<u64>,
 }
 
 impl Flow {
-    /// Over the sink of a run to which so many messages are sent a second.
+    /// Measures the sink of a run with this publishing rate, in messages per second.
     pub fn over(folder: &Path, rate: u32) -> Self {
-        let enough = (f64::from(rate) * ENOUGH) as usize;
+        let enough = (f64::from(rate) * RECOVERED_FRACTION) as usize;
         Self {
             path: folder.join(FILE),
             file: None,
             enough,
-            rest: Vec::new(),
+            incomplete_line: Vec::new(),
             effects: VecDeque::new(),
         }
     }
 
-    /// Whether there were enough effects in the last second, and that second began no earlier than
-    /// at this moment of the ledger's clock: a burst is no flow.
+    /// Whether the last second had enough effects and started at `since` (the ledger's clock) or
+    /// later.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The file cannot be read.
     pub fn flows_since(&mut self, since: u64) -> io::Result<bool> {
         let file = match &mut self.file {
             Some(file) => file,
             none => none.insert(File::open(&self.path)?),
         };
-        file.read_to_end(&mut self.rest)?;
-        if let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') {
-            let lines: Vec<u8> = self.rest.drain(..=end).collect();
+        file.read_to_end(&mut self.incomplete_line)?;
+        if let Some(end) = self.incomplete_line.iter().rposition(|byte| *byte == b'\n') {
+            let lines: Vec<u8> = self.incomplete_line.drain(..=end).collect();
             let records = lines
                 .split(|byte| *byte == b'\n')
                 .filter_map(|line| serde_json::from_slice::<Record>(line).ok());

@@ -1,7 +1,7 @@
-//! What happened in a run, record by record, in the order of one clock.
+//! The ledger: all events of a run, ordered by one clock.
 //!
-//! Each process of a run appends to a file of its own, one JSON object a line. What a killed
-//! process had written stays: each record is handed to the system before the process goes on.
+//! Each process of a run appends to its own file, one JSON object per line. Records are written
+//! before the process continues, so a killed process leaves all its records.
 
 mod log;
 mod record;
@@ -13,38 +13,38 @@ use std::path::Path;
 pub use log::{Log, now};
 pub use record::{Asked, Edge, Ending, Found, Place, Record, Sent, Settling, Unique, What};
 
-/// All records of a run, in the order of the clock.
+/// All records of a run, ordered by time.
 #[derive(Clone, Debug, Default)]
 pub struct Ledger {
     records: Vec<Record>,
     by_id: HashMap<String, Vec<usize>>,
 }
 
-/// Why there is no ledger.
+/// Why the ledger cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum Unreadable {
-    /// The file system said so.
+    /// A file cannot be read.
     #[error("{path}: {source}")]
     File {
-        /// Which file.
+        /// The file.
         path: String,
-        /// What it said.
+        /// The error of the operating system.
         source: io::Error,
     },
-    /// A line is none of ours.
+    /// A line is not a record.
     #[error("{path}, line {line}: {source}")]
     Line {
         /// Which file.
         path: String,
         /// From 1.
         line: usize,
-        /// What is wrong with it.
+        /// The error of the parser.
         source: serde_json::Error,
     },
 }
 
 impl Ledger {
-    /// Puts records into the order of the clock; what has the same time stays as it stood.
+    /// Sorts records by time; the sort is stable.
     pub fn of(records: impl IntoIterator<Item = Record>) -> Self {
         let mut records: Vec<Record> = records.into_iter().collect();
         records.sort_by_key(|record| record.at);
@@ -60,8 +60,8 @@ impl Ledger {
         Self { records, by_id }
     }
 
-    /// Reads every file in a folder whose name ends in `.jsonl`. The last line of a killed process
-    /// may be cut off: it is left out.
+    /// Reads every file in a folder whose name ends in `.jsonl`. Skips an incomplete last line,
+    /// which a killed process may leave.
     ///
     /// # Errors
     /// [`Unreadable`].
@@ -98,7 +98,7 @@ impl Ledger {
         &self.records
     }
 
-    /// What was written from one time to another, by the ledger's clock.
+    /// The records between two times of the ledger's clock, both inclusive.
     pub fn between(&self, from: u64, to: u64) -> impl Iterator<Item = &Record> {
         let first = self.records.partition_point(|record| record.at < from);
         self.records[first..]
@@ -106,12 +106,12 @@ impl Ledger {
             .take_while(move |record| record.at <= to)
     }
 
-    /// Every id that something is known of, in no order.
+    /// Every id that has a record, in no particular order.
     pub fn ids(&self) -> impl Iterator<Item = &str> {
         self.by_id.keys().map(String::as_str)
     }
 
-    /// What is known of an id.
+    /// The records of an id.
     pub fn history<'a>(&'a self, id: &str) -> impl Iterator<Item = &'a Record> + Clone + use<'a> {
         self.by_id
             .get(id)

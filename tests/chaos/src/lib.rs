@@ -1,10 +1,9 @@
-//! Whether the promises hold on real servers under real faults.
+//! A chaos test of the guarantees: injects faults into real servers and consumers.
 //!
-//! A run publishes messages, kills and freezes whatever it can meanwhile, waits until everything
-//! has drained, and then counts. Effects are counted by a process of their own, so that a consumer
-//! that is killed can neither lose nor forge one. All that happens is written into a [`ledger`];
-//! [`check`] reads that and nothing else, and says which invariant does not hold for which id, with
-//! the id's history.
+//! A run publishes messages, injects faults, waits until all messages are settled, and then checks
+//! the effects. A separate process, the sink, counts effects, so a killed consumer can neither lose
+//! nor forge one. All events are in a [`ledger`]; [`check`] reads only the ledger and reports each
+//! violated invariant with the history of the id.
 #![forbid(unsafe_code)]
 
 pub mod check;
@@ -36,8 +35,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use stopping::Stopping;
 
-/// A directory in memory, where there is such a place: what a killed process has written there
-/// stays as on a disk, and no disk that is busy with other work costs time.
+/// A temporary directory on a memory file system if the system has one, so that a slow disk does
+/// not affect timing. Files survive the kill of a process as on a disk.
 pub(crate) fn in_memory() -> std::io::Result<tempfile::TempDir> {
     let memory = std::path::Path::new("/dev/shm");
     if memory.is_dir() {
@@ -47,10 +46,10 @@ pub(crate) fn in_memory() -> std::io::Result<tempfile::TempDir> {
     }
 }
 
-/// What a lock guards, also when whoever held it has panicked.
+/// Locks a mutex, also if a holder panicked.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Why something could not be run.
+/// The error of a run that could not be completed.
 pub type Error = Box<dyn std::error::Error + Send + Sync>;

@@ -1,5 +1,5 @@
-//! `oncegate-chaos`: plays real faults on real servers, and counts what becomes of messages. `cargo
-//! xtask chaos` runs it.
+//! `oncegate-chaos`: injects faults into real servers and checks the guarantees. `cargo xtask
+//! chaos` runs it.
 #![forbid(unsafe_code)]
 
 use std::path::{Path, PathBuf};
@@ -18,15 +18,15 @@ use oncegate_chaos::schedule::Lengths;
 use oncegate_chaos::worker::Broker;
 use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, probes, sink, stage};
 
-/// Plays real faults on real servers, and counts what becomes of messages.
+/// Injects faults into real servers and checks the guarantees.
 ///
 /// NAME is a fault (kill-consumer, freeze-consumer, terminate-consumer, rolling-restart,
 /// kill-redis, load-redis, freeze-redis, drop-replies, dark-redis, reset-redis, fill-redis,
 /// fill-disk, demote-redis, strand-redis, flush-scripts, refuse-letters, restart-rabbit,
 /// kill-rabbit, close-connections, close-channels, cancel-consumers, dark-rabbit, reset-rabbit,
-/// kill-kafka, freeze-kafka, rebalance), `mixed` for all of them in turn, or `pairs` for two at a
-/// time. `fail-over-redis` has Redis servers of its own, which Sentinels watch. Exit code 0 if
-/// every promise held.
+/// kill-kafka, freeze-kafka, rebalance), `mixed` for all of them one after the other, or `pairs`
+/// for two at a time. `fail-over-redis` uses Redis servers with Sentinels. Exit code 0 if all
+/// invariants held.
 #[derive(Parser)]
 #[command(
     name = "cargo xtask chaos",
@@ -34,34 +34,33 @@ use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, probes, sink, stag
     args_conflicts_with_subcommands = true
 )]
 struct Arguments {
-    /// What to play.
+    /// The scenario.
     #[arg(default_value = "mixed")]
     name: String,
-    /// Each kind of fault once, on both brokers, and the negative control: `bare` must be seen to
-    /// lose. Under four minutes.
+    /// Injects each kind of fault once, on both brokers, and runs the negative control: `bare` must
+    /// lose messages. Under four minutes.
     #[arg(long, conflicts_with_all = ["name", "soak"])]
     smoke: bool,
-    /// Ends a process at every step of the road, in each mode, on each broker, with each store,
-    /// three times each. NAME, if it is not left out, is a step, or what its name begins with:
-    /// `claim`.
+    /// Aborts a process at every step of the delivery lifecycle, with each guarantee, broker and
+    /// store, three times each. NAME selects steps by a prefix, such as `claim`.
     #[arg(long, conflicts_with_all = ["smoke", "soak"])]
     matrix: bool,
-    /// Twelve wrong versions, each of which a named check must catch. NAME may be one of them.
+    /// Runs twelve mutants, each of which must violate a certain invariant. NAME selects one.
     #[arg(long, conflicts_with_all = ["smoke", "soak", "matrix"])]
     mutants: bool,
-    /// How many groups of the matrix work side by side.
+    /// How many consumer groups of the matrix run in parallel.
     #[arg(long)]
     side_by_side: Option<usize>,
-    /// Goes on for so many minutes, with one seed after the other. Reports add up: see `sum`.
+    /// Repeats the scenario for this many minutes with increasing seeds. `sum` adds reports.
     #[arg(long, value_name = "MINUTES")]
     soak: Option<u64>,
-    /// Repeats a schedule. By default the time of day; in a smoke run 1.
+    /// The seed of messages and faults; by default the current time, in a smoke run 1.
     #[arg(long)]
     seed: Option<u64>,
     /// How many different messages each run sends.
     #[arg(long, default_value_t = 5_000)]
     messages: u64,
-    /// How many messages are sent a second.
+    /// Published messages per second.
     #[arg(long, default_value_t = 100)]
     rate: u32,
     /// How many consumers there are.
@@ -70,22 +69,23 @@ struct Arguments {
     /// How long faults last, and the pauses between them.
     #[arg(long, value_enum, default_value_t = Lengths::Full)]
     lengths: Lengths,
-    /// How many of the two replicas have to know of a claim in `fail-over-redis`. With none at most
-    /// once pauses after it, and may double; with one it pauses where Sentinels take the other one.
+    /// How many of the two replicas must acknowledge a claim in `fail-over-redis`. With 0, at most
+    /// once pauses after a failover and may have second effects; with 1 it pauses if Sentinels
+    /// promote the other replica.
     #[arg(long, default_value_t = 2)]
     replicas: u32,
-    /// On RabbitMQ one consumer takes messages until it goes, and what has the same key is handled
-    /// in its order; on Kafka it always is.
+    /// RabbitMQ: uses a single active consumer and handles messages with the same key in order, as
+    /// is always the case on Kafka.
     #[arg(long)]
     in_order: bool,
-    /// On which broker; on both by default.
+    /// The broker; by default both.
     #[arg(long, value_enum)]
     broker: Option<Broker>,
-    /// With which guarantee; by default at most once and effectively once in turn. `bare` loses,
-    /// and ends with exit code 1; with 2 if a run of it was not seen to lose.
+    /// The guarantee; by default at most once and effectively once alternately. A run of `bare`
+    /// exits with 1, since it loses messages, or with 2 if it lost none.
     #[arg(long, value_enum)]
     guarantee: Option<Promise>,
-    /// Where the folders of the runs go; by default a new one in target/chaos.
+    /// The folder for the results; by default a new one in target/chaos.
     #[arg(long)]
     folder: Option<PathBuf>,
     #[command(subcommand)]
@@ -94,33 +94,33 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Checks the folder of a run again, and writes its report anew.
+    /// Checks the ledger of a run again, and rewrites its report.
     Check {
-        /// With its report.json.
+        /// The folder of the run, with its report.json.
         folder: PathBuf,
     },
-    /// Kill probes: messages on Kafka, SIGKILLs while they are handled, and no more patience than
-    /// the group's session and three leases.
+    /// Kill probes: kills consumers of a Kafka topic while they handle messages. A message without
+    /// an effect after the session timeout plus three leases counts as lost.
     Probes {
-        /// How many.
+        /// The number of probes.
         #[arg(long, default_value_t = 200)]
         count: u64,
-        /// How many go on at the same time.
+        /// How many run in parallel.
         #[arg(long, default_value_t = 4)]
         side_by_side: usize,
-        /// How many messages each has.
+        /// Messages in each probe.
         #[arg(long, default_value_t = 4_000)]
         messages: u64,
-        /// How many processes are killed in each.
+        /// SIGKILLs in each probe.
         #[arg(long, default_value_t = 5)]
         kills: u64,
-        /// Of when they are killed.
+        /// The seed of the times of the kills.
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
-    /// Adds reports up.
+    /// Adds reports.
     Sum {
-        /// Files named report.json, or of the matrix named matrix.json.
+        /// Files named report.json, or matrix.json of the matrix.
         reports: Vec<PathBuf>,
     },
     /// A consumer of a run.
@@ -132,7 +132,7 @@ enum Command {
     /// The sink of a run.
     #[command(hide = true)]
     Sink {
-        /// Where its file of the ledger lies.
+        /// The folder of its ledger file.
         #[arg(long)]
         folder: PathBuf,
     },
@@ -158,7 +158,7 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
                 .runs
                 .into_iter()
                 .next()
-                .ok_or("the report is of no run")?;
+                .ok_or("the report contains no run")?;
             let report = Report::of(
                 run.clone(),
                 check(&Ledger::read(&folder)?, &run.rules),
@@ -237,7 +237,7 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
 
 fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
     let stopping = Stopping::on_signals()?;
-    // What is tried, before others commit.
+    // Determines the tested commit now, since it may change during the run.
     let _ = stage::commit();
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     let folder = arguments
@@ -283,7 +283,7 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
         let begun = Instant::now();
         let report = director.smoke(arguments.seed.unwrap_or(1))?;
         println!(
-            "chaos: the smoke run took {} s; it may take 240 on a machine with two free cores",
+            "chaos: the smoke run took {} s; the limit is 240 s on a machine with two free cores",
             begun.elapsed().as_secs()
         );
         report
@@ -319,27 +319,26 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
     Ok(verdict(&report, Some(&folder)))
 }
 
-/// The last line of what is right, or is not.
-fn last_line(is_right: bool, said: &str, told_in: Option<&Path>) -> ExitCode {
+/// Prints the last line of the output and returns the exit code.
+fn last_line(passed: bool, said: &str, told_in: Option<&Path>) -> ExitCode {
     let place = told_in
         .map(|path| format!(" ({})", path.display()))
         .unwrap_or_default();
     println!(
         "chaos: {}: {said}{place}",
-        if is_right { "PASSED" } else { "FAILED" }
+        if passed { "PASSED" } else { "FAILED" }
     );
-    if is_right {
+    if passed {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE
     }
 }
 
-/// The exit code of a harness that did not see `bare` lose.
+/// The exit code if `bare` lost nothing, so that the harness may not detect losses.
 const BLIND: u8 = 2;
 
-/// The last line. Only what held is right. `bare` is red, as it should be, and more so if it was
-/// not seen to lose.
+/// Prints the last line of the output and returns the exit code: 0 only if all invariants held.
 fn verdict(report: &Report, folder: Option<&Path>) -> ExitCode {
     let place = folder
         .map(|folder| format!(" ({})", folder.join("report.md").display()))
@@ -369,7 +368,7 @@ fn read(path: &Path) -> Result<Report, Error> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// Where cargo builds.
+/// Cargo's target directory.
 fn target() -> PathBuf {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace.join("target"), PathBuf::from)

@@ -1,11 +1,11 @@
-//! The markers that a run has left in Redis.
+//! Reads the markers of a run from Redis.
 
 use crate::Error;
 
-/// Each id of a scope whose marker is not done, with its record.
+/// The ids of a scope whose markers are not done, with the markers as Redis stores them.
 ///
 /// # Errors
-/// What Redis said.
+/// The error of Redis.
 pub async fn unfinished(url: &str, scope: &str) -> Result<Vec<(String, String)>, Error> {
     let prefix = format!("processed:{scope}|");
     let mut connection = redis::Client::open(url)?

@@ -1,5 +1,5 @@
-//! Kill it at every step: each step of the road, in each mode, on each broker, with each store,
-//! three times.
+//! The matrix: aborts a process at every step of the delivery lifecycle, with each guarantee,
+//! broker and store, three times each.
 
 mod cell;
 pub mod consumer;
@@ -26,24 +26,23 @@ use crate::report::{Report, Run};
 use crate::worker::Broker;
 use crate::{Error, Stopping, lock};
 
-/// How many groups work side by side: most of their time they wait for leases and sessions to end.
+/// The default number of parallel consumer groups: they mostly wait for leases and sessions to end.
 const SIDE_BY_SIDE: usize = 12;
 
-/// What is to be played.
+/// The selected cells.
 #[derive(Clone, Debug, Default)]
 pub struct Wish {
-    /// The steps of these names; all if none is named.
+    /// Prefixes of step names; all steps if empty.
     pub steps: Vec<String>,
-    /// On this broker alone.
+    /// Only this broker.
     pub broker: Option<Broker>,
-    /// With this promise alone.
+    /// Only this guarantee.
     pub promise: Option<Promise>,
-    /// How many groups work side by side.
+    /// How many groups run in parallel.
     pub side_by_side: Option<usize>,
 }
 
-/// Every combination, in the order of the table's columns. `bare`, which promises nothing, is
-/// played only when it is asked for.
+/// Every combination, in the order of the table's columns. `bare` runs only if it is selected.
 pub fn columns() -> Vec<Made> {
     let mut all = Vec::new();
     for promise in [Promise::AtMostOnce, Promise::EffectivelyOnce, Promise::Bare] {
@@ -60,21 +59,18 @@ pub fn columns() -> Vec<Made> {
     all
 }
 
-/// Plays every cell, and writes `matrix.md`, `matrix.json` and the report of all groups into the
-/// folder.
+/// Runs the selected cells, and writes `matrix.md`, `matrix.json` and the report of all groups into
+/// the folder.
 ///
 /// # Errors
-/// If there was nothing to play, the servers do not start, or it was told to stop.
+/// No cell is selected, a server does not start, or a signal requested a stop.
 pub fn run(
     wish: &Wish,
     folder: &Path,
     stopping: &Stopping,
 ) -> Result<(Matrix, Option<Report>), Error> {
     if !cfg!(oncegate_chaos) {
-        return Err(
-            "this build has no points to end a process at: run it as `cargo xtask chaos --matrix`"
-                .into(),
-        );
+        return Err("this build has no crash points: run `cargo xtask chaos --matrix`".into());
     }
     std::fs::create_dir_all(folder)?;
     let servers = Servers::start()?;
@@ -105,7 +101,7 @@ pub fn run(
     }
     let all = due.len();
     if all == 0 {
-        return Err("no step has such a name".into());
+        return Err("no step has this name for the selected broker and guarantee".into());
     }
     let (due, done) = (Mutex::new(due), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
@@ -115,7 +111,7 @@ pub fn run(
                     let Some((step, made)) = lock(&due).pop_front() else {
                         return;
                     };
-                    let folder = place(folder, step, made);
+                    let folder = folder_of(folder, step, made);
                     let since = Instant::now();
                     let played = cell::play(&servers, step, made, &[], &folder);
                     let seconds = since.elapsed().as_secs();
@@ -136,7 +132,7 @@ pub fn run(
                         };
                         Report::of(run, played.checked, Default::default())
                     });
-                    // What was right is told by its line in the table; all else is kept.
+                    // The line in the table is enough for a cell without violations.
                     if cell.is_right() {
                         let _ = std::fs::remove_dir_all(&folder);
                     } else if let Some(report) = &report {
@@ -176,7 +172,7 @@ pub fn run(
     Ok((matrix, sum))
 }
 
-fn place(folder: &Path, step: &Step, made: Made) -> PathBuf {
+fn folder_of(folder: &Path, step: &Step, made: Made) -> PathBuf {
     let promise = serde_json::to_value(made.promise).unwrap_or_default();
     let promise = promise.as_str().unwrap_or_default();
     folder.join(format!(

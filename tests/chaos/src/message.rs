@@ -1,53 +1,53 @@
-//! The messages of a run: what a seed makes of them.
+//! Generates the messages of a run from a seed.
 
 use serde::{Deserialize, Serialize};
 
-/// The header that holds the id.
+/// The header with the id.
 pub const ID_HEADER: &str = "id";
-/// The header that holds the key, or the id of what has none: on RabbitMQ.
+/// RabbitMQ: the header with the key, or with the id if the message has no key.
 pub const KEY_HEADER: &str = "key";
-/// How many keys there are for 100 messages a second: enough that a key's handlers, one after the
-/// other, keep up.
+/// The number of keys for each 100 messages per second: enough that the sequential handlers of a
+/// key keep up.
 const KEYS: u32 = 40;
-/// After how many seconds' messages comes one that makes its process abort.
+/// The interval of messages that make a process abort, in seconds of messages.
 const ABORT_EVERY: u64 = 40;
 
-/// A message to be published.
+/// A message to publish.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outgoing {
-    /// Its id. What it begins with says what becomes of it: see [`Fate::of`].
+    /// The id. Its prefix selects the behavior of the handler: see [`HandlerBehavior::of`].
     pub id: String,
-    /// Its key, if it has one: then the id begins with it.
+    /// The key, if any: a prefix of the id.
     pub key: Option<String>,
-    /// [`Work`] in JSON.
+    /// [`Work`] as JSON.
     pub body: String,
 }
 
 /// The body of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Work {
-    /// How long it takes to handle it, in milliseconds.
+    /// How long the handler runs, in milliseconds.
     pub ms: u64,
 }
 
 /// What the handler of a message does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fate {
-    /// It works, and has an effect.
+pub enum HandlerBehavior {
+    /// It has an effect and succeeds.
     Work,
-    /// It always says that it failed.
+    /// It always fails.
     Fail,
     /// It always panics.
     Panic,
-    /// It never ends.
+    /// It never returns.
     Hang,
     /// It makes the process abort.
     Abort,
 }
 
-impl Fate {
-    /// Of a message by its id: those that never work begin with `fail-`, `panic-`, `hang-` or
-    /// `abort-`.
+impl HandlerBehavior {
+    /// The behavior by the prefix of the id: `fail-`, `panic-`, `hang-`, `abort-`, or any other for
+    /// success.
     pub fn of(id: &str) -> Self {
         match id.split_once('-').map(|(before, _)| before) {
             Some("fail") => Self::Fail,
@@ -59,8 +59,8 @@ impl Fate {
     }
 }
 
-/// The messages of a run, without end: half of them with a key, some that never work, some sent
-/// twice. The same seed makes the same.
+/// The infinite messages of a run: half of them have a key, some never succeed, some are sent
+/// twice. The same seed gives the same messages.
 #[derive(Clone, Debug)]
 pub struct Messages {
     random: fastrand::Rng,
@@ -68,36 +68,35 @@ pub struct Messages {
     aborts: Aborts,
     kinds: Kinds,
     keys: u32,
-    /// Of how many hundred one is long.
+    /// One in this many hundred messages is long.
     rare: u16,
     abort_every: u64,
-    /// Copies to be sent, and after which message.
+    /// Pending copies, each with the number of the message after which it is sent.
     copies: Vec<(u64, Outgoing)>,
 }
 
-/// Whether there are messages that make a consumer abort: each ends several consumers until it is
-/// given up.
+/// Whether some messages make consumers abort, each several until its crashes are exhausted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Aborts {
     /// None.
     Never,
-    /// One in the messages of 40 seconds.
+    /// One every 40 seconds.
     Some,
 }
 
-/// Which messages there are.
+/// Which messages are generated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kinds {
     /// All.
     All,
-    /// None that never ends, which holds up the end of a run for as long as its attempts take.
-    WithoutTheStuck,
+    /// None whose handler never returns: its attempts would delay the end of a run.
+    WithoutHanging,
 }
 
 impl Messages {
-    /// By this seed, so many a second.
+    /// Messages from this seed for this rate per second.
     pub fn new(seed: u64, aborts: Aborts, kinds: Kinds, rate: u32) -> Self {
         Self {
             random: fastrand::Rng::with_seed(seed ^ 0x6d65_7373_6167_6573),
@@ -113,12 +112,12 @@ impl Messages {
         }
     }
 
-    /// How many different ones there were so far.
+    /// The number of different messages so far.
     pub fn different(&self) -> u64 {
         self.next
     }
 
-    /// The copies that are still to be sent, when no more messages are.
+    /// The pending copies, to send after the last message.
     pub fn left(&mut self) -> Vec<Outgoing> {
         std::mem::take(&mut self.copies)
             .into_iter()
@@ -126,8 +125,7 @@ impl Messages {
             .collect()
     }
 
-    /// Mostly short, some longer, a few longer than a lease: the more come in a second, the fewer
-    /// of them are long.
+    /// Mostly short, some longer, a few longer than a lease; at higher rates fewer are long.
     fn milliseconds(&mut self) -> u64 {
         match self.random.u16(0..100 * self.rare) {
             0 => 2_500,
@@ -153,7 +151,7 @@ impl Iterator for Messages {
             key: None,
             body: body.clone(),
         };
-        // What hangs comes early: each of its attempts takes as long as a handler may.
+        // Hanging messages come early: each of their attempts takes the whole handler timeout.
         let message = match (number, self.random.u16(0..1_000)) {
             (50 | 150, _) if self.kinds == Kinds::All => without_key("hang"),
             (number, _) if self.aborts == Aborts::Some && number % self.abort_every == 300 => {
@@ -172,8 +170,8 @@ impl Iterator for Messages {
             }
         };
         if self.random.u8(0..100) < 4 {
-            // A copy of what has a key comes at once, so that it does not stand behind what was
-            // sent later.
+            // The copy of a message with a key follows at once, so that it keeps its position in
+            // the order of the key.
             let after = if message.key.is_some() {
                 0
             } else {
@@ -213,15 +211,23 @@ mod tests {
             "copies: {}",
             messages.len() - different.len()
         );
-        for fate in [Fate::Work, Fate::Fail, Fate::Panic, Fate::Hang, Fate::Abort] {
+        for fate in [
+            HandlerBehavior::Work,
+            HandlerBehavior::Fail,
+            HandlerBehavior::Panic,
+            HandlerBehavior::Hang,
+            HandlerBehavior::Abort,
+        ] {
             assert!(
-                messages.iter().any(|it| Fate::of(&it.id) == fate),
+                messages
+                    .iter()
+                    .any(|it| HandlerBehavior::of(&it.id) == fate),
                 "{fate:?}"
             );
         }
-        let hangs = |message: &Outgoing| Fate::of(&message.id) == Fate::Hang;
+        let hangs = |message: &Outgoing| HandlerBehavior::of(&message.id) == HandlerBehavior::Hang;
         assert!(
-            !Messages::new(3, Aborts::Some, Kinds::WithoutTheStuck, 100)
+            !Messages::new(3, Aborts::Some, Kinds::WithoutHanging, 100)
                 .take(5_000)
                 .any(|it| hangs(&it))
         );

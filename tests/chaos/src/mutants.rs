@@ -1,5 +1,4 @@
-//! Wrong versions of oncegate: each must be caught by a check that has a name, or the harness is
-//! not good enough.
+//! Mutants of oncegate: each must violate a certain invariant, or the harness is too weak.
 
 mod scene;
 
@@ -17,20 +16,20 @@ use crate::matrix::servers::Servers;
 use crate::{Error, Stopping, lock};
 use scene::{Broken, Play};
 
-/// How often a wrong version may be put before its scene until it is caught: what it breaks may
-/// need the right moment.
+/// How often the scene of a mutant is repeated until it is detected: a violation may depend on
+/// timing.
 const TRIES: u32 = 3;
-/// How many scenes are played side by side.
+/// How many scenes run in parallel.
 const SIDE_BY_SIDE: usize = 6;
 
-/// A wrong version.
+/// A mutant.
 struct Mutant {
-    /// As `ONCEGATE_MUTANT` calls it.
+    /// The value of `ONCEGATE_MUTANT` that enables it.
     name: &'static str,
     /// What it does.
     text: &'static str,
     scene: &'static str,
-    /// What it must be seen to break there; that it breaks something else is not enough.
+    /// The invariant that it must violate there; another one is not enough.
     breaks: Invariant,
 }
 
@@ -86,7 +85,7 @@ const SCENES: [(&str, &str, Play); 10] = [
         scene::longer_than_the_window,
     ),
 ];
-/// Beside those above; it alone needs a proxy.
+/// The scene that needs a proxy.
 const ANOTHER_CHANNEL: (&str, &str, Play) = (
     "another-channel",
     "connections close while handlers run, then a kill",
@@ -182,47 +181,47 @@ const MUTANTS: [Mutant; 12] = [
     ),
 ];
 
-/// What became of all of them.
+/// The results of all mutants.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Caught {
-    /// In the order in which they are told.
+    /// In the order of the table.
     pub mutants: Vec<Outcome>,
-    /// What the right version broke in each scene: nothing, if all is well.
+    /// The violations of the unmodified code in each scene; none if it passes.
     pub right: BTreeMap<String, BTreeMap<Invariant, usize>>,
-    /// The scenes in which the right version could not be played, and why.
+    /// The scenes that failed to run with the unmodified code, with the error.
     #[serde(default)]
     pub unplayed: BTreeMap<String, String>,
-    /// How long it took, in seconds.
+    /// The duration, in seconds.
     pub seconds: u64,
-    /// What was tried.
+    /// The tested versions.
     pub versions: BTreeMap<String, String>,
 }
 
-/// What became of one.
+/// The result of one mutant.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Outcome {
     /// Its name.
     pub name: String,
     /// What it does.
     pub text: String,
-    /// What it was put before.
+    /// Its scene.
     pub scene: String,
-    /// What it must be seen to break.
+    /// The invariant that it must violate.
     pub breaks: Invariant,
-    /// What it broke, with how often.
+    /// The violated invariants, with counts.
     pub by: BTreeMap<Invariant, usize>,
-    /// How often the scene was played.
+    /// The number of runs of the scene.
     pub tries: u32,
 }
 
-/// Puts each wrong version before its scene, and the right one before each of these; those whose
-/// name begins like this.
+/// Runs the scene of each mutant whose name starts with `wanted`, and the same scenes with the
+/// unmodified code.
 ///
 /// # Errors
-/// If the servers do not start, or it was told to stop.
+/// A server does not start, or a signal requested a stop.
 pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, Error> {
     if !cfg!(oncegate_chaos) {
-        return Err("this build has no mutants: run it as `cargo xtask chaos --mutants`".into());
+        return Err("this build has no mutants: run `cargo xtask chaos --mutants`".into());
     }
     std::fs::create_dir_all(folder)?;
     let servers = Servers::start()?;
@@ -255,7 +254,7 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, E
                     let Some((_, _, play)) = scenes().find(|scene| scene.0 == name) else {
                         return;
                     };
-                    tell(&caught, name, mutant, |environment, tried| {
+                    run_scene(&caught, name, mutant, |environment, tried| {
                         let place = folder.join(format!(
                             "{name}-{}-{tried}",
                             mutant.map_or("right", |it| it.name)
@@ -276,8 +275,8 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, E
     Ok(caught)
 }
 
-/// Plays, a wrong version until it is caught, and notes what came of it.
-fn tell(
+/// Runs a scene and adds the result; repeats it until the mutant is detected.
+fn run_scene(
     caught: &Mutex<Caught>,
     scene: &str,
     mutant: Option<&Mutant>,
@@ -290,17 +289,17 @@ fn tell(
         match play(&[], 1) {
             Ok(broken) => {
                 println!(
-                    "chaos: the right version, {scene}: {}",
+                    "chaos: unmodified code, {scene}: {}",
                     if broken.is_empty() {
                         "held".to_owned()
                     } else {
-                        told(&broken)
+                        invariants_text(&broken)
                     }
                 );
                 lock(caught).right.insert(scene.to_owned(), broken);
             }
             Err(error) => {
-                println!("chaos: the right version, {scene}: {error}");
+                println!("chaos: unmodified code, {scene}: {error}");
                 lock(caught)
                     .unplayed
                     .insert(scene.to_owned(), error.to_string());
@@ -320,14 +319,14 @@ fn tell(
         outcome.tries += 1;
         match play(&[("ONCEGATE_MUTANT", name)], outcome.tries) {
             Ok(broken) => outcome.by = broken,
-            // That a scene could not be played catches nothing.
+            // A scene that failed to run detects nothing.
             Err(error) => eprintln!("chaos: {name}, {scene}: {error}"),
         }
     }
     println!(
         "chaos: {name}: {}",
         if outcome.is_caught() {
-            format!("caught by {}", told(&outcome.by))
+            format!("caught by {}", invariants_text(&outcome.by))
         } else {
             outcome.survived()
         }
@@ -335,8 +334,8 @@ fn tell(
     lock(caught).mutants.push(outcome);
 }
 
-/// Invariants, with how often.
-fn told(broken: &BTreeMap<Invariant, usize>) -> String {
+/// Invariants with their counts, as text.
+fn invariants_text(broken: &BTreeMap<Invariant, usize>) -> String {
     broken
         .iter()
         .map(|(invariant, times)| format!("{invariant} × {times}"))
@@ -345,7 +344,7 @@ fn told(broken: &BTreeMap<Invariant, usize>) -> String {
 }
 
 impl Outcome {
-    /// Whether it was seen to break what it must.
+    /// Whether it violated the expected invariant.
     pub fn is_caught(&self) -> bool {
         self.by.contains_key(&self.breaks)
     }
@@ -354,20 +353,20 @@ impl Outcome {
         let else_broken = if self.by.is_empty() {
             String::new()
         } else {
-            format!(", though it broke {}", told(&self.by))
+            format!(", although it violated {}", invariants_text(&self.by))
         };
         format!("SURVIVED {}{else_broken}", self.breaks)
     }
 }
 
 impl Caught {
-    /// Whether all were caught, and the right version held in every scene.
+    /// Whether all mutants were detected, and the unmodified code passed every scene.
     pub fn is_right(&self) -> bool {
         let right = self.unplayed.is_empty() && self.right.values().all(BTreeMap::is_empty);
         !self.mutants.is_empty() && self.mutants.iter().all(Outcome::is_caught) && right
     }
 
-    /// One line.
+    /// A summary in one line.
     pub fn verdict(&self) -> String {
         let (all, seconds) = (self.mutants.len(), self.seconds);
         let caught = self.mutants.iter().filter(|it| it.is_caught()).count();
@@ -378,7 +377,7 @@ impl Caught {
             .count();
         let scenes = self.right.len() + self.unplayed.len();
         format!(
-            "mutants: {caught} of {all} caught; the right version held in {held} of {scenes} scenes, {seconds} s"
+            "mutants: {caught} of {all} caught; the unmodified code passed {held} of {scenes} scenes, {seconds} s"
         )
     }
 
@@ -393,7 +392,7 @@ impl Caught {
     /// The table.
     pub fn to_markdown(&self) -> String {
         let mut text = format!(
-            "# {}\n\n| wrong version | scene | must break | broke |\n| --- | --- | --- | --- |\n",
+            "# {}\n\n| mutant | scene | must violate | violated |\n| --- | --- | --- | --- |\n",
             self.verdict()
         );
         for outcome in &self.mutants {
@@ -413,7 +412,7 @@ impl Caught {
             let by = if by.is_empty() {
                 "nothing".to_owned()
             } else {
-                told(by)
+                invariants_text(by)
             };
             let by = if outcome.is_caught() {
                 by
@@ -433,14 +432,14 @@ impl Caught {
         for (scene, broken) in self.right.iter().filter(|(_, broken)| !broken.is_empty()) {
             let _ = write!(
                 text,
-                "\nThe right version broke in {scene}: {}.\n",
-                told(broken)
+                "\nThe unmodified code violated in {scene}: {}.\n",
+                invariants_text(broken)
             );
         }
         for (scene, why) in &self.unplayed {
             let _ = write!(
                 text,
-                "\nThe right version could not be played in {scene}: {why}.\n"
+                "\nThe scene {scene} failed to run with the unmodified code: {why}.\n"
             );
         }
         let versions: Vec<String> = self

@@ -1,4 +1,5 @@
-//! One run: messages, consumers, faults; then everything drains, and the ledger is checked.
+//! One run: publishes messages, injects faults, waits until all messages are settled, and checks
+//! the ledger.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -26,80 +27,80 @@ use crate::wire::Wire;
 use crate::worker::Broker;
 use crate::{Error, Stopping, markers, secrets};
 
-/// How long a drain of one consumer may take.
+/// The drain timeout of a consumer.
 const DRAIN: Duration = Duration::from_secs(10);
-/// How many messages a consumer handles at once. After it was killed, another runs as many of them
-/// one by one.
+/// The maximum number of messages in flight in a consumer. After a crash another consumer runs this
+/// many suspected messages one by one.
 const IN_FLIGHT: u32 = 64;
-/// How long a handler that lost its lease may run on, once its process runs.
+/// How long a handler may continue after it lost its lease.
 const GRACE: Duration = Duration::from_millis(500);
-/// How long after its end a fault may be the cause of something: Kafka's session, a lease, and two
-/// seconds.
+/// How long after its end a fault may be the cause of an effect: Kafka's session timeout, a lease,
+/// and two seconds.
 const AFTERMATH: Duration = Duration::from_secs(10);
-/// How often the publisher sends.
+/// The interval of the publisher.
 const TICK: Duration = Duration::from_millis(50);
-/// How often it is looked how things go.
-const LOOK: Duration = Duration::from_millis(50);
-/// How long nothing may happen until all has drained: longer than a handler may run.
-const QUIET: Duration = Duration::from_secs(5);
-/// How long it may take until all is up, to drain, and how long for effects to come again after a
-/// fault.
-const PATIENCE: Duration = Duration::from_secs(120);
-const DRAINED: Duration = Duration::from_secs(400);
-const RECOVERY: Duration = Duration::from_secs(40);
+/// The polling interval.
+const POLL_INTERVAL: Duration = Duration::from_millis(50);
+/// How long the ledger must not grow until all messages count as settled: longer than the handler
+/// timeout.
+const QUIET_TIME: Duration = Duration::from_secs(5);
+/// The time limits of the first effects, of settling all messages, and of recovery after a fault.
+const START_TIMEOUT: Duration = Duration::from_secs(120);
+const SETTLE_TIMEOUT: Duration = Duration::from_secs(400);
+const RECOVERY_TIMEOUT: Duration = Duration::from_secs(40);
 
-/// What is to be run.
+/// The settings of a run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Plan {
-    /// Its name.
+    /// The name of the scenario.
     pub scenario: String,
-    /// What the consumers promise.
+    /// The guarantee of the consumers.
     pub promise: Promise,
-    /// Of messages and faults.
+    /// The seed of messages and faults.
     pub seed: u64,
-    /// Messages a second.
+    /// Published messages per second.
     pub rate: u32,
-    /// How many consumers.
+    /// The number of consumers.
     pub consumers: usize,
-    /// Which faults.
+    /// The kinds of faults.
     pub kinds: Vec<Kind>,
-    /// How long they last.
+    /// The durations of faults.
     pub lengths: Lengths,
-    /// When it is enough.
+    /// When the run ends.
     pub until: Until,
-    /// How many faults there are at a time.
+    /// How many faults are active at a time.
     pub at_once: AtOnce,
     /// Whether messages make consumers abort.
     pub aborts: Aborts,
-    /// How many replies in 100 are lost, if not as the schedule has it.
+    /// The percentage of lost replies, instead of that of the schedule.
     pub percent: Option<u8>,
-    /// In what the markers lie.
+    /// The marker store.
     pub markers: Markers,
-    /// Which messages.
+    /// Which messages are published.
     pub messages: Kinds,
-    /// Who takes messages out of a queue.
+    /// Which consumers receive from a RabbitMQ queue.
     pub taken: Taken,
 }
 
-/// Who takes messages out of a queue of RabbitMQ; of a topic each consumer has its partitions.
+/// Which consumers receive from a RabbitMQ queue. On Kafka each consumer has its partitions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Taken {
-    /// All consumers, in no order.
+    /// All consumers, without order.
     ByAll,
-    /// One, until it goes; what has the same key is handled in its order.
+    /// A single active consumer, which handles messages with the same key in order.
     ByOne,
 }
 
-/// In what the markers of a run lie.
+/// The marker store of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Markers {
     /// One Redis.
     One,
-    /// A Redis that Sentinels watch; so many of its two replicas have to know of a claim.
+    /// A Redis primary with two replicas and Sentinels.
     Watched {
-        /// None: a failover may lose claims.
+        /// How many replicas must acknowledge a claim; with 0, a failover may lose claims.
         replicas: u32,
     },
 }
@@ -114,30 +115,31 @@ impl Markers {
     }
 }
 
-/// When a run is over.
+/// When a run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Until {
-    /// When so many different messages are sent.
+    /// After this many different messages.
     Messages(u64),
-    /// When so many faults are over.
+    /// After this many faults.
     Faults(usize),
 }
 
-/// How many faults there are at a time.
+/// How many faults are active at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AtOnce {
-    /// The next begins when all has recovered from the last.
+    /// The next fault starts after recovery from the previous one.
     One,
-    /// The next begins while the last lasts.
+    /// The faults come in pairs; the second starts during the first.
     Two,
 }
 
-/// Plays it. The folder then holds the plan, the ledger, the logs of all processes, and the report.
+/// Executes a run. Writes the plan, the ledger, the logs of all processes, and the report into the
+/// folder.
 ///
 /// # Errors
-/// If the run could not be played: then nothing is known.
+/// The run could not be completed, so it has no result.
 pub fn play(
     plan: &Plan,
     stage: &Stage,
@@ -152,10 +154,10 @@ pub fn play(
         .enable_all()
         .build()?;
     let queue = format!("chaos-{}-{}", std::process::id(), crate::ledger::now());
-    let mut run = Playing::start(plan, stage, folder, &queue, &runtime, stopping)?;
+    let mut run = ActiveRun::start(plan, stage, folder, &queue, &runtime, stopping)?;
     let recovery = run.faults()?;
     run.drain()?;
-    run.look_around()?;
+    run.record_remains()?;
     drop(run);
 
     let order = match (stage.broker(), plan.taken) {
@@ -200,8 +202,8 @@ pub fn play(
     Ok(report)
 }
 
-/// A run that goes on.
-struct Playing<'a> {
+/// A run in progress.
+struct ActiveRun<'a> {
     plan: &'a Plan,
     stage: &'a Stage,
     folder: &'a Path,
@@ -210,7 +212,7 @@ struct Playing<'a> {
     stopping: &'a Stopping,
     log: Arc<Log>,
     fleet: Arc<Fleet>,
-    /// Ends when this is dropped.
+    /// Samples until it is dropped.
     _watch: Watch,
     sink: SinkProcess,
     wire: Arc<Wire>,
@@ -219,7 +221,7 @@ struct Playing<'a> {
     flow: Flow,
 }
 
-impl<'a> Playing<'a> {
+impl<'a> ActiveRun<'a> {
     fn start(
         plan: &'a Plan,
         stage: &'a Stage,
@@ -270,14 +272,14 @@ impl<'a> Playing<'a> {
             publisher,
             flow,
         };
-        // The first effects tell that all is up; what is lost from here on is lost for a reason.
+        // Faults start only after effects flow, so that a slow start is not mistaken for a loss.
         playing
-            .until_it_flows(PATIENCE)?
-            .ok_or("no effects: see the consumers' logs in the folder")?;
+            .wait_for_rate(START_TIMEOUT)?
+            .ok_or("no effects after the start; see the logs of the consumers in the folder")?;
         Ok(playing)
     }
 
-    /// Plays faults until it is enough; then the publisher has ended, too.
+    /// Injects faults until the run ends, and waits for the publisher.
     fn faults(&mut self) -> Result<BTreeMap<String, Recovery>, Error> {
         let faults = Faults::new(Arc::clone(&self.log));
         let mut recovery: BTreeMap<String, Recovery> = BTreeMap::new();
@@ -301,7 +303,7 @@ impl<'a> Playing<'a> {
                     let second = schedule
                         .next_beside(&planned, self.plan.consumers)
                         .ok_or("nothing can be played beside another")?;
-                    // What lasts longer begins, so that the other one happens while it lasts.
+                    // The longer fault starts first, so that the faults overlap.
                     let (first, second) = if planned.lasts < second.lasts {
                         (second, planned)
                     } else {
@@ -323,21 +325,23 @@ impl<'a> Playing<'a> {
         Ok(recovery)
     }
 
-    /// Waits until effects come as they did before, and notes how long that took.
+    /// Waits until effects reach nine tenths of their rate, and records how long that took.
     fn recovers(
         &mut self,
         kinds: Vec<String>,
         recovery: &mut BTreeMap<String, Recovery>,
     ) -> Result<(), Error> {
         let before = Processors::until_now();
-        let took = self.until_it_flows(RECOVERY)?.unwrap_or(RECOVERY);
+        let took = self
+            .wait_for_rate(RECOVERY_TIMEOUT)?
+            .unwrap_or(RECOVERY_TIMEOUT);
         let of_it = recovery.entry(kinds.join(" + ")).or_default();
         let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
         *of_it = Recovery {
             times: of_it.times + 1,
             longest_ms: of_it.longest_ms.max(took_ms),
         };
-        // Who waits for messages that are not sent any more learns nothing.
+        // After the last message the rate proves nothing.
         if !self.is_all_sent()
             && let (Some(before), Some(now)) = (before, Processors::until_now())
         {
@@ -354,7 +358,7 @@ impl<'a> Playing<'a> {
         self.publisher.as_ref().is_none_or(JoinHandle::is_finished)
     }
 
-    /// The second begins while the first lasts.
+    /// Injects two faults; the second starts during the first.
     fn two(&self, faults: &Faults, planned: [Planned; 2], played: u64) -> Result<(), Error> {
         let scene = self.scene(faults);
         let inflict = |planned: Planned, seed: u64| self.stage.inflict(&planned, seed, &scene);
@@ -393,50 +397,50 @@ impl<'a> Playing<'a> {
         }
     }
 
-    /// Between two faults; over sooner when all messages are sent.
+    /// Waits between two faults; ends early when all messages are published.
     fn rest(&mut self, pause: Duration) -> Result<Rested, Error> {
         let until = Instant::now() + pause;
         while Instant::now() < until {
             if self.is_all_sent() {
                 return Ok(Rested::Over);
             }
-            std::thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
+            std::thread::sleep(POLL_INTERVAL.min(until.saturating_duration_since(Instant::now())));
             self.look()?;
         }
         Ok(Rested::Well)
     }
 
-    /// Waits until effects come at the rate of the publisher, and says how long that took; none if
-    /// it took longer.
-    fn until_it_flows(&mut self, patience: Duration) -> Result<Option<Duration>, Error> {
+    /// Waits until effects reach nine tenths of the publishing rate. Returns how long that took;
+    /// none after the timeout.
+    fn wait_for_rate(&mut self, timeout: Duration) -> Result<Option<Duration>, Error> {
         let (since, begun) = (Instant::now(), crate::ledger::now());
-        while since.elapsed() < patience {
+        while since.elapsed() < timeout {
             self.look()?;
             if self.flow.flows_since(begun)? || self.is_all_sent() {
-                // The second for which it flowed is no part of the wait for it.
+                // The measured second itself is not part of the recovery time.
                 return Ok(Some(since.elapsed().saturating_sub(SPAN)));
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(None)
     }
 
     fn look(&mut self) -> Result<(), Error> {
         self.stopping.go_on()?;
-        self.sink.look()?;
-        self.fleet.look()
+        self.sink.check_running()?;
+        self.fleet.replace_ended()
     }
 
-    /// Waits until nothing is left and nothing moves, ends the consumers, and sees whether that is
-    /// so without them. What they still held goes to another one.
+    /// Waits until all messages are settled and the ledger no longer grows, and drains the
+    /// consumers. Starts a consumer again for messages that they returned.
     fn drain(&mut self) -> Result<(), Error> {
-        let until = Instant::now() + DRAINED;
+        let until = Instant::now() + SETTLE_TIMEOUT;
         loop {
             self.until_quiet(until)?;
             self.fleet.terminate_all()?;
-            let left = self.left_for_good();
+            let left = self.settled_left();
             if left == Some(0) || Instant::now() > until {
-                // What the broker does not say is not nothing.
+                // Without a reply of the broker the count is unknown, not 0.
                 self.log.write(What::Left {
                     count: left.unwrap_or(u64::MAX),
                 });
@@ -446,15 +450,15 @@ impl<'a> Playing<'a> {
         }
     }
 
-    /// The queues say how much is ready a moment late.
-    fn left_for_good(&self) -> Option<u64> {
+    /// The number of unsettled messages; polls, because queues update their counts with a delay.
+    fn settled_left(&self) -> Option<u64> {
         let mut left = None;
         for _ in 0..10 {
             left = self.runtime.block_on(self.wire.left()).ok();
             if left == Some(0) {
                 break;
             }
-            std::thread::sleep(4 * LOOK);
+            std::thread::sleep(4 * POLL_INTERVAL);
         }
         left
     }
@@ -467,7 +471,7 @@ impl<'a> Playing<'a> {
             if now != size {
                 (size, since) = (now, Instant::now());
             }
-            if since.elapsed() > QUIET {
+            if since.elapsed() > QUIET_TIME {
                 if self
                     .runtime
                     .block_on(self.wire.left())
@@ -475,24 +479,24 @@ impl<'a> Playing<'a> {
                 {
                     return Ok(());
                 }
-                // Kafka's consumers commit once a second; a delayed copy may wait for longer than
-                // all is quiet.
+                // Consumers commit once a second, and a delayed message may wait longer than
+                // QUIET_TIME.
                 since = Instant::now();
             }
-            std::thread::sleep(2 * LOOK);
+            std::thread::sleep(2 * POLL_INTERVAL);
         }
         Ok(())
     }
 
-    /// Writes down what was set aside, which markers are left, and what the servers said.
-    fn look_around(&mut self) -> Result<(), Error> {
-        let letters = self.runtime.block_on(self.wire.aside())?;
-        let aside = |letter: crate::wire::Letter| What::Aside {
-            id: letter.id,
-            place: letter.place,
-            reason: letter.reason,
+    /// Records dead letters, in-doubt messages, unfinished markers, server logs and found secrets.
+    fn record_remains(&mut self) -> Result<(), Error> {
+        let rejected = self.runtime.block_on(self.wire.rejected_messages())?;
+        let record = |message: crate::wire::RejectedMessage| What::Aside {
+            id: message.id,
+            place: message.place,
+            reason: message.reason,
         };
-        self.log.write_all(letters.into_iter().map(aside));
+        self.log.write_all(rejected.into_iter().map(record));
         std::thread::sleep(LEASE + Duration::from_secs(1));
         let markers = self
             .runtime
@@ -502,14 +506,14 @@ impl<'a> Playing<'a> {
                 .into_iter()
                 .map(|(id, record)| What::Marker { id, record }),
         );
-        self.stage.keep_logs(self.folder, &self.log)?;
+        self.stage.save_logs(self.folder, &self.log)?;
         let leaks = secrets::find(self.folder, self.stage.secrets())?;
         self.log.write_all(leaks);
         Ok(())
     }
 }
 
-impl Drop for Playing<'_> {
+impl Drop for ActiveRun<'_> {
     fn drop(&mut self) {
         if let Some(publisher) = &self.publisher {
             publisher.abort();
@@ -517,7 +521,7 @@ impl Drop for Playing<'_> {
     }
 }
 
-/// How a rest between faults ended.
+/// How a pause between faults ended.
 #[derive(PartialEq, Eq)]
 enum Rested {
     Well,
@@ -533,7 +537,7 @@ async fn publish(
     let mut messages = Messages::new(plan.seed, plan.aborts, plan.messages, plan.rate);
     let (begun, mut sent) = (Instant::now(), 0_u64);
     let mut ticks = tokio::time::interval(TICK);
-    // What could not be sent while the broker was away is not made up for in a burst.
+    // After an outage of the broker the missed messages are not published in a burst.
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut behind = 0_u64;
     while !enough.load(Ordering::Relaxed) {
@@ -563,8 +567,7 @@ async fn publish(
     Ok(())
 }
 
-/// What each consumer is started with.
-/// The arguments of each consumer beside its name.
+/// The arguments of each consumer except its name.
 pub(crate) fn base_arguments(
     promise: Promise,
     stage: &Stage,
@@ -617,7 +620,7 @@ fn arguments(
     arguments
 }
 
-/// How many bytes of the ledger there are, without what grows while nothing happens.
+/// The size of the ledger in bytes, without the samples, which grow all the time.
 fn written(folder: &Path) -> Result<u64, Error> {
     let mut size = 0;
     for entry in std::fs::read_dir(folder)? {

@@ -1,6 +1,5 @@
-//! Kill probes: a topic full of messages, some SIGKILLs while they are handled, and then no more
-//! patience than a session of the group and three leases. What has had no effect by then is lost,
-//! or comes too late to be told from it.
+//! Kill probes: kills consumers of a Kafka topic while they handle messages. A message without an
+//! effect after the session timeout plus three leases counts as lost.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -22,53 +21,53 @@ use crate::wire::Wire;
 use crate::worker::Broker;
 use crate::{Error, Stopping};
 
-/// The members of the group, of which one after the other is killed.
+/// The number of group members; they are killed one at a time.
 const CONSUMERS: usize = 2;
-/// How long the group waits for a member that was killed.
+/// The session timeout of the group.
 const SESSION: Duration = Duration::from_secs(6);
-/// How long nothing may happen until what is missing counts as lost.
+/// How long after the last effect the missing messages count as lost.
 const SILENCE: Duration = Duration::from_secs(SESSION.as_secs() + 3 * LEASE.as_secs());
-/// How long a probe may take until its first effect, and in all.
+/// The time limits of the first effect and of each wait.
 const START: Duration = Duration::from_secs(60);
-const LONGEST: Duration = Duration::from_secs(300);
-const LOOK: Duration = Duration::from_millis(100);
+const WAIT_TIMEOUT: Duration = Duration::from_secs(300);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What is to be probed.
+/// The settings of the probes.
 #[derive(Clone, Copy, Debug)]
 pub struct Wish {
-    /// How many probes.
+    /// The number of probes.
     pub probes: u64,
-    /// How many go on at the same time.
+    /// The number of parallel probes.
     pub side_by_side: usize,
-    /// How many messages each has, and how many SIGKILLs.
+    /// Messages in each probe.
     pub messages: u64,
-    /// How many SIGKILLs each has.
+    /// SIGKILLs in each probe.
     pub kills: u64,
-    /// Of when they are killed.
+    /// The seed of the times of the kills.
     pub seed: u64,
 }
 
-/// What came of the probes.
+/// The result of the probes.
 #[derive(Debug, Default)]
 pub struct Probed {
-    /// How many probes there were.
+    /// The number of probes.
     pub probes: u64,
-    /// How many messages were sent in all, and how many processes were killed.
+    /// All published messages.
     pub messages: u64,
-    /// How many processes were killed in all.
+    /// All killed processes.
     pub kills: u64,
-    /// Effects that happened again.
+    /// Effects after the first of their id.
     pub again: u64,
-    /// The longest time between two effects that belong to no other, in seconds.
+    /// The longest time without a new effect, in seconds.
     pub longest_silence: f64,
-    /// Messages without an effect, as probe and id.
+    /// Lost messages, as probe and id.
     pub lost: Vec<String>,
 }
 
-/// Probes Kafka with Redis, effectively once.
+/// Runs the probes on Kafka with Redis, effectively once.
 ///
 /// # Errors
-/// If a probe could not be played: then nothing is known.
+/// A probe could not be completed.
 pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<Probed, Error> {
     let stage = Stage::start(Broker::Kafka)?;
     let next = AtomicU64::new(0);
@@ -190,7 +189,7 @@ fn probe(
     let mut effects = Effects::of(folder)?;
     effects.until(1, START, stopping)?;
     for kill in 1..=wish.kills {
-        // Spread over what there is to do, and at no point of it in particular.
+        // Spread over the messages, at random moments.
         let share = wish.messages * kill / (wish.kills + 2);
         effects.until(share, SILENCE, stopping)?;
         std::thread::sleep(Duration::from_millis(random.u64(0..300)));
@@ -203,7 +202,7 @@ fn probe(
     let lost: Vec<String> = missing.map(|id| format!("probe {number}: {id}")).collect();
     fleet.terminate_all()?;
     if lost.is_empty() {
-        std::fs::remove_dir_all(folder)?; // of a probe that shows nothing
+        std::fs::remove_dir_all(folder)?; // a probe without losses needs no evidence
     }
     let Effects {
         all,
@@ -226,11 +225,11 @@ fn probe(
 /// The effects of a probe so far.
 struct Effects {
     file: File,
-    /// What of a line has come so far.
-    rest: Vec<u8>,
+    /// An incomplete last line.
+    incomplete_line: Vec<u8>,
     all: u64,
     unique: HashSet<String>,
-    /// When there was another one last, and how long that took at the most.
+    /// The time of the last new effect, and the longest time without one.
     last: Instant,
     longest: Duration,
 }
@@ -240,7 +239,7 @@ impl Effects {
         let file = File::open(folder.join(FILE))?;
         Ok(Self {
             file,
-            rest: Vec::new(),
+            incomplete_line: Vec::new(),
             all: 0,
             unique: HashSet::new(),
             last: Instant::now(),
@@ -248,13 +247,13 @@ impl Effects {
         })
     }
 
-    /// Reads on in what the sink writes.
+    /// Reads new lines of the sink's ledger file.
     fn read(&mut self) -> Result<(), Error> {
-        self.file.read_to_end(&mut self.rest)?;
-        let Some(end) = self.rest.iter().rposition(|byte| *byte == b'\n') else {
+        self.file.read_to_end(&mut self.incomplete_line)?;
+        let Some(end) = self.incomplete_line.iter().rposition(|byte| *byte == b'\n') else {
             return Ok(());
         };
-        let lines: Vec<u8> = self.rest.drain(..=end).collect();
+        let lines: Vec<u8> = self.incomplete_line.drain(..=end).collect();
         for line in lines
             .split(|byte| *byte == b'\n')
             .filter(|line| !line.is_empty())
@@ -267,16 +266,16 @@ impl Effects {
         Ok(())
     }
 
-    /// Waits until so many messages have had an effect, or there was none of another message for so
-    /// long.
+    /// Waits until this many messages have had an effect, or none had its first effect for
+    /// `silence`.
     fn until(&mut self, count: u64, silence: Duration, stopping: &Stopping) -> Result<(), Error> {
         let (begun, before) = (Instant::now(), self.unique.len());
         self.last = Instant::now();
         while (self.unique.len() as u64) < count
             && self.last.elapsed() < silence
-            && begun.elapsed() < LONGEST
+            && begun.elapsed() < WAIT_TIMEOUT
         {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
             stopping.go_on()?;
             let known = self.unique.len();
             self.read()?;

@@ -1,7 +1,6 @@
-//! How busy the machine is.
+//! The CPU load of the machine.
 
-/// The time of all processors since the machine started: how much of it nobody needed, and all of
-/// it.
+/// The idle and the total time of all processors since boot, in clock ticks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Processors {
     idle: u64,
@@ -9,13 +8,12 @@ pub struct Processors {
 }
 
 impl Processors {
-    /// Until now; none where the system does not say.
+    /// The current values; none if the system has no `/proc/stat`.
     pub fn until_now() -> Option<Self> {
         Self::read(&std::fs::read_to_string("/proc/stat").ok()?)
     }
 
-    /// The first line counts what all of them did: for users, nice ones, the system, nobody, nobody
-    /// who waits for a disk, and so on.
+    /// Parses the first line: user, nice, system, idle, iowait, and so on.
     fn read(stat: &str) -> Option<Self> {
         let times: Option<Vec<u64>> = stat
             .lines()
@@ -31,7 +29,7 @@ impl Processors {
         })
     }
 
-    /// How much of the time since then nobody needed, in percent.
+    /// The idle time since then, in percent.
     pub fn idle_since(self, before: Self) -> u64 {
         let all = self.all.saturating_sub(before.all);
         (100 * self.idle.saturating_sub(before.idle))
@@ -45,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nobody_needed_is_told_in_percent() {
+    fn idle_time_is_in_percent() {
         let before = Processors::read("cpu  100 5 20 300 10 0 3 2 90 0\ncpu0 1 2 3 4 5\n").unwrap();
         assert_eq!(
             before,

@@ -1,4 +1,4 @@
-//! A source and a store that write down what passes through them.
+//! A source and a store that record their operations in the ledger.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,7 +13,7 @@ use oncegate::{
 use crate::ledger::{Asked, Log, Settling, What};
 use crate::message::ID_HEADER;
 
-/// A source, or a store, with its log.
+/// A source or a store with a ledger file.
 #[derive(Debug)]
 pub struct Recorded<T> {
     inner: T,
@@ -21,7 +21,7 @@ pub struct Recorded<T> {
 }
 
 impl<T> Recorded<T> {
-    /// The same, writing into this log.
+    /// Records the operations of `inner` in this ledger file.
     pub fn new(inner: T, log: Arc<Log>) -> Self {
         Self { inner, log }
     }
@@ -114,7 +114,7 @@ impl<S: Store> Store for Recorded<S> {
         self.inner.persistence().await
     }
 
-    /// Renewals are not written down.
+    /// Renewals are not recorded.
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
         self.inner.for_renewals()
     }
@@ -150,7 +150,7 @@ fn asked(ask: Ask) -> Asked {
     }
 }
 
-/// As the checker reads it.
+/// The verdict in the form that the checker parses.
 fn verdict(answer: &Result<Verdict, StoreError>) -> String {
     match answer {
         Ok(Verdict::Granted(attempts)) => format!("granted {}", attempts.number),

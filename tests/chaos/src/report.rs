@@ -1,4 +1,4 @@
-//! What a run says of itself, for people (Markdown) and for programs (JSON).
+//! The report of a run, as Markdown and JSON.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
@@ -10,12 +10,12 @@ use serde::{Deserialize, Serialize};
 use crate::check::{Checked, Counts, Invariant, Promise, Rules, Violation};
 use crate::schedule::Kind;
 
-/// How many violations a report tells with their histories; the rest is counted.
-const TOLD: usize = 20;
-/// Of how many pairs of faults it tells how long recovery took.
+/// The maximum number of violations that a report lists; it counts all.
+const MAX_LISTED: usize = 20;
+/// How many pairs of faults a report lists, those with the longest recovery.
 const PAIRS: usize = 10;
 
-/// What was run.
+/// One run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Run {
     /// The scenario.
@@ -24,70 +24,70 @@ pub struct Run {
     pub broker: String,
     /// The seed of messages and schedule.
     pub seed: u64,
-    /// What the run was held to.
+    /// The rules by which it was checked.
     pub rules: Rules,
-    /// What was tried, with their versions.
+    /// The tested versions.
     pub versions: BTreeMap<String, String>,
-    /// How long it took, from the first message to the last look, in seconds.
+    /// The duration, in seconds.
     pub seconds: u64,
-    /// How many confirmed messages it lost: each run of `bare` has to be seen to lose some.
+    /// Lost confirmed messages; each run of `bare` must lose some.
     #[serde(default)]
     pub lost: u64,
 }
 
-/// How long it took after a fault until effects came at the rate of the publisher again.
+/// Recovery times: from the end of a fault until effects reach nine tenths of their rate.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recovery {
-    /// How often it was measured.
+    /// The number of measurements.
     pub times: u64,
-    /// The longest, in milliseconds.
+    /// The longest time, in milliseconds.
     pub longest_ms: u64,
 }
 
 /// One run, or the sum of several.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Report {
-    /// The runs that were added up.
+    /// The runs.
     pub runs: Vec<Run>,
-    /// What was counted in all of them.
+    /// The sums of their counts.
     pub counts: Counts,
-    /// By the kind of the fault.
+    /// Recovery times by kind of fault.
     pub recovery: BTreeMap<String, Recovery>,
-    /// For each invariant by how many runs it was looked for.
+    /// The number of runs that checked each invariant.
     pub looked_for: BTreeMap<Invariant, u64>,
-    /// How often each was violated.
+    /// The number of violations of each invariant.
     pub violated: BTreeMap<Invariant, u64>,
     /// The first violations with their histories.
     pub violations: Vec<Violation>,
 }
 
-/// Whether a run is right.
+/// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// What was promised held.
+    /// All invariants held.
     Held,
-    /// `bare` lost messages, as it must: the harness sees.
+    /// `bare` lost messages, as expected, so the harness detects losses.
     SeenToLose,
-    /// Something does not hold.
+    /// An invariant was violated.
     Broken,
-    /// `bare` lost nothing in a run: the harness may be blind.
+    /// `bare` lost nothing in a run: the harness may not detect losses.
     Blind,
 }
 
-/// Only one of two reports is of `bare`, which loses.
+/// Only one of two reports is of `bare`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("runs of bare are not added to others: what they lose would count")]
+#[error("cannot add reports of bare to others: its expected losses would count as violations")]
 pub struct Unlike;
 
 impl Verdict {
-    /// Whether the run is as it should be.
+    /// Whether the result is the expected one.
     pub fn is_right(self) -> bool {
         matches!(self, Self::Held | Self::SeenToLose)
     }
 }
 
 impl Report {
-    /// Of one run.
+    /// The report of one run.
     pub fn of(run: Run, checked: Checked, recovery: BTreeMap<String, Recovery>) -> Self {
         let run = Run {
             lost: checked.counts.lost,
@@ -109,7 +109,7 @@ impl Report {
             counts,
             mut violations,
         } = checked;
-        violations.truncate(TOLD);
+        violations.truncate(MAX_LISTED);
         Self {
             runs: vec![run],
             counts,
@@ -120,7 +120,7 @@ impl Report {
         }
     }
 
-    /// What is said of the run, or of all of them: `bare` alone is judged by whether it lost.
+    /// The result of all runs. `bare` is only checked for losses.
     pub fn verdict(&self) -> Verdict {
         match (self.is_of_bare(), self.violated.is_empty()) {
             (true, _) if self.runs.iter().any(|run| run.lost == 0) => Verdict::Blind,
@@ -165,11 +165,11 @@ impl Report {
         add_all(&mut self.looked_for, looked_for);
         add_all(&mut self.violated, violated);
         self.violations.extend(violations);
-        self.violations.truncate(TOLD);
+        self.violations.truncate(MAX_LISTED);
         Ok(())
     }
 
-    /// One line: what was run, and how it ended.
+    /// A summary in one line.
     pub fn line(&self) -> String {
         let runs = match self.runs.as_slice() {
             [run] => format!(
@@ -185,8 +185,8 @@ impl Report {
         let faults: u64 = counts.faults.values().sum();
         let said = match self.verdict() {
             Verdict::Held => "held".to_owned(),
-            Verdict::SeenToLose => "bare was seen to lose, as it must".to_owned(),
-            Verdict::Blind => "BLIND: bare was not seen to lose in each run".to_owned(),
+            Verdict::SeenToLose => "bare lost messages, as expected".to_owned(),
+            Verdict::Blind => "BLIND: a run of bare lost no message".to_owned(),
             Verdict::Broken => {
                 let broken: Vec<String> = self
                     .violated
@@ -212,7 +212,7 @@ impl Report {
         std::fs::write(folder.join("report.json"), serde_json::to_vec_pretty(self)?)
     }
 
-    /// The whole, for people.
+    /// The whole report as Markdown.
     pub fn to_markdown(&self) -> String {
         let mut text = format!("# {}\n\n", self.line());
         let counts = &self.counts;
@@ -229,7 +229,7 @@ impl Report {
             (
                 "lost",
                 counts.lost,
-                "confirmed, and neither an effect nor set aside",
+                "confirmed, but without an effect, a dead letter or an in-doubt message",
             ),
             (
                 "unexpected",
@@ -244,17 +244,13 @@ impl Report {
             (
                 "recovered",
                 counts.recovered,
-                "never confirmed, and had an effect",
+                "never confirmed, but with an effect",
             ),
-            (
-                "raw effects",
-                counts.raw_effects,
-                "applications at the sink",
-            ),
+            ("raw effects", counts.raw_effects, "effects at the sink"),
             (
                 "unique effects",
                 counts.unique_effects,
-                "what its unique table took",
+                "first effects of their ids",
             ),
             (
                 "explained",
@@ -264,95 +260,91 @@ impl Report {
             (
                 "refused",
                 counts.refused,
-                "effects that came after their attempt was voided",
+                "effects whose attempt was voided before",
             ),
             ("dead letters", counts.dead_letters, "ids"),
             ("in doubt", counts.in_doubt, "ids"),
-            ("busy", counts.busy, "answers of the store: held elsewhere"),
+            ("busy", counts.busy, "store verdicts: held by another claim"),
             (
                 "duplicates stopped",
                 counts.duplicates_stopped,
-                "deliveries accepted because it was done",
+                "deliveries accepted as duplicates",
             ),
             (
                 "fenced",
                 counts.fenced,
-                "handlers cancelled while another ran already",
+                "handlers cancelled while another handler of the id ran",
             ),
             (
                 "commits",
                 counts.commits,
-                "changes of what the group has committed",
+                "changes of the committed offsets",
             ),
             (
                 "away",
                 counts.away_ms / 1_000,
-                "s that the store answered nobody",
+                "s in which the store was unavailable",
             ),
             (
                 "refusing",
                 counts.refusing_ms / 1_000,
-                "s that the store answered and took nothing",
+                "s in which the store refused writes",
             ),
             (
-                "questions meanwhile",
+                "requests meanwhile",
                 counts.away_questions,
-                "the most in a second, of one process (20 may be)",
+                "the maximum per second of one process (limit 20)",
             ),
             (
                 "growth meanwhile",
                 counts.away_growth,
-                "KiB, the most of one process (51,200 may be)",
+                "KiB, the maximum of one process (limit 51,200)",
             ),
-            (
-                "memory",
-                counts.resident,
-                "KiB, the most that a consumer had",
-            ),
+            ("memory", counts.resident, "KiB, the maximum of a consumer"),
             (
                 "at once",
                 counts.at_once,
-                "handlers, the most in one process",
+                "handlers, the maximum in one process",
             ),
             (
                 "metrics compared",
                 counts.metrics_exact,
-                "processes that ended well: each counter is what the ledger has",
+                "processes with success: final counters equal the ledger",
             ),
             (
                 "metrics bounded",
                 counts.metrics_bounded,
-                "processes that did not: what they wrote last is no more than that",
+                "other processes: last written counters do not exceed the ledger",
             ),
             (
                 "commits overtaken",
                 counts.commits_overtaken,
-                "went back right after Kafka had been frozen: an earlier one was carried out late",
+                "decreases after a freeze of Kafka, which applied an earlier commit late",
             ),
             (
                 "left without broker",
                 counts.left_without_broker,
-                "processes that were to drain while it was away, and ended with an error",
+                "processes that drained while the broker was unavailable and ended with an error",
             ),
             (
-                "refused to begin",
+                "refused to start",
                 counts.refused_to_begin,
                 "processes, because Redis was a replica",
             ),
             (
                 "ends lost",
                 counts.ends_lost,
-                "markers whose end Redis had recorded, and lost in a failover",
+                "completions that Redis recorded and lost in a failover",
             ),
             (
                 "at the same time",
                 counts.overlapping,
-                "faults that lasted while another one did",
+                "faults that overlapped another one",
             ),
             (
                 "longest fenced",
                 counts.fenced_longest_ms,
-                "ms that one of these ran beside the other, awake",
+                "ms in which one of these ran concurrently, excluding frozen time",
             ),
         ];
         text += "## Counts\n\n| what | count | |\n| --- | ---: | --- |\n";
@@ -434,7 +426,7 @@ impl Report {
             );
         }
         if !self.violations.is_empty() {
-            let _ = write!(text, "\n## Violations (the first {TOLD} at the most)\n");
+            let _ = write!(text, "\n## Violations (at most the first {MAX_LISTED})\n");
         }
         for Violation {
             invariant,
@@ -607,7 +599,7 @@ mod tests {
     }
 
     #[test]
-    fn bare_must_lose_and_nothing_else_may() {
+    fn only_bare_may_lose_messages_and_must() {
         assert_eq!(
             report(Promise::AtMostOnce, 0, vec![]).verdict(),
             Verdict::Held
@@ -625,7 +617,7 @@ mod tests {
     }
 
     #[test]
-    fn bare_must_lose_in_each_run() {
+    fn each_run_of_bare_must_lose_messages() {
         let mut both = report(Promise::Bare, 3, vec![loss()]);
         both.add(report(Promise::Bare, 0, vec![])).unwrap();
         assert_eq!(both.verdict(), Verdict::Blind);
@@ -633,7 +625,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_looked_at_was_not_looked_for() {
+    fn only_invariants_that_a_run_can_violate_count_as_checked() {
         let looked_for = |looked, counts| {
             let run = run(Promise::AtMostOnce);
             let run = Run {
@@ -710,7 +702,7 @@ mod tests {
     }
 
     #[test]
-    fn a_report_tells_what_a_person_needs_and_reads_back() {
+    fn a_report_has_all_sections_and_parses_again() {
         let report = report(Promise::AtMostOnce, 1, vec![loss()]);
         let text = report.to_markdown();
         for part in [
@@ -723,7 +715,7 @@ mod tests {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
         assert!(
-            text.contains("| I3 | effectively once: one unique effect an id, and for each other one a fault that can have cut off the run before | – | 0 |")
+            text.contains("| I3 | effectively once: one unique effect per id; a fault that can have interrupted the earlier run explains each other effect | – | 0 |")
         );
         assert_eq!(
             serde_json::from_str::<Report>(&serde_json::to_string(&report).unwrap()).unwrap(),

@@ -1,4 +1,4 @@
-//! Runs that have a name, and those that put several together.
+//! Named scenarios: single runs, soak and smoke tests.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,57 +13,57 @@ use crate::stage::Stage;
 use crate::worker::Broker;
 use crate::{Error, Stopping};
 
-/// How many messages a second the smoke run sends: few, because CI has two cores and other work.
+/// Messages per second in a smoke run: few, because CI has only two cores.
 const SMOKE_RATE: u32 = 100;
-/// How many replies in 100 it loses, so that the negative control loses for certain.
+/// The percentage of lost replies in a smoke run: enough that the negative control loses messages.
 const SMOKE_PERCENT: u8 = 20;
 
-/// How often the negative control may be played until it loses.
-const CONTROLS: u64 = 3;
+/// How often the negative control is repeated until it loses messages.
+const MAX_CONTROL_RUNS: u64 = 3;
 
-/// How many runs in a row may fail to be played until a soak gives up.
-const UNPLAYED: u32 = 3;
+/// How many consecutive runs may fail to complete until a soak test ends.
+const MAX_FAILED_RUNS: u32 = 3;
 
-/// What a user may ask for.
+/// The options of the command line.
 #[derive(Clone, Debug)]
 pub struct Wish {
     /// A fault's name, `mixed` for all that a broker knows, or `pairs` for two of these at a time.
     pub name: String,
-    /// On which brokers.
+    /// The brokers.
     pub brokers: Vec<Broker>,
-    /// With which promises, one run each.
+    /// The guarantees, one run each.
     pub promises: Vec<Promise>,
-    /// Of messages and faults.
+    /// The seed of messages and faults.
     pub seed: u64,
-    /// How many different messages a run sends.
+    /// The number of different messages of a run.
     pub messages: u64,
-    /// Messages a second.
+    /// Published messages per second.
     pub rate: u32,
-    /// How many consumers.
+    /// The number of consumers.
     pub consumers: usize,
-    /// How long faults last.
+    /// The durations of faults.
     pub lengths: Lengths,
-    /// How many replicas have to know of a claim, where Sentinels watch Redis.
+    /// With Sentinels: how many replicas must acknowledge a claim.
     pub replicas: u32,
-    /// Who takes messages out of a queue of RabbitMQ.
+    /// Which consumers receive from a RabbitMQ queue.
     pub taken: Taken,
 }
 
-/// Runs scenarios one after the other; servers live as long as this.
+/// Runs scenarios one after the other on servers that it keeps running.
 pub struct Director<'a> {
     folder: PathBuf,
     stopping: &'a Stopping,
     stages: HashMap<(Broker, Redis), Stage>,
 }
 
-/// How a stage has Redis.
+/// The Redis servers of a stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Redis {
     One,
     Watched,
 }
 
-/// What is kept of runs that were right.
+/// Which files of successful runs are kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keep {
     /// All.
@@ -79,9 +79,9 @@ impl Wish {
             "pairs" => (all(broker), AtOnce::Two, Aborts::Some),
             name => (vec![name.parse::<Kind>()?], AtOnce::One, Aborts::Never),
         };
-        // Whom RabbitMQ cancels has a channel that still holds what it was handed, and RabbitMQ
-        // hands what follows to the next one at once. No client can keep that order; who asks for
-        // this fault alone sees it.
+        // When RabbitMQ cancels a consumer, its channel keeps its unacknowledged messages, and the
+        // next consumer receives later ones at once. No client can keep the order then, so this
+        // fault only runs if it is selected by name.
         if self.taken == Taken::ByOne && kinds.len() > 1 {
             kinds.retain(|kind| *kind != Kind::CancelConsumers);
         }
@@ -110,7 +110,7 @@ impl Wish {
         })
     }
 
-    /// Whether the scenario is one of this broker.
+    /// Whether the scenario applies to this broker.
     fn is_of(&self, broker: Broker) -> bool {
         let other: &[Kind] = if broker == Broker::Kafka {
             &RABBITMQ
@@ -121,7 +121,7 @@ impl Wish {
     }
 }
 
-/// All that can be done on a broker.
+/// All faults that apply to a broker.
 fn all(broker: Broker) -> Vec<Kind> {
     let of_its_own: &[Kind] = if broker == Broker::Kafka {
         &KAFKA
@@ -132,7 +132,7 @@ fn all(broker: Broker) -> Vec<Kind> {
 }
 
 impl<'a> Director<'a> {
-    /// Puts the folders of its runs into this one.
+    /// Writes the results of runs below this folder.
     pub fn new(folder: &Path, stopping: &'a Stopping) -> Self {
         Self {
             folder: folder.to_owned(),
@@ -141,10 +141,10 @@ impl<'a> Director<'a> {
         }
     }
 
-    /// Plays what was wished, and says for each run how it ended.
+    /// Runs the scenario with each broker and guarantee, and prints each result.
     ///
     /// # Errors
-    /// If a run could not be played.
+    /// A run could not be completed.
     pub fn run(&mut self, wish: &Wish) -> Result<Report, Error> {
         let runs: Vec<(Broker, Promise)> = wish
             .brokers
@@ -158,7 +158,9 @@ impl<'a> Director<'a> {
                 self.play(broker, &wish.plan(broker, promise)?, Keep::Everything)?,
             )?;
         }
-        sum.ok_or_else(|| "there is nothing to run: this fault is one of another broker".into())
+        sum.ok_or_else(|| {
+            "nothing to run: this fault applies to the other broker; select it with --broker".into()
+        })
     }
 
     /// Plays what was wished with one seed after the other, until the time is over; a run that has
@@ -177,26 +179,24 @@ impl<'a> Director<'a> {
                 .into_iter()
                 .filter(|broker| wish.is_of(*broker))
             {
-                // One promise a round: the time is for many seeds.
+                // One guarantee per round, for more seeds in the given time.
                 let promise = wish.promises[usize::try_from(wish.seed)? % wish.promises.len()];
                 match self.play(broker, &wish.plan(broker, promise)?, Keep::Reports) {
                     Ok(report) => {
                         add(&mut sum, report)?;
-                        // What is known by now, should the rest be cut short.
+                        // The result so far, in case the process is killed.
                         sum.iter().try_for_each(|sum| sum.write(&self.folder))?;
                         unplayed = 0;
                     }
-                    // On a busy machine a server may not start in time. Of the messages of that run
-                    // nothing is known.
+                    // On an overloaded machine a server may not start in time; the run then has no
+                    // result.
                     Err(error) => {
                         self.stopping.go_on()?;
                         unplayed += 1;
-                        if unplayed == UNPLAYED {
+                        if unplayed == MAX_FAILED_RUNS {
                             return Err(error);
                         }
-                        println!(
-                            "chaos: a run could not be played, and counts for nothing: {error}"
-                        );
+                        println!("chaos: a run could not be completed and is not counted: {error}");
                         self.stages.retain(|(of, _), _| *of != broker);
                     }
                 }
@@ -205,7 +205,7 @@ impl<'a> Director<'a> {
                 }
             }
             if sum.is_none() && unplayed == 0 {
-                return Err("there is nothing to run: this fault is one of another broker".into());
+                return Err("nothing to run: this fault applies to the other broker; select it with --broker".into());
             }
             wish.seed += 1;
         }
@@ -242,7 +242,7 @@ impl<'a> Director<'a> {
             RefuseLetters,
         ];
         let on_rabbit: Vec<Kind> = on_rabbit.into_iter().chain(RABBITMQ).collect();
-        // By the seed, so that each broker comes to each promise.
+        // Alternates with the seed, so that each broker is tested with each guarantee.
         let mut promises = [Promise::AtMostOnce, Promise::EffectivelyOnce];
         promises.rotate_left(usize::from(seed.is_multiple_of(2)));
         let run = |broker, promise, kinds: Vec<Kind>| -> Result<Report, Error> {
@@ -257,7 +257,7 @@ impl<'a> Director<'a> {
                 let markers = Markers::Watched { replicas: 2 };
                 let plan = Plan {
                     markers,
-                    messages: Kinds::WithoutTheStuck,
+                    messages: Kinds::WithoutHanging,
                     ..short(promises[0], seed, WATCHED.to_vec(), Until::Faults(1))
                 };
                 report.add(director.play(
@@ -283,17 +283,17 @@ impl<'a> Director<'a> {
         })
     }
 
-    /// The negative control: `bare` must be seen to lose. On a machine so busy that hardly a claim
-    /// was under way while replies were lost, it is played again.
+    /// The negative control: `bare` must lose messages. Repeated if it loses none, since on an
+    /// overloaded machine few claims may be in flight while replies are lost.
     ///
     /// # Errors
-    /// If it was not seen to lose.
+    /// It lost no message in any run.
     fn control(&mut self, broker: Broker, seed: u64) -> Result<(), Error> {
         let mut told = String::new();
-        for seed in seed..seed + CONTROLS {
-            // What hangs would have to be waited for, and shows nothing here.
+        for seed in seed..seed + MAX_CONTROL_RUNS {
+            // Hanging messages would only extend the run.
             let plan = Plan {
-                messages: Kinds::WithoutTheStuck,
+                messages: Kinds::WithoutHanging,
                 ..short(
                     Promise::Bare,
                     seed,
@@ -307,10 +307,10 @@ impl<'a> Director<'a> {
             }
             told = control.line();
         }
-        Err(
-            format!("the negative control lost nothing, so the harness sees nothing: {told}")
-                .into(),
+        Err(format!(
+            "the negative control lost no message, so the harness may not detect losses: {told}"
         )
+        .into())
     }
 
     fn play(&mut self, broker: Broker, plan: &Plan, keep: Keep) -> Result<Report, Error> {
@@ -324,7 +324,7 @@ impl<'a> Director<'a> {
         let stage = match self.stages.remove(&(broker, redis)) {
             Some(stage) => stage,
             None => {
-                // The broker is the same.
+                // Both stages share the broker.
                 let other = self
                     .stages
                     .iter()
@@ -355,10 +355,11 @@ impl<'a> Director<'a> {
             plan.seed,
             folder.display()
         );
-        let report = play(plan, stage, &folder, self.stopping)
-            .map_err(|error| format!("{error}; what was written lies in {}", folder.display()))?;
+        let report = play(plan, stage, &folder, self.stopping).map_err(|error| {
+            format!("{error}; the files of the run are in {}", folder.display())
+        })?;
         println!("chaos: {} ({} s)", report.line(), begun.elapsed().as_secs());
-        // What `bare` loses is what it is there for.
+        // The losses of `bare` are expected.
         let told = if plan.promise == Promise::Bare {
             &[]
         } else {

@@ -1,4 +1,4 @@
-//! What is done to a run, and when: a sequence of faults that a seed determines.
+//! The faults of a run and their times, determined by a seed.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -10,74 +10,73 @@ use serde::{Deserialize, Serialize};
 
 use crate::check::{FAIL_OVER, FREEZE, FREEZE_KAFKA};
 
-/// The lease of the consumers of a run, unless they were given another.
+/// The lease of the consumers of a run.
 pub const LEASE: Duration = Duration::from_secs(2);
 
-/// How often a rolling restart tells the next consumer to drain.
+/// The interval between consumers in a rolling restart.
 const ROLLING: Duration = Duration::from_secs(5);
 
-/// What may be done to a run.
+/// The kinds of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Kind {
-    /// SIGKILL to a consumer; another takes its place.
+    /// SIGKILL to a consumer, which is then replaced.
     KillConsumer,
     /// SIGSTOP to a consumer for 1, 2 or 5 leases.
     FreezeConsumer,
-    /// SIGTERM to a consumer; another takes its place.
+    /// SIGTERM to a consumer, which is then replaced.
     TerminateConsumer,
-    /// SIGTERM to the next consumer every five seconds, until each had it; another takes its place.
+    /// SIGTERM to each consumer, one every five seconds; each is replaced.
     RollingRestart,
-    /// SIGKILL to Redis, which has an append-only file, and a start.
+    /// SIGKILL to Redis, which has an append-only file, and a restart.
     KillRedis,
-    /// SIGKILL to Redis, and a start in which it has much to read before it serves anybody.
+    /// SIGKILL to Redis, and a restart that takes long to load the append-only file.
     LoadRedis,
-    /// Redis is killed when its replicas have not heard of it for a while, and one of them takes
-    /// over.
+    /// Replication is interrupted, the Redis primary is killed, and a replica is promoted.
     FailOverRedis,
     /// SIGSTOP to Redis.
     FreezeRedis,
-    /// The proxy before Redis loses 1, 5 or 20 of 100 replies.
+    /// The proxy loses 1, 5 or 20 % of the replies of Redis.
     DropReplies,
-    /// Nothing arrives at Redis or from it; connections stay open.
+    /// The proxy forwards nothing to or from Redis; connections stay open.
     DarkRedis,
     /// Every connection to Redis is closed.
     ResetRedis,
-    /// Redis has no memory left for writes.
+    /// Redis reaches `maxmemory` and refuses writes.
     FillRedis,
-    /// Nothing that Redis writes to disk fits there.
+    /// The disk of Redis is full.
     FillDisk,
-    /// Redis is made a replica of nobody, so that it takes no writes, and a primary again.
+    /// Redis becomes a read-only replica of a server that does not exist, and then a primary again.
     DemoteRedis,
-    /// Redis takes no writes because it has too few replicas.
+    /// Redis refuses writes because of `min-replicas-to-write`.
     StrandRedis,
-    /// Redis forgets its scripts.
+    /// `SCRIPT FLUSH` on Redis.
     FlushScripts,
-    /// The broker takes nothing that is to be set aside.
+    /// The broker refuses writes to the dead-letter and in-doubt destinations.
     RefuseLetters,
-    /// RabbitMQ is stopped in good order, and started.
+    /// RabbitMQ is stopped by SIGTERM and restarted.
     RestartRabbit,
-    /// SIGKILL to RabbitMQ, and a start.
+    /// SIGKILL to RabbitMQ, and a restart.
     KillRabbit,
     /// RabbitMQ closes all connections.
     CloseConnections,
-    /// RabbitMQ closes the channels that consume.
+    /// RabbitMQ closes the channels of the consumers.
     CloseChannels,
     /// RabbitMQ cancels the consumers.
     CancelConsumers,
-    /// Nothing arrives at RabbitMQ from the consumers or back; connections stay open.
+    /// The proxy forwards nothing between consumers and RabbitMQ; connections stay open.
     DarkRabbit,
     /// The consumers' connections to RabbitMQ are closed.
     ResetRabbit,
-    /// SIGKILL to Kafka, and a start.
+    /// SIGKILL to Kafka, and a restart.
     KillKafka,
     /// SIGSTOP to Kafka.
     FreezeKafka,
-    /// A consumer leaves the group or comes back every three seconds.
+    /// A consumer leaves or joins the group every three seconds.
     Rebalance,
 }
 
-/// What is done to consumers and to their store, whatever the broker.
+/// Faults of consumers and store, with any broker.
 pub const ANYWHERE: [Kind; 16] = [
     Kind::KillConsumer,
     Kind::FreezeConsumer,
@@ -96,9 +95,9 @@ pub const ANYWHERE: [Kind; 16] = [
     Kind::FlushScripts,
     Kind::RefuseLetters,
 ];
-/// What is done to Redis where Sentinels watch it.
+/// Faults of Redis with Sentinels.
 pub const WATCHED: [Kind; 1] = [Kind::FailOverRedis];
-/// What is done to RabbitMQ.
+/// Faults of RabbitMQ.
 pub const RABBITMQ: [Kind; 7] = [
     Kind::RestartRabbit,
     Kind::KillRabbit,
@@ -108,47 +107,47 @@ pub const RABBITMQ: [Kind; 7] = [
     Kind::DarkRabbit,
     Kind::ResetRabbit,
 ];
-/// What is done to Kafka.
+/// Faults of Kafka.
 pub const KAFKA: [Kind; 3] = [Kind::KillKafka, Kind::FreezeKafka, Kind::Rebalance];
 
-/// One fault, ready to be played.
+/// One planned fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Planned {
-    /// How long after the last one was over it begins.
+    /// The pause between the end of the previous fault and its start.
     pub pause: Duration,
-    /// What is done.
+    /// The kind.
     pub kind: Kind,
-    /// How long it lasts, where that can be chosen; a killed process is started again after this.
+    /// The duration, for kinds that have one; a killed process is restarted after it.
     pub lasts: Duration,
-    /// Which consumer, if it is done to one: any number, to be taken modulo their count.
+    /// The number of the affected consumer, modulo the number of consumers.
     pub consumer: usize,
-    /// How many in 100, where that can be chosen.
+    /// The percentage, for kinds that have one.
     pub percent: u8,
 }
 
-/// How long faults last.
+/// The durations of faults.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum Lengths {
-    /// As long as the table of faults has it.
+    /// Those of [`Schedule`] for long runs.
     Full,
-    /// Short ones, for a run that must be over in minutes.
+    /// Short ones, for runs of a few minutes.
     Short,
 }
 
-/// A sequence of faults without end. The same seed makes the same.
+/// An infinite sequence of faults. The same seed gives the same sequence.
 #[derive(Clone, Debug)]
 pub struct Schedule {
     random: fastrand::Rng,
     kinds: Vec<Kind>,
     lengths: Lengths,
-    /// What is left of the present round: each kind comes once in each.
+    /// The remaining kinds of the current round; each round has every kind once.
     round: Vec<Kind>,
-    /// What was drawn, and could not be played beside another.
-    put_off: VecDeque<Planned>,
+    /// Faults that were generated but could not overlap the previous one.
+    postponed: VecDeque<Planned>,
 }
 
-/// What a fault needs for itself.
+/// What a fault needs exclusively.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Needs {
     /// One consumer.
@@ -159,39 +158,39 @@ enum Needs {
     Redis,
     /// The process of the broker.
     Broker,
-    /// A broker that takes settings.
+    /// The settings of a running broker.
     Settings,
-    /// Nothing: what lies between them.
+    /// Nothing: only a proxy.
     Nothing,
 }
 
 impl Schedule {
-    /// Faults of these kinds; each round has each of them once, in an order of its own.
+    /// A sequence of these kinds; each round has every kind once, in random order.
     pub fn new(kinds: &[Kind], lengths: Lengths, seed: u64) -> Self {
         Self {
             random: fastrand::Rng::with_seed(seed),
             kinds: kinds.to_vec(),
             lengths,
             round: Vec::new(),
-            put_off: VecDeque::new(),
+            postponed: VecDeque::new(),
         }
     }
 
-    /// The next one that can be played while this one lasts, on so many consumers; what cannot
-    /// comes later. None if there is none in the next rounds.
+    /// The next fault that can overlap this one with this number of consumers; postpones the
+    /// others. None if the next three rounds have none.
     pub fn next_beside(&mut self, first: &Planned, consumers: usize) -> Option<Planned> {
         let mut passed = VecDeque::new();
         let mut found = None;
         for _ in 0..3 * self.kinds.len() {
             let Some(next) = self.next() else { break };
-            if first.goes_with(&next, consumers) {
+            if first.can_overlap(&next, consumers) {
                 found = Some(next);
                 break;
             }
             passed.push_back(next);
         }
-        passed.append(&mut self.put_off);
-        self.put_off = passed;
+        passed.append(&mut self.postponed);
+        self.postponed = passed;
         found
     }
 
@@ -228,15 +227,15 @@ impl Schedule {
                 lengths,
             ) => seconds(random, 3_000..=10_000, 2_000..=2_500, lengths),
             (Kind::LoadRedis, lengths) => seconds(random, 2_000..=10_000, 2_000..=2_500, lengths),
-            // For so long the replicas hear nothing.
+            // The time without replication.
             (Kind::FailOverRedis, lengths) => {
                 seconds(random, 1_000..=5_000, 1_000..=1_500, lengths)
             }
-            // Twice away and back.
+            // The consumer leaves and joins twice.
             (Kind::Rebalance, Lengths::Full) => Duration::from_secs(12),
             (Kind::Rebalance, Lengths::Short) => Duration::from_secs(6),
             (Kind::DropReplies, lengths) => seconds(random, 5_000..=15_000, 4_000..=5_000, lengths),
-            // Between one consumer and the next.
+            // The interval between consumers.
             (Kind::RollingRestart, _) => ROLLING,
             (Kind::FreezeKafka, lengths) => {
                 seconds(random, 20_000..=20_000, 8_000..=8_000, lengths)
@@ -253,9 +252,9 @@ impl Schedule {
 impl Iterator for Schedule {
     type Item = Planned;
 
-    /// None only if there are no kinds.
+    /// None only if the schedule has no kinds.
     fn next(&mut self) -> Option<Planned> {
-        if let Some(planned) = self.put_off.pop_front() {
+        if let Some(planned) = self.postponed.pop_front() {
             return Some(planned);
         }
         if self.round.is_empty() {
@@ -281,7 +280,7 @@ impl Iterator for Schedule {
 }
 
 impl Planned {
-    /// As it stands in the fault log: the kind, and how many in 100 where that was chosen.
+    /// The name in the fault log: the kind and, if it has one, the percentage.
     pub fn name(&self) -> String {
         match self.kind {
             Kind::DropReplies => format!("{}-{}%", self.kind, self.percent),
@@ -289,12 +288,12 @@ impl Planned {
         }
     }
 
-    /// Whether both can last at the same time: neither has to wait for what the other needs for
-    /// itself, and neither's end is the end of the other.
-    pub fn goes_with(&self, other: &Self, consumers: usize) -> bool {
+    /// Whether both can be active at the same time: neither waits for the other, and the end of one
+    /// does not end the other.
+    pub fn can_overlap(&self, other: &Self, consumers: usize) -> bool {
         use Needs::*;
         let same_consumer = || self.consumer % consumers == other.consumer % consumers;
-        // These hold a consumer for seconds, for which a rolling restart would wait.
+        // These lock a consumer for seconds, so a rolling restart would wait for them.
         let holds = |kind: Kind| matches!(kind, Kind::FreezeConsumer | Kind::Rebalance);
         self.kind != other.kind
             && match (self.kind.needs(), other.kind.needs()) {
@@ -354,11 +353,11 @@ impl Kind {
         }
     }
 
-    /// How long it may take at the most, after the fault, until effects come again.
+    /// The maximum time from the end of the fault until effects resume.
     pub fn recovery_bound(self) -> Duration {
         Duration::from_secs(match self {
-            // Kafka's session, a lease, and two seconds: for whatever takes a consumer away, and
-            // where some wait in vain.
+            // Kafka's session timeout, a lease, and two seconds: for faults that remove a consumer
+            // or block some messages.
             Self::KillConsumer
             | Self::FreezeConsumer
             | Self::TerminateConsumer
@@ -371,7 +370,7 @@ impl Kind {
         })
     }
 
-    /// As it stands in the fault log and on the command line.
+    /// The name in the fault log and on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::KillConsumer => "kill-consumer",
@@ -413,7 +412,7 @@ impl fmt::Display for Kind {
 
 /// No fault has this name.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("no fault is called {0:?}; there are {all}", all = Kind::all().map(Kind::name).collect::<Vec<_>>().join(", "))]
+#[error("no fault is called {0:?}; the faults are {all}", all = Kind::all().map(Kind::name).collect::<Vec<_>>().join(", "))]
 pub struct NoSuchFault(String);
 
 impl FromStr for Kind {
@@ -474,8 +473,8 @@ mod tests {
     fn two_faults_last_at_once_unless_one_would_wait_for_the_other_or_end_it() {
         let go = |one: Kind, other: Kind| {
             let both = [
-                planned(one, 1).goes_with(&planned(other, 5), 3),
-                planned(other, 5).goes_with(&planned(one, 1), 3),
+                planned(one, 1).can_overlap(&planned(other, 5), 3),
+                planned(other, 5).can_overlap(&planned(one, 1), 3),
             ];
             assert_eq!(both[0], both[1], "{one}, {other}");
             both[0]
@@ -502,7 +501,7 @@ mod tests {
             assert!(!go(one, other), "{one}, {other}");
         }
         assert!(
-            !planned(KillConsumer, 1).goes_with(&planned(FreezeConsumer, 4), 3),
+            !planned(KillConsumer, 1).can_overlap(&planned(FreezeConsumer, 4), 3),
             "the same consumer"
         );
     }
@@ -514,7 +513,7 @@ mod tests {
         for _ in 0..ANYWHERE.len() * 4 {
             let first = schedule.next().unwrap();
             let second = schedule.next_beside(&first, 3).unwrap();
-            assert!(first.goes_with(&second, 3), "{first:?}, {second:?}");
+            assert!(first.can_overlap(&second, 3), "{first:?}, {second:?}");
             seen.extend([first.kind, second.kind]);
         }
         // Each has its turn, though it may have to wait for it.

@@ -1,4 +1,4 @@
-//! I13: whether a password that the run was given stands anywhere in what it wrote.
+//! I13: searches all files of a run for its passwords.
 
 use std::io::{self, BufRead, BufReader};
 use std::path::Path;
@@ -6,26 +6,26 @@ use std::path::Path;
 use crate::counters::SCRAPE;
 use crate::ledger::What;
 
-/// A password, and whose it is.
+/// A password and its server.
 #[derive(Clone)]
 pub struct Secret {
-    /// As the report names it.
+    /// The name of the server in the report.
     pub of: &'static str,
     /// The password.
     pub text: String,
 }
 
-/// Letters and digits that nothing else has: new in each run.
+/// A random password of letters and digits.
 pub fn canary() -> String {
     let mut random = fastrand::Rng::new();
     format!("Canary{:016x}", random.u64(..))
 }
 
-/// Looks for secrets in every file of a folder. They are letters and digits, so they look the same
-/// in a URL, in JSON, in a Debug output and in what Prometheus reads.
+/// Searches every file of a folder for secrets. They are letters and digits, so no format escapes
+/// them.
 ///
 /// # Errors
-/// What the file system said; or that no consumer has left there what Prometheus would read.
+/// A file cannot be read, or no consumer has written its Prometheus text.
 pub fn find(folder: &Path, secrets: &[Secret]) -> io::Result<Vec<What>> {
     let (mut found, mut scrapes) = (Vec::new(), 0);
     for entry in std::fs::read_dir(folder)? {
@@ -46,7 +46,7 @@ pub fn find(folder: &Path, secrets: &[Secret]) -> io::Result<Vec<What>> {
         let (mut line, mut number) = (Vec::new(), 0_u64);
         while reader.read_until(b'\n', &mut line)? > 0 {
             number += 1;
-            // Hardly a line has it, and there are millions.
+            // A cheap test first: few of millions of lines match.
             if holds(&line, b"Canary") {
                 let told = secrets
                     .iter()
@@ -61,7 +61,7 @@ pub fn find(folder: &Path, secrets: &[Secret]) -> io::Result<Vec<What>> {
     }
     if scrapes == 0 {
         return Err(io::Error::other(format!(
-            "nothing in {} is what Prometheus would read",
+            "{} has no file with the Prometheus text",
             folder.display()
         )));
     }

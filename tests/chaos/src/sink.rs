@@ -1,12 +1,11 @@
-//! The sink: a process that counts effects, and what consumers ask it.
+//! The sink: a process that counts effects, and its client.
 //!
-//! A consumer that is killed can neither lose an effect that the sink has taken nor forge one. Its
-//! raw table is every application, its unique table the first of each id; both stand in one
-//! append-only file of the ledger.
+//! A killed consumer can neither lose an effect that the sink has applied nor forge one. All
+//! effects, with a mark of the first of each id, are in one append-only ledger file.
 //!
-//! A request is one line, `A <id> <attempt> <consumer>` to apply an effect or `F …` to find out
-//! whether there was one; an answer is one byte. All requests that have arrived are taken, written
-//! down and answered together.
+//! A request is one line: `A <id> <attempt> <consumer>` applies an effect, `F …` asks whether there
+//! was one. A reply is one byte. Requests that arrive together are executed, recorded and answered
+//! together.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{self, Read, Write};
@@ -19,16 +18,16 @@ use tokio::sync::{mpsc, oneshot};
 
 use crate::ledger::{Found, Log, Unique, What};
 
-/// The file of the ledger that the sink writes.
+/// The ledger file of the sink.
 pub const FILE: &str = "sink.jsonl";
 
 const APPLIED: u8 = b'1';
 const REFUSED: u8 = b'0';
 
-/// Takes connections until the process ends. Calls back with its address once it listens.
+/// Accepts connections until the process ends. Calls `listening` with its address.
 ///
 /// # Errors
-/// What the system said.
+/// The operating system's.
 pub fn serve(folder: &Path, listening: impl FnOnce(SocketAddr)) -> io::Result<()> {
     let table = Arc::new(Mutex::new(Table::over(Log::open(
         &folder.join(FILE),
@@ -38,7 +37,7 @@ pub fn serve(folder: &Path, listening: impl FnOnce(SocketAddr)) -> io::Result<()
     listening(listener.local_addr()?);
     for connection in listener.incoming() {
         let (connection, table) = (connection?, Arc::clone(&table));
-        // A consumer that was killed has closed its end: that is how its thread ends.
+        // The thread ends when the consumer closes its connection or is killed.
         std::thread::spawn(move || drop(answer(connection, &table)));
     }
     Ok(())
@@ -63,7 +62,7 @@ fn answer(mut connection: TcpStream, table: &Mutex<Table>) -> io::Result<()> {
     Ok(())
 }
 
-/// What the sink knows.
+/// The state of the sink.
 #[derive(Debug)]
 struct Table {
     log: Log,
@@ -81,8 +80,8 @@ impl Table {
         }
     }
 
-    /// Carries out the requests in their order, writes them down, and answers each. What is no
-    /// request is refused.
+    /// Executes the requests in order, records them, and returns the replies. Refuses invalid
+    /// requests.
     fn take(&mut self, requests: &str) -> Vec<u8> {
         let mut records = Vec::new();
         let answers =
@@ -126,7 +125,7 @@ impl Table {
         APPLIED
     }
 
-    /// Whether it happened. If not, it cannot any more under this attempt or one before.
+    /// Whether the effect happened. If not, voids this attempt and earlier ones.
     fn find(&mut self, id: &str, attempt: u32, consumer: &str, records: &mut Vec<What>) -> u8 {
         let happened = self.unique.contains(id);
         if !happened {
@@ -148,14 +147,14 @@ impl Table {
     }
 }
 
-/// A consumer's connection to the sink. What is asked at the same time travels together.
+/// A consumer's connection to the sink. Sends concurrent requests in one write.
 #[derive(Clone, Debug)]
 pub struct Sink {
     requests: mpsc::UnboundedSender<(String, oneshot::Sender<u8>)>,
     consumer: String,
 }
 
-/// The sink did not answer: nobody knows what became of the request.
+/// The sink did not reply: the result of the request is unknown.
 #[derive(Debug, thiserror::Error)]
 #[error("the sink did not answer")]
 pub struct NoAnswer;
@@ -200,7 +199,7 @@ impl Sink {
             while let Ok(read @ 1..) = from.read(&mut buffer).await {
                 let mut waiting = answered.lock().unwrap_or_else(PoisonError::into_inner);
                 for byte in &buffer[..read] {
-                    // Who asked may be gone: its handler was cancelled.
+                    // The receiver is dropped if the handler was cancelled.
                     let _ = waiting.pop_front().map(|answer| answer.send(*byte));
                 }
             }

@@ -1,4 +1,4 @@
-//! The servers of a run, with proxies before them, and what can be done to them.
+//! The servers of a run, their proxies, and the injection of faults.
 
 mod store;
 
@@ -25,16 +25,16 @@ use crate::worker::Broker;
 use crate::{Error, lock};
 use store::Store;
 
-/// As whom consumers come to the broker.
+/// The user of the consumers at the broker.
 const USER: &str = "chaos";
-/// Where what failed is set aside, as RabbitMQ's policies name queues.
-const ASIDE: &str = "\\.(dead-letters|in-doubt)$";
-/// A consumer leaves the group or comes back so often.
+/// The pattern of the dead-letter and in-doubt queues in RabbitMQ policies.
+const DESTINATIONS_PATTERN: &str = "\\.(dead-letters|in-doubt)$";
+/// The interval at which a consumer leaves or joins the group.
 const REBALANCE: Duration = Duration::from_secs(3);
-/// How long a fault lasts that needs a moment to be noticed.
+/// The recorded duration of instantaneous faults.
 const MOMENT: Duration = Duration::from_millis(200);
 
-/// Servers of our own, on free ports.
+/// The servers of a run, on free ports.
 pub struct Stage {
     store: Store,
     broker: Arc<BrokerServer>,
@@ -42,21 +42,21 @@ pub struct Stage {
 }
 
 enum BrokerServer {
-    Kafka(Mutex<Heard<KafkaServer>>, String),
-    Rabbit(Mutex<Heard<RabbitServer>>, Proxy, String),
+    Kafka(Mutex<LoggedServer<KafkaServer>>, String),
+    Rabbit(Mutex<LoggedServer<RabbitServer>>, Proxy, String),
 }
 
-/// A server, and how much of what it has said since its last start was kept.
-struct Heard<S> {
+/// A server, and how many bytes of its log since the last start are saved.
+struct LoggedServer<S> {
     server: S,
-    kept: usize,
+    saved_bytes: usize,
 }
 
 impl Stage {
     /// Starts a Redis with an append-only file, and a broker.
     ///
     /// # Errors
-    /// The first server that does not start.
+    /// The error of the first server that does not start.
     pub fn start(broker: Broker) -> Result<Self, Error> {
         let redis = Secret {
             of: "Redis",
@@ -72,7 +72,13 @@ impl Stage {
                 })?;
                 let brokers = server.brokers();
                 (
-                    BrokerServer::Kafka(Mutex::new(Heard { server, kept: 0 }), brokers),
+                    BrokerServer::Kafka(
+                        Mutex::new(LoggedServer {
+                            server,
+                            saved_bytes: 0,
+                        }),
+                        brokers,
+                    ),
                     "Kafka",
                 )
             }
@@ -82,7 +88,14 @@ impl Stage {
                 server.control(&["-q", "set_permissions", USER, ".*", ".*", ".*"])?;
                 let (proxy, url) = (Proxy::to(server.port())?, server.url());
                 (
-                    BrokerServer::Rabbit(Mutex::new(Heard { server, kept: 0 }), proxy, url),
+                    BrokerServer::Rabbit(
+                        Mutex::new(LoggedServer {
+                            server,
+                            saved_bytes: 0,
+                        }),
+                        proxy,
+                        url,
+                    ),
                     "RabbitMQ",
                 )
             }
@@ -94,7 +107,7 @@ impl Stage {
         })
     }
 
-    /// The same broker, with three Redis servers that Sentinels watch instead of the one.
+    /// The same broker, with three Redis servers and Sentinels instead of one server.
     ///
     /// # Errors
     /// The first server that does not start.
@@ -112,12 +125,12 @@ impl Stage {
         })
     }
 
-    /// The passwords that consumers are given: none may be told by anybody.
+    /// The passwords of the consumers; no file of the run may contain them.
     pub fn secrets(&self) -> &[Secret] {
         &self.secrets
     }
 
-    /// Which broker it has.
+    /// The kind of broker.
     pub fn broker(&self) -> Broker {
         match *self.broker {
             BrokerServer::Kafka(..) => Broker::Kafka,
@@ -125,17 +138,17 @@ impl Stage {
         }
     }
 
-    /// Where consumers find their markers: one Redis, through the proxy, or Sentinels.
+    /// The URLs of the store for consumers: one Redis behind the proxy, or Sentinels.
     pub fn redis(&self) -> Vec<String> {
         self.store.urls()
     }
 
-    /// Where the markers are now, without the proxy.
+    /// The URL of the current primary, without the proxy.
     pub fn redis_direct(&self) -> String {
         self.store.direct()
     }
 
-    /// Where consumers reach the broker: RabbitMQ through the proxy.
+    /// The address of the broker for consumers; RabbitMQ is behind the proxy.
     pub fn url(&self) -> String {
         match &*self.broker {
             BrokerServer::Kafka(server, _) => lock(server).server.brokers_by(KafkaDoor::Login),
@@ -150,7 +163,7 @@ impl Stage {
         }
     }
 
-    /// What a consumer is told to log in to Kafka with: a name, a password, and whom to believe.
+    /// The login for Kafka: name, password, and the file with the authority's certificate.
     pub fn login(&self) -> Option<[String; 3]> {
         let BrokerServer::Kafka(server, _) = &*self.broker else {
             return None;
@@ -164,22 +177,22 @@ impl Stage {
         ])
     }
 
-    /// Where the broker is, without a proxy.
+    /// The address of the broker without the proxy.
     pub fn url_direct(&self) -> &str {
         match &*self.broker {
             BrokerServer::Kafka(_, url) | BrokerServer::Rabbit(_, _, url) => url,
         }
     }
 
-    /// Forgets the markers of the runs before.
+    /// Deletes the markers of earlier runs.
     ///
     /// # Errors
-    /// If Redis does not.
+    /// The error of Redis.
     pub fn clear(&self) -> Result<(), Error> {
         self.store.clear()
     }
 
-    /// What runs here, and how old it is.
+    /// The versions of the servers, of Rust, and the tested commit.
     pub fn versions(&self) -> BTreeMap<String, String> {
         let commit = commit();
         let mut versions = BTreeMap::from([("Redis".to_owned(), self.store.version())]);
@@ -197,21 +210,21 @@ impl Stage {
                 .trim()
                 .to_owned(),
         );
-        versions.extend(said_by("rustc --version").map(|said| ("rustc".to_owned(), said)));
+        versions.extend(output_of("rustc --version").map(|said| ("rustc".to_owned(), said)));
         versions.insert("commit".to_owned(), commit.to_owned());
         versions
     }
 
-    /// Keeps what the servers have said, and looks in it for refused acknowledgements.
+    /// Saves the logs of the servers, and records refused acknowledgements in them.
     ///
     /// # Errors
-    /// What the file system said.
-    pub fn keep_logs(&self, folder: &Path, log: &Log) -> Result<(), Error> {
-        self.store.keep_logs(folder)?;
+    /// A file cannot be read or written.
+    pub fn save_logs(&self, folder: &Path, log: &Log) -> Result<(), Error> {
+        self.store.save_logs(folder)?;
         match &*self.broker {
-            BrokerServer::Kafka(server, _) => drop(lock(server).keep(folder)?),
+            BrokerServer::Kafka(server, _) => drop(lock(server).save_log(folder)?),
             BrokerServer::Rabbit(server, ..) => {
-                let said = lock(server).keep(folder)?;
+                let said = lock(server).save_log(folder)?;
                 log.write_all(
                     refused_acknowledgements(&said)
                         .into_iter()
@@ -222,11 +235,10 @@ impl Stage {
         Ok(())
     }
 
-    /// Does what was planned, writes it down, and returns when it is over: whatever was killed runs
-    /// again.
+    /// Injects a fault, records it, and returns when it has ended and killed processes run again.
     ///
     /// # Errors
-    /// If that cannot be done: it says nothing about the consumers.
+    /// The fault could not be injected; the run has no result.
     pub fn inflict(&self, planned: &Planned, seed: u64, on: &Scene<'_>) -> Result<(), Error> {
         let Scene {
             fleet,
@@ -282,7 +294,7 @@ impl Stage {
                 Ok(())
             }),
             Kind::RefuseLetters => {
-                // Before the fault log says that they are refused: nothing waits for a server then.
+                // Before the recorded start of the fault, since changing the setting may take time.
                 self.letters(on.queue, Letters::Refused)?;
                 faults.play(name, None, || {
                     std::thread::sleep(planned.lasts);
@@ -308,7 +320,7 @@ impl Stage {
                 momentary(&|| proxy.reset())
             }
             Kind::RestartRabbit | Kind::KillRabbit => {
-                self.keep_logs(folder, log)?;
+                self.save_logs(folder, log)?;
                 let mut server = lock(self.rabbit()?.0);
                 let end = if planned.kind == Kind::KillRabbit {
                     Server::kill
@@ -320,19 +332,19 @@ impl Stage {
             Kind::CloseConnections => {
                 self.control(on, name, &["-q", "close_all_connections", "chaos"])
             }
-            // As any soft error of a channel: it asks for what is not there.
+            // A soft error closes the channel: it requests a queue that does not exist.
             Kind::CloseChannels => self.to_channels(
                 on,
                 name,
                 "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})",
             ),
-            // The channel stays open, and what it holds with it.
+            // The channel stays open and keeps its unacknowledged messages.
             Kind::CancelConsumers => {
                 let does = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
                 self.to_channels(on, name, does)
             }
             Kind::KillKafka => {
-                self.keep_logs(folder, log)?;
+                self.save_logs(folder, log)?;
                 let mut server = lock(self.kafka()?);
                 faults.play(name, None, || server.restart(planned.lasts, Server::kill))
             }
@@ -344,7 +356,7 @@ impl Stage {
                 self.store.inflict(planned, seed, faults, folder)?;
                 match on.after_a_loss {
                     AfterALoss::GoOn => Ok(()),
-                    // So a person accepts what is lost.
+                    // A restart accepts the loss, as an operator would.
                     AfterALoss::StartAgain => {
                         fleet.terminate_all()?;
                         fleet.start_all()
@@ -366,7 +378,7 @@ impl Stage {
                     "--apply-to",
                     "queues",
                     "chaos",
-                    ASIDE,
+                    DESTINATIONS_PATTERN,
                     full,
                 ])?;
                 Ok(())
@@ -380,17 +392,17 @@ impl Stage {
         }
     }
 
-    fn kafka(&self) -> Result<&Mutex<Heard<KafkaServer>>, Error> {
+    fn kafka(&self) -> Result<&Mutex<LoggedServer<KafkaServer>>, Error> {
         match &*self.broker {
             BrokerServer::Kafka(server, _) => Ok(server),
-            BrokerServer::Rabbit(..) => Err("there is no Kafka here".into()),
+            BrokerServer::Rabbit(..) => Err("this stage has no Kafka".into()),
         }
     }
 
-    fn rabbit(&self) -> Result<(&Mutex<Heard<RabbitServer>>, &Proxy), Error> {
+    fn rabbit(&self) -> Result<(&Mutex<LoggedServer<RabbitServer>>, &Proxy), Error> {
         match &*self.broker {
             BrokerServer::Rabbit(server, proxy, _) => Ok((server, proxy)),
-            BrokerServer::Kafka(..) => Err("there is no RabbitMQ here".into()),
+            BrokerServer::Kafka(..) => Err("this stage has no RabbitMQ".into()),
         }
     }
 
@@ -402,7 +414,7 @@ impl Stage {
         })
     }
 
-    /// Lets the node do something to each channel that consumes from the run's queue.
+    /// Evaluates an Erlang expression for each channel that consumes from the run's queue.
     fn to_channels(&self, on: &Scene<'_>, name: &str, does: &str) -> Result<(), Error> {
         let program = format!(
             "[begin [Channel, Tag] = [proplists:get_value(Key, C) || Key <- [channel_pid, consumer_tag]], {does} end || \
@@ -413,7 +425,7 @@ impl Stage {
     }
 }
 
-/// What a fault is played on, beside the servers.
+/// What a fault needs besides the servers.
 #[derive(Clone, Copy, Debug)]
 pub struct Scene<'a> {
     /// The consumers.
@@ -422,47 +434,47 @@ pub struct Scene<'a> {
     pub faults: &'a Faults,
     /// The run's folder.
     pub folder: &'a Path,
-    /// The player's part of the ledger.
+    /// The ledger file of the harness.
     pub log: &'a Arc<Log>,
     /// The topic or queue.
     pub queue: &'a str,
-    /// What becomes of the consumers when Redis has forgotten something.
+    /// What to do with the consumers after Redis lost writes.
     pub after_a_loss: AfterALoss,
 }
 
-/// What becomes of consumers when Redis has forgotten something: at most once pauses, until a
-/// person accepts it.
+/// What to do with the consumers after Redis lost writes. With at most once they pause until an
+/// operator accepts the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterALoss {
-    /// They go on.
+    /// Leave them running.
     GoOn,
-    /// All are ended, and started again.
+    /// Restart all of them.
     StartAgain,
 }
 
-/// Whether the broker takes what is to be set aside.
+/// Whether the broker accepts dead letters and in-doubt messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Letters {
-    /// It does.
+    /// It accepts them.
     Taken,
-    /// It does not.
+    /// It refuses them.
     Refused,
 }
 
-impl<K: ServerKind> Heard<Server<K>> {
-    /// Ends it, and starts it again after this long.
+impl<K: ServerKind> LoggedServer<Server<K>> {
+    /// Ends the server, and starts it again after this time.
     fn restart(&mut self, after: Duration, end: fn(&mut Server<K>)) -> Result<(), Error> {
         end(&mut self.server);
-        self.kept = 0;
+        self.saved_bytes = 0;
         std::thread::sleep(after);
         Ok(self.server.start_again()?)
     }
 
-    /// Appends what it has said and was not kept yet to a file in the folder.
-    fn keep(&mut self, folder: &Path) -> Result<String, Error> {
+    /// Appends the new part of its log to a file in the folder, and returns it.
+    fn save_log(&mut self, folder: &Path) -> Result<String, Error> {
         let said = std::fs::read(self.server.directory().join("server.log"))?;
-        let new = said.get(self.kept..).unwrap_or_default();
-        self.kept = said.len();
+        let new = said.get(self.saved_bytes..).unwrap_or_default();
+        self.saved_bytes = said.len();
         let path = folder.join(format!("{}.log", K::NAME.to_lowercase()));
         OpenOptions::new()
             .append(true)
@@ -490,7 +502,7 @@ fn dark(proxy: &Proxy, planned: &Planned, faults: &Faults) -> Result<(), Error> 
     })
 }
 
-/// The lines of RabbitMQ's log that say why it closed a channel with 406.
+/// The lines of RabbitMQ's log in which it closed a channel with 406.
 pub(crate) fn refused_acknowledgements(said: &str) -> Vec<String> {
     said.lines()
         .filter(|line| line.to_lowercase().contains("precondition_failed"))
@@ -498,14 +510,15 @@ pub(crate) fn refused_acknowledgements(said: &str) -> Vec<String> {
         .collect()
 }
 
-/// The commit that lay here when this process began, and whether what is built had changes beside
-/// it. Asked for at the beginning, since others may commit while a long run lasts.
+/// The commit at the start of this process, and whether the sources had uncommitted changes. Read
+/// once at the start, since the commit may change during a long run.
 pub fn commit() -> &'static str {
     static COMMIT: OnceLock<String> = OnceLock::new();
     COMMIT.get_or_init(|| {
         let commit =
-            said_by("git rev-parse --short=12 HEAD").unwrap_or_else(|| "unknown".to_owned());
-        let changed = said_by("git status --porcelain -- Cargo.toml Cargo.lock crates tests/chaos");
+            output_of("git rev-parse --short=12 HEAD").unwrap_or_else(|| "unknown".to_owned());
+        let changed =
+            output_of("git status --porcelain -- Cargo.toml Cargo.lock crates tests/chaos");
         if changed.is_none_or(|changed| changed.is_empty()) {
             commit
         } else {
@@ -526,7 +539,7 @@ fn kafka_version() -> Option<String> {
     )
 }
 
-fn said_by(command: &str) -> Option<String> {
+fn output_of(command: &str) -> Option<String> {
     let mut words = command.split(' ');
     let output = Command::new(words.next()?)
         .args(words)

@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and SIGHUP: noticed, so that servers are stopped first.
+//! Handles Ctrl-C, SIGTERM and SIGHUP, so that servers are stopped before the process ends.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,27 +7,27 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::Error;
 
-/// Whether we were told to stop.
+/// Whether a signal requested a stop.
 #[derive(Debug)]
 pub struct Stopping(Arc<AtomicBool>);
 
 impl Stopping {
-    /// From now on these signals set this instead of ending the process.
+    /// Installs the signal handlers: the signals no longer end the process.
     ///
     /// # Errors
-    /// What the system said.
+    /// The operating system's.
     pub fn on_signals() -> Result<Self, Error> {
-        let told = Arc::new(AtomicBool::new(false));
+        let requested = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM, SIGHUP] {
-            signal_hook::flag::register(signal, Arc::clone(&told))?;
+            signal_hook::flag::register(signal, Arc::clone(&requested))?;
         }
-        Ok(Self(told))
+        Ok(Self(requested))
     }
 
-    /// Fails when we were told to stop.
+    /// Checks that no stop was requested.
     ///
     /// # Errors
-    /// That we were.
+    /// A signal requested a stop.
     pub fn go_on(&self) -> Result<(), Error> {
         if self.0.load(Ordering::Relaxed) {
             Err("stopped by a signal".into())

@@ -1,5 +1,4 @@
-//! What the player looks at all the time: how much memory consumers have, and what their group has
-//! committed.
+//! Samples the memory of consumers and the committed offsets of their group during a run.
 
 use std::collections::HashMap;
 use std::io;
@@ -13,12 +12,12 @@ use crate::fleet::Fleet;
 use crate::ledger::{Log, What};
 use crate::wire::Wire;
 
-/// Its part of the ledger, which grows while nothing else does.
+/// The ledger file of the samples, which grows even if nothing else happens.
 pub const FILE: &str = "watch.jsonl";
-/// How often.
-const EVERY: Duration = Duration::from_millis(250);
+/// The interval of the samples.
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Looks until it is dropped.
+/// Samples until it is dropped.
 #[derive(Debug)]
 pub struct Watch {
     over: Arc<AtomicBool>,
@@ -26,11 +25,10 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Over these consumers and their group; what it sees stands in a file of its own in the run's
-    /// folder.
+    /// Starts to sample these consumers and their group; writes to a ledger file in the folder.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The file cannot be opened.
     pub fn over(fleet: &Arc<Fleet>, wire: &Arc<Wire>, folder: &Path) -> io::Result<Self> {
         let log = Arc::new(Log::open(&folder.join(FILE), "player")?);
         let over = Arc::new(AtomicBool::new(false));
@@ -47,7 +45,7 @@ impl Watch {
                         Some(What::Sampled { consumer, resident })
                     });
                 log_of_memory.write_all(sampled);
-                std::thread::sleep(EVERY);
+                std::thread::sleep(SAMPLE_INTERVAL);
             }
         });
         let commits =
@@ -63,15 +61,15 @@ impl Drop for Watch {
     fn drop(&mut self) {
         self.over.store(true, Ordering::Relaxed);
         for thread in self.threads.drain(..) {
-            // A thread that panicked could not write its part of the ledger, which ends the run
-            // elsewhere.
+            // A thread panics only if it cannot write the ledger; then the run fails elsewhere,
+            // too.
             let _ = thread.join();
         }
     }
 }
 
-/// Writes down each change. A broker that does not answer is asked again, by another client: the
-/// one before may have forgotten it.
+/// Records each change of a committed offset. After an error it uses a new client: the old one may
+/// have lost the metadata of the broker.
 fn watch_commits(wire: &Wire, log: &Log, over: &AtomicBool) {
     let Some(mut group) = wire.group() else {
         return;
@@ -80,25 +78,24 @@ fn watch_commits(wire: &Wire, log: &Log, over: &AtomicBool) {
     while !over.load(Ordering::Relaxed) {
         let Ok(committed) = group.committed() else {
             group = wire.group().unwrap_or(group);
-            std::thread::sleep(EVERY);
+            std::thread::sleep(SAMPLE_INTERVAL);
             continue;
         };
         let changed = committed
             .into_iter()
             .filter(|(partition, offset)| known.insert(*partition, *offset) != Some(*offset));
         log.write_all(changed.map(|(partition, offset)| What::Committed { partition, offset }));
-        std::thread::sleep(EVERY);
+        std::thread::sleep(SAMPLE_INTERVAL);
     }
 }
 
-/// The memory that a process has for itself, in KiB.
+/// The anonymous resident memory of a process, in KiB.
 fn resident(number: u32) -> Option<u64> {
-    for_itself(&std::fs::read_to_string(format!("/proc/{number}/status")).ok()?)
+    anonymous_memory(&std::fs::read_to_string(format!("/proc/{number}/status")).ok()?)
 }
 
-/// Not what it has mapped of files, say of its own program: the system can take that back at any
-/// time.
-fn for_itself(status: &str) -> Option<u64> {
+/// Excludes mapped files, such as the program itself: the system can reclaim those pages.
+fn anonymous_memory(status: &str) -> Option<u64> {
     let line = status
         .lines()
         .find_map(|line| line.strip_prefix("RssAnon:"))?;
@@ -116,9 +113,9 @@ mod tests {
     #[test]
     fn what_is_mapped_of_files_is_not_counted() {
         let status = "Name:\toncegate-chaos\nVmRSS:\t  150000 kB\nRssAnon:\t   31000 kB\nRssFile:\t  119000 kB\n";
-        assert_eq!(super::for_itself(status), Some(31_000));
+        assert_eq!(super::anonymous_memory(status), Some(31_000));
         assert_eq!(
-            super::for_itself("Name:\toncegate-chaos\nState:\tZ (zombie)\n"),
+            super::anonymous_memory("Name:\toncegate-chaos\nState:\tZ (zombie)\n"),
             None
         );
     }

@@ -1,5 +1,4 @@
-//! What a run asks of a broker beside consuming, with the broker's plain client: to send with
-//! confirmation, to look what is left and what was set aside.
+//! Publishes messages and inspects queues with the plain client of the broker.
 
 mod kafka;
 mod rabbit;
@@ -14,8 +13,8 @@ use crate::message::Outgoing;
 use crate::play::Taken;
 use crate::worker::Broker;
 
-/// Where what has failed is set aside, by the end of its name.
-const ASIDE: [(&str, Place); 2] = [
+/// The name suffixes of the destinations of rejected messages.
+const DESTINATION_SUFFIXES: [(&str, Place); 2] = [
     (".dead-letters", Place::DeadLetters),
     (".in-doubt", Place::InDoubt),
 ];
@@ -29,22 +28,22 @@ pub enum Wire {
     Rabbit(Box<rabbit::Wire>),
 }
 
-/// A message that was set aside.
+/// A dead letter or an in-doubt message.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Letter {
+pub struct RejectedMessage {
     /// Its id.
     pub id: String,
-    /// Where it stands.
+    /// The destination.
     pub place: Place,
-    /// Why.
+    /// The reason header.
     pub reason: String,
 }
 
 impl Wire {
-    /// Makes the topic, on Kafka; on RabbitMQ the consumers declare the queue.
+    /// Creates the topic on Kafka; on RabbitMQ the consumers declare the queue.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub async fn open(broker: Broker, url: &str, name: &str, taken: Taken) -> Result<Self, Error> {
         Ok(match broker {
             Broker::Kafka => Self::Kafka(kafka::Wire::open(url, name).await?),
@@ -52,11 +51,11 @@ impl Wire {
         })
     }
 
-    /// Hands messages to the broker, whatever state it is in, and writes down which it was given
-    /// and which it confirmed. May return before all are confirmed; see [`flush`](Self::flush).
+    /// Publishes messages, also while the broker is unavailable, and records attempts and
+    /// confirmations. May return before all are confirmed; see [`flush`](Self::flush).
     ///
     /// # Errors
-    /// If that can never succeed.
+    /// A permanent error.
     pub async fn publish(&self, messages: Vec<Outgoing>, log: &Arc<Log>) -> Result<(), Error> {
         match self {
             Self::Kafka(wire) => wire.publish(messages, log).await,
@@ -64,7 +63,7 @@ impl Wire {
         }
     }
 
-    /// Waits until each message is confirmed, or given up.
+    /// Waits until each message is confirmed or has failed.
     pub async fn flush(&self) {
         match self {
             Self::Kafka(wire) => wire.flush().await,
@@ -72,11 +71,11 @@ impl Wire {
         }
     }
 
-    /// How much is left for consumers: on Kafka what is not committed, on RabbitMQ what no consumer
-    /// holds.
+    /// The number of unsettled messages: on Kafka those above the committed offset, on RabbitMQ the
+    /// ready ones.
     ///
     /// # Errors
-    /// If the broker does not say.
+    /// The broker does not reply.
     pub async fn left(&self) -> Result<u64, Error> {
         match self {
             Self::Kafka(wire) => wire.left().await,
@@ -84,18 +83,18 @@ impl Wire {
         }
     }
 
-    /// Deletes the topic and makes another of its name, on Kafka.
+    /// Deletes and recreates the Kafka topic.
     ///
     /// # Errors
-    /// What the broker said, or that it is no Kafka.
-    pub async fn make_anew(&self) -> Result<(), Error> {
+    /// The error of the broker, or it is RabbitMQ.
+    pub async fn recreate_topic(&self) -> Result<(), Error> {
         match self {
-            Self::Kafka(wire) => wire.make_anew().await,
+            Self::Kafka(wire) => wire.recreate_topic().await,
             Self::Rabbit(_) => Err("only Kafka has topics".into()),
         }
     }
 
-    /// The consumers' group, if the broker has such.
+    /// A client for the committed offsets of the consumer group; none on RabbitMQ.
     pub fn group(&self) -> Option<kafka::Group> {
         match self {
             Self::Kafka(wire) => wire.group(),
@@ -103,18 +102,18 @@ impl Wire {
         }
     }
 
-    /// What was set aside. Takes nothing away.
+    /// The dead letters and in-doubt messages; leaves them in their destinations.
     ///
     /// # Errors
-    /// If the broker does not say.
-    pub async fn aside(&self) -> Result<Vec<Letter>, Error> {
-        let mut letters = Vec::new();
-        for (suffix, place) in ASIDE {
-            letters.extend(match self {
-                Self::Kafka(wire) => wire.letters(suffix, place).await?,
-                Self::Rabbit(wire) => wire.letters(suffix, place).await?,
+    /// The broker does not reply.
+    pub async fn rejected_messages(&self) -> Result<Vec<RejectedMessage>, Error> {
+        let mut rejected_in = Vec::new();
+        for (suffix, place) in DESTINATION_SUFFIXES {
+            rejected_in.extend(match self {
+                Self::Kafka(wire) => wire.rejected_in(suffix, place).await?,
+                Self::Rabbit(wire) => wire.rejected_in(suffix, place).await?,
             });
         }
-        Ok(letters)
+        Ok(rejected_in)
     }
 }

@@ -1,5 +1,4 @@
-//! What the consumer processes of runs and of cells share: how they begin, what they are told, and
-//! what they write down.
+//! What the consumer processes of runs and of matrix cells share: arguments, start, and records.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -19,7 +18,7 @@ use crate::counters::Counters;
 use crate::ledger::{Ending, Found, Log, What};
 use crate::sink::Sink;
 
-/// Where messages come from.
+/// The broker of the messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Broker {
@@ -30,7 +29,7 @@ pub enum Broker {
 }
 
 impl Broker {
-    /// As it stands on the command line.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kafka => "kafka",
@@ -39,43 +38,43 @@ impl Broker {
     }
 }
 
-/// What every consumer is started with.
+/// The arguments of every consumer.
 #[derive(Debug, Args)]
 pub struct Common {
     /// Its name in the ledger.
     #[arg(long)]
     pub name: String,
-    /// Where its file of the ledger lies.
+    /// The folder of its ledger file.
     #[arg(long)]
     pub folder: PathBuf,
-    /// Where messages come from.
+    /// The broker of the messages.
     #[arg(long, value_enum)]
     pub broker: Broker,
     /// Kafka's bootstrap servers, or RabbitMQ's URL.
     #[arg(long)]
     pub url: String,
-    /// The topic or the queue; the group and the scope, too.
+    /// The topic or queue; also the group and the scope.
     #[arg(long)]
     pub from: String,
-    /// What is promised.
+    /// The guarantee.
     #[arg(long, value_enum)]
     pub guarantee: Promise,
-    /// Where effects are counted.
+    /// The address of the sink.
     #[arg(long)]
     pub sink: SocketAddr,
-    /// How long a claim holds, in milliseconds.
+    /// The lease, in milliseconds.
     #[arg(long)]
     pub lease_ms: u64,
-    /// How long a drain may take, in milliseconds.
+    /// The drain timeout, in milliseconds.
     #[arg(long)]
     pub drain_ms: u64,
-    /// How many messages are handled at once.
+    /// The maximum number of messages in flight.
     #[arg(long)]
     pub in_flight: usize,
 }
 
 impl Common {
-    /// What is promised, as oncegate calls it.
+    /// The guarantee as a type of oncegate.
     pub fn guarantee(&self) -> Guarantee {
         match self.guarantee {
             Promise::AtMostOnce => Guarantee::AtMostOnce,
@@ -84,12 +83,12 @@ impl Common {
         }
     }
 
-    /// How long a claim holds.
+    /// The lease.
     pub fn lease(&self) -> Duration {
         Duration::from_millis(self.lease_ms)
     }
 
-    /// How long a drain may take.
+    /// The drain timeout.
     pub fn drain(&self) -> Duration {
         Duration::from_millis(self.drain_ms)
     }
@@ -112,7 +111,7 @@ impl Common {
     }
 }
 
-/// A consumer process that has begun.
+/// A started consumer process.
 pub struct Worker {
     /// Its file of the ledger.
     pub log: Arc<Log>,
@@ -123,11 +122,12 @@ pub struct Worker {
 }
 
 impl Worker {
-    /// Opens what every consumer needs; its own log goes to standard error.
+    /// Installs logging to standard error, the SIGTERM handler, the ledger file and the metrics,
+    /// and connects to the sink.
     ///
     /// # Errors
-    /// What the system or the sink said.
-    pub async fn begin(told: &Common) -> Result<Self, Error> {
+    /// The operating system's, or no connection to the sink.
+    pub async fn begin(common: &Common) -> Result<Self, Error> {
         let filter =
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
         tracing_subscriber::fmt()
@@ -135,15 +135,15 @@ impl Worker {
             .with_writer(std::io::stderr)
             .with_ansi(false)
             .init();
-        // Before its file of the ledger is there: whoever sees that knows that it can be told to
-        // drain.
+        // Before the ledger file is created: its existence tells the harness that SIGTERM is
+        // handled.
         let terminate = signal(SignalKind::terminate())?;
         let log = Arc::new(Log::open(
-            &told.folder.join(format!("{}.jsonl", told.name)),
-            &told.name,
+            &common.folder.join(format!("{}.jsonl", common.name)),
+            &common.name,
         )?);
-        let counters = Counters::install(Arc::clone(&log), &told.folder, &told.name)?;
-        let sink = Sink::connect(told.sink, &told.name).await?;
+        let counters = Counters::install(Arc::clone(&log), &common.folder, &common.name)?;
+        let sink = Sink::connect(common.sink, &common.name).await?;
         Ok(Self {
             log,
             sink,
@@ -152,11 +152,11 @@ impl Worker {
         })
     }
 
-    /// Runs what this makes of the future that ends with SIGTERM, and writes down what was counted,
-    /// if it ends well.
+    /// Runs `consume`, which gets a future that ends at SIGTERM. Writes the final counters, or
+    /// records the error.
     ///
     /// # Errors
-    /// Those of what runs.
+    /// The error of the consumer.
     pub async fn run<F: Future<Output = Result<(), oncegate::Error>>>(
         self,
         consume: impl FnOnce(Terminated) -> F,
@@ -169,7 +169,7 @@ impl Worker {
         } = self;
         let ended = consume(Terminated(terminate)).await;
         match &ended {
-            Ok(()) => counters.write_the_last(),
+            Ok(()) => counters.write_final(),
             Err(error) => log.write(What::Failed {
                 error: error.to_string(),
             }),
@@ -178,27 +178,27 @@ impl Worker {
     }
 }
 
-/// Tells of SIGTERM.
+/// Waits for SIGTERM.
 pub struct Terminated(Signal);
 
 impl Terminated {
-    /// Returns when the process was told to end.
-    pub async fn come(mut self) {
+    /// Returns when SIGTERM arrives.
+    pub async fn wait(mut self) {
         self.0.recv().await;
     }
 }
 
-/// A run of a handler: whatever becomes of it, its end is written down.
+/// A run of a handler. Records its end when it is dropped.
 pub struct Running<'a> {
     log: &'a Log,
     id: &'a str,
     run: u64,
-    /// How it would end now.
+    /// How the run ended, if it is dropped now.
     pub how: Ending,
 }
 
 impl<'a> Running<'a> {
-    /// Writes down that it has begun.
+    /// Records the start.
     pub fn begin(log: &'a Log, cx: &'a Context, run: u64) -> Self {
         let (id, attempt) = (cx.id(), cx.attempt());
         log.write(What::Started {
@@ -233,7 +233,7 @@ impl Drop for Running<'_> {
 /// Asks the sink whether an effect has happened, and voids its attempt if not.
 ///
 /// # Errors
-/// That the sink does not say.
+/// The sink did not reply.
 pub async fn reconcile(sink: &Sink, cx: &Context) -> Result<Reconciled, Failure> {
     Ok(
         match sink.find_or_void(cx.id(), cx.attempt()).await.retry()? {

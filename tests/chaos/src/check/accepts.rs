@@ -1,11 +1,11 @@
-//! I9: nothing is accepted without a verdict of its own. `Busy` is none.
+//! I9: each acceptance has its own store verdict. `Busy` does not count.
 
 use std::collections::HashMap;
 
 use super::{Finder, Invariant};
 use crate::ledger::{Asked, Settling, What};
 
-/// What an acceptance may rest on, and has not been used for one yet.
+/// Verdicts that permit an acceptance and are not used by one yet.
 #[derive(Default)]
 struct Verdicts {
     completed: u32,
@@ -31,21 +31,21 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
                 position,
                 ..
             } => {
-                let left = match why.as_str() {
+                let unused = match why.as_str() {
                     "completed" => &mut verdicts.completed,
                     "duplicate" => &mut verdicts.duplicate,
                     "resolved" => &mut verdicts.resolved,
                     _ => &mut 0,
                 };
                 finder.checked.counts.duplicates_stopped += u64::from(why == "duplicate");
-                if *left == 0 {
+                if *unused == 0 {
                     let why = format!(
-                        "{} accepted {position} as {why}, and no verdict says so",
+                        "{} accepted {position} as {why} without a store verdict",
                         record.by
                     );
-                    finder.found(Invariant::I9, Some(id), why);
+                    finder.report_violation(Invariant::I9, Some(id), why);
                 } else {
-                    *left -= 1;
+                    *unused -= 1;
                 }
             }
             _ => {}

@@ -1,24 +1,24 @@
-//! I10: after a fault effects come again within its bound.
+//! I10: after a fault, effects resume within its bound.
 
 use super::{Finder, Invariant, Remembers, micros};
 use crate::flow::SPAN;
 use crate::ledger::What;
 use crate::schedule::Kind;
 
-/// How many messages the broker has to have confirmed meanwhile, so that there was something to
-/// have an effect.
-const SOMETHING: usize = 20;
-/// How much of the processors' time nobody may have needed, in percent, so that what took long took
-/// long for no want of that.
-const TO_SPARE: u64 = 25;
+/// The minimum number of confirmed messages after a fault; with fewer, a missing effect proves
+/// nothing.
+const MIN_CONFIRMED: usize = 20;
+/// The minimum idle CPU time in percent; with less, a slow recovery may be due to the load of the
+/// machine.
+const MIN_IDLE_PERCENT: u64 = 25;
 
 pub(super) fn check(finder: &mut Finder<'_>) {
     first_effect(finder);
     rate(finder);
 }
 
-/// When effects came at nine tenths of their rate. After two faults at once both bounds may be
-/// needed; after a message that ended a process nobody is held to those of a fault.
+/// Checks when effects reached nine tenths of their rate. After two concurrent faults the bound is
+/// the sum of both. Not checked if a message made a process abort meanwhile.
 fn rate(finder: &mut Finder<'_>) {
     let ledger = finder.ledger;
     for record in ledger.records() {
@@ -31,15 +31,15 @@ fn rate(finder: &mut Finder<'_>) {
             continue;
         };
         let of: Option<Vec<Kind>> = kinds.iter().map(|kind| Kind::of(kind)).collect();
-        let Some(of) = of.filter(|_| *idle >= TO_SPARE) else {
+        let Some(of) = of.filter(|_| *idle >= MIN_IDLE_PERCENT) else {
             continue;
         };
         if of.contains(&Kind::FailOverRedis) && finder.rules.store == Remembers::NotAll {
             continue;
         }
         let ended = record.at.saturating_sub(took_ms * 1_000 + micros(SPAN));
-        let felt = |at: u64| at <= record.at && at + bound(Kind::KillConsumer) >= ended;
-        if finder.windows.aborts().any(felt) {
+        let may_affect = |at: u64| at <= record.at && at + bound(Kind::KillConsumer) >= ended;
+        if finder.windows.aborts().any(may_affect) {
             continue;
         }
         let bound = of.into_iter().map(bound).sum::<u64>();
@@ -51,9 +51,9 @@ fn rate(finder: &mut Finder<'_>) {
         *counts.rate_again_judged.entry(what.clone()).or_default() += 1;
         if *took_ms > bound_ms {
             let why = format!(
-                "nine tenths of the rate were back {took_ms} ms after the end of {what}, and may take {bound_ms}"
+                "effects reached nine tenths of their rate {took_ms} ms after the end of {what}; the bound is {bound_ms} ms"
             );
-            finder.found(Invariant::I10, None, why);
+            finder.report_violation(Invariant::I10, None, why);
         }
     }
 }
@@ -61,10 +61,10 @@ fn rate(finder: &mut Finder<'_>) {
 fn first_effect(finder: &mut Finder<'_>) {
     let over: Vec<(String, u64)> = finder
         .windows
-        .over()
+        .ended_faults()
         .map(|(kind, ended)| (kind.to_owned(), ended))
         .collect();
-    // Until when effects may be away for what was over before.
+    // The times until which earlier faults excuse missing effects.
     let mut excused: Vec<(u64, u64)> = over
         .iter()
         .filter_map(|(kind, ended)| Some((*ended, ended + bound(Kind::of(kind)?))))
@@ -77,7 +77,7 @@ fn first_effect(finder: &mut Finder<'_>) {
     );
     for (kind, ended) in over {
         let Some(of) = Kind::of(&kind) else { continue };
-        // A Redis that has forgotten lets at most once rest until a person says otherwise.
+        // After Redis lost claims, at most once pauses until an operator resumes it.
         if of == Kind::FailOverRedis && finder.rules.store == Remembers::NotAll {
             continue;
         }
@@ -87,8 +87,7 @@ fn first_effect(finder: &mut Finder<'_>) {
             .map(|(_, until)| *until)
             .max();
         let latest = before.unwrap_or_default().max(ended + bound(of));
-        // What did not run could not consume: on a machine that is too busy that is no fault of the
-        // consumers'.
+        // Time in which an overloaded machine did not schedule the consumers does not count.
         let latest = latest + finder.windows.stalled(ended, latest);
         let ledger = finder.ledger;
         let mut confirmed = 0;
@@ -98,8 +97,8 @@ fn first_effect(finder: &mut Finder<'_>) {
             matches!(record.what, What::Effect { .. })
         });
         let came = effect.map_or(u64::MAX, |record| record.at);
-        // While another fault lasts, it is that one's.
-        if finder.windows.another_lasts(ended, came.min(latest)) {
+        // During another fault the delay may have that cause.
+        if finder.windows.overlaps_another(ended, came.min(latest)) {
             continue;
         }
         let counts = &mut finder.checked.counts;
@@ -108,13 +107,13 @@ fn first_effect(finder: &mut Finder<'_>) {
             *longest = (*longest).max((effect.at - ended) / 1_000);
         }
         *counts.again_judged.entry(kind.clone()).or_default() += 1;
-        if came > latest && confirmed >= SOMETHING {
+        if came > latest && confirmed >= MIN_CONFIRMED {
             let ms = (latest - ended) / 1_000;
-            finder.found(
+            finder.report_violation(
                 Invariant::I10,
                 None,
                 format!(
-                    "no effect within {ms} ms of the end of {kind}, and {confirmed} messages came"
+                    "no effect within {ms} ms of the end of {kind}, although {confirmed} messages were confirmed"
                 ),
             );
         }

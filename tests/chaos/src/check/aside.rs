@@ -1,15 +1,15 @@
-//! What stands in the dead letters though its handler would have worked.
+//! Dead letters whose handler would have worked.
 
 use super::{Finder, Invariant};
 use crate::ledger::{Asked, Place, What};
-use crate::message::Fate;
+use crate::message::HandlerBehavior;
 
-/// Why a message is set aside that has had all its attempts, each of which failed or ended with its
-/// process or its lease; and why its copy is.
+/// The reasons of messages whose attempts are exhausted, each by a failure, a crash or a lost
+/// lease, and of their copies.
 const SPENT: [&str; 3] = ["attempts-spent", "crashes-spent", "rejected-before"];
 
 pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
-    if Fate::of(id) != Fate::Work {
+    if HandlerBehavior::of(id) != HandlerBehavior::Work {
         return;
     }
     let mut granted = 0;
@@ -26,16 +26,16 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
                 ..
             } if !SPENT.contains(&reason.as_str()) || granted < finder.rules.attempts => {
                 let why = format!(
-                    "in the dead letters as {reason}, though its handler works, after {granted} attempts"
+                    "dead-lettered as {reason} after {granted} attempts, although its handler works"
                 );
-                return finder.found(Invariant::Aside, Some(id), why);
+                return finder.report_violation(Invariant::Aside, Some(id), why);
             }
             _ => {}
         }
     }
 }
 
-/// The attempt that a store granted.
+/// The attempt number in a verdict; 0 if the claim was not granted.
 fn attempt(verdict: &str) -> u32 {
     let number = verdict
         .strip_prefix("granted ")

@@ -1,4 +1,4 @@
-//! I11: what a process does while its store is away or takes nothing, and how much it holds.
+//! I11: bounds on handlers, requests and memory while the store is unavailable or refuses writes.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 
@@ -6,29 +6,30 @@ use super::faults::Renewals;
 use super::{Finder, Invariant, micros};
 use crate::ledger::{Asked, Ending, What};
 
-/// How long after the store went away an answer of it may still be read, by a process on a busy
-/// machine, and how long a disk that has just been filled may still have room in its last block.
-const NOTICED: u64 = 1_000_000;
-/// How long before its end was written down the store may have answered again.
-const ENDED: u64 = 500_000;
-/// How often a process may ask a store that is away, in a second.
-const QUESTIONS: usize = 20;
-/// By how much its memory may grow meanwhile, in KiB.
-const GROWTH: u64 = 50 * 1_024;
+/// How long after the start of an outage a reply may still be read on a busy machine, in
+/// microseconds. A disk that was just filled may also have room in its last block for a moment.
+const START_TOLERANCE: u64 = 1_000_000;
+/// How long before the recorded end of an outage the store may reply again, in microseconds.
+const END_TOLERANCE: u64 = 500_000;
+/// The maximum number of requests of a process to an unavailable store per second.
+const MAX_REQUESTS: usize = 20;
+/// The maximum growth of the memory of a process during an outage, in KiB.
+const MAX_GROWTH: u64 = 50 * 1_024;
+/// One second in microseconds.
 const SECOND: u64 = 1_000_000;
 
 pub(super) fn check(finder: &mut Finder<'_>) {
     work_at_once(finder);
-    let away: Vec<(u64, u64)> = finder.windows.store_away().collect();
+    let away: Vec<(u64, u64)> = finder.windows.store_outages().collect();
     for (from, to) in away {
         finder.checked.counts.away_ms += (to - from) / 1_000;
         handlers(finder, from, to, Renewals::Refused);
-        questions(finder, from, to);
+        requests(finder, from, to);
         memory(finder, from, to);
     }
-    // What refuses is fast, so it may be asked as often as messages come; what it refuses nobody
-    // may run.
-    let refuses: Vec<(u64, u64, Renewals)> = finder.windows.store_refuses().collect();
+    // A store that refuses writes replies at once, so the number of requests is not bounded. But no
+    // handler may start.
+    let refuses: Vec<(u64, u64, Renewals)> = finder.windows.store_refusals().collect();
     for (from, to, renewals) in refuses {
         finder.checked.counts.refusing_ms += (to - from) / 1_000;
         handlers(finder, from, to, renewals);
@@ -44,8 +45,8 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     finder.checked.counts.resident = resident.max().unwrap_or_default();
 }
 
-/// Handlers that run at once in one process. Those that are cancelled at that moment do not count:
-/// what takes their places begins when they are told to end, and not when they have ended.
+/// Checks the number of concurrent handlers in a process. Handlers that are being cancelled do not
+/// count: their successors start when they are cancelled, not when they have ended.
 fn work_at_once(finder: &mut Finder<'_>) {
     let mut cancelled: HashMap<(&str, u64), u64> = HashMap::new();
     let ledger = finder.ledger;
@@ -87,20 +88,25 @@ fn work_at_once(finder: &mut Finder<'_>) {
         let counts = &mut finder.checked.counts;
         counts.at_once = counts.at_once.max(most as u64);
         if most > may {
-            let why = format!("{consumer} ran {most} handlers at once, and may run {may}");
-            finder.found(Invariant::I11, None, why);
+            let why = format!("{consumer} ran {most} handlers at once; max_in_flight is {may}");
+            finder.report_violation(Invariant::I11, None, why);
         }
     }
 }
 
-/// A claim that was granted before may wait for its turn, say because what may have ended a process
-/// runs alone; but for no longer than its lease, unless that is renewed.
+/// A message that was claimed before may wait, for example while a suspected message runs alone,
+/// but not longer than its lease unless the lease is renewed.
 fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: Renewals) {
     let (ledger, windows, lease) = (finder.ledger, finder.windows, micros(finder.rules.lease));
-    for record in ledger.between(from + NOTICED, to.saturating_sub(ENDED)) {
-        // What a process that did not run had been told before, it may begin when it runs again.
-        let ran =
-            || windows.awake(&record.by, record.at.saturating_sub(NOTICED), record.at) >= NOTICED;
+    for record in ledger.between(from + START_TOLERANCE, to.saturating_sub(END_TOLERANCE)) {
+        // A process that was not scheduled may act late on an earlier reply.
+        let ran = || {
+            windows.awake(
+                &record.by,
+                record.at.saturating_sub(START_TOLERANCE),
+                record.at,
+            ) >= START_TOLERANCE
+        };
         let late = record.at - from;
         let did = match &record.what {
             What::Answered {
@@ -108,17 +114,19 @@ fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: Renewals) {
                 verdict,
                 ..
             } if verdict.starts_with("granted") => "was granted a claim",
-            What::Started { .. } if late > lease + NOTICED && renewals == Renewals::Refused => {
+            What::Started { .. }
+                if late > lease + START_TOLERANCE && renewals == Renewals::Refused =>
+            {
                 "started a handler"
             }
             _ => continue,
         };
         if ran() {
-            finder.found(
+            finder.report_violation(
                 Invariant::I11,
                 record.what.id(),
                 format!(
-                    "{} {did} {} ms after the store went away or took nothing any more",
+                    "{} {did} {} ms after the store became unavailable or refused writes",
                     record.by,
                     late / 1_000
                 ),
@@ -127,8 +135,8 @@ fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: Renewals) {
     }
 }
 
-/// Questions that got no answer: what was asked at once has the same time.
-fn questions(finder: &mut Finder<'_>, from: u64, to: u64) {
+/// Counts requests without a reply. Operations of one request have the same time.
+fn requests(finder: &mut Finder<'_>, from: u64, to: u64) {
     let mut latest: HashMap<&str, VecDeque<u64>> = HashMap::new();
     let ledger = finder.ledger;
     for record in ledger.between(from, to) {
@@ -155,12 +163,12 @@ fn questions(finder: &mut Finder<'_>, from: u64, to: u64) {
         }
         let counts = &mut finder.checked.counts;
         counts.away_questions = counts.away_questions.max(times.len() as u64);
-        if times.len() == QUESTIONS + 1 {
+        if times.len() == MAX_REQUESTS + 1 {
             let why = format!(
-                "{} put more than {QUESTIONS} questions a second to a store that was away",
+                "{} sent more than {MAX_REQUESTS} requests per second to an unavailable store",
                 record.by
             );
-            finder.found(Invariant::I11, None, why);
+            finder.report_violation(Invariant::I11, None, why);
         }
     }
 }
@@ -168,7 +176,7 @@ fn questions(finder: &mut Finder<'_>, from: u64, to: u64) {
 fn memory(finder: &mut Finder<'_>, from: u64, to: u64) {
     let mut first: HashMap<&str, u64> = HashMap::new();
     let ledger = finder.ledger;
-    // As it was just before counts as the beginning.
+    // The last sample before the outage is the reference.
     for record in ledger.between(from.saturating_sub(SECOND), to) {
         let What::Sampled { consumer, resident } = &record.what else {
             continue;
@@ -180,11 +188,11 @@ fn memory(finder: &mut Finder<'_>, from: u64, to: u64) {
         let growth = resident.saturating_sub(first[consumer.as_str()]);
         let counts = &mut finder.checked.counts;
         counts.away_growth = counts.away_growth.max(growth);
-        if growth > GROWTH {
-            finder.found(
+        if growth > MAX_GROWTH {
+            finder.report_violation(
                 Invariant::I11,
                 None,
-                format!("{consumer} grew by {growth} KiB while the store was away"),
+                format!("{consumer} grew by {growth} KiB while the store was unavailable"),
             );
         }
     }

@@ -1,4 +1,4 @@
-//! I6 and I7: what Kafka says that the group has committed.
+//! I6 and I7: the committed offsets of the group, as Kafka reports them.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;
@@ -7,23 +7,23 @@ use super::faults::FREEZE_KAFKA;
 use super::{Finder, Invariant};
 use crate::ledger::{Settling, What};
 
-/// How long after a frozen broker was woken it may still carry out a commit that another one has
-/// overtaken: the client has given that up by then and sent a later one by another connection, and
-/// the broker reads both. Seen up to 2.1 seconds, beside a compiler that had both cores.
-const OVERTAKEN: Duration = Duration::from_secs(5);
-/// How long after it happened the player may see what is committed, in microseconds.
-const SEEN: u64 = 1_000_000;
+/// How long after a broker is resumed it may still apply an outdated commit: the client gave it up
+/// and sent a later one on another connection, and the broker reads both. Observed: 2.1 seconds on
+/// a machine with both cores busy.
+const OUTDATED_COMMIT: Duration = Duration::from_secs(5);
+/// How late the harness may observe a commit, in microseconds.
+const OBSERVATION_DELAY: u64 = 1_000_000;
 
 pub(super) fn check(finder: &mut Finder<'_>) {
     let mut settled: HashSet<(i32, i64)> = HashSet::new();
     let mut committed: HashMap<i32, i64> = HashMap::new();
-    let mut of_the_old: HashMap<i32, i64> = HashMap::new();
+    let mut before_recreation: HashMap<i32, i64> = HashMap::new();
     let mut assignments: HashSet<(&str, i32, &str)> = HashSet::new();
-    let mut assigned_anew: HashMap<i32, u64> = HashMap::new();
+    let mut last_assigned: HashMap<i32, u64> = HashMap::new();
     let mut broken = Vec::new();
     for record in finder.ledger.records() {
         match &record.what {
-            // Before it is settled: the commit can only come after.
+            // Recorded before the source settles it, so before any commit.
             What::Settled {
                 how: Settling::Accepted | Settling::Rejected,
                 position,
@@ -35,45 +35,48 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                 if let Some((partition, _, assignment)) = read(position)
                     && assignments.insert((&record.by, partition, assignment))
                 {
-                    assigned_anew.insert(partition, record.at);
+                    last_assigned.insert(partition, record.at);
                 }
             }
-            // What is settled of the old log says nothing of the new one.
+            // Offsets of the deleted topic have no meaning in the recreated one.
             What::MadeAnew => {
                 settled.clear();
-                of_the_old = std::mem::take(&mut committed);
+                before_recreation = std::mem::take(&mut committed);
             }
-            // Kafka may still tell what was committed of the old one: the group has not come to the
-            // new one yet.
-            What::Committed { partition, offset } if of_the_old.get(partition) == Some(offset) => {}
+            // Kafka reports the old committed offset until the group commits in the recreated
+            // topic.
+            What::Committed { partition, offset }
+                if before_recreation.get(partition) == Some(offset) => {}
             What::Committed { partition, offset } => {
                 finder.checked.counts.commits += 1;
                 let before = committed.entry(*partition).or_default();
-                let woken = finder.windows.last_over(FREEZE_KAFKA, record.at, OVERTAKEN);
-                // Once the group has assigned the partition anew, Kafka refuses what is left of the
-                // time before.
-                let anew = |woken: u64| {
-                    assigned_anew
+                let woken = finder
+                    .windows
+                    .last_end(FREEZE_KAFKA, record.at, OUTDATED_COMMIT);
+                // After a new assignment of the partition Kafka refuses commits of the earlier
+                // generation.
+                let reassigned = |woken: u64| {
+                    last_assigned
                         .get(partition)
-                        .is_some_and(|at| *at > woken && at + SEEN < record.at)
+                        .is_some_and(|at| *at > woken && at + OBSERVATION_DELAY < record.at)
                 };
-                if offset < before && woken.is_some_and(|woken| !anew(woken)) {
+                if offset < before && woken.is_some_and(|woken| !reassigned(woken)) {
                     finder.checked.counts.commits_overtaken += 1;
-                    // The next member begins here, and commits again what lies behind it: that was
+                    // The next member starts here and commits these offsets again; they were
                     // settled.
                     settled.extend((*offset..*before).map(|again| (*partition, again)));
                     *before = *offset;
                 } else if offset < before {
                     broken.push((
                         Invariant::I6,
-                        format!("partition {partition} went back from {before} to {offset}"),
+                        format!("the committed offset of partition {partition} decreased from {before} to {offset}"),
                     ));
                 }
                 for passed in *before..*offset {
                     if !settled.remove(&(*partition, passed)) {
                         broken.push((
                             Invariant::I7,
-                            format!("partition {partition} was committed up to {offset}, and {passed} is not settled"),
+                            format!("partition {partition} was committed up to {offset}, but {passed} is not settled"),
                         ));
                     }
                 }
@@ -83,11 +86,11 @@ pub(super) fn check(finder: &mut Finder<'_>) {
         }
     }
     for (invariant, why) in broken {
-        finder.found(invariant, None, why);
+        finder.report_violation(invariant, None, why);
     }
 }
 
-/// A position as the ledger has it: partition, offset, and the assignment by which it came.
+/// Parses a position of the ledger: partition, offset, and assignment.
 fn read(position: &str) -> Option<(i32, i64, &str)> {
     let (partition, rest) = position.split_once('/')?;
     let (offset, assignment) = rest.split_once('@')?;

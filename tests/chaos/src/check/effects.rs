@@ -1,12 +1,12 @@
-//! I2, I3 and I5: what happened at the sink.
+//! I2, I3 and I5: the effects at the sink.
 
 use std::collections::HashMap;
 
-use super::ends::UNHEARD;
+use super::ends::REPLICATION_LAG;
 use super::{Finder, Invariant, Ordered, Promise, Remembers, micros};
 use crate::ledger::{Asked, Record, Unique, What};
 
-/// One application at the sink.
+/// One effect at the sink.
 struct Applied<'a> {
     at: u64,
     consumer: &'a str,
@@ -31,14 +31,14 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     counts.refused += refused as u64;
     counts.duplicated += u64::from(applied.len() > 1);
     if applied.len() > 1 && finder.rules.store == Remembers::Claims {
-        finder.found(
+        finder.report_violation(
             Invariant::I2,
             Some(id),
             format!("{} effects", applied.len()),
         );
     }
     if !applied.is_empty() && unique != 1 {
-        finder.found(Invariant::I3, Some(id), format!("{unique} unique effects"));
+        finder.report_violation(Invariant::I3, Some(id), format!("{unique} unique effects"));
     }
     for pair in applied.windows(2) {
         let [before, again] = pair else { continue };
@@ -46,16 +46,16 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
             Ok(cause) => *finder.checked.counts.explained.entry(cause).or_default() += 1,
             Err(why) => {
                 let why = format!(
-                    "a second effect by {} after one by {}, and {why}",
+                    "a second effect by {} after one by {}: {why}",
                     again.consumer, before.consumer
                 );
-                // Where the store may forget, at most once is held to no more than that.
+                // If a failover may lose claims, a second effect only needs a cause.
                 let invariant = if finder.rules.store == Remembers::NotAll {
                     Invariant::I2
                 } else {
                     Invariant::I3
                 };
-                finder.found(
+                finder.report_violation(
                     if finder.rules.promise == Promise::AtMostOnce {
                         invariant
                     } else {
@@ -69,8 +69,11 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     }
 }
 
-/// Which fault a second effect comes from: one that can have cut off the run that began first,
-/// before its end was recorded and before the other one began. Else what is wrong.
+/// The fault that caused a second effect: one that may have interrupted the run that started first,
+/// before its completion was recorded and before the other run started.
+///
+/// # Errors
+/// Why there is none.
 fn cause(
     finder: &Finder<'_>,
     id: &str,
@@ -78,10 +81,10 @@ fn cause(
     again: &Applied<'_>,
 ) -> Result<String, String> {
     let (windows, rules) = (finder.windows, finder.rules);
-    let nothing = || "nothing in the fault log can have cut off the first run".to_owned();
+    let nothing = || "no fault in the fault log can have interrupted the first run".to_owned();
     let mut runs = [
-        (begun(finder, id, before), before),
-        (begun(finder, id, again), again),
+        (start_time(finder, id, before), before),
+        (start_time(finder, id, again), again),
     ];
     if rules.store == Remembers::NotAll {
         let from = runs[0].0.min(runs[1].0);
@@ -93,33 +96,35 @@ fn cause(
         );
         return cause.map(str::to_owned).ok_or_else(nothing);
     }
-    runs.sort_by_key(|(begun, _)| *begun);
+    runs.sort_by_key(|(start_time, _)| *start_time);
     let [(from, first), (to, _)] = runs;
     let recorded = |record: &&Record| {
         let done = matches!(&record.what, What::Answered { ask: Asked::Complete, verdict, .. } if verdict == "done");
         done && record.by == first.consumer
             && (from..to).contains(&record.at)
-            && !windows.loses(record.at, UNHEARD)
+            && !windows.may_lose(record.at, REPLICATION_LAG)
     };
     if finder.history(id).any(|record| recorded(&record)) {
-        return Err("the end of the first was recorded before the other one began".to_owned());
+        return Err(
+            "the completion of the first run was recorded before the other run started".to_owned(),
+        );
     }
     if (before.consumer, before.attempt) == (again.consumer, again.attempt) {
-        return Err("both are of one attempt".to_owned());
+        return Err("both effects have the same attempt".to_owned());
     }
-    // The lease may have been lost by what was felt before the handler began.
-    let cut_off = windows.cut_off(
+    // The lease may have been lost by a fault before the handler started.
+    let interruption = windows.interruption(
         first.consumer,
         from.saturating_sub(micros(rules.lease)),
         to,
         rules,
     );
-    cut_off.map(str::to_owned).ok_or_else(nothing)
+    interruption.map(str::to_owned).ok_or_else(nothing)
 }
 
-/// The keys of ids are what stands before their last `-`; only ids that begin with `k` were sent
-/// with a key. Into a queue what is not confirmed is sent again, and may come to stand behind what
-/// was sent later: there it is in its place only if it was confirmed before the later one was sent.
+/// I5. An id that starts with `k` has a key: the part before its last `-`. In a queue, a message
+/// that was not confirmed is published again and may follow later ones; there, the order is checked
+/// only against messages published after its confirmation.
 pub(super) fn check_order(finder: &mut Finder<'_>) {
     let mut latest: HashMap<&str, (u64, &str)> = HashMap::new();
     let mut broken = Vec::new();
@@ -141,7 +146,7 @@ pub(super) fn check_order(finder: &mut Finder<'_>) {
         let (highest, of) = latest.entry(key).or_insert((number, id));
         if number < *highest
             && finder.rules.order == Ordered::ByKeyOfAQueue
-            && !stood_before(finder, id, of)
+            && !was_confirmed_before(finder, id, of)
         {
             continue;
         }
@@ -149,7 +154,7 @@ pub(super) fn check_order(finder: &mut Finder<'_>) {
             broken.push((
                 id,
                 format!(
-                    "its effect came after that of {of}, which was sent later with the same key"
+                    "its effect followed that of {of}, which was published later with the same key"
                 ),
             ));
         } else {
@@ -157,12 +162,12 @@ pub(super) fn check_order(finder: &mut Finder<'_>) {
         }
     }
     for (id, why) in broken {
-        finder.found(Invariant::I5, Some(id), why);
+        finder.report_violation(Invariant::I5, Some(id), why);
     }
 }
 
-/// Whether one was confirmed before the other was sent.
-fn stood_before(finder: &Finder<'_>, one: &str, other: &str) -> bool {
+/// Whether one message was confirmed before the other was published.
+fn was_confirmed_before(finder: &Finder<'_>, one: &str, other: &str) -> bool {
     let confirmed = finder
         .history(one)
         .find(|record| matches!(record.what, What::Confirmed { .. }));
@@ -191,8 +196,8 @@ fn applied(record: &Record) -> Option<Applied<'_>> {
     }
 }
 
-/// When the handler behind an effect was started.
-fn begun(finder: &Finder<'_>, id: &str, effect: &Applied<'_>) -> u64 {
+/// The start time of the handler that had an effect.
+fn start_time(finder: &Finder<'_>, id: &str, effect: &Applied<'_>) -> u64 {
     let started = finder
         .history(id)
         .filter(|record| record.by == effect.consumer && record.at <= effect.at);

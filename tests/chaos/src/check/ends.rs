@@ -5,75 +5,79 @@ use crate::ledger::{Asked, Place, Record, Sent, What};
 use oncegate::defaults::STOP_TIMEOUT;
 use std::time::Duration;
 
-/// How a process ends that aborts.
+/// The status of a process that aborted.
 const ABORTED: &str = "signal 6";
 
-/// How a process ends whose settings are refused, how long it takes to see that, and the fault in
-/// which it is.
+/// The status of a process that failed at start, the time that the failure may take, and the fault
+/// that causes it.
 const REFUSED: &str = "exit 1";
-const BEGUN: Duration = Duration::from_secs(3);
+const START_TIME: Duration = Duration::from_secs(3);
 const DEMOTE: &str = "demote-redis";
 
-/// The faults in which the broker answers nobody, and for how long a consumer tries to leave then,
-/// after its drain.
-const BROKER_AWAY: [&str; 5] = [
+/// The faults during which the broker does not reply, and how long a consumer then tries to leave
+/// after its drain timeout.
+const BROKER_UNAVAILABLE: [&str; 5] = [
     "freeze-kafka",
     "kill-kafka",
     "kill-rabbit",
     "restart-rabbit",
     "dark-rabbit",
 ];
-const LEAVE: Duration = Duration::from_secs(10);
+const LEAVE_TIME: Duration = Duration::from_secs(10);
 
-/// After a freeze of Kafka its client may have forgotten it: for how long at the most, until
-/// another one takes its place, and what a consumer says that is told to drain meanwhile.
-const FORGOTTEN: Duration = Duration::from_secs(25);
-const STAYS: &str = "did not leave the group in time";
+/// How long after a freeze of Kafka its client may lack the broker's metadata before it is
+/// replaced, and the error of a consumer that drains meanwhile.
+const LOST_METADATA: Duration = Duration::from_secs(25);
+const NOT_LEFT: &str = "did not leave the group in time";
 
-/// How long before a failover begins its replicas may not have heard of what is said.
-pub(super) const UNHEARD: Duration = Duration::from_secs(1);
+/// How long before the recorded start of a failover replication may already be interrupted.
+pub(super) const REPLICATION_LAG: Duration = Duration::from_secs(1);
 
 pub(super) fn check(finder: &mut Finder<'_>) {
     let bound = (finder.rules.drain + STOP_TIMEOUT).as_millis() + 1_000;
     for record in finder.ledger.records() {
         match &record.what {
             What::Left { count } if *count > 0 => {
-                finder.found(
+                finder.report_violation(
                     Invariant::I14,
                     None,
-                    format!("{count} deliveries were left when the run had to end"),
+                    format!("{count} messages were not settled at the end of the run"),
                 );
             }
-            // Its end was recorded, and that is what the failover has lost: nobody will ask again.
-            What::Marker { id, .. } if end_lost(finder, id) => finder.checked.counts.ends_lost += 1,
-            // Whoever gave up on finding out has let go of it, and the message waits for a person.
+            // The failover lost the recorded completion, and no delivery claims the id again.
+            What::Marker { id, .. } if completion_lost(finder, id) => {
+                finder.checked.counts.ends_lost += 1
+            }
+            // The message is in the in-doubt queue; no consumer reconciles it.
             What::Marker { id, record }
                 if record.starts_with("v1 r ") && is_in_doubt(finder, id) => {}
             What::Marker { id, record }
                 if record.starts_with("v1 p ") || record.starts_with("v1 r ") =>
             {
-                finder.found(
+                finder.report_violation(
                     Invariant::I14,
                     Some(id),
-                    format!("its marker was left in progress: {record}"),
+                    format!("its marker remained in progress: {record}"),
                 );
             }
-            What::Leaked { secret, place } => finder.found(
+            What::Leaked { secret, place } => finder.report_violation(
                 Invariant::I13,
                 None,
-                format!("the password of {secret} stands in {place}"),
+                format!("the password of {secret} is in {place}"),
             ),
-            What::ChannelRefused { line } => finder.found(Invariant::I8, None, line.clone()),
-            // As a message told it to, whatever it was told by the player.
+            What::ChannelRefused { line } => {
+                finder.report_violation(Invariant::I8, None, line.clone())
+            }
+            // A message made it abort, whatever signal it received.
             What::Gone {
                 consumer, status, ..
             } if status == ABORTED && finder.windows.aborted(consumer).is_some() => {}
-            // At most once does not begin on a server that is a replica.
+            // A consumer with at most once refuses to start on a replica.
             What::Gone {
                 after: Sent::Nothing,
                 status,
                 ..
-            } if status == REFUSED && finder.windows.lasted(DEMOTE, record.at, BEGUN) => {
+            } if status == REFUSED && finder.windows.was_active(DEMOTE, record.at, START_TIME) => {
                 finder.checked.counts.refused_to_begin += 1;
             }
             What::Gone {
@@ -83,10 +87,10 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                 ..
             } => {
                 let error = error_of(finder, consumer);
-                finder.found(
+                finder.report_violation(
                     Invariant::Exit,
                     None,
-                    format!("{consumer} ended by itself: {status}: {error}"),
+                    format!("{consumer} ended without a signal: {status}: {error}"),
                 );
             }
             What::Gone {
@@ -95,32 +99,32 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                 status,
                 took_ms,
             } => {
-                // While its broker is away it can neither settle nor leave in good order, and says
-                // so.
+                // Without its broker it can neither settle nor leave the group, and ends with an
+                // error.
                 let (took, error) = (Duration::from_millis(*took_ms), error_of(finder, consumer));
-                let away = BROKER_AWAY
+                let unavailable = BROKER_UNAVAILABLE
                     .iter()
-                    .any(|kind| finder.windows.lasted(kind, record.at, took));
-                let forgotten = error.contains(STAYS)
+                    .any(|kind| finder.windows.was_active(kind, record.at, took));
+                let lost_metadata = error.contains(NOT_LEFT)
                     && finder
                         .windows
-                        .lasted(FREEZE_KAFKA, record.at, took + FORGOTTEN);
-                if (away || forgotten)
+                        .was_active(FREEZE_KAFKA, record.at, took + LOST_METADATA);
+                if (unavailable || lost_metadata)
                     && status == REFUSED
-                    && took.as_millis() <= bound + LEAVE.as_millis()
+                    && took.as_millis() <= bound + LEAVE_TIME.as_millis()
                 {
                     finder.checked.counts.left_without_broker += 1;
                 } else if status != "exit 0" {
-                    finder.found(
+                    finder.report_violation(
                         Invariant::Exit,
                         None,
-                        format!("{consumer} was told to drain, and ended with {status}: {error}"),
+                        format!("{consumer} received SIGTERM and ended with {status}: {error}"),
                     );
                 } else if u128::from(*took_ms) > bound {
-                    finder.found(
+                    finder.report_violation(
                         Invariant::Exit,
                         None,
-                        format!("{consumer} took {took_ms} ms to drain, and may take {bound}"),
+                        format!("{consumer} took {took_ms} ms to drain; the bound is {bound} ms"),
                     );
                 }
             }
@@ -129,37 +133,36 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     }
 }
 
-/// A marker in progress that nobody holds: who was told `busy` is the only one that the id was ever
-/// handed to, and has been granted nothing. What stands there can only be a claim of its own that
-/// it does not know any more.
+/// I14: a `Busy` verdict for an id that only this consumer received, and without a granted claim.
+/// The marker can only be an earlier claim of the same delivery whose reply was lost.
 pub(super) fn check_id(finder: &mut Finder<'_>, id: &str) {
-    let (mut handed_over, mut asked_otherwise) = (0, false);
+    let (mut received, mut has_other_verdict) = (0, false);
     for record in finder.history(id) {
         match &record.what {
-            What::Received { .. } => handed_over += 1,
+            What::Received { .. } => received += 1,
             What::Answered {
                 ask: Asked::Claim,
                 verdict,
                 ..
-            } if verdict == "busy" && handed_over == 1 && !asked_otherwise => {
+            } if verdict == "busy" && received == 1 && !has_other_verdict => {
                 let why = format!(
-                    "{} was told that it is busy, and nobody else was ever handed it",
+                    "{} got the verdict busy, but no other consumer received the message",
                     record.by
                 );
-                return finder.found(Invariant::I14, Some(id), why);
+                return finder.report_violation(Invariant::I14, Some(id), why);
             }
             What::Answered {
                 ask: Asked::Claim,
                 verdict,
                 ..
             } if matches!(verdict.as_str(), "unknown" | "not applied" | "busy") => {}
-            What::Answered { .. } => asked_otherwise = true,
+            What::Answered { .. } => has_other_verdict = true,
             _ => {}
         }
     }
 }
 
-/// What a consumer said when it ended with an error.
+/// The error with which a consumer ended.
 fn error_of(finder: &Finder<'_>, consumer: &str) -> String {
     let said = |record: &Record| match &record.what {
         What::Failed { error } if record.by == consumer => Some(error.clone()),
@@ -170,10 +173,10 @@ fn error_of(finder: &Finder<'_>, consumer: &str) -> String {
         .records()
         .iter()
         .find_map(said)
-        .unwrap_or_else(|| "it has not said why".into())
+        .unwrap_or_else(|| "no error was logged".into())
 }
 
-/// Whether its message waits for a person who finds out.
+/// Whether its message is in the in-doubt queue.
 fn is_in_doubt(finder: &Finder<'_>, id: &str) -> bool {
     finder.history(id).any(|record| {
         matches!(
@@ -186,8 +189,8 @@ fn is_in_doubt(finder: &Finder<'_>, id: &str) -> bool {
     })
 }
 
-/// Whether the store had recorded its end, and a failover followed in which that may be lost.
-fn end_lost(finder: &Finder<'_>, id: &str) -> bool {
+/// Whether the store recorded its completion and a failover may have lost that.
+fn completion_lost(finder: &Finder<'_>, id: &str) -> bool {
     let recorded = |record: &&Record| match &record.what {
         What::Answered { ask, verdict, .. } => {
             *ask != Asked::Claim && matches!(verdict.as_str(), "done" | "kept")
@@ -198,5 +201,5 @@ fn end_lost(finder: &Finder<'_>, id: &str) -> bool {
         .history(id)
         .filter(recorded)
         .last()
-        .is_some_and(|record| finder.windows.loses(record.at, UNHEARD))
+        .is_some_and(|record| finder.windows.may_lose(record.at, REPLICATION_LAG))
 }

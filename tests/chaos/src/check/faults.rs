@@ -1,4 +1,4 @@
-//! The fault log, as stretches of time.
+//! The fault log as time intervals.
 
 use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
@@ -6,16 +6,16 @@ use std::time::Duration;
 use super::{Rules, micros};
 use crate::ledger::{Edge, Ledger, Sent, What};
 
-/// The kind of a fault that freezes a consumer.
+/// The kind of the fault that freezes a consumer.
 pub(crate) const FREEZE: &str = "freeze-consumer";
-/// That of one in which a Redis loses what its replicas did not know.
+/// The kind of the fault in which Redis loses writes that were not replicated.
 pub(crate) const FAIL_OVER: &str = "fail-over-redis";
-/// That of one that freezes Kafka.
+/// The kind of the fault that freezes Kafka.
 pub(crate) const FREEZE_KAFKA: &str = "freeze-kafka";
-/// Those in which the store answers nobody from their beginning to their end.
+/// The kinds during which the store does not reply.
 const STORE_UNAVAILABLE: [&str; 2] = ["dark-redis", "freeze-redis"];
-/// Those in which it answers, and takes nothing: no memory, no room on its disk, a replica, too few
-/// replicas, still loading.
+/// The kinds during which the store replies but refuses writes: out of memory, disk full, read-only
+/// replica, too few replicas, loading.
 const STORE_REFUSES: [&str; 5] = [
     FILL,
     "fill-disk",
@@ -23,10 +23,10 @@ const STORE_REFUSES: [&str; 5] = [
     "strand-redis",
     "load-redis",
 ];
-/// The one of these in which a lease is renewed nevertheless, since that takes no memory.
+/// The kind of these during which leases are renewed, since a renewal needs no memory.
 const FILL: &str = "fill-redis";
-/// Those that may keep a consumer from its store, by what their names begin with.
-const OF_THE_STORE: [&str; 6] = [
+/// Name prefixes of the kinds that may interrupt the connection of a consumer to its store.
+const STORE_FAULTS: [&str; 6] = [
     "kill-redis",
     "reset-redis",
     "drop-replies",
@@ -34,44 +34,44 @@ const OF_THE_STORE: [&str; 6] = [
     STORE_UNAVAILABLE[0],
     STORE_UNAVAILABLE[1],
 ];
-/// For how long after its end such a fault is felt: connections are made anew.
-const FELT: Duration = Duration::from_secs(2);
-/// What a consumer calls it when it did not run though nobody froze it.
+/// How long after its end such a fault may have an effect: clients reconnect.
+const RECONNECT_TIME: Duration = Duration::from_secs(2);
+/// The kind of an interval in which a consumer was not scheduled although it was not frozen.
 const STALL: &str = "stall";
-/// What it is called when a message makes a consumer abort.
+/// The kind of an abort that a message caused.
 const ABORT: &str = "abort";
 
-/// Whether a store that takes no claims renews leases.
+/// Whether a store that refuses claims renews leases.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Renewals {
-    Taken,
+    Accepted,
     Refused,
 }
 
-/// From when to when something was wrong, and with whom.
+/// One fault: its interval and its target.
 #[derive(Debug)]
 struct Window {
     from: u64,
     to: u64,
     kind: String,
-    /// A consumer; none if a server, which all consumers feel.
+    /// The consumer; none for a server, which affects all consumers.
     target: Option<String>,
 }
 
-/// All of them, and when processes ended.
+/// All faults, and when processes ended.
 #[derive(Debug)]
 pub(super) struct Windows {
     all: Vec<Window>,
     gone: HashMap<String, u64>,
-    /// From when to when the player waited for the end of a process.
+    /// The interval in which the harness waited for the end of a process.
     ended: HashMap<String, (u64, u64)>,
-    /// When a consumer's source took away what it had handed over.
+    /// When the source of a consumer revoked its deliveries.
     revoked: HashMap<String, Vec<u64>>,
     last: u64,
 }
 
 impl Windows {
-    /// A fault that never ended lasts until the end.
+    /// A fault without a recorded end lasts forever.
     pub(super) fn of(ledger: &Ledger) -> Self {
         let mut windows: Vec<Window> = Vec::new();
         let mut open: HashMap<u64, usize> = HashMap::new();
@@ -108,7 +108,7 @@ impl Windows {
                     kind: STALL.to_owned(),
                     target: Some(record.by.clone()),
                 }),
-                // Nothing of this process comes after that.
+                // The process writes nothing after that.
                 What::Aborting { .. } => windows.push(Window {
                     from: record.at,
                     to: u64::MAX,
@@ -145,15 +145,14 @@ impl Windows {
         }
     }
 
-    /// When a process ended, and with it all that ran in it; at the end of the ledger if nobody saw
-    /// it end.
+    /// When a process ended; the end of the ledger if no end is recorded.
     pub(super) fn gone(&self, consumer: &str) -> u64 {
         self.aborted(consumer)
             .or_else(|| self.gone.get(consumer).copied())
             .unwrap_or(self.last)
     }
 
-    /// How many the player played of each kind.
+    /// The number of injected faults by kind.
     pub(super) fn counts(&self) -> BTreeMap<String, u64> {
         let mut counts = BTreeMap::new();
         for window in self.all.iter().filter(|window| window.kind != STALL) {
@@ -162,8 +161,8 @@ impl Windows {
         counts
     }
 
-    /// Where the store may forget: what may be the cause of something that began at one time and
-    /// was seen at another, to one of these consumers, a fault of their own before one of a server.
+    /// If a failover may lose claims: the fault that may have caused an effect between two times at
+    /// one of these consumers. Prefers a fault of the consumer to one of a server.
     pub(super) fn cause(
         &self,
         from: u64,
@@ -190,10 +189,10 @@ impl Windows {
         found.map(|window| window.kind.as_str())
     }
 
-    /// What can have cut off a run of this consumer's between two times: a fault that was played on
-    /// it, or that it did not run for a quarter of a lease; one that kept it from its store; or
-    /// any, if its source took away then what it had handed over.
-    pub(super) fn cut_off(
+    /// The fault that may have interrupted a run of this consumer between two times: a fault of
+    /// this consumer, a stall of at least a quarter of a lease, a fault of the store, or any recent
+    /// fault if its deliveries were revoked.
+    pub(super) fn interruption(
         &self,
         consumer: &str,
         from: u64,
@@ -227,8 +226,8 @@ impl Windows {
                 .copied()
                 .filter(|_| time >= micros(rules.lease / 4))
         };
-        // A fault that takes several consumers away one after the other is played on none by name.
-        let told_to_end = || {
+        // A fault that ends several consumers one after the other has no target.
+        let ended_by_fault = || {
             let (since, at) = *self
                 .ended
                 .get(consumer)
@@ -237,11 +236,11 @@ impl Windows {
                 .iter()
                 .find(|window| window.target.is_none() && window.from <= since && window.to >= at)
         };
-        let of_the_store = || {
+        let affects_store = || {
             self.all
                 .iter()
-                .filter(|window| is_of_the_store(window))
-                .find(|window| meanwhile(window, FELT))
+                .filter(|window| is_store_fault(window))
+                .find(|window| meanwhile(window, RECONNECT_TIME))
         };
         let revoked = || {
             let times = self
@@ -251,32 +250,33 @@ impl Windows {
                 .flatten()
                 .filter(|at| (from..=to).contains(*at));
             let shortly_before = |at: u64| {
-                let mut of_the_player = self
+                let mut injected = self
                     .all
                     .iter()
                     .filter(|window| window.kind != STALL && window.from <= at);
-                let over = |window: &&Window| {
+                let ended_faults = |window: &&Window| {
                     if window.kind == ABORT {
                         window.from
                     } else {
                         window.to
                     }
                 };
-                of_the_player
-                    .rfind(|window| over(window).saturating_add(micros(rules.aftermath)) >= at)
+                injected.rfind(|window| {
+                    ended_faults(window).saturating_add(micros(rules.aftermath)) >= at
+                })
             };
             times.copied().find_map(shortly_before)
         };
         let found = played()
             .or_else(stalled)
-            .or_else(told_to_end)
-            .or_else(of_the_store)
+            .or_else(ended_by_fault)
+            .or_else(affects_store)
             .or_else(revoked);
         found.map(|window| window.kind.as_str())
     }
 
-    /// When no consumer could reach the store, or it could not answer: from when to when.
-    pub(super) fn store_away(&self) -> impl Iterator<Item = (u64, u64)> {
+    /// The intervals in which the store was unavailable.
+    pub(super) fn store_outages(&self) -> impl Iterator<Item = (u64, u64)> {
         let away = |window: &&Window| {
             STORE_UNAVAILABLE.contains(&window.kind.as_str()) && window.to != u64::MAX
         };
@@ -286,15 +286,14 @@ impl Windows {
             .map(|window| (window.from, window.to))
     }
 
-    /// When the store answered and took nothing: from when to when, and whether it renewed leases
-    /// nevertheless.
-    pub(super) fn store_refuses(&self) -> impl Iterator<Item = (u64, u64, Renewals)> {
+    /// The intervals in which the store refused writes, and whether it renewed leases meanwhile.
+    pub(super) fn store_refusals(&self) -> impl Iterator<Item = (u64, u64, Renewals)> {
         let refuses = |window: &&Window| {
             STORE_REFUSES.contains(&window.kind.as_str()) && window.to != u64::MAX
         };
         let renewals = |window: &Window| {
             if window.kind == FILL {
-                Renewals::Taken
+                Renewals::Accepted
             } else {
                 Renewals::Refused
             }
@@ -305,27 +304,27 @@ impl Windows {
             .map(move |window| (window.from, window.to, renewals(window)))
     }
 
-    /// How many of the player's faults lasted while another one did.
+    /// The number of injected faults that overlapped another one.
     pub(super) fn overlapping(&self) -> u64 {
-        let of_the_player: Vec<&Window> = self
+        let injected: Vec<&Window> = self
             .all
             .iter()
             .filter(|window| window.kind != STALL && window.kind != ABORT)
             .collect();
         let beside = |index: usize, window: &Window| {
-            of_the_player
+            injected
                 .iter()
                 .enumerate()
                 .any(|(other, it)| other != index && it.from < window.to && it.to > window.from)
         };
-        of_the_player
+        injected
             .iter()
             .enumerate()
             .filter(|(index, window)| beside(*index, window))
             .count() as u64
     }
 
-    /// When messages made consumers abort.
+    /// The times at which messages made consumers abort.
     pub(super) fn aborts(&self) -> impl Iterator<Item = u64> {
         self.all
             .iter()
@@ -333,19 +332,19 @@ impl Windows {
             .map(|window| window.from)
     }
 
-    /// The faults of the player that ended: of which kind, and when.
-    pub(super) fn over(&self) -> impl Iterator<Item = (&str, u64)> {
-        let of_the_player = |window: &&Window| {
+    /// The kinds and end times of the injected faults that ended.
+    pub(super) fn ended_faults(&self) -> impl Iterator<Item = (&str, u64)> {
+        let injected = |window: &&Window| {
             window.kind != STALL && window.kind != ABORT && window.to != u64::MAX
         };
         self.all
             .iter()
-            .filter(of_the_player)
+            .filter(injected)
             .map(|window| (window.kind.as_str(), window.to))
     }
 
-    /// When the last fault of this kind had ended at this time, and not long before.
-    pub(super) fn last_over(&self, kind: &str, at: u64, before: Duration) -> Option<u64> {
+    /// The end of the last fault of this kind that ended within `before` ahead of this time.
+    pub(super) fn last_end(&self, kind: &str, at: u64, before: Duration) -> Option<u64> {
         let just_over = |window: &&Window| {
             window.kind == kind && window.to <= at && at <= window.to.saturating_add(micros(before))
         };
@@ -356,23 +355,22 @@ impl Windows {
             .max()
     }
 
-    /// Whether a fault lasts in this stretch that had not ended when it began.
-    pub(super) fn another_lasts(&self, from: u64, to: u64) -> bool {
+    /// Whether another fault that is active at `from` or later overlaps this interval.
+    pub(super) fn overlaps_another(&self, from: u64, to: u64) -> bool {
         self.all
             .iter()
             .filter(|window| window.kind != STALL)
             .any(|window| {
-                let over = if window.kind == ABORT {
+                let ended_faults = if window.kind == ABORT {
                     window.from
                 } else {
                     window.to
                 };
-                window.from <= to && over > from
+                window.from <= to && ended_faults > from
             })
     }
 
-    /// For how many microseconds of this stretch some consumer did not run though nobody had frozen
-    /// it.
+    /// The time within this interval, in microseconds, in which any consumer was stalled.
     pub(super) fn stalled(&self, from: u64, to: u64) -> u64 {
         let stalls = self.all.iter().filter(|window| window.kind == STALL);
         let mut stretches: Vec<(u64, u64)> = stalls
@@ -387,8 +385,8 @@ impl Windows {
         stalled
     }
 
-    /// Whether a fault of this kind lasted at this time, or not long before.
-    pub(super) fn lasted(&self, kind: &str, at: u64, before: Duration) -> bool {
+    /// Whether a fault of this kind was active at this time or within `before` ahead of it.
+    pub(super) fn was_active(&self, kind: &str, at: u64, before: Duration) -> bool {
         self.all.iter().any(|window| {
             window.kind == kind
                 && window.from <= at
@@ -396,8 +394,8 @@ impl Windows {
         })
     }
 
-    /// Whether a failover may have lost what the store said at this time.
-    pub(super) fn loses(&self, at: u64, before: Duration) -> bool {
+    /// Whether a failover may have lost a write of this time.
+    pub(super) fn may_lose(&self, at: u64, before: Duration) -> bool {
         self.all.iter().any(|window| {
             window.kind == FAIL_OVER
                 && window.from.saturating_sub(micros(before)) <= at
@@ -412,7 +410,8 @@ impl Windows {
         self.all.iter().find(of_it).map(|window| window.from)
     }
 
-    /// For how many microseconds of this stretch a consumer ran.
+    /// The time within this interval, in microseconds, in which a consumer was neither frozen nor
+    /// stalled.
     pub(super) fn awake(&self, consumer: &str, from: u64, to: u64) -> u64 {
         let stood = |window: &&Window| window.kind == FREEZE || window.kind == STALL;
         let of_it = |window: &&Window| window.target.as_deref() == Some(consumer);
@@ -433,8 +432,8 @@ impl Windows {
     }
 }
 
-fn is_of_the_store(window: &Window) -> bool {
-    OF_THE_STORE
+fn is_store_fault(window: &Window) -> bool {
+    STORE_FAULTS
         .iter()
         .chain(&STORE_REFUSES)
         .any(|kind| window.kind.starts_with(kind))

@@ -1,4 +1,4 @@
-//! I4: no two handlers of one id at the same time.
+//! I4: no two concurrent handlers of one id.
 
 use super::{Finder, Invariant, micros};
 use crate::ledger::{Record, What};
@@ -24,12 +24,12 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
 }
 
 fn pair(finder: &mut Finder<'_>, id: &str, earlier: &Run<'_>, later: &Run<'_>) {
-    let beside = finder.windows.awake(earlier.by, later.from, earlier.to);
+    let concurrent_time = finder.windows.awake(earlier.by, later.from, earlier.to);
     let lease = micros(finder.rules.lease);
     let had_its_lease = later.from - earlier.from < lease
         && finder
             .windows
-            .cut_off(
+            .interruption(
                 earlier.by,
                 earlier.from.saturating_sub(lease),
                 later.from,
@@ -38,30 +38,33 @@ fn pair(finder: &mut Finder<'_>, id: &str, earlier: &Run<'_>, later: &Run<'_>) {
             .is_none();
     let why = if later.attempt <= earlier.attempt {
         format!(
-            "attempt {} did not rise above {}",
+            "attempt {} is not higher than {}",
             later.attempt, earlier.attempt
         )
     } else if had_its_lease {
-        "the earlier one had its lease".to_owned()
-    } else if beside > micros(finder.rules.grace) {
-        format!("the earlier one ran on for {} ms", beside / 1_000)
+        "the earlier handler still had its lease".to_owned()
+    } else if concurrent_time > micros(finder.rules.grace) {
+        format!(
+            "the earlier handler continued for {} ms",
+            concurrent_time / 1_000
+        )
     } else {
         let counts = &mut finder.checked.counts;
         counts.fenced += 1;
-        counts.fenced_longest_ms = counts.fenced_longest_ms.max(beside / 1_000);
+        counts.fenced_longest_ms = counts.fenced_longest_ms.max(concurrent_time / 1_000);
         return;
     };
-    finder.found(
+    finder.report_violation(
         Invariant::I4,
         Some(id),
         format!(
-            "two handlers at once, of {} and {}: {why}",
+            "concurrent handlers of {} and {}: {why}",
             earlier.by, later.by
         ),
     );
 }
 
-/// In the order of their starts.
+/// The runs of an id in the order of their starts.
 fn runs<'a>(finder: &Finder<'a>, id: &str) -> Vec<Run<'a>> {
     let history = finder.history(id);
     let started = history.clone().filter_map(|record| match &record.what {

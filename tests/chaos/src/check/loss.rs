@@ -1,4 +1,4 @@
-//! I1, and what the total queue counts.
+//! I1, and the counts of Jepsen's `total-queue`.
 
 use super::{Finder, Invariant};
 use crate::ledger::{Place, What};
@@ -35,7 +35,7 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     counts.recovered += u64::from(attempted && !confirmed && effect);
     if effect && !attempted {
         counts.unexpected += 1;
-        finder.found(
+        finder.report_violation(
             Invariant::Unexpected,
             Some(id),
             "an effect of an id that was never sent".into(),
@@ -43,10 +43,10 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     }
     if confirmed && !effect && !dead && !doubted {
         finder.checked.counts.lost += 1;
-        finder.found(
+        finder.report_violation(
             Invariant::I1,
             Some(id),
-            "confirmed, and neither an effect nor set aside".into(),
+            "confirmed, but without an effect, a dead letter or an in-doubt message".into(),
         );
     }
 }

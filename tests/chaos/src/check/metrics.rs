@@ -1,23 +1,23 @@
-//! I12: what consumers count of themselves is what their source and their store have written down
-//! of them.
+//! I12: the metrics of consumers equal the counts in the ledger.
 //!
-//! A process that ended well has written its counters down when it counted nothing any more: there
-//! each has to be the same. One that was killed takes the last second of them with it: what it had
-//! written before must not be more than the ledger has.
+//! A process that ended with success wrote its final counters; each must equal the ledger. A
+//! process that was killed lost the counters of its last second; the written ones must not exceed
+//! the ledger.
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::{Finder, Invariant, Ordered};
 use crate::ledger::{Asked, Settling, What};
 
-/// The counter of what the gate said, and of what became of deliveries.
+/// The counter of claim results and of settlements.
 const DELIVERIES: &str = "oncegate_deliveries_total";
-/// What the store answered: it stands in the ledger before anybody can count it.
-const ANSWERS: [&str; 4] = ["first", "reclaimed", "busy", "conflict"];
-/// How deliveries were settled: counted just before it stands in the ledger.
-const ENDS: [&str; 5] = ["duplicate", "completed", "released", "rejected", "in_doubt"];
+/// Outcomes of claims: the ledger has them before the consumer counts them.
+const CLAIM_OUTCOMES: [&str; 4] = ["first", "reclaimed", "busy", "conflict"];
+/// Outcomes of settlements: the consumer counts them just before the ledger has them.
+const SETTLEMENT_OUTCOMES: [&str; 5] =
+    ["duplicate", "completed", "released", "rejected", "in_doubt"];
 
-/// What one process is known to have done.
+/// The records and counters of one process.
 #[derive(Default)]
 struct Process<'a> {
     seen: HashMap<&'static str, u64>,
@@ -73,19 +73,20 @@ fn compare(finder: &mut Finder<'_>, name: &str, process: &Process<'_>) {
         &mut counts.metrics_bounded
     };
     *compared += 1;
-    // The answer to what was abandoned at the end of a stop is read by nobody.
+    // Replies for deliveries that were abandoned at the end of a drain are not counted.
     let unread = of("dropped");
-    for outcome in ANSWERS.into_iter().chain(ENDS) {
+    for outcome in CLAIM_OUTCOMES.into_iter().chain(SETTLEMENT_OUTCOMES) {
         let (counted, seen) = (
             of(outcome),
             process.seen.get(outcome).copied().unwrap_or_default(),
         );
-        // In order, what failed rests in the consumer: released it is, and never settled.
-        let rests = outcome == "released" && finder.rules.order != Ordered::Not;
-        let most = match (process.ended_well, ANSWERS.contains(&outcome)) {
-            _ if rests => u64::MAX,
+        // With ordering, a failed message waits in the consumer: it counts as released, without a
+        // settlement.
+        let waits_in_consumer = outcome == "released" && finder.rules.order != Ordered::Not;
+        let most = match (process.ended_well, CLAIM_OUTCOMES.contains(&outcome)) {
+            _ if waits_in_consumer => u64::MAX,
             (true, _) | (false, true) => seen,
-            // It may have been killed between counting a batch and writing it down.
+            // It may have been killed between counting a batch and the record of it.
             (false, false) => seen + u64::from(finder.rules.in_flight),
         };
         let least = if process.ended_well {
@@ -95,14 +96,14 @@ fn compare(finder: &mut Finder<'_>, name: &str, process: &Process<'_>) {
         };
         if counted < least || counted > most {
             let why = format!(
-                "{name} counted {counted} times that it was {outcome}, and the ledger has that {seen} times"
+                "{name} counted the outcome {outcome} {counted} times, the ledger has it {seen} times"
             );
-            finder.found(Invariant::I12, None, why);
+            finder.report_violation(Invariant::I12, None, why);
         }
     }
 }
 
-/// By what it counts as, that the store has answered this to a claim.
+/// The outcome of a claim with this verdict.
 fn answer(verdict: &str) -> Option<&'static str> {
     match verdict {
         "granted 1" => Some("first"),
@@ -113,7 +114,7 @@ fn answer(verdict: &str) -> Option<&'static str> {
     }
 }
 
-/// By what it counts as, that a delivery was settled like this.
+/// The outcome of a settlement.
 fn end(how: Settling, why: &str) -> &'static str {
     match (how, why) {
         (Settling::Accepted, "duplicate") => "duplicate",

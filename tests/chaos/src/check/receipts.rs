@@ -1,4 +1,4 @@
-//! I8: what was handed over is settled once at the most.
+//! I8: each delivery is settled at most once.
 
 use std::collections::HashMap;
 
@@ -6,21 +6,21 @@ use super::{Finder, Invariant};
 use crate::ledger::What;
 
 pub(super) fn check(finder: &mut Finder<'_>) {
-    // Kafka hands over again, at the same place, what was released.
-    let mut held: HashMap<(&str, &str), u32> = HashMap::new();
-    let mut twice = Vec::new();
+    // Kafka redelivers a released message with the same position.
+    let mut unsettled: HashMap<(&str, &str), u32> = HashMap::new();
+    let mut violations = Vec::new();
     for record in finder.ledger.records() {
         match &record.what {
             What::Received { position, .. } => {
-                *held.entry((&record.by, position)).or_default() += 1
+                *unsettled.entry((&record.by, position)).or_default() += 1
             }
             What::Settled { id, position, .. } => {
-                match held.get_mut(&(record.by.as_str(), position.as_str())) {
-                    Some(held @ 1..) => *held -= 1,
-                    _ => twice.push((
+                match unsettled.get_mut(&(record.by.as_str(), position.as_str())) {
+                    Some(unsettled @ 1..) => *unsettled -= 1,
+                    _ => violations.push((
                         id.as_str(),
                         format!(
-                            "{} settled {position} more often than it was handed over",
+                            "{} settled {position} more often than it was delivered",
                             record.by
                         ),
                     )),
@@ -29,7 +29,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
             _ => {}
         }
     }
-    for (id, why) in twice {
-        finder.found(Invariant::I8, Some(id), why);
+    for (id, why) in violations {
+        finder.report_violation(Invariant::I8, Some(id), why);
     }
 }

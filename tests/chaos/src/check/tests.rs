@@ -1,4 +1,4 @@
-//! Hand-made ledgers that break each invariant, and some that break none.
+//! Constructed ledgers that violate each invariant, and some that violate none.
 
 mod again;
 mod aside;
@@ -32,7 +32,7 @@ const BARE: Rules = Rules {
     ..RULES
 };
 
-fn broken(invariant: Invariant, id: &str) -> Vec<(Invariant, Option<String>)> {
+fn violation_of(invariant: Invariant, id: &str) -> Vec<(Invariant, Option<String>)> {
     vec![(invariant, Some(id.to_owned()))]
 }
 
@@ -129,7 +129,7 @@ fn an_effect_of_an_unconfirmed_message_is_recovered_and_of_an_unknown_one_unexpe
     );
     assert_eq!(
         Story::default().handled(10, "c0.1", "u-9").breaks(&RULES),
-        broken(Invariant::Unexpected, "u-9")
+        violation_of(Invariant::Unexpected, "u-9")
     );
 }
 
@@ -140,7 +140,10 @@ fn i2_two_effects_of_one_id_whatever_the_cause() {
         .handled(10, "c0.1", "u-1")
         .fault("kill-consumer", Some("c0.1"), 30, 40)
         .effect(3_000, "c1.1", "u-1", 2, Unique::Known);
-    assert_eq!(doubled.breaks(&AT_MOST_ONCE), broken(Invariant::I2, "u-1"));
+    assert_eq!(
+        doubled.breaks(&AT_MOST_ONCE),
+        violation_of(Invariant::I2, "u-1")
+    );
 }
 
 #[test]
@@ -183,24 +186,24 @@ fn run_again(fault: impl Fn(Story) -> Story) -> Story {
 fn i3_a_second_effect_needs_a_cause() {
     assert_eq!(
         run_again(|story| story).breaks(&RULES),
-        broken(Invariant::I3, "u-1")
+        violation_of(Invariant::I3, "u-1")
     );
     let strangers = run_again(|story| story.fault("kill-consumer", Some("c2.1"), 16, 500));
-    assert_eq!(strangers.breaks(&RULES), broken(Invariant::I3, "u-1"));
+    assert_eq!(strangers.breaks(&RULES), violation_of(Invariant::I3, "u-1"));
     let later = run_again(|story| story.fault("kill-consumer", Some("c0.1"), 3_500, 4_000));
-    assert_eq!(later.breaks(&RULES), broken(Invariant::I3, "u-1"));
+    assert_eq!(later.breaks(&RULES), violation_of(Invariant::I3, "u-1"));
     // What keeps nobody from its store and takes nothing away cannot have cut it off.
     assert_eq!(
         run_again(|story| story.fault("refuse-letters", None, 12, 2_000)).breaks(&RULES),
-        broken(Invariant::I3, "u-1")
+        violation_of(Invariant::I3, "u-1")
     );
     assert_eq!(
         run_again(|story| story.fault("rebalance", None, 12, 2_000)).breaks(&RULES),
-        broken(Invariant::I3, "u-1")
+        violation_of(Invariant::I3, "u-1")
     );
     assert_eq!(
         run_again(|story| story.at(2_400, "c0.1", What::Stalled { ms: 400 })).breaks(&RULES),
-        broken(Invariant::I3, "u-1")
+        violation_of(Invariant::I3, "u-1")
     );
     let long_before = Story::default().fault("kill-redis", None, 0, 1).sent("u-1");
     let long_before = Story(
@@ -213,7 +216,10 @@ fn i3_a_second_effect_needs_a_cause() {
             }))
             .collect(),
     );
-    assert_eq!(long_before.breaks(&RULES), broken(Invariant::I3, "u-1"));
+    assert_eq!(
+        long_before.breaks(&RULES),
+        violation_of(Invariant::I3, "u-1")
+    );
 }
 
 #[test]
@@ -257,7 +263,10 @@ fn i3_a_fault_of_its_consumer_or_of_a_server_is_a_cause() {
         revoked("c0.1").check(&RULES).counts.explained["kill-consumer"],
         1
     );
-    assert_eq!(revoked("c1.1").breaks(&RULES), broken(Invariant::I3, "u-1"));
+    assert_eq!(
+        revoked("c1.1").breaks(&RULES),
+        violation_of(Invariant::I3, "u-1")
+    );
 }
 
 #[test]
@@ -273,7 +282,10 @@ fn i3_no_fault_explains_an_effect_after_an_end_that_was_recorded() {
             )
         })
     };
-    assert_eq!(recorded(2_990).breaks(&RULES), broken(Invariant::I3, "u-1"));
+    assert_eq!(
+        recorded(2_990).breaks(&RULES),
+        violation_of(Invariant::I3, "u-1")
+    );
     assert_eq!(recorded(3_010).breaks(&RULES), []);
     let of_another = run_again(|story| {
         story.fault("kill-redis", None, 12, 2_000).answer(
@@ -304,7 +316,7 @@ fn i3_two_unique_effects_are_one_too_many() {
     let twice = twice
         .end(49, "c0.1", "u-1", Ending::Dropped)
         .end(58, "c1.1", "u-1", Ending::Ok);
-    assert_eq!(twice.breaks(&RULES), broken(Invariant::I3, "u-1"));
+    assert_eq!(twice.breaks(&RULES), violation_of(Invariant::I3, "u-1"));
 }
 
 #[test]
@@ -316,7 +328,7 @@ fn i4_two_handlers_at_once() {
         .end(30, "c0.1", "u-1", Ending::Dropped)
         .effect(40, "c1.1", "u-1", 2, Unique::Accepted)
         .end(50, "c1.1", "u-1", Ending::Ok);
-    assert_eq!(beside.breaks(&RULES), broken(Invariant::I4, "u-1"));
+    assert_eq!(beside.breaks(&RULES), violation_of(Invariant::I4, "u-1"));
 }
 
 #[test]
@@ -330,7 +342,10 @@ fn i4_a_zombie_that_is_not_cancelled_in_time_is_one_too_many() {
         ),
         (vec![], 1, 100)
     );
-    assert_eq!(zombie(5_900).breaks(&RULES), broken(Invariant::I4, "u-1"));
+    assert_eq!(
+        zombie(5_900).breaks(&RULES),
+        violation_of(Invariant::I4, "u-1")
+    );
 }
 
 #[test]
@@ -347,7 +362,7 @@ fn i4_an_attempt_that_does_not_rise_is_no_fence() {
             })
             .collect(),
     );
-    assert_eq!(story.breaks(&RULES), broken(Invariant::I4, "u-1"));
+    assert_eq!(story.breaks(&RULES), violation_of(Invariant::I4, "u-1"));
 }
 
 #[test]
@@ -363,7 +378,10 @@ fn i4_a_handler_ends_with_its_process() {
             .end(2_200, "c1.1", "u-1", Ending::Ok)
     };
     assert_eq!(story(16).breaks(&RULES), []);
-    assert_eq!(story(3_000).breaks(&RULES), broken(Invariant::I4, "u-1"));
+    assert_eq!(
+        story(3_000).breaks(&RULES),
+        violation_of(Invariant::I4, "u-1")
+    );
 }
 
 #[test]
@@ -401,11 +419,11 @@ fn i8_a_delivery_that_is_settled_twice() {
     let once = || Story::default().sent("u-1").handled(10, "c0.1", "u-1");
     assert_eq!(
         once().at(30, "c0.1", settled()).breaks(&RULES),
-        broken(Invariant::I8, "u-1")
+        violation_of(Invariant::I8, "u-1")
     );
     assert_eq!(
         once().at(30, "c1.1", settled()).breaks(&RULES),
-        broken(Invariant::I8, "u-1")
+        violation_of(Invariant::I8, "u-1")
     );
     let again = What::Received {
         id: "u-1".into(),
@@ -437,7 +455,7 @@ fn i2_where_a_failover_may_forget_a_second_effect_has_its_cause() {
             .effect(15, "c0.1", "u-1", 1, Unique::Accepted)
             .effect(4_005, "c1.1", "u-1", 1, Unique::Known)
     };
-    assert_eq!(twice().breaks(&forgets), broken(Invariant::I2, "u-1"));
+    assert_eq!(twice().breaks(&forgets), violation_of(Invariant::I2, "u-1"));
     let explained = twice()
         .fault("fail-over-redis", None, 20, 3_000)
         .check(&forgets);
@@ -452,7 +470,7 @@ fn i2_where_a_failover_may_forget_a_second_effect_has_its_cause() {
         twice()
             .fault("fail-over-redis", None, 20, 3_000)
             .breaks(&AT_MOST_ONCE),
-        broken(Invariant::I2, "u-1")
+        violation_of(Invariant::I2, "u-1")
     );
 }
 
@@ -474,7 +492,10 @@ fn i14_an_end_that_a_failover_lost_leaves_its_marker() {
         assert_eq!((checked.violations, checked.counts.ends_lost), (vec![], 1));
     }
     for kept in [3_900, 8_100] {
-        assert_eq!(left(kept).breaks(&RULES), broken(Invariant::I14, "u-1"));
+        assert_eq!(
+            left(kept).breaks(&RULES),
+            violation_of(Invariant::I14, "u-1")
+        );
     }
 }
 
@@ -555,7 +576,7 @@ fn i9_busy_is_never_accepted() {
         busy(Story::default())
             .accept(13, "c1.1", "u-1", "duplicate")
             .breaks(&RULES),
-        broken(Invariant::I9, "u-1")
+        violation_of(Invariant::I9, "u-1")
     );
     let later = busy(Story::default())
         .answer(90, "c1.1", "u-1", Asked::Claim, "duplicate")
@@ -577,17 +598,20 @@ fn i9_one_verdict_is_not_enough_for_two_acceptances() {
         .sent("u-1")
         .handled(10, "c0.1", "u-1")
         .accept(40, "c0.1", "u-1", "completed");
-    assert_eq!(twice.breaks(&RULES), broken(Invariant::I9, "u-1"));
+    assert_eq!(twice.breaks(&RULES), violation_of(Invariant::I9, "u-1"));
     let of_another = Story::default()
         .sent("u-1")
         .handled(10, "c0.1", "u-1")
         .accept(40, "c1.1", "u-1", "completed");
-    assert_eq!(of_another.breaks(&RULES), broken(Invariant::I9, "u-1"));
+    assert_eq!(
+        of_another.breaks(&RULES),
+        violation_of(Invariant::I9, "u-1")
+    );
     let ungated = Story::default()
         .sent("u-1")
         .handled(10, "c0.1", "u-1")
         .accept(40, "c1.1", "u-1", "passed_without_gate");
-    assert_eq!(ungated.breaks(&RULES), broken(Invariant::I9, "u-1"));
+    assert_eq!(ungated.breaks(&RULES), violation_of(Invariant::I9, "u-1"));
 }
 
 #[test]
@@ -613,11 +637,11 @@ fn i14_what_is_left_and_what_is_left_in_progress() {
     };
     assert_eq!(
         marker("v1 p 00ff 1 2000 86400000 e -").breaks(&RULES),
-        broken(Invariant::I14, "u-1")
+        violation_of(Invariant::I14, "u-1")
     );
     assert_eq!(
         marker("v1 r 00ff 2 2000 86400000 a -").breaks(&AT_MOST_ONCE),
-        broken(Invariant::I14, "u-1")
+        violation_of(Invariant::I14, "u-1")
     );
     let for_a_person = |record: &str| {
         let aside = What::Aside {
@@ -640,7 +664,7 @@ fn i14_what_is_left_and_what_is_left_in_progress() {
     );
     assert_eq!(
         for_a_person("v1 p 00ff 7 2000 86400000 a -").breaks(&AT_MOST_ONCE),
-        broken(Invariant::I14, "u-1")
+        violation_of(Invariant::I14, "u-1")
     );
     for at_rest in ["v1 c 3", "v1 x -", "v1 w 00ff 1 2000 86400000 a -"] {
         assert_eq!(marker(at_rest).breaks(&AT_MOST_ONCE), [], "{at_rest}");
@@ -769,17 +793,17 @@ fn a_consumer_that_drains_right_after_its_broker_was_frozen_may_not_get_to_leave
     };
     let stays = "the broker cannot be used: did not leave the group in time; messages that were settled last may be redelivered";
     assert_eq!(ended("freeze-kafka", 43_000, stays), (None, 1));
-    let broken = |error| {
+    let violation_of = |error| {
         (
             Some(format!(
-                "c0.1 was told to drain, and ended with exit 1: {error}"
+                "c0.1 received SIGTERM and ended with exit 1: {error}"
             )),
             0,
         )
     };
-    assert_eq!(ended("freeze-kafka", 45_000, stays), broken(stays));
-    assert_eq!(ended("freeze-kafka", 43_000, "no"), broken("no"));
-    assert_eq!(ended("rebalance", 43_000, stays), broken(stays));
+    assert_eq!(ended("freeze-kafka", 45_000, stays), violation_of(stays));
+    assert_eq!(ended("freeze-kafka", 43_000, "no"), violation_of("no"));
+    assert_eq!(ended("rebalance", 43_000, stays), violation_of(stays));
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! A file of the ledger that is being written.
+//! Writes a file of the ledger.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
@@ -9,15 +9,15 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::record::{Record, What};
 
-/// Microseconds of the machine's monotonic clock, which goes on while a process is frozen.
+/// Microseconds of the machine's monotonic clock, which all processes share.
 pub fn now() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
-    // The machine has been up for a positive time, and not for 500,000 years.
+    // The monotonic clock is never negative, and overflows after 500,000 years.
     now.tv_sec.unsigned_abs() * 1_000_000 + now.tv_nsec.unsigned_abs() / 1_000
 }
 
-/// A file of the ledger that is being written. Several threads may write it: what is written at
-/// once stands together.
+/// A ledger file that is open for writing. Several threads may use it; the records of one call stay
+/// together.
 #[derive(Debug)]
 pub struct Log {
     file: File,
@@ -25,10 +25,10 @@ pub struct Log {
 }
 
 impl Log {
-    /// Opens the file, or creates it; records in it are by this process.
+    /// Opens or creates the file; `by` is the name of this process in its records.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The file cannot be opened.
     pub fn open(path: &Path, by: impl Into<String>) -> io::Result<Self> {
         Ok(Self {
             file: OpenOptions::new().append(true).create(true).open(path)?,
@@ -47,7 +47,7 @@ impl Log {
     /// Adds records, in one write.
     ///
     /// # Panics
-    /// When the file cannot be written: a run that cannot see what happened is worth nothing.
+    /// If the file cannot be written: without the record the checks would be wrong.
     pub fn write_all(&self, records: impl IntoIterator<Item = What>) {
         let wall = SystemTime::now()
             .duration_since(UNIX_EPOCH)

@@ -1,11 +1,11 @@
-//! One thing that happened, and all that may happen.
+//! The records of the ledger.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// One thing that happened.
+/// One event.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// When, in microseconds of the machine's monotonic clock, which all processes share.
@@ -14,23 +14,23 @@ pub struct Record {
     /// The same by the wall clock, in milliseconds since 1970.
     #[serde(rename = "w")]
     pub wall: u64,
-    /// Which process wrote it: `player`, `sink`, or a consumer's name.
+    /// The process that wrote it: `player` (the harness), `sink`, or the name of a consumer.
     pub by: String,
-    /// What happened.
+    /// The event.
     #[serde(flatten)]
     pub what: What,
 }
 
-/// What may happen.
+/// The kinds of events.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "kebab-case")]
 pub enum What {
-    /// A message was handed to the broker.
+    /// A message was published; its confirmation is pending.
     Attempted {
         /// The message's.
         id: String,
     },
-    /// The broker has confirmed it.
+    /// The broker confirmed a message.
     Confirmed {
         /// The message's.
         id: String,
@@ -43,7 +43,7 @@ pub enum What {
         consumer: String,
         /// The attempt that the store had granted.
         attempt: u32,
-        /// Whether the unique table took it, or had it already.
+        /// Whether it was the first effect of the id.
         unique: Unique,
     },
     /// The sink refused an effect: its attempt was voided before.
@@ -55,37 +55,37 @@ pub enum What {
         /// The attempt that the store had granted.
         attempt: u32,
     },
-    /// A consumer asked the sink whether an effect had happened, and to void it if not.
+    /// `reconcile` asked the sink whether an effect happened, and voided the attempt if not.
     Looked {
         /// The message's.
         id: String,
         /// Who asked.
         consumer: String,
-        /// Attempts up to this are void now, if it had not.
+        /// If it did not happen, attempts up to this number are void.
         attempt: u32,
-        /// What the sink said.
+        /// The reply of the sink.
         found: Found,
     },
-    /// A source handed a delivery over.
+    /// A source returned a delivery.
     Received {
         /// The message's.
         id: String,
         /// Partition and offset, or the delivery tag.
         position: String,
     },
-    /// A source took back what it had handed over with this epoch: it is another's, or its
-    /// connection is gone.
+    /// A source revoked the deliveries of an epoch: the partition was reassigned or the connection
+    /// was lost.
     Revoked {
-        /// As the positions have it.
+        /// The epoch, as in positions.
         epoch: u64,
     },
-    /// The store answered.
+    /// The store replied to an operation.
     Answered {
         /// The message's.
         id: String,
-        /// What was asked.
+        /// The operation.
         ask: Asked,
-        /// What it said.
+        /// The verdict or error.
         verdict: String,
     },
     /// A handler was started.
@@ -94,7 +94,7 @@ pub enum What {
         id: String,
         /// The attempt that the store had granted.
         attempt: u32,
-        /// A number of its own among the handlers of this consumer.
+        /// The number of the run in this process.
         run: u64,
     },
     /// A handler ended.
@@ -117,106 +117,106 @@ pub enum What {
         /// The proof of an acceptance, or the reason of a rejection.
         why: String,
     },
-    /// A consumer noticed that it had not run for so long, though nobody had frozen it: it ended at
-    /// the record's time.
+    /// A consumer was not scheduled for this long, up to the time of the record, although it was
+    /// not frozen.
     Stalled {
-        /// For how long.
+        /// The duration, in milliseconds.
         ms: u64,
     },
-    /// A consumer is about to abort, because a message says so: its process ends with SIGABRT.
+    /// A message makes a consumer abort: its process ends with SIGABRT.
     Aborting {
         /// The message's.
         id: String,
     },
-    /// The consumer ends with this error.
+    /// The consumer ended with this error.
     Failed {
-        /// What it says.
+        /// The error.
         error: String,
     },
-    /// The player began or ended a fault.
+    /// The harness started or ended a fault.
     Fault {
-        /// A number of its own among the faults of the run.
+        /// The number of the fault in the run.
         number: u64,
         /// The kind, as schedules name it.
         kind: String,
-        /// The consumer that it was done to; none if a server.
+        /// The affected consumer; none for a fault of a server.
         target: Option<String>,
-        /// Which of the two.
+        /// Whether it started or ended.
         edge: Edge,
     },
     /// A consumer process has ended.
     Gone {
         /// Its name.
         consumer: String,
-        /// What the player had done to it.
+        /// The signal that the harness sent.
         after: Sent,
-        /// As the system says it: `exit 0`, `signal 9`.
+        /// The exit status: `exit 0`, `signal 9`.
         status: String,
-        /// How long it took from the signal, in milliseconds.
+        /// The time since the signal, in milliseconds.
         took_ms: u64,
     },
-    /// Effects came at nine tenths of the publisher's rate again.
+    /// Effects reached nine tenths of the publishing rate again.
     Recovered {
-        /// After the ends of these faults, as the fault log names them.
+        /// The faults that had ended, as the fault log names them.
         kinds: Vec<String>,
-        /// How long that took, without the second for which they did, in milliseconds.
+        /// The time since the end of the faults, in milliseconds, without the measured second
+        /// itself.
         took_ms: u64,
-        /// How much of the processors' time nobody needed meanwhile, in percent.
+        /// The idle CPU time meanwhile, in percent.
         idle: u64,
     },
-    /// A message stands in the dead letters or in doubt after the run.
+    /// A message is in the dead letters or the in-doubt queue after the run.
     Aside {
         /// The message's.
         id: String,
-        /// Where.
+        /// The destination.
         place: Place,
-        /// Why.
+        /// The reason header.
         reason: String,
     },
     /// A marker in the store after the run that is not done.
     Marker {
         /// The message's.
         id: String,
-        /// What stands there.
+        /// The marker in the format of the store.
         record: String,
     },
-    /// How many deliveries were left when the run had to end.
+    /// The messages that were not settled at the end of the run.
     Left {
-        /// By the broker's count.
+        /// The number, as the broker reports it.
         count: u64,
     },
-    /// The group has committed this, as Kafka told a client of the player's; written when it has
-    /// changed.
+    /// The committed offset of a partition changed, as Kafka reported it to the harness.
     Committed {
-        /// Of the topic.
+        /// The partition.
         partition: i32,
-        /// The next to be read.
+        /// The next offset to read.
         offset: i64,
     },
-    /// The topic is deleted and made anew: its offsets begin again.
+    /// The topic was deleted and recreated: its offsets start again at 0.
     MadeAnew,
-    /// How much memory a consumer had, as the system told the player.
+    /// The memory of a consumer.
     Sampled {
         /// Its name.
         consumer: String,
-        /// What it had resident for itself, without pages of files, in KiB.
+        /// Resident anonymous memory, in KiB.
         resident: u64,
     },
-    /// What a consumer's own metrics have counted.
+    /// The counters in the metrics of a consumer.
     Counted {
         /// Each counter that is not 0, with its labels.
         values: BTreeMap<String, u64>,
-        /// Whether it has ended well, and counts nothing any more.
+        /// Whether these are the final values.
         last: bool,
     },
-    /// A secret that the run was given stands in one of its files.
+    /// A file of the run contains a secret.
     Leaked {
-        /// Whose password it is.
+        /// The server whose password it is.
         secret: String,
-        /// Which file, and which line of it.
+        /// The file and line.
         place: String,
     },
-    /// The broker closed a channel because it was told something that it refuses (406).
+    /// RabbitMQ closed a channel with 406 PRECONDITION_FAILED.
     ChannelRefused {
         /// The line in its log.
         line: String,
@@ -227,41 +227,41 @@ pub enum What {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Unique {
-    /// The unique table took it.
+    /// It was the first.
     Accepted,
-    /// It was there already.
+    /// The id had an effect before.
     Known,
 }
 
-/// What the sink says when it is asked for an effect.
+/// The reply of the sink to `reconcile`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Found {
     /// It happened.
     Happened,
-    /// It did not, and is void now.
+    /// It did not happen, and the attempt is voided.
     Voided,
 }
 
-/// What a store may be asked.
+/// The operations of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Asked {
-    /// May I handle this id now?
+    /// [`Ask::Claim`](oncegate::marker::Ask::Claim).
     Claim,
-    /// I still hold it.
+    /// [`Ask::Renew`](oncegate::marker::Ask::Renew).
     Renew,
-    /// It happened.
+    /// [`Ask::Complete`](oncegate::marker::Ask::Complete).
     Complete,
-    /// Free it for another attempt.
+    /// [`Ask::Clear`](oncegate::marker::Ask::Clear) or `Withdraw`.
     Clear,
-    /// Keep it from running.
+    /// [`Ask::Reject`](oncegate::marker::Ask::Reject).
     Reject,
-    /// Nobody knows.
+    /// [`Ask::Doubt`](oncegate::marker::Ask::Doubt).
     Doubt,
-    /// It is known now.
+    /// [`Ask::Resolve`](oncegate::marker::Ask::Resolve).
     Resolve,
-    /// An operator frees it.
+    /// [`Ask::Forget`](oncegate::marker::Ask::Forget).
     Forget,
     /// [`Ask::SendBack`](oncegate::marker::Ask::SendBack).
     SendBack,
@@ -271,13 +271,13 @@ pub enum Asked {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Ending {
-    /// It said that it happened.
+    /// It returned success.
     Ok,
-    /// It said that it failed.
+    /// It returned a failure.
     Failed,
     /// It panicked.
     Panicked,
-    /// It was dropped before it ended.
+    /// It was dropped before it returned.
     Dropped,
 }
 
@@ -285,25 +285,25 @@ pub enum Ending {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Settling {
-    /// It is done with.
+    /// Acknowledged.
     Accepted,
-    /// It comes back.
+    /// Returned for redelivery.
     Released,
-    /// It goes to the dead letters or in doubt.
+    /// Sent to the dead letters or the in-doubt queue.
     Rejected,
 }
 
-/// One end of a fault.
+/// The start or the end of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Edge {
-    /// It begins.
+    /// The start.
     Begin,
-    /// It is over.
+    /// The end.
     End,
 }
 
-/// What a consumer was told before it ended.
+/// The signal that a consumer received before it ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Sent {
@@ -311,11 +311,11 @@ pub enum Sent {
     Kill,
     /// SIGTERM.
     Terminate,
-    /// Nothing: it ended by itself.
+    /// None.
     Nothing,
 }
 
-/// Where a message stands that was set aside.
+/// The destination of a rejected message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Place {
@@ -326,7 +326,7 @@ pub enum Place {
 }
 
 impl What {
-    /// The id that it is about, if it is about one.
+    /// The id that it concerns, if any.
     pub fn id(&self) -> Option<&str> {
         match self {
             Self::Attempted { id }
@@ -359,7 +359,7 @@ impl What {
     }
 }
 
-/// As a history tells it: seconds since the machine began, who, what.
+/// A line of a history: seconds since boot, process, event and its fields.
 impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(

@@ -1,5 +1,5 @@
-//! One cell: three processes are ended at the same step, one after the other, each while messages
-//! come in; a fourth takes over.
+//! One cell of the matrix: aborts three processes at the same step, one after the other, while
+//! messages arrive; a fourth process handles the rest.
 
 use std::path::Path;
 use std::time::Duration;
@@ -8,28 +8,28 @@ use rustix::process::Signal;
 
 use super::group::{Consumer, Group, Made, said};
 use super::servers::Servers;
-use super::step::{Step, Way};
+use super::step::{Step, Trigger};
 use crate::Error;
 use crate::check::{Checked, Rules};
 use crate::ledger::{Ledger, Settling, What};
 use crate::message::{Outgoing, Work};
 
-/// How long a process may take to come to its step.
-const PATIENCE: Duration = Duration::from_secs(120);
-/// How a process ends that aborts.
+/// The time limit until a process reaches its step.
+const STEP_TIMEOUT: Duration = Duration::from_secs(120);
+/// The status of a process that aborted.
 const ABORTED: &str = "signal 6";
 
-/// What a cell came to.
+/// The result of a cell.
 pub(crate) struct Played {
     pub(crate) checked: Checked,
     pub(crate) rules: Rules,
-    /// In how many runs a process was seen to end at the step.
+    /// The number of runs in which a process aborted at the step.
     pub(crate) seen: u32,
-    /// What was seen where it did not.
+    /// What happened in the other runs.
     pub(crate) missed: Vec<String>,
 }
 
-/// Plays it, in this environment beside what arms the step.
+/// Runs the cell with these environment variables and the one that arms the step.
 pub(crate) fn play(
     servers: &Servers,
     step: &Step,
@@ -38,19 +38,19 @@ pub(crate) fn play(
     folder: &Path,
 ) -> Result<Played, Error> {
     let mut group = Group::open(servers, made, folder)?;
-    match step.way {
-        // Somebody has to declare the queue first.
-        Way::DrainWhileSomethingIsHeld => {
+    match step.trigger {
+        // The queue must exist: the consumers only check it.
+        Trigger::DrainWhileSomethingIsHeld => {
             let first = group.start("a0", environment, &[])?;
             group.declared(first)?;
             group.set("topology", "check");
         }
-        Way::RejectedByTheQueue => group.set("rejects", "by-queue"),
+        Trigger::RejectedByTheQueue => group.set("rejects", "by-queue"),
         _ => {}
     }
     let waits = matches!(
-        step.way,
-        Way::DrainWhileSomethingWaits | Way::DrainWhileSomethingIsHeld
+        step.trigger,
+        Trigger::DrainWhileSomethingWaits | Trigger::DrainWhileSomethingIsHeld
     );
     let (mut seen, mut missed) = (0, Vec::new());
     for (run, pass) in step.passes.into_iter().enumerate() {
@@ -66,18 +66,18 @@ pub(crate) fn play(
             &[]
         };
         let mut consumer = group.start(&format!("c{run}.1"), &armed_too, pause)?;
-        group.publish(wave(run, step.way))?;
-        if step.way == Way::TopicMadeAnew {
-            group.until_done(PATIENCE)?;
-            group.make_anew()?;
+        group.publish(wave(run, step.trigger))?;
+        if step.trigger == Trigger::TopicRecreated {
+            group.until_done(STEP_TIMEOUT)?;
+            group.recreate_topic()?;
             group.publish(
                 (50..53)
                     .map(|number| message(format!("u-{run}{number}"), None, 20))
                     .collect(),
             )?;
         }
-        lead(&mut group, &consumer, step.way)?;
-        match group.ended(&mut consumer, PATIENCE)? {
+        trigger_step(&mut group, &consumer, step.trigger)?;
+        match group.ended(&mut consumer, STEP_TIMEOUT)? {
             Some(status) => {
                 let how = said(status);
                 let log = std::fs::read_to_string(folder.join(format!("{}.log", consumer.name)))?;
@@ -89,7 +89,7 @@ pub(crate) fn play(
                     seen += 1;
                 } else {
                     missed.push(format!(
-                        "run {}: it ended with {how}, not at {armed}",
+                        "run {}: the process ended with {how}, not at {armed}",
                         run + 1
                     ));
                 }
@@ -97,7 +97,7 @@ pub(crate) fn play(
             }
             None => {
                 missed.push(format!(
-                    "run {}: {armed} was not reached within {PATIENCE:?}",
+                    "run {}: {armed} was not reached within {STEP_TIMEOUT:?}",
                     run + 1
                 ));
                 group.kill(consumer, step.name)?;
@@ -115,18 +115,18 @@ pub(crate) fn play(
     })
 }
 
-/// Does what the step needs beside messages.
-fn lead(group: &mut Group<'_>, consumer: &Consumer, way: Way) -> Result<(), Error> {
+/// Sends the signal that the step needs, once the consumer is in the required state.
+fn trigger_step(group: &mut Group<'_>, consumer: &Consumer, trigger: Trigger) -> Result<(), Error> {
     let by = consumer.name.clone();
     let waits = matches!(
-        way,
-        Way::DrainWhileSomethingWaits | Way::DrainWhileSomethingIsHeld
+        trigger,
+        Trigger::DrainWhileSomethingWaits | Trigger::DrainWhileSomethingIsHeld
     );
     let shows = move |ledger: &Ledger| {
         ledger.records().iter().any(|record| {
             record.by == by
                 && match &record.what {
-                    What::Started { id, .. } => way == Way::Drain && id.starts_with("u-"),
+                    What::Started { id, .. } => trigger == Trigger::Drain && id.starts_with("u-"),
                     What::Settled {
                         how: Settling::Released,
                         id,
@@ -136,16 +136,16 @@ fn lead(group: &mut Group<'_>, consumer: &Consumer, way: Way) -> Result<(), Erro
                 }
         })
     };
-    if (way == Way::Drain || waits) && group.until(PATIENCE, shows)? {
+    if (trigger == Trigger::Drain || waits) && group.until(STEP_TIMEOUT, shows)? {
         consumer.signal(Signal::TERM)?;
     }
     Ok(())
 }
 
-/// A handful of messages: some work, two of them with one key, one longer than a third of its
-/// lease; one is sent twice, one always fails, one always panics, one is refused.
-fn wave(run: usize, way: Way) -> Vec<Outgoing> {
-    let long = if way == Way::Drain { 1_500 } else { 20 };
+/// The messages of a run: some succeed, three of them with the same key and one of them longer than
+/// a third of the lease; one is sent twice, one always fails, one always panics, one is rejected.
+fn wave(run: usize, trigger: Trigger) -> Vec<Outgoing> {
+    let long = if trigger == Trigger::Drain { 1_500 } else { 20 };
     let free =
         |prefix: &str, number: u32, ms| message(format!("{prefix}-{run}{number:02}"), None, ms);
     let keyed = |number: u32| {
@@ -170,7 +170,7 @@ fn wave(run: usize, way: Way) -> Vec<Outgoing> {
     ]
 }
 
-/// A message that takes so many milliseconds.
+/// A message whose handler takes this many milliseconds.
 pub(crate) fn message(id: String, key: Option<String>, ms: u64) -> Outgoing {
     Outgoing {
         id,

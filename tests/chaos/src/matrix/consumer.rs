@@ -1,5 +1,4 @@
-//! The consumer process of a cell: as small as can be, with what a step or a wrong version needs to
-//! show itself.
+//! The consumer process of a matrix cell, with the settings that steps and mutants need.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,7 +11,7 @@ use oncegate::{
     Sqlite, Store, Topology, fault,
 };
 
-use super::tricks::{Timed, Trick, Tricky};
+use super::tricks::{FaultyStore, Timed, Trick};
 use crate::Error;
 use crate::ledger::{Ending, Log};
 use crate::message::{ID_HEADER, Work};
@@ -20,10 +19,10 @@ use crate::recorded::Recorded;
 use crate::sink::Sink;
 use crate::worker::{Broker, Common, Running, Worker, reconcile};
 
-/// How long a handler may run: longer than any message of a cell takes.
+/// The handler timeout: longer than the handling of any message of a cell.
 const TIMEOUT: Duration = Duration::from_secs(8);
 
-/// Where markers are kept.
+/// The marker store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Markers {
@@ -33,42 +32,42 @@ pub enum Markers {
     Sqlite,
 }
 
-/// What a consumer of a cell is started with.
+/// The arguments of a consumer of a cell.
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(flatten)]
     common: Common,
-    /// What keeps the markers.
+    /// The kind of the marker store.
     #[arg(long, value_enum)]
     markers: Markers,
-    /// Where they are: a URL or a file.
+    /// The URL or file of the marker store.
     #[arg(long)]
     store: String,
-    /// The first pause before what has failed is tried again, in milliseconds.
+    /// The first backoff, in milliseconds.
     #[arg(long, default_value_t = 50)]
     pause_ms: u64,
-    /// The longest, in milliseconds.
+    /// The maximum backoff, in milliseconds.
     #[arg(long, default_value_t = 300)]
     longest_pause_ms: u64,
-    /// How long ids are remembered, in milliseconds.
+    /// The deduplication window, in milliseconds.
     #[arg(long, default_value_t = 3_600_000)]
     window_ms: u64,
-    /// Who declares RabbitMQ's queues.
+    /// Whether the consumer declares the RabbitMQ queues.
     #[arg(long, value_enum, default_value_t = Declares::Consumer)]
     topology: Declares,
-    /// Who sets aside on RabbitMQ what is refused.
-    #[arg(long, value_enum, default_value_t = SetsAside::Consumer)]
-    rejects: SetsAside,
-    /// What the network does to it.
+    /// Which way rejected messages reach the dead letters on RabbitMQ.
+    #[arg(long, value_enum, default_value_t = RejectedBy::Consumer)]
+    rejects: RejectedBy,
+    /// The network fault between the consumer and its store.
     #[arg(long, value_enum, default_value_t = Trick::None)]
     trick: Trick,
 }
 
-/// Consumes until SIGTERM, then drains. Ends at once when its standard input ends: who started it
-/// is gone.
+/// Consumes until SIGTERM, then drains. Ends at once when its standard input ends, since its parent
+/// process has ended.
 ///
 /// # Errors
-/// What the consumer says.
+/// The error of the consumer.
 pub async fn run(arguments: Arguments) -> Result<(), Error> {
     let worker = Worker::begin(&arguments.common).await?;
     match arguments.common.broker {
@@ -87,7 +86,7 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
             } else {
                 Topology::Check
             };
-            let rejects = if arguments.rejects == SetsAside::Consumer {
+            let rejects = if arguments.rejects == RejectedBy::Consumer {
                 Rejects::Published
             } else {
                 Rejects::ByQueue
@@ -106,19 +105,19 @@ pub async fn run(arguments: Arguments) -> Result<(), Error> {
     }
 }
 
-/// Who declares RabbitMQ's queues.
+/// Whether the consumer declares the RabbitMQ queues.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Declares {
-    /// The consumer.
+    /// It declares them.
     Consumer,
-    /// Somebody did: it looks whether they are there, and nothing can wait in queues of its own.
+    /// They exist; it only checks them and has no delay queues.
     #[value(name = "check")]
-    Somebody,
+    Existing,
 }
 
-/// Who sets aside on RabbitMQ what is refused.
+/// Which way rejected messages reach the dead letters on RabbitMQ.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum SetsAside {
+enum RejectedBy {
     /// The consumer publishes it.
     Consumer,
     /// The queue's own dead-letter exchange.
@@ -135,14 +134,13 @@ async fn consume(source: impl Connect, arguments: &Arguments, worker: Worker) ->
     let store = Arc::new(Timed::new(store, Arc::clone(&log)));
     let mut builder = Consumer::builder();
     if arguments.markers == Markers::Sqlite {
-        // Its file lies in memory, which a power cut would empty. Here processes end, and no
-        // machine.
+        // Its file is on a memory file system. Only processes crash here, not the machine.
         builder = builder.allow_volatile_store();
     }
     let consumer = builder
         .source(Recorded::new(source, Arc::clone(&log)))
         .store(Recorded::new(
-            Tricky::new(store, arguments.trick),
+            FaultyStore::new(store, arguments.trick),
             Arc::clone(&log),
         ))
         .handler(Effects {
@@ -167,17 +165,17 @@ async fn consume(source: impl Connect, arguments: &Arguments, worker: Worker) ->
         .max_in_flight(common.in_flight)
         .drain_timeout(common.drain());
     worker
-        .run(|terminated| consumer.run_until(terminated.come()))
+        .run(|terminated| consumer.run_until(terminated.wait()))
         .await
 }
 
-/// Has the effect of a message at the sink, in the middle of its time, or does what its id begins
-/// with.
+/// A handler that applies the effect of a message at the sink halfway through its running time, or
+/// fails as the prefix of the id says.
 struct Effects {
     sink: Sink,
     log: Arc<Log>,
     runs: AtomicU64,
-    /// How often each id was run here.
+    /// The number of runs of each id in this process.
     of_id: Mutex<HashMap<String, u32>>,
 }
 

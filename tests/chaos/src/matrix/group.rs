@@ -1,5 +1,4 @@
-//! One consumer group on servers that it shares with others: its queue, its sink, its processes and
-//! its ledger.
+//! One consumer group on shared servers, with its own queue, sink, processes and ledger.
 
 use std::collections::BTreeSet;
 use std::fs::OpenOptions;
@@ -25,49 +24,49 @@ use crate::play::Taken;
 use crate::wire::Wire;
 use crate::worker::Broker;
 
-/// How long a claim holds.
+/// The lease.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);
-/// How long a drain may take.
+/// The drain timeout.
 pub(crate) const DRAIN: Duration = Duration::from_secs(8);
-/// How many messages a consumer handles at once.
+/// The maximum number of messages in flight.
 const IN_FLIGHT: u32 = 16;
-/// How long a handler that lost its lease may run on, once its process runs.
+/// How long a handler may continue after it lost its lease.
 pub(crate) const GRACE: Duration = Duration::from_millis(500);
-/// How long after its end a fault may be the cause of something: Kafka's session, a lease, and what
-/// takeovers one at a time take.
+/// How long after its end a fault may be the cause of an effect: Kafka's session timeout, a lease,
+/// and the time to take over messages one by one.
 const AFTERMATH: Duration = Duration::from_secs(10);
-/// How often it is looked how things go.
-const LOOK: Duration = Duration::from_millis(20);
-/// How long nothing may happen until all has drained.
-const QUIET: Duration = Duration::from_millis(2_000);
-/// How long after it was deleted a topic's old log may still take messages.
+/// The polling interval.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// How long the ledger must not grow until all messages count as settled.
+const QUIET_TIME: Duration = Duration::from_millis(2_000);
+/// How long after its deletion a topic may still accept messages.
 const MADE: Duration = Duration::from_secs(2);
 /// The SQLite file's name.
 const FILE: &str = "markers.db";
-/// How long it may take to drain: a machine that is busy with other work may be ten times as slow.
-const PATIENCE: Duration = Duration::from_secs(300);
+/// The time limit of each wait: an overloaded machine may be ten times as slow.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// What a group is made of.
+/// The broker, store and guarantee of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Made {
-    /// Where messages come from.
+    /// The broker.
     pub broker: Broker,
-    /// Where markers are kept.
+    /// The marker store.
     pub markers: Markers,
-    /// What is promised.
+    /// The guarantee.
     pub promise: Promise,
 }
 
-/// A group that is at work.
+/// A running group.
 pub(crate) struct Group<'a> {
     servers: &'a Servers,
     pub(crate) made: Made,
     folder: PathBuf,
     name: String,
-    /// Where the SQLite file lies: in memory, where there is such a place. The end of a process
-    /// costs it nothing there either, and a disk that is busy with other work costs no leases.
+    /// The directory of the SQLite file, if possible on a memory file system: a slow disk would
+    /// cost leases, and the file survives the kill of a process.
     memory: tempfile::TempDir,
-    /// What each of its processes is started with.
+    /// The arguments of each consumer.
     arguments: Vec<String>,
     log: Arc<Log>,
     sink: SinkProcess,
@@ -76,17 +75,17 @@ pub(crate) struct Group<'a> {
     ids: Mutex<BTreeSet<String>>,
 }
 
-/// A consumer of a group; killed when it is dropped.
+/// A consumer process of a group; dropping it kills the process.
 pub(crate) struct Consumer {
     pub(crate) name: String,
     child: Child,
-    /// It ends when this does, so that it does not outlive us.
+    /// The process ends when this pipe closes, so that it does not outlive the harness.
     _stdin: Option<ChildStdin>,
 }
 
 impl Drop for Consumer {
     fn drop(&mut self) {
-        // Mostly it has ended, which is an error here.
+        // Fails if it has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -95,19 +94,18 @@ impl Drop for Consumer {
 impl Consumer {
     /// Sends it a signal.
     pub(crate) fn signal(&self, signal: Signal) -> Result<(), Error> {
-        // One that has ended and was not waited for still has its number, so no other process can
-        // have it.
+        // The process id cannot be reused before the child is waited for.
         let number = i32::try_from(self.child.id()).ok().and_then(Pid::from_raw);
         Ok(number.map_or(Ok(()), |number| kill_process(number, signal))?)
     }
 }
 
 impl<'a> Group<'a> {
-    /// With a topic or queue of its own; everything that is known of it lies in the folder
-    /// afterwards.
+    /// Creates a group with its own topic or queue; its files are in the folder.
     pub(crate) fn open(servers: &'a Servers, made: Made, folder: &Path) -> Result<Self, Error> {
         std::fs::create_dir_all(folder)?;
-        // Numbers, since a folder's name may be long, and two groups must never share a queue.
+        // A number, since folder names may be too long; unique, since groups must not share a
+        // queue.
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let name = format!(
             "cell-{}-{}",
@@ -162,20 +160,22 @@ impl<'a> Group<'a> {
             faults,
             ids,
         };
-        // Kafka has said that the topic is made before it tells everybody.
-        let until = Instant::now() + PATIENCE;
+        // Kafka confirms the creation of a topic before its metadata is available.
+        let until = Instant::now() + WAIT_TIMEOUT;
         while made.broker == Broker::Kafka && group.left().is_none() {
             if Instant::now() > until {
-                return Err(
-                    format!("Kafka does not know {} within {PATIENCE:?}", group.name).into(),
-                );
+                return Err(format!(
+                    "Kafka has no metadata of the topic {} after {WAIT_TIMEOUT:?}",
+                    group.name
+                )
+                .into());
             }
-            std::thread::sleep(5 * LOOK);
+            std::thread::sleep(5 * POLL_INTERVAL);
         }
         Ok(group)
     }
 
-    /// Starts each consumer with this, from now on.
+    /// Sets an argument of the consumers that are started from now on.
     pub(crate) fn set(&mut self, name: &str, value: &str) {
         let begins = format!("--{name}=");
         self.arguments
@@ -183,14 +183,14 @@ impl<'a> Group<'a> {
         self.arguments.push(format!("{begins}{value}"));
     }
 
-    /// Starts a consumer, with more in its environment and its arguments.
+    /// Starts a consumer with additional environment variables and arguments.
     pub(crate) fn start(
         &self,
         name: &str,
         environment: &[(&str, &str)],
         more: &[&str],
     ) -> Result<Consumer, Error> {
-        // Not by its path: what lies there may be a newer build by now.
+        // Not by its path: a newer build may have replaced the file.
         let mut command = Command::new("/proc/self/exe");
         let log = OpenOptions::new()
             .append(true)
@@ -216,7 +216,7 @@ impl<'a> Group<'a> {
         })
     }
 
-    /// Hands messages to the broker, and returns when all are confirmed.
+    /// Publishes messages, and returns when all are confirmed.
     pub(crate) fn publish(&self, messages: Vec<Outgoing>) -> Result<(), Error> {
         self.ids
             .lock()
@@ -229,35 +229,35 @@ impl<'a> Group<'a> {
         })
     }
 
-    /// What was written down so far.
+    /// The ledger so far.
     pub(crate) fn ledger(&self) -> Result<Ledger, Error> {
         Ok(Ledger::read(&self.folder)?)
     }
 
-    /// Waits until the ledger shows it; says whether it did in time.
+    /// Waits until the ledger satisfies the condition. Returns whether it did in time.
     pub(crate) fn until(
         &mut self,
-        patience: Duration,
+        timeout: Duration,
         shows: impl Fn(&Ledger) -> bool,
     ) -> Result<bool, Error> {
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         while !shows(&self.ledger()?) {
             if Instant::now() > until {
                 return Ok(false);
             }
-            self.sink.look()?;
-            std::thread::sleep(2 * LOOK);
+            self.sink.check_running()?;
+            std::thread::sleep(2 * POLL_INTERVAL);
         }
         Ok(true)
     }
 
-    /// Waits until a consumer has ended; none if it has not in time.
+    /// Waits until a consumer has ended; none if it does not in time.
     pub(crate) fn ended(
         &mut self,
         consumer: &mut Consumer,
-        patience: Duration,
+        timeout: Duration,
     ) -> Result<Option<ExitStatus>, Error> {
-        let until = Instant::now() + patience;
+        let until = Instant::now() + timeout;
         loop {
             if let Some(status) = consumer.child.try_wait()? {
                 return Ok(Some(status));
@@ -265,12 +265,12 @@ impl<'a> Group<'a> {
             if Instant::now() > until {
                 return Ok(None);
             }
-            self.sink.look()?;
-            std::thread::sleep(LOOK);
+            self.sink.check_running()?;
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Writes down how a consumer ended that was made to: its end is the fault.
+    /// Records the forced end of a consumer as a fault.
     pub(crate) fn was_ended(&self, consumer: &Consumer, kind: &str, status: ExitStatus) {
         let number = self.faults.fetch_add(1, Ordering::Relaxed);
         let fault = |edge| What::Fault {
@@ -290,8 +290,7 @@ impl<'a> Group<'a> {
         self.note_commits();
     }
 
-    /// Writes down what Kafka says that the group has committed. What it does not say now it says
-    /// at the end.
+    /// Records the committed offsets. Ignores errors, since they are recorded again at the end.
     fn note_commits(&self) {
         let committed = self
             .wire
@@ -305,7 +304,7 @@ impl<'a> Group<'a> {
         );
     }
 
-    /// SIGKILL.
+    /// Kills a consumer (SIGKILL).
     pub(crate) fn kill(&self, mut consumer: Consumer, kind: &str) -> Result<(), Error> {
         consumer.child.kill()?;
         let status = consumer.child.wait()?;
@@ -313,42 +312,50 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
-    /// Waits until nothing is left.
-    pub(crate) fn until_done(&self, patience: Duration) -> Result<(), Error> {
-        let until = Instant::now() + patience;
+    /// Waits until all messages are settled.
+    pub(crate) fn until_done(&self, timeout: Duration) -> Result<(), Error> {
+        let until = Instant::now() + timeout;
         while self.left() != Some(0) {
             if Instant::now() > until {
-                return Err(format!("{} is not done within {patience:?}", self.name).into());
+                return Err(format!(
+                    "{} still has unsettled messages after {timeout:?}",
+                    self.name
+                )
+                .into());
             }
-            std::thread::sleep(10 * LOOK);
+            std::thread::sleep(10 * POLL_INTERVAL);
         }
         Ok(())
     }
 
-    /// Deletes the topic, and makes another of its name.
-    pub(crate) fn make_anew(&self) -> Result<(), Error> {
+    /// Deletes the topic and creates it again.
+    pub(crate) fn recreate_topic(&self) -> Result<(), Error> {
         self.note_commits();
         self.log.write(What::MadeAnew);
-        self.servers.runtime.block_on(self.wire.make_anew())?;
+        self.servers.runtime.block_on(self.wire.recreate_topic())?;
         std::thread::sleep(MADE);
         Ok(())
     }
 
-    /// Waits until a consumer has declared what it reads from, and ends it.
+    /// Waits until a consumer has declared its queue, and ends the consumer.
     pub(crate) fn declared(&mut self, mut consumer: Consumer) -> Result<(), Error> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + WAIT_TIMEOUT;
         while self.left().is_none() {
             if Instant::now() > until {
-                return Err(format!("{} is not declared within {PATIENCE:?}", self.name).into());
+                return Err(format!(
+                    "the queue {} was not declared within {WAIT_TIMEOUT:?}",
+                    self.name
+                )
+                .into());
             }
-            std::thread::sleep(5 * LOOK);
+            std::thread::sleep(5 * POLL_INTERVAL);
         }
-        self.until_it_listens(&consumer)?;
+        self.wait_until_ready(&consumer)?;
         consumer.signal(Signal::TERM)?;
         let since = Instant::now();
         let status = self
-            .ended(&mut consumer, PATIENCE)?
-            .ok_or("it does not end")?;
+            .ended(&mut consumer, WAIT_TIMEOUT)?
+            .ok_or("the consumer did not end after SIGTERM")?;
         let took_ms = u64::try_from(since.elapsed().as_millis())?;
         self.log.write(What::Gone {
             consumer: consumer.name.clone(),
@@ -359,26 +366,24 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
-    /// Waits until nothing is left and nothing moves, and tells the consumers to drain; what they
-    /// still held goes to another.
+    /// Waits until all messages are settled and the ledger no longer grows, and drains the
+    /// consumers. Starts another consumer for messages that they returned.
     pub(crate) fn drain(
         &mut self,
         mut consumers: Vec<Consumer>,
         environment: &[(&str, &str)],
     ) -> Result<(), Error> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + WAIT_TIMEOUT;
         for next in 1.. {
             self.until_quiet(&mut consumers, until)?;
             for consumer in &consumers {
-                self.until_it_listens(consumer)?;
+                self.wait_until_ready(consumer)?;
                 consumer.signal(Signal::TERM)?;
             }
             let since = Instant::now();
             for mut consumer in consumers.drain(..) {
                 let Some(status) = self.ended(&mut consumer, 2 * DRAIN)? else {
-                    return Err(
-                        format!("{} was told to drain, and has not ended", consumer.name).into(),
-                    );
+                    return Err(format!("{} did not end after SIGTERM", consumer.name).into());
                 };
                 let took_ms = u64::try_from(since.elapsed().as_millis())?;
                 self.log.write(What::Gone {
@@ -388,9 +393,9 @@ impl<'a> Group<'a> {
                     took_ms,
                 });
             }
-            let left = self.left_for_good();
+            let left = self.settled_left();
             if left == Some(0) || Instant::now() > until {
-                // What the broker does not say is not nothing.
+                // Without a reply of the broker the count is unknown, not 0.
                 self.log.write(What::Left {
                     count: left.unwrap_or(u64::MAX),
                 });
@@ -399,17 +404,17 @@ impl<'a> Group<'a> {
             consumers.push(self.start(&format!("z{next}"), environment, &[])?);
         }
         self.note_commits();
-        self.look_around()
+        self.record_remains()
     }
 
-    /// A process that was just started would be ended by a signal that tells it to drain.
-    pub(crate) fn until_it_listens(&self, consumer: &Consumer) -> Result<(), Error> {
+    /// Waits until the consumer handles SIGTERM, which would otherwise end it without a drain.
+    pub(crate) fn wait_until_ready(&self, consumer: &Consumer) -> Result<(), Error> {
         let (file, until) = (
             self.folder.join(format!("{}.jsonl", consumer.name)),
-            Instant::now() + PATIENCE,
+            Instant::now() + WAIT_TIMEOUT,
         );
         while !file.exists() && Instant::now() < until {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
@@ -418,15 +423,15 @@ impl<'a> Group<'a> {
         self.servers.runtime.block_on(self.wire.left()).ok()
     }
 
-    /// The queues say how much is ready a moment late.
-    fn left_for_good(&self) -> Option<u64> {
+    /// The number of unsettled messages; polls, because queues update their counts with a delay.
+    fn settled_left(&self) -> Option<u64> {
         let mut left = None;
         for _ in 0..8 {
             left = self.left();
             if left == Some(0) {
                 break;
             }
-            std::thread::sleep(10 * LOOK);
+            std::thread::sleep(10 * POLL_INTERVAL);
         }
         left
     }
@@ -434,7 +439,7 @@ impl<'a> Group<'a> {
     fn until_quiet(&mut self, consumers: &mut [Consumer], until: Instant) -> Result<(), Error> {
         let (mut seen, mut since) = (0, Instant::now());
         while Instant::now() < until {
-            self.sink.look()?;
+            self.sink.check_running()?;
             for consumer in consumers.iter_mut() {
                 if let Some(status) = consumer.child.try_wait()? {
                     return Err(
@@ -446,28 +451,31 @@ impl<'a> Group<'a> {
             if written != seen {
                 (seen, since) = (written, Instant::now());
             }
-            if since.elapsed() > QUIET {
+            if since.elapsed() > QUIET_TIME {
                 if self.left() == Some(0) {
                     return Ok(());
                 }
                 since = Instant::now();
             }
-            std::thread::sleep(5 * LOOK);
+            std::thread::sleep(5 * POLL_INTERVAL);
         }
         Ok(())
     }
 
-    /// Writes down what was set aside, and which markers are held by nobody.
-    fn look_around(&self) -> Result<(), Error> {
-        let letters = self.servers.runtime.block_on(self.wire.aside())?;
-        let aside = |letter: crate::wire::Letter| What::Aside {
-            id: letter.id,
-            place: letter.place,
-            reason: letter.reason,
+    /// Records dead letters, in-doubt messages and markers without a holder.
+    fn record_remains(&self) -> Result<(), Error> {
+        let rejected = self
+            .servers
+            .runtime
+            .block_on(self.wire.rejected_messages())?;
+        let record = |message: crate::wire::RejectedMessage| What::Aside {
+            id: message.id,
+            place: message.place,
+            reason: message.reason,
         };
-        self.log.write_all(letters.into_iter().map(aside));
+        self.log.write_all(rejected.into_iter().map(record));
         if !self.held()?.is_empty() {
-            // Who holds it may have a lease yet; a second later nobody has.
+            // A lease may still be valid; after this pause none is.
             std::thread::sleep(LEASE + Duration::from_secs(1));
             self.log.write_all(
                 self.held()?
@@ -478,12 +486,11 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
-    /// The ids whose marker is in progress, or that somebody finds out about; as Redis would show
-    /// them.
+    /// The ids whose marker is in progress or being reconciled, in the format of the Redis store.
     fn held(&self) -> Result<Vec<(String, String)>, Error> {
         let scope = Scope::named(&self.name)?;
         let (redis, file) = (
-            Redis::at(self.servers.redis()).timeout(PATIENCE),
+            Redis::at(self.servers.redis()).timeout(WAIT_TIMEOUT),
             Sqlite::file(self.memory.path().join(FILE)),
         );
         let ids = self
@@ -513,7 +520,7 @@ impl<'a> Group<'a> {
         })
     }
 
-    /// What it is held to.
+    /// The rules by which the group is checked.
     pub(crate) fn rules(&self) -> Rules {
         let order = if self.made.broker == Broker::Kafka {
             Ordered::ByKey
@@ -534,13 +541,13 @@ impl<'a> Group<'a> {
         }
     }
 
-    /// What the checker says.
+    /// Checks the ledger.
     pub(crate) fn check(&self, rules: &Rules) -> Result<Checked, Error> {
         Ok(check(&self.ledger()?, rules))
     }
 }
 
-/// As the system says it.
+/// The exit status as text.
 pub(crate) fn said(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit {code}"),
@@ -549,7 +556,7 @@ pub(crate) fn said(status: ExitStatus) -> String {
     }
 }
 
-/// How many bytes of the ledger there are.
+/// The size of the ledger in bytes.
 fn written(folder: &Path) -> Result<u64, Error> {
     let mut size = 0;
     for entry in std::fs::read_dir(folder)? {

@@ -1,4 +1,4 @@
-//! The servers that all cells share.
+//! The servers that all cells of the matrix share.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,7 @@ use super::consumer::Markers;
 use crate::Error;
 use crate::worker::Broker;
 
-/// One of each, and a runtime for their clients.
+/// One server of each kind, and a runtime for their clients.
 pub struct Servers {
     kafka: KafkaServer,
     rabbit: RabbitServer,
@@ -20,10 +20,10 @@ pub struct Servers {
 }
 
 impl Servers {
-    /// Starts all of them side by side. Kafka lets sessions be as short as a second.
+    /// Starts them in parallel. Kafka allows session timeouts of one second.
     ///
     /// # Errors
-    /// The first that does not start.
+    /// The error of the first server that does not start.
     pub fn start() -> Result<Self, Error> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)
@@ -60,10 +60,10 @@ impl Servers {
         self.redis.url()
     }
 
-    /// The lines of RabbitMQ's log in which it refuses an acknowledgement (406), whichever group's.
+    /// The lines of RabbitMQ's log that refuse an acknowledgement (406), of all groups.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The log cannot be read.
     pub fn refused_acknowledgements(&self) -> Result<Vec<String>, Error> {
         let said = std::fs::read(self.rabbit.directory().join("server.log"))?;
         Ok(crate::stage::refused_acknowledgements(
@@ -71,7 +71,7 @@ impl Servers {
         ))
     }
 
-    /// What runs here, and how old it is.
+    /// The versions of the servers and the tested commit.
     pub fn versions(&self) -> BTreeMap<String, String> {
         let told = self.redis.reply("INFO server").unwrap_or_default();
         let redis = told
@@ -111,7 +111,7 @@ impl Servers {
 }
 
 impl Markers {
-    /// As it stands on the command line.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Redis => "redis",

@@ -1,43 +1,43 @@
-//! The steps of the road at which a process is ended.
+//! The steps of the delivery lifecycle at which a process aborts.
 
 use super::consumer::Markers;
 use super::group::Made;
 use crate::check::Promise;
 use crate::worker::Broker;
 
-/// A point in oncegate, or in the handler, at which a process ends as a crash ends it.
+/// A crash point in oncegate or in the handler.
 #[derive(Debug)]
 pub struct Step {
-    /// As oncegate calls it.
+    /// The name of the crash point.
     pub name: &'static str,
-    /// Where on the road that is.
+    /// The description in the table.
     pub text: &'static str,
-    /// In which of the three runs the process ends at which pass.
+    /// For each of the three runs, at which pass of the point the process aborts.
     pub(crate) passes: [u32; 3],
-    /// What leads there.
-    pub(crate) way: Way,
-    /// Where it does not exist.
+    /// What makes the consumer reach the point.
+    pub(crate) trigger: Trigger,
+    /// The combinations in which it exists.
     only: Only,
 }
 
-/// What leads to a step.
+/// What makes a consumer reach a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum Trigger {
     /// Messages.
     Work,
-    /// Being told to drain while handlers run.
+    /// SIGTERM while handlers run.
     Drain,
-    /// Being told to drain while what has failed waits to be tried again.
+    /// SIGTERM while failed messages wait in delay queues.
     DrainWhileSomethingWaits,
-    /// The same, where nothing can wait outside of the process.
+    /// SIGTERM while failed messages wait in the consumer, since there are no delay queues.
     DrainWhileSomethingIsHeld,
-    /// All is done, and the topic is deleted and made anew.
-    TopicMadeAnew,
-    /// Messages that the queue itself sets aside.
+    /// The topic is deleted and recreated after all messages are settled.
+    TopicRecreated,
+    /// Rejections through the dead-letter exchange of the queue.
     RejectedByTheQueue,
 }
 
-/// Where a step exists.
+/// The combinations in which a step exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Only {
     Everywhere,
@@ -55,416 +55,416 @@ const fn step(
     name: &'static str,
     text: &'static str,
     passes: [u32; 3],
-    way: Way,
+    trigger: Trigger,
     only: Only,
 ) -> Step {
     Step {
         name,
         text,
         passes,
-        way,
+        trigger,
         only,
     }
 }
 
-/// All of them, in the order of the road.
+/// All steps, in the order of the delivery lifecycle.
 pub const STEPS: [Step; 56] = [
     step(
         "delivery",
         "a delivery has come in, and nothing was asked",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "claim.before",
         "before a claim is sent",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "claim.after",
         "a claim was carried out, its reply unread",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "handler.before",
         "claimed, before the handler",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "effect.before",
         "inside the handler, before its effect",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "effect.after",
         "inside the handler, after its effect",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "handler.after",
         "after the handler",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "renew.before",
         "before a renewal is sent",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::NotBare,
     ),
     step(
         "renew.after",
         "a renewal was carried out, its reply unread",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::NotBare,
     ),
     step(
         "complete.before",
         "before a completion is sent",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "complete.after",
         "a completion was carried out, its reply unread",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "clear.before",
         "before an id is freed for another attempt",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "clear.after",
         "it was freed, the reply unread",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "reject.before",
         "before an id is kept from running",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "reject.after",
         "it was, the reply unread",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "doubt.before",
         "before an id is put in doubt",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "doubt.after",
         "it is in doubt, the reply unread",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "reconcile.before",
         "before `reconcile`",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "reconcile.found",
         "inside `reconcile`, when it has found out",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "reconcile.after",
         "after `reconcile`",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "resolve.before",
         "before what was found is written",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "resolve.after",
         "it was written, the reply unread",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "sqlite.commit.before",
         "inside SQLite's transaction",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Sqlite,
     ),
     step(
         "sqlite.commit.after",
         "SQLite has committed, nobody was told",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Sqlite,
     ),
     step(
         "settle.before",
         "before a verdict goes to the source",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "settle.after",
         "the source has it",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "kafka.assign.before",
         "the group gives it partitions, before it takes them over",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.assign.after",
         "it has taken them over, nothing of them was read",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.commit.before",
         "before an offset is stored for the commit",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.commit.stored",
         "stored, not committed",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.commit.sent",
         "the first of an assignment is on its way, not confirmed",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.commit.confirmed",
         "Kafka has committed it, nobody was told",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.letter.before",
         "before a dead letter is published",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.letter.confirmed",
         "it stands, its message is not settled",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.letter.settled",
         "its message is settled, not committed",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.seek.before",
         "a topic was made anew, before its beginning is sought",
         SELDOM,
-        Way::TopicMadeAnew,
+        Trigger::TopicRecreated,
         Only::Kafka,
     ),
     step(
         "kafka.seek.after",
         "it was sought, nothing of it was read",
         SELDOM,
-        Way::TopicMadeAnew,
+        Trigger::TopicRecreated,
         Only::Kafka,
     ),
     step(
         "kafka.unassign.before",
         "drained, before it gives its partitions back",
         SELDOM,
-        Way::Drain,
+        Trigger::Drain,
         Only::Kafka,
     ),
     step(
         "kafka.unassign.after",
         "it has given them back, and not left the group",
         SELDOM,
-        Way::Drain,
+        Trigger::Drain,
         Only::Kafka,
     ),
     step(
         "amqp.consume.before",
         "the queues are there, before it asks to consume",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.consume.after",
         "the broker sends, nothing of it was read",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.ack.before",
         "before acknowledgements are written",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.ack.rejected",
         "a delivery was rejected, the acknowledgements beside it are not written",
         SELDOM,
-        Way::RejectedByTheQueue,
+        Trigger::RejectedByTheQueue,
         Only::RabbitMq,
     ),
     step(
         "amqp.ack.after",
         "they were handed to the connection",
         OFTEN,
-        Way::Work,
+        Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.letter.before",
         "before a dead letter is published",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.letter.confirmed",
         "it stands, its message is not acknowledged",
         SELDOM,
-        Way::Work,
+        Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.cancel.before",
         "told to drain, before it cancels its consumer",
         SELDOM,
-        Way::Drain,
+        Trigger::Drain,
         Only::RabbitMq,
     ),
     step(
         "amqp.cancel.after",
         "the broker sends no more, what it sent is not settled",
         SELDOM,
-        Way::Drain,
+        Trigger::Drain,
         Only::RabbitMq,
     ),
     step(
         "amqp.delay.before",
         "before a copy is published to wait",
         SELDOM,
-        Way::DrainWhileSomethingWaits,
+        Trigger::DrainWhileSomethingWaits,
         Only::RabbitMq,
     ),
     step(
         "amqp.delay.confirmed",
         "the copy stands, its message is not acknowledged",
         SELDOM,
-        Way::DrainWhileSomethingWaits,
+        Trigger::DrainWhileSomethingWaits,
         Only::RabbitMq,
     ),
     step(
         "amqp.back.before",
         "before what was not settled is handed back",
         SELDOM,
-        Way::DrainWhileSomethingIsHeld,
+        Trigger::DrainWhileSomethingIsHeld,
         Only::RabbitMq,
     ),
     step(
         "amqp.back.rejected",
         "what has failed is handed back, the rest is not",
         SELDOM,
-        Way::DrainWhileSomethingIsHeld,
+        Trigger::DrainWhileSomethingIsHeld,
         Only::RabbitMq,
     ),
     step(
         "amqp.back.after",
         "all is handed back, the channel is open",
         SELDOM,
-        Way::DrainWhileSomethingIsHeld,
+        Trigger::DrainWhileSomethingIsHeld,
         Only::RabbitMq,
     ),
     step(
         "drain.begun",
         "told to drain, handlers run",
         SELDOM,
-        Way::Drain,
+        Trigger::Drain,
         Only::Everywhere,
     ),
     step(
         "drain.closing",
         "drained, before the source is closed",
         SELDOM,
-        Way::Drain,
+        Trigger::Drain,
         Only::Everywhere,
     ),
     step(
         "drain.closed",
         "the source is closed, the process has not ended",
         SELDOM,
-        Way::Drain,
+        Trigger::Drain,
         Only::Everywhere,
     ),
 ];
 
 impl Step {
-    /// Why it does not exist here; none if it does.
+    /// Why the step does not exist in this combination; none if it does.
     pub fn absent(&self, made: Made) -> Option<&'static str> {
         match self.only {
             Only::NotBare if made.promise == Promise::Bare => Some("bare holds nothing"),
@@ -493,7 +493,7 @@ mod tests {
 
     use super::*;
 
-    /// Every line of Rust below a folder.
+    /// Appends all Rust sources below a folder.
     fn sources(folder: &Path, into: &mut String) {
         for entry in std::fs::read_dir(folder).expect("a folder") {
             let path = entry.expect("an entry").path();
@@ -524,8 +524,8 @@ mod tests {
         }
     }
 
-    /// The names of all points in the code: what stands in quotes in a call of `point` or
-    /// `of_each`, but for the harness's own.
+    /// The names of all crash points in the code: the string literals in calls of `point` and
+    /// `of_each`.
     fn points(code: &str) -> HashSet<&str> {
         let calls = ["point(", "of_each("]
             .iter()

@@ -1,4 +1,4 @@
-//! What the matrix says: each step by mode, broker and store.
+//! The result table of the matrix: each step by guarantee, broker and store.
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -18,43 +18,43 @@ use crate::worker::Broker;
 /// All cells.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Matrix {
-    /// In the order of the road.
+    /// In the order of the steps.
     pub cells: Vec<Cell>,
-    /// How long it took, in seconds.
+    /// The duration, in seconds.
     pub seconds: u64,
-    /// What was tried.
+    /// The tested versions.
     pub versions: BTreeMap<String, String>,
-    /// Lines of RabbitMQ's log in which it closed a channel because of an acknowledgement (406),
-    /// whichever cell's.
+    /// Lines of RabbitMQ's log in which it closed a channel because of an acknowledgement (406), of
+    /// all cells.
     #[serde(default)]
     pub refused: Vec<String>,
 }
 
-/// What was seen in one.
+/// The result of one cell.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cell {
     /// The step's name.
     pub step: String,
-    /// On what.
+    /// The combination of broker, store and guarantee.
     pub made: Made,
-    /// Why there is no such cell.
+    /// Why the cell does not exist.
     pub absent: Option<String>,
-    /// How often a process was ended there.
+    /// The number of aborts at the step.
     pub runs: u64,
-    /// Messages that the broker had confirmed.
+    /// Messages that the broker confirmed.
     pub confirmed: u64,
-    /// Confirmed, and nowhere.
+    /// Confirmed messages without an effect, dead letter or in-doubt message.
     pub lost: u64,
-    /// Ids with more than one effect, where none may have two.
+    /// Ids with more than one effect, with at most once.
     pub doubled: u64,
-    /// Effects beyond the first of their id, with a cause in the fault log.
+    /// Effects after the first of their id, with a cause in the fault log.
     pub explained: u64,
-    /// What does not hold, or what kept it from being played.
+    /// Violations, or the error that prevented the run.
     pub wrong: Vec<String>,
 }
 
 impl Cell {
-    /// One that does not exist.
+    /// A cell that does not exist.
     pub(crate) fn absent(step: &Step, made: Made, why: &str) -> Self {
         Self {
             absent: Some(why.to_owned()),
@@ -77,7 +77,7 @@ impl Cell {
         }
     }
 
-    /// One that was played.
+    /// The result of a run.
     pub(crate) fn of(step: &Step, made: Made, played: &Result<Played, Error>) -> Self {
         let mut cell = Self::empty(step, made);
         match played {
@@ -112,7 +112,7 @@ impl Cell {
         cell
     }
 
-    /// Whether what was promised held, and the process ended where it should.
+    /// Whether no invariant was violated and all processes aborted at the step.
     pub fn is_right(&self) -> bool {
         self.wrong.is_empty() && (self.absent.is_some() || self.runs >= 3)
     }
@@ -139,7 +139,7 @@ impl Cell {
     }
 }
 
-/// For people.
+/// The combination as text.
 fn named(made: Made) -> String {
     let promise = match made.promise {
         Promise::AtMostOnce => "at most once",
@@ -162,7 +162,7 @@ fn named(made: Made) -> String {
 }
 
 impl Matrix {
-    /// Into the order of the road.
+    /// Sorts the cells by step and combination.
     pub(crate) fn sort(&mut self) {
         let at = |name: &str| STEPS.iter().position(|step| step.name == name);
         self.cells.sort_by_key(|cell| {
@@ -173,7 +173,7 @@ impl Matrix {
         });
     }
 
-    /// Adds another run of it.
+    /// Adds the results of another run.
     pub fn add(&mut self, other: Self) {
         for cell in other.cells {
             match self
@@ -198,7 +198,8 @@ impl Matrix {
         self.sort();
     }
 
-    /// Whether every cell is right, and RabbitMQ refused no acknowledgement.
+    /// Whether every cell passed, RabbitMQ refused no acknowledgement, and `bare` lost messages if
+    /// it ran.
     pub fn is_right(&self) -> bool {
         !self.cells.is_empty()
             && self.cells.iter().all(Cell::is_right)
@@ -206,7 +207,7 @@ impl Matrix {
             && !self.is_blind()
     }
 
-    /// Whether `bare` was played, and lost nothing in any cell.
+    /// Whether `bare` ran and lost nothing in any cell.
     fn is_blind(&self) -> bool {
         let mut of_bare = self
             .cells
@@ -216,7 +217,7 @@ impl Matrix {
         of_bare.peek().is_some() && of_bare.all(|cell| cell.lost == 0)
     }
 
-    /// One line: what was played, and how it ended.
+    /// A summary in one line.
     pub fn verdict(&self) -> String {
         let sum = |of: fn(&Cell) -> u64| self.cells.iter().map(of).sum::<u64>();
         let wrong = self.cells.iter().filter(|cell| !cell.is_right()).count();

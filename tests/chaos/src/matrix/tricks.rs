@@ -1,5 +1,5 @@
-//! What a network does to the commands of a consumer: a command that comes late, a reply that is
-//! lost or slow. Done in the process itself, so that it happens at one moment and no other.
+//! Network faults between a consumer and its store: late commands, lost or slow replies. Simulated
+//! in the process, so that they occur at an exact step.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,33 +12,31 @@ use oncegate::{Persistence, Store, StoreError, async_trait};
 
 use crate::ledger::{Log, What};
 
-/// When a command arrives that comes late: its asker has asked again by then, and goes on.
-const LATE: Duration = Duration::from_millis(1_300);
-/// How late the reply to a renewal is: less than a third of the lease of 2 s, for which it is
-/// waited.
-const SLOW: Duration = Duration::from_millis(600);
+/// The delay of a late command: longer than the consumer waits before it repeats the command.
+const COMMAND_DELAY: Duration = Duration::from_millis(1_300);
+/// The delay of the reply to a renewal: less than its timeout, a third of the lease of 2 s.
+const REPLY_DELAY: Duration = Duration::from_millis(600);
 
-/// What is done.
+/// The kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(super) enum Trick {
     /// Nothing.
     None,
-    /// The first clear of each id is not answered, and arrives late.
+    /// The first clear of each id gets no reply and is applied late.
     LateClear,
-    /// The same of a resolve.
+    /// The first resolve of each id gets no reply and is applied late.
     LateResolve,
-    /// The first claim of each id is carried out, and its reply lost.
+    /// The first claim of each id is applied and its reply is lost.
     LostClaim,
-    /// The reply to the first renewals is slow, and nothing that is asked afterwards is answered or
-    /// arrives.
+    /// The reply to the first renewal is slow; later commands are lost.
     SlowRenewal,
 }
 
-/// How long a store may take for an answer until that is worth a record.
+/// The minimum time of a store operation that is recorded as a stall.
 const STALL: Duration = Duration::from_millis(500);
 
-/// A store whose slowness is written down: a disk or a machine that is too busy may cost leases,
-/// and then it is the cause.
+/// A store that records slow operations: on an overloaded machine they may be the cause of a lost
+/// lease.
 pub(super) struct Timed {
     store: Arc<dyn Store>,
     log: Arc<Log>,
@@ -50,10 +48,10 @@ impl Timed {
     }
 }
 
-/// A question; when it is over, answered or given up, it is known how long it took.
-struct Asking<'a>(&'a Log, Instant);
+/// Measures an operation until it is dropped, with or without a reply.
+struct OperationTimer<'a>(&'a Log, Instant);
 
-impl Drop for Asking<'_> {
+impl Drop for OperationTimer<'_> {
     fn drop(&mut self) {
         let took = self.1.elapsed();
         if took > STALL {
@@ -67,7 +65,7 @@ impl Drop for Asking<'_> {
 #[async_trait]
 impl Store for Timed {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        let _asking = Asking(&self.log, Instant::now());
+        let _asking = OperationTimer(&self.log, Instant::now());
         self.store.apply(operations).await
     }
 
@@ -91,16 +89,16 @@ impl Store for Timed {
     }
 }
 
-/// A store behind such a network.
-pub(super) struct Tricky {
+/// A store with network faults.
+pub(super) struct FaultyStore {
     store: Arc<dyn Store>,
     trick: Trick,
-    /// To which ids it was done.
+    /// The ids that had their fault.
     done: Mutex<HashSet<String>>,
     dark: Arc<AtomicBool>,
 }
 
-impl Tricky {
+impl FaultyStore {
     pub(super) fn new(store: Arc<dyn Store>, trick: Trick) -> Self {
         Self {
             store,
@@ -117,7 +115,7 @@ impl Tricky {
             .insert(operation.key.as_str().to_owned())
     }
 
-    /// Whether this operation is not answered now, and comes late.
+    /// Whether this operation gets no reply and is applied late.
     fn comes_late(&self, operation: &Operation) -> bool {
         let concerned = match self.trick {
             Trick::LateClear => matches!(operation.ask, Ask::Clear(_)),
@@ -133,7 +131,7 @@ fn unknown() -> Result<Verdict, StoreError> {
 }
 
 #[async_trait]
-impl Store for Tricky {
+impl Store for FaultyStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         if self.dark.load(Ordering::SeqCst) {
             tokio::time::sleep(Duration::from_millis(500)).await;
@@ -144,7 +142,7 @@ impl Store for Tricky {
             if self.comes_late(operation) {
                 let (store, late) = (Arc::clone(&self.store), operation.clone());
                 tokio::spawn(async move {
-                    tokio::time::sleep(LATE).await;
+                    tokio::time::sleep(COMMAND_DELAY).await;
                     store.apply(&[late]).await
                 });
                 answers.push(unknown());
@@ -183,28 +181,28 @@ impl Store for Tricky {
             .store
             .for_renewals()
             .unwrap_or_else(|| Arc::clone(&self.store));
-        Some(Arc::new(Slow {
+        Some(Arc::new(SlowRenewals {
             store,
             dark: Arc::clone(&self.dark),
         }))
     }
 }
 
-/// What answers the first renewals slowly, and then falls silent, and with it all else that this
-/// consumer asks.
-struct Slow {
+/// A store handle for renewals: the first reply is slow, then all commands of this consumer are
+/// lost.
+struct SlowRenewals {
     store: Arc<dyn Store>,
     dark: Arc<AtomicBool>,
 }
 
 #[async_trait]
-impl Store for Slow {
+impl Store for SlowRenewals {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         if self.dark.swap(true, Ordering::SeqCst) {
             return std::future::pending().await;
         }
         let answers = self.store.apply(operations).await;
-        tokio::time::sleep(SLOW).await;
+        tokio::time::sleep(REPLY_DELAY).await;
         answers
     }
 }

@@ -1,5 +1,4 @@
-//! The scenes before which wrong versions are put: each is one in which the right version keeps its
-//! promise.
+//! The scenes of the mutants; the unmodified code passes all of them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -17,17 +16,17 @@ use crate::matrix::{message, play_cell};
 use crate::worker::Broker;
 use crate::{Error, check::Rules};
 
-/// How long something may take to show in the ledger.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// For how long a handler may run beside another in the scene that is about that alone: less than a
-/// renewal's reply is late.
+/// The time limit until the ledger has an expected record.
+const RECORD_TIMEOUT: Duration = Duration::from_secs(30);
+/// [`Rules::grace`] in the scene with concurrent handlers: shorter than the delay of the reply to
+/// the renewal.
 const SHORT_GRACE: Duration = Duration::from_millis(200);
 
-/// What a process is started with.
+/// Additional environment variables of the consumers.
 pub(super) type Environment<'a> = &'a [(&'a str, &'a str)];
-/// Plays a scene, and says what does not hold.
+/// Runs a scene and returns the violations.
 pub(super) type Play = fn(&Servers, Environment<'_>, &Path) -> Result<Broken, Error>;
-/// What is violated, with how often.
+/// The violated invariants, with counts.
 pub(super) type Broken = BTreeMap<Invariant, usize>;
 
 const fn made(broker: Broker, markers: Markers, promise: Promise) -> Made {
@@ -58,7 +57,7 @@ fn cell(
     Ok(violated(&played.checked))
 }
 
-/// A cell of the matrix: crashes while copies of a message that is handled come in.
+/// A cell of the matrix: crashes while copies of the handled message arrive.
 pub(super) fn crash_beside_copies(
     servers: &Servers,
     environment: Environment<'_>,
@@ -88,7 +87,7 @@ pub(super) fn crash_before_completion(
     cell(servers, "complete.before", made, environment, folder)
 }
 
-/// Many messages are done behind one that takes long; then the process is killed.
+/// Many messages complete behind a long one; then the process is killed.
 pub(super) fn killed_with_a_gap(
     servers: &Servers,
     environment: Environment<'_>,
@@ -100,13 +99,13 @@ pub(super) fn killed_with_a_gap(
         folder,
     )?;
     let consumer = group.start("c0.1", environment, &[])?;
-    // One for each partition, whichever they come to.
+    // Enough for at least one message in each partition.
     group.publish(
         (0..8)
             .map(|number| message(format!("u-{number}"), None, 6_000))
             .collect(),
     )?;
-    group.until(PATIENCE, |ledger| {
+    group.until(RECORD_TIMEOUT, |ledger| {
         count(ledger, |what| matches!(what, What::Started { .. })) == 8
     })?;
     group.publish(
@@ -123,7 +122,7 @@ pub(super) fn killed_with_a_gap(
     end(&mut group, environment)
 }
 
-/// Handlers have their effect and panic then.
+/// Handlers panic after their effect.
 pub(super) fn panics_after_effects(
     servers: &Servers,
     environment: Environment<'_>,
@@ -144,8 +143,7 @@ pub(super) fn panics_after_effects(
     Ok(violated(&group.check(&group.rules())?))
 }
 
-/// A handler fails, the clear of its claim comes late, when the next run has begun, and a copy
-/// stands by.
+/// A handler fails, and the clear of its claim is applied during the next run, while a copy waits.
 pub(super) fn late_clear(
     servers: &Servers,
     environment: Environment<'_>,
@@ -161,8 +159,8 @@ pub(super) fn late_clear(
     )
 }
 
-/// Nobody knows, it is found out that it did not happen, and that comes a second time, late, when
-/// the next run has begun.
+/// The outcome is unknown, `reconcile` finds that the effect did not happen, and the repeated
+/// resolve is applied during the next run.
 pub(super) fn late_resolve(
     servers: &Servers,
     environment: Environment<'_>,
@@ -201,7 +199,7 @@ fn late(
             )
         })
         .collect();
-    // The copies have no key: they wait behind nothing.
+    // Without a key, the copies do not wait for other messages.
     let copies = originals
         .iter()
         .map(|it| crate::message::Outgoing {
@@ -210,7 +208,7 @@ fn late(
         })
         .collect();
     group.publish(originals)?;
-    group.until(PATIENCE, |ledger| {
+    group.until(RECORD_TIMEOUT, |ledger| {
         count(ledger, |what| matches!(what, What::Started { .. })) >= 8
     })?;
     group.publish(copies)?;
@@ -218,8 +216,8 @@ fn late(
     Ok(violated(&group.check(&group.rules())?))
 }
 
-/// The reply to each first claim is lost. No message is sent twice and nobody crashes, so nobody
-/// but the asker holds any.
+/// The reply to the first claim of each id is lost. Without copies and crashes only the claimant
+/// can hold the id.
 pub(super) fn lost_claims(
     servers: &Servers,
     environment: Environment<'_>,
@@ -240,8 +238,8 @@ pub(super) fn lost_claims(
     Ok(violated(&group.check(&group.rules())?))
 }
 
-/// A renewal's reply is slow, and then the store is silent, to one consumer; another has a copy of
-/// what it handles.
+/// For one consumer the reply to a renewal is slow, and then the store does not reply; another
+/// consumer has a copy of the handled message.
 pub(super) fn slow_renewal(
     servers: &Servers,
     environment: Environment<'_>,
@@ -256,11 +254,11 @@ pub(super) fn slow_renewal(
     let holder = group.start("a", environment, &["--trick=slow-renewal"])?;
     group.set("in-flight", "16");
     group.publish(vec![message("u-1".into(), None, 6_000)])?;
-    group.until(PATIENCE, |ledger| {
+    group.until(RECORD_TIMEOUT, |ledger| {
         count(ledger, |what| matches!(what, What::Started { .. })) > 0
     })?;
     let other = group.start("b", environment, &["--longest-pause-ms=60"])?;
-    // The holder takes one more at the most, the other consumer the rest.
+    // The holder receives at most one of them, the other consumer the rest.
     group.publish((0..3).map(|_| message("u-1".into(), None, 6_000)).collect())?;
     let begun = |ledger: &Ledger| {
         ledger
@@ -268,7 +266,7 @@ pub(super) fn slow_renewal(
             .iter()
             .any(|it| it.by == "b" && matches!(it.what, What::Started { .. }))
     };
-    group.until(PATIENCE, begun)?;
+    group.until(RECORD_TIMEOUT, begun)?;
     std::thread::sleep(Duration::from_millis(900));
     group.kill(holder, "kill-consumer")?;
     group.drain(vec![other], environment)?;
@@ -279,7 +277,7 @@ pub(super) fn slow_renewal(
     Ok(violated(&group.check(&rules)?))
 }
 
-/// A process crashes after the effect, and what it handled comes again when its window is over.
+/// A process crashes after the effect, and the message is redelivered after the window.
 pub(super) fn longer_than_the_window(
     servers: &Servers,
     environment: Environment<'_>,
@@ -299,14 +297,14 @@ pub(super) fn longer_than_the_window(
     let mut consumer = group.start("c0.1", &armed, &[])?;
     group.publish(vec![message("u-1".into(), None, 20)])?;
     let status = group
-        .ended(&mut consumer, PATIENCE)?
-        .ok_or("it did not end after its effect")?;
+        .ended(&mut consumer, RECORD_TIMEOUT)?
+        .ok_or("the process did not abort after its effect")?;
     group.was_ended(&consumer, "effect.after", status);
     std::thread::sleep(Duration::from_millis(3_500));
     end(&mut group, environment)
 }
 
-/// Connections are closed while handlers run; when these are over, the process is killed.
+/// Connections are closed while handlers run; the process is killed after they have ended.
 pub(super) fn another_channel(
     servers: &Servers,
     environment: Environment<'_>,
@@ -332,26 +330,26 @@ pub(super) fn another_channel(
             .map(|number| message(format!("u-{number}"), None, 10))
             .collect(),
     )?;
-    group.until(PATIENCE, |ledger| count(ledger, accepted) >= 4)?;
+    group.until(RECORD_TIMEOUT, |ledger| count(ledger, accepted) >= 4)?;
     group.publish(
         (4..16)
             .map(|number| message(format!("u-{number}"), None, 2_500))
             .collect(),
     )?;
-    group.until(PATIENCE, |ledger| {
+    group.until(RECORD_TIMEOUT, |ledger| {
         count(ledger, |what| matches!(what, What::Started { .. })) >= 8
     })?;
-    // Until they are acknowledged on the channel that goes.
+    // Until the earlier acknowledgements are written on the channel that will be closed.
     std::thread::sleep(Duration::from_millis(300));
     proxy.reset();
-    group.until(PATIENCE, |ledger| count(ledger, accepted) >= 8)?;
+    group.until(RECORD_TIMEOUT, |ledger| count(ledger, accepted) >= 8)?;
     std::thread::sleep(Duration::from_millis(200));
     group.kill(consumer, "kill-consumer")?;
     group.set("url", &direct);
     end(&mut group, environment)
 }
 
-/// Another consumer takes over what is left.
+/// Settles the remaining messages with another consumer, and checks the ledger.
 fn end(group: &mut Group<'_>, environment: Environment<'_>) -> Result<Broken, Error> {
     let last = group.start("z0", environment, &[])?;
     group.drain(vec![last], environment)?;

@@ -1,4 +1,4 @@
-//! Redis as a run has it: one server behind a proxy, or three behind Sentinels.
+//! The Redis servers of a run: one behind a proxy, or three with Sentinels.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -10,37 +10,36 @@ use oncegate_testkit::servers::{
 };
 use tempfile::TempDir;
 
-use super::{Heard, MOMENT, dark, frozen};
+use super::{LoggedServer, MOMENT, dark, frozen};
 use crate::fleet::Faults;
 use crate::schedule::{Kind, Planned};
 use crate::{Error, lock};
 
-/// How long Redis may take to write down what it had kept for a disk that was full.
+/// How long Redis may take to write its buffers after its disk was full.
 const WRITTEN: Duration = Duration::from_millis(1_500);
-/// How long a Redis has to be silent until Sentinels take it for gone: none that lives is, however
-/// busy the machine may be.
+/// `down-after-milliseconds` of the Sentinels: longer than a running server is silent on an
+/// overloaded machine.
 const DOWN_AFTER: Duration = Duration::from_secs(3);
-/// How many keys Redis loads in a second when it loads slowly: what it is given before it is killed
-/// to do so.
+/// How many keys Redis loads per second with a load delay; it gets this many for each second of
+/// loading.
 const LOADED: f64 = 2_000.0;
 
-/// The servers that keep the markers of a run.
+/// The marker store of a run.
 pub(super) enum Store {
-    /// One, with a proxy before it that consumers go through.
+    /// One server behind a proxy.
     One {
-        server: Mutex<Heard<RedisServer>>,
+        server: Mutex<LoggedServer<RedisServer>>,
         proxy: Proxy,
         password: String,
         _files: TempDir,
     },
-    /// A primary and two replicas, as Sentinels name them.
+    /// A primary, two replicas and Sentinels.
     Three(Mutex<SentinelServers>),
 }
 
 impl Store {
-    /// One server, with an append-only file and a disk that may be full. It lies in memory, where
-    /// there is such a place: while a disk that others keep busy takes long to sync, Redis holds
-    /// back for up to two seconds what it has answered, and a kill would have it forget that.
+    /// One server with an append-only file, if possible on a memory file system: while a slow disk
+    /// syncs, Redis may postpone writes for two seconds, and a kill would lose them.
     pub(super) fn one(password: &str) -> Result<Self, Error> {
         let files = crate::in_memory()?;
         let options = RedisOptions::new()
@@ -48,26 +47,29 @@ impl Store {
             .password(password)
             .disk_may_fill();
         let options = options.setting("dir", files.path().display().to_string());
-        // So that it hears in time, while it loads a large file slowly, that it is enough.
+        // Processes commands often enough while loading, so that loading can be shortened in time.
         let options = options.setting("loading-process-events-interval-bytes", "4096");
         let server = RedisServer::start(options)?;
         let proxy = Proxy::to(server.port())?;
         Ok(Self::One {
-            server: Mutex::new(Heard { server, kept: 0 }),
+            server: Mutex::new(LoggedServer {
+                server,
+                saved_bytes: 0,
+            }),
             proxy,
             password: password.to_owned(),
             _files: files,
         })
     }
 
-    /// Three, with append-only files, and three Sentinels.
+    /// Three servers with append-only files, and three Sentinels.
     pub(super) fn three(password: &str) -> Result<Self, Error> {
         Ok(Self::Three(Mutex::new(SentinelServers::start_patient(
             password, DOWN_AFTER,
         )?)))
     }
 
-    /// Where consumers reach it: one URL, or those of Sentinels.
+    /// The URLs for consumers: one, or those of the Sentinels.
     pub(super) fn urls(&self) -> Vec<String> {
         match self {
             Self::One {
@@ -77,12 +79,12 @@ impl Store {
         }
     }
 
-    /// Where the markers are now, without a proxy.
+    /// The URL of the current primary, without a proxy.
     pub(super) fn direct(&self) -> String {
         self.with_primary(RedisServer::url)
     }
 
-    /// Forgets everything.
+    /// Deletes all keys.
     pub(super) fn clear(&self) -> Result<(), Error> {
         self.with_primary(|primary| primary.command("FLUSHALL"))?;
         Ok(())
@@ -98,10 +100,10 @@ impl Store {
             .to_owned()
     }
 
-    /// Keeps what it has said, in the folder.
-    pub(super) fn keep_logs(&self, folder: &Path) -> Result<(), Error> {
+    /// Saves the logs in the folder.
+    pub(super) fn save_logs(&self, folder: &Path) -> Result<(), Error> {
         match self {
-            Self::One { server, .. } => drop(lock(server).keep(folder)?),
+            Self::One { server, .. } => drop(lock(server).save_log(folder)?),
             Self::Three(servers) => {
                 for (which, server) in lock(servers).redis().iter().enumerate() {
                     let said = std::fs::read(server.directory().join("server.log"))?;
@@ -112,7 +114,7 @@ impl Store {
         Ok(())
     }
 
-    /// Does to it what was planned.
+    /// Injects a fault.
     pub(super) fn inflict(
         &self,
         planned: &Planned,
@@ -137,18 +139,18 @@ impl Store {
         match planned.kind {
             Kind::KillRedis => {
                 let mut redis = lock(server);
-                redis.keep(folder)?;
+                redis.save_log(folder)?;
                 faults.play(name, None, || redis.restart(planned.lasts, Server::kill))
             }
             Kind::LoadRedis => {
                 let mut redis = lock(server);
-                redis.keep(folder)?;
+                redis.save_log(folder)?;
                 let keys = (planned.lasts.as_secs_f64() * LOADED) as u64;
                 faults.play(name, None, || {
                     let fill = format!("EVAL \"for i=1,{keys} do redis.call('SET','filler:'..i,'x','PX',600000) end\" 0");
                     redis.server.command(&fill)?;
                     redis.server.kill();
-                    redis.kept = 0;
+                    redis.saved_bytes = 0;
                     Ok(redis.server.start_again_loading(planned.lasts)?)
                 })
             }
@@ -170,7 +172,7 @@ impl Store {
                 "CONFIG SET min-replicas-to-write 1",
                 "CONFIG SET min-replicas-to-write 0",
             ),
-            // Nobody listens on that port: what it has it keeps.
+            // No server listens on port 1, so Redis keeps its data.
             Kind::DemoteRedis => while_set(
                 server,
                 planned,
@@ -189,8 +191,8 @@ impl Store {
                     std::thread::sleep(planned.lasts);
                     Ok(redis.server.free_disk()?)
                 });
-                // Whoever kills it now would have it lose what it has answered: that is another
-                // fault.
+                // A kill before Redis has written its buffers would lose acknowledged writes, which
+                // is another fault.
                 std::thread::sleep(WRITTEN);
                 played
             }
@@ -212,7 +214,7 @@ impl Store {
             }
             Kind::DarkRedis => dark(proxy, planned, faults),
             Kind::ResetRedis => momentary(&|| proxy.reset()),
-            other => Err(format!("{other} needs other servers").into()),
+            other => Err(format!("{other} cannot be injected into a single Redis server").into()),
         }
     }
 
@@ -227,28 +229,28 @@ impl Store {
     }
 }
 
-/// Says one thing to Redis, and after a while another.
+/// Sends one command to Redis, waits for the duration of the fault, and sends another.
 fn while_set(
-    server: &Mutex<Heard<RedisServer>>,
+    server: &Mutex<LoggedServer<RedisServer>>,
     planned: &Planned,
     faults: &Faults,
     begin: &str,
     end: &str,
 ) -> Result<(), Error> {
     let redis = lock(server);
-    let say = |what: &str| match redis.server.command(what)? {
+    let send = |what: &str| match redis.server.command(what)? {
         said if said.starts_with("+OK") => Ok(()),
-        said => Err(Error::from(format!("Redis does not {what}: {said}"))),
+        said => Err(Error::from(format!("Redis rejected `{what}`: {said}"))),
     };
     faults.play(&planned.name(), None, || {
-        say(begin)?;
+        send(begin)?;
         std::thread::sleep(planned.lasts);
-        say(end)
+        send(end)
     })
 }
 
-/// The replicas hear nothing of their primary for a while, then it is killed, and one of them takes
-/// over. What it was told last is lost.
+/// Interrupts replication for a while, kills the primary, and waits for the failover. The last
+/// writes are lost.
 fn fail_over(servers: &mut SentinelServers, after: Duration) -> Result<(), Error> {
     let old = servers.primary();
     servers.cut_replication()?;

@@ -1,4 +1,4 @@
-//! Kafka with rdkafka alone.
+//! Kafka by rdkafka.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -18,24 +18,25 @@ use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
-use super::{ASIDE, Letter};
+use super::{DESTINATION_SUFFIXES, RejectedMessage};
 use crate::ledger::{Log, Place, What};
 use crate::message::{ID_HEADER, Outgoing};
 use crate::stage::Letters;
 use crate::{Error, lock};
 
 const PARTITIONS: i32 = 4;
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How long the broker may take to say what is committed.
-const LOOK: Duration = Duration::from_secs(2);
-/// How many messages may wait for their confirmation.
+/// The timeout of a request.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
+/// The timeout of a request for committed offsets.
+const OFFSETS_TIMEOUT: Duration = Duration::from_secs(2);
+/// The maximum number of unconfirmed messages.
 const OUTSTANDING: u32 = 5_000;
 
-/// For how long others are answered, and nothing is confirmed of what was sent, until another
-/// producer sends: see [`tend`].
-const SILENT: Duration = Duration::from_secs(5);
-/// How often that is looked at, and how long a broker may take to answer.
-const TURN: Duration = Duration::from_secs(1);
+/// How long the producer may get no confirmation, while the broker replies to other clients, until
+/// it is replaced: see [`replace_silent_producer`].
+const MAX_SILENCE: Duration = Duration::from_secs(5);
+/// The interval of that check, and the timeout of its request.
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A topic, its group of the same name, and a producer.
 pub struct Wire {
@@ -45,15 +46,15 @@ pub struct Wire {
     tending: JoinHandle<()>,
 }
 
-/// What sends, and what it waits for.
+/// The producer and its unconfirmed messages.
 struct Sending {
     producer: Mutex<FutureProducer>,
     outstanding: Arc<Semaphore>,
-    /// When something was confirmed last.
+    /// The time of the last confirmation.
     confirmed: Mutex<Instant>,
 }
 
-/// The consumers' group, as a client sees it that is no member.
+/// Reads the committed offsets of the consumer group without joining it.
 pub struct Group {
     consumer: BaseConsumer,
     topic: String,
@@ -68,14 +69,14 @@ impl fmt::Debug for Group {
 }
 
 impl Group {
-    /// What is committed, by partition; partitions of which nothing is are left out.
+    /// The committed offsets by partition; omits partitions without one.
     ///
     /// # Errors
-    /// If the broker does not say.
+    /// The broker does not reply.
     pub fn committed(&self) -> Result<Vec<(i32, i64)>, Error> {
         let mut all = TopicPartitionList::new();
         all.add_partition_range(&self.topic, 0, PARTITIONS - 1);
-        let committed = self.consumer.committed_offsets(all, LOOK)?;
+        let committed = self.consumer.committed_offsets(all, OFFSETS_TIMEOUT)?;
         let offset = |offset: Offset| offset.to_raw().filter(|offset| *offset >= 0);
         Ok(committed
             .elements()
@@ -98,7 +99,7 @@ async fn create(admin: &AdminClient<DefaultClientContext>, topic: &str) -> Resul
     for created in admin
         .create_topics(
             [&new],
-            &AdminOptions::new().operation_timeout(Some(PATIENCE)),
+            &AdminOptions::new().operation_timeout(Some(REQUEST_TIMEOUT)),
         )
         .await?
     {
@@ -120,7 +121,10 @@ impl Wire {
             outstanding,
             confirmed,
         });
-        let tending = tokio::spawn(tend(Arc::clone(&sending), brokers.to_owned()));
+        let tending = tokio::spawn(replace_silent_producer(
+            Arc::clone(&sending),
+            brokers.to_owned(),
+        ));
         Ok(Self {
             brokers: brokers.to_owned(),
             topic: topic.to_owned(),
@@ -156,7 +160,7 @@ impl Wire {
                 .map_err(|(error, _)| error)?;
             let (id, log) = (message.id.clone(), Arc::clone(log));
             tokio::spawn(async move {
-                // What was given up is attempted, and no more.
+                // A message that failed has no confirmation in the ledger.
                 if let Ok(Ok(_)) = confirmation.await {
                     *lock(&sending.confirmed) = Instant::now();
                     log.write(What::Confirmed { id });
@@ -168,13 +172,13 @@ impl Wire {
     }
 
     pub(super) async fn flush(&self) {
-        // Never closed, so it is an error only when there is nobody to wait for.
+        // The semaphore is never closed, so this cannot fail.
         drop(self.sending.outstanding.acquire_many(OUTSTANDING).await);
     }
 
-    /// None if there is no client for it.
+    /// None if the client cannot be created.
     pub(super) fn group(&self) -> Option<Group> {
-        // The consumers' group bears the topic's name.
+        // The consumer group has the name of the topic.
         let consumer = config(&self.brokers)
             .set("group.id", &self.topic)
             .set("enable.auto.commit", "false")
@@ -186,12 +190,12 @@ impl Wire {
         })
     }
 
-    pub(super) async fn make_anew(&self) -> Result<(), Error> {
+    pub(super) async fn recreate_topic(&self) -> Result<(), Error> {
         let admin: AdminClient<DefaultClientContext> = config(&self.brokers).create()?;
         for deleted in admin
             .delete_topics(
                 &[&self.topic],
-                &AdminOptions::new().operation_timeout(Some(PATIENCE)),
+                &AdminOptions::new().operation_timeout(Some(REQUEST_TIMEOUT)),
             )
             .await?
         {
@@ -207,9 +211,9 @@ impl Wire {
             let mut all = TopicPartitionList::new();
             all.add_partition_range(topic, 0, PARTITIONS - 1);
             let mut left = 0;
-            for partition in consumer.committed_offsets(all, PATIENCE)?.elements() {
+            for partition in consumer.committed_offsets(all, REQUEST_TIMEOUT)?.elements() {
                 let (low, high) =
-                    consumer.fetch_watermarks(topic, partition.partition(), PATIENCE)?;
+                    consumer.fetch_watermarks(topic, partition.partition(), REQUEST_TIMEOUT)?;
                 let next = partition
                     .offset()
                     .to_raw()
@@ -222,15 +226,15 @@ impl Wire {
         .await
     }
 
-    pub(super) async fn letters(
+    pub(super) async fn rejected_in(
         &self,
         suffix: &'static str,
         place: Place,
-    ) -> Result<Vec<Letter>, Error> {
+    ) -> Result<Vec<RejectedMessage>, Error> {
         self.look(move |consumer, topic| {
             let topic = format!("{topic}{suffix}");
-            let (low, high) = match consumer.fetch_watermarks(&topic, 0, PATIENCE) {
-                // No consumer has come as far as to make it.
+            let (low, high) = match consumer.fetch_watermarks(&topic, 0, REQUEST_TIMEOUT) {
+                // No consumer has created it yet.
                 Err(KafkaError::MetadataFetch(
                     RDKafkaErrorCode::UnknownPartition | RDKafkaErrorCode::UnknownTopicOrPartition,
                 )) => {
@@ -241,12 +245,14 @@ impl Wire {
             let mut all = TopicPartitionList::new();
             all.add_partition_offset(&topic, 0, Offset::Offset(low))?;
             consumer.assign(&all)?;
-            let (mut letters, mut next, until) = (Vec::new(), low, Instant::now() + PATIENCE);
+            let (mut rejected_in, mut next, until) =
+                (Vec::new(), low, Instant::now() + REQUEST_TIMEOUT);
             while next < high {
                 if Instant::now() > until {
-                    return Err(
-                        format!("{topic} was not read to its end within {PATIENCE:?}").into(),
-                    );
+                    return Err(format!(
+                        "{topic} was not read to its end within {REQUEST_TIMEOUT:?}"
+                    )
+                    .into());
                 }
                 let Some(message) = consumer.poll(Duration::from_millis(200)) else {
                     continue;
@@ -266,21 +272,21 @@ impl Wire {
                     header(ID_HEADER).unwrap_or_default(),
                     header(headers::REASON).unwrap_or_default(),
                 );
-                letters.push(Letter { id, place, reason });
+                rejected_in.push(RejectedMessage { id, place, reason });
             }
-            Ok(letters)
+            Ok(rejected_in)
         })
         .await
     }
 
-    /// The client waits without yielding, so it does so elsewhere.
+    /// Runs a blocking request on another thread.
     async fn look<T: Send + 'static>(
         &self,
         ask: impl FnOnce(&BaseConsumer, &str) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
         let (brokers, topic) = (self.brokers.clone(), self.topic.clone());
         tokio::task::spawn_blocking(move || {
-            // The consumers' group bears the topic's name.
+            // The consumer group has the name of the topic.
             let consumer: BaseConsumer = config(&brokers)
                 .set("group.id", &topic)
                 .set("enable.auto.commit", "false")
@@ -302,10 +308,10 @@ impl Sending {
         lock(&self.producer).clone()
     }
 
-    /// Whether something is to be confirmed, and nothing has been for a while.
+    /// Whether messages are unconfirmed and none was confirmed for [`MAX_SILENCE`].
     fn is_silent(&self) -> bool {
         self.outstanding.available_permits() < OUTSTANDING as usize
-            && lock(&self.confirmed).elapsed() >= SILENT
+            && lock(&self.confirmed).elapsed() >= MAX_SILENCE
     }
 }
 
@@ -315,32 +321,35 @@ fn producer(brokers: &str) -> Result<FutureProducer, Error> {
         .set("linger.ms", "5")
         .set("message.timeout.ms", "120000")
         .set("reconnect.backoff.max.ms", "1000")
-        // What has no key goes everywhere, so that copies meet different consumers.
+        // Spreads messages without a key over all partitions, so that copies reach different
+        // consumers.
         .set("sticky.partitioning.linger.ms", "0")
         .create()?;
     Ok(producer)
 }
 
-/// A producer, too, may forget its broker after that stood still. What it has not sent by then is
-/// given up, and another one sends what follows: else a run would wait for its own messages.
-async fn tend(sending: Arc<Sending>, brokers: String) {
+/// Replaces a producer that lost the broker's metadata after a freeze of Kafka; its unsent messages
+/// fail. Otherwise the run would wait for them.
+async fn replace_silent_producer(sending: Arc<Sending>, brokers: String) {
     let mut answered: Option<Instant> = None;
     loop {
-        tokio::time::sleep(TURN).await;
+        tokio::time::sleep(CHECK_INTERVAL).await;
         if !sending.is_silent() || !does_answer(brokers.clone()).await {
             answered = None;
             continue;
         }
-        if answered.get_or_insert_with(Instant::now).elapsed() < SILENT {
+        if answered.get_or_insert_with(Instant::now).elapsed() < MAX_SILENCE {
             continue;
         }
         answered = None;
         let Ok(another) = producer(&brokers) else {
             continue;
         };
-        eprintln!("chaos: the producer has forgotten its broker, and another one takes its place");
+        eprintln!(
+            "chaos: the producer got no confirmation although the broker replies; replacing it"
+        );
         let before = std::mem::replace(&mut *lock(&sending.producer), another);
-        // It joins its thread.
+        // Dropping a producer blocks until its thread has ended.
         tokio::task::spawn_blocking(move || drop(before));
     }
 }
@@ -350,7 +359,7 @@ async fn does_answer(brokers: String) -> bool {
         let consumer: BaseConsumer = config(&brokers).create().ok()?;
         Some(
             !consumer
-                .fetch_metadata(None, TURN)
+                .fetch_metadata(None, CHECK_INTERVAL)
                 .ok()?
                 .brokers()
                 .is_empty(),
@@ -359,16 +368,20 @@ async fn does_answer(brokers: String) -> bool {
     asked.await.ok().flatten().unwrap_or(false)
 }
 
-/// Lets a topic's dead letters and in-doubt messages be refused, or taken again: there is one
-/// replica, and two are asked for.
-pub(crate) fn refuse_letters(brokers: &str, topic: &str, letters: Letters) -> Result<(), Error> {
-    let replicas = if letters == Letters::Refused {
+/// Makes Kafka refuse or accept writes to the dead-letter and in-doubt topics: it refuses them if
+/// two in-sync replicas are required, since there is only one.
+pub(crate) fn refuse_letters(
+    brokers: &str,
+    topic: &str,
+    rejected_in: Letters,
+) -> Result<(), Error> {
+    let replicas = if rejected_in == Letters::Refused {
         "2"
     } else {
         "1"
     };
-    let names = ASIDE.map(|(suffix, _)| format!("{topic}{suffix}"));
-    // All that is not named goes back to its default.
+    let names = DESTINATION_SUFFIXES.map(|(suffix, _)| format!("{topic}{suffix}"));
+    // `alter_configs` resets all other settings to their defaults.
     let set = |name| {
         let config =
             AlterConfig::new(ResourceSpecifier::Topic(name)).set("min.insync.replicas", replicas);
@@ -383,7 +396,7 @@ pub(crate) fn refuse_letters(brokers: &str, topic: &str, letters: Letters) -> Re
         .build()?;
     let answers = runtime.block_on(admin.alter_configs(
         &configs,
-        &AdminOptions::new().request_timeout(Some(PATIENCE)),
+        &AdminOptions::new().request_timeout(Some(REQUEST_TIMEOUT)),
     ))?;
     for answer in answers {
         answer.map_err(|(resource, error)| format!("{resource:?} cannot be set: {error}"))?;

@@ -1,4 +1,4 @@
-//! RabbitMQ with lapin alone.
+//! RabbitMQ by lapin.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,19 +12,19 @@ use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate::source::headers;
 use tokio::sync::Mutex;
 
-use super::Letter;
+use super::RejectedMessage;
 use crate::Error;
 use crate::ledger::{Log, Place, What};
 use crate::message::{ID_HEADER, KEY_HEADER, Outgoing};
 use crate::play::Taken;
 
-/// How long the broker may take to confirm before it is asked on another connection.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// Between two tries.
+/// The time limit of confirmations before messages are published again on a new connection.
+const CONFIRM_TIMEOUT: Duration = Duration::from_secs(5);
+/// The pause between two tries.
 const PAUSE: Duration = Duration::from_millis(200);
-/// How often a broker that is away is tried: for longer than a restart takes.
+/// The maximum number of tries: enough for a restart of the broker.
 const TRIES: u32 = 600;
-/// Where the source keeps what waits for another attempt.
+/// The suffixes of the delay queues.
 const DELAYS: [&str; 5] = [
     ".delay.1000",
     ".delay.5000",
@@ -33,7 +33,7 @@ const DELAYS: [&str; 5] = [
     ".delay.600000",
 ];
 
-/// A queue, and a connection that sends into it.
+/// A queue and a connection that publishes to it.
 pub struct Wire {
     url: String,
     queue: String,
@@ -59,7 +59,7 @@ impl Wire {
         }
     }
 
-    /// Sends again what was not confirmed, until all is: some of it then stands there twice.
+    /// Publishes until all messages are confirmed; repeated messages may be in the queue twice.
     pub(super) async fn publish(
         &self,
         messages: Vec<Outgoing>,
@@ -70,7 +70,7 @@ impl Wire {
             log.write_all(left.iter().map(|message| What::Attempted {
                 id: message.id.clone(),
             }));
-            left = match tokio::time::timeout(PATIENCE, self.send(&left, log)).await {
+            left = match tokio::time::timeout(CONFIRM_TIMEOUT, self.send(&left, log)).await {
                 Ok(Ok(refused)) => refused,
                 Ok(Err((unconfirmed, _))) => {
                     *self.open.lock().await = None;
@@ -87,15 +87,17 @@ impl Wire {
             tokio::time::sleep(PAUSE).await;
         }
         Err(format!(
-            "RabbitMQ did not take {} messages for {}",
+            "RabbitMQ did not confirm {} messages for {}",
             left.len(),
             self.queue
         )
         .into())
     }
 
-    /// Sends each once, and returns what was refused or returned; after trouble all whose
-    /// confirmation did not come.
+    /// Publishes each message once, and returns those that were refused or returned.
+    ///
+    /// # Errors
+    /// The connection failed; returns the unconfirmed messages.
     async fn send(
         &self,
         messages: &[Outgoing],
@@ -139,7 +141,7 @@ impl Wire {
         for (message, confirmation) in asked {
             match confirmation.await {
                 Ok(confirmation) => {
-                    // A message for which there is no queue comes back with the confirmation.
+                    // An unroutable message is returned with its confirmation.
                     if confirmation.is_ack() && confirmation.take_message().is_none() {
                         log.write(What::Confirmed {
                             id: message.id.clone(),
@@ -163,7 +165,7 @@ impl Wire {
     pub(super) async fn left(&self) -> Result<u64, Error> {
         let (connection, channel) = connect(&self.url).await?;
         let mut left = 0;
-        // What is handled in order waits in its consumer, and has no such queues.
+        // With ordering, failed messages wait in the consumer, without delay queues.
         let delays = DELAYS.into_iter().filter(|_| self.taken == Taken::ByAll);
         for suffix in [""].into_iter().chain(delays) {
             let options = QueueDeclareOptions {
@@ -182,10 +184,14 @@ impl Wire {
         Ok(left)
     }
 
-    pub(super) async fn letters(&self, suffix: &str, place: Place) -> Result<Vec<Letter>, Error> {
+    pub(super) async fn rejected_in(
+        &self,
+        suffix: &str,
+        place: Place,
+    ) -> Result<Vec<RejectedMessage>, Error> {
         let (connection, channel) = connect(&self.url).await?;
-        let (name, mut letters) = (format!("{}{suffix}", self.queue), Vec::new());
-        // Nothing is acknowledged: all goes back when the connection is closed.
+        let (name, mut rejected_in) = (format!("{}{suffix}", self.queue), Vec::new());
+        // Unacknowledged messages return to the queue when the connection closes.
         while let Some(message) = channel
             .basic_get(name.as_str().into(), BasicGetOptions::default())
             .await?
@@ -202,14 +208,14 @@ impl Wire {
                 }
                 other => other.map(|other| format!("{other:?}")).unwrap_or_default(),
             };
-            letters.push(Letter {
+            rejected_in.push(RejectedMessage {
                 id: header(ID_HEADER),
                 place,
                 reason: header(headers::REASON),
             });
         }
         connection.close(200, "OK".into()).await?;
-        Ok(letters)
+        Ok(rejected_in)
     }
 }
 

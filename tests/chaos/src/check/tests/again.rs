@@ -1,9 +1,9 @@
-//! When effects come at their rate again.
+//! Constructed ledgers with recovery times.
 
 use super::*;
 
-/// Nine tenths of the rate were back so long after the end of these faults, with so much of the
-/// processors' time to spare.
+/// A ledger in which effects reached nine tenths of their rate this long after these faults, with
+/// this much idle CPU time in percent.
 fn recovered(kinds: &[&str], took_ms: u64, idle: u64) -> Story {
     let kinds = kinds.iter().map(|kind| (*kind).to_owned()).collect();
     Story::default().at(

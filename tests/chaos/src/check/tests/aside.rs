@@ -1,4 +1,4 @@
-//! What stands in the dead letters.
+//! Constructed ledgers with dead letters.
 
 use super::*;
 
@@ -19,12 +19,12 @@ fn what_works_stands_in_the_dead_letters_only_after_its_attempts() {
     assert_eq!(story("granted 3", "u-1", "attempts-spent"), []);
     assert_eq!(
         story("granted 2", "u-1", "attempts-spent"),
-        broken(Invariant::Aside, "u-1")
+        violation_of(Invariant::Aside, "u-1")
     );
     assert_eq!(story("granted 3", "u-1", "crashes-spent"), []);
     assert_eq!(
         story("granted 2", "u-1", "crashes-spent"),
-        broken(Invariant::Aside, "u-1")
+        violation_of(Invariant::Aside, "u-1")
     );
     assert_eq!(
         story("granted 4", "u-1", "rejected-before"),
@@ -33,7 +33,7 @@ fn what_works_stands_in_the_dead_letters_only_after_its_attempts() {
     );
     assert_eq!(
         story("granted 3", "u-1", "unreadable"),
-        broken(Invariant::Aside, "u-1")
+        violation_of(Invariant::Aside, "u-1")
     );
     assert_eq!(story("granted 1", "fail-1", "attempts-spent"), []);
 }

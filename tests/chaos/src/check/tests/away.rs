@@ -1,8 +1,8 @@
-//! Hand-made ledgers of runs whose store was away, and of what came again too late.
+//! Constructed ledgers with store outages, and with late recoveries.
 
 use super::*;
 
-/// The store is silent from the second to the tenth second.
+/// I11 violations of a ledger in which the store is unavailable from 2 s to 10 s.
 fn away(story: Story) -> Vec<Invariant> {
     let found = story
         .fault("dark-redis", None, 2_000, 10_000)

@@ -1,4 +1,4 @@
-//! Hand-made ledgers of what a group has committed.
+//! Constructed ledgers with committed offsets.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn committed(partition: i32, offset: i64) -> What {
     What::Committed { partition, offset }
 }
 
-/// All that a position needs to be committed.
+/// Adds the settlement of a position.
 fn settled(story: Story, ms: u64, how: Settling, position: &str) -> Story {
     story.at(
         ms,

@@ -1,4 +1,4 @@
-//! The order of a key.
+//! Constructed ledgers with several messages of a key.
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn i5_effects_of_a_key_that_came_in_another_order() {
             .handled(30, "c0.1", "k1-7")
     };
     let story = || story().handled(50, "c0.1", "k2-8");
-    assert_eq!(story().breaks(&RULES), broken(Invariant::I5, "k1-7"));
+    assert_eq!(story().breaks(&RULES), violation_of(Invariant::I5, "k1-7"));
     assert_eq!(
         story().breaks(&Rules {
             order: Ordered::Not,
@@ -49,11 +49,11 @@ fn i5_in_a_queue_what_was_not_confirmed_may_stand_behind_what_was_sent_later() {
         order: Ordered::ByKeyOfAQueue,
         ..RULES
     };
-    assert_eq!(story(3).breaks(&queue), broken(Invariant::I5, "k1-7"));
+    assert_eq!(story(3).breaks(&queue), violation_of(Invariant::I5, "k1-7"));
     assert_eq!(story(7).breaks(&queue), []);
     assert_eq!(
         story(7).breaks(&RULES),
-        broken(Invariant::I5, "k1-7"),
+        violation_of(Invariant::I5, "k1-7"),
         "a log has one order"
     );
     // A queue has no offsets.

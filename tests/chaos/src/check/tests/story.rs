@@ -1,9 +1,9 @@
-//! A ledger that is made by hand.
+//! A builder of ledgers.
 
 use crate::check::{Checked, Invariant, Rules, check};
 use crate::ledger::{Asked, Edge, Ending, Ledger, Record, Sent, Settling, Unique, What};
 
-/// A ledger that is being made; times are in milliseconds.
+/// A ledger under construction; times are in milliseconds.
 #[derive(Default)]
 pub(super) struct Story(pub(super) Vec<Record>);
 
@@ -132,7 +132,7 @@ impl Story {
         )
     }
 
-    /// Handled by one consumer from a time on, as it should be.
+    /// A message that a consumer receives, handles and settles without a fault.
     pub(super) fn handled(self, ms: u64, by: &str, id: &str) -> Self {
         self.answer(ms, by, id, Asked::Claim, "granted 1")
             .start(ms + 1, by, id, 1)
@@ -146,7 +146,7 @@ impl Story {
         check(&Ledger::of(self.0), rules)
     }
 
-    /// What it breaks.
+    /// The violations, by invariant and id.
     pub(super) fn breaks(self, rules: &Rules) -> Vec<(Invariant, Option<String>)> {
         self.check(rules)
             .violations
