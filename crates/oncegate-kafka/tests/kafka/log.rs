@@ -76,9 +76,9 @@ async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothin
     let all = receive(&mut of_whole, 50).await;
     accept(&mut of_whole, all).await;
     whole.await_commit(0, 50).await;
-    let half = TruncatedTopic::of(server.brokers()).await;
-    let mut of_half = open(&half.topic).await;
-    let held = half.settle_some(&mut of_half).await;
+    let truncated = TruncatedTopic::of(server.brokers()).await;
+    let mut truncated_source = open(&truncated.topic).await;
+    let held = truncated.settle_some(&mut truncated_source).await;
 
     let log = |topic: &Topic| {
         server
@@ -86,26 +86,26 @@ async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothin
             .join("data")
             .join(format!("{}-0", topic.name))
     };
-    let (whole_log, half_log) = (log(&whole), log(&half.topic));
+    let (whole_log, truncated_log) = (log(&whole), log(&truncated.topic));
     let again = tokio::task::spawn_blocking(move || {
         server.stop();
         cut(&whole_log, 0);
-        cut(&half_log, TruncatedTopic::TRUNCATED_AT);
+        cut(&truncated_log, TruncatedTopic::TRUNCATED_AT);
         server.start_again().expect("the broker again");
         server
     });
     let server = again.await.expect("the broker again");
     whole.send_numbers(0, 10).await;
-    half.topic.send_numbers(0, TruncatedTopic::NEW).await;
+    truncated.topic.send_numbers(0, TruncatedTopic::NEW).await;
 
     let mut again = gather(&mut of_whole, 0..10).await;
     settle_until(&mut of_whole, &whole, &mut again, |_| false, 0).await;
-    let mut anew = half.receive_again(&mut of_half).await;
+    let mut anew = truncated.receive_again(&mut truncated_source).await;
     // Deliveries from before the truncation: their settlements are stale.
-    accept(&mut of_half, held).await;
+    accept(&mut truncated_source, held).await;
     settle_until(
-        &mut of_half,
-        &half.topic,
+        &mut truncated_source,
+        &truncated.topic,
         &mut anew,
         |offset| offset != TruncatedTopic::RELEASED,
         TruncatedTopic::RELEASED,
@@ -114,21 +114,21 @@ async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothin
     // Longer than librdkafka waits before it commits stored offsets.
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(
-        (whole.committed(0).await, half.topic.committed(0).await),
+        (whole.committed(0).await, truncated.topic.committed(0).await),
         (Some(0), Some(TruncatedTopic::RELEASED))
     );
     settle_until(&mut of_whole, &whole, &mut again, |offset| offset < 4, 4).await;
     close(of_whole).await;
     assert_eq!(whole.committed(0).await, Some(4));
     settle_until(
-        &mut of_half,
-        &half.topic,
+        &mut truncated_source,
+        &truncated.topic,
         &mut anew,
         |_| true,
         TruncatedTopic::TRUNCATED_AT + TruncatedTopic::NEW as i64,
     )
     .await;
-    close(of_half).await;
+    close(truncated_source).await;
     drop(server);
 }
 
