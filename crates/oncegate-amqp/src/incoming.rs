@@ -17,8 +17,8 @@ use crate::queue_settings::{DELAYS, QueueSettings};
 /// of its queue: a delay, dead-letter or in-doubt queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
 
-/// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is ignored, because oncegate does not write
-/// one.
+/// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is ignored, because oncegate does
+/// not write one.
 const MAX_ROUTING_KEY_BYTES: usize = 255;
 
 /// The header of a delayed copy with the end of its delay, in milliseconds since 1970. A copy has it

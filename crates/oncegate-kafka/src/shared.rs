@@ -453,10 +453,10 @@ impl SourceState {
     }
 
     /// Handles the offset of a record, and returns the epoch to add it under. If it is below the last
-    /// one (the log was truncated, or librdkafka reads messages again), the assignment is revoked and a new epoch
-    /// starts at this record, or at the lowest unsettled offset if that is lower. In the latter case
-    /// the record is dropped and read again; if it were added, the offsets in between would count as
-    /// settled.
+    /// one (the log was truncated, or librdkafka reads messages again), the assignment is revoked and a
+    /// new epoch starts at this record, or at the lowest unsettled offset if that is lower. In the
+    /// latter case the record is dropped and read again; if it were added, the offsets in between would
+    /// count as settled.
     fn track_offset(
         &mut self,
         epoch: u64,
