@@ -36,7 +36,7 @@ impl<T> AckLedger<T> {
         }
     }
 
-    /// Adds a delivery. The tags of a channel increase; a tag that is not above the last one is ignored.
+    /// Adds a delivery. The tags of a channel increase; a tag not above the last one is ignored.
     pub(crate) fn delivered(&mut self, tag: u64, context: T) {
         if self.tags.back().is_none_or(|(last, _)| *last < tag) {
             self.tags.push_back((tag, TagState::Unsettled(context)));

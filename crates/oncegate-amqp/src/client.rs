@@ -17,8 +17,8 @@
 //!   `recovery::an_unparsable_message_blocks_later_messages_and_not_earlier_ones`. *May be removed*
 //!   when lapin reports such a message as a delivery.
 //! - *Symptom:* a quorum queue that refused a publish because it was full refuses all later ones on the
-//!   same channel, also after its limit was removed or raised. *Code:* `publish_channel` closes such a channel. *Upstream:*
-//!   rabbitmq/rabbitmq-server#12206, fixed by #12310 for 3.13 and 4.0. *Test:*
+//!   same channel, also after its limit was removed or raised. *Code:* `publish_channel` closes such a
+//!   channel. *Upstream:* rabbitmq/rabbitmq-server#12206, fixed by #12310 for 3.13 and 4.0. *Test:*
 //!   `limits::refused_dead_letters_are_published_once_the_queue_has_room`. *May be removed* when the
 //!   oldest supported release has the fix.
 //! - *Symptom:* requeuing many messages by one `basic.nack` loses their order. *Code:*

@@ -123,12 +123,12 @@ impl DelayBuffer {
     /// Removes all deliveries. Returns those without a pending move, with the times when they are due,
     /// and whether there was another one with a pending move, which its copy replaces.
     pub(crate) fn take_all(&mut self) -> (BTreeMap<(Instant, u64), Delivery>, bool) {
-        let mut all = std::mem::take(&mut self.deliveries);
+        let mut deliveries = std::mem::take(&mut self.deliveries);
         let has_pending_move = self
             .pending_move
             .take()
-            .is_some_and(|pending| all.remove(&(pending.due, pending.tag)).is_some());
-        (all, has_pending_move)
+            .is_some_and(|pending| deliveries.remove(&(pending.due, pending.tag)).is_some());
+        (deliveries, has_pending_move)
     }
 
     /// When the next delivery is due.

@@ -632,19 +632,27 @@ impl AmqpDriver {
         }
         self.publisher.close(CLOSE_TIMEOUT).await;
         if let Some(closing) = self.closing.take() {
-            let problem = if exit == LoopExit::PublisherEnded {
-                "the publisher task ended, which is a bug in oncegate; unsettled deliveries will be redelivered; report this"
-            } else {
-                "some settlements did not finish before the deadline; their deliveries will be redelivered; check that RabbitMQ confirms dead letters, or raise .drain_timeout(…)"
-            };
             // The receiver is dropped if the caller no longer waits for the close.
             let _ = closing.done.send(if finished {
                 Ok(())
             } else {
-                Err(SourceError::Unavailable(problem.into()))
+                Err(unfinished_close(exit))
             });
         }
     }
+}
+
+/// The error of a close with unfinished settlements.
+fn unfinished_close(exit: LoopExit) -> SourceError {
+    let problem = match exit {
+        LoopExit::PublisherEnded => {
+            "the publisher task ended, which is a bug in oncegate; unsettled deliveries will be redelivered; report this"
+        }
+        LoopExit::Finished | LoopExit::DeadlineExceeded => {
+            "some settlements did not finish before the deadline; their deliveries will be redelivered; check that RabbitMQ confirms dead letters, or raise .drain_timeout(…)"
+        }
+    };
+    SourceError::Unavailable(problem.into())
 }
 
 /// Counts and drops a settlement for a closed channel. The broker would close the new channel for an
@@ -666,4 +674,20 @@ fn ignore_repeated_settlement(settings: &QueueSettings, tag: u64) {
         tag,
         "settlement ignored: the delivery is already settled"
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_close_after_the_end_of_the_publisher_reports_no_missed_deadline() {
+        let problem = |exit| unfinished_close(exit).to_string();
+        assert!(problem(LoopExit::DeadlineExceeded).contains("before the deadline"));
+        let ended = problem(LoopExit::PublisherEnded);
+        assert!(
+            ended.contains("publisher task ended") && !ended.contains("deadline"),
+            "{ended}"
+        );
+    }
 }

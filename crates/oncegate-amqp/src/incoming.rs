@@ -17,8 +17,8 @@ use crate::queue_settings::{DELAYS, QueueSettings};
 /// of its queue: a delay, dead-letter or in-doubt queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
 
-/// AMQP's limit for a routing key. oncegate writes no longer [`ROUTING_KEY`] header, so a longer one is
-/// ignored.
+/// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is ignored, because oncegate does
+/// not write one.
 const MAX_ROUTING_KEY_BYTES: usize = 255;
 
 /// The header of a delayed copy with the end of its delay, in milliseconds since 1970. A copy has it
@@ -224,10 +224,10 @@ fn rejections(table: &FieldTable, queue: &str) -> u32 {
     };
     let counts = deaths.as_slice().iter().filter_map(|death| match death {
         AMQPValue::FieldTable(death) => {
-            let is = |name: &str, value: &str| {
+            let has_text = |name: &str, value: &str| {
                 long_string(death, name).is_some_and(|text| text == value.as_bytes())
             };
-            (is("queue", queue) && is("reason", "rejected"))
+            (has_text("queue", queue) && has_text("reason", "rejected"))
                 .then(|| death.inner().get("count").and_then(integer))?
         }
         _ => None,

@@ -30,7 +30,7 @@ pub(crate) struct BrokerNode {
 
 /// The nodes of one broker, and which of them is current.
 pub(crate) struct BrokerNodes {
-    /// Never empty.
+    /// All nodes; never empty.
     all: Vec<BrokerNode>,
     /// The index of the current node, modulo the number of nodes.
     current: AtomicUsize,

@@ -119,7 +119,7 @@ enum CloseMode {
     /// the queue, which it does not guarantee for one `basic.nack` of many; see `client`.
     CloseOnly,
     /// Consumes until the channel closes, and handles no more deliveries. RabbitMQ activates the
-    /// next consumer as soon as this one is cancelled, before it requeues this one's messages.
+    /// next consumer as soon as the active one is cancelled, before it requeues its messages.
     StayActive,
 }
 
@@ -407,7 +407,7 @@ impl ConsumerSession {
         connector::close(&self.connection, timeout).await;
     }
 
-    /// Requeues unsettled deliveries: released ones, which failed, by `basic.reject`, the others by
+    /// Requeues unsettled deliveries: released ones, which failed, by `basic.reject`, and all others by
     /// `basic.nack`. Since RabbitMQ 4.3 the former count towards the delivery limit and the latter do
     /// not; closing the channel would count for all.
     async fn requeue_unsettled(&mut self) -> lapin::Result<()> {
@@ -493,13 +493,13 @@ fn drain_ready(
     first: lapin::message::Delivery,
     consumer: &mut Consumer,
 ) -> (Vec<lapin::message::Delivery>, Option<ChannelLoss>) {
-    let mut all = vec![first];
+    let mut deliveries = vec![first];
     loop {
         match consumer.next().now_or_never() {
-            None => return (all, None),
-            Some(Some(Ok(more))) => all.push(more),
-            Some(Some(Err(error))) => return (all, Some(error.into())),
-            Some(None) => return (all, Some(consumer_cancelled())),
+            None => return (deliveries, None),
+            Some(Some(Ok(more))) => deliveries.push(more),
+            Some(Some(Err(error))) => return (deliveries, Some(error.into())),
+            Some(None) => return (deliveries, Some(consumer_cancelled())),
         }
     }
 }

@@ -232,11 +232,14 @@ fn delay_queues(settings: &QueueSettings) -> impl Iterator<Item = QueueSpec> {
 
 fn queue_arguments(kind: QueueKind) -> FieldTable {
     let mut arguments = FieldTable::default();
-    let kind = match kind {
+    let queue_type = match kind {
         QueueKind::Quorum => "quorum",
         QueueKind::Classic => "classic",
     };
-    arguments.insert("x-queue-type".into(), AMQPValue::LongString(kind.into()));
+    arguments.insert(
+        "x-queue-type".into(),
+        AMQPValue::LongString(queue_type.into()),
+    );
     arguments
 }
 

@@ -42,8 +42,8 @@ pub(crate) struct CallbackContext {
     request_budget: Duration,
     /// How long a revocation waits for unsettled deliveries.
     drain_timeout: Duration,
-    /// `None` before the client is served, and once it closes. The queue holds the consumer, so it is removed before the
-    /// consumer is dropped.
+    /// `None` before the client is served, and once it closes. The queue holds the consumer, so the
+    /// queue is removed before the consumer is dropped.
     queue: Mutex<Option<Arc<MessageQueue<CallbackContext>>>>,
     /// The last error of the whole client. `topics` reads it while it waits for a broker.
     last_error: Mutex<Option<(RDKafkaErrorCode, String)>>,

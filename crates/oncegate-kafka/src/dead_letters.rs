@@ -362,7 +362,7 @@ fn drop_on_thread(producer: Option<DeadLetterProducer>) {
         .spawn(move || drop(producer));
 }
 
-/// The headers of a dead letter: those of the message that are kept, then those of the rejection.
+/// The headers of a dead letter: the kept headers of the message, then the headers of the rejection.
 fn dead_letter_headers(
     delivery: &Delivery,
     reason: &Reason,
@@ -470,13 +470,15 @@ mod tests {
             failures: 0,
         };
         let names = |parts| {
-            let all = dead_letter_headers(&delivery, &Reason::TooLarge, None, parts);
+            let headers = dead_letter_headers(&delivery, &Reason::TooLarge, None, parts);
             assert!(
-                all.iter()
+                headers
+                    .iter()
                     .all(|header| header.value.is_some_and(|value| value != b"victim")),
                 "{parts:?}"
             );
-            all.iter()
+            headers
+                .iter()
                 .map(|header| header.key.to_owned())
                 .collect::<Vec<_>>()
         };

@@ -90,7 +90,7 @@ pub enum StartAt {
     #[default]
     Earliest,
     /// The consumer ends with an error until an operator sets the group's offsets. It also does so if
-    /// the committed offset is [out of range](OutOfRange), whatever that policy is. A partition
+    /// the committed offset is [out of range](OutOfRange), with either of those policies. A partition
     /// that was added to a topic which the group already reads is always read from its beginning,
     /// because none of its messages was read.
     Error,

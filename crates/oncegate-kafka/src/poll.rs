@@ -92,7 +92,7 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
                 Err(error) => {
-                    tracing::error!(%error, group = kafka.group, "cannot create the replacement kafka client, retrying; nothing is read meanwhile; check the limits of the process for memory, threads and open files")
+                    tracing::error!(%error, group = kafka.group, "cannot create the replacement kafka client, retrying; nothing is read until it is created; check the limits of the process for memory, threads and open files")
                 }
             }
         };
@@ -482,7 +482,7 @@ mod tests {
             RDKafkaApiKey::Heartbeat,
             &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN_MEMBER_ID],
         );
-        // The rebalance is in the queue, which is not served meanwhile.
+        // The rebalance waits in the main queue, which this loop does not serve.
         while !consumer.assignment_lost() {
             assert!(Instant::now() < end, "the assignment was not lost in time");
             std::thread::sleep(Duration::from_millis(10));

@@ -249,12 +249,12 @@ impl SourceState {
     /// batch). One fetch may have 20,000 messages of a few bytes. The dead letters of revoked
     /// partitions are not included.
     fn is_full(&self, partition: &AssignedPartition) -> bool {
-        let (all, own) = (
+        let (total, own) = (
             self.held.total(),
             self.held.of(&partition.topic, partition.partition),
         );
         let has_share = |of: fn(Backlog) -> usize, limit: usize| {
-            of(all) >= limit && of(own) >= (limit / self.assigned.len()).max(1)
+            of(total) >= limit && of(own) >= (limit / self.assigned.len()).max(1)
         };
         partition.watermark.span() >= MAX_SPAN
             || has_share(|it| it.count, MAX_HELD)
@@ -453,10 +453,10 @@ impl SourceState {
     }
 
     /// Handles the offset of a record, and returns the epoch to add it under. If it is below the last
-    /// one (the log was truncated, or librdkafka went back), the assignment is revoked and a new epoch
-    /// starts at this record, or at the lowest unsettled offset if that is lower. In the latter case
-    /// the record is dropped and read again; if it were added, the offsets in between would count as
-    /// settled.
+    /// one (the log was truncated, or librdkafka reads messages again), the assignment is revoked and a
+    /// new epoch starts at this record, or at the lowest unsettled offset if that is lower. In the
+    /// latter case the record is dropped and read again; if it were added, the offsets in between would
+    /// count as settled.
     fn track_offset(
         &mut self,
         epoch: u64,

@@ -42,13 +42,13 @@ impl TopicIdentity {
     /// Parses the output of [`fmt::Display`]; `None` for any other text, such as metadata that another
     /// program committed.
     pub(crate) fn parse(metadata: &str) -> Option<Self> {
-        let rest = metadata.strip_prefix(TOPIC_ID)?;
-        let (topic_id, cluster_id) = match rest.split_once(CLUSTER_ID) {
+        let ids = metadata.strip_prefix(TOPIC_ID)?;
+        let (topic_id, cluster_id) = match ids.split_once(CLUSTER_ID) {
             // The cluster id comes last, because it may be any text.
             Some((topic_id, cluster_id)) => {
                 (topic_id, Some(cluster_id).filter(|it| !it.is_empty()))
             }
-            None => (rest, None),
+            None => (ids, None),
         };
         is_topic_id(topic_id).then(|| Self {
             topic_id: Arc::from(topic_id),

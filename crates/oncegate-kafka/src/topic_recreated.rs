@@ -46,10 +46,10 @@ impl TopicIds {
             return;
         };
         let mut state = self.lock();
-        let known = state
+        let previous = state
             .ids
             .insert(change.topic.to_owned(), Arc::from(change.id));
-        let before = known.unwrap_or_else(|| Arc::from(change.before));
+        let before = previous.unwrap_or_else(|| Arc::from(change.before));
         if *before != *NO_ID && *before != *change.id {
             let before = TopicIdentity {
                 topic_id: before,

@@ -25,8 +25,8 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 /// After how long without the group coordinator a warning is logged, and how often from then on.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
-/// After this many consecutive partitions without an answer, the rest of a check is skipped: most
-/// likely no broker answers, and each request would take its full timeout.
+/// After this many consecutive partitions without an answer, a check requests no further ones:
+/// most likely no broker answers, and each request would take its full timeout.
 const MAX_SILENT: usize = 3;
 /// How often the whole message queue must have been read (drained) before a partition counts as
 /// stalled. librdkafka fetches for all partitions when the queue is short. The first drain may read
@@ -703,13 +703,13 @@ mod tests {
                 AFTER,
             );
         }
-        let known = shared
+        let with_log_end = shared
             .lock()
             .status()
             .iter()
             .filter(|it| it.log_end == Some(7))
             .count();
-        assert_eq!(known, 4);
+        assert_eq!(with_log_end, 4);
         assert_eq!(watch.silent.len(), 4, "{:?}", watch.silent);
     }
 

@@ -37,7 +37,8 @@ impl OffsetState {
 pub(crate) enum OffsetOrder {
     /// Higher than all before it.
     Ascending,
-    /// Not higher, and not added: the log was truncated, or librdkafka went back.
+    /// Not higher, and not added: the log was truncated, or librdkafka reads
+    /// messages again.
     Backwards,
 }
 

@@ -17,7 +17,7 @@ use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser};
 
 use crate::stage::*;
 
-/// No log line and no error may contain it.
+/// The password, which no log line and no error may contain.
 const PASSWORD: &str = "canary-7Hq2-password";
 const WRONG: &str = "canary-7Hq2-mistaken";
 
@@ -182,7 +182,7 @@ async fn is_logged(kafka: Kafka, brokers: &str, lines: &Lines, why: &str) {
     };
     tokio::select! {
         opened = kafka.connect(ConnectOptions::default()) => panic!("{opened:?}"),
-        in_time = tokio::time::timeout(BOUND, logged) => assert!(in_time.is_ok(), "nothing was logged about {brokers}"),
+        in_time = tokio::time::timeout(BOUND, logged) => assert!(in_time.is_ok(), "no warning about {brokers} was logged in time"),
     }
 }
 

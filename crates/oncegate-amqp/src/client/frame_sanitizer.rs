@@ -173,7 +173,7 @@ fn strip_returned_message(
 
 /// Sanitizes one complete frame in place, without changing its size.
 fn sanitize(frame: &mut [u8]) {
-    let (kind, end) = (frame[0], frame.len().saturating_sub(1));
+    let (frame_type, end) = (frame[0], frame.len().saturating_sub(1));
     let Some(payload) = frame.get_mut(7..end) else {
         return;
     };
@@ -182,7 +182,7 @@ fn sanitize(frame: &mut [u8]) {
         position: 0,
     };
     // An incomplete payload is passed on, and the client returns the error.
-    let _ = match kind {
+    let _ = match frame_type {
         HEADER => reader.header(),
         METHOD => reader.method(),
         _ => None,

@@ -426,7 +426,7 @@ impl MessageCopier {
         });
     }
 
-    /// The topic's name, shared with the messages before this one.
+    /// The topic's name; the same allocation as for the previous message if that has the same topic.
     ///
     /// # Safety
     /// `topic` is null or points to a topic of librdkafka that lives until the call returns.

@@ -35,21 +35,21 @@ mod tests {
     #[test]
     fn only_statistics_with_another_state_than_up_count_as_disconnected() {
         // As librdkafka writes it, without escaping names.
-        let whole = |group| {
+        let statistics_with = |group| {
             format!(
                 r#"{{ "name": "a"b", "brokers":{{ "b/1": {{"state":"DOWN"}} }}, "topics":{{}}{group}, "tx":3}}"#
             )
         };
-        let is = |group| is_coordinator_up(whole(group).as_bytes());
-        assert!(is(
+        let is_up = |group| is_coordinator_up(statistics_with(group).as_bytes());
+        assert!(is_up(
             r#", "cgrp": { "state": "up", "stateage": 1, "join_state": "steady" }"#
         ));
-        assert!(!is(
+        assert!(!is_up(
             r#", "cgrp": { "state": "query-coord", "stateage": 1, "join_state": "init" }"#
         ));
-        assert!(!is(
+        assert!(!is_up(
             r#", "cgrp": { "state": "wait-broker-transport", "join_state": "steady" }"#
         ));
-        assert!(is("") && is_coordinator_up(b"cut o"));
+        assert!(is_up("") && is_coordinator_up(b"cut o"));
     }
 }

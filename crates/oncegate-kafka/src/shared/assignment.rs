@@ -168,20 +168,19 @@ impl PositionIds {
 pub(crate) enum StartPosition {
     /// The offset that the group has committed.
     Committed(i64),
-    /// The offset that was committed on another cluster, for a topic of which this one is a
-    /// replica.
+    /// The offset that was committed on another cluster. The topic is a replica of the topic there.
     Replica(i64),
-    /// The offset that was committed for a topic with another id: this topic is a replica of that
-    /// one, or was recreated.
+    /// The offset that was committed for a topic with another id. The topic is a replica of it, or was
+    /// recreated.
     Ambiguous(i64),
-    /// The beginning, whatever is committed: the topic was recreated.
+    /// The beginning, because the topic was recreated. The committed offset is ignored.
     Recreated,
     /// The beginning: the partition was added to a topic of which the group has read other
     /// partitions.
     AddedPartition,
     /// The group has no offset for it.
     NoOffset,
-    /// The broker did not answer.
+    /// Unknown, because the group coordinator returned no offset in time. librdkafka fetches it.
     Unknown,
 }
 
@@ -261,7 +260,7 @@ pub(crate) struct OffsetCommit {
     pub(crate) partition: i32,
     pub(crate) offset: i64,
     pub(crate) mode: SendMode,
-    /// The topic that the offset belongs to, if known; committed beside it as metadata.
+    /// The topic that the offset belongs to, if it is known: the metadata of the commit.
     pub(crate) identity: Option<TopicIdentity>,
 }
 
@@ -270,6 +269,6 @@ pub(crate) struct OffsetCommit {
 pub(crate) enum SendMode {
     /// librdkafka commits it within `auto.commit.interval.ms`, if it is above the committed one.
     Stored,
-    /// A commit request is sent at once, whatever was committed before.
+    /// A commit request is sent at once, also for an offset below the committed one.
     Immediate,
 }

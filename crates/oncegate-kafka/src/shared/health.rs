@@ -162,13 +162,15 @@ impl SourceState {
 
     /// The status of each partition, sorted.
     pub(crate) fn status(&self) -> Vec<PartitionStatus> {
-        let mut all: Vec<_> = self
+        let mut statuses: Vec<_> = self
             .assigned
             .iter()
             .map(|(epoch, it)| self.status_of(*epoch, it))
             .collect();
-        all.sort_by(|one, other| (&one.topic, one.partition).cmp(&(&other.topic, other.partition)));
-        all
+        statuses.sort_by(|one, other| {
+            (&one.topic, one.partition).cmp(&(&other.topic, other.partition))
+        });
+        statuses
     }
 
     fn status_of(&self, epoch: u64, assigned: &AssignedPartition) -> PartitionStatus {

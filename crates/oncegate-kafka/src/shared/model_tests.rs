@@ -29,7 +29,8 @@ enum PartitionEvent {
     Advance { beyond: u8 },
     /// The partition is being revoked: nothing more of it is handed out, and settlements count.
     Revoke,
-    /// The assignment ends: settlements no longer count. There is a last commit unless it is lost.
+    /// The assignment ends: its settlements are stale from now on. There is a last commit unless it is
+    /// lost.
     EndAssignment { lost: bool },
     /// The partition is assigned again, at the committed offset.
     Assign,
@@ -295,14 +296,14 @@ impl PartitionModel {
             }
             PartitionEvent::Commit => self.commit()?,
             PartitionEvent::Advance { beyond } => {
-                let known = self
+                let is_trusted = self
                     .state
                     .assigned
                     .values()
                     .all(|it| it.position_trust == PositionTrust::Trusted);
                 self.state
                     .advance_to("t", 0, Some(self.next + i64::from(beyond)));
-                if self.is_read() && known && !self.reference.settled.is_empty() {
+                if self.is_read() && is_trusted && !self.reference.settled.is_empty() {
                     self.reference.advanced_to = self.next + i64::from(beyond);
                     self.next = self.reference.advanced_to;
                 }

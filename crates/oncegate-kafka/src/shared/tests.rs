@@ -168,8 +168,8 @@ fn unsettled_messages_below_a_truncation_are_read_again() {
         .release(before.remove(2), Duration::from_secs(3600));
     assert_eq!(committed(&mut shared.lock()), [(2, SendMode::Immediate)]);
 
-    let found = shared.add_records(vec![record(0, 7), record(0, 8)]);
-    assert_eq!(found, IntakeResult::default());
+    let intake = shared.add_records(vec![record(0, 7), record(0, 8)]);
+    assert_eq!(intake, IntakeResult::default());
     let (revoked, after) = hand_out(&mut shared.lock());
     assert_eq!(
         (revoked, after.len()),
@@ -374,7 +374,7 @@ fn reports_from_before_a_suspicion_do_not_replace_the_client() {
     state.suspect_lost_metadata(started, at(3));
     // This report may have been sent before the suspicion.
     state.record_group_state(false, at(4));
-    // So may this one, which is late.
+    // So may the next report, which is late.
     state.record_group_state(false, at(9));
     state.record_group_state(false, at(9));
     assert!(!state.needs_replacement());
@@ -648,17 +648,17 @@ fn a_gap_before_a_message_is_reported() {
         StartPosition::Committed(5),
         LogIdentity::default(),
     );
-    let found = state.add_records(vec![record(0, 8), record(0, 9), record(0, 11)]);
+    let intake = state.add_records(vec![record(0, 8), record(0, 9), record(0, 11)]);
     assert_eq!(
-        found,
+        intake,
         IntakeResult {
             gaps: vec![gap(5, 8), gap(10, 11)],
             restarted: vec![]
         }
     );
-    let found = state.add_records(vec![record(0, 12), record(0, 2)]);
+    let intake = state.add_records(vec![record(0, 12), record(0, 2)]);
     assert_eq!(
-        found,
+        intake,
         IntakeResult {
             gaps: vec![],
             restarted: vec![(Arc::from("t"), 0)]
