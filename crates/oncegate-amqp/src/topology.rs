@@ -127,7 +127,7 @@ async fn declare(
                 "the queue `{}` exists with other arguments ({error})",
                 queue.name
             ),
-            "for a classic queue choose `.queue_kind(QueueKind::Classic)`; for a queue that you declare yourself and that loses nothing (a delivery limit needs a dead-letter exchange), create the dead-letter and in-doubt queues, too, and choose `Topology::Check`",
+            "if it is of another type (quorum or classic), set `.queue_kind(…)` to the type that it has; for a queue that you declare yourself and that loses nothing (a delivery limit needs a dead-letter exchange), create the dead-letter and in-doubt queues, too, and choose `Topology::Check`",
         )));
     }
     *channel = connection.create_channel().await?;
