@@ -130,7 +130,7 @@ async fn declare(
                 "the queue `{}` exists with other arguments ({error})",
                 queue.name
             ),
-            "if it is a classic queue, choose `.queue_kind(QueueKind::Classic)`; to consume a queue with arguments of your own, choose `Topology::Check`, create the dead-letter and in-doubt queues, and make sure that the queue drops no message (a delivery limit needs a dead-letter exchange)",
+            "if it is of another type (quorum or classic), set `.queue_kind(…)` to the type that it has; to consume a queue with arguments of your own, choose `Topology::Check`, create the dead-letter and in-doubt queues, and make sure that the queue drops no message (a delivery limit needs a dead-letter exchange)",
         )));
     }
     *channel = connection.create_channel().await?;

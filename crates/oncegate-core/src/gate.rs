@@ -404,11 +404,21 @@ impl<T> GuardedRun<'_, T> {
 
     fn settled(mut self, from: Stage, settlement: Settlement) -> Result<RunOutcome<T>, GateError> {
         self.gate.0.outcomes.settled(&settlement);
+        let (id, guarantee) = (self.id.clone(), self.gate.0.settings.guarantee);
         let doubt = |failure: Option<Failure>| {
-            GateError::InDoubt(failure.map_or_else(
+            let why = failure.map_or_else(
                 || "an earlier run was interrupted".into(),
                 |failure| failure.to_string(),
-            ))
+            );
+            // With another guarantee the id runs again by itself, and there is nothing to resolve.
+            GateError::InDoubt(if guarantee == Guarantee::AtMostOnce {
+                format!(
+                    "{why}; id {id}: check whether it happened, then run `oncegate in-doubt resolve {id} --happened` or \
+                     `oncegate in-doubt resolve {id} --did-not-happen`"
+                )
+            } else {
+                format!("{why}; id {id}")
+            })
         };
         match settlement {
             Settlement::Accept(_) => Ok(self
