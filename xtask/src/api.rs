@@ -8,7 +8,7 @@ use std::process::Command;
 use crate::Error;
 use crate::setup::{call, root, target_directory};
 
-/// The libraries meant for crates.io.
+/// The published libraries.
 pub(crate) const LIBRARIES: &[&str] = &[
     "oncegate",
     "oncegate-admin",
@@ -32,7 +32,7 @@ pub(crate) struct Arguments {
 /// of each crate, and is an error.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     document()?;
-    let mut differ = Vec::new();
+    let mut changed = Vec::new();
     for library in LIBRARIES {
         let listing = listing(library)?;
         let path = root().join("crates").join(library).join("api.txt");
@@ -40,31 +40,31 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
             write(&path, &listing)?;
         } else if std::fs::read_to_string(&path).ok().as_ref() != Some(&listing) {
             print_difference(library, &path, &listing)?;
-            differ.push(*library);
+            changed.push(*library);
         }
     }
-    if differ.is_empty() {
+    if changed.is_empty() {
         println!("api: {} libraries", LIBRARIES.len());
         return Ok(());
     }
     Err(Error::ByHand(format!(
         "the public API of {} differs from api.txt; if that is intended: cargo xtask api --write",
-        differ.join(", ")
+        changed.join(", ")
     )))
 }
 
 /// Writes rustdoc's JSON for all libraries, all features enabled.
 ///
 /// Stable rustdoc writes JSON only with `RUSTC_BOOTSTRAP`. A script sets the variable for rustdoc
-/// alone: build scripts of dependencies depend on it, and would be run again.
+/// alone: build scripts of dependencies watch it, so cargo would run them again.
 fn document() -> Result<(), Error> {
     let script = target_directory().join("xtask/rustdoc");
-    std::fs::create_dir_all(script.parent().expect("a file in a directory")).map_err(|source| {
-        Error::File {
+    std::fs::create_dir_all(script.parent().expect("the script has a parent directory")).map_err(
+        |source| Error::File {
             path: script.clone(),
             source,
-        }
-    })?;
+        },
+    )?;
     write(
         &script,
         "#!/bin/sh\nRUSTC_BOOTSTRAP=1 exec rustdoc \"$@\"\n",
@@ -87,9 +87,8 @@ fn document() -> Result<(), Error> {
     call(&mut cargo)
 }
 
-/// The public items of a library, sorted, one a line. Of a derived implementation only the `impl` is
-/// there. Left out are items with `#[doc(hidden)]`, and implementations of auto traits and for all
-/// types.
+/// The public items of a library, sorted, one per line. Lists derived implementations without their
+/// items. Omits `#[doc(hidden)]` items, auto traits and blanket implementations.
 fn listing(library: &str) -> Result<String, Error> {
     let json = target_directory()
         .join("doc")
@@ -109,11 +108,11 @@ fn listing(library: &str) -> Result<String, Error> {
             })?;
         Ok(api.items().map(ToString::to_string).collect())
     };
-    let written: BTreeSet<String> = items(true)?.into_iter().collect();
+    let not_derived: BTreeSet<String> = items(true)?.into_iter().collect();
     let mut listing = String::new();
     for item in items(false)? {
         let is_derived = item.starts_with("impl") && !item.contains("StructuralPartialEq");
-        if is_derived || written.contains(&item) {
+        if is_derived || not_derived.contains(&item) {
             listing.push_str(&item);
             listing.push('\n');
         }

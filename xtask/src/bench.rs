@@ -1,4 +1,4 @@
-//! `bench`: the bare clients and oncegate by turns, and how many instructions a message costs.
+//! `bench`: compares oncegate with the plain clients, and counts instructions per message.
 
 mod guard;
 
@@ -14,14 +14,14 @@ use crate::stopping::Stopping;
 #[derive(clap::Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct Arguments {
-    /// Counts the instructions of a message's way in memory, and fails where they are a tenth more
-    /// than was recorded.
+    /// Counts instructions per message with a memory broker and store; fails if they exceed the
+    /// recorded baseline by more than 10 %.
     #[arg(long)]
     guard: bool,
-    /// Records what the guard counts.
+    /// Records the counts as the new baseline.
     #[arg(long, requires = "guard")]
     record: bool,
-    /// Those of the program: `cargo xtask bench --help`.
+    /// Arguments of the benchmark program: see `cargo xtask bench --help`.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<String>,
 }
@@ -35,12 +35,12 @@ pub(crate) fn run(
 ) -> Result<(), Error> {
     let stopping = Stopping::on_signals()?;
     setup::run()?;
-    stopping.go_on()?;
+    stopping.check()?;
     if *guard {
         return guard::run(if *record {
-            guard::Counted::IsRecorded
+            guard::BaselineMode::Record
         } else {
-            guard::Counted::IsCompared
+            guard::BaselineMode::Compare
         });
     }
     let shown = format!("oncegate-bench {}", arguments.join(" "));
@@ -49,8 +49,8 @@ pub(crate) fn run(
         source,
     };
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    // SQLite as whoever depends on oncegate builds it; this workspace saves time there for the
-    // demo.
+    // The opt-level with which dependents of oncegate build SQLite; this workspace lowers it to
+    // build faster.
     cargo.args([
         "run",
         "--config",
@@ -64,7 +64,7 @@ pub(crate) fn run(
         .stdin(Stdio::null())
         .spawn()
         .map_err(cannot)?;
-    let mut told = false;
+    let mut signal_sent = false;
     loop {
         if let Some(status) = child.try_wait().map_err(cannot)? {
             return if status.success() {
@@ -73,9 +73,9 @@ pub(crate) fn run(
                 Err(Error::Failed(shown))
             };
         }
-        if stopping.is_told() && !told {
-            // It stops its servers first; a second word would change nothing.
-            told = true;
+        if stopping.is_requested() && !signal_sent {
+            // SIGTERM once: the program then stops its servers before it ends.
+            signal_sent = true;
             let _ = kill_process(Pid::from_child(&child), Signal::TERM);
         }
         std::thread::sleep(Duration::from_millis(50));

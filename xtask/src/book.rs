@@ -1,4 +1,4 @@
-//! `book`: builds the book as its readers have it, and takes no warning.
+//! `book`: builds the book and fails on warnings.
 
 use std::path::PathBuf;
 use std::process::Command;
@@ -6,17 +6,16 @@ use std::process::Command;
 use crate::Error;
 use crate::setup::{call, root, target_directory};
 
-/// The version of mdBook that builds it.
+/// The version of mdBook.
 const VERSION: &str = "0.5.4";
 
-/// Builds the book into `target/book`. Installs mdBook first, where this version of it is not there
-/// yet, beside the Kafka broker: in `$ONCEGATE_CACHE/mdbook-<version>`, by default in
-/// `~/.cache/oncegate`.
+/// Builds the book into `target/book`. If necessary it first installs this version of mdBook into
+/// `$ONCEGATE_CACHE/mdbook-<version>`, by default in `~/.cache/oncegate`.
 pub(crate) fn run() -> Result<(), Error> {
     let mdbook = installed()?;
     let into = target_directory().join("book");
     let mut command = Command::new(&mdbook);
-    // Both names, since a variable of the user's could hide the warnings.
+    // mdBook versions differ in the variable; the value of the user could hide warnings.
     command.env("RUST_LOG", "info").env("MDBOOK_LOG", "info");
     command
         .arg("build")
@@ -27,23 +26,23 @@ pub(crate) fn run() -> Result<(), Error> {
         program: mdbook.display().to_string(),
         source,
     })?;
-    let said = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
-    eprint!("{said}");
+    let printed = String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned();
+    eprint!("{printed}");
     if !output.status.success() {
         return Err(Error::Failed("mdbook build docs".into()));
     }
-    match warnings(&said) {
+    match warnings(&printed) {
         0 => {
             println!("book: {}", into.join("index.html").display());
             Ok(())
         }
         count => Err(Error::ByHand(format!(
-            "the book has {count} warnings, see above"
+            "the book has {count} warnings; fix those printed above"
         ))),
     }
 }
 
-/// Where mdBook is.
+/// The path of mdBook, installed if necessary.
 fn installed() -> Result<PathBuf, Error> {
     let directory = oncegate_testkit::servers::cache().join(format!("mdbook-{VERSION}"));
     let mdbook = directory.join("bin/mdbook");
@@ -71,9 +70,10 @@ fn installed() -> Result<PathBuf, Error> {
     Ok(mdbook)
 }
 
-/// How many of these lines are warnings or errors.
-fn warnings(said: &str) -> usize {
-    said.lines()
+/// The number of lines that are warnings or errors.
+fn warnings(output: &str) -> usize {
+    output
+        .lines()
         .filter(|line| {
             line.split([' ', '[', ']'])
                 .any(|word| word == "WARN" || word == "ERROR")
@@ -86,7 +86,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_warning_is_found_however_it_is_written() {
+    fn counts_warnings_in_every_log_format() {
         assert_eq!(
             warnings(" INFO Book building has started\n INFO Running the html backend\n"),
             0

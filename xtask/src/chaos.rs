@@ -1,4 +1,4 @@
-//! `chaos`: real faults on real servers, and what becomes of messages.
+//! `chaos`: injects faults into real servers and checks the guarantees.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -13,7 +13,7 @@ use crate::stopping::Stopping;
 #[derive(clap::Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct Arguments {
-    /// Those of the program: `cargo xtask chaos --help`.
+    /// Arguments of the program: see `cargo xtask chaos --help`.
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<String>,
 }
@@ -21,10 +21,10 @@ pub(crate) struct Arguments {
 pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
     let stopping = Stopping::on_signals()?;
     setup::run()?;
-    stopping.go_on()?;
+    stopping.check()?;
     let has = |wanted: &str| arguments.iter().any(|argument| argument == wanted);
-    // Crash points are compiled into a build of their own, and mutants into a patched copy of the
-    // source. A soak needs a release build; a single run should start soon.
+    // Crash points need a separate build, and mutants a patched copy of the source. A soak test
+    // uses a release build; a single run uses a debug build, which starts sooner.
     let mut program = if has("--matrix") || has("--mutants") {
         let mut cargo = cargo(&["run", "--quiet", "--package", "oncegate-chaos"]);
         if has("--mutants") {
@@ -48,7 +48,7 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
             "--",
         ])
     } else {
-        // As the tests of the workspace have it: whoever has run them has it built.
+        // The same flags as for the tests of the workspace, so that their build is reused.
         let build = [
             "test",
             "--quiet",
@@ -63,7 +63,7 @@ pub(crate) fn run(Arguments { arguments }: &Arguments) -> Result<(), Error> {
             &format!("cargo {}", build.join(" ")),
             &stopping,
         )?;
-        stopping.go_on()?;
+        stopping.check()?;
         let target = std::env::var_os("CARGO_TARGET_DIR")
             .map_or_else(|| setup::root().join("target"), PathBuf::from);
         Command::new(target.join("debug/oncegate-chaos"))
@@ -127,7 +127,7 @@ fn cargo(arguments: &[&str]) -> Command {
     cargo
 }
 
-/// Runs it to its end.
+/// Runs a program to its end; forwards a stop signal as SIGTERM.
 fn wait(mut command: Command, shown: &str, stopping: &Stopping) -> Result<(), Error> {
     let cannot = |source| Error::CannotRun {
         program: shown.to_owned(),
@@ -138,7 +138,7 @@ fn wait(mut command: Command, shown: &str, stopping: &Stopping) -> Result<(), Er
         .stdin(Stdio::null())
         .spawn()
         .map_err(cannot)?;
-    let mut told = false;
+    let mut signal_sent = false;
     loop {
         if let Some(status) = child.try_wait().map_err(cannot)? {
             return if status.success() {
@@ -147,9 +147,9 @@ fn wait(mut command: Command, shown: &str, stopping: &Stopping) -> Result<(), Er
                 Err(Error::Failed(shown.to_owned()))
             };
         }
-        if stopping.is_told() && !told {
-            // It stops its servers first; a second word would change nothing.
-            told = true;
+        if stopping.is_requested() && !signal_sent {
+            // SIGTERM once: the program then stops its servers before it ends.
+            signal_sent = true;
             let _ = kill_process(Pid::from_child(&child), Signal::TERM);
         }
         std::thread::sleep(Duration::from_millis(50));

@@ -1,4 +1,5 @@
-//! `faults`: all that a RabbitMQ node does to its consumers, many times, under load.
+//! `faults`: repeats RabbitMQ faults (restarts, closed connections, cancelled consumers) under
+//! load.
 
 use std::process::Command;
 
@@ -9,10 +10,10 @@ use crate::setup;
 pub(crate) struct Arguments {
     /// Runs only the scenarios whose names contain this, such as `ten_thousand` or `cluster`.
     scenario: Option<String>,
-    /// How often each fault happens.
+    /// How often each fault is repeated.
     #[arg(long, default_value_t = 10)]
     rounds: u32,
-    /// How many messages a second are published meanwhile.
+    /// Published messages per second.
     #[arg(long, default_value_t = 2_000)]
     rate: u32,
 }

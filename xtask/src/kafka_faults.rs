@@ -1,4 +1,4 @@
-//! `kafka-faults`: the long forms of what is done to brokers and members of a Kafka group.
+//! `kafka-faults`: the long tests of faults of Kafka brokers and group members.
 
 use std::process::Command;
 
@@ -23,7 +23,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
             "kafka_faults",
         ])
         .current_dir(setup::root());
-    // One after the other, so that what is measured is the scenario alone.
+    // One at a time, so that concurrent tests do not distort the measured times.
     cargo
         .args(["--", "--ignored", "--nocapture", "--test-threads", "1"])
         .args(&arguments.scenario);

@@ -1,7 +1,7 @@
 //! Development commands of oncegate: `cargo xtask help`.
 //!
-//! Nothing here links a driver, so this compiles on a machine that has only Rust; `setup` brings
-//! the rest.
+//! Links no client library, so it compiles on a machine that has only Rust; `setup` installs the
+//! rest.
 #![forbid(unsafe_code)]
 
 mod api;
@@ -32,43 +32,42 @@ struct Arguments {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Installs what the tests need and this machine lacks: servers, a Java runtime, a C++
-    /// compiler, headers.
+    /// Installs missing requirements of the tests: servers, a Java runtime, a C++ compiler,
+    /// headers.
     Setup,
-    /// Runs the workspace's tests against real servers that live as long as the tests do.
+    /// Runs the workspace's tests against real servers.
     ///
-    /// Installs what is missing first. A server whose address stands in ONCEGATE_KAFKA,
-    /// ONCEGATE_RABBITMQ or ONCEGATE_REDIS is used as it is, the others are started on free ports
-    /// and stopped again, also after a failure or Ctrl-C.
+    /// Installs missing requirements first. Uses the servers at ONCEGATE_KAFKA, ONCEGATE_RABBITMQ
+    /// and ONCEGATE_REDIS; starts the others on free ports and stops them at the end, also after a
+    /// failure or Ctrl-C.
     Test(test::Arguments),
-    /// Restarts, cuts and confuses RabbitMQ nodes under load, at random times, and one node of
-    /// three: nothing is lost or doubled, no acknowledgement refused, and each time it consumes
-    /// again within five seconds. Takes some minutes.
+    /// Injects faults into a RabbitMQ node and into one node of a cluster, under load and at random
+    /// times. Checks that no message is lost or handled twice, that no acknowledgement is refused,
+    /// and that consumption resumes within five seconds. Takes some minutes.
     Faults(faults::Arguments),
-    /// Stops, freezes and kills Kafka brokers and members of a group for long, and prints what was
-    /// lost or happened twice, and how long it took to heal. Some 15 minutes.
+    /// Stops, freezes and kills Kafka brokers and group members for long times. Prints lost and
+    /// repeated effects and the recovery times. Takes about 15 minutes.
     KafkaFaults(kafka_faults::Arguments),
-    /// Kills, freezes and cuts off consumers, Redis, Kafka and RabbitMQ under load, counts effects
-    /// in a process of their own, and checks what was promised. `--smoke` has each fault once;
-    /// `--help` says the rest.
+    /// Kills, freezes and disconnects consumers, Redis, Kafka and RabbitMQ under load, counts
+    /// effects in a separate process, and checks the guarantees. `--smoke` injects each fault once;
+    /// `--help` lists the other options.
     Chaos(chaos::Arguments),
-    /// Compares the bare clients with oncegate, by turns, on servers of its own, and prints rates,
-    /// ratios and CPU time a message. `--quick` takes two minutes; `--guard` counts instructions
-    /// instead, `--profile` says where the time goes; `--help` says the rest.
+    /// Compares oncegate with the plain clients in alternating runs on its own servers. Prints
+    /// rates, ratios and CPU time per message. `--quick` takes two minutes, `--guard` counts
+    /// instructions, `--profile` samples the CPU time; `--help` lists the other options.
     Bench(bench::Arguments),
-    /// Explores every interleaving of a small world in which the functions run that decide
-    /// everything, and prints what each guarantee withstands.
+    /// Model checking: explores every interleaving of a small system that runs the production state
+    /// machines, and prints the faults under which each guarantee holds.
     Model(model::Arguments),
-    /// Builds the book into `target/book`, and fails if there is a warning. Installs mdBook first,
-    /// where it is missing.
+    /// Builds the book into `target/book`, and fails on warnings. Installs mdBook if necessary.
     Book,
-    /// Checks what those who depend on the published crates rely on: the public API, dependencies,
-    /// combinations of features, and the workflows that publish. `--help` names the checks.
+    /// Checks the published crates: public API, dependencies, feature combinations, and the GitHub
+    /// workflows. `--help` names the checks.
     Published(published::Arguments),
-    /// Compares the public API of each published library with its `api.txt`; `--write` renews these
-    /// files.
+    /// Compares the public API of each published library with its `api.txt`; `--write` updates
+    /// these files.
     Api(api::Arguments),
-    /// Starts Kafka, RabbitMQ and Redis for as long as you like, and stops them again.
+    /// Starts Kafka, RabbitMQ and Redis in the background, and stops them.
     Services {
         #[command(subcommand)]
         command: services::Command,
@@ -98,10 +97,10 @@ fn main() -> ExitCode {
     }
 }
 
-/// What a command ends with when it cannot do what it was asked.
+/// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 enum Error {
-    /// A program ran and failed; its own output stands above.
+    /// A program ran and failed; its output was printed.
     #[error("`{0}` failed, see above")]
     Failed(String),
     /// A program could not be started.
@@ -116,22 +115,22 @@ enum Error {
         path: std::path::PathBuf,
         source: std::io::Error,
     },
-    /// Something must be installed by hand.
+    /// The user has to act; the text says how.
     #[error("{0}")]
     ByHand(String),
-    /// The state file does not read as one that this program wrote.
+    /// The state file has an invalid line.
     #[error("{0}")]
     State(#[from] state::Unreadable),
     /// A server did not start.
     #[error(transparent)]
     Server(#[from] oncegate_testkit::servers::ServerError),
-    /// There is no place for temporary files.
+    /// The temporary directory cannot be created.
     #[error("cannot create a temporary directory: {0}")]
     Temporary(std::io::Error),
-    /// Signals could not be waited for.
-    #[error("cannot wait for signals: {0}")]
+    /// The signal handlers cannot be installed.
+    #[error("cannot install signal handlers: {0}")]
     Signals(std::io::Error),
-    /// Ctrl-C, SIGTERM or SIGHUP; what was started has been stopped.
+    /// Ctrl-C, SIGTERM or SIGHUP; the started servers have been stopped.
     #[error("stopped by a signal")]
     Stopped,
 }

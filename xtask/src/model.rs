@@ -1,4 +1,4 @@
-//! `model`: explores every interleaving of a small world.
+//! `model`: runs the model checker.
 
 use std::process::Command;
 
@@ -7,10 +7,10 @@ use crate::setup;
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// Allows for more trouble at once: many minutes, and some gigabytes of memory.
+    /// Explores larger fault budgets: takes many minutes and some gigabytes of memory.
     #[arg(long, conflicts_with = "mutants")]
     deep: bool,
-    /// Tries wrong rules instead, each of which the model has to find.
+    /// Checks instead that the model detects each mutant.
     #[arg(long)]
     mutants: bool,
 }

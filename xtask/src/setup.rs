@@ -1,88 +1,90 @@
-//! Brings a fresh machine to where the tests can run.
+//! `setup`: installs the requirements of the build and the tests.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::Error;
 
-/// Something the build or the tests need, and the Debian packages that bring it.
-struct Need {
+/// A requirement of the build or the tests, and the Debian packages that contain it.
+struct Requirement {
     what: &'static str,
     is_met: fn() -> bool,
     packages: &'static [&'static str],
 }
 
-const NEEDS: &[Need] = &[
-    Need {
+const REQUIREMENTS: &[Requirement] = &[
+    Requirement {
         what: "a C and C++ compiler and make, for librdkafka",
         is_met: || ["gcc", "g++", "make"].into_iter().all(on_path),
         packages: &["gcc", "g++", "make", "libc6-dev"],
     },
-    Need {
+    Requirement {
         what: "pkg-config, for librdkafka",
         is_met: || on_path("pkg-config"),
         packages: &["pkg-config"],
     },
-    Need {
+    Requirement {
         what: "the headers of zlib, for librdkafka",
         is_met: || pkg_config_knows("zlib"),
         packages: &["zlib1g-dev"],
     },
-    Need {
+    Requirement {
         what: "the headers of OpenSSL, for librdkafka",
         is_met: || pkg_config_knows("openssl"),
         packages: &["libssl-dev"],
     },
-    Need {
+    Requirement {
         what: "the Redis server",
         is_met: || on_path("redis-server"),
         packages: &["redis-server"],
     },
-    Need {
-        what: "redis-cli, which makes a Cluster",
+    Requirement {
+        what: "redis-cli, which creates a Redis Cluster",
         is_met: || on_path("redis-cli"),
         packages: &["redis-tools"],
     },
-    Need {
-        what: "openssl, for the certificates of a Redis with TLS",
+    Requirement {
+        what: "openssl, for the certificates of test servers",
         is_met: || on_path("openssl"),
         packages: &["openssl"],
     },
-    Need {
+    Requirement {
         what: "valgrind, which counts instructions",
         is_met: || on_path("valgrind"),
         packages: &["valgrind"],
     },
-    Need {
+    Requirement {
         what: "Prometheus and promtool, for the alert rules and the dashboard",
         is_met: || on_path("prometheus") && on_path("promtool"),
         packages: &["prometheus"],
     },
-    Need {
+    Requirement {
         what: "the RabbitMQ server",
         is_met: || Path::new(oncegate_testkit::servers::RABBITMQ_SERVER).exists(),
         packages: &["rabbitmq-server"],
     },
-    Need {
+    Requirement {
         what: "a Java runtime, for the Kafka broker",
         is_met: || succeeds(Command::new("java").arg("-version")),
         packages: &["default-jre-headless"],
     },
-    Need {
+    Requirement {
         what: "Maven, which fetches the Kafka broker",
         is_met: || oncegate_testkit::servers::kafka_is_fetched() || on_path("mvn"),
         packages: &["maven"],
     },
 ];
 
-/// Installs what is missing, says what it does while doing it, and does nothing at all where
-/// nothing is missing.
+/// Installs missing requirements and prints each step.
 ///
-/// The packages may start services of their own on their usual ports; the tests never use those.
+/// The packages may start services on their default ports; the tests do not use those.
 pub(crate) fn run() -> Result<(), Error> {
-    let missing: Vec<&Need> = NEEDS.iter().filter(|need| !(need.is_met)()).collect();
+    let missing: Vec<&Requirement> = REQUIREMENTS
+        .iter()
+        .filter(|requirement| !(requirement.is_met)())
+        .collect();
     if missing.is_empty() {
-        println!("setup: everything is here");
+        println!("setup: all requirements are installed");
     } else {
         install(&missing)?;
     }
@@ -93,18 +95,18 @@ pub(crate) fn run() -> Result<(), Error> {
     Ok(())
 }
 
-fn install(missing: &[&Need]) -> Result<(), Error> {
-    for need in missing {
-        println!("setup: missing: {}", need.what);
+fn install(missing: &[&Requirement]) -> Result<(), Error> {
+    for requirement in missing {
+        println!("setup: missing: {}", requirement.what);
     }
     let packages: Vec<&str> = missing
         .iter()
-        .flat_map(|need| need.packages)
+        .flat_map(|requirement| requirement.packages)
         .copied()
         .collect();
     if !on_path("apt-get") {
         return Err(Error::ByHand(format!(
-            "there is no apt-get here; install what your system calls {}, then run this again",
+            "apt-get is not available; install the packages of your system that correspond to {}, then run this again",
             packages.join(", ")
         )));
     }
@@ -123,12 +125,15 @@ fn install(missing: &[&Need]) -> Result<(), Error> {
             ])
             .args(&packages),
     )?;
-    match NEEDS.iter().find(|need| !(need.is_met)()) {
+    match REQUIREMENTS
+        .iter()
+        .find(|requirement| !(requirement.is_met)())
+    {
         None => Ok(()),
-        Some(need) => Err(Error::ByHand(format!(
-            "apt-get installed {}, and still {} is missing",
+        Some(requirement) => Err(Error::ByHand(format!(
+            "apt-get installed {}, but {} is still missing; install it by hand",
             packages.join(", "),
-            need.what
+            requirement.what
         ))),
     }
 }
@@ -142,7 +147,7 @@ fn as_root(program: &str) -> Command {
     sudo
 }
 
-/// Runs a program to its end, its output going where ours goes.
+/// Runs a program to its end; it inherits standard output and standard error.
 pub(crate) fn call(command: &mut Command) -> Result<(), Error> {
     let shown = format!("{command:?}").replace('"', "");
     match command.status() {
@@ -177,10 +182,10 @@ pub(crate) fn on_path(program: &str) -> bool {
 pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
         .parent()
-        .expect("xtask lies in the workspace")
+        .expect("xtask is a directory of the workspace")
 }
 
-/// Where cargo builds, and where the files about running services lie.
+/// Cargo's target directory, which also holds the state of `services`.
 pub(crate) fn target_directory() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
 }

@@ -1,35 +1,36 @@
-//! What `services up` remembers for `services down`: a file of lines, one a process or a directory.
+//! The state file, by which `services down` finds the servers of `services up`: one line per
+//! server.
 
 use std::path::PathBuf;
 
 use oncegate_testkit::servers::{Detached, ProcessId};
 
-/// The servers that run, by name.
+/// The servers that `services up` started.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct State {
     pub(crate) services: Vec<Service>,
 }
 
-/// One server that runs on its own.
+/// One server in the background.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Service {
     pub(crate) name: String,
-    /// The variable that names it to the tests, and its value.
+    /// The environment variable by which the tests find the server, and its value.
     pub(crate) variable: String,
     pub(crate) address: String,
     pub(crate) detached: Detached,
 }
 
-/// A state file that is not one.
+/// The state file has an invalid line.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("line {line} of the state file is not `name variable=address directory number:start…`")]
+#[error("line {line} of the state file is not `name variable=address number:start,… directory`")]
 pub(crate) struct Unreadable {
     line: usize,
 }
 
 impl State {
-    /// One line a service: its name, its address, its processes in the order in which to stop them,
-    /// its directory, which comes last because its name may hold spaces.
+    /// One line per service: name, address, processes in the order in which to stop them, and last
+    /// the directory, because its name may contain spaces.
     pub(crate) fn to_text(&self) -> String {
         self.services
             .iter()
@@ -64,7 +65,7 @@ impl State {
         Ok(Self { services })
     }
 
-    /// The lines to put into a shell's environment.
+    /// The variables and addresses, one `NAME=value` per line.
     pub(crate) fn environment(&self) -> String {
         self.services
             .iter()
@@ -100,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_state_reads_as_it_was_written() {
+    fn a_written_state_parses_to_the_same_state() {
         let service = |name: &str, processes: &[&str]| Service {
             name: name.to_owned(),
             variable: format!("ONCEGATE_{name}"),
@@ -117,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_line_is_named() {
+    fn the_error_has_the_number_of_the_invalid_line() {
         assert_eq!(
             State::parse("Redis A=b 1:2 /tmp/x\nRedis A=b 1 /tmp/x\n"),
             Err(Unreadable { line: 2 })

@@ -1,4 +1,4 @@
-//! Ctrl-C, SIGTERM and SIGHUP: noticed, so that what was started is stopped first.
+//! Handles Ctrl-C, SIGTERM and SIGHUP, so that servers are stopped before the process ends.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -7,29 +7,29 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::Error;
 
-/// Whether we were told to stop.
+/// Whether a signal requested a stop.
 pub(crate) struct Stopping(Arc<AtomicBool>);
 
 impl Stopping {
-    /// From now on these signals set this instead of ending the process.
+    /// Installs the signal handlers: the signals no longer end the process.
     pub(crate) fn on_signals() -> Result<Self, Error> {
-        let told = Arc::new(AtomicBool::new(false));
+        let requested = Arc::new(AtomicBool::new(false));
         for signal in [SIGINT, SIGTERM, SIGHUP] {
-            signal_hook::flag::register(signal, Arc::clone(&told)).map_err(Error::Signals)?;
+            signal_hook::flag::register(signal, Arc::clone(&requested)).map_err(Error::Signals)?;
         }
-        Ok(Self(told))
+        Ok(Self(requested))
     }
 
-    /// Fails when we were told to stop.
-    pub(crate) fn go_on(&self) -> Result<(), Error> {
-        if self.is_told() {
+    /// Fails if a signal requested a stop.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        if self.is_requested() {
             Err(Error::Stopped)
         } else {
             Ok(())
         }
     }
 
-    pub(crate) fn is_told(&self) -> bool {
+    pub(crate) fn is_requested(&self) -> bool {
         self.0.load(Ordering::Relaxed)
     }
 }

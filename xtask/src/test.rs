@@ -1,4 +1,4 @@
-//! `test`: the workspace's tests with real servers around them.
+//! `test`: runs the workspace's tests against real servers.
 
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -12,13 +12,13 @@ use crate::Error;
 use crate::setup;
 use crate::stopping::Stopping;
 
-/// A name for this run in the environment of everything that the tests start.
+/// The variable that marks every process of a test run; its value identifies the run.
 const RUN: &str = "ONCEGATE_TEST_RUN";
-/// How many tests run at the same time. They wait for servers most of the time: two for each core
-/// finish in half the time.
+/// The variable with the number of concurrent tests. By default two for each core, since tests
+/// mostly wait for servers.
 const THREADS: &str = "RUST_TEST_THREADS";
-/// How long what the tests left behind may take to end in good order.
-const STOP_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a process left by a test may take to end after SIGTERM before it is killed.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(clap::Args)]
 pub(crate) struct Arguments {
@@ -33,21 +33,21 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     with_servers(cargo_test(arguments))
 }
 
-/// Runs this with the servers in its environment.
+/// Runs a command with the addresses of the servers in its environment.
 pub(crate) fn with_servers(mut cargo: Command) -> Result<(), Error> {
     let stopping = Stopping::on_signals()?;
     setup::run()?;
-    stopping.go_on()?;
+    stopping.check()?;
 
     println!("test: starting the servers that have no address in the environment");
     let servers = Servers::from_env_or_start()?;
-    stopping.go_on()?;
+    stopping.check()?;
     for (variable, address) in servers.variables() {
         println!("test: {variable}={address}");
     }
 
     let run = std::process::id().to_string();
-    // A test that is ended by a signal removes nothing; this goes with all that is in it.
+    // Tests that a signal ends do not remove their files; dropping this directory does.
     let temporary = tempfile::Builder::new()
         .prefix("oncegate-test-")
         .tempdir()
@@ -58,14 +58,14 @@ pub(crate) fn with_servers(mut cargo: Command) -> Result<(), Error> {
         .env("TMPDIR", temporary.path());
     let shown = shown(&cargo);
     println!("test: {shown}");
-    // A group of its own: a signal is passed on to cargo and to the tests together.
+    // A separate process group, to send a signal to cargo and the tests together.
     let child = cargo.process_group(0).stdin(Stdio::null()).spawn();
     let mut child = child.map_err(|source| Error::CannotRun {
         program: shown.clone(),
         source,
     })?;
     let outcome = wait(&mut child, &shown, &stopping);
-    stop_what_is_left(&run);
+    stop_leftover_processes(&run);
     println!("test: stopping the servers that were started");
     drop(servers);
     outcome
@@ -113,7 +113,7 @@ fn wait(child: &mut Child, shown: &str, stopping: &Stopping) -> Result<(), Error
                 Err(Error::Failed(shown.to_owned()))
             };
         }
-        if stopping.is_told() {
+        if stopping.is_requested() {
             eprintln!("test: stopping");
             let _ = kill_process_group(Pid::from_child(child), Signal::TERM);
             child.wait().map_err(cannot)?;
@@ -123,19 +123,20 @@ fn wait(child: &mut Child, shown: &str, stopping: &Stopping) -> Result<(), Error
     }
 }
 
-/// A test that was ended by a signal has stopped nothing: whatever bears this run's name is its.
-fn stop_what_is_left(run: &str) {
+/// Stops the processes whose environment has the id of this run: tests that a signal ended do not
+/// stop their child processes.
+fn stop_leftover_processes(run: &str) {
     let marker = format!("{RUN}={run}");
     let entries = std::fs::read_dir("/proc").into_iter().flatten().flatten();
     let numbers = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
     for number in numbers.filter(|number| *number != std::process::id()) {
         let environment = std::fs::read(format!("/proc/{number}/environ")).unwrap_or_default();
-        let is_ours = environment
+        let is_of_this_run = environment
             .split(|byte| *byte == 0)
             .any(|variable| variable == marker.as_bytes());
-        if let (true, Some(process)) = (is_ours, ProcessId::running(number)) {
-            eprintln!("test: stopping process {number}, which a test has left behind");
-            process.stop(STOP_PATIENCE);
+        if let (true, Some(process)) = (is_of_this_run, ProcessId::running(number)) {
+            eprintln!("test: stopping process {number}, left running by a test");
+            process.stop(STOP_TIMEOUT);
         }
     }
 }
@@ -147,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_test_leaves_behind_is_stopped_and_nothing_else() {
+    fn only_leftover_processes_of_this_run_are_stopped() {
         let sleep = |run: &str| {
             Command::new("setsid")
                 .args(["sleep", "60"])
@@ -157,14 +158,14 @@ mod tests {
         };
         let run = format!("unit-{}", std::process::id());
         let (mut ours, mut other) = (sleep(&run), sleep("unit-of-another"));
-        // The marker is in the environment of the child only once it has become another program, a
-        // moment after it has its name.
+        // The variable is in the environment of the child only after `exec`, a moment after its
+        // name has changed.
         let of_ours = |what: &str| std::fs::read(format!("/proc/{}/{what}", ours.id())).unwrap();
         while !of_ours("comm").starts_with(b"sleep") || of_ours("environ").is_empty() {
             std::thread::sleep(Duration::from_millis(5));
         }
 
-        stop_what_is_left(&run);
+        stop_leftover_processes(&run);
 
         assert_eq!(ours.wait().unwrap().signal(), Some(15));
         assert!(other.try_wait().unwrap().is_none());

@@ -1,7 +1,7 @@
-//! The audit: who did what and when, with the state before and after.
+//! The audit of operator actions: who did what and when, with the state before and after.
 //!
-//! Each action has two lines: one before it starts, so that no action goes unrecorded, and one with
-//! its result. A crash leaves only the first: the result is unknown.
+//! Each action has two lines: one before it starts and one with its result. After a crash only the
+//! first exists, so the result is unknown.
 
 mod command;
 mod entry;
@@ -31,12 +31,12 @@ enum AuditStorage {
 
 /// Reads and writes the audit.
 pub(crate) struct Audit {
-    at: AuditStorage,
+    storage: AuditStorage,
     who: String,
     scope: Option<String>,
 }
 
-/// A recorded action whose result has to be recorded.
+/// An action whose start is recorded and whose result must be recorded.
 #[must_use]
 pub(crate) struct PendingAction(AuditEntry);
 
@@ -44,7 +44,7 @@ impl Audit {
     /// Opens the configured file, or else the stream in the store.
     pub(crate) fn of(context: &CliContext) -> Result<Self, CliError> {
         let config = &context.config;
-        let at = match (config.text("audit.file"), config.store_kind()?) {
+        let storage = match (config.text("audit.file"), config.store_kind()?) {
             (Some(path), _) => AuditStorage::File(path.into()),
             (None, Some(oncegate_config::StoreKind::Sqlite(file))) => {
                 AuditStorage::File(audit_beside(file))
@@ -62,7 +62,7 @@ impl Audit {
             },
         };
         Ok(Self {
-            at,
+            storage,
             who: context.operator.clone(),
             scope: config.text("store.scope").map(str::to_owned),
         })
@@ -73,28 +73,28 @@ impl Audit {
         Ok(context.config.has("audit.file") || context.config.store_kind()?.is_some())
     }
 
-    /// Whether it is a file that does not exist.
-    fn has_no_file(&self) -> bool {
-        matches!(&self.at, AuditStorage::File(path) if !path.exists())
+    /// Whether the audit is a file that does not exist.
+    fn is_missing_file(&self) -> bool {
+        matches!(&self.storage, AuditStorage::File(path) if !path.exists())
     }
 
     /// Records an action before it starts.
     ///
     /// # Errors
-    /// It was not recorded: the action must not start.
+    /// The audit cannot be written; the action must not start.
     pub(crate) async fn begin(
         &self,
-        act: PlannedAction,
+        action: PlannedAction,
         why: Option<&str>,
     ) -> Result<PendingAction, CliError> {
         let PlannedAction {
             what,
             id,
-            place,
+            location,
             before,
             after,
             attempt,
-        } = act;
+        } = action;
         let (at_ms, why) = (now_ms(), why.map(str::to_owned));
         let (action_id, at, who, scope) = (
             format!("{:032x}", Token::random().0),
@@ -112,7 +112,7 @@ impl Audit {
             stage,
             scope,
             id,
-            place,
+            location,
             before,
             after,
             attempt,
@@ -130,7 +130,7 @@ impl Audit {
     /// Records that the action was done.
     ///
     /// # Errors
-    /// It was done, and the audit does not record it.
+    /// The audit cannot be written; the action was done.
     pub(crate) async fn done(&self, pending: PendingAction) -> Result<(), CliError> {
         self.end(pending.0, ActionStage::Done, None).await
     }
@@ -138,16 +138,16 @@ impl Audit {
     /// Records that nothing was changed, and why.
     ///
     /// # Errors
-    /// Nothing was changed, and the audit does not record it.
+    /// The audit cannot be written; nothing was changed.
     async fn not_done(&self, pending: PendingAction, failure: &CliError) -> Result<(), CliError> {
         self.end(pending.0, ActionStage::NotDone, Some(failure.to_string()))
             .await
     }
 
-    /// Records that the copy was refused, and why.
+    /// Records that the broker refused the copy, and why.
     ///
     /// # Errors
-    /// Nothing was sent, and the audit does not record it.
+    /// The audit cannot be written; nothing was sent.
     pub(crate) async fn not_sent(
         &self,
         pending: PendingAction,
@@ -157,10 +157,11 @@ impl Audit {
             .await
     }
 
-    /// Records a failure before anything was sent: that nothing was changed, if that is certain.
+    /// Records a failure of the marker change: nothing was changed if the store refused the change;
+    /// otherwise the result is unknown.
     ///
     /// # Errors
-    /// Nothing was changed, and the audit does not record it.
+    /// The audit cannot be written; nothing was changed.
     pub(crate) async fn failed(
         &self,
         pending: PendingAction,
@@ -176,7 +177,8 @@ impl Audit {
         }
     }
 
-    /// Records why the result is unknown. The action stays `begun`, even if this cannot be written.
+    /// Records why the result is unknown. The stage stays `begun`. Ignores a write error, since the
+    /// line of the start already says this.
     pub(crate) async fn unknown(&self, pending: PendingAction, failure: &CliError) {
         let _ = self
             .end(pending.0, ActionStage::Begun, Some(failure.to_string()))
@@ -209,7 +211,7 @@ impl Audit {
 
     async fn write(&self, entry: &AuditEntry) -> Result<(), String> {
         let line = serde_json::to_string(entry).map_err(|error| error.to_string())?;
-        match &self.at {
+        match &self.storage {
             #[cfg(feature = "redis")]
             AuditStorage::Store(redis) => redis
                 .write_audit(&line)
@@ -224,13 +226,13 @@ impl Audit {
     /// The actions on an id in the configured scope. Several services may share one audit.
     pub(crate) async fn actions_on(&self, id: &MessageId) -> Result<Vec<AuditEntry>, CliError> {
         let mut actions = self.actions().await?;
-        actions.retain(|act| act.concerns(id) && act.scope == self.scope);
+        actions.retain(|entry| entry.concerns(id) && entry.scope == self.scope);
         Ok(actions)
     }
 
     /// The highest attempt of this id in the audit; 0 if none is recorded.
     pub(crate) async fn fence(&self, id: &MessageId) -> Result<u32, CliError> {
-        let unread = |failure| {
+        let not_done = |failure| {
             CliError::server(format!(
                 "nothing was done, since the audit cannot be read: {failure}"
             ))
@@ -238,9 +240,9 @@ impl Audit {
         Ok(self
             .actions_on(id)
             .await
-            .map_err(unread)?
+            .map_err(not_done)?
             .iter()
-            .filter_map(|act| act.attempt)
+            .filter_map(|entry| entry.attempt)
             .max()
             .unwrap_or(0))
     }
@@ -252,7 +254,7 @@ impl Audit {
 
     /// Like [`Self::actions`], with the number of lines that cannot be read.
     async fn read(&self) -> Result<(Vec<AuditEntry>, usize), CliError> {
-        let text = match &self.at {
+        let text = match &self.storage {
             #[cfg(feature = "redis")]
             AuditStorage::Store(redis) => redis.read_audit().await?.join("\n").into_bytes(),
             AuditStorage::File(path) => match std::fs::read(path) {
@@ -267,17 +269,17 @@ impl Audit {
             },
         };
         let mut actions: Vec<AuditEntry> = Vec::new();
-        let (mut at, mut unreadable) = (HashMap::new(), 0);
-        // A line that is not UTF-8 must not hide the others.
+        let (mut index_of, mut unreadable) = (HashMap::new(), 0);
+        // Parsed line by line: a line that is not UTF-8 must not make the others unreadable.
         for line in lines(&text) {
             let Ok(entry) = serde_json::from_slice::<AuditEntry>(line) else {
                 unreadable += 1;
                 continue;
             };
-            match at.get(&entry.action_id) {
+            match index_of.get(&entry.action_id) {
                 Some(index) => actions[*index] = entry,
                 None => {
-                    at.insert(entry.action_id.clone(), actions.len());
+                    index_of.insert(entry.action_id.clone(), actions.len());
                     actions.push(entry);
                 }
             }
@@ -294,12 +296,12 @@ fn lines(text: &[u8]) -> impl Iterator<Item = &[u8]> {
         .flatten()
 }
 
-/// Appends with one write, so that lines of several operators do not mix. Starts a new line after
-/// one that a crash cut off.
+/// Appends a line with one write, so that lines of concurrent commands do not mix. Starts a new
+/// line if the last one is incomplete because of a crash.
 fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
     let mut options = std::fs::OpenOptions::new();
     options.create(true).append(true).read(true);
-    // Only the owner may read it: it holds ids.
+    // Only the owner may read it, since ids may be confidential.
     #[cfg(unix)]
     std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
     let mut file = options.open(path)?;
@@ -308,8 +310,8 @@ fn append(path: &PathBuf, line: &str) -> std::io::Result<()> {
         file.seek(SeekFrom::End(-1))?;
         file.read_exact(&mut last)?;
     }
-    let begins = if last == [b'\n'] { "" } else { "\n" };
-    file.write_all(format!("{begins}{line}\n").as_bytes())?;
+    let line_break = if last == [b'\n'] { "" } else { "\n" };
+    file.write_all(format!("{line_break}{line}\n").as_bytes())?;
     file.sync_data()
 }
 

@@ -20,8 +20,8 @@ impl std::str::FromStr for TimeArg {
     }
 }
 
-/// Guarantee, lease, window and fingerprint of an operator's change of a marker. With
-/// `Guarantee::Bare`, which has no such operations, they are those of effectively once.
+/// Guarantee, lease, window and fingerprint of an operator's change of a marker. Replaces
+/// `Guarantee::Bare`, which does not support such changes, by effectively once.
 pub(crate) fn terms(config: &Config, fingerprint: Option<Fingerprint>) -> Terms {
     let guarantee = if config.guarantee() == Guarantee::Bare {
         Guarantee::EffectivelyOnce

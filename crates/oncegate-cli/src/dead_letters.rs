@@ -299,7 +299,7 @@ impl DeadLetterSession<'_> {
                 self.why,
             )
             .await?;
-        if let Err(failure) = reader.take_out(message).await {
+        if let Err(failure) = reader.remove(message).await {
             self.audit.unknown(pending, &failure).await;
             return Err(failure);
         }
@@ -317,7 +317,7 @@ impl DeadLetterSession<'_> {
         PlannedAction {
             what,
             id: message.id().map(str::to_owned),
-            place: Some(message.place.clone()),
+            location: Some(message.location.clone()),
             before,
             after,
             attempt: None,

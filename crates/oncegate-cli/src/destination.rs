@@ -29,7 +29,7 @@ const ROUTING_KEY: &str = "oncegate-routing-key";
 /// limit.
 const REPLACED_FROM_COUNT: u64 = 5;
 
-/// How to read RabbitMQ queues that may count each read towards a delivery limit.
+/// Whether to read RabbitMQ queues that may count each read towards a delivery limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DeliveryCountPolicy {
     /// Reads classic queues without arguments and queues that oncegate declared, and replaces
@@ -39,8 +39,7 @@ pub(crate) enum DeliveryCountPolicy {
     Accepted,
 }
 
-/// The topic or queue where the consumer puts messages that it does not handle; these commands
-/// read it.
+/// The topic or queue to which the consumer sends messages that it rejects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Destination {
     DeadLetters,
@@ -61,9 +60,9 @@ impl Destination {
 pub(crate) enum CopyAge {
     /// The copy counts as a new message.
     New,
-    /// First seen at this time, in milliseconds since 1970. If that is longer ago than the window,
-    /// a consumer with [`AtMostOnce`](oncegate::Guarantee::AtMostOnce) reconciles the copy instead
-    /// of handling it.
+    /// First seen at this time, in milliseconds since 1970. If the copy is then older than the
+    /// window, a consumer with [`AtMostOnce`](oncegate::Guarantee::AtMostOnce) reconciles it before
+    /// handling it.
     FirstSeen(u64),
 }
 

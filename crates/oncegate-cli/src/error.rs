@@ -24,8 +24,8 @@ pub(crate) enum CliErrorCode {
     Usage = 2,
     Server = 3,
     NotConfirmed = 4,
-    UnknownWord = 5,
-    LeftOut = 6,
+    UnknownFilterValue = 5,
+    FeatureMissing = 6,
 }
 
 /// The error that ends the program.
@@ -33,15 +33,15 @@ pub(crate) enum CliErrorCode {
 pub(crate) struct CliError {
     pub(crate) code: CliErrorCode,
     text: String,
-    /// Whether the same request would fail again.
+    /// Whether repeating the request is known to fail again.
     permanence: Permanence,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Permanence {
-    Perhaps,
+    Unknown,
     /// The marker of this key cannot be read.
-    Yes,
+    Permanent,
 }
 
 impl CliError {
@@ -49,7 +49,7 @@ impl CliError {
         Self {
             code: CliErrorCode::Usage,
             text: text.into(),
-            permanence: Permanence::Perhaps,
+            permanence: Permanence::Unknown,
         }
     }
 
@@ -57,7 +57,7 @@ impl CliError {
         Self {
             code: CliErrorCode::Server,
             text: text.into(),
-            permanence: Permanence::Perhaps,
+            permanence: Permanence::Unknown,
         }
     }
 
@@ -65,28 +65,27 @@ impl CliError {
         Self {
             code: CliErrorCode::Incomplete,
             text: text.into(),
-            permanence: Permanence::Perhaps,
+            permanence: Permanence::Unknown,
         }
     }
 
-    /// The value under the key of one id is no marker; other ids are not affected.
+    /// The value under the key of one id is not a marker. Other ids are not affected.
     pub(crate) fn unreadable_marker(text: String) -> Self {
         Self {
-            permanence: Permanence::Yes,
-            ..Self::incomplete(text)
+            permanence: Permanence::Permanent,
         }
     }
 
     /// A filter value that matches nothing.
     pub(crate) fn unknown_value(filter: &str, word: &str, known: &[&str]) -> Self {
-        let meant = nearest(word, known.iter().copied())
+        let suggestion = nearest(word, known.iter().copied())
             .map(|near| format!(", did you mean {near:?}?"))
             .unwrap_or_default();
-        let text = format!("{filter}: {word:?} is unknown{meant}; known values: {known:?}");
+        let text = format!("{filter}: {word:?} is unknown{suggestion}; known values: {known:?}");
         Self {
-            code: CliErrorCode::UnknownWord,
+            code: CliErrorCode::UnknownFilterValue,
             text,
-            permanence: Permanence::Perhaps,
+            permanence: Permanence::Unknown,
         }
     }
 
@@ -98,12 +97,12 @@ impl CliError {
         Self::feature_missing_text(format!("this oncegate was built without {what}; {remedy}"))
     }
 
-    /// The same with a complete text.
+    /// Like [`Self::feature_missing`], with the complete text.
     pub(crate) fn feature_missing_text(text: String) -> Self {
         Self {
-            code: CliErrorCode::LeftOut,
+            code: CliErrorCode::FeatureMissing,
             text,
-            permanence: Permanence::Perhaps,
+            permanence: Permanence::Unknown,
         }
     }
 
@@ -112,7 +111,7 @@ impl CliError {
         Self {
             code: CliErrorCode::NotConfirmed,
             text: "nothing was done; pass --yes to apply it".into(),
-            permanence: Permanence::Perhaps,
+            permanence: Permanence::Unknown,
         }
     }
 
@@ -120,8 +119,8 @@ impl CliError {
     /// to skip it.
     pub(crate) fn for_one_message(self) -> Self {
         match self.permanence {
-            Permanence::Yes => Self::incomplete(format!("skipped: {}", self.text)),
-            Permanence::Perhaps => self,
+            Permanence::Permanent => Self::incomplete(format!("skipped: {}", self.text)),
+            Permanence::Unknown => self,
         }
     }
 
@@ -157,9 +156,9 @@ impl From<StoreError> for CliError {
             error,
             StoreError::Misconfigured(_) | StoreError::UnreadableMarker(_)
         ) {
-            Permanence::Yes
+            Permanence::Permanent
         } else {
-            Permanence::Perhaps
+            Permanence::Unknown
         };
         Self {
             permanence,

@@ -42,7 +42,7 @@ struct Explanation {
     description: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     marker: Option<MarkerDescription>,
-    /// Null if none was found and not everything was checked.
+    /// Null if none was found and the destinations could not be checked completely.
     dead_letters: Option<Vec<serde_json::Value>>,
     in_doubt: Option<Vec<serde_json::Value>>,
     /// Positions of messages with this id in the topic.
@@ -54,7 +54,7 @@ struct Explanation {
     unchecked: Unchecked,
 }
 
-/// Everything that was found about an id.
+/// The marker, messages and audited actions of an id.
 pub(crate) struct Evidence {
     pub(crate) marker: Option<MarkerDescription>,
     pub(crate) dead_letters: Vec<DeadLetter>,
@@ -132,8 +132,8 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
     if explain.copies {
         evidence.copies = Some(copies(context, &filter).await?);
     }
-    let ended = unchecked.end();
-    // A gate may be used without a broker; then there are no destinations.
+    let result = unchecked.end();
+    // A gate may be used without a broker; then there are no destinations to check.
     if !Broker::any_configured(context) {
         unchecked.note(
             "the dead letters and messages in doubt",
@@ -177,7 +177,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
     context
         .format
         .print(&explanation, to_text(&explanation, &evidence))?;
-    ended
+    result
 }
 
 async fn marker(
@@ -185,9 +185,9 @@ async fn marker(
     id: &oncegate::MessageId,
 ) -> Result<MarkerDescription, CliError> {
     let key = config::key(&context.config, id)?;
-    let looked = MarkerStore::of(&context.config)?.look_at_any(&key).await?;
-    Ok(match looked {
-        Ok(standing) => MarkerDescription::of(key.as_str(), &standing, context.config.window()),
+    let found = MarkerStore::of(&context.config)?.look_at_any(&key).await?;
+    Ok(match found {
+        Ok(stored) => MarkerDescription::of(key.as_str(), &stored, context.config.window()),
         Err(value) => MarkerDescription::unreadable(
             key.as_str(),
             description::foreign_value_text(&context.config, &key, &value),
@@ -201,14 +201,14 @@ async fn actions(
     id: &oncegate::MessageId,
 ) -> Result<Vec<AuditEntry>, CliError> {
     let mut actions = Audit::of(context)?.actions_on(id).await?;
-    actions.sort_by_key(|act| act.at_ms);
+    actions.sort_by_key(|entry| entry.at_ms);
     Ok(actions)
 }
 
-/// Checks that there is a topic to read and an id source.
+/// Checks that a Kafka topic and `gate.id` are configured.
 ///
 /// # Errors
-/// One is missing; the error has the remedy.
+/// One is missing; the error names the setting.
 fn check_copies(context: &CliContext) -> Result<(), CliError> {
     let config = &context.config;
     if cfg!(not(feature = "kafka")) {
@@ -246,7 +246,7 @@ async fn copies(context: &CliContext, filter: &MessageFilter) -> Result<Vec<Stri
     while let Some(message) = reader.next().await? {
         bar.inc(1);
         if filter.selects(&message) {
-            copies.push(message.place.to_string());
+            copies.push(message.location.to_string());
         }
     }
     bar.finish_and_clear();
@@ -267,7 +267,7 @@ fn to_text(explanation: &Explanation, evidence: &Evidence) -> String {
     let mut text = format!(
         "{}: {}{incomplete}\n{}\n",
         explanation.id,
-        explanation.verdict.word(evidence.guarantee),
+        explanation.verdict.label(evidence.guarantee),
         printable(&explanation.description)
     );
     let mut section = |title: &str, lines: String| {

@@ -11,7 +11,7 @@ use crate::CliContext;
 use crate::audit::{Audit, PlannedAction};
 use crate::config;
 use crate::destination::bulk::{
-    BulkCommand, BulkReport, ConfirmArgs, StopSignal, close_reader, publish, take_out,
+    BulkCommand, BulkReport, ConfirmArgs, StopSignal, close_reader, publish, remove,
 };
 use crate::destination::listing::{self, ListArgs, QueueAccessArgs, ShowArgs};
 use crate::destination::redrive_policy::{self, AcceptedRisks};
@@ -284,7 +284,7 @@ impl<'a> ResolveSession<'a> {
         let action = PlannedAction {
             what: COMMAND.name,
             id: Some(id.to_owned()),
-            place: None,
+            location: None,
             before: marker.summary(),
             after,
             attempt,
@@ -339,11 +339,11 @@ impl<'a> ResolveSession<'a> {
             return Ok(format!("{state}; {would}"));
         }
         self.resolve_marker(id, message.fence()).await?;
-        let place = Some(message.place.clone());
+        let location = Some(message.location.clone());
         let action = PlannedAction {
             what: COMMAND.name,
             id: Some(id.to_owned()),
-            place,
+            location,
             before: "in doubt".into(),
             after: after.clone(),
             attempt: None,
@@ -353,7 +353,7 @@ impl<'a> ResolveSession<'a> {
             Finding::DidNotHappen => {
                 publish(&self.audit, pending, reader, message, CopyAge::New).await?
             }
-            Finding::Happened => take_out(&self.audit, pending, reader, message).await?,
+            Finding::Happened => remove(&self.audit, pending, reader, message).await?,
         }
         Ok(after)
     }

@@ -1,8 +1,6 @@
 //! `oncegate`: the command-line tool for operators.
-//!
-//! Each command has a module of its own.
 #![forbid(unsafe_code)]
-// Builds without a broker or a store leave some items unused.
+// Some items are unused in builds without a broker or a store.
 #![cfg_attr(
     not(all(
         feature = "kafka",
@@ -159,7 +157,7 @@ fn main() -> ExitCode {
         Ok(arguments) => arguments,
         Err(error) if is_unknown_value(&error) => {
             let _ = error.print();
-            return ExitCode::from(CliErrorCode::UnknownWord as u8);
+            return ExitCode::from(CliErrorCode::UnknownFilterValue as u8);
         }
         Err(error) => error.exit(),
     };
@@ -177,16 +175,16 @@ fn main() -> ExitCode {
             );
         }
     };
-    let done = runtime.block_on(run(arguments));
-    // Do not wait for a client that is still connecting.
+    let result = runtime.block_on(run(arguments));
+    // Waiting for the blocking threads could take as long as the timeout of a connection.
     runtime.shutdown_background();
-    match done {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => report_failure(format, &failure),
     }
 }
 
-/// Whether an argument has a value that is not one of its possible values.
+/// Whether clap rejected a value because it is not among the possible values of its argument.
 fn is_unknown_value(error: &clap::Error) -> bool {
     let has_value = matches!(error.get(ContextKind::InvalidValue), Some(ContextValue::String(word)) if !word.is_empty());
     let has_choices = matches!(error.get(ContextKind::ValidValue), Some(ContextValue::Strings(words)) if !words.is_empty());

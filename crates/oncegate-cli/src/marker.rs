@@ -19,7 +19,7 @@ pub(crate) enum MarkerCommand {
         /// The id as the producer wrote it, or as keys and logs show it
         id: String,
     },
-    /// List markers, in no order
+    /// List markers, in no particular order
     List(MarkerListArgs),
     /// Delete a marker, so that the id can be handled again
     Forget(change::ChangeArgs),
@@ -39,7 +39,7 @@ pub(crate) struct MarkerListArgs {
     /// Maximum number of markers to show
     #[arg(long, default_value_t = 100)]
     limit: usize,
-    /// Maximum number of keys to scan; a store may hold a hundred million
+    /// Maximum number of keys to scan
     #[arg(long, default_value_t = 1_000_000)]
     scan: usize,
 }
@@ -55,15 +55,15 @@ pub(crate) async fn run(context: &CliContext, command: MarkerCommand) -> Result<
 
 async fn show(context: &CliContext, id: &str) -> Result<(), CliError> {
     let key = config::key(&context.config, &config::id(&context.config, id)?)?;
-    let standing = MarkerStore::of(&context.config)?
+    let stored = MarkerStore::of(&context.config)?
         .look(&context.config, &key)
         .await?;
-    let description = MarkerDescription::of(key.as_str(), &standing, context.config.window());
+    let description = MarkerDescription::of(key.as_str(), &stored, context.config.window());
     context.format.print(&description, description.to_text())
 }
 
 async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError> {
-    // Small enough not to block the server.
+    // Keys per request: few enough not to block other clients of Redis.
     const PAGE: usize = 500;
     let window = context.config.window();
     let mut browse = MarkerStore::of(&context.config)?.browse(PAGE).await?;
@@ -81,13 +81,13 @@ async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError
     while let Some(page) = browse.next().await? {
         scanned += page.len();
         bar.set_position(scanned as u64);
-        let ours = page.into_iter().filter(|listed| {
+        let in_scope = page.into_iter().filter(|listed| {
             scope
                 .as_ref()
                 .is_none_or(|scope| listed.name.starts_with(scope))
         });
-        let description = ours.map(|listed| MarkerDescription::of_listed(&listed, window));
-        shown.extend(description.filter(|description| {
+        let descriptions = in_scope.map(|listed| MarkerDescription::of_listed(&listed, window));
+        shown.extend(descriptions.filter(|description| {
             list.states.is_empty() || list.states.contains(&description.state)
         }));
         if shown.len() > list.limit || scanned >= list.scan {
@@ -109,7 +109,7 @@ async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError
     for description in &shown {
         table.row(description.cells());
     }
-    let rest = if more {
+    let more_note = if more {
         "\nThere may be more: raise --limit and --scan."
     } else {
         ""
@@ -117,6 +117,9 @@ async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError
     let json = serde_json::json!({ "markers": shown, "examined": scanned, "all": !more });
     context.format.print(
         &json,
-        format!("{table}{} shown of {scanned} scanned.{rest}", shown.len()),
+        format!(
+            "{table}{} shown of {scanned} scanned.{more_note}",
+            shown.len()
+        ),
     )
 }

@@ -1,4 +1,4 @@
-//! Output: times, tables, and text from outside.
+//! Prints text, tables, times and JSON.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,10 +20,10 @@ impl OutputFormat {
     pub(crate) fn print(
         self,
         json: &impl Serialize,
-        text_output: impl fmt::Display,
+        text: impl fmt::Display,
     ) -> Result<(), CliError> {
         let text = match self {
-            Self::Text => text_output.to_string(),
+            Self::Text => text.to_string(),
             Self::Json => serde_json::to_string_pretty(json).map_err(|error| {
                 CliError::incomplete(format!("cannot be written as JSON: {error}"))
             })?,
@@ -32,7 +32,8 @@ impl OutputFormat {
         Ok(())
     }
 
-    /// Prints a failure as JSON, unless output was printed before.
+    /// Prints a failure as JSON, unless the command already printed its output: standard output
+    /// must contain only one JSON document.
     pub(crate) fn print_failure(self, failure: &CliError) {
         if self == Self::Json && !PRINTED.load(Ordering::Relaxed) {
             print_line(
@@ -51,7 +52,7 @@ static PRINTED: AtomicBool = AtomicBool::new(false);
 pub(crate) fn print_line(text: &str) {
     use std::io::Write;
     PRINTED.store(true, Ordering::Relaxed);
-    let shown = |character: char| {
+    let replace_control = |character: char| {
         if character.is_control() && character != '\n' {
             '\u{fffd}'
         } else {
@@ -61,7 +62,10 @@ pub(crate) fn print_line(text: &str) {
     let _ = writeln!(
         std::io::stdout().lock(),
         "{}",
-        text.trim_end().chars().map(shown).collect::<String>()
+        text.trim_end()
+            .chars()
+            .map(replace_control)
+            .collect::<String>()
     );
 }
 
@@ -74,7 +78,7 @@ pub(crate) fn ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// The items that could not be checked, and why: the output makes no claim about them.
+/// The items that the command could not check, and why.
 #[derive(Debug, Default, Serialize)]
 #[serde(transparent)]
 pub(crate) struct Unchecked(Vec<UncheckedItem>);
@@ -82,7 +86,7 @@ pub(crate) struct Unchecked(Vec<UncheckedItem>);
 #[derive(Debug, Serialize)]
 struct UncheckedItem {
     #[serde(rename = "where")]
-    place: String,
+    item: String,
     why: String,
     #[serde(skip)]
     code: CliErrorCode,
@@ -90,11 +94,11 @@ struct UncheckedItem {
 
 impl Unchecked {
     /// Adds an item once.
-    pub(crate) fn note(&mut self, place: impl Into<String>, why: CliError) {
-        let place = place.into();
-        if !self.0.iter().any(|it| it.place == place) {
+    pub(crate) fn note(&mut self, item: impl Into<String>, why: CliError) {
+        let item = item.into();
+        if !self.0.iter().any(|it| it.item == item) {
             self.0.push(UncheckedItem {
-                place,
+                item,
                 why: why.to_string(),
                 code: why.code,
             });
@@ -103,7 +107,7 @@ impl Unchecked {
 
     /// The names of all items; `None` if everything was checked.
     pub(crate) fn names(&self) -> Option<String> {
-        let names: Vec<&str> = self.0.iter().map(|it| it.place.as_str()).collect();
+        let names: Vec<&str> = self.0.iter().map(|it| it.item.as_str()).collect();
         (!names.is_empty()).then(|| names.join(", "))
     }
 
@@ -114,7 +118,7 @@ impl Unchecked {
             .map(|it| {
                 format!(
                     "\nNot checked: {}: {}",
-                    printable(&it.place),
+                    printable(&it.item),
                     printable(&it.why)
                 )
             })
@@ -130,8 +134,10 @@ impl Unchecked {
             None => Ok(()),
             Some(names) => {
                 // A build with that feature would check it: report that.
-                if let Some(feature_missing) =
-                    self.0.iter().find(|it| it.code == CliErrorCode::LeftOut)
+                if let Some(feature_missing) = self
+                    .0
+                    .iter()
+                    .find(|it| it.code == CliErrorCode::FeatureMissing)
                 {
                     return Err(CliError::feature_missing_text(feature_missing.why.clone()));
                 }

@@ -14,7 +14,7 @@ const MAX_ID_BYTES: u64 = 200;
 
 #[derive(Args)]
 pub(crate) struct PlanArguments {
-    /// New ids per second, averaged over a window; by default `gate.rate`
+    /// New ids per second, averaged over the deduplication window; by default `gate.rate`
     #[arg(long)]
     rate: Option<u64>,
     /// How long done ids are remembered; by default `gate.dedup-window`
@@ -29,7 +29,7 @@ pub(crate) struct PlanArguments {
     /// Primaries that share the keys
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..))]
     primaries: u64,
-    /// Whether markers contain a fingerprint of the body; by default only in at most once, as in
+    /// Whether markers contain a fingerprint of the body; by default only with at most once, as in
     /// consumers
     #[arg(long, value_name = "yes|no")]
     fingerprints: Option<YesNo>,
@@ -53,14 +53,14 @@ pub(crate) fn run(context: &CliContext, arguments: &PlanArguments) -> Result<(),
         Some(choice) => choice == YesNo::Yes,
         None => config.guarantee() == oncegate::Guarantee::AtMostOnce,
     };
-    let before = config.prefix().len()
+    let prefix_bytes = config.prefix().len()
         + config
             .text("store.scope")
             .map_or(0, |scope| scope.len() + 1);
     let load = Load {
         messages_per_second: rate,
         window,
-        key_bytes: before as u64 + arguments.id_bytes,
+        key_bytes: prefix_bytes as u64 + arguments.id_bytes,
         markers: if with_fingerprints {
             Markers::WithFingerprint
         } else {
@@ -71,11 +71,11 @@ pub(crate) fn run(context: &CliContext, arguments: &PlanArguments) -> Result<(),
         durability: config.durability(),
         primaries: arguments.primaries,
     };
-    let needs = plan(&load);
+    let estimate = plan(&load);
     let json = serde_json::json!({
-        "rate": rate, "window_ms": crate::output::ms(window), "fingerprints": with_fingerprints, "markers": needs.markers,
-        "memory_bytes": needs.memory, "maxmemory_bytes": needs.maxmemory, "servers": needs.servers,
-        "connections_to_each_primary": needs.connections,
+        "rate": rate, "window_ms": crate::output::ms(window), "fingerprints": with_fingerprints, "markers": estimate.markers,
+        "memory_bytes": estimate.memory, "maxmemory_bytes": estimate.maxmemory, "servers": estimate.servers,
+        "connections_to_each_primary": estimate.connections,
     });
     let text = format!(
         "{rate} new ids per second, remembered for {}: {} markers\n\
@@ -84,11 +84,11 @@ pub(crate) fn run(context: &CliContext, arguments: &PlanArguments) -> Result<(),
          servers      {}\n\
          connections  {} to each primary",
         duration_text(window),
-        needs.markers,
-        bytes(needs.memory),
-        bytes(needs.maxmemory),
-        needs.servers,
-        needs.connections
+        estimate.markers,
+        bytes(estimate.memory),
+        bytes(estimate.maxmemory),
+        estimate.servers,
+        estimate.connections
     );
     context.format.print(&json, text)
 }

@@ -17,7 +17,7 @@ pub(crate) enum ConfigCommand {
         /// Also require the settings of a consumer: a store, one broker and an id
         #[arg(long)]
         consumer: bool,
-        /// Refused with the setting to use instead
+        /// Always refused; the error names the setting to use instead
         #[arg(long, hide = true)]
         broker: Option<String>,
     },
@@ -46,11 +46,11 @@ struct SettingEntry {
 
 pub(crate) fn run(context: &CliContext, command: ConfigCommand) -> Result<(), CliError> {
     // An existing empty file is intentional, and missing consumer settings are reported below.
-    let names_all = matches!(
+    let works_unconfigured = matches!(
         command,
         ConfigCommand::Keys | ConfigCommand::Check { consumer: true, .. }
     );
-    if !names_all && context.config.file().is_none() {
+    if !works_unconfigured && context.config.file().is_none() {
         context.has_configuration()?;
     }
     match command {
@@ -79,14 +79,14 @@ fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
         .file()
         .map_or_else(|| "no file".to_owned(), |path| path.display().to_string());
     let json = serde_json::json!({ "settings": count, "file": config.file() });
-    let found = if for_consumer {
+    let result = if for_consumer {
         "a consumer can be built from them"
     } else {
         "all are valid"
     };
     context.format.print(
         &json,
-        format!("{count} settings ({file} and variables): {found}"),
+        format!("{count} settings ({file} and variables): {result}"),
     )
 }
 
@@ -99,11 +99,11 @@ fn print(context: &CliContext) -> Result<(), CliError> {
     });
     let entries: Vec<ConfigEntry> = entries.collect();
     let mut table = TextTable::new(&["key", "value", "from"]);
-    for display_value in &entries {
+    for entry in &entries {
         table.row([
-            display_value.key.to_owned(),
-            display_value.value.to_string(),
-            display_value.from.clone(),
+            entry.key.to_owned(),
+            entry.value.to_string(),
+            entry.from.clone(),
         ]);
     }
     context.format.print(&entries, table)
@@ -156,16 +156,16 @@ fn display_value(redaction: Redaction, value: &SettingValue) -> serde_json::Valu
 /// Replaces a secret.
 const HIDDEN: &str = "***";
 
-/// Hides everything between the user and the last `@`: a password may contain any character.
+/// Hides the text between the user and the last `@`, since a password may contain any character,
+/// and the query, which may contain a password.
 pub(crate) fn without_password(url: &str) -> String {
     let from = url.find("://").map_or(0, |at| at + 3);
     let Some(to) = url.rfind('@').filter(|to| *to >= from) else {
-        // A query may hold a password too.
         return url
             .split_once('?')
             .map_or_else(|| url.to_owned(), |(before, _)| format!("{before}?***"));
     };
     let user = url[from..to].split(':').next().unwrap_or_default();
-    let rest = url[to..].split('?').next().unwrap_or_default();
-    format!("{}{user}:***{rest}", &url[..from])
+    let host_and_path = url[to..].split('?').next().unwrap_or_default();
+    format!("{}{user}:***{host_and_path}", &url[..from])
 }

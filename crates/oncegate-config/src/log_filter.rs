@@ -17,15 +17,14 @@ pub(crate) fn parse(configured: Option<&str>) -> Result<EnvFilter, Error> {
     })
 }
 
-/// The filter, with oncegate's warnings if it says nothing of oncegate: if it has no level for all
-/// lines, and names none of the crates, as with a misspelled level, which is read as the name of a
-/// crate.
+/// Adds oncegate's warnings to a filter that has no default level and names no crate of oncegate.
+/// Such a filter may be a misspelled level: tracing reads it as the name of a crate.
 pub(crate) fn with_warnings(text: &str) -> String {
-    let says_something = text.split(',').map(str::trim).any(|directive| {
+    let covers_oncegate = text.split(',').map(str::trim).any(|directive| {
         let target = directive.split(['=', '[', ':']).next().unwrap_or_default();
         target.is_empty() || target.parse::<LevelFilter>().is_ok() || is_crate(target)
     });
-    if says_something {
+    if covers_oncegate {
         text.to_owned()
     } else {
         format!("{text},oncegate=warn")

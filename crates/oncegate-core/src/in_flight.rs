@@ -22,7 +22,7 @@ struct InFlightInner {
 /// The result of an event for an [`InFlight`].
 #[derive(Debug)]
 pub enum Progress {
-    /// It is still in flight, and this command follows; never [`DriverCommand::Settle`] or
+    /// It is still in flight; this command follows, never [`DriverCommand::Settle`] or
     /// [`DriverCommand::Abandon`].
     InFlight(InFlight, DriverCommand),
     /// It has a settlement, for the source.

@@ -204,7 +204,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
             "origin=q",
         ],
     );
-    let reconciled = lines("INFO", "reconciled");
+    let reconciled = lines("INFO", "reconcile ended");
     assert_eq!(reconciled.len(), 1, "{reconciled:#?}");
     has(
         reconciled[0],

@@ -277,7 +277,7 @@ fn a_shadow_is_part_of_the_description_of_its_store() {
     let shadow = Shadow::new(LateStore::default(), ShadowReport::new());
     assert_eq!(
         shadow.described(),
-        "a late store, behind a shadow that answers in its place"
+        "a late store, behind a shadow that lets every message run"
     );
 }
 

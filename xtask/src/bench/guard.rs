@@ -1,4 +1,5 @@
-//! Counts the instructions of a message's way in memory: they repeat where seconds do not.
+//! Counts instructions per message with a memory broker and store. Unlike times, instruction counts
+//! are reproducible.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -7,35 +8,36 @@ use std::process::Command;
 use crate::Error;
 use crate::setup;
 
-/// How many messages the short run has, and the long one. What both share (the start, the end)
-/// falls out of the difference.
+/// The numbers of messages of the short and the long run. The difference of their costs excludes
+/// start and end of the process.
 const MESSAGES: [u64; 2] = [2_000, 12_000];
-/// Where handlers run.
-const HANDLERS: [&str; 2] = ["in-place", "spawned"];
-/// So much more than was recorded fails, in hundredths; so much less asks to be recorded.
-const TOLERANCE: f64 = 10.0;
+/// The execution modes of handlers.
+const EXECUTIONS: [&str; 2] = ["in-place", "spawned"];
+/// The tolerated change in percent: a larger increase fails, a larger decrease prints a hint to
+/// record it.
+const TOLERANCE_PERCENT: f64 = 10.0;
 
-/// What becomes of what was counted.
+/// What to do with the counts.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Counted {
-    IsCompared,
-    IsRecorded,
+pub(super) enum BaselineMode {
+    Compare,
+    Record,
 }
 
-/// What a run, or a message, cost.
+/// The cost of a run, or of one message.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Cost {
     instructions: f64,
     allocations: f64,
 }
 
-pub(super) fn run(counted: Counted) -> Result<(), Error> {
+pub(super) fn run(mode: BaselineMode) -> Result<(), Error> {
     let program = build()?;
     let mut lines = String::new();
-    let mut dearer = Vec::new();
+    let mut regressed = Vec::new();
     let recorded = std::fs::read_to_string(baseline()).unwrap_or_default();
-    for handlers in HANDLERS {
-        let cost = a_message(&program, handlers)?;
+    for handlers in EXECUTIONS {
+        let cost = cost_per_message(&program, handlers)?;
         let Cost {
             instructions,
             allocations,
@@ -43,49 +45,50 @@ pub(super) fn run(counted: Counted) -> Result<(), Error> {
         lines += &format!("{handlers} {instructions:.0}\n");
         let before = read(&recorded, handlers);
         let change = before.map(|before| (instructions / before - 1.0) * 100.0);
-        let beside = change.map_or_else(
-            || "nothing is recorded".to_owned(),
-            |change| format!("{change:+.1} % of what is recorded"),
+        let comparison = change.map_or_else(
+            || "no baseline".to_owned(),
+            |change| format!("{change:+.1} % against the baseline"),
         );
         println!(
-            "guard: {handlers}: {instructions:.0} instructions and {allocations:.1} allocations a message; {beside}"
+            "guard: {handlers}: {instructions:.0} instructions and {allocations:.1} allocations per message; {comparison}"
         );
         match change {
-            _ if counted == Counted::IsRecorded => {}
-            Some(change) if change <= TOLERANCE => {
-                if change < -TOLERANCE {
+            _ if mode == BaselineMode::Record => {}
+            Some(change) if change <= TOLERANCE_PERCENT => {
+                if change < -TOLERANCE_PERCENT {
                     println!(
-                        "guard: {handlers}: that is much less: keep it with `cargo xtask bench --guard --record`"
+                        "guard: {handlers}: much less than the baseline; record it with `cargo xtask bench --guard --record`"
                     );
                 }
             }
-            _ => dearer.push(handlers),
+            _ => regressed.push(handlers),
         }
     }
-    if counted == Counted::IsRecorded {
+    if mode == BaselineMode::Record {
         return std::fs::write(baseline(), lines).map_err(|source| Error::File {
             path: baseline(),
             source,
         });
     }
-    if dearer.is_empty() {
+    if regressed.is_empty() {
         return Ok(());
     }
-    let both = dearer.join(", ");
+    let executions = regressed.join(", ");
     Err(Error::ByHand(format!(
-        "a message has become dearer by more than {TOLERANCE} % ({both}): see where with callgrind_annotate on {}, and if it is \
-         worth it, record it: cargo xtask bench --guard --record",
-        output(dearer[0], MESSAGES[1]).display()
+        "instructions per message grew by more than {TOLERANCE_PERCENT} % ({executions}): find the cause with callgrind_annotate on {}; if it is \
+         intended, record the new baseline: cargo xtask bench --guard --record",
+        output(regressed[0], MESSAGES[1]).display()
     )))
 }
 
-/// The difference of a long run and a short one, by message.
-fn a_message(program: &Path, handlers: &str) -> Result<Cost, Error> {
-    // Both at once: on two cores that takes half the time, and changes no count.
+/// The cost per message: the difference of a long and a short run, divided by the number of
+/// messages.
+fn cost_per_message(program: &Path, handlers: &str) -> Result<Cost, Error> {
+    // In parallel: that halves the time on two cores and does not change the counts.
     let [few, many] = std::thread::scope(|scope| {
         MESSAGES
             .map(|messages| scope.spawn(move || count(program, handlers, messages)))
-            .map(|run| run.join().expect("it reports failures"))
+            .map(|run| run.join().expect("the counting thread does not panic"))
     });
     let (few, many) = (few?, many?);
     let messages = (MESSAGES[1] - MESSAGES[0]) as f64;
@@ -95,8 +98,8 @@ fn a_message(program: &Path, handlers: &str) -> Result<Cost, Error> {
     })
 }
 
-/// With a target directory of its own, because of the flag: callgrind cannot follow rustix into the
-/// kernel's own code.
+/// Builds the program with `rustix_use_libc`, since callgrind cannot follow direct system calls.
+/// The flag needs a separate target directory, or it would rebuild the whole workspace.
 fn build() -> Result<PathBuf, Error> {
     let directory = setup::target_directory().join("road");
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -135,7 +138,7 @@ fn count(program: &Path, handlers: &str, messages: u64) -> Result<Cost, Error> {
     let cost = total(&text);
     if cost.instructions == 0.0 {
         return Err(Error::ByHand(format!(
-            "{} holds no total: is this another version of callgrind?",
+            "{} has no `totals:` line; check the version of callgrind",
             path.display()
         )));
     }
@@ -152,14 +155,14 @@ fn baseline() -> PathBuf {
     setup::root().join("benches/road/baseline.txt")
 }
 
-/// What was recorded: a line a kind of handlers.
+/// The recorded instructions of an execution mode; the file has one line for each.
 fn read(recorded: &str, handlers: &str) -> Option<f64> {
     recorded
         .lines()
         .find_map(|line| line.strip_prefix(handlers)?.trim().parse().ok())
 }
 
-/// All instructions of a run, and all calls of the allocator.
+/// The instructions and allocator calls of a whole run.
 fn total(callgrind: &str) -> Cost {
     let mut names: HashMap<&str, &str> = HashMap::new();
     let mut called = "";
@@ -171,7 +174,7 @@ fn total(callgrind: &str) -> Cost {
             .strip_prefix("cfn=")
             .or_else(|| line.strip_prefix("fn="))
         {
-            // A name stands only where its number is used for the first time.
+            // Callgrind writes a function's name only with the first use of its number.
             let (number, name) = function.split_once(' ').unwrap_or((function, ""));
             if !name.is_empty() {
                 names.insert(number, name);
@@ -202,7 +205,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_run_is_read_as_callgrind_writes_it() {
+    fn parses_callgrind_output() {
         let text = "fn=(1) main\n1 5\ncfn=(2) malloc\ncalls=3 10\n1 30\ncfn=(3) free\ncalls=9 10\n1 9\nfn=(4) grow\ncfn=(2)\ncalls=4 10\n\
                     1 40\ncfn=(5) realloc\ncalls=1 10\n2 2\n\ntotals: 1234\n";
         assert_eq!(
@@ -216,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_recorded_is_read_by_the_kind_of_handlers() {
+    fn reads_the_baseline_of_each_execution_mode() {
         let recorded = "in-place 9000\nspawned 12000\n";
         assert_eq!(
             (

@@ -34,20 +34,20 @@ pub(crate) fn table(actions: &[AuditEntry]) -> TextTable {
     let mut table = TextTable::new(&[
         "when", "who", "what", "scope", "id", "before", "after", "end", "where", "why", "failure",
     ]);
-    for act in actions {
+    for entry in actions {
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         table.row([
-            act.at.clone(),
-            act.who.clone(),
-            act.what.clone(),
-            or_dash(act.scope.clone()),
-            or_dash(act.id.clone()),
-            act.before.clone(),
-            act.after.clone(),
-            act.stage.description().to_owned(),
-            or_dash(act.place.as_ref().map(MessageLocation::to_string)),
-            or_dash(act.why.clone()),
-            or_dash(act.failure.clone()),
+            entry.at.clone(),
+            entry.who.clone(),
+            entry.what.clone(),
+            or_dash(entry.scope.clone()),
+            or_dash(entry.id.clone()),
+            entry.before.clone(),
+            entry.after.clone(),
+            entry.stage.description().to_owned(),
+            or_dash(entry.location.as_ref().map(MessageLocation::to_string)),
+            or_dash(entry.why.clone()),
+            or_dash(entry.failure.clone()),
         ]);
     }
     table
@@ -68,9 +68,9 @@ pub(crate) async fn run(context: &CliContext, arguments: AuditArguments) -> Resu
     check_known(
         "--who",
         arguments.who.as_deref(),
-        actions.iter().map(|act| act.who.as_str()),
+        actions.iter().map(|entry| entry.who.as_str()),
     )?;
-    let ours = context
+    let configured_scope = context
         .config
         .text("store.scope")
         .into_iter()
@@ -81,22 +81,22 @@ pub(crate) async fn run(context: &CliContext, arguments: AuditArguments) -> Resu
         arguments.scope.as_deref(),
         actions
             .iter()
-            .map(|act| act.scope.as_deref().unwrap_or_default())
-            .chain(ours),
+            .map(|entry| entry.scope.as_deref().unwrap_or_default())
+            .chain(configured_scope),
     )?;
-    actions.retain(|act| {
-        act.at_ms >= since
-            && id.as_ref().is_none_or(|id| act.concerns(id))
-            && arguments.who.as_ref().is_none_or(|who| act.who == *who)
+    actions.retain(|entry| {
+        entry.at_ms >= since
+            && id.as_ref().is_none_or(|id| entry.concerns(id))
+            && arguments.who.as_ref().is_none_or(|who| entry.who == *who)
             && arguments
                 .scope
                 .as_ref()
-                .is_none_or(|scope| act.scope.as_deref().unwrap_or_default() == scope)
+                .is_none_or(|scope| entry.scope.as_deref().unwrap_or_default() == scope)
     });
     let shown = &actions[actions.len().saturating_sub(arguments.limit)..];
     let count = match actions.len() {
         all if all > shown.len() => format!("The newest {} of {all} are shown: raise --limit.", shown.len()),
-        0 if audit.has_no_file() => {
+        0 if audit.is_missing_file() => {
             "0 shown: the audit file does not exist. No action was recorded yet, or audit.file names another file.".into()
         }
         all => format!("{all} shown."),
@@ -118,17 +118,17 @@ pub(crate) async fn run(context: &CliContext, arguments: AuditArguments) -> Resu
 /// There are actions, and none matches.
 fn check_known<'a>(
     filter: &str,
-    word: Option<&str>,
+    value: Option<&str>,
     known: impl Iterator<Item = &'a str>,
 ) -> Result<(), CliError> {
-    let Some(word) = word else { return Ok(()) };
+    let Some(value) = value else { return Ok(()) };
     let known: BTreeSet<&str> = known.collect();
-    if known.is_empty() || known.contains(word) {
+    if known.is_empty() || known.contains(value) {
         return Ok(());
     }
     Err(CliError::unknown_value(
         filter,
-        word,
+        value,
         &known.into_iter().collect::<Vec<_>>(),
     ))
 }

@@ -7,12 +7,12 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum ActionStage {
-    /// It was started. Without a later line its result is unknown.
+    /// It was started. If no later line follows, its result is unknown.
     Begun,
     Done,
     /// Nothing was changed.
     NotDone,
-    /// The copy was refused, so nothing was sent; the marker may have been released before.
+    /// The broker refused the copy, so nothing was sent. The marker may already be released.
     NotSent,
 }
 
@@ -27,7 +27,7 @@ impl ActionStage {
     }
 }
 
-/// The position of a message in a broker.
+/// Where a message is: broker, topic or queue, and on Kafka partition and offset.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct MessageLocation {
     pub(crate) broker: String,
@@ -37,8 +37,9 @@ pub(crate) struct MessageLocation {
     pub(crate) partition: Option<i32>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) offset: Option<i64>,
-    /// Kafka: the timestamp of the record, since a recreated topic reuses offsets. RabbitMQ: when
-    /// the message was moved to its destination, if a header has that time.
+    /// Kafka: the timestamp of the record, which distinguishes records of a recreated topic.
+    /// RabbitMQ: when the message was dead-lettered, if a header has that time. In milliseconds
+    /// since 1970.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) written_ms: Option<u64>,
 }
@@ -57,7 +58,7 @@ impl std::fmt::Display for MessageLocation {
 /// One line of the audit.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct AuditEntry {
-    /// Identifies the action; both of its lines have it.
+    /// Identifies the action. Both lines of an action have it.
     pub(crate) action_id: String,
     pub(crate) at_ms: u64,
     /// The same as RFC 3339.
@@ -66,18 +67,19 @@ pub(crate) struct AuditEntry {
     /// The command, such as `marker forget`.
     pub(crate) what: String,
     pub(crate) stage: ActionStage,
-    /// The scope of the markers; another service may use the same ids.
+    /// The configured `store.scope`: services with other scopes may use the same ids.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) scope: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) id: Option<String>,
-    #[serde(skip_serializing_if = "Option::is_none", default)]
-    pub(crate) place: Option<MessageLocation>,
+    #[serde(rename = "place", skip_serializing_if = "Option::is_none", default)]
+    pub(crate) location: Option<MessageLocation>,
     /// The state before.
     pub(crate) before: String,
     /// The intended state.
     pub(crate) after: String,
-    /// The last known attempt of the id: a fence that no later action may lower.
+    /// The highest known attempt of the id. No later action may release the id with a lower fencing
+    /// token.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) attempt: Option<u32>,
     /// The reason that the operator gave.
@@ -88,7 +90,7 @@ pub(crate) struct AuditEntry {
     pub(crate) failure: Option<String>,
 }
 
-/// What an action is to do to the id; its `stage` says whether it did.
+/// The intended change of the id. [`AuditEntry::stage`] says whether it was applied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AuditedAction {
     SentBack,
@@ -110,7 +112,8 @@ impl AuditEntry {
             .is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
     }
 
-    /// What the action is to do. The prefixes of `after` are part of the format of the audit.
+    /// The intended change, derived from `what` and `after`. The prefixes of `after` are part of
+    /// the audit format.
     pub(crate) fn action(&self) -> AuditedAction {
         match self.what.as_str() {
             _ if self.after.starts_with("sent to ") => AuditedAction::SentBack,
@@ -127,7 +130,7 @@ impl AuditEntry {
 pub(crate) struct PlannedAction {
     pub(crate) what: &'static str,
     pub(crate) id: Option<String>,
-    pub(crate) place: Option<MessageLocation>,
+    pub(crate) location: Option<MessageLocation>,
     pub(crate) before: String,
     pub(crate) after: String,
     pub(crate) attempt: Option<u32>,

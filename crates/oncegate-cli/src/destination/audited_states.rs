@@ -1,29 +1,30 @@
-//! What the audit says was done with the messages of a destination.
+//! Derives the states of messages from the audit.
 
 use std::collections::HashMap;
 
 use super::{DeadLetter, DeadLetterState};
 use crate::audit::{ActionStage, AuditEntry, AuditedAction, MessageLocation};
 
-/// The states that the audit records for messages. Kafka keeps redriven, dropped and resolved
-/// messages, so only the audit tells them from waiting ones. RabbitMQ removes them, so that the
-/// audit adds only interrupted actions.
+/// Message states by location or id. Kafka keeps messages that were redriven, dropped or resolved,
+/// so only the audit distinguishes them from pending ones. RabbitMQ removes such messages; of a
+/// message still in its queue the audit can only show that an action was interrupted.
 pub(crate) struct AuditedStates(HashMap<DeadLetterIdentity, DeadLetterState>);
 
-/// Identifies a message: its position on Kafka, its id and the time of its rejection on RabbitMQ.
+/// Identifies a message: on Kafka by partition and offset, on RabbitMQ by its id and the time at
+/// which it was dead-lettered.
 #[derive(PartialEq, Eq, Hash)]
 struct DeadLetterIdentity {
-    place: MessageLocation,
+    location: MessageLocation,
     id: Option<String>,
 }
 
 impl DeadLetterIdentity {
-    /// `None` if neither is known.
-    fn of(place: &MessageLocation, id: Option<&str>) -> Option<Self> {
-        let has_position = place.partition.is_some() && place.offset.is_some();
+    /// `None` if the message has neither an offset nor an id.
+    fn of(location: &MessageLocation, id: Option<&str>) -> Option<Self> {
+        let has_position = location.partition.is_some() && location.offset.is_some();
         let id = id.filter(|_| !has_position).map(str::to_owned);
         (has_position || id.is_some()).then(|| Self {
-            place: place.clone(),
+            location: location.clone(),
             id,
         })
     }
@@ -34,16 +35,16 @@ impl AuditedStates {
         let mut states = HashMap::new();
         for action in actions {
             let Some(identity) = action
-                .place
+                .location
                 .as_ref()
-                .and_then(|place| DeadLetterIdentity::of(place, action.id.as_deref()))
+                .and_then(|location| DeadLetterIdentity::of(location, action.id.as_deref()))
             else {
                 continue;
             };
-            // Only Kafka has positions.
+            // An identity without an id has an offset, which only Kafka has.
             let is_on_kafka = identity.id.is_none();
             let state = match (action.what.as_str(), action.stage) {
-                // RabbitMQ removes completed messages, so a message that is present was
+                // RabbitMQ removes a redriven message. If it is still in its queue, the removal was
                 // interrupted.
                 (
                     "dead-letters redrive" | "in-doubt resolve",
@@ -69,7 +70,7 @@ impl AuditedStates {
     }
 
     pub(super) fn state(&self, message: &DeadLetter) -> DeadLetterState {
-        DeadLetterIdentity::of(&message.place, message.id())
+        DeadLetterIdentity::of(&message.location, message.id())
             .and_then(|identity| self.0.get(&identity))
             .copied()
             .unwrap_or(DeadLetterState::Waiting)

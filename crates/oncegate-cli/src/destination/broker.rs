@@ -4,7 +4,7 @@ use crate::CliContext;
 use crate::error::CliError;
 use crate::output::Unchecked;
 
-/// The broker that holds the source and its destinations.
+/// The broker of the source and its destinations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Broker {
     Kafka,
@@ -54,10 +54,10 @@ impl Broker {
         }
     }
 
-    /// The brokers whose required settings are given; only the chosen one, if any is chosen.
+    /// The brokers whose required settings are given; with `chosen`, only that broker.
     ///
     /// # Errors
-    /// There is none.
+    /// No broker, or not the chosen one, has its required settings.
     pub(crate) fn configured(
         context: &CliContext,
         chosen: Option<Self>,
@@ -74,16 +74,16 @@ impl Broker {
                 )))
             };
         }
-        let found: Vec<Self> = [Self::Kafka, Self::Rabbitmq]
+        let configured: Vec<Self> = [Self::Kafka, Self::Rabbitmq]
             .into_iter()
             .filter(|broker| broker.missing_keys(context).is_empty())
             .collect();
-        if found.is_empty() {
+        if configured.is_empty() {
             return Err(CliError::usage(
                 "no broker: set kafka.brokers and kafka.topic, or rabbitmq.url and rabbitmq.queue",
             ));
         }
-        Ok(found)
+        Ok(configured)
     }
 
     /// The required settings that are not given.
@@ -101,11 +101,11 @@ impl Broker {
         chosen: Option<Self>,
         unchecked: &mut Unchecked,
     ) -> Result<Vec<Self>, CliError> {
-        let found = Self::configured(context, chosen)?;
+        let configured = Self::configured(context, chosen)?;
         if chosen.is_none() {
             let _ = Self::note_incomplete(context, unchecked);
         }
-        Ok(found)
+        Ok(configured)
     }
 
     /// Adds every partly configured broker to the items that the output lists as not checked.

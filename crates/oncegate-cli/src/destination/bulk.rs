@@ -44,7 +44,7 @@ pub(crate) struct BulkLimits {
 }
 
 impl BulkLimits {
-    /// Limits the rate of changes; a preview is not limited.
+    /// Limits the rate of changes to `--rate`; a preview is not limited.
     pub(crate) fn rate_limiter(&self, confirm: &ConfirmArgs) -> RateLimiter {
         RateLimiter(self.rate.filter(|_| confirm.yes).map(|rate| {
             let mut interval = tokio::time::interval(Duration::from_secs(1) / rate);
@@ -54,6 +54,7 @@ impl BulkLimits {
     }
 }
 
+/// Spaces changes evenly; without a rate it does not wait.
 pub(crate) struct RateLimiter(Option<tokio::time::Interval>);
 
 impl RateLimiter {
@@ -70,7 +71,7 @@ impl RateLimiter {
 pub(crate) struct StopSignal(Pin<Box<dyn Future<Output = ()> + Send>>);
 
 impl StopSignal {
-    /// From now on SIGTERM and Ctrl-C no longer end the process by themselves.
+    /// Installs handlers for SIGTERM and Ctrl-C, so that they no longer end the process.
     pub(crate) fn watch() -> Self {
         Self(Box::pin(shutdown_signal()))
     }
@@ -78,7 +79,7 @@ impl StopSignal {
     /// Runs an operation unless a stop signal arrives first.
     ///
     /// # Errors
-    /// The signal arrived; do not call this again.
+    /// A signal arrived. Panics if it is called again after that.
     pub(crate) async fn or<T>(
         &mut self,
         operation: impl Future<Output = Result<T, CliError>>,
@@ -103,7 +104,8 @@ enum BulkOutcome {
 
 #[derive(Serialize)]
 struct BulkRow {
-    place: String,
+    #[serde(rename = "place")]
+    location: String,
     id: Option<String>,
     reason: String,
     outcome: BulkOutcome,
@@ -116,14 +118,14 @@ pub(crate) struct BulkReport {
     rows: Vec<BulkRow>,
     done: usize,
     left: usize,
-    /// Messages that match the filter except that their age is unknown.
+    /// Messages that match all filters except those by age, because their age is unknown.
     unknown_age: usize,
     /// Marker changes, for JSON output.
     markers: Vec<serde_json::Value>,
 }
 
-/// The maximum number of messages that a report lists; it counts all.
-const ROWS: usize = 1_000;
+/// The maximum number of messages that a report lists; its totals include the others.
+const MAX_LISTED: usize = 1_000;
 
 impl BulkReport {
     fn add(&mut self, message: &DeadLetter, outcome: BulkOutcome, description: impl Into<String>) {
@@ -131,14 +133,14 @@ impl BulkReport {
             BulkOutcome::Done => self.done += 1,
             BulkOutcome::Left => self.left += 1,
         }
-        if self.rows.len() < ROWS {
-            let (place, id, reason) = (
-                message.place.to_string(),
+        if self.rows.len() < MAX_LISTED {
+            let (location, id, reason) = (
+                message.location.to_string(),
                 message.id().map(str::to_owned),
                 message.reason().to_owned(),
             );
             self.rows.push(BulkRow {
-                place,
+                location,
                 id,
                 reason,
                 outcome,
@@ -172,8 +174,8 @@ impl BulkReport {
         self.done + self.left
     }
 
-    /// Whether `--limit` is reached. Skipped messages do not count: the next run would skip the
-    /// same ones again and never reach those behind them.
+    /// Whether `--limit` is reached. Skipped messages do not count: otherwise, each run would end
+    /// at the same skipped messages.
     pub(crate) fn is_full(&self, limits: &BulkLimits) -> bool {
         limits.limit.is_some_and(|limit| self.done >= limit)
     }
@@ -199,10 +201,10 @@ impl BulkReport {
     }
 
     fn note_id(&mut self, id: &str, outcome: BulkOutcome, description: String) {
-        if self.rows.len() < ROWS {
+        if self.rows.len() < MAX_LISTED {
             let none = || "-".to_owned();
             self.rows.push(BulkRow {
-                place: none(),
+                location: none(),
                 id: Some(id.to_owned()),
                 reason: none(),
                 outcome,
@@ -223,14 +225,14 @@ impl BulkReport {
         let mut table = TextTable::new(&["where", "id", "reason", "what"]);
         for row in &self.rows {
             table.row([
-                row.place.clone(),
+                row.location.clone(),
                 row.id.clone().unwrap_or_else(|| "-".into()),
                 row.reason.clone(),
                 row.description.clone(),
             ]);
         }
         let (total, shown) = (self.total(), self.rows.len());
-        let cut = if shown < total {
+        let truncation_note = if shown < total {
             format!("Only the first {shown} of {total} are shown.\n")
         } else {
             String::new()
@@ -238,7 +240,7 @@ impl BulkReport {
         let (verb, would) = (command.verb, if confirm.yes { "" } else { "would be " });
         let unknown_age_note = unknown_age_note(self.unknown_age);
         let summary = format!(
-            "{cut}{} {would}{verb}, {} {would}left where they are.{unknown_age_note}{}",
+            "{truncation_note}{} {would}{verb}, {} {would}left where they are.{unknown_age_note}{}",
             self.done,
             self.left,
             unchecked.to_text()
@@ -293,8 +295,8 @@ pub(crate) struct BulkCommand {
 }
 
 /// Publishes a copy and waits for its confirmation, records it in the audit, and removes the
-/// original, in this order. A crash in between leaves the original, perhaps beside a copy; the gate
-/// deduplicates them.
+/// original, in this order. After a crash the original remains, perhaps with a copy that the gate
+/// deduplicates.
 ///
 /// # Errors
 /// The message stays in its destination; the audit records whether a copy may exist.
@@ -316,7 +318,7 @@ pub(crate) async fn publish(
             return Err(failure);
         }
     }
-    take_out(audit, pending, reader, message)
+    remove(audit, pending, reader, message)
         .await
         .map_err(|failure| failure.with(&format!("its copy was sent to {}", reader.source())))
 }
@@ -325,14 +327,14 @@ pub(crate) async fn publish(
 ///
 /// # Errors
 /// The message stays in its destination.
-pub(crate) async fn take_out(
+pub(crate) async fn remove(
     audit: &Audit,
     pending: PendingAction,
     reader: &DestinationReader,
     message: &DeadLetter,
 ) -> Result<(), CliError> {
     audit.done(pending).await?;
-    reader.take_out(message).await
+    reader.remove(message).await
 }
 
 /// Whether the failure concerns only this message, so that the next may be tried.

@@ -15,7 +15,7 @@ use crate::output::utc_text;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum DeadLetterState {
-    /// No operator has acted on it.
+    /// No operator action was started.
     Waiting,
     /// An action was started and its result is unknown: a copy may have been published.
     Begun,
@@ -25,7 +25,7 @@ pub(crate) enum DeadLetterState {
 }
 
 impl DeadLetterState {
-    /// Whether it still needs a decision.
+    /// Whether an operator still has to act on it.
     pub(crate) fn is_pending(self) -> bool {
         matches!(self, Self::Waiting | Self::Begun)
     }
@@ -34,7 +34,7 @@ impl DeadLetterState {
 /// The reason of messages that the broker dead-lettered.
 const DEAD_LETTERED_BY_BROKER: &str = "dead-lettered-by-broker";
 
-/// The characters of the hash in a handle.
+/// How many characters of the hash a handle contains.
 const HANDLE_DIGITS: usize = 16;
 
 /// The reason of messages without a reason header.
@@ -52,31 +52,31 @@ pub(crate) fn reasons() -> impl Iterator<Item = &'static str> {
 /// consumed topic.
 #[derive(Clone, Debug)]
 pub(crate) struct DeadLetter {
-    pub(crate) place: MessageLocation,
+    pub(crate) location: MessageLocation,
     pub(crate) state: DeadLetterState,
-    /// Names and values, in order; values as text. `oncegate-*` headers only where oncegate wrote
-    /// them.
+    /// Names and values in order; values as text. Includes `oncegate-*` headers only if oncegate
+    /// wrote them.
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) key: Option<Vec<u8>>,
     /// `None` for a tombstone.
     pub(crate) body: Option<Vec<u8>>,
-    /// The earlier of its timestamp and an inbound `oncegate-first-seen`.
+    /// The earlier of its timestamp and the `oncegate-first-seen` with which it was consumed, in
+    /// milliseconds since 1970.
     pub(crate) sent_ms: Option<u64>,
     /// When it was put into its destination, in milliseconds since 1970.
     pub(crate) rejected_at_ms: Option<u64>,
     /// The topic or queue it was consumed from, if not the configured one.
     pub(crate) other_source: Option<String>,
-    /// The parts that a copy of it would lack, as text.
+    /// The reason why a copy would lack headers, as text; `None` if it would be complete.
     pub(crate) missing_parts: Option<String>,
     /// RabbitMQ: the unacknowledged delivery and its properties.
     #[cfg(feature = "rabbitmq")]
     pub(crate) delivery: Option<Box<rabbitmq::UnackedDelivery>>,
     /// Kafka: the headers as raw bytes.
     pub(crate) raw_headers: Vec<(String, Option<Vec<u8>>)>,
-    /// The id that `gate.id` extracts; a header with the id takes precedence. `None` if it finds
-    /// none.
+    /// The id that `gate.id` extracts, if any. The header `oncegate-id` takes precedence.
     pub(crate) extracted_id: Option<String>,
-    /// The delivery count, on queues that count and may have a limit.
+    /// RabbitMQ: the delivery count, if the queue counts deliveries.
     pub(crate) delivery_count: Option<u64>,
 }
 
@@ -95,16 +95,16 @@ impl DeadLetter {
         self.header(headers::ID).or(self.extracted_id.as_deref())
     }
 
-    /// Names a message without an id where commands expect an id; `None` if it has one.
+    /// The name that commands accept in place of the id; `None` if the message has an id.
     ///
-    /// On Kafka it is the position. A RabbitMQ message has none, so it is a hash of its body, its
-    /// headers and the time of its rejection: equal messages share it.
+    /// On Kafka it is topic, partition and offset. On RabbitMQ it is a hash of body, headers and
+    /// the time of dead-lettering, so equal messages share it.
     pub(crate) fn handle(&self) -> Option<String> {
         if self.id().is_some() {
             return None;
         }
-        if let (Some(partition), Some(offset)) = (self.place.partition, self.place.offset) {
-            return Some(format!("{}/{partition}/{offset}", self.place.name));
+        if let (Some(partition), Some(offset)) = (self.location.partition, self.location.offset) {
+            return Some(format!("{}/{partition}/{offset}", self.location.name));
         }
         let headers: Vec<_> = self
             .headers
@@ -113,7 +113,7 @@ impl DeadLetter {
             .collect();
         let content = format!(
             "{} {:?} {headers:?} {:?}",
-            self.place.name, self.rejected_at_ms, self.body
+            self.location.name, self.rejected_at_ms, self.body
         );
         let hash = MessageId::new(content)?.hashed();
         let digits: String = hash
@@ -125,7 +125,7 @@ impl DeadLetter {
         Some(format!("letter-{digits}"))
     }
 
-    /// The number of the last attempt of its id, as written when it was dead-lettered; 0 if
+    /// The fencing token when it was dead-lettered: the number of the last attempt of its id; 0 if
     /// unknown.
     pub(crate) fn fence(&self) -> u32 {
         self.header(headers::FENCE)
@@ -147,7 +147,7 @@ impl DeadLetter {
             })
     }
 
-    /// The reason as a sentence without a subject of its own: `its handler panicked`.
+    /// The reason as a clause about the message, such as `its handler panicked`.
     pub(crate) fn reason_text(&self) -> &'static str {
         match self.reason() {
             "missing-id" => "it has no id",
@@ -174,9 +174,8 @@ impl DeadLetter {
         }
     }
 
-    /// The first error, and the last one if it differs. Of a message in doubt the first is the one
-    /// that made its outcome unknown, unless retries without an effect failed before it;
-    /// `reconcile` may have failed since.
+    /// The first error, and the last one if it differs. In a message in doubt the last error may be
+    /// that of `reconcile`.
     pub(crate) fn errors(&self) -> Option<String> {
         let [first, last] = [headers::FIRST_ERROR, headers::LAST_ERROR].map(|it| self.header(it));
         match (first, last) {
@@ -216,10 +215,10 @@ impl DeadLetter {
     /// The entry of a list.
     pub(crate) fn summary(&self) -> DeadLetterSummary<'_> {
         DeadLetterSummary {
-            broker: &self.place.broker,
-            name: &self.place.name,
-            partition: self.place.partition,
-            offset: self.place.offset,
+            broker: &self.location.broker,
+            name: &self.location.name,
+            partition: self.location.partition,
+            offset: self.location.offset,
             id: self.id(),
             handle: self.handle(),
             reason: self.reason(),
@@ -257,14 +256,14 @@ pub(crate) struct DeadLetterSummary<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     offset: Option<i64>,
     pub(crate) id: Option<&'a str>,
-    /// What commands accept instead of an id, if it has none.
+    /// The name that commands accept in place of the id, if it has none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) handle: Option<String>,
     pub(crate) reason: &'a str,
     reason_text: &'static str,
-    /// Runs that count towards the attempt budget.
+    /// Attempts that count towards `max_attempts`.
     pub(crate) attempts: Option<u32>,
-    /// Runs that ended with their process.
+    /// Attempts during which the process crashed.
     pub(crate) crashes: u32,
     /// The fencing token: the number of the last attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -285,11 +284,11 @@ pub(crate) struct DeadLetterSummary<'a> {
     bytes: usize,
 }
 
-/// Whether a redriven copy omits this header: `oncegate-*` headers and those that record earlier
-/// deliveries, since the consumer could take the copy for too old or its attempts for exhausted;
-/// and `CC` and `BCC`, since RabbitMQ would route the copy to other queues, too.
+/// Whether a redriven copy omits this header. With `oncegate-*` headers or those that record
+/// earlier deliveries, the consumer could treat the copy as too old or its attempts as exhausted.
+/// `CC` and `BCC` would route the copy to other queues, too.
 pub(crate) fn is_dropped_from_copies(header: &str) -> bool {
-    // The original key stays the key of the copy.
+    // The consumer derives the ordering key of the copy from it.
     if header == ROUTING_KEY {
         return false;
     }

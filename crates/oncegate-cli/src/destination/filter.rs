@@ -16,17 +16,17 @@ pub(crate) struct MessageFilter {
     /// column
     #[arg(long)]
     pub(crate) id: Option<String>,
-    /// The text given to `--id`, compared with [`DeadLetter::handle`] for messages without an id.
+    /// The argument of `--id`, compared with [`DeadLetter::handle`] of messages without an id.
     #[arg(skip)]
     handle: Option<String>,
     /// Only messages with this reason; may be repeated
     #[arg(long = "reason", value_name = "REASON", value_parser = PossibleValuesParser::new(super::reasons()))]
     reasons: Vec<String>,
-    /// Only messages sent longer ago than this, such as 2h; if unknown, the time of dead-lettering
-    /// counts. Messages with neither time are skipped and counted
+    /// Only messages older than this, such as 2h. The age counts from the time of sending; if that
+    /// is unknown, from the time of dead-lettering. Messages with neither time are skipped and counted
     #[arg(long, value_name = "AGE")]
     older_than: Option<TimeArg>,
-    /// Only messages sent no longer ago than this, such as 2h; otherwise like --older-than
+    /// Only messages at most this old, such as 2h. The age is that of --older-than
     #[arg(long, value_name = "AGE")]
     younger_than: Option<TimeArg>,
     /// Only this broker, if both are configured
@@ -35,7 +35,7 @@ pub(crate) struct MessageFilter {
 }
 
 impl MessageFilter {
-    /// Whether it has a filter other than the broker.
+    /// Whether any filter other than the broker is given.
     pub(crate) fn is_restrictive(&self) -> bool {
         self.id.is_some()
             || !self.reasons.is_empty()
@@ -43,7 +43,7 @@ impl MessageFilter {
             || self.younger_than.is_some()
     }
 
-    /// Replaces the id by the one that headers contain, which may be its hash.
+    /// Replaces the id by its form in message headers: long ids are hashed.
     pub(crate) fn normalized(mut self, context: &CliContext) -> Result<Self, CliError> {
         self.handle = self.id.clone();
         self.id = self
@@ -110,7 +110,7 @@ impl MessageFilter {
 pub(crate) enum FilterMatch {
     Yes,
     No,
-    /// Everything but the age matches, and the age is unknown.
+    /// All other filters match, but the age is unknown.
     UnknownAge,
 }
 

@@ -77,14 +77,14 @@ pub(crate) fn consumer(config: &Config) -> Result<BaseConsumer, CliError> {
     client(config, &settings)
 }
 
-/// The settings of the producer of copies, which waits until all in-sync replicas have a copy, and
-/// at most 30 seconds.
+/// The settings of the producer of copies: it waits at most 30 seconds until all in-sync replicas
+/// have the copy.
 const PRODUCER: [(&str, &str); 5] = [
     ("enable.idempotence", "true"),
     ("acks", "all"),
     ("linger.ms", "0"),
     ("message.timeout.ms", "30000"),
-    // The broker decides which size is too large; this is the maximum of librdkafka.
+    // The maximum of librdkafka, so that only the limit of the broker applies.
     ("message.max.bytes", "1000000000"),
 ];
 
@@ -96,7 +96,7 @@ pub(crate) struct TopicReader {
     dead_letters: mpsc::Receiver<Result<DeadLetter, CliError>>,
     config: Config,
     publisher: Option<FutureProducer>,
-    /// What the audit says was done with each message.
+    /// The state of each message according to the audit.
     audited_states: AuditedStates,
 }
 
@@ -155,7 +155,7 @@ impl TopicReader {
         };
         let mut dead_letter = dead_letter?;
         // Records of the consumed topic come from its producers, which may forge reserved headers.
-        if dead_letter.place.name == self.source_topic {
+        if dead_letter.location.name == self.source_topic {
             dead_letter.remove_reserved_headers();
         }
         dead_letter.state = self.audited_states.state(&dead_letter);
@@ -259,8 +259,8 @@ fn topic_of(origin: &str) -> &str {
 
 /// The partition in `topic/partition/offset`, if it names this topic.
 fn partition_of(origin: &str, topic: &str) -> Option<i32> {
-    let (rest, _) = origin.rsplit_once('/')?;
-    let (name, partition) = rest.rsplit_once('/')?;
+    let (topic_partition, _) = origin.rsplit_once('/')?;
+    let (name, partition) = topic_partition.rsplit_once('/')?;
     (name == topic).then(|| partition.parse().ok()).flatten()
 }
 
@@ -296,9 +296,9 @@ pub(crate) fn partitions(consumer: &BaseConsumer, topic: &str) -> Result<Vec<i32
                 "Kafka: cannot fetch the metadata of the topic `{topic}`: {error}"
             ))
         })?;
-    let found = metadata.topics().first();
-    match found.map(|topic| topic.error().map(RDKafkaErrorCode::from)) {
-        Some(None) => Ok(found
+    let metadata = metadata.topics().first();
+    match metadata.map(|topic| topic.error().map(RDKafkaErrorCode::from)) {
+        Some(None) => Ok(metadata
             .map(|topic| topic.partitions().iter().map(|it| it.id()).collect())
             .unwrap_or_default()),
         Some(Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic))
@@ -343,7 +343,8 @@ fn read(
                 if next >= end {
                     unread.remove(&(partition, end));
                 }
-                // After a gap the next record may be past the end.
+                // If the last offsets before the end have no records (compaction, transactions),
+                // the next record is past the end.
                 if next > end {
                     continue;
                 }
@@ -352,7 +353,7 @@ fn read(
             }
         };
         let failed = dead_letter.is_err();
-        // The receiver was closed.
+        // Sending fails once the receiver is dropped.
         if dead_letters_tx.blocking_send(dead_letter).is_err() || failed {
             return;
         }
@@ -363,9 +364,9 @@ fn dead_letter(message: &BorrowedMessage<'_>, id_source: Option<&IdSource>) -> D
     let (mut raw_headers, mut unnamed) = (Vec::new(), 0);
     if let Some(headers) = message.headers() {
         // The iterator panics on a name that is not UTF-8.
-        for at in 0..headers.count() {
+        for index in 0..headers.count() {
             let read = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                let header = headers.get(at);
+                let header = headers.get(index);
                 (header.key.to_owned(), header.value.map(<[u8]>::to_vec))
             }));
             match read {
@@ -382,7 +383,7 @@ fn dead_letter(message: &BorrowedMessage<'_>, id_source: Option<&IdSource>) -> D
         .to_millis()
         .and_then(|ms| u64::try_from(ms).ok());
     let mut dead_letter = DeadLetter {
-        place: MessageLocation {
+        location: MessageLocation {
             broker: Broker::Kafka.name().to_owned(),
             name: message.topic().to_owned(),
             partition: Some(message.partition()),
@@ -422,11 +423,12 @@ fn as_message(dead_letter: &DeadLetter) -> oncegate::Message {
     if let Some(key) = &dead_letter.key {
         message = message.with_key(key.clone());
     }
-    if let (Some(partition), Some(offset)) = (dead_letter.place.partition, dead_letter.place.offset)
+    if let (Some(partition), Some(offset)) =
+        (dead_letter.location.partition, dead_letter.location.offset)
     {
         let position = oncegate::Position::Offset { partition, offset };
         message.origin = oncegate::Origin {
-            name: dead_letter.place.name.as_str().into(),
+            name: dead_letter.location.name.as_str().into(),
             position,
             system: Some("kafka"),
         };

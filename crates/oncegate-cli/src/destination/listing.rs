@@ -144,7 +144,7 @@ pub(crate) async fn collect_messages(
 ) -> Result<(Vec<DeadLetter>, bool), CliError> {
     let mut reader = open_read_only(context, broker, destination, count_policy, unchecked).await?;
     let bar = bar(&reader, "read");
-    let (mut found, mut more) = (Vec::new(), false);
+    let (mut found, mut has_more) = (Vec::new(), false);
     let read = async {
         while let Some(message) = reader.next().await? {
             bar.inc(1);
@@ -152,7 +152,7 @@ pub(crate) async fn collect_messages(
                 continue;
             }
             if found.len() == limit {
-                more = true;
+                has_more = true;
                 break;
             }
             found.push(message);
@@ -161,7 +161,7 @@ pub(crate) async fn collect_messages(
     };
     let read: Result<(), CliError> = read.await;
     close_reader(reader, bar).await;
-    read.map(|()| (found, more))
+    read.map(|()| (found, has_more))
 }
 
 /// The name of a destination, for errors.
@@ -264,7 +264,7 @@ pub(crate) fn table(messages: &[DeadLetter]) -> TextTable {
         let view = message.summary();
         let or_dash = |text: Option<String>| text.unwrap_or_else(|| "-".into());
         table.row([
-            message.place.to_string(),
+            message.location.to_string(),
             or_dash(view.id.map(str::to_owned).or(view.handle)),
             view.reason.to_owned(),
             or_dash(view.attempts.map(|count| count.to_string())),
@@ -330,7 +330,7 @@ pub(crate) async fn show(
     for message in &messages {
         text.push_str(&format!(
             "{} ({})\n  {}\n",
-            message.place,
+            message.location,
             format!("{:?}", message.state).to_lowercase(),
             message.reason_text()
         ));
@@ -362,14 +362,14 @@ pub(crate) async fn show(
     }
     context.format.print(&details, &text)?;
     unchecked.end()?;
-    let waiting = messages.iter().any(|message| message.state.is_pending());
+    let any_pending = messages.iter().any(|message| message.state.is_pending());
     if messages.is_empty() {
         return Err(CliError::incomplete(format!(
             "{}: no message has this id",
             filter.id.unwrap_or_default()
         )));
     }
-    if !waiting && context.format == crate::output::OutputFormat::Text {
+    if !any_pending && context.format == crate::output::OutputFormat::Text {
         crate::output::print_line("None is pending: all were redriven, dropped or resolved.");
     }
     Ok(())

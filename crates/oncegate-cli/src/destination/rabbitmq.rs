@@ -1,12 +1,11 @@
 //! Reads a queue with `basic.get`, holds the messages unacknowledged, and requeues them at the end.
-//!
 //! AMQP has no other way to read a queue. A classic queue requeues a message unchanged except for
-//! the `redelivered` flag. A quorum queue may count it in `x-delivery-count`, and drops or
+//! the `redelivered` flag. A quorum queue may count the requeue in `x-delivery-count`, and drops or
 //! dead-letters messages above its delivery limit. RabbitMQ 3.10 counts every kind of requeue; 4.3
-//! counts neither `basic.nack` nor `basic.recover`, so all messages are requeued by `basic.nack`
-//! before the channel closes. Queues that oncegate declares have an unreachable limit. A policy may
-//! set a lower one, which no client can see, so a message with a high count is replaced by a copy
-//! that counts from zero. Other queues are only read if the operator accepts it.
+//! counts neither `basic.nack` nor `basic.recover`, so the reader requeues by `basic.nack` before
+//! it closes the channel. Queues that oncegate declares have an unreachable limit. A policy may set
+//! a lower limit, which no client can read, so the reader replaces a message with a high count by a
+//! copy that counts from zero. It reads other queues only if the operator accepts that risk.
 
 mod properties;
 
@@ -47,13 +46,14 @@ const REJECTED_AT: &str = "oncegate-rejected-at";
 /// The header with the names of headers that were too large for the copy in the destination.
 const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 
-/// The header of a copy that replaces a message: the id of the reader that published it.
+/// The header of a copy that replaces a message in its queue: the id of the reader that published
+/// the copy.
 const REPLACED_BY: &str = "oncegate-replaced-by";
 
 /// The time limit of publishing a copy, and of each step of closing.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// How long to wait for requeued messages; another consumer may have taken them.
+/// How long to wait until requeued messages are ready; another consumer may have received them.
 const REQUEUE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The delivery limit of destinations that oncegate declares.
@@ -109,8 +109,8 @@ pub(crate) enum DestinationQueueKind {
     Classic,
     /// A quorum queue as oncegate declares destinations: its limit is unreachable.
     Unlimited,
-    /// Any other queue, or one that the user may not declare. It may drop messages that are read
-    /// often, or drop them by itself.
+    /// Any other queue, or one that the user may not declare. It may drop messages after a number
+    /// of reads, or by its length or age limits.
     Other,
 }
 
@@ -155,8 +155,9 @@ pub(crate) async fn queue_kind(
     );
     for (arguments, queue_kind) in [
         (unlimited, DestinationQueueKind::Unlimited),
-        // With the broker's default limit. Before the next two, which may match it, too: where the
-        // default queue type is quorum, or redeclarations are checked less strictly.
+        // A quorum queue with the broker's default limit. Checked before the next two, which match
+        // it, too, if the default queue type is quorum or the broker compares arguments less
+        // strictly.
         (of_type("quorum"), DestinationQueueKind::Other),
         (of_type("classic"), DestinationQueueKind::Classic),
         (FieldTable::default(), DestinationQueueKind::Classic),
@@ -181,23 +182,24 @@ pub(crate) async fn queue_kind(
     Ok(DestinationQueueKind::Other)
 }
 
-/// How many more messages a reader reads to find the copies that it published to the end of its
-/// queue: other messages arrive before and behind them, and another reader may take them.
+/// How many messages beyond `total` a reader may read to find the copies that it appended to its
+/// own queue. Without a limit it could read forever: producers append more messages, and another
+/// reader may have received the copies.
 #[derive(Clone, Copy, Debug)]
-struct TailBudget {
-    /// New messages, which may be in front of the last copy.
-    new: u64,
-    /// Redelivered messages, which another reader may have returned to the front of the queue.
-    redelivered: u64,
+struct CopySearchBudget {
+    /// Messages on their first delivery, which may precede the last copy.
+    first_deliveries: u64,
+    /// Redelivered messages, which another reader may have requeued at the front of the queue.
+    redeliveries: u64,
 }
 
-impl TailBudget {
+impl CopySearchBudget {
     /// Counts a message that was read. Returns whether another one may be read.
-    fn allows_another(&mut self, redelivered: bool) -> bool {
+    fn count_message(&mut self, redelivered: bool) -> bool {
         let left = if redelivered {
-            &mut self.redelivered
+            &mut self.redeliveries
         } else {
-            &mut self.new
+            &mut self.first_deliveries
         };
         *left = left.saturating_sub(1);
         *left > 0
@@ -219,16 +221,16 @@ pub(crate) struct QueueReader {
     acknowledged: AtomicU64,
     /// Identifies this reader on the copies that it publishes.
     reader_id: String,
-    /// How many copies that replace messages are not read yet.
-    unread_copies: u64,
-    /// Set once `total` messages are read and copies are still unread.
-    tail: Option<TailBudget>,
+    /// The number of copies that this reader published to replace messages and has not read yet.
+    unread_replacements: u64,
+    /// Set once `total` messages are read and replacements are still unread.
+    copy_search: Option<CopySearchBudget>,
     /// The digest of each message that this reader redrove, with the time just before its first
     /// copy was published, in milliseconds since 1970.
     redriven_at_ms: HashMap<u64, u64>,
     id_source: Option<IdSource>,
     key_header: Option<String>,
-    /// What the audit says was done with each message.
+    /// The state of each message according to the audit.
     audited_states: AuditedStates,
     count_policy: DeliveryCountPolicy,
     queue_kind: DestinationQueueKind,
@@ -273,8 +275,8 @@ impl QueueReader {
             received: 0,
             acknowledged: AtomicU64::new(0),
             reader_id: format!("{:032x}", Token::random().0),
-            unread_copies: 0,
-            tail: None,
+            unread_replacements: 0,
+            copy_search: None,
             redriven_at_ms: HashMap::new(),
             id_source: config.id_source()?,
             key_header: config.text("rabbitmq.key-header").map(str::to_owned),
@@ -294,9 +296,9 @@ impl QueueReader {
             && self.count_policy == DeliveryCountPolicy::Refused
     }
 
-    /// Checks that copies can be published before any message is read, since requeueing counts.
-    /// Publishes to a queue that does not exist: the broker returns the message if the user has the
-    /// permission, and otherwise closes the channel.
+    /// Checks that copies can be published, before any message is read: requeueing may increase the
+    /// delivery count. Publishes to a queue that does not exist; the broker returns the message if
+    /// the user has write permission, and otherwise closes the channel.
     async fn check_can_publish(&mut self) -> Result<(), CliError> {
         let missing_queue = format!("oncegate-no-queue-{}", self.reader_id);
         let problem = match self
@@ -320,9 +322,9 @@ impl QueueReader {
         )))
     }
 
-    /// The next message: as many as the queue had at the start, and the copies of those that were
-    /// replaced. If another reader takes some of them, messages that arrived later count instead,
-    /// except those that this reader redrove and that failed again.
+    /// The next message, up to the number that the queue had at open, including copies that replace
+    /// them. If another reader receives some of them, later messages are returned instead. Skips
+    /// messages that this reader redrove and that failed again.
     pub(crate) async fn next(&mut self) -> Result<Option<DeadLetter>, CliError> {
         while let Some((delivery, table, delivery_count)) = self.next_delivery().await? {
             let dead_letter = self.dead_letter(delivery, table, delivery_count);
@@ -333,8 +335,8 @@ impl QueueReader {
         Ok(None)
     }
 
-    /// The next delivery, with its headers and delivery count. Replaces messages with a high count
-    /// on the way.
+    /// The next delivery, with its headers and delivery count. A message with a high count is
+    /// replaced and returned as its copy later.
     async fn next_delivery(
         &mut self,
     ) -> Result<Option<(Delivery, FieldTable, Option<u64>)>, CliError> {
@@ -354,7 +356,7 @@ impl QueueReader {
             let table = delivery.properties.headers().clone().unwrap_or_default();
             let replaced_by = table.inner().get(REPLACED_BY).map(text);
             if replaced_by.as_deref() == Some(self.reader_id.as_str()) {
-                self.unread_copies = self.unread_copies.saturating_sub(1);
+                self.unread_replacements = self.unread_replacements.saturating_sub(1);
             }
             let delivery_count = delivery_count(&table, self.queue_kind);
             let is_near_a_limit = delivery_count.is_some_and(|count| count >= REPLACED_FROM_COUNT);
@@ -362,34 +364,35 @@ impl QueueReader {
                 self.replace(delivery, delivery_count).await?;
                 continue;
             }
-            let Some(tail) = &mut self.tail else {
+            let Some(copy_search) = &mut self.copy_search else {
                 return Ok(Some((delivery, table, delivery_count)));
             };
-            if !tail.allows_another(delivery.redelivered) {
-                self.unread_copies = 0;
+            if !copy_search.count_message(delivery.redelivered) {
+                self.unread_replacements = 0;
             }
-            // A copy replaces an older message, whichever reader published it.
+            // A copy of any reader replaces an older message, so it counts as one of `total`.
             if replaced_by.is_some() {
                 return Ok(Some((delivery, table, delivery_count)));
             }
         }
     }
 
-    /// Whether to read on after `total` messages: only to find this reader's copies, and within a
-    /// [`TailBudget`] of as many new messages as are ready now, and about as many redelivered ones.
+    /// Whether to read another message after `total`: only while replacements are unread and within
+    /// the [`CopySearchBudget`]: as many first deliveries as are ready now, and at least as many
+    /// redeliveries.
     async fn may_read_another(&mut self) -> Result<bool, CliError> {
-        if self.unread_copies > 0 && self.tail.is_none() {
+        if self.unread_replacements > 0 && self.copy_search.is_none() {
             let ready = u64::from(declare_passively(&self.read_channel, &self.queue).await?);
-            self.tail = Some(TailBudget {
-                new: ready,
-                redelivered: self.total.max(ready),
+            self.copy_search = Some(CopySearchBudget {
+                first_deliveries: ready,
+                redeliveries: self.total.max(ready),
             });
         }
-        Ok(self.unread_copies > 0)
+        Ok(self.unread_replacements > 0)
     }
 
-    /// Whether this reader redrove this message, and its copy was handled meanwhile and failed
-    /// again. An equal message that was rejected before the redrive is another one.
+    /// Whether this is a message that this reader redrove and that failed again. An equal message
+    /// dead-lettered before the redrive is a different message.
     fn was_redriven(&self, dead_letter: &DeadLetter) -> bool {
         self.redriven_at_ms
             .get(&message_digest(dead_letter))
@@ -425,7 +428,7 @@ impl QueueReader {
             .timestamp()
             .map(|seconds| seconds.saturating_mul(1_000));
         let mut dead_letter = DeadLetter {
-            place: MessageLocation {
+            location: MessageLocation {
                 broker: Broker::Rabbitmq.name().to_owned(),
                 name: self.queue.clone(),
                 written_ms: rejected_at_ms,
@@ -491,7 +494,7 @@ impl QueueReader {
                 CliError::from(error.of_copy_for(&queue))
             )));
         }
-        self.unread_copies += 1;
+        self.unread_replacements += 1;
         self.acknowledge(
             delivery.delivery_tag,
             "a message that was replaced by a copy",
@@ -556,7 +559,7 @@ impl QueueReader {
         }
     }
 
-    pub(crate) async fn take_out(&self, dead_letter: &DeadLetter) -> Result<(), CliError> {
+    pub(crate) async fn remove(&self, dead_letter: &DeadLetter) -> Result<(), CliError> {
         let tag = unacked(dead_letter)?.tag;
         let message = match dead_letter.id() {
             Some(id) => format!("the message `{id}`"),
@@ -581,8 +584,9 @@ impl QueueReader {
         }
     }
 
-    /// `basic.ack` has no reply, but closing the channel has one and comes after it. Requeued
-    /// messages appear a moment later; waiting for them lets the next reader see them.
+    /// Requeues unacknowledged messages and closes the connection. Waits for the reply to
+    /// `channel.close`, since `basic.ack` has none, and until the requeued messages are ready, so
+    /// that the next reader receives them.
     pub(crate) async fn close(self) {
         let all = BasicNackOptions {
             multiple: true,
@@ -592,12 +596,12 @@ impl QueueReader {
         let _ =
             tokio::time::timeout(REQUEST_TIMEOUT, self.read_channel.close(200, "OK".into())).await;
         let unacked = self.received - self.acknowledged.load(Ordering::Relaxed);
-        let _ = tokio::time::timeout(REQUEUE_TIMEOUT, self.until_requeued(unacked)).await;
+        let _ = tokio::time::timeout(REQUEUE_TIMEOUT, self.wait_until_requeued(unacked)).await;
         let _ =
             tokio::time::timeout(REQUEST_TIMEOUT, self.connection.close(200, "OK".into())).await;
     }
 
-    async fn until_requeued(&self, unacked: u64) -> lapin::Result<()> {
+    async fn wait_until_requeued(&self, unacked: u64) -> lapin::Result<()> {
         let channel = self.connection.create_channel().await?;
         while u64::from(declare_passively(&channel, &self.queue).await?) < unacked {
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -643,7 +647,7 @@ fn unacked(dead_letter: &DeadLetter) -> Result<&UnackedDelivery, CliError> {
     dead_letter.delivery.as_deref().ok_or_else(|| {
         CliError::server(format!(
             "bug in oncegate: the message at {} has no RabbitMQ delivery tag, so it can be neither redriven nor removed; report this",
-            dead_letter.place
+            dead_letter.location
         ))
     })
 }

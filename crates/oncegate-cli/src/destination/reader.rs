@@ -27,7 +27,7 @@ impl From<PublishError> for CliError {
     }
 }
 
-/// Reads one destination, up to the end at the time it was opened.
+/// Reads one destination up to its end when it was opened.
 pub(crate) enum DestinationReader {
     #[cfg(feature = "kafka")]
     Kafka(kafka::TopicReader),
@@ -109,14 +109,14 @@ impl DestinationReader {
         }
     }
 
-    /// Removes a message from its queue. Does nothing on Kafka, where messages stay and the audit
-    /// records their state.
-    pub(crate) async fn take_out(&self, message: &DeadLetter) -> Result<(), CliError> {
+    /// Removes a message from its RabbitMQ queue. Does nothing on Kafka, which cannot remove single
+    /// messages; the audit records their state.
+    pub(crate) async fn remove(&self, message: &DeadLetter) -> Result<(), CliError> {
         match self {
             #[cfg(feature = "kafka")]
             Self::Kafka(_) => Ok(()),
             #[cfg(feature = "rabbitmq")]
-            Self::Rabbitmq(reader) => reader.take_out(message).await,
+            Self::Rabbitmq(reader) => reader.remove(message).await,
             Self::None(never) => match *never {},
         }
     }

@@ -1,8 +1,8 @@
 //! Decides whether a copy of a message may be sent, and with which age.
 //!
-//! A message stays in its destination for any time, while its marker expires after the window. A
-//! marker without an effect therefore proves at any time that the message was not handled; an
-//! absent marker proves it only within the window.
+//! Messages stay in destinations longer than markers stay in the store, which expire after the
+//! window. A marker that records no effect proves that the message was not handled. An absent
+//! marker proves it only within the window.
 
 use std::time::Duration;
 
@@ -19,7 +19,8 @@ use crate::marker::change::ObservedMarker;
 use crate::marker::description::MarkerState;
 use crate::output::{ms, now_ms};
 
-/// Marks a message whose body was omitted because it exceeds the record limit of the broker.
+/// The header of a message whose body was omitted because it exceeds the record limit of the
+/// broker: the size of the body in bytes.
 const BODY_OMITTED: &str = "oncegate-body-omitted";
 
 /// Risks that the operator accepts.
@@ -50,7 +51,7 @@ const CLAIMED_UNTIL_DEAD_LETTERED: [&str; 8] = [
     "in-doubt-interrupted",
 ];
 
-fn refuse<T>(why: impl std::fmt::Display) -> Result<T, CliError> {
+fn skip<T>(why: impl std::fmt::Display) -> Result<T, CliError> {
     Err(CliError::incomplete(format!("skipped: {why}")))
 }
 
@@ -61,7 +62,7 @@ fn refuse<T>(why: impl std::fmt::Display) -> Result<T, CliError> {
 pub(crate) fn check_source(message: &DeadLetter, target: &str) -> Result<(), CliError> {
     match &message.other_source {
         None => Ok(()),
-        Some(from) => refuse(format!(
+        Some(from) => skip(format!(
             "it was consumed from {from}, and {target} is configured here"
         )),
     }
@@ -77,7 +78,7 @@ pub(crate) fn check_complete(
 ) -> Result<(), CliError> {
     check_body(message)?;
     match &message.missing_parts {
-        Some(what) if !accepted.accept_lost_headers => refuse(format!(
+        Some(what) if !accepted.accept_lost_headers => skip(format!(
             "{what}, so a copy would lack them; --accept-lost-headers sends it without them"
         )),
         _ => Ok(()),
@@ -89,10 +90,10 @@ pub(crate) fn check_complete(
 /// # Errors
 /// The marker may block it, and only the store can release it.
 pub(crate) fn check_without_store(message: &DeadLetter) -> Result<(), CliError> {
-    let may_be_kept = CLAIMED_UNTIL_DEAD_LETTERED.contains(&message.reason())
+    let may_have_marker = CLAIMED_UNTIL_DEAD_LETTERED.contains(&message.reason())
         || matches!(message.reason(), "unreadable" | "conflict");
-    if message.id().is_some() && may_be_kept {
-        return refuse(
+    if message.id().is_some() && may_have_marker {
+        return skip(
             "the marker of its id may block a copy, and no store is configured to release it; set store.url",
         );
     }
@@ -102,7 +103,7 @@ pub(crate) fn check_without_store(message: &DeadLetter) -> Result<(), CliError> 
 /// Checks that the body is present.
 ///
 /// # Errors
-/// The body was omitted; names the position of the original.
+/// The body was omitted. The error names the partition and offset, or queue, of the original.
 fn check_body(message: &DeadLetter) -> Result<(), CliError> {
     match message.header(BODY_OMITTED) {
         None => Ok(()),
@@ -115,7 +116,7 @@ fn check_body(message: &DeadLetter) -> Result<(), CliError> {
     }
 }
 
-/// Whether the id of a message is its position, so that a copy gets another id.
+/// Whether the id of a message is its topic, partition and offset, so that a copy gets another id.
 fn id_is_position(message: &DeadLetter, context: &CliContext) -> bool {
     let by_config = context
         .config
@@ -124,8 +125,7 @@ fn id_is_position(message: &DeadLetter, context: &CliContext) -> bool {
     by_config || (message.id().is_some() && message.id() == message.header(headers::ORIGIN))
 }
 
-/// The time since the earliest moment at which its id may have been handled, in milliseconds;
-/// `None` if unknown.
+/// Milliseconds since its id may have been handled at the earliest; `None` if unknown.
 fn ms_since_possibly_handled(message: &DeadLetter) -> Option<u64> {
     let sent_ms = message.sent_or_rejected_ms();
     let since = if CLAIMED_UNTIL_DEAD_LETTERED.contains(&message.reason()) {
@@ -155,8 +155,8 @@ const NEW_COPY: CopyPlan = CopyPlan {
 };
 
 /// Whether the marker has the fingerprint of another body. Only checked for messages whose id
-/// oncegate did not write, for example those that a broker dead-lettered: otherwise anyone who may
-/// publish could release the id of another message.
+/// oncegate did not write, such as those that a broker dead-lettered: their producer could
+/// otherwise release the id of another message.
 fn has_other_body(message: &DeadLetter, marker: &Marker) -> bool {
     let fingerprint = match marker {
         Marker::Rejected { fingerprint, .. } => *fingerprint,
@@ -170,7 +170,7 @@ fn has_other_body(message: &DeadLetter, marker: &Marker) -> bool {
 /// Plans the copy of a message from its marker; `None` means that there is no store.
 ///
 /// # Errors
-/// The message must stay, and why.
+/// The reason why no copy may be sent; the message stays in its destination.
 pub(crate) fn plan_copy(
     message: &DeadLetter,
     seen: Option<&ObservedMarker<'_>>,
@@ -182,7 +182,7 @@ pub(crate) fn plan_copy(
     if let Some(observed) = seen.filter(|_| !selected_by_id)
         && has_other_body(message, &observed.standing.marker)
     {
-        return refuse("its id was used for another body; select it with --id to send it anyway");
+        return skip("its id was used for another body; select it with --id to send it anyway");
     }
     plan_for_state(message, state, selected_by_id, accepted, context)
 }
@@ -196,28 +196,28 @@ pub(crate) fn plan_for_state(
     context: &CliContext,
 ) -> Result<CopyPlan, CliError> {
     if id_is_position(message, context) && !accepted.accept_forgotten {
-        return refuse(
+        return skip(
             "its id is its position, so a copy gets another id and may be handled twice; --accept-forgotten sends it",
         );
     }
     let is_conflict = message.reason() == "conflict";
     match state {
         MarkerState::Done if is_conflict => {
-            refuse("its id was handled with another body; give it an id of its own, or drop it")
+            skip("its id was handled with another body; give it an id of its own, or drop it")
         }
         MarkerState::Done => {
-            refuse("its id was handled meanwhile, so a copy would be a duplicate; drop it")
+            skip("its id was handled meanwhile, so a copy would be a duplicate; drop it")
         }
-        MarkerState::Rejected if is_conflict => refuse(
+        MarkerState::Rejected if is_conflict => skip(
             "its id belongs to a message with another body, which was rejected; process that one first",
         ),
-        MarkerState::Lapsed if is_conflict => refuse(
+        MarkerState::Lapsed if is_conflict => skip(
             "its id belongs to a message with another body, whose lease expired; process that one first",
         ),
-        MarkerState::InDoubt => refuse("its id is in doubt; run `oncegate in-doubt resolve` first"),
-        MarkerState::InProgress => refuse("its id is being handled right now; try again later"),
-        MarkerState::Unreadable => refuse("its marker cannot be read"),
-        MarkerState::Absent | MarkerState::Cleared if is_conflict && !selected_by_id => refuse(
+        MarkerState::InDoubt => skip("its id is in doubt; run `oncegate in-doubt resolve` first"),
+        MarkerState::InProgress => skip("its id is being handled right now; try again later"),
+        MarkerState::Unreadable => skip("its marker cannot be read"),
+        MarkerState::Absent | MarkerState::Cleared if is_conflict && !selected_by_id => skip(
             "its id was used for another body, which may have been handled; select it with --id to send it anyway",
         ),
         MarkerState::Rejected => Ok(NEW_COPY),
@@ -237,11 +237,11 @@ fn plan_without_marker(
     context: &CliContext,
 ) -> Result<CopyPlan, CliError> {
     if message.state == DeadLetterState::Begun && !accepted.accept_unfinished {
-        return refuse(
+        return skip(
             "an interrupted command may have sent it; see `oncegate audit`. --accept-unfinished sends it again, `drop` drops it",
         );
     }
-    // A message without an id was never handled under one.
+    // Without a valid id the message cannot have been handled.
     if accepted.accept_forgotten
         || matches!(message.reason(), "missing-id" | "unusable-id")
         || !marker_may_have_expired(message, context.config.window())
@@ -254,7 +254,7 @@ fn plan_without_marker(
             age: CopyAge::FirstSeen(message.sent_or_rejected_ms().unwrap_or(0)),
             effect: Effect::Unknown,
         }),
-        _ => refuse(format!(
+        _ => skip(format!(
             "its id has no marker, and it may have been handled longer ago than the window of {}; find out, then drop it or pass --accept-forgotten",
             config::window_description(&context.config)
         )),

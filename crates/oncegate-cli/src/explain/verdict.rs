@@ -1,4 +1,4 @@
-//! Derives the answer of `oncegate explain` from everything that was found.
+//! Derives the verdict of `oncegate explain` from the [`Evidence`].
 
 use oncegate::Guarantee;
 use oncegate::source::headers;
@@ -10,17 +10,18 @@ use crate::destination::{DeadLetter, DeadLetterState, Destination, redrive_polic
 use crate::marker::description::MarkerState;
 use crate::output::{ms, now_ms};
 
-/// The answer as a code.
+/// The verdict in JSON output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum HandlingVerdict {
     /// Handled once.
     Handled,
-    /// Handled once; there were several messages.
+    /// Handled, and the topic has several messages with this id.
     HandledWithDuplicates,
     InProgress,
-    /// Its lease expired, and no delivery followed.
-    LeftByItsHolder,
+    /// Its lease expired, and no delivery claimed it since.
+    #[serde(rename = "left-by-its-holder")]
+    Abandoned,
     InDoubt,
     DeadLettered,
     /// An operator dropped it.
@@ -31,14 +32,15 @@ pub(crate) enum HandlingVerdict {
     WillRunAgain,
     /// The topic has messages with this id, and nothing else is known.
     NotRecorded,
-    /// Nothing is known.
+    /// No trace of the id was found.
     Unknown,
-    /// Nothing is known, and not everything was checked.
+    /// No trace of the id was found, and not everything was checked.
     Unchecked,
-    /// The value under its key is not one that oncegate writes.
+    /// The value under its key is not a marker.
     UnreadableMarker,
     /// The store could not be read.
-    NotSeen,
+    #[serde(rename = "not-seen")]
+    StoreUnreadable,
 }
 
 impl HandlingVerdict {
@@ -47,7 +49,7 @@ impl HandlingVerdict {
         matches!(self, Self::Unknown | Self::Unchecked)
     }
 
-    pub(crate) fn word(self, guarantee: Guarantee) -> &'static str {
+    pub(crate) fn label(self, guarantee: Guarantee) -> &'static str {
         match (self, guarantee) {
             (Self::Handled, Guarantee::AtMostOnce) => return "handled, once",
             (Self::HandledWithDuplicates, Guarantee::AtMostOnce) => {
@@ -56,11 +58,11 @@ impl HandlingVerdict {
             _ => {}
         }
         match self {
-            // An interrupted run may have had an effect, too.
+            // Not "once": an interrupted attempt may have had an effect, too.
             Self::Handled => "handled",
             Self::HandledWithDuplicates => "handled; there were duplicates",
             Self::InProgress => "being handled",
-            Self::LeftByItsHolder => "abandoned by its holder",
+            Self::Abandoned => "abandoned by its holder",
             Self::InDoubt => "in doubt",
             Self::DeadLettered => "not handled; in the dead letters",
             Self::Dropped => "not handled; dropped by an operator",
@@ -70,25 +72,28 @@ impl HandlingVerdict {
             Self::Unknown => "unknown",
             Self::Unchecked => "unknown; not everything was checked",
             Self::UnreadableMarker => "unknown; the value of its key is not a marker",
-            Self::NotSeen => "unknown; the store could not be read",
+            Self::StoreUnreadable => "unknown; the store could not be read",
         }
     }
 }
 
-/// The answer as a code and as text.
+/// The verdict and its explanation.
 pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
     let Some(marker) = &evidence.marker else {
         let text = "The store could not be read, and only the store records what was handled. Other findings are listed below.";
-        return (HandlingVerdict::NotSeen, text.into());
+        return (HandlingVerdict::StoreUnreadable, text.into());
     };
     // Messages from another source belong to another consumer.
-    let waits = |messages: &[DeadLetter]| {
+    let first_pending = |messages: &[DeadLetter]| {
         messages
             .iter()
             .find(|message| message.state.is_pending() && message.other_source.is_none())
             .cloned()
     };
-    let (dead, doubt) = (waits(&evidence.dead_letters), waits(&evidence.in_doubt));
+    let (dead, doubt) = (
+        first_pending(&evidence.dead_letters),
+        first_pending(&evidence.in_doubt),
+    );
     let (verdict, mut text) = match marker.state {
         MarkerState::Done => handled(evidence, dead.as_ref(), doubt.as_ref()),
         MarkerState::InProgress => (
@@ -96,12 +101,12 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
             "A consumer is handling it right now. Every other message with this id waits until that ends; none is accepted before."
                 .into(),
         ),
-        MarkerState::Lapsed => (HandlingVerdict::LeftByItsHolder, lapsed(&marker.text, dead.as_ref())),
+        MarkerState::Lapsed => (HandlingVerdict::Abandoned, lapsed(&marker.text, dead.as_ref())),
         MarkerState::InDoubt => (HandlingVerdict::InDoubt, in_doubt(evidence, doubt.as_ref())),
         MarkerState::Unreadable => (
             HandlingVerdict::UnreadableMarker,
             match doubt.as_ref().or(dead.as_ref()) {
-                Some(message) => format!("{} A message with this id is in {}.", marker.text, message.place),
+                Some(message) => format!("{} A message with this id is in {}.", marker.text, message.location),
                 None => marker.text.clone(),
             },
         ),
@@ -144,12 +149,12 @@ fn nothing_ran_since(evidence: &Evidence) -> bool {
         .is_some_and(|marker| marker.attempts == Some(0))
 }
 
-/// Whether an action is older than the window, so that later markers may have expired.
+/// Whether an action is older than the window, so that a marker written since may have expired.
 fn is_older_than_window(entry: &AuditEntry, evidence: &Evidence) -> bool {
     now_ms().saturating_sub(entry.at_ms) >= ms(evidence.window)
 }
 
-/// The action that recorded it as done, unless a consumer wrote the marker later.
+/// The operator action that recorded the id as done, unless a consumer wrote the marker later.
 fn completed_by_operator(evidence: &Evidence) -> Option<&AuditEntry> {
     let written = evidence
         .marker
@@ -170,13 +175,13 @@ fn copies(evidence: &Evidence) -> Option<usize> {
         .filter_map(|message| message.header(headers::ORIGIN))
         .collect();
     let copies = evidence.copies.as_ref()?.iter();
-    // A position starts with its broker.
+    // A copy is printed as broker and location; an origin has no broker.
     Some(
         copies
             .filter(|copy| {
                 !in_destinations.iter().any(|origin| {
                     copy.split_once(' ')
-                        .is_some_and(|(_, place)| place == *origin)
+                        .is_some_and(|(_, location)| location == *origin)
                 })
             })
             .count(),
@@ -239,7 +244,7 @@ fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>) -> String {
         (Some(message), Some(why)) => format!(
             "Its effect is unknown: {why}. It does not run again without a decision. The message waits in {} for an operator to find out \
              and run `oncegate in-doubt resolve`.",
-            message.place
+            message.location
         ),
         _ if evidence.incomplete.contains(&Destination::InDoubt) => {
             "Its effect is unknown. It does not run again without a decision; whether the in-doubt destination has a message is unknown."
@@ -254,11 +259,11 @@ fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>) -> String {
 fn lapsed(marker: &str, dead: Option<&DeadLetter>) -> String {
     match dead {
         None => marker.to_owned(),
-        // The broker may have dead-lettered it, after many crashes.
+        // The broker may have dead-lettered it after repeated crashes.
         Some(message) => format!(
             "{marker} If no delivery is left, its message is in {}: `oncegate dead-letters redrive` sends it back through the gate, which \
              continues from this marker.",
-            message.place
+            message.location
         ),
     }
 }
@@ -271,7 +276,7 @@ fn dead_lettered(evidence: &Evidence, message: &DeadLetter, state: MarkerState) 
         .unwrap_or_default();
     let location = format!(
         "It was not handled: {why}.{error} It is in {}.",
-        message.place
+        message.location
     );
     if state == MarkerState::Rejected {
         return format!(
@@ -298,7 +303,8 @@ fn dead_lettered(evidence: &Evidence, message: &DeadLetter, state: MarkerState) 
 
 fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict, String) {
     let last = last_action(evidence);
-    // A marker that records no effect is proof; an absent one only within the window.
+    // Any marker in this state proves that the action is still the last one; an absent marker
+    // proves it only within the window.
     let is_known =
         |entry: &AuditEntry| state != MarkerState::Absent || !is_older_than_window(entry, evidence);
     let expired = || {

@@ -280,7 +280,7 @@ async fn run(
     let action = PlannedAction {
         what,
         id: Some(id.to_string()),
-        place: None,
+        location: None,
         before: before.clone(),
         after: after.clone(),
         attempt,

@@ -18,11 +18,11 @@ use crate::run::RunResult;
 use crate::slots::Slot;
 use crate::spans;
 
-/// What the engine knows of one delivery, queued or in flight.
+/// One delivery, queued or in flight.
 pub(super) struct InFlightEntry {
     pub(super) in_flight: InFlight,
     pub(super) id: Option<MessageId>,
-    /// The first event of its lifecycle: whether it has an id.
+    /// The first event of its lifecycle, which says whether it has an id.
     pub(super) arrival: Event,
     pub(super) key: Option<Key>,
     pub(super) terms: Terms,
@@ -60,7 +60,7 @@ pub(super) enum Occupancy {
     Queued,
 }
 
-/// The result of a spawned handler: whose, of which run, and the result.
+/// The delivery of a spawned handler, the turn of its run, and the result.
 pub(super) type FinishedRun = (Slot, u32, RunResult);
 
 /// Which function of the handler runs.

@@ -23,12 +23,12 @@ pub(super) struct Reporter {
     failed: LogThrottle,
     reconciled: LogThrottle,
     taken_over: LogThrottle,
-    alone: LogThrottle,
+    runs_apart: LogThrottle,
     held: LogThrottle,
     lease_lost: LogThrottle,
 }
 
-/// The maximum number of lines of one kind in a second.
+/// The maximum number of lines of one kind per second.
 const LINES: u32 = 10;
 
 impl Reporter {
@@ -46,7 +46,7 @@ impl Reporter {
             panicked,
             reconciled,
             taken_over,
-            alone,
+            runs_apart,
             held,
             lease_lost,
         ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, Duration::from_secs(1)));
@@ -61,7 +61,7 @@ impl Reporter {
             failed,
             reconciled,
             taken_over,
-            alone,
+            runs_apart,
             held,
             lease_lost,
         }
@@ -159,7 +159,7 @@ impl Reporter {
                     Some(Finding::DidNotHappen) => "did not happen",
                     None => "unknown",
                 };
-                tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconciled");
+                tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconcile ended");
             }
             _ => {}
         }
@@ -207,7 +207,7 @@ impl Reporter {
         attempts: Attempts,
         max_crashes: u32,
     ) {
-        if let Some(suppressed_lines) = self.alone.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.runs_apart.due(Instant::now()) {
             let (id, origin) = id_and_origin(entry);
             let Attempts {
                 number: attempt,

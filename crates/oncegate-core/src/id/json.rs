@@ -8,8 +8,7 @@ use serde_json::value::RawValue;
 
 use super::NoId;
 
-/// The maximum length of a whole number, in digits: `1e999999999` is short, and its digits would
-/// fill the memory.
+/// The maximum length of a whole number, in digits: written out, `1e999999999` would fill the memory.
 const LONGEST_NUMBER: usize = 200;
 
 /// The text of the id at this pointer (RFC 6901).
@@ -21,8 +20,8 @@ pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
         .skip(1)
         .map(|token| token.replace("~1", "/").replace("~0", "~"))
         .collect();
-    let mut json = serde_json::Deserializer::from_slice(without_mark(body));
-    let found = At(&path)
+    let mut json = serde_json::Deserializer::from_slice(without_byte_order_mark(body));
+    let found = PathReader(&path)
         .deserialize(&mut json)
         .and_then(|found| json.end().map(|()| found));
     // The full text may quote the payload; line and column do not.
@@ -50,19 +49,19 @@ pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
         Some(b'{') => Err(unusable("is an object: name the field in it")),
         Some(b'[') => Err(unusable("is a list: name the element in it")),
         Some(b't' | b'f') => Err(unusable("is a truth value")),
-        _ => whole(raw)
+        _ => whole_number(raw)
             .ok_or_else(|| unusable("is a number that is not whole, or has more than 200 digits")),
     }
 }
 
 /// A body without the byte order mark that some producers put before their JSON.
-pub(crate) fn without_mark(body: &[u8]) -> &[u8] {
+pub(crate) fn without_byte_order_mark(body: &[u8]) -> &[u8] {
     body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body)
 }
 
 /// The digits of a whole number of any size, however it is written: `1`, `1.0`, `10e-1` and `1e0`
 /// are one id.
-fn whole(number: &str) -> Option<String> {
+fn whole_number(number: &str) -> Option<String> {
     let (sign, number) = number
         .strip_prefix('-')
         .map_or(("", number), |rest| ("-", rest));
@@ -108,9 +107,9 @@ enum PathValue<'de> {
 
 /// Reads the value at a path and skips everything else.
 #[derive(Clone, Copy)]
-struct At<'p>(&'p [String]);
+struct PathReader<'p>(&'p [String]);
 
-impl<'de> DeserializeSeed<'de> for At<'_> {
+impl<'de> DeserializeSeed<'de> for PathReader<'_> {
     type Value = PathValue<'de>;
 
     fn deserialize<D: Deserializer<'de>>(
@@ -124,7 +123,7 @@ impl<'de> DeserializeSeed<'de> for At<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for At<'_> {
+impl<'de> Visitor<'de> for PathReader<'_> {
     type Value = PathValue<'de>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -140,7 +139,7 @@ impl<'de> Visitor<'de> for At<'_> {
             if name.0 != first.as_str() {
                 map.next_value::<IgnoredAny>()?;
             } else if found.is_none() {
-                found = Some(map.next_value_seed(At(rest))?);
+                found = Some(map.next_value_seed(PathReader(rest))?);
             } else {
                 map.next_value::<IgnoredAny>()?;
                 found = Some(PathValue::Twice);
@@ -161,7 +160,7 @@ impl<'de> Visitor<'de> for At<'_> {
         let mut found = PathValue::Nothing;
         for at in 0_usize.. {
             if Some(at) == index {
-                match seq.next_element_seed(At(rest))? {
+                match seq.next_element_seed(PathReader(rest))? {
                     Some(it) => found = it,
                     None => break,
                 }

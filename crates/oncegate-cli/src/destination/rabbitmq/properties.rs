@@ -9,8 +9,8 @@ use super::super::{CopyAge, DeadLetter, ROUTING_KEY, is_dropped_from_copies};
 use super::{DestinationQueueKind, REPLACED_BY};
 use crate::output::now_ms;
 
-/// The properties of the original, made persistent, without headers, timestamp, expiration and user
-/// id.
+/// The properties of the original as a persistent message, without headers, timestamp, expiration
+/// and user id.
 fn kept_properties(original: &BasicProperties) -> BasicProperties {
     let mut kept_properties = BasicProperties::default().with_delivery_mode(2);
     macro_rules! keep {
@@ -26,8 +26,7 @@ fn kept_properties(original: &BasicProperties) -> BasicProperties {
 pub(super) fn redriven_properties(original: &BasicProperties, age: CopyAge) -> BasicProperties {
     let mut kept_properties = kept_properties(original);
     if original.timestamp().is_some() {
-        // With the original timestamp the consumer could take the copy for a message older than the
-        // window.
+        // With the original timestamp the consumer could treat the copy as older than the window.
         kept_properties = kept_properties.with_timestamp(now_ms() / 1_000);
     }
     let mut table = FieldTable::default();
@@ -51,7 +50,7 @@ pub(super) fn redriven_properties(original: &BasicProperties, age: CopyAge) -> B
 }
 
 /// The properties of a copy that replaces a message in its queue: those of the message without its
-/// delivery count and `CC`/`BCC`, with its routing key and the reader that publishes the copy.
+/// delivery count and `CC`/`BCC`, plus headers with its routing key and the id of this reader.
 pub(super) fn replacement_properties(
     dead_letter: &Delivery,
     queue: &str,
@@ -86,9 +85,9 @@ pub(super) fn replacement_properties(
 
 /// The header `x-death` that RabbitMQ writes when it dead-letters a message.
 ///
-/// RabbitMQ always overwrites that header, and messages that oncegate puts into a destination never
-/// carry it. So RabbitMQ dead-lettered a message that has it, and its `oncegate-*` headers come
-/// from its producer or a delayed copy.
+/// Only RabbitMQ can set it: RabbitMQ overwrites the header of a producer, and oncegate removes it
+/// from messages that it dead-letters. The `oncegate-*` headers of a message that has it come from its producer or from a
+/// delayed copy.
 pub(super) struct XDeath {
     /// The queue that the message was dead-lettered from.
     pub(super) queue: Option<String>,
@@ -115,8 +114,8 @@ impl XDeath {
     }
 }
 
-/// The delivery count of a message, if its queue counts. In a classic queue the header is that of
-/// an earlier queue.
+/// The delivery count of a message, if its queue counts deliveries. In a classic queue the header
+/// is ignored: an earlier queue set it.
 pub(super) fn delivery_count(table: &FieldTable, queue_kind: DestinationQueueKind) -> Option<u64> {
     if queue_kind == DestinationQueueKind::Classic {
         return None;
