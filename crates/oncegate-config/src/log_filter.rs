@@ -40,29 +40,12 @@ fn is_crate(target: &str) -> bool {
 
 #[cfg(all(test, feature = "run"))]
 mod tests {
-    use std::io::Write;
-    use std::sync::{Arc, Mutex};
+    use std::sync::Mutex;
 
+    use tracing_subscriber::fmt::MakeWriter;
     use tracing_subscriber::layer::{Layer, SubscriberExt};
 
     use super::*;
-
-    #[derive(Clone, Default)]
-    struct Lines(Arc<Mutex<Vec<u8>>>);
-
-    impl Write for Lines {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0
-                .lock()
-                .expect("the lock is not poisoned")
-                .extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
 
     #[test]
     fn lapin_is_silent_unless_the_filter_names_it() {
@@ -77,17 +60,16 @@ mod tests {
             (Some("oncegatecore=debug"), 1),
             (Some("oncegate_amqp=off"), 0),
         ] {
-            let lines = Lines::default();
-            let written = lines.clone();
-            let layer = tracing_subscriber::fmt::layer().with_writer(move || written.clone());
+            static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+            let layer = tracing_subscriber::fmt::layer().with_writer(|| LOG.make_writer());
             let subscriber = tracing_subscriber::registry()
                 .with(layer.with_filter(parse(configured).expect("a filter")));
             tracing::subscriber::with_default(subscriber, || {
                 tracing::error!(target: "lapin::channels", "Connection error");
                 tracing::error!(target: "oncegate_amqp::session", "the broker refuses the login");
             });
-            let text = String::from_utf8(lines.0.lock().expect("the lock is not poisoned").clone())
-                .expect("text");
+            let text = std::mem::take(&mut *LOG.lock().expect("the lock is not poisoned"));
+            let text = String::from_utf8(text).expect("text");
             assert_eq!(text.lines().count(), expected, "{configured:?}: {text}");
         }
     }

@@ -277,25 +277,10 @@ async fn renew(
 #[cfg(test)]
 mod tests {
     use tokio::sync::mpsc::unbounded_channel;
+    use tracing_subscriber::fmt::MakeWriter;
 
     use super::*;
     use crate::marker::Operation;
-
-    /// Keeps the lines that are logged on this thread.
-    #[derive(Clone, Default)]
-    struct LogLines(Arc<Mutex<Vec<u8>>>);
-
-    impl std::io::Write for LogLines {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            kept.extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
 
     /// A store that does not answer.
     struct Silent;
@@ -357,11 +342,10 @@ mod tests {
 
     #[test]
     fn failed_renewals_are_logged_once_in_ten_seconds() {
-        let lines = LogLines::default();
-        let writer = lines.clone();
+        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
         let subscriber = tracing_subscriber::fmt()
             .with_ansi(false)
-            .with_writer(move || writer.clone())
+            .with_writer(|| LOG.make_writer())
             .finish();
         tracing::subscriber::with_default(subscriber, || {
             let (mut log, start) = (RenewalLog::default(), Instant::now());
@@ -372,8 +356,7 @@ mod tests {
                 log.failed(3, &error, now);
             }
         });
-        let kept = lines.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let text = String::from_utf8_lossy(&kept);
+        let text = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
         for message in ["does not answer in time", "check the store leases="] {
             let found: Vec<_> = text.lines().filter(|line| line.contains(message)).collect();
             assert_eq!(found.len(), 2, "{text}");

@@ -5,14 +5,13 @@
 #[path = "kafka/stage.rs"]
 mod stage;
 
-use std::io;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::SourceError;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_kafka::{Kafka, KafkaLogin};
+use oncegate_testkit::Lines;
 use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser};
 
 use crate::stage::*;
@@ -21,37 +20,10 @@ use crate::stage::*;
 const PASSWORD: &str = "canary-7Hq2-password";
 const WRONG: &str = "canary-7Hq2-mistaken";
 
-/// All log lines.
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
-
-impl io::Write for Lines {
-    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        self.0.lock().expect("not poisoned").extend_from_slice(line);
-        Ok(line.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl Lines {
-    fn text(&self) -> String {
-        String::from_utf8_lossy(&self.0.lock().expect("not poisoned")).into_owned()
-    }
-}
-
 /// One test, because all parts share the broker and the log.
 #[tokio::test(flavor = "multi_thread")]
 async fn authorized_clients_connect_and_no_secret_is_logged() {
-    let lines = Lines::default();
-    let writer = lines.clone();
-    tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_max_level(tracing::Level::TRACE)
-        .with_writer(move || writer.clone())
-        .init();
+    let lines = Lines::filtered("trace");
     let user = KafkaUser {
         name: "ledger".to_owned(),
         password: PASSWORD.to_owned(),

@@ -10,7 +10,7 @@ use oncegate::{Consumer, MemoryBroker, Store};
 use oncegate_config::Config;
 use rustix::fs::{FlockOperation, flock};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, interval};
+use tokio::time::{Instant, sleep};
 
 use crate::charge::Charge;
 use crate::provider::Provider;
@@ -140,23 +140,19 @@ impl Demo<'_> {
         Ok(())
     }
 
-    /// Sends all messages within about five seconds, kills workers at regular intervals meanwhile,
-    /// and returns when nothing changes any more.
+    /// Sends all messages in five seconds or somewhat longer, kills workers at regular intervals
+    /// meanwhile, and returns when nothing changes any more.
     async fn run(&mut self) -> Result<()> {
         let mut batches = self.messages.chunks((self.messages.len() / 250).max(1));
         let batches_per_kill = batches.len() / (KILLS + 1);
-        let mut ticks = interval(Duration::from_millis(20));
         let (mut progress, mut since, mut progress_at_kill) = (0, Instant::now(), 0);
         loop {
-            ticks.tick().await;
-            if let Some(batch) = batches.next() {
-                self.broker.send(batch).await?;
-            }
+            sleep(Duration::from_millis(20)).await;
             if let Some(ended) = self.workers.iter_mut().find(|it| it.is_finished()) {
                 ended.await??;
             }
             let now = deliveries(&self.metrics.render(), "");
-            if now != progress {
+            if now != progress || batches.len() > 0 {
                 (progress, since) = (now, Instant::now());
             }
             let kills_left = KILLS - self.killed;
@@ -167,6 +163,9 @@ impl Demo<'_> {
                 killed.abort(); // drops the task, as if its process had ended
                 let _ = killed.await; // an error, since it was aborted
                 (self.killed, progress_at_kill) = (self.killed + 1, progress);
+            }
+            if let Some(batch) = batches.next() {
+                self.broker.send(batch).await?;
             }
             let is_over = match &self.broker {
                 Broker::Memory(broker) => broker.unsettled() == 0 && since.elapsed() > QUIET / 6,
