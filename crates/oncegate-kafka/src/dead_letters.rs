@@ -219,7 +219,7 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             reason = reason.as_str(),
             suppressed_lines,
-            "cannot publish to the dead-letter topic; the message is held, its offset is not committed, and publishing is retried; check that the topic exists without compaction, and the right Write on it"
+            "cannot publish to the dead-letter topic; the message is held, its offset is not committed, and publishing is retried; check that the topic exists without compaction, its max.message.bytes, and the right Write on it"
         );
     }
 
