@@ -225,7 +225,7 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             reason = reason.as_str(),
             suppressed_lines,
-            "cannot publish to the dead-letter topic; its message stays in memory, no offset from it on is committed, and publishing is retried; check that the topic exists and is not compacted, and that this client has the right Write on it"
+            "cannot publish to the dead-letter topic; its message stays in memory, no offset from it on is committed, and publishing is retried; check that the topic exists and is not compacted, its max.message.bytes, and that this client has the right Write on it"
         );
     }
 
