@@ -13,7 +13,7 @@
 //! ```
 //!
 //! `<attempts>` is `<number> <base> <crashes> <n|u>`: the number of the last attempt, how many
-//! attempts the budget does not count, how many ended in a crash since the id was last sent back,
+//! attempts `max_attempts` does not count, how many ended in a crash since the id was last redriven,
 //! and whether earlier attempts had no effect (`n`) or an unknown one (`u`).
 //!
 //! `apply.lua` reads and writes the same format.

@@ -75,7 +75,7 @@ pub(crate) fn wrong_type(command: &str) -> StoreFailure {
     StoreFailure::unknown(format!("unexpected type of reply from Redis to {command}"))
 }
 
-/// The reply, or the failure that it means.
+/// The reply, or its failure if it is an error or missing.
 pub(crate) fn success(reply: Option<Value>) -> Result<Value, StoreFailure> {
     match reply {
         Some(Value::ServerError(error)) => Err(StoreFailure::from_server_error(

@@ -162,7 +162,7 @@ impl Router {
                 let mut found = Vec::new();
                 for address in map.primaries() {
                     if let (Some(key), Some(connections)) = (
-                        map.key_on_node(address, name, &cluster.moving),
+                        map.key_on_node(address, name, &cluster.migrating),
                         cluster.node(address).await,
                     ) {
                         found.push((key, connections));
@@ -184,7 +184,7 @@ impl Router {
             Self::Cluster(cluster) => cluster.map().await?.key_on_node(
                 &connections.general.described(),
                 name,
-                &cluster.moving,
+                &cluster.migrating,
             ),
         })
     }
@@ -239,9 +239,9 @@ impl Router {
     }
 
     /// Refreshes the topology, and avoids keys in a slot that is migrating.
-    pub(crate) fn invalidate_slot(&self, moving: Option<u16>) {
-        if let (Self::Cluster(cluster), Some(slot)) = (self, moving) {
-            cluster.moving.add(slot);
+    pub(crate) fn invalidate_slot(&self, migrating: Option<u16>) {
+        if let (Self::Cluster(cluster), Some(slot)) = (self, migrating) {
+            cluster.migrating.add(slot);
         }
         self.invalidate();
     }
