@@ -99,8 +99,8 @@ mod tests {
         assert_eq!(one_in_a_thousand, steady);
         let changed = after((0..2000).map(|_| 100).chain((0..4000).map(|_| 1000))).expect("enough");
         assert!(changed >= Duration::from_millis(3000), "{changed:?}");
-        for odd in [0, u64::MAX] {
-            assert!(after((0..600).map(|_| odd)).is_some());
+        for extreme in [0, u64::MAX] {
+            assert!(after((0..600).map(|_| extreme)).is_some());
         }
     }
 }

@@ -22,22 +22,22 @@ local function read(raw)
   if not raw then return { state = 'absent' } end
   if raw == '1' then return { state = 'done', body = '-' } end
   if #raw == 20 and raw:find('^%-1%d+$') then return { state = 'done', body = raw:sub(3) } end
-  local kind, rest = raw:match('^v1 (%l) (.*)$')
+  local kind, fields = raw:match('^v1 (%l) (.*)$')
   if IN_USE[kind] then
-    local token, number, base, crashes, effect, ms, keep, promise, body =
-      rest:match('^([%da-f]+) (%d+) (%d+) (%d+) ([nu]) (%d+) (%d+) ([aeb]) (%S+)$')
-    if token and #token == 32 and is_count(number) and is_count(base) and is_count(crashes) and #ms <= 15 and #keep <= 15
-      and is_fingerprint(body) then
+    local token, number, base, crashes, effect, lease_ms, horizon_ms, writer_guarantee, body =
+      fields:match('^([%da-f]+) (%d+) (%d+) (%d+) ([nu]) (%d+) (%d+) ([aeb]) (%S+)$')
+    if token and #token == 32 and is_count(number) and is_count(base) and is_count(crashes) and #lease_ms <= 15
+      and #horizon_ms <= 15 and is_fingerprint(body) then
       return {
-        state = IN_USE[kind], token = token, number = number, base = base, crashes = crashes, effect = effect, lease = ms,
-        horizon = keep, promise = promise, body = body,
+        state = IN_USE[kind], token = token, number = number, base = base, crashes = crashes, effect = effect, lease = lease_ms,
+        horizon = horizon_ms, writer_guarantee = writer_guarantee, body = body,
       }
     end
   elseif kind == 'x' then
-    local number, body = rest:match('^(%d+) (%S+)$')
+    local number, body = fields:match('^(%d+) (%S+)$')
     if number and is_count(number) and is_fingerprint(body) then return { state = 'rejected', number = number, body = body } end
   elseif kind == 'c' then
-    local number, base, crashes, effect = rest:match('^(%d+) (%d+) (%d+) ([nu])$')
+    local number, base, crashes, effect = fields:match('^(%d+) (%d+) (%d+) ([nu])$')
     if number and is_count(number) and is_count(base) and is_count(crashes) then
       return { state = 'cleared', number = number, base = base, crashes = crashes, effect = effect }
     end
@@ -70,14 +70,17 @@ local function counts(number, base, crashes)
   return number .. ' ' .. base .. ' ' .. crashes
 end
 
-local function held(kind, token, attempts, effect, ms, keep, promise, body)
-  return 'v1 ' .. kind .. ' ' .. token .. ' ' .. attempts .. ' ' .. effect .. ' ' .. ms .. ' ' .. keep .. ' ' .. promise .. ' ' .. body
+-- The record of a marker with a holder.
+local function held(kind, token, attempts, effect, lease_ms, horizon_ms, writer_guarantee, body)
+  return 'v1 ' .. kind .. ' ' .. token .. ' ' .. attempts .. ' ' .. effect .. ' ' .. lease_ms .. ' ' .. horizon_ms .. ' '
+    .. writer_guarantee .. ' ' .. body
 end
 
 local function done(key, fingerprint, verdict)
   return put(key, fingerprint == '-' and '1' or '-1' .. fingerprint, window, verdict)
 end
 
+-- The next count, at most the largest that a record can hold.
 local function after(count)
   return string.format('%.0f', math.min(tonumber(count) + 1, LARGEST))
 end
@@ -128,7 +131,7 @@ local function claim(key, token, fingerprint, found)
   if other_body then return 'conflict' end
   -- max_attempts does not count the attempt that crashed: crashes are counted separately.
   local base = after(found.base)
-  if found.promise ~= 'a' and guarantee ~= 'a' then return grant(found.number, base, crashes, 'u') end
+  if found.writer_guarantee ~= 'a' and guarantee ~= 'a' then return grant(found.number, base, crashes, 'u') end
   return grant_in_doubt(base, crashes)
 end
 
@@ -203,7 +206,7 @@ local function apply(key, request)
     end
     if is_own then
       local attempts = counts(found.number, found.base, found.crashes)
-      local same = held('w', token, attempts, found.effect, found.lease, found.horizon, found.promise, found.body)
+      local same = held('w', token, attempts, found.effect, found.lease, found.horizon, found.writer_guarantee, found.body)
       return put(key, same, found.horizon, 'kept')
     end
   elseif ask == 'happened' then

@@ -232,7 +232,7 @@ impl Cluster {
             state.map = Some(map.clone());
             return Ok(map);
         }
-        // No operation was sent, whatever the outcome of the queries.
+        // No operation was sent: an unanswered query is no unknown outcome.
         Err(match last_failure {
             Some(StoreFailure::Unknown(problem)) => StoreFailure::NotApplied(problem),
             Some(failure) => failure,

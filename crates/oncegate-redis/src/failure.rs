@@ -160,11 +160,11 @@ impl StoreFailure {
 fn permission_remedy(detail: &str) -> String {
     let user = detail
         .split_once("User ")
-        .and_then(|(_, rest)| rest.split_once(" has no permissions"))
+        .and_then(|(_, user)| user.split_once(" has no permissions"))
         .map_or("<user>", |(user, _)| user);
     let denied = detail
         .split_once("run the '")
-        .and_then(|(_, rest)| rest.split_once('\''))
+        .and_then(|(_, command)| command.split_once('\''))
         .map(|(command, _)| format!("+{}", command.to_ascii_lowercase()));
     match denied {
         // All rights at once: otherwise each run of a tool reports only the next missing one.

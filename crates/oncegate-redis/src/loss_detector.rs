@@ -474,7 +474,7 @@ impl DetectorState {
         }
         let known = self.canaries.entry(keys.shared).or_default();
         if known.generation != expected.generation {
-            // Another reply showed a new generation meanwhile, and the lost writes with it.
+            // Another reply has shown a new generation since the request was sent, and was reported.
             return None;
         }
         if canary.generation != known.generation {

@@ -50,7 +50,7 @@ async fn check_servers(router: &Router, request: PreflightRequest<'_>) -> Result
         .keys_on_each_primary(&[request.prefix, b"!probe"].concat())
         .await?;
     for (probe, connections) in &probes {
-        let at = format!(
+        let server = format!(
             "{}: Redis at {}",
             router.setting(),
             connections.general.described()
@@ -81,12 +81,12 @@ async fn check_servers(router: &Router, request: PreflightRequest<'_>) -> Result
         }
         if !report.missing.is_empty() {
             return Err(StoreFailure::misconfigured(format!(
-                "{at} {}",
+                "{server} {}",
                 report.missing.join("; ")
             )));
         }
         for warning in report.warnings {
-            tracing::warn!("{at} {warning}");
+            tracing::warn!("{server} {warning}");
         }
     }
     Ok(())

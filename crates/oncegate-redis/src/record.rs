@@ -158,7 +158,7 @@ pub(crate) fn decode(raw: &[u8]) -> Result<Marker, DecodeError> {
     }
     if let Some(version) = text
         .strip_prefix('v')
-        .and_then(|rest| rest.split_once(' '))
+        .and_then(|record| record.split_once(' '))
         .map(|(version, _)| version)
         && version != "1"
         && !version.is_empty()

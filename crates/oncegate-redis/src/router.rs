@@ -150,7 +150,7 @@ impl Router {
             .await
     }
 
-    /// Each primary once, with a key that it serves: the name, in a Cluster with a number appended.
+    /// Each primary once, with a key that it serves: `name`, in a Cluster with a number appended.
     pub(crate) async fn keys_on_each_primary(
         &self,
         name: &[u8],
@@ -159,16 +159,16 @@ impl Router {
             Self::Single(connections) => Ok(vec![(name.to_vec(), connections.clone())]),
             Self::Cluster(cluster) => {
                 let map = cluster.map().await?;
-                let mut found = Vec::new();
+                let mut keys = Vec::new();
                 for address in map.primaries() {
                     if let (Some(key), Some(connections)) = (
                         map.key_on_node(address, name, &cluster.migrating),
                         cluster.node(address).await,
                     ) {
-                        found.push((key, connections));
+                        keys.push((key, connections));
                     }
                 }
-                Ok(found)
+                Ok(keys)
             }
         }
     }

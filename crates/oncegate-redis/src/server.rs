@@ -48,12 +48,12 @@ impl ServerConfig {
         }
         // With one of these characters in a password, a part of it would be parsed as host or port,
         // and shown in messages.
-        let (scheme, rest) = url.split_once("://").unwrap_or_default();
+        let (scheme, after_scheme) = url.split_once("://").unwrap_or_default();
         // The path of a socket contains no password.
         if !scheme.ends_with("unix")
-            && rest
+            && after_scheme
                 .find(['/', '?', '#'])
-                .is_some_and(|end| rest[end..].contains('@'))
+                .is_some_and(|end| after_scheme[end..].contains('@'))
         {
             return Err(Problem::new(format!(
                 "{setting}: a character in the URL has to be percent-encoded: / is %2f, @ is %40, # is %23, ? is %3f"

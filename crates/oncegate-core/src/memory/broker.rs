@@ -181,6 +181,7 @@ impl Source for MemorySource {
                 queue.delayed.first_key_value().map(|((at, _), _)| *at)
             };
             match next_due {
+                // One millisecond more, the resolution of the timer.
                 Some(at) => {
                     let _ = tokio::time::timeout(
                         at.saturating_duration_since(Instant::now()) + Duration::from_millis(1),

@@ -100,7 +100,7 @@ pub type SqliteListed = (String, Result<(Marker, Duration), StoreError>);
 
 impl SqliteBrowse {
     /// The next page, which may be empty; `None` after the last. A key that exists during the whole
-    /// listing is listed once; one that is added or removed meanwhile may be missing.
+    /// listing is listed once; one that is added or removed during the scan may be missing.
     ///
     /// # Errors
     /// As for [`Sqlite::look`].

@@ -11,7 +11,7 @@ const JUMP_THRESHOLD: i64 = 1000;
 /// after the start, or when the machine was suspended. All times are in milliseconds since 1970.
 ///
 /// A jump forward would expire every lease and every marker at once. So after the jump each lease
-/// starts again in full, and each marker is kept longer by the width of the jump: until the longest
+/// restarts in full, and each marker is kept longer by the width of the jump: until the longest
 /// window in the file has elapsed, and unresolved at-most-once markers for as long as this process
 /// runs. After a jump back, markers appear to be written in the future: their age is unknown, and
 /// the next claim restarts it.

@@ -98,9 +98,9 @@ impl<'connection> MarkerTable<'connection> {
             Change::Delete => {
                 self.delete.execute([operation.key.as_str()])?;
             }
-            Change::Write(marker, after) => {
+            Change::Write(marker, time_to_live) => {
                 self.write
-                    .execute(self.now.columns(&operation.key, marker, after))?;
+                    .execute(self.now.columns(&operation.key, marker, time_to_live))?;
             }
         }
         Ok(Ok(verdict))
@@ -141,14 +141,14 @@ impl<'connection> MarkerTable<'connection> {
             _ => return Ok(None),
         };
         let written = match (ask, apply(expected, age, operation)) {
-            (Ask::Claim, (Change::Write(marker, after), verdict)) => (
+            (Ask::Claim, (Change::Write(marker, time_to_live), verdict)) => (
                 self.write_new
-                    .execute(self.now.columns(key, marker, after))?,
+                    .execute(self.now.columns(key, marker, time_to_live))?,
                 verdict,
             ),
-            (_, (Change::Write(Marker::Done(fingerprint), after), verdict)) => {
+            (_, (Change::Write(Marker::Done(fingerprint), time_to_live), verdict)) => {
                 let fingerprint = fingerprint.map(|it| it.get() as i64); // below 10^18
-                let (token, expires) = (token.0.to_be_bytes(), self.now.expires(after));
+                let (token, expires) = (token.0.to_be_bytes(), self.now.expires(time_to_live));
                 let values = params![
                     key.as_str(),
                     expires,
@@ -186,8 +186,8 @@ impl<'connection> MarkerTable<'connection> {
 
 impl ClockReading {
     /// The expiry of a row that is written now and kept for this long.
-    fn expires(&self, after: Duration) -> i64 {
-        self.wall + milliseconds(after).max(1)
+    fn expires(&self, time_to_live: Duration) -> i64 {
+        self.wall + milliseconds(time_to_live).max(1)
     }
 
     /// The columns of a row that is written now.
@@ -195,7 +195,7 @@ impl ClockReading {
         &self,
         key: &'key Key,
         marker: Marker,
-        after: Duration,
+        time_to_live: Duration,
     ) -> impl Params + use<'key> {
         let (state, fingerprint, hold) = match marker {
             Marker::Absent => unreachable!("an absent marker is deleted, not written"),
@@ -236,7 +236,7 @@ impl ClockReading {
         });
         (
             key.as_str(),
-            self.expires(after),
+            self.expires(time_to_live),
             state,
             fingerprint,
             attempt,

@@ -485,12 +485,12 @@ mod tests {
                 .collect();
             apply(&mut brief, &others);
             assert_eq!(left(), kept_rows, "{id}");
-            let again = apply(
+            let second_claim = apply(
                 &mut brief,
                 &[operation_on(&done[0], Ask::Claim, 2, IDLE_INTERVAL)],
             );
             assert_eq!(
-                again,
+                second_claim,
                 [if kept_rows == 4 {
                     Verdict::Duplicate
                 } else {
@@ -528,11 +528,11 @@ mod tests {
             .send(WriterRequest::Panic)
             .expect("the receiver exists");
         persistence().expect("the thread still runs");
-        std::fs::rename(&path, directory.path().join("away.db")).expect("moved");
+        std::fs::rename(&path, directory.path().join("moved.db")).expect("moved");
         sender
             .send(WriterRequest::Panic)
             .expect("the receiver exists");
         persistence().expect_err("the file was moved");
-        assert!(!path.exists(), "a new file was made");
+        assert!(!path.exists(), "a new file was created");
     }
 }
