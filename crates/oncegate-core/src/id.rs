@@ -357,7 +357,7 @@ impl IdReader {
                 }
                 Position::Queue => {
                     return Err(NoId::Unusable(
-                        "a queue has no positions: read the id from the message".into(),
+                        "a queue has no positions; read the id from the message, for example from a header".into(),
                     ));
                 }
             },

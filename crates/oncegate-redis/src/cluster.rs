@@ -420,7 +420,7 @@ mod tests {
         assert_eq!(map.key_on_node("c:3", b"name", &none), None);
         lock(&map.keys)
             .get_mut("a:1")
-            .expect("cached")
+            .expect("the key is cached")
             .insert(b"name".to_vec(), b"known".to_vec());
         assert_eq!(
             map.key_on_node("a:1", b"name", &none),
@@ -436,7 +436,7 @@ mod tests {
         migrating.add(slot(&first));
         let next = map
             .key_on_node("a:1", b"name", &migrating)
-            .expect("another key");
+            .expect("another slot is not migrating");
         assert_ne!(slot(&first), slot(&next));
         for since in lock(&migrating.0).values_mut() {
             *since = Instant::now()

@@ -249,7 +249,7 @@ impl SharedConnection {
             return Ok(());
         }
         Err(StoreFailure::not_applied(format!(
-            "Redis at {} is not yet the primary that the Sentinels report",
+            "Redis at {} is not yet the primary that the Sentinels report; waiting for the failover",
             server.address()
         )))
     }

@@ -210,9 +210,12 @@ impl Router {
     /// `NotApplied`: the caller must invalidate the topology.
     pub(crate) fn check_role(&self, info: &InfoReply) -> Result<(), StoreFailure> {
         match info.field("role") {
-            Some("slave") if self.setting() != "Redis::at" => Err(StoreFailure::not_applied(
-                format!("{}: the server is no longer a primary", self.setting()),
-            )),
+            Some("slave") if self.setting() != "Redis::at" => {
+                Err(StoreFailure::not_applied(format!(
+                    "{}: the server is no longer a primary; looking for the new one",
+                    self.setting()
+                )))
+            }
             _ => Ok(()),
         }
     }
@@ -275,7 +278,7 @@ impl RoutingView<'_> {
                 };
                 connections.ok_or_else(|| {
                     StoreFailure::not_applied(
-                        "no node of the Cluster serves the hash slot of this key",
+                        "no node of the Cluster serves the hash slot of this key; check CLUSTER INFO",
                     )
                 })
             }

@@ -220,7 +220,7 @@ impl Redis {
     }
 
     /// The timeout of a reply, after which the outcome is unknown: 500 ms by default. Connecting has
-    /// a separate timeout of 2 s; for renewals the timeout of a reply, at least 500 ms.
+    /// a separate timeout of 2 s; for renewals it is the timeout of a reply, but 500 ms to 2 s.
     ///
     /// 0 is [`StoreError::Misconfigured`] at the first use.
     #[must_use]

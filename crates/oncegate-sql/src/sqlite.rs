@@ -164,7 +164,7 @@ impl SqliteHandle {
         let running = match writer.take() {
             Some(running) => running,
             None => writer_thread::start(self.config.clone()).map_err(|error| {
-                StoreFailure::not_applied(format!("cannot start the SQLite thread: {error}"))
+                StoreFailure::not_applied(format!("cannot start the SQLite thread: {error}; raise the thread limit of this process (`ulimit -u`)"))
             })?,
         };
         writer

@@ -185,7 +185,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             answers.clear();
             answers.resize_with(operations.len(), || {
                 Err(StoreError::Unknown(
-                    "the store returned a different number of verdicts than operations".into(),
+                    "the store returned a different number of verdicts than operations; correct its `apply`".into(),
                 ))
             });
         }

@@ -343,7 +343,7 @@ mod tests {
                 &mut incoming,
             )
             .await
-            .expect("messages");
+            .expect("two messages are ready");
         let reasons = [
             Reason::MissingId,
             Reason::InDoubt(crate::lifecycle::DoubtCause::HandlerReported),
@@ -362,7 +362,7 @@ mod tests {
         source
             .settle(&mut settled.collect())
             .await
-            .expect("settled");
+            .expect("a memory source accepts settlements");
         let rejected = [broker.dead_letters(), broker.in_doubt()].concat();
         let headers: Vec<_> = rejected
             .iter()

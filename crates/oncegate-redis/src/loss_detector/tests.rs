@@ -66,7 +66,7 @@ fn refusal_text(detector: &LossDetector) -> String {
 }
 
 #[test]
-fn snapshots_are_compared_with_the_one_before() {
+fn a_snapshot_is_compared_with_the_previous_one() {
     let before = ServerSnapshot {
         evicted: 3,
         ..snapshot("r")

@@ -258,7 +258,7 @@ impl WriterThread {
     }
 
     /// Closes the database after a failure, to start from a known state. Keeps it open if its WAL was
-    /// replaced: with the new WAL it would grant markers of the old one again.
+    /// replaced: with the new WAL, ids whose markers are in the old one would be granted a second time.
     fn close_after_failure(&mut self) {
         self.file.take_if(|file| file.is_current(&self.config));
     }
@@ -315,7 +315,7 @@ mod tests {
 
     #[test]
     fn abandoned_requests_are_skipped_and_the_others_share_a_commit() {
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let config = FileConfig {
             path: directory.path().join("markers.db"),
             synchronous: Default::default(),
@@ -354,47 +354,50 @@ mod tests {
         WriterThread::new(config).run(&requests);
         for answer in answers {
             assert!(matches!(
-                answer.blocking_recv().expect("answered")[..],
+                answer.blocking_recv().expect("the thread answers")[..],
                 [Ok(Verdict::Granted(Attempts { number: 1, .. }))]
             ));
         }
         assert_eq!(
-            looked.blocking_recv().expect("answered").expect("a marker"),
+            looked
+                .blocking_recv()
+                .expect("the thread answers")
+                .expect("a marker"),
             Marker::Absent
         );
-        let file =
-            rusqlite::Connection::open(directory.path().join("markers.db")).expect("it opens");
+        let file = rusqlite::Connection::open(directory.path().join("markers.db"))
+            .expect("the database opens");
         let keys: u32 = file
             .query_row("SELECT count(*) FROM markers", [], |row| row.get(0))
-            .expect("a number");
+            .expect("the query returns a count");
         assert_eq!(keys, 2);
     }
 
     #[test]
     fn an_idle_thread_deletes_nothing_from_a_newer_schema() {
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let path = directory.path().join("markers.db");
         let mut writer = WriterThread::new(FileConfig {
             path: path.clone(),
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
         });
-        writer.open().expect("a new file");
-        let other = rusqlite::Connection::open(path).expect("it opens");
+        writer.open().expect("a new database opens");
+        let other = rusqlite::Connection::open(path).expect("the database opens");
         other
             .execute(
                 "INSERT INTO markers (key, expires, state) VALUES ('old', 1, 0)",
                 [],
             )
-            .expect("written");
+            .expect("the statement succeeds");
         for (version, left) in [(2, 1), (1, 0)] {
             other
                 .pragma_update(None, "user_version", version)
-                .expect("written");
+                .expect("the statement succeeds");
             writer.idle();
             let rows: u32 = other
                 .query_row("SELECT count(*) FROM markers", [], |row| row.get(0))
-                .expect("a number");
+                .expect("the query returns a count");
             assert_eq!(rows, left, "of version {version}");
         }
     }
@@ -404,7 +407,7 @@ mod tests {
     #[test]
     fn a_jump_is_kept_for_the_longest_window_in_the_file() {
         const HOUR: Duration = Duration::from_secs(3600);
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let path = directory.path().join("markers.db");
         let config = FileConfig {
             path: path.clone(),
@@ -430,13 +433,13 @@ mod tests {
         let apply = |writer: &mut WriterThread, operations: &[Operation]| -> Vec<Verdict> {
             let answers = writer
                 .apply([operations].into_iter(), operations.len())
-                .expect("a commit");
+                .expect("the transaction commits");
             answers[0]
                 .iter()
                 .map(|answer| answer.clone().expect("a verdict"))
                 .collect()
         };
-        let other = || rusqlite::Connection::open(&path).expect("it opens");
+        let other = || rusqlite::Connection::open(&path).expect("the database opens");
         // The writer's window, and how many of its rows survive the other's transaction.
         let unresolved = |id| format!("{id}-unresolved");
         for (id, window, kept_rows) in [("short", IDLE_INTERVAL, 1), ("long", HOUR, 4)] {
@@ -460,13 +463,13 @@ mod tests {
                     "UPDATE markers SET expires = (unixepoch() - 60) * 1000 WHERE key LIKE ?1",
                     [&own_keys],
                 )
-                .expect("written");
+                .expect("the statement succeeds");
             assert_eq!(rows, 4);
             let left = || -> u32 {
                 let count = "SELECT count(*) FROM markers WHERE key LIKE ?1";
                 other()
                     .query_row(count, [&own_keys], |row| row.get(0))
-                    .expect("a number")
+                    .expect("the query returns a count")
             };
 
             let mut idle = jumped();
@@ -508,27 +511,27 @@ mod tests {
 
     #[test]
     fn a_panic_keeps_the_identity_of_the_file() {
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let path = directory.path().join("markers.db");
         let sender = start(FileConfig {
             path: path.clone(),
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
         })
-        .expect("a thread");
+        .expect("the thread starts");
         let persistence = || {
             let (reply, answer) = oneshot::channel();
             sender
                 .send(WriterRequest::Persistence(reply))
                 .expect("the receiver exists");
-            answer.blocking_recv().expect("answered")
+            answer.blocking_recv().expect("the thread answers")
         };
-        persistence().expect("a new file");
+        persistence().expect("a new database opens");
         sender
             .send(WriterRequest::Panic)
             .expect("the receiver exists");
         persistence().expect("the thread still runs");
-        std::fs::rename(&path, directory.path().join("moved.db")).expect("moved");
+        std::fs::rename(&path, directory.path().join("moved.db")).expect("the file is renamed");
         sender
             .send(WriterRequest::Panic)
             .expect("the receiver exists");
