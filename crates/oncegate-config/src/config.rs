@@ -19,7 +19,7 @@ pub struct Config {
     pub(crate) set: BTreeMap<&'static str, ConfiguredValue>,
     /// The file, if there is one.
     pub(crate) file: Option<PathBuf>,
-    /// The sections of the file, also those without a key.
+    /// The sections of the file, including those without a key.
     pub(crate) sections: BTreeSet<String>,
 }
 

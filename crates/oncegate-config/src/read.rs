@@ -239,7 +239,7 @@ impl Config {
 fn is_oncegate_variable(variable: &str) -> bool {
     let Some((section, _)) = variable
         .strip_prefix("ONCEGATE_")
-        .and_then(|rest| rest.split_once('_'))
+        .and_then(|name| name.split_once('_'))
     else {
         return false;
     };

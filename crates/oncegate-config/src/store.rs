@@ -86,8 +86,8 @@ impl Config {
             let is_redis = self.has("store.sentinels") || self.has("store.cluster");
             return Ok(is_redis.then_some(StoreKind::Redis));
         };
-        let (scheme, rest) = url.split_once(':').unwrap_or((url, ""));
-        match (scheme, rest) {
+        let (scheme, location) = url.split_once(':').unwrap_or((url, ""));
+        match (scheme, location) {
             ("memory", "" | "//") => Ok(Some(StoreKind::Memory)),
             ("sqlite", file) => {
                 let file = file.strip_prefix("//").unwrap_or(file);
@@ -113,7 +113,7 @@ impl Config {
         }
     }
 
-    /// Creates the store for a consumer. The connection is made on first use.
+    /// Creates the store for a consumer. The store connects on first use.
     ///
     /// # Errors
     /// No store is configured, or this build does not include it.

@@ -92,7 +92,11 @@ mod tests {
         let mut tries = 0;
         while now < start + Duration::from_secs(10) {
             match breaker.decide(now) {
-                BreakerDecision::Wait => now = breaker.next_try_at().expect("it is open"),
+                BreakerDecision::Wait => {
+                    now = breaker
+                        .next_try_at()
+                        .expect("a breaker that waits has a next try")
+                }
                 BreakerDecision::Ask | BreakerDecision::TryOnce => {
                     tries += 1;
                     breaker.not_answered(now);

@@ -444,10 +444,10 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
     let mut tries = 0;
     let mut throttle = LogThrottle::every(Duration::from_secs(10));
     loop {
-        let found = volatile_reason(store, settings).await;
+        let checked = volatile_reason(store, settings).await;
         if let Some(status) = &settings.status {
             let now = Instant::now();
-            status.update_store(|health| match &found {
+            status.update_store(|health| match &checked {
                 Ok(_) => health.answered(now),
                 Err(error) => {
                     health.failed(error, now);
@@ -455,7 +455,7 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
                 }
             });
         }
-        match found {
+        match checked {
             Ok(Some(why)) => return Err(Error::VolatileStore(why)),
             Ok(None) => return Ok(()),
             Err(error @ StoreError::Misconfigured(_)) => return Err(error.into()),
@@ -563,7 +563,7 @@ mod tests {
             aged(seen(ms(now).as_bytes()), Some(now - hours(2))),
             hours(2)
         ));
-        for nonsense in [
+        for invalid in [
             &b"soon"[..],
             b"",
             b"-1",
@@ -571,7 +571,7 @@ mod tests {
             b"99999999999999999999",
             b"18446744073709551615",
         ] {
-            assert_eq!(aged(seen(nonsense), None), None, "{nonsense:?}");
+            assert_eq!(aged(seen(invalid), None), None, "{invalid:?}");
         }
     }
 }

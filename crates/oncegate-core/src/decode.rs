@@ -68,7 +68,7 @@ fn expectation(error: &str) -> Option<String> {
     Some(format!("expected {expected}"))
 }
 
-/// The unchanged body: for payloads that can be made of bytes, such as [`Raw`].
+/// The unchanged body: for payloads that can be deserialized from bytes, such as [`Raw`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RawBytes;
 
@@ -77,7 +77,7 @@ impl Decode for RawBytes {
         T::deserialize(BytesDeserializer::<serde::de::value::Error>::new(
             &message.body,
         ))
-        .map_err(|_| "the payload type cannot be made of bytes: use `Raw`".into())
+        .map_err(|_| "the payload type cannot be deserialized from bytes: use `Raw`".into())
     }
 }
 

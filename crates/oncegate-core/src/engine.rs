@@ -91,7 +91,7 @@ pub(crate) struct Engine<H, D> {
     /// Handlers that run or pause between two runs, and the deliveries that wait for one to end.
     running: usize,
     awaiting_run: VecDeque<Slot>,
-    /// Slab indexes whose lease must not be renewed any more; passed on before the next grants.
+    /// Slab indexes of ended leases. Their renewal is stopped before new leases use the same indexes.
     ended_leases: Vec<usize>,
     /// Events for deliveries that may proceed because another one was settled.
     follow_ups: VecDeque<(Slot, Event)>,

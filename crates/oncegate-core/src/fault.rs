@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::marker::Operation;
 
-/// Aborts this process if `ONCEGATE_FAILPOINT` names this point, when it is reached for the given
+/// Aborts this process if `ONCEGATE_FAILPOINT` names this point and it is reached for the given
 /// time: `claim.before:3` means the third time.
 #[inline(always)]
 pub fn point(name: &str) {

@@ -100,7 +100,9 @@ pub enum GateError {
     HeldElsewhere,
     /// The work ran, but the store did not record its outcome, which counts as unknown when the
     /// lease ends.
-    #[error("the work ran, but the store did not record its outcome")]
+    #[error(
+        "the work ran, but the store did not record its outcome, which counts as unknown when the lease ends; check the store and its network"
+    )]
     NotRecorded,
     /// The store is unavailable; the work did not run.
     #[error("not run, because the store is unavailable: {0}")]

@@ -56,16 +56,16 @@ impl MessageId {
     /// Parses an id in the form of keys, headers and logs, which [`as_str`](Self::as_str) returns.
     /// `None` if the text is not such a form.
     ///
-    /// For tools that read what oncegate wrote: `h:` and a hash is not hashed again.
+    /// For tools that read ids in keys, headers and logs: `h:` and a hash is not hashed again.
     pub fn stored(text: &str) -> Option<Self> {
-        let hash = |text: &str| {
+        let is_hash = |text: &str| {
             text.len() == 64
                 && text
                     .bytes()
                     .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
         };
         let is_valid = match text.strip_prefix("h:") {
-            Some(rest) => hash(rest),
+            Some(digest) => is_hash(digest),
             None => !text.is_empty() && is_plain(text.as_bytes()),
         };
         is_valid.then(|| Self(SmallVec::from_slice(text.as_bytes())))
@@ -242,7 +242,7 @@ impl IdReader {
                 if pointer
                     .split('~')
                     .skip(1)
-                    .any(|rest| !rest.starts_with(['0', '1'])) =>
+                    .any(|after_tilde| !after_tilde.starts_with(['0', '1'])) =>
             {
                 Err(format!(
                     "the JSON pointer `{pointer}` has a `~` that is not `~0` or `~1`"
@@ -357,7 +357,7 @@ impl IdReader {
                 }
                 Position::Queue => {
                     return Err(NoId::Unusable(
-                        "a queue has no positions: read the id from the message".into(),
+                        "a queue has no positions; read the id from the message, for example from a header".into(),
                     ));
                 }
             },
@@ -420,7 +420,7 @@ mod tests {
     fn plain_ids_are_unchanged_and_all_others_are_hashed_without_collision() {
         assert_eq!(id("pay-42"), "pay-42");
         assert_eq!(id("a".repeat(200)), "a".repeat(200));
-        let odd: Vec<Vec<u8>> = vec![
+        let unusual: Vec<Vec<u8>> = vec![
             b" ".to_vec(),
             b"a\0b".to_vec(),
             b"a\r\n$3\r\nSET".to_vec(),
@@ -436,8 +436,8 @@ mod tests {
             "\u{e9}".into(),
             "e\u{301}".into(),
         ];
-        let ids: std::collections::HashSet<String> = odd.iter().map(id).collect();
-        assert_eq!(ids.len(), odd.len());
+        let ids: std::collections::HashSet<String> = unusual.iter().map(id).collect();
+        assert_eq!(ids.len(), unusual.len());
         assert!(ids.iter().all(|id| id.starts_with("h:") && id.len() == 66));
         assert!(MessageId::new("").is_none());
     }
@@ -515,8 +515,8 @@ mod tests {
         );
         assert_eq!(read(IdSource::json_pointer("/p/id")).as_deref(), Some("x1"));
         assert_eq!(read(IdSource::json_pointer("/p/n")).as_deref(), Some("7"));
-        for odd in ["/p/f", "/p/o", "/p/z", "/q"] {
-            assert_eq!(read(IdSource::json_pointer(odd)), None);
+        for unusual in ["/p/f", "/p/o", "/p/z", "/q"] {
+            assert_eq!(read(IdSource::json_pointer(unusual)), None);
         }
         assert_eq!(read(IdSource::body_hash()).map(|id| id.len()), Some(64));
         assert!(matches!(

@@ -45,7 +45,7 @@ pub enum Stage {
     /// The handler runs without a claim: the store is unavailable, and the user chose
     /// [`Outage::PassThrough`].
     Ungated(History),
-    /// Settled or abandoned; no event changes it any more.
+    /// Settled or abandoned; no event changes it.
     Settled,
 }
 
@@ -370,7 +370,8 @@ pub struct Policy {
 }
 
 impl Policy {
-    /// The pause before the retry that follows `tries` tries: it doubles, up to the longest.
+    /// The pause before the retry that follows `tries` tries: it doubles up to 20 times, and is at most
+    /// the longest.
     pub fn pause(&self, tries: u32) -> Duration {
         self.backoff
             .saturating_mul(1 << tries.min(20))

@@ -39,7 +39,7 @@ impl Token {
     }
 }
 
-/// Generates tokens, many with one call to the operating system.
+/// Generates tokens, 64 with one call to the operating system.
 #[derive(Default)]
 pub struct Tokens(Vec<Token>);
 
@@ -417,14 +417,14 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
             Verdict::Kept,
         )
     };
-    let held = |marker, hold: Hold| Write(marker, hold.horizon);
+    let write_hold = |marker, hold: Hold| Write(marker, hold.horizon);
     // The first attempt: if it did nothing, no record is needed.
     let nothing_before = |hold: &Hold| hold.attempts.number == 1 && hold.earlier == Effect::Nothing;
     match (ask, marker) {
         (Ask::Claim, _) => claim(marker, age, operation),
 
         (Ask::Renew, InProgress(hold) | InDoubt(hold, _)) if is_own(&hold) => {
-            (held(marker, hold), Verdict::Kept)
+            (write_hold(marker, hold), Verdict::Kept)
         }
 
         (Ask::Complete, InProgress(hold)) if is_own(&hold) => done(false),
@@ -463,9 +463,10 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
             (Keep, Verdict::Kept)
         }
 
-        (Ask::Doubt, InProgress(hold) | InDoubt(hold, _)) if is_own(&hold) => {
-            (held(InDoubt(hold, Doubt::Waiting), hold), Verdict::Kept)
-        }
+        (Ask::Doubt, InProgress(hold) | InDoubt(hold, _)) if is_own(&hold) => (
+            write_hold(InDoubt(hold, Doubt::Waiting), hold),
+            Verdict::Kept,
+        ),
         (Ask::Doubt, Absent) => doubted(operation, Attempts::all_forgiven(operation.attempt)),
         // Delayed or repeated: the outcome was determined since, or an operator has freed the id.
         (Ask::Doubt, Cleared { attempts, .. }) if operation.attempt <= attempts.base => {

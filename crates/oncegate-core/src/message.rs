@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_keep_order_repeats_nulls_and_odd_names() {
+    fn headers_keep_order_repeats_nulls_and_names_that_are_not_utf8() {
         let mut builder = HeadersBuilder::default();
         builder.push(b"a", Some(b"1"));
         builder.push(&[0xff, 0xfe], None);

@@ -158,6 +158,8 @@ async fn renew_until_dropped(
     }
 }
 
+/// Renews the leases that are due 24 times within a lease, so that a failed renewal can be repeated
+/// several times before the lease ends.
 async fn renew_at_each_tick(
     renewals: &Weak<Renewals>,
     store: &dyn Store,

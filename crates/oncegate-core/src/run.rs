@@ -80,8 +80,8 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         }));
         let finished = match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
             BoundedEnd::Completed(finished) => finished,
-            BoundedEnd::Panicked(said) => {
-                RunResult::returned(Outcome::Unknown(DoubtCause::Panicked), Some(said))
+            BoundedEnd::Panicked(message) => {
+                RunResult::returned(Outcome::Unknown(DoubtCause::Panicked), Some(message))
             }
             BoundedEnd::TimedOut => RunResult::returned(
                 Outcome::Unknown(DoubtCause::TimedOut),
@@ -124,7 +124,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                     (Event::CannotReconcile, Some(error.to_string()))
                 }
                 BoundedEnd::Completed(Err(error)) => (Event::Found(None), Some(error.to_string())),
-                BoundedEnd::Panicked(said) => (Event::Found(None), Some(said)),
+                BoundedEnd::Panicked(message) => (Event::Found(None), Some(message)),
                 BoundedEnd::TimedOut => (
                     Event::Found(None),
                     Some(format!("reconcile timed out after {:?}", self.timeout)),
@@ -211,8 +211,8 @@ pub(crate) fn panic_text(panic: Box<dyn std::any::Any + Send>) -> String {
         "panicked: {}",
         text.unwrap_or("with a payload that is not text")
     );
-    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
-        std::mem::forget(again); // its drop may panic, too
+    if let Err(second_panic) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+        std::mem::forget(second_panic); // its drop may panic, too
     }
     message
 }

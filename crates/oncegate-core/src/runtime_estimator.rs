@@ -80,27 +80,29 @@ mod tests {
     }
 
     #[test]
-    fn the_lease_is_twice_what_99_in_100_need_and_some_slack() {
+    fn the_lease_is_twice_the_99th_percentile_plus_slack() {
         assert_eq!(after((0..500).map(|_| 100)), None, "too few");
-        let steady = after((0..2000).map(|_| 100)).expect("enough");
+        let steady = after((0..2000).map(|_| 100)).expect("there are enough runs for a lease");
         assert!(
             steady >= Duration::from_millis(1200) && steady <= Duration::from_millis(1250),
             "{steady:?}"
         );
-        let one_in_fifty =
-            after((0..2000).map(|run| if run % 50 == 0 { 4000 } else { 100 })).expect("enough");
+        let one_in_fifty = after((0..2000).map(|run| if run % 50 == 0 { 4000 } else { 100 }))
+            .expect("there are enough runs for a lease");
         assert!(
             one_in_fifty >= Duration::from_millis(9000)
                 && one_in_fifty <= Duration::from_millis(11_000),
             "{one_in_fifty:?}"
         );
         let one_in_a_thousand =
-            after((0..2000).map(|run| if run % 1000 == 0 { 4000 } else { 100 })).expect("enough");
+            after((0..2000).map(|run| if run % 1000 == 0 { 4000 } else { 100 }))
+                .expect("there are enough runs for a lease");
         assert_eq!(one_in_a_thousand, steady);
-        let changed = after((0..2000).map(|_| 100).chain((0..4000).map(|_| 1000))).expect("enough");
+        let changed = after((0..2000).map(|_| 100).chain((0..4000).map(|_| 1000)))
+            .expect("there are enough runs for a lease");
         assert!(changed >= Duration::from_millis(3000), "{changed:?}");
-        for odd in [0, u64::MAX] {
-            assert!(after((0..600).map(|_| odd)).is_some());
+        for extreme in [0, u64::MAX] {
+            assert!(after((0..600).map(|_| extreme)).is_some());
         }
     }
 }

@@ -324,6 +324,7 @@ impl Settings {
             longest_backoff: self.longest_backoff,
             outage: self.outage,
         };
+        // At most 1,000 steps, for a long lease with a short backoff.
         let mut waited = Duration::ZERO;
         while waited < self.lease * 2 && policy.claim_retries < 1000 {
             waited += policy

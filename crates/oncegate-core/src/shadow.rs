@@ -18,7 +18,7 @@ use crate::store::{Persistence, Store, StoreError};
 ///
 /// Every claim is granted, whatever the store answers, and no answer of the store stops a message
 /// or undoes its run. The [`ShadowReport`] counts what the gate would have done. The store gets the
-/// same operations as from a gate, so it knows which messages were handled when the `Shadow` is
+/// same operations as from a gate, so it has the ids of handled messages when the `Shadow` is
 /// removed.
 ///
 /// If the system has another gate already, the shadow needs its own keys (the store's prefix, or a

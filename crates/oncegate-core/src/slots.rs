@@ -17,6 +17,7 @@ pub(crate) struct Slots<T> {
 }
 
 impl<T> Slots<T> {
+    /// Reserves memory for `capacity` values, within reason: `max_in_flight` may be any number.
     pub(crate) fn new(capacity: usize) -> Self {
         Self {
             places: Vec::with_capacity(capacity.min(65_536)),

@@ -112,8 +112,8 @@ pub struct ConnectOptions {
     /// `max_in_flight` of the consumer. Messages that a source prefetches beyond it wait, perhaps
     /// longer than its broker allows.
     pub max_in_flight: Option<usize>,
-    /// The dedup window. A message that is redelivered after it is handled again; a source that can
-    /// detect such a setup logs it.
+    /// The dedup window. A message that is redelivered after the window is handled again; a source
+    /// that can detect such a setup logs it.
     pub dedup_window: Option<Duration>,
     /// The order that the user chose. With an order, a source must not reorder released
     /// messages.
@@ -425,8 +425,8 @@ mod tests {
             (seen(Some(b"7"), Some(9)), seen(Some(b"9"), Some(7))),
             (Some(7), Some(7))
         );
-        for nonsense in [&b"soon"[..], b"", b"-1", b"\xff", b"99999999999999999999"] {
-            assert_eq!(seen(Some(nonsense), Some(7)), Some(7), "{nonsense:?}");
+        for invalid in [&b"soon"[..], b"", b"-1", b"\xff", b"99999999999999999999"] {
+            assert_eq!(seen(Some(invalid), Some(7)), Some(7), "{invalid:?}");
         }
     }
 }

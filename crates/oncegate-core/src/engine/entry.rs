@@ -33,7 +33,7 @@ pub(super) struct InFlightEntry {
     /// The span of the operation that the store has not answered yet.
     pub(super) store_span: Span,
     pub(super) task: Option<AbortOnDrop>,
-    /// When its handler started.
+    /// When its handler or `reconcile` started.
     pub(super) began: Option<Instant>,
     /// When it was received.
     pub(super) arrived: Instant,
@@ -43,7 +43,7 @@ pub(super) struct InFlightEntry {
     pub(super) bytes: usize,
 }
 
-/// Whether the store may know the claim of a delivery.
+/// Whether the claim of a delivery was sent to the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClaimState {
     Unsent,

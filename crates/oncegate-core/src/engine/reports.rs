@@ -24,7 +24,7 @@ pub(super) struct Reporter {
     reconciled: LogThrottle,
     taken_over: LogThrottle,
     runs_apart: LogThrottle,
-    held: LogThrottle,
+    held_elsewhere: LogThrottle,
     lease_lost: LogThrottle,
 }
 
@@ -47,7 +47,7 @@ impl Reporter {
             reconciled,
             taken_over,
             runs_apart,
-            held,
+            held_elsewhere,
             lease_lost,
         ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, Duration::from_secs(1)));
         Self {
@@ -62,12 +62,12 @@ impl Reporter {
             reconciled,
             taken_over,
             runs_apart,
-            held,
+            held_elsewhere,
             lease_lost,
         }
     }
 
-    /// A message was rejected, and an operator has to look at it.
+    /// A message was rejected, and an operator has to inspect it.
     pub(super) fn rejected(&mut self, settled: &Settled, destination: Option<String>) {
         let Settlement::Reject(reason) = settled.settlement else {
             return;
@@ -228,7 +228,7 @@ impl Reporter {
 
     /// A message waits because another delivery holds its id.
     pub(super) fn held_elsewhere(&mut self, entry: &InFlightEntry, remaining: Duration) {
-        if let Some(suppressed_lines) = self.held.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.held_elsewhere.due(Instant::now()) {
             let (id, origin) = id_and_origin(entry);
             tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another delivery holds the lease of its id, or its process crashed");
         }

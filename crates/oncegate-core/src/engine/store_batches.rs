@@ -185,7 +185,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             answers.clear();
             answers.resize_with(operations.len(), || {
                 Err(StoreError::Unknown(
-                    "the store returned a different number of verdicts than operations".into(),
+                    "the store returned a different number of verdicts than operations; correct its `apply`".into(),
                 ))
             });
         }
@@ -283,7 +283,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Drops the claims of deliveries that drain, unless the store may know of them already.
+    /// Drops the claims of deliveries that drain, unless they were sent before.
     fn drop_unsent_claims(&mut self) {
         for slot in std::mem::take(&mut self.claims) {
             let unsent = self.entries.at(slot).is_some_and(|entry| {

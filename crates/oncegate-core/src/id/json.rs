@@ -64,7 +64,7 @@ pub(crate) fn without_byte_order_mark(body: &[u8]) -> &[u8] {
 fn whole_number(number: &str) -> Option<String> {
     let (sign, number) = number
         .strip_prefix('-')
-        .map_or(("", number), |rest| ("-", rest));
+        .map_or(("", number), |digits| ("-", digits));
     let (mantissa, exponent) = number.split_once(['e', 'E']).unwrap_or((number, "0"));
     let (before, after) = mantissa.split_once('.').unwrap_or((mantissa, ""));
     let after = after.trim_end_matches('0');
@@ -131,7 +131,7 @@ impl<'de> Visitor<'de> for PathReader<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PathValue<'de>, A::Error> {
-        let Some((first, rest)) = self.0.split_first() else {
+        let Some((first, remaining_path)) = self.0.split_first() else {
             return Ok(PathValue::Nothing);
         };
         let mut found = None;
@@ -139,7 +139,7 @@ impl<'de> Visitor<'de> for PathReader<'_> {
             if name.0 != first.as_str() {
                 map.next_value::<IgnoredAny>()?;
             } else if found.is_none() {
-                found = Some(map.next_value_seed(PathReader(rest))?);
+                found = Some(map.next_value_seed(PathReader(remaining_path))?);
             } else {
                 map.next_value::<IgnoredAny>()?;
                 found = Some(PathValue::Twice);
@@ -149,7 +149,7 @@ impl<'de> Visitor<'de> for PathReader<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<PathValue<'de>, A::Error> {
-        let Some((first, rest)) = self.0.split_first() else {
+        let Some((first, remaining_path)) = self.0.split_first() else {
             return Ok(PathValue::Nothing);
         };
         // RFC 6901: digits without leading zeros.
@@ -160,7 +160,7 @@ impl<'de> Visitor<'de> for PathReader<'_> {
         let mut found = PathValue::Nothing;
         for at in 0_usize.. {
             if Some(at) == index {
-                match seq.next_element_seed(PathReader(rest))? {
+                match seq.next_element_seed(PathReader(remaining_path))? {
                     Some(it) => found = it,
                     None => break,
                 }
@@ -240,7 +240,7 @@ mod tests {
     #[test]
     fn an_unusable_id_names_what_was_found() {
         let too_long = format!("1{}", "0".repeat(200));
-        for (odd, says) in [
+        for (value, expected) in [
             ("1.5", "not whole"),
             ("1e-1", "not whole"),
             ("0.05", "not whole"),
@@ -257,12 +257,12 @@ mod tests {
             ("oops", "no JSON at line 1, column"),
             (r#""a"} {"id":"b""#, "no JSON at line 1, column"),
         ] {
-            let Err(NoId::Unusable(text)) = at("/id", &format!(r#"{{"id":{odd}}}"#)) else {
-                panic!("{odd}")
+            let Err(NoId::Unusable(text)) = at("/id", &format!(r#"{{"id":{value}}}"#)) else {
+                panic!("{value}")
             };
             assert!(
-                text.contains(says) && text.contains("`/id`"),
-                "{odd}: {text}"
+                text.contains(expected) && text.contains("`/id`"),
+                "{value}: {text}"
             );
         }
     }
@@ -296,10 +296,10 @@ mod tests {
         assert_eq!(
             at(
                 "/p/id",
-                r#"{"id":"other","p":{"id":"mine","q":{"id":"more"}}}"#
+                r#"{"id":"other","p":{"id":"own","q":{"id":"more"}}}"#
             )
             .as_deref(),
-            Ok("mine")
+            Ok("own")
         );
         assert!(matches!(
             at("/p/id", r#"{"p":{"id":"a"},"p":{"id":"b"}}"#),

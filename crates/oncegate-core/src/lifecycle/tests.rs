@@ -175,7 +175,7 @@ fn the_claim_is_answered() {
 }
 
 #[test]
-fn busy_is_claimed_again_with_backoff_then_released_and_never_accepted() {
+fn an_id_of_another_holder_is_claimed_again_with_backoff_then_released_and_never_accepted() {
     let policy = at_most_once();
     let busy = Event::Answer(V::Busy {
         remaining: Duration::ZERO,
@@ -262,7 +262,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
 }
 
 #[test]
-fn only_what_ran_and_failed_counts_as_a_failure() {
+fn only_a_run_that_failed_counts_as_a_failure() {
     let policy = effectively_once();
     let history = History {
         failures: 1,
@@ -569,7 +569,7 @@ fn a_lost_marker_is_claimed_again_with_a_new_token() {
 }
 
 #[test]
-fn without_the_gate_only_effectively_once_and_only_if_chosen() {
+fn only_effectively_once_with_pass_through_runs_without_the_gate() {
     let through = Policy {
         outage: Outage::PassThrough,
         ..effectively_once()
@@ -692,7 +692,7 @@ fn store_outage_in_every_stage_repeats_the_operation_with_the_same_token() {
 }
 
 #[test]
-fn drain_in_every_stage_releases_what_has_not_started() {
+fn drain_in_every_stage_releases_deliveries_that_have_not_started() {
     use Stage::*;
     for stage in stages() {
         let expected = match stage {
@@ -733,7 +733,7 @@ fn drain_in_every_stage_releases_what_has_not_started() {
 }
 
 #[test]
-fn the_end_of_the_drain_in_every_stage_records_what_ran_as_unknown() {
+fn the_end_of_the_drain_in_every_stage_records_running_handlers_as_unknown() {
     use Stage::*;
     let bare = policy(Guarantee::Bare);
     let released_in_doubt = |cause| {
@@ -773,7 +773,7 @@ fn the_end_of_the_drain_in_every_stage_records_what_ran_as_unknown() {
 }
 
 #[test]
-fn the_end_of_the_drain_records_as_a_handler_timeout_does_and_releases_at_once() {
+fn the_end_of_the_drain_records_the_outcome_of_a_handler_timeout_and_releases_at_once() {
     let timed_out = Event::Returned(Outcome::Unknown(DoubtCause::TimedOut));
     for policy in [at_most_once(), effectively_once(), policy(Guarantee::Bare)] {
         let running = Stage::Running(GRANT, Tries(0));

@@ -248,7 +248,7 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
         apply(left_behind, OVER, &operation(AMO, Ask::Claim, 0)),
         in_doubt
     );
-    // Effectively once runs it again. That this run did nothing does not resolve the one before.
+    // Effectively once runs the id again. A second run without an effect does not resolve the first.
     let second = Marker::InProgress(hold(EO, OWN, Attempts::new(2), UNKNOWN));
     assert_eq!(
         apply(left_behind, OVER, &operation(EO, Ask::Claim, 0)),
@@ -762,9 +762,9 @@ fn forget() {
         free(UNKNOWN_ATTEMPT),
         "the attempt is unknown"
     );
-    let again = operation(AMO, Ask::Forget { seen }, 7);
+    let repeated = operation(AMO, Ask::Forget { seen }, 7);
     rows(
-        &again,
+        &repeated,
         &[(
             cleared(Attempts::all_forgiven(7), NOTHING),
             ALIVE,

@@ -181,6 +181,7 @@ impl Source for MemorySource {
                 queue.delayed.first_key_value().map(|((at, _), _)| *at)
             };
             match next_due {
+                // One millisecond more, the resolution of the timer.
                 Some(at) => {
                     let _ = tokio::time::timeout(
                         at.saturating_duration_since(Instant::now()) + Duration::from_millis(1),
@@ -342,7 +343,7 @@ mod tests {
                 &mut incoming,
             )
             .await
-            .expect("messages");
+            .expect("two messages are ready");
         let reasons = [
             Reason::MissingId,
             Reason::InDoubt(crate::lifecycle::DoubtCause::HandlerReported),
@@ -361,7 +362,7 @@ mod tests {
         source
             .settle(&mut settled.collect())
             .await
-            .expect("settled");
+            .expect("a memory source accepts settlements");
         let rejected = [broker.dead_letters(), broker.in_doubt()].concat();
         let headers: Vec<_> = rejected
             .iter()
