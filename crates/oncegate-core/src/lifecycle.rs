@@ -540,10 +540,12 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         }
         (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(ProofKind::Resolved),
         // The marker counts the runs. After a run that returned, the next one waits, as after any
-        // failure; after a crash it does not.
+        // failure; after a crash it does not. After the last one, this delivery, which has the errors
+        // of its runs, is rejected by its next claim.
         (Resolving(grant, Finding::DidNotHappen), Answer(V::Kept)) => {
             match grant.attempts.spent() {
                 0 => claim_again(grant),
+                spent if spent >= policy.attempts => claim_again(grant),
                 spent => release(policy.pause(spent), grant.failures),
             }
         }

@@ -320,17 +320,15 @@ mod tests {
         let (unblock, wait) = std::sync::mpsc::channel::<()>();
         blocked.spawn(async move { wait.recv() });
         let patience = Duration::from_secs(1);
-        for (runtime, reports) in [(&blocked, 1), (&free, 0)] {
-            let lines = LogLines::default();
-            let writer = lines.clone();
-            let subscriber = tracing_subscriber::fmt()
-                .with_writer(move || writer.clone())
-                .finish();
-            let _logs = tracing::subscriber::set_default(subscriber);
+        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(|| LOG.make_writer())
+            .finish();
+        let _logs = tracing::subscriber::set_default(subscriber);
+        for (runtime, reports) in [(&free, 0), (&blocked, 1)] {
             let report = report_if_blocked(runtime.handle().clone(), patience);
             let _ = tokio::time::timeout(patience * 3, report).await;
-            let kept = lines.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let text = String::from_utf8_lossy(&kept);
+            let text = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
             assert_eq!(
                 text.matches("tokio runtime blocked").count(),
                 reports,

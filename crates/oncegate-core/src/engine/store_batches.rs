@@ -364,7 +364,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         };
         let granted_now = match verdict {
             Verdict::Granted(attempts) | Verdict::InDoubt(attempts) => {
-                if attempts.crashes > 0 {
+                if attempts.crashes > entry.in_flight.driver().attempts.crashes {
                     self.reporter.taken_over(entry, attempts);
                 }
                 Some(attempts.number)

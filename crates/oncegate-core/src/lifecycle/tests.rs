@@ -505,6 +505,18 @@ fn a_doubt_is_reconciled() {
         )
     };
     assert_eq!(after_it_did_not(GRANT), release(pause(1), 0));
+    let after_the_last = Grant {
+        attempts: Attempts {
+            number: policy.attempts,
+            base: 0,
+            crashes: 0,
+        },
+        ..GRANT
+    };
+    assert_eq!(
+        after_it_did_not(after_the_last),
+        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim)
+    );
     let after_a_crash = Grant {
         attempts: Attempts::all_forgiven(2),
         ..GRANT
