@@ -21,7 +21,7 @@ use crate::status::{StatusPage, WatchedConsumer, WatchedSource, log_lines};
 /// The default port, on 127.0.0.1.
 pub const PORT: u16 = 9623;
 
-/// How often samples are moved into histograms.
+/// The interval of [`Metrics::run_upkeep`], which bounds the memory of recorded samples.
 const UPKEEP_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Configures the admin port. Nothing listens before [`Admin::serve`].
@@ -144,7 +144,7 @@ impl Admin {
         let (shutdown, shutdown_requested) = oneshot::channel();
         let metrics = self.state.metrics.clone();
         let listener = {
-            let _inside = runtime.enter();
+            let _guard = runtime.enter();
             tokio::net::TcpListener::from_std(listener)?
         };
         let router = router(self.state);

@@ -40,7 +40,7 @@ pub(crate) async fn serve_connections(listener: TcpListener, router: Router) {
                 let connection = tokio::spawn(serve_connection(stream, router.clone()));
                 open.push_back(connection.abort_handle());
                 is_failing = false;
-                // The new connection may be answered before more are accepted.
+                // Lets the new connection be answered before later ones may close it.
                 tokio::task::yield_now().await;
             }
             Err(error) => {

@@ -42,7 +42,7 @@ pub struct LastErrors(Arc<Mutex<VecDeque<LogLine>>>);
 pub(crate) struct LogLine {
     pub(crate) at: Instant,
     pub(crate) level: &'static str,
-    pub(crate) by: &'static str,
+    pub(crate) target: &'static str,
     pub(crate) text: String,
 }
 
@@ -66,8 +66,9 @@ impl LastErrors {
 impl<S: Subscriber> Layer<S> for LastErrors {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         let metadata = event.metadata();
-        let is_ours = metadata.target() == "oncegate" || metadata.target().starts_with("oncegate_");
-        if !is_ours || *metadata.level() > Level::WARN {
+        let is_oncegate =
+            metadata.target() == "oncegate" || metadata.target().starts_with("oncegate_");
+        if !is_oncegate || *metadata.level() > Level::WARN {
             return;
         }
         let mut visitor = LineVisitor::default();
@@ -75,7 +76,7 @@ impl<S: Subscriber> Layer<S> for LastErrors {
         let logged = LogLine {
             at: Instant::now(),
             level: metadata.level().as_str(),
-            by: metadata.target(),
+            target: metadata.target(),
             text: visitor.finish(),
         };
         let mut lines = self.lock();
@@ -116,10 +117,10 @@ impl Visit for LineVisitor {
                 self.error = Some(format!("{value:?}"));
                 Ok(())
             }
-            "said" => Ok(()),
+            "panic" => Ok(()),
             name => write!(self.fields, " {name}={value:?}"),
         };
-        written.expect("a string takes all that is written to it");
+        written.expect("writing to a String never fails");
     }
 }
 
@@ -176,7 +177,7 @@ mod tests {
     fn keeps_the_last_warnings_and_errors_of_oncegate() {
         let all = recorded(|| {
             for n in 0..30 {
-                tracing::warn!(target: "oncegate_redis", n, "away");
+                tracing::warn!(target: "oncegate_redis", n, "store unavailable");
             }
             tracing::error!(target: "oncegate_core", error = %"no connection", "stopping");
             tracing::info!(target: "oncegate_core", "an info");
@@ -185,7 +186,10 @@ mod tests {
         assert_eq!(all.len(), CAPACITY);
         assert_eq!(
             all[..2],
-            ["ERROR stopping error=no connection", "WARN away n=29"]
+            [
+                "ERROR stopping error=no connection",
+                "WARN store unavailable n=29"
+            ]
         );
     }
 
@@ -193,7 +197,7 @@ mod tests {
     fn omits_texts_that_may_quote_a_payload() {
         let all = recorded(|| {
             tracing::warn!(target: "oncegate_core", reason = "rejected", id = "pay-42", error = "the card canary", "message dead-lettered");
-            tracing::error!(target: "oncegate_core", said = "canary", "the handler panicked while it was dropped");
+            tracing::error!(target: "oncegate_core", panic = "canary", "the handler panicked while it was dropped");
             tracing::error!(target: "oncegate_core", origin = ?"payments", "the function that reads the id panicked: canary");
         });
         assert_eq!(

@@ -167,9 +167,9 @@ impl StoreView {
             },
             _ => StoreStateView::Unasked,
         };
-        let trouble = |StoreTrouble {
-                           since, mut text, ..
-                       }| {
+        let to_error = |StoreTrouble {
+                            since, mut text, ..
+                        }| {
             text.truncate(truncation_point(&text, MAX_LINE_BYTES));
             StoreErrorView {
                 seconds_ago: seconds(since),
@@ -179,7 +179,7 @@ impl StoreView {
         Self {
             name: snapshot.name,
             state,
-            last_error: snapshot.last_error.map(trouble),
+            last_error: snapshot.last_error.map(to_error),
         }
     }
 }
@@ -215,18 +215,18 @@ impl WatchedSource {
             },
             #[cfg(feature = "rabbitmq")]
             Self::RabbitMq(ref name, ref status) => {
-                let now = status.snapshot();
+                let snapshot = status.snapshot();
                 SourceView::RabbitMq {
                     name: name.clone(),
-                    unacked: now.unacked,
-                    delivered: now.delivered,
-                    redelivered: now.redelivered,
-                    reconnects: now.reconnects,
-                    away_seconds: seconds(now.away),
-                    stale_receipts: now.stale_receipts,
-                    copies: now.copies,
-                    copy_retries: now.copy_retries,
-                    blocked_seconds: seconds(now.blocked),
+                    unacked: snapshot.unacked,
+                    delivered: snapshot.delivered,
+                    redelivered: snapshot.redelivered,
+                    reconnects: snapshot.reconnects,
+                    away_seconds: seconds(snapshot.away),
+                    stale_receipts: snapshot.stale_receipts,
+                    copies: snapshot.copies,
+                    copy_retries: snapshot.copy_retries,
+                    blocked_seconds: seconds(snapshot.blocked),
                 }
             }
         }
@@ -268,16 +268,16 @@ impl PartitionView {
 }
 
 pub(crate) fn log_lines(errors: &LastErrors) -> Vec<LastErrorView> {
-    let one = |LogLine {
-                   at,
-                   level,
-                   by,
-                   text,
-               }| LastErrorView {
+    let to_view = |LogLine {
+                       at,
+                       level,
+                       target,
+                       text,
+                   }| LastErrorView {
         seconds_ago: seconds(at.elapsed()),
         level,
-        by,
+        by: target,
         text,
     };
-    errors.newest_first().into_iter().map(one).collect()
+    errors.newest_first().into_iter().map(to_view).collect()
 }

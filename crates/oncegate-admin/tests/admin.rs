@@ -151,7 +151,7 @@ async fn ready_follows_the_consumer_and_live_does_not() {
     );
     assert_eq!(
         seen["last_error"]["text"],
-        "the store did not apply the operation; a retry is safe: the network is down"
+        "the network is down (the store did not apply the operation; a retry is safe)"
     );
     assert_eq!(
         get(&serving, "/live").await,

@@ -9,13 +9,14 @@ use std::collections::VecDeque;
 /// for a prefix in which every tag is settled, and never one that was acknowledged before: the
 /// broker closes the channel for an unknown delivery tag (406).
 ///
-/// Acknowledged tags are removed at once, so the prefetch bounds its size.
+/// Acknowledged tags are removed at once, so the prefetch limits the number of entries.
 #[derive(Debug)]
 pub(crate) struct AckLedger<T> {
     /// Unacknowledged deliveries, in the order of their tags.
     tags: VecDeque<(u64, TagState<T>)>,
+    /// How many of `tags` are settled.
     settled: usize,
-    /// How many tags were acknowledged one by one since the first entry became the first.
+    /// How many tags were acknowledged one by one while the first entry of `tags` was the same.
     acked_singly: usize,
 }
 
@@ -35,7 +36,7 @@ impl<T> AckLedger<T> {
         }
     }
 
-    /// Adds a delivery. Tags of a channel increase; a tag that does not is ignored.
+    /// Adds a delivery. The tags of a channel increase; a tag not above the last one is ignored.
     pub(crate) fn delivered(&mut self, tag: u64, context: T) {
         if self.tags.back().is_none_or(|(last, _)| *last < tag) {
             self.tags.push_back((tag, TagState::Unsettled(context)));
@@ -64,8 +65,8 @@ impl<T> AckLedger<T> {
     }
 
     /// Removes a delivery that is to be rejected and returns its context; `None` for a tag that is
-    /// not unsettled. The caller sends the `basic.reject` before the next `basic.ack`, which may
-    /// cover the tag.
+    /// not unsettled. The caller must send `basic.reject` before the next `basic.ack`, which may cover
+    /// the tag.
     pub(crate) fn reject(&mut self, tag: u64) -> Option<T> {
         self.context(tag)?;
         let index = self.index(tag)?;
@@ -101,7 +102,8 @@ impl<T> AckLedger<T> {
         last
     }
 
-    /// Removes the other settled tags and returns them in order, to be acknowledged one by one.
+    /// Removes all settled tags and returns them in order, to be acknowledged one by one. To be called
+    /// after [`take_prefix`](Self::take_prefix).
     pub(crate) fn take_singles(&mut self) -> Vec<u64> {
         let mut singles = Vec::with_capacity(self.settled);
         if self.settled > 0 {
@@ -118,8 +120,8 @@ impl<T> AckLedger<T> {
         singles
     }
 
-    /// The unsettled delivery that keeps later ones from being acknowledged together, and how many
-    /// of those were acknowledged one by one because of it.
+    /// The first entry if it is unsettled, so that later ones cannot be acknowledged together; and how
+    /// many of those were acknowledged one by one because of it.
     pub(crate) fn blocking_tag(&self) -> Option<(u64, usize)> {
         match self.tags.front() {
             Some((tag, TagState::Unsettled(_))) => Some((*tag, self.acked_singly)),
@@ -127,12 +129,12 @@ impl<T> AckLedger<T> {
         }
     }
 
-    /// How many are settled and not acknowledged yet.
+    /// How many deliveries are settled and not acknowledged yet.
     pub(crate) fn settled(&self) -> usize {
         self.settled
     }
 
-    /// How many are not acknowledged, settled or not.
+    /// How many deliveries are unacknowledged, settled or not.
     pub(crate) fn unacked(&self) -> usize {
         self.tags.len()
     }
@@ -201,11 +203,7 @@ mod tests {
             (3, Some((1, 3)))
         );
         acks.settle(1);
-        assert_eq!(
-            acks.blocking_tag(),
-            None,
-            "it is settled, only its acknowledgement is not sent yet"
-        );
+        assert_eq!(acks.blocking_tag(), None, "the first entry is settled");
         assert_eq!(
             (acks.take_prefix(), acks.blocking_tag()),
             (Some(1), Some((4, 0)))
@@ -249,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn acknowledged_tags_behind_an_unsettled_one_take_no_memory() {
+    fn acknowledged_tags_behind_an_unsettled_one_use_no_memory() {
         let mut acks = delivered(1);
         for tag in 2..=100_001 {
             acks.delivered(tag, tag);
@@ -275,7 +273,7 @@ mod tests {
         );
     }
 
-    /// The broker's side: like RabbitMQ it refuses an unknown tag.
+    /// The unacknowledged tags at the broker. Like RabbitMQ it refuses an unknown tag.
     #[derive(Default)]
     struct AckingBroker(BTreeSet<u64>);
 
@@ -298,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn in_any_order_no_tag_is_lost_refused_or_left_over() {
+    fn settled_in_any_order_every_tag_is_acknowledged_once() {
         for seed in 0..300 {
             let mut random = fastrand::Rng::with_seed(seed);
             let (mut acks, mut broker, mut settled) =
@@ -348,7 +346,7 @@ mod tests {
                 .for_each(|tag| broker.acknowledge(tag, true, &settled));
             assert!(
                 broker.0.is_empty() && acks.settled() == 0,
-                "seed {seed}: left {:?}",
+                "seed {seed}: unacknowledged {:?}",
                 broker.0
             );
         }

@@ -2,13 +2,16 @@
 
 use std::time::Duration;
 
+/// The first pause, unless it is set.
 const DEFAULT_FIRST: Duration = Duration::from_millis(100);
+/// The longest pause, unless it is set.
 const DEFAULT_LONGEST: Duration = Duration::from_secs(5);
 
 /// Exponential backoff, 100 ms doubling to 5 s by default. Jitter shortens each pause by up to a
 /// half, so that many consumers do not reconnect at the same moment.
 #[derive(Debug)]
 pub(crate) struct Backoff {
+    /// How many pauses were returned since the last reset.
     pauses: u32,
     first: Duration,
     longest: Duration,
@@ -21,12 +24,12 @@ impl Default for Backoff {
 }
 
 impl Backoff {
-    /// Doubles from 100 ms to this pause.
+    /// A backoff that doubles from 100 ms to this pause.
     pub(crate) fn up_to(longest: Duration) -> Self {
         Self::between(DEFAULT_FIRST, longest)
     }
 
-    /// Doubles from the first pause to the longest.
+    /// A backoff that doubles from the first pause to the longest.
     pub(crate) fn between(first: Duration, longest: Duration) -> Self {
         Self {
             pauses: 0,
@@ -35,14 +38,14 @@ impl Backoff {
         }
     }
 
-    /// The next pause.
+    /// The next pause, with jitter.
     pub(crate) fn pause(&mut self) -> Duration {
-        let whole = self
+        let without_jitter = self
             .first
             .saturating_mul(1 << self.pauses.min(10))
             .min(self.longest);
         self.pauses = self.pauses.saturating_add(1);
-        whole.mul_f64(0.5 + fastrand::f64() / 2.0)
+        without_jitter.mul_f64(0.5 + fastrand::f64() / 2.0)
     }
 
     /// Starts again with the first pause, after a success.

@@ -4,7 +4,8 @@
 //! describes its own, with lapin 4.12.3 and RabbitMQ 3.10.8 unless it names other versions. Remove a
 //! workaround only if its test passes without it on the oldest supported release.
 //!
-//! These are part of the source, because they depend on its state. Tests are those of `tests/amqp`:
+//! The following workarounds are in modules of the source, because they depend on its state. Their
+//! tests are in `tests/amqp`:
 //!
 //! - *Symptom:* lapin attaches a returned message to the next confirm on the channel, not to its own.
 //!   *Code:* `publish_channel`, one batch at a time on a channel. *Upstream:* nothing to report:
@@ -15,9 +16,9 @@
 //!   `docs/upstream/lapin-unparsable-delivery.md`. *Test:*
 //!   `recovery::an_unparsable_message_blocks_later_messages_and_not_earlier_ones`. *May be removed*
 //!   when lapin reports such a message as a delivery.
-//! - *Symptom:* a full quorum queue keeps refusing a channel that it has refused, although its limit
-//!   was removed or raised. *Code:* `publish_channel` closes such a channel. *Upstream:*
-//!   rabbitmq/rabbitmq-server#12206, fixed by #12310 for 3.13 and 4.0. *Test:*
+//! - *Symptom:* a quorum queue that refused a publish because it was full refuses all later ones on the
+//!   same channel, also after its limit was removed or raised. *Code:* `publish_channel` closes such a
+//!   channel. *Upstream:* rabbitmq/rabbitmq-server#12206, fixed by #12310 for 3.13 and 4.0. *Test:*
 //!   `limits::refused_dead_letters_are_published_once_the_queue_has_room`. *May be removed* when the
 //!   oldest supported release has the fix.
 //! - *Symptom:* requeuing many messages by one `basic.nack` loses their order. *Code:*

@@ -12,7 +12,7 @@ use crate::node::{BrokerNode, BrokerNodes};
 use crate::queue_settings::QueueSettings;
 use crate::tls::TlsFiles;
 
-/// Reply codes of errors that an operator has to fix.
+/// Reply codes of the broker for errors that an operator has to correct.
 pub(crate) mod code {
     pub(crate) const ACCESS_REFUSED: u16 = 403;
     pub(crate) const NOT_FOUND: u16 = 404;
@@ -20,13 +20,13 @@ pub(crate) mod code {
     pub(crate) const NOT_ALLOWED: u16 = 530;
 }
 
-/// Why a connection or a channel could not be opened.
+/// Why a connection or a consuming channel could not be opened.
 #[derive(Debug)]
 pub(crate) enum ConnectError {
-    /// An operator has to fix it.
+    /// An operator has to correct the settings or the broker.
     Misconfigured(SourceError),
-    /// The queue has other arguments or another type than the settings. An operator has to fix it,
-    /// and the broker logs an error at each attempt.
+    /// The queue has other arguments or another type than the settings require. An operator has to
+    /// correct one of them. The broker logs an error at each attempt, so attempts are rare.
     QueueMismatch(SourceError),
     /// A later attempt may succeed.
     Transient(BoxError),
@@ -64,8 +64,8 @@ pub(crate) fn reply_code(error: &lapin::Error) -> Option<u16> {
     }
 }
 
-/// Whether the broker refuses for a transient reason: the node of a queue or a virtual host is
-/// down, or a connection limit is reached. The reply code alone does not show it.
+/// Whether the broker refuses for a transient reason: the node of a queue or a virtual host is down,
+/// or a connection limit is reached. Only the text shows this, not the reply code.
 pub(crate) fn is_transient_refusal(error: &lapin::Error) -> bool {
     let ErrorKind::ProtocolError(error) = error.kind() else {
         return false;
@@ -75,7 +75,8 @@ pub(crate) fn is_transient_refusal(error: &lapin::Error) -> bool {
         .any(|text| error.get_message().as_str().contains(text))
 }
 
-/// Connects with the source's settings; the purpose is part of the connection's name.
+/// Connects with the source's settings. The purpose becomes part of the connection's name, which the
+/// management interface shows.
 pub(crate) async fn connect(
     settings: &QueueSettings,
     purpose: &str,
@@ -93,7 +94,10 @@ pub(crate) struct BrokerConnector {
 }
 
 impl BrokerConnector {
-    /// Parses the URLs, and reads the TLS files once, so that a wrong one is an error at start.
+    /// Parses the URLs, and reads the TLS files, so that an invalid one is an error at start.
+    ///
+    /// # Errors
+    /// An invalid URL or TLS file, or TLS files with an `amqp://` URL.
     pub(crate) fn new(urls: &[String], tls: TlsFiles) -> Result<Self, SourceError> {
         let nodes = BrokerNodes::parse(urls)?;
         if tls.is_configured() {
@@ -154,7 +158,7 @@ impl BrokerConnector {
 }
 
 fn classify(error: lapin::Error, node: &BrokerNode) -> ConnectError {
-    let wrong = |problem: String, remedy| {
+    let misconfigured = |problem: String, remedy| {
         ConnectError::Misconfigured(SourceError::misconfigured(
             "url",
             format!("{} ({problem})", node.redacted_url),
@@ -162,11 +166,11 @@ fn classify(error: lapin::Error, node: &BrokerNode) -> ConnectError {
         ))
     };
     match reply_code(&error) {
-        Some(code::ACCESS_REFUSED) => wrong(
+        Some(code::ACCESS_REFUSED) => misconfigured(
             error.to_string(),
             "check the user and the password; by default `guest` may connect from localhost only",
         ),
-        Some(code::NOT_ALLOWED) if !is_transient_refusal(&error) => wrong(
+        Some(code::NOT_ALLOWED) if !is_transient_refusal(&error) => misconfigured(
             error.to_string(),
             "check that the virtual host exists and that the user has access to it; the default virtual host is /%2f at the end of the URL",
         ),
@@ -175,7 +179,7 @@ fn classify(error: lapin::Error, node: &BrokerNode) -> ConnectError {
     }
 }
 
-/// The node cannot be reached. The error names the setting that is probably wrong.
+/// The error of a node that cannot be reached. It names the setting that is the likely cause.
 fn unreachable_error(problem: &str, node: &BrokerNode) -> ConnectError {
     let (setting, remedy) = if [
         "CertificateRequired",
@@ -217,7 +221,7 @@ fn unreachable_error(problem: &str, node: &BrokerNode) -> ConnectError {
     )
 }
 
-/// Closes a connection; gives up after the timeout.
+/// Closes a connection; returns after the timeout at the latest.
 pub(crate) async fn close(connection: &Connection, timeout: Duration) {
     let _ = tokio::time::timeout(timeout, connection.close(200, "OK".into())).await;
 }

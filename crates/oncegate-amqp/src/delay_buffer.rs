@@ -1,5 +1,5 @@
-//! Released deliveries that wait in memory for their redelivery, and the move of one of them to a
-//! delay queue.
+//! Released deliveries that wait in memory for their redelivery. One of them at a time may move to a
+//! delay queue: a copy is published there, and its confirm removes the delivery from memory.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,30 +9,31 @@ use tokio::time::Instant;
 
 use crate::message_copy::PublishCancellation;
 
-/// How long the confirm of a moved copy may take, unless the delivery is due later. After that the
-/// copy is cancelled and the delivery is redelivered from memory: a broker under a memory alarm
-/// confirms nothing, and a retry must not wait for that.
+/// How long the confirm of the copy may take, unless the delivery is due later. Then the copy is
+/// cancelled and the delivery is redelivered from memory: a broker with a memory alarm confirms
+/// nothing, and a retry must not wait for the end of the alarm.
 const MOVE_CONFIRM_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long no other delivery moves after a cancelled move.
+/// The pause after a cancelled move before another delivery moves.
 const MOVE_PAUSE: Duration = Duration::from_secs(30);
-/// A delivery that is due sooner does not move: its redelivery comes before the confirm would.
+/// A delivery that is due sooner does not move: it would be due before the confirm arrives.
 const MIN_REMAINING_DELAY: Duration = Duration::from_millis(20);
 
 /// The delayed deliveries of one channel.
 #[derive(Default)]
 pub(crate) struct DelayBuffer {
-    /// By the time when they are due, and the delivery tag.
+    /// The deliveries, by the time when they are due and their delivery tag.
     deliveries: BTreeMap<(Instant, u64), Delivery>,
-    moving: Option<PendingMove>,
-    /// The last tag whose message cannot be copied without losing something.
+    pending_move: Option<PendingMove>,
+    /// The last tag whose message cannot be copied without loss.
     unmovable: Option<u64>,
-    no_move_before: Option<Instant>,
+    /// The end of [`MOVE_PAUSE`].
+    move_pause_end: Option<Instant>,
 }
 
-/// A move to a delay queue whose copy is not confirmed; the delivery stays in the buffer until
-/// then.
+/// A move to a delay queue whose copy is not confirmed yet.
 struct PendingMove {
-    until: Instant,
+    /// When the delivery is due in the buffer, and its copy is cancelled.
+    due: Instant,
     tag: u64,
     cancellation: PublishCancellation,
 }
@@ -55,18 +56,19 @@ impl DelayBuffer {
             let ((_, tag), delivery) = entry.remove_entry();
             if self.is_moving(tag) {
                 self.cancel_move();
-                self.no_move_before = Some(now + MOVE_PAUSE);
+                self.move_pause_end = Some(now + MOVE_PAUSE);
             }
             due.push(delivery);
         }
         due
     }
 
-    /// The delivery with this tag and the time when it is due, if it may move to a delay queue now.
+    /// The delivery with this tag and the time when it is due; `None` if it is not delayed, or may not
+    /// move to a delay queue now.
     pub(crate) fn movable(&self, tag: u64, now: Instant) -> Option<(Instant, &Delivery)> {
-        if self.moving.is_some()
+        if self.pending_move.is_some()
             || self.unmovable == Some(tag)
-            || self.no_move_before.is_some_and(|at| now < at)
+            || self.move_pause_end.is_some_and(|end| now < end)
         {
             return None;
         }
@@ -77,8 +79,9 @@ impl DelayBuffer {
         Some((*due, delivery))
     }
 
-    /// Starts the move of a movable delivery, and returns the cancellation for its copy. The
-    /// delivery stays in the buffer until the copy is confirmed.
+    /// Starts the move of a movable delivery, and returns the cancellation for its copy. The delivery
+    /// stays in the buffer until the copy is confirmed, and is due after [`MOVE_CONFIRM_TIMEOUT`] at
+    /// the earliest.
     pub(crate) fn start_move(
         &mut self,
         tag: u64,
@@ -86,11 +89,11 @@ impl DelayBuffer {
         now: Instant,
     ) -> PublishCancellation {
         let cancellation = PublishCancellation::default();
-        let until = due.max(now + MOVE_CONFIRM_TIMEOUT);
+        let extended_due = due.max(now + MOVE_CONFIRM_TIMEOUT);
         if let Some(delivery) = self.deliveries.remove(&(due, tag)) {
-            self.deliveries.insert((until, tag), delivery);
-            self.moving = Some(PendingMove {
-                until,
+            self.deliveries.insert((extended_due, tag), delivery);
+            self.pending_move = Some(PendingMove {
+                due: extended_due,
                 tag,
                 cancellation: cancellation.clone(),
             });
@@ -98,34 +101,34 @@ impl DelayBuffer {
         cancellation
     }
 
-    /// The message with this tag cannot be copied without losing something.
+    /// Records that the message with this tag cannot be copied without loss.
     pub(crate) fn mark_unmovable(&mut self, tag: u64) {
         self.unmovable = Some(tag);
     }
 
-    /// Removes the delivery with this tag if it is the one that moves, because its copy is
-    /// confirmed. `false` if it is not.
+    /// Removes the delivery with this tag because its copy is confirmed; `false` if no move of it is
+    /// pending.
     pub(crate) fn finish_move(&mut self, tag: u64) -> bool {
-        let moved = self.moving.take_if(|moving| moving.tag == tag);
-        moved.is_some_and(|moving| self.deliveries.remove(&(moving.until, tag)).is_some())
+        let moved = self.pending_move.take_if(|pending| pending.tag == tag);
+        moved.is_some_and(|pending| self.deliveries.remove(&(pending.due, tag)).is_some())
     }
 
-    /// Cancels the move: a copy that is not published yet will not be.
+    /// Cancels a pending move: a copy that is not published yet will not be published.
     pub(crate) fn cancel_move(&mut self) {
-        if let Some(moving) = self.moving.take() {
-            moving.cancellation.cancel();
+        if let Some(pending) = self.pending_move.take() {
+            pending.cancellation.cancel();
         }
     }
 
-    /// Removes all deliveries, with the times when they are due, and whether another one was being
-    /// moved. The copy of that one replaces it.
+    /// Removes all deliveries. Returns those without a pending move, with the times when they are due,
+    /// and whether there was another one with a pending move, which its copy replaces.
     pub(crate) fn take_all(&mut self) -> (BTreeMap<(Instant, u64), Delivery>, bool) {
-        let mut all = std::mem::take(&mut self.deliveries);
-        let moves = self
-            .moving
+        let mut deliveries = std::mem::take(&mut self.deliveries);
+        let has_pending_move = self
+            .pending_move
             .take()
-            .is_some_and(|moving| all.remove(&(moving.until, moving.tag)).is_some());
-        (all, moves)
+            .is_some_and(|pending| deliveries.remove(&(pending.due, pending.tag)).is_some());
+        (deliveries, has_pending_move)
     }
 
     /// When the next delivery is due.
@@ -142,7 +145,9 @@ impl DelayBuffer {
     }
 
     fn is_moving(&self, tag: u64) -> bool {
-        self.moving.as_ref().is_some_and(|moving| moving.tag == tag)
+        self.pending_move
+            .as_ref()
+            .is_some_and(|pending| pending.tag == tag)
     }
 }
 
@@ -171,7 +176,9 @@ mod tests {
     fn moving(now: Instant) -> (DelayBuffer, PublishCancellation) {
         let mut buffer = DelayBuffer::default();
         (1..=2).for_each(|tag| buffer.insert(now + DELAY, delivery(tag)));
-        let (due, found) = buffer.movable(1, now).expect("it is delayed");
+        let (due, found) = buffer
+            .movable(1, now)
+            .expect("a delayed delivery is movable");
         assert_eq!((due, found.receipt.position), (now + DELAY, 1));
         let cancellation = buffer.start_move(1, due, now);
         (buffer, cancellation)
@@ -185,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_moved_delivery_is_not_redelivered_and_others_are() {
+    fn a_moved_delivery_is_not_redelivered_from_memory() {
         let now = Instant::now();
         let (mut buffer, cancellation) = moving(now);
         assert!(!buffer.finish_move(2) && buffer.finish_move(1) && !buffer.finish_move(1));
@@ -218,7 +225,10 @@ mod tests {
             ),
             (Some(late), vec![1], true)
         );
-        assert!(!buffer.finish_move(1), "its confirm comes too late");
+        assert!(
+            !buffer.finish_move(1),
+            "a confirm after the cancellation has no effect"
+        );
         buffer.insert(late + DELAY, delivery(1));
         assert!(buffer.movable(1, late).is_none());
         buffer.insert(late + MOVE_PAUSE + DELAY, delivery(3));
@@ -236,19 +246,22 @@ mod tests {
             buffer
                 .movable(2, now + DELAY - MIN_REMAINING_DELAY / 2)
                 .is_none(),
-            "it is due soon"
+            "a delivery that is due soon does not move"
         );
         buffer.mark_unmovable(2);
         assert!(buffer.movable(2, now).is_none());
     }
 
     #[test]
-    fn take_all_leaves_a_moving_delivery_to_its_copy() {
+    fn take_all_does_not_return_a_delivery_whose_move_is_pending() {
         let now = Instant::now();
         let (mut buffer, cancellation) = moving(now);
-        let (all, moves) = buffer.take_all();
+        let (all, has_pending_move) = buffer.take_all();
         assert_eq!(
-            (all.keys().map(|(_, tag)| *tag).collect::<Vec<_>>(), moves),
+            (
+                all.keys().map(|(_, tag)| *tag).collect::<Vec<_>>(),
+                has_pending_move
+            ),
             (vec![2], true)
         );
         buffer.cancel_move();

@@ -27,21 +27,23 @@ use crate::settings::Rejects;
 
 /// The longest delay that a released delivery waits in memory, if there are delay queues.
 const MAX_IN_MEMORY_DELAY: Duration = Duration::from_secs(5);
-/// The shortest delay of a release, so that an immediate release cannot spin.
+/// The shortest delay of a release. Without it, immediate releases would redeliver in a busy loop.
 const MIN_RELEASE_DELAY: Duration = Duration::from_millis(20);
-/// A delayed delivery keeps later ones from being acknowledged together (`multiple`). After this many
-/// of them were acknowledged one by one, it moves to a delay queue. The copy costs the broker about
-/// as much as a hundred single acknowledgements.
+/// While a delayed delivery is unacknowledged, later ones cannot be acknowledged together (`multiple`).
+/// After this many single acknowledgements it moves to a delay queue. Its copy costs the broker about
+/// as much as a hundred of them.
 const MAX_SINGLE_ACKS: usize = 256;
-/// A channel that was open for this long resets the backoff. One that fails at once must not.
+/// A channel that was open for longer than this resets the backoff. One that fails at once must not.
 const STABLE_AFTER: Duration = Duration::from_secs(2);
-/// The same in [`PrefetchMode::OneByOne`].
+/// A channel in [`PrefetchMode::OneByOne`] that was open for longer than this resets the backoff.
 const STABLE_ONE_BY_ONE_AFTER: Duration = Duration::from_secs(10);
 /// How long a channel in [`PrefetchMode::OneByOne`] is open, at least, before the prefetch is
 /// restored.
 const MIN_ONE_BY_ONE_TIME: Duration = Duration::from_secs(300);
 /// The longest pause before reconnecting after a message that the client cannot parse.
 const MAX_UNPARSABLE_PAUSE: Duration = Duration::from_secs(30);
+/// How long sending the last acknowledgements may take after the deadline.
+const LAST_ACK_TIMEOUT: Duration = Duration::from_millis(100);
 /// How long closing a channel or a connection may take.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -99,7 +101,7 @@ pub(crate) async fn run(
     let _ = opened.send(Ok(()));
     let settings = Arc::clone(&driver.settings);
     driver.run_loop().await;
-    // No longer unavailable: the source is closed on purpose.
+    // A closed source is not unavailable.
     settings.metrics.clear_unavailable();
 }
 
@@ -110,7 +112,7 @@ struct AmqpDriver {
     session: SessionState,
     epoch: u64,
     opened_at: Instant,
-    /// The pauses before reconnecting.
+    /// For reconnecting.
     backoff: Backoff,
     prefetch_mode: PrefetchMode,
     intake: IntakeState,
@@ -141,10 +143,21 @@ impl PrefetchMode {
     }
 }
 
+/// Whether deliveries of the broker are passed to the source.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum IntakeState {
     Open,
     Stopped,
+}
+
+/// Why the loop of the driver ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum LoopExit {
+    /// All settlements are finished, or the source was dropped.
+    Finished,
+    DeadlineExceeded,
+    /// The publisher task ended, which only a bug can cause.
+    PublisherEnded,
 }
 
 struct CloseRequest {
@@ -169,7 +182,10 @@ impl SessionState {
 
 impl AmqpDriver {
     async fn run_loop(mut self) {
-        while !self.is_finished() {
+        let exit = loop {
+            if self.is_finished() {
+                break LoopExit::Finished;
+            }
             let deadline = self
                 .closing
                 .as_ref()
@@ -178,7 +194,7 @@ impl AmqpDriver {
                 biased;
                 command = self.endpoints.commands.recv(), if self.closing.is_none() => match command {
                     Some(command) => self.execute(command).await,
-                    None => break,
+                    None => break LoopExit::Finished,
                 },
                 confirmed = self.publisher.confirmed() => match confirmed {
                     Some(confirmed) => self.confirmed(&confirmed),
@@ -187,15 +203,15 @@ impl AmqpDriver {
                             queue = &*self.settings.name,
                             "the publisher task ended, which is a bug in oncegate; closing the source; restart the consumer and report this"
                         );
-                        break;
+                        break LoopExit::PublisherEnded;
                     }
                 },
                 event = self.session.next() => self.handle_event(event),
-                () = tokio::time::sleep_until(deadline), if self.closing.is_some() => break,
+                () = tokio::time::sleep_until(deadline), if self.closing.is_some() => break LoopExit::DeadlineExceeded,
             }
             if self.can_restore_prefetch() {
                 self.prefetch_mode = PrefetchMode::Normal;
-                self.channel_lost(&ChannelLoss::PrefetchRestored);
+                self.channel_lost(&ChannelLoss::ReplacedToRestorePrefetch);
             }
             if let SessionState::Open(session) = &mut self.session {
                 session.flush(if self.closing.is_some() {
@@ -206,8 +222,8 @@ impl AmqpDriver {
                 self.settings.metrics.set_unacked(session.acks.unacked());
             }
             self.move_blocking_delivery();
-        }
-        self.shut_down().await;
+        };
+        self.shut_down(exit).await;
     }
 
     async fn execute(&mut self, command: SourceCommand) {
@@ -245,7 +261,7 @@ impl AmqpDriver {
             Settlement::Reject(reason) => {
                 self.reject(delivery, &reason, failure_history.as_deref())
             }
-            // Released while draining: closing the channel returns it to the queue.
+            // Released while the source stops: closing the channel requeues the delivery.
             Settlement::Release { after, .. }
                 if after.is_zero() && self.intake == IntakeState::Stopped => {}
             Settlement::Release { after, failures } => {
@@ -285,9 +301,9 @@ impl AmqpDriver {
         session.publishing += 1;
     }
 
-    /// Delays a delivery. In a delay queue, if there are delay queues and the delay is long, half of
-    /// the prefetch is delayed already, or the source stops; otherwise in memory, for at most half of
-    /// the consumer timeout.
+    /// Delays a delivery in memory, for at most half of the consumer timeout; or in a delay queue, if
+    /// there are delay queues and the delay is long, half of the prefetch is already delayed in memory,
+    /// or the source stops.
     fn delay(&mut self, delivery: Delivery, after: Duration) {
         let SessionState::Open(session) = &mut self.session else {
             return;
@@ -309,7 +325,7 @@ impl AmqpDriver {
             ));
             session.publishing += 1;
         } else {
-            // The broker closes the channel of a delivery that exceeds its consumer timeout.
+            // The broker closes a channel if a delivery exceeds the consumer timeout.
             let after = after
                 .min(self.settings.consumer_timeout / 2)
                 .max(MIN_RELEASE_DELAY);
@@ -317,9 +333,9 @@ impl AmqpDriver {
         }
     }
 
-    /// Moves a delivery from memory to a delay queue if it keeps many later ones from being
-    /// acknowledged together: single acknowledgements cost the broker several times as much. The
-    /// original waits in memory until the copy is confirmed.
+    /// Moves a delayed delivery from memory to a delay queue if [`MAX_SINGLE_ACKS`] later ones were
+    /// acknowledged one by one because of it. A single acknowledgement costs the broker several times
+    /// as much as one of many together. The original waits in memory until the copy is confirmed.
     fn move_blocking_delivery(&mut self) {
         let SessionState::Open(session) = &mut self.session else {
             return;
@@ -357,11 +373,12 @@ impl AmqpDriver {
         }
     }
 
+    /// Settles the original of a confirmed copy.
     fn confirmed(&mut self, confirmed: &ConfirmedCopy) {
         let SessionState::Open(session) = &mut self.session else {
             return;
         };
-        // If the copy was cancelled, the original was delivered from memory again, and its settlement
+        // If the copy was cancelled, the original was redelivered from memory, and its own settlement
         // acknowledges it.
         if session.epoch != confirmed.epoch
             || confirmed
@@ -420,7 +437,7 @@ impl AmqpDriver {
                 .acks
                 .delivered(tag, UnsettledDelivery::new(original));
             if self.intake == IntakeState::Stopped {
-                // Closing the channel requeues it.
+                // Closing the channel requeues the delivery.
                 continue;
             }
             let size = delivery.message.body.len();
@@ -466,8 +483,8 @@ impl AmqpDriver {
             .deliver_at_front(session.delayed.take_due(Instant::now()));
     }
 
-    /// Whether [`PrefetchMode::OneByOne`] may end. Only while no delivery is unacknowledged, so that
-    /// none is redelivered because of the new channel.
+    /// Whether [`PrefetchMode::OneByOne`] may end. No delivery may be unacknowledged, because the
+    /// replacement of the channel would redeliver it.
     fn can_restore_prefetch(&self) -> bool {
         self.prefetch_mode == PrefetchMode::OneByOne
             && self.intake == IntakeState::Open
@@ -475,6 +492,8 @@ impl AmqpDriver {
             && matches!(&self.session, SessionState::Open(session) if session.is_idle())
     }
 
+    /// Closes the session, reports its deliveries as revoked, and opens another session unless the
+    /// source stops.
     fn channel_lost(&mut self, loss: &ChannelLoss) {
         let SessionState::Open(mut session) =
             std::mem::replace(&mut self.session, SessionState::Closed)
@@ -488,7 +507,7 @@ impl AmqpDriver {
         self.settings.metrics.set_unacked(0);
         let (queue, broker) = (&*self.settings.name, self.settings.redacted_url());
         match loss {
-            ChannelLoss::Broken(error) | ChannelLoss::ConsumerForgotten(error) => {
+            ChannelLoss::Broken(error) | ChannelLoss::NoDeliveries(error) => {
                 tracing::warn!(
                     queue,
                     broker,
@@ -496,7 +515,7 @@ impl AmqpDriver {
                     "channel lost; reconnecting; unacknowledged messages will be redelivered; if it recurs, see the log of RabbitMQ"
                 );
             }
-            ChannelLoss::PrefetchRestored => tracing::info!(
+            ChannelLoss::ReplacedToRestorePrefetch => tracing::info!(
                 queue,
                 broker,
                 prefetch = self.settings.prefetch,
@@ -528,9 +547,9 @@ impl AmqpDriver {
                 _ => {}
             }
             let prefetch = self.prefetch_mode.prefetch(&self.settings);
-            // The consumer may not be forgotten but wait behind a single active one. Until it receives
-            // something, check less often.
-            let silence_check = if let ChannelLoss::ConsumerForgotten(_) = loss {
+            // Ready messages without a delivery do not prove a lost consumer: another consumer may be
+            // the queue's single active one. The new channel checks rarely until its first delivery.
+            let silence_check = if let ChannelLoss::NoDeliveries(_) = loss {
                 LONG_SILENCE_CHECK_INTERVAL
             } else {
                 SILENCE_CHECK_INTERVAL
@@ -545,8 +564,8 @@ impl AmqpDriver {
             let old_session_closed = self.settings.preserves_order().then_some(closed);
             self.session = SessionState::Opening(Box::pin(async move {
                 if let Some(closed) = old_session_closed {
-                    // The result does not matter: closing has a timeout, and a panic drops the
-                    // channel, which closes it.
+                    // The result does not matter: closing has a timeout, and after a panic the dropped
+                    // channel is closed.
                     let _ = closed.await;
                 }
                 opening.await
@@ -554,14 +573,14 @@ impl AmqpDriver {
         }
     }
 
-    /// Accepts no more deliveries. Delayed ones move to the delay queues, if there are some.
+    /// Accepts no more deliveries. Delayed ones move to delay queues, if these are used.
     async fn stop(&mut self) {
         self.intake = IntakeState::Stopped;
         let delayed = match &mut self.session {
             SessionState::Open(session) => {
                 session.stop().await;
-                let (delayed, moves) = session.delayed.take_all();
-                session.publishing += usize::from(moves);
+                let (delayed, has_pending_move) = session.delayed.take_all();
+                session.publishing += usize::from(has_pending_move);
                 delayed
             }
             opening @ SessionState::Opening(_) => {
@@ -575,17 +594,18 @@ impl AmqpDriver {
         }
     }
 
-    /// Whether the source requested the close and no settlement is pending. Without a channel none is:
-    /// the broker redelivers all unacknowledged deliveries.
+    /// Whether the source requested the close and no settlement is pending. Without a channel, no
+    /// settlement is pending: the broker redelivers all unacknowledged deliveries.
     fn is_finished(&self) -> bool {
         self.closing.is_some()
             && match &self.session {
-                SessionState::Open(session) => session.is_quiet(),
+                SessionState::Open(session) => session.is_flushed(),
                 SessionState::Opening(_) | SessionState::Closed => true,
             }
     }
 
-    async fn shut_down(mut self) {
+    /// Sends the remaining acknowledgements, closes the connections, and reports the outcome.
+    async fn shut_down(mut self, exit: LoopExit) {
         let finished = self.is_finished();
         self.settings.metrics.set_unacked(0);
         self.endpoints.live_epoch.store(0, Ordering::Release);
@@ -593,13 +613,13 @@ impl AmqpDriver {
             SessionState::Open(mut session) => {
                 session.flush(FlushMode::Immediate);
                 if !finished {
-                    // Sends the last acknowledgements before the channel closes.
+                    // Time to send the last acknowledgements before the channel closes.
                     let acknowledged = async {
                         while session.is_acknowledging() {
                             session.next_event().await;
                         }
                     };
-                    let _ = tokio::time::timeout(Duration::from_millis(100), acknowledged).await;
+                    let _ = tokio::time::timeout(LAST_ACK_TIMEOUT, acknowledged).await;
                 }
                 session.close(CLOSE_TIMEOUT).await;
             }
@@ -612,18 +632,31 @@ impl AmqpDriver {
         }
         self.publisher.close(CLOSE_TIMEOUT).await;
         if let Some(closing) = self.closing.take() {
-            let unfinished = "some settlements did not finish before the deadline; their deliveries will be redelivered";
+            // The receiver is dropped if the caller no longer waits for the close.
             let _ = closing.done.send(if finished {
                 Ok(())
             } else {
-                Err(SourceError::Unavailable(unfinished.into()))
+                Err(unfinished_close(exit))
             });
         }
     }
 }
 
-/// Counts and drops a settlement for a closed channel. The broker would close the new channel if it
-/// received an acknowledgement with a delivery tag that it did not assign there.
+/// The error of a close with unfinished settlements.
+fn unfinished_close(exit: LoopExit) -> SourceError {
+    let problem = match exit {
+        LoopExit::PublisherEnded => {
+            "the publisher task ended, which is a bug in oncegate; unsettled deliveries will be redelivered; report this"
+        }
+        LoopExit::Finished | LoopExit::DeadlineExceeded => {
+            "some settlements did not finish before the deadline; their deliveries will be redelivered; check that RabbitMQ confirms dead letters, or raise .drain_timeout(…)"
+        }
+    };
+    SourceError::Unavailable(problem.into())
+}
+
+/// Counts and drops a settlement for a closed channel. The broker would close the new channel for an
+/// acknowledgement whose delivery tag is not from that channel.
 fn drop_stale_settlement(settings: &QueueSettings, tag: u64) {
     settings.metrics.stale_receipt();
     tracing::debug!(
@@ -641,4 +674,20 @@ fn ignore_repeated_settlement(settings: &QueueSettings, tag: u64) {
         tag,
         "settlement ignored: the delivery is already settled"
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_close_after_the_end_of_the_publisher_reports_no_missed_deadline() {
+        let problem = |exit| unfinished_close(exit).to_string();
+        assert!(problem(LoopExit::DeadlineExceeded).contains("before the deadline"));
+        let ended = problem(LoopExit::PublisherEnded);
+        assert!(
+            ended.contains("publisher task ended") && !ended.contains("deadline"),
+            "{ended}"
+        );
+    }
 }

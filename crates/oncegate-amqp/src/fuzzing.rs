@@ -12,7 +12,7 @@ use crate::incoming;
 use crate::node::BrokerNode;
 use crate::settings::RabbitMq;
 
-/// What each byte is replaced by that is not UTF-8.
+/// The character that replaces each byte of a short string that is not UTF-8.
 pub const INVALID_UTF8_MARK: char = frame_sanitizer::INVALID_UTF8_MARK;
 
 /// Replaces invalid UTF-8 in frames.
@@ -36,13 +36,13 @@ impl SanitizedFrames {
     }
 }
 
-/// What a delivery says of its earlier attempts.
+/// What a consumer reads from a delivery before its handler.
 pub struct ParsedDelivery {
-    /// Whether a text of it was invalid UTF-8.
+    /// Whether a short string of the delivery was not UTF-8.
     pub has_invalid_utf8: bool,
     /// How many attempts failed.
     pub failures: u32,
-    /// How long a delayed copy still waits.
+    /// The remaining delay of a delayed copy.
     pub remaining_delay: Option<Duration>,
 }
 

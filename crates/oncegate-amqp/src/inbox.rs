@@ -1,4 +1,4 @@
-//! The queue of deliveries from the driver to the source.
+//! The inbox: the queue of deliveries and revocations from the driver to the source.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -25,6 +25,7 @@ struct Inbox {
 
 #[derive(Default)]
 struct InboxState {
+    /// Epochs whose revocation is to be reported.
     revoked: Vec<u64>,
     deliveries: VecDeque<Delivery>,
     phase: InboxPhase,
@@ -34,8 +35,9 @@ struct InboxState {
 enum InboxPhase {
     #[default]
     Open,
-    /// No more deliveries are accepted or returned.
+    /// No more deliveries are accepted or returned; revocations are.
     Stopped,
+    /// The driver has stopped.
     Closed,
 }
 
@@ -61,7 +63,7 @@ impl InboxSender {
         }
     }
 
-    /// Inserts these in their order before all others.
+    /// Inserts the deliveries before all others, in their order.
     pub(crate) fn deliver_at_front(&self, deliveries: Vec<Delivery>) {
         let mut state = self.0.state();
         if state.phase == InboxPhase::Open && !deliveries.is_empty() {
@@ -91,7 +93,7 @@ impl Drop for InboxSender {
 }
 
 impl InboxReceiver {
-    /// Waits until there is something within the limit, and removes it. Cancel-safe.
+    /// Waits for deliveries within the limit or for revocations, and moves them to `into`. Cancel-safe.
     pub(crate) async fn receive(
         &mut self,
         limit: Limit,
@@ -105,7 +107,7 @@ impl InboxReceiver {
         }
     }
 
-    /// Removes the deliveries within the limit; `false` if the inbox is empty.
+    /// Moves all revocations and the deliveries within the limit to `into`; `false` if there are none.
     fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<bool, InboxClosed> {
         let mut state = self.0.state();
         let before = into.len();
@@ -122,11 +124,11 @@ impl InboxReceiver {
             count += 1;
             into.push(Incoming::Delivery(next));
         }
-        let found = into.len() > before;
-        if state.phase == InboxPhase::Closed && !found {
+        let has_taken = into.len() > before;
+        if state.phase == InboxPhase::Closed && !has_taken {
             Err(InboxClosed)
         } else {
-            Ok(found)
+            Ok(has_taken)
         }
     }
 

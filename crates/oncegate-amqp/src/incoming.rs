@@ -13,23 +13,22 @@ use oncegate_core::source::{Delivery, Receipt, headers};
 use crate::client::frame_sanitizer::INVALID_UTF8_MARK;
 use crate::queue_settings::{DELAYS, QueueSettings};
 
-/// The header with the original routing key of a copy. The copy's own routing key is the queue that it
-/// was published to: a delay, dead-letter or in-doubt queue.
+/// The header of a copy with the routing key of the original. The copy's own routing key is the name
+/// of its queue: a delay, dead-letter or in-doubt queue.
 pub(crate) const ROUTING_KEY: &str = "oncegate-routing-key";
 
-/// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is not from oncegate and is
-/// ignored.
+/// AMQP's limit for a routing key. A longer [`ROUTING_KEY`] header is ignored, because oncegate does
+/// not write one.
 const MAX_ROUTING_KEY_BYTES: usize = 255;
 
-/// The header with the time of the redelivery, in milliseconds since 1970. A copy has it if its delay
-/// is longer than the TTL of its delay queue: it then passes through several delay queues.
+/// The header of a delayed copy with the end of its delay, in milliseconds since 1970. A copy has it
+/// if its delay is longer than the TTL of its delay queue, so that it needs another one.
 pub(crate) const NOT_BEFORE: &str = "oncegate-not-before";
 
-/// The longest plausible delay. A [`NOT_BEFORE`] header beyond it is not from oncegate and is
-/// ignored.
+/// The longest accepted delay: a [`NOT_BEFORE`] header further in the future is ignored as forged.
 const MAX_DELAY: Duration = Duration::from_secs(366 * 86_400);
 
-/// The largest plausible number of failures. A larger one is not from oncegate and counts as 0.
+/// The largest accepted number of failures. A larger one is ignored as forged and counts as 0.
 const MAX_FAILURES: u32 = 100_000;
 
 /// The parts of a message that a copy needs in addition to the delivery.
@@ -42,7 +41,7 @@ pub(crate) struct OriginalProperties {
     pub(crate) received_ms: Option<u64>,
 }
 
-/// Converts a delivery, and keeps the parts that a copy of it needs. Does not copy the body.
+/// Converts a delivery, and returns the parts that a copy needs in addition. Does not copy the body.
 pub(crate) fn parse_delivery(
     raw: Raw,
     settings: &QueueSettings,
@@ -89,12 +88,12 @@ pub(crate) fn parse_delivery(
             .and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))),
     };
     let failures = table.map_or(0, |table| {
-        // With another setting the broker adds no `x-death` for this source's rejections, and a
-        // producer can forge it.
+        // With `Rejects::Published` the broker adds no `x-death` for this source's rejections, so the
+        // header may be forged by a producer.
         let rejections = settings
             .counts_rejections()
             .then(|| rejections(table, queue));
-        released_failures(table).max(rejections.unwrap_or(0))
+        failures_at_release(table).max(rejections.unwrap_or(0))
     });
     (
         Delivery {
@@ -117,11 +116,11 @@ pub(crate) fn parse_delivery(
     )
 }
 
-/// Whether a short string of the message was not UTF-8: the frame sanitizer replaced its bytes, so
-/// that two different messages may look the same.
+/// Whether a short string of the message was not UTF-8. The frame sanitizer has replaced its bytes, so
+/// two different ids, for example, may look the same.
 pub(crate) fn has_invalid_utf8(raw: &Raw) -> bool {
     let properties = &raw.properties;
-    let texts = [
+    let short_strings = [
         properties.content_type(),
         properties.content_encoding(),
         properties.correlation_id(),
@@ -133,33 +132,33 @@ pub(crate) fn has_invalid_utf8(raw: &Raw) -> bool {
         properties.app_id(),
         properties.cluster_id(),
     ];
-    let names = properties
+    let header_names = properties
         .headers()
         .iter()
         .flat_map(|table| table.inner().keys());
-    texts
+    short_strings
         .into_iter()
         .flatten()
-        .chain(names)
+        .chain(header_names)
         .chain([&raw.routing_key])
         .any(|text| text.as_str().contains(INVALID_UTF8_MARK))
 }
 
-/// The rest of a delayed copy's delay; `None` if it is over, or if the header is missing or
-/// implausible. Without delay queues the delivery waits in memory, unacknowledged, so the result is
-/// at most the longest of [`DELAYS`].
+/// The remaining delay of a delayed copy; `None` if it is over, or if the header is missing or invalid.
+/// Without delay queues the delivery waits in memory, unacknowledged, so the result is at most the
+/// longest of [`DELAYS`].
 pub(crate) fn remaining_delay(delivery: &Delivery, settings: &QueueSettings) -> Option<Duration> {
     let text = std::str::from_utf8(delivery.message.headers.last(NOT_BEFORE)?).ok()?;
     let until = UNIX_EPOCH.checked_add(Duration::from_millis(text.parse().ok()?))?;
     until
         .duration_since(SystemTime::now())
         .ok()
-        .filter(|wait| *wait <= MAX_DELAY)
-        .map(|wait| {
+        .filter(|remaining| *remaining <= MAX_DELAY)
+        .map(|remaining| {
             if settings.uses_delay_queues() {
-                wait
+                remaining
             } else {
-                wait.min(DELAYS[DELAYS.len() - 1])
+                remaining.min(DELAYS[DELAYS.len() - 1])
             }
         })
 }
@@ -208,32 +207,32 @@ fn long_string(table: &FieldTable, name: &str) -> Option<Bytes> {
     }
 }
 
-/// The number of failed attempts that the last release wrote into the copy.
+/// The number of failed attempts, from the header that the last release wrote into the copy.
 ///
-/// The broker's `x-delivery-count` and `x-acquired-count` do not count: they grow with every lost
-/// connection, also for messages in the prefetch that no handler saw. The store counts attempts
-/// that ended with a crash.
-fn released_failures(table: &FieldTable) -> u32 {
-    plausible_failures(table.inner().get(headers::FAILURES).and_then(integer))
+/// The broker's `x-delivery-count` and `x-acquired-count` are ignored: they increase with every lost
+/// connection, also for prefetched messages that no handler received. The store counts attempts that
+/// ended with a crash.
+fn failures_at_release(table: &FieldTable) -> u32 {
+    accepted_failures(table.inner().get(headers::FAILURES).and_then(integer))
 }
 
-/// How often consumers of this queue rejected the message, by `x-death`: it came back through the
-/// dead-letter exchange.
+/// How often consumers of this queue rejected the message before it returned through a dead-letter
+/// exchange, according to `x-death`.
 fn rejections(table: &FieldTable, queue: &str) -> u32 {
     let Some(AMQPValue::FieldArray(deaths)) = table.inner().get("x-death") else {
         return 0;
     };
     let counts = deaths.as_slice().iter().filter_map(|death| match death {
         AMQPValue::FieldTable(death) => {
-            let is = |name: &str, value: &str| {
+            let has_text = |name: &str, value: &str| {
                 long_string(death, name).is_some_and(|text| text == value.as_bytes())
             };
-            (is("queue", queue) && is("reason", "rejected"))
+            (has_text("queue", queue) && has_text("reason", "rejected"))
                 .then(|| death.inner().get("count").and_then(integer))?
         }
         _ => None,
     });
-    plausible_failures(Some(counts.fold(0, u64::saturating_add)))
+    accepted_failures(Some(counts.fold(0, u64::saturating_add)))
 }
 
 /// An integer of any AMQP type, or as decimal text.
@@ -244,7 +243,8 @@ fn integer(value: &AMQPValue) -> Option<u64> {
     }
 }
 
-fn plausible_failures(count: Option<u64>) -> u32 {
+/// The count, or 0 if it is missing or above [`MAX_FAILURES`].
+fn accepted_failures(count: Option<u64>) -> u32 {
     count
         .and_then(|count| u32::try_from(count).ok())
         .filter(|count| *count <= MAX_FAILURES)
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn only_a_plausible_number_of_failures_counts() {
+    fn an_invalid_number_of_failures_counts_as_zero() {
         let released = |value: AMQPValue| {
             let mut table = FieldTable::default();
             table.insert(headers::FAILURES.into(), value);
@@ -348,8 +348,12 @@ mod tests {
         };
         assert_eq!(released(AMQPValue::LongString("3".into())), 3);
         assert_eq!(released(AMQPValue::LongInt(4)), 4);
-        for odd in ["-1", "4294967295", "many", ""] {
-            assert_eq!(released(AMQPValue::LongString(odd.into())), 0, "{odd}");
+        for invalid in ["-1", "4294967295", "many", ""] {
+            assert_eq!(
+                released(AMQPValue::LongString(invalid.into())),
+                0,
+                "{invalid}"
+            );
         }
         assert_eq!(parse_headers(FieldTable::default()).failures, 0);
     }
@@ -382,7 +386,7 @@ mod tests {
         let published = RabbitMq::queue("q").check().expect("settings");
         let properties = BasicProperties::default().with_headers(dead(deaths()));
         let (delivery, _) = parse_delivery(raw(properties), &published, 3);
-        assert_eq!(delivery.failures, 0, "a producer can forge it");
+        assert_eq!(delivery.failures, 0, "a producer may have forged x-death");
         for (released, failures) in [(2, 3), (4, 4)] {
             let mut table = dead(deaths());
             table.insert(headers::FAILURES.into(), AMQPValue::LongLongInt(released));
@@ -411,30 +415,30 @@ mod tests {
             own.insert(headers::FAILURES.into(), count.clone());
             assert_eq!(parse_headers(own).failures, 0, "{count:?}");
         }
-        let mut many = FieldTable::default();
-        many.insert(
+        let mut ignored = FieldTable::default();
+        ignored.insert(
             "x-death".into(),
             AMQPValue::LongString("not an array".into()),
         );
-        many.insert("x-delivery-count".into(), AMQPValue::LongLongInt(50));
-        many.insert("x-acquired-count".into(), AMQPValue::LongLongInt(50));
+        ignored.insert("x-delivery-count".into(), AMQPValue::LongLongInt(50));
+        ignored.insert("x-acquired-count".into(), AMQPValue::LongLongInt(50));
         assert_eq!(
-            parse_headers(many).failures,
+            parse_headers(ignored).failures,
             0,
-            "lost connections are no failures"
+            "redeliveries after a lost connection are not failures"
         );
-        let odd = vec![
+        let invalid = vec![
             AMQPValue::Void,
             death(AMQPValue::Boolean(true), "rejected", AMQPValue::LongInt(1)),
         ];
-        assert_eq!(parse_headers(dead(odd)).failures, 0);
+        assert_eq!(parse_headers(dead(invalid)).failures, 0);
         let overflow = vec![death(queue(), "rejected", AMQPValue::LongLongInt(i64::MAX)); 3];
         assert_eq!(parse_headers(dead(overflow)).failures, 0);
     }
 
     #[test]
-    fn a_copy_before_its_time_is_delayed_again() {
-        let waits_under = |topology, text: String| {
+    fn a_copy_whose_delay_is_not_over_is_delayed_again() {
+        let remaining_under = |topology, text: String| {
             let mut table = FieldTable::default();
             table.insert(NOT_BEFORE.into(), AMQPValue::LongString(text.into()));
             remaining_delay(
@@ -445,23 +449,23 @@ mod tests {
                     .expect("settings"),
             )
         };
-        let waits = |text| waits_under(Topology::Declare, text);
+        let remaining = |text| remaining_under(Topology::Declare, text);
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .expect("a clock after 1970")
             .as_millis();
-        let minute = waits((now + 60_000).to_string()).expect("a wait");
+        let minute = remaining((now + 60_000).to_string()).expect("the delay is not over");
         assert!(
             minute > Duration::from_secs(50) && minute <= Duration::from_secs(60),
             "{minute:?}"
         );
-        for odd in [
+        for over_or_invalid in [
             (now - 1).to_string(),
             u64::MAX.to_string(),
             "soon".into(),
             String::new(),
         ] {
-            assert_eq!(waits(odd), None);
+            assert_eq!(remaining(over_or_invalid), None);
         }
         assert_eq!(
             remaining_delay(
@@ -471,9 +475,11 @@ mod tests {
             None
         );
         let day = (now + 86_400_000).to_string();
-        assert!(waits(day.clone()).expect("a wait") > Duration::from_secs(80_000));
+        assert!(
+            remaining(day.clone()).expect("the delay is not over") > Duration::from_secs(80_000)
+        );
         assert_eq!(
-            waits_under(Topology::Trust, day),
+            remaining_under(Topology::Trust, day),
             Some(Duration::from_secs(600)),
             "a delivery must not occupy the prefetch for a day"
         );

@@ -7,23 +7,25 @@
 //! ```
 //!
 //! # Behaviour
-//! - It owns its connections and reconnects with backoff after any failure. A receipt is valid on
-//!   the channel that delivered it: a settlement for a closed channel is counted and dropped.
+//! - It opens its own connections and reconnects with backoff after any failure. A receipt is valid
+//!   only on the channel that delivered it: a settlement for a closed channel is counted and dropped,
+//!   and the broker redelivers the message.
 //! - It acknowledges the contiguous prefix of settled deliveries with one `basic.ack`
 //!   (`multiple`).
 //! - It publishes dead letters, in-doubt messages and long delays on a second connection, with
-//!   publisher confirms, and acknowledges the original after the confirm. A crash in between
-//!   leaves both messages.
+//!   publisher confirms, and acknowledges the original after the confirm. After a crash in between
+//!   both messages exist.
 //! - A released delivery waits in memory for up to five seconds; a longer delay uses a delay queue.
-//!   A delivery that keeps hundreds behind it from being acknowledged together moves to a delay
-//!   queue, too. If the connection is lost, deliveries that wait in memory are redelivered at once.
+//!   A delayed delivery because of which hundreds of later ones cannot be acknowledged together moves
+//!   to a delay queue, too. If the connection is lost, deliveries that wait in memory are redelivered
+//!   at once.
 #![forbid(unsafe_code)]
 
-// Where to begin: `source` implements core's `Source` and sends commands to the `driver`, a task on
-// a thread of its own. The driver owns one `session` (a consuming channel, opened by
+// `source` implements core's `Source` and sends commands to the `driver`, a task on a thread of its
+// own. The driver owns one `session` (a consuming channel, opened by
 // `open_session`) with its `ack_ledger` and `delay_buffer`; `incoming` converts its deliveries, and
 // the `inbox` hands them to the source. The `publisher` publishes each `message_copy` on a
-// `publish_channel`. From the URL to the socket: `node`, `connector`, `client`.
+// `publish_channel`. `node` parses the URLs, `connector` connects, and `client` has the workarounds.
 mod ack_ledger;
 mod backoff;
 mod client;

@@ -1,4 +1,4 @@
-//! The copy of a message that is published to the dead-letter queue, the in-doubt queue or a delay
+//! Copies of messages, which are published to the dead-letter queue, the in-doubt queue or a delay
 //! queue.
 
 use std::sync::Arc;
@@ -22,8 +22,7 @@ pub(crate) const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
 /// since 1970.
 pub(crate) const REJECTED_AT: &str = "oncegate-rejected-at";
 
-/// The headers that the source writes itself. They are dropped only if larger than twice
-/// [`MAX_TEXT_BYTES`].
+/// The headers that the source writes. A value of at most twice [`MAX_TEXT_BYTES`] is never dropped.
 const OWN_HEADERS: [&str; 14] = [
     headers::REASON,
     headers::ID,
@@ -41,7 +40,7 @@ const OWN_HEADERS: [&str; 14] = [
     REJECTED_AT,
 ];
 
-/// The limit for error texts in headers.
+/// The limit for error texts and lists of names in headers.
 const MAX_TEXT_BYTES: usize = 1_000;
 
 /// Space in a header frame for headers that the broker adds, such as `x-death`.
@@ -55,12 +54,12 @@ pub(crate) struct MessageCopy {
     pub(crate) destination: ShortString,
     pub(crate) properties: BasicProperties,
     pub(crate) body: bytes::Bytes,
-    /// Set if the original stays in memory and may be redelivered from there instead.
+    /// Set if the original waits in memory and may be redelivered from there instead.
     pub(crate) cancellation: Option<PublishCancellation>,
 }
 
-/// Cancels the publishing of a copy. A copy that is not published yet will not be; the confirm of
-/// one that is published has no effect. Clones share the state.
+/// Cancels the publishing of a copy. A copy that is not published yet will not be published; if it is
+/// published already, its confirm has no effect. Clones share the state.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PublishCancellation(Arc<AtomicBool>);
 
@@ -75,8 +74,8 @@ impl PublishCancellation {
 }
 
 impl MessageCopy {
-    /// A dead letter or in-doubt message: the original's properties and headers, and the reason.
-    /// Inbound `oncegate-*` headers are removed, except the names of dropped headers.
+    /// A dead letter or in-doubt message: the original's properties and headers, and the headers of the
+    /// rejection. Inbound `oncegate-*` headers are removed, except [`DROPPED_HEADERS`].
     pub(crate) fn rejected(
         delivery: &Delivery,
         reason: &Reason,
@@ -89,8 +88,9 @@ impl MessageCopy {
         } else {
             &settings.dead_letters
         };
-        // Without the header of failed attempts, a message that an operator or a shovel requeues
-        // starts with none. Without `x-death` it differs from messages that the broker dead-lettered.
+        // The header with the failed attempts is removed, so that a message which an operator or a
+        // shovel requeues starts without failures. `x-death` is removed to distinguish the copy from a
+        // message that the broker dead-lettered.
         let mut table = copied_headers(&original.properties, &[headers::PREFIX, "x-death"]);
         for (name, value) in rejection_headers(delivery, reason, failure_history) {
             let is_error = [headers::FIRST_ERROR, headers::LAST_ERROR].contains(&name);
@@ -101,7 +101,7 @@ impl MessageCopy {
             };
             table.insert(name.into(), AMQPValue::LongString(value.into()));
         }
-        // RabbitMQ does not record when a message was enqueued.
+        // RabbitMQ does not record when a message was published.
         table.insert(
             REJECTED_AT.into(),
             AMQPValue::LongString(unix_time().as_millis().to_string().into()),
@@ -113,8 +113,8 @@ impl MessageCopy {
         Self::new(delivery, destination.clone(), table, &original.properties)
     }
 
-    /// A copy for the delay queue of [`delay_queue_step`]. If the delay is longer than that, the
-    /// header [`NOT_BEFORE`] has its end, and the consumer delays the message again for the rest.
+    /// A copy for the delay queue of [`delay_queue_step`]. If the delay is longer than that queue's, the
+    /// header [`NOT_BEFORE`] has the end of the delay, and the consumer delays the message again.
     pub(crate) fn delayed(
         delivery: &Delivery,
         after: Duration,
@@ -132,24 +132,25 @@ impl MessageCopy {
                 NOT_BEFORE,
             ],
         );
-        let mut write = |name: &str, number: u128| {
+        let mut insert_number = |name: &str, number: u128| {
             table.insert(
                 name.into(),
                 AMQPValue::LongString(number.to_string().into()),
             );
         };
         let now = unix_time();
-        write(headers::FAILURES, delivery.failures.into());
-        // The earliest known time, since attempts and a wait in memory precede the copy. A timestamp
-        // in the future is replaced by now; a producer may have written milliseconds for seconds.
-        let received = [first_seen(&delivery.message), original.received_ms];
-        let earliest = received.into_iter().flatten().map(u128::from).min();
-        write(
+        insert_number(headers::FAILURES, delivery.failures.into());
+        // The earliest known time, because attempts and a delay in memory precede the copy. A time in
+        // the future is replaced by the current one: a producer may have written milliseconds instead of
+        // seconds.
+        let known_times = [first_seen(&delivery.message), original.received_ms];
+        let earliest = known_times.into_iter().flatten().map(u128::from).min();
+        insert_number(
             headers::FIRST_SEEN,
             earliest.map_or(now.as_millis(), |at| at.min(now.as_millis())),
         );
         if after > delay {
-            write(NOT_BEFORE, (now + after).as_millis());
+            insert_number(NOT_BEFORE, (now + after).as_millis());
         }
         insert_routing_key(&mut table, delivery, original, settings);
         Self::new(
@@ -160,38 +161,38 @@ impl MessageCopy {
         )
     }
 
-    /// Drops headers, the largest first, until the rest fits into one frame, with
+    /// Drops headers, the largest first, until the others fit into one frame, with
     /// [space](BROKER_HEADER_RESERVE) for those that the broker adds. [`DROPPED_HEADERS`] names them.
     ///
-    /// The broker closes the connection for a larger content header, at each attempt.
+    /// For a larger content header the broker would close the connection, at each attempt.
     pub(crate) fn drop_oversized_headers(&mut self, frame_max: u32) {
-        let (size, most) = (
+        let (size, limit) = (
             header_frame_size(&self.properties),
             max_header_frame(frame_max),
         );
-        if size <= most {
+        if size <= limit {
             return;
         }
-        let mut excess = size - most + MAX_TEXT_BYTES + DROPPED_HEADERS.len();
+        let mut excess = size - limit + MAX_TEXT_BYTES + DROPPED_HEADERS.len();
         let table = self.properties.headers().clone().unwrap_or_default();
-        let mut largest: Vec<_> = table
+        let mut droppable: Vec<_> = table
             .inner()
             .iter()
             .filter(|(name, value)| {
                 !OWN_HEADERS.contains(&name.as_str()) || value_size(value) > 2 * MAX_TEXT_BYTES
             })
             .collect();
-        largest.sort_by_key(|(_, value)| std::cmp::Reverse(value_size(value)));
+        droppable.sort_by_key(|(_, value)| std::cmp::Reverse(value_size(value)));
         let mut dropped = Vec::new();
-        for (name, value) in largest {
+        for (name, value) in droppable {
             if excess == 0 {
                 break;
             }
             excess = excess.saturating_sub(name.as_str().len() + value_size(value));
             dropped.push(name.clone());
         }
-        let before = previously_dropped(&self.properties);
-        let names: Vec<_> = before
+        let dropped_before = previously_dropped(&self.properties);
+        let names: Vec<_> = dropped_before
             .as_deref()
             .into_iter()
             .chain(dropped.iter().map(ShortString::as_str))
@@ -214,17 +215,17 @@ impl MessageCopy {
         self.properties = std::mem::take(&mut self.properties).with_headers(table);
     }
 
-    /// Whether the copy has everything that the producer sent, and its headers fit into one frame.
+    /// Whether the copy has every property and header that the producer sent, within one frame.
     pub(crate) fn is_lossless(&self, original: &OriginalProperties, frame_max: u32) -> bool {
         let properties = &original.properties;
-        let addressed = properties.headers().as_ref().is_some_and(|table| {
+        let has_cc = properties.headers().as_ref().is_some_and(|table| {
             ["CC", "BCC"]
                 .iter()
                 .any(|name| table.inner().contains_key(*name))
         });
         properties.expiration().is_none()
             && properties.user_id().is_none()
-            && !addressed
+            && !has_cc
             && self.fits_frame(frame_max)
     }
 
@@ -256,10 +257,10 @@ impl MessageCopy {
     }
 }
 
-/// Which of [`DELAYS`] a copy waits for: the shortest that is long enough, if it is at most twice
-/// as long as the wait; otherwise the longest that is shorter, after which another copy waits for
-/// the rest. So a message that waits for the end of a lease is redelivered within two leases, and
-/// few messages need more than two copies.
+/// The one of [`DELAYS`] for a copy: the shortest that is not below the delay, if it is at most twice
+/// the delay; otherwise the longest that is not above it, after which another copy waits for the
+/// remaining delay. So a message that waits for the end of a lease is redelivered within two leases,
+/// and few messages need more than two copies.
 fn delay_queue_step(after: Duration) -> Duration {
     let [shortest, ..] = DELAYS;
     let fits = |delay: &Duration| *delay >= after && *delay <= after * 2;
@@ -271,8 +272,8 @@ fn delay_queue_step(after: Duration) -> Duration {
         .unwrap_or(shortest)
 }
 
-/// The original's properties, persistent, without expiration and user id: an expired copy would be
-/// lost, and the broker refuses another user's id.
+/// The original's properties, with persistent delivery, without expiration and user id: an expired copy
+/// would be lost, and the broker refuses the id of another user.
 fn copied_properties(original: &BasicProperties) -> BasicProperties {
     let mut kept = BasicProperties::default().with_delivery_mode(2);
     macro_rules! keep {
@@ -284,20 +285,27 @@ fn copied_properties(original: &BasicProperties) -> BasicProperties {
     kept
 }
 
-/// The original's headers without these prefixes, and without `CC` and `BCC`: the broker would route
-/// the copy to other queues, too.
-fn copied_headers(original: &BasicProperties, dropped: &[&str]) -> FieldTable {
+/// The original's headers, except those with these prefixes, and except `CC` and `BCC`, with which the
+/// broker would route the copy to other queues, too.
+fn copied_headers(original: &BasicProperties, dropped_prefixes: &[&str]) -> FieldTable {
     let Some(table) = original.headers() else {
         return FieldTable::default();
     };
     without(table, |name| {
-        ["CC", "BCC"].contains(&name) || dropped.iter().any(|dropped| name.starts_with(dropped))
+        ["CC", "BCC"].contains(&name)
+            || dropped_prefixes
+                .iter()
+                .any(|prefix| name.starts_with(prefix))
     })
 }
 
-fn without(table: &FieldTable, drops: impl Fn(&str) -> bool) -> FieldTable {
+/// The headers for which `is_dropped` returns `false`.
+fn without(table: &FieldTable, is_dropped: impl Fn(&str) -> bool) -> FieldTable {
     let mut kept = FieldTable::default();
-    for (name, value) in table.into_iter().filter(|(name, _)| !drops(name.as_str())) {
+    for (name, value) in table
+        .into_iter()
+        .filter(|(name, _)| !is_dropped(name.as_str()))
+    {
         kept.insert(name.clone(), value.clone());
     }
     kept
@@ -310,7 +318,7 @@ fn unix_time() -> Duration {
         .unwrap_or_default()
 }
 
-/// The value of [`DROPPED_HEADERS`] of an earlier copy.
+/// The names in the [`DROPPED_HEADERS`] of an earlier copy.
 fn previously_dropped(properties: &BasicProperties) -> Option<String> {
     match properties
         .headers()
@@ -348,7 +356,7 @@ fn max_header_frame(frame_max: u32) -> usize {
 /// The size of a content header's frame: 20 bytes and the properties.
 fn header_frame_size(properties: &BasicProperties) -> usize {
     let written = gen_properties(properties)(Vec::<u8>::new().into());
-    // Encoding fails only for properties that cannot be published either.
+    // Encoding fails only for properties that lapin cannot publish either.
     20 + written.map_or(0, |written| written.into_inner().1 as usize)
 }
 
@@ -357,6 +365,7 @@ fn value_size(value: &AMQPValue) -> usize {
     written.map_or(0, |written| written.into_inner().1 as usize)
 }
 
+/// Inserts the routing key of the original, unless that is the name of the consumed queue.
 fn insert_routing_key(
     table: &mut FieldTable,
     delivery: &Delivery,
@@ -484,7 +493,7 @@ mod tests {
 
     #[test]
     fn a_delayed_copy_has_its_failures_and_the_matching_delay_queue() {
-        let to = |after| {
+        let destination = |after| {
             MessageCopy::delayed(
                 &delivery(),
                 Duration::from_millis(after),
@@ -494,10 +503,10 @@ mod tests {
             .destination
             .to_string()
         };
-        assert_eq!(to(1), "orders.delay.1000");
-        assert_eq!(to(5_000), "orders.delay.5000");
-        assert_eq!(to(600_000), "orders.delay.600000");
-        assert_eq!(to(9_000_000), "orders.delay.600000");
+        assert_eq!(destination(1), "orders.delay.1000");
+        assert_eq!(destination(5_000), "orders.delay.5000");
+        assert_eq!(destination(600_000), "orders.delay.600000");
+        assert_eq!(destination(9_000_000), "orders.delay.600000");
         let copy = MessageCopy::delayed(
             &delivery(),
             Duration::from_secs(6),
@@ -520,7 +529,7 @@ mod tests {
 
     #[test]
     fn a_copy_keeps_the_routing_key_with_any_message_key() {
-        let kept = |routing_key: Option<&'static str>| {
+        let copied_key = |routing_key: Option<&'static str>| {
             let original = OriginalProperties {
                 routing_key: routing_key.map(bytes::Bytes::from),
                 ..original()
@@ -534,7 +543,11 @@ mod tests {
         };
         let text = |text: &str| Some(AMQPValue::LongString(text.into()));
         assert_eq!(
-            (kept(None), kept(Some("key.eu")), kept(Some("orders"))),
+            (
+                copied_key(None),
+                copied_key(Some("key.eu")),
+                copied_key(Some("orders"))
+            ),
             (text("orders.eu"), text("key.eu"), None)
         );
     }
@@ -573,14 +586,14 @@ mod tests {
 
     #[test]
     fn a_requeued_dead_letter_starts_with_no_failures() {
-        let rejected = |seen: &str| {
+        let copies = |first_seen: &str| {
             let mut delivery = delivery();
             let mut table = FieldTable::default();
             let mut builder = oncegate_core::message::HeadersBuilder::default();
             for (name, value) in [
                 (headers::FAILURES, "4"),
                 (NOT_BEFORE, "1"),
-                (headers::FIRST_SEEN, seen),
+                (headers::FIRST_SEEN, first_seen),
             ] {
                 table.insert(name.into(), AMQPValue::LongString(value.into()));
                 builder.push(name.as_bytes(), Some(value.as_bytes()));
@@ -609,7 +622,7 @@ mod tests {
                 delayed,
             )
         };
-        let (names, delayed) = rejected("1700000000000");
+        let (names, delayed) = copies("1700000000000");
         assert!(
             !names
                 .iter()
@@ -621,7 +634,7 @@ mod tests {
             "{names:?}"
         );
         assert_eq!(delayed, AMQPValue::LongString("1700000000000".into()));
-        let (names, delayed) = rejected("yesterday");
+        let (names, delayed) = copies("yesterday");
         assert!(
             !names.iter().any(|name| name == headers::FIRST_SEEN),
             "{names:?}"
@@ -661,7 +674,7 @@ mod tests {
             Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::HandlerReported),
         ] {
             let copy = MessageCopy::rejected(&delivery, &reason, None, &original, &settings());
-            let ours = [
+            let own_headers = [
                 headers::ATTEMPTS,
                 DROPPED_HEADERS,
                 headers::ORIGIN,
@@ -669,13 +682,13 @@ mod tests {
                 REJECTED_AT,
                 ROUTING_KEY,
             ];
-            assert_eq!(names(&copy), [&["Oncegate-Id"], &ours[..]].concat());
+            assert_eq!(names(&copy), [&["Oncegate-Id"], &own_headers[..]].concat());
             let table = copy.properties.headers().as_ref().expect("headers").inner();
             let forged: Vec<_> = table
                 .iter()
                 .filter(|(_, value)| **value == AMQPValue::LongString("victim".into()))
                 .collect();
-            // Kept even if a producer wrote it: redrive then leaves the message where it is.
+            // Kept, even if a producer wrote it: redrive does not move a message with this header.
             assert_eq!(
                 forged
                     .iter()
@@ -818,12 +831,12 @@ mod tests {
         assert!(!has_header(600) && has_header(601));
         assert!(
             !has_header(30) && has_header(6),
-            "the queue with the shorter delay"
+            "a delay of 6 s uses the queue with 5 s and the header"
         );
     }
 
     #[test]
-    fn no_copy_waits_more_than_twice_its_delay_except_in_the_shortest_queue() {
+    fn a_copy_waits_at_most_twice_its_delay_except_in_the_shortest_queue() {
         for (after, step) in [
             (1, 1_000),
             (999, 1_000),
@@ -846,11 +859,12 @@ mod tests {
                 "{after} ms"
             );
         }
-        // A claim released at any time of its lease waits for the rest: at most two leases in all.
+        // A message whose lease has ended in part waits for the remaining time. Both together take at
+        // most two leases.
         for lease in [1, 3, 10, 30, 90, 400, 1_200].map(Duration::from_secs) {
-            for rest in (1..=100).map(|part| lease * part / 100) {
-                let over = lease - rest + delay_queue_step(rest);
-                assert!(over <= lease * 2, "{rest:?} of {lease:?}");
+            for remaining in (1..=100).map(|percent| lease * percent / 100) {
+                let total = lease - remaining + delay_queue_step(remaining);
+                assert!(total <= lease * 2, "{remaining:?} of {lease:?}");
             }
         }
     }

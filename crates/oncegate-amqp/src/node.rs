@@ -1,4 +1,4 @@
-//! The nodes of the broker: their parsed URLs, and these without passwords for logs.
+//! The nodes of the broker: their parsed URLs, and the URLs without passwords for logs.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -11,8 +11,8 @@ use crate::client::ipv6_url;
 const HEARTBEAT: u16 = 10;
 /// The timeout of the whole handshake in milliseconds, unless the URL has one.
 const CONNECTION_TIMEOUT: u64 = 5_000;
-/// The supported query parameters. lapin ignores any other, such as `verify` or `cacertfile`, so
-/// these are errors.
+/// The supported query parameters. lapin would ignore any other, such as `verify` or `cacertfile`, so
+/// any other is an error.
 const QUERY_PARAMETERS: [&str; 5] = [
     "heartbeat",
     "connection_timeout",
@@ -30,13 +30,15 @@ pub(crate) struct BrokerNode {
 
 /// The nodes of one broker, and which of them is current.
 pub(crate) struct BrokerNodes {
-    /// Never empty.
+    /// All nodes; never empty.
     all: Vec<BrokerNode>,
-    at: AtomicUsize,
+    /// The index of the current node, modulo the number of nodes.
+    current: AtomicUsize,
 }
 
 impl BrokerNodes {
-    /// Parses the URLs. The first current node is random, so that a fleet spreads over a cluster.
+    /// Parses the URLs. The current node is random at first, so that the connections of many consumers
+    /// spread over the cluster.
     pub(crate) fn parse(urls: &[String]) -> Result<Self, SourceError> {
         let all = urls
             .iter()
@@ -50,25 +52,25 @@ impl BrokerNodes {
                 "the URLs of one broker have different virtual hosts",
             ));
         }
-        let at = AtomicUsize::new(fastrand::usize(..all.len()));
-        Ok(Self { all, at })
+        let current = AtomicUsize::new(fastrand::usize(..all.len()));
+        Ok(Self { all, current })
     }
 
     /// The node to connect to.
     pub(crate) fn current(&self) -> &BrokerNode {
-        &self.all[self.at.load(Ordering::Relaxed) % self.all.len()]
+        &self.all[self.current.load(Ordering::Relaxed) % self.all.len()]
     }
 
     /// Makes the next node the current one.
     pub(crate) fn advance(&self) {
-        self.at.fetch_add(1, Ordering::Relaxed);
+        self.current.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn len(&self) -> usize {
         self.all.len()
     }
 
-    /// Whether a URL is without TLS.
+    /// Whether one of the URLs is without TLS (`amqp://`).
     pub(crate) fn any_plain_text(&self) -> bool {
         self.all
             .iter()
@@ -83,7 +85,8 @@ impl BrokerNode {
             return Err(url_error("it is not an AMQP URL"));
         };
         let (authority, path) = rest.split_at(rest.find(['/', '?', '#']).unwrap_or(rest.len()));
-        // An unencoded one in the password would make the rest of it the host, which is logged.
+        // With an unencoded character in the password, the rest of the password would be parsed as the
+        // host, which is logged.
         if path.contains(['@', '#']) {
             return Err(url_error(
                 "it contains a character that must be percent-encoded: / as %2f, @ as %40, # as %23, ? as %3f",
@@ -102,7 +105,7 @@ impl BrokerNode {
             .into_iter()
             .any(|name| !QUERY_PARAMETERS.contains(&name))
         {
-            let text = "it has an unsupported query parameter; supported are heartbeat, connection_timeout, frame_max, channel_max and auth_mechanism";
+            let text = "it has an unsupported query parameter; the supported ones are heartbeat, connection_timeout, frame_max, channel_max and auth_mechanism";
             return Err(url_error(text));
         }
         uri.query.heartbeat.get_or_insert(HEARTBEAT);
@@ -284,14 +287,14 @@ mod tests {
     fn advance_visits_every_node() {
         let urls = ["amqp://a/v", "amqp://b/v", "amqp://c/v"].map(String::from);
         let nodes = BrokerNodes::parse(&urls).expect("nodes");
-        let mut seen: Vec<String> = Vec::new();
+        let mut visited: Vec<String> = Vec::new();
         for _ in 0..6 {
-            seen.push(nodes.current().uri.authority.host.clone());
+            visited.push(nodes.current().uri.authority.host.clone());
             nodes.advance();
         }
-        assert_eq!(seen[..3], seen[3..]);
-        seen.sort();
-        assert_eq!(seen, ["a", "a", "b", "b", "c", "c"]);
+        assert_eq!(visited[..3], visited[3..]);
+        visited.sort();
+        assert_eq!(visited, ["a", "a", "b", "b", "c", "c"]);
         assert!(BrokerNodes::parse(&[]).is_err());
         assert!(BrokerNodes::parse(&["amqp://a/v".to_owned(), "amqp://b/w".to_owned()]).is_err());
     }

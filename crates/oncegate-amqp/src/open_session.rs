@@ -20,8 +20,10 @@ pub(crate) const MAX_RECONNECT_PAUSE: Duration = Duration::from_secs(3);
 /// error at each attempt.
 const MISMATCH_PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
-/// Opens the first channel. Retries until the broker is available; an error that an operator has to
-/// fix is returned.
+/// Opens the first channel. Retries until the broker is available.
+///
+/// # Errors
+/// An error that an operator has to correct.
 pub(crate) async fn open_first(settings: &QueueSettings) -> Result<ConsumerSession, SourceError> {
     let mut attempts = OpenAttempts::default();
     loop {
@@ -43,7 +45,7 @@ pub(crate) async fn open_first(settings: &QueueSettings) -> Result<ConsumerSessi
     }
 }
 
-/// Opens the next channel after a pause. Retries after every error, since the settings worked
+/// Opens the next channel after a pause. Retries after every error, because these settings worked
 /// before.
 pub(crate) async fn reopen(
     settings: Arc<QueueSettings>,
@@ -68,8 +70,8 @@ struct OpenAttempts {
     /// While the queue does not match the settings.
     mismatch_backoff: Backoff,
     throttle: ProblemThrottle,
-    /// The mismatch that was logged. It is logged once, not at each attempt.
-    mismatch: Option<String>,
+    /// The mismatch that was logged last: each is logged once, and not at each attempt.
+    logged_mismatch: Option<String>,
 }
 
 impl Default for OpenAttempts {
@@ -80,17 +82,17 @@ impl Default for OpenAttempts {
             backoff: Backoff::up_to(MAX_RECONNECT_PAUSE),
             mismatch_backoff,
             throttle: ProblemThrottle::default(),
-            mismatch: None,
+            logged_mismatch: None,
         }
     }
 }
 
 impl OpenAttempts {
-    /// Logs the error, unless it was logged just before, and waits until the next attempt.
+    /// Logs the error, at a limited rate, and waits until the next attempt.
     async fn wait(&mut self, settings: &QueueSettings, error: &ConnectError) {
         let (queue, broker, text) = (&*settings.name, settings.redacted_url(), error.to_string());
-        let (pause, is_new) = self.next(error, &text);
-        if !is_new {
+        let (pause, is_due) = self.next(error, &text);
+        if !is_due {
             tracing::debug!(
                 queue,
                 broker,
@@ -117,12 +119,12 @@ impl OpenAttempts {
         tokio::time::sleep(pause).await;
     }
 
-    /// The pause before the next attempt, and whether to log the error.
+    /// The pause before the next attempt, and whether to log the error as a warning or an error.
     fn next(&mut self, error: &ConnectError, problem: &str) -> (Duration, bool) {
         match error {
             ConnectError::QueueMismatch(_) => {
-                let is_new = self.mismatch.as_deref() != Some(problem);
-                self.mismatch = Some(problem.to_owned());
+                let is_new = self.logged_mismatch.as_deref() != Some(problem);
+                self.logged_mismatch = Some(problem.to_owned());
                 (self.mismatch_backoff.pause(), is_new)
             }
             ConnectError::Misconfigured(_) | ConnectError::Transient(_) => (

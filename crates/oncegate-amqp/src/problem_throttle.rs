@@ -8,7 +8,7 @@ use tokio::time::Instant;
 /// How often the same problem is logged.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A [`LogThrottle`] that starts again with each new problem.
+/// A [`LogThrottle`] that is reset by each new problem.
 #[derive(Debug)]
 pub(crate) struct ProblemThrottle {
     problem: String,
@@ -43,10 +43,10 @@ mod tests {
 
     #[test]
     fn the_same_problem_is_logged_once_per_interval_and_a_new_one_at_once() {
-        let (mut throttle, begun) = (ProblemThrottle::default(), Instant::now());
-        assert!(throttle.is_due("a", begun) && !throttle.is_due("a", begun + LOG_INTERVAL / 2));
-        assert!(throttle.is_due("b", begun + LOG_INTERVAL / 2));
-        assert!(!throttle.is_due("b", begun + LOG_INTERVAL));
-        assert!(throttle.is_due("b", begun + LOG_INTERVAL * 2));
+        let (mut throttle, started) = (ProblemThrottle::default(), Instant::now());
+        assert!(throttle.is_due("a", started) && !throttle.is_due("a", started + LOG_INTERVAL / 2));
+        assert!(throttle.is_due("b", started + LOG_INTERVAL / 2));
+        assert!(!throttle.is_due("b", started + LOG_INTERVAL));
+        assert!(throttle.is_due("b", started + LOG_INTERVAL * 2));
     }
 }

@@ -11,19 +11,19 @@ use crate::message_copy::MessageCopy;
 use crate::queue_settings::QueueSettings;
 use crate::topology;
 
-/// A channel for one batch at a time, opened for the first batch and kept for the next.
+/// A channel with publisher confirms. It is opened for the first batch and used again for later ones.
 ///
-/// Batches do not share a channel: lapin attaches a returned message to the next confirm on the
-/// channel, so a return shows only that some copy of the batch was returned.
+/// It publishes one batch at a time: lapin attaches a returned message to the next confirm on the
+/// channel, so a return shows only that one copy of the batch was returned, not which one.
 #[derive(Default)]
 pub(crate) struct PublishChannel(Option<Channel>);
 
 /// The outcome of a batch.
 pub(crate) struct BatchOutcome {
     pub(crate) channel: PublishChannel,
-    /// Copies that are in the queue.
+    /// Copies that the broker has confirmed.
     pub(crate) confirmed: Vec<MessageCopy>,
-    /// Copies that may not be in the queue, in their order. They have to be published again.
+    /// Copies that may not be in the queue, in their order. The caller publishes them again.
     pub(crate) unconfirmed: Vec<MessageCopy>,
     /// Why there are unconfirmed copies.
     pub(crate) error: Option<CopyPublishError>,
@@ -46,7 +46,7 @@ impl std::fmt::Display for CopyPublishError {
 }
 
 impl BatchOutcome {
-    /// Nothing is confirmed, and the channel is not used again.
+    /// The outcome of a batch without confirms, whose channel is not used again.
     fn failed(unconfirmed: Vec<MessageCopy>, problem: String) -> Self {
         Self {
             channel: PublishChannel(None),
@@ -58,8 +58,8 @@ impl BatchOutcome {
 }
 
 impl PublishChannel {
-    /// Publishes a batch to its one queue and waits for all confirms. With `Topology::Declare`, a
-    /// queue that does not exist is declared again.
+    /// Publishes a batch of copies for one queue, and waits for all confirms. If a copy is returned or
+    /// nacked, the queue is declared again with `Topology::Declare`.
     pub(crate) async fn publish_batch(
         self,
         connection: &Connection,
@@ -94,12 +94,13 @@ impl PublishChannel {
             (Some(CopyPublishError::ChannelClosed(_)), _) => None,
             (Some(CopyPublishError::ReturnedOrNacked(problem)), Some(destination)) => {
                 let declared = topology::redeclare(connection, settings, &destination).await;
-                if let Err(refusal) = declared {
+                if let Err(declare_error) = declared {
                     error = Some(CopyPublishError::ReturnedOrNacked(format!(
-                        "{problem}; declaring the queue failed: {refusal}"
+                        "{problem}; declaring the queue failed: {declare_error}"
                     )));
                 }
-                // RabbitMQ may refuse this channel although the queue has room again; see `client`.
+                // A quorum queue may refuse later copies on this channel after it has room again; see
+                // `client`.
                 let _ = channel.close(200, "OK".into()).await;
                 None
             }
@@ -113,6 +114,7 @@ impl PublishChannel {
         }
     }
 
+    /// The open channel, or a new one.
     async fn channel(self, connection: &Connection) -> lapin::Result<Channel> {
         if let Some(channel) = self.0.filter(|channel| channel.status().connected()) {
             return Ok(channel);
@@ -129,11 +131,11 @@ fn confirm_timed_out() -> String {
     format!("no publisher confirm within {CONFIRM_TIMEOUT:?}")
 }
 
-/// Splits a batch into confirmed and unconfirmed copies. If one copy was returned, no confirm of the
-/// batch counts: lapin may have attached the returned message to another copy's confirm.
+/// Splits a batch into confirmed and unconfirmed copies. If one copy was returned or nacked, the whole
+/// batch is unconfirmed: lapin may have attached the returned message to the confirm of another copy.
 ///
-/// Otherwise every confirm counts, even if the channel was closed in between: the broker sends a
-/// return before the confirm of the same message, so each return is part of a confirm that arrived.
+/// Otherwise every confirm counts, even if the channel was closed between them: the broker sends a
+/// return before the confirm of the same message, so no return is missing for a confirm that arrived.
 fn split_by_confirm(
     batch: Vec<MessageCopy>,
     confirms: Vec<Result<(), CopyPublishError>>,
@@ -185,14 +187,14 @@ async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), CopyPublis
             fault_point(copy, "amqp.delay.confirmed", "amqp.letter.confirmed");
             Ok(())
         }
-        Ok(Confirmation::Ack(Some(returned)) | Confirmation::Nack(Some(returned))) => {
-            not_enqueued(&format!("{}; check that it exists", returned.reply_text))
-        }
+        Ok(Confirmation::Ack(Some(returned)) | Confirmation::Nack(Some(returned))) => not_enqueued(
+            &format!("{}; check that the queue exists", returned.reply_text),
+        ),
         Ok(Confirmation::Nack(None)) => not_enqueued(
-            "basic.nack; check its length limit (x-max-length, x-max-length-bytes) and that a majority of its nodes runs",
+            "basic.nack; check the length limit of the queue (x-max-length, x-max-length-bytes) and that a majority of its nodes runs",
         ),
         Ok(Confirmation::NotRequested) => Err(CopyPublishError::ChannelClosed(
-            "publisher confirms are not enabled".into(),
+            "publisher confirms are not enabled, which is a bug in oncegate; report this".into(),
         )),
         Err(error) if reply_code(&error) == Some(code::ACCESS_REFUSED) => {
             Err(CopyPublishError::ChannelClosed(format!(

@@ -1,7 +1,7 @@
 //! Publishes dead letters, in-doubt messages and delayed messages on a connection of their own.
 //!
-//! RabbitMQ stops reading from publishing connections during a resource alarm, and
-//! acknowledgements must not wait for that.
+//! During a resource alarm RabbitMQ stops reading from connections that publish. Acknowledgements on
+//! such a connection would wait for the end of the alarm.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -23,11 +23,11 @@ use crate::problem_throttle::ProblemThrottle;
 use crate::publish_channel::{BatchOutcome, CopyPublishError, PublishChannel};
 use crate::queue_settings::QueueSettings;
 
-/// How many copies to one queue may wait for confirms at once.
+/// Maximum number of copies in a batch, and so of unconfirmed copies on a channel.
 const MAX_BATCH: usize = 256;
 
-/// How many copies may have a publish queue of their own. If all copies fail, for example without
-/// the write permission, more would only close more channels.
+/// Maximum number of [isolated](PublishQueueKey::Isolated) copies. If every copy fails, for example
+/// without the write permission, more isolated ones would only close more channels.
 const MAX_ISOLATED: usize = 8;
 
 /// The driver's handle to the publisher task.
@@ -37,7 +37,7 @@ pub(crate) struct CopyPublisher {
     task: JoinHandle<()>,
 }
 
-/// A copy that is in its queue.
+/// A copy that the broker has confirmed.
 pub(crate) struct ConfirmedCopy {
     pub(crate) epoch: u64,
     pub(crate) tag: u64,
@@ -64,12 +64,13 @@ impl CopyPublisher {
         let _ = self.copies.send(copy);
     }
 
-    /// The next copy that is in its queue; `None` if the task ended, which only a bug can cause.
+    /// The next confirmed copy; `None` if the task ended, which only a bug can cause.
     pub(crate) async fn confirmed(&mut self) -> Option<ConfirmedCopy> {
         self.confirmed.recv().await
     }
 
-    /// Ends the task. Copies that are not confirmed are abandoned, and their originals redelivered.
+    /// Ends the task. Copies that are not confirmed are dropped, and the broker redelivers their
+    /// originals.
     pub(crate) async fn close(self, timeout: Duration) {
         drop(self.copies);
         let _ = tokio::time::timeout(timeout, self.task).await;
@@ -85,8 +86,8 @@ struct PublisherTask {
     in_flight: FuturesUnordered<BoxFuture<'static, (PublishQueueKey, BatchOutcome)>>,
     /// For reconnecting.
     backoff: Backoff,
-    /// When to connect next.
-    not_before: Instant,
+    /// When to connect again after a failure.
+    connect_at: Instant,
     connection: Option<Arc<Connection>>,
     /// The events of the connection, such as `connection.blocked`.
     events: BoxStream<'static, Event>,
@@ -96,20 +97,22 @@ struct PublisherTask {
 /// Which copies share a [`PublishQueue`].
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum PublishQueueKey {
-    /// All copies for one queue, so that a missing queue does not delay copies to others.
+    /// The copies for the queue with this name. Each queue is separate, so that a missing one does not
+    /// delay copies for others.
     Destination(String),
-    /// The copy with this tag, because the broker closed the channel when it was published singly.
-    /// It must not close the channel of other copies again.
+    /// The copy with this tag, because the broker closed the channel when it was published alone. It
+    /// must not close the channel of other copies again.
     Isolated(u64),
 }
 
 /// Copies that wait to be published, with their own backoff.
 struct PublishQueue {
     waiting: VecDeque<MessageCopy>,
-    /// 1 after a failure: then it is known which copy fails, and no other is published twice.
+    /// 1 after a failure, so that it is known which copy fails, and no other one is published twice.
     batch_limit: usize,
     backoff: Backoff,
-    not_before: Instant,
+    /// When to publish the next batch.
+    publish_at: Instant,
     /// `None` while a batch is in flight.
     channel: Option<PublishChannel>,
 }
@@ -120,7 +123,7 @@ impl PublishQueue {
             waiting: VecDeque::new(),
             batch_limit: MAX_BATCH,
             backoff: Backoff::default(),
-            not_before: Instant::now(),
+            publish_at: Instant::now(),
             channel: Some(PublishChannel::default()),
         }
     }
@@ -132,9 +135,9 @@ impl PublishQueue {
             .collect()
     }
 
-    /// When to publish the next batch; `None` while it is empty or a batch is in flight.
+    /// When to publish the next batch; `None` while no copy waits or a batch is in flight.
     fn due(&self) -> Option<Instant> {
-        (!self.waiting.is_empty() && self.channel.is_some()).then_some(self.not_before)
+        (!self.waiting.is_empty() && self.channel.is_some()).then_some(self.publish_at)
     }
 }
 
@@ -153,7 +156,7 @@ impl PublisherTask {
             queues: BTreeMap::new(),
             in_flight: FuturesUnordered::new(),
             backoff: Backoff::default(),
-            not_before: Instant::now(),
+            connect_at: Instant::now(),
             connection: None,
             events: Box::pin(futures_util::stream::pending()),
             throttle: ProblemThrottle::default(),
@@ -168,7 +171,7 @@ impl PublisherTask {
                 .values()
                 .filter_map(PublishQueue::due)
                 .min()
-                .map(|due| due.max(self.not_before));
+                .map(|due| due.max(self.connect_at));
             tokio::select! {
                 copy = self.copies.recv() => match copy {
                     Some(copy) => self.enqueue(copy),
@@ -236,7 +239,7 @@ impl PublisherTask {
                 || !queue.waiting.is_empty()
         });
         let now = Instant::now();
-        if now < self.not_before
+        if now < self.connect_at
             || !self
                 .queues
                 .values()
@@ -271,6 +274,7 @@ impl PublisherTask {
         }
     }
 
+    /// The open connection, or a new one; `None` if connecting fails, which is logged.
     async fn connection(&mut self) -> Option<Arc<Connection>> {
         if let Some(connection) = self
             .connection
@@ -289,13 +293,14 @@ impl PublisherTask {
             }
             Err(error) => {
                 let pause = self.backoff.pause();
-                self.not_before = Instant::now() + pause;
+                self.connect_at = Instant::now() + pause;
                 self.warn(&error.to_string(), pause);
                 None
             }
         }
     }
 
+    /// Reports the confirmed copies, and puts the unconfirmed ones back into their publish queue.
     fn batch_finished(&mut self, key: PublishQueueKey, outcome: BatchOutcome) {
         let BatchOutcome {
             channel,
@@ -303,7 +308,7 @@ impl PublisherTask {
             mut unconfirmed,
             error,
         } = outcome;
-        let was_single = confirmed.is_empty() && unconfirmed.len() == 1;
+        let is_single_copy = confirmed.is_empty() && unconfirmed.len() == 1;
         self.settings.metrics.copies_confirmed(confirmed.len());
         for copy in confirmed {
             let _ = self.confirmations.send(ConfirmedCopy {
@@ -324,9 +329,9 @@ impl PublisherTask {
         };
         self.settings.metrics.copies_retried(unconfirmed.len());
         let pause = queue.backoff.pause();
-        queue.not_before = Instant::now() + pause;
+        queue.publish_at = Instant::now() + pause;
         queue.batch_limit = 1;
-        let closes_its_channel = was_single
+        let closes_its_channel = is_single_copy
             && matches!(
                 (&error, &key),
                 (
@@ -349,8 +354,8 @@ impl PublisherTask {
         self.warn(&error.to_string(), pause);
     }
 
-    /// Moves a copy to a publish queue of its own, or to the end of its queue if there are
-    /// [`MAX_ISOLATED`] already.
+    /// Moves a copy to a publish queue of its own, or to the end of its queue if [`MAX_ISOLATED`] copies
+    /// are isolated already.
     fn isolate(&mut self, copy: MessageCopy, key: PublishQueueKey) {
         let isolated = self
             .queues
@@ -368,11 +373,12 @@ impl PublisherTask {
             .or_insert_with(PublishQueue::new);
         if may_isolate {
             queue.batch_limit = 1;
-            queue.not_before = Instant::now() + queue.backoff.pause();
+            queue.publish_at = Instant::now() + queue.backoff.pause();
         }
         queue.waiting.push_back(copy);
     }
 
+    /// Logs a failure at a limited rate.
     fn warn(&mut self, error: &str, pause: Duration) {
         let (queue, broker) = (&*self.settings.name, self.settings.redacted_url());
         if self.throttle.is_due(error, Instant::now()) {
@@ -453,7 +459,7 @@ mod tests {
         assert_eq!(
             (queue.batch_limit, queue.waiting.len()),
             (1, 2),
-            "it is not known which of them closed the channel"
+            "either copy may have closed the channel"
         );
         task.queues
             .get_mut(&destination("a"))
@@ -479,11 +485,11 @@ mod tests {
             task.batch_finished(destination("a"), outcome(vec![copy(2, "a")], vec![], None));
         }
         assert!(
-            task.queues[&PublishQueueKey::Isolated(1)].not_before
+            task.queues[&PublishQueueKey::Isolated(1)].publish_at
                 > Instant::now() + Duration::from_secs(2)
         );
         assert!(
-            task.queues[&destination("a")].not_before < Instant::now() + Duration::from_secs(1)
+            task.queues[&destination("a")].publish_at < Instant::now() + Duration::from_secs(1)
         );
         assert!(task.queues[&destination("a")].batch_limit > 1);
     }
@@ -511,7 +517,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn the_backoff_of_a_failing_queue_grows_whatever_another_queue_confirms() {
+    async fn confirms_of_another_queue_do_not_reset_the_backoff_of_a_failing_one() {
         let mut task = task();
         for _ in 0..8 {
             task.queues
@@ -530,7 +536,7 @@ mod tests {
             task.batch_finished(destination("b"), outcome(vec![copy(3, "b")], vec![], None));
         }
         let queue = &task.queues[&destination("a")];
-        assert!(queue.not_before > Instant::now() + Duration::from_secs(2));
+        assert!(queue.publish_at > Instant::now() + Duration::from_secs(2));
         assert_eq!(
             queue
                 .waiting
@@ -574,7 +580,7 @@ mod tests {
         let mut task = task();
         let cancellation = PublishCancellation::default();
         task.live_epoch.store(1, Ordering::Release);
-        task.not_before = Instant::now() + Duration::from_secs(3_600);
+        task.connect_at = Instant::now() + Duration::from_secs(3_600);
         task.enqueue(MessageCopy {
             cancellation: Some(cancellation.clone()),
             ..copy(1, "a")
@@ -599,7 +605,7 @@ mod tests {
         let settings = Arc::new(RabbitMq::queue("orders").check().expect("settings"));
         let mut publisher = CopyPublisher::start(settings, Arc::default());
         publisher.task.abort();
-        let noticed = tokio::time::timeout(Duration::from_secs(5), publisher.confirmed()).await;
-        assert!(noticed.expect("in time").is_none());
+        let confirmed = tokio::time::timeout(Duration::from_secs(5), publisher.confirmed()).await;
+        assert!(confirmed.expect("confirmed() returns in time").is_none());
     }
 }

@@ -11,10 +11,12 @@ use crate::connector::BrokerConnector;
 use crate::settings::{QueueKind, Rejects, Topology};
 use crate::status::SourceMetrics;
 
-/// Which consumers of a queue that [`Topology::Declare`] creates receive messages.
+/// Which consumers of the queue receive messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ConsumerMode {
+    /// All.
     Competing,
+    /// One at a time (`x-single-active-consumer`).
     SingleActive,
 }
 
@@ -40,20 +42,20 @@ pub(crate) struct QueueSettings {
     pub(crate) mismatches: MismatchLog,
 }
 
-/// The queues whose other arguments were logged. They are declared again at each reconnect and with
-/// each retry of a copy, and the warning is the same.
+/// The queues for which the warning about other arguments was logged, with the broker's text. Queues
+/// are declared at each reconnect and with each retry of a copy, and the warning is logged once.
 #[derive(Debug, Default)]
 pub(crate) struct MismatchLog(Mutex<HashMap<ShortString, String>>);
 
 impl MismatchLog {
-    /// Whether to log that the queue has other arguments: if the broker's text is new.
+    /// Whether to log that the queue has other arguments: the broker's text is new for this queue.
     pub(crate) fn is_new(&self, queue: &ShortString, text: &str) -> bool {
-        let known = self.lock().insert(queue.clone(), text.to_owned());
-        known.as_deref() != Some(text)
+        let logged = self.lock().insert(queue.clone(), text.to_owned());
+        logged.as_deref() != Some(text)
     }
 
-    /// The queue has the declared arguments now.
-    pub(crate) fn matches(&self, queue: &ShortString) {
+    /// Forgets the text of a queue, which has the declared arguments now.
+    pub(crate) fn clear(&self, queue: &ShortString) {
         self.lock().remove(queue);
     }
 
@@ -63,8 +65,8 @@ impl MismatchLog {
     }
 }
 
-/// The delays that have a queue. Each queue has a fixed TTL, because RabbitMQ expires messages only
-/// at the head of a queue.
+/// The delays of the delay queues. All messages of a queue have the same TTL, because RabbitMQ expires
+/// messages only at the head of a queue.
 pub(crate) const DELAYS: [Duration; 5] = [
     Duration::from_secs(1),
     Duration::from_secs(5),
@@ -74,13 +76,14 @@ pub(crate) const DELAYS: [Duration; 5] = [
 ];
 
 impl QueueSettings {
-    /// Whether `x-death` has the number of this source's rejections: with [`Rejects::ByQueue`] the
-    /// queue's own dead-letter exchange adds it. Otherwise a producer can forge it.
+    /// Whether `x-death` has the number of this source's rejections. With [`Rejects::ByQueue`] the
+    /// broker adds it; otherwise a producer may have forged it.
     pub(crate) fn counts_rejections(&self) -> bool {
         self.rejects == Rejects::ByQueue
     }
 
-    /// How long a delivery may be unsettled before the source closes the channel.
+    /// How long a delivery may be unsettled before the source closes the channel: nine tenths of the
+    /// consumer timeout, so that the source closes it before the broker does.
     pub(crate) fn unsettled_timeout(&self) -> Duration {
         self.consumer_timeout.mul_f64(0.9)
     }
@@ -100,20 +103,20 @@ impl QueueSettings {
 
     /// The queue that holds a message for one of [`DELAYS`].
     pub(crate) fn delay_queue(&self, delay: Duration) -> ShortString {
-        // `queue_name` has checked the length.
+        // A short string of at most 255 bytes, because `queue_name` allows 240 bytes for the name.
         format!("{}.delay.{}", self.name, delay.as_millis()).into()
     }
 
-    /// Whether released deliveries may wait in delay queues. Not if an order is preserved: another
-    /// consumer, or this one after a restart, could receive later messages first.
+    /// Whether released deliveries may wait in delay queues. Not if the order is preserved: a consumer
+    /// could receive later messages before the delayed one.
     pub(crate) fn uses_delay_queues(&self) -> bool {
         self.topology == Topology::Declare
             && self.consumers == ConsumerMode::Competing
             && !self.preserves_order()
     }
 
-    /// Whether an order is preserved: requeued messages must be back in their position before any
-    /// consumer receives later ones.
+    /// Whether the order of messages is preserved: requeued messages must be in their old position
+    /// before any consumer receives later ones.
     pub(crate) fn preserves_order(&self) -> bool {
         self.order != Order::Unordered
     }
@@ -155,7 +158,7 @@ mod tests {
         assert!(!log.is_new(&queue, "x-max-length"));
         assert!(log.is_new(&"other".into(), "x-max-length"));
         assert!(log.is_new(&queue, "x-message-ttl"));
-        log.matches(&queue);
+        log.clear(&queue);
         assert!(log.is_new(&queue, "x-message-ttl"));
     }
 }

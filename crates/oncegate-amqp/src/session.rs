@@ -24,12 +24,12 @@ use crate::incoming::OriginalProperties;
 use crate::queue_settings::{ConsumerMode, QueueSettings};
 use crate::topology;
 
-/// How long settled deliveries behind an unsettled one wait for it, before they are acknowledged one
-/// by one.
+/// How long settled deliveries behind an unsettled one wait to be acknowledged together with it. Then
+/// they are acknowledged one by one.
 const GAP_TIMEOUT: Duration = Duration::from_millis(100);
 /// How often the status of a channel without a consumer is checked.
 const STATUS_CHECK_INTERVAL: Duration = Duration::from_millis(200);
-/// How long connecting and declaring the queues may take. A node without its cluster accepts
+/// How long declaring the queues and consuming may take. A node that has lost its cluster accepts
 /// connections and does not answer.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -54,13 +54,14 @@ pub(crate) struct ConsumerSession {
     pub(crate) epoch: u64,
     pub(crate) acks: AckLedger<UnsettledDelivery>,
     pub(crate) delayed: DelayBuffer,
-    /// How many copies wait for their confirms, without the one of a delivery that moves.
+    /// How many copies wait for their confirms, without a delivery that moves to a delay queue.
     pub(crate) publishing: usize,
     connection: Arc<Connection>,
     channel: Channel,
     consumer: Option<Consumer>,
-    /// Why the consumer ended, if its stream ended right after the last deliveries.
+    /// Why the consumer ended, if that was found while its last deliveries were read.
     consumer_loss: Option<ChannelLoss>,
+    /// The acknowledgements that are being sent.
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
     /// Tags to reject to the queue's own dead-letter exchange.
     rejecting: Vec<u64>,
@@ -93,11 +94,11 @@ pub(crate) enum ChannelLoss {
     /// It was closed, or has to be closed.
     Broken(String),
     /// The [`SilenceProbe`] found ready messages in the queue, but the consumer received none.
-    ConsumerForgotten(String),
+    NoDeliveries(String),
     /// The client cannot parse a frame of the broker.
     UnparsableFrame(String),
-    /// The driver closes it, to open one with the configured prefetch.
-    PrefetchRestored,
+    /// The driver replaces it by a channel with the configured prefetch.
+    ReplacedToRestorePrefetch,
 }
 
 impl From<lapin::Error> for ChannelLoss {
@@ -118,7 +119,7 @@ enum CloseMode {
     /// the queue, which it does not guarantee for one `basic.nack` of many; see `client`.
     CloseOnly,
     /// Consumes until the channel closes, and handles no more deliveries. RabbitMQ activates the
-    /// next consumer as soon as this one is cancelled, before it requeues this one's messages.
+    /// next consumer as soon as the active one is cancelled, before it requeues its messages.
     StayActive,
 }
 
@@ -135,7 +136,7 @@ impl CloseMode {
 /// When settled deliveries behind an unsettled one are acknowledged.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FlushMode {
-    /// Together with it, if it is settled soon; else one by one.
+    /// Together with the unsettled one, if that is settled soon; otherwise one by one.
     Batched,
     /// At once, one by one.
     Immediate,
@@ -237,16 +238,16 @@ impl ConsumerSession {
         }
         tokio::select! {
             biased;
-            sent = async { acknowledging.as_mut().expect("the branch is guarded").await }, if acknowledging.is_some() => {
+            sent = async { acknowledging.as_mut().expect("this branch runs only while acknowledgements are sent").await }, if acknowledging.is_some() => {
                 *acknowledging = None;
                 match sent {
                     Ok(()) => SessionEvent::Wake,
                     Err(error) => SessionEvent::Lost(consumer_error(consumer.as_mut()).unwrap_or_else(|| error.into())),
                 }
             }
-            item = async { consumer.as_mut().expect("the branch is guarded").next().await }, if consumer.is_some() => match item {
+            item = async { consumer.as_mut().expect("this branch runs only while there is a consumer").next().await }, if consumer.is_some() => match item {
                 Some(Ok(first)) => {
-                    let (deliveries, loss) = drain_ready(first, consumer.as_mut().expect("the branch is guarded"));
+                    let (deliveries, loss) = drain_ready(first, consumer.as_mut().expect("the delivery came from this consumer"));
                     *consumer_loss = loss;
                     silence_probe.delivered();
                     SessionEvent::Delivered(deliveries)
@@ -256,9 +257,9 @@ impl ConsumerSession {
             },
             ready = silence_probe.ready_messages(), if silence_probe.is_checking() => {
                 let has_room = self.has_room();
-                if self.silence_probe.is_forgotten(ready, has_room) {
+                if self.silence_probe.is_consumer_lost(ready, has_room) {
                     let problem = format!("the consumer receives nothing although {ready} messages are ready");
-                    SessionEvent::Lost(ChannelLoss::ConsumerForgotten(problem))
+                    SessionEvent::Lost(ChannelLoss::NoDeliveries(problem))
                 } else {
                     SessionEvent::Wake
                 }
@@ -267,7 +268,7 @@ impl ConsumerSession {
                 if !self.channel.status().connected() {
                     SessionEvent::Lost(ChannelLoss::Broken("the channel is closed".into()))
                 } else if self.unsettled_deadline().is_some_and(|deadline| deadline <= Instant::now()) {
-                    let problem = format!("a delivery was not settled within {:?}, nine tenths of the consumer timeout, after which the broker closes the channel; shorten the handler or raise the consumer timeout", self.unsettled_timeout);
+                    let problem = format!("a delivery was not settled within {:?} (nine tenths of the consumer timeout, after which the broker would close the channel); shorten the handler, or raise consumer_timeout in rabbitmq.conf and in .consumer_timeout(…)", self.unsettled_timeout);
                     SessionEvent::Lost(ChannelLoss::Broken(problem))
                 } else {
                     if self.can_receive() {
@@ -279,9 +280,9 @@ impl ConsumerSession {
         }
     }
 
-    /// Sends the acknowledgements that are due: the settled prefix at once, settled deliveries
-    /// behind an unsettled one with [`FlushMode::Immediate`], or when there are many or
-    /// [`GAP_TIMEOUT`] is over. One flush at a time, so that acknowledgements are sent in order.
+    /// Sends the acknowledgements that are due. The settled prefix is due at once; settled deliveries
+    /// behind an unsettled one are due with [`FlushMode::Immediate`], after [`GAP_TIMEOUT`], or if they
+    /// exceed a quarter of the prefetch. One flush runs at a time, so that they are sent in order.
     pub(crate) fn flush(&mut self, mode: FlushMode) {
         if self.acknowledging.is_some() || (self.acks.settled() == 0 && self.rejecting.is_empty()) {
             return;
@@ -312,7 +313,7 @@ impl ConsumerSession {
         let channel = self.channel.clone();
         self.acknowledging = Some(Box::pin(async move {
             fault::point("amqp.ack.before");
-            // Before the prefix, which covers their tags.
+            // Rejected before the prefix is acknowledged, because the prefix may cover their tags.
             for tag in rejected {
                 channel
                     .basic_reject(tag, BasicRejectOptions { requeue: false })
@@ -376,8 +377,8 @@ impl ConsumerSession {
         self.acknowledging.is_some()
     }
 
-    /// Whether no settlement is pending.
-    pub(crate) fn is_quiet(&self) -> bool {
+    /// Whether no settlement is pending: all copies are confirmed, and all acknowledgements sent.
+    pub(crate) fn is_flushed(&self) -> bool {
         self.publishing == 0
             && self.acknowledging.is_none()
             && self.rejecting.is_empty()
@@ -386,7 +387,7 @@ impl ConsumerSession {
 
     /// Whether no delivery is unacknowledged.
     pub(crate) fn is_idle(&self) -> bool {
-        self.is_quiet() && self.delayed.is_empty() && self.acks.is_empty()
+        self.is_flushed() && self.delayed.is_empty() && self.acks.is_empty()
     }
 
     /// Closes the channel and the connection. The broker requeues unacknowledged messages.
@@ -395,7 +396,7 @@ impl ConsumerSession {
         if self.channel.status().connected() {
             self.close_delay.wait().await;
         }
-        // A single active consumer that was not stopped must not be cancelled: the next one would
+        // A single active consumer that was not stopped must not be cancelled: the next consumer would
         // receive later messages before the requeued ones.
         let requeues = self.close_mode == CloseMode::Requeue
             && (self.is_stopped || self.consumers == ConsumerMode::Competing);
@@ -406,12 +407,12 @@ impl ConsumerSession {
         connector::close(&self.connection, timeout).await;
     }
 
-    /// Requeues unsettled deliveries: released ones, which failed, by `basic.reject`, the others by
+    /// Requeues unsettled deliveries: released ones, which failed, by `basic.reject`, and all others by
     /// `basic.nack`. Since RabbitMQ 4.3 the former count towards the delivery limit and the latter do
     /// not; closing the channel would count for all.
     async fn requeue_unsettled(&mut self) -> lapin::Result<()> {
-        // Unless it is cancelled already: requeued messages would be delivered again, and count
-        // when the channel closes.
+        // First, because requeued messages would be delivered to this consumer again, and closing the
+        // channel would count them.
         self.cancel().await;
         fault::point("amqp.back.before");
         let mut rejected = 0;
@@ -424,7 +425,7 @@ impl ConsumerSession {
                 fault::point("amqp.back.rejected");
             }
         }
-        // Tag 0 with `multiple` is all unacknowledged deliveries.
+        // Tag 0 with `multiple` means all unacknowledged deliveries.
         self.channel
             .basic_nack(
                 0,
@@ -441,7 +442,7 @@ impl ConsumerSession {
         Ok(())
     }
 
-    /// Whether the broker should deliver if the queue has ready messages.
+    /// Whether the consumer would receive a ready message: it is consuming, and the prefetch has room.
     fn can_receive(&self) -> bool {
         !self.is_stopped && self.consumer.is_some() && self.has_room()
     }
@@ -459,6 +460,7 @@ impl ConsumerSession {
             .checked_add(self.unsettled_timeout)
     }
 
+    /// When the next timer of [`next_event`](Self::next_event) expires.
     fn next_wake(&self) -> Option<Instant> {
         let gap = self
             .gap_since
@@ -485,25 +487,25 @@ impl ConsumerSession {
     }
 }
 
-/// All deliveries that are available without waiting. If the stream ends after them, also why: it
-/// reports that only once.
+/// All deliveries that are available without waiting, and why the consumer's stream ended, if it did:
+/// the stream returns that only once.
 fn drain_ready(
     first: lapin::message::Delivery,
     consumer: &mut Consumer,
 ) -> (Vec<lapin::message::Delivery>, Option<ChannelLoss>) {
-    let mut all = vec![first];
+    let mut deliveries = vec![first];
     loop {
         match consumer.next().now_or_never() {
-            None => return (all, None),
-            Some(Some(Ok(more))) => all.push(more),
-            Some(Some(Err(error))) => return (all, Some(error.into())),
-            Some(None) => return (all, Some(consumer_cancelled())),
+            None => return (deliveries, None),
+            Some(Some(Ok(more))) => deliveries.push(more),
+            Some(Some(Err(error))) => return (deliveries, Some(error.into())),
+            Some(None) => return (deliveries, Some(consumer_cancelled())),
         }
     }
 }
 
-/// Why the consumer ended, if it did. It has the cause; a failed acknowledgement reports only that
-/// the connection is closed.
+/// Why the consumer ended; `None` if it has not. Its stream has the cause, while a failed
+/// acknowledgement reports only that the connection is closed.
 fn consumer_error(consumer: Option<&mut Consumer>) -> Option<ChannelLoss> {
     let consumer = consumer?;
     loop {
@@ -515,7 +517,7 @@ fn consumer_error(consumer: Option<&mut Consumer>) -> Option<ChannelLoss> {
 }
 
 fn consumer_cancelled() -> ChannelLoss {
-    ChannelLoss::Broken("the broker cancelled the consumer, for example because the queue was deleted or its leader moved".into())
+    ChannelLoss::Broken("the broker cancelled the consumer (basic.cancel), for example because the queue was deleted or its leader moved to another node".into())
 }
 
 fn classify(error: lapin::Error, settings: &QueueSettings) -> ConnectError {

@@ -19,17 +19,19 @@ const CONSUMER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 
 /// The description of a RabbitMQ queue to consume: pass it to the consumer as its source.
 ///
-/// Settings are validated when it is opened. An invalid one is an error that names it.
+/// Settings are validated when the source is opened. The error names an invalid setting.
 #[derive(Clone)]
 pub struct RabbitMq {
     queue: String,
     urls: Vec<String>,
     tls: TlsFiles,
     prefetch: u32,
+    /// The consumer's limit of deliveries in flight.
     in_flight: usize,
     key_header: Option<String>,
     body_limit: usize,
     consumer_timeout: Duration,
+    /// How long the consumer may leave a delivery unsettled; zero if unknown.
     longest_open: Duration,
     topology: Topology,
     kind: QueueKind,
@@ -135,7 +137,7 @@ impl RabbitMq {
     /// Trusts the CA certificates in this file (PEM) in addition to the system's, for `amqps://`.
     /// The file is read at each connection.
     pub fn ca_certificate(mut self, path: impl Into<PathBuf>) -> Self {
-        self.tls.authority = Some(path.into());
+        self.tls.ca_certificate = Some(path.into());
         self
     }
 
@@ -286,7 +288,7 @@ impl RabbitMq {
             .in_doubt
             .unwrap_or_else(|| format!("{}.in-doubt", self.queue));
         let connector = BrokerConnector::new(&self.urls, self.tls)?;
-        let wanted = u16::try_from(self.prefetch)
+        let configured = u16::try_from(self.prefetch)
             .ok()
             .filter(|count| *count > 0)
             .ok_or_else(|| {
@@ -294,16 +296,16 @@ impl RabbitMq {
                 SourceError::misconfigured(
                     "prefetch",
                     problem,
-                    "choose how many deliveries may be unacknowledged; 512 is the default",
+                    "use at least 1 and at most 65535 unacknowledged deliveries; the default is 512",
                 )
             })?;
-        // Without delay queues, released deliveries count towards the prefetch: no cap then.
-        let enough = if self.topology == Topology::Declare {
+        // Without delay queues, delayed deliveries count towards the prefetch, so it is not capped.
+        let cap = if self.topology == Topology::Declare {
             self.in_flight.max(1).saturating_mul(2)
         } else {
             usize::MAX
         };
-        let prefetch = u16::try_from(enough).unwrap_or(u16::MAX).min(wanted);
+        let prefetch = u16::try_from(cap).unwrap_or(u16::MAX).min(configured);
         if dead_letters == self.queue || in_doubt == self.queue {
             let setting = if dead_letters == self.queue {
                 "dead_letters"
@@ -325,19 +327,19 @@ impl RabbitMq {
             .as_deref()
             .is_some_and(|name| name.is_empty() || name.len() > 255)
         {
-            let problem = "the name of a header has 1 to 255 bytes";
+            let problem = "the name of the header is empty or longer than 255 bytes";
             return Err(SourceError::misconfigured(
                 "key_header",
                 problem,
-                "name the header that holds the key",
+                "use the name of the header that has the key",
             ));
         }
         if self.consumer_timeout < Duration::from_secs(1) {
-            let problem = format!("{:?} is too short", self.consumer_timeout);
+            let problem = format!("{:?} is below 1 s", self.consumer_timeout);
             return Err(SourceError::misconfigured(
                 "consumer_timeout",
                 problem,
-                "configure the broker's consumer_timeout; RabbitMQ's default is 30 minutes",
+                "use the value of consumer_timeout in rabbitmq.conf; RabbitMQ's default is 30 minutes",
             ));
         }
         if (self.rejects, self.kind, self.topology)
@@ -509,7 +511,7 @@ mod tests {
     }
 
     #[test]
-    fn a_consumer_that_may_exceed_the_consumer_timeout_causes_a_warning() {
+    fn a_delivery_that_may_exceed_the_consumer_timeout_causes_a_warning() {
         let minutes = |count: u64| Duration::from_secs(60 * count);
         let warning_for = |open, timeout| {
             let mut options = ConnectOptions::default();

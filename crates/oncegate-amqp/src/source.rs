@@ -1,4 +1,4 @@
-//! The public source: the consumer's end of the driver.
+//! The public source, which sends commands to the driver and receives deliveries from it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -19,7 +19,7 @@ use crate::inbox::{InboxReceiver, inbox};
 use crate::queue_settings::QueueSettings;
 use crate::settings::{RabbitMq, Rejects};
 
-/// A consumed queue. Created by [`Connect::connect`] of a [`RabbitMq`].
+/// A source that consumes a RabbitMQ queue. Created by [`Connect::connect`] of a [`RabbitMq`].
 ///
 /// If it is dropped without [`Source::close`], its connections are closed in the background, and
 /// unacknowledged messages are redelivered.
@@ -35,13 +35,14 @@ pub struct RabbitMqSource {
 impl Connect for RabbitMq {
     type Source = RabbitMqSource;
 
-    /// Connects, declares or checks the queues by [`RabbitMq::topology`], and consumes.
-    /// Logs a warning if the consumer timeout is shorter than a delivery may stay unsettled.
+    /// Connects, declares or checks the queues according to [`RabbitMq::topology`], and consumes.
+    /// Logs a warning if a delivery may be unsettled for longer than the consumer timeout allows.
     async fn connect(self, options: ConnectOptions) -> Result<RabbitMqSource, SourceError> {
         let settings = Arc::new(self.with_options(options).check()?);
         if let Some(warning) = settings.consumer_timeout_warning() {
             tracing::warn!(queue = &*settings.name, "{warning}");
         }
+        // A quarter of the prefetch, so that the broker delivers more while a batch is in the store.
         let max_store_batch = usize::from(settings.prefetch / 4).clamp(1, 256);
         let (inbox, incoming) = inbox();
         let (commands, command_receiver) = unbounded_channel();
@@ -105,7 +106,7 @@ impl Source for RabbitMqSource {
 
     async fn stop(&mut self) {
         self.incoming.stop();
-        // If the driver has stopped, `receive` returns the error.
+        // If the driver has stopped, `receive` returns an error.
         let _ = self.commands.send(SourceCommand::Stop);
     }
 
@@ -143,5 +144,8 @@ fn unavailable(error: impl std::error::Error + Send + Sync + 'static) -> SourceE
 }
 
 fn driver_stopped() -> SourceError {
-    SourceError::Unavailable("the driver thread has stopped".into())
+    SourceError::Unavailable(
+        "the driver thread has stopped; see the log for the reason, and restart the consumer"
+            .into(),
+    )
 }

@@ -58,6 +58,7 @@ struct StatusCounters {
     copies: AtomicU64,
     copy_retries: AtomicU64,
     blocked: Mutex<BlockedTime>,
+    /// Since when the source has been without a channel.
     away: Mutex<Option<Instant>>,
 }
 
@@ -65,6 +66,7 @@ struct StatusCounters {
 struct BlockedTime {
     /// The sum of all alarms that are over.
     total: Duration,
+    /// The start of the current alarm.
     since: Option<Instant>,
 }
 
@@ -169,7 +171,7 @@ impl SourceMetrics {
         self.away.set(1);
     }
 
-    /// Ends the time without a channel: a channel is open again, or the source is closed.
+    /// Ends the time without a channel, because a channel is open again or the source is closed.
     pub(crate) fn clear_unavailable(&self) {
         *self.status.0.away() = None;
         self.away.set(0);
@@ -209,7 +211,8 @@ impl SourceMetrics {
             let counted_seconds = blocked.total.as_secs();
             blocked.total += since.elapsed();
             self.blocked.set(0);
-            // The counter has no fractions: those of several alarms add up.
+            // The counter has whole seconds. It increases with the total, so that the fractions of
+            // several alarms are not lost.
             self.blocked_seconds
                 .increment(blocked.total.as_secs() - counted_seconds);
         }
@@ -230,7 +233,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_snapshot_has_what_was_counted() {
+    fn the_snapshot_has_the_recorded_values() {
         let status = RabbitMqStatus::new();
         let metrics = SourceMetrics::new(status.clone(), "orders");
         metrics.set_unacked(7);

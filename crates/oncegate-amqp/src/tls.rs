@@ -11,7 +11,8 @@ use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TlsFiles {
     /// CA certificates that are trusted in addition to the system's.
-    pub(crate) authority: Option<PathBuf>,
+    pub(crate) ca_certificate: Option<PathBuf>,
+    /// The client certificate for mutual TLS.
     pub(crate) identity: Option<ClientIdentity>,
 }
 
@@ -25,15 +26,19 @@ pub(crate) struct ClientIdentity {
 impl TlsFiles {
     /// Whether a file is configured.
     pub(crate) fn is_configured(&self) -> bool {
-        self.authority.is_some() || self.identity.is_some()
+        self.ca_certificate.is_some() || self.identity.is_some()
     }
 
-    /// A connector with the files' current contents.
+    /// A connector with the current contents of the files.
+    ///
+    /// # Errors
+    /// A file cannot be read or has no certificate or key; or there are neither configured CA
+    /// certificates nor those of the system.
     pub(crate) fn connector(&self) -> Result<RustlsConnector, SourceError> {
         let mut config = match RustlsConnectorConfig::new_with_native_certs() {
             Ok(config) => config,
-            // A container may have no system certificates, and need none.
-            Err(_) if self.authority.is_some() => RustlsConnectorConfig::default(),
+            // A container may have no system certificates; the configured ones are sufficient.
+            Err(_) if self.ca_certificate.is_some() => RustlsConnectorConfig::default(),
             Err(error) => {
                 let problem = format!("the system has no CA certificates ({error})");
                 return Err(SourceError::misconfigured(
@@ -43,7 +48,7 @@ impl TlsFiles {
                 ));
             }
         };
-        if let Some(path) = &self.authority {
+        if let Some(path) = &self.ca_certificate {
             config.add_parsable_certificates(certificates("ca_certificate", path)?);
         }
         let connector = match &self.identity {
@@ -61,7 +66,7 @@ impl TlsFiles {
             };
             SourceError::misconfigured(
                 setting,
-                format!("it cannot be used ({error})"),
+                format!("the certificate cannot be used ({error})"),
                 "configure a certificate and its key, both in PEM format",
             )
         })
@@ -111,7 +116,7 @@ mod tests {
         let empty = PathBuf::from("/dev/null");
         for path in [&missing, &empty] {
             let error = TlsFiles {
-                authority: Some(path.clone()),
+                ca_certificate: Some(path.clone()),
                 identity: None,
             }
             .connector()
@@ -128,7 +133,7 @@ mod tests {
                 key: path.clone(),
             };
             let error = TlsFiles {
-                authority: None,
+                ca_certificate: None,
                 identity: Some(identity),
             }
             .connector()

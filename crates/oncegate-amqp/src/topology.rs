@@ -12,7 +12,7 @@ use crate::settings::{QueueKind, Topology};
 /// A queue and the arguments to declare it with.
 struct QueueSpec {
     purpose: QueuePurpose,
-    /// The setting with the name.
+    /// The setting that has the name of the queue.
     setting: &'static str,
     name: ShortString,
     arguments: FieldTable,
@@ -20,8 +20,8 @@ struct QueueSpec {
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum QueuePurpose {
-    /// The source consumes it. It must have the declared arguments, since others may lose messages
-    /// and AMQP does not report those of a queue.
+    /// The source consumes it. It must have the declared arguments: a queue with others may lose
+    /// messages, and AMQP does not report the arguments of a queue.
     Consumed,
     /// The source publishes dead letters or in-doubt messages to it.
     Target,
@@ -29,9 +29,9 @@ enum QueuePurpose {
     Delay,
 }
 
-/// The delivery limit of the dead-letter and in-doubt queues, whose messages operators may read and
-/// requeue often. RabbitMQ 4 drops a message after 20 redeliveries by default; older releases have
-/// no value for "unlimited".
+/// The delivery limit of the dead-letter and in-doubt queues: operators read and requeue their messages
+/// often, and RabbitMQ 4 drops a message after 20 redeliveries by default. The maximum of the argument,
+/// because older releases have no value for "unlimited".
 const UNLIMITED_DELIVERIES: i32 = i32::MAX;
 
 /// Declares or checks the queues, by [`Topology`].
@@ -42,7 +42,7 @@ pub(crate) async fn prepare(
     if settings.topology == Topology::Trust {
         return Ok(());
     }
-    // An error closes the channel, so `declare` replaces it.
+    // Mutable, because an error closes the channel and `declare` opens another one.
     let mut channel = connection.create_channel().await?;
     for queue in named_queues(settings) {
         match settings.topology {
@@ -61,8 +61,8 @@ pub(crate) async fn prepare(
     Ok(())
 }
 
-/// Declares the dead-letter, in-doubt or delay queue with this name again, with
-/// [`Topology::Declare`].
+/// Declares the queue with this name again. Does nothing unless [`Topology::Declare`] is set and the
+/// queue is one of the source's.
 pub(crate) async fn redeclare(
     connection: &Connection,
     settings: &QueueSettings,
@@ -81,6 +81,7 @@ pub(crate) async fn redeclare(
     Ok(())
 }
 
+/// Checks that the queue exists.
 async fn check(channel: &Channel, queue: &QueueSpec) -> Result<(), ConnectError> {
     match declare_passive(channel, queue).await {
         Ok(()) => Ok(()),
@@ -97,6 +98,8 @@ async fn check(channel: &Channel, queue: &QueueSpec) -> Result<(), ConnectError>
     }
 }
 
+/// Declares the queue. If it exists with other arguments, that is an error for the consumed queue and
+/// a warning for any other.
 async fn declare(
     channel: &mut Channel,
     connection: &Connection,
@@ -112,7 +115,7 @@ async fn declare(
         .await
     {
         Ok(_) => {
-            settings.mismatches.matches(&queue.name);
+            settings.mismatches.clear(&queue.name);
             return Ok(());
         }
         Err(error) => error,
@@ -127,7 +130,7 @@ async fn declare(
                 "the queue `{}` exists with other arguments ({error})",
                 queue.name
             ),
-            "for a classic queue choose `.queue_kind(QueueKind::Classic)`; for a queue that you declare yourself and that loses nothing (a delivery limit needs a dead-letter exchange), create the dead-letter and in-doubt queues, too, and choose `Topology::Check`",
+            "if it is of another type (quorum or classic), set `.queue_kind(…)` to the type that it has; to consume a queue with arguments of your own, choose `Topology::Check`, create the dead-letter and in-doubt queues, and make sure that the queue drops no message (a delivery limit needs a dead-letter exchange)",
         )));
     }
     *channel = connection.create_channel().await?;
@@ -212,7 +215,7 @@ fn named_queues(settings: &QueueSettings) -> [QueueSpec; 3] {
 fn delay_queues(settings: &QueueSettings) -> impl Iterator<Item = QueueSpec> {
     DELAYS.into_iter().map(|delay| {
         let mut arguments = queue_arguments(settings.kind);
-        // Fits: at most ten minutes.
+        // Fits an `i32`: the longest delay is ten minutes.
         arguments.insert(
             "x-message-ttl".into(),
             AMQPValue::LongInt(delay.as_millis() as i32),
@@ -229,11 +232,14 @@ fn delay_queues(settings: &QueueSettings) -> impl Iterator<Item = QueueSpec> {
 
 fn queue_arguments(kind: QueueKind) -> FieldTable {
     let mut arguments = FieldTable::default();
-    let kind = match kind {
+    let queue_type = match kind {
         QueueKind::Quorum => "quorum",
         QueueKind::Classic => "classic",
     };
-    arguments.insert("x-queue-type".into(), AMQPValue::LongString(kind.into()));
+    arguments.insert(
+        "x-queue-type".into(),
+        AMQPValue::LongString(queue_type.into()),
+    );
     arguments
 }
 

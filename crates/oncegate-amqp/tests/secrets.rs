@@ -2,9 +2,6 @@
 //! of its own, because it captures the log of the process.
 #![forbid(unsafe_code)]
 
-use std::io;
-use std::sync::{Arc, Mutex};
-
 use std::time::{Duration, Instant};
 
 use lapin::options::{BasicPublishOptions, QueueDeclareOptions, QueueDeleteOptions};
@@ -15,42 +12,11 @@ use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::source::{
     Connect, ConnectOptions, Incoming, Limit, Settled, Source, SourceError,
 };
-
-#[derive(Clone, Default)]
-struct CapturedLog(Arc<Mutex<Vec<u8>>>);
-
-impl CapturedLog {
-    fn take(&self) -> String {
-        String::from_utf8_lossy(&std::mem::take(
-            &mut *self.0.lock().expect("no panic while it is locked"),
-        ))
-        .into_owned()
-    }
-}
-
-impl io::Write for CapturedLog {
-    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        self.0
-            .lock()
-            .expect("no panic while it is locked")
-            .extend_from_slice(line);
-        Ok(line.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
+use oncegate_testkit::Lines;
 
 #[tokio::test]
 async fn no_log_line_contains_a_password_and_none_from_info_up_a_payload() {
-    let log = CapturedLog::default();
-    let writer = log.clone();
-    tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_max_level(tracing::Level::TRACE)
-        .with_writer(move || writer.clone())
-        .init();
+    let log = Lines::filtered("trace");
     let broker = oncegate_testkit::rabbitmq_url().expect("a RabbitMQ to test against");
     // The user does not exist, which the broker reports after the whole handshake.
     let url = broker.replacen("guest:guest", "someone:canary%21", 1);
@@ -64,7 +30,7 @@ async fn no_log_line_contains_a_password_and_none_from_info_up_a_payload() {
         }
         other => panic!("{other:?}"),
     }
-    let logged = log.take();
+    let logged = log.text();
     assert!(
         logged.contains("TRACE") && logged.contains("lapin"),
         "nothing was captured: {logged}"
@@ -75,7 +41,7 @@ async fn no_log_line_contains_a_password_and_none_from_info_up_a_payload() {
 }
 
 /// The dead-letter queue does not exist, so the message is returned, and the client logs that.
-async fn a_returned_message_is_not_logged(broker: &str, log: &CapturedLog) {
+async fn a_returned_message_is_not_logged(broker: &str, log: &Lines) {
     const BODY: &[u8] = b"canary in the body";
     let connection = Connection::connect(broker, ConnectionProperties::default())
         .await
@@ -131,21 +97,21 @@ async fn a_returned_message_is_not_logged(broker: &str, log: &CapturedLog) {
         }])
         .await
         .expect("settled");
-    let (deadline, mut logged) = (Instant::now() + Duration::from_secs(30), String::new());
-    while !logged.contains("returned us a message") {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !log.text().contains("returned us a message") {
         assert!(
             Instant::now() < deadline,
-            "no message was returned: {logged}"
+            "no message was returned: {}",
+            log.text()
         );
         tokio::time::sleep(Duration::from_millis(20)).await;
-        logged.push_str(&log.take());
     }
     drop(source);
     channel
         .queue_delete(queue.as_str().into(), QueueDeleteOptions::default())
         .await
         .expect("deleted");
-    logged.push_str(&log.take());
+    let logged = log.text();
     // The client logs bytes as numbers.
     let numbers = format!("{BODY:?}");
     let shows =

@@ -1,5 +1,5 @@
-//! What a source logs without a broker, and when it is refused. In a test binary of its own, because it captures the log of
-//! the process.
+//! The log lines of a source without a broker, or with one that refuses it. In a test binary of its
+//! own, because it captures the log of the process.
 #![forbid(unsafe_code)]
 
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, 
 use oncegate_testkit::Lines;
 use oncegate_testkit::proxy::Proxy;
 
-/// One after the other, because the process has one log.
+/// Sequential, because the process has one log.
 #[tokio::test]
 async fn what_a_source_logs_without_a_broker_and_when_it_is_refused() {
     let lines = Lines::of_this_process();
@@ -47,7 +47,7 @@ async fn a_refusal_is_an_error_without_log_lines_of_the_client(lines: &Lines) {
     }
 }
 
-/// The proxy closes the connection, as a node that ends.
+/// The proxy closes the connection, like a node that stops.
 async fn the_loss_of_a_connection_is_logged_in_one_line(lines: &Lines) {
     let broker = oncegate_testkit::rabbitmq_url().expect("a RabbitMQ to test against");
     let (address, vhost) = broker.rsplit_once('/').expect("a virtual host");
@@ -110,7 +110,10 @@ async fn until_no_connection_thread_runs() {
     };
     let deadline = Instant::now() + Duration::from_secs(30);
     while runs() {
-        assert!(Instant::now() < deadline, "a connection thread is left");
+        assert!(
+            Instant::now() < deadline,
+            "a connection thread has not ended"
+        );
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
 }

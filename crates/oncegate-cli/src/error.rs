@@ -73,6 +73,7 @@ impl CliError {
     pub(crate) fn unreadable_marker(text: String) -> Self {
         Self {
             permanence: Permanence::Permanent,
+            ..Self::incomplete(text)
         }
     }
 

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 
 use clap::{Args, Subcommand};
 use oncegate::marker::{Ask, Effect, Finding};
+use oncegate_config::StoreKind;
 use serde_json::{Value, json};
 
 use crate::CliContext;
@@ -103,6 +104,11 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
         accepted: resolve.accepted,
         without_message: resolve.without_message || !has_broker,
         why: confirm.why.as_deref(),
+        store: match context.config.store_kind()? {
+            Some(StoreKind::Redis) => "Redis",
+            Some(StoreKind::Sqlite(_)) => "the SQLite file",
+            _ => "the store",
+        },
         no_message: if has_broker {
             "the in-doubt destination shows no message with this id"
         } else {
@@ -179,6 +185,8 @@ struct ResolveSession<'a> {
     /// Whether to release ids without a message.
     without_message: bool,
     why: Option<&'a str>,
+    /// The store with the markers, for messages.
+    store: &'static str,
     /// Why an id has no message.
     no_message: &'static str,
     /// By id.
@@ -389,10 +397,11 @@ impl<'a> ResolveSession<'a> {
                     Finding::Happened => ", or mark it done with `oncegate marker complete`",
                     Finding::DidNotHappen => "; nothing has to be released",
                 };
-                report.note_left(
+                report.note_not_found(
                     &id,
                     format!(
-                        "{id} is {before}, not in doubt, and {}. Check the spelling of the id{otherwise}",
+                        "no message in doubt has this id: in {} the id {id} is {before}, not in doubt, and {}. Check the spelling of the id{otherwise}",
+                        self.store,
                         self.no_message
                     ),
                 );

@@ -38,7 +38,6 @@ pub(crate) fn open(
         .last_errors(errors);
     match Metrics::installed().map_or_else(Metrics::install, Ok) {
         Ok(metrics) => admin = admin.metrics(metrics),
-        // The program has its own metrics recorder.
         Err(error) => {
             tracing::info!(%error, "admin port without /metrics: the program has its own metrics recorder")
         }

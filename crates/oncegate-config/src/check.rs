@@ -76,11 +76,11 @@ impl Config {
 
     /// Checks that there is at most one store, with only its own keys.
     pub(crate) fn check_store(&self) -> Result<(), Error> {
-        let named = ["store.url", "store.sentinels", "store.cluster"]
+        let stores = ["store.url", "store.sentinels", "store.cluster"]
             .into_iter()
             .filter(|key| self.has(key))
             .count();
-        if named > 1 {
+        if stores > 1 {
             return Err(Error::misconfigured(
                 "set one of store.url, store.sentinels and store.cluster",
             ));
@@ -109,13 +109,13 @@ impl Config {
     }
 
     /// Each first key requires the second.
-    fn check_pairs(&self, check_pairs: &[(&str, &str)]) -> Result<(), Error> {
-        match check_pairs
+    fn check_pairs(&self, pairs: &[(&str, &str)]) -> Result<(), Error> {
+        match pairs
             .iter()
-            .find(|(one, other)| self.has(one) && !self.has(other))
+            .find(|(key, required)| self.has(key) && !self.has(required))
         {
-            Some((one, other)) => Err(Error::misconfigured(format!(
-                "{one} requires {other}; set both, or remove {one}"
+            Some((key, required)) => Err(Error::misconfigured(format!(
+                "{key} requires {required}; set both, or remove {key}"
             ))),
             None => Ok(()),
         }
@@ -138,7 +138,7 @@ impl Config {
             ));
         }
         let broker = self.broker()?;
-        let needed: &[(&str, &str)] = match broker {
+        let required: &[(&str, &str)] = match broker {
             Broker::Kafka => &[
                 (
                     "kafka.brokers",
@@ -158,7 +158,7 @@ impl Config {
                 ("rabbitmq.queue", "the queue to consume"),
             ],
         };
-        if let Some((key, what)) = needed.iter().find(|(key, _)| !self.has(key)) {
+        if let Some((key, what)) = required.iter().find(|(key, _)| !self.has(key)) {
             return Err(missing(key, what));
         }
         self.consumer(Consumer::builder())?
@@ -182,14 +182,14 @@ impl Config {
         crate::log_filter::parse(self.text("log.filter")).map(drop)
     }
 
-    /// Checks what at most once refuses at start.
+    /// Rejects settings that at most once refuses at start.
     fn check_guarantee(&self, store: StoreKind<'_>) -> Result<(), Error> {
         if self.guarantee() != Guarantee::AtMostOnce {
             return Ok(());
         }
         if self.text("gate.mode") == Some("trial") {
             return Err(Error::misconfigured(
-                "gate.mode: trial blocks no message, and at most once has to; set gate.guarantee = \"effectively-once\" during the trial",
+                "gate.mode: trial blocks no message, and at most once must block duplicates; set gate.guarantee = \"effectively-once\" during the trial",
             ));
         }
         if store == StoreKind::Memory && !self.allows_volatile_store() {

@@ -9,7 +9,7 @@ use oncegate::{Guarantee, defaults};
 use crate::settings::{SETTINGS, Setting, find};
 use crate::value::{SettingValue, time};
 
-/// The settings of a file and of variables, each with a value of the right kind.
+/// The settings from a file and from environment variables, each with a value of its kind.
 ///
 /// [`Config::load`] reads it, [`Config::check`] validates it. `Debug` shows keys and their origin,
 /// and no values.
@@ -19,7 +19,7 @@ pub struct Config {
     pub(crate) set: BTreeMap<&'static str, ConfiguredValue>,
     /// The file, if there is one.
     pub(crate) file: Option<PathBuf>,
-    /// The sections of the file, also those without a key.
+    /// The sections of the file, including those without a key.
     pub(crate) sections: BTreeSet<String>,
 }
 
@@ -84,7 +84,7 @@ impl Config {
 
     /// A duration; `None` if it is not set.
     pub fn time(&self, key: &str) -> Option<Duration> {
-        // It was validated when it was read.
+        // Validated when it was read.
         time(self.text(key)?).ok()
     }
 

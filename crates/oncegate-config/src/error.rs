@@ -161,7 +161,7 @@ pub fn with_store_keys(text: &str) -> String {
         ("client_certificate: ", "store.client-certificate: "),
         ("ca_certificate(path)", "store.ca-certificate"),
         ("ca_certificate: ", "store.ca-certificate: "),
-        // Its problem names the variant, too.
+        // The text of this problem names the setter and the variant.
         ("Redis::durability: Durability::Replicas", "store.replicas:"),
         ("Durability::Replicas", "store.replicas"),
         ("Redis::sentinel", "store.sentinels"),
@@ -231,14 +231,14 @@ mod tests {
             |problem: &str| message(StoreError::Misconfigured(problem.to_owned().into()).into());
         assert_eq!(misconfigured(replicas), "store.replicas: count is 0");
         assert_eq!(misconfigured("too old"), "[store]: too old");
-        let forgets = message(oncegate::Error::VolatileStore("it evicts".into()));
+        let volatile = message(oncegate::Error::VolatileStore("it evicts".into()));
         assert!(
-            forgets.contains("it evicts") && forgets.contains("store.volatile"),
-            "{forgets}"
+            volatile.contains("it evicts") && volatile.contains("store.volatile"),
+            "{volatile}"
         );
         assert_eq!(
-            format!("{:?}", Error::misconfigured("as it is said")),
-            "as it is said"
+            format!("{:?}", Error::misconfigured("the text")),
+            "the text"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Configures the gate: ids, terms, limits.
+//! Applies `[gate]`: ids, window, lease, limits, retries.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -34,11 +34,11 @@ impl Config {
             };
         }
         // `check` has rejected larger numbers.
-        let small = |key| {
+        let to_u32 = |key| {
             self.number(key)
                 .map(|number| u32::try_from(number).unwrap_or(u32::MAX))
         };
-        let size = |key| {
+        let to_usize = |key| {
             self.number(key)
                 .map(|number| usize::try_from(number).unwrap_or(usize::MAX))
         };
@@ -50,14 +50,14 @@ impl Config {
             max_age: self.time("gate.max-age"),
             lease: self.time("gate.lease"),
             handler_timeout: self.time("gate.handler-timeout"),
-            max_attempts: small("gate.max-attempts"),
-            max_crashes: small("gate.max-crashes"),
-            max_inline_retries: small("gate.max-inline-retries"),
-            max_reconciles: small("gate.max-reconciles"),
-            max_in_flight: size("gate.max-in-flight"),
-            max_in_flight_bytes: size("gate.max-in-flight-bytes"),
-            max_queued: size("gate.max-queued"),
-            max_queued_bytes: size("gate.max-queued-bytes"),
+            max_attempts: to_u32("gate.max-attempts"),
+            max_crashes: to_u32("gate.max-crashes"),
+            max_inline_retries: to_u32("gate.max-inline-retries"),
+            max_reconciles: to_u32("gate.max-reconciles"),
+            max_in_flight: to_usize("gate.max-in-flight"),
+            max_in_flight_bytes: to_usize("gate.max-in-flight-bytes"),
+            max_queued: to_usize("gate.max-queued"),
+            max_queued_bytes: to_usize("gate.max-queued-bytes"),
             drain_timeout: self.time("gate.drain-timeout"),
             order: self.text("gate.order").map(|order| match order {
                 "by-key" => Order::ByKey,
@@ -112,10 +112,10 @@ impl Config {
     /// # Errors
     /// `gate.id` is not valid.
     pub fn id_source(&self) -> Result<Option<IdSource>, Error> {
-        let Some(whole) = self.text("gate.id") else {
+        let Some(setting) = self.text("gate.id") else {
             return Ok(None);
         };
-        let text = whole.strip_suffix(HASHED_SUFFIX).unwrap_or(whole);
+        let text = setting.strip_suffix(HASHED_SUFFIX).unwrap_or(setting);
         let (kind, name) = text
             .split_once(' ')
             .map_or((text, ""), |(kind, name)| (kind, name.trim()));
@@ -128,7 +128,7 @@ impl Config {
             ("position", "") => IdSource::position(),
             _ => {
                 return Err(Error::misconfigured(format!(
-                    "gate.id: {whole:?} is not valid; write header NAME, json /POINTER, message-id, key, body-hash or position"
+                    "gate.id: {setting:?} is not valid; write header NAME, json /POINTER, message-id, key, body-hash or position"
                 )));
             }
         };

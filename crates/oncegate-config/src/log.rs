@@ -11,7 +11,7 @@ use crate::config::Config;
 use crate::error::Error;
 use crate::log_filter;
 
-/// The standard variable for log filters.
+/// The environment variable for log filters that other Rust programs read, too.
 const RUST_LOG: &str = "RUST_LOG";
 
 /// Logging resources that live as long as the consumer.
@@ -26,7 +26,7 @@ pub(crate) struct Logging {
 pub(crate) fn init(config: &Config) -> Result<Logging, Error> {
     let errors = LastErrors::new();
     let filter = match std::env::var(RUST_LOG) {
-        // As usual, invalid parts are ignored.
+        // Invalid directives are ignored, as other programs do with this variable.
         Ok(text) if !text.is_empty() => {
             EnvFilter::builder().parse_lossy(log_filter::with_warnings(&text))
         }

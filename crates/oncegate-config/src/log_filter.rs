@@ -17,15 +17,14 @@ pub(crate) fn parse(configured: Option<&str>) -> Result<EnvFilter, Error> {
     })
 }
 
-/// The filter, with oncegate's warnings if it says nothing of oncegate: if it has no level for all
-/// lines, and names none of the crates, as with a misspelled level, which is read as the name of a
-/// crate.
+/// Adds oncegate's warnings to a filter that has no default level and names no crate of oncegate.
+/// Such a filter may be a misspelled level: tracing reads it as the name of a crate.
 pub(crate) fn with_warnings(text: &str) -> String {
-    let says_something = text.split(',').map(str::trim).any(|directive| {
+    let covers_oncegate = text.split(',').map(str::trim).any(|directive| {
         let target = directive.split(['=', '[', ':']).next().unwrap_or_default();
         target.is_empty() || target.parse::<LevelFilter>().is_ok() || is_crate(target)
     });
-    if says_something {
+    if covers_oncegate {
         text.to_owned()
     } else {
         format!("{text},oncegate=warn")
@@ -41,29 +40,12 @@ fn is_crate(target: &str) -> bool {
 
 #[cfg(all(test, feature = "run"))]
 mod tests {
-    use std::io::Write;
-    use std::sync::{Arc, Mutex};
+    use std::sync::Mutex;
 
+    use tracing_subscriber::fmt::MakeWriter;
     use tracing_subscriber::layer::{Layer, SubscriberExt};
 
     use super::*;
-
-    #[derive(Clone, Default)]
-    struct Lines(Arc<Mutex<Vec<u8>>>);
-
-    impl Write for Lines {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            self.0
-                .lock()
-                .expect("the lock is not poisoned")
-                .extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
 
     #[test]
     fn lapin_is_silent_unless_the_filter_names_it() {
@@ -78,17 +60,16 @@ mod tests {
             (Some("oncegatecore=debug"), 1),
             (Some("oncegate_amqp=off"), 0),
         ] {
-            let lines = Lines::default();
-            let written = lines.clone();
-            let layer = tracing_subscriber::fmt::layer().with_writer(move || written.clone());
+            static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+            let layer = tracing_subscriber::fmt::layer().with_writer(|| LOG.make_writer());
             let subscriber = tracing_subscriber::registry()
                 .with(layer.with_filter(parse(configured).expect("a filter")));
             tracing::subscriber::with_default(subscriber, || {
                 tracing::error!(target: "lapin::channels", "Connection error");
                 tracing::error!(target: "oncegate_amqp::session", "the broker refuses the login");
             });
-            let text = String::from_utf8(lines.0.lock().expect("the lock is not poisoned").clone())
-                .expect("text");
+            let text = std::mem::take(&mut *LOG.lock().expect("the lock is not poisoned"));
+            let text = String::from_utf8(text).expect("text");
             assert_eq!(text.lines().count(), expected, "{configured:?}: {text}");
         }
     }

@@ -12,7 +12,7 @@ use crate::value::{SettingValue, time};
 /// The file that is read by default.
 pub(crate) const DEFAULT_FILE: &str = "oncegate.toml";
 
-/// The variable with another file name.
+/// The variable that names another file.
 pub(crate) const FILE_VARIABLE: &str = "ONCEGATE_CONFIG";
 
 impl Config {
@@ -114,7 +114,7 @@ impl Config {
                     "{shown}: {key} requires a file name"
                 )));
             };
-            // Relative to the file that names it.
+            // The path is relative to the directory of the configuration file.
             let named = path.parent().unwrap_or(Path::new("")).join(named);
             return self.insert(
                 setting,
@@ -144,16 +144,16 @@ impl Config {
             .into_iter()
             .filter(|(name, _)| is_oncegate_variable(name))
         {
-            let named = |expected: &str| {
+            let find_variable = |expected: &str| {
                 SETTINGS
                     .iter()
                     .find(|setting| setting.variable() == expected)
             };
-            let in_a_file = name
+            let secret_file = name
                 .strip_suffix("_FILE")
-                .and_then(named)
+                .and_then(find_variable)
                 .filter(|setting| setting.is_secret());
-            if let Some(setting) = in_a_file {
+            if let Some(setting) = secret_file {
                 let secret = read_secret(Path::new(&text), &name)?;
                 self.insert(
                     setting,
@@ -162,16 +162,16 @@ impl Config {
                 )?;
                 continue;
             }
-            let Some(setting) = named(&name) else {
-                let in_files = SETTINGS
+            let Some(setting) = find_variable(&name) else {
+                let secret_variables = SETTINGS
                     .iter()
                     .filter(|setting| setting.is_secret())
                     .map(Setting::variable);
-                let in_files = in_files.map(|name| format!("{name}_FILE"));
+                let secret_variables = secret_variables.map(|name| format!("{name}_FILE"));
                 let all: Vec<String> = SETTINGS
                     .iter()
                     .map(Setting::variable)
-                    .chain(in_files)
+                    .chain(secret_variables)
                     .collect();
                 return Err(unknown_name(
                     &format!("the variable {name}"),
@@ -239,7 +239,7 @@ impl Config {
 fn is_oncegate_variable(variable: &str) -> bool {
     let Some((section, _)) = variable
         .strip_prefix("ONCEGATE_")
-        .and_then(|rest| rest.split_once('_'))
+        .and_then(|name| name.split_once('_'))
     else {
         return false;
     };
@@ -289,8 +289,8 @@ fn wrong_kind(origin: &str, setting: &Setting) -> Error {
     Error::misconfigured(format!("{origin}: {} requires {expected}", setting.key))
 }
 
-fn unknown_name<'a>(what: &str, wrong: &str, right: impl Iterator<Item = &'a str>) -> Error {
-    Error::misconfigured(match nearest(wrong, right) {
+fn unknown_name<'a>(what: &str, unknown: &str, known: impl Iterator<Item = &'a str>) -> Error {
+    Error::misconfigured(match nearest(unknown, known) {
         Some(near) => format!("{what} is unknown; did you mean {near}?"),
         None => format!("{what} is unknown; `oncegate config keys` lists all keys"),
     })
@@ -299,10 +299,10 @@ fn unknown_name<'a>(what: &str, wrong: &str, right: impl Iterator<Item = &'a str
 /// Parses `name=value` pairs: one per line, or separated by commas in a single line. Errors show no
 /// value, nor a text that may be one.
 fn parse_names(variable: &str, text: &str) -> Result<Vec<(String, String)>, Error> {
-    let between = if text.contains('\n') { '\n' } else { ',' };
+    let separator = if text.contains('\n') { '\n' } else { ',' };
     let mut names: Vec<(String, String)> = Vec::new();
-    for (place, pair) in text
-        .split(between)
+    for (index, pair) in text
+        .split(separator)
         .map(str::trim)
         .enumerate()
         .filter(|(_, pair)| !pair.is_empty())
@@ -314,10 +314,10 @@ fn parse_names(variable: &str, text: &str) -> Result<Vec<(String, String)>, Erro
         else {
             return Err(Error::misconfigured(format!(
                 "{variable}: entry {} is not name=value; if a value contains a comma, write one pair per line",
-                place + 1
+                index + 1
             )));
         };
-        if names.iter().any(|(known, _)| known == name) {
+        if names.iter().any(|(earlier, _)| earlier == name) {
             return Err(Error::misconfigured(format!(
                 "{variable}: {name} occurs twice"
             )));
@@ -391,12 +391,12 @@ mod tests {
                 "client.rack occurs twice",
             ),
         ] {
-            let said = read(text).expect_err("it is refused");
+            let error = read(text).expect_err("it is refused");
             assert!(
-                said.contains("ONCEGATE_KAFKA_PROPERTIES")
-                    && said.contains(expected)
-                    && !said.contains("s3cret"),
-                "{said}"
+                error.contains("ONCEGATE_KAFKA_PROPERTIES")
+                    && error.contains(expected)
+                    && !error.contains("s3cret"),
+                "{error}"
             );
         }
     }

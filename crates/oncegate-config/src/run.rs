@@ -37,7 +37,7 @@ impl Config {
         let broker = self.broker()?;
         let logging = log::init(&self)?;
         let handles = StatusHandles::default();
-        let _serving = admin::open(&self, broker, &handles, logging.errors.clone())?;
+        let _admin_server = admin::open(&self, broker, &handles, logging.errors.clone())?;
         let report = (self.text("gate.mode") == Some("trial")).then(ShadowReport::new);
         let store = match &report {
             Some(report) => AnyStore::of(Shadow::new(self.store()?, report.clone())),
@@ -50,7 +50,7 @@ impl Config {
         let consumer = consumer
             .readiness(handles.readiness.clone())
             .status(handles.status.clone());
-        let ended: Result<(), oncegate::Error> = match broker {
+        let result: Result<(), oncegate::Error> = match broker {
             #[cfg(feature = "kafka")]
             Broker::Kafka => {
                 consumer
@@ -74,7 +74,7 @@ impl Config {
         if let Some(report) = report {
             tracing::info!("trial mode: {report}");
         }
-        ended.map_err(|error| self.explain(error))
+        result.map_err(|error| self.explain(error))
     }
 }
 

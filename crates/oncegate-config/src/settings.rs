@@ -182,7 +182,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     time(
         "gate.max-age",
-        "the maximum age of a message that is taken as new; half the window by default",
+        "the maximum age of a message that counts as new if the store does not know its id; half the window by default",
     ),
     time(
         "gate.lease",
@@ -408,7 +408,7 @@ pub const SETTINGS: &[Setting] = &[
     ),
     text(
         "log.filter",
-        "the log filter, in the syntax of RUST_LOG, which overrides it; info by default, without lapin (the RabbitMQ client) unless named; a filter that says nothing of oncegate shows its warnings",
+        "the log filter, in the syntax of RUST_LOG, which overrides it; info by default, without lapin (the RabbitMQ client) unless named; a filter without a default level that names no oncegate crate also shows warnings of oncegate",
     ),
     text(
         "audit.file",
@@ -431,12 +431,12 @@ pub fn sections() -> impl Iterator<Item = &'static str> {
 }
 
 /// The known name that is most similar to an unknown one.
-pub fn nearest<'a>(wrong: &str, right: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    let near = |name: &&str| strsim::damerau_levenshtein(wrong, name);
-    right
+pub fn nearest<'a>(unknown: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let distance = |name: &&str| strsim::damerau_levenshtein(unknown, name);
+    known
         .into_iter()
-        .min_by_key(near)
-        .filter(|name| near(name) <= (wrong.len() / 2).max(2))
+        .min_by_key(distance)
+        .filter(|name| distance(name) <= (unknown.len() / 2).max(2))
 }
 
 #[cfg(test)]

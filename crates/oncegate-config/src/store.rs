@@ -83,11 +83,11 @@ impl Config {
     /// `store.url` is not valid.
     pub fn store_kind(&self) -> Result<Option<StoreKind<'_>>, Error> {
         let Some(url) = self.text("store.url") else {
-            let is_named = self.has("store.sentinels") || self.has("store.cluster");
-            return Ok(is_named.then_some(StoreKind::Redis));
+            let is_redis = self.has("store.sentinels") || self.has("store.cluster");
+            return Ok(is_redis.then_some(StoreKind::Redis));
         };
-        let (scheme, rest) = url.split_once(':').unwrap_or((url, ""));
-        match (scheme, rest) {
+        let (scheme, location) = url.split_once(':').unwrap_or((url, ""));
+        match (scheme, location) {
             ("memory", "" | "//") => Ok(Some(StoreKind::Memory)),
             ("sqlite", file) => {
                 let file = file.strip_prefix("//").unwrap_or(file);
@@ -96,7 +96,7 @@ impl Config {
                         "store.url: sqlite: has no file; write sqlite:markers.db, or sqlite:/var/lib/markers.db",
                     ));
                 }
-                // SQLite would take it for a database in memory, of which each process has its own.
+                // SQLite would open an in-memory database, a separate one in each process.
                 if file == ":memory:" {
                     return Err(Error::misconfigured(
                         "store.url: sqlite::memory: is no file; write sqlite:FILE, or memory: for a test",
@@ -113,7 +113,7 @@ impl Config {
         }
     }
 
-    /// Creates the store for a consumer. The connection is made on first use.
+    /// Creates the store for a consumer. The store connects on first use.
     ///
     /// # Errors
     /// No store is configured, or this build does not include it.

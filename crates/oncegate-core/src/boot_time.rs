@@ -15,7 +15,8 @@ impl BootTime {
     #[cfg(target_os = "linux")]
     pub(crate) fn now() -> Self {
         let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
-        // Neither is negative, and the sum overflows after 500,000 years of uptime only.
+        // Both are positive, and the sum overflows only after 500,000 years of uptime. Plus 1, because a
+        // lease stores 0 once it is lost.
         Self(time.tv_sec as u64 * 1_000_000 + time.tv_nsec as u64 / 1_000 + 1)
     }
 
@@ -27,13 +28,13 @@ impl BootTime {
     }
 
     /// The time from `now` until this; zero if it has passed.
-    pub(crate) fn left_at(self, now: Self) -> Duration {
+    pub(crate) fn remaining_at(self, now: Self) -> Duration {
         Duration::from_micros(self.0.saturating_sub(now.0))
     }
 
     /// The time from this until `now`; zero if it is in the future.
-    pub(crate) fn ago_at(self, now: Self) -> Duration {
-        now.left_at(self)
+    pub(crate) fn elapsed_at(self, now: Self) -> Duration {
+        now.remaining_at(self)
     }
 
     pub(crate) fn as_micros(self) -> u64 {
@@ -66,13 +67,13 @@ mod tests {
         std::thread::sleep(Duration::from_millis(2));
         let after = BootTime::now();
         assert!(after >= before + Duration::from_millis(2) && before > BootTime::from_micros(0));
-        assert_eq!(before.left_at(after), Duration::ZERO);
+        assert_eq!(before.remaining_at(after), Duration::ZERO);
         assert_eq!(
-            (after + Duration::from_secs(1)).left_at(after),
+            (after + Duration::from_secs(1)).remaining_at(after),
             Duration::from_secs(1)
         );
         assert_eq!(
-            after.ago_at(after + Duration::from_secs(1)),
+            after.elapsed_at(after + Duration::from_secs(1)),
             Duration::from_secs(1)
         );
         assert!(before + Duration::MAX > after);

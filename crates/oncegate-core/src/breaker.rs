@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 /// however many deliveries wait for it.
 #[derive(Debug)]
 pub(crate) struct Breaker {
-    silences: u32,
-    /// When the first of them failed.
+    unanswered: u32,
+    /// When the first of these requests failed.
     since: Instant,
     next_try: Instant,
 }
@@ -34,14 +34,14 @@ impl Breaker {
     pub(crate) fn closed() -> Self {
         let now = Instant::now();
         Self {
-            silences: 0,
+            unanswered: 0,
             since: now,
             next_try: now,
         }
     }
 
     pub(crate) fn decide(&self, now: Instant) -> BreakerDecision {
-        match self.silences {
+        match self.unanswered {
             0 => BreakerDecision::Ask,
             _ if now >= self.next_try => BreakerDecision::TryOnce,
             _ => BreakerDecision::Wait,
@@ -49,30 +49,30 @@ impl Breaker {
     }
 
     /// When the next request may be sent; `None` while the breaker is closed.
-    pub(crate) fn opens_at(&self) -> Option<Instant> {
-        (self.silences > 0).then_some(self.next_try)
+    pub(crate) fn next_try_at(&self) -> Option<Instant> {
+        (self.unanswered > 0).then_some(self.next_try)
     }
 
-    /// A request is sent now; others wait a little longer.
+    /// A request is sent now; the next one may follow after [`FIRST_PAUSE`].
     pub(crate) fn trying(&mut self, now: Instant) {
         self.next_try = now + FIRST_PAUSE;
     }
 
     /// A request was answered. Returns how long the store was unavailable, if it was.
     pub(crate) fn answered(&mut self, now: Instant) -> Option<Duration> {
-        (std::mem::take(&mut self.silences) > 0).then(|| now.duration_since(self.since))
+        (std::mem::take(&mut self.unanswered) > 0).then(|| now.duration_since(self.since))
     }
 
     /// A request was not answered.
-    pub(crate) fn silent(&mut self, now: Instant) {
-        if self.silences == 0 {
+    pub(crate) fn not_answered(&mut self, now: Instant) {
+        if self.unanswered == 0 {
             self.since = now;
         }
         self.next_try = now
             + FIRST_PAUSE
-                .saturating_mul(1 << self.silences.min(10))
+                .saturating_mul(1 << self.unanswered.min(10))
                 .min(LONGEST_PAUSE);
-        self.silences = self.silences.saturating_add(1);
+        self.unanswered = self.unanswered.saturating_add(1);
     }
 }
 
@@ -85,17 +85,21 @@ mod tests {
         let start = Instant::now();
         let mut breaker = Breaker::closed();
         assert_eq!(
-            (breaker.decide(start), breaker.opens_at()),
+            (breaker.decide(start), breaker.next_try_at()),
             (BreakerDecision::Ask, None)
         );
         let mut now = start;
         let mut tries = 0;
         while now < start + Duration::from_secs(10) {
             match breaker.decide(now) {
-                BreakerDecision::Wait => now = breaker.opens_at().expect("it is open"),
+                BreakerDecision::Wait => {
+                    now = breaker
+                        .next_try_at()
+                        .expect("a breaker that waits has a next try")
+                }
                 BreakerDecision::Ask | BreakerDecision::TryOnce => {
                     tries += 1;
-                    breaker.silent(now);
+                    breaker.not_answered(now);
                 }
             }
         }
@@ -103,7 +107,7 @@ mod tests {
         assert!(
             breaker
                 .answered(now)
-                .is_some_and(|away| away >= Duration::from_secs(9))
+                .is_some_and(|unavailable_for| unavailable_for >= Duration::from_secs(9))
         );
         assert_eq!(
             (breaker.decide(now), breaker.answered(now)),

@@ -144,7 +144,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// Separates this consumer from others on the same store: without a scope, two services that
-    /// share a store skip each other's messages. 1 to 100 bytes of the alphabet of ids.
+    /// share a store skip each other's messages. 1 to 100 bytes of
+    /// `[A-Za-z0-9._:@/+=-]`.
     pub fn scope(mut self, scope: impl Into<String>) -> Self {
         self.scope = Some(scope.into());
         self
@@ -187,8 +188,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// Sets the dedup window for messages that may be redelivered for this long: twice as long.
-    /// Count from the first delivery to the last copy, by the broker's retention and the producers'
-    /// retries.
+    /// That is the time from the first delivery to the last possible copy, which depends on the
+    /// broker's retention and the producers' retries.
     pub fn dedup_window_for(self, redelivered_for: Duration) -> Self {
         self.dedup_window(redelivered_for.saturating_mul(2))
     }
@@ -201,7 +202,9 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 
     /// The maximum number of processes that may crash while they handle a message before it is
     /// dead-lettered as `crashes-spent`, or goes to the in-doubt queue in at most once; at least 2.
-    /// Default: 10. A crash does not count towards [`max_attempts`](Self::max_attempts), because a
+    /// Default: 10.
+    ///
+    /// A crash does not count towards [`max_attempts`](Self::max_attempts), because a
     /// process may be killed for other reasons. After two crashes the message runs in a group of
     /// such messages, and alone if the next crash dead-letters it: nothing else is claimed until
     /// they have ended.
@@ -252,7 +255,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     }
 
     /// The maximum number of deliveries that are queued behind another of their key or partition,
-    /// at least 1; they are not in flight. A failed delivery that keeps its place is queued, too,
+    /// at least 1; they are not in flight. A failed delivery with an ordering key is queued, too,
     /// until its backoff ends. At the limit nothing is received, so other keys wait, too. Default:
     /// 10,000.
     pub fn max_queued(mut self, count: usize) -> Self {
@@ -269,8 +272,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// How long handlers may continue to run after the consumer begins to stop. Default: 30 s. A
     /// handler that still runs then is dropped: its outcome is unknown, which counts as an attempt
     /// and not as a crash. The stop waits up to 2 s longer until the store has recorded that.
-    pub fn drain_timeout(mut self, bound: Duration) -> Self {
-        self.settings.drain_timeout = bound;
+    pub fn drain_timeout(mut self, timeout: Duration) -> Self {
+        self.settings.drain_timeout = timeout;
         self
     }
 
@@ -341,8 +344,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 }
 
 impl<S, T, H, D> Builder<S, T, H, D> {
-    /// Checks the settings as [`check`](Self::check) does, and makes the consumer. Connects to
-    /// nothing: [`Consumer::run_until`] does.
+    /// Checks the settings as [`check`](Self::check) does, and returns the consumer.
+    /// [`Consumer::run_until`] connects.
     ///
     /// # Errors
     /// [`Error::Misconfigured`] names the first wrong setting and its remedy.
@@ -441,18 +444,18 @@ pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<
     let mut tries = 0;
     let mut throttle = LogThrottle::every(Duration::from_secs(10));
     loop {
-        let found = volatile_reason(store, settings).await;
+        let checked = volatile_reason(store, settings).await;
         if let Some(status) = &settings.status {
             let now = Instant::now();
-            status.update_store(|health| match &found {
+            status.update_store(|health| match &checked {
                 Ok(_) => health.answered(now),
                 Err(error) => {
                     health.failed(error, now);
-                    health.silent(now);
+                    health.not_answered(now);
                 }
             });
         }
-        match found {
+        match checked {
             Ok(Some(why)) => return Err(Error::VolatileStore(why)),
             Ok(None) => return Ok(()),
             Err(error @ StoreError::Misconfigured(_)) => return Err(error.into()),
@@ -560,7 +563,7 @@ mod tests {
             aged(seen(ms(now).as_bytes()), Some(now - hours(2))),
             hours(2)
         ));
-        for nonsense in [
+        for invalid in [
             &b"soon"[..],
             b"",
             b"-1",
@@ -568,7 +571,7 @@ mod tests {
             b"99999999999999999999",
             b"18446744073709551615",
         ] {
-            assert_eq!(aged(seen(nonsense), None), None, "{nonsense:?}");
+            assert_eq!(aged(seen(invalid), None), None, "{invalid:?}");
         }
     }
 }

@@ -16,7 +16,7 @@ use crate::status::ConsumerStatus;
 /// settles. Start with [`Consumer::builder`].
 ///
 /// Several run side by side in one process; [`status`](Self::status),
-/// [`readiness`](Self::readiness) and [`drain`](Self::drain) are for what supervises them.
+/// [`readiness`](Self::readiness) and [`drain`](Self::drain) are for code that supervises them.
 ///
 /// ```
 /// # use oncegate_core::{Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, MemoryStore};
@@ -95,12 +95,12 @@ impl Consumer {
         self.status.clone()
     }
 
-    /// Whether it receives messages: for a readiness probe.
+    /// Whether the consumer receives messages: for a readiness probe.
     pub fn readiness(&self) -> Readiness {
         self.readiness.clone()
     }
 
-    /// A handle that stops it, for whatever supervises several consumers.
+    /// A handle that stops the consumer, for code that supervises several consumers.
     pub fn drain(&self) -> DrainHandle {
         self.drain.clone()
     }
@@ -115,7 +115,7 @@ impl fmt::Debug for Consumer {
     }
 }
 
-/// Starts the drain of a [`Consumer`]. Clones stop the same one.
+/// Starts the drain of a [`Consumer`]. Clones stop the same consumer.
 #[derive(Clone, Debug)]
 pub struct DrainHandle(watch::Sender<bool>);
 
@@ -127,7 +127,7 @@ impl DrainHandle {
     /// Starts a drain: the consumer receives nothing more, its handlers have
     /// [`drain_timeout`](Builder::drain_timeout) to end, and
     /// [`run_until`](Consumer::run_until) returns. A consumer that has not started returns as soon as
-    /// it runs; again, or after its end, it does nothing.
+    /// it runs. A second call, or a call after the consumer has ended, has no effect.
     pub fn start(&self) {
         self.0.send_replace(true);
     }

@@ -17,10 +17,10 @@ pub(crate) struct ConsumerMetrics {
     in_flight: GaugeShare,
     waiting: GaugeShare,
     awaiting_holder: GaugeShare,
-    store_away: GaugeShare,
+    store_unavailable: GaugeShare,
 }
 
-/// The share of one consumer in a gauge, to which several consumers of a process add.
+/// The share of one consumer in a gauge that all consumers of the process add to.
 struct GaugeShare {
     gauge: Gauge,
     value: usize,
@@ -32,7 +32,7 @@ pub(crate) struct GaugeValues {
     pub(crate) in_flight: usize,
     pub(crate) waiting: usize,
     pub(crate) awaiting_holder: usize,
-    pub(crate) stores_away: usize,
+    pub(crate) unavailable_stores: usize,
 }
 
 impl GaugeShare {
@@ -61,7 +61,7 @@ impl ConsumerMetrics {
             in_flight: GaugeShare::of(metric::IN_FLIGHT),
             waiting: GaugeShare::of(metric::WAITING),
             awaiting_holder: GaugeShare::of(metric::AWAITING_CLAIM),
-            store_away: GaugeShare::of(metric::STORE_UNAVAILABLE),
+            store_unavailable: GaugeShare::of(metric::STORE_UNAVAILABLE),
         }
     }
 
@@ -98,7 +98,7 @@ impl ConsumerMetrics {
         self.in_flight.set(now.in_flight);
         self.waiting.set(now.waiting);
         self.awaiting_holder.set(now.awaiting_holder);
-        self.store_away.set(now.stores_away);
+        self.store_unavailable.set(now.unavailable_stores);
     }
 }
 

@@ -27,9 +27,10 @@ pub struct Json;
 
 impl Decode for Json {
     fn decode<T: DeserializeOwned>(&self, message: &Message) -> Result<T, BoxError> {
-        serde_json::from_slice(crate::id::json::without_mark(&message.body)).map_err(|error| {
-            let (line, column) = (error.line(), error.column());
-            match expectation(&error.to_string()) {
+        serde_json::from_slice(crate::id::json::without_byte_order_mark(&message.body)).map_err(
+            |error| {
+                let (line, column) = (error.line(), error.column());
+                match expectation(&error.to_string()) {
                 Some(expected) => {
                     format!(
                         "not the JSON that was expected: {expected} (line {line}, column {column})"
@@ -41,7 +42,8 @@ impl Decode for Json {
                 ),
             }
             .into()
-        })
+            },
+        )
     }
 }
 
@@ -66,7 +68,7 @@ fn expectation(error: &str) -> Option<String> {
     Some(format!("expected {expected}"))
 }
 
-/// The unchanged body: for payloads that can be made of bytes, such as [`Raw`].
+/// The unchanged body: for payloads that can be deserialized from bytes, such as [`Raw`].
 #[derive(Clone, Copy, Debug, Default)]
 pub struct RawBytes;
 
@@ -75,7 +77,7 @@ impl Decode for RawBytes {
         T::deserialize(BytesDeserializer::<serde::de::value::Error>::new(
             &message.body,
         ))
-        .map_err(|_| "the payload type cannot be made of bytes: use `Raw`".into())
+        .map_err(|_| "the payload type cannot be deserialized from bytes: use `Raw`".into())
     }
 }
 
@@ -137,7 +139,7 @@ mod tests {
                 .expect_err("not a payment")
                 .to_string()
         };
-        for (sent, said) in [
+        for (sent, expected) in [
             (
                 r#"{}"#,
                 "expected: missing field `cents` (line 1, column 2)",
@@ -158,7 +160,7 @@ mod tests {
             ("canary", "(Syntax error at line 1, column 1)"),
         ] {
             let text = body(sent);
-            assert!(text.ends_with(said), "{sent}: {text}");
+            assert!(text.ends_with(expected), "{sent}: {text}");
             assert!(!text.contains("canary"), "{text}");
         }
     }

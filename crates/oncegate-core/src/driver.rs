@@ -1,8 +1,8 @@
 //! Executes [`lifecycle::transition`](crate::lifecycle::transition) for one delivery, without I/O:
 //! which token and attempt its operations have, and what its owner has to do next.
 //!
-//! The consumer, [`Gate`](crate::Gate) and the model checker use this same code. They differ in how
-//! they execute a [`DriverCommand`], never in which command follows.
+//! The owner is the consumer, [`Gate`](crate::Gate) or the model checker. They differ in how they
+//! execute a [`DriverCommand`], never in which command follows.
 
 use std::time::Duration;
 
@@ -45,7 +45,8 @@ pub enum DriverCommand {
     /// Starts the handler, and reports [`Event::Returned`], or [`Event::LeaseOver`] when it drops
     /// it.
     Run,
-    /// Starts `reconcile`, and reports [`Event::Found`], [`Event::CannotReconcile`], or [`Event::LeaseOver`] when it drops it.
+    /// Starts `reconcile`, and reports [`Event::Found`], [`Event::CannotReconcile`], or
+    /// [`Event::LeaseOver`] when it drops it.
     Reconcile,
     /// Reports [`Event::Woke`] after about this long; [`Event::LeaseOver`] if the stage waits on a
     /// lease that has ended by then.
@@ -104,8 +105,8 @@ impl LifecycleDriver {
 
     /// Processes an event. Returns what the owner of the delivery does next.
     ///
-    /// `new_token` makes the token of a claim. It gets the token of the claim before, for tests
-    /// that reuse a token.
+    /// `new_token` returns the token of a new claim. Its argument is the token of the previous claim,
+    /// for tests that reuse it.
     pub fn handle(
         &mut self,
         event: Event,
@@ -128,19 +129,19 @@ impl LifecycleDriver {
         if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event {
             self.attempts = attempts;
         }
-        // It does not run, but its dead letter carries the fencing token of the last attempt.
+        // A rejected id does not run, but the dead letter carries the fencing token of its last attempt.
         if let Event::Answer(Verdict::Rejected { attempt }) = event {
             self.attempts = Attempts::all_forgiven(attempt);
         }
         let command = self.advance(&rules, event, policy, &mut new_token);
         // A draining delivery starts nothing new: if the command would wait, queue or claim, the
         // drain is reported again.
-        let starts = match command {
+        let starts_something = match command {
             DriverCommand::Apply(ask) => ask == Ask::Claim && self.attempts.number == 0,
             DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitTurn => true,
             _ => false,
         };
-        if !starts || !self.is_draining() {
+        if !starts_something || !self.is_draining() {
             return command;
         }
         match self.advance(&rules, Event::Drain, policy, &mut new_token) {

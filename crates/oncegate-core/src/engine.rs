@@ -66,7 +66,7 @@ pub(crate) struct Engine<H, D> {
     metrics: ConsumerMetrics,
     renewals: Option<Arc<Renewals>>,
 
-    /// The current time by both clocks, read once for all events that are processed together.
+    /// The monotonic and the wall clock, read once for all events that are processed together.
     clock: Instant,
     wall: SystemTime,
 
@@ -91,16 +91,18 @@ pub(crate) struct Engine<H, D> {
     /// Handlers that run or pause between two runs, and the deliveries that wait for one to end.
     running: usize,
     awaiting_run: VecDeque<Slot>,
-    /// Slab indexes whose lease must not be renewed any more; passed on before the next grants.
+    /// Slab indexes of ended leases. Their renewal is stopped before new leases use the same indexes.
     ended_leases: Vec<usize>,
     /// Events for deliveries that may proceed because another one was settled.
     follow_ups: VecDeque<(Slot, Event)>,
     /// Queued deliveries that may proceed as soon as there is capacity.
     resumable: VecDeque<Slot>,
 
+    /// Deliveries whose claim is to be sent.
     claims: VecDeque<Slot>,
     /// Whether a delivery has started to drain since unsent claims were last dropped.
-    some_drain: bool,
+    drain_started: bool,
+    /// Deliveries whose outcome is to be sent to the store.
     verdicts: VecDeque<Slot>,
     /// Completions of messages that were handled without the gate.
     late_completions: LateCompletions,
@@ -116,8 +118,10 @@ pub(crate) struct Engine<H, D> {
     /// The lease of the next claim.
     lease: Duration,
     longest_hold: Duration,
+    /// Batches that the store has not answered.
     applies: FuturesUnordered<BoxFuture<'static, AnsweredBatch>>,
     settled: Vec<Settled>,
+    /// When to wake a delivery, with the turn for which the alarm was set.
     alarms: BinaryHeap<Reverse<(Instant, Slot, u32)>>,
 
     /// How many handlers were spawned since the loop last yielded to them.
@@ -127,6 +131,7 @@ pub(crate) struct Engine<H, D> {
     lost_leases: UnboundedReceiver<LostLease>,
     mode: Mode,
     tokens: Tokens,
+    /// The state of the generator of [`Engine::jittered`].
     jitter: u64,
 }
 
@@ -140,22 +145,22 @@ enum Mode {
     },
 }
 
-/// What a drain waits for.
+/// What the drain waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DrainPhase {
-    /// The handlers that run.
+    /// Running handlers and the store.
     Handlers,
-    /// The store alone, which records the outcomes of what was dropped: the drain timeout is over.
+    /// Only the store, which records the outcomes of dropped handlers: the drain timeout is over.
     Outcomes,
 }
 
 /// What a drain does next.
 enum DrainStep {
     Wait,
-    /// The drain timeout is over, and something is still in flight.
+    /// The drain timeout is over, and deliveries are still in flight.
     DropHandlers,
-    /// Closes the source, and ends.
-    Leave,
+    /// Close the source and end.
+    Close,
 }
 
 impl<H: Handler, D: Decode> Engine<H, D> {
@@ -172,7 +177,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             Guarantee::Bare => None,
             _ => Some(
                 Renewals::start(store.clone(), settings.shortest_lease(), lost_lease_sender)
-                    .map_err(Error::threads)?,
+                    .map_err(Error::renewal_thread)?,
             ),
         };
         let source_properties = source.properties();
@@ -209,7 +214,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             follow_ups: VecDeque::new(),
             resumable: VecDeque::new(),
             claims: VecDeque::new(),
-            some_drain: false,
+            drain_started: false,
             verdicts: VecDeque::new(),
             late_completions: LateCompletions::new(),
             breaker: Breaker::closed(),
@@ -250,7 +255,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                         self.drop_handlers().await;
                         continue;
                     }
-                    DrainStep::Leave => break,
+                    DrainStep::Close => break,
                 }
             }
             self.settings.readiness.set(self.readiness());
@@ -262,15 +267,15 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         self.close().await
     }
 
-    /// Yields once to the handlers that were just spawned, so that the operations of those that
-    /// return at once share a batch. Does not wait for the others.
+    /// Yields once to the handlers that were just spawned, so that the operations of handlers that
+    /// return at once share a batch.
     async fn yield_to_handlers(&mut self) {
         if std::mem::take(&mut self.spawned) == 0 {
             return;
         }
         tokio::task::yield_now().await;
-        while let Ok(ran) = self.finished_runs.try_recv() {
-            self.on_run_finished(ran);
+        while let Ok(finished) = self.finished_runs.try_recv() {
+            self.on_run_finished(finished);
         }
     }
 
@@ -282,10 +287,10 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     ) {
         let limit = self.receive_limit();
         let alarm = self.next_alarm();
-        let mut applied = None;
-        let mut ran = None;
-        let mut over = None;
-        let mut failed = None;
+        let mut answered = None;
+        let mut finished = None;
+        let mut lost_lease = None;
+        let mut source_error = None;
         let mut stopping = false;
         {
             let draining = matches!(self.mode, Mode::Draining { .. });
@@ -298,33 +303,33 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 }
             };
             tokio::select! {
-                biased; // results before lost leases, and the source, which may always be ready, last
+                biased; // results before lost leases; the source last, because it may always be ready
                 () = shutdown, if !draining => stopping = true,
-                finished = self.finished_runs.recv() => ran = finished,
-                answer = self.applies.next(), if !self.applies.is_empty() => applied = answer,
-                lost = self.lost_leases.recv(), if self.renewals.is_some() => over = Some(lost),
+                run = self.finished_runs.recv() => finished = run,
+                answer = self.applies.next(), if !self.applies.is_empty() => answered = answer,
+                lost = self.lost_leases.recv(), if self.renewals.is_some() => lost_lease = Some(lost),
                 () = sleep => {}
-                received = self.source.receive(limit, incoming), if !draining => failed = received.err(),
+                received = self.source.receive(limit, incoming), if !draining => source_error = received.err(),
             }
         }
         self.read_clocks();
-        if let Some(error) = failed {
+        if let Some(error) = source_error {
             self.drain(Some(error.into()), self.settings.drain_timeout)
                 .await;
         }
         if stopping {
             self.drain(None, self.settings.drain_timeout).await;
         }
-        if let Some(applied) = applied {
-            self.on_batch_answered(applied).await;
+        if let Some(answered) = answered {
+            self.on_batch_answered(answered).await;
         }
-        if let Some(ran) = ran {
-            self.on_run_finished(ran);
+        if let Some(finished) = finished {
+            self.on_run_finished(finished);
         }
-        match over {
-            Some(Some(over)) => self.on_lease_lost(over),
+        match lost_lease {
+            Some(Some(lost)) => self.on_lease_lost(lost),
             Some(None) => {
-                self.renewals = None; // its channel is closed
+                self.renewals = None; // the thread ended and closed the channel
                 self.drain(Some(Error::Renewals), self.settings.drain_timeout)
                     .await;
             }
@@ -337,14 +342,14 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     async fn poll_ready(&mut self, incoming: &mut Vec<Incoming>) {
         // Results first: they free capacity, and the operations that follow from them share a batch
         // with the claims of what is received next.
-        while let Ok(ran) = self.finished_runs.try_recv() {
-            self.on_run_finished(ran);
+        while let Ok(finished) = self.finished_runs.try_recv() {
+            self.on_run_finished(finished);
         }
-        while let Some(Some(applied)) = self.applies.next().now_or_never() {
-            self.on_batch_answered(applied).await;
+        while let Some(Some(answered)) = self.applies.next().now_or_never() {
+            self.on_batch_answered(answered).await;
         }
-        while let Ok(over) = self.lost_leases.try_recv() {
-            self.on_lease_lost(over);
+        while let Ok(lost) = self.lost_leases.try_recv() {
+            self.on_lease_lost(lost);
         }
         self.fire_alarms();
         self.resume_queued();
@@ -381,7 +386,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
 
     fn readiness(&self) -> ReadinessState {
         match self.mode {
-            Mode::Receiving if self.breaker.opens_at().is_none() => ReadinessState::Ready,
+            Mode::Receiving if self.breaker.next_try_at().is_none() => ReadinessState::Ready,
             _ => ReadinessState::NotReady,
         }
     }
@@ -392,7 +397,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             || self.queued_bytes >= self.settings.max_queued_bytes
     }
 
-    /// One blocked ordering key now blocks all others, so the log has to report it.
+    /// Reports that the consumer receives nothing: one blocked ordering key now blocks all others.
     fn warn_if_queue_is_full(&mut self) {
         if !self.is_queue_full() {
             return;
@@ -408,10 +413,10 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Updates what the status says of the store.
-    fn record_store_health(&self, what: impl FnOnce(&mut StoreHealth)) {
+    /// Updates the state of the store in the status.
+    fn record_store_health(&self, update: impl FnOnce(&mut StoreHealth)) {
         if let Some(status) = &self.settings.status {
-            status.update_store(what);
+            status.update_store(update);
         }
     }
 
@@ -442,13 +447,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     }
 
     fn update_gauges(&mut self) {
-        let stores_away = usize::from(self.breaker.opens_at().is_some());
+        let unavailable_stores = usize::from(self.breaker.next_try_at().is_some());
         let in_flight = self.entries.len() - self.queued;
         self.metrics.set_gauges(GaugeValues {
             in_flight,
             waiting: self.queued,
             awaiting_holder: self.awaiting_holder,
-            stores_away,
+            unavailable_stores,
         });
     }
 
@@ -462,9 +467,9 @@ impl<H: Handler, D: Decode> Engine<H, D> {
 
     /// How much more may be in flight, newly received or from the queue.
     fn free_capacity(&self) -> Limit {
-        let holding =
+        let occupied =
             self.entries.len() - self.queued - self.completing.min(self.settings.max_in_flight);
-        let count = self.settings.max_in_flight.saturating_sub(holding);
+        let count = self.settings.max_in_flight.saturating_sub(occupied);
         let bytes = self
             .settings
             .max_in_flight_bytes
@@ -545,30 +550,37 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// When the loop has to wake up at the latest.
     fn next_alarm(&self) -> Option<Instant> {
         let alarm = self.alarms.peek().map(|Reverse((at, ..))| *at);
-        let asks_at = |at: Instant| self.breaker.opens_at().map_or(at, |opens| opens.max(at));
-        let late = (!self.late_completions.is_empty() && self.applies.is_empty())
-            .then(|| asks_at(self.late_completions.due));
-        let due =
+        let try_at = |at: Instant| self.breaker.next_try_at().map_or(at, |next| next.max(at));
+        let late_completions = (!self.late_completions.is_empty() && self.applies.is_empty())
+            .then(|| try_at(self.late_completions.due));
+        let may_send =
             || !self.verdicts.is_empty() || self.claims.iter().any(|slot| self.may_claim(*slot));
-        let breaker = self
+        let retry = self
             .breaker
-            .opens_at()
-            .filter(|_| self.applies.is_empty() && due());
-        let over = match self.mode {
+            .next_try_at()
+            .filter(|_| self.applies.is_empty() && may_send());
+        let drain_deadline = match self.mode {
             Mode::Draining { until, .. } => Some(until),
             Mode::Receiving => None,
         };
-        let turns = (!self.resumable.is_empty() && self.free_capacity() != Limit::NOTHING)
+        let resume = (!self.resumable.is_empty() && self.free_capacity() != Limit::NOTHING)
             .then(Instant::now);
-        let tells = self
+        let status = self
             .settings
             .status
             .is_some()
             .then_some(self.next_status_at);
-        [alarm, late, breaker, over, turns, tells]
-            .into_iter()
-            .flatten()
-            .min()
+        [
+            alarm,
+            late_completions,
+            retry,
+            drain_deadline,
+            resume,
+            status,
+        ]
+        .into_iter()
+        .flatten()
+        .min()
     }
 
     /// A pause with 25 % jitter, so that deliveries that failed together are not retried together.

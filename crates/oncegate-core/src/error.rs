@@ -41,7 +41,7 @@ pub enum Error {
 
 impl Error {
     /// The thread that renews leases could not be started.
-    pub(crate) fn threads(error: std::io::Error) -> Self {
+    pub(crate) fn renewal_thread(error: std::io::Error) -> Self {
         let problem = format!("the thread that renews leases could not be started: {error}");
         Self::Misconfigured {
             setting: "renewals",

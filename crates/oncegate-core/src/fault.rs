@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use crate::marker::Operation;
 
 /// Aborts this process if `ONCEGATE_FAILPOINT` names this point and it is reached for the given
-/// time: `claim.before:3` is the third time.
+/// time: `claim.before:3` means the third time.
 #[inline(always)]
 pub fn point(name: &str) {
     #[cfg(oncegate_chaos)]
@@ -97,7 +97,7 @@ static ARMED: LazyLock<Option<Armed>> = LazyLock::new(|| {
     // Only the test harness sets it; it detects a process that was not aborted at its point.
     Some(Armed {
         name: name.to_owned(),
-        at: at.parse().expect("a number of passes"),
+        at: at.parse().expect("the part after the colon is a number"),
         passes: AtomicU32::new(0),
     })
 });

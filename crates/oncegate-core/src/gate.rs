@@ -44,7 +44,7 @@ struct GateInner {
     /// second.
     breaker: Mutex<Breaker>,
     renewals: Arc<Renewals>,
-    places: Mutex<Slots<()>>,
+    slots: Mutex<Slots<()>>,
 }
 
 /// What to do if another process or task runs the same id at this moment.
@@ -100,7 +100,9 @@ pub enum GateError {
     HeldElsewhere,
     /// The work ran, but the store did not record its outcome, which counts as unknown when the
     /// lease ends.
-    #[error("the work ran, but the store did not record its outcome")]
+    #[error(
+        "the work ran, but the store did not record its outcome, which counts as unknown when the lease ends; check the store and its network"
+    )]
     NotRecorded,
     /// The store is unavailable; the work did not run.
     #[error("not run, because the store is unavailable: {0}")]
@@ -144,7 +146,7 @@ impl Gate {
         let id = MessageId::new(id).ok_or(GateError::MissingId)?;
         let slot = self
             .0
-            .places
+            .slots
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .insert(());
@@ -174,7 +176,7 @@ impl GateInner {
     async fn may_ask(&self) -> bool {
         for _ in 0..2 {
             let now = Instant::now();
-            let opens_at = {
+            let next_try_at = {
                 let mut breaker = self.breaker();
                 match breaker.decide(now) {
                     BreakerDecision::Ask => return true,
@@ -182,10 +184,10 @@ impl GateInner {
                         breaker.trying(now);
                         return true;
                     }
-                    BreakerDecision::Wait => breaker.opens_at().unwrap_or(now),
+                    BreakerDecision::Wait => breaker.next_try_at().unwrap_or(now),
                 }
             };
-            tokio::time::sleep(opens_at.saturating_duration_since(now)).await;
+            tokio::time::sleep(next_try_at.saturating_duration_since(now)).await;
         }
         false
     }
@@ -258,7 +260,8 @@ impl<T> GuardedRun<'_, T> {
                     }
                 }
                 DriverCommand::Settle(settlement) => return self.settled(before, settlement),
-                // Unreachable: a gate has no ordering keys, and no limit of crashes.
+                // `Abandon` follows `StopNow`. The others do not occur: a gate has no ordering keys, and no
+                // limit of crashes.
                 DriverCommand::Hold { .. }
                 | DriverCommand::AwaitTurn
                 | DriverCommand::Nothing
@@ -281,8 +284,9 @@ impl<T> GuardedRun<'_, T> {
 
     async fn ask(&mut self, ask: Ask) -> Event {
         if !self.gate.0.may_ask().await {
-            let silent = || StoreError::NotApplied("its last operation was not answered".into());
-            self.store_error.get_or_insert_with(silent);
+            let unavailable =
+                || StoreError::NotApplied("its last operation was not answered".into());
+            self.store_error.get_or_insert_with(unavailable);
             return Event::Unavailable;
         }
         let GateInner {
@@ -325,27 +329,28 @@ impl<T> GuardedRun<'_, T> {
                 if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
                     && guarantee != Guarantee::Bare
                 {
-                    let held = Arc::new(Lease::new(
+                    let lease = Arc::new(Lease::new(
                         &operation,
                         attempts.number,
                         sent,
                         sent + settings.longest_hold(),
                     ));
-                    renewals.start_renewing(std::iter::once((self.slot.place, held.clone())));
-                    self.lease = Some(held);
+                    renewals.start_renewing(std::iter::once((self.slot.place, lease.clone())));
+                    self.lease = Some(lease);
                 }
                 Event::Answer(verdict)
             }
-            // A retry does not help.
+            // The store answered, and a retry does not help.
             Some(Err(error @ (StoreError::UnreadableMarker(_) | StoreError::Misconfigured(_)))) => {
                 self.gate.0.breaker().answered(Instant::now());
                 self.store_error = Some(error);
                 Event::StopNow
             }
-            silence => {
-                self.gate.0.breaker().silent(Instant::now());
-                let nothing = || StoreError::Unknown("the store returned no verdict".into());
-                self.store_error = Some(silence.and_then(Result::err).unwrap_or_else(nothing));
+            unanswered => {
+                self.gate.0.breaker().not_answered(Instant::now());
+                let no_verdict = || StoreError::Unknown("the store returned no verdict".into());
+                self.store_error =
+                    Some(unanswered.and_then(Result::err).unwrap_or_else(no_verdict));
                 Event::Unavailable
             }
         }
@@ -370,11 +375,11 @@ impl<T> GuardedRun<'_, T> {
         )
         .await;
         let outcome = match ended {
-            BoundedEnd::Over(Ok(value)) => {
+            BoundedEnd::Completed(Ok(value)) => {
                 self.result = Some(value);
                 Outcome::Done
             }
-            BoundedEnd::Over(Err(failure)) => {
+            BoundedEnd::Completed(Err(failure)) => {
                 let outcome = match &failure {
                     Failure::Retry(_) => Outcome::Retry,
                     Failure::Reject(_) => Outcome::Reject,
@@ -401,11 +406,21 @@ impl<T> GuardedRun<'_, T> {
 
     fn settled(mut self, from: Stage, settlement: Settlement) -> Result<RunOutcome<T>, GateError> {
         self.gate.0.outcomes.settled(&settlement);
+        let (id, guarantee) = (self.id.clone(), self.gate.0.settings.guarantee);
         let doubt = |failure: Option<Failure>| {
-            GateError::InDoubt(failure.map_or_else(
+            let why = failure.map_or_else(
                 || "an earlier run was interrupted".into(),
                 |failure| failure.to_string(),
-            ))
+            );
+            // With another guarantee the id runs again by itself, and there is nothing to resolve.
+            GateError::InDoubt(if guarantee == Guarantee::AtMostOnce {
+                format!(
+                    "{why}; id {id}: check whether it happened, then run `oncegate in-doubt resolve {id} --happened` or \
+                     `oncegate in-doubt resolve {id} --did-not-happen`"
+                )
+            } else {
+                format!("{why}; id {id}")
+            })
         };
         match settlement {
             Settlement::Accept(_) => Ok(self
@@ -448,7 +463,7 @@ impl<T> Drop for GuardedRun<'_, T> {
         self.gate.0.renewals.stop(std::iter::once(self.slot.place));
         self.gate
             .0
-            .places
+            .slots
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .remove(self.slot);
@@ -473,7 +488,7 @@ impl<T> GateBuilder<T> {
         self
     }
 
-    /// Separates this gate from others on the same store. 1 to 100 bytes of the alphabet of ids.
+    /// Separates this gate from others on the same store. 1 to 100 bytes of `[A-Za-z0-9._:@/+=-]`.
     pub fn scope(mut self, scope: impl Into<String>) -> Self {
         self.scope = Some(scope.into());
         self
@@ -545,9 +560,9 @@ impl<T> GateBuilder<T> {
         let store: Arc<dyn Store> = Arc::new(store);
         preflight(&*store, &settings).await?;
         // `bounded` watches the lease itself, so the channel is unused.
-        let (over, _) = unbounded_channel();
-        let renewals =
-            Renewals::start(store.clone(), settings.lease, over).map_err(Error::threads)?;
+        let (lost_leases, _) = unbounded_channel();
+        let renewals = Renewals::start(store.clone(), settings.lease, lost_leases)
+            .map_err(Error::renewal_thread)?;
         let claim_retries = match when_held {
             WhenHeld::Skip | WhenHeld::GiveUp => 0,
             WhenHeld::Wait(_) => u32::MAX, // the time ends the wait, not a number of claims
@@ -566,7 +581,7 @@ impl<T> GateBuilder<T> {
             outcomes: Outcomes::new(),
             breaker: Mutex::new(Breaker::closed()),
             renewals,
-            places: Mutex::new(Slots::new(16)),
+            slots: Mutex::new(Slots::new(16)),
         })))
     }
 }

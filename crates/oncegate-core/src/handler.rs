@@ -44,7 +44,8 @@ pub trait Handler: Send + Sync + 'static {
     /// Does the work. `Ok` means that it happened.
     ///
     /// # Errors
-    /// A [`Failure`] that says whether the effect happened: it did not, it never will, or unknown.
+    /// A [`Failure`] that says whether the effect happened: it did not, a retry does not help, or it is
+    /// unknown.
     fn handle(
         &self, // in the impl: `async fn handle(&self, …)`, without `#[async_trait]`
         payload: Self::Payload,
@@ -54,9 +55,8 @@ pub trait Handler: Send + Sync + 'static {
     /// Finds out whether an earlier attempt, whose outcome is unknown, had its effect.
     ///
     /// [`Reconciled::DidNotHappen`] means that it did not, *and that no attempt up to and including
-    /// `cx.attempt()` still can*. A handler that can only look, but not prevent a late effect,
-    /// returns
-    /// [`Reconciled::Unknown`].
+    /// `cx.attempt()` still can*. A handler that cannot prevent a late effect
+    /// returns [`Reconciled::Unknown`].
     ///
     /// Without this method, a message whose outcome is unknown goes to the in-doubt queue at once.
     ///
@@ -78,8 +78,8 @@ pub trait Handler: Send + Sync + 'static {
 #[error("the handler has no `reconcile`")]
 pub(crate) struct NoReconcile;
 
-/// What a handler knows of its effect when it fails. There is no blanket conversion from errors:
-/// each fallible call states it with [`FailureExt`].
+/// Whether the effect happened, as far as a handler that fails can tell. There is no blanket conversion
+/// from errors: each fallible call says it with [`FailureExt`].
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// Nothing happened: safe to run again.
@@ -94,8 +94,7 @@ pub enum Failure {
 }
 
 /// An error that always means the same [`Failure`]: `?` alone converts it. Implement it for errors
-/// of your own; no other error says by itself whether anything happened, so that [`FailureExt`] has
-/// to.
+/// of your own. For other errors, [`FailureExt`] says whether anything happened.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` does not say whether anything happened, and makes no `Failure` by itself",
     label = "say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened; with `use oncegate::FailureExt;`"
@@ -126,7 +125,7 @@ pub enum Reconciled {
     Unknown,
 }
 
-/// Converts the error of a call into a [`Failure`]: `card(…).await.retry()?`.
+/// Converts the error of a call into a [`Failure`]: `charge(…).await.retry()?`.
 pub trait FailureExt<T> {
     /// The error of the call.
     type Error;

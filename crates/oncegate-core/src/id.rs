@@ -18,7 +18,7 @@ pub const LONGEST_PLAIN_ID: usize = 200;
 /// 1 to 200 bytes of `[A-Za-z0-9._:@/+=-]` are used unchanged. A longer id, one with other bytes, or
 /// one that begins with the reserved `h:` becomes `h:` and its SHA-256 in hexadecimal. So two
 /// different ids never share a key, no id contains the `|` and `!` of scopes and of oncegate's own
-/// keys or the braces of Redis Cluster, and every id is safe in a header or a log. There is no
+/// keys or the hash tags of Redis Cluster, and every id is safe in a header or a log. There is no
 /// Unicode normalisation: the same text in two normal forms is two ids.
 #[derive(PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct MessageId(SmallVec<[u8; 40]>);
@@ -37,7 +37,7 @@ impl MessageId {
         })
     }
 
-    /// The same id as `h:` and its SHA-256, also if it has no other bytes than those above: see
+    /// The same id as `h:` and its SHA-256, even if it could be used unchanged: see
     /// [`IdSource::hashed`].
     pub fn hashed(self) -> Self {
         if self.0.starts_with(b"h:") {
@@ -56,16 +56,16 @@ impl MessageId {
     /// Parses an id in the form of keys, headers and logs, which [`as_str`](Self::as_str) returns.
     /// `None` if the text is not such a form.
     ///
-    /// For tools that read what oncegate wrote: `h:` and a hash is not hashed again.
+    /// For tools that read ids in keys, headers and logs: `h:` and a hash is not hashed again.
     pub fn stored(text: &str) -> Option<Self> {
-        let hash = |text: &str| {
+        let is_hash = |text: &str| {
             text.len() == 64
                 && text
                     .bytes()
                     .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
         };
         let is_valid = match text.strip_prefix("h:") {
-            Some(rest) => hash(rest),
+            Some(digest) => is_hash(digest),
             None => !text.is_empty() && is_plain(text.as_bytes()),
         };
         is_valid.then(|| Self(SmallVec::from_slice(text.as_bytes())))
@@ -169,7 +169,7 @@ impl Scope {
         Self(None)
     }
 
-    /// A named scope: 1 to 100 bytes of the alphabet of ids.
+    /// A named scope: 1 to 100 bytes of `[A-Za-z0-9._:@/+=-]`.
     ///
     /// # Errors
     /// [`BadScope`] if the name is anything else. Its text says what is allowed.
@@ -215,12 +215,12 @@ pub enum NoId {
 
 /// Where the idempotency key of a message is read from.
 #[derive(Clone)]
-pub struct IdSource(Read);
+pub struct IdSource(IdReader);
 
 type ReadId = dyn Fn(&Message) -> Option<Vec<u8>> + Send + Sync;
 
 #[derive(Clone)]
-enum Read {
+enum IdReader {
     Header(Arc<str>),
     MessageId,
     Key,
@@ -228,10 +228,10 @@ enum Read {
     BodyHash,
     Position,
     By(Arc<ReadId>),
-    Hashed(Arc<Read>),
+    Hashed(Arc<IdReader>),
 }
 
-impl Read {
+impl IdReader {
     fn check(&self) -> Result<(), String> {
         match self {
             Self::Hashed(read) => read.check(),
@@ -242,7 +242,7 @@ impl Read {
                 if pointer
                     .split('~')
                     .skip(1)
-                    .any(|rest| !rest.starts_with(['0', '1'])) =>
+                    .any(|after_tilde| !after_tilde.starts_with(['0', '1'])) =>
             {
                 Err(format!(
                     "the JSON pointer `{pointer}` has a `~` that is not `~0` or `~1`"
@@ -257,7 +257,7 @@ impl IdSource {
     /// The header of this name. A message in which it occurs several times with different values
     /// has an unusable id.
     pub fn header(name: &str) -> Self {
-        Self(Read::Header(Arc::from(name)))
+        Self(IdReader::Header(Arc::from(name)))
     }
 
     /// The CloudEvents id in the Kafka binding: the header `ce_id`.
@@ -267,12 +267,12 @@ impl IdSource {
 
     /// The AMQP property `message_id`.
     pub fn message_id() -> Self {
-        Self(Read::MessageId)
+        Self(IdReader::MessageId)
     }
 
     /// The Kafka record key (the routing key on AMQP). Use it only if each key is sent once.
     pub fn key() -> Self {
-        Self(Read::Key)
+        Self(IdReader::Key)
     }
 
     /// A string or a whole number in the JSON body, by its pointer (RFC 6901), such as
@@ -286,7 +286,7 @@ impl IdSource {
     /// The consumer does not start with a pointer that does not begin with `/`, or that has a `~`
     /// without `0` or `1` after it. The empty pointer is the whole body.
     pub fn json_pointer(pointer: &str) -> Self {
-        Self(Read::JsonPointer(Arc::from(pointer)))
+        Self(IdReader::JsonPointer(Arc::from(pointer)))
     }
 
     /// Validates the syntax of a JSON pointer. The error says what is wrong.
@@ -296,18 +296,18 @@ impl IdSource {
 
     /// The SHA-256 of the body: two messages are the same if their bodies are.
     pub fn body_hash() -> Self {
-        Self(Read::BodyHash)
+        Self(IdReader::BodyHash)
     }
 
     /// Topic, partition and offset: detects redeliveries only, not a producer that sends a message
     /// twice.
     pub fn position() -> Self {
-        Self(Read::Position)
+        Self(IdReader::Position)
     }
 
     /// A function of the message. `None` or an empty id is a missing id.
     pub fn by(read: impl Fn(&Message) -> Option<Vec<u8>> + Send + Sync + 'static) -> Self {
-        Self(Read::By(Arc::new(read)))
+        Self(IdReader::By(Arc::new(read)))
     }
 
     /// The same ids, each as `h:` and its SHA-256. For ids that are personal data: no key, header
@@ -320,12 +320,12 @@ impl IdSource {
     /// handled before; make sure that no message is delivered both before and after that change.
     pub fn hashed(self) -> Self {
         match self.0 {
-            Read::Hashed(_) => self,
-            read => Self(Read::Hashed(Arc::new(read))),
+            IdReader::Hashed(_) => self,
+            read => Self(IdReader::Hashed(Arc::new(read))),
         }
     }
 
-    /// What a message without an id lacks.
+    /// The error text for a message without an id.
     pub(crate) fn missing_text(&self) -> String {
         format!("no id in the {self:?}, or an empty one")
     }
@@ -339,37 +339,40 @@ impl IdSource {
     }
 }
 
-impl Read {
+impl IdReader {
     fn read(&self, message: &Message) -> Result<MessageId, NoId> {
         let id = match self {
-            Read::Header(name) => only_header(message, name)?.and_then(MessageId::new),
-            Read::MessageId => message.message_id.as_ref().and_then(MessageId::new),
-            Read::Key => message.key.as_ref().and_then(MessageId::new),
-            Read::JsonPointer(pointer) => MessageId::new(json::read(pointer, &message.body)?),
-            Read::BodyHash => {
+            IdReader::Header(name) => unambiguous_header(message, name)?.and_then(MessageId::new),
+            IdReader::MessageId => message.message_id.as_ref().and_then(MessageId::new),
+            IdReader::Key => message.key.as_ref().and_then(MessageId::new),
+            IdReader::JsonPointer(pointer) => MessageId::new(json::read(pointer, &message.body)?),
+            IdReader::BodyHash => {
                 let mut hex = SmallVec::<[u8; 64]>::new();
                 push_hex(&mut hex, &Sha256::digest(&message.body));
                 MessageId::new(hex)
             }
-            Read::Position => match message.origin.position {
+            IdReader::Position => match message.origin.position {
                 Position::Offset { partition, offset } => {
                     MessageId::new(format!("{}/{partition}/{offset}", message.origin.name))
                 }
                 Position::Queue => {
                     return Err(NoId::Unusable(
-                        "a queue has no positions: read the id from the message".into(),
+                        "a queue has no positions; read the id from the message, for example from a header".into(),
                     ));
                 }
             },
-            Read::By(read) => read(message).and_then(MessageId::new),
-            Read::Hashed(read) => Some(read.read(message)?.hashed()),
+            IdReader::By(read) => read(message).and_then(MessageId::new),
+            IdReader::Hashed(read) => Some(read.read(message)?.hashed()),
         };
         id.ok_or(NoId::Missing)
     }
 }
 
-/// The value of a header that must not occur with two values.
-fn only_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>, NoId> {
+/// The value of a header.
+///
+/// # Errors
+/// [`NoId::Unusable`] if the header occurs with different values.
+fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a [u8]>, NoId> {
     let mut values = message
         .headers
         .iter()
@@ -390,17 +393,17 @@ impl fmt::Debug for IdSource {
     }
 }
 
-impl fmt::Debug for Read {
+impl fmt::Debug for IdReader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Read::Header(name) => write!(f, "header `{name}`"),
-            Read::MessageId => f.write_str("message id property"),
-            Read::Key => f.write_str("record key"),
-            Read::JsonPointer(pointer) => write!(f, "JSON pointer `{pointer}`"),
-            Read::BodyHash => f.write_str("body hash"),
-            Read::Position => f.write_str("position"),
-            Read::By(_) => f.write_str("function"),
-            Read::Hashed(read) => write!(f, "{read:?}, hashed"),
+            IdReader::Header(name) => write!(f, "header `{name}`"),
+            IdReader::MessageId => f.write_str("message id property"),
+            IdReader::Key => f.write_str("record key"),
+            IdReader::JsonPointer(pointer) => write!(f, "JSON pointer `{pointer}`"),
+            IdReader::BodyHash => f.write_str("body hash"),
+            IdReader::Position => f.write_str("position"),
+            IdReader::By(_) => f.write_str("function"),
+            IdReader::Hashed(read) => write!(f, "{read:?}, hashed"),
         }
     }
 }
@@ -417,7 +420,7 @@ mod tests {
     fn plain_ids_are_unchanged_and_all_others_are_hashed_without_collision() {
         assert_eq!(id("pay-42"), "pay-42");
         assert_eq!(id("a".repeat(200)), "a".repeat(200));
-        let odd: Vec<Vec<u8>> = vec![
+        let unusual: Vec<Vec<u8>> = vec![
             b" ".to_vec(),
             b"a\0b".to_vec(),
             b"a\r\n$3\r\nSET".to_vec(),
@@ -433,8 +436,8 @@ mod tests {
             "\u{e9}".into(),
             "e\u{301}".into(),
         ];
-        let ids: std::collections::HashSet<String> = odd.iter().map(id).collect();
-        assert_eq!(ids.len(), odd.len());
+        let ids: std::collections::HashSet<String> = unusual.iter().map(id).collect();
+        assert_eq!(ids.len(), unusual.len());
         assert!(ids.iter().all(|id| id.starts_with("h:") && id.len() == 66));
         assert!(MessageId::new("").is_none());
     }
@@ -512,8 +515,8 @@ mod tests {
         );
         assert_eq!(read(IdSource::json_pointer("/p/id")).as_deref(), Some("x1"));
         assert_eq!(read(IdSource::json_pointer("/p/n")).as_deref(), Some("7"));
-        for odd in ["/p/f", "/p/o", "/p/z", "/q"] {
-            assert_eq!(read(IdSource::json_pointer(odd)), None);
+        for unusual in ["/p/f", "/p/o", "/p/z", "/q"] {
+            assert_eq!(read(IdSource::json_pointer(unusual)), None);
         }
         assert_eq!(read(IdSource::body_hash()).map(|id| id.len()), Some(64));
         assert!(matches!(

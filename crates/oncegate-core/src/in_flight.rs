@@ -22,7 +22,7 @@ struct InFlightInner {
 /// The result of an event for an [`InFlight`].
 #[derive(Debug)]
 pub enum Progress {
-    /// It is still in flight, and this command follows; never [`DriverCommand::Settle`] or
+    /// It is still in flight; this command follows, never [`DriverCommand::Settle`] or
     /// [`DriverCommand::Abandon`].
     InFlight(InFlight, DriverCommand),
     /// It has a settlement, for the source.
@@ -185,11 +185,13 @@ mod tests {
                         settled = Some(it);
                         break;
                     }
-                    Progress::Abandoned(_) => panic!("it was abandoned"),
+                    Progress::Abandoned(_) => panic!("the delivery was abandoned"),
                 }
             }
-            let settled = settled.expect("it is rejected");
-            let failure_history = settled.failure_history.expect("it failed");
+            let settled = settled.expect("the delivery is rejected");
+            let failure_history = settled
+                .failure_history
+                .expect("a rejected delivery has a failure history");
             assert_eq!(
                 settled.settlement,
                 Settlement::Reject(Reason::AttemptsSpent)

@@ -19,23 +19,28 @@ pub(crate) struct Lease {
     pub(crate) terms: Terms,
     /// When the claim was sent.
     pub(crate) sent: BootTime,
-    /// A [`BootTime`] after which the lease is not renewed any more.
-    ends: AtomicU64,
-    /// A [`BootTime`]; 0 once lost.
+    /// The lease is not renewed after this [`BootTime`].
+    renew_until: AtomicU64,
+    /// The [`BootTime`] at which the lease ends; 0 once it is lost.
     deadline: AtomicU64,
 }
 
 impl Lease {
-    pub(crate) fn new(operation: &Operation, attempt: u32, sent: BootTime, ends: BootTime) -> Self {
+    pub(crate) fn new(
+        operation: &Operation,
+        attempt: u32,
+        sent: BootTime,
+        renew_until: BootTime,
+    ) -> Self {
         let Operation { token, terms, .. } = *operation;
-        let (ends, deadline) = (AtomicU64::new(ends.as_micros()), AtomicU64::new(1));
+        let (renew_until, deadline) = (AtomicU64::new(renew_until.as_micros()), AtomicU64::new(1));
         let lease = Self {
             key: operation.key.clone(),
             token,
             attempt,
             terms,
             sent,
-            ends,
+            renew_until,
             deadline,
         };
         lease.extend(sent);
@@ -53,12 +58,13 @@ impl Lease {
     }
 
     /// Allows renewals until this moment.
-    pub(crate) fn hold_until(&self, ends: BootTime) {
-        self.ends.store(ends.as_micros(), Ordering::Release);
+    pub(crate) fn hold_until(&self, renew_until: BootTime) {
+        self.renew_until
+            .store(renew_until.as_micros(), Ordering::Release);
     }
 
     pub(crate) fn may_be_renewed(&self, now: BootTime) -> bool {
-        now < BootTime::from_micros(self.ends.load(Ordering::Acquire))
+        now < BootTime::from_micros(self.renew_until.load(Ordering::Acquire))
     }
 
     pub(crate) fn lose(&self) {
@@ -70,7 +76,7 @@ impl Lease {
     }
 
     pub(crate) fn remaining(&self) -> Duration {
-        self.deadline().left_at(BootTime::now())
+        self.deadline().remaining_at(BootTime::now())
     }
 
     fn deadline(&self) -> BootTime {

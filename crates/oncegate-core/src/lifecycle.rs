@@ -45,7 +45,7 @@ pub enum Stage {
     /// The handler runs without a claim: the store is unavailable, and the user chose
     /// [`Outage::PassThrough`].
     Ungated(History),
-    /// Settled or abandoned; no event changes it any more.
+    /// Settled or abandoned; no event changes it.
     Settled,
 }
 
@@ -361,16 +361,17 @@ pub struct Policy {
     /// The maximum number of times that a claim of an id with another holder is repeated before its
     /// delivery is released.
     pub claim_retries: u32,
-    /// The first pause.
+    /// The first pause before a retry; it doubles.
     pub backoff: Duration,
-    /// The longest pause.
+    /// The longest pause before a retry.
     pub longest_backoff: Duration,
     /// What to do while the store is unavailable.
     pub outage: Outage,
 }
 
 impl Policy {
-    /// The pause before the retry that follows `tries` tries: it doubles, up to the longest.
+    /// The pause before the retry that follows `tries` tries: it doubles up to 20 times, and is at most
+    /// the longest.
     pub fn pause(&self, tries: u32) -> Duration {
         self.backoff
             .saturating_mul(1 << tries.min(20))
@@ -378,8 +379,8 @@ impl Policy {
     }
 
     /// Whether a message runs apart from others, because it may be the cause of crashes. After a
-    /// single crash, each message that was in flight may be the cause, so it does not. It runs alone
-    /// before the crash that dead-letters it.
+    /// single crash it does not: any message that was in flight may be the cause. It runs alone if the
+    /// next crash would dead-letter it.
     pub fn isolation(&self, attempts: Attempts) -> Option<Isolation> {
         match attempts.crashes {
             0 | 1 => None,
@@ -393,7 +394,7 @@ impl Policy {
         grant.spent() >= self.attempts
     }
 
-    /// Whether more processes crashed while they held it than the policy allows.
+    /// Whether more processes crashed while they held the id than the policy allows.
     fn too_many_crashes(&self, attempts: Attempts) -> bool {
         attempts.crashes > self.crashes
     }
@@ -402,16 +403,16 @@ impl Policy {
 /// How a message runs that may be the cause of crashes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Isolation {
-    /// Beside a few others of its kind, and no other messages.
+    /// Together with a few other such messages only.
     Group,
-    /// Beside as many others of its kind as have finished without a crash, and no other messages.
+    /// Together with other such messages only: as many as have finished without a crash.
     GrowingGroup,
     /// Alone in its process.
     Alone,
 }
 
 impl Stage {
-    /// Whether it pauses while it holds a lease. The lease may end before the pause.
+    /// Whether a delivery in this stage pauses while it holds a lease, which may end before the pause.
     pub fn waits_on_lease(&self) -> bool {
         matches!(self, Self::Pausing(..) | Self::ReconcilePausing(..))
     }
@@ -483,7 +484,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
 
         // The handler: it runs only while its lease is valid.
         (Ready(grant), Slot) => (Running(grant, Tries(0)), Action::Run),
-        // A delivery without a claim is not charged with a crash of those that run apart.
+        // Without a claim, a crash of the deliveries that run apart is not counted for this one.
         (Ready(grant), OthersRunApart) => withdraw(grant, AfterWithdrawal::AwaitTurn),
         (Withdrawing(grant, then), Answer(_)) => withdrawn(grant, then),
         (Pausing(grant, tries), Woke) => (Running(grant, tries), Action::Run),
@@ -524,8 +525,8 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             Resolving(grant, finding),
             Action::Ask(Ask::Resolve(finding)),
         ),
-        // The outcome cannot be determined: give up the lease, so that an operator can resolve the id
-        // at once.
+        // The outcome cannot be determined: end the lease, so that an operator can resolve the id at
+        // once.
         (Reconciling(grant, _, cause), CannotReconcile) => doubt(grant, cause, AfterDoubt::Reject),
         (Reconciling(grant, tries, cause), Found(None)) if tries.0 + 1 >= policy.reconciles => {
             doubt(grant, cause, AfterDoubt::Reject)
@@ -539,10 +540,12 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         }
         (Resolving(_, Finding::Happened), Answer(V::Done { .. })) => accept(ProofKind::Resolved),
         // The marker counts the runs. After a run that returned, the next one waits, as after any
-        // failure; after a crash it does not.
+        // failure; after a crash it does not. After the last one, this delivery, which has the errors
+        // of its runs, is rejected by its next claim.
         (Resolving(grant, Finding::DidNotHappen), Answer(V::Kept)) => {
             match grant.attempts.spent() {
                 0 => claim_again(grant),
+                spent if spent >= policy.attempts => claim_again(grant),
                 spent => release(policy.pause(spent), grant.failures),
             }
         }
@@ -586,7 +589,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Reconciling(grant, ..) | ReconcilePausing(grant, ..), LeaseOver) => {
             release(policy.pause(0), grant.failures)
         }
-        (Ungated(history), LeaseOver) => release(policy.pause(0), history.failures), // does not occur: it has no lease
+        (Ungated(history), LeaseOver) => release(policy.pause(0), history.failures), // does not occur: without the gate there is no lease
 
         // The value of another program is not overwritten. Only this id is affected.
         (Rejecting(_, reason, _), UnreadableMarker) => reject(reason),
@@ -603,13 +606,14 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             reject(Reason::InDoubt(DoubtCause::UnreadableMarker))
         }
 
-        // Does not wait for the store: if the claim was applied, it is taken over when its lease
-        // ends.
+        // With pass-through the release does not wait for the store: if the claim was applied, another
+        // delivery takes it over when its lease ends.
         (Leaving(history), Unavailable) if passes_through(policy) => {
             release(Duration::ZERO, history.failures)
         }
 
-        // The store is unavailable: the operation is repeated with the same token.
+        // The store is unavailable: the operation is repeated with the same token, after eight times the
+        // first backoff.
         (
             Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
             | Clearing(..) | Rejecting(..),

@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_is_written_and_then_one_in_each_period_with_the_number_of_the_others() {
+    fn one_line_per_period_is_written_with_the_number_of_suppressed_lines() {
         assert_eq!(
             written(LogThrottle::every(Duration::from_secs(10)), 0..25),
             [(0, 0), (10, 9), (20, 9)]
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn at_a_low_rate_each_is_written() {
+    fn at_a_low_rate_every_line_is_written() {
         let ten = LogThrottle::up_to(10, Duration::from_secs(10));
         assert_eq!(written(ten, (0..30).step_by(2)).len(), 15);
         let two = LogThrottle::up_to(2, Duration::from_secs(10));

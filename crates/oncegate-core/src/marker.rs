@@ -39,7 +39,7 @@ impl Token {
     }
 }
 
-/// Generates tokens, many with one call to the operating system.
+/// Generates tokens, 64 with one call to the operating system.
 #[derive(Default)]
 pub struct Tokens(Vec<Token>);
 
@@ -124,8 +124,8 @@ pub enum Marker {
     Done(Option<Fingerprint>),
 }
 
-/// The attempts of an id: the number of the last one, how many of them the budget does not count,
-/// and how many ended in a crash.
+/// The attempts of an id: the number of the last one, how many of them `max_attempts` does not
+/// count, and how many ended in a crash.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Attempts {
     /// The number of the last attempt, from 1: the fencing token that a handler passes to its sink.
@@ -403,7 +403,7 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
     if terms.guarantee == Guarantee::Bare {
         return apply_bare(marker, operation);
     }
-    let mine =
+    let is_own =
         |hold: &Hold| hold.token == operation.token && hold.attempts.number == operation.attempt;
     let done = |marker_lost| {
         (
@@ -417,35 +417,38 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
             Verdict::Kept,
         )
     };
-    let held = |marker, hold: Hold| Write(marker, hold.horizon);
+    let write_hold = |marker, hold: Hold| Write(marker, hold.horizon);
     // The first attempt: if it did nothing, no record is needed.
     let nothing_before = |hold: &Hold| hold.attempts.number == 1 && hold.earlier == Effect::Nothing;
     match (ask, marker) {
         (Ask::Claim, _) => claim(marker, age, operation),
 
-        (Ask::Renew, InProgress(hold) | InDoubt(hold, _)) if mine(&hold) => {
-            (held(marker, hold), Verdict::Kept)
+        (Ask::Renew, InProgress(hold) | InDoubt(hold, _)) if is_own(&hold) => {
+            (write_hold(marker, hold), Verdict::Kept)
         }
 
-        (Ask::Complete, InProgress(hold)) if mine(&hold) => done(false),
+        (Ask::Complete, InProgress(hold)) if is_own(&hold) => done(false),
         (Ask::Complete, InDoubt(..)) => done(false), // of any claim: only a holder completes, and a known outcome replaces an unknown one
         (Ask::Complete, Done(_)) => (Keep, Verdict::Done { marker_lost: false }),
         (Ask::Complete, Absent | Cleared { .. }) => done(true),
 
-        (Ask::Clear(effect), InProgress(hold)) if mine(&hold) => match (effect, terms.guarantee) {
-            (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Kept),
-            (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost), // does not occur: an unknown outcome is recorded with `Doubt`
-            _ => cleared(hold.attempts, hold.earlier.and(*effect)),
-        },
-        (Ask::Withdraw, InProgress(hold)) if mine(&hold) && nothing_before(&hold) => {
+        (Ask::Clear(effect), InProgress(hold)) if is_own(&hold) => {
+            match (effect, terms.guarantee) {
+                (Effect::Nothing, _) if nothing_before(&hold) => (Delete, Verdict::Kept),
+                (Effect::Unknown, Guarantee::AtMostOnce) => (Keep, Verdict::Lost), // does not occur: an unknown outcome is recorded with `Doubt`
+                _ => cleared(hold.attempts, hold.earlier.and(*effect)),
+            }
+        }
+        (Ask::Withdraw, InProgress(hold)) if is_own(&hold) && nothing_before(&hold) => {
             (Delete, Verdict::Kept)
         }
-        (Ask::Withdraw, InProgress(hold)) if mine(&hold) => {
+        (Ask::Withdraw, InProgress(hold)) if is_own(&hold) => {
             cleared(hold.attempts.forgiven(), hold.earlier)
         }
         (Ask::Clear(_) | Ask::Withdraw, Absent | Cleared { .. }) => (Keep, Verdict::Kept),
 
-        (Ask::Reject(effect), InProgress(hold)) if mine(&hold) => match (effect, terms.guarantee) {
+        (Ask::Reject(effect), InProgress(hold)) if is_own(&hold) => match (effect, terms.guarantee)
+        {
             (_, Guarantee::AtMostOnce) => {
                 let rejected = Rejected {
                     attempt: hold.attempts.number,
@@ -460,9 +463,10 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
             (Keep, Verdict::Kept)
         }
 
-        (Ask::Doubt, InProgress(hold) | InDoubt(hold, _)) if mine(&hold) => {
-            (held(InDoubt(hold, Doubt::Waiting), hold), Verdict::Kept)
-        }
+        (Ask::Doubt, InProgress(hold) | InDoubt(hold, _)) if is_own(&hold) => (
+            write_hold(InDoubt(hold, Doubt::Waiting), hold),
+            Verdict::Kept,
+        ),
         (Ask::Doubt, Absent) => doubted(operation, Attempts::all_forgiven(operation.attempt)),
         // Delayed or repeated: the outcome was determined since, or an operator has freed the id.
         (Ask::Doubt, Cleared { attempts, .. }) if operation.attempt <= attempts.base => {
@@ -477,8 +481,8 @@ pub fn apply(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdic
             },
         ),
 
-        (Ask::Resolve(Finding::Happened), InDoubt(hold, _)) if mine(&hold) => done(false),
-        (Ask::Resolve(Finding::DidNotHappen), InDoubt(hold, _)) if mine(&hold) => {
+        (Ask::Resolve(Finding::Happened), InDoubt(hold, _)) if is_own(&hold) => done(false),
+        (Ask::Resolve(Finding::DidNotHappen), InDoubt(hold, _)) if is_own(&hold) => {
             cleared(hold.attempts, Effect::Nothing)
         }
 
@@ -495,14 +499,14 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
     use {Change::*, Marker::*};
     let terms = &operation.terms;
     let grant = |attempts: Attempts, earlier| {
-        let hold = own_hold(operation, attempts.granted(), earlier);
+        let hold = new_hold(operation, attempts.granted(), earlier);
         (
             Write(InProgress(hold), hold.horizon),
             Verdict::Granted(hold.attempts),
         )
     };
-    let take_doubt = |attempts: Attempts| {
-        let own = own_hold(operation, attempts.doubted(), Effect::Unknown);
+    let grant_in_doubt = |attempts: Attempts| {
+        let own = new_hold(operation, attempts.doubted(), Effect::Unknown);
         let hold = Hold {
             guarantee: Guarantee::AtMostOnce,
             horizon: UNRESOLVED_AT_MOST_ONCE,
@@ -513,7 +517,7 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
             Verdict::InDoubt(hold.attempts),
         )
     };
-    let other_body = |it: Option<Fingerprint>| matches!((it, terms.fingerprint), (Some(theirs), Some(mine)) if theirs != mine);
+    let other_body = |it: Option<Fingerprint>| matches!((it, terms.fingerprint), (Some(stored), Some(own)) if stored != own);
     let busy = |hold: &Hold| match age {
         Age::Of(age) => (
             Keep,
@@ -534,7 +538,7 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
         Cleared {
             attempts,
             effect: Effect::Unknown,
-        } if terms.guarantee == Guarantee::AtMostOnce => take_doubt(attempts),
+        } if terms.guarantee == Guarantee::AtMostOnce => grant_in_doubt(attempts),
         Cleared { attempts, effect } => grant(attempts, effect),
         InProgress(hold) if hold.token == operation.token => {
             (Write(marker, hold.horizon), Verdict::Granted(hold.attempts))
@@ -543,8 +547,8 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
         InProgress(hold) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict), // the holder may never claim again
         // A crash may have another cause than this message, so that it is counted separately from
         // failed attempts.
-        InProgress(hold) if is_strict(hold.guarantee, terms.guarantee) => {
-            take_doubt(hold.attempts.crashed().forgiven())
+        InProgress(hold) if is_at_most_once(hold.guarantee, terms.guarantee) => {
+            grant_in_doubt(hold.attempts.crashed().forgiven())
         }
         InProgress(hold) => grant(hold.attempts.crashed().forgiven(), Effect::Unknown),
         InDoubt(hold, _) if hold.token == operation.token => {
@@ -552,8 +556,8 @@ fn claim(marker: Marker, age: Age, operation: &Operation) -> (Change, Verdict) {
         }
         InDoubt(hold, _) if other_body(hold.fingerprint) => (Keep, Verdict::Conflict),
         InDoubt(hold, Doubt::Reconciling) if !lease_has_ended(&hold, age) => busy(&hold),
-        InDoubt(hold, Doubt::Reconciling) => take_doubt(hold.attempts.crashed()),
-        InDoubt(hold, Doubt::Waiting) => take_doubt(hold.attempts),
+        InDoubt(hold, Doubt::Reconciling) => grant_in_doubt(hold.attempts.crashed()),
+        InDoubt(hold, Doubt::Waiting) => grant_in_doubt(hold.attempts),
         Rejected { fingerprint, .. } | Done(fingerprint) if other_body(fingerprint) => {
             (Keep, Verdict::Conflict)
         }
@@ -584,7 +588,7 @@ pub fn freed(operation: &Operation) -> Option<Marker> {
         Some(Cleared { attempts, effect })
     };
     match (operation.ask, operation.terms.guarantee) {
-        (Ask::SendBack { .. } | Ask::Forget { .. }, Guarantee::Bare) => Some(Absent), // whatever was there
+        (Ask::SendBack { .. } | Ask::Forget { .. }, Guarantee::Bare) => Some(Absent), // whatever the marker was
         (Ask::Forget { seen: Done(_) }, _) if operation.attempt == 0 => {
             free(UNKNOWN_ATTEMPT, Effect::Nothing)
         }
@@ -594,7 +598,7 @@ pub fn freed(operation: &Operation) -> Option<Marker> {
                 seen,
                 effect: stated,
             },
-            claimer,
+            claimant,
         ) => match seen {
             Absent => free(0, stated),
             Rejected { attempt, .. } => free(attempt, Effect::Nothing),
@@ -607,9 +611,9 @@ pub fn freed(operation: &Operation) -> Option<Marker> {
                 effect: Effect::Nothing,
             } => free(attempts.number, Effect::Nothing),
             InDoubt(hold, _) if stated == Effect::Nothing => free(hold.attempts.number, stated),
-            // Its lease has ended without an outcome, and no claim has met it since.
+            // Its lease has ended without an outcome, and no claim has taken it over since.
             InProgress(hold)
-                if stated == Effect::Nothing || !is_strict(hold.guarantee, claimer) =>
+                if stated == Effect::Nothing || !is_at_most_once(hold.guarantee, claimant) =>
             {
                 free(hold.attempts.number, stated)
             }
@@ -641,14 +645,14 @@ fn apply_bare(marker: Marker, operation: &Operation) -> (Change, Verdict) {
 
 /// In doubt with a marker that was absent or cleared: no holder reconciles it yet.
 fn doubted(operation: &Operation, attempts: Attempts) -> (Change, Verdict) {
-    let hold = own_hold(operation, attempts, Effect::Unknown);
+    let hold = new_hold(operation, attempts, Effect::Unknown);
     (
         Change::Write(Marker::InDoubt(hold, Doubt::Waiting), hold.horizon),
         Verdict::Kept,
     )
 }
 
-fn own_hold(operation: &Operation, attempts: Attempts, earlier: Effect) -> Hold {
+fn new_hold(operation: &Operation, attempts: Attempts, earlier: Effect) -> Hold {
     let Terms {
         guarantee,
         lease,
@@ -667,8 +671,8 @@ fn own_hold(operation: &Operation, attempts: Attempts, earlier: Effect) -> Hold 
 }
 
 /// Whether the marker or the claim is at most once. If they differ, the stricter applies.
-fn is_strict(record: Guarantee, claimer: Guarantee) -> bool {
-    record == Guarantee::AtMostOnce || claimer == Guarantee::AtMostOnce
+fn is_at_most_once(record: Guarantee, claimant: Guarantee) -> bool {
+    record == Guarantee::AtMostOnce || claimant == Guarantee::AtMostOnce
 }
 
 #[cfg(test)]

@@ -1,5 +1,5 @@
-//! The in-memory source and store: products for tests and single processes, and the reference for
-//! all others.
+//! The in-memory source and store, for tests and single processes. The tests compare every other
+//! store with this one.
 
 mod broker;
 mod done_log;

@@ -65,7 +65,7 @@ impl Message {
 pub struct Origin {
     /// The topic or the queue.
     pub name: Arc<str>,
-    /// The position inside it, where there is a lasting one.
+    /// The position in the topic; a queue has no permanent positions.
     pub position: Position,
     /// The messaging system by OpenTelemetry's semantic conventions: `kafka`, `rabbitmq`. An
     /// attribute of spans; `None` omits it.
@@ -94,7 +94,7 @@ impl std::fmt::Display for Origin {
     }
 }
 
-/// A message's place in its topic or queue.
+/// The position of a message in its topic or queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Position {
     /// A log, in which a message has a permanent partition and offset.
@@ -118,14 +118,14 @@ pub struct Headers(Bytes);
 const NULL: u32 = u32::MAX;
 
 impl Headers {
-    /// Takes a block that [`Headers::encode`] has written. What does not parse reads as the end of
-    /// the headers.
+    /// Takes a block that [`Headers::encode`] has written. Bytes that do not parse end the
+    /// headers.
     pub fn from_block(block: Bytes) -> Self {
         Self(block)
     }
 
-    /// Appends one header to a block. Names and values longer than 4 GiB do not exist on any
-    /// broker.
+    /// Appends one header to a block. A name or value must be shorter than 4 GiB; no
+    /// broker accepts longer ones.
     pub fn encode(block: &mut Vec<u8>, name: &[u8], value: Option<&[u8]>) {
         block.extend_from_slice(&(name.len() as u32).to_le_bytes());
         block.extend_from_slice(&value.map_or(NULL, |value| value.len() as u32).to_le_bytes());
@@ -136,7 +136,7 @@ impl Headers {
     /// The value of the last header of this name; `None` where there is no such header or its value
     /// is null.
     ///
-    /// The last, because a hop that adds a header again means to replace it.
+    /// The last, because a program that forwards a message replaces a header by adding it again.
     pub fn last(&self, name: &str) -> Option<&[u8]> {
         self.iter()
             .filter(|(it, _)| *it == name.as_bytes())
@@ -146,18 +146,18 @@ impl Headers {
 
     /// All headers in order. A name need not be UTF-8; a value may be null.
     pub fn iter(&self) -> impl Iterator<Item = (&[u8], Option<&[u8]>)> {
-        let mut rest: &[u8] = &self.0;
+        let mut unread: &[u8] = &self.0;
         std::iter::from_fn(move || {
-            let (name_length, after) = rest.split_first_chunk::<4>()?;
+            let (name_length, after) = unread.split_first_chunk::<4>()?;
             let (value_length, after) = after.split_first_chunk::<4>()?;
             let (name, after) = after.split_at_checked(u32::from_le_bytes(*name_length) as usize)?;
             let value_length = u32::from_le_bytes(*value_length);
             if value_length == NULL {
-                rest = after;
+                unread = after;
                 return Some((name, None));
             }
             let (value, after) = after.split_at_checked(value_length as usize)?;
-            rest = after;
+            unread = after;
             Some((name, Some(value)))
         })
     }
@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn headers_keep_order_repeats_nulls_and_odd_names() {
+    fn headers_keep_order_repeats_nulls_and_names_that_are_not_utf8() {
         let mut builder = HeadersBuilder::default();
         builder.push(b"a", Some(b"1"));
         builder.push(&[0xff, 0xfe], None);

@@ -23,12 +23,12 @@ pub enum Kind {
     Counter,
     /// It goes up and down.
     Gauge,
-    /// How often which values were seen.
+    /// The distribution of the recorded values.
     Histogram,
 }
 
 impl Metric {
-    /// One that only grows; its name ends in `_total`.
+    /// A counter; its name ends in `_total`.
     pub const fn counter(
         name: &'static str,
         labels: &'static [&'static str],
@@ -42,7 +42,7 @@ impl Metric {
         }
     }
 
-    /// One that goes up and down.
+    /// A gauge.
     pub const fn gauge(
         name: &'static str,
         labels: &'static [&'static str],
@@ -56,7 +56,7 @@ impl Metric {
         }
     }
 
-    /// Durations; its name ends in `_seconds`.
+    /// A histogram of durations; its name ends in `_seconds`.
     pub const fn histogram(name: &'static str, help: &'static str) -> Self {
         Self {
             name,

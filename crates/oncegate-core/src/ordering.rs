@@ -78,10 +78,10 @@ impl OrderingQueues {
         let Some(queue) = self.queues.get_mut(&key) else {
             return WasQueued::No;
         };
-        let Some(place) = queue.iter().position(|it| *it == slot) else {
+        let Some(index) = queue.iter().position(|it| *it == slot) else {
             return WasQueued::No;
         };
-        queue.remove(place);
+        queue.remove(index);
         WasQueued::Yes
     }
 }

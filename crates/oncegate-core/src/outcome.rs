@@ -9,10 +9,10 @@ use crate::marker::{Attempts, Finding, Verdict};
 pub const DELIVERIES: &str = "oncegate_deliveries_total";
 
 macro_rules! outcomes {
-    ($($name:ident: $says:literal,)*) => {
-        /// The values of the label `outcome`, and what each says. One delivery counts under several
-        /// of them.
-        pub const OUTCOMES: &[(&str, &str)] = &[$((stringify!($name), $says)),*];
+    ($($name:ident: $description:literal,)*) => {
+        /// The values of the label `outcome` and their descriptions. One delivery can count under
+        /// several of them.
+        pub const OUTCOMES: &[(&str, &str)] = &[$((stringify!($name), $description)),*];
 
         /// The counters of one consumer, looked up once.
         pub(crate) struct Outcomes { $($name: Counter),* }

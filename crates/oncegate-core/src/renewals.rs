@@ -20,7 +20,7 @@ use crate::store::{Store, StoreError};
 
 /// The leases that are renewed, by the slab index of their delivery.
 pub(crate) struct Renewals {
-    places: Mutex<Vec<Option<Arc<Lease>>>>,
+    leases: Mutex<Vec<Option<Arc<Lease>>>>,
     /// Closed when the last handle is dropped, which ends the thread at once. Each thread has a
     /// runtime, and threads that end late use up the file descriptors of a process that starts
     /// many consumers.
@@ -30,8 +30,8 @@ pub(crate) struct Renewals {
 /// A lease that has ended: the slab index of its delivery, and the token of its claim.
 pub(crate) type LostLease = (usize, Token);
 
-/// The pause after a renewal that was not answered, if the lease is long enough.
-const PAUSE: Duration = Duration::from_millis(100);
+/// The pause after a renewal that was not answered; a sixth of the lease if that is shorter.
+const RETRY_PAUSE: Duration = Duration::from_millis(100);
 
 /// The maximum number of renewals in a batch.
 const BATCH: usize = 256;
@@ -41,16 +41,16 @@ const BLOCKED_AFTER: Duration = Duration::from_secs(5);
 
 impl Renewals {
     /// Starts the thread, which ends when the last handle is dropped. It sends each lease that has
-    /// ended to `over`, which is closed if the thread fails. It reports if the runtime that this is
+    /// ended to `lost_leases`, which is closed if the thread fails. It reports if the runtime that this is
     /// called in is blocked.
     pub(crate) fn start(
         store: Arc<dyn Store>,
         lease: Duration,
-        over: UnboundedSender<LostLease>,
+        lost_leases: UnboundedSender<LostLease>,
     ) -> std::io::Result<Arc<Self>> {
         let (alive, dropped) = oneshot::channel();
         let renewals = Arc::new(Self {
-            places: Mutex::default(),
+            leases: Mutex::default(),
             _alive: alive,
         });
         let weak = Arc::downgrade(&renewals);
@@ -71,7 +71,7 @@ impl Renewals {
                     OptionFuture::from(handlers.map(|it| report_if_blocked(it, BLOCKED_AFTER)));
                 runtime.block_on(async {
                     tokio::select! {
-                        () = renew_until_dropped(&weak, dropped, &*store, lease, &over) => {}
+                        () = renew_until_dropped(&weak, dropped, &*store, lease, &lost_leases) => {}
                         Some(()) = blocked => {}
                     }
                 });
@@ -83,62 +83,65 @@ impl Renewals {
 
     /// Starts to renew these leases.
     pub(crate) fn start_renewing(&self, leases: impl Iterator<Item = (usize, Arc<Lease>)>) {
-        let mut places = self.lock();
-        for (place, lease) in leases {
-            if places.len() <= place {
-                places.resize(place + 1, None);
+        let mut renewed = self.lock();
+        for (index, lease) in leases {
+            if renewed.len() <= index {
+                renewed.resize(index + 1, None);
             }
-            places[place] = Some(lease);
+            renewed[index] = Some(lease);
         }
     }
 
     /// Stops renewing the leases of these deliveries.
     pub(crate) fn stop(&self, stopped: impl Iterator<Item = usize>) {
-        let mut places = self.lock();
-        for place in stopped {
-            if let Some(held) = places.get_mut(place) {
-                *held = None;
+        let mut renewed = self.lock();
+        for index in stopped {
+            if let Some(lease) = renewed.get_mut(index) {
+                *lease = None;
             }
         }
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Option<Arc<Lease>>>> {
-        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The leases with less than two thirds left, and those that have ended, which are removed.
     fn due(&self, now: BootTime) -> (Vec<(usize, Arc<Lease>)>, Vec<LostLease>) {
-        let (mut due, mut over) = (Vec::new(), Vec::new());
-        for (place, held) in self.lock().iter_mut().enumerate() {
-            let Some(lease) = held else { continue };
+        let (mut due, mut ended) = (Vec::new(), Vec::new());
+        for (index, renewed) in self.lock().iter_mut().enumerate() {
+            let Some(lease) = renewed else { continue };
             if !lease.is_live(now) {
-                over.push((place, lease.token));
-                *held = None;
+                ended.push((index, lease.token));
+                *renewed = None;
             } else if lease.may_be_renewed(now) && lease.remaining() < lease.terms.lease * 2 / 3 {
-                due.push((place, lease.clone()));
+                due.push((index, lease.clone()));
             }
         }
-        (due, over)
+        (due, ended)
     }
 }
 
-/// Reports when the runtime does not run a task within `patience`, because handlers block all of its
+/// Reports when the runtime does not run a task within `blocked_after`, because handlers block all of its
 /// threads. Then nothing is received, settled or timed out, but leases are still renewed.
-async fn report_if_blocked(runtime: Handle, patience: Duration) {
+async fn report_if_blocked(runtime: Handle, blocked_after: Duration) {
     let mut log = LogThrottle::every(Duration::from_secs(60));
     loop {
         let mut probe = runtime.spawn(async {});
-        if tokio::time::timeout(patience, &mut probe).await.is_err() {
+        if tokio::time::timeout(blocked_after, &mut probe)
+            .await
+            .is_err()
+        {
             if let Some(suppressed_lines) = log.due(Instant::now()) {
                 tracing::warn!(
-                    ?patience,
+                    ?blocked_after,
                     suppressed_lines,
                     "tokio runtime blocked: handlers block all of its threads or the CPU is overloaded, so no message is received or settled and no timeout ends; run blocking code with tokio::task::spawn_blocking"
                 );
             }
             let _ = probe.await; // fails only when the runtime shuts down
         }
-        tokio::time::sleep(patience).await;
+        tokio::time::sleep(blocked_after).await;
     }
 }
 
@@ -147,19 +150,21 @@ async fn renew_until_dropped(
     dropped: oneshot::Receiver<()>,
     store: &dyn Store,
     lease: Duration,
-    over: &UnboundedSender<LostLease>,
+    lost_leases: &UnboundedSender<LostLease>,
 ) {
     tokio::select! {
         _ = dropped => {}
-        () = renew_at_each_tick(renewals, store, lease, over) => {}
+        () = renew_at_each_tick(renewals, store, lease, lost_leases) => {}
     }
 }
 
+/// Renews the leases that are due 24 times within a lease, so that a failed renewal can be repeated
+/// several times before the lease ends.
 async fn renew_at_each_tick(
     renewals: &Weak<Renewals>,
     store: &dyn Store,
     lease: Duration,
-    over: &UnboundedSender<LostLease>,
+    lost_leases: &UnboundedSender<LostLease>,
 ) {
     let log = RefCell::new(RenewalLog::default());
     let tick = (lease / 24).clamp(Duration::from_millis(5), Duration::from_secs(1));
@@ -171,7 +176,7 @@ async fn renew_at_each_tick(
         let (due, ended) = renewals.due(BootTime::now());
         drop(renewals);
         for ended in ended {
-            let _ = over.send(ended); // fails only after the consumer was dropped
+            let _ = lost_leases.send(ended); // fails only after the consumer was dropped
         }
         let renewed = join_all(
             due.chunks(BATCH)
@@ -188,7 +193,7 @@ async fn renew_at_each_tick(
                 Vec::new()
             });
         if !due.is_empty() && !answered.contains(&StoreReply::Received) {
-            tokio::time::sleep((lease / 6).min(PAUSE)).await;
+            tokio::time::sleep((lease / 6).min(RETRY_PAUSE)).await;
         }
     }
 }
@@ -202,10 +207,10 @@ struct RenewalLog {
 
 impl Default for RenewalLog {
     fn default() -> Self {
-        let every = || LogThrottle::every(Duration::from_secs(10));
+        let throttle = || LogThrottle::every(Duration::from_secs(10));
         Self {
-            unanswered: every(),
-            failed: every(),
+            unanswered: throttle(),
+            failed: throttle(),
         }
     }
 }
@@ -274,25 +279,10 @@ async fn renew(
 #[cfg(test)]
 mod tests {
     use tokio::sync::mpsc::unbounded_channel;
+    use tracing_subscriber::fmt::MakeWriter;
 
     use super::*;
     use crate::marker::Operation;
-
-    /// Keeps the lines that are logged on this thread.
-    #[derive(Clone, Default)]
-    struct LogLines(Arc<Mutex<Vec<u8>>>);
-
-    impl std::io::Write for LogLines {
-        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-            let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-            kept.extend_from_slice(bytes);
-            Ok(bytes.len())
-        }
-
-        fn flush(&mut self) -> std::io::Result<()> {
-            Ok(())
-        }
-    }
 
     /// A store that does not answer.
     struct Silent;
@@ -308,7 +298,7 @@ mod tests {
     async fn the_renewals_end_at_once_when_the_last_handle_is_dropped() {
         let (alive, dropped) = oneshot::channel();
         let renewals = Arc::new(Renewals {
-            places: Mutex::default(),
+            leases: Mutex::default(),
             _alive: alive,
         });
         let (weak, (over, _lost)) = (Arc::downgrade(&renewals), unbounded_channel());
@@ -330,17 +320,15 @@ mod tests {
         let (unblock, wait) = std::sync::mpsc::channel::<()>();
         blocked.spawn(async move { wait.recv() });
         let patience = Duration::from_secs(1);
-        for (runtime, reports) in [(&blocked, 1), (&free, 0)] {
-            let lines = LogLines::default();
-            let writer = lines.clone();
-            let subscriber = tracing_subscriber::fmt()
-                .with_writer(move || writer.clone())
-                .finish();
-            let _logs = tracing::subscriber::set_default(subscriber);
+        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        let subscriber = tracing_subscriber::fmt()
+            .with_writer(|| LOG.make_writer())
+            .finish();
+        let _logs = tracing::subscriber::set_default(subscriber);
+        for (runtime, reports) in [(&free, 0), (&blocked, 1)] {
             let report = report_if_blocked(runtime.handle().clone(), patience);
             let _ = tokio::time::timeout(patience * 3, report).await;
-            let kept = lines.0.lock().unwrap_or_else(PoisonError::into_inner);
-            let text = String::from_utf8_lossy(&kept);
+            let text = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
             assert_eq!(
                 text.matches("tokio runtime blocked").count(),
                 reports,
@@ -354,11 +342,10 @@ mod tests {
 
     #[test]
     fn failed_renewals_are_logged_once_in_ten_seconds() {
-        let lines = LogLines::default();
-        let writer = lines.clone();
+        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
         let subscriber = tracing_subscriber::fmt()
             .with_ansi(false)
-            .with_writer(move || writer.clone())
+            .with_writer(|| LOG.make_writer())
             .finish();
         tracing::subscriber::with_default(subscriber, || {
             let (mut log, start) = (RenewalLog::default(), Instant::now());
@@ -369,8 +356,7 @@ mod tests {
                 log.failed(3, &error, now);
             }
         });
-        let kept = lines.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let text = String::from_utf8_lossy(&kept);
+        let text = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
         for message in ["does not answer in time", "check the store leases="] {
             let found: Vec<_> = text.lines().filter(|line| line.contains(message)).collect();
             assert_eq!(found.len(), 2, "{text}");

@@ -79,9 +79,9 @@ impl<H: Handler, D: Decode> Runner<H, D> {
             }
         }));
         let finished = match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
-            BoundedEnd::Over(finished) => finished,
-            BoundedEnd::Panicked(said) => {
-                RunResult::returned(Outcome::Unknown(DoubtCause::Panicked), Some(said))
+            BoundedEnd::Completed(finished) => finished,
+            BoundedEnd::Panicked(message) => {
+                RunResult::returned(Outcome::Unknown(DoubtCause::Panicked), Some(message))
             }
             BoundedEnd::TimedOut => RunResult::returned(
                 Outcome::Unknown(DoubtCause::TimedOut),
@@ -110,21 +110,21 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         }));
         let (event, error) =
             match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
-                BoundedEnd::Over(Ok(Reconciled::Happened)) => {
+                BoundedEnd::Completed(Ok(Reconciled::Happened)) => {
                     (Event::Found(Some(Finding::Happened)), None)
                 }
-                BoundedEnd::Over(Ok(Reconciled::DidNotHappen)) => {
+                BoundedEnd::Completed(Ok(Reconciled::DidNotHappen)) => {
                     (Event::Found(Some(Finding::DidNotHappen)), None)
                 }
-                BoundedEnd::Over(Ok(Reconciled::Unknown)) => (
+                BoundedEnd::Completed(Ok(Reconciled::Unknown)) => (
                     Event::Found(None),
                     Some("reconcile returned Unknown".to_owned()),
                 ),
-                BoundedEnd::Over(Err(error)) if error.is::<NoReconcile>() => {
+                BoundedEnd::Completed(Err(error)) if error.is::<NoReconcile>() => {
                     (Event::CannotReconcile, Some(error.to_string()))
                 }
-                BoundedEnd::Over(Err(error)) => (Event::Found(None), Some(error.to_string())),
-                BoundedEnd::Panicked(said) => (Event::Found(None), Some(said)),
+                BoundedEnd::Completed(Err(error)) => (Event::Found(None), Some(error.to_string())),
+                BoundedEnd::Panicked(message) => (Event::Found(None), Some(message)),
                 BoundedEnd::TimedOut => (
                     Event::Found(None),
                     Some(format!("reconcile timed out after {:?}", self.timeout)),
@@ -138,7 +138,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
 
 /// How a bounded future ended.
 pub(crate) enum BoundedEnd<T> {
-    Over(T),
+    Completed(T),
     Panicked(String),
     TimedOut,
     LeaseOver,
@@ -175,25 +175,25 @@ pub(crate) async fn bounded<F: Future>(
             // A duration, not a deadline: in tests with paused time tokio's clock differs from
             // `began`'s.
             ended = tokio::time::timeout(timeout.saturating_sub(began.elapsed()), std::future::poll_fn(poll)) => ended,
-            () = end_of(lease) => Ok(None),
+            () = lease_end(lease) => Ok(None),
         },
     };
     if let Err(panic) = catch_unwind(AssertUnwindSafe(|| span.in_scope(|| work.set(None)))) {
         tracing::error!(
-            said = panic_text(panic),
+            panic = panic_text(panic),
             "the handler panicked while it was dropped"
         );
     }
     match ended {
-        Ok(Some(Ok(value))) => BoundedEnd::Over(value),
+        Ok(Some(Ok(value))) => BoundedEnd::Completed(value),
         Ok(Some(Err(panic))) => BoundedEnd::Panicked(panic_text(panic)),
         Ok(None) => BoundedEnd::LeaseOver,
         Err(_) => BoundedEnd::TimedOut,
     }
 }
 
-/// Completes when the lease ends, with all its renewals.
-async fn end_of(lease: Option<&Lease>) {
+/// Completes when the lease ends. A renewal postpones that.
+async fn lease_end(lease: Option<&Lease>) {
     let Some(lease) = lease else {
         return std::future::pending().await;
     };
@@ -207,12 +207,12 @@ pub(crate) fn panic_text(panic: Box<dyn std::any::Any + Send>) -> String {
         .downcast_ref::<&str>()
         .copied()
         .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    let said = format!(
+    let message = format!(
         "panicked: {}",
         text.unwrap_or("with a payload that is not text")
     );
-    if let Err(again) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
-        std::mem::forget(again); // its drop may panic, too
+    if let Err(second_panic) = catch_unwind(AssertUnwindSafe(|| drop(panic))) {
+        std::mem::forget(second_panic); // its drop may panic, too
     }
-    said
+    message
 }

@@ -6,23 +6,24 @@ use std::time::Duration;
 #[derive(Debug)]
 pub(crate) struct RuntimeEstimator {
     /// The number of runs of up to 1 ms, 1.25 ms, and so on; the last bucket has all longer ones.
-    runs: [u32; STEPS],
+    runs: [u32; BUCKETS],
     total: u32,
-    /// `None` until [`RUNS`] were measured.
+    /// `None` until [`RUNS_PER_ESTIMATE`] were measured.
     lease: Option<Duration>,
 }
 
 /// The number of buckets: up to 1 ms × 1.25^96, about 33 minutes.
-const STEPS: usize = 97;
-/// After how many runs the lease is computed. Earlier runs then count half.
-const RUNS: u32 = 512;
+const BUCKETS: usize = 97;
+/// The number of runs after which the lease is computed. After each computation the counts are
+/// halved, so that recent runs count more.
+const RUNS_PER_ESTIMATE: u32 = 512;
 /// Added to twice the longest run, for a pause of the process or a slow store.
 pub(crate) const SLACK: Duration = Duration::from_secs(1);
 
 impl RuntimeEstimator {
     pub(crate) fn new() -> Self {
         Self {
-            runs: [0; STEPS],
+            runs: [0; BUCKETS],
             total: 0,
             lease: None,
         }
@@ -30,17 +31,17 @@ impl RuntimeEstimator {
 
     /// Records the duration of a run.
     pub(crate) fn record(&mut self, took: Duration) {
-        let steps = (took.as_secs_f64() / 0.001).max(1.0).log(1.25).ceil();
-        self.runs[(steps as usize).min(STEPS - 1)] += 1;
+        let bucket = (took.as_secs_f64() / 0.001).max(1.0).log(1.25).ceil();
+        self.runs[(bucket as usize).min(BUCKETS - 1)] += 1;
         self.total += 1;
-        if self.total >= RUNS {
+        if self.total >= RUNS_PER_ESTIMATE {
             self.lease = Some(lease_for(self.percentile_99()));
             self.total = 0;
             for count in &mut self.runs {
                 *count /= 2;
                 self.total += *count;
             }
-            self.total = self.total.min(RUNS / 2);
+            self.total = self.total.min(RUNS_PER_ESTIMATE / 2);
         }
     }
 
@@ -52,9 +53,9 @@ impl RuntimeEstimator {
     fn percentile_99(&self) -> Duration {
         let all: u32 = self.runs.iter().sum();
         let mut left = all.div_ceil(100);
-        for (step, count) in self.runs.iter().enumerate().rev() {
+        for (bucket, count) in self.runs.iter().enumerate().rev() {
             if *count >= left {
-                return Duration::from_millis(1).mul_f64(1.25f64.powi(step as i32));
+                return Duration::from_millis(1).mul_f64(1.25f64.powi(bucket as i32));
             }
             left -= count;
         }
@@ -79,27 +80,29 @@ mod tests {
     }
 
     #[test]
-    fn the_lease_is_twice_what_99_in_100_need_and_some_slack() {
+    fn the_lease_is_twice_the_99th_percentile_plus_slack() {
         assert_eq!(after((0..500).map(|_| 100)), None, "too few");
-        let steady = after((0..2000).map(|_| 100)).expect("enough");
+        let steady = after((0..2000).map(|_| 100)).expect("there are enough runs for a lease");
         assert!(
             steady >= Duration::from_millis(1200) && steady <= Duration::from_millis(1250),
             "{steady:?}"
         );
-        let one_in_fifty =
-            after((0..2000).map(|run| if run % 50 == 0 { 4000 } else { 100 })).expect("enough");
+        let one_in_fifty = after((0..2000).map(|run| if run % 50 == 0 { 4000 } else { 100 }))
+            .expect("there are enough runs for a lease");
         assert!(
             one_in_fifty >= Duration::from_millis(9000)
                 && one_in_fifty <= Duration::from_millis(11_000),
             "{one_in_fifty:?}"
         );
         let one_in_a_thousand =
-            after((0..2000).map(|run| if run % 1000 == 0 { 4000 } else { 100 })).expect("enough");
+            after((0..2000).map(|run| if run % 1000 == 0 { 4000 } else { 100 }))
+                .expect("there are enough runs for a lease");
         assert_eq!(one_in_a_thousand, steady);
-        let changed = after((0..2000).map(|_| 100).chain((0..4000).map(|_| 1000))).expect("enough");
+        let changed = after((0..2000).map(|_| 100).chain((0..4000).map(|_| 1000)))
+            .expect("there are enough runs for a lease");
         assert!(changed >= Duration::from_millis(3000), "{changed:?}");
-        for odd in [0, u64::MAX] {
-            assert!(after((0..600).map(|_| odd)).is_some());
+        for extreme in [0, u64::MAX] {
+            assert!(after((0..600).map(|_| extreme)).is_some());
         }
     }
 }

@@ -237,7 +237,7 @@ impl Settings {
         }
         if self.max_crashes < 2 {
             let problem = format!(
-                "{} is below 2: a message runs alone from the second crash on",
+                "{} is below 2: a message runs apart from others only after two crashes",
                 self.max_crashes
             );
             return wrong("max_crashes", problem, "set at least 2");
@@ -267,7 +267,7 @@ impl Settings {
         self.shortest_lease.unwrap_or(self.lease)
     }
 
-    /// How long one grant can be needed: all inline retries and reconciles up to their timeout,
+    /// How long one grant may be held: all inline retries and reconciles up to their timeout,
     /// with all pauses between.
     pub(crate) fn longest_hold(&self) -> Duration {
         let runs = self
@@ -283,7 +283,7 @@ impl Settings {
     /// How long a delivery may stay unsettled: it waits for another holder for two leases, then
     /// uses all inline retries, each up to the handler timeout.
     pub(crate) fn longest_open(&self) -> Duration {
-        let again = if self.guarantee == Guarantee::Bare {
+        let retries = if self.guarantee == Guarantee::Bare {
             0
         } else {
             self.max_inline_retries
@@ -291,7 +291,7 @@ impl Settings {
         let each = self.handler_timeout.saturating_add(self.longest_backoff);
         self.lease
             .saturating_mul(2)
-            .saturating_add(each.saturating_mul(again.saturating_add(1)))
+            .saturating_add(each.saturating_mul(retries.saturating_add(1)))
     }
 
     /// The terms of a claim.
@@ -324,6 +324,7 @@ impl Settings {
             longest_backoff: self.longest_backoff,
             outage: self.outage,
         };
+        // At most 1,000 steps, for a long lease with a short backoff.
         let mut waited = Duration::ZERO;
         while waited < self.lease * 2 && policy.claim_retries < 1000 {
             waited += policy

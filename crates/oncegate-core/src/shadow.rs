@@ -1,4 +1,4 @@
-//! [`Shadow`]: counts what the gate would stop, and stops nothing.
+//! [`Shadow`]: counts the messages that the gate would block, and blocks none.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -18,7 +18,7 @@ use crate::store::{Persistence, Store, StoreError};
 ///
 /// Every claim is granted, whatever the store answers, and no answer of the store stops a message
 /// or undoes its run. The [`ShadowReport`] counts what the gate would have done. The store gets the
-/// same operations as from a gate, so it knows which messages were handled when the `Shadow` is
+/// same operations as from a gate, so it has the ids of handled messages when the `Shadow` is
 /// removed.
 ///
 /// If the system has another gate already, the shadow needs its own keys (the store's prefix, or a
@@ -74,12 +74,12 @@ const ALL: [ShadowOutcome; 6] = [
 ];
 
 /// How long the store gets no operations after one that it did not answer.
-const PAUSE: Duration = Duration::from_secs(1);
+const STORE_PAUSE: Duration = Duration::from_secs(1);
 
 struct ShadowShared {
     report: ShadowReport,
-    /// Tokens of claims that the store did not grant: it gets no further operations for them.
-    granted_here: Mutex<HashSet<Token>>,
+    /// Tokens of claims that the store did not grant. It gets no further operations with them.
+    ungranted_tokens: Mutex<HashSet<Token>>,
     /// Until when the store gets no operations.
     store_down_until: Mutex<Option<Instant>>,
     counters: [Counter; ALL.len()],
@@ -163,7 +163,7 @@ impl<S: Store> Shadow<S> {
         let counters = ALL.map(|what| counter!(metric::SHADOW, "would" => what.as_str()));
         let shared = ShadowShared {
             report,
-            granted_here: Mutex::default(),
+            ungranted_tokens: Mutex::default(),
             store_down_until: Mutex::default(),
             counters,
         };
@@ -184,10 +184,10 @@ impl<S: ?Sized> fmt::Debug for Shadow<S> {
 impl<S: Store + ?Sized> Store for Shadow<S> {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let asked: Vec<Operation> = {
-            let granted_here = self.shared.granted_here();
+            let ungranted_tokens = self.shared.ungranted_tokens();
             operations
                 .iter()
-                .filter(|operation| !granted_here.contains(&operation.token))
+                .filter(|operation| !ungranted_tokens.contains(&operation.token))
                 .cloned()
                 .collect()
         };
@@ -206,14 +206,14 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
 
     fn described(&self) -> String {
         format!(
-            "{}, behind a shadow that answers in its place",
+            "{}, behind a shadow that lets every message run",
             self.store.described()
         )
     }
 
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
         if guarantee == Guarantee::AtMostOnce {
-            let problem = "a shadow stops nothing, and at most once has to: choose Guarantee::EffectivelyOnce while it is on trial";
+            let problem = "a shadow blocks no message, and at most once must block duplicates: choose Guarantee::EffectivelyOnce during the trial";
             return Err(StoreError::Misconfigured(problem.into()));
         }
         match self.store.preflight(guarantee).await {
@@ -258,8 +258,8 @@ impl ShadowShared {
             answers.clear();
         }
         if let Some(Err(error)) = answers.iter().find(|answer| answer.is_err()) {
-            tracing::warn!(%error, "store unavailable, messages run without it: this is a shadow");
-            *lock(&self.store_down_until) = Some(Instant::now() + PAUSE);
+            tracing::warn!(%error, "store unavailable, the shadow lets messages run without it");
+            *lock(&self.store_down_until) = Some(Instant::now() + STORE_PAUSE);
         }
         let mut answers: Vec<_> = answers.into_iter().map(Result::ok).collect();
         answers.resize(operations.len(), None);
@@ -272,7 +272,7 @@ impl ShadowShared {
             return self.granted(operation, answer.flatten());
         }
         if answer.is_none() && operation.ask != Ask::Renew {
-            self.granted_here().remove(&operation.token);
+            self.ungranted_tokens().remove(&operation.token);
         }
         match operation.ask {
             Ask::Complete => Verdict::Done { marker_lost: false },
@@ -298,7 +298,7 @@ impl ShadowShared {
             None => ShadowOutcome::Pause,
         };
         self.count(would);
-        self.granted_here().insert(operation.token);
+        self.ungranted_tokens().insert(operation.token);
         Verdict::Granted(Attempts::new(1))
     }
 
@@ -307,8 +307,8 @@ impl ShadowShared {
         self.counters[would as usize].increment(1);
     }
 
-    fn granted_here(&self) -> MutexGuard<'_, HashSet<Token>> {
-        lock(&self.granted_here)
+    fn ungranted_tokens(&self) -> MutexGuard<'_, HashSet<Token>> {
+        lock(&self.ungranted_tokens)
     }
 }
 

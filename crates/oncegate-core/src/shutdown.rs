@@ -1,4 +1,4 @@
-//! When a process is asked to stop.
+//! The signals that stop a process.
 
 use std::future::Future;
 
@@ -6,8 +6,8 @@ use std::future::Future;
 /// send, or at Ctrl-C; on systems without SIGTERM at Ctrl-C. For
 /// [`Builder::run_until`](crate::Builder::run_until), which then drains.
 ///
-/// From the call on, neither signal ends the process by itself any more, and a second one does
-/// nothing. A signal that the system does not let the process watch is logged and left alone.
+/// After the call, neither signal ends the process by itself, and a second signal has no effect. If the system does not let the process watch a signal, that is logged, and the signal
+/// keeps its default action.
 ///
 /// # Panics
 /// Outside of a tokio runtime with its I/O driver, as `tokio::signal` does. `#[tokio::main]` has

@@ -1,7 +1,7 @@
 //! A slab for deliveries in flight.
 
-/// An index into [`Slots`] and the serial number of its occupant, so that a stale event does not
-/// reach the next occupant.
+/// A place in [`Slots`] and the serial number of its occupant, so that a stale event does not reach
+/// the next occupant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Slot {
     pub(crate) place: usize,
@@ -17,6 +17,7 @@ pub(crate) struct Slots<T> {
 }
 
 impl<T> Slots<T> {
+    /// Reserves memory for `capacity` values, within reason: `max_in_flight` may be any number.
     pub(crate) fn new(capacity: usize) -> Self {
         Self {
             places: Vec::with_capacity(capacity.min(65_536)),

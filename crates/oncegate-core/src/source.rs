@@ -54,13 +54,13 @@ pub trait Source: Send {
         None
     }
 
-    /// How the consumer passes this source's deliveries on.
+    /// How the consumer handles the deliveries of this source.
     fn properties(&self) -> SourceProperties {
         SourceProperties::default()
     }
 }
 
-/// How the consumer passes the deliveries of a source on, from [`Source::properties`].
+/// How the consumer handles the deliveries of a source, from [`Source::properties`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SourceProperties {
@@ -104,19 +104,19 @@ pub trait Connect: Send + 'static {
     async fn connect(self, options: ConnectOptions) -> Result<Self::Source, SourceError>;
 }
 
-/// The consumer's settings that concern its source, for [`Connect::connect`]. A field is `None` where
-/// no consumer has set it.
+/// The consumer's settings that concern its source, for [`Connect::connect`]. `None` means that no
+/// value is set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ConnectOptions {
     /// `max_in_flight` of the consumer. Messages that a source prefetches beyond it wait, perhaps
     /// longer than its broker allows.
     pub max_in_flight: Option<usize>,
-    /// The dedup window. A message that is redelivered after it is handled again; a source that can
-    /// detect such a setup logs it.
+    /// The dedup window. A message that is redelivered after the window is handled again; a source
+    /// that can detect such a setup logs it.
     pub dedup_window: Option<Duration>,
-    /// The order that the user chose. With an order, a source must not move released messages out
-    /// of their place.
+    /// The order that the user chose. With an order, a source must not reorder released
+    /// messages.
     pub order: Option<Order>,
     /// How long a delivery may stay unsettled, [`Builder::longest_open`]. A source whose broker has
     /// a lower limit logs it.
@@ -202,9 +202,9 @@ pub struct FailureHistory {
     /// The highest known attempt number of its id, above which a redrive continues; 0 if none was
     /// granted.
     pub fence: u32,
-    /// The first error, cut to 1,000 bytes.
+    /// The first error, cut to 1,000 characters.
     pub first_error: Option<String>,
-    /// The last error, cut to 1,000 bytes.
+    /// The last error, cut to 1,000 characters.
     pub last_error: Option<String>,
 }
 
@@ -357,7 +357,7 @@ mod tests {
     #[test]
     fn forged_headers_are_stripped_from_dead_letters() {
         let mut builder = HeadersBuilder::default();
-        let mine: [(&[u8], Option<&[u8]>); 5] = [
+        let own: [(&[u8], Option<&[u8]>); 5] = [
             (b"id", Some(b"1")),
             (b"oncegate", Some(b"2")),
             (b"Oncegate-Id", Some(b"3")),
@@ -371,7 +371,7 @@ mod tests {
             b"oncegate-of-a-later-release",
             b"oncegate-\xff",
         ];
-        mine.iter()
+        own.iter()
             .for_each(|(name, value)| builder.push(name, *value));
         forged
             .iter()
@@ -380,7 +380,7 @@ mod tests {
             headers: builder.finish(),
             ..Message::default()
         };
-        assert_eq!(kept_headers(&message).collect::<Vec<_>>(), mine);
+        assert_eq!(kept_headers(&message).collect::<Vec<_>>(), own);
         let delivery = Delivery {
             message,
             receipt: Receipt {
@@ -425,8 +425,8 @@ mod tests {
             (seen(Some(b"7"), Some(9)), seen(Some(b"9"), Some(7))),
             (Some(7), Some(7))
         );
-        for nonsense in [&b"soon"[..], b"", b"-1", b"\xff", b"99999999999999999999"] {
-            assert_eq!(seen(Some(nonsense), Some(7)), Some(7), "{nonsense:?}");
+        for invalid in [&b"soon"[..], b"", b"-1", b"\xff", b"99999999999999999999"] {
+            assert_eq!(seen(Some(invalid), Some(7)), Some(7), "{invalid:?}");
         }
     }
 }

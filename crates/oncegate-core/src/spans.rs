@@ -112,9 +112,8 @@ fn partition_and_offset(message: &Message) -> (Option<i32>, Option<i64>) {
     }
 }
 
-/// The `traceparent` of a message; `None` where it is none by W3C's rules: version, trace, span and
-/// flags in lower-case hex, neither trace nor span all zero. A later
-/// version may append more fields.
+/// The `traceparent` of a message; `None` if it is not valid by W3C's rules: version, trace, span and
+/// flags in lower-case hex, neither trace nor span all zero. A later version may append more fields.
 fn traceparent(message: &Message) -> Option<&str> {
     let text = std::str::from_utf8(message.headers.last(TRACEPARENT)?).ok()?;
     let is_hex = |part: &str, length| {
@@ -127,15 +126,15 @@ fn traceparent(message: &Message) -> Option<&str> {
     let mut parts = text.split('-');
     let (version, trace, span, flags) =
         (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
-    let ends = version != "00" || parts.next().is_none();
-    let is_one = is_hex(version, 2)
+    let has_valid_end = version != "00" || parts.next().is_none();
+    let is_valid = is_hex(version, 2)
         && version != "ff"
         && is_id(trace, 32)
         && is_id(span, 16)
         && is_hex(flags, 2)
-        && ends;
+        && has_valid_end;
     // The fields that a later version appends may have any length.
-    is_one.then(|| &text[..55])
+    is_valid.then(|| &text[..55])
 }
 
 #[cfg(not(feature = "opentelemetry"))]

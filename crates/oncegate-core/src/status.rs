@@ -27,8 +27,8 @@ const MAX_OLDEST: usize = 20;
 /// let status = ConsumerStatus::new();
 /// let consumer = Consumer::builder().status(status.clone());
 /// // Later, from anywhere:
-/// for stuck in status.snapshot().oldest {
-///     println!("{stuck}");
+/// for delivery in status.snapshot().oldest {
+///     println!("{delivery}");
 /// }
 /// ```
 #[derive(Clone, Default)]
@@ -73,7 +73,7 @@ pub struct InFlightDelivery {
     pub doing: DeliveryState,
     /// The number of the attempt, from 1; 0 before its claim is granted.
     pub attempt: u32,
-    /// How many processes crashed while they handled it, or lost its lease.
+    /// How many processes crashed, or lost its lease, while they handled it.
     pub crashes: u32,
 }
 
@@ -126,7 +126,7 @@ impl DeliveryState {
         match self {
             Self::Waiting => "waiting",
             Self::Claiming => "claiming",
-            Self::AwaitingHolder => "parked",
+            Self::AwaitingHolder => "awaiting-claim",
             Self::Ready => "ready",
             Self::Handling => "handling",
             Self::Pausing => "pausing",
@@ -155,7 +155,7 @@ impl ConsumerStatus {
                 ..delivery.clone()
             })
             .collect();
-        let store = data.store.as_ref().map(|seen| seen.snapshot(now));
+        let store = data.store.as_ref().map(|health| health.snapshot(now));
         ConsumerSnapshot {
             in_flight: data.in_flight,
             waiting: data.waiting,
@@ -164,7 +164,7 @@ impl ConsumerStatus {
         }
     }
 
-    /// Publishes the numbers and the oldest deliveries, which `describe` makes of `all`.
+    /// Publishes the numbers and the oldest deliveries, each described by `describe`.
     pub(crate) fn publish<T>(
         &self,
         in_flight: usize,
@@ -188,9 +188,9 @@ impl ConsumerStatus {
     }
 
     /// Updates the state of the store.
-    pub(crate) fn update_store(&self, what: impl FnOnce(&mut StoreHealth)) {
-        if let Some(seen) = &mut self.lock().store {
-            what(seen);
+    pub(crate) fn update_store(&self, update: impl FnOnce(&mut StoreHealth)) {
+        if let Some(health) = &mut self.lock().store {
+            update(health);
         }
     }
 

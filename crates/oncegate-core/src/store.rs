@@ -87,10 +87,10 @@ pub enum Persistence {
 #[non_exhaustive]
 pub enum StoreError {
     /// The operation was not applied: retry later.
-    #[error("the store did not apply the operation; a retry is safe: {0}")]
+    #[error("{0} (the store did not apply the operation; a retry is safe)")]
     NotApplied(#[source] BoxError),
     /// The operation may have been applied: retry with the same token.
-    #[error("no answer from the store, which may have applied the operation; a retry is safe: {0}")]
+    #[error("{0} (the store may have applied the operation; a retry is safe)")]
     Unknown(#[source] BoxError),
     /// The record under this key is not a marker that this release can read. Only this id is
     /// affected, and nothing was changed.

@@ -26,7 +26,7 @@ pub enum StoreState {
     Unasked,
     /// It answered the last batch.
     Answers {
-        /// How long ago. Without messages there are no operations.
+        /// How long ago it answered. Without messages there are no operations.
         last: Duration,
     },
     /// It did not answer the last batch. The consumer retries a few times a second, as long as
@@ -41,7 +41,7 @@ pub enum StoreState {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StoreTrouble {
-    /// How long ago.
+    /// How long ago it occurred.
     pub since: Duration,
     /// The text of the error, as in the log.
     pub text: String,
@@ -52,7 +52,7 @@ pub struct StoreTrouble {
 pub(crate) struct StoreHealth {
     name: String,
     answered: Option<Instant>,
-    away: Option<Instant>,
+    unavailable_since: Option<Instant>,
     error: Option<(Instant, String)>,
 }
 
@@ -62,17 +62,17 @@ impl StoreHealth {
         Self {
             name,
             answered: None,
-            away: None,
+            unavailable_since: None,
             error: None,
         }
     }
 
     pub(crate) fn answered(&mut self, now: Instant) {
-        (self.answered, self.away) = (Some(now), None);
+        (self.answered, self.unavailable_since) = (Some(now), None);
     }
 
-    pub(crate) fn silent(&mut self, now: Instant) {
-        self.away.get_or_insert(now);
+    pub(crate) fn not_answered(&mut self, now: Instant) {
+        self.unavailable_since.get_or_insert(now);
     }
 
     /// One operation failed; others of the same batch may have succeeded.
@@ -81,14 +81,18 @@ impl StoreHealth {
     }
 
     pub(crate) fn snapshot(&self, now: Instant) -> StoreSnapshot {
-        let ago = |at: Instant| now.saturating_duration_since(at);
-        let state = match (self.away, self.answered) {
-            (Some(since), _) => StoreState::Away { since: ago(since) },
-            (None, Some(last)) => StoreState::Answers { last: ago(last) },
+        let elapsed_since = |at: Instant| now.saturating_duration_since(at);
+        let state = match (self.unavailable_since, self.answered) {
+            (Some(since), _) => StoreState::Away {
+                since: elapsed_since(since),
+            },
+            (None, Some(last)) => StoreState::Answers {
+                last: elapsed_since(last),
+            },
             (None, None) => StoreState::Unasked,
         };
         let last_error = self.error.as_ref().map(|(at, text)| StoreTrouble {
-            since: ago(*at),
+            since: elapsed_since(*at),
             text: text.clone(),
         });
         StoreSnapshot {

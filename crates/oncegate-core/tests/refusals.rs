@@ -8,6 +8,7 @@ use oncegate_core::lifecycle::{DoubtCause, Reason};
 use oncegate_core::marker::{Ask, Operation, Verdict};
 use oncegate_core::*;
 use tokio::sync::Notify;
+use tracing_subscriber::fmt::MakeWriter;
 
 /// Longer than any test may take, so that a test fails if it waits for the drain timeout.
 const FOR_EVER: Duration = Duration::from_secs(3600);
@@ -129,30 +130,13 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
     assert!(asked <= 50, "asked {asked} claims for 50 messages");
 }
 
-/// Keeps the lines that are logged on this thread.
-#[derive(Clone, Default)]
-struct LogLines(Arc<Mutex<Vec<u8>>>);
-
-impl std::io::Write for LogLines {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        let mut kept = self.0.lock().expect("no panic");
-        kept.extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 /// `in-doubt resolve` refuses an id whose marker is unreadable.
 #[tokio::test]
 async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
-    let lines = LogLines::default();
-    let writer = lines.clone();
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
     let subscriber = tracing_subscriber::fmt()
         .with_ansi(false)
-        .with_writer(move || writer.clone())
+        .with_writer(|| LOG.make_writer())
         .finish();
     let _guard = tracing::subscriber::set_default(subscriber);
     let broker = MemoryBroker::new("q");
@@ -165,7 +149,7 @@ async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
         .await
         .expect("it is settled")
         .expect("a clean end");
-    let log = String::from_utf8(lines.0.lock().expect("no panic").clone()).expect("text");
+    let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
     let line = log
         .lines()
         .find(|line| line.contains("message in doubt, sending it to the in-doubt queue"))

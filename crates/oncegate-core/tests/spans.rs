@@ -1,10 +1,11 @@
 //! The spans and log lines of a delivery. A test binary of its own, because the subscriber is global.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Mutex;
 use std::time::Duration;
 
 use oncegate_core::marker::{Ask, Operation, Verdict};
 use oncegate_core::*;
+use tracing_subscriber::fmt::MakeWriter;
 
 struct Scripted;
 
@@ -76,33 +77,14 @@ async fn consume(
         .expect("a clean end");
 }
 
-/// Records the log.
-#[derive(Clone, Default)]
-struct Kept(Arc<Mutex<Vec<u8>>>);
-
-impl std::io::Write for Kept {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0
-            .lock()
-            .expect("no panic inside")
-            .extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 #[tokio::test]
 async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
-    let kept = Kept::default();
-    let writer = kept.clone();
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
     let log = tracing_subscriber::fmt()
         .with_max_level(tracing_subscriber::filter::LevelFilter::DEBUG)
         .with_ansi(false)
         .with_span_events(tracing_subscriber::fmt::format::FmtSpan::CLOSE)
-        .with_writer(move || writer.clone())
+        .with_writer(|| LOG.make_writer())
         .finish();
     tracing::subscriber::set_global_default(log).expect("the first");
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
@@ -133,7 +115,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         .await
         .expect("a clean end");
 
-    let log = String::from_utf8(kept.0.lock().expect("no panic").clone()).expect("text");
+    let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
     let expected = [
         (
             "oncegate.claim{",
@@ -222,7 +204,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
             "origin=q",
         ],
     );
-    let reconciled = lines("INFO", "reconciled");
+    let reconciled = lines("INFO", "reconcile ended");
     assert_eq!(reconciled.len(), 1, "{reconciled:#?}");
     has(
         reconciled[0],
@@ -260,7 +242,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         Guarantee::EffectivelyOnce,
     )
     .await;
-    let log = String::from_utf8(kept.0.lock().expect("no panic").clone()).expect("text");
+    let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
     let queue_full: Vec<&str> = log
         .lines()
         .filter(|line| line.contains("queue limit reached"))

@@ -203,6 +203,29 @@ impl Handler for NothingHappened {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_dead_letter_after_effects_that_did_not_happen_has_their_cause() {
+    let world = World::new();
+    world.publish("pay");
+    let broker = world.broker.clone();
+    Consumer::builder()
+        .source(world.broker.source())
+        .store(world.store.clone())
+        .handler(NothingHappened(AtomicU32::new(0)))
+        .decode(RawBytes)
+        .guarantee(Guarantee::AtMostOnce)
+        .id(IdSource::header("id"))
+        .allow_volatile_store()
+        .max_attempts(2)
+        .run_until(async move { broker.drained().await })
+        .await
+        .expect("a clean end");
+    assert_eq!(world.reasons(), [Reason::AttemptsSpent]);
+    let message = &world.broker.dead_letters()[0].message;
+    let error = message.headers.last("oncegate-last-error");
+    assert_eq!(error, Some(&b"no answer"[..]));
+}
+
 /// So that an outage of a second does not use up all attempts.
 #[tokio::test(start_paused = true)]
 async fn after_an_unknown_outcome_that_did_not_happen_the_next_attempt_waits() {

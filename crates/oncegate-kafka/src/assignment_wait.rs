@@ -1,5 +1,5 @@
-//! Logs that no partition has been assigned for a while. After a crash the group coordinator waits
-//! for the dead member's session timeout, and the log would show nothing meanwhile.
+//! Logs that this member waits for partitions. After a crash the group coordinator waits for the
+//! session timeout of the crashed member, and a restarted consumer would log nothing meanwhile.
 
 use std::time::{Duration, Instant};
 
@@ -8,20 +8,20 @@ use oncegate_core::LogThrottle;
 use crate::kafka::{Kafka, SessionTimeout};
 use crate::shared::SourceState;
 
-/// How long an assignment may take before it is logged. A healthy group needs less.
+/// How long an assignment may take before the wait is logged. A healthy group takes less.
 const LOG_AFTER: Duration = Duration::from_secs(5);
-/// How often it is logged while it lasts. A group with more members than partitions leaves some of
-/// them without one.
+/// How often a lasting wait is logged. It is normal in a group with more members than partitions.
 const LOG_INTERVAL: Duration = Duration::from_secs(600);
 
-/// How long this member of the group has been without a partition.
+/// Measures how long this member of the group has had no partition.
 pub(crate) struct AssignmentWait {
     group: String,
     topics: Vec<String>,
     session_timeout: SessionTimeout,
-    /// Since when the client reaches its group and has no partition.
+    /// Since when the client reaches its group coordinator and has no partition.
     since: Option<Instant>,
     throttle: LogThrottle,
+    /// Whether this wait was logged.
     is_logged: bool,
 }
 
@@ -81,7 +81,8 @@ impl AssignmentWait {
         }
     }
 
-    /// `watch` logs a client that does not reach its group.
+    /// The line that is due. None for a client that does not reach its group coordinator: `watch` logs
+    /// that.
     fn line(&mut self, assigned: usize, is_with_group: bool, now: Instant) -> Option<WaitLine> {
         if assigned == 0 && is_with_group {
             let waited = now.duration_since(*self.since.get_or_insert(now));
@@ -118,7 +119,7 @@ mod tests {
             |second| Some(WaitLine::Waiting(Duration::from_secs(second))),
             |second| Some(WaitLine::Assigned(Duration::from_secs(second))),
         );
-        // Nothing is logged while the client does not reach its group.
+        // Nothing is logged while the client does not reach its group coordinator.
         assert_eq!([line(0, false, 0), line(0, false, 90)], [None, None]);
         assert_eq!(
             [

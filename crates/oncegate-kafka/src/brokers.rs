@@ -1,14 +1,14 @@
-//! The list of brokers as the user writes it.
+//! Checks the list of brokers of the setting.
 
 use std::net::Ipv6Addr;
 
 /// The protocols that librdkafka accepts in front of a broker's address.
 const PROTOCOLS: [&str; 4] = ["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"];
 
-/// Rejects a list that can never work: librdkafka would retry it forever.
+/// Rejects an invalid list of brokers, to which librdkafka would try to connect forever.
 ///
 /// # Errors
-/// The problem of the list, as text.
+/// The problem, as text without a password.
 pub(crate) fn check(brokers: &str) -> Result<(), String> {
     brokers
         .split(',')
@@ -20,8 +20,10 @@ fn check_one(entry: &str) -> Result<(), String> {
         return Err("an entry is empty; remove the extra comma".to_owned());
     }
     if entry.contains('@') {
-        // The entry is not repeated, because it may contain a password.
-        return Err("an entry contains an @, and a broker's address has no user".to_owned());
+        // The error does not contain the entry, which may contain a password.
+        return Err(
+            "an entry contains an @; a broker's address has no user: use .login(…)".to_owned(),
+        );
     }
     let invalid = |what: &str| Err(format!("`{entry}` {what}"));
     let address = match entry.split_once("://") {
@@ -71,7 +73,7 @@ mod tests {
 
     #[test]
     fn invalid_broker_lists_are_rejected() {
-        for (brokers, what) in [
+        for (brokers, problem) in [
             ("http://x y", "begins with http://"),
             ("localhost:99999", "has no port between"),
             ("localhost:0", "has no port between"),
@@ -90,7 +92,7 @@ mod tests {
         ] {
             let error = check(brokers).expect_err(brokers);
             assert!(
-                error.contains(what) && !error.contains("canary"),
+                error.contains(problem) && !error.contains("canary"),
                 "{brokers}: {error}"
             );
         }

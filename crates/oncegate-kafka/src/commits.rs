@@ -16,8 +16,8 @@ pub(crate) fn store<C: ConsumerContext>(consumer: &BaseConsumer<C>, shared: &Sha
         return;
     }
     fault::point("kafka.commit.before");
-    // Offsets that are committed at once are stored too: an earlier stored offset may be higher,
-    // and librdkafka would commit that one next.
+    // Offsets that are committed at once are stored too: otherwise librdkafka would next commit an
+    // earlier stored offset, which may be higher.
     if let Err(error) = consumer.store_offsets(&partition_list(commits.iter())) {
         // The partition belongs to another member now, which receives the message again; the gate
         // skips it as a duplicate.

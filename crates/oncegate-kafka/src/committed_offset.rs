@@ -16,7 +16,7 @@ use crate::shared::StartPosition;
 use crate::topic_identity::{TopicIdentity, TopicMatch};
 use crate::topic_recreated::TopicIds;
 
-/// How long one request may block a rebalance.
+/// Timeout of one request. The rebalance waits for it.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 /// The pause before a failed request is retried.
 const RETRY_PAUSE: Duration = Duration::from_millis(200);
@@ -37,27 +37,27 @@ pub(crate) fn start_positions<C: ConsumerContext>(
     let committed = budget.retry("committed offsets", |budget| {
         committed(consumer, partitions.clone(), budget)
     });
-    // The topic ids of this client may be older than those that another member has committed.
+    // Another member may have committed a newer topic id than this client has received.
     forward_log();
-    let differing = committed
+    let to_verify = committed
         .iter()
         .flat_map(|committed| topics_to_verify(committed, topics))
         .chain(topics.changed());
-    for topic in differing.collect::<BTreeSet<String>>() {
+    for topic in to_verify.collect::<BTreeSet<String>>() {
         budget.retry("topic metadata", |budget| {
             consumer.fetch_metadata(Some(&topic), budget)
         });
         forward_log();
     }
-    // Read after the response, so that it is not older than the topic ids. A member of a group has
-    // metadata already, so this does not wait.
+    // The cluster id is read after the topic ids, so that it is not older than they are. A member of
+    // a group has received metadata, so the cluster id is available without waiting.
     topics.compare(cluster_id::fetch(consumer, Duration::ZERO));
-    let committed = |it: &TopicPartitionListElem<'_>| {
+    let committed_of = |it: &TopicPartitionListElem<'_>| {
         committed
             .as_ref()?
             .get(&(it.topic().to_owned(), it.partition()))
     };
-    let start = |it: &TopicPartitionListElem<'_>| match committed(it) {
+    let start = |it: &TopicPartitionListElem<'_>| match committed_of(it) {
         None => StartPosition::Unknown,
         // Kafka deletes the offsets of a topic with the topic.
         Some(None) if topics.was_recreated(it.topic()) => StartPosition::Recreated,
@@ -88,9 +88,9 @@ pub(crate) fn start_positions<C: ConsumerContext>(
                     .collect(),
             )
         },
-        |all, budget| {
+        |partitions, budget| {
             let mut list = TopicPartitionList::new();
-            for (topic, partition) in all {
+            for (topic, partition) in partitions {
                 list.add_partition(topic, *partition);
             }
             self::committed(consumer, list, budget).ok()
@@ -103,8 +103,8 @@ pub(crate) fn start_positions<C: ConsumerContext>(
 /// Fetches the log start offset of each partition that is read from its beginning without a
 /// committed offset. Empty if no broker answers within the time budget.
 ///
-/// The assignment commits it. If only the partitions with messages had an offset, the next
-/// assignment would take the others for added partitions.
+/// The assignment commits these offsets. If only partitions with messages had a committed offset, the
+/// next assignment would treat the empty ones as added partitions.
 pub(crate) fn log_starts<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     starts: &[PartitionStart],
@@ -118,7 +118,7 @@ pub(crate) fn log_starts<C: ConsumerContext>(
     let mut list = TopicPartitionList::new();
     for (topic, partition, start) in starts {
         if is_read_from_beginning(*start) {
-            // `Beginning` is the timestamp that Kafka defines for the log start offset.
+            // As a timestamp, `Beginning` (-2) is Kafka's request for the log start offset.
             log_error(
                 "cannot request the log start offset of a partition",
                 list.add_partition_offset(topic, *partition, Offset::Beginning),
@@ -132,7 +132,7 @@ pub(crate) fn log_starts<C: ConsumerContext>(
     let answer = match answer {
         Some(Ok(answer)) => answer,
         Some(Err(error)) => {
-            tracing::debug!(%error, "no log start offsets");
+            tracing::debug!(%error, "no response with log start offsets");
             return HashMap::new();
         }
         None => return HashMap::new(),
@@ -158,8 +158,8 @@ fn start_position(
     current: Option<&TopicIdentity>,
 ) -> StartPosition {
     let offset = committed.offset;
-    // Metadata without a topic id was written by another program or by hand; that offset is used as it
-    // is.
+    // Metadata without a topic id was written by another program or by an operator. That offset
+    // cannot be compared, and is used.
     let (Some(committed), Some(current)) = (&committed.identity, current) else {
         return StartPosition::Committed(offset);
     };
@@ -198,8 +198,8 @@ fn start_position(
     }
 }
 
-/// The topics whose committed offset has another topic id than the one this client knows. Either of
-/// the two may be newer.
+/// The topics whose committed offset names another topic id than this client has received. Either of
+/// the two ids may be the newer one.
 fn topics_to_verify(committed: &CommittedOffsets, topics: &TopicIds) -> BTreeSet<String> {
     let differs = |topic: &str, it: &Option<CommittedOffset>| {
         let committed = it.as_ref().and_then(|it| it.identity.as_ref());
@@ -216,10 +216,10 @@ fn topics_to_verify(committed: &CommittedOffsets, topics: &TopicIds) -> BTreeSet
         .collect()
 }
 
-/// If the group has an offset for another partition of a topic, its partitions without one were
-/// added to it, and none of their messages was read. Offsets of a deleted topic do not count: the
-/// partition is one of the topic that was created after it. A partition that has an offset by now
-/// starts there.
+/// Marks the partitions without an offset that were added to a topic: the group has an offset for
+/// another partition of that topic. If all those offsets belong to a deleted topic, the partition is
+/// marked as recreated instead. If the second response has an offset for the partition itself, the
+/// partition starts there.
 fn mark_added(
     starts: &mut [PartitionStart],
     budget: &mut TimeBudget<'_>,
@@ -227,28 +227,28 @@ fn mark_added(
     committed_of: impl FnOnce(&[(String, i32)], Duration) -> Option<CommittedOffsets>,
     identity_of: impl Fn(&str) -> Option<TopicIdentity>,
 ) {
-    let without: BTreeSet<String> = starts
+    let topics: BTreeSet<String> = starts
         .iter()
         .filter(|it| it.2 == StartPosition::NoOffset)
         .map(|it| it.0.clone())
         .collect();
-    let mut all = Vec::new();
-    for topic in without {
+    let mut all_partitions = Vec::new();
+    for topic in topics {
         let partitions = budget
             .request(|budget| partitions_of(&topic, budget))
             .flatten()
             .unwrap_or_default();
-        all.extend(
+        all_partitions.extend(
             partitions
                 .into_iter()
                 .map(|partition| (topic.clone(), partition)),
         );
     }
-    if all.is_empty() {
+    if all_partitions.is_empty() {
         return;
     }
     let committed = budget
-        .request(|budget| committed_of(&all, budget))
+        .request(|budget| committed_of(&all_partitions, budget))
         .flatten()
         .unwrap_or_default();
     for (topic, partition, start) in starts
@@ -256,8 +256,8 @@ fn mark_added(
         .filter(|it| it.2 == StartPosition::NoOffset)
     {
         let current = identity_of(topic);
-        if let Some(Some(own)) = committed.get(&(topic.clone(), *partition)) {
-            *start = start_position(topic, *partition, own, current.as_ref());
+        if let Some(Some(own_offset)) = committed.get(&(topic.clone(), *partition)) {
+            *start = start_position(topic, *partition, own_offset, current.as_ref());
             continue;
         }
         let of_topic: Vec<&CommittedOffset> = committed
@@ -285,31 +285,35 @@ fn mark_added(
 
 /// The remaining time for all requests of one rebalance.
 pub(crate) struct TimeBudget<'a> {
-    left: Duration,
-    /// Whether the source is closing, and reads nothing more of the assigned partitions.
-    is_leaving: &'a dyn Fn() -> bool,
+    remaining: Duration,
+    /// Whether the results are no longer needed: the source is closing, or the assignment is lost.
+    is_cancelled: &'a dyn Fn() -> bool,
 }
 
 impl<'a> TimeBudget<'a> {
-    pub(crate) fn new(left: Duration, is_leaving: &'a dyn Fn() -> bool) -> Self {
-        Self { left, is_leaving }
+    pub(crate) fn new(remaining: Duration, is_cancelled: &'a dyn Fn() -> bool) -> Self {
+        Self {
+            remaining,
+            is_cancelled,
+        }
     }
 
-    /// Runs one request with the time it may take; `None` if the budget is used up.
+    /// Runs one request, with its timeout as the argument. `None` without a request if no time remains
+    /// or the budget is cancelled.
     fn request<T>(&mut self, send: impl FnOnce(Duration) -> T) -> Option<T> {
-        if self.left.is_zero() || (self.is_leaving)() {
+        if self.remaining.is_zero() || (self.is_cancelled)() {
             return None;
         }
         let started = Instant::now();
-        let answer = send(self.left.min(REQUEST_TIMEOUT));
-        self.left = self.left.saturating_sub(started.elapsed());
+        let answer = send(self.remaining.min(REQUEST_TIMEOUT));
+        self.remaining = self.remaining.saturating_sub(started.elapsed());
         Some(answer)
     }
 
-    /// Runs a request until it succeeds, fails permanently, or the budget is used up.
+    /// Repeats a request until it succeeds, fails permanently, or the budget allows no more.
     fn retry<T>(
         &mut self,
-        what: &str,
+        name: &str,
         mut send: impl FnMut(Duration) -> KafkaResult<T>,
     ) -> Option<T> {
         let mut is_logged = false;
@@ -328,7 +332,7 @@ impl<'a> TimeBudget<'a> {
                 None => return None,
             };
             if !std::mem::replace(&mut is_logged, true) {
-                tracing::warn!(%error, request = what, "kafka request failed during a rebalance; after transient errors it is retried for up to a third of max.poll.interval.ms; without an answer, expired messages and recreated topics are not detected; check the group coordinator and the rights on group and topics");
+                tracing::warn!(%error, request = name, "kafka request failed during a rebalance; after transient errors it is retried for up to a third of max.poll.interval.ms; without an answer, expired messages and recreated topics are not detected; check the group coordinator and the rights on group and topics");
             }
             if !error.rdkafka_error_code().is_some_and(is_transient) {
                 return None;
@@ -352,12 +356,12 @@ fn is_transient(code: RDKafkaErrorCode) -> bool {
 /// A committed offset.
 struct CommittedOffset {
     offset: i64,
-    /// The topic that it was committed for, if the metadata names it.
+    /// The topic that the offset was committed for, if the metadata names it.
     identity: Option<TopicIdentity>,
 }
 
-/// The committed offset of each partition for which the coordinator returned one; `None` if nothing
-/// is committed. For a partition that is missing, it is unknown.
+/// The coordinator's answer for each partition: its committed offset, or `None` if it has none. A
+/// partition that is missing here has an unknown offset.
 type CommittedOffsets = HashMap<(String, i32), Option<CommittedOffset>>;
 
 /// Fetches the committed offsets of these partitions.
@@ -380,8 +384,8 @@ fn committed<C: ConsumerContext>(
             Err(error) if error.rdkafka_error_code().is_some_and(is_transient) => {
                 return Err(error);
             }
-            // The result looks like a partition without an offset. librdkafka fetches the offset by
-            // itself, and does not start reading before it has it.
+            // Left out, because the element looks like a partition without an offset. librdkafka
+            // fetches the offset itself before it reads the partition.
             Err(error) => {
                 tracing::warn!(%error, topic = it.topic(), partition = it.partition(), "cannot fetch the committed offset of the partition; librdkafka fetches it before it reads; check the group coordinator, and the rights Read on the group and Describe on the topic");
             }
@@ -400,12 +404,12 @@ fn parse_committed(it: &TopicPartitionListElem<'_>) -> Option<CommittedOffset> {
     })
 }
 
-/// The error of a partition that must not be read from another offset by itself. If a log is
-/// truncated while it is read, librdkafka does not report the position, just as without a committed
-/// offset; `position` is this member's own position.
+/// The error of a partition whose offset is not in the log, if the policy is to end the source. If
+/// the error names no offset, the log was truncated while it was read, or the group has no committed
+/// offset; `position`, this member's position, distinguishes the two.
 pub(crate) fn out_of_range<C: ConsumerContext>(
     queue: &MessageQueue<C>,
-    fault: &PartitionError,
+    error: &PartitionError,
     position: Option<i64>,
 ) -> SourceError {
     let PartitionError {
@@ -413,7 +417,7 @@ pub(crate) fn out_of_range<C: ConsumerContext>(
         partition,
         offset,
         ..
-    } = fault;
+    } = error;
     let Some(offset) = Some(*offset).filter(|offset| *offset >= 0).or(position) else {
         return SourceError::misconfigured(
             "start",
@@ -421,14 +425,14 @@ pub(crate) fn out_of_range<C: ConsumerContext>(
             "set the group's offsets, or use StartAt::Earliest",
         );
     };
-    let first = queue
-        .first_offset(topic, *partition)
-        .map_or_else(String::new, |first| {
-            format!(", which starts at offset {first}")
+    let log_start = queue
+        .log_start_offset(topic, *partition)
+        .map_or_else(String::new, |offset| {
+            format!(", which starts at offset {offset}")
         });
     SourceError::misconfigured(
         "out_of_range",
-        format!("the group's offset {offset} of {topic}/{partition} is not in the log{first}"),
+        format!("the group's offset {offset} of {topic}/{partition} is not in the log{log_start}"),
         "find out which messages are lost, then reset the group's offsets: kafka-consumer-groups.sh --reset-offsets; or use OutOfRange::Earliest",
     )
 }
@@ -474,7 +478,7 @@ mod tests {
         TimeBudget::new(left, &|| false)
     }
 
-    fn nowhere(topics: usize) -> Vec<PartitionStart> {
+    fn without_offset(topics: usize) -> Vec<PartitionStart> {
         (0..topics)
             .map(|topic| (format!("t{topic}"), 1, StartPosition::NoOffset))
             .collect()
@@ -517,7 +521,7 @@ mod tests {
 
     #[test]
     fn a_partition_without_an_offset_of_a_topic_that_is_read_was_added() {
-        let mut starts = nowhere(2);
+        let mut starts = without_offset(2);
         starts.push(("t0".to_owned(), 2, StartPosition::Recreated));
         assert_eq!(
             marked(&mut starts, [("t1", 0, None)]),
@@ -532,7 +536,7 @@ mod tests {
     #[test]
     fn a_partition_whose_offset_arrives_with_the_second_response_was_not_added() {
         assert_eq!(
-            marked(&mut nowhere(2), [("t1", 0, None), ("t1", 1, None)]),
+            marked(&mut without_offset(2), [("t1", 0, None), ("t1", 1, None)]),
             [StartPosition::NoOffset, StartPosition::Committed(7)]
         );
     }
@@ -542,21 +546,21 @@ mod tests {
         let (deleted, current) = (Some(topic_identity(OTHER)), Some(topic_identity(CURRENT)));
         assert_eq!(
             marked(
-                &mut nowhere(2),
+                &mut without_offset(2),
                 [("t0", 0, deleted.clone()), ("t1", 0, current)]
             ),
             [StartPosition::Recreated, StartPosition::AddedPartition]
         );
         assert_eq!(
-            marked(&mut nowhere(2), [("t0", 1, deleted)]),
+            marked(&mut without_offset(2), [("t0", 1, deleted)]),
             [StartPosition::Recreated, StartPosition::NoOffset]
         );
     }
 
     #[test]
     fn a_broker_that_does_not_answer_uses_the_whole_budget_once() {
-        let (mut starts, mut requests) = (nowhere(50), 0);
-        let in_vain = |_: &str, budget: Duration| {
+        let (mut starts, mut requests) = (without_offset(50), 0);
+        let times_out = |_: &str, budget: Duration| {
             requests += 1;
             std::thread::sleep(budget);
             None
@@ -564,8 +568,8 @@ mod tests {
         mark_added(
             &mut starts,
             &mut budget(Duration::from_millis(20)),
-            in_vain,
-            |_, _| unreachable!("nothing is known"),
+            times_out,
+            |_, _| unreachable!("no partition is known"),
             |_| None,
         );
         assert_eq!(requests, 1);
@@ -573,7 +577,7 @@ mod tests {
         assert_eq!(
             twice.request(|budget| budget),
             Some(REQUEST_TIMEOUT),
-            "one question does not take it all"
+            "one request does not use the whole budget"
         );
     }
 
@@ -587,21 +591,24 @@ mod tests {
         ]
         .into_iter();
         assert_eq!(
-            budget(REQUEST_TIMEOUT * 20)
-                .retry("what", |_| answers.next().expect("no more than needed")),
+            budget(REQUEST_TIMEOUT * 20).retry("what", |_| answers
+                .next()
+                .expect("no request after a success")),
             Some(7)
         );
         let mut answers = [failed(RDKafkaErrorCode::GroupAuthorizationFailed)].into_iter();
         assert_eq!(
-            budget(REQUEST_TIMEOUT).retry("what", |_| answers.next().expect("once")),
+            budget(REQUEST_TIMEOUT).retry("what", |_| answers
+                .next()
+                .expect("no retry after a permanent error")),
             None::<i32>
         );
-        let in_vain = |budget| {
+        let times_out = |budget| {
             std::thread::sleep(budget);
             failed(RDKafkaErrorCode::OperationTimedOut)
         };
         assert_eq!(
-            budget(Duration::from_millis(20)).retry("what", in_vain),
+            budget(Duration::from_millis(20)).retry("what", times_out),
             None::<i32>
         );
     }
@@ -693,7 +700,7 @@ mod tests {
     #[test]
     fn a_position_that_is_not_in_the_log_is_out_of_range_if_it_is_known() {
         let (_consumer, queue) = client("127.0.0.1:1");
-        let named = |offset, position| {
+        let error_for = |offset, position| {
             let code = RDKafkaErrorCode::AutoOffsetReset;
             match out_of_range(
                 &queue,
@@ -711,18 +718,18 @@ mod tests {
                 other => panic!("{other:?}"),
             }
         };
-        let (setting, problem) = named(9, Some(7));
+        let (setting, problem) = error_for(9, Some(7));
         assert!(
             setting == "out_of_range" && problem.contains("offset 9 of t/3 is not in the log"),
             "{setting}: {problem}"
         );
         // A log that was truncated while it was read.
-        let (setting, problem) = named(-1001, Some(7));
+        let (setting, problem) = error_for(-1001, Some(7));
         assert!(
             setting == "out_of_range" && problem.contains("offset 7 of t/3 is not in the log"),
             "{setting}: {problem}"
         );
-        assert_eq!(named(-1001, None).0, "start");
+        assert_eq!(error_for(-1001, None).0, "start");
     }
 
     /// A response without a top-level error, as brokers sent it before Kafka 0.11: each partition
@@ -776,9 +783,16 @@ mod tests {
             .expect("an answer");
         let topics = &consumer.context().topics;
         (0..100).for_each(|_| drop(consumer.poll(Duration::from_millis(1))));
-        assert_eq!(topics.identity("t"), None, "it came through the main queue");
+        assert_eq!(
+            topics.identity("t"),
+            None,
+            "the main queue has no log lines"
+        );
         queue.forward_log();
-        assert!(topics.identity("t").is_some(), "the log was forwarded");
+        assert!(
+            topics.identity("t").is_some(),
+            "forward_log passes on the log lines"
+        );
     }
 
     #[test]
@@ -797,7 +811,7 @@ mod tests {
         assert_eq!(
             start_position_for(&brokers, Some(OTHER)),
             StartPosition::Committed(7),
-            "its topic id is outdated"
+            "this client has an outdated topic id"
         );
         assert_eq!(
             start_position_for(&brokers, None),

@@ -1,4 +1,4 @@
-//! The callbacks of librdkafka, which run on the polling thread.
+//! The callbacks of librdkafka (rebalances, commits, errors, log), and reading in batches.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,9 +25,9 @@ use crate::kafka::{Kafka, OutOfRange, StartAt};
 use crate::shared::{OffsetGap, RevocationKind, SharedState, SourcePhase, StartPosition};
 use crate::topic_recreated::TopicIds;
 
-/// How long one read waits for a message while revoked deliveries are drained.
+/// How long one read waits for a message while a revocation waits for unsettled deliveries.
 const DRAIN_TURN: Duration = Duration::from_millis(5);
-/// How long a seek may take.
+/// Timeout of one seek.
 pub(crate) const SEEK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The consumer's callbacks, which run on the polling thread.
@@ -39,13 +39,13 @@ pub(crate) struct CallbackContext {
     /// The topic ids that this client has seen.
     pub(crate) topics: TopicIds,
     /// The time budget for all requests of one rebalance.
-    bound: Duration,
-    /// How long revoked deliveries are drained.
-    drain: Duration,
-    /// Set while the source lives. The queue holds the consumer, so it is removed before the
-    /// consumer is dropped.
+    request_budget: Duration,
+    /// How long a revocation waits for unsettled deliveries.
+    drain_timeout: Duration,
+    /// `None` before the client is served, and once it closes. The queue holds the consumer, so the
+    /// queue is removed before the consumer is dropped.
     queue: Mutex<Option<Arc<MessageQueue<CallbackContext>>>>,
-    /// The last error of the whole client, for `topics`, which waits for a broker.
+    /// The last error of the whole client. `topics` reads it while it waits for a broker.
     last_error: Mutex<Option<(RDKafkaErrorCode, String)>>,
     pub(crate) connection_errors: Arc<ConnectionErrors>,
     /// Set once another client has replaced this one; its statistics and rebalances are ignored.
@@ -58,9 +58,12 @@ impl CallbackContext {
         kafka: &Kafka,
         connection_errors: Arc<ConnectionErrors>,
     ) -> Self {
-        let (start, out_of_range, drain) =
-            (kafka.start, kafka.out_of_range_policy(), kafka.drain());
-        let (topics, bound, queue, last_error) = (
+        let (start, out_of_range, drain_timeout) = (
+            kafka.start,
+            kafka.out_of_range_policy(),
+            kafka.drain_timeout(),
+        );
+        let (topics, request_budget, queue, last_error) = (
             TopicIds::default(),
             kafka.rebalance_step_limit(),
             Mutex::default(),
@@ -72,8 +75,8 @@ impl CallbackContext {
             start,
             out_of_range,
             topics,
-            bound,
-            drain,
+            request_budget,
+            drain_timeout,
             queue,
             last_error,
             connection_errors,
@@ -106,17 +109,17 @@ impl CallbackContext {
     }
 
     fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
-        // Partitions are forwarded before they are assigned; otherwise their first messages arrive
-        // in the main queue.
+        // A partition's queue is forwarded to the message queue before the assignment; otherwise its
+        // first messages arrive in librdkafka's main queue.
         let Some(queue) = self.queue() else {
-            // The source is closing: nothing is read any more, and a closing client gets no answer
-            // about committed offsets.
+            // The client is closing: nothing more is read, and a closing client receives no
+            // committed offsets.
             return self.assign_partitions(consumer, partitions);
         };
         let mut assigned = partitions.clone();
-        let is_leaving =
+        let is_cancelled =
             || self.shared.lock().phase() > SourcePhase::Running || consumer.assignment_lost();
-        let mut budget = committed_offset::TimeBudget::new(self.bound, &is_leaving);
+        let mut budget = committed_offset::TimeBudget::new(self.request_budget, &is_cancelled);
         let starts = committed_offset::start_positions(
             consumer,
             partitions,
@@ -131,13 +134,13 @@ impl CallbackContext {
                 tracing::error!(
                     topic,
                     partition,
-                    "partition queue not found in librdkafka; its messages are read one by one, which is slower; restart the consumer to read them in batches"
+                    "partition queue not found in librdkafka; its messages are read one by one, which takes longer; restart the consumer to read them in batches"
                 );
             }
             let log = self.topics.log(&topic, start);
             self.shared.assign(&topic, partition, start, log);
-            if let Some(first) = log_starts.remove(&(topic.clone(), partition)) {
-                self.shared.lock().start_at(&topic, partition, first);
+            if let Some(log_start) = log_starts.remove(&(topic.clone(), partition)) {
+                self.shared.lock().start_at(&topic, partition, log_start);
             }
             if let Some(offset) = self.start_offset(&topic, partition, start) {
                 log_error(
@@ -148,12 +151,13 @@ impl CallbackContext {
         }
         metrics::counter!(crate::metric::ASSIGNED).increment(partitions.count() as u64);
         self.assign_partitions(consumer, &assigned);
-        // Nothing has been read yet, and librdkafka's positions agree. From now on they are used.
+        // librdkafka has no position yet in a partition that was just assigned. That shows that its
+        // next position is not left from an earlier assignment.
         self.advance_past_markers(consumer);
     }
 
-    /// Logs where reading starts. Returns the offset to assign, unless it is the committed one or
-    /// the one that `auto.offset.reset` selects.
+    /// Logs where reading starts. Returns the offset to assign; `None` if librdkafka starts at the
+    /// committed offset or as `auto.offset.reset` says.
     fn start_offset(&self, topic: &str, partition: i32, start: StartPosition) -> Option<Offset> {
         match start {
             StartPosition::Committed(offset) => {
@@ -232,27 +236,29 @@ impl CallbackContext {
         );
     }
 
-    /// Drains deliveries for a bounded time and stores the offsets; librdkafka commits them when it
-    /// unassigns, before another member gets the partitions. A lost assignment already belongs to
-    /// another member.
+    /// Waits for unsettled deliveries up to the drain timeout and stores the offsets. librdkafka
+    /// commits them when it unassigns the partitions, before another member is assigned them. Lost
+    /// partitions already belong to another member, so nothing is awaited or committed.
     fn revoke(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
-        let leaving = names(partitions);
+        let revoked = names(partitions);
         let kind = revocation_kind(consumer);
         let lost = kind == RevocationKind::Lost;
         let store = || commits::store(consumer, &self.shared);
         let unsettled =
             self.shared
-                .end_assignments(&leaving, kind, |epochs| self.drain(epochs), store);
-        for (topic, partition) in &leaving {
+                .end_assignments(&revoked, kind, |epochs| self.drain(epochs), store);
+        for (topic, partition) in &revoked {
             tracing::info!(topic, partition, lost, unsettled, "partition revoked");
         }
         metrics::counter!(crate::metric::REVOKED, "lost" => if lost { "yes" } else { "no" })
-            .increment(leaving.len() as u64);
+            .increment(revoked.len() as u64);
         self.unassign(consumer, partitions);
     }
 
+    /// Waits until every delivery of these assignments is settled or released, up to the drain
+    /// timeout. Other partitions are read meanwhile.
     pub(crate) fn drain(&self, epochs: &[u64]) {
-        let end = Instant::now() + self.drain;
+        let end = Instant::now() + self.drain_timeout;
         while Instant::now() < end {
             let state = self.shared.lock();
             if state.phase() >= SourcePhase::Closing || state.handed_out(epochs) == 0 {
@@ -266,7 +272,7 @@ impl CallbackContext {
         tracing::warn!(
             group = self.group,
             unsettled,
-            timeout = ?self.drain,
+            timeout = ?self.drain_timeout,
             "drain timeout exceeded, revoking partitions with unsettled deliveries; they are redelivered to another member; raise .drain_on_revoke(…) if handlers take longer"
         );
     }
@@ -291,16 +297,17 @@ impl CallbackContext {
         }
     }
 
-    /// Reads one batch, or waits. Does not serve the main queue, so it may run inside a rebalance.
+    /// Reads one batch, or waits for `wait` if there is no message or no room for one. Does not serve
+    /// librdkafka's main queue, so it may run inside a rebalance.
     pub(crate) fn read_batch(&self, wait: Duration) {
         let Some(queue) = self.queue() else {
             return self.shared.wait(wait);
         };
         let mut state = self.shared.lock();
         state.set_queue_length(queue.length());
-        let (room, full) = (state.room(), state.full());
+        let (room, full_partitions) = (state.room(), state.full_partitions());
         drop(state);
-        queue.hold_back(full);
+        queue.hold_back(full_partitions);
         if room == 0 {
             return self.shared.wait(wait);
         }
@@ -311,39 +318,40 @@ impl CallbackContext {
     }
 
     pub(crate) fn process_batch(&self, batch: RecordBatch, queue: &MessageQueue<Self>) {
-        for fault in &batch.errors {
-            match unreadable(fault) {
-                Some(error) => {
+        for error in &batch.errors {
+            match unreadable(error) {
+                Some(source_error) => {
                     // Before the records: the same batch may contain records after the unreadable
                     // part.
-                    self.shared.lock().halt(&fault.topic, fault.partition);
-                    self.shared.fail(error);
+                    self.shared.lock().halt(&error.topic, error.partition);
+                    self.shared.fail(source_error);
                 }
-                // The changed topic id is handled in this turn.
-                None if fault.code == RDKafkaErrorCode::AutoOffsetReset
-                    && self.topics.is_change_pending(&fault.topic) => {}
-                None if fault.code == RDKafkaErrorCode::AutoOffsetReset => {
+                // The polling thread handles the changed topic id later in this turn.
+                None if error.code == RDKafkaErrorCode::AutoOffsetReset
+                    && self.topics.is_change_pending(&error.topic) => {}
+                None if error.code == RDKafkaErrorCode::AutoOffsetReset => {
                     let position = self
                         .shared
                         .lock()
-                        .position_of(&fault.topic, fault.partition);
+                        .position_of(&error.topic, error.partition);
                     self.shared
-                        .fail(committed_offset::out_of_range(queue, fault, position));
+                        .fail(committed_offset::out_of_range(queue, error, position));
                 }
                 None => {
-                    self.handle_error(fault.code, &format!("{}/{}", fault.topic, fault.partition))
+                    self.handle_error(error.code, &format!("{}/{}", error.topic, error.partition))
                 }
             }
         }
         let intake = self.shared.add_records(batch.records);
         for gap in intake.gaps {
-            let first = queue.first_offset(&gap.topic, gap.partition);
-            expired::classify_gap(gap, first, &self.shared);
+            let log_start = queue.log_start_offset(&gap.topic, gap.partition);
+            expired::classify_gap(gap, log_start, &self.shared);
         }
-        // After the records, which may precede the error.
-        let faulty = batch.errors.iter().filter(|fault| fault.offset >= 0);
-        let faulty = faulty.map(|fault| (&*fault.topic, fault.partition, Some(fault.offset)));
-        for (topic, partition, position) in faulty.chain(
+        // After the records were added, because some of them precede the error.
+        let errors_with_offset = batch.errors.iter().filter(|error| error.offset >= 0);
+        let error_positions =
+            errors_with_offset.map(|error| (&*error.topic, error.partition, Some(error.offset)));
+        for (topic, partition, position) in error_positions.chain(
             intake
                 .restarted
                 .iter()
@@ -353,9 +361,9 @@ impl CallbackContext {
         }
     }
 
-    /// Seeks to the offset after the last message that was read. librdkafka counts an error as a
-    /// message, and does not notice that a log starts again. After the next rebalance it would
-    /// resume at an offset that is too high, and skip messages.
+    /// Seeks to the offset after the last message that was read. librdkafka's position is higher:
+    /// it counts an error as a message, and does not decrease when a log was truncated. After the
+    /// next rebalance librdkafka would resume there and skip messages.
     fn seek_after_last_read(
         &self,
         topic: &str,
@@ -383,7 +391,8 @@ impl CallbackContext {
         }
     }
 
-    /// librdkafka's position also counts transaction markers, which are not delivered as messages.
+    /// Advances each partition to librdkafka's position, which also passes transaction markers. These
+    /// are not delivered as messages.
     pub(crate) fn advance_past_markers(&self, consumer: &BaseConsumer<Self>) {
         let (Ok(positions), Some(queue)) = (consumer.position(), self.queue()) else {
             return;
@@ -399,19 +408,19 @@ impl CallbackContext {
         });
         let gaps: Vec<OffsetGap> = gaps.collect();
         drop(state);
-        let first_of = |topic: &str, partition| queue.first_offset(topic, partition);
+        let log_start_of = |topic: &str, partition| queue.log_start_offset(topic, partition);
         for gap in gaps {
-            let first = first_of(&gap.topic, gap.partition);
-            expired::classify_gap(gap, first, &self.shared);
+            let log_start = log_start_of(&gap.topic, gap.partition);
+            expired::classify_gap(gap, log_start, &self.shared);
         }
-        expired::classify_deferred_gaps(first_of, &self.shared);
+        expired::classify_deferred_gaps(log_start_of, &self.shared);
     }
 
-    /// librdkafka retries most errors. Permanent errors end the source.
+    /// Ends the source if the error is permanent. librdkafka retries all others, which are logged.
     pub(crate) fn handle_error(&self, code: RDKafkaErrorCode, subject: &str) {
         match permanent_error(code, subject) {
-            Some(fault) => self.shared.fail(fault),
-            // The error callback of the client has logged it.
+            Some(error) => self.shared.fail(error),
+            // The error callback of the client has already logged that it cannot reach a broker.
             None if client::error::is_connection(code) => {
                 tracing::debug!(%code, subject, "cannot reach a broker")
             }
@@ -422,7 +431,7 @@ impl CallbackContext {
     }
 }
 
-/// The error of the source for a code that retrying cannot resolve.
+/// The error of the source for a permanent error code; `None` if a retry may succeed.
 pub(crate) fn permanent_error(code: RDKafkaErrorCode, subject: &str) -> Option<SourceError> {
     use RDKafkaErrorCode as E;
     Some(match code {
@@ -436,7 +445,7 @@ pub(crate) fn permanent_error(code: RDKafkaErrorCode, subject: &str) -> Option<S
             "not allowed to use the group",
             "grant Read on the group",
         ),
-        // Another client would fence the other member, which would fence it in turn, endlessly.
+        // Permanent, because a replacement client and the other member would fence each other forever.
         E::FencedInstanceId | E::Fenced => SourceError::misconfigured(
             "group.instance.id",
             "another member of the group uses the same instance id",
@@ -450,12 +459,12 @@ pub(crate) fn permanent_error(code: RDKafkaErrorCode, subject: &str) -> Option<S
         E::UnsupportedAssignor => SourceError::misconfigured(
             "group.remote.assignor",
             "the broker has no assignor of this name",
-            "remove it, or name one of the broker's group.consumer.assignors",
+            "remove the property, or name one of the broker's group.consumer.assignors",
         ),
         E::UnsupportedVersion | E::UnsupportedFeature => SourceError::misconfigured(
             "group.protocol",
             "the broker does not support this group protocol",
-            "remove it, or use Kafka 4.0 or later",
+            "remove the property, or use Kafka 4.0 or later",
         ),
         _ => return None,
     })
@@ -491,11 +500,12 @@ impl ClientContext for CallbackContext {
                 .last_error
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner);
-            // librdkafka reports "all brokers down" right after the cause; the cause is kept.
+            // librdkafka reports "all brokers down" right after a rejected login, which is the cause
+            // and is kept.
             if !(client::error::is_connection(code)
                 && last_error
                     .as_ref()
-                    .is_some_and(|(before, _)| client::error::is_authentication(*before)))
+                    .is_some_and(|(last, _)| client::error::is_authentication(*last)))
             {
                 *last_error = Some((code, reason.to_owned()));
             }
@@ -531,15 +541,17 @@ impl ConsumerContext for CallbackContext {
 
     fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
         fault::point("kafka.commit.confirmed");
-        let all = match result {
+        let commit_error = match result {
+            // There was no offset to commit.
             Err(KafkaError::ConsumerCommit(RDKafkaErrorCode::NoOffset)) => return,
             Err(error) => Some(error),
             Ok(()) => None,
         };
-        let failed = |it: &TopicPartitionListElem<'_>| all.clone().or_else(|| it.error().err());
+        let error_of =
+            |it: &TopicPartitionListElem<'_>| commit_error.clone().or_else(|| it.error().err());
         let (mut failures, mut state) = (Vec::new(), self.shared.lock());
         for it in offsets.elements() {
-            match (failed(&it), it.offset()) {
+            match (error_of(&it), it.offset()) {
                 (Some(error), _) => {
                     state.commit_again(it.topic(), it.partition());
                     failures.push((error, it));
@@ -566,15 +578,15 @@ pub(crate) fn revocation_kind(consumer: &BaseConsumer<CallbackContext>) -> Revoc
     }
 }
 
-/// The error of a part of a log that this client can never read.
-fn unreadable(fault: &PartitionError) -> Option<SourceError> {
+/// The error of the source if this client can never read a part of a log; `None` for any other error.
+fn unreadable(error: &PartitionError) -> Option<SourceError> {
     use RDKafkaErrorCode as E;
     let PartitionError {
         topic,
         partition,
         offset,
         code,
-    } = fault;
+    } = error;
     let remedy = match code {
         E::BadMessage | E::BadCompression | E::InvalidMessage => {
             "restore that part of the log from a replica"
@@ -604,8 +616,8 @@ fn names(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
 mod tests {
     use super::*;
 
-    /// For `Beginning` librdkafka uses the log start offset of the deleted topic if it has fetched
-    /// from that.
+    /// For `Offset::Beginning` librdkafka would use the log start offset of the deleted topic if it
+    /// has read that topic.
     #[test]
     fn a_recreated_topic_starts_at_offset_0() {
         let (kafka, shared) = (
@@ -613,10 +625,13 @@ mod tests {
             Arc::<SharedState>::default(),
         );
         let context = CallbackContext::new(shared, &kafka, Arc::new(ConnectionErrors::new("b")));
-        let begin = |start| context.start_offset("t", 0, start);
-        assert_eq!(begin(StartPosition::Recreated), Some(Offset::Offset(0)));
+        let start_offset = |start| context.start_offset("t", 0, start);
         assert_eq!(
-            [StartPosition::AddedPartition, StartPosition::NoOffset].map(begin),
+            start_offset(StartPosition::Recreated),
+            Some(Offset::Offset(0))
+        );
+        assert_eq!(
+            [StartPosition::AddedPartition, StartPosition::NoOffset].map(start_offset),
             [Some(Offset::Beginning); 2]
         );
         assert_eq!(
@@ -626,7 +641,7 @@ mod tests {
                 StartPosition::Replica(7),
                 StartPosition::Ambiguous(7)
             ]
-            .map(begin),
+            .map(start_offset),
             [None; 4]
         );
     }

@@ -17,45 +17,51 @@ use crate::client::log::LogContext;
 use crate::kafka::Destinations;
 use crate::shared::RejectedDelivery;
 
-/// The header of a dead letter without its body, which the broker rejected as too large. Its value
-/// is the size of the body in bytes.
+/// The header of a dead letter without its body, because the broker rejected it with the body as too
+/// large. Its value is the size of the body in bytes.
 const BODY_OMITTED: &str = "oncegate-body-omitted";
-/// The same for the key.
+/// The header of a dead letter without its key. Its value is the size of the key in bytes.
 const KEY_OMITTED: &str = "oncegate-key-omitted";
-/// The header of a dead letter without the message's own headers. Its value is their number.
+/// The header of a dead letter without the message's own headers. Its value is the number of
+/// these headers.
 const HEADERS_OMITTED: &str = "oncegate-headers-omitted";
 
-/// How long a producer whose message timed out has to fetch the metadata of its topic.
+/// How long a producer whose message timed out may take to fetch the metadata of its topic.
 const METADATA_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How often a failure is logged per topic.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// How long a dead letter waits for room in the queue of its producer.
+const ENQUEUE_TIMEOUT: Duration = Duration::from_secs(30);
 
 type DeadLetterProducer = FutureProducer<LogContext>;
 
 /// Publishes dead letters and in-doubt messages with idempotent producers and `acks=all`.
 pub(crate) struct DeadLetters {
     destinations: Destinations,
+    /// Sends several messages per request.
     batches: RestartingProducer,
     /// Sends one message per request. The broker acknowledges a batch as a whole, so only a message
     /// that is sent alone can be identified as the rejected one.
     singles: RestartingProducer,
+    /// By topic and kind of log line.
     throttles: Mutex<HashMap<(String, &'static str), LogThrottle>>,
 }
 
-/// A dead letter that is not published yet, and how the next attempt sends it.
+/// A dead letter that is not confirmed yet, and how the next attempt sends it.
 pub(crate) struct UnpublishedDeadLetter {
     pub(crate) rejected: RejectedDelivery,
     parts: PublishedParts,
     grouping: RequestGrouping,
 }
 
-/// Which messages share a request with the dead letter.
+/// Whether other messages share a request with the dead letter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum RequestGrouping {
-    /// Others for the same partition.
+    /// Others for the same partition may.
     Batch,
-    /// None: a batch with this message was rejected.
+    /// No others, because the broker rejected a batch with this message.
     Alone,
 }
 
@@ -67,16 +73,16 @@ enum PublishedParts {
     /// Key and headers.
     WithoutBody,
     /// Only the headers that oncegate adds.
-    Note,
+    RejectionHeaders,
 }
 
 impl PublishedParts {
-    /// The smaller form to publish if this one was too large.
+    /// The parts to publish if these were too large; `None` if there are no fewer.
     fn smaller(self) -> Option<Self> {
         match self {
             Self::Whole => Some(Self::WithoutBody),
-            Self::WithoutBody => Some(Self::Note),
-            Self::Note => None,
+            Self::WithoutBody => Some(Self::RejectionHeaders),
+            Self::RejectionHeaders => None,
         }
     }
 }
@@ -98,8 +104,8 @@ impl DeadLetters {
         destinations: Destinations,
         connection_errors: Arc<ConnectionErrors>,
     ) -> Result<Self, KafkaError> {
-        let mut alone = config.clone();
-        alone.set("batch.num.messages", "1");
+        let mut singles_config = config.clone();
+        singles_config.set("batch.num.messages", "1");
         let batches = RestartingProducer {
             config,
             connection_errors: connection_errors.clone(),
@@ -107,7 +113,7 @@ impl DeadLetters {
         };
         drop(batches.current()?);
         let singles = RestartingProducer {
-            config: alone,
+            config: singles_config,
             connection_errors,
             current: Mutex::default(),
         };
@@ -132,11 +138,11 @@ impl DeadLetters {
     /// publishing, so that retention and timestamp checks do not reject it; the header
     /// `oncegate-first-seen` has the original timestamp. If the broker rejects the message as too
     /// large, it is sent without its body, then also without key and headers. Headers name the
-    /// omitted parts, and the origin header has the position of the original.
+    /// omitted parts; the header `oncegate-origin` has the position of the complete message.
     ///
     /// # Errors
-    /// It is unknown whether the dead letter was written. Publish it again; a second copy is
-    /// harmless.
+    /// The dead letter is not confirmed, and may be in the topic. Publish it again; a second copy has
+    /// no effect on processing.
     pub(crate) async fn publish(
         &self,
         dead_letter: &mut UnpublishedDeadLetter,
@@ -189,7 +195,7 @@ impl DeadLetters {
         record.key = message
             .key
             .as_deref()
-            .filter(|_| *parts != PublishedParts::Note);
+            .filter(|_| *parts != PublishedParts::RejectionHeaders);
         match grouping {
             RequestGrouping::Batch => self.batches.send(record).await,
             RequestGrouping::Alone => self.singles.send(record).await,
@@ -219,7 +225,7 @@ impl DeadLetters {
             offset = delivery.receipt.position,
             reason = reason.as_str(),
             suppressed_lines,
-            "cannot publish to the dead-letter topic; the message is held, its offset is not committed, and publishing is retried; check that the topic exists without compaction, and the right Write on it"
+            "cannot publish to the dead-letter topic; its message stays in memory, no offset from it on is committed, and publishing is retried; check that the topic exists and is not compacted, its max.message.bytes, and that this client has the right Write on it"
         );
     }
 
@@ -242,21 +248,21 @@ impl DeadLetters {
         );
     }
 
-    /// The number of suppressed lines of this kind for the topic, if a line is due.
-    fn due(&self, topic: &str, kind: &'static str, now: Instant) -> Option<u64> {
+    /// The number of suppressed log lines of this kind for the topic, if one is due.
+    fn due(&self, topic: &str, line: &'static str, now: Instant) -> Option<u64> {
         let mut throttles = self
             .throttles
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let throttle = throttles
-            .entry((topic.to_owned(), kind))
+            .entry((topic.to_owned(), line))
             .or_insert_with(|| LogThrottle::every(LOG_INTERVAL));
         throttle.due(now)
     }
 }
 
-/// Whether the broker rejected the batch, because of this message or another one. Otherwise the
-/// outcome is unknown.
+/// Whether the broker rejected the batch, because of this message or another one of it. With any
+/// other code the outcome is unknown.
 fn is_rejection(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     !matches!(
@@ -275,7 +281,7 @@ struct RestartingProducer {
 impl RestartingProducer {
     async fn send(&self, record: FutureRecord<'_, [u8], [u8]>) -> Result<(), KafkaError> {
         let (topic, producer) = (record.topic.to_owned(), self.current()?);
-        let sent = producer.send(record, Duration::from_secs(30)).await;
+        let sent = producer.send(record, ENQUEUE_TIMEOUT).await;
         match &sent {
             Err(_) if producer.client().fatal_error().is_some() => {
                 self.replace(&producer, "fatal error")
@@ -301,9 +307,9 @@ impl RestartingProducer {
         }
     }
 
-    /// A producer may have lost its broker metadata and would wait without limit, so one that cannot
-    /// fetch the topic's metadata is replaced. If no broker is up, the new producer fails as well,
-    /// and nothing is lost.
+    /// Replaces the producer if it cannot fetch the topic's metadata: one that has lost its broker
+    /// metadata may never connect again. If no broker is available, the new producer fails too, and the
+    /// dead letter is retried.
     async fn replace_if_disconnected(&self, producer: DeadLetterProducer, topic: String) {
         let fetched = tokio::task::spawn_blocking(move || {
             let answer = producer
@@ -315,13 +321,13 @@ impl RestartingProducer {
             )
         });
         if let Ok((false, producer)) = fetched.await {
-            self.replace(&producer, "it cannot fetch metadata");
+            self.replace(&producer, "cannot fetch metadata");
             drop_on_thread(Some(producer));
         }
     }
 
-    /// A fatal error of an idempotent producer is permanent: the next publish creates a new
-    /// producer, unless another publish already has.
+    /// Removes a failed producer, unless another call already has: the next publish creates a new one.
+    /// A fatal error of an idempotent producer is permanent.
     fn replace(&self, failed: &DeadLetterProducer, reason: &str) {
         let mut producer = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         if producer
@@ -350,13 +356,13 @@ impl Drop for RestartingProducer {
 
 /// Dropping a producer joins its thread, which must not block an async thread.
 fn drop_on_thread(producer: Option<DeadLetterProducer>) {
-    // If no thread can be spawned, the closure and the producer are dropped here.
+    // If no thread can be spawned, the producer is dropped on the current thread.
     let _ = std::thread::Builder::new()
         .name("oncegate-kafka-drop".into())
         .spawn(move || drop(producer));
 }
 
-/// The headers of a dead letter: those of the message that are kept, then those of the rejection.
+/// The headers of a dead letter: the kept headers of the message, then the headers of the rejection.
 fn dead_letter_headers(
     delivery: &Delivery,
     reason: &Reason,
@@ -365,7 +371,7 @@ fn dead_letter_headers(
 ) -> OwnedHeaders {
     let message = &delivery.message;
     let mut headers = OwnedHeaders::new();
-    if parts != PublishedParts::Note {
+    if parts != PublishedParts::RejectionHeaders {
         for (name, value) in kept_headers(message) {
             headers = headers.insert(Header {
                 key: &String::from_utf8_lossy(name),
@@ -377,7 +383,7 @@ fn dead_letter_headers(
     added.extend(
         (parts != PublishedParts::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())),
     );
-    if parts == PublishedParts::Note {
+    if parts == PublishedParts::RejectionHeaders {
         added.extend(
             message
                 .key
@@ -409,15 +415,16 @@ mod tests {
             .brokers("localhost:1")
             .group("g")
             .producer_config();
-        let letters = DeadLetters::open(
+        let dead_letters = DeadLetters::open(
             config,
             Destinations::default(),
             Arc::new(ConnectionErrors::new("b")),
         )
         .expect("a producer");
         let started = Instant::now();
-        let due =
-            |topic, second| letters.due(topic, "failure", started + Duration::from_secs(second));
+        let due = |topic, second| {
+            dead_letters.due(topic, "failure", started + Duration::from_secs(second))
+        };
         assert_eq!(
             [
                 due("a", 0),
@@ -428,7 +435,7 @@ mod tests {
             ],
             [Some(0), None, Some(0), None, Some(2)]
         );
-        assert_eq!(letters.due("a", "size", started), Some(0));
+        assert_eq!(dead_letters.due("a", "size", started), Some(0));
     }
 
     #[test]
@@ -463,30 +470,32 @@ mod tests {
             failures: 0,
         };
         let names = |parts| {
-            let all = dead_letter_headers(&delivery, &Reason::TooLarge, None, parts);
+            let headers = dead_letter_headers(&delivery, &Reason::TooLarge, None, parts);
             assert!(
-                all.iter()
+                headers
+                    .iter()
                     .all(|header| header.value.is_some_and(|value| value != b"victim")),
                 "{parts:?}"
             );
-            all.iter()
+            headers
+                .iter()
                 .map(|header| header.key.to_owned())
                 .collect::<Vec<_>>()
         };
-        let whole = [
+        let all_names = [
             "Oncegate-Id",
             "oncegate-reason",
             "oncegate-attempts",
             "oncegate-origin",
         ];
-        assert_eq!(names(PublishedParts::Whole), whole);
+        assert_eq!(names(PublishedParts::Whole), all_names);
         assert_eq!(
             names(PublishedParts::WithoutBody),
-            [&whole[..], &[BODY_OMITTED]].concat()
+            [&all_names[..], &[BODY_OMITTED]].concat()
         );
         assert_eq!(
-            names(PublishedParts::Note),
-            [&whole[1..], &[BODY_OMITTED, HEADERS_OMITTED]].concat()
+            names(PublishedParts::RejectionHeaders),
+            [&all_names[1..], &[BODY_OMITTED, HEADERS_OMITTED]].concat()
         );
     }
 }

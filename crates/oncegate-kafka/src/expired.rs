@@ -1,13 +1,13 @@
-//! Distinguishes messages that expired before they were read from offsets that are never delivered:
-//! compacted records and transaction markers.
+//! Classifies offset gaps: messages that expired before they were read, or offsets that are never
+//! delivered (compacted records and transaction markers).
 
 use std::time::Instant;
 
 use crate::shared::{OffsetGap, SharedState};
 
-/// Counts and logs the expired messages of a gap, given the current log start offset `first`. If
-/// that is unknown, the gap is logged and kept for [`classify_deferred_gaps`].
-pub(crate) fn classify_gap(gap: OffsetGap, first: Option<i64>, shared: &SharedState) {
+/// Counts and logs the expired messages of a gap, given the current log start offset. If that is
+/// unknown, the gap is logged and kept for [`classify_deferred_gaps`].
+pub(crate) fn classify_gap(gap: OffsetGap, log_start: Option<i64>, shared: &SharedState) {
     let now = Instant::now();
     let OffsetGap {
         ref topic,
@@ -15,9 +15,9 @@ pub(crate) fn classify_gap(gap: OffsetGap, first: Option<i64>, shared: &SharedSt
         from: expected,
         to,
     } = gap;
-    let Some(first) = first else {
-        // librdkafka resets the log start offset after each error response. The gap may be
-        // harmless, so it is logged and not counted yet.
+    let Some(log_start) = log_start else {
+        // librdkafka clears the log start offset after each error response. The gap may contain no
+        // message, so it is logged and not counted yet.
         let topic = topic.clone();
         let gaps = shared.lock().defer_gap(gap, now);
         if let Some(gaps) = gaps {
@@ -27,12 +27,12 @@ pub(crate) fn classify_gap(gap: OffsetGap, first: Option<i64>, shared: &SharedSt
                 expected,
                 next = to,
                 gaps,
-                "messages may have expired: the log start offset is unknown, so the gap may also be compacted records or transaction markers; counted once it is known; look at oncegate_kafka_messages_expired_total later"
+                "messages may have expired: the log start offset is unknown, so the gap may also be compacted records or transaction markers; once it is known, expired messages are counted in oncegate_kafka_messages_expired_total"
             );
         }
         return;
     };
-    let expired = gap.expired(first);
+    let expired = gap.expired(log_start);
     if expired == 0 {
         return;
     }
@@ -40,12 +40,12 @@ pub(crate) fn classify_gap(gap: OffsetGap, first: Option<i64>, shared: &SharedSt
     let Some(expired) = shared.lock().count_expired(&gap, expired, now) else {
         return;
     };
-    if first <= to {
+    if log_start <= to {
         tracing::error!(
             %topic,
             partition,
             expected,
-            log_start = first,
+            log_start,
             expired,
             "messages expired: they were removed from the log before the group read them; reading continues at the log start offset; raise the retention of the topic, or add consumers if the lag grows"
         );
@@ -55,24 +55,24 @@ pub(crate) fn classify_gap(gap: OffsetGap, first: Option<i64>, shared: &SharedSt
             partition,
             expected,
             next = to,
-            log_start = first,
+            log_start,
             expired,
             "messages expired, or offset gap: the log start offset has moved past it, so expired messages cannot be told from compacted records or transaction markers; reading continues at the next message; raise the retention of the topic, or add consumers if the lag grows"
         );
     }
 }
 
-/// Classifies the deferred gaps of partitions whose log start offset is known by now.
+/// Classifies the deferred gaps of the partitions for which `log_start_of` returns a log start offset.
 pub(crate) fn classify_deferred_gaps(
-    first_of: impl Fn(&str, i32) -> Option<i64>,
+    log_start_of: impl Fn(&str, i32) -> Option<i64>,
     shared: &SharedState,
 ) {
     let gaps = shared
         .lock()
-        .take_deferred_gaps(|topic, partition| first_of(topic, partition).is_some());
+        .take_deferred_gaps(|topic, partition| log_start_of(topic, partition).is_some());
     for gap in gaps {
-        let first = first_of(&gap.topic, gap.partition);
-        classify_gap(gap, first, shared);
+        let log_start = log_start_of(&gap.topic, gap.partition);
+        classify_gap(gap, log_start, shared);
     }
 }
 

@@ -16,7 +16,7 @@ use crate::status::KafkaStatus;
 
 /// How long a partition may make no progress while its log grows, by default.
 const STALLED_AFTER: Duration = Duration::from_secs(60);
-/// How long revoked deliveries are drained by default.
+/// How long a revocation waits for unsettled deliveries, by default.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 /// Maximum pause before a client reconnects to a broker, as in Kafka's own clients. With
 /// librdkafka's default of 10 s, a client would ignore a restarted broker for as long.
@@ -33,11 +33,10 @@ const POLL_INTERVAL: Duration = Duration::from_secs(300);
 /// The time without a heartbeat after which the group coordinator removes a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SessionTimeout {
-    /// The setting that it comes from.
+    /// The setting that has the value.
     setting: &'static str,
     pub(crate) value: Duration,
-    /// Whether the value is the default of the setting. The setting of a broker is not known to
-    /// its clients.
+    /// Whether the value is the default of the setting. A client cannot read a broker's setting.
     is_default: bool,
 }
 
@@ -74,7 +73,7 @@ pub struct Kafka {
     pub(crate) body_limit: usize,
     pub(crate) start: StartAt,
     pub(crate) out_of_range: OutOfRange,
-    drain: Duration,
+    drain_timeout: Duration,
     pub(crate) stalled_after: Duration,
     pub(crate) status: KafkaStatus,
     security: Security,
@@ -91,7 +90,7 @@ pub enum StartAt {
     #[default]
     Earliest,
     /// The consumer ends with an error until an operator sets the group's offsets. It also does so if
-    /// the committed offset is [out of range](OutOfRange), whatever that policy is. A partition
+    /// the committed offset is [out of range](OutOfRange), with either of those policies. A partition
     /// that was added to a topic which the group already reads is always read from its beginning,
     /// because none of its messages was read.
     Error,
@@ -189,7 +188,7 @@ impl Kafka {
             body_limit: usize::MAX,
             start: StartAt::default(),
             out_of_range: OutOfRange::default(),
-            drain: DRAIN_TIMEOUT,
+            drain_timeout: DRAIN_TIMEOUT,
             stalled_after: STALLED_AFTER,
             status: KafkaStatus::new(),
             security: Security::default(),
@@ -259,7 +258,7 @@ impl Kafka {
     /// by default, and never more than a third of `max.poll.interval.ms`. Deliveries that are not
     /// settled by then are redelivered to another member.
     pub fn drain_on_revoke(mut self, bound: Duration) -> Self {
-        self.drain = bound;
+        self.drain_timeout = bound;
         self
     }
 
@@ -288,7 +287,7 @@ impl Kafka {
     /// Connects with TLS, and trusts this certificate authority (a PEM file) instead of the
     /// system's.
     pub fn ca_certificate(mut self, file: impl Into<PathBuf>) -> Self {
-        self.security.trust_authority(file.into());
+        self.security.ca_certificate(file.into());
         self
     }
 
@@ -298,7 +297,8 @@ impl Kafka {
         certificate: impl Into<PathBuf>,
         key: impl Into<PathBuf>,
     ) -> Self {
-        self.security.present(certificate.into(), key.into());
+        self.security
+            .client_certificate(certificate.into(), key.into());
         self
     }
 
@@ -312,7 +312,7 @@ impl Kafka {
     /// network path can read and change everything, including the password of
     /// [`KafkaLogin::plain`].
     pub fn danger_accept_any_certificate(mut self) -> Self {
-        self.security.trust_anyone();
+        self.security.disable_verification();
         self
     }
 
@@ -441,13 +441,14 @@ impl Kafka {
         })
     }
 
-    /// How long a rebalance may drain deliveries, well under `max.poll.interval.ms`.
-    pub(crate) fn drain(&self) -> Duration {
-        self.drain.min(self.rebalance_step_limit())
+    /// How long a rebalance waits for unsettled deliveries, at most a third of
+    /// `max.poll.interval.ms`.
+    pub(crate) fn drain_timeout(&self) -> Duration {
+        self.drain_timeout.min(self.rebalance_step_limit())
     }
 
-    /// Time limit for one part of a rebalance, so that the whole stays below
-    /// `max.poll.interval.ms`.
+    /// Time limit for each of the two slow parts of a rebalance, requests and draining: a third of
+    /// `max.poll.interval.ms`, so that both together stay below it.
     pub(crate) fn rebalance_step_limit(&self) -> Duration {
         let interval = self
             .property_value("max.poll.interval.ms")
@@ -456,7 +457,7 @@ impl Kafka {
     }
 
     /// After how long without a heartbeat the group coordinator removes a member with these
-    /// settings, as far as the client can know.
+    /// settings. If the broker has the setting, the default is assumed.
     pub(crate) fn session_timeout(&self) -> SessionTimeout {
         if self.property_value("group.protocol") == Some("consumer") {
             return SessionTimeout {
@@ -465,7 +466,7 @@ impl Kafka {
                 is_default: true,
             };
         }
-        // librdkafka parses the property, and has the default.
+        // Read from librdkafka, which parses the property and has its default.
         let effective = self
             .consumer_config()
             .create_native_config()
@@ -515,7 +516,8 @@ impl Kafka {
             .set("fetch.queue.backoff.ms", "2")
             .set("isolation.level", "read_committed")
             .set("auto.commit.interval.ms", "1000");
-        // An alias of the same property; which of the two wins is undefined.
+        // An alias of `fetch.message.max.bytes`; if both were set, the effective one would be
+        // undefined.
         if self.property_value("max.partition.fetch.bytes").is_none() {
             config.set("fetch.message.max.bytes", "262144");
         }
@@ -536,7 +538,8 @@ impl Kafka {
             "statistics.interval.ms",
             statistics::INTERVAL.as_millis().to_string(),
         );
-        // The source itself sets the start offset of a partition without a committed one.
+        // `auto.offset.reset` applies to an offset that is not in the log, and to a partition without
+        // a committed offset if the source sets no start offset.
         config
             .set("enable.auto.offset.store", "false")
             .set("enable.auto.commit", "true")
@@ -564,12 +567,13 @@ impl Kafka {
 
     pub(crate) fn producer_config(&self) -> ClientConfig {
         let mut config = self.config();
-        // The broker decides which size is too large; this is librdkafka's maximum.
+        // librdkafka's maximum for `message.max.bytes`: only the broker rejects a message as too large.
         config
             .set("linger.ms", "0")
             .set("delivery.timeout.ms", "30000")
             .set("message.max.bytes", "1000000000");
-        // Small enough that few topics reject a batch only for its size.
+        // Below the default `max.message.bytes` of topics (1 MiB), so that most topics reject a batch
+        // only because of a single large message.
         config.set("batch.size", "131072");
         self.set_properties(&mut config);
         config.set("enable.idempotence", "true").set("acks", "all");
@@ -630,7 +634,7 @@ fn forbidden_property(key: &str) -> Option<&'static str> {
             "remove it: the source reads the state of the group coordinator from the statistics",
         ),
         "enable.partition.eof" => Some(
-            "remove it: librdkafka would count each end of a partition as a message, and skip one after a rebalance",
+            "remove it: librdkafka counts each end of a partition as a message, and would skip one after a rebalance",
         ),
         "isolation.level" => {
             Some("remove it: messages of an aborted transaction must not be handled")

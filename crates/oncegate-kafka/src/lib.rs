@@ -8,22 +8,22 @@
 //! ```
 //!
 //! [`Kafka`] describes the source; opening it returns a [`KafkaSource`]. The committed offset of a
-//! partition is its lowest delivered and unsettled offset. After a crash the group redelivers
-//! everything that was not settled, and some messages that were.
+//! partition is its lowest delivered and unsettled offset. After a crash the group redelivers every
+//! unsettled message, and may redeliver settled ones.
 
-//! # Modules
-//!
-//! A module imports only from groups below its own and from modules further right in its group.
-//!
-//! | group | modules |
-//! | --- | --- |
-//! | public types | `open` (settings, topics, group, threads), `source` (receive, settle, close) |
-//! | threads | `poll` (the only thread that serves the group) with `assignment_wait` (logs a missing assignment), `watch` (lag, stalled partitions), `dead_letters` |
-//! | before joining the group | `topics` (existence, creation), `retention` (retention of the topics) |
-//! | callbacks of librdkafka | `context` (rebalances, records), `commits`, `committed_offset` (start positions), `topic_recreated` (topic ids), `topic_identity` (the topic of a committed offset), `expired` (offset gaps) |
-//! | state, behind one lock | `shared` (`assignment`, `health`), `watermark` (the offset to commit), `status` and `partition` |
-//! | settings | `kafka`, `security`, `brokers`; `tool_client` |
-//! | librdkafka | `client`: `batch` (the only `unsafe` code), `log`, `statistics`, `connection_errors`, `error`, `lost_metadata`, and a table of workarounds |
+// # Modules
+//
+// A module imports only from groups below its own and from modules further right in its group.
+//
+// | group | modules |
+// | --- | --- |
+// | public types | `open` (settings, topics, group, threads), `source` (receive, settle, close) |
+// | threads | `poll` (the only thread that serves the group) with `assignment_wait` (logs a missing assignment), `watch` (lag, stalled partitions), `dead_letters` |
+// | before joining the group | `topics` (existence, creation), `retention` (retention of the topics) |
+// | callbacks of librdkafka | `context` (rebalances, records), `commits`, `committed_offset` (start positions), `topic_recreated` (topic ids), `topic_identity` (the topic of a committed offset), `expired` (offset gaps) |
+// | state, behind one lock | `shared` (`assignment`, `health`), `watermark` (the offset to commit), `status` and `partition` |
+// | settings | `kafka`, `security`, `brokers`; `tool_client` |
+// | librdkafka | `client`: `batch` (the only `unsafe` code), `log`, `statistics`, `connection_errors`, `error`, `lost_metadata`, and a table of workarounds |
 
 #![warn(clippy::undocumented_unsafe_blocks)]
 

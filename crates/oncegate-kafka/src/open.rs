@@ -28,28 +28,29 @@ impl Connect for Kafka {
         self.check()?;
         let shared = Arc::new(SharedState::default());
         let connection_errors = Arc::new(ConnectionErrors::new(&self.brokers));
-        let consumer = || {
+        let new_consumer = || {
             let context = CallbackContext::new(shared.clone(), &self, connection_errors.clone());
             self.consumer_config()
                 .create_with_context(context)
                 .map_err(client::error::from_config)
         };
-        let first = consumer()?;
+        let first_consumer = new_consumer()?;
         let dead_letters = DeadLetters::open(
             self.producer_config(),
             self.destinations.clone(),
             connection_errors.clone(),
         )
         .map_err(client::error::from_config)?;
-        let consumer = topics::check(&self, first, consumer, &connection_errors).await?;
+        let consumer =
+            topics::check(&self, first_consumer, new_consumer, &connection_errors).await?;
 
         poll::subscribe(&consumer, &self)?;
-        self.status.of(&shared);
-        let (watch, topic) = (
+        self.status.attach(&shared);
+        let (watch_config, topic) = (
             self.watch_config(),
             self.topics.first().cloned().unwrap_or_default(),
         );
-        let (watched, errors, reconnect_backoff_max, stalled_after) = (
+        let (watch_shared, watch_errors, reconnect_backoff_max, stalled_after) = (
             shared.clone(),
             connection_errors.clone(),
             self.reconnect_backoff_max(),
@@ -62,10 +63,10 @@ impl Connect for Kafka {
         })?;
         spawn_thread("oncegate-kafka-watch", move || {
             watch::run(
-                &watch,
+                &watch_config,
                 &topic,
-                &watched,
-                &errors,
+                &watch_shared,
+                &watch_errors,
                 reconnect_backoff_max,
                 stalled_after,
             )
@@ -76,7 +77,10 @@ impl Connect for Kafka {
 
 fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), SourceError> {
     let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
-    spawned
-        .map(drop)
-        .map_err(|error| SourceError::Unavailable(error.into()))
+    spawned.map(drop).map_err(|error| {
+        SourceError::Unavailable(
+            format!("cannot start a thread ({error}); check the thread limit of the process")
+                .into(),
+        )
+    })
 }

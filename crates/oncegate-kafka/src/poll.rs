@@ -19,15 +19,18 @@ use crate::context::{CallbackContext, SEEK_TIMEOUT, permanent_error, revocation_
 use crate::kafka::{Kafka, OutOfRange};
 use crate::shared::{RevocationKind, SharedState, SourcePhase};
 
-/// Maximum number of events that are served per turn.
+/// Maximum number of rebalances and errors that one turn of the polling loop serves before it reads
+/// messages.
 const EVENTS_PER_TURN: usize = 16;
-/// How long one turn waits for a message, and a rebalance for its turn.
+/// How long one turn of the polling loop waits for a message. A rebalance is served between turns.
 const TURN: Duration = Duration::from_millis(50);
-/// How long a replaced client may take to close before it is abandoned, unless it does not reach
-/// its group anyway.
+/// How long the polling thread waits for a replaced client to close, if the client reaches its group.
+/// One that does not can neither commit nor leave, so the thread does not wait.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The first and the longest pause before a replacement client starts.
-const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+const REPLACEMENT_PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
+/// A client that ran for longer than this resets the pause.
+const STABLE_AFTER: Duration = Duration::from_secs(600);
 /// How long to wait for a metadata response.
 const METADATA_TIMEOUT: Duration = Duration::from_secs(1);
 /// How often positions, fatal errors and the assignment are checked.
@@ -58,17 +61,19 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>
     } = &**consumer.context();
     let (shared, connection_errors, topics) =
         (shared.clone(), connection_errors.clone(), topics.clone());
-    let _ended = EndGuard(shared.clone());
-    let (mut pause, mut assignment) = (PAUSES.0, AssignmentWait::new(&kafka));
+    let _end_guard = EndGuard(shared.clone());
+    let (mut pause, mut assignment) = (REPLACEMENT_PAUSES.0, AssignmentWait::new(&kafka));
     loop {
         let started = Instant::now();
         pause = match serve_client(consumer, &shared, &mut assignment) {
             ClientExit::SourceClosed => return,
-            // Other clients reach the group.
-            ClientExit::ReplacedWithoutGroup => PAUSES.0,
+            // Other clients reach the group, so a new one is likely to.
+            ClientExit::ReplacedWithoutGroup => REPLACEMENT_PAUSES.0,
             // Clients that fail repeatedly are replaced at growing intervals.
-            ClientExit::Replaced if started.elapsed() <= PAUSES.1 * 10 => (pause * 2).min(PAUSES.1),
-            ClientExit::Replaced => PAUSES.0,
+            ClientExit::Replaced if started.elapsed() <= STABLE_AFTER => {
+                (pause * 2).min(REPLACEMENT_PAUSES.1)
+            }
+            ClientExit::Replaced => REPLACEMENT_PAUSES.0,
         };
         consumer = loop {
             let until = Instant::now() + pause;
@@ -87,7 +92,7 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
                 Err(error) => {
-                    tracing::error!(%error, group = kafka.group, "cannot create the replacement kafka client, retrying; nothing is read meanwhile; check the limits of the process for memory, threads and open files")
+                    tracing::error!(%error, group = kafka.group, "cannot create the replacement kafka client, retrying; nothing is read until it is created; check the limits of the process for memory, threads and open files")
                 }
             }
         };
@@ -105,8 +110,8 @@ enum ClientExit {
     ReplacedWithoutGroup,
 }
 
-/// Serves one client until it stops. The consumer is dropped when this returns, and has left the
-/// group if the source closes.
+/// Serves one client until the source closes or the client is replaced. If the source closes, the
+/// consumer has left the group when this returns.
 fn serve_client(
     consumer: Arc<BaseConsumer<CallbackContext>>,
     shared: &SharedState,
@@ -114,7 +119,7 @@ fn serve_client(
 ) -> ClientExit {
     let Some(queue) = MessageQueue::new(&consumer) else {
         shared.fail(SourceError::Unavailable(
-            "librdkafka could not allocate a queue".into(),
+            "librdkafka could not allocate a queue; check the memory limit of the process".into(),
         ));
         return ClientExit::SourceClosed;
     };
@@ -146,15 +151,16 @@ fn serve_client(
     ClientExit::SourceClosed
 }
 
-/// Drains deliveries for a bounded time and closes the client; the next owner of the partitions
-/// redelivers the rest. A client that does not close in time is abandoned on its own thread.
+/// Waits for deliveries up to the drain timeout, and closes the client. Unsettled messages are
+/// redelivered by the next owner of their partitions. A client that does not close in time continues
+/// to close on a thread of its own.
 fn replace_client(
     consumer: Arc<BaseConsumer<CallbackContext>>,
     shared: &SharedState,
 ) -> ClientExit {
     let mut state = shared.lock();
     // A client that does not reach its group can neither commit nor leave.
-    let (exit, close) = if state.is_suspected() {
+    let (exit, close_timeout) = if state.is_suspected() {
         (ClientExit::ReplacedWithoutGroup, Duration::ZERO)
     } else {
         (ClientExit::Replaced, CLOSE_TIMEOUT)
@@ -177,17 +183,17 @@ fn replace_client(
     );
     context.is_replaced.store(true, Ordering::Relaxed);
     context.set_queue(None);
-    let (closed, is_closed) = mpsc::channel();
-    let closing = move || {
+    let (closed_sender, closed_receiver) = mpsc::channel();
+    let close_client = move || {
         drop(consumer);
-        // The receiver may have timed out.
-        let _ = closed.send(());
+        // The receiver is dropped after the timeout.
+        let _ = closed_sender.send(());
     };
     match std::thread::Builder::new()
         .name("oncegate-kafka-drop".into())
-        .spawn(closing)
+        .spawn(close_client)
     {
-        Ok(_) => drop(is_closed.recv_timeout(close)),
+        Ok(_) => drop(closed_receiver.recv_timeout(close_timeout)),
         Err(error) => {
             tracing::error!(%error, "cannot spawn a thread; the replaced kafka client was closed on the polling thread; check the thread limit of the process")
         }
@@ -195,43 +201,45 @@ fn replace_client(
     exit
 }
 
-/// A client with a fatal error has stopped working. Another client replaces it, unless that would
-/// fail in the same way.
+/// Handles a fatal error, after which librdkafka's client does nothing more: another client replaces
+/// it, or the source ends if another client would fail in the same way.
 fn check_fatal_error(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
     let Some((code, text)) = consumer.client().fatal_error() else {
         return;
     };
     match permanent_error(code, "the group's topics") {
-        Some(fault) => shared.fail(fault),
+        Some(error) => shared.fail(error),
         None => shared
             .lock()
             .request_replacement(format!("fatal error: {text}")),
     }
 }
 
-/// Reads the cluster id, and compares the topics whose id has changed. Adds no records meanwhile.
+/// Reads the cluster id, and compares the topics whose id has changed. No message is read before the
+/// comparison.
 fn compare_topics(consumer: &BaseConsumer<CallbackContext>) {
     let topics = &consumer.context().topics;
     let changed = topics.changed();
     if changed.is_none() && topics.knows_cluster() {
         return;
     }
-    // librdkafka handles responses in order. After this response, the cluster id from the response
-    // with the new topic id is stored; without a response, it is stored long before the timeout.
+    // librdkafka logs a new topic id before it stores the cluster id of the same metadata response.
+    // It handles responses in order, so that cluster id is stored once this request is answered or
+    // has timed out.
     if let Some(topic) = changed
         && let Err(error) = consumer.fetch_metadata(Some(&topic), METADATA_TIMEOUT)
     {
-        tracing::debug!(%error, topic, "no metadata");
+        tracing::debug!(%error, topic, "no metadata response for the topic");
     }
     topics.compare(cluster_id::fetch(consumer, Duration::ZERO));
 }
 
-/// Ends all assignments, without a commit, once a topic is, or may be, on another cluster: their
-/// positions are offsets of the topic on the former cluster. Another client joins the group and
-/// starts at the offsets that are committed on this cluster.
+/// Ends all assignments, without a commit, once a topic is, or may be, on another cluster than
+/// before: their positions are offsets of the former cluster. A replacement client joins the group
+/// and starts at the offsets that are committed on the current cluster.
 fn leave_former_cluster(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
     let topics = &consumer.context().topics;
-    for topic in topics.take_moved() {
+    for topic in topics.take_cluster_changed() {
         let mut state = shared.lock();
         if state
             .outdated_assignments(&topic, topics.identity(&topic).as_ref())
@@ -249,17 +257,17 @@ fn leave_former_cluster(consumer: &BaseConsumer<CallbackContext>, shared: &Share
 }
 
 /// Seeks to the beginning of recreated topics, and to the lowest unsettled offset of truncated
-/// logs. librdkafka keeps its position when a topic is recreated, and would skip the messages below
-/// it if the new log is longer.
+/// logs. librdkafka keeps its position when a topic is recreated; if the new log is longer, it would
+/// skip the messages below that position.
 fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
     let context = consumer.context();
     for topic in context.topics.take_recreated() {
-        // With either policy: otherwise an offset of the deleted topic would be committed for the
-        // new one, and used after a restart.
+        // Also with `OutOfRange::Error`: otherwise an offset of the deleted topic would be committed
+        // for the new one, and a restarted consumer would start there.
         let partitions = shared.restart_topic(&topic, context.topics.identity(&topic));
         metrics::counter!(crate::metric::TOPICS_RECREATED).increment(partitions as u64);
         match context.out_of_range {
-            // If the partitions were lost meanwhile, the next assignment reports it.
+            // No assignment is outdated. One that starts after the change reports the error itself.
             OutOfRange::Error if partitions == 0 => {}
             OutOfRange::Error => shared.fail(committed_offset::recreated(&topic)),
             OutOfRange::Earliest => {
@@ -288,8 +296,8 @@ fn serve(consumer: &BaseConsumer<CallbackContext>) {
             continue;
         };
         match event {
-            // Does not happen, because partitions are forwarded before they are assigned; the
-            // message must not be lost if it does.
+            // Not expected, because partitions are forwarded to the message queue before they are
+            // assigned. A message that arrives here nevertheless must not be lost.
             Ok(message) => {
                 if let Some(queue) = context.queue() {
                     context.process_batch(batch::copy(&message), &queue);
@@ -307,7 +315,7 @@ fn serve(consumer: &BaseConsumer<CallbackContext>) {
     }
 }
 
-/// Reports the end of the thread, also after a panic, so that `close` does not wait for it.
+/// Reports the end of the polling thread, also after a panic: `close` waits for it.
 struct EndGuard(Arc<SharedState>);
 
 impl Drop for EndGuard {
@@ -361,23 +369,26 @@ mod tests {
         let end = Instant::now() + BOUND;
         let until = |condition: &dyn Fn() -> bool| {
             while !condition() {
-                assert!(Instant::now() < end, "it did not come to that");
+                assert!(Instant::now() < end, "the condition was not met in time");
                 serve(&consumer);
                 consumer.context().read_batch(TURN);
             }
         };
         let without_group_since = || shared.lock().without_group_since();
         until(&|| !shared.lock().partitions().is_empty() && without_group_since().is_none());
-        cluster.broker_down(1).expect("down");
+        cluster.broker_down(1).expect("the broker stops");
         until(&|| without_group_since().is_some());
-        let before = without_group_since().expect("it is without its group");
-        cluster.broker_up(1).expect("up");
+        let before = without_group_since().expect("the client reports no coordinator");
+        cluster.broker_up(1).expect("the broker starts");
         until(&|| without_group_since().is_none());
         shared.lock().suspect_lost_metadata(before, Instant::now());
-        assert!(!shared.lock().is_suspected(), "it has come back");
-        cluster.broker_down(1).expect("down");
+        assert!(
+            !shared.lock().is_suspected(),
+            "the client is connected again"
+        );
+        cluster.broker_down(1).expect("the broker stops");
         until(&|| without_group_since().is_some());
-        let again = without_group_since().expect("it is without its group");
+        let again = without_group_since().expect("the client reports no coordinator");
         shared.lock().suspect_lost_metadata(again, Instant::now());
         until(&|| shared.lock().needs_replacement());
     }
@@ -397,11 +408,14 @@ mod tests {
             let topics = &consumer.context().topics;
             let end = Instant::now() + BOUND;
             while shared.lock().partitions().is_empty() {
-                assert!(Instant::now() < end, "nothing is assigned");
+                assert!(Instant::now() < end, "no partition was assigned in time");
                 serve(&consumer);
                 consumer.context().read_batch(TURN);
             }
-            let before = topics.identity("t").expect("it was logged").topic_id;
+            let before = topics
+                .identity("t")
+                .expect("librdkafka has logged the topic id")
+                .topic_id;
             if is_other_cluster {
                 topics.compare(Some("b25jZWdhdGUta2Fma2EtMg".to_owned()));
             }
@@ -442,7 +456,7 @@ mod tests {
             .send(BaseRecord::<(), str>::to("t").payload("x"))
             .expect("room");
         producer.flush(BOUND).expect("sent");
-        // Far longer than a client may take to close.
+        // Longer than CLOSE_TIMEOUT, so that a drain would exceed the bound below.
         let kafka = Kafka::topic("t")
             .brokers(&brokers)
             .group("g")
@@ -468,9 +482,9 @@ mod tests {
             RDKafkaApiKey::Heartbeat,
             &[RDKafkaRespErr::RD_KAFKA_RESP_ERR_UNKNOWN_MEMBER_ID],
         );
-        // The rebalance is in the queue, which is not served meanwhile.
+        // The rebalance waits in the main queue, which this loop does not serve.
         while !consumer.assignment_lost() {
-            assert!(Instant::now() < end, "it is not lost");
+            assert!(Instant::now() < end, "the assignment was not lost in time");
             std::thread::sleep(Duration::from_millis(10));
         }
         let started = Instant::now();

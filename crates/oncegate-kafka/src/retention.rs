@@ -19,18 +19,18 @@ pub(crate) const UNLIMITED_RETENTION: [(&str, &str); 3] = [
     ("cleanup.policy", "delete"),
 ];
 
-/// Rejects dead-letter and in-doubt topics with limited retention, unless that is accepted, and
-/// warns if a topic's retention and the deduplication window do not match. `topics` are the former
-/// topics, each with its setting.
+/// Rejects dead-letter and in-doubt topics with limited retention, unless that is accepted. Warns if
+/// the deduplication window is longer than the retention of such a topic, or shorter than that of a
+/// topic that is read. `destinations` are the dead-letter and in-doubt topics: setting and name.
 ///
 /// If the broker does not return a topic's configuration, that is logged once and is no error.
 ///
 /// # Errors
-/// One of `topics` has limited retention, which is not accepted.
+/// One of `destinations` has limited retention, and that is not accepted.
 pub(crate) async fn check(
     kafka: &Kafka,
     client: impl FnOnce() -> Result<AdminClient<LogContext>, SourceError>,
-    topics: &[(&str, &str)],
+    destinations: &[(&str, &str)],
 ) -> Result<(), SourceError> {
     // A source that is opened without a consumer has no window.
     let read = kafka
@@ -38,7 +38,7 @@ pub(crate) async fn check(
         .iter()
         .map(|name| ("topic", name.as_str()))
         .filter(|_| kafka.window.is_some());
-    let queried: Vec<(&str, &str)> = topics.iter().copied().chain(read).collect();
+    let queried: Vec<(&str, &str)> = destinations.iter().copied().chain(read).collect();
     if queried.is_empty() {
         return Ok(());
     }
@@ -46,7 +46,7 @@ pub(crate) async fn check(
     let described = describe(&admin, &queried).await;
     for topic in described.iter().filter(|it| it.setting != "topic") {
         match kafka.window {
-            _ if kafka.retention == Retention::Unlimited && !topic.limits.is_empty() => {
+            _ if kafka.retention == Retention::Unlimited && !topic.limiting_settings.is_empty() => {
                 return Err(limited_retention(kafka, topic));
             }
             Some(window) => topic.warn_if_shorter_than(window),
@@ -54,22 +54,22 @@ pub(crate) async fn check(
         }
     }
     if let Some(window) = kafka.window
-        && let Some(kept) =
-            kept_longer_than(window, described.iter().filter(|it| it.setting == "topic"))
+        && let Some(long_retention) =
+            retained_longer_than(window, described.iter().filter(|it| it.setting == "topic"))
     {
         let offsets = offsets_retention(admin, kafka.topics[0].clone()).await;
-        let or_expire = offsets.map_or_else(String::new, |kept| {
+        let or_expire = offsets.map_or_else(String::new, |retention| {
             format!(
                 " or expire, after {} without a member",
-                format_duration(kept)
+                format_duration(retention)
             )
         });
         tracing::warn!(
             window = format_duration(window),
-            topics = kept.topics.join(", "),
+            topics = long_retention.topics.join(", "),
             "deduplication window shorter than the topic retention: if the group's offsets are reset{or_expire}, messages that were handled \
              longer ago than the window are handled again, or become in doubt in at most once; {}",
-            kept.remedy()
+            long_retention.remedy()
         );
     }
     Ok(())
@@ -80,31 +80,29 @@ struct TopicConfig<'a> {
     setting: &'a str,
     name: &'a str,
     /// For how long messages are retained; `None` without a time limit.
-    limit: Option<Duration>,
-    /// The limits: each setting as it is and as it has to be.
-    limits: Vec<(String, String)>,
-    /// The setting that `limit` comes from.
-    source: String,
+    retention: Option<Duration>,
+    /// The settings that limit retention, by time, size or compaction: each as it is, and with the
+    /// value that removes the limit.
+    limiting_settings: Vec<(String, String)>,
+    /// The setting that `retention` comes from.
+    retention_setting: String,
 }
 
 impl<'a> TopicConfig<'a> {
     fn of(setting: &'a str, name: &'a str, config: impl Fn(&str) -> Option<String>) -> Self {
-        let found: Vec<(&str, String, &str)> = UNLIMITED_RETENTION
+        let limiting_settings = UNLIMITED_RETENTION
             .iter()
-            .filter_map(|(key, limit)| Some((*key, config(key)?, *limit)))
-            .filter(|(key, is, limit)| limits_retention(key, is, limit))
+            .filter_map(|(key, unlimited)| Some((*key, config(key)?, *unlimited)))
+            .filter(|(key, value, unlimited)| limits_retention(key, value, unlimited))
+            .map(|(key, value, unlimited)| (format!("{key}={value}"), format!("{key}={unlimited}")))
             .collect();
-        let limits = found
-            .iter()
-            .map(|(key, is, limit)| (format!("{key}={is}"), format!("{key}={limit}")))
-            .collect();
-        // A topic that is only compacted keeps the last message of each key forever.
+        // A topic that is only compacted retains the last message of each key without a time limit.
         let deletes = config("cleanup.policy").is_none_or(|policy| policy.contains("delete"));
         let milliseconds = config("retention.ms")
             .and_then(|value| value.parse().ok())
             .filter(|_| deletes);
-        let limit = milliseconds.map(Duration::from_millis);
-        let source = match milliseconds {
+        let retention = milliseconds.map(Duration::from_millis);
+        let retention_setting = match milliseconds {
             Some(milliseconds) => format!("retention.ms={milliseconds}"),
             None if deletes => "retention.ms=-1".to_owned(),
             None => "cleanup.policy=compact".to_owned(),
@@ -112,9 +110,9 @@ impl<'a> TopicConfig<'a> {
         Self {
             setting,
             name,
-            limit,
-            limits,
-            source,
+            retention,
+            limiting_settings,
+            retention_setting,
         }
     }
 
@@ -123,14 +121,14 @@ impl<'a> TopicConfig<'a> {
         let Self {
             setting,
             name,
-            source,
+            retention_setting,
             ..
         } = self;
-        if self.limit.is_some_and(|limit| limit < window) {
+        if self.retention.is_some_and(|retention| retention < window) {
             tracing::warn!(
                 setting,
                 topic = name,
-                retention = source,
+                retention = retention_setting,
                 window = format_duration(window),
                 "topic retention shorter than the deduplication window: an id is rejected until the window ends, also after its dead \
                  letter has expired; set retention.ms=-1 on the topic, or at least {}",
@@ -143,7 +141,7 @@ impl<'a> TopicConfig<'a> {
 /// Topics that retain messages for longer than the window.
 #[derive(Debug, PartialEq, Eq)]
 struct LongRetention {
-    /// Each with its retention.
+    /// A description of each topic and its retention.
     topics: Vec<String>,
     /// The longest retention; `None` without a limit.
     longest: Option<Duration>,
@@ -158,28 +156,28 @@ impl LongRetention {
     }
 }
 
-fn kept_longer_than<'a>(
+fn retained_longer_than<'a>(
     window: Duration,
     topics: impl Iterator<Item = &'a TopicConfig<'a>>,
 ) -> Option<LongRetention> {
     let longer: Vec<&TopicConfig<'_>> = topics
-        .filter(|it| it.limit.is_none_or(|limit| limit > window))
+        .filter(|it| it.retention.is_none_or(|retention| retention > window))
         .collect();
-    let kept = |it: &&TopicConfig<'_>| {
+    let describe = |it: &&TopicConfig<'_>| {
         let time = it
-            .limit
+            .retention
             .map_or_else(|| "without limit".to_owned(), format_duration);
         format!(
             "`{}` retains messages {}{time}, {}",
             it.name,
-            if it.limit.is_some() { "for " } else { "" },
-            it.source
+            if it.retention.is_some() { "for " } else { "" },
+            it.retention_setting
         )
     };
-    let topics: Vec<String> = longer.iter().map(kept).collect();
+    let topics: Vec<String> = longer.iter().map(describe).collect();
     let longest = longer
         .iter()
-        .map(|it| it.limit)
+        .map(|it| it.retention)
         .collect::<Option<Vec<_>>>()
         .map(|all| all.into_iter().max().unwrap_or_default());
     (!topics.is_empty()).then_some(LongRetention { topics, longest })
@@ -231,7 +229,8 @@ fn value(resource: &ConfigResource, key: &str) -> Option<String> {
     resource.get(key)?.value.clone()
 }
 
-/// For how long the broker keeps the offsets of a group without members, if it returns that.
+/// For how long the broker retains the offsets of a group without members; `None` if it does not
+/// return its configuration.
 async fn offsets_retention(admin: AdminClient<LogContext>, topic: String) -> Option<Duration> {
     let queried = tokio::task::spawn_blocking(move || {
         let node = admin
@@ -279,10 +278,10 @@ fn format_duration(time: Duration) -> String {
     }
 }
 
-fn limits_retention(key: &str, is: &str, limit: &str) -> bool {
+fn limits_retention(key: &str, value: &str, unlimited: &str) -> bool {
     match key {
-        "cleanup.policy" => is.contains("compact"),
-        _ => is != limit,
+        "cleanup.policy" => value.contains("compact"),
+        _ => value != unlimited,
     }
 }
 
@@ -290,24 +289,24 @@ fn limited_retention(kafka: &Kafka, topic: &TopicConfig<'_>) -> SourceError {
     let TopicConfig {
         setting,
         name,
-        limits,
+        limiting_settings,
         ..
     } = topic;
-    let (are, keep): (Vec<&str>, Vec<&str>) = limits
+    let (actual, unlimited): (Vec<&str>, Vec<&str>) = limiting_settings
         .iter()
-        .map(|(is, limit)| (is.as_str(), limit.as_str()))
+        .map(|(actual, unlimited)| (actual.as_str(), unlimited.as_str()))
         .unzip();
     SourceError::misconfigured(
         *setting,
         format!(
             "the topic `{name}` has limited retention ({}), so messages may expire before they are inspected",
-            are.join(", ")
+            actual.join(", ")
         ),
         format!(
             "set unlimited retention: kafka-configs.sh --bootstrap-server {} --alter --entity-type topics --entity-name {name} \
              --add-config {}; or accept the loss: .accept_limited_retention()",
             kafka.brokers,
-            keep.join(",")
+            unlimited.join(",")
         ),
     )
 }
@@ -329,9 +328,9 @@ mod tests {
 
     fn limited(config: &[(&str, &str)]) -> Vec<String> {
         described("t", config)
-            .limits
+            .limiting_settings
             .into_iter()
-            .map(|(is, _)| is)
+            .map(|(actual, _)| actual)
             .collect()
     }
 
@@ -375,12 +374,12 @@ mod tests {
             &[("retention.ms", "3600000"), ("cleanup.policy", "compact")],
         );
         let longer = |window, topics: &[&TopicConfig<'_>]| {
-            kept_longer_than(window, topics.iter().copied()).map(|it| (it.topics, it.longest))
+            retained_longer_than(window, topics.iter().copied()).map(|it| (it.topics, it.longest))
         };
         assert_eq!(
             longer(DAY * 7, &[&week, &hour]),
             None,
-            "a window of just as long is long enough"
+            "a window equal to the longest retention is sufficient"
         );
         let kept = vec!["`week` retains messages for 7 days, retention.ms=604800000".to_owned()];
         assert_eq!(longer(DAY, &[&week, &hour]), Some((kept, Some(DAY * 7))));

@@ -57,28 +57,29 @@ impl fmt::Debug for KafkaLogin {
 #[derive(Clone, Default)]
 pub(crate) struct Security {
     transport: TransportSecurity,
-    authority: Option<PathBuf>,
-    own: Option<(PathBuf, PathBuf)>,
+    ca_certificate: Option<PathBuf>,
+    /// The files of the client certificate and its key.
+    client_certificate: Option<(PathBuf, PathBuf)>,
     login: Option<KafkaLogin>,
-    trust: Trust,
+    verification: CertificateVerification,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum TransportSecurity {
-    /// Plain text, or the property `security.protocol`.
+    /// As the property `security.protocol` says; plain text without it.
     #[default]
-    Unsaid,
+    ByProperty,
     Tls,
 }
 
-/// Which brokers are trusted.
+/// Whether the broker's certificate is verified.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum Trust {
-    /// Brokers whose certificate is signed by a trusted authority for their host name.
+enum CertificateVerification {
+    /// A trusted authority must have signed it for the broker's host name.
     #[default]
-    Verified,
-    /// Any broker.
-    Anyone,
+    Required,
+    /// Any certificate is accepted.
+    Disabled,
 }
 
 impl Security {
@@ -86,14 +87,14 @@ impl Security {
         self.transport = TransportSecurity::Tls;
     }
 
-    pub(crate) fn trust_authority(&mut self, certificate: PathBuf) {
+    pub(crate) fn ca_certificate(&mut self, certificate: PathBuf) {
         self.tls();
-        self.authority = Some(certificate);
+        self.ca_certificate = Some(certificate);
     }
 
-    pub(crate) fn present(&mut self, certificate: PathBuf, key: PathBuf) {
+    pub(crate) fn client_certificate(&mut self, certificate: PathBuf, key: PathBuf) {
         self.tls();
-        self.own = Some((certificate, key));
+        self.client_certificate = Some((certificate, key));
     }
 
     pub(crate) fn log_in(&mut self, login: KafkaLogin) {
@@ -101,33 +102,36 @@ impl Security {
         self.login = Some(login);
     }
 
-    pub(crate) fn trust_anyone(&mut self) {
+    pub(crate) fn disable_verification(&mut self) {
         self.tls();
-        self.trust = Trust::Anyone;
+        self.verification = CertificateVerification::Disabled;
     }
 
     /// Rejects files that cannot be read, and an empty name or password.
     pub(crate) fn check(&self) -> Result<(), SourceError> {
-        let own = self.own.iter().flat_map(|(certificate, key)| {
-            [
-                ("client_certificate", certificate),
-                ("client_certificate", key),
-            ]
-        });
+        let client_files = self
+            .client_certificate
+            .iter()
+            .flat_map(|(certificate, key)| {
+                [
+                    ("client_certificate", certificate),
+                    ("client_certificate", key),
+                ]
+            });
         for (setting, file) in self
-            .authority
+            .ca_certificate
             .iter()
             .map(|file| ("ca_certificate", file))
-            .chain(own)
+            .chain(client_files)
         {
-            readable(setting, file)?;
+            check_readable(setting, file)?;
         }
         match &self.login {
             Some(login) if login.name.is_empty() || login.password.is_empty() => {
                 Err(SourceError::misconfigured(
                     "login",
                     "the name or the password is empty",
-                    "check that the variable it comes from is set",
+                    "set both; if they come from environment variables, check that these are set",
                 ))
             }
             _ => Ok(()),
@@ -136,7 +140,7 @@ impl Security {
 
     pub(crate) fn set(&self, config: &mut ClientConfig) {
         match (self.transport, &self.login) {
-            (TransportSecurity::Unsaid, _) => return,
+            (TransportSecurity::ByProperty, _) => return,
             (TransportSecurity::Tls, None) => config.set("security.protocol", "ssl"),
             (TransportSecurity::Tls, Some(login)) => config
                 .set("security.protocol", "sasl_ssl")
@@ -144,15 +148,15 @@ impl Security {
                 .set("sasl.username", &login.name)
                 .set("sasl.password", &login.password),
         };
-        if let Some(certificate) = &self.authority {
+        if let Some(certificate) = &self.ca_certificate {
             config.set("ssl.ca.location", certificate.to_string_lossy());
         }
-        if let Some((certificate, key)) = &self.own {
+        if let Some((certificate, key)) = &self.client_certificate {
             config
                 .set("ssl.certificate.location", certificate.to_string_lossy())
                 .set("ssl.key.location", key.to_string_lossy());
         }
-        if self.trust == Trust::Anyone {
+        if self.verification == CertificateVerification::Disabled {
             config
                 .set("enable.ssl.certificate.verification", "false")
                 .set("ssl.endpoint.identification.algorithm", "none");
@@ -160,32 +164,32 @@ impl Security {
     }
 }
 
-fn readable(setting: &str, file: &Path) -> Result<(), SourceError> {
-    let refused = |error| {
+fn check_readable(setting: &str, file: &Path) -> Result<(), SourceError> {
+    let unreadable = |error| {
         SourceError::misconfigured(
             setting,
             format!("{} cannot be read: {error}", file.display()),
-            "name a PEM file",
+            "name a PEM file that this process can read",
         )
     };
-    File::open(file).map(drop).map_err(refused)
+    File::open(file).map(drop).map_err(unreadable)
 }
 
 /// Rejects a property that disables certificate verification: only a setter with `danger` in its
 /// name does that.
 pub(crate) fn check_property(key: &str, value: &str) -> Result<(), SourceError> {
-    match trusts_anyone(key, value) {
+    match disables_verification(key, value) {
         true => Err(SourceError::misconfigured(
             key,
             "disables the verification of certificates",
-            "use .danger_accept_any_certificate(), if you must",
+            "remove it; to accept any certificate, use .danger_accept_any_certificate()",
         )),
         false => Ok(()),
     }
 }
 
 /// Whether a property disables the verification of the broker's certificate or host name.
-fn trusts_anyone(key: &str, value: &str) -> bool {
+fn disables_verification(key: &str, value: &str) -> bool {
     match key.trim() {
         "enable.ssl.certificate.verification" => !matches!(value.trim(), "true" | "t" | "1"),
         "ssl.endpoint.identification.algorithm" => !value.trim().eq_ignore_ascii_case("https"),
@@ -225,14 +229,17 @@ mod tests {
         let error = |set: fn(&mut Security)| {
             let mut security = Security::default();
             set(&mut security);
-            security.check().expect_err("refused").to_string()
+            security
+                .check()
+                .expect_err("an invalid setting")
+                .to_string()
         };
         assert!(
-            error(|it| it.trust_authority("/no/such.pem".into()))
+            error(|it| it.ca_certificate("/no/such.pem".into()))
                 .starts_with("ca_certificate: /no/such.pem cannot be read")
         );
         assert!(
-            error(|it| it.present("/dev/null".into(), "/no/such.key".into()))
+            error(|it| it.client_certificate("/dev/null".into(), "/no/such.key".into()))
                 .starts_with("client_certificate: /no/such.key")
         );
         assert!(error(|it| it.log_in(KafkaLogin::plain("ledger", ""))).starts_with("login: "));
@@ -257,16 +264,16 @@ mod tests {
             (" enable.ssl.certificate.verification", "0"),
             ("ssl.endpoint.identification.algorithm", "none"),
         ] {
-            assert!(trusts_anyone(key, value), "{key}={value}");
+            assert!(disables_verification(key, value), "{key}={value}");
         }
-        assert!(!trusts_anyone(
+        assert!(!disables_verification(
             "enable.ssl.certificate.verification",
             "true"
         ));
-        assert!(!trusts_anyone(
+        assert!(!disables_verification(
             "ssl.endpoint.identification.algorithm",
             "https"
         ));
-        assert!(!trusts_anyone("ssl.ca.location", "none"));
+        assert!(!disables_verification("ssl.ca.location", "none"));
     }
 }

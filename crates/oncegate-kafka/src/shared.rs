@@ -1,9 +1,9 @@
 //! The state that the polling thread and the consumer share: records that were read, deliveries
 //! that were handed out, and released ones.
 //!
-//! All of it is behind one lock and none of it is an atomic or a cell, so no thread sees half of a
-//! change. What remains is the order of whole calls: `model_tests` draws random orders, and
-//! `shuttle_tests` lets shuttle schedule the threads at each lock.
+//! All state is behind one lock, without atomics or cells, so no thread sees half of a change. Only
+//! the order of calls varies: `model_tests` draws random orders, and `shuttle_tests` runs the threads
+//! in many schedules.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -40,23 +40,25 @@ pub(crate) use settlement::RejectedDelivery;
 
 /// Maximum number of messages that are read ahead of the consumer.
 const MAX_READY: usize = 2_048;
-/// The same in bytes.
+/// Maximum size of the messages that are read ahead of the consumer, in bytes.
 const MAX_READY_BYTES: usize = 32 << 20;
-/// Maximum number of messages that are released or being published to dead-letter topics. Above it,
-/// a partition that holds its share of them is not read.
+/// Maximum number of held messages: released, or being published to dead-letter topics. From this
+/// number on, a partition that holds its share of them is not read.
 const MAX_HELD: usize = 10_000;
-/// The same in bytes.
+/// Maximum size of the held messages, in bytes.
 const MAX_HELD_BYTES: usize = 128 << 20;
-/// Maximum number of messages between the lowest unsettled offset of a partition and the last one
-/// read. Above it, the partition is not read. Each costs 8 bytes, and a crash redelivers up to this
-/// many.
+/// Maximum number of messages from the lowest unsettled offset of a partition to the last one read.
+/// From this number on, the partition is not read. Each costs 8 bytes, and a crash redelivers up to
+/// this many.
 const MAX_SPAN: usize = 1 << 20;
+/// Maximum delay of a release, so that adding it to the current time cannot overflow.
+const MAX_RELEASE_DELAY: Duration = Duration::from_secs(86_400);
 
-/// The state behind one lock, and what wakes each side.
+/// The state behind one lock, and the wake-ups of both threads.
 #[derive(Default)]
 pub(crate) struct SharedState<M = StdLock> {
-    /// Wakes the polling thread when there is room again, or when the last delivery of a revoked
-    /// partition is settled.
+    /// Its condition variable wakes the polling thread after each settlement, and after deliveries
+    /// were handed out.
     state_lock: M,
     /// Wakes the consumer.
     consumer_wakeup: Notify,
@@ -78,31 +80,38 @@ pub(crate) enum SourcePhase {
 
 #[derive(Default)]
 pub(crate) struct SourceState {
+    /// The assignments, by epoch.
     assigned: HashMap<u64, AssignedPartition>,
     last_epoch: u64,
+    /// Deliveries that were read and not handed out yet.
     ready: VecDeque<Delivery>,
     ready_bytes: usize,
     /// Average size of a message of the last batch, in bytes.
-    size: usize,
+    average_size: usize,
+    /// Epochs whose revocation is to be reported to the consumer.
     revoked: Vec<u64>,
-    /// Released deliveries, by the time that they are due.
+    /// Released deliveries, by the time when they are due and the number of their release.
     released: BTreeMap<(Instant, u64), Delivery>,
-    releases: u64,
+    release_count: u64,
     /// How many dead letters are not confirmed yet.
     publishing: usize,
     /// The size of `released` and of the unconfirmed dead letters.
     held: HeldMessages,
     phase: SourcePhase,
-    fault: Option<SourceError>,
-    /// Why the client is to be replaced.
-    replace: Option<String>,
-    replaced: u64,
+    /// The error that ends the source.
+    error: Option<SourceError>,
+    /// Why the client is to be replaced, once that is requested.
+    replacement_reason: Option<String>,
+    /// How often the client was replaced.
+    replacements: u64,
     /// Since when the client reports that it does not reach its group coordinator.
     without_group_since: Option<Instant>,
-    /// Since when fresh clients have reached it for long enough.
-    suspected: Option<Instant>,
-    /// When the client last reported it.
+    /// Since when the client is suspected to have lost its broker metadata: fresh clients reach the
+    /// coordinator.
+    suspected_since: Option<Instant>,
+    /// When the client last reported whether it reaches its group coordinator.
     reported_at: Option<Instant>,
+    /// How many offsets expired before they were read.
     expired: u64,
     progress: ReadProgress,
     /// Whether the polling thread was woken since its last wait.
@@ -114,8 +123,8 @@ impl<M: StateLock> SharedState<M> {
         self.state_lock.lock()
     }
 
-    /// Waits, on the polling thread, until something was settled or handed out since the last wait,
-    /// or for `limit`.
+    /// Waits on the polling thread until it is woken, or for `limit`. Returns at once if it was woken
+    /// since the last wait.
     pub(crate) fn wait(&self, limit: Duration) {
         let mut state = self.lock();
         if !state.has_changed {
@@ -124,7 +133,7 @@ impl<M: StateLock> SharedState<M> {
         state.has_changed = false;
     }
 
-    /// Wakes the polling thread, also if it is just about to wait.
+    /// Wakes the polling thread. If it is not waiting, its next wait returns at once.
     pub(crate) fn wake_poller(&self) {
         self.lock().has_changed = true;
         self.state_lock.notify();
@@ -134,8 +143,8 @@ impl<M: StateLock> SharedState<M> {
         self.consumer_wakeup.notify_one();
     }
 
-    /// Waits on the consumer's side. Cancel-safe; returns at once if there was a change since the
-    /// last wait.
+    /// Waits on the consumer's side until it is woken. Cancel-safe; returns at once if it was woken
+    /// since the last wait.
     pub(crate) async fn wait_for_wakeup(&self) {
         self.consumer_wakeup.notified().await;
     }
@@ -149,9 +158,9 @@ impl<M: StateLock> SharedState<M> {
         self.wake_consumer();
     }
 
-    /// Ends the source with an error.
+    /// Ends the source with an error. The first error is kept.
     pub(crate) fn fail(&self, error: SourceError) {
-        self.lock().fault.get_or_insert(error);
+        self.lock().error.get_or_insert(error);
         self.wake_consumer();
     }
 
@@ -169,8 +178,8 @@ impl<M: StateLock> SharedState<M> {
 
     /// Stops handing out messages of these partitions and reports the revocation to the consumer.
     /// Returns their epochs.
-    pub(crate) fn revoke(&self, leaving: &[(String, i32)]) -> Vec<u64> {
-        let epochs = self.lock().revoke(leaving);
+    pub(crate) fn revoke(&self, partitions: &[(String, i32)]) -> Vec<u64> {
+        let epochs = self.lock().revoke(partitions);
         self.wake_consumer();
         epochs
     }
@@ -191,54 +200,61 @@ impl SourceState {
         self.phase
     }
 
-    pub(crate) fn take_fault(&mut self) -> Option<SourceError> {
-        self.fault.take()
+    pub(crate) fn take_error(&mut self) -> Option<SourceError> {
+        self.error.take()
     }
 
+    /// How many dead letters are not confirmed yet.
     pub(crate) fn publishing(&self) -> usize {
         self.publishing
     }
 
-    /// How many messages may be read now, of partitions that are not [full](Self::full).
+    /// How many messages may be read now, from the partitions that are not
+    /// [full](Self::full_partitions).
     pub(crate) fn room(&self) -> usize {
-        let is_open = self.assigned.is_empty() || self.readable().any(|it| !self.is_full(it));
-        if self.phase != SourcePhase::Running || self.ready_bytes >= MAX_READY_BYTES || !is_open {
+        let is_any_readable =
+            self.assigned.is_empty() || self.readable().any(|it| !self.is_full(it));
+        if self.phase != SourcePhase::Running
+            || self.ready_bytes >= MAX_READY_BYTES
+            || !is_any_readable
+        {
             return 0;
         }
-        let fitting = (MAX_READY_BYTES - self.ready_bytes) / self.size.max(1) + 1;
+        let fitting = (MAX_READY_BYTES - self.ready_bytes) / self.average_size.max(1) + 1;
         fitting.min(MAX_READY.saturating_sub(self.ready.len()))
     }
 
-    /// The partitions that are not read for now, while others are.
-    pub(crate) fn full(&self) -> Vec<(Arc<str>, i32)> {
+    /// The partitions that are not read until some of their messages are settled.
+    pub(crate) fn full_partitions(&self) -> Vec<(Arc<str>, i32)> {
         self.readable()
             .filter(|it| self.is_full(it))
             .map(|it| (it.topic.clone(), it.partition))
             .collect()
     }
 
+    /// The partitions that are not being revoked.
     fn readable(&self) -> impl Iterator<Item = &AssignedPartition> {
         self.assigned
             .values()
             .filter(|it| it.state != AssignmentState::Revoking)
     }
 
-    /// Whether too many messages follow its lowest unsettled one, or too many messages are held in
-    /// total and it has its share of them. A partition with less is read on, so that none waits for
-    /// the dead letters of another.
+    /// Whether the partition has [`MAX_SPAN`] messages from its lowest unsettled one on, or the source
+    /// holds [`MAX_HELD`] messages (or [`MAX_HELD_BYTES`]) and the partition has its share of them. A
+    /// partition with fewer is read, so that none waits for the dead letters of another.
     ///
-    /// So the assigned partitions hold at most twice the limit, plus the messages that were read
-    /// or fetched before they became full, which are still delivered: `MAX_READY` messages, and for
-    /// each partition `queued.min.messages` and one fetch (`fetch.message.max.bytes`, but at least
-    /// one record batch). With messages of a few bytes, one fetch has 20,000 of them. The dead
-    /// letters of revoked partitions are not included.
+    /// The assigned partitions hold at most twice the limit, plus the messages that were read or
+    /// fetched before they became full: [`MAX_READY`] messages, and for each partition
+    /// `queued.min.messages` and one fetch (`fetch.message.max.bytes`, but at least one record
+    /// batch). One fetch may have 20,000 messages of a few bytes. The dead letters of revoked
+    /// partitions are not included.
     fn is_full(&self, partition: &AssignedPartition) -> bool {
-        let (all, own) = (
+        let (total, own) = (
             self.held.total(),
             self.held.of(&partition.topic, partition.partition),
         );
         let has_share = |of: fn(Backlog) -> usize, limit: usize| {
-            of(all) >= limit && of(own) >= (limit / self.assigned.len()).max(1)
+            of(total) >= limit && of(own) >= (limit / self.assigned.len()).max(1)
         };
         partition.watermark.span() >= MAX_SPAN
             || has_share(|it| it.count, MAX_HELD)
@@ -254,7 +270,7 @@ impl SourceState {
     ) -> u64 {
         self.last_epoch += 1;
         let now = Instant::now();
-        let (mut watermark, send_from) = (Watermark::default(), Some(now));
+        let mut watermark = Watermark::default();
         if start == StartPosition::Recreated {
             // Committed at once: the next owner of the partition must not start at an offset of the
             // deleted topic.
@@ -272,15 +288,15 @@ impl SourceState {
             repetition_logged: false,
             handed_out: 0,
             state: AssignmentState::Active,
-            send_from,
+            commit_immediately_from: Some(now),
             expiry: ExpiryLog::default(),
         };
         self.assigned.insert(self.last_epoch, assigned);
         self.last_epoch
     }
 
-    /// A partition without a committed offset is read from this offset, which is committed even if
-    /// the partition is empty.
+    /// Sets the start of a partition without a committed offset. It is committed even if the partition
+    /// is empty.
     pub(crate) fn start_at(&mut self, topic: &str, partition: i32, offset: i64) {
         let epoch = self.epoch_of(topic, partition);
         if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
@@ -288,16 +304,16 @@ impl SourceState {
         }
     }
 
-    fn revoke(&mut self, leaving: &[(String, i32)]) -> Vec<u64> {
-        let is_leaving = |it: &AssignedPartition| {
-            leaving
+    fn revoke(&mut self, partitions: &[(String, i32)]) -> Vec<u64> {
+        let is_revoked = |it: &AssignedPartition| {
+            partitions
                 .iter()
                 .any(|(topic, partition)| *partition == it.partition && **topic == *it.topic)
         };
         let epochs: Vec<u64> = self
             .assigned
             .iter()
-            .filter(|(_, it)| is_leaving(it))
+            .filter(|(_, it)| is_revoked(it))
             .map(|(epoch, _)| *epoch)
             .collect();
         for epoch in &epochs {
@@ -306,7 +322,7 @@ impl SourceState {
         epochs
     }
 
-    /// Stops handing out messages of an assignment.
+    /// Stops handing out messages of an assignment, and drops those that were not handed out.
     fn withdraw(&mut self, epoch: u64) {
         if let Some(assigned) = self.assigned.get_mut(&epoch) {
             assigned.state = AssignmentState::Revoking;
@@ -320,17 +336,17 @@ impl SourceState {
             .sum();
         let held = &mut self.held;
         self.released.retain(|_, delivery| {
-            let stays = delivery.receipt.epoch != epoch;
-            if !stays {
+            let is_kept = delivery.receipt.epoch != epoch;
+            if !is_kept {
                 held.remove(delivery);
             }
-            stays
+            is_kept
         });
         self.revoked.push(epoch);
     }
 
-    /// Adds no more records of a partition, part of which is unreadable, so that no offset after
-    /// that is ever committed.
+    /// Adds no more records of a partition, because a part of its log is unreadable or its start
+    /// position is an error. So no offset above the last one read is committed.
     pub(crate) fn halt(&mut self, topic: &str, partition: i32) {
         let epoch = self.epoch_of(topic, partition);
         if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
@@ -358,18 +374,18 @@ impl SourceState {
         let (count, mut bytes, mut intake) = (records.len(), 0, IntakeResult::default());
         let mut last: Option<(Arc<str>, i32, u64)> = None;
         for record in records {
-            let same = last.as_ref().filter(|(topic, partition, _)| {
+            let previous = last.as_ref().filter(|(topic, partition, _)| {
                 *partition == record.partition && *topic == record.topic
             });
-            let epoch = match same {
+            let epoch = match previous {
                 Some((_, _, epoch)) => *epoch,
-                // Read before its partition was revoked; the next owner reads it again.
+                // Not assigned any more: the next owner of the partition reads the record.
                 None => match self.epoch_of(&record.topic, record.partition) {
                     Some(epoch) => epoch,
                     None => continue,
                 },
             };
-            let Some(epoch) = self.sequence(epoch, &record, &mut intake) else {
+            let Some(epoch) = self.track_offset(epoch, &record, &mut intake) else {
                 continue;
             };
             last = Some((record.topic.clone(), record.partition, epoch));
@@ -378,7 +394,7 @@ impl SourceState {
             self.ready_bytes += delivery.message.size();
             self.ready.push_back(delivery);
         }
-        self.size = bytes / count;
+        self.average_size = bytes / count;
         intake
     }
 
@@ -393,7 +409,7 @@ impl SourceState {
         let epoch = self.epoch_of(topic, partition)?;
         let assigned = self.assigned.get_mut(&epoch)?;
         match (assigned.position_trust, offset) {
-            (PositionTrust::Trusted, Some(offset)) => assigned.pass(offset),
+            (PositionTrust::Trusted, Some(offset)) => assigned.advance_to(offset),
             (PositionTrust::Unconfirmed, None) => {
                 assigned.position_trust = PositionTrust::Trusted;
                 None
@@ -402,8 +418,9 @@ impl SourceState {
         }
     }
 
-    /// librdkafka's position in this partition is wrong. Returns the offset to seek to: after the
-    /// last message that was read, or `position` if none was read.
+    /// Ignores librdkafka's position in this partition, which is too high, until a seek succeeds.
+    /// Returns the offset to seek to: after the last message that was read, or `position` if none was
+    /// read.
     pub(crate) fn distrust_position(
         &mut self,
         topic: &str,
@@ -416,7 +433,7 @@ impl SourceState {
         assigned.watermark.end().or(position)
     }
 
-    /// librdkafka has accepted a seek.
+    /// librdkafka has accepted the seek that corrects its position.
     pub(crate) fn seek_succeeded(&mut self, topic: &str, partition: i32) {
         let epoch = self.epoch_of(topic, partition);
         if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
@@ -424,21 +441,23 @@ impl SourceState {
         }
     }
 
+    /// The epoch under which records of this partition are added now.
     fn epoch_of(&self, topic: &str, partition: i32) -> Option<u64> {
-        let ours = |it: &AssignedPartition| {
+        let is_match = |it: &AssignedPartition| {
             it.state == AssignmentState::Active && it.partition == partition && *it.topic == *topic
         };
         self.assigned
             .iter()
-            .find(|(_, it)| ours(it))
+            .find(|(_, it)| is_match(it))
             .map(|(epoch, _)| *epoch)
     }
 
-    /// Handles the offset of a record. If it is below the last one (the log was truncated, or
-    /// librdkafka went back), the assignment is revoked and a new epoch starts at this record, or
-    /// at the lowest unsettled offset if that is lower. In the latter case the record is dropped
-    /// and read again: with it, the offsets in between would count as settled.
-    fn sequence(
+    /// Handles the offset of a record, and returns the epoch to add it under. If it is below the last
+    /// one (the log was truncated, or librdkafka reads messages again), the assignment is revoked and a
+    /// new epoch starts at this record, or at the lowest unsettled offset if that is lower. In the
+    /// latter case the record is dropped and read again; if it were added, the offsets in between would
+    /// count as settled.
+    fn track_offset(
         &mut self,
         epoch: u64,
         record: &ConsumerRecord,
@@ -484,12 +503,12 @@ impl SourceState {
     }
 
     /// Hands out revocations, due releases and records within the limit; a limit of 0 returns
-    /// revocations only. Deliveries with a body larger than `largest` go to `oversize`, to be
+    /// revocations only. Deliveries with a body larger than `body_limit` go to `oversize`, to be
     /// rejected.
     pub(crate) fn hand_out(
         &mut self,
         limit: Limit,
-        largest: usize,
+        body_limit: usize,
         into: &mut Vec<Incoming>,
         oversize: &mut Vec<Delivery>,
     ) {
@@ -502,15 +521,15 @@ impl SourceState {
             let due = self
                 .released
                 .first_entry()
-                .filter(|held| held.key().0 <= now);
-            let next = due.as_ref().map(|held| held.get()).or(self.ready.front());
+                .filter(|entry| entry.key().0 <= now);
+            let next = due.as_ref().map(|entry| entry.get()).or(self.ready.front());
             let Some(size) = next.map(|delivery| delivery.message.size()) else {
                 break;
             };
             if count > 0 && bytes.saturating_add(size) > limit.bytes {
                 break;
             }
-            let released = due.map(|held| held.remove());
+            let released = due.map(|entry| entry.remove());
             match &released {
                 Some(delivery) => self.held.remove(delivery),
                 None => self.ready_bytes -= size,
@@ -519,7 +538,7 @@ impl SourceState {
                 break;
             };
             (count, bytes) = (count + 1, bytes + size);
-            let is_oversize = delivery.message.body.len() > largest;
+            let is_oversize = delivery.message.body.len() > body_limit;
             if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
                 assigned.handed_out += 1;
             }
@@ -546,11 +565,11 @@ impl SourceState {
         let Some(assigned) = self.assigned.get_mut(&receipt.epoch) else {
             return SettlementEffect::Stale;
         };
-        // Offsets come from an `i64`.
+        // Lossless: `position` was converted from an `i64` offset.
         if assigned.watermark.settle(receipt.position as i64) == OffsetChange::Settled {
             assigned.handed_out = assigned.handed_out.saturating_sub(1);
         }
-        SettlementEffect::Counted
+        SettlementEffect::Applied
     }
 
     /// Takes a delivery back to hand it out again after a delay, unless its partition is being
@@ -566,25 +585,24 @@ impl SourceState {
                 ..delivery
             };
             self.held.add(&delivery);
-            self.releases += 1;
-            // Bounds the delay, so that the addition cannot overflow.
-            let due = Instant::now() + after.min(Duration::from_secs(86_400));
-            self.released.insert((due, self.releases), delivery);
+            self.release_count += 1;
+            let due = Instant::now() + after.min(MAX_RELEASE_DELAY);
+            self.released.insert((due, self.release_count), delivery);
         }
-        SettlementEffect::Counted
+        SettlementEffect::Applied
     }
 
-    /// A dead letter for this delivery is being published.
+    /// Counts a dead letter of this delivery as being published.
     pub(crate) fn reject(&mut self, delivery: &Delivery) -> SettlementEffect {
         if !self.assigned.contains_key(&delivery.receipt.epoch) {
             return SettlementEffect::Stale;
         }
         self.publishing += 1;
         self.held.add(delivery);
-        SettlementEffect::Counted
+        SettlementEffect::Applied
     }
 
-    /// The dead letter is confirmed.
+    /// Settles a delivery whose dead letter is confirmed.
     pub(crate) fn published(&mut self, delivery: &Delivery) -> SettlementEffect {
         self.publishing = self.publishing.saturating_sub(1);
         self.held.remove(delivery);
@@ -595,7 +613,7 @@ impl SourceState {
 /// Whether a settlement applies to the current assignment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SettlementEffect {
-    Counted,
+    Applied,
     /// The partition is not assigned to this member any more, or under another epoch.
     Stale,
 }
@@ -633,7 +651,7 @@ fn delivery(record: ConsumerRecord, epoch: u64) -> Delivery {
             body,
             sent_at,
         },
-        // Neither is negative in a delivered message.
+        // Lossless: partition and offset of a delivered message are not negative.
         receipt: Receipt {
             epoch,
             partition: partition as u32,

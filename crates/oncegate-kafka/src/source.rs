@@ -1,4 +1,4 @@
-//! The source from the consumer's side.
+//! The public source: `receive`, `settle` and `close` over the state that the polling thread shares.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,8 +14,8 @@ use crate::dead_letters::{DeadLetters, UnpublishedDeadLetter};
 use crate::shared::{RejectedDelivery, SharedState, SourcePhase, detached};
 
 /// The first and the longest pause before a dead letter is published again.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
-/// The part of the time to close that is reserved for leaving the group.
+const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
+/// The part of the time for `close` that is reserved for leaving the group.
 const LEAVE_TIME: Duration = Duration::from_millis(500);
 
 /// A member of a consumer group. Opened from [`Kafka`](crate::Kafka).
@@ -45,18 +45,21 @@ impl KafkaSource {
     /// Takes the deliveries that are ready, without waiting.
     fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<TakenDeliveries, SourceError> {
         let mut state = self.shared.lock();
-        if let Some(fault) = state.take_fault() {
-            return Err(fault);
+        if let Some(error) = state.take_error() {
+            return Err(error);
         }
         if state.phase() == SourcePhase::Ended {
-            return Err(SourceError::Unavailable("the source has ended".into()));
+            return Err(SourceError::Unavailable(
+                "the polling thread has ended; see the log for the reason, and restart the consumer"
+                    .into(),
+            ));
         }
         let (before, mut oversize) = (into.len(), Vec::new());
         state.hand_out(limit, self.body_limit, into, &mut oversize);
-        // A caller that requests no deliveries is not woken for one.
+        // With a limit of 0 the caller waits for revocations only.
         let next_due = state.next_due().filter(|_| limit.count > 0);
         Ok(TakenDeliveries {
-            any: into.len() > before,
+            has_incoming: into.len() > before,
             oversize,
             next_due,
         })
@@ -74,7 +77,7 @@ impl KafkaSource {
             ..rejected
         });
         tokio::spawn(async move {
-            let (mut pause, longest) = PAUSES;
+            let (mut pause, longest) = RETRY_PAUSES;
             fault::point("kafka.letter.before");
             while let Err(error) = dead_letters.publish(&mut dead_letter).await {
                 metrics::counter!(crate::metric::DEAD_LETTER_FAILURES).increment(1);
@@ -100,9 +103,9 @@ impl KafkaSource {
     }
 }
 
-/// The result of taking deliveries, beside the deliveries.
+/// The result of [`KafkaSource::take`] in addition to the deliveries.
 struct TakenDeliveries {
-    any: bool,
+    has_incoming: bool,
     oversize: Vec<Delivery>,
     next_due: Option<Instant>,
 }
@@ -112,7 +115,7 @@ impl Source for KafkaSource {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
         loop {
             let taken = self.take(limit, into)?;
-            let made_room = !taken.oversize.is_empty();
+            let has_oversize = !taken.oversize.is_empty();
             for delivery in taken.oversize {
                 tracing::warn!(
                     topic = %delivery.message.origin.name,
@@ -128,12 +131,13 @@ impl Source for KafkaSource {
                     failure_history: None,
                 });
             }
-            if taken.any {
+            if taken.has_incoming {
                 self.shared.wake_poller();
                 return Ok(());
             }
-            if made_room {
-                continue; // for the deliveries that were ready behind them
+            if has_oversize {
+                // Deliveries behind the rejected ones may be ready.
+                continue;
             }
             match taken.next_due {
                 // Timeout or not, the next iteration takes the ready deliveries.
@@ -165,23 +169,23 @@ impl Source for KafkaSource {
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
         self.shared.enter(SourcePhase::Stopped);
         let publish_until = deadline.checked_sub(LEAVE_TIME).unwrap_or(deadline);
-        let unpublished = self
+        let publishing = self
             .wait_until(publish_until, |shared| shared.lock().publishing() == 0)
             .await;
         self.shared.enter(SourcePhase::Closing);
-        let staying = self
+        let leaving = self
             .wait_until(deadline, |shared| {
                 shared.lock().phase() == SourcePhase::Ended
             })
             .await;
-        match (unpublished, staying) {
+        match (publishing, leaving) {
             (WaitOutcome::InTime, WaitOutcome::InTime) => Ok(()),
             (WaitOutcome::TooLong, _) => Err(SourceError::Unavailable(
-                "dead letters were not confirmed in time; their messages are redelivered"
+                "dead letters were not confirmed in time; their messages are redelivered; check that the dead-letter topics accept messages"
                     .into(),
             )),
             (_, WaitOutcome::TooLong) => Err(SourceError::Unavailable(
-                "did not leave the group in time; messages that were settled last may be redelivered"
+                "did not leave the group in time; messages that were settled last may be redelivered; check the group coordinator, or raise .drain_timeout(…)"
                     .into(),
             )),
         }
@@ -195,7 +199,7 @@ impl Source for KafkaSource {
     }
 }
 
-/// How a wait ended.
+/// Whether the condition of [`KafkaSource::wait_until`] was met before the deadline.
 #[derive(Clone, Copy)]
 enum WaitOutcome {
     InTime,

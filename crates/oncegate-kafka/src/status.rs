@@ -39,7 +39,8 @@ impl KafkaStatus {
     /// How often the Kafka client was replaced because it stalled, did not reach its group
     /// coordinator or had a fatal error.
     pub fn clients_replaced(&self) -> u64 {
-        self.shared().map_or(0, |shared| shared.lock().replaced())
+        self.shared()
+            .map_or(0, |shared| shared.lock().replacements())
     }
 
     /// How many messages expired before the group read them, since the source was opened. Counted
@@ -49,7 +50,7 @@ impl KafkaStatus {
     }
 
     /// Connects the status to this source. A status that is passed to two sources keeps the first.
-    pub(crate) fn of(&self, shared: &Arc<SharedState>) {
+    pub(crate) fn attach(&self, shared: &Arc<SharedState>) {
         let _ = self.0.set(Arc::downgrade(shared));
     }
 

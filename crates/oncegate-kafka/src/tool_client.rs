@@ -1,4 +1,4 @@
-//! Clients for tools beside the source.
+//! Clients for tools that use the brokers of a source.
 
 use oncegate_core::SourceError;
 use rdkafka::config::FromClientConfig;
@@ -11,8 +11,8 @@ impl Kafka {
     /// with the brokers, TLS, login and properties of the source. `settings` are librdkafka
     /// properties that override the others. A metadata request of this client creates no topic.
     ///
-    /// Connects to no broker yet. The secrets stay in this description: no configuration is
-    /// returned that could be printed.
+    /// Connects to no broker yet. Returns a client and not its configuration, whose `Debug` output would
+    /// contain the secrets.
     ///
     /// # Errors
     /// [`SourceError::Misconfigured`] if the source or librdkafka rejects the brokers, TLS, login
@@ -39,7 +39,7 @@ mod tests {
 
     use super::*;
 
-    /// Keeps its configuration.
+    /// A client type that keeps its configuration, for the test.
     struct ConfigCapture(ClientConfig);
 
     impl FromClientConfig for ConfigCapture {
@@ -55,11 +55,11 @@ mod tests {
                 .brokers("localhost:9092")
                 .property(key, value)
         };
-        let whole = kafka("reconnect.backoff.ms", "500")
+        let with_login = kafka("reconnect.backoff.ms", "500")
             .login(crate::KafkaLogin::plain("ledger", "canary"));
-        let ConfigCapture(config) = whole
+        let ConfigCapture(config) = with_login
             .client(&[("reconnect.backoff.ms", "600"), ("group.id", "tool")])
-            .expect("no group is needed");
+            .expect("a tool client needs no topic or group");
         for (key, value) in [
             ("bootstrap.servers", "localhost:9092"),
             ("security.protocol", "sasl_ssl"),
@@ -75,22 +75,25 @@ mod tests {
             ("ssl.endpoint.identification.algorithm", "none"),
             ("group.id", "g"),
         ] {
-            let refused = kafka(key, value)
+            let tool_error = kafka(key, value)
                 .client::<ConfigCapture>(&[])
                 .err()
-                .expect("refused")
+                .expect("the property is rejected")
                 .to_string();
             let source = Kafka::topic("t")
                 .brokers("localhost:9092")
                 .group("g")
                 .property(key, value)
                 .check();
-            assert_eq!(refused, source.expect_err("refused").to_string());
+            assert_eq!(
+                tool_error,
+                source.expect_err("the property is rejected").to_string()
+            );
         }
-        let by_a_setting = Kafka::topic("t")
+        let with_forbidden_setting = Kafka::topic("t")
             .brokers("localhost:9092")
             .client::<ConfigCapture>(&[("enable.ssl.certificate.verification", "false")]);
-        assert!(by_a_setting.is_err());
+        assert!(with_forbidden_setting.is_err());
         assert!(
             Kafka::topic("t").client::<ConfigCapture>(&[]).is_err(),
             "no brokers"

@@ -1,4 +1,5 @@
-//! The topic of an offset: the topic id and the cluster id that are committed beside it.
+//! The identity of a topic (its topic id and cluster id), which is committed as the metadata of each
+//! offset.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,7 +18,7 @@ pub(crate) struct TopicIdentity {
 pub(crate) enum TopicMatch {
     /// The same topic.
     Same,
-    /// The topic was deleted and created again: the offset is of another log.
+    /// The topic was deleted and created again, so the offset belongs to the deleted topic.
     Recreated,
     /// A replica on another cluster, whose mirror translated the offset.
     Replica,
@@ -28,8 +29,7 @@ pub(crate) enum TopicMatch {
 impl TopicIdentity {
     /// Compares the topic that an offset was committed for with the current topic of that name.
     ///
-    /// Topic ids are unique across clusters, so the same id means the same topic. If a cluster id
-    /// is missing, the topic may be a replica.
+    /// Topic ids are unique across clusters, so the same id means the same topic.
     pub(crate) fn compare(&self, current: &Self) -> TopicMatch {
         match (&self.cluster_id, &current.cluster_id) {
             _ if self.topic_id == current.topic_id => TopicMatch::Same,
@@ -39,16 +39,16 @@ impl TopicIdentity {
         }
     }
 
-    /// Parses what [`fmt::Display`] writes; `None` for anything else, such as metadata of another
-    /// program.
+    /// Parses the output of [`fmt::Display`]; `None` for any other text, such as metadata that another
+    /// program committed.
     pub(crate) fn parse(metadata: &str) -> Option<Self> {
-        let rest = metadata.strip_prefix(TOPIC_ID)?;
-        let (topic_id, cluster_id) = match rest.split_once(CLUSTER_ID) {
+        let ids = metadata.strip_prefix(TOPIC_ID)?;
+        let (topic_id, cluster_id) = match ids.split_once(CLUSTER_ID) {
             // The cluster id comes last, because it may be any text.
             Some((topic_id, cluster_id)) => {
                 (topic_id, Some(cluster_id).filter(|it| !it.is_empty()))
             }
-            None => (rest, None),
+            None => (ids, None),
         };
         is_topic_id(topic_id).then(|| Self {
             topic_id: Arc::from(topic_id),

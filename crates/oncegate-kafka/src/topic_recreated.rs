@@ -18,13 +18,14 @@ pub(crate) struct TopicIds(Arc<Mutex<TopicIdState>>);
 #[derive(Default)]
 struct TopicIdState {
     ids: HashMap<String, Arc<str>>,
-    /// The cluster id that librdkafka has reported last.
+    /// The cluster id that was last read from librdkafka.
     cluster_id: Option<Arc<str>>,
-    /// Topics whose id has changed, with their identity before the change. Not compared yet.
+    /// Changed topic ids that are not compared yet, each with the identity before the change.
     changes: Vec<(String, TopicIdentity)>,
+    /// Topics that were recreated, for [`TopicIds::take_recreated`].
     recreated: Vec<String>,
     /// Topics whose id has changed because the brokers are, or may be, those of another cluster.
-    moved: Vec<String>,
+    cluster_changed: Vec<String>,
     /// The result of the last comparison, for each topic whose id has ever changed.
     compared: HashMap<String, TopicMatch>,
 }
@@ -45,10 +46,10 @@ impl TopicIds {
             return;
         };
         let mut state = self.lock();
-        let known = state
+        let previous = state
             .ids
             .insert(change.topic.to_owned(), Arc::from(change.id));
-        let before = known.unwrap_or_else(|| Arc::from(change.before));
+        let before = previous.unwrap_or_else(|| Arc::from(change.before));
         if *before != *NO_ID && *before != *change.id {
             let before = TopicIdentity {
                 topic_id: before,
@@ -58,7 +59,7 @@ impl TopicIds {
         }
     }
 
-    /// A topic whose id has changed and was not compared yet.
+    /// A topic with a changed id that is not compared yet.
     pub(crate) fn changed(&self) -> Option<String> {
         self.lock().changes.first().map(|(topic, _)| topic.clone())
     }
@@ -76,12 +77,15 @@ impl TopicIds {
             match compared {
                 TopicMatch::Same => continue,
                 TopicMatch::Recreated => state.recreated.push(topic.clone()),
-                TopicMatch::Replica | TopicMatch::Ambiguous => state.moved.push(topic.clone()),
+                TopicMatch::Replica | TopicMatch::Ambiguous => {
+                    state.cluster_changed.push(topic.clone())
+                }
             }
             state.compared.insert(topic, compared);
         }
     }
 
+    /// Whether a cluster id was read.
     pub(crate) fn knows_cluster(&self) -> bool {
         self.lock().cluster_id.is_some()
     }
@@ -91,9 +95,9 @@ impl TopicIds {
         self.lock().identity(topic)
     }
 
-    /// The log identity for a partition that starts at `start`. Once a topic's id has changed,
-    /// positions may repeat under each later assignment too, because an assignment may be lost
-    /// before anything is read.
+    /// The log identity of a partition that starts at `start`. Once a topic's id has changed,
+    /// positions may repeat in each later assignment too: the one right after the change may have been
+    /// lost before it read anything.
     pub(crate) fn log(&self, topic: &str, start: StartPosition) -> LogIdentity {
         let is_other_topic = matches!(
             start,
@@ -116,8 +120,8 @@ impl TopicIds {
     }
 
     /// Returns and clears the topics that are, or may be, on another cluster than before.
-    pub(crate) fn take_moved(&self) -> Vec<String> {
-        std::mem::take(&mut self.lock().moved)
+    pub(crate) fn take_cluster_changed(&self) -> Vec<String> {
+        std::mem::take(&mut self.lock().cluster_changed)
     }
 
     /// Whether the polling thread has not handled a change of this topic's id yet.
@@ -128,7 +132,7 @@ impl TopicIds {
             .iter()
             .map(|(it, _)| it)
             .chain(&state.recreated)
-            .chain(&state.moved)
+            .chain(&state.cluster_changed)
             .any(|it| it == topic)
     }
 
@@ -158,7 +162,7 @@ mod tests {
         Some(topics.identity("a.Topic")?.topic_id)
     }
 
-    /// A topic whose id has changed, when the cluster id is `cluster_id`.
+    /// Topic ids after a change that is compared with this cluster id.
     fn changed(cluster_id: Option<&str>) -> TopicIds {
         let topics = TopicIds::default();
         topics.on_log_line(&line(NO_ID, FIRST));
@@ -179,7 +183,7 @@ mod tests {
         );
         assert!(
             topics.is_change_pending("a.Topic") && !topics.is_change_pending("a"),
-            "not compared yet"
+            "the change is pending until the polling thread handles it"
         );
         topics.compare(cluster_id.map(str::to_owned));
         assert!(topics.is_change_pending("a.Topic") && topics.changed().is_none());
@@ -205,7 +209,7 @@ mod tests {
             (topics.take_recreated(), topics.take_recreated()),
             (vec!["a.Topic".to_owned()], vec![])
         );
-        assert_eq!(topics.take_moved(), [""; 0]);
+        assert_eq!(topics.take_cluster_changed(), [""; 0]);
     }
 
     #[test]
@@ -214,7 +218,7 @@ mod tests {
             let topics = changed(cluster_id);
             assert!(!topics.was_recreated("a.Topic"));
             assert_eq!(
-                (topics.take_moved(), topics.take_moved()),
+                (topics.take_cluster_changed(), topics.take_cluster_changed()),
                 (vec!["a.Topic".to_owned()], vec![])
             );
             assert_eq!(topics.take_recreated(), [""; 0]);

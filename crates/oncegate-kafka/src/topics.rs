@@ -19,30 +19,31 @@ use crate::retention;
 
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long one poll of the client's log and errors waits while a request runs.
+/// How long one poll for the client's errors and log lines waits while a request runs.
 const POLL_TIMEOUT: Duration = Duration::from_millis(10);
 /// The first and the longest pause between requests.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
+const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration::from_secs(5));
 
-/// How often a missing topic is looked up again. A topic that was just created may not be known to
-/// every broker.
+/// How often a missing topic is looked up again. Not every broker knows a topic that was just created.
 const MISSING_RETRIES: u32 = 3;
 
-/// After how many failures a new client is created. The client may have lost its broker metadata.
+/// After how many failed requests the client is replaced. It may have lost its broker metadata.
 const FAILURES_PER_CLIENT: u32 = 3;
 
 /// Whether a topic exists.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TopicPresence {
     Exists,
-    /// The cluster has this many brokers.
-    Missing(usize),
+    Missing {
+        /// The number of brokers in the cluster.
+        brokers: usize,
+    },
 }
 
-/// The command that creates a topic with this name.
-fn command(kafka: &Kafka, name: &str, replicas: usize, keeps: &str) -> String {
+/// The command that creates a topic. `options` are further options of the command.
+fn create_command(kafka: &Kafka, name: &str, replicas: usize, options: &str) -> String {
     format!(
-        "kafka-topics.sh --bootstrap-server {} --create --topic {name} --replication-factor {replicas}{keeps} (`kafka-topics` in some packages; \
+        "kafka-topics.sh --bootstrap-server {} --create --topic {name} --replication-factor {replicas}{options} (`kafka-topics` in some packages; \
          in the Docker image it is in /opt/kafka/bin)",
         kafka.brokers
     )
@@ -53,28 +54,32 @@ fn replicas(brokers: usize) -> usize {
     brokers.clamp(1, 3)
 }
 
-/// Waits for a broker, then checks every topic and creates missing ones if configured. Returns the
-/// consumer that it used.
+/// Waits for a broker, then checks every topic, and creates missing dead-letter and in-doubt topics
+/// if that is configured. Returns the consumer of the last request: `consumer`, or one of
+/// `new_consumer` that has replaced it.
 ///
-/// The requests come from a consumer: a producer's metadata request creates the topic on brokers
-/// with `auto.create.topics.enable`.
+/// The requests come from a consumer, because a producer's metadata request would create the topic
+/// on brokers with `auto.create.topics.enable`.
+///
+/// # Errors
+/// A topic is missing, has limited retention or cannot be created, or the broker rejects the login.
 pub(crate) async fn check(
     kafka: &Kafka,
     mut consumer: BaseConsumer<CallbackContext>,
-    another: impl Fn() -> Result<BaseConsumer<CallbackContext>, SourceError>,
+    new_consumer: impl Fn() -> Result<BaseConsumer<CallbackContext>, SourceError>,
     connection_errors: &Arc<ConnectionErrors>,
 ) -> Result<BaseConsumer<CallbackContext>, SourceError> {
     for topic in &kafka.topics {
-        let found;
-        (consumer, found) =
-            find_topic(consumer, &another, topic.clone(), connection_errors).await?;
-        if let TopicPresence::Missing(brokers) = found {
+        let presence;
+        (consumer, presence) =
+            find_topic(consumer, &new_consumer, topic.clone(), connection_errors).await?;
+        if let TopicPresence::Missing { brokers } = presence {
             return Err(SourceError::misconfigured(
                 "topic",
                 format!("the topic `{topic}` does not exist"),
                 format!(
                     "create it: {}",
-                    command(kafka, topic, replicas(brokers), "")
+                    create_command(kafka, topic, replicas(brokers), "")
                 ),
             ));
         }
@@ -91,12 +96,13 @@ pub(crate) async fn check(
         .collect();
     let mut existing = Vec::new();
     for (setting, name) in &destinations {
-        let found;
-        (consumer, found) = find_topic(consumer, &another, name.clone(), connection_errors).await?;
-        match (found, kafka.creation) {
+        let presence;
+        (consumer, presence) =
+            find_topic(consumer, &new_consumer, name.clone(), connection_errors).await?;
+        match (presence, kafka.creation) {
             (TopicPresence::Exists, _) => existing.push((*setting, name.as_str())),
             (
-                TopicPresence::Missing(_),
+                TopicPresence::Missing { .. },
                 TopicCreation::Create {
                     partitions,
                     replication,
@@ -111,8 +117,8 @@ pub(crate) async fn check(
                 )
                 .await?
             }
-            (TopicPresence::Missing(brokers), TopicCreation::Never) => {
-                let (replicas, keeps) = (
+            (TopicPresence::Missing { brokers }, TopicCreation::Never) => {
+                let (replicas, options) = (
                     replicas(brokers),
                     " --config retention.ms=-1 --config retention.bytes=-1 --config cleanup.policy=delete",
                 );
@@ -122,7 +128,7 @@ pub(crate) async fn check(
                     format!(
                         "let the source create it: .create_topics(TopicCreation::Create {{ partitions: 1, replication: {replicas} }}), which is \
                          kafka.create-partitions = 1 and kafka.create-replicas = {replicas} in oncegate.toml; or create it: {}",
-                        command(kafka, name, replicas, keeps)
+                        create_command(kafka, name, replicas, options)
                     ),
                 ));
             }
@@ -132,15 +138,18 @@ pub(crate) async fn check(
     Ok(consumer)
 }
 
-/// Retries until a broker answers.
+/// Looks a topic up. Retries until a broker answers; replaces the consumer if requests fail.
+///
+/// # Errors
+/// The broker rejects the login or the access to the topic, or the name is invalid.
 async fn find_topic(
     mut consumer: BaseConsumer<CallbackContext>,
-    another: impl Fn() -> Result<BaseConsumer<CallbackContext>, SourceError>,
+    new_consumer: impl Fn() -> Result<BaseConsumer<CallbackContext>, SourceError>,
     topic: String,
     connection_errors: &ConnectionErrors,
 ) -> Result<(BaseConsumer<CallbackContext>, TopicPresence), SourceError> {
-    let (mut pause, longest) = PAUSES;
-    let (mut second_looks, mut failures) = (0, 0);
+    let (mut pause, longest) = RETRY_PAUSES;
+    let (mut missing_answers, mut failures) = (0, 0);
     loop {
         let name = topic.clone();
         let fetched = tokio::task::spawn_blocking(move || {
@@ -152,16 +161,18 @@ async fn find_topic(
             .await
             .map_err(|error| SourceError::Unavailable(error.into()))?;
         match answer {
-            Ok(TopicPresence::Missing(_)) if second_looks < MISSING_RETRIES => second_looks += 1,
-            Ok(found) => return Ok((consumer, found)),
+            Ok(TopicPresence::Missing { .. }) if missing_answers < MISSING_RETRIES => {
+                missing_answers += 1
+            }
+            Ok(presence) => return Ok((consumer, presence)),
             Err(code) => {
                 classify_error(&consumer, code, &topic, connection_errors)?;
                 failures += u32::from(client::error::is_connection(code));
                 if failures == FAILURES_PER_CLIENT {
                     failures = 0;
-                    let before = std::mem::replace(&mut consumer, another()?);
-                    before.context().is_replaced.store(true, Ordering::Relaxed);
-                    tokio::task::spawn_blocking(move || drop(before));
+                    let failed = std::mem::replace(&mut consumer, new_consumer()?);
+                    failed.context().is_replaced.store(true, Ordering::Relaxed);
+                    tokio::task::spawn_blocking(move || drop(failed));
                 }
             }
         }
@@ -175,13 +186,13 @@ fn fetch_presence(
     topic: &str,
 ) -> Result<TopicPresence, RDKafkaErrorCode> {
     let metadata = std::thread::scope(|scope| {
-        let asking = scope.spawn(|| consumer.fetch_metadata(Some(topic), REQUEST_TIMEOUT));
-        // Nothing else serves the client's log and errors yet, and a connection error must be
-        // logged before the request times out.
-        while !asking.is_finished() {
+        let request = scope.spawn(|| consumer.fetch_metadata(Some(topic), REQUEST_TIMEOUT));
+        // The polling thread does not run yet, so errors and log lines are served here: a connection
+        // error must be logged before the request times out.
+        while !request.is_finished() {
             while consumer.poll(POLL_TIMEOUT).is_some() {}
         }
-        asking
+        request
             .join()
             .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
     });
@@ -195,13 +206,18 @@ fn fetch_presence(
     {
         None => Ok(TopicPresence::Exists),
         Some(RDKafkaErrorCode::UnknownTopicOrPartition | RDKafkaErrorCode::UnknownTopic) => {
-            Ok(TopicPresence::Missing(metadata.brokers().len()))
+            Ok(TopicPresence::Missing {
+                brokers: metadata.brokers().len(),
+            })
         }
         Some(code) => Err(code),
     }
 }
 
-/// Permanent errors are returned; transient ones are logged.
+/// Logs a transient error.
+///
+/// # Errors
+/// A permanent error.
 fn classify_error(
     consumer: &BaseConsumer<CallbackContext>,
     code: RDKafkaErrorCode,
@@ -239,7 +255,7 @@ fn classify_error(
             Ok(())
         }
         _ => {
-            tracing::warn!(topic, %code, "cannot look up the topic, retrying; nothing is read before; check the brokers' logs");
+            tracing::warn!(topic, %code, "cannot look up the topic, retrying; nothing is read until it is found; check the brokers' logs");
             Ok(())
         }
     }
@@ -284,7 +300,7 @@ async fn create(
         Some(text) => Err(SourceError::misconfigured(
             setting,
             format!("the topic `{name}` could not be created: {text}"),
-            "create it manually",
+            "create it with kafka-topics.sh, with retention.ms=-1, retention.bytes=-1 and cleanup.policy=delete",
         )),
         None => {
             tracing::info!(topic = name, partitions, replication, "topic created");
@@ -317,19 +333,19 @@ mod tests {
                 .create_with_context(context)
                 .map_err(client::error::from_config)
         };
-        // Like a client that has lost its broker metadata.
+        // Requests of this client fail, like those of one that has lost its broker metadata.
         let (first, connection_errors) = (
             client("127.0.0.1:1").expect("a client"),
             ConnectionErrors::new("127.0.0.1:1"),
         );
-        let last_check = tokio::time::timeout(
+        let finding = tokio::time::timeout(
             Duration::from_secs(60),
             find_topic(first, || client(&brokers), "t".into(), &connection_errors),
         );
-        let (_, found) = last_check
+        let (_, presence) = finding
             .await
-            .expect("a second request")
-            .expect("no permanent error");
-        assert_eq!(found, TopicPresence::Exists);
+            .expect("the client is replaced in time")
+            .expect("connection errors are not permanent");
+        assert_eq!(presence, TopicPresence::Exists);
     }
 }

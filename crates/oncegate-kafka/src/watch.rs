@@ -1,5 +1,5 @@
-//! Watches the partitions with a second client: their lag, and whether the first client still reads
-//! them.
+//! Watches the partitions with a second client: their lag, and whether the consumer's client still
+//! reads them.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -14,26 +14,26 @@ use crate::client::log::LogContext;
 use crate::client::lost_metadata::LostMetadata;
 use crate::shared::{ReadProgress, SharedState, SourcePhase};
 
-/// Maximum pause between two checks.
+/// Maximum pause between two checks of the partitions.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
-/// How often it checks whether the source closes.
+/// How long one turn waits, and so how often the thread checks whether the source closes.
 const TURN: Duration = Duration::from_millis(200);
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
-/// How long a fresh client may take to log in, to find the group coordinator, to log in there, and
-/// to get an answer.
+/// Timeout of a probe by a fresh client: to log in, to find the group coordinator, to log in there,
+/// and to receive the response.
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
-/// After how long without the group coordinator it is logged, and how often from then on.
+/// After how long without the group coordinator a warning is logged, and how often from then on.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
-/// After this many consecutive partitions without an answer, the rest of a check is skipped: most
-/// likely no broker answers, and each request would take its full timeout.
+/// After this many consecutive partitions without an answer, a check requests no further ones:
+/// most likely no broker answers, and each request would take its full timeout.
 const MAX_SILENT: usize = 3;
-/// How often the whole prefetch queue must have been read before a partition counts as stalled.
-/// librdkafka fetches for all partitions when the queue is short. The first drain reads messages
-/// that were requested before the partition had more, the second one those that were requested then,
-/// and one check may fall between the arrival of a response and its reading.
+/// How often the whole message queue must have been read (drained) before a partition counts as
+/// stalled. librdkafka fetches for all partitions when the queue is short. The first drain may read
+/// only messages that were fetched before the partition had new ones, the second drain reads those
+/// fetched after it had, and one check may come between the arrival of a response and its reading.
 const REQUIRED_DRAINS: u32 = 3;
-/// How often the time limit of a partition is doubled at most: up to 64 times as long.
+/// How often the time limit of a partition is doubled at most: up to 64 times `stalled_after`.
 const MAX_DOUBLINGS: u32 = 6;
 
 /// Checks each partition periodically with its own client, because the watched client may be the
@@ -46,12 +46,12 @@ pub(crate) fn run(
     reconnect_backoff_max: Duration,
     stalled_after: Duration,
 ) {
-    let another = || {
+    let new_client = || {
         config.create_with_context::<_, BaseConsumer<WatchContext>>(WatchContext(LogContext(
             connection_errors.clone(),
         )))
     };
-    let mut client = match another() {
+    let mut client = match new_client() {
         Ok(client) => client,
         Err(error) => {
             return tracing::error!(%error, "cannot create the watching kafka client; lag is not reported and stalled partitions are not detected; check the limits of the process for memory, threads and open files, and restart it");
@@ -80,27 +80,28 @@ pub(crate) fn run(
             last_check = Some(Instant::now());
             // This client itself may have lost its broker metadata.
             if watch.all_silent()
-                && let Ok(another) = another()
+                && let Ok(replacement) = new_client()
             {
-                client = another;
+                client = replacement;
             }
         }
         let without_group_since = shared.lock().without_group_since();
         if lost_metadata.check(without_group_since, Instant::now, || {
-            another().is_ok_and(|client| reaches_coordinator(&client, topic))
+            new_client().is_ok_and(|client| reaches_coordinator(&client, topic))
         }) && let Some(without_group_since) = without_group_since
         {
             shared
                 .lock()
                 .suspect_lost_metadata(without_group_since, Instant::now());
         }
-        // If fresh clients reached the coordinator, the client would already have been replaced.
-        if let Some(without) = without_group_since.map(|at| at.elapsed()).filter(|it| {
+        // If fresh clients reached the coordinator, the consumer's client would have been replaced
+        // before this long.
+        if let Some(elapsed) = without_group_since.map(|at| at.elapsed()).filter(|it| {
             *it >= LOG_INTERVAL && logged_at.is_none_or(|at| at.elapsed() >= LOG_INTERVAL)
         }) {
             tracing::warn!(
                 group = config.get("group.id"),
-                seconds = without.as_secs(),
+                seconds = elapsed.as_secs(),
                 "cannot reach the group coordinator; nothing is committed, and partitions may be assigned to other members; check that every partition of __consumer_offsets has a leader"
             );
             logged_at = Some(Instant::now());
@@ -108,84 +109,91 @@ pub(crate) fn run(
         // Polling serves the client's log.
         let _ = client.poll(TURN);
     }
-    watch
-        .gauges
-        .keys()
-        .for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
+    watch.gauges.iter().for_each(|(topic, partition)| {
+        set_partition_gauges(topic, *partition, Some(0), Duration::ZERO)
+    });
     metrics::gauge!(crate::metric::PARTITIONS).set(0.0);
 }
 
 /// Whether the group coordinator answers this client. The client need not be a member of the group.
 fn reaches_coordinator(client: &BaseConsumer<WatchContext>, topic: &str) -> bool {
-    let mut any = TopicPartitionList::new();
-    any.add_partition(topic, 0);
-    client.committed_offsets(any, PROBE_TIMEOUT).is_ok()
+    // The partition does not matter: any offset request goes to the coordinator.
+    let mut partitions = TopicPartitionList::new();
+    partitions.add_partition(topic, 0);
+    client.committed_offsets(partitions, PROBE_TIMEOUT).is_ok()
 }
 
 /// The results of earlier checks.
 #[derive(Default)]
 struct PartitionWatch {
+    /// The candidates, by epoch and partition.
     candidates: HashMap<(u64, i32), StallCandidate>,
     /// Partitions whose client was replaced and that have made no progress since.
-    replaced: HashMap<(Arc<str>, i32), ReplacementBackoff>,
+    backoffs: HashMap<(Arc<str>, i32), ReplacementBackoff>,
     /// Partitions with gauges.
-    gauges: HashMap<(String, i32), ()>,
+    gauges: HashSet<(String, i32)>,
     /// Partitions whose log end no broker returned at the last check.
     silent: HashSet<(String, i32)>,
-    /// Whether the last check got no answer for any partition.
+    /// Whether no broker returned the log end of any partition at the last check.
     all_silent: bool,
 }
 
-/// A partition whose client was replaced and that has made no progress since. Its fetches may just
-/// be slow, and each replacement starts over, so the next client gets twice the time.
+/// The backoff of a partition whose client was replaced and that has made no progress since. Its
+/// fetches may only be slow, and each replacement starts them again, so each client gets twice the
+/// time of the one before.
 #[derive(Clone, Copy, Debug)]
 struct ReplacementBackoff {
-    at: Option<i64>,
-    times: u32,
+    /// The position at the last replacement.
+    position: Option<i64>,
+    /// How often the time limit is doubled.
+    doublings: u32,
 }
 
 /// A partition with unread messages that makes no progress.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct StallCandidate {
     since: Instant,
-    at: Option<i64>,
-    /// The log end at that time.
+    position: Option<i64>,
+    /// The log end at `since`.
     end: i64,
-    /// How often the whole prefetch queue has been read since.
+    /// How often the whole message queue has been read since.
     drains: u32,
     /// The polling thread's progress when the last of these drains started.
     drain_start: ReadProgress,
 }
 
 impl StallCandidate {
-    /// The candidate for a partition that was read to `at`, if its log ends at `end`.
+    /// Updates the candidate of a partition that was read to `position` and whose log ends at `end`;
+    /// `None` if all was read.
     fn next(
         before: Option<Self>,
-        at: Option<i64>,
+        position: Option<i64>,
         end: i64,
         progress: ReadProgress,
         now: Instant,
     ) -> Option<Self> {
-        if at.is_some_and(|at| at >= end) {
+        if position.is_some_and(|position| position >= end) {
             return None;
         }
         let start = Self {
             since: now,
-            at,
+            position,
             end,
             drains: 0,
             drain_start: progress,
         };
-        let mut next = before.filter(|before| before.at == at).unwrap_or(start);
-        if next.drain_start.is_over(progress) {
+        let mut next = before
+            .filter(|before| before.position == position)
+            .unwrap_or(start);
+        if next.drain_start.is_drained_at(progress) {
             (next.drains, next.drain_start) = (next.drains + 1, progress);
         }
         Some(next)
     }
 
-    /// Whether the partition made no progress for this long although its log grew and the prefetch
-    /// queue was read repeatedly. If the queue is not read for lack of room, the result is `false`. A
-    /// log that does not grow may end with transaction markers.
+    /// Whether the partition made no progress for `after` although its log grew and the message queue
+    /// was drained [`REQUIRED_DRAINS`] times. A log that does not grow may end with transaction
+    /// markers, and a queue that is not read for lack of room is not drained.
     fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
         end > self.end && self.drains >= REQUIRED_DRAINS && now.duration_since(self.since) >= after
     }
@@ -221,9 +229,9 @@ impl PartitionWatch {
         let (now, progress, partitions) = (clock(), state.read_progress(), state.read_positions());
         drop(state);
         let mut candidates = HashMap::new();
-        for (epoch, topic, partition, at) in partitions {
+        for (epoch, topic, partition, position) in partitions {
             let Some(end) = log_ends.get(&(topic.to_string(), partition)) else {
-                // Without a log end the candidate is kept as it is.
+                // The log end is unknown, so the candidate is kept unchanged.
                 candidates.extend(
                     self.candidates
                         .get(&(epoch, partition))
@@ -232,54 +240,57 @@ impl PartitionWatch {
                 continue;
             };
             let before = self.candidates.get(&(epoch, partition)).copied();
-            let Some(next) = StallCandidate::next(before, at, *end, progress, now) else {
+            let Some(next) = StallCandidate::next(before, position, *end, progress, now) else {
                 continue;
             };
-            let time_limit = self.time_limit(&topic, partition, at, stalled_after);
+            let time_limit = self.time_limit(&topic, partition, position, stalled_after);
             if !next.is_stalled(*end, now, time_limit) {
                 candidates.insert((epoch, partition), next);
                 continue;
             }
-            // The candidate starts over until the client is replaced.
+            // Without a candidate for this partition: the measurement starts again.
             let reason = format!(
-                "no progress on {topic}/{partition} at offset {at:?} for {time_limit:?}, while its log has grown to {end}"
+                "no progress on {topic}/{partition} at offset {position:?} for {time_limit:?}, while its log has grown to {end}"
             );
             shared.lock().request_replacement(reason);
             shared.wake_poller();
-            let times = self
-                .replaced
+            let doublings = self
+                .backoffs
                 .get(&(topic.clone(), partition))
-                .map_or(0, |before| before.times);
-            self.replaced.insert(
+                .map_or(0, |before| before.doublings);
+            self.backoffs.insert(
                 (topic, partition),
                 ReplacementBackoff {
-                    at,
-                    times: (times + 1).min(MAX_DOUBLINGS),
+                    position,
+                    doublings: (doublings + 1).min(MAX_DOUBLINGS),
                 },
             );
         }
         self.candidates = candidates;
     }
 
+    /// Whether no broker returned the log end of any partition at the last check.
     fn all_silent(&self) -> bool {
         self.all_silent
     }
 
-    /// How long a partition that was read to `at` may make no progress. Progress since its client
-    /// was replaced resets the limit.
+    /// How long a partition that was read to `position` may make no progress. Progress since its
+    /// client was replaced resets the limit.
     fn time_limit(
         &mut self,
         topic: &Arc<str>,
         partition: i32,
-        at: Option<i64>,
+        position: Option<i64>,
         stalled_after: Duration,
     ) -> Duration {
         let key = (topic.clone(), partition);
-        match self.replaced.get(&key) {
+        match self.backoffs.get(&key) {
             None => stalled_after,
-            Some(before) if at <= before.at => stalled_after.saturating_mul(1 << before.times),
+            Some(before) if position <= before.position => {
+                stalled_after.saturating_mul(1 << before.doublings)
+            }
             Some(_) => {
-                self.replaced.remove(&key);
+                self.backoffs.remove(&key);
                 stalled_after
             }
         }
@@ -324,8 +335,8 @@ impl PartitionWatch {
         log_ends
     }
 
-    /// Sets the gauges, and those of revoked partitions to 0. The lag gauge of a partition appears
-    /// once the lag is known.
+    /// Sets the gauges of assigned partitions, and those of revoked ones to 0. The lag gauge of a
+    /// partition is set once the lag is known.
     fn set_gauges(&mut self, shared: &SharedState) {
         let status = shared.lock().status();
         metrics::gauge!(crate::metric::PARTITIONS).set(status.len() as f64);
@@ -333,21 +344,21 @@ impl PartitionWatch {
         let mut revoked = std::mem::take(&mut self.gauges);
         for it in status {
             revoked.remove(&(it.topic.to_string(), it.partition));
-            gauges(
+            set_partition_gauges(
                 &it.topic,
                 it.partition,
                 it.lag,
                 it.blocker.map_or(Duration::ZERO, |blocker| blocker.since),
             );
-            self.gauges.insert((it.topic.to_string(), it.partition), ());
+            self.gauges.insert((it.topic.to_string(), it.partition));
         }
-        revoked
-            .keys()
-            .for_each(|(topic, partition)| gauges(topic, *partition, Some(0), Duration::ZERO));
+        revoked.iter().for_each(|(topic, partition)| {
+            set_partition_gauges(topic, *partition, Some(0), Duration::ZERO)
+        });
     }
 }
 
-fn gauges(topic: &str, partition: i32, lag: Option<u64>, age: Duration) {
+fn set_partition_gauges(topic: &str, partition: i32, lag: Option<u64>, age: Duration) {
     let labels = [
         ("topic", topic.to_owned()),
         ("partition", partition.to_string()),
@@ -415,9 +426,9 @@ mod tests {
 
     const AFTER: Duration = Duration::from_secs(1);
 
-    /// The polling thread finds this many operations in the queue.
-    fn queue_length(shared: &SharedState, waiting: u64) {
-        shared.lock().set_queue_length(waiting);
+    /// Records this length of the message queue, as the polling thread does.
+    fn queue_length(shared: &SharedState, queued: u64) {
+        shared.lock().set_queue_length(queued);
     }
 
     #[test]
@@ -432,14 +443,14 @@ mod tests {
                 .watch_config(),
             Arc::new(ConnectionErrors::new(&brokers)),
         );
-        let fresh = || {
+        let fresh_client = || {
             config
                 .create_with_context(WatchContext(LogContext(connection_errors.clone())))
                 .expect("a client")
         };
-        cluster.broker_down(1).expect("down");
-        assert!(!reaches_coordinator(&fresh(), "t"));
-        cluster.broker_up(1).expect("up");
+        cluster.broker_down(1).expect("the broker stops");
+        assert!(!reaches_coordinator(&fresh_client(), "t"));
+        cluster.broker_up(1).expect("the broker starts");
         let (shared, end) = (
             SharedState::default(),
             Instant::now() + Duration::from_secs(60),
@@ -519,7 +530,7 @@ mod tests {
             assert_eq!(
                 value(crate::metric::LAG),
                 Some(DebugValue::Gauge(5.0.into())),
-                "it is not updated"
+                "the lag is not updated"
             );
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
@@ -527,7 +538,7 @@ mod tests {
             assert_eq!(
                 value(crate::metric::LAG),
                 Some(DebugValue::Gauge(0.0.into())),
-                "another member's now"
+                "the partition was revoked"
             );
         });
     }
@@ -560,7 +571,7 @@ mod tests {
         }
         assert!(
             shared.lock().needs_replacement(),
-            "it grows, and is not read"
+            "the log grows and is not read"
         );
     }
 
@@ -575,16 +586,16 @@ mod tests {
         assert!(shared.lock().needs_replacement(), "no progress");
     }
 
-    /// Two partitions. The second one is not fetched any more, while the source is full of the
-    /// first one and takes one message at a time: at each check the queue has `waiting` operations,
-    /// of which `is_read` are read before the next one.
-    fn beside_a_backlog(waiting: u64, is_read: u64, looks: i64) -> bool {
+    /// Whether a stall of partition 1 is detected within `checks` checks, while the source is full of
+    /// messages of partition 0. At each check the message queue has `queued` operations, of which
+    /// `read` are read before the next check.
+    fn is_detected_beside_a_backlog(queued: u64, read: u64, checks: i64) -> bool {
         let (shared, mut watch) = (shared(2), PartitionWatch::default());
         let full = 5_000;
         shared.add_records((5..full).map(|offset| record(0, offset)).collect());
-        for check in 0..looks {
+        for check in 0..checks {
             assert_eq!(shared.lock().room(), 0);
-            queue_length(&shared, waiting);
+            queue_length(&shared, queued);
             watch.check(
                 |_, partition| Some(if partition == 1 { 9 + check } else { 1_000_000 }),
                 &shared,
@@ -592,28 +603,28 @@ mod tests {
             );
             // The first partition makes progress at each check.
             shared.add_records(vec![record(0, full + check)]);
-            shared.lock().count_read(is_read);
+            shared.lock().count_read(read);
         }
         shared.lock().needs_replacement()
     }
 
     #[test]
     fn a_stall_beside_a_backlog_is_detected_after_three_drains_of_the_queue() {
-        assert!(!beside_a_backlog(1_000, 1_000, 3));
-        assert!(beside_a_backlog(1_000, 1_000, 4));
+        assert!(!is_detected_beside_a_backlog(1_000, 1_000, 3));
+        assert!(is_detected_beside_a_backlog(1_000, 1_000, 4));
         assert!(
-            !beside_a_backlog(1_000, 100, 30),
-            "messages fetched for it may still be in the queue"
+            !is_detected_beside_a_backlog(1_000, 100, 30),
+            "messages fetched for partition 1 may still be in the queue"
         );
-        assert!(beside_a_backlog(1_000, 100, 31));
+        assert!(is_detected_beside_a_backlog(1_000, 100, 31));
     }
 
     #[test]
     fn without_room_to_read_no_stall_is_detected_and_the_time_is_kept() {
         let (shared, mut watch) = (shared(1), PartitionWatch::default());
         let mut end = 9;
-        let mut check = |waiting| {
-            queue_length(&shared, waiting);
+        let mut check = |queued| {
+            queue_length(&shared, queued);
             end += 1;
             watch.check(|_, _| Some(end), &shared, Duration::ZERO);
             shared.lock().needs_replacement()
@@ -622,7 +633,7 @@ mod tests {
         // The queue may contain a message of the partition.
         assert!((0..100).all(|_| !check(1)));
         shared.lock().count_read(1);
-        assert!(check(1), "that was none of it");
+        assert!(check(1), "the queue contained no message of the partition");
     }
 
     #[test]
@@ -631,7 +642,7 @@ mod tests {
         let (mut replaced, mut last) = (Vec::new(), 0);
         for second in 0..16_000 {
             queue_length(&shared, 0);
-            let end = 9 + i64::try_from(second).expect("few");
+            let end = 9 + i64::try_from(second).expect("the number of seconds fits an i64");
             watch.check_at(
                 || started + Duration::from_secs(second),
                 |_, _| Some(end),
@@ -643,8 +654,8 @@ mod tests {
             }
             replaced.push(second - last);
             last = second;
-            // The next client starts at the committed offset and gets no further than the one
-            // before; the ninth one does.
+            // Each client starts at the committed offset and reads one message; the ninth one reads
+            // two, which is progress.
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
             shared.assign("t", 0, StartPosition::Committed(4), LogIdentity::default());
@@ -663,7 +674,7 @@ mod tests {
     }
 
     #[test]
-    fn a_blocked_polling_thread_is_no_stall() {
+    fn no_stall_is_detected_while_the_polling_thread_is_blocked() {
         let (shared, mut watch) = (shared(1), PartitionWatch::default());
         queue_length(&shared, 0);
         (9..100).for_each(|end| watch.check(|_, _| Some(end), &shared, Duration::ZERO));
@@ -683,8 +694,8 @@ mod tests {
             AFTER,
         );
         assert_eq!(requested.len(), MAX_SILENT);
-        // Half of the partitions have no leader: all others are checked, whichever were requested
-        // in vain before.
+        // Half of the partitions have no leader. The others are checked, also those whose request
+        // failed before.
         for _ in 0..3 {
             watch.check(
                 |_, partition| (partition % 2 == 0).then_some(7),
@@ -692,13 +703,13 @@ mod tests {
                 AFTER,
             );
         }
-        let known = shared
+        let with_log_end = shared
             .lock()
             .status()
             .iter()
             .filter(|it| it.log_end == Some(7))
             .count();
-        assert_eq!(known, 4);
+        assert_eq!(with_log_end, 4);
         assert_eq!(watch.silent.len(), 4, "{:?}", watch.silent);
     }
 
@@ -717,22 +728,35 @@ mod tests {
                 ..next
             })
         };
-        assert_eq!(next(None, Some(7), 7, started), None, "all was read");
-        let first = next(None, Some(5), 7, started).expect("behind");
-        let later = next(Some(first), Some(5), 9, at(70)).expect("behind");
+        assert_eq!(
+            next(None, Some(7), 7, started),
+            None,
+            "a partition that was read completely is no candidate"
+        );
+        let first = next(None, Some(5), 7, started)
+            .expect("a partition with unread messages is a candidate");
+        let later = next(Some(first), Some(5), 9, at(70))
+            .expect("a partition with unread messages is a candidate");
         assert_eq!(later, first);
         assert!(later.is_stalled(9, at(70), after));
-        assert!(!later.is_stalled(9, at(59), after), "not for long enough");
+        assert!(
+            !later.is_stalled(9, at(59), after),
+            "the time limit is not reached"
+        );
         assert!(
             !later.is_stalled(7, at(70), after),
             "the remaining offsets may be transaction markers"
         );
-        let moved = next(Some(first), Some(6), 9, at(70)).expect("behind");
-        assert!(!moved.is_stalled(12, at(80), after), "it was read on");
-        let unread = next(None, None, 3, started).expect("nothing was read of it");
+        let progressed = next(Some(first), Some(6), 9, at(70))
+            .expect("a partition with unread messages is a candidate");
+        assert!(
+            !progressed.is_stalled(12, at(80), after),
+            "a message was read"
+        );
+        let unread = next(None, None, 3, started).expect("an unread partition is a candidate");
         assert!(
             next(Some(unread), None, 4, at(60))
-                .expect("behind")
+                .expect("a partition with unread messages is a candidate")
                 .is_stalled(4, at(60), after)
         );
     }

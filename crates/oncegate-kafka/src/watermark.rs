@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 pub(crate) struct Watermark {
     /// From the lowest unsettled offset on, ascending.
     ring: VecDeque<OffsetState>,
-    /// One after the last offset that was delivered or passed.
+    /// One after the last offset that was delivered or skipped as a gap.
     end: Option<i64>,
     /// The last offset that was taken for a commit, or the start of the partition.
     committed: i64,
@@ -37,7 +37,8 @@ impl OffsetState {
 pub(crate) enum OffsetOrder {
     /// Higher than all before it.
     Ascending,
-    /// Not higher, and not added: the partition was reset below the delivered offsets.
+    /// Not higher, and not added: the log was truncated, or librdkafka reads
+    /// messages again.
     Backwards,
 }
 
@@ -63,22 +64,22 @@ impl Watermark {
         OffsetOrder::Ascending
     }
 
-    /// Starts at this offset, unless something was delivered already: every offset below it is
-    /// settled.
+    /// Starts at this offset, so that every offset below it counts as settled. Does nothing after the
+    /// first delivery.
     pub(crate) fn start_at(&mut self, offset: i64) {
         if self.end.is_none() {
             (self.end, self.committed) = (Some(offset), offset);
         }
     }
 
-    /// The log was read up to this offset: undelivered offsets below it are gaps. So the
-    /// transaction markers at the end of a log do not hold the commit back. Does nothing before the
+    /// The log was read up to this offset: undelivered offsets below it are gaps. Without this, the
+    /// transaction markers at the end of a log would keep the lag above 0. Does nothing before the
     /// first delivery or [`start_at`](Self::start_at).
-    pub(crate) fn pass(&mut self, offset: i64) {
+    pub(crate) fn advance_to(&mut self, offset: i64) {
         self.end = self.end.map(|end| end.max(offset));
     }
 
-    /// One after the last offset that was delivered or passed.
+    /// One after the last offset that was delivered or skipped as a gap.
     pub(crate) fn end(&self) -> Option<i64> {
         self.end
     }
@@ -222,10 +223,10 @@ mod tests {
         assert_eq!(watermark.deliver(9), OffsetOrder::Ascending);
     }
 
-    /// Draws the same numbers on every run.
-    struct Draw(u64);
+    /// A pseudorandom generator (xorshift) whose numbers are the same in every run.
+    struct Xorshift(u64);
 
-    impl Draw {
+    impl Xorshift {
         fn below(&mut self, bound: u64) -> u64 {
             self.0 ^= self.0 << 13;
             self.0 ^= self.0 >> 7;
@@ -237,25 +238,26 @@ mod tests {
     #[test]
     fn any_history_agrees_with_a_map_of_all_offsets() {
         for seed in 1..=300 {
-            let mut draw = Draw(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(seed));
-            let gaps = draw.below(2) == 0;
-            let (mut watermark, mut naive) = (Watermark::default(), BTreeMap::<i64, bool>::new());
-            let mut next = draw.below(100) as i64;
+            let mut random = Xorshift(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(seed));
+            let gaps = random.below(2) == 0;
+            let (mut watermark, mut reference) =
+                (Watermark::default(), BTreeMap::<i64, bool>::new());
+            let mut next = random.below(100) as i64;
             let mut last_commit = next;
             for _ in 0..400 {
-                if draw.below(5) < 2 {
+                if random.below(5) < 2 {
                     if gaps {
-                        next += (draw.below(4) * draw.below(50)) as i64;
+                        next += (random.below(4) * random.below(50)) as i64;
                     }
                     assert_eq!(watermark.deliver(next), OffsetOrder::Ascending);
-                    if naive.is_empty() {
+                    if reference.is_empty() {
                         last_commit = next;
                     }
-                    naive.insert(next, false);
+                    reference.insert(next, false);
                     next += 1;
                 } else {
-                    let offset = next - draw.below(60) as i64;
-                    let expected = match naive.get_mut(&offset) {
+                    let offset = next - random.below(60) as i64;
+                    let expected = match reference.get_mut(&offset) {
                         Some(settled) if !*settled => {
                             *settled = true;
                             OffsetChange::Settled
@@ -264,13 +266,13 @@ mod tests {
                     };
                     assert_eq!(watermark.settle(offset), expected, "seed {seed}");
                 }
-                if draw.below(3) == 0 {
-                    let lowest = naive
+                if random.below(3) == 0 {
+                    let lowest = reference
                         .iter()
                         .find(|(_, settled)| !**settled)
                         .map(|(offset, _)| *offset);
                     let expected = lowest
-                        .or(naive.keys().last().map(|last| last + 1))
+                        .or(reference.keys().last().map(|last| last + 1))
                         .filter(|offset| *offset > last_commit);
                     assert_eq!(watermark.take_commit(), expected, "seed {seed}");
                     last_commit = expected.unwrap_or(last_commit);

@@ -1,5 +1,5 @@
-//! Bad input as a table: what arrives from a real broker, how it is handled, what the operator
-//! sees, and what the book says about it.
+//! Bad input as a table: the message at a real broker, the outcome, the reasons that the operator
+//! sees, and the text of the book.
 
 #[allow(dead_code, reason = "the other tests use the rest")]
 #[path = "kafka/stage.rs"]
@@ -14,7 +14,7 @@ use crate::stage::*;
 /// The body limit of the source.
 const BODY_LIMIT: usize = 1 << 16;
 
-/// Headers beside the row number, key and body.
+/// The headers in addition to the row number, the key and the body.
 struct Message {
     headers: Vec<(&'static str, Option<Vec<u8>>)>,
     key: Option<&'static [u8]>,

@@ -75,7 +75,7 @@ impl Observed {
             .map_or(0, |count| count.load(Ordering::Relaxed))
     }
 
-    /// What was logged and counted instead.
+    /// The log lines and counters, for a failed assertion.
     fn check(
         &self,
         level: &str,
@@ -173,7 +173,7 @@ async fn partition_added(observed: &Observed) {
         .await
         .expect("a source");
     topic.grow(2).await;
-    topic.renewed().send_numbers(1, 5).await;
+    topic.with_new_producer().send_numbers(1, 5).await;
     assert!(
         receive(&mut source, 5)
             .await
@@ -235,7 +235,7 @@ async fn replica_topic(observed: &Observed) {
     close(source).await;
 }
 
-/// This client fetches nothing more once it has fetched a message that was not taken.
+/// This client fetches nothing more while a fetched message is not received.
 async fn client_replaced(observed: &Observed) {
     let (topic, status) = (Topic::new(1).await, KafkaStatus::new());
     topic.send_numbers(0, 5).await;
@@ -255,7 +255,7 @@ async fn client_replaced(observed: &Observed) {
     let end = Instant::now() + BOUND;
     while status.clients_replaced() == 0 {
         assert!(Instant::now() < end, "the stall is not detected");
-        // Only a log that grows is known to have something to read.
+        // A stall is detected only while the log grows.
         topic.send_numbers(0, 1).await;
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

@@ -5,53 +5,25 @@
 #[path = "kafka/stage.rs"]
 mod stage;
 
-use std::io;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::SourceError;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_kafka::{Kafka, KafkaLogin};
+use oncegate_testkit::Lines;
 use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser};
 
 use crate::stage::*;
 
-/// No log line and no error may contain it.
+/// The password, which no log line and no error may contain.
 const PASSWORD: &str = "canary-7Hq2-password";
 const WRONG: &str = "canary-7Hq2-mistaken";
-
-/// All log lines.
-#[derive(Clone, Default)]
-struct Lines(Arc<Mutex<Vec<u8>>>);
-
-impl io::Write for Lines {
-    fn write(&mut self, line: &[u8]) -> io::Result<usize> {
-        self.0.lock().expect("not poisoned").extend_from_slice(line);
-        Ok(line.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-impl Lines {
-    fn text(&self) -> String {
-        String::from_utf8_lossy(&self.0.lock().expect("not poisoned")).into_owned()
-    }
-}
 
 /// One test, because all parts share the broker and the log.
 #[tokio::test(flavor = "multi_thread")]
 async fn authorized_clients_connect_and_no_secret_is_logged() {
-    let lines = Lines::default();
-    let writer = lines.clone();
-    tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_max_level(tracing::Level::TRACE)
-        .with_writer(move || writer.clone())
-        .init();
+    let lines = Lines::filtered("trace");
     let user = KafkaUser {
         name: "ledger".to_owned(),
         password: PASSWORD.to_owned(),
@@ -182,7 +154,7 @@ async fn is_logged(kafka: Kafka, brokers: &str, lines: &Lines, why: &str) {
     };
     tokio::select! {
         opened = kafka.connect(ConnectOptions::default()) => panic!("{opened:?}"),
-        in_time = tokio::time::timeout(BOUND, logged) => assert!(in_time.is_ok(), "nothing was logged about {brokers}"),
+        in_time = tokio::time::timeout(BOUND, logged) => assert!(in_time.is_ok(), "no warning about {brokers} was logged in time"),
     }
 }
 

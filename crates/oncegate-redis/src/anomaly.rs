@@ -2,13 +2,13 @@
 
 use std::time::Duration;
 
-/// Something that a Redis server should not do.
+/// Unexpected behaviour of a Redis server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Anomaly {
     /// The canary key is missing or has another generation: keys were lost, deleted or evicted, or
     /// another consumer lost its last writes.
     CanaryLost,
-    /// The write count of this process went back: its last writes were lost, as in a failover or a
+    /// The write count of this process decreased: its last writes were lost, as in a failover or a
     /// power cut.
     WritesLost,
     /// This many keys were evicted.
@@ -41,7 +41,7 @@ impl Anomaly {
                  was deleted"
                 .into(),
             Self::WritesLost => {
-                "the canary count went back: Redis lost its last writes, as in a failover or a power cut".into()
+                "the canary count decreased: Redis lost its last writes, as in a failover or a power cut".into()
             }
             Self::Evicted(keys) => format!("Redis evicted {keys} keys: set maxmemory-policy noeviction and raise maxmemory"),
             Self::Restarted => "Redis restarted or failed over (another run_id); no write of this process is missing".into(),

@@ -22,22 +22,22 @@ local function read(raw)
   if not raw then return { state = 'absent' } end
   if raw == '1' then return { state = 'done', body = '-' } end
   if #raw == 20 and raw:find('^%-1%d+$') then return { state = 'done', body = raw:sub(3) } end
-  local kind, rest = raw:match('^v1 (%l) (.*)$')
+  local kind, fields = raw:match('^v1 (%l) (.*)$')
   if IN_USE[kind] then
-    local token, number, base, crashes, effect, ms, keep, promise, body =
-      rest:match('^([%da-f]+) (%d+) (%d+) (%d+) ([nu]) (%d+) (%d+) ([aeb]) (%S+)$')
-    if token and #token == 32 and is_count(number) and is_count(base) and is_count(crashes) and #ms <= 15 and #keep <= 15
-      and is_fingerprint(body) then
+    local token, number, base, crashes, effect, lease_ms, horizon_ms, writer_guarantee, body =
+      fields:match('^([%da-f]+) (%d+) (%d+) (%d+) ([nu]) (%d+) (%d+) ([aeb]) (%S+)$')
+    if token and #token == 32 and is_count(number) and is_count(base) and is_count(crashes) and #lease_ms <= 15
+      and #horizon_ms <= 15 and is_fingerprint(body) then
       return {
-        state = IN_USE[kind], token = token, number = number, base = base, crashes = crashes, effect = effect, lease = ms,
-        horizon = keep, promise = promise, body = body,
+        state = IN_USE[kind], token = token, number = number, base = base, crashes = crashes, effect = effect, lease = lease_ms,
+        horizon = horizon_ms, writer_guarantee = writer_guarantee, body = body,
       }
     end
   elseif kind == 'x' then
-    local number, body = rest:match('^(%d+) (%S+)$')
+    local number, body = fields:match('^(%d+) (%S+)$')
     if number and is_count(number) and is_fingerprint(body) then return { state = 'rejected', number = number, body = body } end
   elseif kind == 'c' then
-    local number, base, crashes, effect = rest:match('^(%d+) (%d+) (%d+) ([nu])$')
+    local number, base, crashes, effect = fields:match('^(%d+) (%d+) (%d+) ([nu])$')
     if number and is_count(number) and is_count(base) and is_count(crashes) then
       return { state = 'cleared', number = number, base = base, crashes = crashes, effect = effect }
     end
@@ -70,14 +70,17 @@ local function counts(number, base, crashes)
   return number .. ' ' .. base .. ' ' .. crashes
 end
 
-local function held(kind, token, attempts, effect, ms, keep, promise, body)
-  return 'v1 ' .. kind .. ' ' .. token .. ' ' .. attempts .. ' ' .. effect .. ' ' .. ms .. ' ' .. keep .. ' ' .. promise .. ' ' .. body
+-- The record of a marker with a holder.
+local function held(kind, token, attempts, effect, lease_ms, horizon_ms, writer_guarantee, body)
+  return 'v1 ' .. kind .. ' ' .. token .. ' ' .. attempts .. ' ' .. effect .. ' ' .. lease_ms .. ' ' .. horizon_ms .. ' '
+    .. writer_guarantee .. ' ' .. body
 end
 
 local function done(key, fingerprint, verdict)
   return put(key, fingerprint == '-' and '1' or '-1' .. fingerprint, window, verdict)
 end
 
+-- The next count, at most the largest that a record can hold.
 local function after(count)
   return string.format('%.0f', math.min(tonumber(count) + 1, LARGEST))
 end
@@ -96,14 +99,14 @@ local function claim(key, token, fingerprint, found)
     local attempts = counts(after(number), base, crashes)
     return put(key, held('p', token, attempts, effect, lease, horizon, guarantee, fingerprint), horizon, 'granted ' .. attempts)
   end
-  -- The attempt number increases, but nothing runs: the budget is not charged.
-  local function take_doubt(base, crashes)
+  -- The attempt number increases, but nothing runs, so max_attempts does not count it.
+  local function grant_in_doubt(base, crashes)
     local attempts = counts(after(found.number), after(base), crashes)
     return put(key, held('r', token, attempts, 'u', lease, unresolved, 'a', fingerprint), unresolved, 'in-doubt ' .. attempts)
   end
   if state == 'absent' then return grant('0', '0', '0', 'n') end
   if state == 'cleared' then
-    if found.effect == 'u' and guarantee == 'a' then return take_doubt(found.base, found.crashes) end
+    if found.effect == 'u' and guarantee == 'a' then return grant_in_doubt(found.base, found.crashes) end
     return grant(found.number, found.base, found.crashes, found.effect)
   end
 
@@ -117,19 +120,19 @@ local function claim(key, token, fingerprint, found)
     return renew_expiry(key, found.horizon, verdict .. counts(found.number, found.base, found.crashes))
   end
   if other_body and not in_progress then return 'conflict' end
-  if state == 'waiting' then return take_doubt(found.base, found.crashes) end
+  if state == 'waiting' then return grant_in_doubt(found.base, found.crashes) end
 
   local old, failed = age(key, found)
   if failed then return failed end
   if not old then return renew_expiry(key, found.horizon, 'busy ' .. found.lease) end
   if old <= tonumber(found.lease) then return string.format('busy %.0f', tonumber(found.lease) - old) end
   local crashes = after(found.crashes)
-  if not in_progress then return take_doubt(found.base, crashes) end
+  if not in_progress then return grant_in_doubt(found.base, crashes) end
   if other_body then return 'conflict' end
-  -- The budget is not charged for the attempt that crashed: crashes are counted separately.
+  -- max_attempts does not count the attempt that crashed: crashes are counted separately.
   local base = after(found.base)
-  if found.promise ~= 'a' and guarantee ~= 'a' then return grant(found.number, base, crashes, 'u') end
-  return take_doubt(base, crashes)
+  if found.writer_guarantee ~= 'a' and guarantee ~= 'a' then return grant(found.number, base, crashes, 'u') end
+  return grant_in_doubt(base, crashes)
 end
 
 -- A request of an operator: replaces the marker that the operator saw, if it is unchanged.
@@ -156,10 +159,10 @@ local function apply(key, request)
   if ask == 'free' then return free(key, raw, found) end
 
   local state = found.state
-  local is_free = state == 'absent' or state == 'cleared'
+  local is_claimable = state == 'absent' or state == 'cleared'
   local in_progress = state == 'in progress'
   local in_doubt = state == 'waiting' or state == 'reconciling'
-  local mine = found.token == token and tonumber(found.number) == tonumber(number)
+  local is_own = found.token == token and tonumber(found.number) == tonumber(number)
 
   local function cleared(effect, base)
     if effect == 'n' and found.effect == 'n' and tonumber(found.number) == 1 then return delete(key, 'kept') end
@@ -168,24 +171,24 @@ local function apply(key, request)
   end
 
   if ask == 'renew' then
-    if mine then return renew_expiry(key, found.horizon, 'kept') end
+    if is_own then return renew_expiry(key, found.horizon, 'kept') end
   elseif ask == 'complete' then
-    if (in_progress and mine) or in_doubt then return done(key, fingerprint, 'done') end
+    if (in_progress and is_own) or in_doubt then return done(key, fingerprint, 'done') end
     if state == 'done' then return 'done' end
-    if is_free then return done(key, fingerprint, 'done lost') end
+    if is_claimable then return done(key, fingerprint, 'done lost') end
   elseif ask == 'clear nothing' or ask == 'clear unknown' then
-    if is_free then return 'kept' end
-    if in_progress and mine then
-      -- Not allowed: at most once an unknown effect must be doubted.
+    if is_claimable then return 'kept' end
+    if in_progress and is_own then
+      -- Not allowed: in at most once an unknown effect is recorded with 'doubt'.
       if ask == 'clear unknown' and guarantee == 'a' then return 'lost' end
       return cleared(ask == 'clear unknown' and 'u' or 'n')
     end
   elseif ask == 'withdraw' then
-    if is_free then return 'kept' end
-    if in_progress and mine then return cleared('n', after(found.base)) end
+    if is_claimable then return 'kept' end
+    if in_progress and is_own then return cleared('n', after(found.base)) end
   elseif ask == 'reject nothing' or ask == 'reject unknown' then
-    if is_free and guarantee ~= 'a' then return 'kept' end
-    if in_progress and mine then
+    if is_claimable and guarantee ~= 'a' then return 'kept' end
+    if in_progress and is_own then
       if guarantee == 'a' then return put(key, 'v1 x ' .. found.number .. ' ' .. found.body, window, 'kept') end
       return cleared(ask == 'reject unknown' and 'u' or 'n')
     end
@@ -195,21 +198,21 @@ local function apply(key, request)
     end
     if state == 'absent' then return doubted(counts(number, number, '0')) end
     if state == 'cleared' then
-      -- A late or repeated request: the doubt is resolved already, or an operator freed the id.
+      -- A late or repeated request: the outcome was determined since, or an operator has freed the id.
       if tonumber(number) <= tonumber(found.base) then return 'lost' end
       -- The attempt number never decreases.
       local higher = tonumber(found.number) > tonumber(number) and found.number or number
       return doubted(counts(higher, found.base, found.crashes))
     end
-    if mine then
+    if is_own then
       local attempts = counts(found.number, found.base, found.crashes)
-      local same = held('w', token, attempts, found.effect, found.lease, found.horizon, found.promise, found.body)
+      local same = held('w', token, attempts, found.effect, found.lease, found.horizon, found.writer_guarantee, found.body)
       return put(key, same, found.horizon, 'kept')
     end
   elseif ask == 'happened' then
-    if in_doubt and mine then return done(key, fingerprint, 'done') end
+    if in_doubt and is_own then return done(key, fingerprint, 'done') end
   elseif ask == 'did not happen' then
-    if in_doubt and mine then
+    if in_doubt and is_own then
       return put(key, 'v1 c ' .. counts(found.number, found.base, found.crashes) .. ' n', window, 'kept')
     end
   end

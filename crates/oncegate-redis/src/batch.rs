@@ -21,8 +21,8 @@ use pipeline::{PipelineReplies, ServerPipeline};
 
 mod pipeline;
 
-/// The most keys of one script call: a script blocks the server, and Lua unpacks only a few thousand
-/// values.
+/// The maximum number of keys in one script call: a script blocks the server, and Lua unpacks only a
+/// few thousand values.
 const KEYS_PER_CALL: usize = 256;
 
 pub(crate) type VerdictResult = Result<Verdict, StoreFailure>;
@@ -106,7 +106,7 @@ pub(crate) fn local_answers(operations: &[Operation]) -> Vec<Option<VerdictResul
     operations.iter().map(local_answer).collect()
 }
 
-/// [`Guarantee::Bare`] sends nothing to renew or to complete.
+/// The answer to a renewal or completion of [`Guarantee::Bare`], for which nothing is sent.
 fn local_answer(operation: &Operation) -> Option<VerdictResult> {
     match (operation.terms.guarantee, operation.ask) {
         (Guarantee::Bare, Ask::Renew) => Some(Ok(Verdict::Kept)),
@@ -143,7 +143,7 @@ fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
     rounds
 }
 
-/// A server gave no reply; the rest of the batch is not sent.
+/// A server did not reply; the later rounds of the batch are not sent.
 struct BatchInterrupted;
 
 struct OperationBatch<'a> {
@@ -279,12 +279,12 @@ impl OperationBatch<'_> {
             };
             let connection_kind = self.connection_kind(&self.operations[first]);
             let asking = matches!(target, CommandTarget::Ask(_));
-            let same = |server_pipeline: &&mut ServerPipeline| {
+            let has_same_target = |server_pipeline: &&mut ServerPipeline| {
                 Arc::ptr_eq(&server_pipeline.connections, &connections)
                     && server_pipeline.connection_kind == connection_kind
                     && server_pipeline.asking == asking
             };
-            match pipelines.iter_mut().find(same) {
+            match pipelines.iter_mut().find(has_same_target) {
                 Some(server_pipeline) => server_pipeline.commands.push(command),
                 None => pipelines.push(ServerPipeline {
                     connections,
@@ -413,13 +413,13 @@ impl OperationBatch<'_> {
                 delete.arg("DEL").arg(self.key(*index));
                 delete
             }
-            BatchCommand::Script(by, call) => self.script_call(*by, call),
+            BatchCommand::Script(script, call) => self.script_call(*script, call),
         }
     }
 
-    fn script_call(&self, by: ScriptRef, call: &[usize]) -> Cmd {
+    fn script_call(&self, script: ScriptRef, call: &[usize]) -> Cmd {
         let operations = call.iter().map(|index| &self.operations[*index]);
-        script::call(by, self.prefix, &self.operations[call[0]], operations)
+        script::call(script, self.prefix, &self.operations[call[0]], operations)
     }
 
     fn key(&self, index: usize) -> Vec<u8> {

@@ -30,7 +30,7 @@ const START: &[u8] = b"0";
 
 impl Browse {
     /// The next page, which may be empty; `None` after the last. A key that exists during the whole
-    /// scan is listed at least once; one that is added or removed meanwhile may be missing.
+    /// scan is listed at least once; one that is added or removed during the scan may be missing.
     ///
     /// Each page is one `SCAN` with the page size as `COUNT`, and one read of the keys found. The
     /// library's own keys, `!…`, are skipped.
@@ -69,9 +69,12 @@ impl Browse {
         }
         .into_iter();
         let listed = names.into_iter().map(|name| {
-            let standing =
+            let marker =
                 marker_with_expiry(replies.next(), replies.next()).map_err(StoreError::from);
-            Listed { name, standing }
+            Listed {
+                name,
+                standing: marker,
+            }
         });
         // A key may expire between `SCAN` and its read.
         let is_absent = |listed: &Listed| {
@@ -232,17 +235,17 @@ pub(crate) async fn send(
 }
 
 fn marker_with_expiry(
-    got: Option<Value>,
-    left: Option<Value>,
+    value: Option<Value>,
+    time_left: Option<Value>,
 ) -> Result<MarkerWithExpiry, StoreFailure> {
-    let marker = match reply::success(got)? {
+    let marker = match reply::success(value)? {
         Value::Nil => Marker::Absent,
         Value::BulkString(raw) => record::decode(&raw).map_err(StoreFailure::unreadable)?,
         _ => return Err(reply::wrong_type("GET")),
     };
-    let expires_in = match reply::success(left)? {
+    let expires_in = match reply::success(time_left)? {
         // -1 if the key has no expiry, -2 if it does not exist.
-        Value::Int(left) => u64::try_from(left).ok().map(Duration::from_millis),
+        Value::Int(milliseconds) => u64::try_from(milliseconds).ok().map(Duration::from_millis),
         _ => return Err(reply::wrong_type("PTTL")),
     };
     Ok(MarkerWithExpiry { marker, expires_in })

@@ -4,22 +4,22 @@
 //! `!canary:<process>:` holds the write count of one process, incremented with each check and, as
 //! the last write, with each pipeline of at-most-once claims. A crash or a failover loses the end
 //! of the log, so a process whose count is complete has all of its claims. A process whose count
-//! went back replaces the generation, which shows the loss to all other processes. It increments
-//! the count only after it has read that the count went back.
+//! decreased replaces the generation, which shows the loss to all other processes. It increments
+//! the count only after it has read the decreased one.
 
 use std::time::Duration;
 
 use oncegate_core::marker::{Token, UNRESOLVED_AT_MOST_ONCE};
 use redis::{Cmd, Value};
 
-use crate::failure::{StoreFailure, is_elsewhere, moving};
+use crate::failure::{StoreFailure, is_not_served, migrating_slot};
 use crate::record;
 
 /// The expiry of a process's count, renewed by each increment.
 const COUNT_TTL: Duration = Duration::from_secs(24 * 3600);
 
-/// For this long after its last increment a count cannot have expired, unless the clock of Redis
-/// jumped.
+/// How long after its last increment a count is used. It cannot have expired by then, unless the
+/// clock of Redis jumped.
 pub(crate) const COUNT_VALID_FOR: Duration = Duration::from_secs(12 * 3600);
 
 /// The canary keys on one server.
@@ -42,7 +42,7 @@ pub(crate) enum CanaryError {
     /// longer the primary.
     Moved {
         /// The slot, if it is still migrating.
-        moving: Option<u16>,
+        migrating: Option<u16>,
         failure: StoreFailure,
     },
     Failed(StoreFailure),
@@ -116,11 +116,11 @@ fn reply_error(reply: &Value) -> CanaryError {
         )));
     };
     let (code, detail) = (error.code(), error.details().unwrap_or_default());
-    if is_elsewhere(code) || matches!(code, "READONLY" | "MASTERDOWN") {
+    if is_not_served(code) || matches!(code, "READONLY" | "MASTERDOWN") {
         let failure =
             StoreFailure::not_applied(format!("Redis replied {code} {detail} to a canary command"));
         return CanaryError::Moved {
-            moving: moving(code, detail),
+            migrating: migrating_slot(code, detail),
             failure,
         };
     }

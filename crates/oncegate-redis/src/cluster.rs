@@ -25,7 +25,7 @@ pub(crate) struct Cluster {
     durability: Durability,
     /// Whether to fetch the slot map again before it is used.
     invalidated: AtomicBool,
-    pub(crate) moving: MigratingSlots,
+    pub(crate) migrating: MigratingSlots,
     state: tokio::sync::Mutex<TopologyCache>,
 }
 
@@ -59,9 +59,9 @@ pub(crate) struct MigratingSlots(Mutex<HashMap<u16, Instant>>);
 
 impl MigratingSlots {
     pub(crate) fn add(&self, slot: u16) {
-        let mut moving = lock(&self.0);
-        moving.retain(|_, since| since.elapsed() < MIGRATION_TTL);
-        moving.insert(slot, Instant::now());
+        let mut migrating = lock(&self.0);
+        migrating.retain(|_, since| since.elapsed() < MIGRATION_TTL);
+        migrating.insert(slot, Instant::now());
     }
 
     fn contains(&self, slot: u16) -> bool {
@@ -113,13 +113,13 @@ impl SlotMap {
         &self,
         address: &str,
         name: &[u8],
-        moving: &MigratingSlots,
+        migrating: &MigratingSlots,
     ) -> Option<Vec<u8>> {
         let known = lock(&self.keys)
             .get(address)
             .and_then(|keys| keys.get(name))
             .cloned();
-        if let Some(key) = known.filter(|key| !moving.contains(slot(key))) {
+        if let Some(key) = known.filter(|key| !migrating.contains(slot(key))) {
             return Some(key);
         }
         if !self.ranges.iter().any(|(_, it)| it == address) {
@@ -130,7 +130,7 @@ impl SlotMap {
             .map(numbered)
             .filter(|key| self.owner(slot(key)) == Some(address));
         let first = serves.next()?;
-        if !moving.contains(slot(&first)) {
+        if !migrating.contains(slot(&first)) {
             lock(&self.keys)
                 .entry(address.to_owned())
                 .or_default()
@@ -138,7 +138,7 @@ impl SlotMap {
             return Some(first);
         }
         // Not cached: after the migration all processes use the first key again.
-        serves.find(|key| !moving.contains(slot(key)))
+        serves.find(|key| !migrating.contains(slot(key)))
     }
 
     /// Each primary once.
@@ -166,7 +166,7 @@ impl Cluster {
             timeouts,
             durability,
             invalidated: AtomicBool::new(false),
-            moving: MigratingSlots::default(),
+            migrating: MigratingSlots::default(),
             state: tokio::sync::Mutex::default(),
         }
     }
@@ -232,7 +232,7 @@ impl Cluster {
             state.map = Some(map.clone());
             return Ok(map);
         }
-        // No operation was sent, whatever the outcome of the queries.
+        // No operation was sent: an unanswered query is no unknown outcome.
         Err(match last_failure {
             Some(StoreFailure::Unknown(problem)) => StoreFailure::NotApplied(problem),
             Some(failure) => failure,
@@ -332,26 +332,27 @@ fn read_range(range: Value, queried_host: &str) -> Option<(u16, u16, String)> {
 
 /// Adds ranges with an empty address for slots without a primary.
 fn fill_gaps(ranges: Vec<(u16, u16, String)>) -> Vec<(u16, String)> {
-    let mut whole = Vec::with_capacity(ranges.len());
+    let mut complete = Vec::with_capacity(ranges.len());
     let mut next = 0;
     for (first, last, address) in ranges {
         if first > next {
-            whole.push((first - 1, String::new()));
+            complete.push((first - 1, String::new()));
         }
-        whole.push((last, address));
+        complete.push((last, address));
         next = last.saturating_add(1);
     }
-    whole
+    complete
 }
 
 /// The hash slot of a key: CRC16 (XMODEM) of the key or of its hash tag.
 pub(crate) fn slot(key: &[u8]) -> u16 {
     let tag = key.iter().position(|byte| *byte == b'{').and_then(|open| {
-        let rest = &key[open + 1..];
-        rest.iter()
+        let after_brace = &key[open + 1..];
+        after_brace
+            .iter()
             .position(|byte| *byte == b'}')
             .filter(|length| *length > 0)
-            .map(|length| &rest[..length])
+            .map(|length| &after_brace[..length])
     });
     let crc = tag.unwrap_or(key).iter().fold(0_u16, |crc, byte| {
         (0..8).fold(crc ^ u16::from(*byte) << 8, |crc, _| {
@@ -419,7 +420,7 @@ mod tests {
         assert_eq!(map.key_on_node("c:3", b"name", &none), None);
         lock(&map.keys)
             .get_mut("a:1")
-            .expect("cached")
+            .expect("the key is cached")
             .insert(b"name".to_vec(), b"known".to_vec());
         assert_eq!(
             map.key_on_node("a:1", b"name", &none),
@@ -430,18 +431,18 @@ mod tests {
     #[test]
     fn a_key_in_a_migrating_slot_is_avoided_for_a_while() {
         let map = SlotMap::of(fill_gaps(vec![(0, SLOTS - 1, "a:1".into())]));
-        let moving = MigratingSlots::default();
-        let first = map.key_on_node("a:1", b"name", &moving).expect("a key");
-        moving.add(slot(&first));
+        let migrating = MigratingSlots::default();
+        let first = map.key_on_node("a:1", b"name", &migrating).expect("a key");
+        migrating.add(slot(&first));
         let next = map
-            .key_on_node("a:1", b"name", &moving)
-            .expect("another key");
+            .key_on_node("a:1", b"name", &migrating)
+            .expect("another slot is not migrating");
         assert_ne!(slot(&first), slot(&next));
-        for since in lock(&moving.0).values_mut() {
+        for since in lock(&migrating.0).values_mut() {
             *since = Instant::now()
                 .checked_sub(MIGRATION_TTL)
-                .expect("the machine has been up longer");
+                .expect("the machine has run for longer than MIGRATION_TTL");
         }
-        assert_eq!(map.key_on_node("a:1", b"name", &moving), Some(first));
+        assert_eq!(map.key_on_node("a:1", b"name", &migrating), Some(first));
     }
 }

@@ -1,4 +1,4 @@
-//! One connection to a server: made on first use, made again after it breaks.
+//! One connection to a server: opened on first use, reopened after it breaks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -23,8 +23,8 @@ pub(crate) struct Timeouts {
     pub(crate) reply: Duration,
 }
 
-/// After this many consecutive timeouts the connection is made again: a frozen server or a silent
-/// network never closes it, and neither does redis 1.8 after a timeout. See
+/// After this many consecutive timeouts the connection is reopened: a frozen server or a network that
+/// drops packets never closes it, and neither does redis 1.8 after a timeout. See
 /// `docs/upstream/README.md`.
 const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 
@@ -77,7 +77,8 @@ impl LiveConnection {
     }
 }
 
-/// Counts a timeout if the request is cancelled: the caller had a shorter time limit than ours.
+/// Counts a timeout if the request is cancelled: the caller has a shorter time limit than the
+/// connection.
 struct CancelGuard<'a>(&'a LiveConnection);
 
 impl Drop for CancelGuard<'_> {
@@ -112,7 +113,7 @@ impl SharedConnection {
         }
     }
 
-    /// The user who logs in, if a URL tells; `default` if it names none.
+    /// The user of the login, for a fixed address: the one in the URL, or `default`.
     pub(crate) fn user(&self) -> Option<&str> {
         match &self.endpoint {
             Ok(Endpoint::Fixed(server)) => Some(server.user()),
@@ -195,10 +196,10 @@ impl SharedConnection {
         match endpoint {
             Endpoint::Fixed(server) => self.connect_to(server).await,
             Endpoint::Sentinel(sentinels) => {
-                let named = sentinels.primary().await?;
-                let mut live = self.connect_to(&named.server).await?;
-                self.check_is_primary(&mut live, &named.server).await?;
-                sentinels.prefer(&named);
+                let primary = sentinels.primary().await?;
+                let mut live = self.connect_to(&primary.server).await?;
+                self.check_is_primary(&mut live, &primary.server).await?;
+                sentinels.prefer(&primary);
                 Ok(live)
             }
         }
@@ -248,14 +249,14 @@ impl SharedConnection {
             return Ok(());
         }
         Err(StoreFailure::not_applied(format!(
-            "Redis at {} is not yet the primary that the Sentinels report",
+            "Redis at {} is not yet the primary that the Sentinels report; waiting for the failover",
             server.address()
         )))
     }
 }
 
 impl PinnedConnection<'_> {
-    /// As [`SharedConnection::send`], on this connection and no other.
+    /// As [`SharedConnection::send`], but always on this connection.
     pub(crate) async fn send(&self, commands: &Pipeline) -> Result<Vec<Value>, StoreFailure> {
         let Self { shared, live } = self;
         let guard = CancelGuard(live);

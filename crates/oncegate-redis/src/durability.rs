@@ -48,7 +48,7 @@ pub(crate) fn check_replicas(count: u32, reply: &Value) -> Result<(), StoreFailu
     match reply {
         Value::Int(acknowledged) if *acknowledged >= i64::from(count) => Ok(()),
         Value::Int(acknowledged) => Err(StoreFailure::unknown(format!(
-            "{acknowledged} of the {count} required replicas acknowledged the write"
+            "{acknowledged} of the {count} required replicas acknowledged the write in time; check that they are connected"
         ))),
         // The writes before it may have been applied.
         Value::ServerError(error) => Err(StoreFailure::from_server_error(

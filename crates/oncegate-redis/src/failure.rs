@@ -47,12 +47,12 @@ impl Problem {
 
 /// Whether a Cluster node replies with this code that it does not serve a key, or that no node does
 /// at the moment.
-pub(crate) fn is_elsewhere(code: &str) -> bool {
+pub(crate) fn is_not_served(code: &str) -> bool {
     matches!(code, "MOVED" | "ASK" | "TRYAGAIN" | "CLUSTERDOWN")
 }
 
 /// The migrating slot of an error `ASK <slot> <host:port>`.
-pub(crate) fn moving(code: &str, detail: &str) -> Option<u16> {
+pub(crate) fn migrating_slot(code: &str, detail: &str) -> Option<u16> {
     detail
         .split(' ')
         .next()
@@ -160,14 +160,14 @@ impl StoreFailure {
 fn permission_remedy(detail: &str) -> String {
     let user = detail
         .split_once("User ")
-        .and_then(|(_, rest)| rest.split_once(" has no permissions"))
+        .and_then(|(_, user)| user.split_once(" has no permissions"))
         .map_or("<user>", |(user, _)| user);
     let denied = detail
         .split_once("run the '")
-        .and_then(|(_, rest)| rest.split_once('\''))
+        .and_then(|(_, command)| command.split_once('\''))
         .map(|(command, _)| format!("+{}", command.to_ascii_lowercase()));
     match denied {
-        // All at once, since a tool would meet them one by one.
+        // All rights at once: otherwise each run of a tool reports only the next missing one.
         Some(right) if tool_rights::rights().any(|tool| tool == right) => format!(
             "the user in the URL needs it for operator commands, run ACL SETUSER {user} {}",
             tool_rights::rights().collect::<Vec<_>>().join(" ")
@@ -219,7 +219,7 @@ mod tests {
 
     #[test]
     fn error_replies_are_retryable_or_misconfigured() {
-        for heals in [
+        for transient in [
             "LOADING",
             "READONLY",
             "OOM",
@@ -231,10 +231,10 @@ mod tests {
         ] {
             assert!(
                 matches!(
-                    StoreFailure::from_server_error(heals, "x"),
+                    StoreFailure::from_server_error(transient, "x"),
                     StoreFailure::NotApplied(_)
                 ),
-                "{heals}"
+                "{transient}"
             );
         }
         for wrong in ["NOPERM", "NOAUTH", "WRONGPASS", "MOVED", "CROSSSLOT"] {

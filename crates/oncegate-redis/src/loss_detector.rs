@@ -20,10 +20,10 @@ use crate::info::InfoReply;
 use crate::metric::{FINDINGS, PAUSED};
 use crate::router::{ConnectionPair, Router};
 
-/// How often a server is checked while claims are sent to it.
+/// How often a server is checked while claims are sent.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The same, while this process has a canary generation to replace.
+/// How often a server is checked while this process has a canary generation to replace.
 const CHECK_INTERVAL_WHILE_REPLACING: Duration = Duration::from_millis(100);
 
 /// How long at most once pauses after a restart of the server. A process that lost its last writes
@@ -180,8 +180,8 @@ impl LossDetector {
         Ok(keys)
     }
 
-    /// Takes the canaries of all servers. A generation to replace that no server has is
-    /// forgotten, until a server has it again.
+    /// Forgets a canary whose generation is to be replaced, if no server has it any more. `keys` are
+    /// the canaries of all servers.
     fn forget_removed_canaries(&self, keys: &[Option<CanaryKeys>]) {
         let exists = |key: &Vec<u8>| keys.iter().flatten().any(|keys| keys.shared == *key);
         self.state()
@@ -281,8 +281,8 @@ impl LossDetector {
             Some(expected) => match canary::read(next(), &next()) {
                 Ok(canary) => Some((expected, canary)),
                 Err(error) => {
-                    if let CanaryError::Moved { moving, .. } = error {
-                        router.invalidate_slot(moving);
+                    if let CanaryError::Moved { migrating, .. } = error {
+                        router.invalidate_slot(migrating);
                     }
                     return Err(error.into());
                 }
@@ -342,13 +342,13 @@ impl LossDetector {
                 .shortest_lease
                 .map_or(terms.lease, |shortest| shortest.min(terms.lease)),
         );
-        // After such a jump markers may have expired while their messages can still be redelivered;
-        // `max_age` does not exclude those.
-        let far_jump = state
+        // After a jump of half the window, markers may have expired while their messages can still be
+        // redelivered and are younger than `max_age`.
+        let long_jump = state
             .clock_jump
             .filter(|(_, by)| *by >= terms.window / 2)
             .map(|(_, by)| Anomaly::ClockForward(by).description());
-        if let Some(why) = state.data_loss.clone().or(far_jump) {
+        if let Some(why) = state.data_loss.clone().or(long_jump) {
             metrics::gauge!(PAUSED).set(1);
             return Some(paused(&why));
         }
@@ -474,7 +474,7 @@ impl DetectorState {
         }
         let known = self.canaries.entry(keys.shared).or_default();
         if known.generation != expected.generation {
-            // Another reply showed a new generation meanwhile, and the lost writes with it.
+            // Another reply has shown a new generation since the request was sent, and was reported.
             return None;
         }
         if canary.generation != known.generation {

@@ -33,7 +33,7 @@ async fn inspect_servers(router: &Router) -> Result<Persistence, StoreFailure> {
         router.check_role(&info)?;
         check_writable(&info)?;
         let report = assess(&info);
-        let at = |line: String| {
+        let with_address = |line: String| {
             if servers.len() > 1 {
                 format!("{}: {line}", connections.general.described())
             } else {
@@ -41,7 +41,7 @@ async fn inspect_servers(router: &Router) -> Result<Persistence, StoreFailure> {
             }
         };
         all.version = report.version;
-        all.risks.extend(report.risks.into_iter().map(at));
+        all.risks.extend(report.risks.into_iter().map(with_address));
     }
     Ok(all.persistence())
 }
@@ -78,9 +78,9 @@ fn assess(info: &InfoReply) -> PersistenceReport {
         );
     }
     if info.field("role") != Some("master") {
-        report.risks.push(
-            "it is a replica: give Redis::at the primary, or Redis::sentinel the Sentinels".into(),
-        );
+        report
+            .risks
+            .push("it is a replica: name the primary in Redis::at, or use Redis::sentinel".into());
     }
     report
 }
@@ -102,19 +102,20 @@ impl PersistenceReport {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::preflight::GOOD;
+    use crate::preflight::INFO_WITHOUT_RISKS;
 
     #[test]
     fn a_server_with_an_append_only_file_is_durable() {
         assert!(
-            matches!(assess(&GOOD.into()).persistence(), Persistence::Durable(text) if text.contains("7.0.15"))
+            matches!(assess(&INFO_WITHOUT_RISKS.into()).persistence(), Persistence::Durable(text) if text.contains("7.0.15"))
         );
     }
 
     #[test]
     fn a_full_disk_is_retried() {
-        assert!(check_writable(&GOOD.into()).is_ok());
-        let full = GOOD.replace("aof_last_write_status:ok", "aof_last_write_status:err");
+        assert!(check_writable(&INFO_WITHOUT_RISKS.into()).is_ok());
+        let full =
+            INFO_WITHOUT_RISKS.replace("aof_last_write_status:ok", "aof_last_write_status:err");
         let failure = check_writable(&full.as_str().into());
         assert!(
             matches!(&failure, Err(StoreFailure::NotApplied(problem)) if problem.to_string().contains("disk")),
@@ -144,10 +145,11 @@ mod tests {
             ("role:master", "role:slave", "primary"),
             ("maxmemory_policy:noeviction\r\n", "", "maxmemory_policy"),
         ] {
-            let memory = assess(&GOOD.replace(good, bad).as_str().into()).persistence();
+            let persistence =
+                assess(&INFO_WITHOUT_RISKS.replace(good, bad).as_str().into()).persistence();
             assert!(
-                matches!(&memory, Persistence::Volatile(text) if text.contains(remedy)),
-                "{memory:?}"
+                matches!(&persistence, Persistence::Volatile(text) if text.contains(remedy)),
+                "{persistence:?}"
             );
         }
     }

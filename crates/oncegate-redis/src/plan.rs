@@ -50,7 +50,7 @@ pub struct Load {
     pub markers: Markers,
     /// Consumer processes. Default: 1.
     pub processes: u64,
-    /// The most messages in flight of each process. Default: 512.
+    /// The maximum number of messages in flight in each process. Default: 512.
     pub in_flight: u64,
     /// What claims wait for. Default: [`Durability::Primary`].
     pub durability: Durability,
@@ -79,7 +79,7 @@ impl Default for Load {
 pub struct Plan {
     /// Keys at one time, on all primaries together.
     pub markers: u64,
-    /// Bytes that they occupy on each server, primary or replica.
+    /// Bytes that the keys occupy on each server, primary or replica.
     pub memory: u64,
     /// The value of `maxmemory` for each server: a quarter more, since tables double and loads vary.
     /// While Redis rewrites its append-only file, the machine needs up to as much again.

@@ -2,8 +2,7 @@
 //! rights of the user.
 //!
 //! Each command is run on a probe key, since no query lists all that a server supports and its user
-//! may run.
-//! A missing requirement is an error; a risk is a warning in the log.
+//! may run. A missing requirement is an error; a risk is a warning in the log.
 
 use std::time::{Duration, SystemTime};
 
@@ -11,16 +10,16 @@ use oncegate_core::marker::Guarantee;
 use redis::{Cmd, Pipeline, Value};
 
 use crate::durability::Durability;
-use crate::failure::{StoreFailure, is_elsewhere, moving};
+use crate::failure::{StoreFailure, is_not_served, migrating_slot};
 use crate::info::InfoReply;
 use crate::router::{ConnectionPair, Router};
 use crate::script::{self, ScriptRef};
 
-/// The share of its memory from which a server counts as nearly full.
+/// The share of its memory above which a server counts as nearly full.
 const NEARLY_FULL_PERCENT: u64 = 80;
 
-/// The largest difference between the clocks of this machine and of Redis without a warning.
-const CLOCKS_DIFFER: Duration = Duration::from_secs(5);
+/// A larger difference between the clocks of this machine and of Redis is a warning.
+const MAX_CLOCK_DIFFERENCE: Duration = Duration::from_secs(5);
 
 /// The requirements that the servers must meet.
 #[derive(Clone, Copy)]
@@ -51,7 +50,7 @@ async fn check_servers(router: &Router, request: PreflightRequest<'_>) -> Result
         .keys_on_each_primary(&[request.prefix, b"!probe"].concat())
         .await?;
     for (probe, connections) in &probes {
-        let at = format!(
+        let server = format!(
             "{}: Redis at {}",
             router.setting(),
             connections.general.described()
@@ -82,12 +81,12 @@ async fn check_servers(router: &Router, request: PreflightRequest<'_>) -> Result
         }
         if !report.missing.is_empty() {
             return Err(StoreFailure::misconfigured(format!(
-                "{at} {}",
+                "{server} {}",
                 report.missing.join("; ")
             )));
         }
         for warning in report.warnings {
-            tracing::warn!("{at} {warning}");
+            tracing::warn!("{server} {warning}");
         }
     }
     Ok(())
@@ -174,21 +173,21 @@ fn assess(
             "uses {used} of {limit} bytes of memory: raise maxmemory, or shorten the window"
         ));
     }
-    if let (Some(theirs), Ok(ours)) = (
+    if let (Some(redis_clock), Ok(local_clock)) = (
         info.number("server_time_usec"),
         now.duration_since(SystemTime::UNIX_EPOCH),
     ) {
-        let apart = Duration::from_micros(theirs).abs_diff(ours);
-        if apart > CLOCKS_DIFFER {
-            warnings.push(format!("has a clock that differs by {apart:.0?} from this machine's clock, which determines the age of messages: run NTP on both"));
+        let difference = Duration::from_micros(redis_clock).abs_diff(local_clock);
+        if difference > MAX_CLOCK_DIFFERENCE {
+            warnings.push(format!("has a clock that differs by {difference:.0?} from this machine's clock, which determines the age of messages: run NTP on both"));
         }
     }
-    if let (Durability::Replicas { count, .. }, Some(follow)) =
+    if let (Durability::Replicas { count, .. }, Some(replicas)) =
         (request.durability, info.number("connected_slaves"))
-        && follow < u64::from(count)
+        && replicas < u64::from(count)
         && request.guarantee != Guarantee::Bare
     {
-        warnings.push(format!("has {follow} replicas, and Durability::Replicas needs {count}: no claim is granted until they are connected"));
+        warnings.push(format!("has {replicas} replicas, and Durability::Replicas needs {count}: no claim is granted until they are connected"));
     }
     PreflightReport {
         warnings,
@@ -196,7 +195,7 @@ fn assess(
     }
 }
 
-/// One line with the one command that grants all rights that are needed.
+/// The missing rights and the command that grants all rights of a consumer, in one line.
 fn missing_rights(
     forbidden: &[String],
     user: Option<&str>,
@@ -247,19 +246,24 @@ struct TrialCommand {
 }
 
 fn trials(probe: &[u8], router: &Router, request: PreflightRequest<'_>) -> Vec<TrialCommand> {
-    let of = |name: &str| redis::cmd(name).arg(probe).to_owned();
+    let on_probe = |name: &str| redis::cmd(name).arg(probe).to_owned();
     let trial = |name, right, command| TrialCommand {
         name,
         right,
         command,
     };
-    let delete = trial("DEL", "+del", of("DEL"));
+    let delete = trial("DEL", "+del", on_probe("DEL"));
     if request.guarantee == Guarantee::Bare {
         return vec![
             trial(
                 "SET with EX and NX",
                 "+set",
-                of("SET").arg("1").arg("EX").arg(1).arg("NX").to_owned(),
+                on_probe("SET")
+                    .arg("1")
+                    .arg("EX")
+                    .arg(1)
+                    .arg("NX")
+                    .to_owned(),
             ),
             delete,
         ];
@@ -268,7 +272,7 @@ fn trials(probe: &[u8], router: &Router, request: PreflightRequest<'_>) -> Vec<T
         trial(
             "SET with NX, GET and PX",
             "+set",
-            of("SET")
+            on_probe("SET")
                 .arg("1")
                 .arg("NX")
                 .arg("GET")
@@ -276,10 +280,14 @@ fn trials(probe: &[u8], router: &Router, request: PreflightRequest<'_>) -> Vec<T
                 .arg(1_000)
                 .to_owned(),
         ),
-        trial("GET", "+get", of("GET")),
-        trial("MGET", "+mget", of("MGET")),
-        trial("PTTL", "+pttl", of("PTTL")),
-        trial("PEXPIRE", "+pexpire", of("PEXPIRE").arg(1_000).to_owned()),
+        trial("GET", "+get", on_probe("GET")),
+        trial("MGET", "+mget", on_probe("MGET")),
+        trial("PTTL", "+pttl", on_probe("PTTL")),
+        trial(
+            "PEXPIRE",
+            "+pexpire",
+            on_probe("PEXPIRE").arg(1_000).to_owned(),
+        ),
         delete,
         trial("EVAL", "+eval", script::empty_call(ScriptRef::Source)),
         trial("EVALSHA", "+evalsha", script::empty_call(ScriptRef::Digest)),
@@ -324,8 +332,8 @@ async fn try_commands(
         let name = &trial.name;
         match StoreFailure::from_server_error(code, detail) {
             // Its slots are migrating, or a failover is in progress.
-            _ if matches!(router, Router::Cluster(_)) && is_elsewhere(code) => {
-                router.invalidate_slot(moving(code, detail));
+            _ if matches!(router, Router::Cluster(_)) && is_not_served(code) => {
+                router.invalidate_slot(migrating_slot(code, detail));
                 return Err(StoreFailure::not_applied(format!(
                     "Redis replied {code} {detail} for the key {}",
                     String::from_utf8_lossy(probe)
@@ -351,7 +359,7 @@ async fn try_commands(
 
 /// `INFO` of a server without risks.
 #[cfg(test)]
-pub(crate) const GOOD: &str = "# Server\r\nredis_version:7.0.15\r\nserver_time_usec:1000000000\r\nmaxmemory_policy:noeviction\r\n\
+pub(crate) const INFO_WITHOUT_RISKS: &str = "# Server\r\nredis_version:7.0.15\r\nserver_time_usec:1000000000\r\nmaxmemory_policy:noeviction\r\n\
                                used_memory:79\r\nmaxmemory:100\r\naof_enabled:1\r\naof_last_write_status:ok\r\nrole:master\r\n\
                                connected_slaves:1\r\ncluster_enabled:0\r\n";
 
@@ -366,7 +374,11 @@ mod tests {
             connect: Duration::ZERO,
             reply: Duration::ZERO,
         };
-        let router = Router::to(&Err(Problem::new("nowhere")), timeouts, Durability::Primary);
+        let router = Router::to(
+            &Err(Problem::new("no server")),
+            timeouts,
+            Durability::Primary,
+        );
         let durability = Durability::Replicas {
             count: 1,
             timeout: Duration::ZERO,
@@ -393,7 +405,7 @@ mod tests {
     #[test]
     fn each_risk_is_a_warning_with_its_remedy() {
         assert_eq!(
-            report_for(GOOD, Guarantee::EffectivelyOnce),
+            report_for(INFO_WITHOUT_RISKS, Guarantee::EffectivelyOnce),
             PreflightReport::default()
         );
         for (good, bad, remedy) in [
@@ -415,7 +427,10 @@ mod tests {
                 "run NTP",
             ),
         ] {
-            let report = report_for(&GOOD.replace(good, bad), Guarantee::EffectivelyOnce);
+            let report = report_for(
+                &INFO_WITHOUT_RISKS.replace(good, bad),
+                Guarantee::EffectivelyOnce,
+            );
             assert!(
                 report.missing.is_empty()
                     && report.warnings.len() == 1
@@ -428,7 +443,7 @@ mod tests {
     /// At most once does not start on such a server.
     #[test]
     fn eviction_is_a_warning_unless_it_is_refused() {
-        let evicting = GOOD.replace("noeviction", "volatile-ttl");
+        let evicting = INFO_WITHOUT_RISKS.replace("noeviction", "volatile-ttl");
         for guarantee in GUARANTEES {
             let warnings = report_for(&evicting, guarantee).warnings;
             let expected = usize::from(guarantee != Guarantee::AtMostOnce);
@@ -440,7 +455,7 @@ mod tests {
     fn redis_before_7_supports_only_bare() {
         for old in ["6.2.14", "6.0.16", "5.0.7"] {
             for guarantee in GUARANTEES {
-                let report = report_for(&GOOD.replace("7.0.15", old), guarantee);
+                let report = report_for(&INFO_WITHOUT_RISKS.replace("7.0.15", old), guarantee);
                 match (guarantee, &report.missing[..], &report.warnings[..]) {
                     (Guarantee::Bare, [], [warning]) => assert!(
                         warning.contains(old) && warning.contains("only Guarantee::Bare"),
@@ -458,7 +473,10 @@ mod tests {
         }
         for new in ["7.0.0", "7.2.4", "8.2.3", "10.0.0"] {
             assert_eq!(
-                report_for(&GOOD.replace("7.0.15", new), Guarantee::AtMostOnce),
+                report_for(
+                    &INFO_WITHOUT_RISKS.replace("7.0.15", new),
+                    Guarantee::AtMostOnce
+                ),
                 PreflightReport::default()
             );
         }
@@ -466,7 +484,7 @@ mod tests {
 
     #[test]
     fn a_cluster_node_as_a_single_server_is_rejected() {
-        let node = GOOD.replace("cluster_enabled:0", "cluster_enabled:1");
+        let node = INFO_WITHOUT_RISKS.replace("cluster_enabled:0", "cluster_enabled:1");
         for guarantee in GUARANTEES {
             assert!(
                 report_for(&node, guarantee)

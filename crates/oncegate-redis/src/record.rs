@@ -13,7 +13,7 @@
 //! ```
 //!
 //! `<attempts>` is `<number> <base> <crashes> <n|u>`: the number of the last attempt, how many
-//! attempts the budget does not count, how many ended in a crash since the id was last sent back,
+//! attempts `max_attempts` does not count, how many ended in a crash since the id was last redriven,
 //! and whether earlier attempts had no effect (`n`) or an unknown one (`u`).
 //!
 //! `apply.lua` reads and writes the same format.
@@ -158,7 +158,7 @@ pub(crate) fn decode(raw: &[u8]) -> Result<Marker, DecodeError> {
     }
     if let Some(version) = text
         .strip_prefix('v')
-        .and_then(|rest| rest.split_once(' '))
+        .and_then(|record| record.split_once(' '))
         .map(|(version, _)| version)
         && version != "1"
         && !version.is_empty()

@@ -6,8 +6,9 @@ use crate::router::Router;
 /// a caller may cancel the batch: a renewal waits only for a part of its lease.
 pub(crate) struct TopologyRefresh<'a> {
     router: &'a Router,
-    /// Whether a server replied, or its silence suggests, that it no longer serves the key.
+    /// Whether a server replied that it no longer serves the key, or did not reply.
     pub(crate) stale: bool,
+    /// Whether the batch is not complete: it was cancelled if it is dropped in this state.
     pub(crate) unfinished: bool,
 }
 

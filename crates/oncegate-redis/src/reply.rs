@@ -32,9 +32,9 @@ pub(crate) fn verdict(value: &Value) -> VerdictResult {
         return Err(unexpected(value));
     };
     let text = String::from_utf8_lossy(text);
-    let (word, rest) = text.split_once(' ').unwrap_or((&text, ""));
+    let (word, arguments) = text.split_once(' ').unwrap_or((&text, ""));
     let attempts = || {
-        let mut counts = rest.split(' ').map(str::parse);
+        let mut counts = arguments.split(' ').map(str::parse);
         match (counts.next(), counts.next(), counts.next(), counts.next()) {
             (Some(Ok(number)), Some(Ok(base)), Some(Ok(crashes)), None) => Ok(Attempts {
                 number,
@@ -44,18 +44,18 @@ pub(crate) fn verdict(value: &Value) -> VerdictResult {
             _ => Err(unexpected(value)),
         }
     };
-    Ok(match (word, rest) {
+    Ok(match (word, arguments) {
         ("granted", _) => Verdict::Granted(attempts()?),
         ("in-doubt", _) => Verdict::InDoubt(attempts()?),
         ("busy", _) => Verdict::Busy {
-            remaining: rest
+            remaining: arguments
                 .parse()
                 .map(Duration::from_millis)
                 .map_err(|_| unexpected(value))?,
         },
         ("duplicate", "") => Verdict::Duplicate,
         ("rejected", _) => Verdict::Rejected {
-            attempt: rest.parse().map_err(|_| unexpected(value))?,
+            attempt: arguments.parse().map_err(|_| unexpected(value))?,
         },
         ("conflict", "") => Verdict::Conflict,
         ("kept", "") => Verdict::Kept,
@@ -75,7 +75,7 @@ pub(crate) fn wrong_type(command: &str) -> StoreFailure {
     StoreFailure::unknown(format!("unexpected type of reply from Redis to {command}"))
 }
 
-/// The reply, or the failure that it means.
+/// The reply, or its failure if it is an error or missing.
 pub(crate) fn success(reply: Option<Value>) -> Result<Value, StoreFailure> {
     match reply {
         Some(Value::ServerError(error)) => Err(StoreFailure::from_server_error(

@@ -150,7 +150,7 @@ impl Router {
             .await
     }
 
-    /// Each primary once, with a key that it serves: the name, in a Cluster with a number appended.
+    /// Each primary once, with a key that it serves: `name`, in a Cluster with a number appended.
     pub(crate) async fn keys_on_each_primary(
         &self,
         name: &[u8],
@@ -159,16 +159,16 @@ impl Router {
             Self::Single(connections) => Ok(vec![(name.to_vec(), connections.clone())]),
             Self::Cluster(cluster) => {
                 let map = cluster.map().await?;
-                let mut found = Vec::new();
+                let mut keys = Vec::new();
                 for address in map.primaries() {
                     if let (Some(key), Some(connections)) = (
-                        map.key_on_node(address, name, &cluster.moving),
+                        map.key_on_node(address, name, &cluster.migrating),
                         cluster.node(address).await,
                     ) {
-                        found.push((key, connections));
+                        keys.push((key, connections));
                     }
                 }
-                Ok(found)
+                Ok(keys)
             }
         }
     }
@@ -184,7 +184,7 @@ impl Router {
             Self::Cluster(cluster) => cluster.map().await?.key_on_node(
                 &connections.general.described(),
                 name,
-                &cluster.moving,
+                &cluster.migrating,
             ),
         })
     }
@@ -210,9 +210,12 @@ impl Router {
     /// `NotApplied`: the caller must invalidate the topology.
     pub(crate) fn check_role(&self, info: &InfoReply) -> Result<(), StoreFailure> {
         match info.field("role") {
-            Some("slave") if self.setting() != "Redis::at" => Err(StoreFailure::not_applied(
-                format!("{}: the server is no longer a primary", self.setting()),
-            )),
+            Some("slave") if self.setting() != "Redis::at" => {
+                Err(StoreFailure::not_applied(format!(
+                    "{}: the server is no longer a primary; looking for the new one",
+                    self.setting()
+                )))
+            }
             _ => Ok(()),
         }
     }
@@ -239,9 +242,9 @@ impl Router {
     }
 
     /// Refreshes the topology, and avoids keys in a slot that is migrating.
-    pub(crate) fn invalidate_slot(&self, moving: Option<u16>) {
-        if let (Self::Cluster(cluster), Some(slot)) = (self, moving) {
-            cluster.moving.add(slot);
+    pub(crate) fn invalidate_slot(&self, migrating: Option<u16>) {
+        if let (Self::Cluster(cluster), Some(slot)) = (self, migrating) {
+            cluster.migrating.add(slot);
         }
         self.invalidate();
     }
@@ -275,7 +278,7 @@ impl RoutingView<'_> {
                 };
                 connections.ok_or_else(|| {
                     StoreFailure::not_applied(
-                        "no node of the Cluster serves the hash slot of this key",
+                        "no node of the Cluster serves the hash slot of this key; check CLUSTER INFO",
                     )
                 })
             }

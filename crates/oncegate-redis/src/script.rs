@@ -37,6 +37,7 @@ pub(crate) fn call<'a>(
     operations: impl ExactSizeIterator<Item = &'a Operation> + Clone,
 ) -> Cmd {
     let count = operations.len();
+    // The arguments and bytes to reserve: a key and a record for each operation.
     let mut call = start_call(script, 11 + 2 * count, 256 + 200 * count);
     call.arg(count);
     let mut key = prefix.to_vec();

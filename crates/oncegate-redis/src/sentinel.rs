@@ -106,8 +106,8 @@ impl Sentinels {
     }
 
     /// Queries this Sentinel first from now on: the server that it named is the primary.
-    pub(crate) fn prefer(&self, named: &NamedPrimary) {
-        self.first.store(named.index, Ordering::Relaxed);
+    pub(crate) fn prefer(&self, primary: &NamedPrimary) {
+        self.first.store(primary.index, Ordering::Relaxed);
     }
 
     /// Connects without a login first: most Sentinels need none and reject one. A Sentinel has no

@@ -22,7 +22,7 @@ pub(crate) struct ServerConfig {
     info: Box<ConnectionInfo>,
     address: String,
     /// The setting that configured it, for messages.
-    named_by: &'static str,
+    setting: &'static str,
 }
 
 /// `host:port`; the host may be an IPv6 address.
@@ -31,15 +31,15 @@ pub(crate) fn host_and_port(host: &str, port: u16) -> String {
 }
 
 impl ServerConfig {
-    /// Parses the URL of the setting `named_by`.
+    /// Parses a URL. `setting` is the setting that contains it, for messages.
     ///
     /// # Errors
     /// The problem, without quoting the URL: it may contain a password.
-    pub(crate) fn parse(url: &str, named_by: &'static str) -> Result<Self, Problem> {
+    pub(crate) fn parse(url: &str, setting: &'static str) -> Result<Self, Problem> {
         // With this fragment the driver disables certificate verification.
         let insecure = || {
             Problem::new(format!(
-                "{named_by}: the URL ends in #insecure, which disables certificate verification; remove it, and configure the authority of \
+                "{setting}: the URL ends in #insecure, which disables certificate verification; remove it, and configure the authority of \
                  the server's certificate with ca_certificate(path)"
             ))
         };
@@ -48,21 +48,21 @@ impl ServerConfig {
         }
         // With one of these characters in a password, a part of it would be parsed as host or port,
         // and shown in messages.
-        let (scheme, rest) = url.split_once("://").unwrap_or_default();
+        let (scheme, after_scheme) = url.split_once("://").unwrap_or_default();
         // The path of a socket contains no password.
         if !scheme.ends_with("unix")
-            && rest
+            && after_scheme
                 .find(['/', '?', '#'])
-                .is_some_and(|end| rest[end..].contains('@'))
+                .is_some_and(|end| after_scheme[end..].contains('@'))
         {
             return Err(Problem::new(format!(
-                "{named_by}: a character in the URL has to be percent-encoded: / is %2f, @ is %40, # is %23, ? is %3f"
+                "{setting}: a character in the URL has to be percent-encoded: / is %2f, @ is %40, # is %23, ? is %3f"
             )));
         }
         let client = Client::open(url).map_err(|_| {
             // The error may quote the URL.
             Problem::new(format!(
-                "{named_by}: not a Redis URL; write redis://[user[:password]@]host[:port][/database], or rediss:// for TLS"
+                "{setting}: not a Redis URL; write redis://[user[:password]@]host[:port][/database], or rediss:// for TLS"
             ))
         })?;
         if matches!(
@@ -81,7 +81,7 @@ impl ServerConfig {
         Ok(Self {
             address: info.addr().to_string(),
             info,
-            named_by,
+            setting,
         })
     }
 
@@ -90,7 +90,7 @@ impl ServerConfig {
         if !matches!(self.info.addr(), ConnectionAddr::TcpTls { .. }) {
             return Err(Problem::new(format!(
                 "{}: certificates need a rediss:// URL; write rediss://",
-                self.named_by
+                self.setting
             )));
         }
         let parsed = Client::build_with_tls((*self.info).clone(), tls.certificates());
@@ -172,7 +172,7 @@ impl ServerConfig {
         if matches!(self.info.addr(), ConnectionAddr::TcpTls { .. })
             && rustls::crypto::CryptoProvider::get_default().is_none()
         {
-            // Another thread may have installed one meanwhile, which serves as well.
+            // Fails only if another thread has installed a provider, which is as good.
             let _ = rustls::crypto::ring::default_provider().install_default();
         }
         let redis = self.info.redis_settings().clone().set_protocol(protocol);
@@ -182,67 +182,67 @@ impl ServerConfig {
     /// Why connecting failed. Omits the text of the server's error, which may repeat the password.
     pub(crate) fn connection_failure(&self, error: &RedisError, waited: Duration) -> StoreFailure {
         let Self {
-            address, named_by, ..
+            address, setting, ..
         } = self;
         let code = error.code().unwrap_or_default();
         let detail = error.detail().unwrap_or_default();
         if error.is_timeout() {
             return StoreFailure::not_applied(format!(
-                "{named_by}: no reply from Redis at {address} within {waited:?}; is it running and not overloaded, and are host and port in \
-                 the URL right?"
+                "{setting}: no reply from Redis at {address} within {waited:?}; check that it runs and is not overloaded, and correct host \
+                 and port in the URL"
             ));
         }
         match (error.kind(), code) {
             // A TLS alert that the server sent after the client certificate.
             (ErrorKind::Io, _) if is_client_certificate_alert(&error.to_string()) => {
                 StoreFailure::misconfigured(format!(
-                    "{named_by}: {address} rejected the TLS client certificate or requires one ({error}); configure one that its authority \
+                    "{setting}: {address} rejected the TLS client certificate or requires one ({error}); configure one that its authority \
                  signed with client_certificate(certificate, key)"
                 ))
             }
             (ErrorKind::Io, _) if error.to_string().contains("certificate") => {
                 StoreFailure::misconfigured(format!(
-                    "{named_by}: the certificate of {address} is not trusted ({error}); configure its authority with \
+                    "{setting}: the certificate of {address} is not trusted ({error}); configure its authority with \
                  ca_certificate(path), and use a host that the certificate names"
                 ))
             }
             (ErrorKind::Io, _) => StoreFailure::not_applied(format!(
-                "{named_by}: no connection to Redis at {address}: {error}; is it running, are host and port in the URL right, and does that \
-                 port speak {}?",
+                "{setting}: no connection to Redis at {address}: {error}; check that it runs, that host and port in the URL are right, and \
+                 that the port expects {}",
                 if matches!(self.info.addr(), ConnectionAddr::TcpTls { .. }) {
-                    "TLS, as rediss:// needs"
+                    "TLS, as for rediss://"
                 } else {
-                    "without TLS, as redis:// needs"
+                    "no TLS, as for redis://"
                 }
             )),
             (ErrorKind::Parse | ErrorKind::UnexpectedReturnType, _) => {
                 StoreFailure::misconfigured(format!(
-                    "{named_by}: the server at {address} does not speak the Redis protocol; correct host and port in the URL"
+                    "{setting}: the server at {address} does not speak the Redis protocol; correct host and port in the URL"
                 ))
             }
             (ErrorKind::AuthenticationFailed, _) | (_, "WRONGPASS" | "NOAUTH") => {
                 StoreFailure::misconfigured(format!(
-                    "{named_by}: {address} rejected the user or the password, or requires them; correct them in the URL, \
+                    "{setting}: {address} rejected the user or the password, or requires them; correct them in the URL, \
                  redis://user:password@host"
                 ))
             }
             // For SELECT the driver reports no code.
             _ if code == "NOPERM" || detail.contains("no permissions") => {
                 StoreFailure::misconfigured(format!(
-                    "{named_by}: {address} does not let this user connect (NOPERM); grant it HELLO, SELECT, SET, GET, MGET, DEL, PTTL, PEXPIRE, \
+                    "{setting}: {address} does not let this user connect (NOPERM); grant it HELLO, SELECT, SET, GET, MGET, DEL, PTTL, PEXPIRE, \
                  EVAL, EVALSHA and INFO"
                 ))
             }
             (_, "DENIED") => StoreFailure::misconfigured(format!(
-                "{named_by}: {address} runs in protected mode and rejects remote clients; set a password there and in the URL"
+                "{setting}: {address} runs in protected mode and rejects remote clients; set a password there and in the URL"
             )),
             _ if detail.contains("DB index") || error.to_string().contains("switch database") => {
                 StoreFailure::misconfigured(format!(
-                    "{named_by}: {address} has no such database; correct the number at the end of the URL"
+                    "{setting}: {address} has no such database; correct the number at the end of the URL"
                 ))
             }
             _ => StoreFailure::not_applied(format!(
-                "{named_by}: Redis at {address} rejected the connection ({}); check its log",
+                "{setting}: Redis at {address} rejected the connection ({}); check its log",
                 if code.is_empty() {
                     error.category()
                 } else {
@@ -273,30 +273,29 @@ mod tests {
     #[test]
     fn an_unreachable_server_is_reported_with_its_setting_and_remedy() {
         let refused = RedisError::from(io::Error::from(io::ErrorKind::ConnectionRefused));
-        let line =
-            |url: &str, named_by, error: &RedisError| match ServerConfig::parse(url, named_by)
-                .expect("a URL")
-                .connection_failure(error, KEEPALIVE)
-            {
-                StoreFailure::NotApplied(problem) => problem.to_string(),
-                other => panic!("{other:?}"),
-            };
-        for (url, named_by, speaks) in [
-            ("redis://:s3cret@host:1", "Redis::at", "without TLS"),
+        let line = |url: &str, setting, error: &RedisError| match ServerConfig::parse(url, setting)
+            .expect("a URL")
+            .connection_failure(error, KEEPALIVE)
+        {
+            StoreFailure::NotApplied(problem) => problem.to_string(),
+            other => panic!("{other:?}"),
+        };
+        for (url, setting, expected_tls) in [
+            ("redis://:s3cret@host:1", "Redis::at", "expects no TLS"),
             (
                 "rediss://:s3cret@host:1",
                 "Redis::cluster",
-                "TLS, as rediss://",
+                "TLS, as for rediss://",
             ),
         ] {
-            let text = line(url, named_by, &refused);
+            let text = line(url, setting, &refused);
             assert!(
-                text.starts_with(&format!("{named_by}: no connection to Redis at host:1: ")),
+                text.starts_with(&format!("{setting}: no connection to Redis at host:1: ")),
                 "{text}"
             );
             assert!(
-                text.contains("is it running, are host and port in the URL right")
-                    && text.contains(speaks),
+                text.contains("check that it runs, that host and port in the URL are right")
+                    && text.contains(expected_tls),
                 "{text}"
             );
             assert!(!text.contains("s3cret") && !text.contains('\n'), "{text}");
@@ -308,7 +307,7 @@ mod tests {
         );
         assert!(
             text.starts_with(
-                "Redis::at: no reply from Redis at host:6379 within 15s; is it running"
+                "Redis::at: no reply from Redis at host:6379 within 15s; check that it runs"
             ),
             "{text}"
         );

@@ -27,8 +27,8 @@ const REPLY_TIMEOUT: Duration = Duration::from_millis(500);
 /// The timeout for connecting.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The same for renewals, unless the timeout of a reply is longer: a renewal has only a part of a
-/// lease, and may reach another server within it.
+/// The timeout for connecting of renewals, unless the timeout of a reply is longer: a renewal must end
+/// within a part of the lease, which leaves time to try another server.
 const RENEWAL_CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// The default prefix of keys.
@@ -137,7 +137,7 @@ impl Redis {
         &self.router
     }
 
-    pub(crate) fn claims_wait_for(&self) -> Durability {
+    pub(crate) fn durability_setting(&self) -> Durability {
         self.durability
     }
 
@@ -220,7 +220,7 @@ impl Redis {
     }
 
     /// The timeout of a reply, after which the outcome is unknown: 500 ms by default. Connecting has
-    /// a separate timeout of 2 s; for renewals the timeout of a reply, at least 500 ms.
+    /// a separate timeout of 2 s; for renewals it is the timeout of a reply, but 500 ms to 2 s.
     ///
     /// 0 is [`StoreError::Misconfigured`] at the first use.
     #[must_use]
@@ -310,8 +310,8 @@ impl Redis {
         }
     }
 
-    /// The current marker of a key, which [`Ask::Forget`](oncegate_core::marker::Ask::Forget) and
-    /// [`Ask::Resolve`](oncegate_core::marker::Ask::Resolve) compare with. Changes nothing.
+    /// The current marker of a key, which [`Ask::SendBack`](oncegate_core::marker::Ask::SendBack) and
+    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) compare with. Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the key holds no marker, [`StoreError::Misconfigured`]
@@ -333,15 +333,15 @@ impl Redis {
 /// Parses URLs; there must be at least one.
 fn parse_urls(
     urls: impl IntoIterator<Item: AsRef<str>>,
-    named_by: &'static str,
+    setting: &'static str,
 ) -> Result<Vec<ServerConfig>, Problem> {
     let servers: Vec<ServerConfig> = urls
         .into_iter()
-        .map(|url| ServerConfig::parse(url.as_ref(), named_by))
+        .map(|url| ServerConfig::parse(url.as_ref(), setting))
         .collect::<Result<_, _>>()?;
     if servers.is_empty() {
         Err(Problem::new(format!(
-            "{named_by}: no URL is given; give at least one"
+            "{setting}: no URL is set; set at least one"
         )))
     } else {
         Ok(servers)
@@ -405,12 +405,12 @@ impl Store for Redis {
     }
 
     async fn persistence(&self) -> Result<Persistence, StoreError> {
-        let memory = persistence::inspect(&self.router).await?;
-        Ok(match (memory, self.data_loss) {
+        let persistence = persistence::inspect(&self.router).await?;
+        Ok(match (persistence, self.data_loss) {
             (Persistence::Volatile(why), DataLossPolicy::Accept) => {
                 Persistence::Durable(format!("risk accepted with allow_volatile_store(): {why}"))
             }
-            (memory, _) => memory,
+            (persistence, _) => persistence,
         })
     }
 
@@ -420,7 +420,7 @@ impl Store for Redis {
     }
 
     fn parallel_applies(&self) -> usize {
-        // One is encoded and decoded here while the server applies the other.
+        // One batch is encoded or decoded here while the server applies the other.
         2
     }
 }

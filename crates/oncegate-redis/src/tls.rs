@@ -53,7 +53,7 @@ impl TlsOptions {
 }
 
 /// Reads a PEM file that must contain this kind of block.
-fn read_pem(setting: &str, path: &Path, holds: &str) -> Result<Vec<u8>, Problem> {
+fn read_pem(setting: &str, path: &Path, block: &str) -> Result<Vec<u8>, Problem> {
     let read = std::fs::read(path);
     let text = read.map_err(|error| {
         Problem::new(format!(
@@ -62,12 +62,12 @@ fn read_pem(setting: &str, path: &Path, holds: &str) -> Result<Vec<u8>, Problem>
         ))
     })?;
     if text
-        .windows(holds.len())
-        .any(|window| window == holds.as_bytes())
+        .windows(block.len())
+        .any(|window| window == block.as_bytes())
     {
         return Ok(text);
     }
-    let what = holds.trim_end_matches('-').to_lowercase();
+    let what = block.trim_end_matches('-').to_lowercase();
     Err(Problem::new(format!(
         "{setting}: {} contains no {what} in PEM format; name a file that does",
         path.display()

@@ -66,7 +66,7 @@ impl Redis {
     pub async fn tool_rights(&self, guarantee: Guarantee) -> Result<ToolRights, StoreError> {
         let request = PreflightRequest {
             guarantee,
-            durability: self.claims_wait_for(),
+            durability: self.durability_setting(),
             prefix: self.prefix_bytes(),
         };
         let probe = [self.prefix_bytes(), b"!tool-probe"].concat();

@@ -34,7 +34,7 @@ use writer_thread::WriterRequest;
 /// created; its directory must exist, on a local disk: the write-ahead log needs shared memory,
 /// which network file systems do not offer.
 ///
-/// One thread works on the file, from the first use until the last clone is dropped. It applies all
+/// One thread reads and writes the file, from the first use until the last clone is dropped. It applies all
 /// waiting requests in one transaction. Clones share the thread.
 ///
 /// ```
@@ -104,8 +104,8 @@ impl Sqlite {
         )
     }
 
-    /// The current marker of a key, which [`Ask::Forget`](oncegate_core::marker::Ask::Forget) and
-    /// [`Ask::Resolve`](oncegate_core::marker::Ask::Resolve) compare with. Changes nothing.
+    /// The current marker of a key, which [`Ask::SendBack`](oncegate_core::marker::Ask::SendBack) and
+    /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) compare with. Changes nothing.
     ///
     /// # Errors
     /// [`StoreError::UnreadableMarker`] if the row holds no marker that this release can read;
@@ -164,7 +164,7 @@ impl SqliteHandle {
         let running = match writer.take() {
             Some(running) => running,
             None => writer_thread::start(self.config.clone()).map_err(|error| {
-                StoreFailure::not_applied(format!("cannot start the SQLite thread: {error}"))
+                StoreFailure::not_applied(format!("cannot start the SQLite thread: {error}; raise the thread limit of this process (`ulimit -u`)"))
             })?,
         };
         writer
@@ -208,5 +208,5 @@ impl Store for Sqlite {
         2
     }
 
-    // for_renewals is not needed: the thread needs no runtime, so no handler can block it.
+    // `for_renewals` keeps its default: the thread needs no runtime, so no handler can block it.
 }

@@ -33,6 +33,12 @@ impl Lines {
         lines
     }
 
+    /// All lines that were not taken, as one text.
+    pub fn text(&self) -> String {
+        let lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.iter().map(|(_, line)| line.as_str()).collect()
+    }
+
     /// The lines since the last call.
     pub fn take(&self) -> Vec<(Instant, String)> {
         std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))

@@ -1,8 +1,8 @@
 //! Idempotent message consumers for Kafka and RabbitMQ.
 //!
-//! Whatever breaks on the way (a crash, a redelivery, a lost reply, a rebalance), the effect of a
-//! message happens the number of times that you chose. This crate re-exports the others, and holds
-//! no logic. [`prelude`] has what a consumer needs.
+//! After a crash, a redelivery, a lost reply or a rebalance, the effect of a message has still
+//! happened as often as the chosen [`Guarantee`] allows. This crate re-exports the others and
+//! contains no logic. [`prelude`] has what a consumer needs.
 #![forbid(unsafe_code)]
 
 pub mod metrics;
@@ -54,7 +54,7 @@ pub use oncegate_redis::{Durability, REDIS_METRICS, Redis};
 #[cfg(feature = "sqlite")]
 pub use oncegate_sql::{SQLITE_METRICS, Sqlite, Synchronous};
 
-/// For tools that look into a Redis store: its memory in advance, its markers and its server.
+/// For tools that inspect a Redis store: an estimate of its memory, its markers and its servers.
 #[cfg(feature = "redis")]
 pub mod redis {
     pub use oncegate_redis::{
@@ -62,7 +62,7 @@ pub mod redis {
     };
 }
 
-/// For tools that look into an SQLite store.
+/// For tools that inspect an SQLite store.
 #[cfg(feature = "sqlite")]
 pub mod sqlite {
     pub use oncegate_sql::{SqliteBrowse, SqliteListed};

@@ -1,8 +1,8 @@
-//! All metrics of what is built in.
+//! The metrics of the crates that this build includes.
 
 use oncegate_core::metric::{METRICS, Metric};
 
-/// The lists of the parts that are built in.
+/// The metrics of each included crate.
 const ALL: &[&[Metric]] = &[
     METRICS,
     #[cfg(feature = "kafka")]
@@ -15,13 +15,13 @@ const ALL: &[&[Metric]] = &[
     oncegate_sql::SQLITE_METRICS,
 ];
 
-/// Every metric that the parts that are built in can tell.
+/// All metrics of the included crates.
 pub fn all() -> impl Iterator<Item = &'static Metric> {
     ALL.iter().copied().flatten()
 }
 
-/// Tells the recorder of this process what each metric says, for those who read its output. Call it
-/// once, after the recorder was installed.
+/// Describes each metric to the metrics recorder of this process. Call it once, after the recorder is
+/// installed.
 pub fn describe() {
     all().for_each(Metric::describe);
 }

@@ -1,24 +1,22 @@
 //! The whole demo: sends payments, kills workers meanwhile, waits until nothing changes, and
 //! counts.
 
+use std::future::pending;
 use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
 use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
-use oncegate::{Consumer, MemoryBroker, Store, shutdown_signal};
-use oncegate_config::{AnyStore, Config};
+use oncegate::{Consumer, MemoryBroker, Store};
+use oncegate_config::Config;
 use rustix::fs::{FlockOperation, flock};
-use tokio::sync::Notify;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, interval, sleep};
+use tokio::time::{Instant, sleep};
 
-use crate::Error;
 use crate::charge::Charge;
 use crate::provider::Provider;
-use crate::report::Report;
+use crate::report::{Report, deliveries};
 use crate::traffic::{Broker, Outgoing, messages};
-use crate::{BrokerKind, Cli, Promise, StoreKind, word};
+use crate::{BrokerKind, Cli, Result};
 
 const WORKERS: usize = 4;
 /// How many workers are killed while payments are sent.
@@ -29,30 +27,24 @@ const STUCK: Duration = Duration::from_secs(60);
 /// How long nothing may change before a run is over if all is accounted for: longer than a lease.
 const QUIET: Duration = Duration::from_secs(3);
 
-pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
+pub(crate) async fn run(cli: &Cli) -> Result<Report> {
     let is_embedded = cli.broker == BrokerKind::Memory;
-    let is_sqlite = cli.store.map_or(is_embedded, |it| it == StoreKind::Sqlite);
+    let is_sqlite = cli.store.as_ref().map_or(is_embedded, |it| it == "sqlite");
     // A run with nothing but files has the same name each time, to resume one that was killed.
     let name = match is_embedded && is_sqlite {
-        true => format!("{}-seed-{}-{}", word(cli.guarantee), cli.seed, cli.payments),
+        true => format!("{}-seed-{}-{}", cli.guarantee, cli.seed, cli.payments),
         false => format!("payments-{:016x}", fastrand::u64(..)),
     };
-    let above = match is_sqlite {
-        true => cli.run_dir.clone(),
-        false => std::env::temp_dir(),
-    };
-    let run_dir = std::path::absolute(above.join(&name))?;
+    let run_dir = std::path::absolute(cli.run_dir.join(&name))?;
     let shown = run_dir.display();
     std::fs::create_dir_all(&run_dir).map_err(|error| format!("--run-dir {shown}: {error}"))?;
     let lock = std::fs::File::create(run_dir.join("lock"))?;
     flock(&lock, FlockOperation::NonBlockingLockExclusive)
         .map_err(|error| format!("{shown} is in use by another run: {error}"))?;
-    let report = tokio::select! {
-        report = run_in(cli, &name, &run_dir, is_sqlite) => report,
-        () = shutdown_signal() => Err("stopped by a signal".into()),
-    };
+    let config = configure(cli, &name, &run_dir, is_sqlite)?;
+    let report = charge(cli, config, &run_dir).await;
     let report = report.map_err(|error| format!("{error}; the files of the run are in {shown}"))?;
-    if cli.keep || !report.is_right() && cli.guarantee != Promise::Bare {
+    if cli.keep || !report.is_right && cli.guarantee != "bare" {
         eprintln!("payments: ledger and store are kept in {shown}; to show one payment:");
         let tool = "cargo run -q -p oncegate-cli --";
         eprintln!("{tool} --config {shown}/oncegate.toml explain pay-000001");
@@ -61,50 +53,45 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report, Error> {
         let removed = run_dir.with_extension("removed");
         std::fs::rename(&run_dir, &removed)?;
         std::fs::remove_dir_all(removed)?;
-        let _ = std::fs::remove_dir(above); // fails if other runs use it
+        let _ = std::fs::remove_dir(&cli.run_dir); // fails if other runs use it
     }
     Ok(report)
 }
 
 /// Writes `oncegate.toml`, for the workers and for the operator's tool, and reads it.
-fn configure(cli: &Cli, name: &str, run_dir: &Path, is_sqlite: bool) -> Result<Config, Error> {
+fn configure(cli: &Cli, name: &str, run_dir: &Path, is_sqlite: bool) -> Result<Config> {
     let store = match is_sqlite {
         true => format!("sqlite:{}", run_dir.join("payments.db").display()),
         false => address("ONCEGATE_REDIS")?,
     };
-    let (broker, server) = match cli.broker {
-        BrokerKind::Memory => ("", String::new()),
-        BrokerKind::Kafka => (include_str!("../kafka.toml"), address("ONCEGATE_KAFKA")?),
-        BrokerKind::Rabbitmq => (
-            include_str!("../rabbitmq.toml"),
-            address("ONCEGATE_RABBITMQ")?,
-        ),
+    let mut text = include_str!("../run.toml").replace("STORE", &store);
+    let (broker, variable) = match cli.broker {
+        BrokerKind::Memory => ("", ""),
+        BrokerKind::Kafka => (include_str!("../kafka.toml"), "ONCEGATE_KAFKA"),
+        BrokerKind::Rabbitmq => (include_str!("../rabbitmq.toml"), "ONCEGATE_RABBITMQ"),
     };
-    let text = include_str!("../run.toml").to_owned() + broker;
-    let text = text
-        .replace("GUARANTEE", &word(cli.guarantee))
-        .replace("NAME", name);
-    let text = text.replace("STORE", &store).replace("SERVER", &server);
+    if !broker.is_empty() {
+        text += &broker.replace("SERVER", &address(variable)?);
+    }
+    let text = text.replace("GUARANTEE", &cli.guarantee);
     let file = run_dir.join("oncegate.toml");
-    std::fs::write(&file, text)?;
+    std::fs::write(&file, text.replace("NAME", name))?;
     Ok(Config::read(Some(&file), [])?)
 }
 
 /// The address of a server, from the environment or as `cargo xtask services up` has written it.
-fn address(variable: &str) -> Result<String, Error> {
-    let written = std::fs::read_to_string("target/services.env").unwrap_or_default();
-    let mut lines = written.lines().filter_map(|line| line.split_once('='));
-    let written = lines.find(|(name, _)| *name == variable);
-    let written = written.map(|(_, value)| value.to_owned());
-    std::env::var(variable).ok().or(written).ok_or_else(|| {
+fn address(variable: &str) -> Result<String> {
+    let file = std::fs::read_to_string("target/services.env").unwrap_or_default();
+    let mut lines = file.lines();
+    let written = lines.find_map(|line| line.strip_prefix(variable)?.strip_prefix('='));
+    let address = std::env::var(variable).ok().or(written.map(str::to_owned));
+    address.ok_or_else(|| {
         format!("{variable} is not set; set it, or run `cargo xtask services up`").into()
     })
 }
 
-async fn run_in(cli: &Cli, name: &str, run_dir: &Path, is_sqlite: bool) -> Result<Report, Error> {
-    let config = configure(cli, name, run_dir, is_sqlite)?;
-    let store = config.store()?;
-    store.preflight(config.guarantee()).await?;
+async fn charge(cli: &Cli, config: Config, run_dir: &Path) -> Result<Report> {
+    config.store()?.preflight(config.guarantee()).await?;
     let mut demo = Demo {
         messages: &messages(cli.payments, "pay", cli.seed),
         broker: match cli.broker {
@@ -115,22 +102,15 @@ async fn run_in(cli: &Cli, name: &str, run_dir: &Path, is_sqlite: bool) -> Resul
             _ => return Err("--broker: not in this build; add --features kafka,rabbitmq".into()),
         },
         config,
-        store,
         provider: Provider::open(cli, run_dir)?,
         metrics: PrometheusBuilder::new().install_recorder()?,
         workers: Vec::new(),
-        shutdown: Arc::default(),
         killed: 0,
     };
     for _ in 0..WORKERS {
         demo.start_worker()?;
     }
-    demo.send().await?;
-    demo.settle().await?;
-    demo.shutdown.notify_waiters();
-    for worker in std::mem::take(&mut demo.workers) {
-        worker.await??;
-    }
+    demo.run().await?;
     demo.report().await
 }
 
@@ -138,104 +118,73 @@ struct Demo<'a> {
     messages: &'a [Outgoing],
     broker: Broker,
     config: Config,
-    store: AnyStore,
     provider: Provider,
     metrics: PrometheusHandle,
-    workers: Vec<JoinHandle<Result<(), oncegate::Error>>>,
-    shutdown: Arc<Notify>,
+    workers: Vec<JoinHandle<Result<()>>>,
     killed: usize,
 }
 
 impl Demo<'_> {
-    fn start_worker(&mut self) -> Result<(), Error> {
-        let (config, provider) = (&self.config, self.provider.clone());
-        let consumer = config
-            .consumer(Consumer::builder())?
-            .allow_volatile_store() // the demo kills no machine
-            .store(self.store.clone())
-            .handler(Charge { provider });
-        let shutdown = Arc::clone(&self.shutdown).notified_owned();
-        let worker = match &self.broker {
-            Broker::Memory(it) => tokio::spawn(consumer.source(it.source()).run_until(shutdown)),
-            #[cfg(feature = "real")]
-            Broker::Kafka(_) => tokio::spawn(consumer.source(config.kafka()?).run_until(shutdown)),
-            #[cfg(feature = "real")]
-            Broker::RabbitMq(_) => {
-                tokio::spawn(consumer.source(config.rabbitmq()?).run_until(shutdown))
+    fn start_worker(&mut self) -> Result<()> {
+        let (config, provider) = (self.config.clone(), self.provider.clone());
+        let (charge, shutdown) = (Charge { provider }, pending::<()>());
+        self.workers.push(match &self.broker {
+            Broker::Memory(broker) => {
+                let consumer = config.consumer(Consumer::builder())?.store(config.store()?);
+                let consumer = consumer.source(broker.source()).handler(charge);
+                tokio::spawn(async { Ok(consumer.run_until(shutdown).await?) })
             }
-        };
-        self.workers.push(worker);
+            #[cfg(feature = "real")]
+            _ => tokio::spawn(async { Ok(config.run_until(charge, shutdown).await?) }),
+        });
         Ok(())
     }
 
-    /// Sends all messages within about five seconds, and kills workers at regular intervals, each
-    /// while payments are charged: its task is dropped, as if its process had ended.
-    async fn send(&mut self) -> Result<(), Error> {
-        let batches = self.messages.chunks((self.messages.len() / 250).max(1));
-        let (all, mut before) = (batches.len(), 0);
-        let mut ticks = interval(Duration::from_millis(20));
-        for (sent, batch) in (1..).zip(batches) {
-            ticks.tick().await;
-            let is_due = self.killed < KILLS && sent * (KILLS + 1) >= (self.killed + 1) * all;
-            let begun = Instant::now();
-            while is_due && sent > 1 && self.progress()? == before && begun.elapsed() < STUCK {
-                sleep(Duration::from_millis(10)).await;
-            }
-            self.broker.send(batch).await?;
-            if is_due {
-                sleep(Duration::from_millis(5)).await;
-                self.start_worker()?;
-                let killed = self.workers.remove(0);
-                killed.abort();
-                let _ = killed.await; // an error, since it was aborted
-                (self.killed, before) = (self.killed + 1, self.progress()?);
-            }
-        }
-        Ok(())
-    }
-
-    /// Waits until nothing changes any more.
-    async fn settle(&mut self) -> Result<(), Error> {
-        let (mut seen, mut since) = (0, Instant::now());
+    /// Sends all messages in five seconds or somewhat longer, kills workers at regular intervals
+    /// meanwhile, and returns when nothing changes any more.
+    async fn run(&mut self) -> Result<()> {
+        let mut batches = self.messages.chunks((self.messages.len() / 250).max(1));
+        let batches_per_kill = batches.len() / (KILLS + 1);
+        let (mut progress, mut since, mut progress_at_kill) = (0, Instant::now(), 0);
         loop {
-            sleep(Duration::from_millis(100)).await;
+            sleep(Duration::from_millis(20)).await;
             if let Some(ended) = self.workers.iter_mut().find(|it| it.is_finished()) {
                 ended.await??;
             }
-            let now = self.progress()?;
-            if now != seen {
-                (seen, since) = (now, Instant::now());
+            let now = deliveries(&self.metrics.render(), "");
+            if now != progress || batches.len() > 0 {
+                (progress, since) = (now, Instant::now());
+            }
+            let kills_left = KILLS - self.killed;
+            let is_due = kills_left > 0 && batches.len() <= kills_left * batches_per_kill;
+            if is_due && progress != progress_at_kill {
+                self.start_worker()?;
+                let killed = self.workers.remove(0);
+                killed.abort(); // drops the task, as if its process had ended
+                let _ = killed.await; // an error, since it was aborted
+                (self.killed, progress_at_kill) = (self.killed + 1, progress);
+            }
+            if let Some(batch) = batches.next() {
+                self.broker.send(batch).await?;
             }
             let is_over = match &self.broker {
                 Broker::Memory(broker) => broker.unsettled() == 0 && since.elapsed() > QUIET / 6,
                 #[cfg(feature = "real")]
-                _ => seen > 0 && since.elapsed() > QUIET && self.report().await?.is_right(),
+                _ => progress > 0 && since.elapsed() > QUIET && self.report().await?.is_right,
             };
-            if is_over || since.elapsed() > STUCK {
+            if batches.len() == 0 && (is_over || since.elapsed() > STUCK) {
                 return Ok(());
             }
         }
     }
 
-    /// A number that changes while messages are handled.
-    fn progress(&self) -> Result<i64, Error> {
-        let mut ledger = self.provider.ledger();
-        ledger.note_counts("tasks", &self.metrics.render())?;
-        Ok(ledger.counts()?.values().sum())
-    }
-
-    async fn report(&self) -> Result<Report, Error> {
-        self.progress()?;
+    async fn report(&self) -> Result<Report> {
         let rejected = self.broker.rejected().await?;
-        let ledger = self.provider.ledger();
-        let (charges, counts) = (ledger.charges()?, ledger.counts()?);
-        let mut report = Report::of(&charges, &counts, self.messages, &rejected);
-        let killed = (
-            "workers killed",
-            self.killed as i64,
-            "while payments were sent",
-        );
-        report.rows.push(killed);
+        let (charges, metrics) = (self.provider.charges()?, self.metrics.render());
+        let mut report = Report::of(&charges, &metrics, self.messages, &rejected);
+        let killed = self.killed as i64;
+        let row = ("workers killed", killed, "while payments were sent");
+        report.rows.push(row);
         Ok(report)
     }
 }

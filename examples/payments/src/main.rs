@@ -4,7 +4,6 @@
 
 mod charge;
 mod demo;
-mod ledger;
 mod provider;
 #[cfg(feature = "real")]
 mod real;
@@ -20,6 +19,7 @@ use clap::{Parser, ValueEnum};
 
 /// An error with a text for the user.
 type Error = Box<dyn std::error::Error + Send + Sync>;
+type Result<T, E = Error> = std::result::Result<T, E>;
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -41,6 +41,8 @@ async fn main() -> ExitCode {
     }
 }
 
+const GUARANTEES: [&str; 3] = ["at-most-once", "effectively-once", "bare"];
+
 /// Charges payments through oncegate, with every fault that can happen, and counts the charges.
 ///
 /// The exit status is 0 only if every payment was charged once or is in doubt for
@@ -57,10 +59,14 @@ struct Cli {
     broker: BrokerKind,
     /// Stores ids; `sqlite` by default with the memory broker, `redis` at ONCEGATE_REDIS with
     /// others.
-    #[arg(long, value_enum)]
-    store: Option<StoreKind>,
-    #[arg(long, value_enum, default_value_t = Promise::AtMostOnce)]
-    guarantee: Promise,
+    #[arg(long, value_parser = ["sqlite", "redis"])]
+    store: Option<String>,
+    /// `at-most-once`: never charged again on a guess: looked up at the provider, or left to a
+    /// person. `effectively-once`: run again after a crash; the provider takes the id as an
+    /// idempotency key. `bare`: a marker in the store and nothing more: loses payments, and charges
+    /// some twice.
+    #[arg(long, value_parser = GUARANTEES, default_value = GUARANTEES[0])]
+    guarantee: String,
     /// How many payments are sent.
     #[arg(long, default_value_t = 2000)]
     payments: usize,
@@ -103,26 +109,4 @@ enum BrokerKind {
     Memory,
     Kafka,
     Rabbitmq,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum StoreKind {
-    Sqlite,
-    Redis,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Promise {
-    /// Never charged again on a guess: looked up at the provider, or left to a person.
-    AtMostOnce,
-    /// Run again after a crash; the provider takes the id as an idempotency key.
-    EffectivelyOnce,
-    /// A marker in the store and nothing more: loses payments, and charges some twice.
-    Bare,
-}
-
-/// The text of a value on the command line.
-fn word(value: impl ValueEnum) -> String {
-    let value = value.to_possible_value();
-    value.map_or_else(String::new, |it| it.get_name().to_owned())
 }

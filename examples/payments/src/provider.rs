@@ -1,23 +1,45 @@
-//! The payment provider: charges cards, writes a ledger, and fails now and then.
+//! The payment provider: charges cards, keeps a ledger, and fails now and then.
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use rusqlite::{Connection, params};
 use tokio::time::sleep;
 
-use crate::ledger::Ledger;
-use crate::{Cli, Promise};
+use crate::{Cli, Error, Result};
 
 const LATENCY: Duration = Duration::from_millis(10);
 const TIMEOUT: Duration = Duration::from_millis(60);
 /// The latency of a request that takes longer than the client waits.
 const DELAYED: Duration = Duration::from_millis(250);
 
+const TABLES: &str = "
+    PRAGMA journal_mode = WAL;
+    PRAGMA synchronous = OFF; -- survives a killed process
+    CREATE TABLE IF NOT EXISTS charges (id TEXT, amount INTEGER, attempt INTEGER);
+    CREATE INDEX IF NOT EXISTS charges_by_id ON charges (id);
+    -- Attempts up to and including this one are refused.
+    CREATE TABLE IF NOT EXISTS voided (id TEXT PRIMARY KEY, attempt INTEGER);
+    -- The metrics of each worker process, for the report.
+    CREATE TABLE IF NOT EXISTS workers (name TEXT PRIMARY KEY, metrics TEXT);
+";
+/// Changes nothing if the attempt was voided or, with an idempotency key, the payment was charged.
+const CHARGE: &str = "
+    INSERT INTO charges SELECT ?1, ?2, ?3
+    WHERE NOT EXISTS (SELECT 1 FROM voided WHERE id = ?1 AND attempt >= ?3)
+    AND NOT (?4 AND EXISTS (SELECT 1 FROM charges WHERE id = ?1))";
+/// Changes nothing if the payment was charged.
+const VOID: &str = "
+    INSERT INTO voided SELECT ?1, ?2 WHERE NOT EXISTS (SELECT 1 FROM charges WHERE id = ?1)
+    ON CONFLICT DO UPDATE SET attempt = max(attempt, excluded.attempt)";
+
 #[derive(Clone)]
 pub(crate) struct Provider {
-    ledger: Arc<Mutex<Ledger>>,
-    /// The id is an idempotency key: a second charge is not booked.
+    /// A SQLite file, which several processes may share.
+    ledger: Arc<Mutex<Connection>>,
+    /// The id is an idempotency key: a second charge is not booked, and nothing is voided.
     deduplicates: bool,
     /// The provider does not tell whether it charged payments with these ids or greater ones.
     unsure_from: Option<String>,
@@ -26,27 +48,16 @@ pub(crate) struct Provider {
 /// A card that was looked up.
 pub(crate) struct Card;
 
-#[derive(Debug, thiserror::Error)]
-pub(crate) enum ProviderError {
-    #[error("the provider is not available")]
-    Unavailable,
-    #[error("the provider did not answer in time")]
-    TimedOut,
-    #[error("the provider refused an attempt that was voided")]
-    Voided,
-    #[error("the provider cannot write its ledger: {0}")]
-    Ledger(#[from] rusqlite::Error),
-}
-
-type Result<T> = std::result::Result<T, ProviderError>;
-
 impl Provider {
-    /// The provider with the ledger in this directory, which several processes may share.
-    pub(crate) fn open(cli: &Cli, run_dir: &Path) -> rusqlite::Result<Self> {
+    /// The provider with the ledger in this directory.
+    pub(crate) fn open(cli: &Cli, run_dir: &Path) -> Result<Self> {
+        let ledger = Connection::open(run_dir.join("ledger.db"))?;
+        ledger.busy_timeout(Duration::from_secs(10))?;
+        ledger.execute_batch(TABLES)?;
         let first_unsure = cli.payments.saturating_sub(cli.unsure) + 1;
         Ok(Self {
-            ledger: Arc::new(Mutex::new(Ledger::open(run_dir)?)),
-            deduplicates: cli.guarantee == Promise::EffectivelyOnce,
+            ledger: Arc::new(Mutex::new(ledger)),
+            deduplicates: cli.guarantee == "effectively-once",
             unsure_from: (cli.unsure > 0).then(|| format!("pay-{first_unsure:06}")),
         })
     }
@@ -62,28 +73,28 @@ impl Provider {
     /// 2% are never booked.
     pub(crate) async fn charge(&self, _: Card, amount: u32, id: &str, attempt: u32) -> Result<()> {
         let (provider, id) = (self.clone(), id.to_owned());
-        let fault = if self.is_unsure(&id) {
-            0
-        } else {
-            fastrand::u8(0..100)
+        let fault = match self.is_unsure(&id) {
+            true => 0,
+            false => fastrand::u8(0..100),
         };
         // A task of its own: a request that was sent arrives, even if its caller is aborted.
         let booking = tokio::spawn(async move {
-            let (is_late, is_lost) = ((2..4).contains(&fault), (4..6).contains(&fault));
+            let (is_late, is_lost) = (matches!(fault, 2..4), matches!(fault, 4..6));
             sleep(if is_late { DELAYED } else { LATENCY }).await;
             let once = provider.deduplicates;
-            match is_lost || provider.ledger().charge(&id, amount, attempt, once)? {
+            let charge = params![id, amount, attempt, once];
+            match is_lost || provider.ledger().execute(CHARGE, charge)? > 0 || once {
                 true => Ok(()),
-                false => Err(ProviderError::Voided),
+                false => Err(Error::from("the provider refused a voided attempt")),
             }
         });
         if fault < 6 {
             sleep(TIMEOUT).await;
-            return Err(ProviderError::TimedOut);
+            return Err("the provider did not answer in time".into());
         }
-        let booked = booking.await.map_err(|_| ProviderError::TimedOut)?;
+        booking.await??;
         sleep(LATENCY).await;
-        booked
+        Ok(())
     }
 
     /// Whether a payment was charged. If not, the provider refuses its attempts up to and including
@@ -91,16 +102,17 @@ impl Provider {
     pub(crate) async fn find_or_void(&self, id: &str, attempt: u32) -> Result<Option<()>> {
         self.look_up().await?;
         if self.is_unsure(id) {
-            return Err(ProviderError::Unavailable);
+            return Err("the provider is not available".into());
         }
-        Ok(self.ledger().find_or_void(id, attempt)?.then_some(()))
+        let voided = self.ledger().execute(VOID, params![id, attempt])?;
+        Ok((voided == 0).then_some(()))
     }
 
     /// 5% of look-ups fail.
     async fn look_up(&self) -> Result<()> {
         sleep(LATENCY / 2).await;
         match fastrand::u8(0..100) {
-            0..5 => Err(ProviderError::Unavailable),
+            0..5 => Err("the provider is not available".into()),
             _ => Ok(()),
         }
     }
@@ -109,7 +121,30 @@ impl Provider {
         self.unsure_from.as_deref().is_some_and(|from| id >= from)
     }
 
-    pub(crate) fn ledger(&self) -> MutexGuard<'_, Ledger> {
+    /// How often each payment was charged.
+    pub(crate) fn charges(&self) -> Result<HashMap<String, i64>> {
+        let ledger = self.ledger();
+        let mut query = ledger.prepare("SELECT id, count(*) FROM charges GROUP BY id")?;
+        let rows = query.query_map([], |row| Ok((row.get(0)?, row.get(1)?)))?;
+        Ok(rows.collect::<Result<_, _>>()?)
+    }
+
+    /// Saves the metrics of a worker process.
+    #[cfg(feature = "real")]
+    pub(crate) fn save_metrics(&self, worker: &str, metrics: &str) -> Result<()> {
+        let query = "INSERT OR REPLACE INTO workers VALUES (?, ?)";
+        self.ledger().execute(query, [worker, metrics])?;
+        Ok(())
+    }
+
+    /// The metrics that all worker processes have saved.
+    #[cfg(feature = "real")]
+    pub(crate) fn saved_metrics(&self) -> Result<String> {
+        let query = "SELECT coalesce(group_concat(metrics, '\n'), '') FROM workers";
+        Ok(self.ledger().query_row(query, [], |row| row.get(0))?)
+    }
+
+    fn ledger(&self) -> MutexGuard<'_, Connection> {
         self.ledger.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -10,16 +10,14 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 
 use crate::BrokerKind::{self, Kafka, Memory, Rabbitmq};
-use crate::Error;
 use crate::charge::Charge;
-use crate::ledger::Ledger;
 use crate::provider::Provider;
 use crate::report::{Rejected, Report};
 use crate::servers::{Queue, Topic};
 use crate::traffic::{Broker, messages};
-use crate::{Cli, Command, word};
+use crate::{Cli, Command, Result};
 
-pub(crate) async fn run(command: Command, cli: &Cli) -> Result<Option<Report>, Error> {
+pub(crate) async fn run(command: Command, cli: &Cli) -> Result<Option<Report>> {
     std::fs::create_dir_all(&cli.run_dir)?;
     let config = Config::load()?;
     match command {
@@ -29,7 +27,7 @@ pub(crate) async fn run(command: Command, cli: &Cli) -> Result<Option<Report>, E
     }
 }
 
-pub(crate) async fn open(broker: BrokerKind, config: &Config) -> Result<Broker, Error> {
+pub(crate) async fn open(broker: BrokerKind, config: &Config) -> Result<Broker> {
     match broker {
         Memory => Err("--broker: kafka or rabbitmq is needed here".into()),
         Kafka => Ok(Broker::Kafka(Box::new(Topic::open(config).await?))),
@@ -38,7 +36,7 @@ pub(crate) async fn open(broker: BrokerKind, config: &Config) -> Result<Broker, 
 }
 
 /// Sends payments, in ten batches a second.
-async fn produce(cli: &Cli, config: &Config) -> Result<(), Error> {
+async fn produce(cli: &Cli, config: &Config) -> Result<()> {
     let traces = Traces::from_environment("payments-producer")?;
     let layer = traces.as_ref().map(Traces::layer);
     tracing_subscriber::registry().with(layer).init();
@@ -46,8 +44,7 @@ async fn produce(cli: &Cli, config: &Config) -> Result<(), Error> {
     let messages = messages(cli.payments, &cli.prefix, cli.seed);
     eprintln!("payments: sending {} messages", messages.len());
     let batch = cli.rate.div_ceil(10);
-    let pause = f64::from(batch) / f64::from(cli.rate);
-    let mut ticks = interval(Duration::from_secs_f64(pause));
+    let mut ticks = interval(Duration::from_secs(1) * batch / cli.rate);
     for batch in messages.chunks(batch as usize) {
         ticks.tick().await;
         broker.send(batch).await?;
@@ -55,18 +52,19 @@ async fn produce(cli: &Cli, config: &Config) -> Result<(), Error> {
     Ok(())
 }
 
-/// Charges payments until SIGTERM, and records the counts five times a second.
-async fn work(cli: &Cli, config: Config) -> Result<(), Error> {
+/// Charges payments until SIGTERM, and saves the metrics five times a second.
+async fn work(cli: &Cli, config: Config) -> Result<()> {
     if config.has("kafka.topic") && config.text("gate.broker") != Some("rabbitmq") {
         open(Kafka, &config).await?; // creates the topic
     }
     let metrics = Metrics::install()?;
-    let (mut ledger, name) = (Ledger::open(&cli.run_dir)?, fastrand::u64(..).to_string());
-    let provider = Provider::open(cli, &cli.run_dir)?;
+    let name = fastrand::u64(..).to_string();
+    let ledger = Provider::open(cli, &cli.run_dir)?;
+    let provider = ledger.clone();
     let mut worker = pin!(config.run(Charge { provider }));
     loop {
         let ended = timeout(Duration::from_millis(200), &mut worker).await;
-        ledger.note_counts(&name, &metrics.text())?;
+        ledger.save_metrics(&name, &metrics.text())?;
         if let Ok(ended) = ended {
             return Ok(ended?);
         }
@@ -74,17 +72,18 @@ async fn work(cli: &Cli, config: Config) -> Result<(), Error> {
 }
 
 /// Counts what the producers have sent, each with the name of its broker as the prefix.
-async fn report(cli: &Cli, config: &Config) -> Result<Report, Error> {
+async fn report(cli: &Cli, config: &Config) -> Result<Report> {
     let (mut all, mut sent) = (Rejected::default(), Vec::new());
     for (broker, key) in [(Kafka, "kafka.topic"), (Rabbitmq, "rabbitmq.queue")] {
         if config.has(key) {
             let rejected = open(broker, config).await?.rejected().await?;
             all.in_doubt.extend(rejected.in_doubt);
             all.dead_letters.extend(rejected.dead_letters);
-            sent.extend(messages(cli.payments, &word(broker), cli.seed));
+            let prefix = key.split('.').next().unwrap_or_default();
+            sent.extend(messages(cli.payments, prefix, cli.seed));
         }
     }
-    let ledger = Ledger::open(&cli.run_dir)?;
-    let (charges, counts) = (ledger.charges()?, ledger.counts()?);
-    Ok(Report::of(&charges, &counts, &sent, &all))
+    let provider = Provider::open(cli, &cli.run_dir)?;
+    let (charges, metrics) = (provider.charges()?, provider.saved_metrics()?);
+    Ok(Report::of(&charges, &metrics, &sent, &all))
 }

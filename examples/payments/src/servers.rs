@@ -12,19 +12,19 @@ use opentelemetry::propagation::TextMapPropagator;
 use opentelemetry_sdk::propagation::TraceContextPropagator;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::client::DefaultClientContext;
-use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::consumer::{Consumer, StreamConsumer};
+use rdkafka::error::KafkaError;
 use rdkafka::message::{Header, Headers, Message, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
+use tokio::time::{sleep, timeout};
 use tracing::{Span, info_span};
 use tracing_opentelemetry::OpenTelemetrySpanExt;
 
-use crate::Error;
+use crate::Result;
 use crate::traffic::{ID_HEADER, Outgoing, text};
 
 const TIMEOUT: Duration = Duration::from_secs(20);
-/// How long the workers may take to declare the queue.
-const START: Duration = Duration::from_secs(60);
 
 /// The span of a message until it is confirmed, and its headers: the id, and the trace context that
 /// the worker's spans refer to, if traces are exported.
@@ -43,8 +43,8 @@ pub(crate) struct Topic {
 }
 
 impl Topic {
-    /// Creates the topic; an error of a topic that exists is ignored. The workers create those of rejected messages.
-    pub(crate) async fn open(config: &Config) -> Result<Self, Error> {
+    /// Creates the topic, unless it exists. The workers create those of rejected messages.
+    pub(crate) async fn open(config: &Config) -> Result<Self> {
         let (kafka, name) = (config.kafka()?, config.text("kafka.topic"));
         let name = name.unwrap_or_default().to_owned();
         let admin: AdminClient<DefaultClientContext> = kafka.client(&[])?;
@@ -62,43 +62,35 @@ impl Topic {
         })
     }
 
-    pub(crate) async fn send(&self, message: &Outgoing) -> Result<(), Error> {
+    pub(crate) async fn send(&self, message: &Outgoing) -> Result<()> {
         let (_span, headers) = sending(message);
-        let mut record = OwnedHeaders::new();
-        for (key, value) in &headers {
-            let value = Some(value);
-            record = record.insert(Header { key, value });
-        }
+        let headers = headers.iter().map(|(key, value)| (key, Some(value)));
+        let headers = headers.map(|(key, value)| Header { key, value });
         // Without a key: the copies of a payment reach different workers.
-        let record = FutureRecord::<(), str>::to(&self.name).headers(record);
+        let record = FutureRecord::<(), str>::to(&self.name);
+        let record = record.headers(headers.fold(OwnedHeaders::new(), OwnedHeaders::insert));
         let sent = self.producer.send(record.payload(&message.body), TIMEOUT);
         sent.await.map_err(|(error, _)| error)?;
         Ok(())
     }
 
     /// The ids of all messages of the topic with this suffix.
-    pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<String>, Error> {
-        let topic = format!("{}{suffix}", self.name);
-        let consumer: BaseConsumer = self.kafka.client(&[("group.id", "payments-report")])?;
-        let read = move || {
-            let (mut next, end) = consumer.fetch_watermarks(&topic, 0, TIMEOUT)?;
-            let mut partitions = TopicPartitionList::new();
-            partitions.add_partition_offset(&topic, 0, Offset::Offset(next))?;
-            consumer.assign(&partitions)?;
-            let mut ids = Vec::new();
-            while next < end {
-                let message = consumer.poll(TIMEOUT).ok_or("Kafka does not answer")??;
-                next = message.offset() + 1;
-                let mut headers = message.headers().into_iter().flat_map(|it| it.iter());
-                ids.push(text(
-                    headers
-                        .find(|it| it.key == ID_HEADER)
-                        .and_then(|it| it.value),
-                ));
-            }
-            Ok(ids)
-        };
-        tokio::task::spawn_blocking(read).await?
+    pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<String>> {
+        let settings = [("group.id", "report"), ("enable.partition.eof", "true")];
+        let consumer: StreamConsumer = self.kafka.client(&settings)?;
+        let (topic, mut partitions) = (self.name.clone() + suffix, TopicPartitionList::new());
+        partitions.add_partition_offset(&topic, 0, Offset::Beginning)?;
+        consumer.assign(&partitions)?;
+        let mut ids = Vec::new();
+        loop {
+            let message = match timeout(TIMEOUT, consumer.recv()).await? {
+                Err(KafkaError::PartitionEOF(_)) => return Ok(ids),
+                message => message?,
+            };
+            let mut headers = message.headers().into_iter().flat_map(|it| it.iter());
+            let id = headers.find(|it| it.key == ID_HEADER);
+            ids.push(text(id.and_then(|it| it.value)));
+        }
     }
 }
 
@@ -109,7 +101,7 @@ pub(crate) struct Queue {
 }
 
 impl Queue {
-    pub(crate) async fn open(config: &Config) -> Result<Self, Error> {
+    pub(crate) async fn open(config: &Config) -> Result<Self> {
         let connection = config.rabbitmq()?.client("payments").await?;
         let channel = connection.create_channel().await?;
         let options = ConfirmSelectOptions::default();
@@ -124,7 +116,7 @@ impl Queue {
 
     /// Sends a message; repeats it if RabbitMQ returns or refuses it, as it does until a worker has
     /// declared the queue and the queue has a leader.
-    pub(crate) async fn send(&self, message: &Outgoing) -> Result<(), Error> {
+    pub(crate) async fn send(&self, message: &Outgoing) -> Result<()> {
         let (begun, (_span, headers)) = (Instant::now(), sending(message));
         let mut table = FieldTable::default();
         for (key, value) in headers {
@@ -147,16 +139,16 @@ impl Queue {
             let confirmation = sent.await?.await?;
             if confirmation.is_ack() && confirmation.take_message().is_none() {
                 return Ok(());
-            } else if begun.elapsed() > START {
+            } else if begun.elapsed() > 3 * TIMEOUT {
                 let error = "RabbitMQ refuses messages; is a worker running, which declares";
                 return Err(format!("{error} the queue {}?", self.name).into());
             }
-            tokio::time::sleep(Duration::from_millis(200)).await;
+            sleep(Duration::from_millis(200)).await;
         }
     }
 
     /// The ids of all messages of the queue with this suffix.
-    pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<String>, Error> {
+    pub(crate) async fn ids(&self, suffix: &str) -> Result<Vec<String>> {
         let queue = format!("{}{suffix}", self.name);
         // Messages that are not acknowledged return to the queue when the channel closes.
         let channel = self.connection.create_channel().await?;

@@ -5,13 +5,15 @@ use futures_util::future::try_join_all;
 use oncegate::{MemoryBroker, Message};
 use serde::{Deserialize, Serialize};
 
-use crate::Error;
+use crate::Result;
 use crate::report::Rejected;
 #[cfg(feature = "real")]
 use crate::servers::{Queue, Topic};
 
 /// The header with the id of a payment.
 pub(crate) const ID_HEADER: &str = "payment-id";
+/// The ids of malformed messages, which must be dead-lettered, begin so.
+pub(crate) const MALFORMED: &str = "broken-";
 
 #[derive(Serialize, Deserialize)]
 pub(crate) struct Payment {
@@ -24,8 +26,6 @@ pub(crate) struct Payment {
 pub(crate) struct Outgoing {
     pub(crate) id: String,
     pub(crate) body: String,
-    /// `false` for a malformed message, which must be dead-lettered.
-    pub(crate) is_valid: bool,
 }
 
 /// The messages of so many payments. About 10% are sent twice, half of these in immediate
@@ -38,18 +38,16 @@ pub(crate) fn messages(payments: usize, prefix: &str, seed: u64) -> Vec<Outgoing
         let card = format!("card-{:04}", rng.u16(0..10_000));
         let payment = Payment { id, card, amount };
         let body = serde_json::to_string(&payment).expect("text and numbers are JSON");
-        let mut place_message = |place, id, body, is_valid| {
-            placed.push((place, Outgoing { id, body, is_valid }));
-        };
+        let mut place_message = |place, id, body| placed.push((place, Outgoing { id, body }));
         if rng.u8(0..100) == 0 {
-            let id = format!("broken-{}", payment.id);
-            place_message(place, id, body[..body.len() / 2].to_owned(), false);
+            let id = MALFORMED.to_owned() + &payment.id;
+            place_message(place, id, body[..body.len() / 2].to_owned());
         }
         if rng.u8(0..10) == 0 {
             let distance = if rng.bool() { 0 } else { rng.usize(50..500) };
-            place_message(place + distance, payment.id.clone(), body.clone(), true);
+            place_message(place + distance, payment.id.clone(), body.clone());
         }
-        place_message(place, payment.id, body, true);
+        place_message(place, payment.id, body);
     }
     placed.sort_by_key(|(place, _)| *place);
     placed.into_iter().map(|(_, message)| message).collect()
@@ -65,13 +63,8 @@ pub(crate) enum Broker {
 
 impl Broker {
     /// Sends messages, and waits until the broker has confirmed all.
-    pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<(), Error> {
-        let sent = messages.iter().map(|it| self.send_one(it));
-        try_join_all(sent).await.map(drop)
-    }
-
-    async fn send_one(&self, message: &Outgoing) -> Result<(), Error> {
-        match self {
+    pub(crate) async fn send(&self, messages: &[Outgoing]) -> Result<()> {
+        let sent = messages.iter().map(async |message| match self {
             Self::Memory(broker) => {
                 let body = Message::new(message.body.clone());
                 broker.publish(body.with_header(ID_HEADER, &message.id));
@@ -81,18 +74,19 @@ impl Broker {
             Self::Kafka(topic) => topic.send(message).await,
             #[cfg(feature = "real")]
             Self::RabbitMq(queue) => queue.send(message).await,
-        }
+        });
+        try_join_all(sent).await.map(drop)
     }
 
     /// Reads the ids of all dead letters and of all messages in doubt, which remain there.
-    pub(crate) async fn rejected(&self) -> Result<Rejected, Error> {
+    pub(crate) async fn rejected(&self) -> Result<Rejected> {
         Ok(Rejected {
             in_doubt: self.ids(".in-doubt").await?,
             dead_letters: self.ids(".dead-letters").await?,
         })
     }
 
-    async fn ids(&self, suffix: &str) -> Result<Vec<String>, Error> {
+    async fn ids(&self, suffix: &str) -> Result<Vec<String>> {
         let messages = match self {
             Self::Memory(broker) if suffix == ".in-doubt" => broker.in_doubt(),
             Self::Memory(broker) => broker.dead_letters(),

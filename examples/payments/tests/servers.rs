@@ -11,7 +11,7 @@ fn error(broker: &str, redis: &str, rabbitmq: &str) -> String {
     demo.args(["--broker", broker, "--payments", "10"]);
     demo.env("ONCEGATE_REDIS", redis)
         .env("ONCEGATE_RABBITMQ", rabbitmq);
-    let ended = demo.env("TMPDIR", temporary.path()).output();
+    let ended = demo.arg("--run-dir").arg(temporary.path()).output();
     let ended = ended.expect("it ran");
     assert_eq!(ended.status.code(), Some(2));
     String::from_utf8(ended.stderr).expect("text")

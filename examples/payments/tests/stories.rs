@@ -155,7 +155,8 @@ impl Run {
                 "3",
             ])
             .args(["--keep", "--json"])
-            .env("TMPDIR", temporary.path())
+            .arg("--run-dir")
+            .arg(temporary.path())
             .output()
             .expect("it ran");
         let report = ended(&ran, 0);

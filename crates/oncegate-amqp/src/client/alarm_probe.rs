@@ -1,4 +1,4 @@
-//! Finds out whether a connection is blocked before a message is published.
+//! Waits until the connection is not blocked, before a copy that may be cancelled is published.
 //!
 //! # Workaround
 //! - *Symptom:* RabbitMQ reports a resource alarm (`connection.blocked`) only to connections that
@@ -12,11 +12,11 @@
 use lapin::options::BasicPublishOptions;
 use lapin::{BasicProperties, Channel};
 
-/// Publishes messages that no queue receives, and waits for their confirms. A copy that may be
-/// cancelled is published only after that.
+/// Publishes messages that are routed to no queue, and waits for their confirms, which do not arrive
+/// while the connection is blocked.
 pub(crate) async fn confirm(channel: &Channel) -> lapin::Result<()> {
-    // Twice, and with a body: under an alarm RabbitMQ still reads the first content header of a new
-    // connection.
+    // Two messages with a body, because during an alarm RabbitMQ still reads the first content header
+    // of a new connection.
     for _ in 0..2 {
         // No queue has an empty name, so the message is unroutable.
         let publishing = channel.basic_publish(

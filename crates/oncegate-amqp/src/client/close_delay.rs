@@ -11,17 +11,16 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-/// The channel closes at once after at most this many acknowledgements in a short time. RabbitMQ
-/// sends up to 32 commands of a channel to a quorum queue at once, keeps the rest in the channel
-/// process, and drops it, without an error, when the channel closes: those messages would be
+/// After more acknowledgements than this in a short time, closing the channel is delayed. RabbitMQ has
+/// up to 32 commands of a channel to a quorum queue in flight. It keeps further ones in the channel
+/// process and drops them, without an error, when the channel closes: those messages would be
 /// redelivered. Half of 32 leaves room for the channel's other commands.
 const MAX_WITHOUT_DELAY: usize = 16;
-/// How long RabbitMQ is assumed to need to apply more of them: AMQP does not confirm an
-/// acknowledgement.
+/// How long RabbitMQ is assumed to take to apply the acknowledgements. AMQP does not confirm them.
 const ASSUMED_APPLY_TIME: Duration = Duration::from_millis(500);
 
-/// Counts the latest acknowledgements of a channel, those that followed each other within
-/// [`ASSUMED_APPLY_TIME`].
+/// Counts the latest acknowledgements of a channel: those sent without a pause of
+/// [`ASSUMED_APPLY_TIME`] between them.
 #[derive(Default)]
 pub(crate) struct CloseDelay {
     count: usize,
@@ -56,9 +55,9 @@ mod tests {
     use super::*;
 
     async fn waited(delay: &CloseDelay) -> Duration {
-        let begun = Instant::now();
+        let started = Instant::now();
         delay.wait().await;
-        begun.elapsed()
+        started.elapsed()
     }
 
     #[tokio::test(start_paused = true)]
@@ -73,7 +72,7 @@ mod tests {
         assert_eq!(
             waited(&delay).await,
             Duration::ZERO,
-            "the earlier ones are long ago"
+            "acknowledgements before the pause do not count"
         );
     }
 }

@@ -14,8 +14,8 @@ use lapin::Connection;
 /// How long the confirms of a batch may take.
 pub(crate) const CONFIRM_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Waits for confirms; `None` after the timeout, which does not run out while the connection is
-/// blocked.
+/// Waits for confirms; `None` after [`CONFIRM_TIMEOUT`]. If the connection is blocked then, the timeout
+/// starts again.
 pub(crate) async fn await_confirms<T>(
     connection: &Connection,
     confirms: impl Future<Output = T>,

@@ -20,20 +20,21 @@
 
 use std::collections::BTreeMap;
 
-/// Replaces each byte of a short string that is not UTF-8. Two such strings may look the same, so
-/// a message with this mark must not be identified by it.
+/// The character that replaces each byte of a short string that is not UTF-8. Two such strings may look
+/// the same, so a string with this character must not be used as an id.
 pub(crate) const INVALID_UTF8_MARK: char = '\u{1a}';
 
 /// Tables and arrays nested deeper than this stay unparsed bytes.
 const MAX_DEPTH: usize = 32;
 
-/// The bytes around a frame's payload: type, channel and size before it, the end mark after it.
+/// The number of bytes around a frame's payload: type (1), channel (2) and size (4) before it, and the
+/// frame-end octet after it.
 const FRAME_OVERHEAD: usize = 8;
 
-/// A byte stream from the broker to the client, in frames.
+/// Sanitizes the frames in the byte stream from the broker to the client.
 #[derive(Default)]
 pub(crate) struct FrameSanitizer {
-    /// Received bytes that are no complete frame yet.
+    /// Received bytes of a frame that is not complete yet.
     partial: Vec<u8>,
     /// Sanitized frames, of which the client has read up to `read_offset`.
     ready: Vec<u8>,
@@ -42,11 +43,11 @@ pub(crate) struct FrameSanitizer {
     returned: BTreeMap<[u8; 2], ReturnedMessage>,
 }
 
-/// The part of a returned message that is still to come.
+/// The part of a returned message that the broker has not sent yet.
 enum ReturnedMessage {
     /// The content header and the body.
     Properties,
-    /// This number of bytes of the body.
+    /// The body: this number of bytes.
     Body(u64),
 }
 
@@ -64,9 +65,9 @@ impl FrameSanitizer {
                 break;
             };
             sanitize(frame);
-            if let Some(left) = strip_returned_message(frame, &mut self.returned) {
+            if let Some(kept) = strip_returned_message(frame, &mut self.returned) {
                 self.ready
-                    .extend_from_slice(&self.partial[copied..complete + left]);
+                    .extend_from_slice(&self.partial[copied..complete + kept]);
                 copied = complete + size;
             }
             complete += size;
@@ -76,7 +77,7 @@ impl FrameSanitizer {
         self.partial.drain(..complete);
     }
 
-    /// Ends the stream: an incomplete frame is passed on as it is.
+    /// Ends the stream: the bytes of an incomplete frame are passed on unchanged.
     pub(crate) fn finish(&mut self) {
         self.ready.append(&mut self.partial);
     }
@@ -90,8 +91,9 @@ impl FrameSanitizer {
     }
 }
 
-/// The size of the first frame in bytes; `None` until its size field is there. Bytes that are no
-/// frame (a broker of another protocol version answers with eight bytes of text) are passed on.
+/// The size of the first frame in bytes; `None` before its size field has arrived. Bytes without a
+/// frame's type count as one frame, and are passed on: a broker with another protocol version sends
+/// eight bytes of text.
 fn frame_size(bytes: &[u8]) -> Option<usize> {
     let [kind, _, _, size @ ..] = bytes.get(..7)? else {
         return None;
@@ -103,6 +105,7 @@ fn frame_size(bytes: &[u8]) -> Option<usize> {
     Some(size as usize + FRAME_OVERHEAD)
 }
 
+/// The frame types.
 const METHOD: u8 = 1;
 const HEADER: u8 = 2;
 const BODY: u8 = 3;
@@ -141,11 +144,11 @@ fn strip_returned_message(
             None
         }
         // A valid content header is at least as long as an empty one.
-        (HEADER, Some(left @ ReturnedMessage::Properties))
+        (HEADER, Some(remaining @ ReturnedMessage::Properties))
             if payload.len() >= EMPTY_HEADER.len() =>
         {
             let size = u64::from_be_bytes(payload.get(4..12)?.try_into().ok()?);
-            *left = ReturnedMessage::Body(size);
+            *remaining = ReturnedMessage::Body(size);
             if size == 0 {
                 returned.remove(&channel);
             }
@@ -157,9 +160,9 @@ fn strip_returned_message(
             *frame.get_mut(7 + EMPTY_HEADER.len())? = FRAME_END;
             Some(EMPTY_HEADER.len() + FRAME_OVERHEAD)
         }
-        (BODY, Some(ReturnedMessage::Body(left))) => {
-            *left = left.saturating_sub(payload.len() as u64);
-            if *left == 0 {
+        (BODY, Some(ReturnedMessage::Body(remaining))) => {
+            *remaining = remaining.saturating_sub(payload.len() as u64);
+            if *remaining == 0 {
                 returned.remove(&channel);
             }
             Some(0)
@@ -168,27 +171,30 @@ fn strip_returned_message(
     }
 }
 
+/// Sanitizes one complete frame in place, without changing its size.
 fn sanitize(frame: &mut [u8]) {
-    let (kind, end) = (frame[0], frame.len().saturating_sub(1));
+    let (frame_type, end) = (frame[0], frame.len().saturating_sub(1));
     let Some(payload) = frame.get_mut(7..end) else {
         return;
     };
     let mut reader = FrameReader {
         bytes: payload,
-        at: 0,
+        position: 0,
     };
-    // The client reports a payload that ends too early.
-    let _ = match kind {
+    // An incomplete payload is passed on, and the client returns the error.
+    let _ = match frame_type {
         HEADER => reader.header(),
         METHOD => reader.method(),
         _ => None,
     };
 }
 
-/// Parses a payload and sanitizes it in place.
+/// Parses a payload and sanitizes it in place. Each method returns `None` if the payload is incomplete
+/// or invalid.
 struct FrameReader<'a> {
     bytes: &'a mut [u8],
-    at: usize,
+    /// The number of bytes that are parsed.
+    position: usize,
 }
 
 impl FrameReader<'_> {
@@ -236,8 +242,10 @@ impl FrameReader<'_> {
     }
 
     fn take(&mut self, count: usize) -> Option<&mut [u8]> {
-        let taken = self.bytes.get_mut(self.at..self.at.checked_add(count)?)?;
-        self.at += count;
+        let taken = self
+            .bytes
+            .get_mut(self.position..self.position.checked_add(count)?)?;
+        self.position += count;
         Some(taken)
     }
 
@@ -254,13 +262,15 @@ impl FrameReader<'_> {
         Some(())
     }
 
-    /// A table with its nested tables and arrays. Iterative, since nesting is the sender's choice.
+    /// Parses a table with its nested tables and arrays. Not recursive, because the sender chooses the
+    /// depth.
     fn table(&mut self) -> Option<()> {
+        // The containers around the current position, with the position of their end.
         let mut open_containers = vec![(ContainerKind::Table, 0)];
         let count = self.number()?;
-        open_containers[0].1 = self.at.checked_add(count)?;
+        open_containers[0].1 = self.position.checked_add(count)?;
         while let Some((kind, end)) = open_containers.last().copied() {
-            if self.at >= end {
+            if self.position >= end {
                 open_containers.pop();
                 continue;
             }
@@ -271,7 +281,7 @@ impl FrameReader<'_> {
             let tag = &mut self.take(1)?[0];
             match *tag {
                 b'F' | b'A' if depth >= MAX_DEPTH => {
-                    // A long string has the same layout: a length and that many bytes.
+                    // Becomes a long string, which has the same layout: a length and that many bytes.
                     *tag = b'S';
                     self.long_string()?;
                 }
@@ -282,7 +292,7 @@ impl FrameReader<'_> {
                         ContainerKind::Array
                     };
                     let count = self.number()?;
-                    open_containers.push((kind, self.at.checked_add(count)?));
+                    open_containers.push((kind, self.position.checked_add(count)?));
                 }
                 b'S' | b'x' => self.long_string()?,
                 b't' | b'b' | b'B' => self.take(1).map(drop)?,
@@ -309,6 +319,7 @@ enum ContainerKind {
     Array,
 }
 
+/// The encoding of a message property.
 enum PropertyType {
     ShortString,
     Table,
@@ -342,13 +353,13 @@ mod tests {
     use super::*;
 
     fn frame(kind: u8, payload: &[u8]) -> Vec<u8> {
-        let size = u32::try_from(payload.len()).expect("small");
+        let size = u32::try_from(payload.len()).expect("the payload is shorter than 4 GiB");
         [&[kind, 0, 1][..], &size.to_be_bytes(), payload, &[0xce]].concat()
     }
 
     fn header(properties: &BasicProperties) -> Vec<u8> {
         let (written, _) = gen_properties(properties)(Vec::<u8>::new().into())
-            .expect("into memory")
+            .expect("writing to memory does not fail")
             .into_inner();
         frame(
             HEADER,
@@ -367,13 +378,14 @@ mod tests {
             }
         }
         sanitizer.finish();
-        let mut rest = vec![0; bytes.len()];
-        let count = sanitizer.read(&mut rest);
-        sanitized.extend_from_slice(&rest[..count]);
+        let mut incomplete = vec![0; bytes.len()];
+        let count = sanitizer.read(&mut incomplete);
+        sanitized.extend_from_slice(&incomplete[..count]);
         sanitized
     }
 
-    fn rich() -> BasicProperties {
+    /// Properties with headers of many types.
+    fn properties_of_many_types() -> BasicProperties {
         let mut table = FieldTable::default();
         let mut inner = FieldTable::default();
         inner.insert(
@@ -411,7 +423,7 @@ mod tests {
         );
         let all = [
             deliver,
-            header(&rich()),
+            header(&properties_of_many_types()),
             frame(BODY, &[0xff; 300]),
             frame(HEARTBEAT, &[]),
             frame(METHOD, &[0, 20, 0, 41]),
@@ -425,7 +437,7 @@ mod tests {
         assert_eq!(
             sanitize_in_pieces(&all[..all.len() - 3], 64),
             &all[..all.len() - 3],
-            "the stream ends within a frame"
+            "an incomplete frame at the end of the stream is passed on"
         );
     }
 
@@ -436,14 +448,14 @@ mod tests {
             &[&RETURN[..], &[1, 0x38], b"\x08NO_ROUTE\x00\x05queue"].concat(),
         );
         let confirmed = frame(METHOD, &[0, 60, 0, 80, 0, 0, 0, 0, 0, 0, 0, 1, 0]);
-        let large = header(&rich());
+        let large = header(&properties_of_many_types());
         let other = |mut frame: Vec<u8>| {
             frame[2] = 2;
             frame
         };
         // A body of five bytes in two frames, with another channel's message in between.
         let interleaved = [other(large.clone()), other(frame(BODY, b"other"))].concat();
-        let back = [
+        let returned = [
             method.clone(),
             large.clone(),
             frame(BODY, b"abc"),
@@ -452,7 +464,7 @@ mod tests {
         ]
         .concat();
         let after = [confirmed, large, frame(BODY, b"valid")].concat();
-        let left = [
+        let expected = [
             method.clone(),
             frame(HEADER, &EMPTY_HEADER),
             interleaved,
@@ -461,8 +473,8 @@ mod tests {
         .concat();
         for piece in [1, 7, 5_000] {
             assert_eq!(
-                sanitize_in_pieces(&[back.clone(), after.clone()].concat(), piece),
-                left,
+                sanitize_in_pieces(&[returned.clone(), after.clone()].concat(), piece),
+                expected,
                 "in pieces of {piece}"
             );
         }
@@ -471,22 +483,22 @@ mod tests {
         assert_eq!(
             sanitize_in_pieces(&all, 64),
             all,
-            "an empty returned message stays the same"
+            "a returned message without content is unchanged"
         );
         let deliver = frame(
             METHOD,
             &[&DELIVER[..], b"\x01c", &[0; 9], b"\x00", b"\x03key"].concat(),
         );
-        let broken_off = [
+        let interrupted = [
             frame(METHOD, &[&RETURN[..], &[1, 0x38], b"\x00\x00\x00"].concat()),
             deliver,
-            header(&rich()),
+            header(&properties_of_many_types()),
             frame(BODY, b"whole"),
         ];
         assert_eq!(
-            sanitize_in_pieces(&broken_off.concat(), 64),
-            broken_off.concat(),
-            "the method that follows starts another message"
+            sanitize_in_pieces(&interrupted.concat(), 64),
+            interrupted.concat(),
+            "another method ends the returned message"
         );
     }
 
@@ -502,8 +514,8 @@ mod tests {
             .map(|byte| if *byte == b'@' { 0xff } else { *byte })
             .collect();
         let sanitized = sanitize_in_pieces(&invalid, 9);
-        let (_, properties) =
-            parse_properties(&sanitized[19..sanitized.len() - 1]).expect("the client reads it");
+        let (_, properties) = parse_properties(&sanitized[19..sanitized.len() - 1])
+            .expect("lapin parses the sanitized header");
         assert_eq!(
             properties
                 .message_id()
@@ -525,17 +537,17 @@ mod tests {
             INVALID_UTF8_MARK as u8,
             0xce
         ]));
-        let got = |key: &[u8]| {
+        let get_ok = |key: &[u8]| {
             frame(
                 METHOD,
                 &[&GET_OK[..], &[0; 9], b"\x02dx", &[2], key, &[0, 0, 0, 7]].concat(),
             )
         };
         assert_eq!(
-            sanitize_in_pieces(&got(b"\xff\xfe"), 99),
-            got(&[INVALID_UTF8_MARK as u8; 2])
+            sanitize_in_pieces(&get_ok(b"\xff\xfe"), 99),
+            get_ok(&[INVALID_UTF8_MARK as u8; 2])
         );
-        assert_eq!(sanitize_in_pieces(&got(b"ok"), 99), got(b"ok"));
+        assert_eq!(sanitize_in_pieces(&get_ok(b"ok"), 99), get_ok(b"ok"));
     }
 
     #[test]
@@ -565,8 +577,8 @@ mod tests {
             .filter(|(now, before)| now != before)
             .collect();
         assert_eq!(changed.len(), 1, "{changed:?}");
-        let (_, properties) =
-            parse_properties(&sanitized[19..sanitized.len() - 1]).expect("the client reads it");
+        let (_, properties) = parse_properties(&sanitized[19..sanitized.len() - 1])
+            .expect("lapin parses the sanitized header");
         assert_eq!(
             properties.message_id().as_ref().map(|id| id.as_str()),
             Some("m")
@@ -574,8 +586,8 @@ mod tests {
     }
 
     #[test]
-    fn random_bytes_cause_no_panic_and_none_is_lost() {
-        let valid = [header(&rich()), frame(BODY, b"body")].concat();
+    fn random_bytes_cause_no_panic_and_keep_the_length() {
+        let valid = [header(&properties_of_many_types()), frame(BODY, b"body")].concat();
         let mut random = fastrand::Rng::with_seed(7);
         for _ in 0..20_000 {
             let mut bytes = valid.clone();

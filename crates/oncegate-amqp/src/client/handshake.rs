@@ -30,9 +30,11 @@ struct HandshakeGuard(Arc<Mutex<HandshakeState>>);
 #[derive(Default)]
 enum HandshakeState {
     #[default]
+    /// There is no socket yet.
     Connecting,
-    /// The socket is open; this is a second handle to it.
+    /// The socket is open, and the handshake runs. This is a second handle to the socket.
     AwaitingBroker(TcpStream),
+    /// The handshake has succeeded, or the timeout is over.
     Finished,
 }
 
@@ -51,7 +53,8 @@ pub(crate) async fn connect(
         async move |uri, runtime| {
             // lapin calls this on its connection thread.
             quiet_executor::silence_this_thread();
-            // Not by lapin's `AMQPUriTcpExt`: the guard needs a second handle to the socket.
+            // lapin's `AMQPUriTcpExt` would not return the socket, to which the guard needs a second
+            // handle.
             let connecting = async {
                 let host = uri.authority.host.clone();
                 let stream = Tokio::current()

@@ -34,7 +34,8 @@ pub(crate) fn parse(scheme: &str, authority: &str, path: &str) -> Result<AMQPUri
     Ok(uri)
 }
 
-/// An IPv6 address in brackets, and the rest (a colon and the port); `None` for any other host.
+/// An IPv6 address in brackets, and the text after it (empty, or a colon and the port); `None` for any
+/// other host.
 fn ipv6_literal(host: &str) -> Result<Option<(Ipv6Addr, &str)>, &'static str> {
     let Some(rest) = host.strip_prefix('[') else {
         return Ok(None);

@@ -1,9 +1,9 @@
-//! Runs the client's tasks and its connection thread without a subscriber.
+//! Runs the tasks and the connection thread of lapin without a `tracing` subscriber.
 //!
 //! # Workaround
 //! - *Symptom:* lapin logs errors that it also returns, in several lines without a remedy: a refused
-//!   login, a lost connection, a closed channel. oncegate reports each in one line. lapin's lines are
-//!   kept if the subscriber enables the target `lapin` at the level of debug. *Version:* lapin 4.12.3.
+//!   login, a lost connection, a closed channel. oncegate reports each in one line. lapin's lines
+//!   are kept if the subscriber enables the target `lapin` at the level DEBUG. *Version:* lapin 4.12.3.
 //! - *Upstream:* `docs/upstream/lapin-error-log.md`.
 //! - *Test:* `tests/startup_log.rs`.
 //! - *May be removed* when lapin does not log errors that it returns.
@@ -17,23 +17,23 @@ use tracing::dispatcher::{self, DefaultGuard, Dispatch};
 use tracing::instrument::WithSubscriber;
 
 thread_local! {
-    /// Restores the thread's subscriber when the thread ends.
+    /// Keeps the thread without a subscriber until it ends.
     static SILENCED: RefCell<Option<DefaultGuard>> = const { RefCell::new(None) };
 }
 
-/// Tokio's executor, whose tasks log nothing unless the client is to be traced.
+/// Tokio's executor, whose tasks log nothing unless the target `lapin` is enabled at the level DEBUG.
 #[derive(Clone, Debug)]
 pub(crate) struct QuietExecutor {
     executor: Tokio,
-    quiet: bool,
+    is_quiet: bool,
 }
 
 impl QuietExecutor {
-    /// On the current tokio runtime. Reads once whether the client is to be traced.
+    /// An executor on the current tokio runtime. Whether it logs is decided here, for all its tasks.
     pub(crate) fn current() -> Self {
         Self {
             executor: Tokio::current(),
-            quiet: is_quiet(),
+            is_quiet: is_quiet(),
         }
     }
 }
@@ -49,7 +49,7 @@ impl Executor for QuietExecutor {
         &self,
         future: F,
     ) -> Task<Self::Task<T>> {
-        if self.quiet {
+        if self.is_quiet {
             self.executor
                 .spawn(future.with_subscriber(Dispatch::none()))
         } else {
@@ -65,8 +65,8 @@ impl Executor for QuietExecutor {
     }
 }
 
-/// Silences the current thread until it ends, unless the client is to be traced. To be called on
-/// the client's connection thread only.
+/// Removes the subscriber of the current thread until it ends, unless the target `lapin` is enabled at
+/// the level DEBUG. To be called only on lapin's connection thread.
 pub(crate) fn silence_this_thread() {
     if is_quiet() {
         SILENCED.with_borrow_mut(|guard| {

@@ -1,5 +1,5 @@
-//! A connection whose incoming frames pass through a [`FrameSanitizer`] before the client reads
-//! them.
+//! A byte stream for the AMQP client (lapin) that passes the broker's bytes through a
+//! [`FrameSanitizer`], and the runtime that connects such streams.
 
 use std::io;
 use std::net::SocketAddr;
@@ -15,7 +15,7 @@ use futures_util::{AsyncRead, AsyncWrite, Stream};
 use crate::client::frame_sanitizer::FrameSanitizer;
 use crate::client::quiet_executor::QuietExecutor;
 
-/// The runtime for the client: tokio's, with sanitized connections.
+/// The runtime that lapin uses: tokio's, with [`SanitizedStream`] as its TCP stream.
 pub(crate) type SanitizedRuntime = Runtime<RuntimeParts<QuietExecutor, SanitizingReactor>>;
 
 /// A [`SanitizedRuntime`] on the current tokio runtime.
@@ -26,15 +26,19 @@ pub(crate) fn runtime() -> SanitizedRuntime {
     ))
 }
 
-/// A byte stream in both directions: plain TCP or TLS.
+/// A byte stream that can be read and written: TCP without or with TLS.
 pub(crate) trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
 
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Duplex for S {}
 
-/// A connection that sanitizes incoming frames; outgoing bytes are unchanged.
+/// Maximum number of bytes per read from the socket.
+const READ_BUFFER_BYTES: usize = 64 << 10;
+
+/// A byte stream whose incoming frames are sanitized. Outgoing bytes are unchanged.
 pub(crate) struct SanitizedStream {
     stream: Box<dyn Duplex>,
     sanitizer: FrameSanitizer,
+    /// Bytes from `stream`, on their way to the sanitizer.
     buffer: Vec<u8>,
 }
 
@@ -43,7 +47,7 @@ impl SanitizedStream {
         Self {
             stream: Box::new(stream),
             sanitizer: FrameSanitizer::default(),
-            buffer: vec![0; 64 << 10],
+            buffer: vec![0; READ_BUFFER_BYTES],
         }
     }
 }
@@ -100,7 +104,7 @@ impl AsyncWrite for SanitizedStream {
     }
 }
 
-/// Tokio's reactor, with sanitized connections.
+/// Tokio's reactor, whose TCP connections are [`SanitizedStream`]s.
 #[derive(Clone, Debug)]
 pub(crate) struct SanitizingReactor(Tokio);
 
@@ -108,7 +112,7 @@ impl Reactor for SanitizingReactor {
     type TcpStream = SanitizedStream;
     type Sleep = <Tokio as Reactor>::Sleep;
 
-    /// Unsupported: the client connects by address only.
+    /// Unsupported: lapin does not register sockets of its own.
     fn register<H: io::Read + io::Write + Send + 'static>(
         &self,
         _: H,

@@ -1,8 +1,8 @@
-//! Finds out whether the broker has forgotten a consumer.
+//! Detects that the broker has lost a consumer.
 //!
 //! # Workaround
 //! - *Symptom:* a quorum queue loses a consumer when its leader moves to another node, without
-//!   `basic.cancel`: the channel stays open and receives nothing more. *Version:* RabbitMQ 3.10.8.
+//!   `basic.cancel`: the channel remains open and receives nothing more. *Version:* RabbitMQ 3.10.8.
 //! - *Upstream:* `docs/upstream/rabbitmq-forgotten-consumer.md`.
 //! - *Tests:* `RabbitMqFault::ConsumerForgotten` and
 //!   `a_forgotten_single_active_consumer_consumes_again_with_unsettled_deliveries` in `tests/faults`.
@@ -17,18 +17,18 @@ use lapin::options::QueueDeclareOptions;
 use lapin::types::{FieldTable, ShortString};
 use tokio::time::Instant;
 
-/// How long a consumer with free prefetch receives nothing before the queue is checked.
+/// How long a consumer with room in its prefetch receives nothing before the queue is checked.
 pub(crate) const SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(3);
-/// The same on a channel that was opened because of silence, until it receives something: then the
-/// consumer was not forgotten, but waits behind a single active one, for example.
+/// The same on a channel that replaces one without deliveries, until its first delivery. Without one,
+/// the reason may be another: for example, another consumer is the single active one.
 pub(crate) const LONG_SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(60);
-/// When to check again after a check that found ready messages: they may be on their way.
+/// When to check again after a check that found ready messages: the broker may be delivering them.
 const RECHECK_AFTER: Duration = Duration::from_millis(200);
 
-/// Counts the ready messages of a queue when a consumer has received nothing for a while.
+/// Reads the number of ready messages of a queue when its consumer has received nothing for a while.
 ///
-/// Ready messages in two checks without a delivery in between, while the prefetch has room, show
-/// that the broker has forgotten the consumer.
+/// If two checks find ready messages without a delivery in between, while the prefetch has room, the
+/// consumer counts as lost.
 pub(crate) struct SilenceProbe {
     connection: Arc<Connection>,
     queue: ShortString,
@@ -41,8 +41,8 @@ pub(crate) struct SilenceProbe {
 }
 
 impl SilenceProbe {
-    /// A disabled probe is enabled by the first delivery: consumers behind a single active one
-    /// receive nothing until they become active.
+    /// The probe of a single active consumer starts disabled, and the first delivery enables it: a
+    /// consumer that is not the active one receives nothing.
     pub(crate) fn new(
         connection: Arc<Connection>,
         queue: ShortString,
@@ -60,7 +60,7 @@ impl SilenceProbe {
         }
     }
 
-    /// The consumer received something.
+    /// The consumer received a delivery.
     pub(crate) fn delivered(&mut self) {
         self.interval = SILENCE_CHECK_INTERVAL;
         self.next_check = Instant::now() + SILENCE_CHECK_INTERVAL;
@@ -98,8 +98,8 @@ impl SilenceProbe {
         self.check.is_some()
     }
 
-    /// Waits for the running check: the number of ready messages, 0 if it failed. Cancel-safe;
-    /// never returns while there is no check.
+    /// Waits for the running check and returns the number of ready messages; 0 if the check failed.
+    /// Cancel-safe; never returns while no check is running.
     pub(crate) async fn ready_messages(&mut self) -> u32 {
         let Some(check) = &mut self.check else {
             return std::future::pending().await;
@@ -109,9 +109,9 @@ impl SilenceProbe {
         checked.unwrap_or(0)
     }
 
-    /// Whether this outcome of a check shows that the consumer is forgotten. If it only may be, the
-    /// next check comes soon.
-    pub(crate) fn is_forgotten(&mut self, ready_messages: u32, has_room: bool) -> bool {
+    /// Whether the consumer is lost, given the result of a check. After the first check with ready
+    /// messages, the next one follows after [`RECHECK_AFTER`].
+    pub(crate) fn is_consumer_lost(&mut self, ready_messages: u32, has_room: bool) -> bool {
         if ready_messages == 0 {
             return false;
         }

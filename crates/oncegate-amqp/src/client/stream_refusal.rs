@@ -19,7 +19,7 @@ pub(crate) fn consumer_arguments() -> FieldTable {
     arguments
 }
 
-/// Whether a channel error with the code 406 is a stream's.
+/// Whether a channel error with the code 406 is a stream's refusal of the priority argument.
 pub(crate) fn is_refusal(error: &lapin::Error) -> bool {
     error.to_string().contains(PRIORITY_ARGUMENT)
 }

@@ -49,7 +49,7 @@ async fn deeply_nested_headers_crash_nothing() {
         assert_eq!(
             first.message.headers.last("nested"),
             None,
-            "the header must be a table, else this tests nothing"
+            "the header is not a table, so this test checks nothing"
         );
         settle(&mut source, first, release(Duration::from_millis(1))).await;
         let again = delivery(&mut source).await;

@@ -1,4 +1,4 @@
-//! A release in memory that keeps later deliveries from being acknowledged together.
+//! A delivery that is delayed in memory, so that later ones cannot be acknowledged together.
 
 use std::time::{Duration, Instant};
 
@@ -139,7 +139,7 @@ async fn it_stays_in_memory_with_an_order_or_without_declared_delay_queues() {
     for (number, (setting, order)) in settings.into_iter().enumerate() {
         let fixture = QueueFixture::new().await;
         let source = fixture.source(QueueKind::Quorum);
-        // Delay queues exist with `Topology::Trust`, too, but the source does not know them.
+        // With `Topology::Trust` the source uses no delay queues, although they exist.
         close(
             open(if number == 1 {
                 source.single_active_consumer()
@@ -223,7 +223,8 @@ async fn it_is_redelivered_from_memory_if_its_copy_is_not_confirmed_in_time() {
 async fn a_memory_alarm_delays_no_redelivery(server: &RabbitServer) {
     let (fixture, status) = (QueueFixture::at(&server.url()).await, RabbitMqStatus::new());
     let (other, blocked_status) = (QueueFixture::at(&server.url()).await, RabbitMqStatus::new());
-    // `source` does not know of the alarm, and `blocked_source` gets `connection.blocked`.
+    // `blocked_source` publishes dead letters, so it receives `connection.blocked`. `source` publishes
+    // nothing before its first move to a delay queue.
     let mut source = open(
         fixture
             .source(QueueKind::Quorum)
@@ -256,7 +257,7 @@ async fn a_memory_alarm_delays_no_redelivery(server: &RabbitServer) {
         dead_letters += 1;
         assert!(
             dead_letters < 20,
-            "the alarm must block publishing, else this tests nothing"
+            "the alarm does not block publishing, so this test checks nothing"
         );
         let dead_letter = delivery(&mut blocked_source).await;
         settle(
@@ -273,7 +274,7 @@ async fn a_memory_alarm_delays_no_redelivery(server: &RabbitServer) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
-    // No move: each is redelivered after its own delay.
+    // No delivery moves to a delay queue: each is redelivered after its own delay.
     settle(
         &mut blocked_source,
         first,
@@ -312,7 +313,7 @@ async fn a_memory_alarm_delays_no_redelivery(server: &RabbitServer) {
     assert_eq!(
         status.snapshot().copies,
         0,
-        "the alarm must block publishing, else this tests nothing"
+        "the alarm does not block publishing, so this test checks nothing"
     );
 
     server

@@ -111,7 +111,7 @@ impl Handler for OrderRecorder {
             seen.running += 1;
             seen.most = seen.most.max(seen.running);
         }
-        // Without an order, later messages would often finish earlier.
+        // Without an order, later messages would often be handled earlier.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(..10))).await;
         let customer = cx
             .id()
@@ -165,7 +165,7 @@ async fn messages_from_the_default_exchange_are_ordered_by_a_key_header() {
             .sum::<usize>()
     };
     while handled() < 3 * EACH as usize {
-        assert!(Instant::now() < deadline, "{} handled", handled());
+        assert!(Instant::now() < deadline, "{} messages handled", handled());
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     stop.send(()).expect("the consumer runs");
@@ -251,7 +251,7 @@ async fn order_by_key_holds_over_a_restart_during_a_failure() {
     fixture.delete_queues().await;
 }
 
-/// Is slow for the first message, and records the numbers of customer `a`.
+/// Delays the first message, and records the numbers of customer `a`.
 #[derive(Clone, Default)]
 struct SlowFirstHandler(Arc<Mutex<Vec<u32>>>);
 
@@ -269,8 +269,8 @@ impl Handler for SlowFirstHandler {
     }
 }
 
-/// The closing channel stays open until its acknowledgements are applied, and holds messages that
-/// precede those of the next channel.
+/// The closing channel remains open until its acknowledgements are applied. Until then it has
+/// unacknowledged messages that precede those of the next channel.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn order_by_key_holds_when_a_channel_is_closed_for_an_unsettled_delivery() {
     let (fixture, handler, status) = (
@@ -324,7 +324,7 @@ async fn order_by_key_holds_when_a_channel_is_closed_for_an_unsettled_delivery()
     }
     stop.send(()).expect("the consumer runs");
     running.await.expect("no panic").expect("a clean end");
-    assert!(status.snapshot().reconnects >= 1, "no channel was given up");
+    assert!(status.snapshot().reconnects >= 1, "no channel was replaced");
     assert_eq!(
         *handler.0.lock().expect("no handler panics"),
         (0..all).collect::<Vec<_>>()

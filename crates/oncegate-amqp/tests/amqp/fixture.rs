@@ -25,11 +25,12 @@ pub(crate) fn url() -> String {
     oncegate_testkit::rabbitmq_url().expect("a RabbitMQ to test against")
 }
 
-/// How many log lines of this process contain all of these parts. lapin logs the broker's errors.
+/// The number of log lines of this process that contain all of these parts. The broker's errors are in
+/// lapin's lines.
 pub(crate) fn logged(parts: &[&str]) -> usize {
     static LOG: OnceLock<(Lines, Mutex<Vec<String>>)> = OnceLock::new();
     let (lines, log) = LOG.get_or_init(|| {
-        // With lapin's lines, which also show what the broker refuses while a channel closes.
+        // Includes lapin's lines, which show the broker's errors while a channel closes.
         (Lines::filtered("info,lapin=debug"), Mutex::default())
     });
     let mut log = log.lock().expect("no panic while it is locked");
@@ -57,7 +58,7 @@ impl QueueFixture {
         Self::at(&url()).await
     }
 
-    /// On this broker.
+    /// A queue with a unique name on this broker.
     pub(crate) async fn at(url: &str) -> Self {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         no_acknowledgement_was_refused();
@@ -106,7 +107,7 @@ impl QueueFixture {
     pub(crate) async fn publish_with(&self, body: &str, properties: BasicProperties) {
         assert!(
             self.try_publish(body, properties).await,
-            "the message reached no queue"
+            "the message was routed to no queue"
         );
     }
 

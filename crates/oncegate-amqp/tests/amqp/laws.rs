@@ -15,7 +15,7 @@ use super::fixture::*;
 struct RabbitMqQueue {
     fixture: QueueFixture,
     kind: QueueKind,
-    /// What was taken from the queues so far.
+    /// The messages that were taken from the queues so far.
     taken: Mutex<HashMap<Destination, Vec<Message>>>,
 }
 
@@ -52,7 +52,7 @@ impl TestQueue for RabbitMqQueue {
         let properties = BasicProperties::default().with_headers(headers);
         assert!(
             self.fixture.try_publish(&message.body, properties).await,
-            "the message reached no queue"
+            "the message was routed to no queue"
         );
     }
 

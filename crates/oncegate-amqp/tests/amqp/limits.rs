@@ -34,7 +34,7 @@ async fn declare(fixture: &QueueFixture, queue: &str, arguments: FieldTable) {
         .channel
         .queue_declare(queue.into(), options, arguments)
         .await
-        .expect("these are its arguments");
+        .expect("the queue has these arguments");
 }
 
 #[tokio::test]
@@ -245,7 +245,7 @@ async fn lost_connections_do_not_count_as_attempts_of_messages_in_the_prefetch()
     assert_eq!(
         (last.failures, count),
         (0, Some(b"3".to_vec())),
-        "only the broker counts it"
+        "x-delivery-count is not a number of failures"
     );
     settle(&mut source, last, accept()).await;
     close(source).await;
@@ -294,7 +294,7 @@ async fn a_message_over_the_delivery_limit_is_in_the_dead_letters() {
             + fixture.ready_messages(&fixture.dead_letters()).await
             < 2
         {
-            assert!(Instant::now() < deadline, "its messages were not requeued");
+            assert!(Instant::now() < deadline, "the messages were not requeued");
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
     }
@@ -332,7 +332,7 @@ async fn refused_dead_letters_are_published_once_the_queue_has_room() {
     while status.snapshot().copy_retries == 0 {
         assert!(
             Instant::now() < deadline,
-            "a dead letter must be refused, else this tests nothing"
+            "no dead letter was refused, so this test checks nothing"
         );
         fixture.publish("dead letter").await;
         let dead_letter = delivery(&mut source).await;
@@ -393,7 +393,13 @@ async fn a_dead_letter_queue_with_other_arguments_is_logged_once_while_it_refuse
         ]),
         1
     );
-    assert!(logged(&["WARN", &dead_letters, "basic.nack; check its length limit"]) >= 1);
+    assert!(
+        logged(&[
+            "WARN",
+            &dead_letters,
+            "basic.nack; check the length limit of the queue"
+        ]) >= 1
+    );
     fixture
         .channel
         .queue_delete(dead_letters.as_str().into(), QueueDeleteOptions::default())

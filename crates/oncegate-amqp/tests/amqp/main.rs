@@ -435,6 +435,16 @@ async fn a_deleted_queue_is_declared_and_consumed_again() {
 async fn a_queue_with_other_arguments_is_consumed_only_with_topology_check_or_trust() {
     let fixture = QueueFixture::new().await;
     close(open(fixture.source(QueueKind::Quorum)).await).await;
+    let other_type = fixture
+        .source(QueueKind::Classic)
+        .connect(ConnectOptions::default())
+        .await
+        .expect_err("the queue is a quorum queue")
+        .to_string();
+    assert!(
+        other_type.contains("set `.queue_kind(…)` to the type that it has"),
+        "{other_type}"
+    );
     fixture
         .channel
         .queue_delete(fixture.queue.as_str().into(), QueueDeleteOptions::default())

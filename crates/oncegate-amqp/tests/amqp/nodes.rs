@@ -71,7 +71,7 @@ async fn the_source_fails_over_to_another_node() {
     .await;
     fixture.publish("a").await;
     let stale = delivery(&mut source).await;
-    // Only one of the three is left now.
+    // Only one of the three nodes is reachable from now on.
     drop(first);
     second.reset();
     let (mut again, _) = deliveries(&mut source, 1, Duration::from_secs(20)).await;
@@ -150,7 +150,7 @@ async fn a_consumer_behind_a_single_active_one_does_not_reconnect_repeatedly() {
     assert!(
         into.iter()
             .all(|incoming| matches!(incoming, Incoming::Revoked(_))),
-        "it received a delivery: {into:?}"
+        "the consumer that is not active received a delivery: {into:?}"
     );
     assert!(status.snapshot().reconnects <= 1, "{:?}", status.snapshot());
     settle(&mut active, held, accept()).await;
@@ -167,7 +167,7 @@ const KEYS: u32 = 4;
 const EACH: u32 = 60;
 const NAMES: [char; 2] = ['a', 'b'];
 
-/// What was handled, in order: key, number and the name of the consumer.
+/// The handled messages, in order: key, number and the name of the consumer.
 #[derive(Clone, Default)]
 struct HandledLog(Arc<Mutex<Vec<(u32, u32, char)>>>);
 
@@ -182,7 +182,7 @@ impl HandledLog {
             .lock()
             .expect("no panic while it is locked")
             .last()
-            .expect("something was handled")
+            .expect("a message was handled")
             .2
     }
 
@@ -247,7 +247,10 @@ async fn with_a_single_active_consumer_order_by_key_holds_across_a_fleet() {
         let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
         let deadline = Instant::now() + Duration::from_secs(60);
         while !readiness.is_ready() {
-            assert!(Instant::now() < deadline, "it does not consume");
+            assert!(
+                Instant::now() < deadline,
+                "the consumer did not start in time"
+            );
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         (stop, running)
@@ -296,7 +299,7 @@ async fn with_a_single_active_consumer_order_by_key_holds_across_a_fleet() {
         }
     }
     let end = async |(stop, running): (oneshot::Sender<()>, tokio::task::JoinHandle<_>)| {
-        stop.send(()).expect("it runs");
+        stop.send(()).expect("the consumer runs");
         let ended: Result<(), oncegate_core::Error> = running.await.expect("no panic");
         ended.expect("a clean end");
     };
@@ -307,7 +310,7 @@ async fn with_a_single_active_consumer_order_by_key_holds_across_a_fleet() {
         let active = NAMES
             .iter()
             .position(|name| *name == handled.active())
-            .expect("one of them");
+            .expect("the active consumer is one of these");
         if part % 2 == 0 {
             end(fleet.remove(active)).await;
             fleet.insert(active, begin(active).await);
@@ -333,7 +336,7 @@ async fn with_a_single_active_consumer_order_by_key_holds_across_a_fleet() {
         NAMES
             .into_iter()
             .all(|name| handled.iter().any(|entry| entry.2 == name)),
-        "only one of them consumed"
+        "only one consumer handled messages"
     );
     fixture
         .channel

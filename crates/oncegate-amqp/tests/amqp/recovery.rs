@@ -149,7 +149,7 @@ async fn a_queue_recreated_with_other_arguments_is_consumed_once_it_is_deleted()
     let (fixture, proxy) = (QueueFixture::new().await, proxy());
     let way = url_with_address(format!("127.0.0.1:{}", proxy.port())) + "?connection_timeout=500";
     let mut source = open(fixture.source(QueueKind::Quorum).url(way)).await;
-    // So that the source does not declare it first.
+    // Stops the source from declaring the queue first.
     proxy.black_hole();
     proxy.reset();
     let remove = async || {
@@ -215,7 +215,7 @@ async fn a_queue_recreated_with_other_arguments_is_consumed_once_it_is_deleted()
             &fixture.queue
         ]),
         1,
-        "it is logged once"
+        "the mismatch was logged more than once"
     );
     settle(&mut source, one.remove(0), accept()).await;
     close(source).await;
@@ -328,7 +328,7 @@ async fn an_unparsable_message_blocks_later_messages_and_not_earlier_ones() {
         .map(|(_, body)| body.as_str())
         .collect();
     assert_eq!(second, ["0", "1", "2", "3", "4"], "{read:?}");
-    // The broker may deliver what is behind before it notices that the last channel is closed.
+    // The broker may deliver later messages before it detects that the last channel is closed.
     assert!(
         read.iter()
             .all(|(epoch, body)| *epoch <= 2 || body == "behind"),
@@ -367,7 +367,7 @@ async fn dead_letter_and_in_doubt_queues_have_no_practical_delivery_limit() {
             .channel
             .queue_declare(queue.as_str().into(), options, arguments)
             .await
-            .expect("these are its arguments");
+            .expect("the queue has these arguments");
     }
     fixture.delete_queues().await;
 }

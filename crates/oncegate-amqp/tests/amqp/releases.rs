@@ -128,10 +128,7 @@ async fn releases_in_memory_use_at_most_half_of_the_prefetch() {
     }
     for _ in 0..20 {
         let next = delivery(&mut source).await;
-        assert_eq!(
-            next.failures, 0,
-            "releases filled the prefetch until one was due"
-        );
+        assert_eq!(next.failures, 0, "delayed deliveries filled the prefetch");
         settle(&mut source, next, release(Duration::from_secs(5))).await;
     }
     drop(source);
@@ -303,7 +300,10 @@ async fn deliveries_to_a_stopping_ordered_consumer_are_requeued_in_order() {
         let deadline = Instant::now() + Duration::from_secs(10);
         if !single {
             while fixture.consumer_count(&fixture.queue).await > 0 {
-                assert!(Instant::now() < deadline, "it still consumes");
+                assert!(
+                    Instant::now() < deadline,
+                    "the consumer was not cancelled in time"
+                );
                 tokio::time::sleep(Duration::from_millis(20)).await;
             }
         }

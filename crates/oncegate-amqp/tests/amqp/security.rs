@@ -102,7 +102,10 @@ async fn waits(source: RabbitMq) {
         source.connect(ConnectOptions::default()),
     )
     .await;
-    assert!(opening.is_err(), "it should be waited for: {opening:?}");
+    assert!(
+        opening.is_err(),
+        "opening failed instead of waiting: {opening:?}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

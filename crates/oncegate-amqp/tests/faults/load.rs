@@ -15,7 +15,7 @@ use tokio::time::MissedTickBehavior;
 /// How often a batch is published.
 const TICK: Duration = Duration::from_millis(10);
 
-/// How long confirms may be missing. Longer than a resource alarm of these tests.
+/// How long confirms may be outstanding. Longer than a resource alarm in these tests.
 const CONFIRM_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Handles messages and records their outcomes. Of 200 messages four fail once, one fails three
@@ -61,7 +61,7 @@ impl Handler for OutcomeRecorder {
     type Payload = u32;
 
     async fn handle(&self, number: u32, _: &Context) -> Result<(), Failure> {
-        // So that a handler is always running when a fault occurs.
+        // Long enough that a handler is running when a fault occurs.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(..6))).await;
         let mut outcomes = self.outcomes();
         let fails = match number % 200 {
@@ -183,7 +183,7 @@ impl LoadGenerator {
                         open.remove(&number);
                         self.confirmed.fetch_add(1, Ordering::SeqCst);
                     }
-                    // The queue does not exist at the moment: the next tick tries again.
+                    // The queue was deleted and is not declared again yet: retried at the next tick.
                     Ok(_) => {
                         open.remove(&number);
                         unconfirmed.push(number);

@@ -52,17 +52,17 @@ const FAULTS: [RabbitMqFault; 7] = [
 struct RunLength {
     rounds: usize,
     rate: u32,
-    /// How long it may take after the last fault until each message has its effect.
+    /// The timeout after the last fault until each message has its effect.
     timeout: Duration,
 }
 
 impl RunLength {
     /// From the environment; by default one round at a rate that leaves room for other tests.
     fn from_env() -> Self {
-        let number = |name: &str, usual| {
+        let number = |name: &str, default| {
             std::env::var(name)
                 .ok()
-                .map_or(usual, |text| text.parse().expect("a number"))
+                .map_or(default, |text| text.parse().expect("a number"))
         };
         let rounds = number("ONCEGATE_FAULT_ROUNDS", 1) as usize;
         Self {
@@ -109,7 +109,7 @@ impl FaultScenario {
             .handler(scenario.effects.clone());
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
-        let (publishing, begun) = (
+        let (publishing, started) = (
             tokio::spawn(Arc::clone(&scenario.load).run()),
             Instant::now(),
         );
@@ -126,12 +126,12 @@ impl FaultScenario {
         scenario
             .wait_within(length.timeout, "each message has its effect", all_done)
             .await;
-        let took = begun.elapsed();
+        let took = started.elapsed();
         stop.send(()).expect("the consumer runs");
         running.await.expect("no panic").expect("a clean end");
         let read = scenario.status.snapshot();
         println!(
-            "{} confirmed in {took:.1?} ({:.0}/s asked for {}), {} published again; 0 lost; most effects of one: {}; {} failures, {} refused\n{read:?}",
+            "{} confirmed in {took:.1?} ({:.0}/s of {} requested), {} published again; 0 lost; most effects of one: {}; {} failures, {} refused\n{read:?}",
             scenario.load.confirmed(),
             scenario.load.confirmed() as f64 / took.as_secs_f64(),
             length.rate,
@@ -148,7 +148,7 @@ impl FaultScenario {
         );
         assert!(
             scenario.effects.failures() > 0 && !scenario.effects.refused().is_empty(),
-            "nothing failed"
+            "no message failed or was refused"
         );
         let in_doubt = load::take_all(&scenario.load.urls[0], &format!("{QUEUE}.in-doubt")).await;
         assert!(
@@ -178,18 +178,18 @@ impl FaultScenario {
         }
     }
 
-    /// Waits for the first delivery on a new channel; returns the time since `back`.
-    async fn consumes_again(&self, reconnects: u64, back: Instant) -> Duration {
-        self.wait_until("the channel is lost", || {
+    /// Waits for the first delivery on a new channel; returns the time since `fault_ended`.
+    async fn consumes_again(&self, reconnects: u64, fault_ended: Instant) -> Duration {
+        self.wait_until("the source detects the lost channel", || {
             self.status.snapshot().reconnects > reconnects
         })
         .await;
         let delivered = self.status.snapshot().delivered;
-        self.wait_until("it consumes again", || {
+        self.wait_until("the source receives a delivery", || {
             self.status.snapshot().delivered > delivered
         })
         .await;
-        back.elapsed()
+        fault_ended.elapsed()
     }
 }
 
@@ -200,7 +200,7 @@ impl fmt::Debug for FaultScenario {
             self.load.confirmed(),
             self.effects.count(),
         );
-        f.debug_struct("Stage")
+        f.debug_struct("FaultScenario")
             .field("sent_confirmed_effects", &counts)
             .field("status", &self.status.snapshot())
             .finish()
@@ -218,9 +218,9 @@ fn assert_no_refused_acks(server: &RabbitServer) {
 }
 
 /// Evaluates an Erlang expression on the node for each consuming `Channel` and its `Tag`.
-fn eval_for_consumers(server: &RabbitServer, does: &str) {
+fn eval_for_consumers(server: &RabbitServer, expression: &str) {
     let program = [
-        &format!("[begin {does} end || C <- rabbit_amqqueue:consumers_all(<<\"/\">>)"),
+        &format!("[begin {expression} end || C <- rabbit_amqqueue:consumers_all(<<\"/\">>)"),
         "Channel <- [proplists:get_value(channel_pid, C)]",
         "Tag <- [proplists:get_value(consumer_tag, C)]].",
     ];
@@ -230,8 +230,8 @@ fn eval_for_consumers(server: &RabbitServer, does: &str) {
     assert!(done.contains("ok"), "no consumer: {done}");
 }
 
-/// As when the leader of the queue moved to another node without its consumer: no deliveries, and
-/// no `basic.cancel`.
+/// Makes the queue lose its consumer, as when its leader moves to another node: there are no deliveries
+/// and no `basic.cancel`.
 fn forget_consumer(server: &RabbitServer) {
     let queue = format!("{{resource, <<\"/\">>, queue, <<\"{QUEUE}\">>}}");
     eval_for_consumers(
@@ -264,11 +264,11 @@ async fn cause(
                 "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})",
             );
         }),
-        // As when a queue is deleted or moves: `basic.cancel`, and the channel stays open with its
-        // unacknowledged deliveries.
+        // As when a queue is deleted or its leader moves: the broker sends `basic.cancel`, and the channel
+        // remains open with its unacknowledged deliveries.
         RabbitMqFault::ConsumerCancelled => tokio::task::block_in_place(|| {
-            let does = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
-            eval_for_consumers(server, does);
+            let expression = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
+            eval_for_consumers(server, expression);
         }),
         RabbitMqFault::ConsumerForgotten => tokio::task::block_in_place(|| forget_consumer(server)),
         RabbitMqFault::QueueDeleted => {
@@ -295,9 +295,9 @@ async fn cause(
                     .control(&["-q", "set_vm_memory_high_watermark", "0.8"])
                     .expect("no alarm");
             });
-            let (back, delivered) = (Instant::now(), scenario.status.snapshot().delivered);
+            let (fault_ended, delivered) = (Instant::now(), scenario.status.snapshot().delivered);
             scenario
-                .wait_until("it consumes again", || {
+                .wait_until("the source receives a delivery", || {
                     scenario.status.snapshot().delivered > delivered
                 })
                 .await;
@@ -306,7 +306,7 @@ async fn cause(
                 reconnects,
                 "an alarm must close no channel"
             );
-            return back.elapsed();
+            return fault_ended.elapsed();
         }
     }
     scenario.consumes_again(reconnects, Instant::now()).await
@@ -354,8 +354,8 @@ async fn a_forgotten_single_active_consumer_consumes_again_with_unsettled_delive
         .await
         .expect("no panic")
         .expect("a server");
-    // The queue still counts deliveries to the forgotten consumer up to its prefetch; ready
-    // messages show the fault.
+    // The queue assigns messages to the lost consumer up to its prefetch, and these are not ready. Only
+    // ready messages show the fault, so there are more messages than the prefetch.
     let source = RabbitMq::queue(QUEUE)
         .url(server.url())
         .single_active_consumer()
@@ -411,7 +411,7 @@ async fn a_forgotten_single_active_consumer_consumes_again_with_unsettled_delive
     assert_eq!(
         bodies,
         ["held", "behind"],
-        "they are redelivered on a new channel"
+        "the unsettled deliveries are redelivered on a new channel"
     );
     source
         .close(Instant::now() + Duration::from_secs(10))

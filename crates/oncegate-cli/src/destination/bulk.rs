@@ -107,6 +107,9 @@ struct BulkRow {
     #[serde(rename = "place")]
     location: String,
     id: Option<String>,
+    /// What commands accept in place of the id, if the message has none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    handle: Option<String>,
     reason: String,
     outcome: BulkOutcome,
     description: String,
@@ -122,6 +125,9 @@ pub(crate) struct BulkReport {
     unknown_age: usize,
     /// Marker changes, for JSON output.
     markers: Vec<serde_json::Value>,
+    /// Skipped ids that have neither a doubt in their marker nor a message, and where both were
+    /// looked for.
+    not_found: Vec<String>,
 }
 
 /// The maximum number of messages that a report lists; its totals include the others.
@@ -142,6 +148,7 @@ impl BulkReport {
             self.rows.push(BulkRow {
                 location,
                 id,
+                handle: message.handle(),
                 reason,
                 outcome,
                 description: description.into(),
@@ -200,12 +207,19 @@ impl BulkReport {
         self.note_id(id, BulkOutcome::Left, description);
     }
 
+    /// Adds a skipped id for which there is nothing to do, and why.
+    pub(crate) fn note_not_found(&mut self, id: &str, description: String) {
+        self.not_found.push(description.clone());
+        self.note_left(id, description);
+    }
+
     fn note_id(&mut self, id: &str, outcome: BulkOutcome, description: String) {
         if self.rows.len() < MAX_LISTED {
             let none = || "-".to_owned();
             self.rows.push(BulkRow {
                 location: none(),
                 id: Some(id.to_owned()),
+                handle: None,
                 reason: none(),
                 outcome,
                 description,
@@ -226,7 +240,10 @@ impl BulkReport {
         for row in &self.rows {
             table.row([
                 row.location.clone(),
-                row.id.clone().unwrap_or_else(|| "-".into()),
+                row.id
+                    .clone()
+                    .or_else(|| row.handle.clone())
+                    .unwrap_or_else(|| "-".into()),
                 row.reason.clone(),
                 row.description.clone(),
             ]);
@@ -277,6 +294,14 @@ impl BulkReport {
         match stopped {
             Some(failure) => Err(failure),
             None if confirm.dry_run => Ok(()),
+            // --yes would change nothing either.
+            None if !confirm.yes
+                && self.done == 0
+                && self.left == self.not_found.len()
+                && self.left > 0 =>
+            {
+                Err(CliError::incomplete(self.not_found.join("; ")))
+            }
             None if !confirm.yes => Err(CliError::not_confirmed()),
             None if self.left > 0 => Err(CliError::incomplete(format!(
                 "{} were left where they are",

@@ -305,7 +305,7 @@ fn describe(standing: &MarkerWithExpiry) -> String {
             }
         ),
         Marker::Rejected { attempt, .. } => {
-            format!("It was rejected in attempt {attempt}, and nothing happened. It is dead-lettered until it is redriven or forgotten.")
+            format!("It was rejected (attempt number {attempt}), and nothing happened. It is dead-lettered until it is redriven or forgotten.")
         }
         Marker::Done(_) => "It was handled. Another message with this id is accepted without a run.".into(),
     }

@@ -102,10 +102,13 @@ async fn messages_without_an_id_are_named_by_a_handle(broker: Broker) {
         (Some(1), &handles[0].into()),
         "{shown}"
     );
+    let preview = ["dead-letters", "drop", "--id", handles[0]];
+    fixture.run(&preview).await.exits_with(4).prints(handles[0]);
     fixture
         .run(&["dead-letters", "drop", "--id", handles[0], "--yes"])
         .await
         .exits_with(0)
+        .prints(handles[0])
         .prints("1 dropped");
     fixture
         .run(&["dead-letters", "redrive", "--id", handles[1], "--yes"])

@@ -187,6 +187,12 @@ async fn a_doubt_of_a_gate_is_resolved_without_a_broker() {
     cli.run(&["in-doubt", "resolve", "yes", "--happened"])
         .exits_with(4)
         .prints("no broker is configured");
+    let unknown = cli
+        .run(&["in-doubt", "resolve", "nosuchid", "--did-not-happen"])
+        .exits_with(1)
+        .prints("no message in doubt has this id")
+        .prints("in the SQLite file the id nosuchid is");
+    assert!(!unknown.err.contains("--yes"), "{unknown:?}");
     let resolved = cli.json(&["in-doubt", "resolve", "yes", "--happened", "--yes"]);
     assert_eq!(
         (

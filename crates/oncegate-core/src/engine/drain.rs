@@ -40,7 +40,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         self.resumable.extend(self.ordering.release(ordering_key));
     }
 
-    /// If this one ran apart from others, those that wait for it may claim.
+    /// If this delivery ran apart from others, the deliveries that wait for its end may claim.
     pub(super) fn end_isolation(&mut self, slot: Slot) {
         if !self.suspects.remove(slot) {
             return;
@@ -65,7 +65,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
 
     /// The source revokes the deliveries of this epoch.
     pub(super) fn on_revoked(&mut self, epoch: u64) {
-        let theirs: Vec<Slot> = self
+        let revoked: Vec<Slot> = self
             .entries
             .slots()
             .filter(|slot| {
@@ -74,7 +74,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     .is_some_and(|it| it.in_flight.delivery().receipt.epoch == epoch)
             })
             .collect();
-        for slot in theirs {
+        for slot in revoked {
             self.begin_drain_of(slot);
         }
     }
@@ -83,7 +83,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     pub(super) fn begin_drain_of(&mut self, slot: Slot) {
         if let Some(entry) = self.entries.at_mut(slot) {
             entry.in_flight.begin_drain();
-            self.some_drain = true;
+            self.drain_started = true;
             self.handle_event(slot, Event::Drain);
         }
     }
@@ -112,7 +112,10 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 };
             }
         }
-        tracing::info!(in_flight = self.entries.len(), "draining");
+        tracing::info!(
+            in_flight = self.entries.len(),
+            "draining: receiving stopped, running handlers may finish"
+        );
         self.source.stop().await;
         fault::point("drain.begun");
         let all: Vec<Slot> = self.entries.slots().collect();
@@ -121,16 +124,16 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// What a drain does next. When its timeout is over, handlers that still run are dropped, and it
-    /// waits for [`STOP_TIMEOUT`] at the most until the store has recorded their outcomes.
+    /// What a drain does next. After the drain timeout, handlers that still run are dropped, and the
+    /// drain waits at most [`STOP_TIMEOUT`] until the store has recorded their outcomes.
     pub(super) fn drain_step(&self, until: Instant, phase: DrainPhase) -> DrainStep {
         let (is_empty, timed_out) = (self.entries.is_empty(), Instant::now() >= until);
         let all_recorded = (self.late_completions.is_empty() || self.store_misconfigured)
             && self.applies.is_empty();
         match phase {
             DrainPhase::Handlers if timed_out && !is_empty => DrainStep::DropHandlers,
-            DrainPhase::Handlers if timed_out || (is_empty && all_recorded) => DrainStep::Leave,
-            DrainPhase::Outcomes if timed_out || is_empty => DrainStep::Leave,
+            DrainPhase::Handlers if timed_out || (is_empty && all_recorded) => DrainStep::Close,
+            DrainPhase::Outcomes if timed_out || is_empty => DrainStep::Close,
             DrainPhase::Handlers | DrainPhase::Outcomes => DrainStep::Wait,
         }
     }
@@ -139,15 +142,15 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// outcome as unknown.
     pub(super) async fn drop_handlers(&mut self) {
         // The outcome of handlers that have returned by now is known.
-        while let Ok(ran) = self.finished_runs.try_recv() {
-            self.on_run_finished(ran);
+        while let Ok(finished) = self.finished_runs.try_recv() {
+            self.on_run_finished(finished);
         }
         let (handlers, in_flight) = (self.running, self.entries.len());
         if handlers > 0 {
             tracing::warn!(
                 handlers,
                 in_flight,
-                "drain timeout over: handlers that still run are dropped, their outcome is unknown and spends an attempt; \
+                "drain timeout over: handlers that still run are dropped, their outcome is unknown and counts as an attempt; \
                  set drain_timeout to more than the longest run of a handler"
             );
         }
@@ -161,11 +164,11 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 self.handle_event(slot, Event::DrainOver);
             }
         }
-        // Their tasks are dropped before the store records that nothing runs.
+        // The runtime drops the aborted tasks before the store records that no handler runs.
         tokio::task::yield_now().await;
     }
 
-    /// Abandons what the store has not answered, and closes the source.
+    /// Abandons deliveries whose operation the store has not answered, and closes the source.
     pub(super) async fn close(mut self) -> Result<(), Error> {
         let left: Vec<Slot> = self.entries.slots().collect();
         if !left.is_empty() {
@@ -198,8 +201,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// When the source has to be closed: what the store took to record outcomes is subtracted, so
-    /// that a stop takes no longer than the drain timeout and 10 s.
+    /// The deadline for closing the source. The time that the store took to record outcomes is
+    /// subtracted, so that a stop takes at most the drain timeout plus 10 s.
     fn close_by(&self) -> Instant {
         let now = Instant::now();
         let recording = match self.mode {

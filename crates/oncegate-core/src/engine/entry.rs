@@ -18,11 +18,11 @@ use crate::run::RunResult;
 use crate::slots::Slot;
 use crate::spans;
 
-/// What the engine knows of one delivery, queued or in flight.
+/// One delivery, queued or in flight.
 pub(super) struct InFlightEntry {
     pub(super) in_flight: InFlight,
     pub(super) id: Option<MessageId>,
-    /// The first event of its lifecycle: whether it has an id.
+    /// The first event of its lifecycle, which says whether it has an id.
     pub(super) arrival: Event,
     pub(super) key: Option<Key>,
     pub(super) terms: Terms,
@@ -33,7 +33,7 @@ pub(super) struct InFlightEntry {
     /// The span of the operation that the store has not answered yet.
     pub(super) store_span: Span,
     pub(super) task: Option<AbortOnDrop>,
-    /// When its handler started.
+    /// When its handler or `reconcile` started.
     pub(super) began: Option<Instant>,
     /// When it was received.
     pub(super) arrived: Instant,
@@ -43,7 +43,7 @@ pub(super) struct InFlightEntry {
     pub(super) bytes: usize,
 }
 
-/// Whether the store may know the claim of a delivery.
+/// Whether the claim of a delivery was sent to the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum ClaimState {
     Unsent,
@@ -60,7 +60,7 @@ pub(super) enum Occupancy {
     Queued,
 }
 
-/// The result of a spawned handler: whose, of which run, and the result.
+/// The delivery of a spawned handler, the turn of its run, and the result.
 pub(super) type FinishedRun = (Slot, u32, RunResult);
 
 /// Which function of the handler runs.

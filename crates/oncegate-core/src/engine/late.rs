@@ -8,18 +8,18 @@ use hashbrown::HashMap;
 use crate::id::Key;
 use crate::marker::Operation;
 
-/// Completions that the store has not confirmed yet. While one is due for an id, no claim of that
-/// id is sent: a copy of its message would run again.
+/// Completions that the store has not confirmed yet. Until a completion is confirmed, no claim of its
+/// id is sent: a copy of the message would run again.
 #[derive(Debug)]
 pub(super) struct LateCompletions {
     queue: VecDeque<Operation>,
-    /// How many are unconfirmed for each id, sent and unsent.
+    /// The number of unconfirmed completions of each id, sent and unsent.
     pending: HashMap<Key, u32>,
-    /// When to send them next.
+    /// When to send the next ones.
     pub(super) due: Instant,
 }
 
-/// The maximum number of operations that are kept.
+/// The maximum number of unsent operations, which bounds their memory in a long outage.
 const CAPACITY: usize = 100_000;
 
 impl LateCompletions {
@@ -31,7 +31,7 @@ impl LateCompletions {
         }
     }
 
-    /// How many are unsent.
+    /// The number of unsent operations.
     pub(super) fn len(&self) -> usize {
         self.queue.len()
     }
@@ -40,7 +40,7 @@ impl LateCompletions {
         self.queue.is_empty()
     }
 
-    /// Whether none is unconfirmed, so that no claim has to wait.
+    /// Whether all completions are confirmed, so that no claim has to wait.
     pub(super) fn is_settled(&self) -> bool {
         self.pending.is_empty()
     }
@@ -64,7 +64,7 @@ impl LateCompletions {
         Ok(())
     }
 
-    /// Takes the next ones to send. They stay unconfirmed until [`LateCompletions::finish`].
+    /// Takes the next operations to send. They stay unconfirmed until [`LateCompletions::finish`].
     pub(super) fn take(&mut self, count: usize) -> impl Iterator<Item = Operation> {
         self.queue.drain(..count.min(self.queue.len()))
     }

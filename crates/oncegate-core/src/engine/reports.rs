@@ -23,12 +23,12 @@ pub(super) struct Reporter {
     failed: LogThrottle,
     reconciled: LogThrottle,
     taken_over: LogThrottle,
-    alone: LogThrottle,
-    held: LogThrottle,
+    runs_apart: LogThrottle,
+    held_elsewhere: LogThrottle,
     lease_lost: LogThrottle,
 }
 
-/// The maximum number of lines of one kind in a second.
+/// The maximum number of lines of one kind per second.
 const LINES: u32 = 10;
 
 impl Reporter {
@@ -46,8 +46,8 @@ impl Reporter {
             panicked,
             reconciled,
             taken_over,
-            alone,
-            held,
+            runs_apart,
+            held_elsewhere,
             lease_lost,
         ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, Duration::from_secs(1)));
         Self {
@@ -61,13 +61,13 @@ impl Reporter {
             failed,
             reconciled,
             taken_over,
-            alone,
-            held,
+            runs_apart,
+            held_elsewhere,
             lease_lost,
         }
     }
 
-    /// A message was rejected, and an operator has to look at it.
+    /// A message was rejected, and an operator has to inspect it.
     pub(super) fn rejected(&mut self, settled: &Settled, destination: Option<String>) {
         let Settlement::Reject(reason) = settled.settlement else {
             return;
@@ -159,7 +159,7 @@ impl Reporter {
                     Some(Finding::DidNotHappen) => "did not happen",
                     None => "unknown",
                 };
-                tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconciled");
+                tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconcile ended");
             }
             _ => {}
         }
@@ -207,7 +207,7 @@ impl Reporter {
         attempts: Attempts,
         max_crashes: u32,
     ) {
-        if let Some(suppressed_lines) = self.alone.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.runs_apart.due(Instant::now()) {
             let (id, origin) = id_and_origin(entry);
             let Attempts {
                 number: attempt,
@@ -228,7 +228,7 @@ impl Reporter {
 
     /// A message waits because another delivery holds its id.
     pub(super) fn held_elsewhere(&mut self, entry: &InFlightEntry, remaining: Duration) {
-        if let Some(suppressed_lines) = self.held.due(Instant::now()) {
+        if let Some(suppressed_lines) = self.held_elsewhere.due(Instant::now()) {
             let (id, origin) = id_and_origin(entry);
             tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another delivery holds the lease of its id, or its process crashed");
         }

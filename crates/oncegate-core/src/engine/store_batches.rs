@@ -38,22 +38,22 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         if self.store_misconfigured {
             self.drop_claims();
         }
-        if std::mem::take(&mut self.some_drain) {
+        if std::mem::take(&mut self.drain_started) {
             self.drop_unsent_claims();
         }
-        let at_once = match self.breaker.decide(Instant::now()) {
+        let max_batches = match self.breaker.decide(Instant::now()) {
             BreakerDecision::Ask if self.source_properties.overlapping_batches => {
                 self.store.parallel_applies().max(1)
             }
             BreakerDecision::Ask | BreakerDecision::TryOnce => 1,
             BreakerDecision::Wait => return self.bypass_gate(),
         };
-        let chunk = self.source_properties.max_store_batch.max(1);
-        while self.applies.len() < at_once {
-            let verdicts = self.verdicts.len().min(chunk);
-            let claims = self.claims.len().min(chunk);
+        let max_operations = self.source_properties.max_store_batch.max(1);
+        while self.applies.len() < max_batches {
+            let verdicts = self.verdicts.len().min(max_operations);
+            let claims = self.claims.len().min(max_operations);
             let late = if Instant::now() >= self.late_completions.due {
-                self.late_completions.len().min(chunk)
+                self.late_completions.len().min(max_operations)
             } else {
                 0
             };
@@ -67,12 +67,12 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 slots.push(None);
                 operations.push(operation);
             }
-            let others = operations.len();
+            let before_claims = operations.len();
             self.add_claims(claims, &mut slots, &mut operations);
             if operations.is_empty() {
                 return;
             }
-            let claims = operations.len() - others;
+            let claims = operations.len() - before_claims;
             self.claims_sent += claims;
             let store = self.store.clone();
             self.applies.push(Box::pin(async move {
@@ -95,19 +95,23 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// Adds the first claims that may be sent. The others stay in their order.
     fn add_claims(
         &mut self,
-        most: usize,
+        limit: usize,
         slots: &mut Vec<Option<Slot>>,
         operations: &mut Vec<Operation>,
     ) {
-        let none_waits = !self.suspects.any() && self.late_completions.is_settled();
-        let looked_at = if none_waits { most } else { self.claims.len() };
-        let mut left = most;
-        for _ in 0..looked_at {
+        let all_may_claim = !self.suspects.any() && self.late_completions.is_settled();
+        let candidates = if all_may_claim {
+            limit
+        } else {
+            self.claims.len()
+        };
+        let mut remaining = limit;
+        for _ in 0..candidates {
             let Some(slot) = self.claims.pop_front() else {
                 break;
             };
-            if none_waits || (left > 0 && self.may_claim(slot)) {
-                left -= 1;
+            if all_may_claim || (remaining > 0 && self.may_claim(slot)) {
+                remaining -= 1;
                 self.add_operation(slot, slots, operations);
             } else {
                 self.claims.push_back(slot);
@@ -119,7 +123,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     pub(super) fn may_claim(&self, slot: Slot) -> bool {
         let Some(entry) = self.entries.at(slot) else {
             return true;
-        }; // settled meanwhile: `add_operation` skips it
+        }; // settled since: `add_operation` skips it
         let excluded = self.suspects.exclude(slot) && !entry.in_flight.driver().is_draining();
         !excluded
             && !entry
@@ -181,7 +185,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             answers.clear();
             answers.resize_with(operations.len(), || {
                 Err(StoreError::Unknown(
-                    "the store returned a different number of verdicts than operations".into(),
+                    "the store returned a different number of verdicts than operations; correct its `apply`".into(),
                 ))
             });
         }
@@ -199,7 +203,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     if let (Ask::Complete, Verdict::Done { .. }) = (operation.ask, verdict)
                         && let Some(lease) = self.entries.at(slot).and_then(|it| it.lease.as_ref())
                     {
-                        self.metrics.completed(lease.sent.ago_at(now));
+                        self.metrics.completed(lease.sent.elapsed_at(now));
                     }
                     self.record_answer(slot, &operation, verdict, sent, &mut granted);
                     Event::Answer(verdict)
@@ -247,17 +251,18 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             .any(|(_, event)| matches!(event, Event::Answer(_) | Event::UnreadableMarker))
         {
             self.record_store_health(|health| health.answered(now));
-            if let Some(away) = self.breaker.answered(now) {
-                tracing::info!(?away, "store available again");
+            if let Some(unavailable_for) = self.breaker.answered(now) {
+                tracing::info!(?unavailable_for, "store available again");
             }
         } else if !events.is_empty() {
-            self.record_store_health(|health| health.silent(now));
-            self.breaker.silent(now);
+            self.record_store_health(|health| health.not_answered(now));
+            self.breaker.not_answered(now);
         }
         for (slot, event) in events {
             self.handle_event(slot, event);
         }
-        // Only now: the events above decided which of these grants are withdrawn.
+        // After the events above, which decide which of these grants are withdrawn: a suspect starts
+        // when no claim is unanswered and no grant is being withdrawn.
         self.claims_sent -= claims;
         if let Some((slot, event)) = self.next_runnable() {
             self.handle_event(slot, event);
@@ -278,7 +283,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Drops the claims of deliveries that drain, unless the store may know of them already.
+    /// Drops the claims of deliveries that drain, unless they were sent before.
     fn drop_unsent_claims(&mut self) {
         for slot in std::mem::take(&mut self.claims) {
             let unsent = self.entries.at(slot).is_some_and(|entry| {
@@ -359,7 +364,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         };
         let granted_now = match verdict {
             Verdict::Granted(attempts) | Verdict::InDoubt(attempts) => {
-                if attempts.crashes > 0 {
+                if attempts.crashes > entry.in_flight.driver().attempts.crashes {
                     self.reporter.taken_over(entry, attempts);
                 }
                 Some(attempts.number)

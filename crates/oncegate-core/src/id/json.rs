@@ -8,8 +8,7 @@ use serde_json::value::RawValue;
 
 use super::NoId;
 
-/// The maximum length of a whole number, in digits: `1e999999999` is short, and its digits would
-/// fill the memory.
+/// The maximum length of a whole number, in digits: written out, `1e999999999` would fill the memory.
 const LONGEST_NUMBER: usize = 200;
 
 /// The text of the id at this pointer (RFC 6901).
@@ -21,8 +20,8 @@ pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
         .skip(1)
         .map(|token| token.replace("~1", "/").replace("~0", "~"))
         .collect();
-    let mut json = serde_json::Deserializer::from_slice(without_mark(body));
-    let found = At(&path)
+    let mut json = serde_json::Deserializer::from_slice(without_byte_order_mark(body));
+    let found = PathReader(&path)
         .deserialize(&mut json)
         .and_then(|found| json.end().map(|()| found));
     // The full text may quote the payload; line and column do not.
@@ -50,22 +49,22 @@ pub(super) fn read(pointer: &str, body: &[u8]) -> Result<String, NoId> {
         Some(b'{') => Err(unusable("is an object: name the field in it")),
         Some(b'[') => Err(unusable("is a list: name the element in it")),
         Some(b't' | b'f') => Err(unusable("is a truth value")),
-        _ => whole(raw)
+        _ => whole_number(raw)
             .ok_or_else(|| unusable("is a number that is not whole, or has more than 200 digits")),
     }
 }
 
 /// A body without the byte order mark that some producers put before their JSON.
-pub(crate) fn without_mark(body: &[u8]) -> &[u8] {
+pub(crate) fn without_byte_order_mark(body: &[u8]) -> &[u8] {
     body.strip_prefix(b"\xef\xbb\xbf").unwrap_or(body)
 }
 
 /// The digits of a whole number of any size, however it is written: `1`, `1.0`, `10e-1` and `1e0`
 /// are one id.
-fn whole(number: &str) -> Option<String> {
+fn whole_number(number: &str) -> Option<String> {
     let (sign, number) = number
         .strip_prefix('-')
-        .map_or(("", number), |rest| ("-", rest));
+        .map_or(("", number), |digits| ("-", digits));
     let (mantissa, exponent) = number.split_once(['e', 'E']).unwrap_or((number, "0"));
     let (before, after) = mantissa.split_once('.').unwrap_or((mantissa, ""));
     let after = after.trim_end_matches('0');
@@ -108,9 +107,9 @@ enum PathValue<'de> {
 
 /// Reads the value at a path and skips everything else.
 #[derive(Clone, Copy)]
-struct At<'p>(&'p [String]);
+struct PathReader<'p>(&'p [String]);
 
-impl<'de> DeserializeSeed<'de> for At<'_> {
+impl<'de> DeserializeSeed<'de> for PathReader<'_> {
     type Value = PathValue<'de>;
 
     fn deserialize<D: Deserializer<'de>>(
@@ -124,7 +123,7 @@ impl<'de> DeserializeSeed<'de> for At<'_> {
     }
 }
 
-impl<'de> Visitor<'de> for At<'_> {
+impl<'de> Visitor<'de> for PathReader<'_> {
     type Value = PathValue<'de>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -132,7 +131,7 @@ impl<'de> Visitor<'de> for At<'_> {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<PathValue<'de>, A::Error> {
-        let Some((first, rest)) = self.0.split_first() else {
+        let Some((first, remaining_path)) = self.0.split_first() else {
             return Ok(PathValue::Nothing);
         };
         let mut found = None;
@@ -140,7 +139,7 @@ impl<'de> Visitor<'de> for At<'_> {
             if name.0 != first.as_str() {
                 map.next_value::<IgnoredAny>()?;
             } else if found.is_none() {
-                found = Some(map.next_value_seed(At(rest))?);
+                found = Some(map.next_value_seed(PathReader(remaining_path))?);
             } else {
                 map.next_value::<IgnoredAny>()?;
                 found = Some(PathValue::Twice);
@@ -150,7 +149,7 @@ impl<'de> Visitor<'de> for At<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<PathValue<'de>, A::Error> {
-        let Some((first, rest)) = self.0.split_first() else {
+        let Some((first, remaining_path)) = self.0.split_first() else {
             return Ok(PathValue::Nothing);
         };
         // RFC 6901: digits without leading zeros.
@@ -161,7 +160,7 @@ impl<'de> Visitor<'de> for At<'_> {
         let mut found = PathValue::Nothing;
         for at in 0_usize.. {
             if Some(at) == index {
-                match seq.next_element_seed(At(rest))? {
+                match seq.next_element_seed(PathReader(remaining_path))? {
                     Some(it) => found = it,
                     None => break,
                 }
@@ -241,7 +240,7 @@ mod tests {
     #[test]
     fn an_unusable_id_names_what_was_found() {
         let too_long = format!("1{}", "0".repeat(200));
-        for (odd, says) in [
+        for (value, expected) in [
             ("1.5", "not whole"),
             ("1e-1", "not whole"),
             ("0.05", "not whole"),
@@ -258,12 +257,12 @@ mod tests {
             ("oops", "no JSON at line 1, column"),
             (r#""a"} {"id":"b""#, "no JSON at line 1, column"),
         ] {
-            let Err(NoId::Unusable(text)) = at("/id", &format!(r#"{{"id":{odd}}}"#)) else {
-                panic!("{odd}")
+            let Err(NoId::Unusable(text)) = at("/id", &format!(r#"{{"id":{value}}}"#)) else {
+                panic!("{value}")
             };
             assert!(
-                text.contains(says) && text.contains("`/id`"),
-                "{odd}: {text}"
+                text.contains(expected) && text.contains("`/id`"),
+                "{value}: {text}"
             );
         }
     }
@@ -297,10 +296,10 @@ mod tests {
         assert_eq!(
             at(
                 "/p/id",
-                r#"{"id":"other","p":{"id":"mine","q":{"id":"more"}}}"#
+                r#"{"id":"other","p":{"id":"own","q":{"id":"more"}}}"#
             )
             .as_deref(),
-            Ok("mine")
+            Ok("own")
         );
         assert!(matches!(
             at("/p/id", r#"{"p":{"id":"a"},"p":{"id":"b"}}"#),

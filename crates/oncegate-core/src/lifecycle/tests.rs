@@ -144,11 +144,14 @@ fn the_claim_is_answered() {
             answer(V::Granted(one_more), &policy),
             rejecting(grant, Reason::CrashesSpent, Effect::Nothing)
         );
-        let given_up = (
+        let sent_to_the_in_doubt_queue = (
             Stage::Doubting(grant, DoubtCause::Interrupted, AfterDoubt::Reject),
             Action::Ask(Ask::Doubt),
         );
-        assert_eq!(answer(V::InDoubt(one_more), &policy), given_up);
+        assert_eq!(
+            answer(V::InDoubt(one_more), &policy),
+            sent_to_the_in_doubt_queue
+        );
         assert_eq!(
             answer(V::Duplicate, &policy),
             accepted(ProofKind::Duplicate)
@@ -172,7 +175,7 @@ fn the_claim_is_answered() {
 }
 
 #[test]
-fn busy_is_claimed_again_with_backoff_then_released_and_never_accepted() {
+fn an_id_of_another_holder_is_claimed_again_with_backoff_then_released_and_never_accepted() {
     let policy = at_most_once();
     let busy = Event::Answer(V::Busy {
         remaining: Duration::ZERO,
@@ -259,7 +262,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
 }
 
 #[test]
-fn only_what_ran_and_failed_counts_as_a_failure() {
+fn only_a_run_that_failed_counts_as_a_failure() {
     let policy = effectively_once();
     let history = History {
         failures: 1,
@@ -287,7 +290,7 @@ fn only_what_ran_and_failed_counts_as_a_failure() {
             busy
         ),
         1,
-        "someone else held it"
+        "another delivery held the id"
     );
     assert_eq!(
         failures(last_try, Event::LeaseOver),
@@ -475,17 +478,17 @@ fn a_doubt_is_reconciled() {
         transition(paused, Event::Woke, &policy),
         (reconciling(1), Action::Reconcile)
     );
-    let given_back = Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reject);
+    let ending_the_lease = Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reject);
     assert_eq!(
         transition(reconciling(1), Event::Found(None), &policy),
-        (given_back, Action::Ask(Ask::Doubt))
+        (ending_the_lease, Action::Ask(Ask::Doubt))
     );
     assert_eq!(
         transition(reconciling(0), Event::CannotReconcile, &policy),
-        (given_back, Action::Ask(Ask::Doubt))
+        (ending_the_lease, Action::Ask(Ask::Doubt))
     );
     assert_eq!(
-        transition(given_back, Event::Answer(V::Kept), &policy),
+        transition(ending_the_lease, Event::Answer(V::Kept), &policy),
         reject(Reason::InDoubt(DoubtCause::HandlerReported))
     );
     let happened = transition(
@@ -502,6 +505,18 @@ fn a_doubt_is_reconciled() {
         )
     };
     assert_eq!(after_it_did_not(GRANT), release(pause(1), 0));
+    let after_the_last = Grant {
+        attempts: Attempts {
+            number: policy.attempts,
+            base: 0,
+            crashes: 0,
+        },
+        ..GRANT
+    };
+    assert_eq!(
+        after_it_did_not(after_the_last),
+        (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim)
+    );
     let after_a_crash = Grant {
         attempts: Attempts::all_forgiven(2),
         ..GRANT
@@ -548,7 +563,7 @@ fn a_delivery_is_settled_after_the_verdict() {
 
 #[test]
 fn a_lost_marker_is_claimed_again_with_a_new_token() {
-    let look_again = (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim);
+    let claiming_again = (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim);
     for stage in [
         Stage::Completing(GRANT),
         Stage::Rejecting(GRANT, Reason::Refused, Effect::Nothing),
@@ -559,14 +574,14 @@ fn a_lost_marker_is_claimed_again_with_a_new_token() {
     ] {
         assert_eq!(
             transition(stage, Event::Answer(V::Lost), &at_most_once()),
-            look_again,
+            claiming_again,
             "{stage:?}"
         );
     }
 }
 
 #[test]
-fn without_the_gate_only_effectively_once_and_only_if_chosen() {
+fn only_effectively_once_with_pass_through_runs_without_the_gate() {
     let through = Policy {
         outage: Outage::PassThrough,
         ..effectively_once()
@@ -679,13 +694,17 @@ fn store_outage_in_every_stage_repeats_the_operation_with_the_same_token() {
                 assert_eq!(woken, stage);
                 assert!(matches!(step, Action::Ask(_)), "{stage:?}: {step:?}");
             }
-            _ => assert_eq!((after, step), (stage, Action::Wait), "nothing was asked"),
+            _ => assert_eq!(
+                (after, step),
+                (stage, Action::Wait),
+                "no operation was sent"
+            ),
         }
     }
 }
 
 #[test]
-fn drain_in_every_stage_releases_what_has_not_started() {
+fn drain_in_every_stage_releases_deliveries_that_have_not_started() {
     use Stage::*;
     for stage in stages() {
         let expected = match stage {
@@ -726,10 +745,10 @@ fn drain_in_every_stage_releases_what_has_not_started() {
 }
 
 #[test]
-fn the_end_of_the_drain_in_every_stage_records_what_ran_as_unknown() {
+fn the_end_of_the_drain_in_every_stage_records_running_handlers_as_unknown() {
     use Stage::*;
     let bare = policy(Guarantee::Bare);
-    let doubt_given_back = |cause| {
+    let released_in_doubt = |cause| {
         (
             Doubting(GRANT, cause, AfterDoubt::ReleaseAtOnce),
             Action::Ask(Ask::Doubt),
@@ -741,14 +760,14 @@ fn the_end_of_the_drain_in_every_stage_records_what_ran_as_unknown() {
                 New(_) | AwaitingHolder(..) | Claiming(..) | Ready(_) | Pausing(..)
                 | ReconcilePausing(..) => transition(stage, Event::Drain, &policy),
                 Running(..) if policy.guarantee == Guarantee::AtMostOnce => {
-                    doubt_given_back(DoubtCause::Interrupted)
+                    released_in_doubt(DoubtCause::Interrupted)
                 }
                 Running(..) => (
                     Clearing(GRANT.failed(), Effect::Unknown, Duration::ZERO),
                     Action::Ask(Ask::Clear(Effect::Unknown)),
                 ),
                 Ungated(_) => release(Duration::ZERO, 1),
-                Reconciling(_, _, cause) => doubt_given_back(cause),
+                Reconciling(_, _, cause) => released_in_doubt(cause),
                 Doubting(_, cause, AfterDoubt::Reconcile) => (
                     Doubting(GRANT, cause, AfterDoubt::ReleaseAtOnce),
                     Action::Wait,
@@ -766,7 +785,7 @@ fn the_end_of_the_drain_in_every_stage_records_what_ran_as_unknown() {
 }
 
 #[test]
-fn the_end_of_the_drain_records_as_a_handler_timeout_does_and_releases_at_once() {
+fn the_end_of_the_drain_records_the_outcome_of_a_handler_timeout_and_releases_at_once() {
     let timed_out = Event::Returned(Outcome::Unknown(DoubtCause::TimedOut));
     for policy in [at_most_once(), effectively_once(), policy(Guarantee::Bare)] {
         let running = Stage::Running(GRANT, Tries(0));
@@ -856,11 +875,11 @@ fn a_draining_delivery_withdraws_its_claim() {
         "it does not wait for the store"
     );
     assert_eq!(answer(V::Duplicate), accepted(ProofKind::Duplicate));
-    let doubt_given_back = (
+    let released_in_doubt = (
         Stage::Doubting(grant(2), DoubtCause::Interrupted, AfterDoubt::ReleaseAtOnce),
         Action::Ask(Ask::Doubt),
     );
-    assert_eq!(answer(V::InDoubt(Attempts::new(2))), doubt_given_back);
+    assert_eq!(answer(V::InDoubt(Attempts::new(2))), released_in_doubt);
     for verdict in [
         V::Busy {
             remaining: Duration::ZERO,

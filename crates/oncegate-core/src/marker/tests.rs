@@ -9,8 +9,8 @@ const LEASE: Duration = Duration::from_secs(30);
 const WINDOW: Duration = Duration::from_secs(3600);
 const ALIVE: Age = Age::Of(Duration::from_secs(1));
 const OVER: Age = Age::Of(Duration::from_secs(31));
-const MINE: Token = Token(1);
-const THEIRS: Token = Token(2);
+const OWN: Token = Token(1);
+const OTHER: Token = Token(2);
 const AMO: Guarantee = Guarantee::AtMostOnce;
 const EO: Guarantee = Guarantee::EffectivelyOnce;
 
@@ -24,7 +24,7 @@ fn operation(guarantee: Guarantee, ask: Ask, attempt: u32) -> Operation {
     Operation {
         key: Key::new(&MessageId::new("id").expect("an id")),
         ask,
-        token: MINE,
+        token: OWN,
         attempt,
         terms,
     }
@@ -106,14 +106,14 @@ fn claim() {
     use Marker::*;
     for guarantee in [AMO, EO] {
         let granted = |attempts, earlier| {
-            let hold = hold(guarantee, MINE, attempts, earlier);
+            let hold = hold(guarantee, OWN, attempts, earlier);
             (write(InProgress(hold)), Verdict::Granted(attempts))
         };
         let (first, fourth) = (
             granted(Attempts::new(1), NOTHING),
             granted(Attempts::new(4), NOTHING),
         );
-        let spared = granted(
+        let redriven = granted(
             Attempts {
                 number: 8,
                 base: 7,
@@ -126,7 +126,7 @@ fn claim() {
         };
         let taken = |attempts| {
             (
-                write(doubted(MINE, attempts, Doubt::Reconciling)),
+                write(doubted(OWN, attempts, Doubt::Reconciling)),
                 Verdict::InDoubt(attempts),
             )
         };
@@ -142,7 +142,7 @@ fn claim() {
                 crashes: 1,
             }),
         );
-        let own = doubted(MINE, DOUBTED_ONCE, Doubt::Reconciling);
+        let own = doubted(OWN, DOUBTED_ONCE, Doubt::Reconciling);
         rows(
             &operation(guarantee, Ask::Claim, 0),
             &[
@@ -156,38 +156,38 @@ fn claim() {
                 (
                     cleared(Attempts::all_forgiven(7), NOTHING),
                     ALIVE,
-                    spared.0,
-                    spared.1,
+                    redriven.0,
+                    redriven.1,
                 ), // redriven by an operator
                 (
-                    running(guarantee, MINE, 4),
+                    running(guarantee, OWN, 4),
                     OVER,
-                    write(running(guarantee, MINE, 4)),
+                    write(running(guarantee, OWN, 4)),
                     fourth.1,
                 ), // renewed, the same attempt
-                (running(guarantee, THEIRS, 1), ALIVE, Keep, busy(29)),
-                (running(guarantee, THEIRS, 1), Age::Of(LEASE), Keep, busy(0)), // until the lease ends
+                (running(guarantee, OTHER, 1), ALIVE, Keep, busy(29)),
+                (running(guarantee, OTHER, 1), Age::Of(LEASE), Keep, busy(0)), // until the lease ends
                 (
-                    running(guarantee, THEIRS, 1),
+                    running(guarantee, OTHER, 1),
                     Age::Unknown,
-                    write(running(guarantee, THEIRS, 1)),
+                    write(running(guarantee, OTHER, 1)),
                     busy(30),
                 ),
                 (own, ALIVE, write(own), Verdict::InDoubt(DOUBTED_ONCE)),
                 (
-                    doubted(THEIRS, Attempts::new(2), Doubt::Reconciling),
+                    doubted(OTHER, Attempts::new(2), Doubt::Reconciling),
                     ALIVE,
                     Keep,
                     busy(29),
                 ),
                 (
-                    doubted(THEIRS, Attempts::new(2), Doubt::Waiting),
+                    doubted(OTHER, Attempts::new(2), Doubt::Waiting),
                     ALIVE,
                     waiting.0,
                     waiting.1,
                 ),
                 (
-                    doubted(THEIRS, Attempts::new(2), Doubt::Reconciling),
+                    doubted(OTHER, Attempts::new(2), Doubt::Reconciling),
                     OVER,
                     crashed.0,
                     crashed.1,
@@ -208,18 +208,18 @@ fn an_ended_lease_is_taken_over_or_in_doubt_by_the_stricter_guarantee() {
         crashes: 1,
     };
     let in_doubt = (
-        write(doubted(MINE, attempts, Doubt::Reconciling)),
+        write(doubted(OWN, attempts, Doubt::Reconciling)),
         Verdict::InDoubt(attempts),
     );
-    for (record, claimer) in [(AMO, AMO), (AMO, EO), (EO, AMO)] {
+    for (record, claimant) in [(AMO, AMO), (AMO, EO), (EO, AMO)] {
         assert_eq!(
             apply(
-                running(record, THEIRS, 1),
+                running(record, OTHER, 1),
                 OVER,
-                &operation(claimer, Ask::Claim, 0)
+                &operation(claimant, Ask::Claim, 0)
             ),
             in_doubt,
-            "{record:?} {claimer:?}"
+            "{record:?} {claimant:?}"
         );
     }
     let attempts = Attempts {
@@ -227,11 +227,11 @@ fn an_ended_lease_is_taken_over_or_in_doubt_by_the_stricter_guarantee() {
         base: 1,
         crashes: 1,
     };
-    let taken = apply(running(EO, THEIRS, 1), OVER, &operation(EO, Ask::Claim, 0));
+    let taken = apply(running(EO, OTHER, 1), OVER, &operation(EO, Ask::Claim, 0));
     assert_eq!(
         taken,
         (
-            write(Marker::InProgress(hold(EO, MINE, attempts, UNKNOWN))),
+            write(Marker::InProgress(hold(EO, OWN, attempts, UNKNOWN))),
             Verdict::Granted(attempts)
         )
     );
@@ -241,15 +241,15 @@ fn an_ended_lease_is_taken_over_or_in_doubt_by_the_stricter_guarantee() {
 fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
     let left_behind = cleared(Attempts::new(1), UNKNOWN);
     let in_doubt = (
-        write(doubted(MINE, DOUBTED_ONCE, Doubt::Reconciling)),
+        write(doubted(OWN, DOUBTED_ONCE, Doubt::Reconciling)),
         Verdict::InDoubt(DOUBTED_ONCE),
     );
     assert_eq!(
         apply(left_behind, OVER, &operation(AMO, Ask::Claim, 0)),
         in_doubt
     );
-    // Effectively once runs it again. That this run did nothing does not resolve the one before.
-    let second = Marker::InProgress(hold(EO, MINE, Attempts::new(2), UNKNOWN));
+    // Effectively once runs the id again. A second run without an effect does not resolve the first.
+    let second = Marker::InProgress(hold(EO, OWN, Attempts::new(2), UNKNOWN));
     assert_eq!(
         apply(left_behind, OVER, &operation(EO, Ask::Claim, 0)),
         (write(second), Verdict::Granted(Attempts::new(2)))
@@ -268,7 +268,7 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
         );
     }
     // An attempt 1 that is not the first: the record was lost, and an operator redrove the id.
-    let first = Marker::InProgress(hold(EO, MINE, Attempts::new(1), UNKNOWN));
+    let first = Marker::InProgress(hold(EO, OWN, Attempts::new(1), UNKNOWN));
     let kept = (write(cleared(Attempts::new(1), UNKNOWN)), Verdict::Kept);
     assert_eq!(
         apply(first, ALIVE, &operation(EO, Ask::Clear(NOTHING), 1)),
@@ -280,15 +280,15 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
 fn a_claim_with_another_body() {
     let body = |number| Some(Fingerprint::new(number));
     let claim = with_body(operation(AMO, Ask::Claim, 0), 7);
-    let theirs = Hold {
+    let other = Hold {
         fingerprint: body(8),
-        ..hold(AMO, THEIRS, Attempts::new(1), NOTHING)
+        ..hold(AMO, OTHER, Attempts::new(1), NOTHING)
     };
     rows(
         &claim,
         &[
             (
-                Marker::InProgress(theirs),
+                Marker::InProgress(other),
                 ALIVE,
                 Change::Keep,
                 Verdict::Busy {
@@ -297,13 +297,13 @@ fn a_claim_with_another_body() {
             ),
             // Does not wait for a holder that may never claim again.
             (
-                Marker::InProgress(theirs),
+                Marker::InProgress(other),
                 OVER,
                 Change::Keep,
                 Verdict::Conflict,
             ),
             (
-                Marker::InDoubt(theirs, Doubt::Waiting),
+                Marker::InDoubt(other, Doubt::Waiting),
                 ALIVE,
                 Change::Keep,
                 Verdict::Conflict,
@@ -336,7 +336,7 @@ fn a_claim_with_another_body() {
 
 #[test]
 fn only_grants_count_towards_max_attempts() {
-    let (mut marker, claim) = (running(AMO, THEIRS, 1), operation(AMO, Ask::Claim, 0));
+    let (mut marker, claim) = (running(AMO, OTHER, 1), operation(AMO, Ask::Claim, 0));
     for copy in 1..=100 {
         let Verdict::InDoubt(attempts) = apply(marker, OVER, &claim).1 else {
             panic!("in doubt")
@@ -351,8 +351,8 @@ fn only_grants_count_towards_max_attempts() {
 }
 
 /// Every marker that does not belong to the operation: another token, another attempt, or no holder.
-fn not_mine() -> Vec<Marker> {
-    let holders = [(THEIRS, 1), (MINE, 2)];
+fn not_owned() -> Vec<Marker> {
+    let holders = [(OTHER, 1), (OWN, 2)];
     let held = holders.into_iter().flat_map(|(token, attempt)| {
         [
             running(AMO, token, attempt),
@@ -370,7 +370,7 @@ fn not_mine() -> Vec<Marker> {
 
 /// Checks that the verdict is `Lost` on every marker of another claim, except where `but` applies.
 fn is_lost_except(ask: Ask, guarantee: Guarantee, but: impl Fn(&Marker) -> bool) {
-    for marker in not_mine().into_iter().filter(|marker| !but(marker)) {
+    for marker in not_owned().into_iter().filter(|marker| !but(marker)) {
         assert_eq!(
             apply(marker, ALIVE, &operation(guarantee, ask, 1)),
             (Change::Keep, Verdict::Lost),
@@ -385,13 +385,13 @@ fn is_free(marker: &Marker) -> bool {
 
 #[test]
 fn renew() {
-    for mine in [
-        running(AMO, MINE, 1),
-        doubted(MINE, Attempts::new(1), Doubt::Reconciling),
+    for owned in [
+        running(AMO, OWN, 1),
+        doubted(OWN, Attempts::new(1), Doubt::Reconciling),
     ] {
         rows(
             &operation(AMO, Ask::Renew, 1),
-            &[(mine, OVER, write(mine), Verdict::Kept)],
+            &[(owned, OVER, write(owned), Verdict::Kept)],
         );
     }
     is_lost_except(Ask::Renew, AMO, |_| false);
@@ -402,9 +402,9 @@ fn complete() {
     let done = |marker_lost| (write(Marker::Done(None)), Verdict::Done { marker_lost });
     let complete = operation(AMO, Ask::Complete, 1);
     for known in [
-        running(AMO, MINE, 1),
-        doubted(MINE, Attempts::new(1), Doubt::Waiting),
-        doubted(THEIRS, Attempts::new(5), Doubt::Reconciling),
+        running(AMO, OWN, 1),
+        doubted(OWN, Attempts::new(1), Doubt::Waiting),
+        doubted(OTHER, Attempts::new(5), Doubt::Reconciling),
     ] {
         assert_eq!(apply(known, OVER, &complete), done(false), "{known:?}");
     }
@@ -449,7 +449,7 @@ fn clear() {
             write(cleared(Attempts::new(3), UNKNOWN)),
         ),
     ] {
-        let marker = running(guarantee, MINE, attempt);
+        let marker = running(guarantee, OWN, attempt);
         rows(
             &operation(guarantee, Ask::Clear(effect), attempt),
             &[(marker, OVER, change, Verdict::Kept)],
@@ -458,7 +458,7 @@ fn clear() {
     let unknown = operation(AMO, Ask::Clear(Effect::Unknown), 1);
     rows(
         &unknown,
-        &[(running(AMO, MINE, 1), ALIVE, Change::Keep, Verdict::Lost)],
+        &[(running(AMO, OWN, 1), ALIVE, Change::Keep, Verdict::Lost)],
     ); // an unknown outcome is recorded as in doubt, never cleared
     for marker in [Marker::Absent, cleared(Attempts::new(1), NOTHING)] {
         rows(
@@ -476,7 +476,7 @@ fn withdraw() {
         rows(
             &ask(1),
             &[(
-                running(guarantee, MINE, 1),
+                running(guarantee, OWN, 1),
                 OVER,
                 Change::Delete,
                 Verdict::Kept,
@@ -487,7 +487,7 @@ fn withdraw() {
         for earlier in [NOTHING, UNKNOWN] {
             let granted = Marker::InProgress(hold(
                 guarantee,
-                MINE,
+                OWN,
                 Attempts {
                     number: 4,
                     base: 1,
@@ -526,7 +526,7 @@ fn reject() {
         rows(
             &operation(AMO, ask, 1),
             &[(
-                running(AMO, MINE, 1),
+                running(AMO, OWN, 1),
                 OVER,
                 write(rejected(1)),
                 Verdict::Kept,
@@ -535,7 +535,7 @@ fn reject() {
         rows(
             &operation(EO, ask, 2),
             &[(
-                running(EO, MINE, 2),
+                running(EO, OWN, 2),
                 OVER,
                 write(cleared(Attempts::new(2), effect)),
                 Verdict::Kept,
@@ -546,13 +546,13 @@ fn reject() {
     }
     rows(
         &operation(EO, Ask::Reject(Effect::Nothing), 1),
-        &[(running(EO, MINE, 1), OVER, Change::Delete, Verdict::Kept)],
+        &[(running(EO, OWN, 1), OVER, Change::Delete, Verdict::Kept)],
     );
     // The run may still have an effect: a run after a redrive needs a higher attempt number.
     rows(
         &operation(EO, Ask::Reject(Effect::Unknown), 1),
         &[(
-            running(EO, MINE, 1),
+            running(EO, OWN, 1),
             OVER,
             write(cleared(Attempts::new(1), UNKNOWN)),
             Verdict::Kept,
@@ -564,7 +564,7 @@ fn reject() {
 fn doubt() {
     let waiting = |attempts, earlier| {
         write(Marker::InDoubt(
-            hold(AMO, MINE, attempts, earlier),
+            hold(AMO, OWN, attempts, earlier),
             Doubt::Waiting,
         ))
     };
@@ -573,13 +573,13 @@ fn doubt() {
         &ask,
         &[
             (
-                running(AMO, MINE, 1),
+                running(AMO, OWN, 1),
                 OVER,
                 waiting(Attempts::new(1), NOTHING),
                 Verdict::Kept,
             ),
             (
-                doubted(MINE, Attempts::new(1), Doubt::Reconciling),
+                doubted(OWN, Attempts::new(1), Doubt::Reconciling),
                 OVER,
                 waiting(Attempts::new(1), UNKNOWN),
                 Verdict::Kept,
@@ -629,12 +629,12 @@ fn doubt() {
 
 #[test]
 fn resolve() {
-    let mine = doubted(MINE, Attempts::new(1), Doubt::Reconciling);
+    let owned = doubted(OWN, Attempts::new(1), Doubt::Reconciling);
     let happened = operation(AMO, Ask::Resolve(Finding::Happened), 1);
     rows(
         &happened,
         &[(
-            mine,
+            owned,
             OVER,
             write(Marker::Done(None)),
             Verdict::Done { marker_lost: false },
@@ -644,7 +644,7 @@ fn resolve() {
     rows(
         &did_not,
         &[(
-            mine,
+            owned,
             OVER,
             write(cleared(Attempts::new(1), NOTHING)),
             Verdict::Kept,
@@ -654,14 +654,14 @@ fn resolve() {
         is_lost_except(Ask::Resolve(finding), AMO, |_| false);
         rows(
             &operation(AMO, Ask::Resolve(finding), 1),
-            &[(running(AMO, MINE, 1), ALIVE, Change::Keep, Verdict::Lost)],
+            &[(running(AMO, OWN, 1), ALIVE, Change::Keep, Verdict::Lost)],
         );
     }
 }
 
 #[test]
 fn send_back() {
-    let in_doubt = doubted(THEIRS, DOUBTED_ONCE, Doubt::Waiting);
+    let in_doubt = doubted(OTHER, DOUBTED_ONCE, Doubt::Waiting);
     let (unknown, known) = (
         cleared(Attempts::new(5), UNKNOWN),
         cleared(Attempts::new(5), NOTHING),
@@ -673,7 +673,7 @@ fn send_back() {
         base: 11,
         crashes: 11,
     };
-    for (guarantee, seen, word, free) in [
+    for (guarantee, seen, stated, free) in [
         (AMO, rejected(5), UNKNOWN, Some(freed(5, NOTHING))),
         (AMO, rejected(5), NOTHING, Some(freed(5, NOTHING))),
         (EO, unknown, UNKNOWN, Some(freed(5, UNKNOWN))),
@@ -687,25 +687,28 @@ fn send_back() {
         ),
         (
             AMO,
-            doubted(THEIRS, crashed, Doubt::Waiting),
+            doubted(OTHER, crashed, Doubt::Waiting),
             NOTHING,
             Some(freed(12, NOTHING)),
         ),
         (AMO, in_doubt, NOTHING, Some(freed(2, NOTHING))),
         (AMO, in_doubt, UNKNOWN, None), // freed only if the operator states that nothing happened
-        (EO, running(EO, THEIRS, 5), UNKNOWN, Some(freed(5, UNKNOWN))),
-        (AMO, running(EO, THEIRS, 5), UNKNOWN, None),
-        (EO, running(AMO, THEIRS, 5), UNKNOWN, None),
+        (EO, running(EO, OTHER, 5), UNKNOWN, Some(freed(5, UNKNOWN))),
+        (AMO, running(EO, OTHER, 5), UNKNOWN, None),
+        (EO, running(AMO, OTHER, 5), UNKNOWN, None),
         (
             AMO,
-            running(AMO, THEIRS, 5),
+            running(AMO, OTHER, 5),
             NOTHING,
             Some(freed(5, NOTHING)),
         ),
         (AMO, Marker::Absent, UNKNOWN, Some(freed(0, UNKNOWN))),
         (AMO, Marker::Done(None), NOTHING, None), // freed with `Forget`, not with `SendBack`
     ] {
-        let ask = Ask::SendBack { seen, effect: word };
+        let ask = Ask::SendBack {
+            seen,
+            effect: stated,
+        };
         let expected = free.map_or((Change::Keep, Verdict::Lost), |free| {
             (write(free), Verdict::Kept)
         });
@@ -759,9 +762,9 @@ fn forget() {
         free(UNKNOWN_ATTEMPT),
         "the attempt is unknown"
     );
-    let again = operation(AMO, Ask::Forget { seen }, 7);
+    let repeated = operation(AMO, Ask::Forget { seen }, 7);
     rows(
-        &again,
+        &repeated,
         &[(
             cleared(Attempts::all_forgiven(7), NOTHING),
             ALIVE,
@@ -772,8 +775,8 @@ fn forget() {
     is_lost_except(Ask::Forget { seen }, AMO, |marker| *marker == seen);
     for other in [
         rejected(1),
-        doubted(MINE, Attempts::new(1), Doubt::Waiting),
-        running(AMO, THEIRS, 1),
+        doubted(OWN, Attempts::new(1), Doubt::Waiting),
+        running(AMO, OTHER, 1),
     ] {
         rows(
             &operation(AMO, Ask::Forget { seen: other }, 0),
@@ -788,10 +791,10 @@ fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict_or_leads_to_a_n
         for (marker, ask) in [
             (Marker::Absent, Ask::Claim),
             (cleared(Attempts::new(1), NOTHING), Ask::Claim),
-            (running(guarantee, MINE, 1), Ask::Renew),
-            (running(guarantee, MINE, 1), Ask::Complete),
-            (running(guarantee, MINE, 1), Ask::Clear(Effect::Nothing)),
-            (running(guarantee, MINE, 1), Ask::Doubt),
+            (running(guarantee, OWN, 1), Ask::Renew),
+            (running(guarantee, OWN, 1), Ask::Complete),
+            (running(guarantee, OWN, 1), Ask::Clear(Effect::Nothing)),
+            (running(guarantee, OWN, 1), Ask::Doubt),
             (Marker::Absent, Ask::Doubt),
         ] {
             let asked = operation(guarantee, ask, 1);
@@ -819,7 +822,7 @@ fn bare_writes_at_the_claim_and_deletes_after_a_failure() {
             Verdict::Granted(Attempts::new(1)),
         )],
     );
-    for marker in [Marker::Done(None), running(AMO, THEIRS, 1)] {
+    for marker in [Marker::Done(None), running(AMO, OTHER, 1)] {
         rows(
             &bare(Ask::Claim),
             &[(marker, ALIVE, Change::Keep, Verdict::Duplicate)],

@@ -95,8 +95,8 @@ impl MemoryBroker {
         queue.next_source += 1;
         MemorySource {
             shared: self.0.clone(),
-            name: queue.next_source,
-            stopped: MemorySourceState::Open,
+            id: queue.next_source,
+            state: MemorySourceState::Open,
         }
     }
 
@@ -144,8 +144,8 @@ impl BrokerShared {
 #[derive(Debug)]
 pub struct MemorySource {
     shared: Arc<BrokerShared>,
-    name: u64,
-    stopped: MemorySourceState,
+    id: u64,
+    state: MemorySourceState,
 }
 
 #[derive(Debug, PartialEq, Eq)]
@@ -166,21 +166,22 @@ impl Connect for MemorySource {
 #[async_trait]
 impl Source for MemorySource {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
-        if self.stopped == MemorySourceState::Stopped {
+        if self.state == MemorySourceState::Stopped {
             return std::future::pending().await;
         }
         loop {
             let mut changed = std::pin::pin!(self.shared.changed.notified());
             changed.as_mut().enable();
-            let wake = {
+            let next_due = {
                 let mut queue = self.shared.lock();
-                queue.wake(Instant::now());
-                if queue.hand_out(self.name, limit, into) {
+                queue.make_due_ready(Instant::now());
+                if queue.deliver(self.id, limit, into) {
                     return Ok(());
                 }
                 queue.delayed.first_key_value().map(|((at, _), _)| *at)
             };
-            match wake {
+            match next_due {
+                // One millisecond more, the resolution of the timer.
                 Some(at) => {
                     let _ = tokio::time::timeout(
                         at.saturating_duration_since(Instant::now()) + Duration::from_millis(1),
@@ -208,10 +209,10 @@ impl Source for MemorySource {
                 Settlement::Accept(_) => {}
                 Settlement::Release { after, failures } => {
                     queue.releases += 1;
-                    let place = (Instant::now() + after, queue.releases);
+                    let due = (Instant::now() + after, queue.releases);
                     queue
                         .delayed
-                        .insert(place, QueuedMessage { failures, ..queued });
+                        .insert(due, QueuedMessage { failures, ..queued });
                 }
                 Settlement::Reject(reason) => {
                     let dead_letter = DeadLetter {
@@ -233,7 +234,7 @@ impl Source for MemorySource {
     }
 
     async fn stop(&mut self) {
-        self.stopped = MemorySourceState::Stopped;
+        self.state = MemorySourceState::Stopped;
     }
 
     async fn close(self: Box<Self>, _deadline: Instant) -> Result<(), SourceError> {
@@ -252,7 +253,7 @@ fn without_reserved(message: Message) -> Message {
 
 impl BrokerQueue {
     /// Moves delayed messages that are due to the end of the queue.
-    fn wake(&mut self, now: Instant) {
+    fn make_due_ready(&mut self, now: Instant) {
         while let Some(due) = self
             .delayed
             .first_entry()
@@ -263,7 +264,7 @@ impl BrokerQueue {
     }
 
     /// Delivers ready messages. Returns whether there was one.
-    fn hand_out(&mut self, source: u64, limit: Limit, into: &mut Vec<Incoming>) -> bool {
+    fn deliver(&mut self, source: u64, limit: Limit, into: &mut Vec<Incoming>) -> bool {
         let mut bytes = 0;
         let before = into.len();
         while into.len() - before < limit.count {
@@ -302,7 +303,7 @@ impl Drop for MemorySource {
         let mut tags: Vec<u64> = queue
             .unsettled
             .iter()
-            .filter(|(_, (owner, _))| *owner == self.name)
+            .filter(|(_, (owner, _))| *owner == self.id)
             .map(|(tag, _)| *tag)
             .collect();
         tags.sort_unstable_by(|a, b| b.cmp(a));
@@ -342,7 +343,7 @@ mod tests {
                 &mut incoming,
             )
             .await
-            .expect("messages");
+            .expect("two messages are ready");
         let reasons = [
             Reason::MissingId,
             Reason::InDoubt(crate::lifecycle::DoubtCause::HandlerReported),
@@ -361,7 +362,7 @@ mod tests {
         source
             .settle(&mut settled.collect())
             .await
-            .expect("settled");
+            .expect("a memory source accepts settlements");
         let rejected = [broker.dead_letters(), broker.in_doubt()].concat();
         let headers: Vec<_> = rejected
             .iter()

@@ -1,7 +1,7 @@
 //! Reads messages in batches: the only module of oncegate with `unsafe` code.
 //!
-//! librdkafka's safe wrapper reads one message at a time, at the cost of an event and two reference
-//! counts each. Read in batches from a separate queue, a message costs a copy of its bytes.
+//! The safe wrapper (rdkafka) reads one message at a time, at the cost of an event and two reference
+//! counts each. A message that is read in a batch from a separate queue costs a copy of its bytes.
 //!
 //! # Workarounds
 //! - *Symptom:* an error code of the broker that the enum of the bindings lacks is undefined behavior.
@@ -45,19 +45,20 @@ use rdkafka::types::RDKafkaRespErr;
 /// Maximum number of messages per read.
 pub(crate) const MAX_BATCH: usize = 256;
 
-/// Maximum number of librdkafka's log lines that are forwarded per turn.
+/// Maximum number of librdkafka's log lines that one call forwards, so that it ends.
 const MAX_LOG_LINES: usize = 10_000;
 
-/// Messages share blocks of about this many bytes. A larger message has a block of its own.
+/// The bytes of messages are copied into shared blocks of at most this size. A larger message has a
+/// block of its own.
 const BLOCK_BYTES: usize = 1 << 20;
 
-/// The queue that the partitions' queues are forwarded to.
+/// The message queue: librdkafka's queues of the assigned partitions are forwarded to it.
 pub(crate) struct MessageQueue<C: ConsumerContext + 'static> {
     native: NonNull<native::rd_kafka_queue_t>,
     /// The queue of librdkafka's log.
-    lines: NonNull<native::rd_kafka_queue_t>,
+    log_queue: NonNull<native::rd_kafka_queue_t>,
     consumer: Arc<BaseConsumer<C>>,
-    /// Partitions whose queues are not forwarded to this one for now.
+    /// Partitions whose queues are not forwarded to this one, because they are full.
     held_back: Mutex<Vec<(Arc<str>, i32)>>,
 }
 
@@ -102,7 +103,7 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
     pub(crate) fn new(consumer: &Arc<BaseConsumer<C>>) -> Option<Self> {
         let client = consumer.client().native_ptr();
         // SAFETY: the client lives, `consumer` holds it.
-        let (queue, lines) = unsafe {
+        let (queue, log_queue) = unsafe {
             (
                 native::rd_kafka_queue_new(client),
                 native::rd_kafka_queue_new(client),
@@ -110,13 +111,13 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
         };
         let queue = Self {
             native: NonNull::new(queue)?,
-            lines: NonNull::new(lines)?,
+            log_queue: NonNull::new(log_queue)?,
             consumer: consumer.clone(),
             held_back: Mutex::default(),
         };
         // SAFETY: client and queue live. The only possible error is that log lines are not queued,
         // and the wrapper sets `log.queue`.
-        unsafe { native::rd_kafka_set_log_queue(client, queue.lines.as_ptr()) };
+        unsafe { native::rd_kafka_set_log_queue(client, queue.log_queue.as_ptr()) };
         Some(queue)
     }
 
@@ -125,7 +126,7 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
     pub(crate) fn forward_log(&self) {
         for _ in 0..MAX_LOG_LINES {
             // SAFETY: the queue lives.
-            let event = unsafe { native::rd_kafka_queue_poll(self.lines.as_ptr(), 0) };
+            let event = unsafe { native::rd_kafka_queue_poll(self.log_queue.as_ptr(), 0) };
             if event.is_null() {
                 return;
             }
@@ -150,8 +151,8 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
     /// Number of fetched and unread operations: messages and errors.
     pub(crate) fn length(&self) -> u64 {
         // SAFETY: the queue lives.
-        let waiting = unsafe { native::rd_kafka_queue_length(self.native.as_ptr()) };
-        waiting as u64
+        let length = unsafe { native::rd_kafka_queue_length(self.native.as_ptr()) };
+        length as u64
     }
 
     /// Forwards a partition's queue to this one. Must be called before the partition is assigned;
@@ -209,8 +210,8 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
         &self.consumer
     }
 
-    /// The log start offset of a partition, as of the last fetch response.
-    pub(crate) fn first_offset(&self, topic: &str, partition: i32) -> Option<i64> {
+    /// The log start offset of a partition, from the last fetch response; `None` if it is unknown.
+    pub(crate) fn log_start_offset(&self, topic: &str, partition: i32) -> Option<i64> {
         let topic = CString::new(topic).ok()?;
         let (mut low, mut high) = (-1, -1);
         // SAFETY: the client lives (invariant 1), `topic` ends in NUL and outlives the call, and
@@ -234,15 +235,15 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
         let limit = limit.min(MAX_BATCH);
         self.fetch(&mut fetched, limit, Duration::ZERO);
         if fetched.count == 0 {
-            // A batch read waits until the batch is full, so this waits for one message and then
-            // takes the rest without waiting.
+            // A batch read would wait until the batch is full. So this waits for one message, and then
+            // reads the available ones without waiting.
             self.fetch(&mut fetched, limit.min(1), wait);
             self.fetch(&mut fetched, limit, Duration::ZERO);
         }
         fetched.copy()
     }
 
-    /// Fills up to `limit` messages in total.
+    /// Reads messages until there are `limit` in total or `wait` is over.
     fn fetch(&self, fetched: &mut FetchedMessages, limit: usize, wait: Duration) {
         let free = &mut fetched.messages[fetched.count..limit.max(fetched.count)];
         if free.is_empty() {
@@ -279,7 +280,7 @@ impl<C: ConsumerContext + 'static> Drop for MessageQueue<C> {
             let main = native::rd_kafka_queue_get_main(client);
             native::rd_kafka_set_log_queue(client, main);
             native::rd_kafka_queue_destroy(main);
-            native::rd_kafka_queue_destroy(self.lines.as_ptr());
+            native::rd_kafka_queue_destroy(self.log_queue.as_ptr());
             native::rd_kafka_queue_destroy(self.native.as_ptr());
         }
     }
@@ -300,7 +301,7 @@ fn level_of(level: i32) -> RDKafkaLogLevel {
     }
 }
 
-/// Copies a message that arrived in the main queue.
+/// Copies a message that arrived in librdkafka's main queue.
 pub(crate) fn copy(message: &BorrowedMessage<'_>) -> RecordBatch {
     let mut copier = MessageCopier::default();
     // SAFETY: a borrowed message points to a live native one.
@@ -344,7 +345,7 @@ impl Drop for FetchedMessages {
     }
 }
 
-/// Copies messages into blocks.
+/// Copies messages into shared blocks.
 #[derive(Default)]
 struct MessageCopier {
     block: Vec<u8>,
@@ -367,6 +368,8 @@ struct PendingRecord {
 }
 
 impl MessageCopier {
+    /// Copies a message, or records its error.
+    ///
     /// # Safety
     /// `message` points to a message of librdkafka that lives until the call returns.
     unsafe fn take(&mut self, message: *mut native::rd_kafka_message_t) {
@@ -391,7 +394,7 @@ impl MessageCopier {
                 topic,
                 partition,
                 offset,
-                code: known(code),
+                code: error_code(code),
             });
             return;
         }
@@ -407,7 +410,7 @@ impl MessageCopier {
         self.block.extend_from_slice(key.unwrap_or_default());
         let key_end = key.map(|_| self.block.len());
         self.block.extend_from_slice(body.unwrap_or_default());
-        // SAFETY: the message lives; the kind of its timestamp is not needed.
+        // SAFETY: the message lives; the type of its timestamp is not needed.
         let sent_at = unsafe { native::rd_kafka_message_timestamp(message, ptr::null_mut()) };
         self.pending.push(PendingRecord {
             topic,
@@ -423,7 +426,7 @@ impl MessageCopier {
         });
     }
 
-    /// The topic's name, shared with the messages before this one.
+    /// The topic's name; the same allocation as for the previous message if that has the same topic.
     ///
     /// # Safety
     /// `topic` is null or points to a topic of librdkafka that lives until the call returns.
@@ -448,18 +451,18 @@ impl MessageCopier {
     unsafe fn copy_headers(&mut self, message: *const native::rd_kafka_message_t) {
         let mut headers = ptr::null_mut();
         // SAFETY: the message lives and owns the headers that are returned.
-        let found = unsafe { native::rd_kafka_message_headers(message, &mut headers) };
-        if found != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR || headers.is_null() {
+        let code = unsafe { native::rd_kafka_message_headers(message, &mut headers) };
+        if code != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR || headers.is_null() {
             return;
         }
         let (mut name, mut value, mut size) = (ptr::null(), ptr::null(), 0);
         for index in 0.. {
             // SAFETY: the headers live as long as their message; an index past the end returns an
             // error.
-            let got = unsafe {
+            let code = unsafe {
                 native::rd_kafka_header_get_all(headers, index, &mut name, &mut value, &mut size)
             };
-            if got != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR || name.is_null() {
+            if code != RDKafkaRespErr::RD_KAFKA_RESP_ERR_NO_ERROR || name.is_null() {
                 return;
             }
             // SAFETY: the name ends in NUL, and the value has `size` bytes or is null; both live
@@ -469,6 +472,7 @@ impl MessageCopier {
         }
     }
 
+    /// Converts the pending messages, which share the bytes of the block, and starts a new block.
     fn close_block(&mut self) {
         let block = Bytes::from(std::mem::take(&mut self.block));
         self.batch
@@ -491,10 +495,12 @@ impl MessageCopier {
 }
 
 /// The error code with this number, or `Unknown` if the bindings do not have it.
-fn known(code: i32) -> RDKafkaErrorCode {
+fn error_code(code: i32) -> RDKafkaErrorCode {
     RDKafkaRespErr::try_from(code).map_or(RDKafkaErrorCode::Unknown, Into::into)
 }
 
+/// The bytes at `start`; `None` if it is null.
+///
 /// # Safety
 /// `start` is null or points to `length` bytes that live and do not change for as long as the slice
 /// is used.
@@ -509,10 +515,10 @@ mod tests {
 
     #[test]
     fn an_error_code_that_the_bindings_do_not_have_is_unknown() {
-        assert_eq!(known(-185), RDKafkaErrorCode::OperationTimedOut);
-        assert_eq!(known(2), RDKafkaErrorCode::InvalidMessage);
+        assert_eq!(error_code(-185), RDKafkaErrorCode::OperationTimedOut);
+        assert_eq!(error_code(2), RDKafkaErrorCode::InvalidMessage);
         for code in [i32::MIN, -200_000, 9_999, i32::from(i16::MAX)] {
-            assert_eq!(known(code), RDKafkaErrorCode::Unknown);
+            assert_eq!(error_code(code), RDKafkaErrorCode::Unknown);
         }
     }
 

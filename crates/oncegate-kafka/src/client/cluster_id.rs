@@ -12,8 +12,8 @@ use std::time::Duration;
 
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 
-/// The cluster id of the last metadata response; `None` if there was none within the time. Must not
-/// be called periodically.
+/// The cluster id of the last metadata response; `None` if there was none within the time. Not to be
+/// called periodically, because each call leaks memory.
 pub(crate) fn fetch<C: ConsumerContext>(
     consumer: &BaseConsumer<C>,
     timeout: Duration,

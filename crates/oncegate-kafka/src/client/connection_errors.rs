@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::LogThrottle;
 
-/// How often it is logged while it lasts.
+/// How often a lasting connection error is logged.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Connection errors of all clients of one source. librdkafka retries by itself, and reports each
@@ -47,8 +47,8 @@ impl ConnectionErrors {
 }
 
 /// A hint for the operator. OpenSSL reports the same error for a certificate with another host name
-/// as for an unsigned one. With a TLS alert the broker rejects the client certificate: `bad
-/// certificate`, or `certificate required`.
+/// as for one without a trusted signature. A broker that rejects the client certificate sends a TLS
+/// alert: `bad certificate` or `certificate required`.
 fn advice(reason: &str) -> &'static str {
     if reason.contains("certificate verify failed") {
         "check that the broker's certificate is valid, names the host that is set in .brokers(…) or advertised, and is signed by the \
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_logged_at_once_and_then_every_ten_seconds() {
+    fn a_connection_error_is_logged_at_once_and_then_every_ten_seconds() {
         let (connection_errors, started) = (ConnectionErrors::new("b"), Instant::now());
         let logged: Vec<u64> = (0..30)
             .filter(|second| connection_errors.is_due(started + Duration::from_secs(*second)))

@@ -33,9 +33,10 @@ impl ClientContext for LogContext {
 /// Forwards one line of librdkafka's log to `tracing`.
 pub(crate) fn line(level: RDKafkaLogLevel, facility: &str, line: &str) {
     match level {
-        // Properties are set on consumers and producers alike; each warns about those of the other.
+        // The same properties are set on consumers and producers, and librdkafka warns of those that
+        // a client does not use.
         _ if facility == "CONFWARN" => tracing::debug!(facility, "{line}"),
-        // librdkafka also reports each such failure as an error of the client, which is logged.
+        // librdkafka also passes each such failure to the error callback, which logs it.
         _ if facility == "FAIL" => tracing::debug!(facility, "{line}"),
         RDKafkaLogLevel::Emerg
         | RDKafkaLogLevel::Alert
@@ -49,7 +50,7 @@ pub(crate) fn line(level: RDKafkaLogLevel, facility: &str, line: &str) {
     }
 }
 
-/// Logs an error that has no other effect.
+/// Logs the error of a result, if it is one. `what` is the whole log line.
 pub(crate) fn log_error(what: &str, result: KafkaResult<()>) {
     if let Err(error) = result {
         tracing::error!(%error, "{what}");

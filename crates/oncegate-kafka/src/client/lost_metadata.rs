@@ -13,8 +13,8 @@
 
 use std::time::{Duration, Instant};
 
-/// How long the client is without the group coordinator before the first probe by a fresh client,
-/// and the pause between probes; then the maximum pause while probes fail.
+/// The first and the longest pause before a probe. A probe is a request of a fresh client to the
+/// group coordinator, while the watched client does not reach it. The pause doubles while probes fail.
 const PROBE_PAUSES: (Duration, Duration) = (Duration::from_secs(2), Duration::from_secs(15));
 /// How long a client may take to connect and to find the coordinator.
 const CONNECT_TIME: Duration = Duration::from_secs(5);
@@ -23,64 +23,68 @@ const CONNECT_TIME: Duration = Duration::from_secs(5);
 /// that a metadata response does not name, and may then never try its bootstrap servers again.
 pub(crate) struct LostMetadata {
     /// The time within which a healthy client reconnects.
-    returns: Duration,
+    reconnect_time: Duration,
     /// Since when the client has not reached the group coordinator.
     without_group_since: Option<Instant>,
-    /// When the last probe ran, how long to wait after it, and since when probes have succeeded.
-    probed: Option<Instant>,
+    last_probe: Option<Instant>,
+    /// The pause before the next probe.
     pause: Duration,
-    answered: Option<Instant>,
+    /// Since when every probe has succeeded.
+    succeeding_since: Option<Instant>,
 }
 
 impl LostMetadata {
     /// `reconnect_backoff_max` is the longest pause before the watched client reconnects.
     pub(crate) fn new(reconnect_backoff_max: Duration) -> Self {
-        Self::waiting(reconnect_backoff_max + CONNECT_TIME, None)
+        Self::without_probes(reconnect_backoff_max + CONNECT_TIME, None)
     }
 
-    const fn waiting(returns: Duration, without_group_since: Option<Instant>) -> Self {
+    const fn without_probes(
+        reconnect_time: Duration,
+        without_group_since: Option<Instant>,
+    ) -> Self {
         Self {
-            returns,
+            reconnect_time,
             without_group_since,
-            probed: None,
+            last_probe: None,
             pause: PROBE_PAUSES.0,
-            answered: None,
+            succeeding_since: None,
         }
     }
 
-    /// Whether fresh clients have reached the coordinator for longer than the watched one needs to
-    /// reconnect.
+    /// Runs a probe if one is due. Returns whether fresh clients have reached the coordinator for
+    /// longer than the watched one needs to reconnect.
     pub(crate) fn check(
         &mut self,
         without_group_since: Option<Instant>,
         clock: impl Fn() -> Instant,
-        answers: impl FnOnce() -> bool,
+        probe: impl FnOnce() -> bool,
     ) -> bool {
         if self.without_group_since != without_group_since {
-            *self = Self::waiting(self.returns, without_group_since);
+            *self = Self::without_probes(self.reconnect_time, without_group_since);
         }
-        let Some(started) = self.probed.or(without_group_since) else {
+        let Some(started) = self.last_probe.or(without_group_since) else {
             return false;
         };
         if clock().duration_since(started) < self.pause {
             return false;
         }
-        let does_answer = answers();
+        let has_succeeded = probe();
         let now = clock();
-        self.probed = Some(now);
+        self.last_probe = Some(now);
         // Bounds the load of probes on a cluster that is down for long or is just starting.
-        self.pause = if does_answer {
+        self.pause = if has_succeeded {
             PROBE_PAUSES.0
         } else {
             (self.pause * 2).min(PROBE_PAUSES.1)
         };
-        self.answered = if does_answer {
-            self.answered.or(Some(now))
+        self.succeeding_since = if has_succeeded {
+            self.succeeding_since.or(Some(now))
         } else {
             None
         };
-        self.answered
-            .is_some_and(|at| now.duration_since(at) >= self.returns)
+        self.succeeding_since
+            .is_some_and(|since| now.duration_since(since) >= self.reconnect_time)
     }
 }
 
@@ -92,28 +96,29 @@ mod tests {
     fn lost_metadata_is_detected_once_probes_succeed_for_the_reconnect_time() {
         let started = Instant::now();
         let at = |seconds| started + Duration::from_secs(seconds);
-        // The client loses its group at 0; probes succeed from second `answered` on.
-        let found = |alone_until: u64, answered: u64| {
+        // The watched client loses the coordinator at second 0 and reconnects at `reconnected`; probes
+        // succeed from second `answered` on.
+        let detected_at = |reconnected: u64, answered: u64| {
             let mut detector = LostMetadata::new(Duration::from_secs(1));
             (0..200).find(|now| {
                 detector.check(
-                    (*now < alone_until).then_some(started),
+                    (*now < reconnected).then_some(started),
                     || at(*now),
                     || *now >= answered,
                 )
             })
         };
         assert_eq!(
-            found(200, 0),
+            detected_at(200, 0),
             Some(8),
             "probed after 2 s, and then every 2 s"
         );
         assert_eq!(
-            found(200, 33),
+            detected_at(200, 33),
             Some(50),
             "probed at 2, 6, 14, 29 and 44: nothing is detected while probes fail"
         );
-        assert_eq!(found(8, 0), None, "it has come back");
+        assert_eq!(detected_at(8, 0), None, "the watched client reconnected");
         // A failed probe restarts the measurement, and so does a reconnect.
         let mut detector = LostMetadata::new(Duration::from_secs(1));
         assert!(
@@ -125,9 +130,9 @@ mod tests {
         assert!(!detector.check(Some(at(16)), || at(21), || true));
         assert!(detector.check(Some(at(16)), || at(27), || true));
         // A longer reconnect backoff extends the time.
-        let mut patient = LostMetadata::new(Duration::from_secs(10));
+        let mut slow_reconnect = LostMetadata::new(Duration::from_secs(10));
         assert_eq!(
-            (0..200).find(|now| patient.check(Some(started), || at(*now), || true)),
+            (0..200).find(|now| slow_reconnect.check(Some(started), || at(*now), || true)),
             Some(18)
         );
     }

@@ -8,20 +8,20 @@
 //!   for one field. *Version:* librdkafka 2.12.1.
 //! - *Upstream:* `docs/upstream/librdkafka-statistics-escaping.md`.
 //! - *Test:* `only_statistics_with_another_state_than_up_count_as_disconnected`.
-//! - *May stay*: a search is also cheaper than parsing.
+//! - *May stay:* a search also costs less than parsing.
 
 use std::time::Duration;
 
 /// The statistics interval.
 pub(crate) const INTERVAL: Duration = Duration::from_secs(2);
 
-/// The text before the coordinator's state. The statistics have about a kilobyte per partition.
+/// The text before the coordinator's state.
 const CGRP_STATE: &[u8] = br#""cgrp": { "state": ""#;
 
 /// Whether the client is connected to its group coordinator. Statistics without the state count as
 /// connected.
 pub(crate) fn is_coordinator_up(statistics: &[u8]) -> bool {
-    // The state is near the end.
+    // Searched from the end, where the state is: the statistics have about 1 KB per partition.
     let at = statistics
         .windows(CGRP_STATE.len())
         .rposition(|it| it == CGRP_STATE);
@@ -35,21 +35,21 @@ mod tests {
     #[test]
     fn only_statistics_with_another_state_than_up_count_as_disconnected() {
         // As librdkafka writes it, without escaping names.
-        let whole = |group| {
+        let statistics_with = |group| {
             format!(
                 r#"{{ "name": "a"b", "brokers":{{ "b/1": {{"state":"DOWN"}} }}, "topics":{{}}{group}, "tx":3}}"#
             )
         };
-        let is = |group| is_coordinator_up(whole(group).as_bytes());
-        assert!(is(
+        let is_up = |group| is_coordinator_up(statistics_with(group).as_bytes());
+        assert!(is_up(
             r#", "cgrp": { "state": "up", "stateage": 1, "join_state": "steady" }"#
         ));
-        assert!(!is(
+        assert!(!is_up(
             r#", "cgrp": { "state": "query-coord", "stateage": 1, "join_state": "init" }"#
         ));
-        assert!(!is(
+        assert!(!is_up(
             r#", "cgrp": { "state": "wait-broker-transport", "join_state": "steady" }"#
         ));
-        assert!(is("") && is_coordinator_up(b"cut o"));
+        assert!(is_up("") && is_coordinator_up(b"cut o"));
     }
 }

@@ -25,7 +25,9 @@ pub(crate) const NO_ID: &str = "AAAAAAAAAAAAAAAAAAAAAA";
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct IdChange<'a> {
     pub(crate) topic: &'a str,
+    /// The topic id before the change; [`NO_ID`] for the first one.
     pub(crate) before: &'a str,
+    /// The topic id from now on.
     pub(crate) id: &'a str,
 }
 

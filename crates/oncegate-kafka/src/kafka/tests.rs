@@ -1,6 +1,6 @@
 use super::*;
 
-fn whole() -> Kafka {
+fn valid_settings() -> Kafka {
     Kafka::topic("payments")
         .brokers("localhost:9092")
         .group("ledger")
@@ -15,7 +15,7 @@ fn setting(kafka: Kafka) -> String {
 
 #[test]
 fn missing_and_forbidden_settings_are_named() {
-    assert!(whole().check().is_ok());
+    assert!(valid_settings().check().is_ok());
     assert_eq!(setting(Kafka::topic("").brokers("b").group("g")), "topic");
     assert_eq!(
         setting(Kafka::topics(Vec::<String>::new()).brokers("b").group("g")),
@@ -34,31 +34,34 @@ fn missing_and_forbidden_settings_are_named() {
         );
     }
     assert_eq!(setting(Kafka::topic("t").brokers("b").group(" ")), "group");
-    assert_eq!(setting(whole().dead_letters("payments")), "dead_letters");
-    assert_eq!(setting(whole().in_doubt("")), "in_doubt");
     assert_eq!(
-        setting(whole().create_topics(TopicCreation::Create {
+        setting(valid_settings().dead_letters("payments")),
+        "dead_letters"
+    );
+    assert_eq!(setting(valid_settings().in_doubt("")), "in_doubt");
+    assert_eq!(
+        setting(valid_settings().create_topics(TopicCreation::Create {
             partitions: 0,
             replication: 1
         })),
         "create_topics"
     );
     assert_eq!(
-        setting(whole().property("auto.commit.interval.ms", "0")),
+        setting(valid_settings().property("auto.commit.interval.ms", "0")),
         "auto.commit.interval.ms"
     );
     assert!(
-        whole()
+        valid_settings()
             .property("auto.commit.interval.ms", "100")
             .check()
             .is_ok()
     );
     assert_eq!(
-        setting(whole().property("enable.ssl.certificate.verification", "false")),
+        setting(valid_settings().property("enable.ssl.certificate.verification", "false")),
         "enable.ssl.certificate.verification"
     );
     assert_eq!(
-        setting(whole().ca_certificate("/no/such/file")),
+        setting(valid_settings().ca_certificate("/no/such/file")),
         "ca_certificate"
     );
     for key in [
@@ -72,12 +75,12 @@ fn missing_and_forbidden_settings_are_named() {
         "allow.auto.create.topics",
         "statistics.interval.ms",
     ] {
-        assert_eq!(setting(whole().property(key, "x")), key);
+        assert_eq!(setting(valid_settings().property(key, "x")), key);
     }
 }
 
 #[test]
-fn required_properties_override_the_users_and_those_override_defaults() {
+fn required_properties_override_the_users_which_override_defaults() {
     let properties = [
         ("fetch.queue.backoff.ms", "50"),
         ("security.protocol", "ssl"),
@@ -85,17 +88,19 @@ fn required_properties_override_the_users_and_those_override_defaults() {
     ];
     let kafka = properties
         .iter()
-        .fold(whole(), |kafka, (key, value)| kafka.property(*key, *value));
+        .fold(valid_settings(), |kafka, (key, value)| {
+            kafka.property(*key, *value)
+        });
     let consumer = kafka.consumer_config();
     assert_eq!(consumer.get("fetch.queue.backoff.ms"), Some("50"));
     assert_eq!(consumer.get("fetch.message.max.bytes"), Some("262144"));
-    let by_another_name = whole()
+    let with_alias = valid_settings()
         .property("max.partition.fetch.bytes", "1")
         .consumer_config();
     assert_eq!(
         (
-            by_another_name.get("fetch.message.max.bytes"),
-            by_another_name.get("max.partition.fetch.bytes")
+            with_alias.get("fetch.message.max.bytes"),
+            with_alias.get("max.partition.fetch.bytes")
         ),
         (None, Some("1"))
     );
@@ -106,16 +111,18 @@ fn required_properties_override_the_users_and_those_override_defaults() {
         ),
         (Some("1000"), Duration::from_secs(1))
     );
-    let slow = whole().property("reconnect.backoff.ms", "2000");
+    let slow = valid_settings().property("reconnect.backoff.ms", "2000");
     assert_eq!(slow.reconnect_backoff_max(), Duration::from_secs(2));
     slow.consumer_config()
         .create::<rdkafka::consumer::BaseConsumer>()
-        .expect("nothing to refuse");
-    let patient = whole().property("reconnect.backoff.max.ms", "3000");
+        .expect("librdkafka accepts the settings");
+    let with_maximum = valid_settings().property("reconnect.backoff.max.ms", "3000");
     assert_eq!(
         (
-            patient.consumer_config().get("reconnect.backoff.max.ms"),
-            patient.reconnect_backoff_max()
+            with_maximum
+                .consumer_config()
+                .get("reconnect.backoff.max.ms"),
+            with_maximum.reconnect_backoff_max()
         ),
         (Some("3000"), Duration::from_secs(3))
     );
@@ -144,34 +151,37 @@ fn the_default_assignor_is_cooperative_sticky() {
             .get("partition.assignment.strategy")
             .map(str::to_owned)
     };
-    assert_eq!(strategy(whole()).as_deref(), Some("cooperative-sticky"));
     assert_eq!(
-        strategy(whole().property("partition.assignment.strategy", "range")).as_deref(),
+        strategy(valid_settings()).as_deref(),
+        Some("cooperative-sticky")
+    );
+    assert_eq!(
+        strategy(valid_settings().property("partition.assignment.strategy", "range")).as_deref(),
         Some("range")
     );
     // librdkafka rejects the property when the brokers assign partitions.
     assert_eq!(
-        strategy(whole().property("group.protocol", "consumer")),
+        strategy(valid_settings().property("group.protocol", "consumer")),
         None
     );
 }
 
 #[test]
 fn start_at_error_implies_out_of_range_error() {
-    assert_eq!(whole().out_of_range_policy(), OutOfRange::Earliest);
+    assert_eq!(valid_settings().out_of_range_policy(), OutOfRange::Earliest);
     assert_eq!(
-        whole()
+        valid_settings()
             .out_of_range(OutOfRange::Error)
             .out_of_range_policy(),
         OutOfRange::Error
     );
     assert_eq!(
-        whole().start(StartAt::Error).out_of_range_policy(),
+        valid_settings().start(StartAt::Error).out_of_range_policy(),
         OutOfRange::Error
     );
     for kafka in [
-        whole().start(StartAt::Error),
-        whole().out_of_range(OutOfRange::Error),
+        valid_settings().start(StartAt::Error),
+        valid_settings().out_of_range(OutOfRange::Error),
     ] {
         assert_eq!(
             kafka.consumer_config().get("auto.offset.reset"),
@@ -182,32 +192,40 @@ fn start_at_error_implies_out_of_range_error() {
 
 #[test]
 fn the_drain_timeout_is_below_the_poll_interval() {
-    assert_eq!(whole().drain(), Duration::from_secs(10));
+    assert_eq!(valid_settings().drain_timeout(), Duration::from_secs(10));
     assert_eq!(
-        whole().property("max.poll.interval.ms", "6000").drain(),
+        valid_settings()
+            .property("max.poll.interval.ms", "6000")
+            .drain_timeout(),
         Duration::from_secs(2)
     );
 }
 
 #[test]
 fn debug_shows_no_property_value() {
-    let shown = format!("{:?}", whole().property("sasl.password", "secret-canary"));
+    let shown = format!(
+        "{:?}",
+        valid_settings().property("sasl.password", "secret-canary")
+    );
     assert!(shown.contains("sasl.password") && !shown.contains("canary"));
 }
 
 #[test]
 fn the_session_timeout_is_the_one_that_librdkafka_uses() {
     let shown = |kafka: Kafka| kafka.session_timeout().to_string();
-    assert_eq!(shown(whole()), "45s by default, session.timeout.ms");
+    assert_eq!(
+        shown(valid_settings()),
+        "45s by default, session.timeout.ms"
+    );
     for set in ["12000", " 12000", "0x2ee0"] {
         assert_eq!(
-            shown(whole().property("session.timeout.ms", set)),
+            shown(valid_settings().property("session.timeout.ms", set)),
             "12s, session.timeout.ms",
             "{set}"
         );
     }
     assert_eq!(
-        shown(whole().property("group.protocol", "consumer")),
+        shown(valid_settings().property("group.protocol", "consumer")),
         "45s by default, group.consumer.session.timeout.ms of the broker"
     );
 }

@@ -22,16 +22,16 @@ pub(super) struct AssignedPartition {
     pub(super) log_end: Option<i64>,
     /// The lowest unsettled offset at the last commit, and since when it has been the lowest.
     pub(super) lowest_since: (Option<i64>, Instant),
-    /// Whether a repeated id was logged.
+    /// Whether the line about repeated ids was logged for this assignment.
     pub(super) repetition_logged: bool,
     /// Deliveries that were handed out and are not settled or released.
     pub(super) handed_out: usize,
     pub(super) state: AssignmentState,
-    /// From when on the position is committed once by itself. librdkafka commits a stored offset
-    /// only if it is above the committed one; if the log was truncated below that, neither the
-    /// first position nor any later one would be committed. So each assignment starts with such a
-    /// commit, and a failed commit is followed by one.
-    pub(super) send_from: Option<Instant>,
+    /// From when on the next commit is sent as [`SendMode::Immediate`], once. librdkafka commits a
+    /// stored offset only if it is above the committed one; if the log was truncated below that, it
+    /// would commit no offset of this assignment. So the first commit of each assignment is
+    /// immediate, and the repetition of a failed one.
+    pub(super) commit_immediately_from: Option<Instant>,
     pub(super) expiry: ExpiryLog,
 }
 
@@ -39,7 +39,7 @@ impl AssignedPartition {
     /// Handles the offset of a record. Logs a truncated log if it is below the committed offset
     /// that the assignment started at. Returns the gap if it is above the expected offset.
     pub(super) fn record_arrived(&mut self, offset: i64) -> Option<OffsetGap> {
-        let expected = self.start.at();
+        let expected = self.start.offset();
         if self.watermark.end().is_none() && expected.is_some_and(|expected| offset < expected) {
             self.on_truncation(expected, offset);
         }
@@ -56,7 +56,7 @@ impl AssignedPartition {
         })
     }
 
-    /// The log continues at `offset`, below the `expected` one.
+    /// Counts and logs that the log continues at `offset`, below the `expected` one.
     pub(super) fn on_truncation(&mut self, expected: Option<i64>, offset: i64) {
         metrics::counter!(crate::metric::LOGS_TRUNCATED).increment(1);
         tracing::error!(
@@ -72,13 +72,13 @@ impl AssignedPartition {
             .after_truncation(offset, expected.unwrap_or(offset));
     }
 
-    /// The log was read up to this offset, and every message below it was delivered. If the log
-    /// ends with transaction markers, only this shows it. Returns the gap if it is above the
-    /// expected offset.
-    pub(super) fn pass(&mut self, offset: i64) -> Option<OffsetGap> {
+    /// The log was read up to this offset: every message below it was delivered, and the remaining
+    /// offsets are gaps, such as transaction markers. Returns the gap if nothing was delivered yet and
+    /// the offset is above the expected one.
+    pub(super) fn advance_to(&mut self, offset: i64) -> Option<OffsetGap> {
         let mut gap = None;
         if self.watermark.end().is_none() {
-            let expected = self.start.at().unwrap_or(offset);
+            let expected = self.start.offset().unwrap_or(offset);
             if offset < expected {
                 return None;
             }
@@ -90,12 +90,13 @@ impl AssignedPartition {
             });
             self.watermark.start_at(expected);
         }
-        self.watermark.pass(offset);
+        self.watermark.advance_to(offset);
         gap
     }
 
+    /// Takes the offset to commit; `None` if it was taken before.
     pub(super) fn commit(&mut self, now: Instant) -> Option<OffsetCommit> {
-        let mode = if self.send_from.is_some_and(|from| from <= now) {
+        let mode = if self.commit_immediately_from.is_some_and(|from| from <= now) {
             SendMode::Immediate
         } else {
             SendMode::Stored
@@ -104,7 +105,9 @@ impl AssignedPartition {
             SendMode::Immediate => self.watermark.take_position()?,
             SendMode::Stored => self.watermark.take_commit()?,
         };
-        self.send_from = self.send_from.filter(|_| mode == SendMode::Stored);
+        self.commit_immediately_from = self
+            .commit_immediately_from
+            .filter(|_| mode == SendMode::Stored);
         Some(OffsetCommit {
             topic: self.topic.clone(),
             partition: self.partition,
@@ -115,7 +118,7 @@ impl AssignedPartition {
     }
 }
 
-/// Which topic is read under a name, and whether its offsets repeat.
+/// The topic that is read, and whether its positions repeat those of an earlier topic of this name.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct LogIdentity {
     /// The ids of the topic and its cluster, if they are known.
@@ -126,11 +129,11 @@ pub(crate) struct LogIdentity {
 /// Whether message ids made from positions are unique.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum PositionIds {
-    /// Each belongs to one message.
+    /// Each position belongs to one message.
     #[default]
     Unique,
-    /// Between these offsets they may belong to other messages: the topic was recreated or is a
-    /// replica, or its log was truncated.
+    /// The positions from `from` to below `to` may also belong to other messages: the topic was
+    /// recreated or is a replica, or its log was truncated.
     MayRepeat { from: i64, to: i64 },
 }
 
@@ -165,25 +168,25 @@ impl PositionIds {
 pub(crate) enum StartPosition {
     /// The offset that the group has committed.
     Committed(i64),
-    /// The offset that was committed on another cluster, for a topic of which this one is a
-    /// replica.
+    /// The offset that was committed on another cluster. The topic is a replica of the topic there.
     Replica(i64),
-    /// The offset that was committed for a topic with another id: this topic is a replica of that
-    /// one, or was recreated.
+    /// The offset that was committed for a topic with another id. The topic is a replica of it, or was
+    /// recreated.
     Ambiguous(i64),
-    /// The beginning, whatever is committed: the topic was recreated.
+    /// The beginning, because the topic was recreated. The committed offset is ignored.
     Recreated,
     /// The beginning: the partition was added to a topic of which the group has read other
     /// partitions.
     AddedPartition,
     /// The group has no offset for it.
     NoOffset,
-    /// The broker did not answer.
+    /// Unknown, because the group coordinator returned no offset in time. librdkafka fetches it.
     Unknown,
 }
 
 impl StartPosition {
-    pub(super) fn at(self) -> Option<i64> {
+    /// The offset to start at; `None` if librdkafka or the log start decides it.
+    pub(super) fn offset(self) -> Option<i64> {
         match self {
             Self::Committed(offset) | Self::Replica(offset) | Self::Ambiguous(offset) => {
                 Some(offset)
@@ -197,26 +200,27 @@ impl StartPosition {
 /// Whether librdkafka's position in a partition can be used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum PositionTrust {
-    /// It may belong to an earlier assignment, until librdkafka reports that nothing was read yet,
-    /// or a message arrives.
+    /// Not yet: it may be left from an earlier assignment, until librdkafka reports that it has no
+    /// position, or a message arrives.
     Unconfirmed,
+    /// Yes.
     Trusted,
-    /// librdkafka counts an error as a message, and never goes back. After either, its position is
-    /// too high.
+    /// No: it is too high. librdkafka has counted an error as a message, or the log was truncated,
+    /// which does not lower the position.
     Wrong,
 }
 
-/// The steps that remain after a batch.
+/// What the caller has to handle after records were added.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct IntakeResult {
-    /// Offset gaps.
+    /// The gaps before the records.
     pub(crate) gaps: Vec<OffsetGap>,
-    /// The partitions that restart at a lower offset.
+    /// The partitions that continue at a lower offset, so that librdkafka's position is wrong.
     pub(crate) restarted: Vec<(Arc<str>, i32)>,
 }
 
-/// The next message of a partition was not at the expected offset. The offsets in between are a
-/// gap, or their messages expired before they were read.
+/// Offsets that were skipped because the next message is above the expected offset: compacted
+/// records, transaction markers, or messages that expired before they were read.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct OffsetGap {
     pub(crate) topic: Arc<str>,
@@ -228,10 +232,10 @@ pub(crate) struct OffsetGap {
 }
 
 impl OffsetGap {
-    /// How many offsets expired before they were read, for a log that now starts at `first`. If
-    /// that is above the next message, all of them count: no offset is skipped silently.
-    pub(crate) fn expired(&self, first: i64) -> u64 {
-        u64::try_from(first.min(self.to) - self.from).unwrap_or(0)
+    /// How many offsets of the gap count as expired if the log now starts at `log_start`: those below
+    /// it. If it is above the next message, all of them, so that no loss is unreported.
+    pub(crate) fn expired(&self, log_start: i64) -> u64 {
+        u64::try_from(log_start.min(self.to) - self.from).unwrap_or(0)
     }
 }
 
@@ -244,8 +248,8 @@ pub(super) enum AssignmentState {
     Revoking,
     /// No more messages are read; those read before are handed out.
     Halted,
-    /// librdkafka is still to seek to the start, because the topic was recreated or the log
-    /// truncated. Nothing is added before that.
+    /// No records are added until librdkafka has sought to the start of the assignment, because the
+    /// topic was recreated or its log truncated.
     Seeking,
 }
 
@@ -256,7 +260,7 @@ pub(crate) struct OffsetCommit {
     pub(crate) partition: i32,
     pub(crate) offset: i64,
     pub(crate) mode: SendMode,
-    /// The topic that the offset belongs to, if known; committed beside it as metadata.
+    /// The topic that the offset belongs to, if it is known: the metadata of the commit.
     pub(crate) identity: Option<TopicIdentity>,
 }
 
@@ -265,6 +269,6 @@ pub(crate) struct OffsetCommit {
 pub(crate) enum SendMode {
     /// librdkafka commits it within `auto.commit.interval.ms`, if it is above the committed one.
     Stored,
-    /// It is committed now, whatever was committed before.
+    /// A commit request is sent at once, also for an offset below the committed one.
     Immediate,
 }

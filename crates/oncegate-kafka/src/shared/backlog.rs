@@ -1,4 +1,5 @@
-//! Counts the messages in memory that wait for their delay or for the confirm of their dead letter.
+//! Counts the held messages: those in memory that wait for their delay or for the confirm of their
+//! dead letter.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -30,7 +31,7 @@ impl Backlog {
 ///
 /// A message counts from its release or rejection until it is handed out again, dropped, or its
 /// dead letter is confirmed, however often publishing fails. It counts for its partition, not for
-/// an assignment: a partition that is assigned again still holds the dead letters of before.
+/// an assignment: a partition that is assigned again still holds its unconfirmed dead letters.
 #[derive(Debug, Default)]
 pub(super) struct HeldMessages {
     total: Backlog,
@@ -38,7 +39,7 @@ pub(super) struct HeldMessages {
 }
 
 impl HeldMessages {
-    /// This delivery was released or rejected.
+    /// Counts a delivery that was released or rejected.
     pub(super) fn add(&mut self, delivery: &Delivery) {
         let bytes = delivery.message.size();
         self.total.add(bytes);
@@ -48,7 +49,7 @@ impl HeldMessages {
             .add(bytes);
     }
 
-    /// This delivery, which was added, was handed out again or dropped, or its dead letter is
+    /// Stops counting a delivery that was handed out again or dropped, or whose dead letter is
     /// confirmed.
     pub(super) fn remove(&mut self, delivery: &Delivery) {
         let (bytes, partition) = (delivery.message.size(), partition_of(delivery));
@@ -61,7 +62,7 @@ impl HeldMessages {
         }
     }
 
-    /// Replaces the counts: only this backlog, all of it in this partition.
+    /// Replaces all counts by this backlog of one partition.
     #[cfg(test)]
     pub(super) fn set(&mut self, topic: &str, partition: u32, held: Backlog) {
         self.total = held;
@@ -72,7 +73,7 @@ impl HeldMessages {
         self.total
     }
 
-    /// Those of one partition, of all its assignments.
+    /// The held messages of one partition, of all its assignments.
     pub(super) fn of(&self, topic: &Arc<str>, partition: i32) -> Backlog {
         u32::try_from(partition)
             .ok()

@@ -9,7 +9,7 @@ use super::assignment::{AssignedPartition, OffsetCommit};
 pub(super) const COMMIT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 impl SourceState {
-    /// The offsets to commit since the last call.
+    /// Takes the offsets to commit that were not returned before.
     pub(crate) fn commits(&mut self) -> Vec<OffsetCommit> {
         let now = Instant::now();
         for assigned in self.assigned.values_mut() {
@@ -24,28 +24,29 @@ impl SourceState {
             .collect()
     }
 
-    /// A commit of this partition failed: its position is committed again soon.
+    /// A commit of this partition failed. Its position is committed again after
+    /// [`COMMIT_RETRY_PAUSE`].
     pub(crate) fn commit_again(&mut self, topic: &str, partition: i32) {
-        let soon = Instant::now() + COMMIT_RETRY_PAUSE;
+        let retry_at = Instant::now() + COMMIT_RETRY_PAUSE;
         self.all_of(topic, partition)
-            .for_each(|it| it.send_from = Some(soon));
+            .for_each(|it| it.commit_immediately_from = Some(retry_at));
     }
 
-    /// A commit of this partition succeeded. If its offset is above every offset of this
-    /// assignment, it is a retried commit of an earlier assignment, which has overtaken the lower
-    /// one that this assignment started with. librdkafka would commit nothing until that offset is
-    /// passed, and a crash would skip messages; so the position is committed again at once.
-    /// librdkafka itself repeats a commit below an earlier one.
+    /// A commit of this partition succeeded. An offset above all that this assignment has committed
+    /// comes from a retried commit of an earlier assignment, which the broker handled after the lower
+    /// commit of this one. librdkafka would commit nothing until that offset is reached, and a crash
+    /// would skip messages, so the position is committed again at once. For two commits of the same
+    /// assignment, librdkafka does this itself.
     pub(crate) fn commit_confirmed(&mut self, topic: &str, partition: i32, offset: i64) {
         let now = Instant::now();
-        let overtaken = |it: &&mut AssignedPartition| {
+        let is_overwritten = |it: &&mut AssignedPartition| {
             it.watermark
                 .last_taken()
                 .is_some_and(|last_taken| offset > last_taken)
         };
         self.all_of(topic, partition)
-            .filter(overtaken)
-            .for_each(|it| it.send_from = Some(now));
+            .filter(is_overwritten)
+            .for_each(|it| it.commit_immediately_from = Some(now));
     }
 
     fn all_of<'a>(

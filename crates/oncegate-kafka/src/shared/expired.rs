@@ -1,4 +1,4 @@
-//! Expired messages: always counted, logged at a bounded rate.
+//! Counts expired messages, and limits how often they are logged.
 
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,8 @@ const MAX_DEFERRED: usize = 1_000;
 #[derive(Default)]
 pub(super) struct ExpiryLog {
     expired: ThrottledCount,
-    unclear: ThrottledCount,
-    /// Gaps that were found while the log start offset was unknown.
+    unclassified: ThrottledCount,
+    /// The unclassified gaps: those found while the log start offset was unknown.
     deferred: Vec<OffsetGap>,
 }
 
@@ -68,7 +68,7 @@ impl SourceState {
         let Some(log) = self.expiry_log_of(&gap) else {
             return Some(1);
         };
-        let gaps = log.unclear.add(1, now);
+        let gaps = log.unclassified.add(1, now);
         if log.deferred.len() < MAX_DEFERRED {
             log.deferred.push(gap);
         }
@@ -95,11 +95,11 @@ impl SourceState {
     }
 
     fn expiry_log_of(&mut self, gap: &OffsetGap) -> Option<&mut ExpiryLog> {
-        let theirs =
+        let is_match =
             |it: &&mut AssignedPartition| it.partition == gap.partition && it.topic == gap.topic;
         self.assigned
             .values_mut()
-            .find(theirs)
+            .find(is_match)
             .map(|it| &mut it.expiry)
     }
 }

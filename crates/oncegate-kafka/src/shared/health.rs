@@ -10,32 +10,34 @@ use super::assignment::{AssignedPartition, AssignmentState};
 use crate::client::statistics;
 use crate::partition::{BlockedBy, Blocker, PartitionStatus};
 
-/// The polling thread's progress with the prefetch queue, which all partitions share.
+/// The polling thread's progress with the message queue, which all partitions share.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ReadProgress {
-    /// Messages that were read from it.
+    /// How many messages were read from the queue.
     read: u64,
-    /// Its length at the last look.
-    waiting: u64,
-    /// How often its length was read.
-    looks: u64,
+    /// The length of the queue when it was last checked.
+    queued: u64,
+    /// How often the length was checked.
+    length_checks: u64,
 }
 
 impl ReadProgress {
-    /// Whether everything that was in the queue has been read since. Some operations are never read
-    /// as messages, so an empty queue counts too.
-    pub(crate) fn is_over(self, now: Self) -> bool {
-        now.looks > self.looks && (now.waiting == 0 || now.read >= self.read + self.waiting)
+    /// Whether everything that was in the queue at `self` has been read at `now`. An empty queue
+    /// counts too, because some operations are never read as messages.
+    pub(crate) fn is_drained_at(self, now: Self) -> bool {
+        now.length_checks > self.length_checks
+            && (now.queued == 0 || now.read >= self.read + self.queued)
     }
 }
 
 impl SourceState {
-    /// Records the length of the queue.
-    pub(crate) fn set_queue_length(&mut self, waiting: u64) {
-        (self.progress.waiting, self.progress.looks) = (waiting, self.progress.looks + 1);
+    /// Records the length of the message queue.
+    pub(crate) fn set_queue_length(&mut self, queued: u64) {
+        self.progress.queued = queued;
+        self.progress.length_checks += 1;
     }
 
-    /// Counts messages that were read from the queue.
+    /// Counts messages that were read from the message queue.
     pub(crate) fn count_read(&mut self, count: u64) {
         self.progress.read += count;
     }
@@ -44,35 +46,35 @@ impl SourceState {
         self.progress
     }
 
-    /// Requests that another client replaces this one.
+    /// Requests that another client replaces this one. The first reason is kept.
     pub(crate) fn request_replacement(&mut self, reason: String) {
-        self.replace.get_or_insert(reason);
+        self.replacement_reason.get_or_insert(reason);
     }
 
     /// Whether a replacement was requested.
     pub(crate) fn needs_replacement(&self) -> bool {
-        self.replace.is_some()
+        self.replacement_reason.is_some()
     }
 
     /// Records whether the client reports a connection to its group coordinator. A suspected client
     /// that still has none is replaced.
-    pub(crate) fn record_group_state(&mut self, is_with_it: bool, now: Instant) {
+    pub(crate) fn record_group_state(&mut self, is_coordinator_up: bool, now: Instant) {
         let is_late = self
             .reported_at
             .replace(now)
             .is_some_and(|before| now.duration_since(before) > 2 * statistics::INTERVAL);
-        if is_with_it {
-            (self.without_group_since, self.suspected) = (None, None);
+        if is_coordinator_up {
+            (self.without_group_since, self.suspected_since) = (None, None);
             return;
         }
-        // The report was delayed, and the next one may say that the client is connected again.
-        if is_late && self.suspected.is_some() {
-            self.suspected = Some(now);
+        // This report was delayed: the client may have reconnected since, as the next one would say.
+        if is_late && self.suspected_since.is_some() {
+            self.suspected_since = Some(now);
         }
         self.without_group_since.get_or_insert(now);
         if self
-            .suspected
-            .is_some_and(|at| now.duration_since(at) >= statistics::INTERVAL)
+            .suspected_since
+            .is_some_and(|since| now.duration_since(since) >= statistics::INTERVAL)
         {
             self.request_replacement(
                 "it cannot reach the group coordinator, but other clients can".into(),
@@ -85,31 +87,31 @@ impl SourceState {
         self.without_group_since
     }
 
-    /// Fresh clients have reached the group coordinator for longer than this client needs to
-    /// reconnect.
+    /// Records the suspicion that the client has lost its broker metadata: fresh clients have reached
+    /// the group coordinator for longer than this client needs to reconnect.
     pub(crate) fn suspect_lost_metadata(&mut self, without_group_since: Instant, now: Instant) {
-        // It may have been replaced meanwhile.
+        // The client may have reconnected or been replaced since the probe.
         if self.without_group_since == Some(without_group_since) {
-            self.suspected.get_or_insert(now);
+            self.suspected_since.get_or_insert(now);
         }
     }
 
     /// Whether the client does not reach its group coordinator while others do.
     pub(crate) fn is_suspected(&self) -> bool {
-        self.suspected.is_some()
+        self.suspected_since.is_some()
     }
 
     /// Returns the reason of a requested replacement, and counts it.
     pub(crate) fn take_replacement(&mut self) -> Option<String> {
-        let reason = self.replace.take()?;
-        self.replaced += 1;
-        (self.without_group_since, self.suspected) = (None, None);
+        let reason = self.replacement_reason.take()?;
+        self.replacements += 1;
+        (self.without_group_since, self.suspected_since) = (None, None);
         Some(reason)
     }
 
     /// How often the client was replaced.
-    pub(crate) fn replaced(&self) -> u64 {
-        self.replaced
+    pub(crate) fn replacements(&self) -> u64 {
+        self.replacements
     }
 
     /// All assigned partitions.
@@ -131,42 +133,44 @@ impl SourceState {
         }
     }
 
-    /// The position of each partition that is being read.
+    /// The epoch, topic, partition and position of each partition that is being read.
     pub(crate) fn read_positions(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
-        // A partition whose seek keeps failing makes no progress either. A full partition is not
-        // read, and is not stalled.
+        // Includes partitions whose seek fails repeatedly: they make no progress either. A full
+        // partition is not read on purpose.
         let is_read = |it: &AssignedPartition| {
             matches!(it.state, AssignmentState::Active | AssignmentState::Seeking)
                 && !self.is_full(it)
         };
-        let progress = self.assigned.iter().filter(|(_, it)| is_read(it));
-        progress
+        let being_read = self.assigned.iter().filter(|(_, it)| is_read(it));
+        being_read
             .map(|(epoch, it)| {
                 (
                     *epoch,
                     it.topic.clone(),
                     it.partition,
-                    it.watermark.end().or(it.start.at()),
+                    it.watermark.end().or(it.start.offset()),
                 )
             })
             .collect()
     }
 
-    /// The position of a partition, or where it starts.
+    /// The position of a partition: the offset of the next message. `None` if it is unknown.
     pub(crate) fn position_of(&self, topic: &str, partition: i32) -> Option<i64> {
         let assigned = self.assigned.get(&self.epoch_of(topic, partition)?)?;
-        assigned.watermark.end().or(assigned.start.at())
+        assigned.watermark.end().or(assigned.start.offset())
     }
 
     /// The status of each partition, sorted.
     pub(crate) fn status(&self) -> Vec<PartitionStatus> {
-        let mut all: Vec<_> = self
+        let mut statuses: Vec<_> = self
             .assigned
             .iter()
             .map(|(epoch, it)| self.status_of(*epoch, it))
             .collect();
-        all.sort_by(|one, other| (&one.topic, one.partition).cmp(&(&other.topic, other.partition)));
-        all
+        statuses.sort_by(|one, other| {
+            (&one.topic, one.partition).cmp(&(&other.topic, other.partition))
+        });
+        statuses
     }
 
     fn status_of(&self, epoch: u64, assigned: &AssignedPartition) -> PartitionStatus {
@@ -180,25 +184,28 @@ impl SourceState {
             handed_out,
             ..
         } = assigned;
-        let committable = watermark.position().or(start.at());
+        let committable = watermark.position().or(start.offset());
         let released = self
             .released
             .iter()
             .filter(|(_, delivery)| delivery.receipt.epoch == epoch);
         let blocker = watermark.lowest().map(|offset| {
-            let is_it = |delivery: &Delivery| {
+            let is_lowest = |delivery: &Delivery| {
                 delivery.receipt.epoch == epoch && delivery.receipt.position == offset as u64
             };
-            let delayed = self.released.iter().find(|(_, delivery)| is_it(delivery));
+            let delayed = self
+                .released
+                .iter()
+                .find(|(_, delivery)| is_lowest(delivery));
             let blocked_by = match delayed {
                 Some((_, delivery)) => BlockedBy::Delay {
                     failures: delivery.failures,
                 },
-                None if self.ready.iter().any(is_it) => BlockedBy::Queue,
+                None if self.ready.iter().any(is_lowest) => BlockedBy::Queue,
                 None => BlockedBy::Consumer,
             };
-            // Recorded once per turn: an offset that became the lowest since then has not waited
-            // yet.
+            // Recorded once per turn of the polling thread. An offset that became the lowest after
+            // that has not waited yet.
             let since = if lowest_since.0 == Some(offset) {
                 lowest_since.1.elapsed()
             } else {

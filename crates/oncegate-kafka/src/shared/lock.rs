@@ -1,4 +1,4 @@
-//! The lock around the state, and the condition to wait for a change.
+//! The lock around the state, and the condition variable that wakes the polling thread.
 
 use std::ops::DerefMut;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -16,13 +16,13 @@ pub(crate) trait StateLock: Default {
 
     fn lock(&self) -> Self::Guard<'_>;
 
-    /// Unlocks until it is notified, or for `bound`.
-    fn wait<'a>(&'a self, guard: Self::Guard<'a>, bound: Duration) -> Self::Guard<'a>;
+    /// Unlocks the state, waits for a notification or for `limit`, and locks it again.
+    fn wait<'a>(&'a self, guard: Self::Guard<'a>, limit: Duration) -> Self::Guard<'a>;
 
     fn notify(&self);
 }
 
-/// The standard library's.
+/// The lock and condition variable of the standard library.
 #[derive(Default)]
 pub(crate) struct StdLock {
     state: Mutex<SourceState>,
@@ -33,14 +33,14 @@ impl StateLock for StdLock {
     type Guard<'a> = MutexGuard<'a, SourceState>;
 
     fn lock(&self) -> Self::Guard<'_> {
-        // A panic under this lock is a defect. The state after it commits lower offsets, never
-        // higher ones, so the lock stays in use.
+        // A panic while the lock is held is a bug. The state that it leaves commits lower offsets, never
+        // higher ones, so it is safe to use.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn wait<'a>(&'a self, guard: Self::Guard<'a>, bound: Duration) -> Self::Guard<'a> {
+    fn wait<'a>(&'a self, guard: Self::Guard<'a>, limit: Duration) -> Self::Guard<'a> {
         self.changed
-            .wait_timeout(guard, bound)
+            .wait_timeout(guard, limit)
             .unwrap_or_else(PoisonError::into_inner)
             .0
     }

@@ -7,7 +7,7 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// The next event.
+/// An event of a random history.
 #[derive(Clone, Debug)]
 enum PartitionEvent {
     /// `count` messages are read, each after a gap of `gap` offsets.
@@ -16,7 +16,8 @@ enum PartitionEvent {
     HandOut,
     /// A delivery is settled, of any assignment, counted back from the last one.
     Accept { back: u8 },
-    /// An unsettled delivery is released, to be handed out again at once or not in this history.
+    /// An unsettled delivery is released, to be handed out again at once, or after a delay that no
+    /// history reaches.
     Release { back: u8, again: bool },
     /// A delivery is rejected.
     Reject { back: u8 },
@@ -25,11 +26,11 @@ enum PartitionEvent {
     /// Offsets are committed.
     Commit,
     /// librdkafka's position advances `beyond` offsets past the last message.
-    Pass { beyond: u8 },
+    Advance { beyond: u8 },
     /// The partition is being revoked: nothing more of it is handed out, and settlements count.
     Revoke,
-    /// The assignment ends: settlements no longer count. With a last commit, or without one if it
-    /// is lost.
+    /// The assignment ends: its settlements are stale from now on. There is a last commit unless it is
+    /// lost.
     EndAssignment { lost: bool },
     /// The partition is assigned again, at the committed offset.
     Assign,
@@ -52,7 +53,7 @@ fn event() -> impl Strategy<Value = PartitionEvent> {
         1 => (0..30_u8).prop_map(|back| PartitionEvent::Reject { back }),
         1 => Just(PartitionEvent::Publish),
         4 => Just(PartitionEvent::Commit),
-        1 => (0..9_u8).prop_map(|beyond| PartitionEvent::Pass { beyond }),
+        1 => (0..9_u8).prop_map(|beyond| PartitionEvent::Advance { beyond }),
         1 => Just(PartitionEvent::Revoke),
         1 => any::<bool>().prop_map(|lost| PartitionEvent::EndAssignment { lost }),
         2 => Just(PartitionEvent::Assign),
@@ -65,14 +66,15 @@ fn event() -> impl Strategy<Value = PartitionEvent> {
 
 /// The offsets of one assignment, in the simplest representation.
 #[derive(Default)]
-struct NaiveOffsets {
+struct ReferenceOffsets {
     settled: BTreeMap<i64, bool>,
-    passed: i64,
+    /// librdkafka's position, if it is above the last message.
+    advanced_to: i64,
     /// The start position if nothing was read.
     started: Option<i64>,
 }
 
-impl NaiveOffsets {
+impl ReferenceOffsets {
     /// The lowest unsettled offset, or the one after the last.
     fn committable(&self) -> Option<i64> {
         let lowest = self
@@ -85,7 +87,7 @@ impl NaiveOffsets {
                 .settled
                 .keys()
                 .next_back()
-                .map(|last| (last + 1).max(self.passed)))
+                .map(|last| (last + 1).max(self.advanced_to)))
             .or(self.started)
     }
 }
@@ -98,7 +100,7 @@ enum HandedOut {
     /// Released: if it is handed out again, that is another delivery.
     Released,
     /// Its dead letter is being published.
-    RejectedDelivery,
+    Rejected,
 }
 
 struct PartitionModel {
@@ -107,7 +109,7 @@ struct PartitionModel {
     epoch: Option<u64>,
     /// The state of that assignment.
     assignment: AssignmentState,
-    naive: NaiveOffsets,
+    reference: ReferenceOffsets,
     /// The next offset of the log.
     next: i64,
     /// The committed offset.
@@ -132,8 +134,8 @@ impl PartitionModel {
             StartPosition::Committed(0),
             LogIdentity::default(),
         );
-        let (naive, handed_out, unconfirmed, released) = (
-            NaiveOffsets::default(),
+        let (reference, handed_out, unconfirmed, released) = (
+            ReferenceOffsets::default(),
             Vec::new(),
             VecDeque::new(),
             BTreeSet::new(),
@@ -143,7 +145,7 @@ impl PartitionModel {
             state,
             epoch,
             assignment,
-            naive,
+            reference,
             next: 0,
             committed: 0,
             handed_out,
@@ -166,12 +168,13 @@ impl PartitionModel {
 
     /// Starts another assignment.
     fn start(&mut self, epoch: Option<u64>, assignment: AssignmentState) {
-        (self.epoch, self.assignment, self.naive) = (epoch, assignment, NaiveOffsets::default());
+        (self.epoch, self.assignment, self.reference) =
+            (epoch, assignment, ReferenceOffsets::default());
         self.released.clear();
     }
 
-    /// The delivery that many steps back, if it is not settled.
-    fn back(&self, back: u8) -> Option<usize> {
+    /// The index of the delivery that was handed out `back` deliveries ago, if it is not settled.
+    fn unsettled_index(&self, back: u8) -> Option<usize> {
         let index = self.handed_out.len().checked_sub(1 + usize::from(back))?;
         (self.handed_out[index].1 == HandedOut::Out).then_some(index)
     }
@@ -183,10 +186,10 @@ impl PartitionModel {
         delivery(record(position as i64), epoch)
     }
 
-    /// Settlements count for the current assignment only.
+    /// Settlements apply to the current assignment only.
     fn expected_effect(&self, index: usize) -> SettlementEffect {
         if Some(self.handed_out[index].0.epoch) == self.epoch {
-            SettlementEffect::Counted
+            SettlementEffect::Applied
         } else {
             SettlementEffect::Stale
         }
@@ -201,7 +204,7 @@ impl PartitionModel {
                     // Records are dropped while the partition is being revoked, or before the seek
                     // succeeded.
                     if self.is_read() {
-                        self.naive.settled.insert(self.next, false);
+                        self.reference.settled.insert(self.next, false);
                     }
                     records.push(record(self.next));
                     self.next += 1;
@@ -223,7 +226,7 @@ impl PartitionModel {
                     if let Incoming::Delivery(Delivery { receipt, .. }) = it {
                         prop_assert!(self.is_handed_out() && Some(receipt.epoch) == self.epoch);
                         prop_assert_eq!(
-                            self.naive.settled.get(&(receipt.position as i64)),
+                            self.reference.settled.get(&(receipt.position as i64)),
                             Some(&false),
                             "settled, or never read"
                         );
@@ -242,13 +245,13 @@ impl PartitionModel {
                 };
                 let effect = self.state.accept(receipt);
                 prop_assert_eq!(effect, self.expected_effect(index));
-                if effect == SettlementEffect::Counted {
-                    self.naive.settled.insert(receipt.position as i64, true);
+                if effect == SettlementEffect::Applied {
+                    self.reference.settled.insert(receipt.position as i64, true);
                 }
                 self.handed_out[index].1 = HandedOut::Settled;
             }
             PartitionEvent::Release { back, again } => {
-                let Some(index) = self.back(back) else {
+                let Some(index) = self.unsettled_index(back) else {
                     return Ok(());
                 };
                 let after = if again {
@@ -259,24 +262,24 @@ impl PartitionModel {
                 let effect = self.state.release(self.delivery(index), after);
                 prop_assert_eq!(effect, self.expected_effect(index));
                 self.handed_out[index].1 = HandedOut::Released;
-                if effect == SettlementEffect::Counted && !again {
+                if effect == SettlementEffect::Applied && !again {
                     self.released
                         .insert(self.handed_out[index].0.position as i64);
                 }
             }
             PartitionEvent::Reject { back } => {
-                let Some(index) = self.back(back) else {
+                let Some(index) = self.unsettled_index(back) else {
                     return Ok(());
                 };
                 let effect = self.state.reject(&self.delivery(index));
                 prop_assert_eq!(effect, self.expected_effect(index));
-                self.handed_out[index].1 = if effect == SettlementEffect::Counted {
-                    HandedOut::RejectedDelivery
+                self.handed_out[index].1 = if effect == SettlementEffect::Applied {
+                    HandedOut::Rejected
                 } else {
                     HandedOut::Settled
                 };
                 self.unconfirmed
-                    .extend((effect == SettlementEffect::Counted).then_some(index));
+                    .extend((effect == SettlementEffect::Applied).then_some(index));
             }
             PartitionEvent::Publish => {
                 let Some(index) = self.unconfirmed.pop_front() else {
@@ -284,25 +287,25 @@ impl PartitionModel {
                 };
                 let effect = self.state.published(&self.delivery(index));
                 prop_assert_eq!(effect, self.expected_effect(index));
-                if effect == SettlementEffect::Counted {
-                    self.naive
+                if effect == SettlementEffect::Applied {
+                    self.reference
                         .settled
                         .insert(self.handed_out[index].0.position as i64, true);
                 }
                 self.handed_out[index].1 = HandedOut::Settled;
             }
             PartitionEvent::Commit => self.commit()?,
-            PartitionEvent::Pass { beyond } => {
-                let known = self
+            PartitionEvent::Advance { beyond } => {
+                let is_trusted = self
                     .state
                     .assigned
                     .values()
                     .all(|it| it.position_trust == PositionTrust::Trusted);
                 self.state
                     .advance_to("t", 0, Some(self.next + i64::from(beyond)));
-                if self.is_read() && known && !self.naive.settled.is_empty() {
-                    self.naive.passed = self.next + i64::from(beyond);
-                    self.next = self.naive.passed;
+                if self.is_read() && is_trusted && !self.reference.settled.is_empty() {
+                    self.reference.advanced_to = self.next + i64::from(beyond);
+                    self.next = self.reference.advanced_to;
                 }
             }
             PartitionEvent::Revoke => {
@@ -339,7 +342,7 @@ impl PartitionModel {
             }
             PartitionEvent::Truncate { below } => {
                 let Some(last) = self
-                    .naive
+                    .reference
                     .settled
                     .keys()
                     .next_back()
@@ -348,25 +351,27 @@ impl PartitionModel {
                 else {
                     return Ok(());
                 };
-                // Anything up to the last offset goes back; one after the last is the next offset.
+                // A truncation is an offset up to the last one read; the offset after that is expected.
                 let at = (self.next - i64::from(below)).clamp(0, last);
                 self.state.add_records(vec![record(at), record(at + 1)]);
-                // Reading continues at the lowest unsettled offset. The new records are dropped:
-                // with them, all offsets below would count as settled.
+                // Reading continues at the lowest unsettled offset. The new records are dropped: if
+                // they were added, all offsets below them would count as settled.
                 let unsettled = self
-                    .naive
+                    .reference
                     .settled
                     .iter()
                     .find(|(_, settled)| !**settled)
                     .map(|(offset, _)| *offset);
                 let Some(lowest) = unsettled.filter(|lowest| *lowest < at) else {
                     self.start(Some(self.state.last_epoch), AssignmentState::Active);
-                    self.naive.settled.extend([(at, false), (at + 1, false)]);
+                    self.reference
+                        .settled
+                        .extend([(at, false), (at + 1, false)]);
                     (self.next, self.committed) = (at + 2, self.committed.min(at));
                     return self.check_counters();
                 };
                 self.start(Some(self.state.last_epoch), AssignmentState::Seeking);
-                self.naive.started = Some(lowest);
+                self.reference.started = Some(lowest);
                 self.next = lowest;
             }
             PartitionEvent::Recreate { is_repeated } => {
@@ -374,12 +379,12 @@ impl PartitionModel {
                 let started = self
                     .state
                     .restart_topic("t", Some(tests::identity(&self.topic_count.to_string())));
-                let is_another =
+                let is_other_topic =
                     self.is_handed_out() && self.assigned_topic != Some(self.topic_count);
-                prop_assert_eq!(started, usize::from(is_another));
-                if is_another {
+                prop_assert_eq!(started, usize::from(is_other_topic));
+                if is_other_topic {
                     self.start(Some(self.state.last_epoch), AssignmentState::Seeking);
-                    self.naive.started = Some(LOG_START);
+                    self.reference.started = Some(LOG_START);
                     (self.next, self.committed, self.assigned_topic) =
                         (LOG_START, LOG_START, Some(self.topic_count));
                 }
@@ -414,14 +419,15 @@ impl PartitionModel {
         if !self.is_handed_out() {
             return Ok(());
         }
-        let theirs = self.handed_out.iter().filter(|(receipt, is)| {
-            Some(receipt.epoch) == self.epoch
-                && matches!(is, HandedOut::Out | HandedOut::RejectedDelivery)
+        let unsettled_deliveries = self.handed_out.iter().filter(|(receipt, is)| {
+            Some(receipt.epoch) == self.epoch && matches!(is, HandedOut::Out | HandedOut::Rejected)
         });
-        let mut held: BTreeSet<i64> = theirs.map(|(receipt, _)| receipt.position as i64).collect();
+        let mut held: BTreeSet<i64> = unsettled_deliveries
+            .map(|(receipt, _)| receipt.position as i64)
+            .collect();
         held.extend(&self.released);
         let unsettled: BTreeSet<i64> = self
-            .naive
+            .reference
             .settled
             .iter()
             .filter(|(_, settled)| !**settled)
@@ -434,8 +440,7 @@ impl PartitionModel {
     /// The counters that a rebalance waits for and that limit reading are correct.
     fn check_counters(&self) -> Result<(), TestCaseError> {
         let is_waited_for = |(receipt, is): &&(Receipt, HandedOut)| {
-            Some(receipt.epoch) == self.epoch
-                && matches!(is, HandedOut::Out | HandedOut::RejectedDelivery)
+            Some(receipt.epoch) == self.epoch && matches!(is, HandedOut::Out | HandedOut::Rejected)
         };
         let handed_out = self.handed_out.iter().filter(is_waited_for).count();
         prop_assert_eq!(
@@ -443,7 +448,7 @@ impl PartitionModel {
             handed_out
         );
         prop_assert_eq!(self.state.publishing, self.unconfirmed.len());
-        // Of all assignments: the model has one partition.
+        // The deliveries of all assignments belong to the one partition of this model.
         let released: Vec<&Delivery> = self.state.released.values().collect();
         prop_assert_eq!(
             self.state.held.total().count,
@@ -470,7 +475,7 @@ impl PartitionModel {
 
     fn commit(&mut self) -> Result<(), TestCaseError> {
         let commits = self.state.commits();
-        let expected = self.naive.committable();
+        let expected = self.reference.committable();
         if let Some(commit) = commits.first() {
             prop_assert_eq!(Some(commit.offset), expected);
             prop_assert!(
@@ -485,7 +490,7 @@ impl PartitionModel {
         // An offset that is not committed now is not above the committed one.
         prop_assert!(
             expected.is_none_or(|expected| expected == self.committed),
-            "{expected:?} was left out at {}",
+            "{expected:?} is not committed at {}",
             self.committed
         );
         Ok(())
@@ -511,10 +516,10 @@ proptest! {
     fn the_lowest_unsettled_offset_of_the_assignment_is_committed_and_never_decreases(
         events in prop::collection::vec(event(), 1..200),
     ) {
-        let mut world = PartitionModel::new();
+        let mut model = PartitionModel::new();
         for event in &events {
-            world.apply(event)?;
+            model.apply(event)?;
         }
-        world.commit()?;
+        model.commit()?;
     }
 }

@@ -5,24 +5,24 @@ use super::{SharedState, StateLock};
 /// Whether the partitions still belong to this member when they are revoked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RevocationKind {
-    /// No other member has them before they are revoked.
+    /// Yes: no other member is assigned them before the revocation ends.
     Revoked,
-    /// Another member has them already, and a commit would overwrite that member's offsets.
+    /// No: another member may be assigned them already, and a commit would overwrite its offsets.
     Lost,
 }
 
 impl<M: StateLock> SharedState<M> {
-    /// Ends assignments: waits for deliveries with `drain`, commits with `store`, and forgets the
-    /// partitions. Lost partitions are neither drained nor committed. Returns the number of
-    /// unsettled deliveries.
+    /// Ends assignments: waits for deliveries with `drain`, stores the offsets with `store`, and
+    /// removes the assignments. Both are skipped for lost partitions. Returns the number of unsettled
+    /// deliveries.
     pub(crate) fn end_assignments(
         &self,
-        leaving: &[(String, i32)],
+        partitions: &[(String, i32)],
         kind: RevocationKind,
         drain: impl FnOnce(&[u64]),
         store: impl FnOnce(),
     ) -> usize {
-        let epochs = self.revoke(leaving);
+        let epochs = self.revoke(partitions);
         if kind == RevocationKind::Revoked {
             drain(&epochs);
             store();

@@ -1,4 +1,4 @@
-//! Settlements of the consumer.
+//! Applies the consumer's settlements.
 
 use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::{Delivery, FailureHistory, Receipt, Settled};
@@ -12,7 +12,7 @@ pub(crate) struct RejectedDelivery {
     pub(crate) failure_history: Option<Box<FailureHistory>>,
 }
 
-/// The proof of a delivery that was accepted as a duplicate.
+/// The text of the proof with which the consumer accepts a duplicate.
 const DUPLICATE: &str = "duplicate";
 
 impl<M: StateLock> SharedState<M> {
@@ -42,7 +42,7 @@ impl<M: StateLock> SharedState<M> {
                 ),
                 Settlement::Reject(reason) => {
                     let effect = state.reject(&delivery);
-                    if effect == SettlementEffect::Counted {
+                    if effect == SettlementEffect::Applied {
                         rejected.push(RejectedDelivery {
                             delivery,
                             reason,
@@ -61,16 +61,16 @@ impl<M: StateLock> SharedState<M> {
 }
 
 impl SourceState {
-    /// Positions repeat in a recreated topic, in a replica, and after a truncation. Ids that are
-    /// made from them belong to other messages that the store may remember, so new messages are
-    /// skipped as duplicates. Only the source can detect this, so it logs it.
+    /// Counts and logs a duplicate whose id may be that of another message. Ids that are made from
+    /// positions repeat in a recreated topic, in a replica and after a truncation, so new messages are
+    /// skipped as duplicates. Only the source knows that positions repeat.
     fn check_repeated_id(&mut self, delivery: &Delivery) {
         let Receipt {
             epoch,
             partition,
             position,
         } = delivery.receipt;
-        // Offsets come from an `i64`.
+        // Lossless: `position` was converted from an `i64` offset.
         let Some(assigned) = self
             .assigned
             .get_mut(&epoch)

@@ -6,12 +6,12 @@ use oncegate_testkit::laws::source::accepted;
 use shuttle::sync::{Arc, Condvar, Mutex, MutexGuard};
 use shuttle::thread;
 
-use super::tests::{committed, hand_out, leaving, record};
+use super::tests::{committed, hand_out, partition_zero, record};
 use super::*;
 
-/// How many schedules are tried per scenario.
-const ORDERS: usize = 2_000;
-/// Number of messages.
+/// Number of schedules per test.
+const SCHEDULES: usize = 2_000;
+/// Number of messages in the partition.
 const MESSAGES: i64 = 4;
 
 /// The lock and condition variable of shuttle, whose waits never time out, so a lost wake-up is a
@@ -26,11 +26,15 @@ impl StateLock for ShuttleLock {
     type Guard<'a> = MutexGuard<'a, SourceState>;
 
     fn lock(&self) -> Self::Guard<'_> {
-        self.state.lock().expect("no panic inside")
+        self.state
+            .lock()
+            .expect("no thread panics while it holds the lock")
     }
 
     fn wait<'a>(&'a self, guard: Self::Guard<'a>, _: Duration) -> Self::Guard<'a> {
-        self.changed.wait(guard).expect("no panic inside")
+        self.changed
+            .wait(guard)
+            .expect("no thread panics while it holds the lock")
     }
 
     fn notify(&self) {
@@ -88,22 +92,22 @@ fn a_drain_ends_with_the_last_settlement_and_commits_all_in_every_schedule() {
             let settling = settle_beside(&shared, deliveries);
             let mut committed_offset = 0;
             commit(&shared, &mut committed_offset);
-            // As the source does while it may not read.
+            // As the polling thread does while there is no room to read.
             let drain = |epochs: &[u64]| {
                 while shared.lock().handed_out(epochs) > 0 {
                     shared.wait(Duration::MAX);
                 }
             };
             let unsettled =
-                shared.end_assignments(&leaving(), RevocationKind::Revoked, drain, || {
+                shared.end_assignments(&partition_zero(), RevocationKind::Revoked, drain, || {
                     commit(&shared, &mut committed_offset)
                 });
             assert_eq!((unsettled, committed_offset), (0, MESSAGES));
             settling
                 .into_iter()
-                .for_each(|thread| thread.join().expect("no panic"));
+                .for_each(|thread| thread.join().expect("the settling thread does not panic"));
         },
-        ORDERS,
+        SCHEDULES,
     );
 }
 
@@ -115,9 +119,15 @@ fn settlements_of_a_lost_assignment_do_not_affect_the_next_one_in_any_schedule()
             let settling = settle_beside(&shared, deliveries);
             let mut committed_offset = 0;
             commit(&shared, &mut committed_offset);
-            let not_lost = || unreachable!("nothing is waited for or committed");
-            shared.end_assignments(&leaving(), RevocationKind::Lost, |_| not_lost(), not_lost);
-            // It is assigned again at the committed offset, and its messages are redelivered.
+            let never_called =
+                || unreachable!("a lost assignment is neither drained nor committed");
+            shared.end_assignments(
+                &partition_zero(),
+                RevocationKind::Lost,
+                |_| never_called(),
+                never_called,
+            );
+            // The partition is assigned again at the committed offset: its messages are redelivered.
             shared.assign(
                 "t",
                 0,
@@ -134,7 +144,7 @@ fn settlements_of_a_lost_assignment_do_not_affect_the_next_one_in_any_schedule()
             commit(&shared, &mut committed_offset);
             settling
                 .into_iter()
-                .for_each(|thread| thread.join().expect("no panic"));
+                .for_each(|thread| thread.join().expect("the settling thread does not panic"));
             commit(&shared, &mut committed_offset);
             assert_eq!(
                 (committed_offset, again.len() as i64),
@@ -143,13 +153,13 @@ fn settlements_of_a_lost_assignment_do_not_affect_the_next_one_in_any_schedule()
             for delivery in &again {
                 assert_eq!(
                     shared.lock().accept(&delivery.receipt),
-                    SettlementEffect::Counted
+                    SettlementEffect::Applied
                 );
             }
             commit(&shared, &mut committed_offset);
             assert!(again.is_empty() || committed_offset == MESSAGES);
         },
-        ORDERS,
+        SCHEDULES,
     );
 }
 
@@ -168,8 +178,8 @@ fn settlements_during_commits_are_committed_in_order_and_completely() {
             }
             settling
                 .into_iter()
-                .for_each(|thread| thread.join().expect("no panic"));
+                .for_each(|thread| thread.join().expect("the settling thread does not panic"));
         },
-        ORDERS,
+        SCHEDULES,
     );
 }

@@ -71,7 +71,7 @@ pub(super) fn committed(state: &mut SourceState) -> Vec<(i64, SendMode)> {
         .collect()
 }
 
-pub(super) fn leaving() -> [(String, i32); 1] {
+pub(super) fn partition_zero() -> [(String, i32); 1] {
     [("t".to_owned(), 0)]
 }
 
@@ -80,18 +80,18 @@ fn a_revoked_partition_hands_out_nothing_more_and_still_counts_settlements() {
     let mut state = state(0, 0..3);
     let (_, mut first) = hand_out(&mut state);
     state.add_records(vec![record(0, 3)]);
-    let epochs = state.revoke(&leaving());
+    let epochs = state.revoke(&partition_zero());
     state.add_records(vec![record(0, 4)]);
     assert_eq!(state.handed_out(&epochs), 3);
     let (revoked, deliveries) = hand_out(&mut state);
     assert_eq!((revoked, deliveries.len()), (epochs.clone(), 0));
 
-    assert_eq!(state.accept(&first[0].receipt), SettlementEffect::Counted);
+    assert_eq!(state.accept(&first[0].receipt), SettlementEffect::Applied);
     assert_eq!(
         state.release(first.remove(1), Duration::ZERO),
-        SettlementEffect::Counted
+        SettlementEffect::Applied
     );
-    assert_eq!(state.accept(&first[1].receipt), SettlementEffect::Counted);
+    assert_eq!(state.accept(&first[1].receipt), SettlementEffect::Applied);
     assert_eq!((state.handed_out(&epochs), state.next_due()), (0, None));
     assert_eq!(
         state.commits(),
@@ -112,7 +112,7 @@ fn a_revoked_partition_hands_out_nothing_more_and_still_counts_settlements() {
 fn a_partition_that_is_assigned_again_has_a_new_epoch() {
     let mut state = state(0, 5..7);
     let (_, before) = hand_out(&mut state);
-    let epochs = state.revoke(&leaving());
+    let epochs = state.revoke(&partition_zero());
     state.forget(&epochs);
     state.start_assignment(
         Arc::from("t"),
@@ -124,12 +124,12 @@ fn a_partition_that_is_assigned_again_has_a_new_epoch() {
     assert_eq!(state.accept(&before[0].receipt), SettlementEffect::Stale);
     assert_eq!(committed(&mut state), [(5, SendMode::Immediate)]);
     let (_, after) = hand_out(&mut state);
-    assert_eq!(state.accept(&after[0].receipt), SettlementEffect::Counted);
+    assert_eq!(state.accept(&after[0].receipt), SettlementEffect::Applied);
     assert_eq!(state.commits()[0].offset, 6);
 }
 
 #[test]
-fn a_partition_that_is_reset_starts_a_new_epoch() {
+fn a_lower_offset_starts_a_new_epoch() {
     let mut state = state(0, 5..8);
     let (_, before) = hand_out(&mut state);
     assert_eq!(committed(&mut state), [(5, SendMode::Immediate)]);
@@ -147,7 +147,7 @@ fn a_partition_that_is_reset_starts_a_new_epoch() {
         [2, 3]
     );
     assert_eq!(state.accept(&before[0].receipt), SettlementEffect::Stale);
-    assert_eq!(state.accept(&after[0].receipt), SettlementEffect::Counted);
+    assert_eq!(state.accept(&after[0].receipt), SettlementEffect::Applied);
     assert_eq!(committed(&mut state), [(3, SendMode::Stored)]);
 }
 
@@ -159,7 +159,7 @@ fn unsettled_messages_below_a_truncation_are_read_again() {
     [0, 1, 3].iter().for_each(|index| {
         assert_eq!(
             shared.lock().accept(&before[*index].receipt),
-            SettlementEffect::Counted
+            SettlementEffect::Applied
         )
     });
     // 2 is released for an hour, and 4 to 9 are not settled.
@@ -168,13 +168,13 @@ fn unsettled_messages_below_a_truncation_are_read_again() {
         .release(before.remove(2), Duration::from_secs(3600));
     assert_eq!(committed(&mut shared.lock()), [(2, SendMode::Immediate)]);
 
-    let found = shared.add_records(vec![record(0, 7), record(0, 8)]);
-    assert_eq!(found, IntakeResult::default());
+    let intake = shared.add_records(vec![record(0, 7), record(0, 8)]);
+    assert_eq!(intake, IntakeResult::default());
     let (revoked, after) = hand_out(&mut shared.lock());
     assert_eq!(
         (revoked, after.len()),
         (vec![before[0].receipt.epoch], 0),
-        "what came is not taken in: with it, 2 to 6 would be passed"
+        "the records are dropped; if they were added, 2 to 6 would count as settled"
     );
     assert_eq!(committed(&mut shared.lock()), [(2, SendMode::Immediate)]);
 
@@ -196,7 +196,7 @@ fn unsettled_messages_below_a_truncation_are_read_again() {
     again
         .iter()
         .skip(1)
-        .for_each(|it| assert_eq!(shared.lock().accept(&it.receipt), SettlementEffect::Counted));
+        .for_each(|it| assert_eq!(shared.lock().accept(&it.receipt), SettlementEffect::Applied));
     assert_eq!(committed(&mut shared.lock()), [], "2 is not settled");
     shared.lock().accept(&again[0].receipt);
     assert_eq!(committed(&mut shared.lock()), [(9, SendMode::Stored)]);
@@ -214,7 +214,7 @@ fn positions_may_repeat_between_a_truncation_and_the_last_read_offset() {
     hand_out(&mut running)
         .1
         .iter()
-        .for_each(|it| assert_eq!(running.accept(&it.receipt), SettlementEffect::Counted));
+        .for_each(|it| assert_eq!(running.accept(&it.receipt), SettlementEffect::Applied));
     running.add_records(vec![record(0, 7)]);
     assert_eq!(may_repeat(&running), [7, 8, 9]);
     // A second truncation.
@@ -289,7 +289,7 @@ fn a_higher_commit_that_arrives_after_a_truncation_is_overwritten_at_once() {
     let (_, deliveries) = hand_out(&mut state);
     deliveries
         .iter()
-        .for_each(|it| assert_eq!(state.accept(&it.receipt), SettlementEffect::Counted));
+        .for_each(|it| assert_eq!(state.accept(&it.receipt), SettlementEffect::Applied));
     assert_eq!(committed(&mut state), [(60, SendMode::Immediate)]);
     state.add_records(vec![record(0, 0), record(0, 1)]);
     assert_eq!(committed(&mut state), [(0, SendMode::Immediate)]);
@@ -303,11 +303,15 @@ fn a_higher_commit_that_arrives_after_a_truncation_is_overwritten_at_once() {
     let (_, deliveries) = hand_out(&mut state);
     assert_eq!(
         state.accept(&deliveries[0].receipt),
-        SettlementEffect::Counted
+        SettlementEffect::Applied
     );
     assert_eq!(committed(&mut state), [(1, SendMode::Stored)]);
     state.commit_confirmed("t", 0, 0);
-    assert_eq!(committed(&mut state), [], "the next one is on its way");
+    assert_eq!(
+        committed(&mut state),
+        [],
+        "the commit of offset 1 is not confirmed yet"
+    );
 }
 
 #[test]
@@ -349,7 +353,7 @@ fn a_limit_of_zero_hands_out_revocations_only() {
     let mut incoming = Vec::new();
     state.hand_out(nothing, usize::MAX, &mut incoming, &mut Vec::new());
     assert!(incoming.is_empty());
-    let epochs = state.revoke(&leaving());
+    let epochs = state.revoke(&partition_zero());
     state.hand_out(nothing, usize::MAX, &mut incoming, &mut Vec::new());
     assert!(matches!(incoming[..], [Incoming::Revoked(epoch)] if [epoch] == epochs[..]));
     let (_, deliveries) = hand_out(&mut state);
@@ -365,12 +369,12 @@ fn reports_from_before_a_suspicion_do_not_replace_the_client() {
     state.record_group_state(false, at(3));
     assert!(
         !state.needs_replacement(),
-        "that was of another time without its group"
+        "the suspicion refers to an earlier time without the coordinator"
     );
     state.suspect_lost_metadata(started, at(3));
-    // This may be a report from before.
+    // This report may have been sent before the suspicion.
     state.record_group_state(false, at(4));
-    // So may this one, after a long silence.
+    // So may the next report, which is late.
     state.record_group_state(false, at(9));
     state.record_group_state(false, at(9));
     assert!(!state.needs_replacement());
@@ -410,7 +414,7 @@ fn nothing_is_read_while_too_much_is_ready_or_held() {
     assert_eq!(full.room(), 0);
 }
 
-/// This many messages of partition 0 are being published to the dead-letter topic.
+/// Makes this many messages of partition 0 count as unconfirmed dead letters.
 fn publishing(state: &mut SourceState, count: usize, bytes: usize) {
     state.publishing = count;
     state.held.set("t", 0, Backlog { count, bytes });
@@ -422,9 +426,9 @@ fn a_partition_that_is_full_of_dead_letters_is_not_read_but_others_are() {
         let mut state = state(0, 0..1);
         publishing(&mut state, count, bytes);
         assert_eq!(
-            (state.room(), state.full()),
+            (state.room(), state.full_partitions()),
             (0, vec![(Arc::from("t"), 0)]),
-            "there is nothing else to be read"
+            "no other partition is assigned"
         );
         state.start_assignment(
             Arc::from("t"),
@@ -433,7 +437,7 @@ fn a_partition_that_is_full_of_dead_letters_is_not_read_but_others_are() {
             LogIdentity::default(),
         );
         assert_eq!(
-            (state.room(), state.full()),
+            (state.room(), state.full_partitions()),
             (MAX_READY - 1, vec![(Arc::from("t"), 0)])
         );
         assert_eq!(
@@ -443,10 +447,10 @@ fn a_partition_that_is_full_of_dead_letters_is_not_read_but_others_are() {
                 .map(|it| it.2)
                 .collect::<Vec<_>>(),
             [1],
-            "a partition without progress is no stall while it is full"
+            "a full partition is not checked for stalls"
         );
         publishing(&mut state, count - 1, bytes.saturating_sub(1));
-        assert_eq!(state.full(), []);
+        assert_eq!(state.full_partitions(), []);
     }
 }
 
@@ -470,13 +474,13 @@ fn a_partition_with_less_than_its_share_is_read_even_if_others_hold_much() {
         .into_iter()
         .filter(|it| it.receipt.partition == 1)
     {
-        assert_eq!(state.full(), [(Arc::from("t"), 0)]);
+        assert_eq!(state.full_partitions(), [(Arc::from("t"), 0)]);
         state.release(delivery, Duration::from_secs(60));
     }
     assert_eq!(
-        (state.room(), state.full().len()),
+        (state.room(), state.full_partitions().len()),
         (0, 2),
-        "it has its share"
+        "both partitions have their share"
     );
 }
 
@@ -490,12 +494,12 @@ fn a_partition_is_not_read_while_one_delivery_blocks_the_maximum_span() {
         StartPosition::Unknown,
         LogIdentity::default(),
     );
-    let held_up = |state: &mut SourceState, offsets: std::ops::Range<i64>| {
+    let settle_behind = |state: &mut SourceState, offsets: std::ops::Range<i64>| {
         let assigned = state
             .assigned
             .values_mut()
             .find(|it| it.partition == 0)
-            .expect("it is ours");
+            .expect("partition 0 is assigned");
         for offset in offsets {
             assert_eq!(assigned.watermark.deliver(offset), OffsetOrder::Ascending);
             assigned.watermark.settle(offset);
@@ -503,16 +507,16 @@ fn a_partition_is_not_read_while_one_delivery_blocks_the_maximum_span() {
     };
     let receipt = Receipt { ..first[0].receipt };
     state.release(first.remove(0), Duration::from_secs(60));
-    held_up(&mut state, 1..MAX_SPAN as i64 - 1);
-    assert_eq!(state.full(), []);
-    held_up(&mut state, MAX_SPAN as i64 - 1..MAX_SPAN as i64);
+    settle_behind(&mut state, 1..MAX_SPAN as i64 - 1);
+    assert_eq!(state.full_partitions(), []);
+    settle_behind(&mut state, MAX_SPAN as i64 - 1..MAX_SPAN as i64);
     assert_eq!(
-        (MAX_SPAN, state.full()),
+        (MAX_SPAN, state.full_partitions()),
         (1_048_576, vec![(Arc::from("t"), 0)])
     );
-    assert!(state.room() > 0, "the other one is read");
+    assert!(state.room() > 0, "partition 1 is read");
     state.accept(&receipt);
-    assert_eq!(state.full(), []);
+    assert_eq!(state.full_partitions(), []);
     assert_eq!(
         committed(&mut state)
             .iter()
@@ -548,7 +552,7 @@ fn releases_count_by_size_until_they_are_handed_out_or_revoked() {
     for delivery in deliveries {
         state.release(delivery, Duration::from_secs(60));
     }
-    state.revoke(&leaving());
+    state.revoke(&partition_zero());
     assert_eq!(state.held.total(), Backlog::default());
 }
 
@@ -557,11 +561,11 @@ fn unconfirmed_dead_letters_count_by_size() {
     let mut state = state(0, 0..2);
     let (_, deliveries) = hand_out(&mut state);
     for delivery in &deliveries {
-        assert_eq!(state.reject(delivery), SettlementEffect::Counted);
+        assert_eq!(state.reject(delivery), SettlementEffect::Applied);
     }
     let held = |count, bytes| (count, Backlog { count, bytes });
     assert_eq!((state.publishing, state.held.total()), held(2, 2));
-    assert_eq!(state.published(&deliveries[1]), SettlementEffect::Counted);
+    assert_eq!(state.published(&deliveries[1]), SettlementEffect::Applied);
     assert_eq!((state.publishing, state.held.total()), held(1, 1));
     state.add_records(vec![record(0, 2)]);
     state.hand_out(
@@ -573,13 +577,13 @@ fn unconfirmed_dead_letters_count_by_size() {
     assert_eq!(
         (state.publishing, state.held.total()),
         held(2, 2),
-        "too large to be handed out"
+        "a body above the limit counts as a dead letter"
     );
     assert_eq!(state.held.of(&Arc::from("t"), 0), held(2, 2).1);
 }
 
-/// A rebalance that gives the partition back must not let it be read up to the limit again each
-/// time while its dead letters are rejected.
+/// Otherwise each rebalance would let the partition be read up to the limit again while its dead
+/// letters cannot be published.
 #[test]
 fn a_partition_that_is_assigned_again_still_holds_its_unconfirmed_dead_letters() {
     let mut state = state(0, 0..1);
@@ -587,12 +591,12 @@ fn a_partition_that_is_assigned_again_still_holds_its_unconfirmed_dead_letters()
     let (_, deliveries) = hand_out(&mut state);
     assert_eq!(deliveries.len(), MAX_HELD);
     for delivery in &deliveries {
-        assert_eq!(state.full(), []);
-        assert_eq!(state.reject(delivery), SettlementEffect::Counted);
+        assert_eq!(state.full_partitions(), []);
+        assert_eq!(state.reject(delivery), SettlementEffect::Applied);
     }
     let full = [(Arc::from("t"), 0)];
-    assert_eq!(state.full(), full);
-    let epochs = state.revoke(&leaving());
+    assert_eq!(state.full_partitions(), full);
+    let epochs = state.revoke(&partition_zero());
     state.forget(&epochs);
     assert_eq!(state.held.total().count, MAX_HELD);
     state.start_assignment(
@@ -601,10 +605,10 @@ fn a_partition_that_is_assigned_again_still_holds_its_unconfirmed_dead_letters()
         StartPosition::Committed(0),
         LogIdentity::default(),
     );
-    assert_eq!((state.room(), state.full()), (0, full.to_vec()));
-    // Confirmed under the assignment that has ended.
+    assert_eq!((state.room(), state.full_partitions()), (0, full.to_vec()));
+    // The dead letter of an assignment that has ended.
     assert_eq!(state.published(&deliveries[0]), SettlementEffect::Stale);
-    assert_eq!(state.full(), []);
+    assert_eq!(state.full_partitions(), []);
     deliveries[1..].iter().for_each(|it| {
         state.published(it);
     });
@@ -644,17 +648,17 @@ fn a_gap_before_a_message_is_reported() {
         StartPosition::Committed(5),
         LogIdentity::default(),
     );
-    let found = state.add_records(vec![record(0, 8), record(0, 9), record(0, 11)]);
+    let intake = state.add_records(vec![record(0, 8), record(0, 9), record(0, 11)]);
     assert_eq!(
-        found,
+        intake,
         IntakeResult {
             gaps: vec![gap(5, 8), gap(10, 11)],
             restarted: vec![]
         }
     );
-    let found = state.add_records(vec![record(0, 12), record(0, 2)]);
+    let intake = state.add_records(vec![record(0, 12), record(0, 2)]);
     assert_eq!(
-        found,
+        intake,
         IntakeResult {
             gaps: vec![],
             restarted: vec![(Arc::from("t"), 0)]
@@ -678,7 +682,7 @@ fn expired_offsets_are_counted_however_late_the_log_start_is_known() {
 }
 
 #[test]
-fn transaction_markers_are_passed_if_the_position_is_trusted() {
+fn the_watermark_advances_past_transaction_markers_if_the_position_is_trusted() {
     let mut state = state(0, 5..8);
     state.advance_to("t", 1, Some(15));
     state.advance_to("t", 0, Some(10));
@@ -686,7 +690,7 @@ fn transaction_markers_are_passed_if_the_position_is_trusted() {
     assert_eq!(committed(&mut state), [(5, SendMode::Immediate)]);
     deliveries
         .iter()
-        .for_each(|it| assert_eq!(state.accept(&it.receipt), SettlementEffect::Counted));
+        .for_each(|it| assert_eq!(state.accept(&it.receipt), SettlementEffect::Applied));
     assert_eq!(committed(&mut state), [(10, SendMode::Stored)]);
     assert_eq!(state.distrust_position("t", 0, Some(15)), Some(10));
     state.advance_to("t", 0, Some(20));
@@ -700,20 +704,20 @@ fn transaction_markers_are_passed_if_the_position_is_trusted() {
     assert_eq!(
         committed(&mut state),
         [],
-        "the client may not have handled it yet"
+        "librdkafka may not have handled the seek yet"
     );
     state.advance_to("t", 0, None);
     state.advance_to("t", 0, Some(13));
     assert_eq!(committed(&mut state), [(13, SendMode::Stored)]);
 
-    let mut barred = self::state(0, 5..6);
-    barred.halt("t", 0);
-    barred.advance_to("t", 0, Some(20));
-    assert_eq!(committed(&mut barred), [(5, SendMode::Immediate)]);
+    let mut halted = self::state(0, 5..6);
+    halted.halt("t", 0);
+    halted.advance_to("t", 0, Some(20));
+    assert_eq!(committed(&mut halted), [(5, SendMode::Immediate)]);
 }
 
 #[test]
-fn a_log_that_ends_with_markers_is_passed_once_the_position_is_trusted() {
+fn a_log_of_markers_only_is_committed_once_the_position_is_trusted() {
     let mut state = SourceState::default();
     state.start_assignment(
         Arc::from("t"),
@@ -725,14 +729,14 @@ fn a_log_that_ends_with_markers_is_passed_once_the_position_is_trusted() {
     assert_eq!(
         committed(&mut state),
         [],
-        "what librdkafka says may be of an assignment before"
+        "the position may be left from an earlier assignment"
     );
     assert_eq!(state.advance_to("t", 0, None), None);
     assert_eq!(state.advance_to("t", 0, Some(3)), None);
     assert_eq!(
         committed(&mut state),
         [],
-        "the log was cut, and the group does not go forward"
+        "a position below the committed offset is ignored"
     );
     assert_eq!(
         state.advance_to("t", 0, Some(9)),
@@ -775,7 +779,7 @@ fn a_partition_that_was_never_read_seeks_to_the_given_position() {
 }
 
 #[test]
-fn a_recreated_topic_is_sought_until_that_succeeds_and_not_read_before() {
+fn a_recreated_topic_is_not_read_before_a_seek_succeeds() {
     let shared = SharedState::<StdLock>::default();
     *shared.lock() = state(0, 5..8);
     let (_, before) = hand_out(&mut shared.lock());
@@ -801,7 +805,7 @@ fn a_recreated_topic_is_sought_until_that_succeeds_and_not_read_before() {
         assert_eq!(committed(&mut shared.lock()), []);
     }
     shared.seek_all(|_, _, _| Ok::<_, String>(()));
-    shared.seek_all(|_, _, _| -> Result<(), String> { unreachable!("it is there") });
+    shared.seek_all(|_, _, _| -> Result<(), String> { unreachable!("no seek is pending") });
     shared.add_records(vec![record(0, 0), record(0, 1)]);
     let (_, after) = hand_out(&mut shared.lock());
     assert_eq!(
@@ -813,29 +817,31 @@ fn a_recreated_topic_is_sought_until_that_succeeds_and_not_read_before() {
     );
     assert_eq!(
         shared.lock().accept(&after[0].receipt),
-        SettlementEffect::Counted
+        SettlementEffect::Applied
     );
     assert_eq!(committed(&mut shared.lock()), [(1, SendMode::Stored)]);
 }
 
 #[test]
-fn a_partition_that_was_lost_meanwhile_is_not_sought() {
+fn a_partition_that_is_lost_during_a_seek_is_not_read() {
     let shared = SharedState::<StdLock>::default();
     *shared.lock() = state(0, 5..8);
     shared.restart_topic("t", Some(identity("another")));
     shared.seek_all(|_, _, _| {
-        let epochs = shared.revoke(&leaving());
+        let epochs = shared.revoke(&partition_zero());
         shared.lock().forget(&epochs);
         Ok::<_, String>(())
     });
     shared.add_records(vec![record(0, 0)]);
     assert_eq!(hand_out(&mut shared.lock()).1.len(), 0);
-    shared.seek_all(|_, _, _| -> Result<(), String> { unreachable!("it is someone else's") });
+    shared.seek_all(|_, _, _| -> Result<(), String> {
+        unreachable!("the partition is not assigned")
+    });
 }
 
 #[test]
 fn revoked_partitions_are_drained_and_committed_and_lost_ones_are_neither() {
-    for how in [RevocationKind::Revoked, RevocationKind::Lost] {
+    for kind in [RevocationKind::Revoked, RevocationKind::Lost] {
         let shared = SharedState::<StdLock>::default();
         *shared.lock() = state(0, 5..8);
         let (_, deliveries) = hand_out(&mut shared.lock());
@@ -847,8 +853,8 @@ fn revoked_partitions_are_drained_and_committed_and_lost_ones_are_neither() {
             shared.lock().accept(&deliveries[1].receipt);
         };
         let store = || stored.borrow_mut().extend(committed(&mut shared.lock()));
-        let unsettled = shared.end_assignments(&leaving(), how, drain, store);
-        match how {
+        let unsettled = shared.end_assignments(&partition_zero(), kind, drain, store);
+        match kind {
             RevocationKind::Revoked => assert_eq!(
                 (drained.get(), stored.take(), unsettled),
                 (1, vec![(7, SendMode::Immediate)], 1)

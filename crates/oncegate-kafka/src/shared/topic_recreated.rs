@@ -10,16 +10,16 @@ use super::{SharedState, SourceState, StateLock};
 use crate::topic_identity::TopicIdentity;
 
 impl<M: StateLock> SharedState<M> {
-    /// Restarts a recreated topic: ends its assignments, and adds no records of it before
-    /// librdkafka was sought to its beginning. Returns the number of partitions.
+    /// Restarts a recreated topic: ends its assignments and starts new ones, to which no records are
+    /// added before librdkafka has sought to the beginning. Returns the number of partitions.
     pub(crate) fn restart_topic(&self, topic: &str, identity: Option<TopicIdentity>) -> usize {
         let partitions = self.lock().restart_topic(topic, identity);
         self.wake_consumer();
         partitions
     }
 
-    /// Calls `seek` for each partition that is to be read from another offset. A failed seek is
-    /// retried with the next call, while the partition is assigned.
+    /// Calls `seek` with topic, partition and offset for each partition in
+    /// [`AssignmentState::Seeking`]. A failed seek is retried by the next call.
     pub(crate) fn seek_all<E: fmt::Display>(
         &self,
         mut seek: impl FnMut(&str, i32, i64) -> Result<(), E>,
@@ -39,7 +39,8 @@ impl<M: StateLock> SharedState<M> {
 impl SourceState {
     /// Ends the assignments of a topic's partitions and starts new ones at the beginning.
     pub(super) fn restart_topic(&mut self, topic: &str, identity: Option<TopicIdentity>) -> usize {
-        // A partition that was assigned after the topic was recreated starts there already.
+        // Without the partitions that were assigned after the topic was recreated: they started at the
+        // beginning.
         let epochs = self.outdated_assignments(topic, identity.as_ref());
         for epoch in &epochs {
             self.withdraw(*epoch);
@@ -73,12 +74,12 @@ impl SourceState {
             (Some(assigned), Some(current)) => assigned.topic_id != current.topic_id,
             (None, _) | (_, None) => true,
         };
-        let outdated = |it: &AssignedPartition| {
+        let is_match = |it: &AssignedPartition| {
             it.state != AssignmentState::Revoking && *it.topic == *topic && is_outdated(it)
         };
         self.assigned
             .iter()
-            .filter(|(_, it)| outdated(it))
+            .filter(|(_, it)| is_match(it))
             .map(|(epoch, _)| *epoch)
             .collect()
     }
@@ -88,9 +89,9 @@ impl SourceState {
             .assigned
             .iter()
             .filter(|(_, it)| it.state == AssignmentState::Seeking);
-        let to = |it: &AssignedPartition| it.watermark.end().unwrap_or(LOG_START);
+        let target = |it: &AssignedPartition| it.watermark.end().unwrap_or(LOG_START);
         pending_seeks
-            .map(|(epoch, it)| (*epoch, it.topic.to_string(), it.partition, to(it)))
+            .map(|(epoch, it)| (*epoch, it.topic.to_string(), it.partition, target(it)))
             .collect()
     }
 

@@ -134,7 +134,7 @@ async fn a_body_that_is_too_large_for_the_dead_letter_topic_is_omitted_with_a_he
 #[tokio::test(flavor = "multi_thread")]
 async fn many_small_dead_letters_keep_their_bodies() {
     const COUNT: usize = 256;
-    // A batch of them is larger.
+    // Each message is below the limit, and a batch of them above it.
     let topic = Topic::with_dead_letters(&[("max.message.bytes", "20000")]).await;
     let body = [b'x'; 5_000];
     for _ in 0..COUNT {
@@ -152,7 +152,7 @@ async fn many_small_dead_letters_keep_their_bodies() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rejected_dead_letter_does_not_delay_others_of_its_batch() {
     const COUNT: usize = 300;
-    // It rejects messages without a key.
+    // A compacted topic rejects messages without a key.
     let topic = Topic::with_dead_letters(&[("cleanup.policy", "compact")]).await;
     for number in 0..COUNT {
         topic
@@ -181,7 +181,7 @@ async fn a_rejected_dead_letter_does_not_delay_others_of_its_batch() {
     assert_eq!(
         origins.len(),
         COUNT / 3 * 2,
-        "one was published twice, or another one not at all"
+        "a dead letter was published twice or not at all"
     );
     topic.await_commit(0, 0).await;
 }
@@ -253,7 +253,7 @@ async fn a_partition_that_was_full_of_dead_letters_is_read_again_once_they_are_c
         bytes: 1 << 20,
     };
     let mut incoming = Vec::new();
-    // Until the partition is full, or the machine is slow.
+    // Ends when the partition is full, or on a slow machine when nothing arrives in time.
     while tokio::time::timeout(Duration::from_secs(2), source.receive(limit, &mut incoming))
         .await
         .is_ok()
@@ -348,7 +348,10 @@ async fn a_deleted_dead_letter_topic_is_waited_for_and_not_created_again() {
     topic.delete(&topic.dead_letters()).await;
     reject(&mut source, delivery, Reason::Refused).await;
     assert!(is_silent(&mut source, Duration::from_secs(2)).await);
-    assert!(!topic.exists(&topic.dead_letters()), "it was created again");
+    assert!(
+        !topic.exists(&topic.dead_letters()),
+        "the dead-letter topic was created again"
+    );
     topic.await_commit(0, 0).await;
     topic
         .create(&topic.dead_letters(), 1, &UNLIMITED_RETENTION)

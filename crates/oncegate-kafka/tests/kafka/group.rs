@@ -115,7 +115,7 @@ async fn revocation(source: &mut KafkaSource) -> u64 {
             source
                 .receive(Limit { count: 0, bytes: 0 }, &mut incoming)
                 .await
-                .expect("news");
+                .expect("a revocation or a wake-up");
             if let Some(Incoming::Revoked(epoch)) = incoming.pop() {
                 return epoch;
             }
@@ -160,7 +160,7 @@ async fn a_revocation_is_announced_and_waits_for_in_flight_deliveries() {
     topic.send_numbers(1, 20).await;
     let mut first = topic.open().await;
     let mut held = receive(&mut first, 40).await;
-    // These are not taken; only revocations are requested.
+    // The deliveries are not received; only revocations are requested.
     topic.send_numbers(0, 5).await;
     topic.send_numbers(1, 5).await;
     let second = tokio::spawn({
@@ -251,7 +251,10 @@ async fn a_client_with_a_fatal_error_is_replaced_until_it_works() {
         .expect("a source");
     let end = Instant::now() + BOUND;
     while status.clients_replaced() == 0 {
-        assert!(Instant::now() < end, "its client was not replaced");
+        assert!(
+            Instant::now() < end,
+            "the second member's client was not replaced"
+        );
         assert!(
             is_silent(&mut second, Duration::from_millis(100)).await,
             "an instance id was used twice"

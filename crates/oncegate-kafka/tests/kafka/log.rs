@@ -22,8 +22,8 @@ async fn a_log_that_was_truncated_below_the_committed_offset_commits_lower() {
     let mut source = topic.open().await;
     let mut deliveries = receive(&mut source, 10).await;
     assert_eq!(offsets(&deliveries), (0..10).collect::<Vec<_>>());
-    // Before anything is settled; otherwise a crash would skip what fills the log up to 50
-    // meanwhile.
+    // Committed before anything is settled; otherwise a crash would skip the messages that fill the
+    // log up to 50.
     topic.await_reset(0, 0).await;
     accept(&mut source, deliveries.drain(..4)).await;
     topic.await_commit(0, 4).await;
@@ -76,9 +76,9 @@ async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothin
     let all = receive(&mut of_whole, 50).await;
     accept(&mut of_whole, all).await;
     whole.await_commit(0, 50).await;
-    let half = Half::of(server.brokers()).await;
-    let mut of_half = open(&half.topic).await;
-    let held = half.settle_some(&mut of_half).await;
+    let truncated = TruncatedTopic::of(server.brokers()).await;
+    let mut truncated_source = open(&truncated.topic).await;
+    let held = truncated.settle_some(&mut truncated_source).await;
 
     let log = |topic: &Topic| {
         server
@@ -86,49 +86,49 @@ async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothin
             .join("data")
             .join(format!("{}-0", topic.name))
     };
-    let (whole_log, half_log) = (log(&whole), log(&half.topic));
+    let (whole_log, truncated_log) = (log(&whole), log(&truncated.topic));
     let again = tokio::task::spawn_blocking(move || {
         server.stop();
         cut(&whole_log, 0);
-        cut(&half_log, Half::CUT_AT);
+        cut(&truncated_log, TruncatedTopic::TRUNCATED_AT);
         server.start_again().expect("the broker again");
         server
     });
     let server = again.await.expect("the broker again");
     whole.send_numbers(0, 10).await;
-    half.topic.send_numbers(0, Half::NEW).await;
+    truncated.topic.send_numbers(0, TruncatedTopic::NEW).await;
 
     let mut again = gather(&mut of_whole, 0..10).await;
     settle_until(&mut of_whole, &whole, &mut again, |_| false, 0).await;
-    let mut anew = half.receive_again(&mut of_half).await;
-    // From before the truncation: the settlements are stale.
-    accept(&mut of_half, held).await;
+    let mut anew = truncated.receive_again(&mut truncated_source).await;
+    // Deliveries from before the truncation: their settlements are stale.
+    accept(&mut truncated_source, held).await;
     settle_until(
-        &mut of_half,
-        &half.topic,
+        &mut truncated_source,
+        &truncated.topic,
         &mut anew,
-        |offset| offset != Half::RELEASED,
-        Half::RELEASED,
+        |offset| offset != TruncatedTopic::RELEASED,
+        TruncatedTopic::RELEASED,
     )
     .await;
     // Longer than librdkafka waits before it commits stored offsets.
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(
-        (whole.committed(0).await, half.topic.committed(0).await),
-        (Some(0), Some(Half::RELEASED))
+        (whole.committed(0).await, truncated.topic.committed(0).await),
+        (Some(0), Some(TruncatedTopic::RELEASED))
     );
     settle_until(&mut of_whole, &whole, &mut again, |offset| offset < 4, 4).await;
     close(of_whole).await;
     assert_eq!(whole.committed(0).await, Some(4));
     settle_until(
-        &mut of_half,
-        &half.topic,
+        &mut truncated_source,
+        &truncated.topic,
         &mut anew,
         |_| true,
-        Half::CUT_AT + Half::NEW as i64,
+        TruncatedTopic::TRUNCATED_AT + TruncatedTopic::NEW as i64,
     )
     .await;
-    close(of_half).await;
+    close(truncated_source).await;
     drop(server);
 }
 
@@ -141,15 +141,15 @@ async fn open(topic: &Topic) -> KafkaSource {
 
 /// A topic whose log is truncated: some messages are settled below and above the truncation, one is
 /// released, and the rest is in flight.
-struct Half {
+struct TruncatedTopic {
     topic: Topic,
 }
 
-impl Half {
+impl TruncatedTopic {
     const ALL: i64 = 20;
     const RELEASED: i64 = 5;
-    const CUT_AT: i64 = 12;
-    /// So few that the log stays shorter than it was read.
+    const TRUNCATED_AT: i64 = 12;
+    /// Fewer than were truncated, so that the log remains shorter than the read position.
     const NEW: usize = 4;
 
     async fn of(brokers: String) -> Self {
@@ -167,7 +167,7 @@ impl Half {
         Self { topic }
     }
 
-    /// Settles some, and returns what is in flight.
+    /// Settles some messages, and returns the deliveries in flight.
     async fn settle_some(&self, source: &mut KafkaSource) -> Vec<Delivery> {
         let all = receive(source, Self::ALL as usize).await;
         let mut held = Vec::new();
@@ -185,12 +185,16 @@ impl Half {
     /// Receives all unsettled messages that are left and the new ones; and settled ones, if
     /// librdkafka seeks to the beginning.
     async fn receive_again(&self, source: &mut KafkaSource) -> BTreeMap<i64, Delivery> {
-        let anew = gather(source, Self::RELEASED..Self::CUT_AT + Self::NEW as i64).await;
+        let anew = gather(
+            source,
+            Self::RELEASED..Self::TRUNCATED_AT + Self::NEW as i64,
+        )
+        .await;
         for (offset, delivery) in &anew {
-            let number = if *offset < Self::CUT_AT {
+            let number = if *offset < Self::TRUNCATED_AT {
                 *offset
             } else {
-                offset - Self::CUT_AT
+                offset - Self::TRUNCATED_AT
             };
             assert_eq!(delivery.message.body, number.to_string(), "at {offset}");
         }
@@ -239,7 +243,7 @@ async fn settle_until(
             "{now:?} was committed, not {committed}"
         );
         let mut incoming = Vec::new();
-        // Timeout or not: whatever arrived by then is kept.
+        // Also after a timeout: the deliveries that have arrived are kept.
         let _ = tokio::time::timeout(
             Duration::from_millis(200),
             source.receive(
@@ -268,7 +272,8 @@ fn cut(log: &Path, offset: i64) {
         match path.extension().and_then(|it| it.to_str()) {
             Some("log") => {
                 let bytes = std::fs::read(&path).expect("a segment");
-                std::fs::write(&path, &bytes[..batch_position(&bytes, offset)]).expect("cut");
+                std::fs::write(&path, &bytes[..batch_position(&bytes, offset)])
+                    .expect("the segment is truncated");
             }
             Some("index" | "timeindex" | "snapshot") => {
                 std::fs::remove_file(path).expect("removed")
@@ -379,7 +384,7 @@ async fn a_damaged_batch_ends_the_source_and_is_never_skipped() {
                 .committed(0)
                 .await
                 .is_none_or(|committed| committed <= 2),
-            "the damaged message was passed"
+            "an offset above the damaged message was committed"
         );
     }
 }
@@ -395,6 +400,7 @@ fn damage(file: &Path, what: &[u8]) {
         .write(true)
         .open(file)
         .expect("a log");
-    file.seek(SeekFrom::Start(at as u64)).expect("a place");
+    file.seek(SeekFrom::Start(at as u64))
+        .expect("the file is long enough");
     file.write_all(&vec![b'#'; what.len()]).expect("damaged");
 }

@@ -12,26 +12,26 @@ use tokio::sync::watch;
 use crate::stage::*;
 
 /// Handled messages: partition and offset, in order.
-type Done = Vec<(i32, i64)>;
+type HandledMessages = Vec<(i32, i64)>;
 
-/// Handles a message once the script allows it, given its partition and offset and the messages
+/// Handles a message once `may_handle` allows it, given its partition, its offset and the messages
 /// handled before.
 #[derive(Clone)]
 struct Scripted {
-    done: watch::Sender<Done>,
+    done: watch::Sender<HandledMessages>,
     /// Messages that have failed once.
-    failed: Arc<Mutex<Done>>,
+    failed: Arc<Mutex<HandledMessages>>,
     fails_first: (i32, i64),
-    may: fn(i32, i64, &Done) -> bool,
+    may_handle: fn(i32, i64, &HandledMessages) -> bool,
 }
 
 impl Scripted {
-    fn new(fails_first: (i32, i64), may: fn(i32, i64, &Done) -> bool) -> Self {
+    fn new(fails_first: (i32, i64), may_handle: fn(i32, i64, &HandledMessages) -> bool) -> Self {
         Self {
-            done: watch::channel(Done::new()).0,
+            done: watch::channel(HandledMessages::new()).0,
             failed: Arc::default(),
             fails_first,
-            may,
+            may_handle,
         }
     }
 }
@@ -40,12 +40,12 @@ impl Handler for Scripted {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
-        let mut place = cx.id().rsplit('/');
-        let offset: i64 = place
+        let mut position = cx.id().rsplit('/');
+        let offset: i64 = position
             .next()
             .and_then(|it| it.parse().ok())
             .expect("a position");
-        let partition: i32 = place
+        let partition: i32 = position
             .next()
             .and_then(|it| it.parse().ok())
             .expect("a position");
@@ -60,7 +60,7 @@ impl Handler for Scripted {
         let _ = self
             .done
             .subscribe()
-            .wait_for(|done| (self.may)(partition, offset, done))
+            .wait_for(|done| (self.may_handle)(partition, offset, done))
             .await;
         self.done.send_modify(|done| done.push((partition, offset)));
         Ok(())
@@ -68,7 +68,7 @@ impl Handler for Scripted {
 }
 
 /// Consumes in this order until this many messages are handled.
-async fn consume(topic: &Topic, order: Order, handler: &Scripted, count: usize) -> Done {
+async fn consume(topic: &Topic, order: Order, handler: &Scripted, count: usize) -> HandledMessages {
     let mut done = handler.done.subscribe();
     let all = async move { drop(done.wait_for(|done| done.len() == count).await) };
     let consumer = Consumer::builder()
@@ -88,13 +88,13 @@ async fn consume(topic: &Topic, order: Order, handler: &Scripted, count: usize) 
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ordered_by_partition_each_is_in_order_although_one_fails() {
+async fn ordered_by_partition_a_failure_does_not_change_the_order() {
     const EACH: usize = 20;
     let topic = Topic::new(2).await;
     topic.send_numbers(0, EACH).await;
     topic.send_numbers(1, EACH).await;
     // Partition 0 continues after its middle once all of partition 1 is handled.
-    let may = |partition, offset, done: &Done| {
+    let may_handle = |partition, offset, done: &HandledMessages| {
         partition == 1
             || offset < 10
             || done.iter().filter(|(partition, _)| *partition == 1).count() == EACH
@@ -102,7 +102,7 @@ async fn ordered_by_partition_each_is_in_order_although_one_fails() {
     let done = consume(
         &topic,
         Order::ByPartition,
-        &Scripted::new((0, 3), may),
+        &Scripted::new((0, 3), may_handle),
         EACH * 2,
     )
     .await;
@@ -131,14 +131,20 @@ async fn unordered_messages_do_not_wait_for_their_key() {
             .send(Some(b"key"), Some(b"body"), OwnedHeaders::new())
             .await;
     }
-    let may = |_, offset, done: &Done| offset != 0 || done.len() == ALL - 1;
-    let done = consume(&topic, Order::Unordered, &Scripted::new((0, 1), may), ALL).await;
+    let may_handle = |_, offset, done: &HandledMessages| offset != 0 || done.len() == ALL - 1;
+    let done = consume(
+        &topic,
+        Order::Unordered,
+        &Scripted::new((0, 1), may_handle),
+        ALL,
+    )
+    .await;
     assert_eq!(done.last(), Some(&(0, 0)));
     topic.await_commit(0, ALL as i64).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn ordered_by_key_a_key_waits_only_for_itself() {
+async fn ordered_by_key_a_message_waits_only_for_those_of_its_key() {
     const ALL: usize = 20;
     let topic = Topic::new(1).await;
     for number in 0..ALL {
@@ -151,8 +157,14 @@ async fn ordered_by_key_a_key_waits_only_for_itself() {
             .await;
     }
     // The first message of one key ends once all of the other key are handled.
-    let may = |_, offset, done: &Done| offset != 0 || done.len() == ALL / 2;
-    let done = consume(&topic, Order::ByKey, &Scripted::new((0, 5), may), ALL).await;
+    let may_handle = |_, offset, done: &HandledMessages| offset != 0 || done.len() == ALL / 2;
+    let done = consume(
+        &topic,
+        Order::ByKey,
+        &Scripted::new((0, 5), may_handle),
+        ALL,
+    )
+    .await;
     let odd: Vec<i64> = (0..ALL as i64).filter(|it| it % 2 == 1).collect();
     let even: Vec<i64> = (0..ALL as i64).filter(|it| it % 2 == 0).collect();
     assert_eq!(

@@ -34,14 +34,14 @@ async fn a_source_recovers_from_an_outage_and_closes_during_one() {
     accept(&mut source, deliveries.drain(..5)).await;
     assert!(is_silent(&mut source, Duration::from_secs(2)).await);
     let again = tokio::task::spawn_blocking(move || {
-        server.start_again().expect("the broker again");
+        server.start_again().expect("the broker starts again");
         server
     });
-    let mut server = again.await.expect("the broker again");
+    let mut server = again.await.expect("the broker starts again");
     accept(&mut source, deliveries).await;
     topic.send_numbers(0, 5).await;
     let mut seen = BTreeSet::new();
-    let healed = tokio::time::timeout(BOUND, async {
+    let recovered = tokio::time::timeout(BOUND, async {
         while !(20..25).all(|offset| seen.contains(&offset)) {
             let mut incoming = Vec::new();
             source
@@ -59,12 +59,14 @@ async fn a_source_recovers_from_an_outage_and_closes_during_one() {
             accept(&mut source, deliveries).await;
         }
     });
-    assert!(healed.await.is_ok(), "only {seen:?} came");
+    assert!(recovered.await.is_ok(), "only {seen:?} were delivered");
     topic.await_commit(0, 25).await;
 
     server.kill();
-    let begun = Instant::now();
-    // It ends in time, whether it has left the group or not.
-    let _ = Box::new(source).close(begun + Duration::from_secs(2)).await;
-    assert!(begun.elapsed() < Duration::from_secs(3));
+    let started = Instant::now();
+    // `close` returns in time, whether the group was left or not.
+    let _ = Box::new(source)
+        .close(started + Duration::from_secs(2))
+        .await;
+    assert!(started.elapsed() < Duration::from_secs(3));
 }

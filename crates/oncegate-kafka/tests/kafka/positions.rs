@@ -93,7 +93,11 @@ async fn a_group_whose_messages_expired_continues_at_the_earliest_one() {
     topic.remove_below(20).await;
     topic.send_numbers(0, 1).await;
     assert_eq!(offsets(&receive(&mut source, 1).await), [20]);
-    assert_eq!(status.messages_expired(), 7, "what was read was not missed");
+    assert_eq!(
+        status.messages_expired(),
+        7,
+        "messages that were read were counted as expired"
+    );
     close(source).await;
 }
 
@@ -114,9 +118,9 @@ async fn messages_that_expire_in_the_prefetch_queue_are_counted() {
         .await
         .expect("a source");
     let mut all = receive(&mut source, 1).await;
-    // librdkafka waits this long before it requests offsets again after one was out of range, and
-    // learns the log start offset with each response. If it takes longer, nothing is overtaken, and
-    // the same number of messages expires.
+    // After an offset that was out of range, librdkafka waits this long before it requests offsets
+    // again, and reads the log start offset from each response. If the machine takes longer, the gap
+    // is classified in time, and the same number of messages expires.
     tokio::time::sleep(Duration::from_secs(1)).await;
     topic.remove_below(15).await;
     tokio::time::sleep(Duration::from_millis(1_500)).await;
@@ -125,7 +129,7 @@ async fn messages_that_expire_in_the_prefetch_queue_are_counted() {
     }
     let end = Instant::now() + BOUND;
     while status.messages_expired() == 0 {
-        assert!(Instant::now() < end, "nothing was missed");
+        assert!(Instant::now() < end, "no message expired in time");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let first = all
@@ -133,10 +137,10 @@ async fn messages_that_expire_in_the_prefetch_queue_are_counted() {
         .filter(|it| it.receipt.partition == 0)
         .map(offset)
         .min()
-        .expect("some came");
+        .expect("deliveries arrived");
     assert_eq!(
         status.messages_expired(),
-        u64::try_from(first - 5).expect("it was removed below 12")
+        u64::try_from(first - 5).expect("reading continues above the committed offset")
     );
     close(source).await;
 }
@@ -214,7 +218,7 @@ async fn a_partition_that_is_added_is_read_from_its_beginning() {
     assert!(is_silent(&mut source, Duration::from_millis(500)).await);
     topic.grow(2).await;
     // Before the source has detected the new partition.
-    topic.renewed().send_numbers(1, 5).await;
+    topic.with_new_producer().send_numbers(1, 5).await;
     let deliveries = receive(&mut source, 5).await;
     assert!(deliveries.iter().all(|it| it.receipt.partition == 1));
     assert_eq!(offsets(&deliveries), [0, 1, 2, 3, 4]);
@@ -358,8 +362,8 @@ async fn a_recreated_topic_ends_the_source_with_out_of_range_error_and_is_read_c
     // Deliveries of the deleted topic: its last offset must not be the start in the new one.
     accept(&mut source, all).await;
     close(source).await;
-    // A start position that was not committed before the source closed is detected again, and never
-    // passed.
+    // A start position that was not committed before the source closed is detected again, so no
+    // message is skipped.
     let mut seen = Vec::new();
     for _ in 0..10 {
         let mut source = kafka()

@@ -18,7 +18,7 @@ use crate::stage::*;
 const PARTITIONS: i32 = 3;
 
 /// librdkafka counts an error that it returns as a message at its offset. A rebalance pauses the
-/// remaining partitions and resumes them after what was counted, one message too far.
+/// remaining partitions and resumes them after the counted error, one message too far.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
     let cluster = MockCluster::new(1).expect("a broker");
@@ -51,7 +51,7 @@ async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
     let kafka = quick
         .iter()
         .fold(kafka, |kafka, (key, value)| kafka.property(*key, *value));
-    // Nothing of partition 2 was ever read.
+    // No message of partition 2 is read before the failed fetch.
     send(0).await;
     send(1).await;
     let mut source = kafka
@@ -87,7 +87,7 @@ async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
     });
     // The held deliveries delay the rebalance and keep the remaining partitions paused.
     let epoch = revoked(&mut source).await;
-    // Usually the first partition is revoked; nothing is expected of it then.
+    // The revoked partition, usually the first one, delivers nothing more to this member.
     let revoked_one = held
         .iter()
         .find(|it| it.receipt.epoch == epoch)
@@ -95,17 +95,17 @@ async fn a_rebalance_after_a_fetch_that_failed_skips_nothing() {
     send(1).await;
     send(2).await;
     accept(&mut source, held).await;
-    let due: Vec<_> = [(1, 1), (2, 0)]
+    let expected: Vec<_> = [(1, 1), (2, 0)]
         .into_iter()
         .filter(|(partition, _)| *partition != revoked_one)
         .collect();
-    let mut next: Vec<_> = receive(&mut source, due.len())
+    let mut next: Vec<_> = receive(&mut source, expected.len())
         .await
         .iter()
         .map(|it| (it.receipt.partition, offset(it)))
         .collect();
     next.sort_unstable();
-    assert_eq!(next, due);
+    assert_eq!(next, expected);
     leave.send(()).expect("a member");
     other.await.expect("left");
     close(source).await;
@@ -118,7 +118,7 @@ async fn revoked(source: &mut KafkaSource) -> u64 {
             source
                 .receive(Limit::NOTHING, &mut incoming)
                 .await
-                .expect("news");
+                .expect("a revocation or a wake-up");
             if let Some(Incoming::Revoked(epoch)) = incoming.pop() {
                 return epoch;
             }

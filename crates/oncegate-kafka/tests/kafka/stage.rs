@@ -101,7 +101,7 @@ impl Topic {
         Self::configured(brokers, partitions, &[]).await
     }
 
-    /// The same, with this configuration.
+    /// A topic with this configuration on this broker, without dead-letter and in-doubt topics.
     pub(crate) async fn configured(
         brokers: String,
         partitions: i32,
@@ -203,8 +203,10 @@ impl Topic {
     /// Whether a topic exists.
     pub(crate) fn exists(&self, name: &str) -> bool {
         // A consumer's metadata request creates no topic.
-        let asker: BaseConsumer = client(&self.brokers).create().expect("a consumer");
-        let metadata = asker.fetch_metadata(Some(name), BOUND).expect("an answer");
+        let admin_consumer: BaseConsumer = client(&self.brokers).create().expect("a consumer");
+        let metadata = admin_consumer
+            .fetch_metadata(Some(name), BOUND)
+            .expect("an answer");
         metadata
             .topics()
             .iter()
@@ -217,8 +219,8 @@ impl Topic {
         self.create(&self.name, 1, &[]).await;
     }
 
-    /// The same topic, with a producer that knows all its partitions.
-    pub(crate) fn renewed(&self) -> Self {
+    /// The same topic, with a new producer, which has the metadata of all its partitions.
+    pub(crate) fn with_new_producer(&self) -> Self {
         self.on(self.brokers.clone())
     }
 
@@ -239,8 +241,8 @@ impl Topic {
     pub(crate) async fn cluster_id(&self) -> String {
         let brokers = self.brokers.clone();
         let fetched = tokio::task::spawn_blocking(move || {
-            let asker: BaseConsumer = client(&brokers).create().expect("a consumer");
-            asker.client().fetch_cluster_id(BOUND)
+            let admin_consumer: BaseConsumer = client(&brokers).create().expect("a consumer");
+            admin_consumer.client().fetch_cluster_id(BOUND)
         });
         fetched.await.expect("an answer").expect("a cluster id")
     }
@@ -279,11 +281,11 @@ impl Topic {
                             .partition(partition)
                             .payload(body),
                     )
-                    .expect("room")
+                    .expect("the producer queue has room")
             })
             .collect();
-        for one in sent {
-            one.await.expect("a producer").expect("sent");
+        for confirm in sent {
+            confirm.await.expect("a producer").expect("sent");
         }
     }
 
@@ -317,12 +319,12 @@ impl Topic {
         self.commit_with(offset, "").await;
     }
 
-    /// The same, with this metadata.
+    /// Commits an offset of partition 0 with this metadata, from another client.
     pub(crate) async fn commit_with(&self, offset: i64, metadata: &str) {
         let (brokers, name, metadata) =
             (self.brokers.clone(), self.name.clone(), metadata.to_owned());
         let committed = tokio::task::spawn_blocking(move || {
-            let outsider: BaseConsumer = client(&brokers)
+            let other_consumer: BaseConsumer = client(&brokers)
                 .set("group.id", &name)
                 .create()
                 .expect("a consumer");
@@ -332,7 +334,7 @@ impl Topic {
                 .set_offset(Offset::Offset(offset))
                 .expect("an offset");
             partition.set_metadata(metadata);
-            outsider
+            other_consumer
                 .commit(&partitions, CommitMode::Sync)
                 .expect("committed");
         });
@@ -346,20 +348,20 @@ impl Topic {
             .map(|(offset, _)| offset)
     }
 
-    /// The same, with its metadata.
+    /// The committed offset of a partition and its metadata, as another client reads them.
     pub(crate) async fn committed_with(&self, partition: i32) -> Option<(i64, String)> {
         let (brokers, name) = (self.brokers.clone(), self.name.clone());
         let fetched = tokio::task::spawn_blocking(move || {
-            let asker: BaseConsumer = client(&brokers)
+            let admin_consumer: BaseConsumer = client(&brokers)
                 .set("group.id", &name)
                 .create()
                 .expect("a consumer");
             let mut partitions = TopicPartitionList::new();
             partitions.add_partition(&name, partition);
             let end = Instant::now() + BOUND;
-            // The first group of a freshly started broker has no coordinator for a moment.
+            // A broker that has just started has no group coordinator yet.
             let answer = loop {
-                match asker.committed_offsets(partitions.clone(), BOUND) {
+                match admin_consumer.committed_offsets(partitions.clone(), BOUND) {
                     Ok(answer) => break answer,
                     Err(error) => assert!(Instant::now() < end, "no answer: {error}"),
                 }
@@ -408,13 +410,13 @@ impl Topic {
     pub(crate) async fn end_of(&self, topic: &str) -> usize {
         let (brokers, topic) = (self.brokers.clone(), topic.to_owned());
         let fetched = tokio::task::spawn_blocking(move || {
-            let asker: BaseConsumer = client(&brokers).create().expect("a consumer");
-            asker
+            let admin_consumer: BaseConsumer = client(&brokers).create().expect("a consumer");
+            admin_consumer
                 .fetch_watermarks(&topic, 0, BOUND)
                 .expect("an answer")
                 .1
         });
-        usize::try_from(fetched.await.expect("an answer")).expect("offsets begin at 0")
+        usize::try_from(fetched.await.expect("an answer")).expect("offsets are not negative")
     }
 
     /// The first messages of partition 0 of another topic, read by a plain consumer.
@@ -439,7 +441,7 @@ impl Topic {
             while messages.len() < count {
                 assert!(
                     Instant::now() < end,
-                    "{} of {count} messages stand in {topic}",
+                    "{} of {count} messages are in {topic}",
                     messages.len()
                 );
                 if let Some(Ok(message)) = reader.poll(Duration::from_millis(100)) {
@@ -476,11 +478,15 @@ pub(crate) async fn receive(source: &mut KafkaSource, count: usize) -> Vec<Deliv
         }
     };
     let in_time = tokio::time::timeout(BOUND, all).await.is_ok();
-    assert!(in_time, "{} of {count} deliveries came", deliveries.len());
+    assert!(
+        in_time,
+        "{} of {count} deliveries arrived in time",
+        deliveries.len()
+    );
     deliveries
 }
 
-/// Whether nothing arrives for this long.
+/// Whether nothing is delivered or revoked for this long.
 pub(crate) async fn is_silent(source: &mut KafkaSource, time: Duration) -> bool {
     let mut incoming = Vec::new();
     let limit = Limit {
@@ -553,7 +559,7 @@ pub(crate) async fn close(source: KafkaSource) {
 pub(crate) fn offset(delivery: &Delivery) -> i64 {
     match delivery.message.origin.position {
         Position::Offset { offset, .. } => offset,
-        Position::Queue => unreachable!("Kafka has offsets"),
+        Position::Queue => unreachable!("the Kafka source sets an offset"),
     }
 }
 

@@ -67,7 +67,7 @@ async fn committed_transactions_are_read_aborted_ones_are_not_and_markers_do_not
     writer.write(&topic, &["a", "b"]).await;
     assert!(
         is_silent(&mut source, Duration::from_millis(700)).await,
-        "read before it was committed"
+        "a message of an open transaction was delivered"
     );
     writer.commit().await;
     let first = receive(&mut source, 2).await;
@@ -94,7 +94,7 @@ async fn committed_transactions_are_read_aborted_ones_are_not_and_markers_do_not
     topic.await_commit(0, 10).await;
     accept(&mut source, last).await;
     topic.await_commit(0, 12).await;
-    // Not past an open transaction, which may still be committed.
+    // Nothing above the start of an open transaction is committed: it may still be committed itself.
     assert!(is_silent(&mut source, Duration::from_millis(1_500)).await);
     assert_eq!(topic.committed(0).await, Some(12));
     writer.commit().await;
@@ -102,13 +102,17 @@ async fn committed_transactions_are_read_aborted_ones_are_not_and_markers_do_not
     assert_eq!(offsets(&opened), [12]);
     accept(&mut source, opened).await;
     topic.await_commit(0, 14).await;
-    assert_eq!(status.messages_expired(), 0, "markers are no messages");
+    assert_eq!(
+        status.messages_expired(),
+        0,
+        "transaction markers were counted as expired messages"
+    );
     close(source).await;
     assert_eq!(topic.committed(0).await, Some(14));
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_group_that_starts_before_an_aborted_transaction_passes_it() {
+async fn a_group_that_starts_before_an_aborted_transaction_commits_its_end() {
     let topic = Topic::new(1).await;
     let writer = Writer::new(&topic).await;
     writer.write(&topic, &["a"]).await;
@@ -130,6 +134,10 @@ async fn a_group_that_starts_before_an_aborted_transaction_passes_it() {
         assert!(Instant::now() < end, "{status:?}");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(status.messages_expired(), 0, "they are never delivered");
+    assert_eq!(
+        status.messages_expired(),
+        0,
+        "aborted messages were counted as expired"
+    );
     close(source).await;
 }

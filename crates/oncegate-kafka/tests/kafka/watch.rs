@@ -101,8 +101,8 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 5).await;
     let status = KafkaStatus::new();
-    // Once a message is not taken, this client fetches no other one for five minutes. The next
-    // client starts by reading everything.
+    // Once a message is not received, this client fetches no other one for five minutes. A replacement
+    // client fetches when it starts.
     let stalling = [
         ("queued.min.messages", "1"),
         ("fetch.queue.backoff.ms", "300000"),
@@ -125,7 +125,7 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
             seen.len(),
             status.clients_replaced()
         );
-        // Only a log that grows is known to have something to read.
+        // A stall is detected only while the log grows.
         topic.send_numbers(0, 1).await;
         sent += 1;
         if status.clients_replaced() > 0 {
@@ -149,8 +149,8 @@ async fn a_client_that_stalls_is_replaced_and_nothing_is_lost() {
     close(source).await;
 }
 
-/// Messages of one partition wait in librdkafka's queue behind those of another, and are not
-/// fetched while it is full: they are delivered late, which is no stall.
+/// Messages of one partition wait in librdkafka's queue behind those of another, and are not fetched
+/// while that queue is full. They are delivered late, and the client is not replaced.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_partition_behind_the_backlog_of_another_is_not_stalled() {
     const BACKLOG: usize = 15_000;
@@ -166,17 +166,17 @@ async fn a_partition_behind_the_backlog_of_another_is_not_stalled() {
         .await
         .expect("a source");
     let mut seen = receive(&mut source, 1).await.len();
-    let (mut late, begun) = (0, Instant::now());
-    while begun.elapsed() < Duration::from_secs(4) {
+    let (mut sent_late, started) = (0, Instant::now());
+    while started.elapsed() < Duration::from_secs(4) {
         topic.send_numbers(1, 1).await;
-        late += 1;
+        sent_late += 1;
         let deliveries = receive(&mut source, 10).await;
         seen += deliveries.len();
         accept(&mut source, deliveries).await;
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     assert_eq!(status.clients_replaced(), 0);
-    receive(&mut source, BACKLOG + late - seen).await;
+    receive(&mut source, BACKLOG + sent_late - seen).await;
     assert_eq!(status.clients_replaced(), 0);
     close(source).await;
 }

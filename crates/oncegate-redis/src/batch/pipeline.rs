@@ -40,18 +40,18 @@ impl OperationBatch<'_> {
         server_pipeline: &ServerPipeline,
     ) -> Result<PipelineReplies, StoreFailure> {
         let mut pipeline = Pipeline::with_capacity(server_pipeline.commands.len() + 2);
-        let mut sources = 0;
+        let mut source_calls = 0;
         for command in &server_pipeline.commands {
             if server_pipeline.asking {
                 pipeline.cmd("ASKING");
             }
             // The first EVAL loads the script; the others can use its digest.
-            sources += u32::from(matches!(
+            source_calls += u32::from(matches!(
                 command,
                 BatchCommand::Script(ScriptRef::Source, _)
             ));
             match command {
-                BatchCommand::Script(ScriptRef::Source, call) if sources > 1 => {
+                BatchCommand::Script(ScriptRef::Source, call) if source_calls > 1 => {
                     pipeline.add_command(self.script_call(ScriptRef::Digest, call))
                 }
                 command => pipeline.add_command(self.command(command)),
@@ -81,12 +81,13 @@ impl OperationBatch<'_> {
             _ => None,
         };
         let mut replies = connection.send(&pipeline).await?;
-        let mut last = || replies.pop().unwrap_or(Value::Nil);
-        let replicated =
-            replicas.map_or(Ok(()), |count| durability::check_replicas(count, &last()));
+        let mut pop_reply = || replies.pop().unwrap_or(Value::Nil);
+        let replicated = replicas.map_or(Ok(()), |count| {
+            durability::check_replicas(count, &pop_reply())
+        });
         let intact = match canary {
             Some((detector, expected)) => {
-                let (count, generation) = (last(), last());
+                let (count, generation) = (pop_reply(), pop_reply());
                 let baseline = if replicated.is_ok() {
                     CanaryBaseline::Full
                 } else {
@@ -103,6 +104,7 @@ impl OperationBatch<'_> {
             None => Ok(()),
         };
         if server_pipeline.asking {
+            // Removes the reply to each `ASKING`.
             let mut nth = 0;
             replies.retain(|_| {
                 nth += 1;
@@ -180,7 +182,7 @@ impl OperationBatch<'_> {
         match read {
             Ok(canary) => detector.record_reply(expected, canary, baseline),
             // Its slot is migrating: the next check finds the canary on its new server.
-            Err(CanaryError::Moved { moving, .. }) => self.router.invalidate_slot(moving),
+            Err(CanaryError::Moved { migrating, .. }) => self.router.invalidate_slot(migrating),
             Err(CanaryError::Failed(failure)) => return Err(failure.possibly_applied()),
         }
         match self

@@ -58,7 +58,7 @@ fn is_refused(detector: &LossDetector) -> bool {
     detector.claim_refusal(&AT_MOST_ONCE).is_some()
 }
 
-fn why(detector: &LossDetector) -> String {
+fn refusal_text(detector: &LossDetector) -> String {
     match detector.claim_refusal(&AT_MOST_ONCE) {
         Some(StoreFailure::NotApplied(problem)) => problem.to_string(),
         other => panic!("{other:?}"),
@@ -66,7 +66,7 @@ fn why(detector: &LossDetector) -> String {
 }
 
 #[test]
-fn snapshots_are_compared_with_the_one_before() {
+fn a_snapshot_is_compared_with_the_previous_one() {
     let before = ServerSnapshot {
         evicted: 3,
         ..snapshot("r")
@@ -137,7 +137,7 @@ fn snapshots_are_compared_with_the_one_before() {
     }
 }
 
-/// A step that is harmless to a lease of 30 s expires a lease of 100 ms.
+/// A clock step that is harmless to a lease of 30 s expires a lease of 100 ms.
 #[test]
 fn a_clock_step_is_an_anomaly_from_half_of_the_shortest_lease() {
     let detector = LossDetector::default();
@@ -175,7 +175,7 @@ fn a_clock_step_is_an_anomaly_from_half_of_the_shortest_lease() {
     }
 }
 
-/// For example because this process was not scheduled.
+/// A reply is read late if, for example, this process is not scheduled.
 #[test]
 fn a_reply_that_was_read_late_is_not_a_clock_jump() {
     let soon = snapshot("r");
@@ -231,14 +231,14 @@ fn each_loss_pauses_claims_with_its_own_description() {
     for (lost, expected) in [
         (canary("c", 1), "was recreated"),
         (missing, "was recreated"),
-        (canary("b", 0), "went back"),
-        (canary("b", 4), "went back"),
+        (canary("b", 0), "count decreased"),
+        (canary("b", 4), "count decreased"),
     ] {
         let detector = LossDetector::default();
         check(&detector, "k", canary("b", 5), snapshot("r"));
         assert!(!is_refused(&detector));
         claim(&detector, lost.clone(), CanaryBaseline::Full);
-        assert!(why(&detector).contains(expected), "{lost:?}");
+        assert!(refusal_text(&detector).contains(expected), "{lost:?}");
         detector.accept_loss();
         check(&detector, "k", canary("d", lost.count + 1), snapshot("r"));
         assert_eq!(
@@ -249,7 +249,7 @@ fn each_loss_pauses_claims_with_its_own_description() {
     }
 }
 
-/// It may have expired in Redis.
+/// An old count may have expired in Redis.
 #[test]
 fn an_old_count_is_ignored() {
     let detector = LossDetector::default();
@@ -257,21 +257,21 @@ fn an_old_count_is_ignored() {
     for counted in detector.state().counts.values_mut() {
         counted.at = Instant::now()
             .checked_sub(COUNT_VALID_FOR)
-            .expect("the machine has been up longer");
+            .expect("the machine has run for longer than this duration");
     }
     claim(&detector, canary("b", 1), CanaryBaseline::Full);
     claim(&detector, canary("b", 2), CanaryBaseline::Full);
     assert!(!is_refused(&detector));
 }
 
-/// The writes of a pipeline of claims between two checks.
+/// The lost writes are those of a pipeline of claims between two checks.
 #[test]
 fn a_restart_that_lost_claims_is_a_loss_of_writes() {
     let detector = LossDetector::default();
     check(&detector, "k", canary("b", 1), snapshot("r"));
     claim(&detector, canary("b", 2), CanaryBaseline::Full);
     check(&detector, "k", canary("b", 1), snapshot("s"));
-    assert!(why(&detector).contains("last writes"));
+    assert!(refusal_text(&detector).contains("last writes"));
 }
 
 #[test]
@@ -279,12 +279,12 @@ fn a_restart_pauses_claims_briefly() {
     let detector = LossDetector::default();
     check(&detector, "k", canary("b", 1), snapshot("r"));
     check(&detector, "k", canary("b", 2), snapshot("s"));
-    assert!(why(&detector).contains("another run_id"));
+    assert!(refusal_text(&detector).contains("another run_id"));
     detector.state().restarted_at = Instant::now().checked_sub(RESTART_PAUSE);
     assert!(!is_refused(&detector));
     // A process that lost writes replaces the generation within the pause.
     claim(&detector, canary("c", 3), CanaryBaseline::Full);
-    assert!(why(&detector).contains("another consumer's"));
+    assert!(refusal_text(&detector).contains("another consumer's"));
 }
 
 #[test]
@@ -352,10 +352,10 @@ fn a_failover_that_lost_no_claim_does_not_pause() {
     claim(&detector, canary("b", 3), CanaryBaseline::Unchanged);
     check(canary("b", 4), "r");
     check(canary("b", 3), "s");
-    assert!(!is_refused(&detector), "every acknowledged write is there");
+    assert!(!is_refused(&detector), "no acknowledged write is lost");
     check(canary("b", 1), "t");
     assert!(
-        why(&detector).contains("last writes"),
+        refusal_text(&detector).contains("last writes"),
         "a claim that replicas acknowledged is lost"
     );
 }
@@ -449,7 +449,7 @@ fn a_forward_jump_pauses_for_a_lease_and_a_long_one_until_accepted() {
         (
             Instant::now()
                 .checked_sub(ago)
-                .expect("the machine has been up longer"),
+                .expect("the machine has run for longer than this duration"),
             by,
         )
     };
@@ -480,13 +480,17 @@ fn a_small_jump_does_not_end_the_pause_of_a_large_one() {
         detector.state().report(&Anomaly::ClockForward(by * SECOND));
     }
     assert!(
-        why(&detector).contains("40s") && why(&detector).contains("accept_loss"),
+        refusal_text(&detector).contains("40s") && refusal_text(&detector).contains("accept_loss"),
         "{}",
-        why(&detector)
+        refusal_text(&detector)
     );
     detector.accept_loss();
     detector.state().report(&Anomaly::ClockForward(3 * SECOND));
-    assert!(why(&detector).contains("one lease"), "{}", why(&detector));
+    assert!(
+        refusal_text(&detector).contains("one lease"),
+        "{}",
+        refusal_text(&detector)
+    );
 }
 
 /// A process without at-most-once claims checks the servers as well.
@@ -504,26 +508,29 @@ fn a_process_that_only_checks_replaces_no_generation() {
     check(canary("b", 5), "r");
     check(canary("b", 2), "s");
     assert!(
-        why(&detector).contains("another run_id"),
+        refusal_text(&detector).contains("another run_id"),
         "no claim is lost"
     );
     assert!(!detector.expectation(keys("k")).canary.replace);
     claim(&detector, canary("b", 3), CanaryBaseline::Full);
     check(canary("b", 4), "s");
     check(canary("b", 2), "t");
-    assert!(why(&detector).contains("last writes"), "a claim is lost");
+    assert!(
+        refusal_text(&detector).contains("last writes"),
+        "a claim is lost"
+    );
     detector.accept_loss();
     check(canary("c", 5), "t");
     assert!(!detector.expectation(keys("k")).canary.replace);
     check(canary("d", 6), "t");
-    assert!(why(&detector).contains("was recreated"));
+    assert!(refusal_text(&detector).contains("was recreated"));
 }
 
 /// The value of the only gauge.
 #[derive(Default)]
-struct Level(Arc<AtomicU64>);
+struct GaugeRecorder(Arc<AtomicU64>);
 
-impl Recorder for Level {
+impl Recorder for GaugeRecorder {
     fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
 
     fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
@@ -545,9 +552,9 @@ impl Recorder for Level {
 
 #[test]
 fn the_paused_gauge_is_1_until_the_loss_is_accepted() {
-    let level = Level::default();
-    metrics::with_local_recorder(&level, || {
-        let is = || f64::from_bits(level.0.load(Ordering::SeqCst));
+    let recorder = GaugeRecorder::default();
+    metrics::with_local_recorder(&recorder, || {
+        let is = || f64::from_bits(recorder.0.load(Ordering::SeqCst));
         for (anomaly, pauses) in [
             (Anomaly::CanaryLost, 1.0),
             (Anomaly::ClockForward(40 * SECOND), 1.0),

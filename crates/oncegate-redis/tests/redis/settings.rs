@@ -6,9 +6,10 @@ use std::time::Duration;
 use oncegate_core::marker::{Ask, Effect, Guarantee, Operation, Verdict};
 use oncegate_core::{Persistence, Store, StoreError};
 use oncegate_redis::{Durability, Redis};
+use oncegate_testkit::Lines;
 use oncegate_testkit::servers::{RedisOptions, RedisPersistence, RedisServer};
 
-use crate::support::{GRANTED, Log, ask, at, claim, client_of, complete, key, rights};
+use crate::support::{GRANTED, ask, at, claim, client_of, complete, key, rights};
 
 const SECRET: &str = "s3cr3tpassw0rd";
 
@@ -596,9 +597,10 @@ async fn a_numbered_database() {
 #[tokio::test]
 async fn undetectable_losses_are_a_warning_at_start() {
     let (_server, store) = without(&["+info"]);
-    let logged = Log::default();
+    let logged = Lines::default();
+    let writer = logged.clone();
     let subscriber = tracing_subscriber::fmt()
-        .with_writer(logged.clone())
+        .with_writer(move || writer.clone())
         .with_ansi(false)
         .finish();
     let _guard = tracing::subscriber::set_default(subscriber);

@@ -1,7 +1,5 @@
 //! Helpers of the tests.
 
-use std::sync::{Arc, Mutex};
-
 use oncegate_core::marker::{Ask, Guarantee, Operation, Token};
 use oncegate_redis::Redis;
 pub(crate) use oncegate_testkit::operations::{
@@ -66,36 +64,4 @@ pub(crate) fn rights(added: &str) -> String {
         .find(|line| line.starts_with("ACL SETUSER oncegate "))
         .expect("the line of the book");
     format!("{line} {added}")
-}
-
-/// Captures the log.
-#[derive(Clone, Default)]
-pub(crate) struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    pub(crate) fn text(&self) -> String {
-        String::from_utf8_lossy(&self.0.lock().expect("nobody panicked with it")).into_owned()
-    }
-}
-
-impl std::io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0
-            .lock()
-            .expect("nobody panicked with it")
-            .extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-impl<'a> tracing_subscriber::fmt::MakeWriter<'a> for Log {
-    type Writer = Self;
-
-    fn make_writer(&'a self) -> Self {
-        self.clone()
-    }
 }

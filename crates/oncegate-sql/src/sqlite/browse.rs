@@ -13,10 +13,10 @@ use super::failure::StoreFailure;
 use super::marker_table::{self, UnreadableRow};
 use super::writer_thread::WriterRequest;
 
-const ONE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key FROM markers
+const SELECT_ONE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key FROM markers
     WHERE key = ?1";
 
-const PAGE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key FROM markers
+const SELECT_PAGE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key FROM markers
     WHERE key > ?1
     ORDER BY key LIMIT ?2";
 
@@ -39,10 +39,10 @@ pub(crate) fn marker_with_expiry(
     key: &Key,
 ) -> rusqlite::Result<Result<MarkerAndTimeLeft, StoreFailure>> {
     let found = connection
-        .prepare_cached(ONE)?
+        .prepare_cached(SELECT_ONE)?
         .query_row([key.as_str()], |row| read_row(row, now))
         .optional()?;
-    Ok(found.map_or(Ok((Marker::Absent, None)), |(_, standing)| standing))
+    Ok(found.map_or(Ok((Marker::Absent, None)), |(_, marker)| marker))
 }
 
 /// At most `limit` rows after a key, in the order of keys.
@@ -52,7 +52,7 @@ pub(crate) fn read_page(
     after: &str,
     limit: usize,
 ) -> rusqlite::Result<MarkerPage> {
-    let mut statement = connection.prepare_cached(PAGE)?;
+    let mut statement = connection.prepare_cached(SELECT_PAGE)?;
     let read = statement.query_map(
         params![after, i64::try_from(limit).unwrap_or(i64::MAX)],
         |row| read_row(row, now),
@@ -62,7 +62,7 @@ pub(crate) fn read_page(
         .last()
         .filter(|_| rows.len() == limit)
         .map(|(key, _)| key.clone());
-    rows.retain(|(_, standing)| !matches!(standing, Ok((Marker::Absent, _))));
+    rows.retain(|(_, marker)| !matches!(marker, Ok((Marker::Absent, _))));
     Ok(MarkerPage { rows, next })
 }
 
@@ -74,14 +74,14 @@ fn read_row(
     let (key, expires): (String, i64) = (row.get(11)?, row.get(0)?);
     let left =
         Duration::from_millis(u64::try_from(expires.saturating_sub(now.wall)).unwrap_or_default());
-    let standing = match marker_table::read(row, now) {
+    let marker = match marker_table::read(row, now) {
         Ok(found) => Ok((
             found.marker,
             (found.marker != Marker::Absent).then_some(left),
         )),
         Err(UnreadableRow) => Err(marker_table::unreadable(&key)),
     };
-    Ok((key, standing))
+    Ok((key, marker))
 }
 
 /// A listing of all markers, page by page, in the order of their keys. Created by
@@ -100,7 +100,7 @@ pub type SqliteListed = (String, Result<(Marker, Duration), StoreError>);
 
 impl SqliteBrowse {
     /// The next page, which may be empty; `None` after the last. A key that exists during the whole
-    /// listing is listed once; one that is added or removed meanwhile may be missing.
+    /// listing is listed once; one that is added or removed during the scan may be missing.
     ///
     /// # Errors
     /// As for [`Sqlite::look`].
@@ -114,11 +114,11 @@ impl SqliteBrowse {
             .ask(|reply| WriterRequest::ReadPage(after, limit, reply))
             .await??;
         self.after = next;
-        let listed = rows.into_iter().map(|(key, standing)| {
-            let standing = standing
+        let listed = rows.into_iter().map(|(key, marker)| {
+            let marker = marker
                 .map(|(marker, left)| (marker, left.unwrap_or_default()))
                 .map_err(StoreError::from);
-            (key, standing)
+            (key, marker)
         });
         Ok(Some(listed.collect()))
     }

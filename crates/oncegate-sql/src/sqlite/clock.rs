@@ -11,12 +11,13 @@ const JUMP_THRESHOLD: i64 = 1000;
 /// after the start, or when the machine was suspended. All times are in milliseconds since 1970.
 ///
 /// A jump forward would expire every lease and every marker at once. So after the jump each lease
-/// starts again in full, and each marker is kept longer by the width of the jump: until the longest
-/// window in the file has passed, and unresolved at-most-once markers for as long as this process
+/// restarts in full, and each marker is kept longer by the width of the jump: until the longest
+/// window in the file has elapsed, and unresolved at-most-once markers for as long as this process
 /// runs. After a jump back, markers appear to be written in the future: their age is unknown, and
 /// the next claim restarts it.
 #[derive(Debug)]
 pub(crate) struct WallClock {
+    /// The last wall-clock time.
     wall: i64,
     /// A moment before `wall` was read.
     read_at: Instant,
@@ -24,6 +25,7 @@ pub(crate) struct WallClock {
     jumps: Vec<ClockJump>,
     /// The sum of all jumps so far.
     total_width: i64,
+    /// The earliest start of a lease: the wall-clock time after the last jump forward.
     lease_start_floor: i64,
 }
 
@@ -63,7 +65,7 @@ impl WallClock {
     pub(crate) fn jumped(width: Duration, ago: Duration) -> Self {
         let detected_at = Instant::now()
             .checked_sub(ago)
-            .expect("the machine has been up longer");
+            .expect("the machine has run for longer than `ago`");
         let width = milliseconds(width);
         Self {
             jumps: vec![ClockJump { width, detected_at }],
@@ -83,20 +85,20 @@ impl WallClock {
     pub(crate) fn now(&mut self) -> ClockReading {
         let before = Instant::now();
         let wall = wall();
-        self.at(wall, before, Instant::now())
+        self.advance(wall, before, Instant::now())
     }
 
     /// Takes a wall-clock time that was read between these two moments.
-    fn at(&mut self, wall: i64, before: Instant, after: Instant) -> ClockReading {
-        let passed = milliseconds(after.saturating_duration_since(self.read_at));
-        let ahead = wall.saturating_sub(self.wall).saturating_sub(passed);
-        if ahead > JUMP_THRESHOLD {
-            report("forward", ahead);
+    fn advance(&mut self, wall: i64, before: Instant, after: Instant) -> ClockReading {
+        let elapsed = milliseconds(after.saturating_duration_since(self.read_at));
+        let jump_width = wall.saturating_sub(self.wall).saturating_sub(elapsed);
+        if jump_width > JUMP_THRESHOLD {
+            report("forward", jump_width);
             self.jumps.push(ClockJump {
-                width: ahead,
+                width: jump_width,
                 detected_at: after,
             });
-            self.total_width = self.total_width.saturating_add(ahead);
+            self.total_width = self.total_width.saturating_add(jump_width);
             self.lease_start_floor = wall;
         } else if wall.saturating_add(JUMP_THRESHOLD) < self.wall {
             report("back", self.wall - wall);
@@ -139,7 +141,8 @@ fn wall() -> i64 {
 /// Rounded up; at most three thousand years, so that sums do not overflow.
 pub(crate) fn milliseconds(duration: Duration) -> i64 {
     const LONGEST: u128 = 100_000_000_000_000;
-    i64::try_from(duration.as_nanos().div_ceil(1_000_000).min(LONGEST)).expect("at most LONGEST")
+    i64::try_from(duration.as_nanos().div_ceil(1_000_000).min(LONGEST))
+        .expect("LONGEST fits into an i64")
 }
 
 #[cfg(test)]
@@ -148,7 +151,7 @@ mod tests {
 
     const START: i64 = 1_000_000_000;
 
-    /// A clock at START, and a function that reads `START + wall` after `passed` milliseconds.
+    /// A clock at START, and a function that reads `START + wall` after `elapsed` milliseconds.
     fn clock() -> (WallClock, impl Fn(&mut WallClock, i64, u64) -> ClockReading) {
         let started = Instant::now();
         let clock = WallClock {
@@ -158,9 +161,9 @@ mod tests {
             total_width: 0,
             lease_start_floor: i64::MIN,
         };
-        let read_clock = move |clock: &mut WallClock, wall: i64, passed: u64| {
-            let at = started + Duration::from_millis(passed);
-            clock.at(START + wall, at, at)
+        let read_clock = move |clock: &mut WallClock, wall: i64, elapsed: u64| {
+            let at = started + Duration::from_millis(elapsed);
+            clock.advance(START + wall, at, at)
         };
         (clock, read_clock)
     }
@@ -168,8 +171,8 @@ mod tests {
     #[test]
     fn elapsed_time_is_not_a_jump() {
         let (mut clock, read_clock) = clock();
-        for (wall, passed) in [(0, 0), (500, 400), (90_000, 90_100), (90_900, 90_200)] {
-            let now = read_clock(&mut clock, wall, passed);
+        for (wall, elapsed) in [(0, 0), (500, 400), (90_000, 90_100), (90_900, 90_200)] {
+            let now = read_clock(&mut clock, wall, elapsed);
             let wall = START + wall;
             assert_eq!(
                 now,

@@ -163,7 +163,7 @@ mod tests {
         };
         let failure = |code, stage| {
             StoreFailure::of(
-                rusqlite::Error::SqliteFailure(ffi::Error::new(code), Some("said".to_owned())),
+                rusqlite::Error::SqliteFailure(ffi::Error::new(code), Some("text".to_owned())),
                 stage,
                 &config,
             )
@@ -177,19 +177,19 @@ mod tests {
                 failure(ffi::SQLITE_BUSY_RECOVERY, stage),
                 StoreFailure::NotApplied(_)
             ));
-            for wrong in [
+            for code in [
                 ffi::SQLITE_READONLY_DIRECTORY,
                 ffi::SQLITE_NOTADB,
                 ffi::SQLITE_CORRUPT_INDEX,
                 ffi::SQLITE_PERM,
             ] {
                 assert!(
-                    matches!(failure(wrong, stage), StoreFailure::Misconfigured(_)),
-                    "{wrong} {stage:?}"
+                    matches!(failure(code, stage), StoreFailure::Misconfigured(_)),
+                    "{code} {stage:?}"
                 );
             }
         }
-        for trouble in [
+        for code in [
             ffi::SQLITE_FULL,
             ffi::SQLITE_IOERR_FSYNC,
             ffi::SQLITE_IOERR_WRITE,
@@ -197,17 +197,17 @@ mod tests {
         ] {
             assert!(
                 matches!(
-                    failure(trouble, TransactionStage::Working),
+                    failure(code, TransactionStage::Working),
                     StoreFailure::NotApplied(_)
                 ),
-                "{trouble}"
+                "{code}"
             );
             assert!(
                 matches!(
-                    failure(trouble, TransactionStage::Committing),
+                    failure(code, TransactionStage::Committing),
                     StoreFailure::Unknown(_)
                 ),
-                "{trouble}"
+                "{code}"
             );
         }
         assert!(matches!(

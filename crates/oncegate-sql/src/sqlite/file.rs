@@ -25,12 +25,12 @@ CREATE TABLE markers (        -- what oncegate remembers: a row per id; times in
     state       INTEGER NOT NULL, -- 0 done, 1 cleared, 2 in progress, 3 in doubt, 4 in doubt and reconciling, 5 rejected
     fingerprint INTEGER,          -- of the body, where bodies are compared
     attempt     INTEGER,          -- the number of the last attempt; NULL if done
-    base        INTEGER,          -- how many attempts the budget does not count; from here on NULL if done or rejected
-    crashes     INTEGER,          -- holders whose lease ended without an outcome since the id was last sent back
-    effect      INTEGER,          -- what earlier attempts left behind: 0 nothing, 1 unknown
+    base        INTEGER,          -- how many attempts max_attempts does not count; from here on NULL if done or rejected
+    crashes     INTEGER,          -- holders whose lease ended without an outcome since the id was last redriven
+    effect      INTEGER,          -- the effect of earlier attempts: 0 nothing, 1 unknown
     token       BLOB,             -- the claim that holds it
-    lease       INTEGER,          -- how long it belongs to its holder alone, in milliseconds
-    horizon     INTEGER,          -- how long it is kept, in milliseconds: written at expires - horizon
+    lease       INTEGER,          -- how long after its last write no other claim is granted, in milliseconds
+    horizon     INTEGER,          -- how long the row is kept, in milliseconds; its last write was at expires - horizon
     guarantee   INTEGER           -- 0 at most once, 1 effectively once, 2 bare
 ) WITHOUT ROWID, STRICT";
 

@@ -98,9 +98,9 @@ impl<'connection> MarkerTable<'connection> {
             Change::Delete => {
                 self.delete.execute([operation.key.as_str()])?;
             }
-            Change::Write(marker, after) => {
+            Change::Write(marker, time_to_live) => {
                 self.write
-                    .execute(self.now.columns(&operation.key, marker, after))?;
+                    .execute(self.now.columns(&operation.key, marker, time_to_live))?;
             }
         }
         Ok(Ok(verdict))
@@ -141,14 +141,14 @@ impl<'connection> MarkerTable<'connection> {
             _ => return Ok(None),
         };
         let written = match (ask, apply(expected, age, operation)) {
-            (Ask::Claim, (Change::Write(marker, after), verdict)) => (
+            (Ask::Claim, (Change::Write(marker, time_to_live), verdict)) => (
                 self.write_new
-                    .execute(self.now.columns(key, marker, after))?,
+                    .execute(self.now.columns(key, marker, time_to_live))?,
                 verdict,
             ),
-            (_, (Change::Write(Marker::Done(fingerprint), after), verdict)) => {
+            (_, (Change::Write(Marker::Done(fingerprint), time_to_live), verdict)) => {
                 let fingerprint = fingerprint.map(|it| it.get() as i64); // below 10^18
-                let (token, expires) = (token.0.to_be_bytes(), self.now.expires(after));
+                let (token, expires) = (token.0.to_be_bytes(), self.now.expires(time_to_live));
                 let values = params![
                     key.as_str(),
                     expires,
@@ -186,8 +186,8 @@ impl<'connection> MarkerTable<'connection> {
 
 impl ClockReading {
     /// The expiry of a row that is written now and kept for this long.
-    fn expires(&self, after: Duration) -> i64 {
-        self.wall + milliseconds(after).max(1)
+    fn expires(&self, time_to_live: Duration) -> i64 {
+        self.wall + milliseconds(time_to_live).max(1)
     }
 
     /// The columns of a row that is written now.
@@ -195,7 +195,7 @@ impl ClockReading {
         &self,
         key: &'key Key,
         marker: Marker,
-        after: Duration,
+        time_to_live: Duration,
     ) -> impl Params + use<'key> {
         let (state, fingerprint, hold) = match marker {
             Marker::Absent => unreachable!("an absent marker is deleted, not written"),
@@ -236,7 +236,7 @@ impl ClockReading {
         });
         (
             key.as_str(),
-            self.expires(after),
+            self.expires(time_to_live),
             state,
             fingerprint,
             attempt,
@@ -377,7 +377,7 @@ mod tests {
             synchronous: Default::default(),
             busy_timeout: Duration::ZERO,
         };
-        OpenDatabase::open(&config, None).expect("a new file")
+        OpenDatabase::open(&config, None).expect("a new database opens")
     }
 
     fn ask(file: &OpenDatabase, now: ClockReading, ask: Ask, token: u128) -> Verdict {
@@ -396,7 +396,8 @@ mod tests {
             attempt: 1,
             terms,
         };
-        let mut rows = MarkerTable::new(&file.connection, now).expect("a table");
+        let mut rows =
+            MarkerTable::new(&file.connection, now).expect("the statements are prepared");
         rows.apply(&operation)
             .expect("SQLite does not fail")
             .expect("a verdict")
@@ -414,7 +415,7 @@ mod tests {
 
     #[test]
     fn a_lease_expires_after_its_last_millisecond() {
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let file = file(directory.path());
         assert_eq!(
             ask(&file, at(START), Ask::Claim, 1),
@@ -434,7 +435,7 @@ mod tests {
 
     #[test]
     fn a_done_marker_expires_after_its_window() {
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let file = file(directory.path());
         assert_eq!(
             ask(&file, at(START), Ask::Complete, 1),
@@ -453,7 +454,7 @@ mod tests {
     #[test]
     fn a_completion_recognizes_only_its_own_claim() {
         let claimed = || {
-            let directory = tempfile::tempdir().expect("a directory");
+            let directory = tempfile::tempdir().expect("a temporary directory");
             let file = file(directory.path());
             assert_eq!(
                 ask(&file, at(START), Ask::Claim, 1),
@@ -480,7 +481,7 @@ mod tests {
         let (file, _directory) = claimed();
         file.connection
             .execute("UPDATE markers SET attempt = 2", [])
-            .expect("written");
+            .expect("the row is updated");
         assert_eq!(
             ask(&file, at(START), Ask::Complete, 1),
             Verdict::Lost,
@@ -505,7 +506,7 @@ mod tests {
 
     #[test]
     fn a_jump_forward_expires_no_lease_and_no_marker() {
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let file = file(directory.path());
         ask(&file, at(START), Ask::Claim, 1);
         let jumped = |later: i64| {
@@ -528,7 +529,7 @@ mod tests {
             Verdict::Granted(TAKEN_OVER)
         );
 
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let file = self::file(directory.path());
         ask(&file, at(START), Ask::Complete, 1);
         assert_eq!(
@@ -539,7 +540,7 @@ mod tests {
 
     #[test]
     fn after_a_jump_back_the_age_is_unknown_and_then_restarts() {
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let file = file(directory.path());
         ask(&file, at(START + HOUR), Ask::Claim, 1);
         let lease = Duration::from_millis(LEASE.unsigned_abs());

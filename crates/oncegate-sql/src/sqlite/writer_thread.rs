@@ -1,4 +1,4 @@
-//! The thread that works on the file. It applies all waiting requests in one transaction and answers
+//! The thread that reads and writes the file. It applies all waiting requests in one transaction and answers
 //! them after the commit.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,7 +18,7 @@ use super::marker_table::MarkerTable;
 use super::sweep::ExpirySweep;
 use super::windows;
 
-/// The most operations of one transaction. The operations of one request are never split, even above
+/// The maximum number of operations in one transaction. The operations of one request are never split, even above
 /// this limit.
 const MAX_OPERATIONS: usize = 4096;
 
@@ -82,7 +82,7 @@ pub(crate) fn start(config: FileConfig) -> std::io::Result<Sender<WriterRequest>
     let mut writer = WriterThread::new(config);
     let work = move || {
         while catch_unwind(AssertUnwindSafe(|| writer.run(&requests))).is_err() {
-            writer.let_go();
+            writer.close_after_failure();
         }
     };
     std::thread::Builder::new()
@@ -166,7 +166,7 @@ impl WriterThread {
             }
             Err(failure) => {
                 tracing::debug!(?failure, count, "the transaction failed");
-                self.let_go();
+                self.close_after_failure();
                 for (operations, reply) in batch {
                     let _ = reply.send(operations.iter().map(|_| Err(failure.clone())).collect());
                 }
@@ -205,9 +205,9 @@ impl WriterThread {
         }
         drop(rows);
         windows::record(&transaction, window, longest).map_err(&working)?;
-        let rows_beside = u32::try_from(count).unwrap_or(u32::MAX);
+        let rows_to_scan = u32::try_from(count).unwrap_or(u32::MAX);
         let range = sweep
-            .scan(&transaction, rows_beside, now)
+            .scan(&transaction, rows_to_scan, now)
             .map_err(&working)?;
         sweep
             .delete_expired(&transaction, &range, now)
@@ -252,14 +252,14 @@ impl WriterThread {
         let now = self.clock.now();
         let Some(file) = &self.file else { return };
         if let Err(failure) = sweep_next_range(file, &self.config, &mut self.sweep, now) {
-            // Not urgent; a lasting failure is returned to the next caller.
+            // No caller needs this deletion; a lasting failure is returned to the next caller.
             tracing::debug!(?failure, "cannot delete expired markers; retrying later");
         }
     }
 
     /// Closes the database after a failure, to start from a known state. Keeps it open if its WAL was
-    /// replaced: with the new WAL it would grant markers of the old one again.
-    fn let_go(&mut self) {
+    /// replaced: with the new WAL, ids whose markers are in the old one would be granted a second time.
+    fn close_after_failure(&mut self) {
         self.file.take_if(|file| file.is_current(&self.config));
     }
 
@@ -315,7 +315,7 @@ mod tests {
 
     #[test]
     fn abandoned_requests_are_skipped_and_the_others_share_a_commit() {
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let config = FileConfig {
             path: directory.path().join("markers.db"),
             synchronous: Default::default(),
@@ -340,7 +340,7 @@ mod tests {
             };
             sender
                 .send(WriterRequest::Apply(vec![claim], reply))
-                .expect("it waits");
+                .expect("the receiver exists");
             answer
         };
         let answers = [submit("a"), submit("b")];
@@ -348,53 +348,56 @@ mod tests {
         let (reply, looked) = oneshot::channel();
         sender
             .send(WriterRequest::Look(key("dropped"), reply))
-            .expect("it waits");
+            .expect("the receiver exists");
         drop(sender);
 
         WriterThread::new(config).run(&requests);
         for answer in answers {
             assert!(matches!(
-                answer.blocking_recv().expect("answered")[..],
+                answer.blocking_recv().expect("the thread answers")[..],
                 [Ok(Verdict::Granted(Attempts { number: 1, .. }))]
             ));
         }
         assert_eq!(
-            looked.blocking_recv().expect("answered").expect("a marker"),
+            looked
+                .blocking_recv()
+                .expect("the thread answers")
+                .expect("a marker"),
             Marker::Absent
         );
-        let file =
-            rusqlite::Connection::open(directory.path().join("markers.db")).expect("it opens");
+        let file = rusqlite::Connection::open(directory.path().join("markers.db"))
+            .expect("the database opens");
         let keys: u32 = file
             .query_row("SELECT count(*) FROM markers", [], |row| row.get(0))
-            .expect("a number");
+            .expect("the query returns a count");
         assert_eq!(keys, 2);
     }
 
     #[test]
     fn an_idle_thread_deletes_nothing_from_a_newer_schema() {
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let path = directory.path().join("markers.db");
         let mut writer = WriterThread::new(FileConfig {
             path: path.clone(),
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
         });
-        writer.open().expect("a new file");
-        let other = rusqlite::Connection::open(path).expect("it opens");
+        writer.open().expect("a new database opens");
+        let other = rusqlite::Connection::open(path).expect("the database opens");
         other
             .execute(
                 "INSERT INTO markers (key, expires, state) VALUES ('old', 1, 0)",
                 [],
             )
-            .expect("written");
+            .expect("the statement succeeds");
         for (version, left) in [(2, 1), (1, 0)] {
             other
                 .pragma_update(None, "user_version", version)
-                .expect("written");
+                .expect("the statement succeeds");
             writer.idle();
             let rows: u32 = other
                 .query_row("SELECT count(*) FROM markers", [], |row| row.get(0))
-                .expect("a number");
+                .expect("the query returns a count");
             assert_eq!(rows, left, "of version {version}");
         }
     }
@@ -404,7 +407,7 @@ mod tests {
     #[test]
     fn a_jump_is_kept_for_the_longest_window_in_the_file() {
         const HOUR: Duration = Duration::from_secs(3600);
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let path = directory.path().join("markers.db");
         let config = FileConfig {
             path: path.clone(),
@@ -430,27 +433,27 @@ mod tests {
         let apply = |writer: &mut WriterThread, operations: &[Operation]| -> Vec<Verdict> {
             let answers = writer
                 .apply([operations].into_iter(), operations.len())
-                .expect("a commit");
+                .expect("the transaction commits");
             answers[0]
                 .iter()
                 .map(|answer| answer.clone().expect("a verdict"))
                 .collect()
         };
-        let other = || rusqlite::Connection::open(&path).expect("it opens");
+        let other = || rusqlite::Connection::open(&path).expect("the database opens");
         // The writer's window, and how many of its rows survive the other's transaction.
         let unresolved = |id| format!("{id}-unresolved");
-        for (id, window, outlive) in [("short", IDLE_INTERVAL, 1), ("long", HOUR, 4)] {
+        for (id, window, kept_rows) in [("short", IDLE_INTERVAL, 1), ("long", HOUR, 4)] {
             let mut writer = WriterThread::new(config.clone());
             let done = ["a", "b", "c"].map(|it| format!("{id}-{it}"));
-            let mut made: Vec<Operation> = done
+            let mut operations: Vec<Operation> = done
                 .iter()
                 .map(|id| operation_on(id, Ask::Complete, 1, window))
                 .collect();
-            made.push(operation_on(&unresolved(id), Ask::Claim, 1, window));
-            apply(&mut writer, &made);
+            operations.push(operation_on(&unresolved(id), Ask::Claim, 1, window));
+            apply(&mut writer, &operations);
             drop(writer);
             // A jump of an hour let all of them appear expired.
-            let mine = format!("{id}-%");
+            let own_keys = format!("{id}-%");
             let jumped = || WriterThread {
                 clock: WallClock::jumped(HOUR, 10 * IDLE_INTERVAL),
                 ..WriterThread::new(config.clone())
@@ -458,19 +461,19 @@ mod tests {
             let rows = other()
                 .execute(
                     "UPDATE markers SET expires = (unixepoch() - 60) * 1000 WHERE key LIKE ?1",
-                    [&mine],
+                    [&own_keys],
                 )
-                .expect("written");
+                .expect("the statement succeeds");
             assert_eq!(rows, 4);
             let left = || -> u32 {
                 let count = "SELECT count(*) FROM markers WHERE key LIKE ?1";
                 other()
-                    .query_row(count, [&mine], |row| row.get(0))
-                    .expect("a number")
+                    .query_row(count, [&own_keys], |row| row.get(0))
+                    .expect("the query returns a count")
             };
 
             let mut idle = jumped();
-            idle.open().expect("it is there");
+            idle.open().expect("the file exists");
             idle.idle();
             assert_eq!(
                 (idle.look(&key(&done[0])).expect("a marker"), left()),
@@ -484,14 +487,14 @@ mod tests {
                 .map(|it| operation_on(&format!("{id}{it}"), Ask::Claim, 2, IDLE_INTERVAL))
                 .collect();
             apply(&mut brief, &others);
-            assert_eq!(left(), outlive, "{id}");
-            let again = apply(
+            assert_eq!(left(), kept_rows, "{id}");
+            let second_claim = apply(
                 &mut brief,
                 &[operation_on(&done[0], Ask::Claim, 2, IDLE_INTERVAL)],
             );
             assert_eq!(
-                again,
-                [if outlive == 4 {
+                second_claim,
+                [if kept_rows == 4 {
                     Verdict::Duplicate
                 } else {
                     Verdict::Granted(Attempts::new(1))
@@ -508,27 +511,31 @@ mod tests {
 
     #[test]
     fn a_panic_keeps_the_identity_of_the_file() {
-        let directory = tempfile::tempdir().expect("a directory");
+        let directory = tempfile::tempdir().expect("a temporary directory");
         let path = directory.path().join("markers.db");
         let sender = start(FileConfig {
             path: path.clone(),
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
         })
-        .expect("a thread");
+        .expect("the thread starts");
         let persistence = || {
             let (reply, answer) = oneshot::channel();
             sender
                 .send(WriterRequest::Persistence(reply))
-                .expect("it waits");
-            answer.blocking_recv().expect("answered")
+                .expect("the receiver exists");
+            answer.blocking_recv().expect("the thread answers")
         };
-        persistence().expect("a new file");
-        sender.send(WriterRequest::Panic).expect("it waits");
+        persistence().expect("a new database opens");
+        sender
+            .send(WriterRequest::Panic)
+            .expect("the receiver exists");
         persistence().expect("the thread still runs");
-        std::fs::rename(&path, directory.path().join("away.db")).expect("moved");
-        sender.send(WriterRequest::Panic).expect("it waits");
+        std::fs::rename(&path, directory.path().join("moved.db")).expect("the file is renamed");
+        sender
+            .send(WriterRequest::Panic)
+            .expect("the receiver exists");
         persistence().expect_err("the file was moved");
-        assert!(!path.exists(), "a new file was made");
+        assert!(!path.exists(), "a new file was created");
     }
 }

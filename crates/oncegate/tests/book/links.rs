@@ -204,7 +204,7 @@ fn a_link_that_leads_nowhere_is_found() {
     let page = tidy(&root().join("docs/src/promises.md"));
     for (link, good) in [
         ("stores.md", true),
-        ("redis.md#why-not-redlock", true),
+        ("redis.md#marker-format", true),
         ("#bare", true),
         ("https://example.org/anything", true),
         (

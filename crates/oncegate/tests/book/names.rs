@@ -21,10 +21,6 @@ const SHARED: &[(&str, &[&str])] = &[
         &["Broker"],
     ),
     (
-        "the store, as a section of the configuration and as an argument of a program",
-        &["StoreKind"],
-    ),
-    (
         "a rejected message and where it goes: in the memory broker, the tool and the laws",
         &["DeadLetter", "Destination"],
     ),
