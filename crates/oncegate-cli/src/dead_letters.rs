@@ -108,6 +108,7 @@ async fn run_bulk(
             "no messages are selected; pass --id, --reason, --older-than or --younger-than, or --all",
         ));
     }
+    filter.check_reasons(Destination::DeadLetters)?;
     let filter = filter.normalized(context)?;
     let (by_id, why) = (filter.id.is_some(), confirm.why.as_deref());
     let session = DeadLetterSession {

@@ -82,7 +82,7 @@ fn check(context: &CliContext, for_consumer: bool) -> Result<(), CliError> {
     let result = if for_consumer {
         "a consumer can be built from them"
     } else {
-        "all are valid"
+        "each is valid; add --consumer to check them together, as a consumer does at start"
     };
     context.format.print(
         &json,

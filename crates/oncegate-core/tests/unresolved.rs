@@ -221,9 +221,12 @@ async fn a_dead_letter_after_effects_that_did_not_happen_has_their_cause() {
         .await
         .expect("a clean end");
     assert_eq!(world.reasons(), [Reason::AttemptsSpent]);
-    let message = &world.broker.dead_letters()[0].message;
-    let error = message.headers.last("oncegate-last-error");
-    assert_eq!(error, Some(&b"no answer"[..]));
+    let failures = world.broker.dead_letters()[0].failure_history.clone();
+    let last_error = failures.and_then(|it| it.last_error);
+    assert_eq!(
+        last_error.as_deref(),
+        Some("it may have happened: no answer")
+    );
 }
 
 /// So that an outage of a second does not use up all attempts.

@@ -172,11 +172,7 @@ fn permission_remedy(detail: &str) -> String {
             "the user in the URL needs it for operator commands, run ACL SETUSER {user} {}",
             tool_rights::rights().collect::<Vec<_>>().join(" ")
         ),
-        Some(right) => format!(
-            "run ACL SETUSER {user} {right}; a consumer needs SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL, EVALSHA and INFO on the keys of the \
-             prefix, WAIT for Durability::Replicas, and CLUSTER SLOTS and ASKING for Redis::cluster"
-        ),
-        None => format!(
+        _ => format!(
             "run ACL SETUSER {user} ~<prefix>* +set +get +mget +del +pttl +pexpire +eval +evalsha +info; Durability::Replicas also needs \
              +wait, and Redis::cluster +cluster|slots +asking"
         ),
@@ -201,7 +197,7 @@ mod tests {
             ),
             (
                 "ACL failure in script: User ops has no permissions to run the 'set' command script: 1f",
-                "ACL SETUSER ops +set;".into(),
+                "ACL SETUSER ops ~<prefix>* +set +get".into(),
             ),
             (
                 "No permissions to access a key",

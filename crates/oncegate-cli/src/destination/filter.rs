@@ -2,8 +2,9 @@
 
 use clap::Args;
 use clap::builder::PossibleValuesParser;
+use oncegate::lifecycle::Reason;
 
-use super::{Broker, DeadLetter};
+use super::{Broker, DeadLetter, Destination};
 use crate::CliContext;
 use crate::config::{self, TimeArg};
 use crate::error::CliError;
@@ -53,6 +54,22 @@ impl MessageFilter {
             .transpose()?
             .map(|id| id.to_string());
         Ok(self)
+    }
+
+    /// Fails for a reason that no message of this destination has.
+    pub(crate) fn check_reasons(&self, destination: Destination) -> Result<(), CliError> {
+        let elsewhere = |name: &str| {
+            Reason::ALL.into_iter().any(|reason| {
+                reason.as_str() == name
+                    && reason.is_in_doubt() != (destination == Destination::InDoubt)
+            })
+        };
+        let Some(reason) = self.reasons.iter().find(|name| elsewhere(name)) else {
+            return Ok(());
+        };
+        let known: Vec<&str> = super::reasons().filter(|name| !elsewhere(name)).collect();
+        let filter = format!("--reason of a {} message", destination.name());
+        Err(CliError::unknown_value(&filter, reason, &known))
     }
 
     pub(crate) fn for_id(

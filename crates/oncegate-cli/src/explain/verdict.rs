@@ -415,8 +415,9 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
                 return (HandlingVerdict::Unchecked, text);
             }
             let text = format!(
-                "{forgotten}Nothing is known about this id. No message with it was ever claimed, or a first attempt failed without an \
-                 effect, or it was handled longer ago than the window. Check also that the scope and the prefix are those of the consumer."
+                "{forgotten}Nothing is known about this id: no message with it was ever claimed, or it waits for a retry because its attempts \
+                 failed without an effect (the consumer's log names them), or it was handled longer ago than the window. Check also that \
+                 the scope and the prefix are those of the consumer."
             );
             (HandlingVerdict::Unknown, text)
         }

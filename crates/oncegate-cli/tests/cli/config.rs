@@ -527,6 +527,12 @@ fn unknown_filter_values_are_rejected_with_a_suggestion() {
             .prints(near);
     }
     cli.run(&["dead-letters", "list", "--reason"]).exits_with(2);
+    cli.run(&["in-doubt", "list", "--reason", "attempts-spent"])
+        .exits_with(5)
+        .prints("in-doubt-panicked");
+    cli.run(&["dead-letters", "list", "--reason", "in-doubt-panicked"])
+        .exits_with(5)
+        .prints("attempts-spent");
     cli.configure("scope = \"ledger\"\n");
     cli.run(&["audit", "--who", "ann"]).exits_with(0);
     cli.run(&["marker", "complete", "a", "--yes", "--as", "ann"])
