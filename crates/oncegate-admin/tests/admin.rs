@@ -309,7 +309,7 @@ async fn status_shows_when_the_store_is_unavailable_and_back() {
     assert!(
         trouble["text"]
             .as_str()
-            .is_some_and(|it| it.starts_with("the store")),
+            .is_some_and(|it| it.contains("no connection to Redis")),
         "{away}"
     );
 

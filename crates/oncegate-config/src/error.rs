@@ -127,7 +127,7 @@ fn store_problem(problem: &str) -> String {
 
 /// The text of an error of a source, with configuration keys instead of builder methods.
 fn with_source_keys(text: &str) -> String {
-    const KEYS: [(&str, &str); 12] = [
+    const KEYS: [(&str, &str); 15] = [
         (".create_topics(…)", "kafka.create-partitions"),
         (
             ".accept_limited_retention()",
@@ -146,6 +146,9 @@ fn with_source_keys(text: &str) -> String {
         ("Topology::Declare", "rabbitmq.topology = \"declare\""),
         ("Topology::Check", "rabbitmq.topology = \"check\""),
         (".ca_certificate(path)", "rabbitmq.ca-certificate"),
+        (".scope(…)", "gate.scope"),
+        (".dedup_window(…)", "gate.dedup-window"),
+        ("OutOfRange::Earliest", "kafka.out-of-range = \"earliest\""),
     ];
     KEYS.iter()
         .fold(text.to_owned(), |text, (item, key)| text.replace(item, key))
@@ -220,6 +223,15 @@ mod tests {
         assert_eq!(
             Error::of_source(Broker::RabbitMq, classic).to_string(),
             "rabbitmq.queue-kind: no; choose `rabbitmq.queue-kind = \"classic\"` or `rabbitmq.topology = \"check\"`"
+        );
+        let recreated = SourceError::misconfigured(
+            "out_of_range",
+            "no",
+            "take another .scope(…), or use OutOfRange::Earliest",
+        );
+        assert_eq!(
+            Error::of_source(Broker::Kafka, recreated).to_string(),
+            "kafka.out-of-range: no; take another gate.scope, or use kafka.out-of-range = \"earliest\""
         );
         let redirected = "MOVED 1: Redis::at names a node of a Cluster; use Redis::cluster";
         assert_eq!(

@@ -179,7 +179,7 @@ fn start_position(
                 committed_cluster,
                 "replica topic: the offset was committed on another cluster, for a topic with another id; reading continues at this \
                  offset; check that the mirror translates offsets (MirrorMaker 2: \
-                 sync.group.offsets.enabled=true), and if ids come from positions, give the consumer another .scope(…)"
+                 sync.group.offsets.enabled=true), and if ids come from positions, give the consumer another scope"
             );
             StartPosition::Replica(offset)
         }

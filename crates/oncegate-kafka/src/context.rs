@@ -185,7 +185,7 @@ impl CallbackContext {
                 tracing::error!(
                     topic,
                     partition,
-                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; if ids come from positions, give the consumer another .scope(…)"
+                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; if ids come from positions, give the consumer another scope"
                 );
                 if self.out_of_range == OutOfRange::Error {
                     self.shared.lock().halt(topic, partition);

@@ -273,7 +273,7 @@ fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &S
             OutOfRange::Earliest => {
                 tracing::error!(
                     topic,
-                    "topic recreated: it was deleted and created again; reading from its beginning; if ids come from positions, give the consumer another .scope(…)"
+                    "topic recreated: it was deleted and created again; reading from its beginning; if ids come from positions, give the consumer another scope"
                 );
             }
         }

@@ -401,7 +401,7 @@ fn check_retention(
                  again, or are in doubt in at most once",
                 duration_text(config.window())
             ),
-            "lengthen gate.dedup-window and the consumer's `.dedup_window(…)` to the maximum offset reset, or shorten retention.ms",
+            "lengthen gate.dedup-window (`.dedup_window(…)`) to the maximum offset reset, or shorten retention.ms",
         );
     }
 }

@@ -138,11 +138,11 @@ async fn check_queue(
             (ArgumentComparison::Not(reply), _) => {
                 let what = format!(
                     "whether it may lose messages is unknown: RabbitMQ compares a queue's arguments only for a user who may configure it, \
-                     and `Topology::Declare` needs that right too ({reply})"
+                     and a consumer that declares its queues needs that right too ({reply})"
                 );
                 let remedy = format!(
-                    "let the user configure `{name}` (rabbitmqctl set_permissions), or check that none of its arguments loses messages, and use \
-                     `Topology::Check` in the consumer (rabbitmq.topology = \"check\")"
+                    "let the user configure `{name}` (rabbitmqctl set_permissions), or check that none of its arguments loses messages, and set \
+                     rabbitmq.topology = \"check\" (`Topology::Check`)"
                 );
                 // A consumer that declares nothing needs no configure permission.
                 let severity = match topology {
@@ -318,7 +318,7 @@ fn add_mismatch(
             findings.warning("queue-drops-what-it-gives-up", at, what, remedy);
         }
         _ => {
-            let remedy = "check that none of its arguments loses messages, and use `Topology::Check` in the consumer";
+            let remedy = "check that none of its arguments loses messages, and set rabbitmq.topology = \"check\" (`Topology::Check`)";
             findings.warning("queue-has-other-arguments", at, reply.clone(), remedy);
         }
     }

@@ -28,12 +28,12 @@ const PASSED_ON: &[(&str, &str, &[&str])] = &[
     ("oncegate-kafka", "{what}", &[]),
     (
         "oncegate-redis",
-        "{at} {warning}",
+        "{server} {warning}",
         &[
             "has version {version}, which supports only Guarantee::Bare, as configured",
             "uses {used} of {limit} bytes of memory",
             "has a clock that differs",
-            "has {follow} replicas",
+            "has {replicas} replicas",
             "does not let this user run INFO",
         ],
     ),
