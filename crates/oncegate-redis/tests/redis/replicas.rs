@@ -281,7 +281,7 @@ async fn a_missing_right_to_wait_is_reported() {
     let store = at(&format!("redis://some:x@127.0.0.1:{}", server.port())).durability(ONE_REPLICA);
     let answer = ask(&store, claim("k", 1)).await;
     assert!(
-        matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("WAIT")),
+        matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("+wait")),
         "{answer:?}"
     );
     assert!(

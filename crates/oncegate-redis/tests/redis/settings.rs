@@ -377,7 +377,7 @@ async fn the_documented_rights_suffice_and_missing_ones_are_reported() {
     for refused in [claim("k", 1), complete("k", 1, 1)] {
         let answer = ask(&poor, refused).await;
         assert!(
-            matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("EVALSHA")),
+            matches!(&answer, Err(StoreError::Misconfigured(why)) if why.to_string().contains("+evalsha")),
             "{answer:?}"
         );
     }
