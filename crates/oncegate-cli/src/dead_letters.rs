@@ -134,14 +134,14 @@ async fn run_bulk(
         );
         let mut reader = match stop_signal.or(opened).await {
             Ok(reader) => reader,
-            // The report still shows the actions on another broker.
+            // The report still shows the actions on the previous broker.
             Err(failure) => {
                 stopped = Some(failure);
                 break;
             }
         };
         let bar = listing::bar(&reader, action.command().verb);
-        let passed = async {
+        let processed = async {
             while !report.is_full(&limits)
                 && let Some(message) = stop_signal.or(reader.next()).await?
             {
@@ -179,7 +179,7 @@ async fn run_bulk(
             }
             Ok(())
         };
-        stopped = passed.await.err();
+        stopped = processed.await.err();
         close_reader(reader, bar).await;
         if stopped.is_some() {
             break;
@@ -215,7 +215,7 @@ impl DeadLetterSession<'_> {
     /// copy that the gate deduplicates.
     ///
     /// # Errors
-    /// The message stays in its destination.
+    /// If the message cannot be redriven; it stays in its destination.
     async fn redrive(
         &self,
         reader: &mut DestinationReader,
@@ -329,7 +329,7 @@ impl DeadLetterSession<'_> {
         let (Some(markers), Some(id)) = (&self.markers, message.id()) else {
             return Ok(None);
         };
-        // A header of another program may have any value.
+        // Another program may have written the header: a value that is no id has no marker.
         let Ok(id) = config::id(&self.context.config, id) else {
             return Ok(None);
         };
@@ -349,17 +349,17 @@ fn release_request(
     context: &CliContext,
 ) -> Option<Ask> {
     let seen = marker.standing.marker;
-    let doubted =
+    let is_at_most_once =
         |hold: &Hold| [hold.guarantee, context.config.guarantee()].contains(&Guarantee::AtMostOnce);
     match seen {
         Marker::Absent if known_attempt(message) == 0 && effect == Effect::Nothing => None,
-        Marker::InProgress(hold) if doubted(&hold) => None,
+        Marker::InProgress(hold) if is_at_most_once(&hold) => None,
         _ => Some(Ask::SendBack { seen, effect }),
     }
 }
 
-/// The last attempt of its id when it was dead-lettered. Unknown if the id was used for another
-/// body.
+/// The last attempt of the message's id when it was dead-lettered; [`UNKNOWN_ATTEMPT`] if the id was
+/// used for another body.
 fn known_attempt(message: &DeadLetter) -> u32 {
     if message.fence() == 0 && message.reason() == "conflict" {
         UNKNOWN_ATTEMPT

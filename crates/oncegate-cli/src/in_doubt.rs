@@ -89,7 +89,7 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
         Finding::DidNotHappen
     };
     let mut unchecked = Unchecked::default();
-    // A gate may be used without a broker; then only the markers are in doubt.
+    // A gate may be used without a broker; then only markers are resolved.
     let has_broker = resolve.broker.is_some() || Broker::any_configured(context);
     let brokers = if has_broker {
         Broker::selected(context, resolve.broker, &mut unchecked)?
@@ -128,14 +128,14 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
         );
         let mut reader = match stop_signal.or(opened).await {
             Ok(reader) => reader,
-            // The report still shows the actions on another broker.
+            // The report still shows the actions on the previous broker.
             Err(failure) => {
                 stopped = Some(failure);
                 break;
             }
         };
         let bar = listing::bar(&reader, "read");
-        let passed = async {
+        let processed = async {
             while let Some(message) = stop_signal.or(reader.next()).await? {
                 bar.inc(1);
                 if message.state.is_pending()
@@ -151,7 +151,7 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
             }
             Ok(())
         };
-        stopped = passed.await.err();
+        stopped = processed.await.err();
         close_reader(reader, bar).await;
         if stopped.is_some() {
             break;
@@ -168,12 +168,12 @@ async fn resolve(context: &CliContext, resolve: ResolveArgs) -> Result<(), CliEr
             report.note_marker(session.marker(entry, confirm.yes));
         }
     }
-    let ended = unchecked.end();
+    let broker_errors = unchecked.end();
     if !has_broker {
         unchecked.note("the messages in doubt", CliError::usage(NO_BROKER));
     }
     report.finish(context, confirm, COMMAND, stopped, &unchecked)?;
-    ended
+    broker_errors
 }
 
 /// The state of one resolve command.
@@ -189,12 +189,12 @@ struct ResolveSession<'a> {
     store: &'static str,
     /// Why an id has no message.
     no_message: &'static str,
-    /// By id.
-    ids: HashMap<String, DoubtfulId<'a>>,
+    /// The selected ids with their markers.
+    ids: HashMap<String, SelectedId<'a>>,
 }
 
 /// An id to resolve.
-struct DoubtfulId<'a> {
+struct SelectedId<'a> {
     marker: ObservedMarker<'a>,
     update: MarkerUpdate,
     /// The number of its messages that were processed.
@@ -204,10 +204,11 @@ struct DoubtfulId<'a> {
 /// Whether the marker has to be updated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MarkerUpdate {
-    /// Before the first message is processed.
+    /// The finding is not recorded yet.
     Needed,
+    /// This command recorded the finding.
     Written,
-    /// The marker recorded the finding before.
+    /// The marker recorded the finding before this command.
     NotNeeded,
 }
 
@@ -221,7 +222,7 @@ impl<'a> ResolveSession<'a> {
             let update = check_marker(&marker, self.finding)?;
             self.ids.insert(
                 id.to_string(),
-                DoubtfulId {
+                SelectedId {
                     marker,
                     update,
                     messages: 0,
@@ -241,10 +242,11 @@ impl<'a> ResolveSession<'a> {
         }
     }
 
-    fn marker(&self, entry: &DoubtfulId<'_>, did: bool) -> Value {
+    /// The marker before and after the command; without confirmation, after a confirmed one.
+    fn marker(&self, entry: &SelectedId<'_>, confirmed: bool) -> Value {
         let before = entry.marker.summary();
-        let changes =
-            entry.update == MarkerUpdate::Written || (!did && entry.update == MarkerUpdate::Needed);
+        let changes = entry.update == MarkerUpdate::Written
+            || (!confirmed && entry.update == MarkerUpdate::Needed);
         let after = if changes {
             self.after()
         } else {
@@ -253,7 +255,7 @@ impl<'a> ResolveSession<'a> {
         json!({ "id": entry.marker.id.to_string(), "before": before, "after": after })
     }
 
-    /// Reads the marker again before a change, since others may have acted meanwhile.
+    /// Reads the marker again before a change, because it may have changed meanwhile.
     async fn refresh_marker(&mut self, id: &str) -> Result<(), CliError> {
         let Some(entry) = self
             .ids
@@ -326,7 +328,7 @@ impl<'a> ResolveSession<'a> {
             redrive_policy::check_complete(message, self.accepted)?;
             check_resend(&entry.marker, message, self.accepted, self.context)?;
         }
-        let (would, after) = match self.finding {
+        let (planned, after) = match self.finding {
             Finding::Happened if update == MarkerUpdate::Needed => (
                 format!("would be recorded as {} and removed", self.after()),
                 "removed, since it happened".to_owned(),
@@ -344,7 +346,7 @@ impl<'a> ResolveSession<'a> {
             }
         };
         if !confirmed {
-            return Ok(format!("{state}; {would}"));
+            return Ok(format!("{state}; {planned}"));
         }
         self.resolve_marker(id, message.fence()).await?;
         let location = Some(message.location.clone());
@@ -393,14 +395,14 @@ impl<'a> ResolveSession<'a> {
             };
             let (before, state) = (entry.marker.summary(), entry.marker.state());
             if state != MarkerState::InDoubt {
-                let otherwise = match self.finding {
+                let remedy = match self.finding {
                     Finding::Happened => ", or mark it done with `oncegate marker complete`",
                     Finding::DidNotHappen => "; nothing has to be released",
                 };
                 report.note_not_found(
                     &id,
                     format!(
-                        "no message in doubt has this id: in {} the id {id} is {before}, not in doubt, and {}. Check the spelling of the id{otherwise}",
+                        "no message in doubt has this id: in {} the id {id} is {before}, not in doubt, and {}. Check the spelling of the id{remedy}",
                         self.store,
                         self.no_message
                     ),
@@ -418,13 +420,13 @@ impl<'a> ResolveSession<'a> {
                 );
                 continue;
             }
-            let (was, is) = if confirmed {
+            let (before_verb, after_verb) = if confirmed {
                 ("was", "is")
             } else {
                 ("is", "would be")
             };
             let text = format!(
-                "{id}: {was} {before}, {is} {}; {}{}",
+                "{id}: {before_verb} {before}, {after_verb} {}; {}{}",
                 self.after(),
                 self.no_message,
                 match self.finding {
@@ -447,8 +449,8 @@ impl<'a> ResolveSession<'a> {
     }
 }
 
-/// Checks that the doubt is still the same: an id without a marker may have been released and
-/// handled since.
+/// Checks that the id cannot have been handled since the message was found in doubt: an id without a
+/// marker may have been released and handled.
 fn check_resend(
     marker: &ObservedMarker<'_>,
     message: &DeadLetter,
@@ -491,7 +493,8 @@ fn check_marker(marker: &ObservedMarker<'_>, finding: Finding) -> Result<MarkerU
         (MarkerState::Done, Finding::DidNotHappen) => {
             refused("it was handled or recorded as done; see `oncegate explain`")
         }
-        // The messages remain even if the doubt has ended meanwhile.
+        // An absent or cleared marker is no longer in doubt, but the message must still be removed
+        // or sent back.
         (MarkerState::InDoubt | MarkerState::Absent | MarkerState::Cleared, _) => {
             Ok(MarkerUpdate::Needed)
         }

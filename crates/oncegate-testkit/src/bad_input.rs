@@ -18,10 +18,12 @@ use crate::Lines;
 
 /// The time limit of the settlement of a message.
 const SETTLEMENT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Shorter than [`BLOCKED`], so that a blocked thread misses the renewal.
 const LEASE: Duration = Duration::from_secs(2);
+/// Ends the handler of the id `waits`.
 const HANDLER_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long the handler of `blocks` blocks its thread, and so the consumer: longer than a lease
-/// that is not renewed.
+/// How long the handler of the id `blocks` blocks its thread, and so the consumer: longer than
+/// [`LEASE`].
 const BLOCKED: Duration = Duration::from_millis(2_500);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// The outcomes of settled messages in `oncegate_deliveries_total`.
@@ -113,14 +115,14 @@ impl<M> Row<M> {
             (0, [reason]) => format!("dead letters, `{reason}`"),
             (count, _) => format!("handled {count} times"),
         };
-        let times = |(name, count): (&str, u64)| {
+        let outcome_text = |(name, count): (&str, u64)| {
             if count == 1 {
                 format!("`{name}`")
             } else {
                 format!("`{name}` × {count}")
             }
         };
-        let mut observed: Vec<String> = self.counted().into_iter().map(times).collect();
+        let mut observed: Vec<String> = self.counted().into_iter().map(outcome_text).collect();
         match self.rejected_by {
             _ if self.reasons.is_empty() => {}
             RejectedBy::Gate => observed.push("a warning".to_owned()),
@@ -169,21 +171,21 @@ pub struct BadInputConsumer {
 struct RowEffects {
     of_rows: Arc<Mutex<BTreeMap<usize, usize>>>,
     /// Threads that run until their sender is dropped.
-    left_threads: Arc<Mutex<Vec<LeftThread>>>,
+    background_threads: Arc<Mutex<Vec<BackgroundThread>>>,
 }
 
 /// The sender that ends a thread, and the thread.
-type LeftThread = (mpsc::Sender<()>, JoinHandle<()>);
+type BackgroundThread = (mpsc::Sender<()>, JoinHandle<()>);
 
 impl RowEffects {
     fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, usize>> {
         self.of_rows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn take_left_threads(&self) -> Vec<LeftThread> {
+    fn take_background_threads(&self) -> Vec<BackgroundThread> {
         std::mem::take(
             &mut *self
-                .left_threads
+                .background_threads
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner),
         )
@@ -203,7 +205,7 @@ impl Handler for RowEffects {
                 let thread = std::thread::spawn(move || {
                     let _ = stopped.recv();
                 });
-                self.left_threads
+                self.background_threads
                     .lock()
                     .unwrap_or_else(PoisonError::into_inner)
                     .push((stop, thread));
@@ -293,6 +295,7 @@ impl BadInputConsumer {
         self.check_log(row, origin).await;
     }
 
+    /// Checks the log line of the first rejected message; the log throttle may suppress later ones.
     async fn check_log<M>(&mut self, row: &Row<M>, origin: &str) {
         let is_expected = |line: &String| match row.rejected_by {
             RejectedBy::Gate => GATE_LOG_LINES.iter().any(|logged| line.contains(logged)),
@@ -349,15 +352,19 @@ impl BadInputConsumer {
         self.stop.send(()).expect("the consumer is still running");
         let ended = tokio::task::spawn_blocking(|| self.running.join())
             .await
-            .expect("no panic");
-        ended.expect("no panic").expect("a clean end");
-        for (stop, thread) in self.effects.take_left_threads() {
+            .expect("the blocking task is not cancelled");
+        ended
+            .expect("the consumer thread does not panic")
+            .expect("the consumer ends without an error");
+        for (stop, thread) in self.effects.take_background_threads() {
             assert!(
                 !thread.is_finished(),
                 "the end of the consumer does not end a thread that its handler started"
             );
             drop(stop);
-            thread.join().expect("no panic");
+            thread
+                .join()
+                .expect("the thread of the handler does not panic");
         }
     }
 }
@@ -373,7 +380,7 @@ fn run_recorded<F: Future<Output: Send + 'static>>(
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
-            .expect("a runtime");
+            .expect("the runtime starts");
         let log = tracing_subscriber::fmt()
             .with_ansi(false)
             .with_max_level(tracing::Level::WARN);
@@ -414,7 +421,8 @@ impl ObservedOutcome {
             .store(store)
             .id(IdSource::header("id"))
             .scope(scope);
-        // Until its timeout the drain waits for a store whose error an operator must repair.
+        // While the store reports an error that an operator must repair, the drain waits until this
+        // timeout.
         let (consumer, drained) = (
             consumer
                 .handler(RowEffects::default())
@@ -430,23 +438,23 @@ impl ObservedOutcome {
         });
         let ended = tokio::task::spawn_blocking(|| running.join())
             .await
-            .expect("no panic")
-            .expect("no panic");
+            .expect("the blocking task is not cancelled")
+            .expect("the consumer thread does not panic");
         Self {
             counted: OUTCOMES
                 .into_iter()
-                .filter(|end| counters.of(end) > 0)
+                .filter(|outcome| counters.of(outcome) > 0)
                 .collect(),
             logged: lines.take().into_iter().map(|(_, line)| line).collect(),
             consumer_error: ended
-                .expect("it is settled, or the consumer ends")
+                .expect("the message is settled or the consumer ends within the time limit")
                 .err()
                 .map(|error| error.to_string()),
             is_unsettled: broker.unsettled() > 0,
         }
     }
 
-    /// Whether this equals the short text of a table: an outcome, or `in doubt`, `the consumer does
+    /// Whether this equals the expected text of a table: an outcome, or `in doubt`, `the consumer does
     /// not start` or `the consumer ends` with a part of the error. The same text must be in the
     /// log, unless the consumer did not start. If the consumer ends, the message must be unsettled.
     pub fn matches(&self, expected: &str) -> bool {
@@ -476,13 +484,13 @@ impl ObservedOutcome {
             && self
                 .consumer_error
                 .as_ref()
-                .is_some_and(|why| why.contains(text))
+                .is_some_and(|error| error.contains(text))
             && self.counted.is_empty()
             && self.is_unsettled
     }
 }
 
-/// Counters by the values of their labels.
+/// Counters by their name and the values of their labels, separated by spaces.
 #[derive(Clone, Default)]
 struct Counters(Arc<Mutex<BTreeMap<String, Arc<AtomicU64>>>>);
 

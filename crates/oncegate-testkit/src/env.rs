@@ -81,9 +81,10 @@ pub struct Servers {
     redis: Provided<RedisServer>,
 }
 
+/// A server that the environment names, or that this process started.
 enum Provided<S> {
-    ByEnvironment(String),
-    Here(S),
+    Configured(String),
+    Started(S),
 }
 
 impl Servers {
@@ -142,20 +143,20 @@ fn start_shared_redis() -> Result<RedisServer, ServerError> {
 }
 
 fn provide<S>(
-    given: Result<String, MissingServer>,
+    configured: Result<String, MissingServer>,
     start: fn() -> Result<S, ServerError>,
 ) -> Result<Provided<S>, ServerError> {
-    match given {
-        Ok(address) => Ok(Provided::ByEnvironment(address)),
-        Err(MissingServer { .. }) => start().map(Provided::Here),
+    match configured {
+        Ok(address) => Ok(Provided::Configured(address)),
+        Err(MissingServer { .. }) => start().map(Provided::Started),
     }
 }
 
 impl<S> Provided<S> {
-    fn address(&self, of: fn(&S) -> String) -> String {
+    fn address(&self, address_of: fn(&S) -> String) -> String {
         match self {
-            Self::ByEnvironment(address) => address.clone(),
-            Self::Here(server) => of(server),
+            Self::Configured(address) => address.clone(),
+            Self::Started(server) => address_of(server),
         }
     }
 }

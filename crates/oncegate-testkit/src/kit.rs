@@ -86,8 +86,9 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
     ) -> Self {
         for (id, payload) in messages {
             let id = id.into();
-            let body = serde_json::to_vec(&payload)
-                .unwrap_or_else(|error| panic!("the payload of {id:?} is no JSON: {error}"));
+            let body = serde_json::to_vec(&payload).unwrap_or_else(|error| {
+                panic!("cannot serialize the payload of {id:?} as JSON: {error}")
+            });
             self.messages.push(Message::new(body).with_message_id(id));
         }
         self
@@ -145,21 +146,21 @@ impl<H: Handler, D: Decode + Clone> Kit<H, D> {
     /// Crashes and restarts the consumer before each of the first `times` runs of a handler, after
     /// the claim was recorded.
     pub fn crash_before_handler(mut self, times: u32) -> Self {
-        self.faults.plan(Fault::Before, times);
+        self.faults.plan(Fault::BeforeHandler, times);
         self
     }
 
     /// Crashes and restarts the consumer `times` times while a handler waits at an `.await`: first
     /// at the first one that is not ready, then at the second, and so on.
     pub fn crash_in_handler(mut self, times: u32) -> Self {
-        self.faults.plan(Fault::Inside, times);
+        self.faults.plan(Fault::InHandler, times);
         self
     }
 
     /// Crashes and restarts the consumer after each of the first `times` runs of a handler: the
     /// handler has returned, and its result is not recorded.
     pub fn crash_after_handler(mut self, times: u32) -> Self {
-        self.faults.plan(Fault::After, times);
+        self.faults.plan(Fault::AfterHandler, times);
         self
     }
 

@@ -125,7 +125,7 @@ pub fn all<S: Store + 'static>(make: impl AsyncFn() -> S + Sync) {
     let next = || {
         remaining
             .lock()
-            .expect("nothing panics while it is locked")
+            .expect("no thread panics while it holds the lock")
             .next()
     };
     std::thread::scope(|scope| {
@@ -140,7 +140,7 @@ pub fn all<S: Store + 'static>(make: impl AsyncFn() -> S + Sync) {
                     if result.is_err() {
                         violated
                             .lock()
-                            .expect("nothing panics while it is locked")
+                            .expect("no thread panics while it holds the lock")
                             .push(*name);
                     }
                 }
@@ -149,7 +149,7 @@ pub fn all<S: Store + 'static>(make: impl AsyncFn() -> S + Sync) {
     });
     let violated = violated
         .into_inner()
-        .expect("nothing panics while it is locked");
+        .expect("no thread panics while it holds the lock");
     assert!(
         violated.is_empty(),
         "{} of {} laws are violated: {}",

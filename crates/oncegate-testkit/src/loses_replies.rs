@@ -6,8 +6,9 @@ use async_trait::async_trait;
 use oncegate_core::marker::{Guarantee, Operation, Verdict};
 use oncegate_core::{Persistence, Store, StoreError};
 
-/// A store behind a network that loses replies: all operations of a batch are applied, or the first
-/// of them, and the caller has no reply. A plan decides for each batch, by its operations.
+/// A store behind a network that loses replies: the operations of a batch, or only the first of
+/// them, are applied, and the caller receives no reply. A plan chooses the fault of each batch by
+/// its operations.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -15,8 +16,8 @@ use oncegate_core::{Persistence, Store, StoreError};
 /// use oncegate_core::marker::Operation;
 /// use oncegate_testkit::{ReplyFault, LosesReplies};
 ///
-/// let everything_is_lost = |asked: &[Operation]| ReplyFault::Lost { applied: asked.len() };
-/// let store = LosesReplies::new(Arc::new(MemoryStore::new()), everything_is_lost);
+/// let lose_all = |operations: &[Operation]| ReplyFault::Lost { applied: operations.len() };
+/// let store = LosesReplies::new(Arc::new(MemoryStore::new()), lose_all);
 /// ```
 pub struct LosesReplies<P> {
     store: Arc<dyn Store>,
@@ -37,7 +38,7 @@ pub enum ReplyFault {
 }
 
 impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> LosesReplies<P> {
-    /// The store behind such a network.
+    /// Wraps a store; `plan` chooses the fault of each batch.
     pub fn new(store: Arc<dyn Store>, plan: P) -> Self {
         Self { store, plan }
     }
@@ -49,7 +50,7 @@ impl<P: Fn(&[Operation]) -> ReplyFault + Send + Sync> Store for LosesReplies<P> 
         match (self.plan)(operations) {
             ReplyFault::Answered => self.store.apply(operations).await,
             ReplyFault::Lost { applied } => {
-                let _unheard = self
+                let _lost = self
                     .store
                     .apply(&operations[..applied.min(operations.len())])
                     .await;

@@ -55,7 +55,7 @@ pub async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdic
         .apply(operations)
         .await
         .into_iter()
-        .map(|answer| answer.expect("a verdict"))
+        .map(|answer| answer.expect("the store applies the operation"))
         .collect()
 }
 

@@ -51,7 +51,7 @@ impl Handler for PoisonCounts {
     }
 }
 
-/// Handles the messages `first..=sound` of a source with an empty store, and returns the time from
+/// Handles the messages `first..=last` of a source with an empty store, and returns the time from
 /// the first successful message to the last. `settled` must return when the broker shows all of
 /// them settled; then the consumer ends.
 ///
@@ -62,7 +62,7 @@ pub async fn handle(
     source: impl Connect + 'static,
     id: IdSource,
     (poison, first): (Poison, u32),
-    sound: u32,
+    last: u32,
     settled: impl AsyncFnOnce(),
 ) -> Duration {
     let counts = PoisonCounts {
@@ -92,13 +92,16 @@ pub async fn handle(
         }
         Instant::now()
     };
-    let (first_handled, last_handled) = (reaches(1).await, reaches(sound).await);
+    let (first_handled, last_handled) = (reaches(1).await, reaches(last).await);
     settled().await;
-    stop.send(()).expect("it runs");
-    running.await.expect("no panic").expect("a clean end");
+    stop.send(()).expect("the consumer is still running");
+    running
+        .await
+        .expect("the consumer does not panic")
+        .expect("the consumer ends without an error");
     assert_eq!(
         counts.handled.load(Ordering::SeqCst),
-        sound,
+        last,
         "a message was handled twice"
     );
     let poisoned = match poison {
@@ -130,29 +133,29 @@ impl Rounds {
         rounds: usize,
         mut one: impl AsyncFnMut((Poison, u32)) -> Duration,
     ) -> Self {
-        let mut played = Self {
+        let mut results = Self {
             poison,
             without: Vec::new(),
             with: Vec::new(),
         };
         for round in 0..rounds {
-            // The second run finds warm caches in the broker.
-            let turns = if round % 2 == 0 {
+            // The order alternates, because the second run finds warm caches in the broker.
+            let order = if round % 2 == 0 {
                 [POISON + 1, POISON]
             } else {
                 [POISON, POISON + 1]
             };
-            for first in turns {
+            for first in order {
                 let took = one((poison, first)).await;
                 if first == POISON {
-                    &mut played.with
+                    &mut results.with
                 } else {
-                    &mut played.without
+                    &mut results.without
                 }
                 .push(took);
             }
         }
-        played
+        results
     }
 
     /// Prints the times and compares them round by round, since other load affects both halves of a
@@ -190,9 +193,9 @@ impl Rounds {
 }
 
 /// Minimum, median and maximum.
-fn spread(figures: &mut [f64]) -> [f64; 3] {
-    figures.sort_by(f64::total_cmp);
-    [0, figures.len() / 2, figures.len() - 1].map(|at| figures[at])
+fn spread(values: &mut [f64]) -> [f64; 3] {
+    values.sort_by(f64::total_cmp);
+    [0, values.len() / 2, values.len() - 1].map(|index| values[index])
 }
 
 #[cfg(test)]

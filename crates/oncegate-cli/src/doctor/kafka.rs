@@ -62,23 +62,23 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
         .cloned()
         .collect();
     let task = tokio::task::spawn_blocking(move || {
-        let mut found = Vec::new();
+        let mut lookups = Vec::new();
         for name in &names {
-            found.push(look_up_topic(&consumer, name));
+            lookups.push(look_up_topic(&consumer, name));
             // Send no more requests to an unreachable broker.
-            if matches!(found.last(), Some(Err(MetadataError::Unavailable(_)))) {
+            if matches!(lookups.last(), Some(Err(MetadataError::Unavailable(_)))) {
                 break;
             }
         }
-        found
+        lookups
     });
-    let found = task
+    let lookups = task
         .await
         .map_err(|error| CliError::server(error.to_string()))?;
-    let mut found = found.into_iter();
+    let mut lookups = lookups.into_iter();
     let mut existing = Vec::new();
     for (code, name) in std::iter::once(("topic-missing", name.clone())).chain(destinations) {
-        match found.next() {
+        match lookups.next() {
             Some(Ok(TopicLookup::Exists(metadata))) => existing.push((name, metadata)),
             Some(Ok(TopicLookup::Missing { .. }))
                 if code != "topic-missing" && config.has("kafka.create-partitions") =>
@@ -154,21 +154,21 @@ fn check_topics(
     if let Some(source) = source {
         check_retention(config, name, source, findings);
     }
-    for (name, destinations) in topics.iter().filter(|(it, _)| *it != name) {
-        check_destination_topic(brokers, name, destinations, findings);
-        if let (Some(theirs), Some(ours)) = (
+    for (name, destination) in topics.iter().filter(|(it, _)| *it != name) {
+        check_destination_topic(brokers, name, destination, findings);
+        if let (Some(consumed_limit), Some(limit)) = (
             source.and_then(|it| it.number("max.message.bytes")),
-            destinations.number("max.message.bytes"),
-        ) && ours < theirs
+            destination.number("max.message.bytes"),
+        ) && limit < consumed_limit
         {
             let what = format!(
-                "it accepts messages of {ours} bytes, and the consumed topic accepts {theirs}: larger messages are dead-lettered without their body"
+                "it accepts messages of {limit} bytes, and the consumed topic accepts {consumed_limit}: larger messages are dead-lettered without their body"
             );
             findings.warning(
                 "dead-letters-too-small",
                 format!("Kafka topic {name}"),
                 what,
-                format!("set max.message.bytes={theirs} for it"),
+                format!("set max.message.bytes={consumed_limit} for it"),
             );
         }
     }
@@ -177,7 +177,7 @@ fn check_topics(
 /// Checks that the user may read the topic and use the group, if one is configured.
 ///
 /// # Errors
-/// The broker returned metadata and does not answer one of these requests.
+/// If the broker does not answer one of these requests.
 async fn check_permissions(
     config: &Config,
     topic: &str,
@@ -419,7 +419,7 @@ fn check_destination_topic(
             "kafka-configs.sh --bootstrap-server {brokers} --alter --entity-type topics --entity-name {name} --add-config {config}"
         )
     };
-    let wrong = |key: &str| {
+    let limit_of = |key: &str| {
         topic
             .config
             .get(key)
@@ -428,7 +428,7 @@ fn check_destination_topic(
     };
     let limits: Vec<String> = ["retention.ms", "retention.bytes"]
         .into_iter()
-        .filter_map(wrong)
+        .filter_map(limit_of)
         .collect();
     if !limits.is_empty() {
         let what = format!("it deletes unprocessed messages ({})", limits.join(", "));

@@ -77,13 +77,16 @@ enum QueueTopology {
     Required,
 }
 
+/// What a queue is used for.
 enum QueueRole {
+    /// The consumer reads it, and its messages are dead-lettered to this queue.
     Consumed { dead_letters: String },
+    /// It receives dead letters or in-doubt messages.
     Destination,
 }
 
-/// Declares an existing queue as it should be: the queue stays unchanged, and the broker names the
-/// first argument that differs.
+/// Declares an existing queue with the arguments of the consumer: the queue stays unchanged, and the
+/// broker names the first argument that differs.
 async fn check_queue(
     connection: &Connection,
     missing: &'static str,
@@ -125,17 +128,17 @@ async fn check_queue(
         }
     }
     let mut mismatches = Vec::new();
-    for (arguments, answer) in probes(role) {
+    for (arguments, meaning) in probes(role) {
         match (
             compare_arguments(connection, name, arguments).await?,
-            answer,
+            meaning,
         ) {
             (ArgumentComparison::Same, ProbeResult::Good) => return Ok(()),
             (ArgumentComparison::Same, ProbeResult::PlainQuorum) => {
                 add_plain_quorum(role, at, findings);
                 return Ok(());
             }
-            (ArgumentComparison::Not(reply), _) => {
+            (ArgumentComparison::NotPermitted(reply), _) => {
                 let what = format!(
                     "whether it may lose messages is unknown: RabbitMQ compares a queue's arguments only for a user who may configure it, \
                      and a consumer that declares its queues needs that right too ({reply})"
@@ -184,7 +187,7 @@ enum ArgumentComparison {
     /// One argument differs.
     Differs(ArgumentMismatch),
     /// The user has no configure permission; the reply of the broker.
-    Not(String),
+    NotPermitted(String),
 }
 
 /// Arguments that lose messages, worst first: the broker names only one per declaration.
@@ -219,14 +222,14 @@ async fn compare_arguments(
         Err(error) => error,
     };
     match rabbitmq::reply_code(&error) {
-        Some(403) => Ok(ArgumentComparison::Not(error.to_string())),
+        Some(403) => Ok(ArgumentComparison::NotPermitted(error.to_string())),
         // An exclusive queue is locked.
         Some(405 | 406) => {
             let reply = error.to_string();
             let argument = reply
                 .split("inequivalent arg '")
                 .nth(1)
-                .and_then(|rest| rest.split('\'').next());
+                .and_then(|after| after.split('\'').next());
             Ok(ArgumentComparison::Differs(ArgumentMismatch {
                 argument: argument.unwrap_or("exclusive").to_owned(),
                 reply,
@@ -307,8 +310,8 @@ fn add_mismatch(
                 format!("{REDECLARE} with x-delivery-limit=2147483647"),
             );
         }
-        (it, QueueRole::Consumed { dead_letters })
-            if it.starts_with("x-dead-letter-") || it == "x-delivery-limit" =>
+        (argument, QueueRole::Consumed { dead_letters })
+            if argument.starts_with("x-dead-letter-") || argument == "x-delivery-limit" =>
         {
             let what =
                 format!("messages over the delivery limit do not go to {dead_letters} ({reply})");
@@ -324,23 +327,25 @@ fn add_mismatch(
     }
 }
 
-/// The meaning of equal arguments.
+/// What it means that a queue has the arguments of a probe.
 #[derive(Clone, Copy)]
 enum ProbeResult {
+    /// The queue loses no messages.
     Good,
+    /// A quorum queue without a dead-letter exchange and with the default delivery limit.
     PlainQuorum,
 }
 
-/// Argument sets to compare: as the source declares them, as a classic queue, and some that reveal
-/// more.
+/// Argument sets to compare: those that the consumer declares, those of a classic queue, and others
+/// for which the broker may name another difference.
 fn probes(role: &QueueRole) -> Vec<(FieldTable, ProbeResult)> {
     let text = |value: &str| AMQPValue::LongString(value.into());
     let mut plain = FieldTable::default();
     plain.insert("x-queue-type".into(), text("quorum"));
-    let mut ours = plain.clone();
+    let mut declared = plain.clone();
     match role {
         QueueRole::Destination => {
-            ours.insert("x-delivery-limit".into(), AMQPValue::LongInt(i32::MAX));
+            declared.insert("x-delivery-limit".into(), AMQPValue::LongInt(i32::MAX));
         }
         QueueRole::Consumed { dead_letters } => {
             for (name, value) in [
@@ -349,19 +354,19 @@ fn probes(role: &QueueRole) -> Vec<(FieldTable, ProbeResult)> {
                 ("x-dead-letter-strategy", "at-least-once"),
                 ("x-overflow", "reject-publish"),
             ] {
-                ours.insert(name.into(), text(value));
+                declared.insert(name.into(), text(value));
             }
         }
     };
-    let mut single = ours.clone();
-    single.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
+    let mut single_active = declared.clone();
+    single_active.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
     let mut classic = FieldTable::default();
     classic.insert("x-queue-type".into(), text("classic"));
     vec![
-        (ours, ProbeResult::Good),
+        (declared, ProbeResult::Good),
         (FieldTable::default(), ProbeResult::Good),
         (classic, ProbeResult::Good),
-        (single, ProbeResult::Good),
+        (single_active, ProbeResult::Good),
         (plain, ProbeResult::PlainQuorum),
     ]
 }

@@ -59,18 +59,18 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
         );
     }
     // The same calculation as in a starting consumer, which reports other errors itself.
-    let open = config
+    let longest_unacknowledged = config
         .consumer(Consumer::builder())
         .map_or(Duration::ZERO, |consumer| consumer.longest_open());
     let consumer_timeout = config.consumer_timeout();
-    if config.has("rabbitmq.url") && open > consumer_timeout / 10 * 9 {
+    if config.has("rabbitmq.url") && longest_unacknowledged > consumer_timeout / 10 * 9 {
         findings.error(
             "runs-outlast-the-consumer-timeout",
             "gate.handler-timeout",
             format!(
                 "a delivery may stay unacknowledged for {}, with every inline retry and a wait of two leases, and RabbitMQ closes the \
                  channel after {}: all its unacknowledged deliveries are requeued",
-                duration_text(open),
+                duration_text(longest_unacknowledged),
                 duration_text(consumer_timeout)
             ),
             "shorten gate.handler-timeout or gate.lease, lower gate.max-inline-retries, or raise consumer_timeout in rabbitmq.conf and \

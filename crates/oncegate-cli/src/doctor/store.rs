@@ -61,7 +61,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
 /// grants all.
 ///
 /// # Errors
-/// The rights of the tool could not be tried.
+/// If the rights of the tool cannot be determined.
 async fn check_rights(
     redis: &Redis,
     config: &Config,
@@ -81,20 +81,23 @@ async fn check_rights(
     if config.has("audit.file") {
         missing.retain(|command| !["XADD", "XRANGE"].contains(command));
     }
-    let tool = (!missing.is_empty()).then(|| {
+    let tool_commands = (!missing.is_empty()).then(|| {
         format!(
             "only the commands of `oncegate` need {} (XADD and XRANGE: the audit; SCAN: `marker list`; TYPE and STRLEN: `explain`), consumers do not",
             missing.join(", ")
         )
     });
     if lacks_right {
-        findings.amend("store-lacks-a-right", tool, grant);
-    } else if let Some(tool) = tool {
+        findings.amend("store-lacks-a-right", tool_commands, grant);
+    } else if let Some(tool_commands) = tool_commands {
         findings.add(
             Severity::Advice,
             "tool-lacks-a-right",
             "Redis",
-            format!("the user may not run {}: {tool}", missing.join(", ")),
+            format!(
+                "the user may not run {}: {tool_commands}",
+                missing.join(", ")
+            ),
             format!("{grant}, or give operators a user of their own"),
         );
     }
@@ -112,7 +115,7 @@ fn is_permission_error(text: &str) -> bool {
     text.contains("NOPERM") || text.contains("does not let")
 }
 
-/// Adds an error of the store, which contains its remedy.
+/// Adds a finding for an error of the store, whose text contains the remedy.
 fn add_store_error(error: StoreError, findings: &mut DoctorFindings) {
     let text = oncegate_config::with_store_keys(&error.to_string());
     if is_unavailable(&error) {
@@ -156,7 +159,7 @@ fn check_server(
 ) {
     let at = format!("Redis at {}", server.address);
     let guarantee = config.guarantee();
-    let forgets = volatile_store_severity(config);
+    let volatile_severity = volatile_store_severity(config);
     if server.field("cluster_enabled") == Some("1") && config.has("store.url") {
         findings.error(
             "store-is-a-cluster-node",
@@ -196,7 +199,7 @@ fn check_server(
             "it evicts keys when its memory is full (maxmemory-policy {policy}), so messages may be handled again"
         );
         findings.add(
-            forgets,
+            volatile_severity,
             "store-evicts",
             &at,
             what,
@@ -206,7 +209,7 @@ fn check_server(
     if server.field("aof_enabled") != Some("1") {
         let what = "it has no append-only file: a crash loses markers since the last snapshot, or all of them";
         findings.add(
-            forgets,
+            volatile_severity,
             "store-keeps-no-file",
             &at,
             what,
@@ -222,27 +225,27 @@ fn check_server(
         );
     }
     check_memory(server, primaries, config, &at, findings);
-    let ours = SystemTime::now()
+    let local_time = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
-    let apart = server
+    let skew = server
         .number("server_time_usec")
         .map_or(Duration::ZERO, |theirs| {
-            Duration::from_micros(theirs).abs_diff(ours)
+            Duration::from_micros(theirs).abs_diff(local_time)
         });
-    if apart > MAX_CLOCK_SKEW {
+    if skew > MAX_CLOCK_SKEW {
         let what = format!(
             "its clock differs by {} from the local clock, which determines the age of messages",
-            crate::output::duration_text(apart)
+            crate::output::duration_text(skew)
         );
         findings.warning("clocks-differ", &at, what, "run NTP on both");
     }
-    if let (Durability::Replicas { count, .. }, Some(follow)) =
+    if let (Durability::Replicas { count, .. }, Some(connected)) =
         (config.durability(), server.number("connected_slaves"))
-        && follow < u64::from(count)
+        && connected < u64::from(count)
     {
         let what = format!(
-            "{follow} replicas are connected, and store.replicas requires {count}: no claim is granted until then"
+            "{connected} replicas are connected, and store.replicas requires {count}: no claim is granted until then"
         );
         findings.error(
             "too-few-replicas",

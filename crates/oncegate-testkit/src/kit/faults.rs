@@ -12,38 +12,43 @@ use crate::ReplyFault;
 /// A kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Fault {
-    Before,
-    Inside,
-    After,
+    /// A crash after the claim and before the handler.
+    BeforeHandler,
+    /// A crash while the handler waits.
+    InHandler,
+    /// A crash after the handler returned and before its result is recorded.
+    AfterHandler,
+    /// A lost reply to a request with a claim.
     ReplyToClaim,
+    /// A lost reply to a request with a completion.
     ReplyToCompletion,
 }
 
-/// The number of kinds.
-const KINDS: usize = 5;
+/// The number of variants of [`Fault`].
+const FAULT_COUNT: usize = 5;
 
 /// The faults that must occur if they are planned. A lost reply to a completion is not among them,
-/// because perhaps no run succeeds.
+/// because a test may have no successful run.
 const REQUIRED: [(Fault, &str); 4] = [
-    (Fault::Before, "crash_before_handler"),
-    (Fault::Inside, "crash_in_handler"),
-    (Fault::After, "crash_after_handler"),
+    (Fault::BeforeHandler, "crash_before_handler"),
+    (Fault::InHandler, "crash_in_handler"),
+    (Fault::AfterHandler, "crash_after_handler"),
     (Fault::ReplyToClaim, "lost_replies"),
 ];
 
 /// The planned faults and those that have occurred.
 #[derive(Debug, Default)]
 pub(super) struct Faults {
-    state: Mutex<State>,
+    state: Mutex<FaultState>,
     /// Notified when a consumer must crash.
     crashes: Notify,
     run_ended: Notify,
 }
 
 #[derive(Debug, Default)]
-struct State {
-    planned: [u32; KINDS],
-    occurred: [u32; KINDS],
+struct FaultState {
+    planned: [u32; FAULT_COUNT],
+    occurred: [u32; FAULT_COUNT],
     /// A consumer is crashing: none of its handlers may start.
     crashing: bool,
     running: usize,
@@ -95,7 +100,7 @@ impl Faults {
         }
     }
 
-    /// The number of the current consumer.
+    /// The number of the current consumer: how many crashed before it.
     pub(super) fn generation(&self) -> u32 {
         self.lock().generation
     }
@@ -159,24 +164,25 @@ impl Faults {
     pub(super) fn crashes_here(&self, fault: Fault) -> bool {
         let mut state = self.lock();
         let crashes_here = !state.crashing && state.use_up(fault);
-        self.end_consumer(&mut state, crashes_here)
+        self.crash_if(&mut state, crashes_here)
     }
 
     /// Whether the consumer crashes at the `waits`-th wait of a handler.
     pub(super) fn crashes_at_wait(&self, waits: u32) -> bool {
         let mut state = self.lock();
         let crashes_here = !state.crashing
-            && waits > state.occurred[Fault::Inside as usize]
-            && state.use_up(Fault::Inside);
-        self.end_consumer(&mut state, crashes_here)
+            && waits > state.occurred[Fault::InHandler as usize]
+            && state.use_up(Fault::InHandler);
+        self.crash_if(&mut state, crashes_here)
     }
 
-    fn end_consumer(&self, state: &mut State, ends: bool) -> bool {
-        if ends {
+    /// Starts a crash of the consumer if `crashes`, and returns `crashes`.
+    fn crash_if(&self, state: &mut FaultState, crashes: bool) -> bool {
+        if crashes {
             state.crashing = true;
             self.crashes.notify_one();
         }
-        ends
+        crashes
     }
 
     pub(super) fn runs(&self) -> (Vec<Run>, Vec<Reconcile>) {
@@ -191,7 +197,7 @@ impl Faults {
                 state.planned[fault as usize],
                 state.occurred[fault as usize],
             );
-            let hint = if fault == Fault::Inside {
+            let hint = if fault == Fault::InHandler {
                 "the handler waited at too few `.await`s"
             } else {
                 "there were too few runs"
@@ -203,12 +209,12 @@ impl Faults {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, FaultState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
+impl FaultState {
     /// Uses up one fault of this kind, if one is left.
     fn use_up(&mut self, fault: Fault) -> bool {
         let is_left = self.occurred[fault as usize] < self.planned[fault as usize];

@@ -106,7 +106,7 @@ impl Report {
     /// id.
     ///
     /// # Panics
-    /// If one has more: the handler is not safe under the second run that this guarantee allows.
+    /// If an id has more: the handler is not safe under the second run that this guarantee allows.
     pub fn assert_none_twice(&self, effects: impl Fn(&str) -> usize) -> &Self {
         for id in &self.ids {
             let count = effects(id);
@@ -123,7 +123,7 @@ impl Report {
     /// `effects` returns the number of effects of an id.
     ///
     /// # Panics
-    /// If one has neither: it was accepted, and nothing happened.
+    /// If an id has neither: it was accepted, and its effect never happened.
     pub fn assert_none_lost(&self, effects: impl Fn(&str) -> usize) -> &Self {
         for id in &self.ids {
             let known = effects(id) > 0 || self.rejected_ids.contains(id);

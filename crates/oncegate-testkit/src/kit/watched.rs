@@ -11,13 +11,14 @@ use oncegate_core::{Context, Failure, Handler, Reconciled};
 use super::faults::{Fault, Faults};
 use super::report::HandlerResult;
 
+/// Records the runs of a handler, and crashes the consumer as planned.
 pub(super) struct WatchedHandler<H> {
     handler: Arc<H>,
     faults: Arc<Faults>,
     generation: u32,
 }
 
-/// Marks a run as running until it is dropped.
+/// Records the end of a run or a `reconcile` when its future ends or is dropped.
 struct RunGuard(Arc<Faults>);
 
 impl Drop for RunGuard {
@@ -42,12 +43,12 @@ impl<H: Handler> Handler for WatchedHandler<H> {
 
     async fn handle(&self, payload: H::Payload, cx: &Context) -> Result<(), Failure> {
         let faults = &self.faults;
-        // After a crash nothing may run: the consumer drops this future.
+        // No handler starts after a crash: this future waits until its consumer is dropped.
         let Some(run) = faults.run_starts(self.generation, cx.id(), cx.attempt()) else {
             return pending().await;
         };
         let _guard = RunGuard(faults.clone());
-        if faults.crashes_here(Fault::Before) {
+        if faults.crashes_here(Fault::BeforeHandler) {
             return pending().await;
         }
         let mut work = WaitCounter::of(self.handler.handle(payload, cx));
@@ -67,7 +68,7 @@ impl<H: Handler> Handler for WatchedHandler<H> {
                 HandlerResult::Failed
             },
         );
-        if faults.crashes_here(Fault::After) {
+        if faults.crashes_here(Fault::AfterHandler) {
             return pending().await;
         }
         handled
@@ -95,7 +96,7 @@ struct WaitCounter<F> {
     waits: u32,
 }
 
-/// Wakes the task and records it.
+/// Records a wake-up and forwards it to the task.
 struct WakeRecorder {
     woken: AtomicBool,
     waker: Mutex<Waker>,

@@ -22,9 +22,9 @@ pub(crate) const WINDOW: Duration = Duration::from_secs(3600);
 pub(crate) const SLACK: Duration = Duration::from_millis(10);
 
 /// The token of the tested claim.
-pub(crate) const MINE: Token = Token(1);
+pub(crate) const OWN_TOKEN: Token = Token(1);
 /// The token of another claim.
-pub(crate) const THEIRS: Token = Token(2);
+pub(crate) const OTHER_TOKEN: Token = Token(2);
 
 pub(crate) const DONE: Verdict = Verdict::Done { marker_lost: false };
 pub(crate) const DONE_WITH_LOST_MARKER: Verdict = Verdict::Done { marker_lost: true };
@@ -65,6 +65,7 @@ pub(crate) fn terms(guarantee: Guarantee) -> Terms {
     }
 }
 
+/// A fingerprint of a body.
 pub(crate) fn body(number: u64) -> Option<Fingerprint> {
     Some(Fingerprint::new(number))
 }
@@ -181,6 +182,7 @@ pub(crate) fn reconciled(token: Token, attempt: u32) -> Marker {
     )
 }
 
+/// A doubt that the claim with this token reconciles.
 pub(crate) fn reconciling(token: Token, attempts: Attempts) -> Marker {
     Marker::InDoubt(
         hold(AT_MOST_ONCE, token, attempts, Effect::Unknown),
@@ -226,7 +228,7 @@ pub(crate) const HOLDER_OPERATIONS: [Ask; 10] = [
     Ask::Resolve(Finding::DidNotHappen),
 ];
 
-/// The results, one for each operation.
+/// The results of one batch; panics unless there is one for each operation.
 pub(crate) async fn answers(
     store: &dyn Store,
     operations: &[Operation],
@@ -240,12 +242,12 @@ pub(crate) async fn answers(
     answers
 }
 
-/// The verdicts; panics if an operation fails.
+/// The verdicts of one batch; panics if an operation fails.
 pub(crate) async fn verdicts(store: &dyn Store, operations: &[Operation]) -> Vec<Verdict> {
     let answers = answers(store, operations).await;
     let verdict = |(answer, operation): (Result<Verdict, StoreError>, &Operation)| match answer {
         Ok(verdict) => verdict,
-        Err(error) => panic!("{error}, of {operation:?}"),
+        Err(error) => panic!("{operation:?} failed: {error}"),
     };
     answers.into_iter().zip(operations).map(verdict).collect()
 }

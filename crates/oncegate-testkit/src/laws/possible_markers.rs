@@ -45,20 +45,21 @@ impl PossibleEntry {
     ) -> Vec<Self> {
         let mut possible = Vec::with_capacity(2);
         for (marker, youngest, oldest) in self.ages(during) {
-            let of = |age| marker::apply(marker, Age::Of(age), operation);
-            let ((young, most), (old, least)) = (of(youngest), of(oldest));
+            let apply_at = |age| marker::apply(marker, Age::Of(age), operation);
+            let ((young, most), (old, least)) = (apply_at(youngest), apply_at(oldest));
             let fits = |verdict: Verdict| match (received, verdict) {
                 (None, _) => true,
                 // The remaining time lies between those of the two ages.
                 (Some(Verdict::Busy { remaining }), Verdict::Busy { .. }) => {
-                    let left = |verdict| {
+                    let remaining_of = |verdict| {
                         if let Verdict::Busy { remaining } = verdict {
                             remaining
                         } else {
                             Duration::ZERO
                         }
                     };
-                    remaining <= left(most) + SLACK && remaining + SLACK >= left(least)
+                    remaining <= remaining_of(most) + SLACK
+                        && remaining + SLACK >= remaining_of(least)
                 }
                 (Some(received), verdict) => received == verdict,
             };
@@ -169,7 +170,7 @@ impl PossibleMarkers {
 mod tests {
     use super::*;
     use crate::laws::fixtures::{
-        Claimant, EFFECTIVELY_ONCE, MINE, TAKEN_OVER, THEIRS, granted, key,
+        Claimant, EFFECTIVELY_ONCE, OTHER_TOKEN, OWN_TOKEN, TAKEN_OVER, granted, key,
     };
 
     const LEASE: Duration = Duration::from_millis(100);
@@ -185,15 +186,15 @@ mod tests {
             remaining: Duration::from_millis(remaining),
         };
         let taken = Verdict::Granted(TAKEN_OVER);
-        let first = Claimant::new(EFFECTIVELY_ONCE, MINE, 0)
+        let first = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 0)
             .lease(LEASE)
             .claim(&key);
-        let second = Claimant::new(EFFECTIVELY_ONCE, THEIRS, 0).claim(&key);
+        let second = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0).claim(&key);
         let is_possible = |during: Span, verdict| {
             let mut markers = PossibleMarkers::new(start);
             markers
                 .observe(&first, at(0, 5), granted(1))
-                .expect("it is new");
+                .expect("the key is new");
             markers.observe(&second, during, verdict).is_ok()
         };
         assert!(
@@ -216,13 +217,13 @@ mod tests {
     }
 
     #[test]
-    fn what_has_expired_is_absent() {
+    fn an_expired_marker_is_absent() {
         let (start, key) = (Instant::now(), key("k"));
         let at = |ms: u64| Span {
             from: start + Duration::from_millis(ms),
             to: start + Duration::from_millis(ms + 1),
         };
-        let claimant = Claimant::new(EFFECTIVELY_ONCE, MINE, 1).window(2 * LEASE);
+        let claimant = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).window(2 * LEASE);
         for (when, verdict) in [
             (100, Verdict::Duplicate),
             (300, granted(1)),
@@ -236,7 +237,7 @@ mod tests {
                     at(0),
                     Verdict::Done { marker_lost: true },
                 )
-                .expect("it is new");
+                .expect("the key is new");
             assert!(
                 markers
                     .observe(&claimant.claim(&key), at(when), verdict)

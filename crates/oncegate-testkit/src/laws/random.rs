@@ -31,7 +31,7 @@ fn number(variable: &str) -> Option<u64> {
         .map(|text| text.parse().expect("a whole number in the environment"))
 }
 
-/// How to repeat a history that broke a law.
+/// How to repeat a history that violated a law.
 pub(crate) fn repeat(seed: u64) -> String {
     format!("seed {seed}; {SEED}={seed} {HISTORIES}=1 repeats it")
 }

@@ -10,7 +10,7 @@ use super::fixtures::{
     hold, key, terms, verdicts,
 };
 
-/// One row. If the lease of the given marker is [`SHORT`], the operation is sent after it expires.
+/// One row. If the given marker has the lease [`SHORT`], the operation is sent after its expiry.
 #[derive(Clone, Debug)]
 pub(crate) struct Row {
     /// The name in the table.
@@ -50,7 +50,7 @@ type StepOperations = fn(&Row, &Key) -> Vec<ExpectedVerdict>;
 const SETUP: Token = Token(u128::MAX);
 const PROBE: Token = Token(u128::MAX - 1);
 
-/// About the maximum number of rows of a law that are also tested one by one.
+/// The approximate maximum number of rows of a law that are also tested one by one.
 const MAX_SINGLE_ROWS: usize = 30;
 
 /// Tests the rows: all together, with one batch for each step, and some of them one by one.
@@ -74,7 +74,7 @@ pub(crate) async fn check_rows(store: &dyn Store, rows: &[Row]) {
         }),
     ];
     for (step, of) in steps {
-        if step == "the operation" && rows.iter().any(Row::waits) {
+        if step == "the operation" && rows.iter().any(Row::waits_for_expiry) {
             tokio::time::sleep(SHORT + SLACK).await;
         }
         check_batch(store, step, &operations("together", 1, of)).await;
@@ -97,13 +97,14 @@ async fn check_batch(store: &dyn Store, step: &str, of: &[(String, Vec<ExpectedV
             let received = received.next().expect("one answer for each operation");
             assert!(
                 matches_expected(received, *expected),
-                "{name}: {step}: {received:?}, not {expected:?}, of {operation:?}"
+                "{name}: {step}: {received:?} instead of {expected:?} for {operation:?}"
             );
         }
     }
 }
 
-/// Whether a verdict is the expected one. The remaining time of a lease may be shorter.
+/// Whether a verdict is the expected one. The remaining time of a lease may be as short as half of
+/// the expected one, because time passes before the operation.
 pub(crate) fn matches_expected(received: Verdict, expected: Verdict) -> bool {
     match (received, expected) {
         (Verdict::Busy { remaining }, Verdict::Busy { remaining: most }) => {
@@ -114,7 +115,7 @@ pub(crate) fn matches_expected(received: Verdict, expected: Verdict) -> bool {
 }
 
 impl Row {
-    fn waits(&self) -> bool {
+    fn waits_for_expiry(&self) -> bool {
         matches!(self.given, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.lease == SHORT)
     }
 }
@@ -286,10 +287,10 @@ fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<ExpectedV
                 },
                 Effect::Nothing,
             );
-            let lax = Claimant::new(EFFECTIVELY_ONCE, SETUP, number);
-            setup.push((lax.claim(key), Verdict::Granted(attempts)));
+            let effectively_once = Claimant::new(EFFECTIVELY_ONCE, SETUP, number);
+            setup.push((effectively_once.claim(key), Verdict::Granted(attempts)));
             setup.push((
-                lax.operation(Ask::Clear(Effect::Unknown), key),
+                effectively_once.operation(Ask::Clear(Effect::Unknown), key),
                 Verdict::Kept,
             ));
             setup
@@ -312,8 +313,8 @@ pub(crate) fn probe_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
     };
     match *marker {
         Marker::Absent => vec![(probe.claim(key), granted(1))],
-        // A marker in progress cannot be sent back; a doubt of its holder keeps all fields and can
-        // be.
+        // A marker in progress cannot be sent back. Its holder doubts it first, which keeps all
+        // fields; the doubt can be sent back.
         Marker::InProgress(hold) => vec![
             (
                 send_back(Marker::InDoubt(hold, Doubt::Waiting)),

@@ -21,8 +21,8 @@ use oncegate_core::{Message, Source, async_trait};
 
 /// A queue or a topic for one law only: what a test needs besides the [`Source`].
 ///
-/// It has at most one partition, so messages are delivered in the order of publication. It, or its
-/// server, cleans up after the test.
+/// It has at most one partition, so messages are delivered in the order of publication. The queue
+/// or its server is removed after the test.
 #[async_trait]
 pub trait TestQueue: Send + Sync {
     /// The source that it opens.

@@ -26,8 +26,8 @@ const CURVE: [&str; 5] = [
     "-nodes",
 ];
 
-/// An authority that is not a server certificate, and certificates that are not authorities:
-/// clients and servers refuse anything else.
+/// The extensions of the server's and the client's certificate: TLS libraries refuse the certificate
+/// of an authority in their place.
 const SERVER: &str = "subjectAltName=DNS:localhost,IP:127.0.0.1\nbasicConstraints=critical,CA:FALSE\nextendedKeyUsage=serverAuth\n";
 const CLIENT: &str = "basicConstraints=critical,CA:FALSE\nextendedKeyUsage=clientAuth\n";
 

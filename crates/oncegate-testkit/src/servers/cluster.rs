@@ -4,7 +4,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use super::port::free_ports;
-use super::process::LOOK_EVERY;
+use super::process::POLL_INTERVAL;
 use super::redis::{RedisOptions, RedisPersistence, RedisServer};
 use super::{ServerError, io};
 
@@ -128,7 +128,7 @@ impl ClusterServers {
         &mut self.nodes[which]
     }
 
-    /// Which of the nodes are primaries now.
+    /// The indices of the nodes that are primaries now.
     pub fn primaries(&self) -> Vec<usize> {
         let is_primary = |node: &RedisServer| {
             node.reply("INFO replication")
@@ -139,10 +139,10 @@ impl ClusterServers {
             .collect()
     }
 
-    /// The node that serves a hash slot, according to the first node that replies.
+    /// The index of the primary that serves a hash slot, according to that primary.
     ///
     /// # Panics
-    /// If no node replies.
+    /// If no primary reports the slot.
     pub fn serves(&self, slot: u16) -> usize {
         self.primaries()
             .into_iter()
@@ -170,7 +170,7 @@ impl ClusterServers {
                     advice: ADVICE,
                 });
             }
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
@@ -192,7 +192,7 @@ fn node(options: RedisOptions, bus: u16) -> Result<RedisServer, ServerError> {
     )
 }
 
-/// Whether `first-last`, or a single number, holds the slot.
+/// Whether a range, `first-last` or a single number, contains the slot.
 fn within(range: &str, slot: u16) -> bool {
     let (first, last) = range.split_once('-').unwrap_or((range, range));
     matches!((first.parse::<u16>(), last.parse::<u16>()), (Ok(first), Ok(last)) if (first..=last).contains(&slot))

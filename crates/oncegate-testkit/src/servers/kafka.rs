@@ -113,12 +113,12 @@ impl KafkaServer {
             class_path,
             heap,
         };
-        let mut written = kafka.properties(quorum, directory.path());
+        let mut properties = kafka.properties(quorum, directory.path());
         if let Some(user) = &kafka.user {
             kafka_doors::make_certificates(Kafka::NAME, directory.path())?;
-            written += &kafka_doors::properties(user, directory.path());
+            properties += &kafka_doors::properties(user, directory.path());
         }
-        write(Kafka::NAME, &directory.path().join(PROPERTIES), &written)?;
+        write(Kafka::NAME, &directory.path().join(PROPERTIES), &properties)?;
         kafka.format(directory.path(), &quorum.cluster_id)?;
         Self::launch(kafka, directory)
     }
@@ -131,8 +131,8 @@ impl KafkaServer {
     /// Its address at one of its listeners.
     ///
     /// # Panics
-    /// If it has no such listener: only [`KafkaServer::start_secured`] starts others than the plain
-    /// one.
+    /// If it does not have the listener: [`KafkaServer::start_secured`] starts all, the other
+    /// functions only the plain one.
     pub fn brokers_by(&self, door: KafkaDoor) -> String {
         let Kafka { port, doors, .. } = self.kind();
         let found = doors
@@ -140,7 +140,7 @@ impl KafkaServer {
             .find(|(it, _)| *it == door)
             .map(|(_, port)| port)
             .or((door == KafkaDoor::Plain).then_some(port));
-        format!("localhost:{}", found.expect("a door that this broker has"))
+        format!("localhost:{}", found.expect("this broker has the listener"))
     }
 
     /// The certificate of the authority that signed the certificate of a secured broker.
@@ -156,7 +156,7 @@ impl KafkaServer {
         )
     }
 
-    /// Its port on 127.0.0.1, constant unless [`take_port_of`](Self::take_port_of) is called.
+    /// The port on 127.0.0.1. Only [`take_port_of`](Self::take_port_of) changes it.
     pub fn port(&self) -> u16 {
         self.kind().port
     }

@@ -52,7 +52,7 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
             advice: "check the network and the certificates that Java trusts; ~/.m2/settings.xml sets a mirror or proxy for Maven",
         });
     }
-    keep(&project.path().join("libs"), &libraries)?;
+    install(&project.path().join("libs"), &libraries)?;
     if is_complete(&libraries) {
         Ok(libraries)
     } else {
@@ -64,14 +64,14 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
 
 /// Installs each jar by renaming a copy; the jar that [`is_complete`] checks comes last, so that
 /// the set is complete if it exists. Keeps existing jars, because a broker may be using them.
-fn keep(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
-    let put = |name: &OsStr| -> std::io::Result<()> {
+fn install(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
+    let install_jar = |name: &OsStr| -> std::io::Result<()> {
         if libraries.join(name).is_file() {
             return Ok(());
         }
-        let beside = libraries.join(format!("{}.{}", name.display(), std::process::id()));
-        std::fs::copy(fetched.join(name), &beside)?;
-        std::fs::rename(&beside, libraries.join(name))
+        let temporary = libraries.join(format!("{}.{}", name.display(), std::process::id()));
+        std::fs::copy(fetched.join(name), &temporary)?;
+        std::fs::rename(&temporary, libraries.join(name))
     };
     let copy = || -> std::io::Result<()> {
         std::fs::create_dir_all(libraries)?;
@@ -79,7 +79,7 @@ fn keep(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
             .map(|it| Ok(it?.file_name()))
             .collect::<std::io::Result<Vec<_>>>()?;
         names.sort_by_key(|name| *name == *last_jar());
-        names.iter().try_for_each(|name| put(name))
+        names.iter().try_for_each(|name| install_jar(name))
     };
     copy().map_err(|source| io("fill the cache", source))
 }
@@ -101,7 +101,7 @@ fn is_complete(libraries: &Path) -> bool {
     libraries.join(last_jar()).is_file()
 }
 
-/// The jar that is moved last.
+/// The jar that is installed last.
 fn last_jar() -> String {
     format!("connect-mirror-{VERSION}.jar")
 }

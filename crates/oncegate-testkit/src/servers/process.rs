@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 
 /// The interval of polling.
-pub(crate) const LOOK_EVERY: Duration = Duration::from_millis(20);
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// A process of this machine. Its text is `number:start`, the start in clock ticks since boot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -17,16 +17,17 @@ pub struct ProcessId {
 }
 
 #[derive(PartialEq, Eq)]
-enum Life {
-    Runs,
-    HasEnded,
+enum ProcessState {
+    Running,
+    /// Ended, and its parent has not waited for it.
+    Ended,
 }
 
 impl ProcessId {
     /// The process that has this id now, unless it has ended.
     pub fn running(number: u32) -> Option<Self> {
-        let (process, life) = Self::with_number(number)?;
-        (life == Life::Runs).then_some(process)
+        let (process, state) = Self::with_number(number)?;
+        (state == ProcessState::Running).then_some(process)
     }
 
     /// The process number.
@@ -39,7 +40,7 @@ impl ProcessId {
         Self::running(self.number) == Some(self)
     }
 
-    /// Ends the process: SIGTERM, then SIGKILL if it still runs after `patience`. Returns when the
+    /// Ends the process: SIGTERM, then SIGKILL if it still runs after `timeout`. Returns when the
     /// process and the rest of its process group have ended.
     ///
     /// Does nothing if the process has ended or its id belongs to another process.
@@ -85,19 +86,19 @@ impl ProcessId {
     }
 
     /// The process that has this id now; an ended one keeps it until its parent has waited for it.
-    fn with_number(number: u32) -> Option<(Self, Life)> {
+    fn with_number(number: u32) -> Option<(Self, ProcessState)> {
         let stat = std::fs::read_to_string(format!("/proc/{number}/stat")).ok()?;
         // The second field is the program's name in parentheses and may contain anything, also
         // spaces and parentheses.
         let (_, after_name) = stat.rsplit_once(')')?;
         let mut fields = after_name.split_ascii_whitespace();
-        let life = if matches!(fields.next()?, "Z" | "X") {
-            Life::HasEnded
+        let state = if matches!(fields.next()?, "Z" | "X") {
+            ProcessState::Ended
         } else {
-            Life::Runs
+            ProcessState::Running
         };
         let started = fields.nth(18)?.parse().ok()?;
-        Some((Self { number, started }, life))
+        Some((Self { number, started }, state))
     }
 
     fn ended_within(self, timeout: Duration) -> bool {
@@ -106,7 +107,7 @@ impl ProcessId {
             if Instant::now() >= deadline {
                 return false;
             }
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(POLL_INTERVAL);
         }
         true
     }
@@ -199,14 +200,14 @@ mod tests {
         let left_behind = ProcessId::running(line.trim().parse().unwrap()).unwrap();
         let process = ProcessId::running(leader.id()).unwrap();
 
-        let reaping = std::thread::spawn(move || leader.wait().unwrap()); // as init does it for one that was detached
+        let reaping = std::thread::spawn(move || leader.wait().unwrap()); // init does this for a detached process
         process.stop(Duration::from_secs(5));
         reaping.join().unwrap();
         assert!(left_behind.ended_within(Duration::from_secs(5)));
     }
 
     #[test]
-    fn a_process_reads_as_it_was_written() {
+    fn a_process_id_is_parsed_from_its_text() {
         let process = ProcessId {
             number: 7,
             started: 11,

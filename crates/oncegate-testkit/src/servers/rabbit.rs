@@ -211,7 +211,7 @@ impl RabbitServer {
         )
     }
 
-    /// Its port on 127.0.0.1, constant.
+    /// The port on 127.0.0.1. It does not change.
     pub fn port(&self) -> u16 {
         self.kind().port
     }
@@ -261,7 +261,8 @@ impl ServerKind for Rabbit {
                 directory.join("enabled_plugins"),
             )
             .env("RABBITMQ_PID_FILE", directory.join("pid"))
-            // With these two the script is replaced by the node instead of waiting for it.
+            // With these two variables the script replaces itself by the node (`exec`) instead of
+            // waiting for it.
             .env("RABBITMQ_ALLOW_INPUT", "true")
             .env("RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS", "-noinput +S 2:2");
         match self.name_server {
@@ -310,7 +311,7 @@ impl Rabbit {
     }
 }
 
-/// Started here and not by the node, which would not stop it.
+/// The command of `epmd`. If the node started it, it would outlive the node.
 pub(crate) fn name_server(port: u16) -> Command {
     let mut command = Command::new("epmd");
     command.args(["-port", &port.to_string(), "-address", "127.0.0.1"]);

@@ -17,16 +17,16 @@ const NAME: &str = "RabbitMQ cluster";
 pub struct RabbitCluster {
     nodes: Vec<RabbitServer>,
     /// Stopped after the nodes, which need it to connect.
-    _names: Server<Names>,
+    _name_server: Server<NameServerProcess>,
 }
 
 /// A separate `epmd`, so that it does not end with a node.
 #[derive(Debug)]
-struct Names {
+struct NameServerProcess {
     port: u16,
 }
 
-impl ServerKind for Names {
+impl ServerKind for NameServerProcess {
     const NAME: &'static str = "epmd";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is erlang-base)";
@@ -48,7 +48,8 @@ impl RabbitCluster {
     /// [`ServerError`] if one does not start.
     pub fn start() -> Result<Self, ServerError> {
         let [port] = free_ports().map_err(|source| io(NAME, "find free ports", source))?;
-        let names = Server::launch(Names { port }, temporary_directory(NAME)?)?;
+        let name_server_process =
+            Server::launch(NameServerProcess { port }, temporary_directory(NAME)?)?;
         let first = RabbitServer::start_with(&RabbitOptions::new().name_server(port))?;
         let mut nodes = vec![first];
         for _ in 1..3 {
@@ -57,7 +58,7 @@ impl RabbitCluster {
         }
         let cluster = Self {
             nodes,
-            _names: names,
+            _name_server: name_server_process,
         };
         let running =
             cluster.nodes[0].control(&["-q", "eval", "length(rabbit_nodes:all_running())."])?;

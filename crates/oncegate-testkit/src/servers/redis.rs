@@ -214,7 +214,7 @@ impl RedisServer {
     /// # Errors
     /// The operating system's.
     pub fn fill_disk(&self) -> std::io::Result<()> {
-        self.let_files_grow_to(Some(1))
+        self.limit_file_size(Some(1))
     }
 
     /// Ends [`fill_disk`](Self::fill_disk).
@@ -222,10 +222,10 @@ impl RedisServer {
     /// # Errors
     /// The operating system's.
     pub fn free_disk(&self) -> std::io::Result<()> {
-        self.let_files_grow_to(None)
+        self.limit_file_size(None)
     }
 
-    fn let_files_grow_to(&self, current: Option<u64>) -> std::io::Result<()> {
+    fn limit_file_size(&self, current: Option<u64>) -> std::io::Result<()> {
         // Only the soft limit: an unprivileged process cannot raise the hard limit again.
         let limit = Rlimit {
             current,
@@ -253,13 +253,13 @@ impl RedisServer {
             .options
             .settings
             .push(("key-load-delay".into(), LOAD_DELAY.to_string()));
-        let enough = std::thread::spawn(move || {
+        let end_of_loading = std::thread::spawn(move || {
             std::thread::sleep(lasts);
-            // If the server does not listen, there is nothing to shorten.
-            let _ = tell(port, password.as_deref(), "CONFIG SET key-load-delay 0");
+            // Fails only if the server does not listen: then it loads nothing.
+            let _ = send_command(port, password.as_deref(), "CONFIG SET key-load-delay 0");
         });
         let started = self.start_again();
-        let _ = enough.join();
+        let _ = end_of_loading.join();
         self.kind_mut().options.settings.truncate(settings);
         started
     }
@@ -291,7 +291,7 @@ impl RedisServer {
         self.kind().ask(line)
     }
 
-    /// Its port on 127.0.0.1, constant.
+    /// The port on 127.0.0.1. It does not change.
     pub fn port(&self) -> u16 {
         self.kind().port
     }
@@ -362,15 +362,16 @@ impl ServerKind for Redis {
 
     fn answers(&self, number: u32, _: &str) -> bool {
         // The process id in the reply rules out another server on the same port.
-        let mine = format!("\r\nprocess_id:{number}\r\n");
-        self.ask("INFO")
-            .is_ok_and(|answer| answer.contains(&mine) && answer.contains("\r\nloading:0\r\n"))
+        let process_id = format!("\r\nprocess_id:{number}\r\n");
+        self.ask("INFO").is_ok_and(|answer| {
+            answer.contains(&process_id) && answer.contains("\r\nloading:0\r\n")
+        })
     }
 }
 
 impl Redis {
     fn ask(&self, command: &str) -> std::io::Result<String> {
-        tell(self.port, self.options.password.as_deref(), command)
+        send_command(self.port, self.options.password.as_deref(), command)
     }
 }
 
@@ -411,10 +412,14 @@ fn copy_certificates(from: &Path, to: &Path) -> Result<(), ServerError> {
 const LOAD_DELAY: u32 = 400;
 
 /// The reply to PING.
-const END: &str = "+PONG\r\n";
+const PING_REPLY: &str = "+PONG\r\n";
 
 /// The whole reply of the server on this port to an inline command.
-pub(crate) fn tell(port: u16, password: Option<&str>, command: &str) -> std::io::Result<String> {
+pub(crate) fn send_command(
+    port: u16,
+    password: Option<&str>,
+    command: &str,
+) -> std::io::Result<String> {
     let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
     stream.set_read_timeout(Some(Duration::from_secs(10)))?;
     let login = password.map_or_else(String::new, |password| format!("AUTH {password}\r\n"));
@@ -424,7 +429,7 @@ pub(crate) fn tell(port: u16, password: Option<&str>, command: &str) -> std::io:
     let mut buffer = [0; 4096];
     while let read @ 1.. = stream.read(&mut buffer)? {
         answer.push_str(&String::from_utf8_lossy(&buffer[..read]));
-        if let Some(end) = answer.find(END) {
+        if let Some(end) = answer.find(PING_REPLY) {
             answer.truncate(end);
             break;
         }

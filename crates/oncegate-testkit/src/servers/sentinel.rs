@@ -5,8 +5,8 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use super::port::free_ports;
-use super::process::LOOK_EVERY;
-use super::redis::{RedisOptions, RedisPersistence, RedisServer, tell, tls_settings};
+use super::process::POLL_INTERVAL;
+use super::redis::{RedisOptions, RedisPersistence, RedisServer, send_command, tls_settings};
 use super::server::{Server, ServerKind, temporary_directory, write};
 use super::{ServerError, io};
 
@@ -44,7 +44,7 @@ impl ServerKind for Sentinel {
     }
 
     fn answers(&self, number: u32, _: &str) -> bool {
-        tell(self.port, None, "INFO server")
+        send_command(self.port, None, "INFO server")
             .is_ok_and(|answer| answer.contains(&format!("\r\nprocess_id:{number}\r\n")))
     }
 }
@@ -126,7 +126,7 @@ impl SentinelServers {
                 .redis
                 .push(RedisServer::start(shared(options).replica_of(port))?);
         }
-        servers.wait("two replicas to follow", |it| {
+        servers.wait("both replicas to connect", |it| {
             it.redis[0]
                 .command("WAIT 2 100")
                 .is_ok_and(|reply| reply == ":2")
@@ -134,9 +134,9 @@ impl SentinelServers {
         for _ in 0..3 {
             servers.sentinels.push(start_sentinel(&servers)?);
         }
-        servers.wait("the Sentinels to know each other", |it| {
+        servers.wait("the Sentinels to discover each other", |it| {
             it.sentinels.iter().all(|sentinel| {
-                tell(sentinel.kind().port, None, "INFO sentinel")
+                send_command(sentinel.kind().port, None, "INFO sentinel")
                     .is_ok_and(|reply| reply.contains("slaves=2,sentinels=3"))
             })
         })?;
@@ -167,7 +167,8 @@ impl SentinelServers {
     /// # Panics
     /// If no Sentinel replies, or they name an unknown server.
     pub fn primary(&self) -> usize {
-        self.named().expect("a Sentinel names one of the servers")
+        self.reported_primary()
+            .expect("a Sentinel names one of the servers")
     }
 
     /// One of the Redis servers, to be stopped, killed or frozen.
@@ -197,7 +198,7 @@ impl SentinelServers {
     /// [`ServerError`] if that takes more than a minute.
     pub fn wait_for_failover(&self, from: usize) -> Result<usize, ServerError> {
         self.wait("a failover", |it| {
-            it.named().is_some_and(|which| {
+            it.reported_primary().is_some_and(|which| {
                 which != from
                     && it.redis[which]
                         .command("SET oncegate-failover-probe 1 PX 1")
@@ -223,16 +224,16 @@ impl SentinelServers {
             server.kind_mut().options.replica_of = own;
             started?;
         }
-        self.wait("two replicas to follow again", |it| {
+        self.wait("both replicas to connect again", |it| {
             let primary = it.primary();
             let port = it.transport.port(&it.redis[primary]);
-            let follows = |server: &RedisServer| {
+            let is_connected = |server: &RedisServer| {
                 let reply = server.reply("INFO replication").unwrap_or_default();
                 if reply.contains(&format!("master_port:{port}\r\nmaster_link_status:up")) {
                     return true;
                 }
-                // Repeated until it succeeds: Sentinels reconfigure the server, too, each by its
-                // own view.
+                // Repeated until it succeeds, because Sentinels that still name another primary
+                // reconfigure the server, too.
                 let _ = server.command(&format!("CONFIG SET masterauth {}", it.password));
                 if !reply.contains(&format!("master_port:{port}\r\n")) {
                     let _ = server.command(&format!("REPLICAOF 127.0.0.1 {port}"));
@@ -244,23 +245,23 @@ impl SentinelServers {
                 .iter()
                 .enumerate()
                 .filter(|(which, _)| *which != primary);
-            replicas.filter(|(_, server)| follows(server)).count() == 2
+            replicas.filter(|(_, server)| is_connected(server)).count() == 2
                 && it
                     .sentinels
                     .iter()
-                    .all(|sentinel| it.named_by(sentinel) == Some(primary))
+                    .all(|sentinel| it.primary_according_to(sentinel) == Some(primary))
         })
     }
 
-    fn named(&self) -> Option<usize> {
+    fn reported_primary(&self) -> Option<usize> {
         self.sentinels
             .iter()
-            .find_map(|sentinel| self.named_by(sentinel))
+            .find_map(|sentinel| self.primary_according_to(sentinel))
     }
 
-    fn named_by(&self, sentinel: &Server<Sentinel>) -> Option<usize> {
+    fn primary_according_to(&self, sentinel: &Server<Sentinel>) -> Option<usize> {
         let ask = format!("SENTINEL get-master-addr-by-name {SENTINEL_NAME}");
-        let reply = tell(sentinel.kind().port, None, &ask).ok()?;
+        let reply = send_command(sentinel.kind().port, None, &ask).ok()?;
         // *2, $9, 127.0.0.1, $5, the port.
         let port: u16 = reply.lines().nth(4)?.parse().ok()?;
         self.redis
@@ -280,7 +281,7 @@ impl SentinelServers {
                     advice: "check the logs of the Redis servers and Sentinels",
                 });
             }
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }

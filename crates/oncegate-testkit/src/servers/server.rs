@@ -9,12 +9,12 @@ use rustix::process::Signal;
 use tempfile::TempDir;
 
 use super::ServerError;
-use super::process::{LOOK_EVERY, ProcessId};
+use super::process::{POLL_INTERVAL, ProcessId};
 
 /// How long a server may take to end after SIGTERM before SIGKILL.
-const STOP_PATIENCE: Duration = Duration::from_secs(15);
+const STOP_TIMEOUT: Duration = Duration::from_secs(15);
 
-/// The differences between the servers.
+/// The parts of a server that depend on its kind.
 pub trait ServerKind {
     /// The server's name.
     const NAME: &'static str;
@@ -104,7 +104,7 @@ impl<K: ServerKind> Server<K> {
     /// Stops the server: SIGTERM, after 15 s SIGKILL. Returns when it has ended. Does nothing if it
     /// is stopped.
     pub fn stop(&mut self) {
-        self.end(|process| process.stop(STOP_PATIENCE));
+        self.end(|process| process.stop(STOP_TIMEOUT));
     }
 
     /// Kills the server like a crash: SIGKILL. Data that it had not written to disk is lost.
@@ -148,7 +148,7 @@ impl<K: ServerKind> Server<K> {
         let log = File::create(&path)
             .map_err(|source| self.io(format!("create {}", path.display()), source))?;
         for command in self.kind.commands(&directory) {
-            let mut in_session = in_a_session_of_its_own(&command);
+            let mut in_session = in_new_session(&command);
             let shown = format!("run {:?}", command.get_program());
             let output = log
                 .try_clone()
@@ -182,7 +182,7 @@ impl<K: ServerKind> Server<K> {
                     format!("no answer within {:?}", K::START_PATIENCE)
                 }
                 _ => {
-                    std::thread::sleep(LOOK_EVERY);
+                    std::thread::sleep(POLL_INTERVAL);
                     continue;
                 }
             };
@@ -243,7 +243,7 @@ impl<K: ServerKind> Drop for Server<K> {
 
 /// `setsid` replaces itself by the given program, with the same process id, as the leader of a new
 /// session: signals of the terminal do not reach it, and it may outlive its parent.
-fn in_a_session_of_its_own(command: &Command) -> Command {
+fn in_new_session(command: &Command) -> Command {
     let mut in_session = Command::new("setsid");
     in_session
         .arg(command.get_program())

@@ -38,13 +38,13 @@ pub(super) fn read_topic(consumer: &BaseConsumer, topic: &str, partition: i32) -
             None => None,
         },
     );
-    // Unassign for the next check. If this fails, the next request reports it.
+    // Ends the fetch. If this fails, the next request reports the error.
     let _ = consumer.assign(&TopicPartitionList::new());
     permission
 }
 
-/// Checks access to the group by fetching its committed offsets. Read on a group implies Describe;
-/// the reverse does not hold, and only joining the group would show it.
+/// Checks access to the group by fetching its committed offsets, which needs Describe. Read implies
+/// Describe; a user with Describe alone passes, because only joining the group would need Read.
 pub(super) fn see_group(consumer: &BaseConsumer, topic: &str, partition: i32) -> Permission {
     let mut list = TopicPartitionList::new();
     list.add_partition(topic, partition);
@@ -62,14 +62,14 @@ pub(super) fn see_group(consumer: &BaseConsumer, topic: &str, partition: i32) ->
     })
 }
 
-/// Requests until permission is granted, or denied with this code. The reader has a group name only
-/// for librdkafka, which may be denied, too.
+/// Repeats the request until it is granted, or denied with this code. Other codes do not decide:
+/// librdkafka requires a group name of the reader, too, and access to that group may be denied.
 fn poll_until_known(
     forbidden: RDKafkaErrorCode,
     mut ask: impl FnMut() -> Option<Result<(), KafkaError>>,
 ) -> Permission {
-    let (pending, mut reason) = (Instant::now(), "no answer".to_owned());
-    while pending.elapsed() < REQUEST_TIMEOUT {
+    let (started, mut reason) = (Instant::now(), "no answer".to_owned());
+    while started.elapsed() < REQUEST_TIMEOUT {
         match ask() {
             Some(Ok(())) => return Permission::Granted,
             Some(Err(error)) if error.rdkafka_error_code() == Some(forbidden) => {

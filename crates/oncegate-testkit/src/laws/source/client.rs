@@ -41,7 +41,7 @@ impl<S: Source + 'static> SourceClient<S> {
                         &mut incoming,
                     )
                     .await
-                    .expect("it receives");
+                    .expect("receive succeeds");
                 all.extend(incoming.into_iter().filter_map(delivery));
             }
         };
@@ -59,12 +59,12 @@ impl<S: Source + 'static> SourceClient<S> {
         self.receive(1).await.remove(0)
     }
 
-    /// Waits, and panics if anything is delivered in this time.
+    /// Waits for `time` and panics if anything is delivered meanwhile.
     pub(super) async fn expect_no_delivery(&mut self, time: Duration, why: &str) {
         let until = Instant::now() + time;
-        while let Some(left) = until.checked_duration_since(Instant::now()) {
+        while let Some(remaining) = until.checked_duration_since(Instant::now()) {
             let mut incoming = Vec::new();
-            let _ = tokio::time::timeout(left, self.0.receive(ALL, &mut incoming)).await;
+            let _ = tokio::time::timeout(remaining, self.0.receive(ALL, &mut incoming)).await;
             let received: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
             assert!(
                 received.is_empty(),
@@ -86,7 +86,7 @@ impl<S: Source + 'static> SourceClient<S> {
                 failure_history: None,
             })
             .collect();
-        self.0.settle(&mut settled).await.expect("it settles");
+        self.0.settle(&mut settled).await.expect("settle succeeds");
         assert!(settled.is_empty(), "settling empties the list");
     }
 
@@ -101,7 +101,7 @@ impl<S: Source + 'static> SourceClient<S> {
             settlement,
             failure_history: Some(Box::new(failure_history)),
         }];
-        self.0.settle(&mut settled).await.expect("it settles");
+        self.0.settle(&mut settled).await.expect("settle succeeds");
     }
 
     pub(super) async fn accept(&mut self, deliveries: impl IntoIterator<Item = Delivery>) {
@@ -117,7 +117,7 @@ impl<S: Source + 'static> SourceClient<S> {
         self.0
             .close(Instant::now() + self.1)
             .await
-            .expect("all that was settled is carried out");
+            .expect("close carries out every settlement");
     }
 
     /// Closes the source while deliveries are unsettled, which is not an error.

@@ -28,7 +28,7 @@ pub async fn messages_are_delivered_unchanged_and_in_order(queue: impl TestQueue
     for (sent, received) in sent.iter().zip(&received) {
         assert_eq!(received.message.body, sent.body);
         for (name, value) in sent.headers.iter() {
-            let name = std::str::from_utf8(name).expect("it was made of text");
+            let name = std::str::from_utf8(name).expect("the header name is UTF-8");
             assert_eq!(received.message.headers.last(name), value, "{name}");
         }
         assert_eq!(received.failures, 0);
@@ -41,11 +41,11 @@ pub async fn messages_are_delivered_unchanged_and_in_order(queue: impl TestQueue
 pub async fn an_unsettled_delivery_is_not_delivered_again(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;
-    let open = client.receive(3).await;
+    let unsettled = client.receive(3).await;
     client
         .expect_no_delivery(Duration::from_millis(700), "all deliveries are unsettled")
         .await;
-    client.accept(open).await;
+    client.accept(unsettled).await;
     client.close().await;
 }
 
@@ -81,7 +81,7 @@ pub async fn receive_respects_its_limit(queue: impl TestQueue) {
             tokio::time::timeout(queue.patience(), receiving)
                 .await
                 .expect("the queue has more messages")
-                .expect("it receives");
+                .expect("receive succeeds");
         }
         let deliveries: Vec<_> = incoming.into_iter().filter_map(delivery).collect();
         let bytes: usize = deliveries.iter().map(|it| it.message.size()).sum();
@@ -92,8 +92,8 @@ pub async fn receive_respects_its_limit(queue: impl TestQueue) {
         );
         all.extend(deliveries);
     }
-    let rest = client.receive(10 - all.len()).await;
-    client.accept(all.into_iter().chain(rest)).await;
+    let remaining = client.receive(10 - all.len()).await;
+    client.accept(all.into_iter().chain(remaining)).await;
     client.close().await;
 }
 
@@ -111,9 +111,9 @@ pub async fn receive_with_an_empty_limit_delivers_nothing(queue: impl TestQueue)
         .await;
         assert!(incoming.into_iter().filter_map(delivery).next().is_none());
     }
-    let rest = client.receive(2).await;
-    assert_eq!(bodies(&rest), ["1", "2"]);
-    client.accept(first.into_iter().chain(rest)).await;
+    let remaining = client.receive(2).await;
+    assert_eq!(bodies(&remaining), ["1", "2"]);
+    client.accept(first.into_iter().chain(remaining)).await;
     client.close().await;
 }
 
@@ -135,10 +135,10 @@ pub async fn a_dropped_receive_loses_nothing(queue: impl TestQueue) {
                 .0
                 .receive(Limit { count: 7, ..ALL }, &mut incoming)
                 .now_or_never();
-            dropped.unwrap_or(Ok(())).expect("it receives");
+            dropped.unwrap_or(Ok(())).expect("receive succeeds");
             let waiting = client.0.receive(Limit { count: 7, ..ALL }, &mut incoming);
             if let Ok(received) = tokio::time::timeout(Duration::from_millis(3), waiting).await {
-                received.expect("it receives");
+                received.expect("receive succeeds");
             }
             all.extend(incoming.into_iter().filter_map(delivery));
         }

@@ -39,15 +39,15 @@ pub async fn an_accepted_delivery_is_not_redelivered(queue: impl TestQueue) {
 pub async fn unsettled_deliveries_are_redelivered_after_a_close(queue: impl TestQueue) {
     publish_numbers(&queue, 5).await;
     let mut client = SourceClient::of(&queue).await;
-    let open = client.receive(5).await;
+    let unsettled = client.receive(5).await;
     client.close_unsettled().await;
-    drop(open);
+    drop(unsettled);
     let mut next = SourceClient::of(&queue).await;
     let again = next.receive(5).await;
     assert_eq!(bodies(&again), numbers(0..5));
     assert!(
         again.iter().all(|it| it.failures == 0),
-        "a shutdown is no failure"
+        "a close does not count as a failure"
     );
     next.accept(again).await;
     next.close().await;
@@ -57,9 +57,9 @@ pub async fn unsettled_deliveries_are_redelivered_after_a_close(queue: impl Test
 pub async fn unsettled_deliveries_are_redelivered_after_a_crash(queue: impl TestQueue) {
     publish_numbers(&queue, 5).await;
     let mut client = SourceClient::of(&queue).await;
-    let open = client.receive(5).await;
+    let unsettled = client.receive(5).await;
     drop(client);
-    drop(open);
+    drop(unsettled);
     let mut next = SourceClient::of(&queue).await;
     let again = next.receive(5).await;
     let mut received = bodies(&again);
@@ -69,23 +69,23 @@ pub async fn unsettled_deliveries_are_redelivered_after_a_crash(queue: impl Test
     next.close().await;
 }
 
-/// Accepting a later delivery does not accept an earlier one that is not settled; that one is
-/// delivered again.
+/// Accepting a later delivery does not accept an earlier, unsettled one: the earlier one is
+/// redelivered.
 pub async fn accepting_a_later_delivery_does_not_accept_an_earlier_one(queue: impl TestQueue) {
     publish_numbers(&queue, 10).await;
     let mut client = SourceClient::of(&queue).await;
     let mut all = client.receive(10).await;
-    let gap = all.remove(3);
+    let unsettled = all.remove(3);
     client.accept(all).await;
     client.close_unsettled().await;
-    drop(gap);
+    drop(unsettled);
     let mut next = SourceClient::of(&queue).await;
     let mut received = Vec::new();
     while !bodies(&received).contains(&"3".to_owned()) {
         received.push(next.receive_one().await);
     }
-    // Deliveries after a gap may be repeated, and their done markers detect that. Those before it
-    // may not.
+    // Deliveries after the unsettled one may be repeated, because done markers detect them as
+    // duplicates. Earlier ones must not be repeated.
     assert!(
         bodies(&received)
             .iter()
@@ -97,7 +97,7 @@ pub async fn accepting_a_later_delivery_does_not_accept_an_earlier_one(queue: im
     next.close_unsettled().await;
 }
 
-/// After `stop`, open deliveries can still be settled.
+/// After `stop`, unsettled deliveries can still be settled.
 pub async fn a_stopped_source_still_settles(queue: impl TestQueue) {
     publish_numbers(&queue, 3).await;
     let mut client = SourceClient::of(&queue).await;

@@ -13,7 +13,7 @@ fn header<'a>(message: &'a Message, name: &str) -> Option<&'a str> {
     message
         .headers
         .last(name)
-        .map(|value| std::str::from_utf8(value).expect("oncegate writes text"))
+        .map(|value| std::str::from_utf8(value).expect("oncegate writes UTF-8 headers"))
 }
 
 /// A rejected message is in the dead letters with its body, its headers and the failure history,

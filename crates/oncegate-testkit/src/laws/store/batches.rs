@@ -14,8 +14,8 @@ use oncegate_core::{Key, Store, StoreError};
 
 use crate::laws::fixtures::{
     AT_MOST_ONCE, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG,
-    MINE, THEIRS, answers, cleared, doubted, granted, hold, key, reconciled, rejected, running,
-    verdict, verdicts,
+    OTHER_TOKEN, OWN_TOKEN, answers, cleared, doubted, granted, hold, key, reconciled, rejected,
+    running, verdict, verdicts,
 };
 use crate::laws::rows::{matches_expected, probe_operations, setup_operations};
 use crate::loses_replies::{LosesReplies, ReplyFault};
@@ -34,7 +34,7 @@ fn expect(received: &[Verdict], expected: &[Verdict], operations: &[Operation]) 
     {
         assert!(
             matches_expected(*received, *expected),
-            "verdict {it}: {received:?}, not {expected:?}, of {operation:?}"
+            "verdict {it}: {received:?} instead of {expected:?} for {operation:?}"
         );
     }
 }
@@ -93,7 +93,7 @@ pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
                     Verdict::Lost,
                 ),
                 _ => (
-                    Claimant::new(Guarantee::Bare, MINE, 0).claim(key),
+                    Claimant::new(Guarantee::Bare, OWN_TOKEN, 0).claim(key),
                     Verdict::Duplicate,
                 ),
             }
@@ -171,7 +171,7 @@ pub async fn an_invalid_operation_does_not_affect_the_others(store: Arc<dyn Stor
 pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn Store>) {
     let (k, other, doubt) = (key("k"), key("other"), key("doubt"));
     let clear = Ask::Clear(Effect::Nothing);
-    let strict = |token, attempt| Claimant::new(AT_MOST_ONCE, Token(token), attempt);
+    let at_most_once = |token, attempt| Claimant::new(AT_MOST_ONCE, Token(token), attempt);
     let after_forget = Attempts {
         number: UNKNOWN_ATTEMPT + 1,
         base: UNKNOWN_ATTEMPT,
@@ -189,20 +189,29 @@ pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn St
             claimant(2, 1).operation(Ask::Clear(Effect::Unknown), &k),
             Verdict::Kept,
         ),
-        (strict(4, 0).claim(&doubt), granted(1)),
+        (at_most_once(4, 0).claim(&doubt), granted(1)),
         (claimant(3, 0).claim(&k), granted(2)),
-        (strict(4, 1).operation(Ask::Doubt, &doubt), Verdict::Kept),
+        (
+            at_most_once(4, 1).operation(Ask::Doubt, &doubt),
+            Verdict::Kept,
+        ),
         (claimant(3, 2).operation(Ask::Complete, &k), DONE),
-        (strict(5, 0).claim(&doubt), Verdict::InDoubt(DOUBTED_ONCE)),
-        (strict(4, 1).operation(Ask::Renew, &doubt), Verdict::Lost),
+        (
+            at_most_once(5, 0).claim(&doubt),
+            Verdict::InDoubt(DOUBTED_ONCE),
+        ),
+        (
+            at_most_once(4, 1).operation(Ask::Renew, &doubt),
+            Verdict::Lost,
+        ),
         (claimant(4, 0).claim(&k), Verdict::Duplicate),
         (
-            strict(5, 2).operation(Ask::Resolve(Finding::DidNotHappen), &doubt),
+            at_most_once(5, 2).operation(Ask::Resolve(Finding::DidNotHappen), &doubt),
             Verdict::Kept,
         ),
         (claimant(9, 1).operation(Ask::Complete, &other), DONE),
         (
-            strict(5, 0).claim(&doubt),
+            at_most_once(5, 0).claim(&doubt),
             Verdict::Granted(Attempts {
                 number: 3,
                 ..DOUBTED_ONCE
@@ -243,13 +252,13 @@ pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn St
 /// If the reply to a batch is lost, any prefix may have been applied. Repeating the batch with the
 /// same tokens gives the lost verdicts and the same markers.
 pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
-    let mine = |guarantee, attempt| Claimant::new(guarantee, MINE, attempt);
-    let strict = |attempt| mine(AT_MOST_ONCE, attempt);
-    let lax = |attempt| mine(EFFECTIVELY_ONCE, attempt);
-    let first = hold(AT_MOST_ONCE, MINE, Attempts::new(1), Effect::Nothing);
-    let doubted_anew = hold(
+    let mine = |guarantee, attempt| Claimant::new(guarantee, OWN_TOKEN, attempt);
+    let at_most_once = |attempt| mine(AT_MOST_ONCE, attempt);
+    let effectively_once = |attempt| mine(EFFECTIVELY_ONCE, attempt);
+    let first = hold(AT_MOST_ONCE, OWN_TOKEN, Attempts::new(1), Effect::Nothing);
+    let new_doubt = hold(
         AT_MOST_ONCE,
-        MINE,
+        OWN_TOKEN,
         Attempts::all_forgiven(1),
         Effect::Unknown,
     );
@@ -257,87 +266,87 @@ pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
     let rows = [
         (
             Marker::Absent,
-            lax(0),
+            effectively_once(0),
             Ask::Claim,
             granted(1),
-            running(EFFECTIVELY_ONCE, MINE, 1),
+            running(EFFECTIVELY_ONCE, OWN_TOKEN, 1),
         ),
         (
             Marker::Absent,
-            strict(0),
+            at_most_once(0),
             Ask::Claim,
             granted(1),
-            running(AT_MOST_ONCE, MINE, 1),
+            running(AT_MOST_ONCE, OWN_TOKEN, 1),
         ),
         (
-            running(EFFECTIVELY_ONCE, MINE, 1),
-            lax(1),
+            running(EFFECTIVELY_ONCE, OWN_TOKEN, 1),
+            effectively_once(1),
             Ask::Complete,
             DONE,
             Marker::Done(None),
         ),
         (
             cleared(2, Effect::Nothing),
-            strict(0),
+            at_most_once(0),
             Ask::Claim,
             granted(3),
-            running(AT_MOST_ONCE, MINE, 3),
+            running(AT_MOST_ONCE, OWN_TOKEN, 3),
         ),
         (
-            running(EFFECTIVELY_ONCE, MINE, 2),
-            lax(2),
+            running(EFFECTIVELY_ONCE, OWN_TOKEN, 2),
+            effectively_once(2),
             Ask::Clear(Effect::Nothing),
             Verdict::Kept,
             cleared(2, Effect::Nothing),
         ),
         (
-            running(AT_MOST_ONCE, MINE, 1),
-            strict(1),
+            running(AT_MOST_ONCE, OWN_TOKEN, 1),
+            at_most_once(1),
             Ask::Clear(Effect::Nothing),
             Verdict::Kept,
             Marker::Absent,
         ),
         (
-            running(AT_MOST_ONCE, MINE, 1),
-            strict(1),
+            running(AT_MOST_ONCE, OWN_TOKEN, 1),
+            at_most_once(1),
             Ask::Doubt,
             Verdict::Kept,
             Marker::InDoubt(first, Doubt::Waiting),
         ),
         (
-            running(AT_MOST_ONCE, MINE, 1),
-            strict(1),
+            running(AT_MOST_ONCE, OWN_TOKEN, 1),
+            at_most_once(1),
             Ask::Renew,
             Verdict::Kept,
-            running(AT_MOST_ONCE, MINE, 1),
+            running(AT_MOST_ONCE, OWN_TOKEN, 1),
         ),
         (
-            running(EFFECTIVELY_ONCE, THEIRS, 1),
-            lax(0),
+            running(EFFECTIVELY_ONCE, OTHER_TOKEN, 1),
+            effectively_once(0),
             Ask::Claim,
             BUSY,
-            running(EFFECTIVELY_ONCE, THEIRS, 1),
+            running(EFFECTIVELY_ONCE, OTHER_TOKEN, 1),
         ),
         (
             Marker::Done(None),
-            lax(0),
+            effectively_once(0),
             Ask::Claim,
             Verdict::Duplicate,
             Marker::Done(None),
         ),
         (
-            doubted(AT_MOST_ONCE, THEIRS, 1),
-            strict(0),
+            doubted(AT_MOST_ONCE, OTHER_TOKEN, 1),
+            at_most_once(0),
             Ask::Claim,
             Verdict::InDoubt(DOUBTED_ONCE),
-            reconciled(MINE, 2),
+            reconciled(OWN_TOKEN, 2),
         ),
         (
             Marker::Absent,
-            strict(1),
+            at_most_once(1),
             Ask::Doubt,
             Verdict::Kept,
-            Marker::InDoubt(doubted_anew, Doubt::Waiting),
+            Marker::InDoubt(new_doubt, Doubt::Waiting),
         ),
     ];
     for applied in 0..=rows.len() {
@@ -357,18 +366,18 @@ pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
         expect(&verdicts(&*store, &setup).await, &expected, &setup);
 
         let calls = AtomicUsize::new(0);
-        let once = move |_: &[Operation]| match calls.fetch_add(1, Ordering::Relaxed) {
+        let lose_first_reply = move |_: &[Operation]| match calls.fetch_add(1, Ordering::Relaxed) {
             0 => ReplyFault::Lost { applied },
             _ => ReplyFault::Answered,
         };
-        let lossy = LosesReplies::new(store.clone(), once);
+        let lossy = LosesReplies::new(store.clone(), lose_first_reply);
         let lost = answers(&lossy, &operations).await;
         assert!(
             lost.iter()
                 .all(|answer| matches!(answer, Err(StoreError::Unknown(_)))),
             "{lost:?}"
         );
-        // A completion may also find that it was applied, which counts as done, too.
+        // A repeated completion is also `DONE` if the first was applied.
         let expected: Vec<Verdict> = rows.iter().map(|(.., verdict, _)| *verdict).collect();
         expect(&verdicts(&lossy, &operations).await, &expected, &operations);
 
@@ -381,11 +390,11 @@ pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
     }
 }
 
-/// When it is repeated after a lost reply, each operation has the same verdict, or one after which
-/// reading the marker tells what happened.
+/// When it is repeated after a lost reply, each operation has the same verdict, or a verdict after
+/// which the marker shows whether it was applied.
 pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Store>) {
-    let strict = |attempt| Claimant::new(AT_MOST_ONCE, MINE, attempt);
-    let lax = |attempt| Claimant::new(EFFECTIVELY_ONCE, MINE, attempt);
+    let at_most_once = |attempt| Claimant::new(AT_MOST_ONCE, OWN_TOKEN, attempt);
+    let effectively_once = |attempt| Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, attempt);
     let lossy = LosesReplies::new(store.clone(), |operations: &[Operation]| ReplyFault::Lost {
         applied: operations.len(),
     });
@@ -399,50 +408,50 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
     // Given marker, operation, its verdict when repeated, and the verdict of a claim afterwards.
     let rows = [
         (
-            running(AT_MOST_ONCE, MINE, 2),
-            strict(2),
+            running(AT_MOST_ONCE, OWN_TOKEN, 2),
+            at_most_once(2),
             Ask::Reject(Effect::Unknown),
             Verdict::Lost,
             Verdict::Rejected { attempt: 2 },
         ),
         (
-            running(EFFECTIVELY_ONCE, MINE, 2),
-            lax(2),
+            running(EFFECTIVELY_ONCE, OWN_TOKEN, 2),
+            effectively_once(2),
             Ask::Reject(Effect::Unknown),
             Verdict::Kept,
             granted(3),
         ),
         (
-            running(EFFECTIVELY_ONCE, MINE, 1),
-            lax(1),
+            running(EFFECTIVELY_ONCE, OWN_TOKEN, 1),
+            effectively_once(1),
             Ask::Clear(Effect::Unknown),
             Verdict::Kept,
             granted(2),
         ),
         (
-            doubted(AT_MOST_ONCE, MINE, 2),
-            strict(2),
+            doubted(AT_MOST_ONCE, OWN_TOKEN, 2),
+            at_most_once(2),
             Ask::Resolve(Finding::DidNotHappen),
             Verdict::Lost,
             granted(3),
         ),
         (
-            doubted(AT_MOST_ONCE, MINE, 2),
-            strict(2),
+            doubted(AT_MOST_ONCE, OWN_TOKEN, 2),
+            at_most_once(2),
             Ask::Resolve(Finding::Happened),
             Verdict::Lost,
             Verdict::Duplicate,
         ),
         (
             cleared(2, Effect::Nothing),
-            lax(1),
+            effectively_once(1),
             Ask::Complete,
             DONE,
             Verdict::Duplicate,
         ),
         (
             Marker::Done(None),
-            lax(4),
+            effectively_once(4),
             forget,
             Verdict::Kept,
             Verdict::Granted(Attempts {
@@ -453,7 +462,7 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
         ),
         (
             rejected(4, None),
-            strict(0),
+            at_most_once(0),
             send_back,
             Verdict::Kept,
             Verdict::Granted(Attempts {
@@ -480,7 +489,7 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
             verdict(
                 &*store,
                 Claimant {
-                    token: THEIRS,
+                    token: OTHER_TOKEN,
                     ..claimant
                 }
                 .claim(&key)
@@ -490,12 +499,12 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
             "after {operation:?}"
         );
     }
-    // A repeated completion counts a lost marker once: the second time the marker is there.
+    // A lost marker is reported once: the repeated completion finds the marker of the first.
     let received = verdicts(
         &*store,
         &[
-            lax(1).operation(Ask::Complete, &key("c")),
-            lax(1).operation(Ask::Complete, &key("c")),
+            effectively_once(1).operation(Ask::Complete, &key("c")),
+            effectively_once(1).operation(Ask::Complete, &key("c")),
         ],
     )
     .await;

@@ -8,14 +8,14 @@ use oncegate_core::marker::{
 };
 
 use crate::laws::fixtures::{
-    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, MINE,
-    TAKEN_OVER, THEIRS, body, cleared, doubted, granted, hold, key, reconciled, reconciling,
+    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, DOUBTED_ONCE, EFFECTIVELY_ONCE, LONG, OTHER_TOKEN,
+    OWN_TOKEN, TAKEN_OVER, body, cleared, doubted, granted, hold, key, reconciled, reconciling,
     rejected, running, verdicts, with_body, with_expired_lease,
 };
 use crate::laws::rows::{check_rows, row};
 
 fn claim(guarantee: Guarantee) -> (Claimant, Ask) {
-    (Claimant::new(guarantee, MINE, 0), Ask::Claim)
+    (Claimant::new(guarantee, OWN_TOKEN, 0), Ask::Claim)
 }
 
 const BUSY: Verdict = Verdict::Busy { remaining: LONG };
@@ -36,7 +36,7 @@ pub async fn a_new_id_is_granted(store: Arc<dyn Store>) {
             Marker::Absent,
             claim(guarantee),
             granted(1),
-            running(guarantee, MINE, 1),
+            running(guarantee, OWN_TOKEN, 1),
         )
     });
     check_rows(&*store, &rows).await;
@@ -53,7 +53,7 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
                 given,
                 claim(guarantee),
                 granted(next),
-                running(guarantee, MINE, next),
+                running(guarantee, OWN_TOKEN, next),
             ));
         }
         // Sent back by an operator: the attempt number continues, and the budget starts again.
@@ -66,7 +66,7 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
             attempts: Attempts::all_forgiven(5),
             effect: Effect::Nothing,
         };
-        let becomes = Marker::InProgress(hold(guarantee, MINE, attempts, Effect::Nothing));
+        let becomes = Marker::InProgress(hold(guarantee, OWN_TOKEN, attempts, Effect::Nothing));
         rows.push(row(
             "claim: cleared, sent back",
             given,
@@ -102,14 +102,14 @@ pub async fn an_unknown_outcome_is_in_doubt_in_at_most_once(store: Arc<dyn Store
             given,
             claim(AT_MOST_ONCE),
             Verdict::InDoubt(doubt),
-            reconciling(MINE, doubt),
+            reconciling(OWN_TOKEN, doubt),
         ));
         let grant = Attempts {
             number: before + 1,
             base,
             crashes: 0,
         };
-        let becomes = Marker::InProgress(hold(EFFECTIVELY_ONCE, MINE, grant, Effect::Unknown));
+        let becomes = Marker::InProgress(hold(EFFECTIVELY_ONCE, OWN_TOKEN, grant, Effect::Unknown));
         let name = "claim: cleared, outcome unknown, effectively once";
         rows.push(row(
             name,
@@ -127,20 +127,20 @@ pub async fn a_repeated_claim_is_the_same_grant(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         for given in [
-            running(guarantee, MINE, 1),
-            running(guarantee, MINE, 4),
-            with_expired_lease(running(guarantee, MINE, 1)),
-            with_expired_lease(running(guarantee, MINE, 4)),
+            running(guarantee, OWN_TOKEN, 1),
+            running(guarantee, OWN_TOKEN, 4),
+            with_expired_lease(running(guarantee, OWN_TOKEN, 1)),
+            with_expired_lease(running(guarantee, OWN_TOKEN, 4)),
         ] {
-            let attempt = if given == running(guarantee, MINE, 1)
-                || given == with_expired_lease(running(guarantee, MINE, 1))
+            let attempt = if given == running(guarantee, OWN_TOKEN, 1)
+                || given == with_expired_lease(running(guarantee, OWN_TOKEN, 1))
             {
                 1
             } else {
                 4
             };
             rows.push(row(
-                "claim: in progress, my token",
+                "claim: in progress, own token",
                 given,
                 claim(guarantee),
                 granted(attempt),
@@ -156,9 +156,12 @@ pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for holder in BOTH {
         for claimer in BOTH {
-            for given in [running(holder, THEIRS, 1), running(holder, THEIRS, 4)] {
+            for given in [
+                running(holder, OTHER_TOKEN, 1),
+                running(holder, OTHER_TOKEN, 4),
+            ] {
                 rows.push(row(
-                    "claim: in progress, lease alive",
+                    "claim: in progress, lease valid",
                     given,
                     claim(claimer),
                     BUSY,
@@ -174,14 +177,14 @@ pub async fn a_live_lease_is_busy(store: Arc<dyn Store>) {
 pub async fn an_ended_lease_is_taken_over_in_effectively_once(store: Arc<dyn Store>) {
     let guarantee = EFFECTIVELY_ONCE;
     let rows = [(1, 2), (4, 5), (u32::MAX, u32::MAX)].map(|(before, next)| {
-        let given = with_expired_lease(running(guarantee, THEIRS, before));
+        let given = with_expired_lease(running(guarantee, OTHER_TOKEN, before));
         let attempts = Attempts {
             number: next,
             ..TAKEN_OVER
         };
-        let becomes = Marker::InProgress(hold(guarantee, MINE, attempts, Effect::Unknown));
+        let becomes = Marker::InProgress(hold(guarantee, OWN_TOKEN, attempts, Effect::Unknown));
         row(
-            "claim: in progress, lease over, effectively once",
+            "claim: in progress, lease expired, effectively once",
             given,
             claim(guarantee),
             Verdict::Granted(attempts),
@@ -201,14 +204,14 @@ pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
         (EFFECTIVELY_ONCE, AT_MOST_ONCE),
     ] {
         for (before, next) in [(1, 2), (4, 5)] {
-            let given = with_expired_lease(running(holder, THEIRS, before));
+            let given = with_expired_lease(running(holder, OTHER_TOKEN, before));
             let attempts = Attempts {
                 number: next,
                 ..CRASHED_ONCE
             };
-            let (verdict, becomes) = (Verdict::InDoubt(attempts), reconciling(MINE, attempts));
+            let (verdict, becomes) = (Verdict::InDoubt(attempts), reconciling(OWN_TOKEN, attempts));
             rows.push(row(
-                "claim: in progress, lease over, at most once",
+                "claim: in progress, lease expired, at most once",
                 given,
                 claim(claimer),
                 verdict,
@@ -223,9 +226,12 @@ pub async fn an_ended_lease_is_in_doubt_in_at_most_once(store: Arc<dyn Store>) {
 pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
-        for given in [reconciled(MINE, 2), with_expired_lease(reconciled(MINE, 2))] {
+        for given in [
+            reconciled(OWN_TOKEN, 2),
+            with_expired_lease(reconciled(OWN_TOKEN, 2)),
+        ] {
             rows.push(row(
-                "claim: in doubt, my token",
+                "claim: in doubt, own token",
                 given,
                 claim(guarantee),
                 in_doubt(2),
@@ -233,11 +239,11 @@ pub async fn a_repeated_claim_is_the_same_doubt(store: Arc<dyn Store>) {
             ));
         }
         for given in [
-            doubted(AT_MOST_ONCE, MINE, 2),
-            doubted(EFFECTIVELY_ONCE, MINE, 2),
+            doubted(AT_MOST_ONCE, OWN_TOKEN, 2),
+            doubted(EFFECTIVELY_ONCE, OWN_TOKEN, 2),
         ] {
             rows.push(row(
-                "claim: in doubt, my token",
+                "claim: in doubt, own token",
                 given,
                 claim(guarantee),
                 Verdict::InDoubt(Attempts::new(2)),
@@ -254,8 +260,8 @@ pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>
     let mut rows = Vec::new();
     for guarantee in BOTH {
         let waiting = [
-            doubted(AT_MOST_ONCE, THEIRS, 2),
-            doubted(EFFECTIVELY_ONCE, THEIRS, 2),
+            doubted(AT_MOST_ONCE, OTHER_TOKEN, 2),
+            doubted(EFFECTIVELY_ONCE, OTHER_TOKEN, 2),
         ];
         rows.extend(waiting.map(|given| {
             row(
@@ -263,30 +269,30 @@ pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>
                 given,
                 claim(guarantee),
                 in_doubt(3),
-                reconciled(MINE, 3),
+                reconciled(OWN_TOKEN, 3),
             )
         }));
-        let given = with_expired_lease(reconciled(THEIRS, 2));
+        let given = with_expired_lease(reconciled(OTHER_TOKEN, 2));
         let attempts = Attempts {
             number: 3,
             base: 2,
             crashes: 1,
         };
-        let name = "claim: in doubt, another reconciling, lease over";
+        let name = "claim: in doubt, another reconciling, lease expired";
         rows.push(row(
             name,
             given,
             claim(guarantee),
             Verdict::InDoubt(attempts),
-            reconciling(MINE, attempts),
+            reconciling(OWN_TOKEN, attempts),
         ));
-        let given = doubted(AT_MOST_ONCE, THEIRS, u32::MAX);
+        let given = doubted(AT_MOST_ONCE, OTHER_TOKEN, u32::MAX);
         rows.push(row(
             "claim: in doubt, last attempt",
             given,
             claim(guarantee),
             in_doubt(u32::MAX),
-            reconciled(MINE, u32::MAX),
+            reconciled(OWN_TOKEN, u32::MAX),
         ));
     }
     check_rows(&*store, &rows).await;
@@ -295,9 +301,9 @@ pub async fn a_claim_takes_over_a_doubt_without_reconciler(store: Arc<dyn Store>
 /// While a consumer reconciles, all other claims are busy.
 pub async fn a_doubt_that_another_reconciles_is_busy(store: Arc<dyn Store>) {
     let rows = BOTH.map(|guarantee| {
-        let given = reconciled(THEIRS, 2);
+        let given = reconciled(OTHER_TOKEN, 2);
         row(
-            "claim: in doubt, another reconciling, lease alive",
+            "claim: in doubt, another reconciling, lease valid",
             given,
             claim(guarantee),
             BUSY,
@@ -343,16 +349,17 @@ pub async fn a_done_id_is_a_duplicate(store: Arc<dyn Store>) {
     .await;
 }
 
-/// Another body is busy while the first runs, because the first may still fail. After the first
-/// one's lease expired it is a conflict, because the first may never be delivered again.
+/// A claim with another body is busy while the first body runs, because the first may still fail.
+/// After the lease of the first expired it is a conflict, because the first may never be delivered
+/// again.
 pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         let (claimant, ask) = claim(guarantee);
         let operation = (claimant.body(body(7)), ask);
-        let given = with_body(running(guarantee, THEIRS, 1), body(8));
+        let given = with_body(running(guarantee, OTHER_TOKEN, 1), body(8));
         rows.push(row(
-            "claim: another fingerprint, in progress, lease alive",
+            "claim: another fingerprint, in progress, lease valid",
             given,
             operation,
             BUSY,
@@ -360,7 +367,7 @@ pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
         ));
         let expired = with_expired_lease(given);
         rows.push(row(
-            "claim: another fingerprint, in progress, lease over",
+            "claim: another fingerprint, in progress, lease expired",
             expired,
             operation,
             Verdict::Conflict,
@@ -376,9 +383,9 @@ pub async fn another_body_conflicts_with_what_was_first(store: Arc<dyn Store>) {
     for guarantee in BOTH {
         let (claimant, ask) = claim(guarantee);
         for given in [
-            with_body(doubted(AT_MOST_ONCE, THEIRS, 2), body(8)),
-            with_body(reconciled(THEIRS, 2), body(8)),
-            with_expired_lease(with_body(reconciled(THEIRS, 2), body(8))),
+            with_body(doubted(AT_MOST_ONCE, OTHER_TOKEN, 2), body(8)),
+            with_body(reconciled(OTHER_TOKEN, 2), body(8)),
+            with_expired_lease(with_body(reconciled(OTHER_TOKEN, 2), body(8))),
             rejected(1, body(8)),
             Marker::Done(body(8)),
         ] {
@@ -403,8 +410,8 @@ pub async fn a_missing_fingerprint_matches_any_body(store: Arc<dyn Store>) {
         let (claimant, ask) = claim(guarantee);
         for (first, second) in [(body(7), body(7)), (None, body(7)), (body(7), None)] {
             let operation = (claimant.body(second), ask);
-            let taken = with_body(reconciled(MINE, 3), second);
-            let doubted = with_body(doubted(AT_MOST_ONCE, THEIRS, 2), first);
+            let taken = with_body(reconciled(OWN_TOKEN, 3), second);
+            let doubted = with_body(doubted(AT_MOST_ONCE, OTHER_TOKEN, 2), first);
             rows.push(row(
                 "claim: in doubt, no other fingerprint",
                 doubted,

@@ -7,8 +7,8 @@ use oncegate_core::{Key, Store};
 use tokio::sync::Barrier;
 
 use crate::laws::fixtures::{
-    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, DONE, EFFECTIVELY_ONCE, MINE, SHORT, SLACK,
-    TAKEN_OVER, THEIRS, granted, key, verdict, verdicts,
+    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, DONE, EFFECTIVELY_ONCE, OTHER_TOKEN, OWN_TOKEN,
+    SHORT, SLACK, TAKEN_OVER, granted, key, verdict, verdicts,
 };
 
 /// The store, and its handle for renewals if it has one: two connections, like two processes.
@@ -42,13 +42,16 @@ async fn a_hundred_at_once(
         .collect();
     let mut received = Vec::with_capacity(CLIENTS);
     for client in clients {
-        received.push(client.await.expect("a client has its verdict"));
+        received.push(client.await.expect("the client does not panic"));
     }
     received
 }
 
-fn count(received: &[Verdict], like: impl Fn(&Verdict) -> bool) -> usize {
-    received.iter().filter(|verdict| like(verdict)).count()
+fn count(received: &[Verdict], is_counted: impl Fn(&Verdict) -> bool) -> usize {
+    received
+        .iter()
+        .filter(|verdict| is_counted(verdict))
+        .count()
 }
 
 /// Of a hundred concurrent claims of a new id one is granted and all others are busy; in
@@ -62,14 +65,14 @@ pub async fn of_a_hundred_simultaneous_claims_one_is_granted(store: Arc<dyn Stor
             })
             .await;
             assert_eq!(count(&received, |it| *it == granted(1)), 1, "{received:?}");
-            let others = |it: &Verdict| {
+            let is_refused = |it: &Verdict| {
                 if guarantee == Guarantee::Bare {
                     *it == Verdict::Duplicate
                 } else {
                     matches!(it, Verdict::Busy { .. })
                 }
             };
-            assert_eq!(count(&received, others), 99, "{received:?}");
+            assert_eq!(count(&received, is_refused), 99, "{received:?}");
         }
     }
 }
@@ -85,7 +88,9 @@ pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>)
             assert_eq!(
                 verdict(
                     &*store,
-                    Claimant::new(guarantee, MINE, 0).lease(SHORT).claim(&key)
+                    Claimant::new(guarantee, OWN_TOKEN, 0)
+                        .lease(SHORT)
+                        .claim(&key)
                 )
                 .await,
                 granted(1)
@@ -105,15 +110,15 @@ pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>)
     }
 }
 
-/// Of a hundred clients that try to resolve, complete or claim the same doubt at once, each has a
-/// correct verdict: one takes the doubt, and one claims the resolved id.
+/// Of a hundred concurrent claims of an id in doubt exactly one takes over the doubt, and all others
+/// are busy.
 pub async fn of_a_hundred_simultaneous_claims_of_a_doubt_one_reconciles(store: Arc<dyn Store>) {
     for round in 0..5 {
         let key = key(format!("k{round}"));
         assert_eq!(
             verdict(
                 &*store,
-                Claimant::new(AT_MOST_ONCE, MINE, 1).operation(Ask::Doubt, &key)
+                Claimant::new(AT_MOST_ONCE, OWN_TOKEN, 1).operation(Ask::Doubt, &key)
             )
             .await,
             Verdict::Kept
@@ -140,23 +145,22 @@ pub async fn of_a_hundred_simultaneous_claims_of_a_doubt_one_reconciles(store: A
 /// reads what the other writes.
 pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
     let handle = handles(&store)[1].clone();
-    // The lease of each: an id that only the handle renewed is still held.
-    let claim = |guarantee, key: &Key| Claimant::new(guarantee, MINE, 1).claim(key);
+    let claim = |guarantee, key: &Key| Claimant::new(guarantee, OWN_TOKEN, 1).claim(key);
     let keys = BOTH.map(|guarantee| (guarantee, key(format!("{guarantee:?}"))));
     for (guarantee, key) in &keys {
         assert_eq!(verdict(&*store, claim(*guarantee, key)).await, granted(1));
     }
-    let there = keys.clone();
-    let elsewhere = std::thread::spawn(move || {
+    let handle_keys = keys.clone();
+    let renewals = std::thread::spawn(move || {
         // As in the consumer: the handle is used only on the runtime of this thread.
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
-            .expect("a runtime");
+            .expect("the runtime starts");
         runtime.block_on(async {
-            for (guarantee, key) in &there {
-                let mine = Claimant::new(*guarantee, MINE, 1);
-                let another = Claimant::new(*guarantee, THEIRS, 1);
+            for (guarantee, key) in &handle_keys {
+                let mine = Claimant::new(*guarantee, OWN_TOKEN, 1);
+                let another = Claimant::new(*guarantee, OTHER_TOKEN, 1);
                 assert_eq!(
                     verdict(&*handle, mine.operation(Ask::Renew, key)).await,
                     Verdict::Kept
@@ -168,13 +172,13 @@ pub async fn the_handle_for_renewals_is_the_same_store(store: Arc<dyn Store>) {
             }
         });
     });
-    tokio::task::spawn_blocking(move || elsewhere.join())
+    tokio::task::spawn_blocking(move || renewals.join())
         .await
-        .expect("not cancelled")
+        .expect("the blocking task is not cancelled")
         .expect("the handle renews");
     let completed: Vec<Operation> = keys
         .iter()
-        .map(|(of, key)| Claimant::new(*of, MINE, 1).operation(Ask::Complete, key))
+        .map(|(of, key)| Claimant::new(*of, OWN_TOKEN, 1).operation(Ask::Complete, key))
         .collect();
     assert_eq!(verdicts(&*store, &completed).await, [DONE; 2]);
 }

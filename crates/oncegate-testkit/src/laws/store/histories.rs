@@ -23,11 +23,11 @@ use crate::laws::rows::probe_operations;
 /// The default number of histories in a run.
 const HISTORIES: u64 = 64;
 /// The number of concurrent histories.
-const AT_ONCE: usize = 8;
+const CONCURRENT_HISTORIES: usize = 8;
 /// The maximum length of a history, in steps.
-const STEPS: usize = 16;
+const MAX_STEPS: usize = 16;
 /// How long a failing history is shortened before it is printed.
-const SHORTENING: Duration = Duration::from_secs(10);
+const SHORTENING_TIME: Duration = Duration::from_secs(10);
 
 /// Random histories of batches and waits: after each batch, verdicts and marker equal those of the
 /// reference, by the store's own clock.
@@ -41,11 +41,11 @@ pub async fn random_histories_match_the_reference(store: Arc<dyn Store>) {
     let mut running = JoinSet::new();
     let mut seen = HashSet::new();
     loop {
-        while running.len() < AT_ONCE {
+        while running.len() < CONCURRENT_HISTORIES {
             let seed = match seeds.next() {
                 Some(seed) => seed,
                 // A verdict may be missing by chance: use further seeds.
-                None if is_full_run && extra < 10 * HISTORIES && !reaches_all(&seen) => {
+                None if is_full_run && extra < 10 * HISTORIES && !has_all_verdicts(&seen) => {
                     extra += 1;
                     last_seed.wrapping_add(1)
                 }
@@ -64,20 +64,20 @@ pub async fn random_histories_match_the_reference(store: Arc<dyn Store>) {
             (_, Ok(verdicts)) => seen.extend(verdicts),
             (seed, Err(why)) => {
                 running.shutdown().await;
-                let (steps, why) = shortest(&*store, seed, why).await;
+                let (steps, why) = shorten(&*store, seed, why).await;
                 panic!("{why}\n{}\nafter {steps:#?}", repeat(seed));
             }
         }
     }
     // The histories must produce every verdict; otherwise they test too little.
     assert!(
-        !is_full_run || reaches_all(&seen),
+        !is_full_run || has_all_verdicts(&seen),
         "only {seen:?} were seen"
     );
 }
 
-/// Whether every kind of verdict was given.
-fn reaches_all(seen: &HashSet<&'static str>) -> bool {
+/// Whether every kind of verdict occurred.
+fn has_all_verdicts(seen: &HashSet<&'static str>) -> bool {
     let all = [
         "Granted",
         "InDoubt",
@@ -92,9 +92,9 @@ fn reaches_all(seen: &HashSet<&'static str>) -> bool {
     all.iter().all(|verdict| seen.contains(verdict))
 }
 
-/// The shortest history that still fails, shortened by proptest. Time is part of a history, so a
+/// The shortest history that still fails, as found by proptest. Time is part of a history, so a
 /// failure may not be reproducible.
-async fn shortest(store: &dyn Store, seed: u64, mut why: String) -> (Vec<Step>, String) {
+async fn shorten(store: &dyn Store, seed: u64, mut why: String) -> (Vec<Step>, String) {
     let mut tree = history(seed);
     let mut steps = tree.current();
     let started = Instant::now();
@@ -107,7 +107,7 @@ async fn shortest(store: &dyn Store, seed: u64, mut why: String) -> (Vec<Step>, 
             }
             Ok(_) => tree.complicate(),
         };
-        if !can_continue || started.elapsed() > SHORTENING {
+        if !can_continue || started.elapsed() > SHORTENING_TIME {
             break;
         }
     }
@@ -129,7 +129,7 @@ enum Step {
 struct PlannedOperation {
     ask: AskChoice,
     by: TokenChoice,
-    attempt: Attempt,
+    attempt: AttemptChoice,
     terms: Terms,
 }
 
@@ -147,7 +147,7 @@ enum TokenChoice {
 }
 
 #[derive(Clone, Debug)]
-enum Attempt {
+enum AttemptChoice {
     OfHolder,
     Next,
     Last,
@@ -155,7 +155,7 @@ enum Attempt {
 
 fn history(seed: u64) -> impl ValueTree<Value = Vec<Step>> {
     // These strategies never reject a value.
-    vec(step(), 1..=STEPS)
+    vec(step(), 1..=MAX_STEPS)
         .new_tree(&mut runner(seed))
         .expect("a history")
 }
@@ -184,7 +184,7 @@ fn random_operation() -> impl Strategy<Value = PlannedOperation> {
         1 => one_of(&[Ask::SendBack { seen: Marker::Absent, effect: Effect::Unknown }]),
     ];
     let by = prop_oneof![2 => Just(TokenChoice::Holder), 1 => (0..4u128).prop_map(|token| TokenChoice::Any(Token(token)))];
-    let attempt = prop_oneof![13 => Just(Attempt::OfHolder), 2 => Just(Attempt::Next), 1 => Just(Attempt::Last)];
+    let attempt = prop_oneof![13 => Just(AttemptChoice::OfHolder), 2 => Just(AttemptChoice::Next), 1 => Just(AttemptChoice::Last)];
     (ask, by, attempt, terms()).prop_map(|(ask, by, attempt, terms)| PlannedOperation {
         ask,
         by,
@@ -233,7 +233,7 @@ impl PlannedOperation {
                 effect: *effect,
             },
         };
-        let (holder, at) = match marker {
+        let (holder, holder_attempt) = match marker {
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => {
                 (hold.token, hold.attempts.number)
             }
@@ -246,9 +246,9 @@ impl PlannedOperation {
             TokenChoice::Any(token) => token,
         };
         let attempt = match self.attempt {
-            Attempt::OfHolder => at,
-            Attempt::Next => at.saturating_add(1),
-            Attempt::Last => u32::MAX,
+            AttemptChoice::OfHolder => holder_attempt,
+            AttemptChoice::Next => holder_attempt.saturating_add(1),
+            AttemptChoice::Last => u32::MAX,
         };
         Operation {
             key: key.clone(),

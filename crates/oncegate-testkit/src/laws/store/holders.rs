@@ -9,7 +9,7 @@ use oncegate_core::marker::{
 
 use crate::laws::fixtures::{
     AT_MOST_ONCE, BOTH, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE, EFFECTIVELY_ONCE,
-    HOLDER_OPERATIONS, LONG, MINE, THEIRS, WINDOW, body, cleared, doubted, granted, hold,
+    HOLDER_OPERATIONS, LONG, OTHER_TOKEN, OWN_TOKEN, WINDOW, body, cleared, doubted, granted, hold,
     reconciled, rejected, running, with_body, with_expired_lease,
 };
 use crate::laws::rows::{Row, check_rows, row};
@@ -24,15 +24,15 @@ const FREE: [Marker; 2] = [
     },
 ];
 
-fn my_operation(guarantee: Guarantee, ask: Ask, attempt: u32) -> (Claimant, Ask) {
-    (Claimant::new(guarantee, MINE, attempt), ask)
+fn own_operation(guarantee: Guarantee, ask: Ask, attempt: u32) -> (Claimant, Ask) {
+    (Claimant::new(guarantee, OWN_TOKEN, attempt), ask)
 }
 
 /// The holder of attempt 2 with changed settings: its marker keeps the terms of its claim.
 fn on_other_terms(ask: Ask) -> [(Claimant, Ask); 2] {
     BOTH.map(|guarantee| {
         (
-            Claimant::new(guarantee, MINE, 2)
+            Claimant::new(guarantee, OWN_TOKEN, 2)
                 .lease(LONG / 2)
                 .window(WINDOW / 2)
                 .body(body(8)),
@@ -47,22 +47,22 @@ pub async fn the_holder_renews(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         for given in [
-            running(guarantee, MINE, 2),
-            with_expired_lease(running(guarantee, MINE, 2)),
-            doubted(guarantee, MINE, 2),
-            reconciled(MINE, 2),
-            with_expired_lease(reconciled(MINE, 2)),
+            running(guarantee, OWN_TOKEN, 2),
+            with_expired_lease(running(guarantee, OWN_TOKEN, 2)),
+            doubted(guarantee, OWN_TOKEN, 2),
+            reconciled(OWN_TOKEN, 2),
+            with_expired_lease(reconciled(OWN_TOKEN, 2)),
         ] {
             rows.push(row(
-                "renew: mine",
+                "renew: own token",
                 given,
-                my_operation(guarantee, Ask::Renew, 2),
+                own_operation(guarantee, Ask::Renew, 2),
                 Verdict::Kept,
                 given,
             ));
             rows.extend(on_other_terms(Ask::Renew).map(|operation| {
                 row(
-                    "renew: mine, on other terms",
+                    "renew: own token, on other terms",
                     given,
                     operation,
                     Verdict::Kept,
@@ -80,20 +80,20 @@ pub async fn the_holder_completes(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         for given in [
-            running(guarantee, MINE, 2),
-            with_expired_lease(running(guarantee, MINE, 2)),
+            running(guarantee, OWN_TOKEN, 2),
+            with_expired_lease(running(guarantee, OWN_TOKEN, 2)),
         ] {
             rows.push(row(
-                "complete: in progress, mine",
+                "complete: in progress, own token",
                 given,
-                my_operation(guarantee, Ask::Complete, 2),
+                own_operation(guarantee, Ask::Complete, 2),
                 DONE,
                 Marker::Done(None),
             ));
-            let (claimant, ask) = my_operation(guarantee, Ask::Complete, 2);
+            let (claimant, ask) = own_operation(guarantee, Ask::Complete, 2);
             let operation = (claimant.body(body(7)), ask);
             rows.push(row(
-                "complete: in progress, mine",
+                "complete: in progress, own token",
                 with_body(given, body(7)),
                 operation,
                 DONE,
@@ -110,16 +110,16 @@ pub async fn any_token_completes_a_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         for given in [
-            doubted(guarantee, MINE, 1),
-            doubted(guarantee, THEIRS, 5),
-            reconciled(MINE, 2),
-            reconciled(THEIRS, 5),
-            with_expired_lease(reconciled(THEIRS, 5)),
+            doubted(guarantee, OWN_TOKEN, 1),
+            doubted(guarantee, OTHER_TOKEN, 5),
+            reconciled(OWN_TOKEN, 2),
+            reconciled(OTHER_TOKEN, 5),
+            with_expired_lease(reconciled(OTHER_TOKEN, 5)),
         ] {
             rows.push(row(
                 "complete: in doubt, any holder",
                 given,
-                my_operation(guarantee, Ask::Complete, 1),
+                own_operation(guarantee, Ask::Complete, 1),
                 DONE,
                 Marker::Done(None),
             ));
@@ -133,7 +133,7 @@ pub async fn completing_again_is_done(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         for given in [Marker::Done(None), Marker::Done(body(7))] {
-            let (claimant, ask) = my_operation(guarantee, Ask::Complete, 1);
+            let (claimant, ask) = own_operation(guarantee, Ask::Complete, 1);
             rows.push(row(
                 "complete: done",
                 given,
@@ -150,7 +150,7 @@ pub async fn completing_again_is_done(store: Arc<dyn Store>) {
 pub async fn completing_a_lost_marker_reports_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
-        let operation = my_operation(guarantee, Ask::Complete, 1);
+        let operation = own_operation(guarantee, Ask::Complete, 1);
         rows.extend(FREE.map(|given| {
             row(
                 "complete: absent, cleared",
@@ -169,12 +169,12 @@ pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         for given in [
-            running(guarantee, MINE, 1),
-            with_expired_lease(running(guarantee, MINE, 1)),
+            running(guarantee, OWN_TOKEN, 1),
+            with_expired_lease(running(guarantee, OWN_TOKEN, 1)),
         ] {
-            let operation = my_operation(guarantee, Ask::Clear(Effect::Nothing), 1);
+            let operation = own_operation(guarantee, Ask::Clear(Effect::Nothing), 1);
             rows.push(row(
-                "clear: in progress, mine, nothing happened, attempt 1",
+                "clear: in progress, own token, nothing happened, attempt 1",
                 given,
                 operation,
                 Verdict::Kept,
@@ -188,12 +188,12 @@ pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
 /// A later attempt, and one whose outcome is unknown, keeps its number when it is cleared, because
 /// it is a fencing token.
 pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
-    let name = "clear: in progress, mine, attempt > 1 or unknown";
+    let name = "clear: in progress, own token, attempt > 1 or unknown";
     let clears = |guarantee, effect, attempt| {
-        let operation = my_operation(guarantee, Ask::Clear(effect), attempt);
+        let operation = own_operation(guarantee, Ask::Clear(effect), attempt);
         row(
             name,
-            running(guarantee, MINE, attempt),
+            running(guarantee, OWN_TOKEN, attempt),
             operation,
             Verdict::Kept,
             cleared(attempt, effect),
@@ -216,11 +216,11 @@ pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
 pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
-        let first = running(guarantee, MINE, 1);
+        let first = running(guarantee, OWN_TOKEN, 1);
         rows.push(row(
-            "withdraw: in progress, mine, attempt 1",
+            "withdraw: in progress, own token, attempt 1",
             first,
-            my_operation(guarantee, Ask::Withdraw, 1),
+            own_operation(guarantee, Ask::Withdraw, 1),
             Verdict::Kept,
             Marker::Absent,
         ));
@@ -234,7 +234,7 @@ pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
                 base: 2,
                 crashes: 0,
             };
-            let given = Marker::InProgress(hold(guarantee, MINE, attempts, earlier));
+            let given = Marker::InProgress(hold(guarantee, OWN_TOKEN, attempts, earlier));
             let becomes = Marker::Cleared {
                 attempts: Attempts {
                     base: 3,
@@ -243,14 +243,14 @@ pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
                 effect: earlier,
             };
             rows.push(row(
-                "withdraw: in progress, mine, attempt > 1",
+                "withdraw: in progress, own token, attempt > 1",
                 given,
-                my_operation(guarantee, Ask::Withdraw, 4),
+                own_operation(guarantee, Ask::Withdraw, 4),
                 Verdict::Kept,
                 becomes,
             ));
         }
-        let operation = my_operation(guarantee, Ask::Withdraw, 1);
+        let operation = own_operation(guarantee, Ask::Withdraw, 1);
         rows.extend(FREE.map(|given| {
             row(
                 "withdraw: absent, cleared",
@@ -267,11 +267,11 @@ pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
 /// In at most once an unknown outcome becomes a doubt and is never cleared.
 pub async fn an_unknown_outcome_is_not_cleared_in_at_most_once(store: Arc<dyn Store>) {
     let rows = [1, 4].map(|attempt| {
-        let given = running(AT_MOST_ONCE, MINE, attempt);
+        let given = running(AT_MOST_ONCE, OWN_TOKEN, attempt);
         row(
             "clear: unknown, at most once",
             given,
-            my_operation(AT_MOST_ONCE, Ask::Clear(Effect::Unknown), attempt),
+            own_operation(AT_MOST_ONCE, Ask::Clear(Effect::Unknown), attempt),
             Verdict::Lost,
             given,
         )
@@ -284,7 +284,7 @@ pub async fn clearing_a_free_marker_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         for effect in EFFECTS {
-            let operation = my_operation(guarantee, Ask::Clear(effect), 1);
+            let operation = own_operation(guarantee, Ask::Clear(effect), 1);
             rows.extend(FREE.map(|given| {
                 row(
                     "clear: absent, cleared",
@@ -305,10 +305,10 @@ pub async fn a_rejection_is_kept_in_at_most_once(store: Arc<dyn Store>) {
     for effect in EFFECTS {
         for fingerprint in [None, body(7)] {
             for attempt in [1, 2, 3] {
-                let given = with_body(running(AT_MOST_ONCE, MINE, attempt), fingerprint);
-                let operation = my_operation(AT_MOST_ONCE, Ask::Reject(effect), attempt);
+                let given = with_body(running(AT_MOST_ONCE, OWN_TOKEN, attempt), fingerprint);
+                let operation = own_operation(AT_MOST_ONCE, Ask::Reject(effect), attempt);
                 rows.push(row(
-                    "reject: in progress, mine, at most once",
+                    "reject: in progress, own token, at most once",
                     given,
                     operation,
                     Verdict::Kept,
@@ -316,7 +316,7 @@ pub async fn a_rejection_is_kept_in_at_most_once(store: Arc<dyn Store>) {
                 ));
             }
         }
-        let operation = my_operation(AT_MOST_ONCE, Ask::Reject(effect), 1);
+        let operation = own_operation(AT_MOST_ONCE, Ask::Reject(effect), 1);
         rows.extend(FREE.map(|given| {
             row(
                 "reject: absent, cleared, at most once",
@@ -332,13 +332,13 @@ pub async fn a_rejection_is_kept_in_at_most_once(store: Arc<dyn Store>) {
 
 /// In effectively once a rejection is a clear.
 pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
-    let name = "reject: in progress, mine, effectively once";
+    let name = "reject: in progress, own token, effectively once";
     let guarantee = EFFECTIVELY_ONCE;
     let rejects = |effect, attempt, becomes| {
         row(
             name,
-            running(guarantee, MINE, attempt),
-            my_operation(guarantee, Ask::Reject(effect), attempt),
+            running(guarantee, OWN_TOKEN, attempt),
+            own_operation(guarantee, Ask::Reject(effect), attempt),
             Verdict::Kept,
             becomes,
         )
@@ -352,7 +352,7 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
         rejects(Effect::Unknown, 3, cleared(3, Effect::Unknown)),
     ];
     for effect in EFFECTS {
-        let operation = my_operation(guarantee, Ask::Reject(effect), 1);
+        let operation = own_operation(guarantee, Ask::Reject(effect), 1);
         rows.extend(FREE.map(|given| {
             row(
                 "reject: absent, cleared, effectively once",
@@ -371,20 +371,26 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
 pub async fn the_holder_doubts(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
-        let operation = my_operation(guarantee, Ask::Doubt, 2);
+        let operation = own_operation(guarantee, Ask::Doubt, 2);
         for given in [
-            running(guarantee, MINE, 2),
-            doubted(guarantee, MINE, 2),
-            with_body(running(guarantee, MINE, 2), body(7)),
+            running(guarantee, OWN_TOKEN, 2),
+            doubted(guarantee, OWN_TOKEN, 2),
+            with_body(running(guarantee, OWN_TOKEN, 2), body(7)),
         ] {
             let becomes = match given {
                 Marker::InProgress(hold) | Marker::InDoubt(hold, _) => waiting(hold),
                 _ => unreachable!("each of these has a hold"),
             };
-            rows.push(row("doubt: mine", given, operation, Verdict::Kept, becomes));
+            rows.push(row(
+                "doubt: own token",
+                given,
+                operation,
+                Verdict::Kept,
+                becomes,
+            ));
             rows.extend(on_other_terms(Ask::Doubt).map(|operation| {
                 row(
-                    "doubt: mine, on other terms",
+                    "doubt: own token, on other terms",
                     given,
                     operation,
                     Verdict::Kept,
@@ -392,10 +398,10 @@ pub async fn the_holder_doubts(store: Arc<dyn Store>) {
                 )
             }));
         }
-        let waiting = waiting(hold(AT_MOST_ONCE, MINE, DOUBTED_ONCE, Effect::Unknown));
+        let waiting = waiting(hold(AT_MOST_ONCE, OWN_TOKEN, DOUBTED_ONCE, Effect::Unknown));
         rows.push(row(
-            "doubt: in doubt, mine",
-            reconciled(MINE, 2),
+            "doubt: in doubt, own token",
+            reconciled(OWN_TOKEN, 2),
             operation,
             Verdict::Kept,
             waiting,
@@ -421,11 +427,11 @@ pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
             (cleared(3, Effect::Nothing), 10, Attempts::new(10)),
             (cleared(10, Effect::Unknown), 9, Attempts::new(10)),
         ] {
-            let becomes = waiting(hold(guarantee, MINE, fence, Effect::Unknown));
+            let becomes = waiting(hold(guarantee, OWN_TOKEN, fence, Effect::Unknown));
             rows.push(row(
                 "doubt: absent, cleared",
                 given,
-                my_operation(guarantee, Ask::Doubt, attempt),
+                own_operation(guarantee, Ask::Doubt, attempt),
                 Verdict::Kept,
                 becomes,
             ));
@@ -438,7 +444,7 @@ pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
         rows.push(row(
             "doubt: cleared, an attempt that was freed",
             freed,
-            my_operation(guarantee, Ask::Doubt, 3),
+            own_operation(guarantee, Ask::Doubt, 3),
             Verdict::Lost,
             freed,
         ));
@@ -446,16 +452,16 @@ pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// A resolved doubt is done if it happened, and free with its attempt if it did not.
+/// A resolved doubt is done if the effect happened, and free with its attempt if it did not.
 pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         for given in [
-            doubted(guarantee, MINE, 2),
-            reconciled(MINE, 2),
-            with_expired_lease(reconciled(MINE, 2)),
+            doubted(guarantee, OWN_TOKEN, 2),
+            reconciled(OWN_TOKEN, 2),
+            with_expired_lease(reconciled(OWN_TOKEN, 2)),
         ] {
-            let happened = my_operation(guarantee, Ask::Resolve(Finding::Happened), 2);
+            let happened = own_operation(guarantee, Ask::Resolve(Finding::Happened), 2);
             rows.push(row(
                 "resolve: happened",
                 given,
@@ -463,7 +469,7 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
                 DONE,
                 Marker::Done(None),
             ));
-            let did_not = my_operation(guarantee, Ask::Resolve(Finding::DidNotHappen), 2);
+            let did_not = own_operation(guarantee, Ask::Resolve(Finding::DidNotHappen), 2);
             let attempts = if matches!(given, Marker::InDoubt(_, Doubt::Waiting)) {
                 Attempts::new(2)
             } else {
@@ -483,12 +489,12 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
         }
         // A marker in progress is not resolved, and a doubt is neither cleared nor rejected, not
         // even by its holder.
-        let given = running(guarantee, MINE, 2);
+        let given = running(guarantee, OWN_TOKEN, 2);
         rows.extend(FINDINGS.map(|finding| {
             row(
                 "resolve: in progress",
                 given,
-                my_operation(guarantee, Ask::Resolve(finding), 2),
+                own_operation(guarantee, Ask::Resolve(finding), 2),
                 Verdict::Lost,
                 given,
             )
@@ -497,11 +503,11 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
             .into_iter()
             .flat_map(|effect| [Ask::Clear(effect), Ask::Reject(effect)])
         {
-            for given in [doubted(guarantee, MINE, 2), reconciled(MINE, 2)] {
+            for given in [doubted(guarantee, OWN_TOKEN, 2), reconciled(OWN_TOKEN, 2)] {
                 rows.push(row(
                     "clear, reject: in doubt",
                     given,
-                    my_operation(guarantee, ask, 2),
+                    own_operation(guarantee, ask, 2),
                     Verdict::Lost,
                     given,
                 ));
@@ -522,14 +528,14 @@ fn all_seen() -> Vec<Marker> {
             attempts: Attempts::all_forgiven(3),
             effect: Effect::Unknown,
         },
-        running(AT_MOST_ONCE, THEIRS, 3),
-        running(EFFECTIVELY_ONCE, THEIRS, 3),
-        doubted(AT_MOST_ONCE, THEIRS, 3),
-        doubted(AT_MOST_ONCE, THEIRS, 4),
-        doubted(AT_MOST_ONCE, MINE, 3),
-        doubted(EFFECTIVELY_ONCE, THEIRS, 3),
-        reconciled(THEIRS, 3),
-        with_body(reconciled(THEIRS, 3), body(7)),
+        running(AT_MOST_ONCE, OTHER_TOKEN, 3),
+        running(EFFECTIVELY_ONCE, OTHER_TOKEN, 3),
+        doubted(AT_MOST_ONCE, OTHER_TOKEN, 3),
+        doubted(AT_MOST_ONCE, OTHER_TOKEN, 4),
+        doubted(AT_MOST_ONCE, OWN_TOKEN, 3),
+        doubted(EFFECTIVELY_ONCE, OTHER_TOKEN, 3),
+        reconciled(OTHER_TOKEN, 3),
+        with_body(reconciled(OTHER_TOKEN, 3), body(7)),
         rejected(3, None),
         rejected(4, None),
         rejected(3, body(7)),
@@ -578,7 +584,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
         };
         for given in all_seen() {
             for seen in all_seen() {
-                let operation = my_operation(
+                let operation = own_operation(
                     guarantee,
                     Ask::SendBack {
                         seen,
@@ -613,14 +619,14 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
         }
     }
     // The lease of the holder has expired, and no claim has taken it over.
-    for (record, guarantee, stated) in [
+    for (holder, guarantee, stated) in [
         (EFFECTIVELY_ONCE, EFFECTIVELY_ONCE, Some(Effect::Unknown)),
         (EFFECTIVELY_ONCE, AT_MOST_ONCE, None),
         (AT_MOST_ONCE, EFFECTIVELY_ONCE, None),
         (AT_MOST_ONCE, AT_MOST_ONCE, Some(Effect::Nothing)),
     ] {
-        let seen = with_expired_lease(running(record, THEIRS, 3));
-        let operation = my_operation(
+        let seen = with_expired_lease(running(holder, OTHER_TOKEN, 3));
+        let operation = own_operation(
             guarantee,
             Ask::SendBack {
                 seen,
@@ -635,7 +641,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
                     effect,
                 };
                 row(
-                    "send back: in progress, lease over",
+                    "send back: in progress, lease expired",
                     seen,
                     operation,
                     Verdict::Kept,
@@ -643,7 +649,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
                 )
             }
             None => row(
-                "send back: in progress, lease over, at most once, outcome not stated",
+                "send back: in progress, lease expired, at most once, outcome not stated",
                 seen,
                 operation,
                 Verdict::Lost,
@@ -662,7 +668,7 @@ pub async fn forgetting_requires_the_expected_done_marker(store: Arc<dyn Store>)
         let fence = if known == 0 { UNKNOWN_ATTEMPT } else { known };
         for given in all_seen() {
             for seen in all_seen() {
-                let operation = my_operation(guarantee, Ask::Forget { seen }, known);
+                let operation = own_operation(guarantee, Ask::Forget { seen }, known);
                 rows.push(match given {
                     Marker::Done(_) if given == seen => {
                         let becomes = Marker::Cleared {
@@ -693,7 +699,7 @@ pub async fn an_unknown_outcome_stays_unknown(store: Arc<dyn Store>) {
         base: 2,
         crashes: 0,
     };
-    let given = Marker::InProgress(hold(guarantee, MINE, attempts, Effect::Unknown));
+    let given = Marker::InProgress(hold(guarantee, OWN_TOKEN, attempts, Effect::Unknown));
     let becomes = Marker::Cleared {
         attempts,
         effect: Effect::Unknown,
@@ -706,7 +712,7 @@ pub async fn an_unknown_outcome_stays_unknown(store: Arc<dyn Store>) {
             row(
                 "clear, reject: an earlier outcome is unknown",
                 given,
-                my_operation(guarantee, ask, 4),
+                own_operation(guarantee, ask, 4),
                 Verdict::Kept,
                 becomes,
             )
@@ -720,8 +726,13 @@ pub async fn an_unknown_outcome_stays_unknown(store: Arc<dyn Store>) {
 pub async fn another_token_or_attempt_changes_nothing(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
-        let not_mine = [(THEIRS, 2), (MINE, 1), (MINE, 3), (THEIRS, 1)];
-        let held = not_mine.into_iter().flat_map(|(token, attempt)| {
+        let others = [
+            (OTHER_TOKEN, 2),
+            (OWN_TOKEN, 1),
+            (OWN_TOKEN, 3),
+            (OTHER_TOKEN, 1),
+        ];
+        let held = others.into_iter().flat_map(|(token, attempt)| {
             let doubts = [
                 doubted(guarantee, token, attempt),
                 reconciled(token, attempt.max(2)),
@@ -731,7 +742,7 @@ pub async fn another_token_or_attempt_changes_nothing(store: Arc<dyn Store>) {
                 with_expired_lease(running(guarantee, token, attempt)),
             ]
             .into_iter()
-            .chain(doubts.into_iter().filter(|it| !is_mine(it)))
+            .chain(doubts.into_iter().filter(|it| !is_own(it)))
         });
         let settled = [
             Marker::Absent,
@@ -748,7 +759,7 @@ pub async fn another_token_or_attempt_changes_nothing(store: Arc<dyn Store>) {
                         row(
                             "any of these: anything else",
                             given,
-                            my_operation(guarantee, ask, 2),
+                            own_operation(guarantee, ask, 2),
                             Verdict::Lost,
                             given,
                         )
@@ -759,12 +770,12 @@ pub async fn another_token_or_attempt_changes_nothing(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// Whether the marker belongs to this claim: [`MINE`], attempt 2.
-fn is_mine(marker: &Marker) -> bool {
-    matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == MINE && hold.attempts.number == 2)
+/// Whether the marker belongs to this claim: [`OWN_TOKEN`], attempt 2.
+fn is_own(marker: &Marker) -> bool {
+    matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == OWN_TOKEN && hold.attempts.number == 2)
 }
 
-/// Whether the table has a row other than "anything else" for another claim.
+/// Whether the table has a row other than "anything else" for this operation.
 fn has_a_row_of_its_own(ask: Ask, given: &Marker, guarantee: Guarantee) -> bool {
     match given {
         Marker::Absent | Marker::Cleared { .. } => match ask {
@@ -780,13 +791,13 @@ fn has_a_row_of_its_own(ask: Ask, given: &Marker, guarantee: Guarantee) -> bool 
 /// In [`Guarantee::Bare`] a claim of an absent id writes a done marker, any failure deletes it, and
 /// nothing else is checked.
 pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
-    let bare = |ask| my_operation(Guarantee::Bare, ask, 1);
+    let bare = |ask| own_operation(Guarantee::Bare, ask, 1);
     let all = [
         Marker::Absent,
         cleared(1, Effect::Nothing),
-        running(AT_MOST_ONCE, THEIRS, 1),
-        with_expired_lease(running(EFFECTIVELY_ONCE, THEIRS, 1)),
-        reconciled(MINE, 2),
+        running(AT_MOST_ONCE, OTHER_TOKEN, 1),
+        with_expired_lease(running(EFFECTIVELY_ONCE, OTHER_TOKEN, 1)),
+        reconciled(OWN_TOKEN, 2),
         rejected(1, None),
         Marker::Done(None),
         Marker::Done(body(7)),

@@ -7,7 +7,7 @@ use oncegate_core::marker::{Ask, Attempts, Fingerprint, Marker, Operation, Verdi
 use oncegate_core::{Key, MessageId, Scope, Store};
 
 use crate::laws::fixtures::{
-    Claimant, DONE_WITH_LOST_MARKER, EFFECTIVELY_ONCE, MINE, THEIRS, verdicts,
+    Claimant, DONE_WITH_LOST_MARKER, EFFECTIVELY_ONCE, OTHER_TOKEN, OWN_TOKEN, verdicts,
 };
 
 /// Ids as producers write them, and unusual ones.
@@ -138,7 +138,7 @@ pub async fn ids_of_every_kind_stay_distinct(store: Arc<dyn Store>) {
         .iter()
         .map(|id| Key::new(&MessageId::new(id).expect("not empty")))
         .collect();
-    have_markers_of_their_own(&*store, keys).await;
+    check_distinct_markers(&*store, keys).await;
 }
 
 /// The same id in several scopes has a marker in each, and no id reaches into another scope.
@@ -152,13 +152,13 @@ pub async fn scopes_stay_distinct(store: Arc<dyn Store>) {
         .chain([&Scope::none()])
         .flat_map(|scope| ids.iter().map(|id| scope.key(id)))
         .collect();
-    have_markers_of_their_own(&*store, scoped).await;
+    check_distinct_markers(&*store, scoped).await;
 }
 
 /// Completes each key with its own fingerprint and checks that each still has it after all others.
-async fn have_markers_of_their_own(store: &dyn Store, keys: Vec<Key>) {
+async fn check_distinct_markers(store: &dyn Store, keys: Vec<Key>) {
     let claimant = |it: usize| {
-        Claimant::new(EFFECTIVELY_ONCE, MINE, 1).body(Some(Fingerprint::new(it as u64)))
+        Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).body(Some(Fingerprint::new(it as u64)))
     };
     let every = |ask: &dyn Fn(usize, &Key) -> Operation| -> Vec<Operation> {
         keys.iter()
@@ -195,8 +195,9 @@ async fn have_markers_of_their_own(store: &dyn Store, keys: Vec<Key>) {
         Verdict::Kept,
     );
     // All at once: all are free again, and none affects another.
-    let another =
-        |it: usize| Claimant::new(EFFECTIVELY_ONCE, THEIRS, 0).body(claimant(it).terms.fingerprint);
+    let another = |it: usize| {
+        Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0).body(claimant(it).terms.fingerprint)
+    };
     let after_forget = Attempts {
         number: 2,
         base: 1,

@@ -7,23 +7,23 @@ use oncegate_core::marker::{Ask, Attempts, Marker, Operation, Token, Verdict};
 use oncegate_core::{Guarantee, Key, Store};
 
 use crate::laws::fixtures::{
-    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, EFFECTIVELY_ONCE, LONG, MINE, SHORT, SLACK,
-    TAKEN_OVER, THEIRS, granted, key, verdict, verdicts,
+    AT_MOST_ONCE, BOTH, CRASHED_ONCE, Claimant, EFFECTIVELY_ONCE, LONG, OTHER_TOKEN, OWN_TOKEN,
+    SHORT, SLACK, TAKEN_OVER, granted, key, verdict, verdicts,
 };
 
 /// Long enough to send many claims within it on a busy machine.
 const LEASE: Duration = Duration::from_millis(300);
 
-/// A lease is held for its duration and is then given to the next claim. `Busy` contains the
+/// A lease is valid for its duration and is then given to the next claim. `Busy` contains the
 /// remaining time, and a claim after that time is not busy again.
 pub async fn a_lease_ends_after_its_duration(store: Arc<dyn Store>) {
     for guarantee in BOTH {
         let key = key(format!("{guarantee:?}"));
         let before = Instant::now();
-        let holder = Claimant::new(guarantee, MINE, 1).lease(LEASE);
+        let holder = Claimant::new(guarantee, OWN_TOKEN, 1).lease(LEASE);
         assert_eq!(verdict(&*store, holder.claim(&key)).await, granted(1));
         let claimed = Instant::now();
-        let claim = Claimant::new(guarantee, THEIRS, 0).claim(&key);
+        let claim = Claimant::new(guarantee, OTHER_TOKEN, 0).claim(&key);
         let taken = if guarantee == AT_MOST_ONCE {
             Verdict::InDoubt(CRASHED_ONCE)
         } else {
@@ -55,7 +55,8 @@ pub async fn a_lease_ends_after_its_duration(store: Arc<dyn Store>) {
                 sent - claimed
             );
             busy_count += 1;
-            // The first claims without a pause, then after the time that the store reports.
+            // The first claims at short intervals, then after the remaining time that the store
+            // reports.
             tokio::time::sleep(if busy_count < 5 {
                 LEASE / 10
             } else {
@@ -69,17 +70,17 @@ pub async fn a_lease_ends_after_its_duration(store: Arc<dyn Store>) {
 /// Renewing, repeating the claim with the same token, and repeating the claim of the same doubt
 /// restart the lease.
 pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
-    let holder = Claimant::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
-    let doubter = Claimant::new(AT_MOST_ONCE, MINE, 2).lease(LEASE);
+    let holder = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).lease(LEASE);
+    let reconciler = Claimant::new(AT_MOST_ONCE, OWN_TOKEN, 2).lease(LEASE);
     let renewed = key("renewed");
     let claimed_again = key("claimed again");
     let doubt_renewed = key("doubt renewed");
     let doubt_claimed_again = key("doubt claimed again");
-    let left_alone = key("left alone");
+    let not_renewed = key("not renewed");
     let doubt = |key: &Key| {
         [
-            Claimant::new(AT_MOST_ONCE, THEIRS, 1).operation(Ask::Doubt, key),
-            doubter.claim(key),
+            Claimant::new(AT_MOST_ONCE, OTHER_TOKEN, 1).operation(Ask::Doubt, key),
+            reconciler.claim(key),
         ]
     };
     let [first, second] = [doubt(&doubt_renewed), doubt(&doubt_claimed_again)];
@@ -87,7 +88,7 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
         &[
             holder.claim(&renewed),
             holder.claim(&claimed_again),
-            holder.claim(&left_alone),
+            holder.claim(&not_renewed),
         ][..],
         &first,
         &second,
@@ -99,8 +100,8 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
     let again = [
         holder.operation(Ask::Renew, &renewed),
         holder.claim(&claimed_again),
-        doubter.operation(Ask::Renew, &doubt_renewed),
-        doubter.claim(&doubt_claimed_again),
+        reconciler.operation(Ask::Renew, &doubt_renewed),
+        reconciler.claim(&doubt_claimed_again),
     ];
     let received = verdicts(&*store, &again).await;
     assert_eq!(
@@ -118,7 +119,7 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
     tokio::time::sleep(LEASE / 2 + SLACK).await;
     let another = Claimant::new(EFFECTIVELY_ONCE, Token(3), 0);
     assert_eq!(
-        verdict(&*store, another.claim(&left_alone)).await,
+        verdict(&*store, another.claim(&not_renewed)).await,
         Verdict::Granted(TAKEN_OVER)
     );
     let keys = [
@@ -139,11 +140,11 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
 
 /// An operation without effect neither lengthens nor shortens a lease.
 pub async fn an_operation_without_effect_does_not_extend_a_lease(store: Arc<dyn Store>) {
-    let holder = Claimant::new(EFFECTIVELY_ONCE, MINE, 1).lease(LEASE);
+    let holder = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).lease(LEASE);
     let key = key("k");
     assert_eq!(verdict(&*store, holder.claim(&key)).await, granted(1));
     let claimed = Instant::now();
-    let another = Claimant::new(EFFECTIVELY_ONCE, THEIRS, 1).lease(LONG);
+    let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 1).lease(LONG);
     let without_effect = [
         Ask::Renew,
         Ask::Complete,
@@ -182,17 +183,22 @@ pub async fn the_holders_lease_decides(store: Arc<dyn Store>) {
         let ask = |name: &str, holders: Duration, readers: Duration| {
             let key = key(format!("{name}-{guarantee:?}"));
             (
-                Claimant::new(guarantee, MINE, 1).lease(holders).claim(&key),
-                Claimant::new(guarantee, THEIRS, 0)
+                Claimant::new(guarantee, OWN_TOKEN, 1)
+                    .lease(holders)
+                    .claim(&key),
+                Claimant::new(guarantee, OTHER_TOKEN, 0)
                     .lease(readers)
                     .claim(&key),
             )
         };
-        let (held, read) = ask("short reader", LONG, Duration::from_millis(1));
-        let (brief, patient) = ask("long reader", SHORT, LONG);
-        assert_eq!(verdicts(&*store, &[held, brief]).await, [granted(1); 2]);
+        let (long_held, read) = ask("short reader", LONG, Duration::from_millis(1));
+        let (short_held, long_reader) = ask("long reader", SHORT, LONG);
+        assert_eq!(
+            verdicts(&*store, &[long_held, short_held]).await,
+            [granted(1); 2]
+        );
         tokio::time::sleep(SHORT + SLACK).await;
-        let received = verdicts(&*store, &[read, patient]).await;
+        let received = verdicts(&*store, &[read, long_reader]).await;
         assert!(
             matches!(received[0], Verdict::Busy { remaining } if remaining > LONG / 2),
             "{received:?}"

@@ -24,7 +24,7 @@ const HISTORIES: u64 = 24;
 const CLIENTS: usize = 6;
 const KEYS: usize = 2;
 /// The number of batches of each client. The operations on one key must fit into the bits of a
-/// [`Set`].
+/// [`OperationSet`].
 const BATCHES: usize = 9;
 
 /// Six clients send operations on two keys at once; some replies are lost. The operations on each
@@ -35,7 +35,7 @@ pub async fn concurrent_operations_are_linearizable(store: Arc<dyn Store>) {
     for seed in seeds(HISTORIES) {
         let keys = [0, 1].map(|it| key(format!("{seed}-{it}")));
         let start = Instant::now();
-        let events = events(&store, seed, &keys).await;
+        let events = run_clients(&store, seed, &keys).await;
         for key in &keys {
             let of_key: Vec<ObservedCall> = events
                 .iter()
@@ -45,7 +45,7 @@ pub async fn concurrent_operations_are_linearizable(store: Arc<dyn Store>) {
             histories += 1;
             match find_order(start, &of_key) {
                 Some(Linearization::Found) => {}
-                Some(Linearization::None) => panic!(
+                Some(Linearization::NotFound) => panic!(
                     "no order of the operations explains the verdicts; {}\n{}",
                     repeat(seed),
                     render(start, &of_key)
@@ -71,7 +71,7 @@ struct ObservedCall {
 }
 
 /// Runs the clients and collects their operations.
-async fn events(store: &Arc<dyn Store>, seed: u64, keys: &[Key; KEYS]) -> Vec<ObservedCall> {
+async fn run_clients(store: &Arc<dyn Store>, seed: u64, keys: &[Key; KEYS]) -> Vec<ObservedCall> {
     let ready = Arc::new(Barrier::new(CLIENTS));
     let handles = handles(store);
     let clients: Vec<_> = (0..CLIENTS)
@@ -233,30 +233,33 @@ impl RandomClient {
     }
 }
 
-/// Whether there is an order.
+/// Whether an order of the operations explains all verdicts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Linearization {
     Found,
-    None,
+    NotFound,
 }
 
 /// The operations that have taken effect, one bit each.
-type Set = u128;
+type OperationSet = u128;
 
 /// The number of states after which the search stops.
-const STATES: usize = 500_000;
+const MAX_STATES: usize = 500_000;
 
 /// Searches an order of the operations on one key that the reference allows, by the algorithm of
 /// Wing and Gong with a set of visited states. `None` if there are too many states.
 fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> {
-    assert!(events.len() <= Set::BITS as usize, "a bit for each event");
+    assert!(
+        events.len() <= OperationSet::BITS as usize,
+        "a bit for each event"
+    );
     let answered = events
         .iter()
         .enumerate()
         .filter(|(_, event)| event.verdict.is_some())
         .fold(0, |set, (it, _)| set | 1 << it);
-    let mut visited: HashSet<(Set, PossibleEntry, Instant)> = HashSet::new();
-    let mut to_visit: Vec<(Set, PossibleEntry, Instant)> =
+    let mut visited: HashSet<(OperationSet, PossibleEntry, Instant)> = HashSet::new();
+    let mut to_visit: Vec<(OperationSet, PossibleEntry, Instant)> =
         vec![(0, PossibleEntry::absent(start), start)];
     while let Some(state) = to_visit.pop() {
         let (taken, entry, now) = state;
@@ -266,7 +269,7 @@ fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> 
         if !visited.insert(state) {
             continue;
         }
-        if visited.len() > STATES {
+        if visited.len() > MAX_STATES {
             return None;
         }
         let outstanding = || {
@@ -295,10 +298,10 @@ fn find_order(start: Instant, events: &[ObservedCall]) -> Option<Linearization> 
             );
         }
     }
-    Some(Linearization::None)
+    Some(Linearization::NotFound)
 }
 
-/// The operations in the order of their requests, in microseconds.
+/// The operations in the order of their requests, with times in microseconds since `start`.
 fn render(start: Instant, events: &[ObservedCall]) -> String {
     let mut events: Vec<&ObservedCall> = events.iter().collect();
     events.sort_by_key(|event| event.during.from);
@@ -356,14 +359,14 @@ mod tests {
         );
         assert_eq!(
             order(&[(1, Ask::Claim, 0, 5, BUSY), (2, Ask::Claim, 6, 9, GRANTED)]),
-            Some(Linearization::None)
+            Some(Linearization::NotFound)
         );
         assert_eq!(
             order(&[
                 (1, Ask::Claim, 0, 5, GRANTED),
                 (2, Ask::Claim, 1, 6, GRANTED)
             ]),
-            Some(Linearization::None)
+            Some(Linearization::NotFound)
         );
     }
 
@@ -377,7 +380,7 @@ mod tests {
         );
         assert_eq!(
             order(&[(2, Ask::Claim, 1, 3, BUSY)]),
-            Some(Linearization::None)
+            Some(Linearization::NotFound)
         );
         assert_eq!(
             order(&[
@@ -385,7 +388,7 @@ mod tests {
                 (1, Ask::Complete, 4, 5, Some(DONE)),
                 (2, Ask::Claim, 6, 7, BUSY)
             ]),
-            Some(Linearization::None)
+            Some(Linearization::NotFound)
         );
     }
 }

@@ -8,11 +8,11 @@ use oncegate_core::{Key, Store};
 
 use crate::laws::fixtures::{
     AT_MOST_ONCE, CRASHED_ONCE, Claimant, DONE, DONE_WITH_LOST_MARKER, DOUBTED_ONCE,
-    EFFECTIVELY_ONCE, LONG, MINE, SLACK, THEIRS, body, granted, key, verdict, verdicts,
+    EFFECTIVELY_ONCE, LONG, OTHER_TOKEN, OWN_TOKEN, SLACK, body, granted, key, verdict, verdicts,
 };
 
 /// The shortest window that settings allow.
-const BRIEF: Duration = Duration::from_secs(1);
+const MIN_WINDOW: Duration = Duration::from_secs(1);
 
 /// A key with its operations, and the expected verdict of a claim before it expires.
 struct FinishedKey {
@@ -46,53 +46,60 @@ fn finished_key(
 /// Markers with the window are kept for its duration and absent afterwards: done, rejected and
 /// cleared ones, and unresolved ones in effectively once. An expired marker has no holder.
 pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
-    let mine = |of, attempt| {
-        Claimant::new(of, MINE, attempt)
-            .lease(BRIEF / 2)
-            .window(BRIEF)
+    let claimant = |of, attempt| {
+        Claimant::new(of, OWN_TOKEN, attempt)
+            .lease(MIN_WINDOW / 2)
+            .window(MIN_WINDOW)
     };
-    let (once, again) = (mine(AT_MOST_ONCE, 1), mine(EFFECTIVELY_ONCE, 1));
-    let held = |verdict: &Verdict| matches!(verdict, Verdict::Busy { .. });
+    let (at_most_once, effectively_once) =
+        (claimant(AT_MOST_ONCE, 1), claimant(EFFECTIVELY_ONCE, 1));
+    let is_busy = |verdict: &Verdict| matches!(verdict, Verdict::Busy { .. });
     let all = [
         finished_key(
             "done",
-            &[(again, Ask::Claim), (again, Ask::Complete)],
+            &[
+                (effectively_once, Ask::Claim),
+                (effectively_once, Ask::Complete),
+            ],
             EFFECTIVELY_ONCE,
             |it| *it == Verdict::Duplicate,
         ),
         finished_key(
             "done at most once",
-            &[(once, Ask::Claim), (once, Ask::Complete)],
+            &[(at_most_once, Ask::Claim), (at_most_once, Ask::Complete)],
             AT_MOST_ONCE,
             |it| *it == Verdict::Duplicate,
         ),
         finished_key(
             "done, body",
-            &[(again.body(body(8)), Ask::Complete)],
+            &[(effectively_once.body(body(8)), Ask::Complete)],
             EFFECTIVELY_ONCE,
             |it| *it == Verdict::Conflict,
         ),
         finished_key(
             "bare",
-            &[(mine(Guarantee::Bare, 1), Ask::Claim)],
+            &[(claimant(Guarantee::Bare, 1), Ask::Claim)],
             Guarantee::Bare,
             |it| *it == Verdict::Duplicate,
         ),
         finished_key(
             "rejected",
-            &[(once, Ask::Claim), (once, Ask::Reject(Effect::Unknown))],
+            &[
+                (at_most_once, Ask::Claim),
+                (at_most_once, Ask::Reject(Effect::Unknown)),
+            ],
             AT_MOST_ONCE,
             |it| *it == Verdict::Rejected { attempt: 1 },
         ),
         finished_key(
             "in progress",
-            &[(again.lease(LONG), Ask::Claim)],
+            &[(effectively_once.lease(LONG), Ask::Claim)],
             EFFECTIVELY_ONCE,
-            held,
+            is_busy,
         ),
         finished_key(
             "in doubt",
-            &[(again.body(body(8)), Ask::Doubt)],
+            &[(effectively_once.body(body(8)), Ask::Doubt)],
             EFFECTIVELY_ONCE,
             |it| *it == Verdict::Conflict,
         ),
@@ -103,8 +110,8 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
     let cleared: Vec<Key> = ["cleared 0", "cleared 1"].map(key).into();
     let clear = |key: &Key| {
         [
-            again.claim(key),
-            again.operation(Ask::Clear(Effect::Unknown), key),
+            effectively_once.claim(key),
+            effectively_once.operation(Ask::Clear(Effect::Unknown), key),
         ]
     };
     let setup: Vec<Operation> = setup
@@ -115,11 +122,11 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
     verdicts(&*store, &setup).await;
     let written = Instant::now();
 
-    tokio::time::sleep(BRIEF / 2).await;
+    tokio::time::sleep(MIN_WINDOW / 2).await;
     let claims: Vec<Operation> = all.iter().map(|it| it.claim.clone()).collect();
     let first = Claimant::new(EFFECTIVELY_ONCE, Token(98), 0).claim(&cleared[0]);
     let received = verdicts(&*store, &[&claims[..], &[first]].concat()).await;
-    if before.elapsed() + SLACK > BRIEF {
+    if before.elapsed() + SLACK > MIN_WINDOW {
         return; // This machine was suspended: the markers may have expired before the check.
     }
     for (it, received) in all.iter().zip(&received) {
@@ -135,10 +142,10 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
         "cleared, within its window"
     );
 
-    tokio::time::sleep((BRIEF + SLACK).saturating_sub(written.elapsed())).await;
+    tokio::time::sleep((MIN_WINDOW + SLACK).saturating_sub(written.elapsed())).await;
     let late = Claimant {
         attempt: 1,
-        ..again
+        ..effectively_once
     }
     .operation(Ask::Renew, &all[5].key);
     assert_eq!(
@@ -157,12 +164,12 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
         assert_eq!(received, granted(1), "{name:?} after its window");
     }
     // The holder completes after its marker expired: done, with a lost marker.
-    let expired = Claimant::new(EFFECTIVELY_ONCE, MINE, 1)
+    let expired = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1)
         .lease(LONG)
-        .window(BRIEF);
+        .window(MIN_WINDOW);
     let key = key("late completion");
     assert_eq!(verdict(&*store, expired.claim(&key)).await, granted(1));
-    tokio::time::sleep(BRIEF + SLACK).await;
+    tokio::time::sleep(MIN_WINDOW + SLACK).await;
     assert_eq!(
         verdict(&*store, expired.operation(Ask::Complete, &key)).await,
         DONE_WITH_LOST_MARKER
@@ -172,7 +179,7 @@ pub async fn a_marker_expires_after_its_window(store: Arc<dyn Store>) {
 /// Repeated duplicates do not extend the window of a marker.
 pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn Store>) {
     let (done, rejected) = (key("done"), key("rejected"));
-    let claimant = |of| Claimant::new(of, MINE, 1).window(BRIEF);
+    let claimant = |of| Claimant::new(of, OWN_TOKEN, 1).window(MIN_WINDOW);
     let reject = claimant(AT_MOST_ONCE).operation(Ask::Reject(Effect::Nothing), &rejected);
     let setup = [
         claimant(EFFECTIVELY_ONCE).operation(Ask::Complete, &done),
@@ -184,7 +191,7 @@ pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn
         [DONE_WITH_LOST_MARKER, granted(1), Verdict::Kept]
     );
     let written = Instant::now();
-    let another = Claimant::new(AT_MOST_ONCE, THEIRS, 1);
+    let another = Claimant::new(AT_MOST_ONCE, OTHER_TOKEN, 1);
     let without_effect: Vec<Operation> = [&done, &rejected]
         .into_iter()
         .flat_map(|key| {
@@ -195,7 +202,7 @@ pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn
             ]
         })
         .collect();
-    while written.elapsed() < BRIEF * 3 / 4 {
+    while written.elapsed() < MIN_WINDOW * 3 / 4 {
         let received = verdicts(&*store, &without_effect).await;
         let expected = [
             Verdict::Duplicate,
@@ -205,13 +212,13 @@ pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn
             Verdict::Lost,
             Verdict::Lost,
         ];
-        if written.elapsed() + SLACK > BRIEF {
+        if written.elapsed() + SLACK > MIN_WINDOW {
             return; // This machine was suspended: the markers may have expired.
         }
         assert_eq!(received, expected);
-        tokio::time::sleep(BRIEF / 10).await;
+        tokio::time::sleep(MIN_WINDOW / 10).await;
     }
-    tokio::time::sleep((BRIEF + SLACK).saturating_sub(written.elapsed())).await;
+    tokio::time::sleep((MIN_WINDOW + SLACK).saturating_sub(written.elapsed())).await;
     assert_eq!(
         verdicts(&*store, &[another.claim(&done), another.claim(&rejected)]).await,
         [granted(1); 2]
@@ -220,10 +227,10 @@ pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn
 
 /// Every write restarts the window: a renewal, a repeated claim, a doubt, a clear, a completion.
 pub async fn every_write_restarts_the_window(store: Arc<dyn Store>) {
-    let claimant = Claimant::new(EFFECTIVELY_ONCE, MINE, 1)
+    let claimant = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1)
         .lease(LONG)
-        .window(BRIEF);
-    let another = Claimant::new(EFFECTIVELY_ONCE, THEIRS, 0);
+        .window(MIN_WINDOW);
+    let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0);
     let cases = [
         ("renewed", Ask::Renew, Verdict::Kept),
         ("claimed again", Ask::Claim, granted(1)),
@@ -239,21 +246,21 @@ pub async fn every_write_restarts_the_window(store: Arc<dyn Store>) {
         verdicts(&*store, &all(&|(name, _, _)| claimant.claim(&key(name)))).await,
         [granted(1); 5]
     );
-    tokio::time::sleep(BRIEF * 3 / 5).await;
+    tokio::time::sleep(MIN_WINDOW * 3 / 5).await;
     let sent = Instant::now();
     let received = verdicts(
         &*store,
         &all(&|(name, ask, _)| claimant.operation(*ask, &key(name))),
     )
     .await;
-    if before.elapsed() + SLACK > BRIEF {
+    if before.elapsed() + SLACK > MIN_WINDOW {
         return; // This machine was suspended: the markers may have expired before they were written again.
     }
     assert_eq!(received, cases.map(|(_, _, verdict)| verdict));
     // After the first window, and within the second.
-    tokio::time::sleep(BRIEF * 3 / 5).await;
+    tokio::time::sleep(MIN_WINDOW * 3 / 5).await;
     let received = verdicts(&*store, &all(&|(name, _, _)| another.claim(&key(name)))).await;
-    if sent.elapsed() + SLACK > BRIEF {
+    if sent.elapsed() + SLACK > MIN_WINDOW {
         return;
     }
     let [renewed, again, doubted, cleared, completed] = received[..] else {
@@ -282,15 +289,35 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
     /// The holder's terms, the terms of the repeated operation, and whether the marker is kept
     /// after the shortest window.
     type Case = (&'static str, Claimant, Claimant, bool);
-    let lax = Claimant::new(EFFECTIVELY_ONCE, MINE, 1).lease(LONG);
-    let strict = Claimant::new(AT_MOST_ONCE, MINE, 1)
+    let effectively_once = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).lease(LONG);
+    let at_most_once = Claimant::new(AT_MOST_ONCE, OWN_TOKEN, 1)
         .lease(LONG)
-        .window(BRIEF);
+        .window(MIN_WINDOW);
     let cases: [Case; 4] = [
-        ("with a longer window", lax.window(BRIEF), lax, false),
-        ("as at most once", lax.window(BRIEF), strict, false),
-        ("with a shorter window", lax, lax.window(BRIEF), true),
-        ("as effectively once", strict, lax.window(BRIEF), true),
+        (
+            "with a longer window",
+            effectively_once.window(MIN_WINDOW),
+            effectively_once,
+            false,
+        ),
+        (
+            "as at most once",
+            effectively_once.window(MIN_WINDOW),
+            at_most_once,
+            false,
+        ),
+        (
+            "with a shorter window",
+            effectively_once,
+            effectively_once.window(MIN_WINDOW),
+            true,
+        ),
+        (
+            "as effectively once",
+            at_most_once,
+            effectively_once.window(MIN_WINDOW),
+            true,
+        ),
     ];
     let writes = [
         ("renewed", Ask::Renew, Verdict::Kept),
@@ -298,25 +325,25 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
         ("doubted", Ask::Doubt, Verdict::Kept),
     ];
     let (mut operations, mut expected, mut all) = (Vec::new(), Vec::new(), Vec::new());
-    for (way, holder, again, stays) in cases {
+    for (change, holder, repeated, is_kept) in cases {
         for (write, ask, verdict) in writes {
-            let key = key(format!("{write} {way}"));
-            operations.extend([holder.claim(&key), again.operation(ask, &key)]);
+            let key = key(format!("{write} {change}"));
+            operations.extend([holder.claim(&key), repeated.operation(ask, &key)]);
             expected.extend([granted(1), verdict]);
-            all.push((key, ask, stays));
+            all.push((key, ask, is_kept));
         }
     }
     let before = Instant::now();
     let received = verdicts(&*store, &operations).await;
-    if before.elapsed() + SLACK > BRIEF {
+    if before.elapsed() + SLACK > MIN_WINDOW {
         return; // This machine was suspended: markers with the short window may have expired before they were written again.
     }
     assert_eq!(received, expected);
-    tokio::time::sleep(BRIEF + SLACK).await;
-    let another = Claimant::new(EFFECTIVELY_ONCE, THEIRS, 0);
+    tokio::time::sleep(MIN_WINDOW + SLACK).await;
+    let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0);
     let claims: Vec<Operation> = all.iter().map(|(key, ..)| another.claim(key)).collect();
-    for ((key, ask, stays), received) in all.iter().zip(verdicts(&*store, &claims).await) {
-        let is_expected = match (stays, ask) {
+    for ((key, ask, is_kept), received) in all.iter().zip(verdicts(&*store, &claims).await) {
+        let is_expected = match (is_kept, ask) {
             (false, _) => received == granted(1),
             (true, Ask::Doubt) => received == Verdict::InDoubt(DOUBTED_ONCE),
             (true, _) => matches!(received, Verdict::Busy { .. }),
@@ -333,10 +360,10 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
 pub async fn an_unresolved_at_most_once_marker_outlives_the_window(store: Arc<dyn Store>) {
     let brief = |of, token, attempt| {
         Claimant::new(of, Token(token), attempt)
-            .lease(BRIEF / 20)
-            .window(BRIEF)
+            .lease(MIN_WINDOW / 20)
+            .window(MIN_WINDOW)
     };
-    let strict = brief(AT_MOST_ONCE, 1, 1);
+    let at_most_once = brief(AT_MOST_ONCE, 1, 1);
     let [running, doubted, taken, reversed, renewed, late] = [
         "running",
         "doubted",
@@ -347,29 +374,29 @@ pub async fn an_unresolved_at_most_once_marker_outlives_the_window(store: Arc<dy
     ]
     .map(key);
     let setup = [
-        strict.claim(&running),
-        strict.claim(&doubted),
-        strict.operation(Ask::Doubt, &doubted),
+        at_most_once.claim(&running),
+        at_most_once.claim(&doubted),
+        at_most_once.operation(Ask::Doubt, &doubted),
         brief(EFFECTIVELY_ONCE, 1, 1).claim(&taken),
-        strict.claim(&reversed),
-        strict.claim(&renewed),
-        strict.operation(Ask::Renew, &renewed),
-        strict.claim(&late),
+        at_most_once.claim(&reversed),
+        at_most_once.claim(&renewed),
+        at_most_once.operation(Ask::Renew, &renewed),
+        at_most_once.claim(&late),
     ];
     let before = Instant::now();
     verdicts(&*store, &setup).await;
-    tokio::time::sleep(BRIEF / 20 + SLACK).await;
+    tokio::time::sleep(MIN_WINDOW / 20 + SLACK).await;
     // A takeover that doubts: from here on the marker is at most once, whichever of the two was.
     let takeovers = [
         brief(AT_MOST_ONCE, 2, 0).claim(&taken),
         brief(EFFECTIVELY_ONCE, 2, 0).claim(&reversed),
     ];
     let received = verdicts(&*store, &takeovers).await;
-    if before.elapsed() + SLACK > BRIEF {
+    if before.elapsed() + SLACK > MIN_WINDOW {
         return; // This machine was suspended: markers in effectively once may have expired before the takeover.
     }
     assert_eq!(received, [Verdict::InDoubt(CRASHED_ONCE); 2]);
-    tokio::time::sleep(BRIEF + SLACK).await;
+    tokio::time::sleep(MIN_WINDOW + SLACK).await;
     let claims: Vec<Operation> = [&running, &doubted, &taken, &reversed, &renewed]
         .into_iter()
         .map(|key| brief(AT_MOST_ONCE, 3, 0).claim(key))
@@ -389,16 +416,16 @@ pub async fn an_unresolved_at_most_once_marker_outlives_the_window(store: Arc<dy
     .map(Verdict::InDoubt);
     assert_eq!(verdicts(&*store, &claims).await, expected);
     assert_eq!(
-        verdict(&*store, strict.operation(Ask::Complete, &late)).await,
+        verdict(&*store, at_most_once.operation(Ask::Complete, &late)).await,
         DONE,
-        "its holder still has it"
+        "the marker still has its holder"
     );
 }
 
 /// The window is that of the completion's terms and may be a hundred years.
 pub async fn a_window_may_be_long(store: Arc<dyn Store>) {
     let century = Duration::from_secs(100 * 365 * 24 * 3600);
-    let claimer = Claimant::new(EFFECTIVELY_ONCE, MINE, 1).window(BRIEF);
+    let claimer = Claimant::new(EFFECTIVELY_ONCE, OWN_TOKEN, 1).window(MIN_WINDOW);
     let key = key("k");
     let completer = claimer.window(century);
     assert_eq!(
@@ -412,11 +439,11 @@ pub async fn a_window_may_be_long(store: Arc<dyn Store>) {
         .await,
         [granted(1), DONE]
     );
-    tokio::time::sleep(BRIEF + SLACK).await;
+    tokio::time::sleep(MIN_WINDOW + SLACK).await;
     assert_eq!(
         verdict(
             &*store,
-            Claimant::new(EFFECTIVELY_ONCE, THEIRS, 0).claim(&key)
+            Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0).claim(&key)
         )
         .await,
         Verdict::Duplicate
