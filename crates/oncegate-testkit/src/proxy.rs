@@ -80,7 +80,7 @@ impl Proxy {
         Ok(Self { port, shared })
     }
 
-    /// The port on which it listens.
+    /// The port on which the proxy listens.
     pub fn port(&self) -> u16 {
         self.port
     }

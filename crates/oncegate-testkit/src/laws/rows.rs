@@ -1,4 +1,5 @@
-//! Rows of the operation table: a marker, an operation, its verdict, and the marker afterwards.
+//! Rows of the table of marker operations: a marker, an operation, its verdict, and the marker
+//! afterwards.
 
 use oncegate_core::marker::{
     self, Ask, Attempts, Doubt, Effect, Finding, Hold, Marker, Operation, Terms, Token, Verdict,

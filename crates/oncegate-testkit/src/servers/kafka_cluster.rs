@@ -19,7 +19,7 @@ impl KafkaServers {
     pub fn start() -> Result<Self, ServerError> {
         let controllers: [u16; 3] =
             free_ports().map_err(|source| io(Kafka::NAME, "find free ports", source))?;
-        // None answers before a majority has started.
+        // Started in parallel, because a node answers only after a majority has started.
         let nodes = std::thread::scope(|scope| {
             let starting = (0..controllers.len()).map(|node| {
                 let quorum = Quorum {

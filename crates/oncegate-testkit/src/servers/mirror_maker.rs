@@ -9,7 +9,7 @@ use super::kafka_distribution::fetch_kafka;
 use super::server::{Server, ServerKind, temporary_directory, write};
 use super::{KafkaServer, ServerError};
 
-/// The file with its settings.
+/// The file with the settings of MirrorMaker.
 const PROPERTIES: &str = "mirror-maker.properties";
 
 /// MirrorMaker 2 between two clusters. Has the requirements of a [`KafkaServer`].

@@ -36,7 +36,7 @@ enum Transport {
     Tls,
 }
 
-/// The `epmd` that it uses, and its port.
+/// The `epmd` that the node uses, and its port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NameServer {
     Own(u16),

@@ -174,7 +174,7 @@ impl RedisServer {
         )
     }
 
-    /// Its URL for clients, with the password.
+    /// The URL for clients, with the password.
     pub fn url(&self) -> String {
         let Redis {
             port,
@@ -264,7 +264,7 @@ impl RedisServer {
         started
     }
 
-    /// Its port for TLS.
+    /// The port for TLS.
     pub(crate) fn tls_port(&self) -> u16 {
         self.kind().tls_port
     }

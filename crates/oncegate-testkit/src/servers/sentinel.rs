@@ -262,7 +262,7 @@ impl SentinelServers {
     fn primary_according_to(&self, sentinel: &Server<Sentinel>) -> Option<usize> {
         let ask = format!("SENTINEL get-master-addr-by-name {SENTINEL_NAME}");
         let reply = send_command(sentinel.kind().port, None, &ask).ok()?;
-        // *2, $9, 127.0.0.1, $5, the port.
+        // The reply has the lines *2, $9, 127.0.0.1, $5 and the port.
         let port: u16 = reply.lines().nth(4)?.parse().ok()?;
         self.redis
             .iter()

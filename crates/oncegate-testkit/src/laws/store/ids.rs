@@ -125,7 +125,7 @@ fn ids() -> Vec<Vec<u8>> {
     ids
 }
 
-/// Each id of the bad-input list has its own marker: a number, a case, a pattern, a path, RESP
+/// Each of the unusual ids has its own marker: a number, a case, a pattern, a path, RESP
 /// inside, a NUL, bytes that are not UTF-8, 10 MiB, two normal forms of one text.
 pub async fn ids_of_every_kind_stay_distinct(store: Arc<dyn Store>) {
     let ids = ids();
