@@ -102,8 +102,8 @@ pub(crate) struct Engine<H, D> {
     claims: VecDeque<Slot>,
     /// Whether a delivery has started to drain since unsent claims were last dropped.
     drain_started: bool,
-    /// Deliveries whose outcome is to be sent to the store.
-    verdicts: VecDeque<Slot>,
+    /// Deliveries with an operation other than a claim that is to be sent to the store.
+    unsent_outcomes: VecDeque<Slot>,
     /// Completions of messages that were handled without the gate.
     late_completions: LateCompletions,
     breaker: Breaker,
@@ -215,7 +215,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             resumable: VecDeque::new(),
             claims: VecDeque::new(),
             drain_started: false,
-            verdicts: VecDeque::new(),
+            unsent_outcomes: VecDeque::new(),
             late_completions: LateCompletions::new(),
             breaker: Breaker::closed(),
             store_misconfigured: false,
@@ -553,8 +553,9 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         let try_at = |at: Instant| self.breaker.next_try_at().map_or(at, |next| next.max(at));
         let late_completions = (!self.late_completions.is_empty() && self.applies.is_empty())
             .then(|| try_at(self.late_completions.due));
-        let may_send =
-            || !self.verdicts.is_empty() || self.claims.iter().any(|slot| self.may_claim(*slot));
+        let may_send = || {
+            !self.unsent_outcomes.is_empty() || self.claims.iter().any(|slot| self.may_claim(*slot))
+        };
         let retry = self
             .breaker
             .next_try_at()

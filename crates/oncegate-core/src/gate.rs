@@ -335,7 +335,7 @@ impl<T> GuardedRun<'_, T> {
                         sent,
                         sent + settings.longest_hold(),
                     ));
-                    renewals.start_renewing(std::iter::once((self.slot.place, lease.clone())));
+                    renewals.start_renewing(std::iter::once((self.slot.index, lease.clone())));
                     self.lease = Some(lease);
                 }
                 Event::Answer(verdict)
@@ -460,7 +460,7 @@ impl<T> GuardedRun<'_, T> {
 impl<T> Drop for GuardedRun<'_, T> {
     /// Stops the renewal: if the future was dropped, the work was interrupted and its lease ends.
     fn drop(&mut self) {
-        self.gate.0.renewals.stop(std::iter::once(self.slot.place));
+        self.gate.0.renewals.stop(std::iter::once(self.slot.index));
         self.gate
             .0
             .slots

@@ -14,7 +14,7 @@ use oncegate_core::Outage;
 use oncegate_core::driver::OnRelease;
 use oncegate_core::marker::Guarantee::{self, AtMostOnce, EffectivelyOnce};
 use oncegate_model::state::Budget;
-use oncegate_model::{First, Line, Rules, Setup, explore, head};
+use oncegate_model::{Line, RecoveryOrder, Rules, Setup, explore, head};
 
 /// One broken rule, and the property that it must violate.
 struct Mutant {
@@ -63,7 +63,7 @@ fn mutants() -> Vec<Mutant> {
         ..NONE
     };
     let in_order = Setup {
-        keeps: OnRelease::KeepPlace,
+        on_release: OnRelease::KeepPlace,
         ..both(
             AtMostOnce,
             Budget {
@@ -97,7 +97,7 @@ fn mutants() -> Vec<Mutant> {
         "the attempt is not compared with the token",
         apply(marker::compares_tokens_alone),
         both(AtMostOnce, late),
-        "started on",
+        "started with",
     );
     add(
         "clearing compares nothing",
@@ -109,7 +109,7 @@ fn mutants() -> Vec<Mutant> {
         "resolving compares nothing",
         apply(marker::resolve_compares_nothing),
         both(AtMostOnce, unknown),
-        "started on",
+        "started with",
     );
     add(
         "a renewal does not compare the holder",
@@ -136,7 +136,7 @@ fn mutants() -> Vec<Mutant> {
                 ..NONE
             },
         ),
-        "started on",
+        "started with",
     );
 
     let lost = Budget {
@@ -152,19 +152,19 @@ fn mutants() -> Vec<Mutant> {
         "no doubt is recorded on an absent marker",
         apply(marker::no_doubt_on_absent),
         both(AtMostOnce, lost),
-        "started on",
+        "started with",
     );
     add(
         "no doubt is recorded on a cleared marker",
         apply(marker::no_doubt_on_cleared),
         both(AtMostOnce, lost),
-        "started on",
+        "started with",
     );
     add(
         "no doubt is recorded after a lost lease",
         next(lifecycle::no_doubt_on_a_lost_lease),
         both(AtMostOnce, lost),
-        "started on",
+        "started with",
     );
 
     let copies = Budget {
@@ -187,13 +187,13 @@ fn mutants() -> Vec<Mutant> {
         "an unknown outcome counts as a failure",
         next(lifecycle::unknown_is_a_failure),
         both(AtMostOnce, panics),
-        "started on",
+        "started with",
     );
     add(
         "a doubt is not released after reconcile",
         next(lifecycle::does_not_release_doubt),
         both(AtMostOnce, panics),
-        "doubt kept",
+        "stale reconciliation",
     );
     add(
         "a reconciled doubt counts as a failure",
@@ -222,19 +222,19 @@ fn mutants() -> Vec<Mutant> {
         "the end of the drain abandons running handlers",
         next(lifecycle::abandons_at_the_end_of_the_drain),
         both(EffectivelyOnce, outlasts_the_drain),
-        "left behind",
+        "orphaned claim",
     );
     add(
         "the end of the drain clears a run that may have had its effect",
         next(lifecycle::clears_at_the_end_of_the_drain),
         both(AtMostOnce, outlasts_the_drain),
-        "started on",
+        "started with",
     );
     add(
         "the end of the drain keeps the doubt of a reconcile",
         next(lifecycle::keeps_the_doubt_of_a_dropped_reconcile),
         both(AtMostOnce, outlasts_the_drain),
-        "left behind",
+        "orphaned claim",
     );
 
     let other = Budget {
@@ -248,7 +248,7 @@ fn mutants() -> Vec<Mutant> {
         "another body waits for an expired holder",
         apply(marker::another_body_waits),
         both(AtMostOnce, other),
-        "waits",
+        "busy after",
     );
 
     let both_guarantees = Budget {
@@ -262,25 +262,25 @@ fn mutants() -> Vec<Mutant> {
         "clearing forgets that the outcome is unknown",
         apply(marker::clear_forgets_unknown),
         mixed(both_guarantees),
-        "started on",
+        "started with",
     );
     add(
         "a later failure makes the outcome known",
         apply(marker::failure_clears_unknown),
         mixed(both_guarantees),
-        "started on",
+        "started with",
     );
     add(
         "a takeover forgets the unknown outcome of the holder",
         apply(marker::takeover_clears_unknown),
         mixed(common_faults),
-        "started on",
+        "started with",
     );
     add(
         "at most once is granted an unknown outcome",
         apply(marker::grants_unknown_outcome),
         mixed(both_guarantees),
-        "started on",
+        "started with",
     );
 
     let fails = Budget {
@@ -318,13 +318,13 @@ fn mutants() -> Vec<Mutant> {
         "sending back compares nothing",
         apply(marker::sends_back_compares_nothing),
         with_operator([AtMostOnce; 2], spends),
-        "started on",
+        "started with",
     );
     add(
         "sending back clears an unknown outcome",
         apply(marker::sends_back_clears_unknown),
         with_operator([EffectivelyOnce, AtMostOnce], spends),
-        "started on",
+        "started with",
     );
     let leaves = Budget {
         operator_actions: 1,
@@ -376,11 +376,11 @@ fn mutants() -> Vec<Mutant> {
     add(
         "claims are sent before late completions",
         Rules {
-            first: First::Any,
+            recovery_order: RecoveryOrder::Any,
             ..correct
         },
         passing,
-        "before late",
+        "before late completion",
     );
     let crashes = Setup {
         attempts: 1,

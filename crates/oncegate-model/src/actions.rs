@@ -9,7 +9,7 @@ use crate::state::{
     BrokerMessage, CommandState, EffectState, LeaseState, ModelAction, ModelDelivery, ModelReceipt,
     Operator, SentCommand, SystemState,
 };
-use crate::system::{First, SystemModel};
+use crate::system::{RecoveryOrder, SystemModel};
 
 impl Model for SystemModel {
     type State = SystemState;
@@ -20,8 +20,8 @@ impl Model for SystemModel {
     }
 
     fn actions(&self, state: &SystemState, actions: &mut Vec<ModelAction>) {
-        for who in 0..state.consumers.len() {
-            self.actions_of_consumer(state, who, actions);
+        for consumer_index in 0..state.consumers.len() {
+            self.actions_of_consumer(state, consumer_index, actions);
         }
         self.actions_of_store_and_broker(state, actions);
         self.actions_of_operator(state, actions);
@@ -30,8 +30,8 @@ impl Model for SystemModel {
     fn next_state(&self, before: &SystemState, action: ModelAction) -> Option<SystemState> {
         let mut state = before.clone();
         self.act(&mut state, action)?;
-        // A trace needs the consumers' names, and consumers with different guarantees are not
-        // interchangeable.
+        // Sorting would exchange the consumers' names in a trace, and consumers with different
+        // guarantees are not interchangeable.
         if self.only.is_empty() && self.setup.guarantees[0] == self.setup.guarantees[1] {
             state.sort_consumers();
         }
@@ -45,11 +45,16 @@ impl Model for SystemModel {
 }
 
 impl SystemModel {
-    fn actions_of_consumer(&self, state: &SystemState, who: usize, actions: &mut Vec<ModelAction>) {
+    fn actions_of_consumer(
+        &self,
+        state: &SystemState,
+        consumer_index: usize,
+        actions: &mut Vec<ModelAction>,
+    ) {
         use ModelAction::*;
-        let (remaining, consumer) = (&state.remaining, &state.consumers[who]);
+        let (remaining, consumer) = (&state.remaining, &state.consumers[consumer_index]);
         if consumer.late_completion.is_some() {
-            actions.push(CompleteLate(who));
+            actions.push(CompleteLate(consumer_index));
         }
         let Some(delivery) = &consumer.delivery else {
             // Two idle consumers with the same guarantee and no pending completion are
@@ -57,10 +62,14 @@ impl SystemModel {
             let same_guarantee = self.setup.guarantees[0] == self.setup.guarantees[1];
             let other_is_idle = state.consumers[0].delivery.is_none()
                 && state.consumers[0].late_completion.is_none();
-            if who == 0 || !same_guarantee || !other_is_idle {
+            if consumer_index == 0 || !same_guarantee || !other_is_idle {
                 let mut waiting = state.queue.clone();
                 waiting.dedup();
-                actions.extend(waiting.into_iter().map(|message| Deliver(who, message)));
+                actions.extend(
+                    waiting
+                        .into_iter()
+                        .map(|message| Deliver(consumer_index, message)),
+                );
             }
             return;
         };
@@ -69,60 +78,60 @@ impl SystemModel {
                 // Late completions are sent before claims of the same id.
                 if ask != Ask::Claim
                     || consumer.late_completion.is_none()
-                    || self.rules.first == First::Any
+                    || self.rules.recovery_order == RecoveryOrder::Any
                 {
-                    actions.push(Apply(who));
+                    actions.push(Apply(consumer_index));
                 }
                 if remaining.lost_replies > 0 {
-                    actions.extend([LoseCommand(who), DelayCommand(who)]);
+                    actions.extend([LoseCommand(consumer_index), DelayCommand(consumer_index)]);
                 }
             }
             Some(CommandState::Replied(..)) => {
-                actions.push(ReceiveReply(who));
+                actions.push(ReceiveReply(consumer_index));
                 if remaining.lost_replies > 0 {
-                    actions.push(LoseReply(who));
+                    actions.push(LoseReply(consumer_index));
                 }
             }
             None => {}
         }
-        self.actions_of_run(state, who, delivery, actions);
+        self.actions_of_run(state, consumer_index, delivery, actions);
         if delivery.lease == LeaseState::Expired {
-            actions.push(NoticeExpiry(who));
+            actions.push(NoticeExpiry(consumer_index));
         }
         if remaining.expiries > 0 && delivery.lease == LeaseState::Valid {
-            actions.push(SuspectLease(who));
+            actions.push(SuspectLease(consumer_index));
         }
         if remaining.renewals > 0 && delivery.lease != LeaseState::None {
-            actions.push(Renew(who));
+            actions.push(Renew(consumer_index));
             if remaining.lost_replies > 0 {
-                actions.push(DelayRenewal(who));
+                actions.push(DelayRenewal(consumer_index));
             }
         }
         if remaining.redeliveries > 0 && delivery.receipt == ModelReceipt::Valid {
-            actions.push(Redeliver(who));
+            actions.push(Redeliver(consumer_index));
         }
         if remaining.crashes > 0 {
-            actions.push(Crash(who));
+            actions.push(Crash(consumer_index));
         }
         if remaining.drains > 0 && !delivery.driver.is_draining() {
-            actions.push(Drain(who));
+            actions.push(Drain(consumer_index));
         }
         if remaining.withdrawn_grants > 0 && matches!(delivery.driver.stage(), Stage::Ready(_)) {
-            actions.push(WithdrawGrant(who));
+            actions.push(WithdrawGrant(consumer_index));
         }
         if delivery.driver.is_draining() {
             // A handler that is dropped is an unknown outcome.
             if remaining.unknown_outcomes > 0 || delivery.run.is_none() {
-                actions.push(DrainOver(who));
+                actions.push(DrainOver(consumer_index));
             }
-            actions.push(StopNow(who));
+            actions.push(StopNow(consumer_index));
         }
     }
 
     fn actions_of_run(
         &self,
         state: &SystemState,
-        who: usize,
+        consumer_index: usize,
         delivery: &ModelDelivery,
         actions: &mut Vec<ModelAction>,
     ) {
@@ -132,32 +141,39 @@ impl SystemModel {
             Stage::Running(..) | Stage::Ungated(_) => {
                 match delivery.run {
                     Some(EffectState::Pending) if state.is_accepted(delivery.attempt()) => {
-                        actions.push(EffectHappens(who));
+                        actions.push(EffectHappens(consumer_index));
                         if remaining.failures > 0 {
                             actions.extend([
-                                Return(who, Outcome::Retry),
-                                Return(who, Outcome::Reject),
+                                Return(consumer_index, Outcome::Retry),
+                                Return(consumer_index, Outcome::Reject),
                             ]);
                         }
                     }
-                    Some(EffectState::Pending) => actions.push(Return(who, Outcome::Retry)), // refused by the provider
-                    Some(EffectState::Happened) => actions.push(Return(who, Outcome::Done)),
+                    Some(EffectState::Pending) => {
+                        actions.push(Return(consumer_index, Outcome::Retry))
+                    } // refused by the provider
+                    Some(EffectState::Happened) => {
+                        actions.push(Return(consumer_index, Outcome::Done))
+                    }
                     None => {}
                 }
                 if remaining.unknown_outcomes > 0 && delivery.run.is_some() {
-                    actions.push(Return(who, Outcome::Unknown(DoubtCause::Panicked)));
+                    actions.push(Return(
+                        consumer_index,
+                        Outcome::Unknown(DoubtCause::Panicked),
+                    ));
                 }
             }
             Stage::Reconciling(..) => {
-                // `reconcile` reads the number of effects, or fails to find out (`Wake`).
+                // `reconcile` reads the number of effects, or fails (`Wake`).
                 actions.push(if state.effects() > 0 {
-                    ReconcileHappened(who)
+                    ReconcileHappened(consumer_index)
                 } else {
-                    ReconcileDidNotHappen(who)
+                    ReconcileDidNotHappen(consumer_index)
                 });
-                actions.push(Wake(who));
+                actions.push(Wake(consumer_index));
             }
-            _ if delivery.command.is_none() => actions.push(Wake(who)),
+            _ if delivery.command.is_none() => actions.push(Wake(consumer_index)),
             _ => {}
         }
     }
@@ -166,7 +182,7 @@ impl SystemModel {
         use ModelAction::*;
         let remaining = &state.remaining;
         if remaining.expiries > 0
-            && !state.over
+            && !state.lease_expired
             && matches!(state.marker, Marker::InProgress(_) | Marker::InDoubt(..))
         {
             actions.push(ExpireLease);
@@ -183,11 +199,11 @@ impl SystemModel {
         if remaining.lost_claims > 0 && matches!(state.marker, Marker::InProgress(_)) {
             actions.push(LoseClaim);
         }
-        actions.extend((0..state.late.len()).map(ApplyDelayed));
-        for (place, (attempt, _)) in state.provider.orphans.iter().enumerate() {
-            actions.push(LoseOrphan(place));
+        actions.extend((0..state.delayed_commands.len()).map(ApplyDelayed));
+        for (index, (attempt, _)) in state.provider.orphans.iter().enumerate() {
+            actions.push(LoseOrphan(index));
             if state.is_accepted(*attempt) {
-                actions.push(OrphanEffectHappens(place));
+                actions.push(OrphanEffectHappens(index));
             }
         }
     }
@@ -196,8 +212,8 @@ impl SystemModel {
         use ModelAction::*;
         match state.operator {
             Operator::Idle if state.remaining.operator_actions > 0 => {
-                let actionable = |place: &usize| {
-                    self.operator_decision(state, state.dead_letters[*place])
+                let actionable = |index: &usize| {
+                    self.operator_decision(state, state.dead_letters[*index])
                         .is_some()
                 };
                 actions.extend(
@@ -226,10 +242,10 @@ impl SystemModel {
     /// Executes an action; `None` if it is not possible.
     fn act(&self, state: &mut SystemState, action: ModelAction) -> Option<()> {
         match action {
-            ModelAction::Deliver(who, message) => {
-                let place = state.queue.iter().position(|it| *it == message)?;
-                state.queue.remove(place);
-                self.deliver(state, who, message);
+            ModelAction::Deliver(consumer_index, message) => {
+                let index = state.queue.iter().position(|it| *it == message)?;
+                state.queue.remove(index);
+                self.deliver(state, consumer_index, message);
             }
             ModelAction::PublishAgain => {
                 state.remaining.redeliveries -= 1;
@@ -240,48 +256,55 @@ impl SystemModel {
             }
             ModelAction::PublishOtherBody => {
                 state.remaining.other_bodies -= 1;
-                state.seen.other_body = true;
+                state.observations.other_body = true;
                 state.queue.push(BrokerMessage {
                     body: 1,
                     failures: 0,
                 });
             }
-            ModelAction::Redeliver(who) => {
+            ModelAction::Redeliver(consumer_index) => {
                 state.remaining.redeliveries -= 1;
-                let delivery = state.consumers[who].delivery.as_mut()?;
+                let delivery = state.consumers[consumer_index].delivery.as_mut()?;
                 delivery.receipt = ModelReceipt::Stale;
                 state.queue.push(delivery.message);
             }
-            ModelAction::Apply(who) => {
-                let Some(CommandState::Sent(ask)) = state.consumers[who].delivery.as_ref()?.command
+            ModelAction::Apply(consumer_index) => {
+                let Some(CommandState::Sent(ask)) =
+                    state.consumers[consumer_index].delivery.as_ref()?.command
                 else {
                     return None;
                 };
-                let verdict = self.store(state, self.sent(state, who, ask)?);
-                state.consumers[who].delivery.as_mut()?.command =
+                let verdict = self.store(state, self.sent(state, consumer_index, ask)?);
+                state.consumers[consumer_index].delivery.as_mut()?.command =
                     Some(CommandState::Replied(ask, verdict, LeaseState::Valid));
             }
-            ModelAction::ApplyDelayed(place) => {
-                let sent = state.late.remove(place);
+            ModelAction::ApplyDelayed(index) => {
+                let sent = state.delayed_commands.remove(index);
                 let verdict = self.store(state, sent);
                 if let (Ask::SendBack { .. }, Verdict::Kept) = (sent.ask, verdict) {
                     state.record_release();
                 }
             }
-            ModelAction::ReceiveReply(who) => self.answer(state, who)?,
-            ModelAction::LoseCommand(who)
-            | ModelAction::DelayCommand(who)
-            | ModelAction::LoseReply(who) => {
-                state.remaining.lost_replies -= 1;
-                let command = state.consumers[who].delivery.as_mut()?.command.take()?;
-                if let (ModelAction::DelayCommand(_), CommandState::Sent(ask)) = (action, command) {
-                    let sent = self.sent(state, who, ask)?;
-                    state.late.push(sent);
-                }
-                self.handle_event(state, who, Event::Unavailable);
+            ModelAction::ReceiveReply(consumer_index) => {
+                self.receive_reply(state, consumer_index)?
             }
-            ModelAction::Wake(who) => {
-                let delivery = state.consumers[who].delivery.as_ref()?;
+            ModelAction::LoseCommand(consumer_index)
+            | ModelAction::DelayCommand(consumer_index)
+            | ModelAction::LoseReply(consumer_index) => {
+                state.remaining.lost_replies -= 1;
+                let command = state.consumers[consumer_index]
+                    .delivery
+                    .as_mut()?
+                    .command
+                    .take()?;
+                if let (ModelAction::DelayCommand(_), CommandState::Sent(ask)) = (action, command) {
+                    let sent = self.sent(state, consumer_index, ask)?;
+                    state.delayed_commands.push(sent);
+                }
+                self.handle_event(state, consumer_index, Event::Unavailable);
+            }
+            ModelAction::Wake(consumer_index) => {
+                let delivery = state.consumers[consumer_index].delivery.as_ref()?;
                 let event = match delivery.driver.stage() {
                     Stage::Reconciling(..) => Event::Found(None),
                     Stage::New(_) if delivery.driver.is_draining() => Event::Drain,
@@ -293,29 +316,33 @@ impl SystemModel {
                     }
                     _ => Event::Woke,
                 };
-                self.handle_event(state, who, event);
+                self.handle_event(state, consumer_index, event);
             }
-            ModelAction::EffectHappens(who) => {
-                let delivery = state.consumers[who].delivery.as_mut()?;
+            ModelAction::EffectHappens(consumer_index) => {
+                let delivery = state.consumers[consumer_index].delivery.as_mut()?;
                 delivery.run = Some(EffectState::Happened);
                 let body = delivery.message.body;
-                state.happened(body);
+                state.count_effect(body);
             }
-            ModelAction::OrphanEffectHappens(place) => {
-                let (_, body) = state.provider.orphans.remove(place);
-                state.happened(body);
+            ModelAction::OrphanEffectHappens(index) => {
+                let (_, body) = state.provider.orphans.remove(index);
+                state.count_effect(body);
             }
-            ModelAction::LoseOrphan(place) => {
-                state.provider.orphans.remove(place);
+            ModelAction::LoseOrphan(index) => {
+                state.provider.orphans.remove(index);
             }
-            ModelAction::Return(who, outcome) => self.handler_returned(state, who, outcome)?,
-            ModelAction::ReconcileHappened(who) => self.reconciled(state, who, Finding::Happened),
-            ModelAction::ReconcileDidNotHappen(who) => {
-                self.reconciled(state, who, Finding::DidNotHappen)
+            ModelAction::Return(consumer_index, outcome) => {
+                self.handler_returned(state, consumer_index, outcome)?
+            }
+            ModelAction::ReconcileHappened(consumer_index) => {
+                self.reconciled(state, consumer_index, Finding::Happened)
+            }
+            ModelAction::ReconcileDidNotHappen(consumer_index) => {
+                self.reconciled(state, consumer_index, Finding::DidNotHappen)
             }
             ModelAction::ExpireLease => {
                 state.remaining.expiries -= 1;
-                state.over = true;
+                state.lease_expired = true;
                 let (Marker::InProgress(hold) | Marker::InDoubt(hold, _)) = state.marker else {
                     return None;
                 };
@@ -327,63 +354,75 @@ impl SystemModel {
                     .filter(|it| it.driver.token == hold.token)
                     .for_each(expire_lease);
             }
-            ModelAction::SuspectLease(who) => {
+            ModelAction::SuspectLease(consumer_index) => {
                 state.remaining.expiries -= 1;
-                expire_lease(state.consumers[who].delivery.as_mut()?);
+                expire_lease(state.consumers[consumer_index].delivery.as_mut()?);
             }
-            ModelAction::NoticeExpiry(who) => self.handle_event(state, who, Event::LeaseOver),
-            ModelAction::Renew(who) => {
+            ModelAction::NoticeExpiry(consumer_index) => {
+                self.handle_event(state, consumer_index, Event::LeaseOver)
+            }
+            ModelAction::Renew(consumer_index) => {
                 state.remaining.renewals -= 1;
-                let verdict = self.store(state, self.sent(state, who, Ask::Renew)?);
-                let delivery = state.consumers[who].delivery.as_mut()?;
+                let verdict = self.store(state, self.sent(state, consumer_index, Ask::Renew)?);
+                let delivery = state.consumers[consumer_index].delivery.as_mut()?;
                 delivery.lease = if verdict == Verdict::Kept {
                     LeaseState::Valid
                 } else {
                     LeaseState::Expired
                 };
             }
-            ModelAction::DelayRenewal(who) => {
+            ModelAction::DelayRenewal(consumer_index) => {
                 (state.remaining.renewals, state.remaining.lost_replies) = (
                     state.remaining.renewals - 1,
                     state.remaining.lost_replies - 1,
                 );
-                let sent = self.sent(state, who, Ask::Renew)?;
-                state.late.push(sent);
+                let sent = self.sent(state, consumer_index, Ask::Renew)?;
+                state.delayed_commands.push(sent);
             }
-            ModelAction::Crash(who) => {
+            ModelAction::Crash(consumer_index) => {
                 state.remaining.crashes -= 1;
-                self.crash(state, who);
+                self.crash(state, consumer_index);
             }
-            ModelAction::Drain(who) => {
+            ModelAction::Drain(consumer_index) => {
                 state.remaining.drains -= 1;
-                state.consumers[who].delivery.as_mut()?.driver.begin_drain();
-                self.handle_event(state, who, Event::Drain);
+                state.consumers[consumer_index]
+                    .delivery
+                    .as_mut()?
+                    .driver
+                    .begin_drain();
+                self.handle_event(state, consumer_index, Event::Drain);
             }
-            ModelAction::WithdrawGrant(who) => {
+            ModelAction::WithdrawGrant(consumer_index) => {
                 state.remaining.withdrawn_grants -= 1;
-                self.handle_event(state, who, Event::OthersRunApart);
+                self.handle_event(state, consumer_index, Event::OthersRunApart);
             }
-            ModelAction::DrainOver(who) => {
-                let runs = state.consumers[who].delivery.as_ref()?.run.is_some();
+            ModelAction::DrainOver(consumer_index) => {
+                let runs = state.consumers[consumer_index]
+                    .delivery
+                    .as_ref()?
+                    .run
+                    .is_some();
                 state.remaining.unknown_outcomes -= u8::from(runs);
-                self.handle_event(state, who, Event::DrainOver);
+                self.handle_event(state, consumer_index, Event::DrainOver);
             }
-            ModelAction::StopNow(who) => {
-                state.seen.stopped_now |= self.checks_orphaned_claims();
-                self.handle_event(state, who, Event::StopNow);
+            ModelAction::StopNow(consumer_index) => {
+                state.observations.stopped_now |= self.checks_orphaned_claims();
+                self.handle_event(state, consumer_index, Event::StopNow);
             }
-            ModelAction::CompleteLate(who) => self.complete_late(state, who)?,
+            ModelAction::CompleteLate(consumer_index) => {
+                self.complete_late(state, consumer_index)?
+            }
             ModelAction::LoseMarker => {
                 state.remaining.lost_markers -= 1;
-                (state.marker, state.over) = (Marker::Absent, false);
+                (state.marker, state.lease_expired) = (Marker::Absent, false);
             }
             ModelAction::LoseClaim => {
                 state.remaining.lost_claims -= 1;
-                (state.marker, state.over) = (before_claim(&state.marker)?, false);
+                (state.marker, state.lease_expired) = (before_claim(&state.marker)?, false);
             }
-            ModelAction::OperatorDecides(place) => {
+            ModelAction::OperatorDecides(index) => {
                 let (operator, voids) =
-                    self.operator_decision(state, *state.dead_letters.get(place)?)?;
+                    self.operator_decision(state, *state.dead_letters.get(index)?)?;
                 state.remaining.operator_actions -= 1;
                 state.operator = operator;
                 if let Some(attempt) = voids {
@@ -398,7 +437,7 @@ impl SystemModel {
                     self.operator_request(state, dead_letter, sent, then);
                 } else {
                     state.remaining.lost_replies -= 1;
-                    state.late.push(sent);
+                    state.delayed_commands.push(sent);
                     state.operator = Operator::Idle;
                 }
             }
@@ -423,54 +462,55 @@ impl SystemModel {
         Some(())
     }
 
-    fn answer(&self, state: &mut SystemState, who: usize) -> Option<()> {
-        let delivery = state.consumers[who].delivery.as_mut()?;
+    fn receive_reply(&self, state: &mut SystemState, consumer_index: usize) -> Option<()> {
+        let delivery = state.consumers[consumer_index].delivery.as_mut()?;
         let Some(CommandState::Replied(_, verdict, lease)) = delivery.command.take() else {
             return None;
         };
         if let Verdict::Granted(_) | Verdict::InDoubt(_) = verdict {
-            delivery.lease = if self.setup.guarantees[who] == Guarantee::Bare {
+            delivery.lease = if self.setup.guarantees[consumer_index] == Guarantee::Bare {
                 LeaseState::None
             } else {
                 lease
             };
         }
-        self.handle_event(state, who, Event::Answer(verdict));
+        self.handle_event(state, consumer_index, Event::Answer(verdict));
         Some(())
     }
 
     fn handler_returned(
         &self,
         state: &mut SystemState,
-        who: usize,
+        consumer_index: usize,
         outcome: Outcome,
     ) -> Option<()> {
-        let refused = !state.is_accepted(state.consumers[who].delivery.as_ref()?.attempt());
+        let refused =
+            !state.is_accepted(state.consumers[consumer_index].delivery.as_ref()?.attempt());
         match outcome {
             Outcome::Retry | Outcome::Reject if !refused => state.remaining.failures -= 1,
             Outcome::Unknown(_) => state.remaining.unknown_outcomes -= 1,
             _ => {}
         }
-        let delivery = state.consumers[who].delivery.as_mut()?;
+        let delivery = state.consumers[consumer_index].delivery.as_mut()?;
         if let Outcome::Retry | Outcome::Reject = outcome {
             delivery.run = None; // the handler reported that nothing happened, which is true
         }
-        self.handle_event(state, who, Event::Returned(outcome));
+        self.handle_event(state, consumer_index, Event::Returned(outcome));
         Some(())
     }
 
     /// Claims an id that was handled without the gate; the second call completes it.
-    fn complete_late(&self, state: &mut SystemState, who: usize) -> Option<()> {
-        let (token, granted) = state.consumers[who].late_completion?;
+    fn complete_late(&self, state: &mut SystemState, consumer_index: usize) -> Option<()> {
+        let (token, granted) = state.consumers[consumer_index].late_completion?;
         let (ask, attempt) = granted.map_or((Ask::Claim, 0), |attempt| (Ask::Complete, attempt));
         let sent = SentCommand {
             ask,
-            guarantee: self.setup.guarantees[who],
+            guarantee: self.setup.guarantees[consumer_index],
             body: 0,
             token,
             attempt,
         };
-        state.consumers[who].late_completion = match self.store(state, sent) {
+        state.consumers[consumer_index].late_completion = match self.store(state, sent) {
             Verdict::Granted(attempts) | Verdict::InDoubt(attempts) => {
                 Some((token, Some(attempts.number)))
             }

@@ -120,7 +120,7 @@ fn fault_budget(setup: &Setup) -> String {
             "; tool effectively once"
         };
     }
-    if setup.keeps == OnRelease::KeepPlace {
+    if setup.on_release == OnRelease::KeepPlace {
         text += "; in order";
     }
     if setup.outage == Outage::PassThrough {

@@ -21,12 +21,12 @@ pub enum Depth {
 
 const NONE: Budget = Budget::NONE;
 
-/// The lines, in the order in which they are printed.
+/// The lines, in the order of the output.
 pub fn lines(depth: Depth) -> Vec<Line> {
     let mut lines = bare_lines();
     lines.extend(lines_of_each_guarantee(depth));
     lines.extend(mixed_lines(depth));
-    lines.extend(with_operator());
+    lines.extend(operator_lines());
     lines.extend(lossy_store_lines());
     lines
 }
@@ -155,7 +155,7 @@ fn lines_of_each_guarantee(depth: Depth) -> Vec<Line> {
             ..NONE
         };
         lines.push(Line::holds(Setup {
-            keeps: OnRelease::KeepPlace,
+            on_release: OnRelease::KeepPlace,
             ..setup(in_order)
         }));
         if depth == Depth::Deep {
@@ -196,7 +196,7 @@ fn mixed_lines(depth: Depth) -> Vec<Line> {
     let chosen = TOGETHER
         .into_iter()
         .enumerate()
-        .filter(|(place, _)| place % 2 == 0 || depth == Depth::Deep);
+        .filter(|(index, _)| index % 2 == 0 || depth == Depth::Deep);
     let mut lines: Vec<Line> = chosen
         .map(|(_, budget)| Line::holds(Setup::of([AtMostOnce, EffectivelyOnce], budget)))
         .collect();
@@ -213,9 +213,9 @@ fn mixed_lines(depth: Depth) -> Vec<Line> {
     lines
 }
 
-/// The operator forgets, sends back and resolves, at any moment.
-fn with_operator() -> Vec<Line> {
-    let two = |guarantees, budget| {
+/// The operator redrives dead letters, resolves in-doubt messages and frees completed ids.
+fn operator_lines() -> Vec<Line> {
+    let two_attempts = |guarantees, budget| {
         Line::holds(Setup {
             attempts: 2,
             ..Setup::of(guarantees, budget)
@@ -223,7 +223,7 @@ fn with_operator() -> Vec<Line> {
     };
     let mut lines = Vec::new();
     // A dead letter whose marker was still in progress when it was rejected.
-    let lapsed = Budget {
+    let expired_at_rejection = Budget {
         operator_actions: 1,
         failures: 2,
         expiries: 2,
@@ -235,7 +235,7 @@ fn with_operator() -> Vec<Line> {
         [EffectivelyOnce; 2],
         [AtMostOnce, EffectivelyOnce],
     ] {
-        lines.push(two(
+        lines.push(two_attempts(
             guarantees,
             Budget {
                 operator_actions: 2,
@@ -244,7 +244,7 @@ fn with_operator() -> Vec<Line> {
                 ..NONE
             },
         ));
-        lines.push(two(
+        lines.push(two_attempts(
             guarantees,
             Budget {
                 operator_actions: 1,
@@ -254,7 +254,7 @@ fn with_operator() -> Vec<Line> {
                 ..NONE
             },
         ));
-        lines.push(two(
+        lines.push(two_attempts(
             guarantees,
             Budget {
                 operator_actions: 1,
@@ -265,8 +265,8 @@ fn with_operator() -> Vec<Line> {
                 ..NONE
             },
         ));
-        lines.push(two(guarantees, lapsed));
-        lines.push(two(
+        lines.push(two_attempts(guarantees, expired_at_rejection));
+        lines.push(two_attempts(
             guarantees,
             Budget {
                 operator_actions: 1,
@@ -290,7 +290,7 @@ fn with_operator() -> Vec<Line> {
             attempts: 1,
             ..Setup::of([guarantee; 2], crashes)
         }));
-        lines.push(two(
+        lines.push(two_attempts(
             [guarantee; 2],
             Budget {
                 operator_actions: 1,
@@ -301,7 +301,7 @@ fn with_operator() -> Vec<Line> {
                 ..NONE
             },
         ));
-        lines.push(two(
+        lines.push(two_attempts(
             [guarantee; 2],
             Budget {
                 operator_actions: 1,
@@ -314,8 +314,11 @@ fn with_operator() -> Vec<Line> {
         ));
     }
     // The guarantee of the operator's tool makes a difference only here.
-    lines.push(two([EffectivelyOnce, AtMostOnce], lapsed));
-    lines.push(two(
+    lines.push(two_attempts(
+        [EffectivelyOnce, AtMostOnce],
+        expired_at_rejection,
+    ));
+    lines.push(two_attempts(
         [EffectivelyOnce, AtMostOnce],
         Budget {
             operator_actions: 1,

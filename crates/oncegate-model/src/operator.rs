@@ -13,7 +13,7 @@ use crate::state::{
 use crate::system::SystemModel;
 
 impl SystemModel {
-    /// The operator's decision about a dead letter, by the marker; `None` if nothing is done. The
+    /// The operator's decision about a dead letter, by the marker; `None` if the command refuses. The
     /// second value is the attempt up to which the provider must refuse requests, because the
     /// operator states that nothing happened.
     pub(crate) fn operator_decision(
@@ -23,7 +23,7 @@ impl SystemModel {
     ) -> Option<(Operator, Option<u32>)> {
         // The operator's tool has the configuration of the first consumer.
         let guarantee = self.setup.guarantees[0];
-        let seen = state.marker;
+        let marker = state.marker;
         let sent = |ask, attempt| SentCommand {
             ask,
             guarantee,
@@ -34,13 +34,19 @@ impl SystemModel {
         let send_back = |effect| {
             Operator::Decided(
                 dead_letter,
-                sent(Ask::SendBack { seen, effect }, dead_letter.fence),
+                sent(
+                    Ask::SendBack {
+                        seen: marker,
+                        effect,
+                    },
+                    dead_letter.fence,
+                ),
                 NextStep::Publish,
             )
         };
-        match (dead_letter.destination, seen) {
+        match (dead_letter.destination, marker) {
             (ModelDestination::DeadLetters, Marker::Done(_) | Marker::InDoubt(..)) => None,
-            (ModelDestination::DeadLetters, Marker::InProgress(_)) if !state.over => None,
+            (ModelDestination::DeadLetters, Marker::InProgress(_)) if !state.lease_expired => None,
             // The next claim finds it in doubt.
             (ModelDestination::DeadLetters, Marker::InProgress(hold))
                 if [hold.guarantee, guarantee].contains(&Guarantee::AtMostOnce) =>
@@ -55,7 +61,9 @@ impl SystemModel {
             }
             (ModelDestination::DeadLetters, _) => Some((send_back(Effect::Unknown), None)),
 
-            (ModelDestination::InDoubt, Marker::InDoubt(_, Doubt::Reconciling)) if !state.over => {
+            (ModelDestination::InDoubt, Marker::InDoubt(_, Doubt::Reconciling))
+                if !state.lease_expired =>
+            {
                 None
             }
             (ModelDestination::InDoubt, Marker::InProgress(_) | Marker::Rejected { .. }) => None,
@@ -98,14 +106,17 @@ impl SystemModel {
     pub(crate) fn may_forget(&self, state: &SystemState) -> bool {
         let completing = |stage| matches!(stage, Stage::Completing(_));
         matches!(state.marker, Marker::Done(_))
-            && !state.seen.other_body
+            && !state.observations.other_body
             && state.provider.orphans.is_empty()
             && !state
                 .consumers
                 .iter()
                 .filter_map(|it| it.delivery.as_ref())
                 .any(|it| it.run.is_some() || completing(it.driver.stage()))
-            && !state.late.iter().any(|sent| sent.ask == Ask::Complete)
+            && !state
+                .delayed_commands
+                .iter()
+                .any(|sent| sent.ask == Ask::Complete)
     }
 
     /// Applies the operator's request, which the store refuses if the marker has changed since.
@@ -131,16 +142,16 @@ impl SystemModel {
 
     /// The operator allows a completed id to run again, and its producer publishes it again.
     pub(crate) fn operator_forgets(&self, state: &mut SystemState) {
-        let (seen, guarantee) = (state.marker, self.setup.guarantees[0]);
-        // Above every attempt that the audit records name.
-        let attempt = state.seen.highest_attempt / UNKNOWN_ATTEMPT * UNKNOWN_ATTEMPT;
+        let (marker, guarantee) = (state.marker, self.setup.guarantees[0]);
+        // Higher than every attempt in the audit records, so that no old request reuses one.
+        let attempt = state.observations.highest_attempt / UNKNOWN_ATTEMPT * UNKNOWN_ATTEMPT;
         let attempt = if attempt == 0 {
             0
         } else {
             attempt + UNKNOWN_ATTEMPT
         };
         let sent = SentCommand {
-            ask: Ask::Forget { seen },
+            ask: Ask::Forget { seen: marker },
             guarantee,
             body: 0,
             token: Token(0),
@@ -149,7 +160,7 @@ impl SystemModel {
         if self.store(state, sent) == Verdict::Kept {
             state.record_release();
             // Earlier effects do not count against the next run.
-            (state.provider.effects, state.seen.done) = ([0, 0], false);
+            (state.provider.effects, state.observations.done) = ([0, 0], false);
             state.queue.push(BrokerMessage {
                 body: 0,
                 failures: 0,
@@ -162,17 +173,22 @@ impl SystemState {
     /// Records that the operator freed the id: later attempts must be higher than all earlier ones,
     /// and the whole budget of attempts is available again.
     pub(crate) fn record_release(&mut self) {
-        self.seen.highest_at_release = self.seen.highest_attempt;
-        self.seen.freed_as_known = matches!(
+        self.observations.highest_at_release = self.observations.highest_attempt;
+        self.observations.freed_as_known = matches!(
             self.marker,
             Marker::Cleared {
                 effect: Effect::Nothing,
                 ..
             }
         );
-        self.seen.crashes = 0;
-        (self.seen.spent_before_release, self.seen.awaits_run) =
-            (self.seen.grants - self.seen.unspent_grants, true);
+        self.observations.crashes = 0;
+        (
+            self.observations.spent_before_release,
+            self.observations.awaits_run,
+        ) = (
+            self.observations.grants - self.observations.unspent_grants,
+            true,
+        );
     }
 
     /// Publishes a copy of a dead letter.
@@ -186,8 +202,8 @@ impl SystemState {
 
     /// Removes a dead letter.
     pub(crate) fn remove_dead_letter(&mut self, dead_letter: ModelDeadLetter) {
-        if let Some(place) = self.dead_letters.iter().position(|it| *it == dead_letter) {
-            self.dead_letters.remove(place);
+        if let Some(index) = self.dead_letters.iter().position(|it| *it == dead_letter) {
+            self.dead_letters.remove(index);
         }
         self.operator = Operator::Idle;
     }

@@ -6,33 +6,31 @@ use stateright::{Model, Property};
 use crate::state::SystemState;
 use crate::system::SystemModel;
 
-pub(crate) const LOST: &str = "lost: no effect, no dead letter, nothing left to deliver";
+pub(crate) const LOST: &str = "lost: no effect, no dead letter, and no message to deliver";
 pub(crate) const STUCK: &str = "stuck: a delivery waits for an event that cannot occur";
 pub(crate) const DOUBLED: &str = "doubled: two effects";
 pub(crate) const UNSAFE_START: &str =
-    "started on a guess: an earlier run had, or may still have, an effect";
+    "started with a possible effect: an earlier run had, or may still have, an effect";
 pub(crate) const AFTER_DONE: &str = "started after it was done";
 pub(crate) const FENCE_DECREASED: &str =
     "fence: started with an attempt that was voided, or used before an operator freed the id";
-pub(crate) const BEFORE_LATE: &str =
-    "before late: started before the store was asked to complete a copy handled without the gate";
+pub(crate) const BEFORE_LATE_COMPLETION: &str = "before late completion: started before the store was asked to complete a copy handled without the gate";
 pub(crate) const CONCURRENT_HANDLERS: &str =
     "two handlers at once, each with a lease that it believes to be valid";
-pub(crate) const WAITS: &str =
-    "waits without a holder: busy with the remaining time of a lease that has ended";
-pub(crate) const DOUBT_KEPT: &str =
-    "doubt kept: in the in-doubt queue, but its marker says that a consumer reconciles it";
+pub(crate) const BUSY_AFTER_EXPIRY: &str =
+    "busy after expiry: a claim is answered with the remaining time of a lease that has ended";
+pub(crate) const STALE_RECONCILIATION: &str = "stale reconciliation: in the in-doubt queue, but the marker says that a consumer reconciles it";
 pub(crate) const NOT_RUN: &str =
     "not run: a message that an operator sent back is rejected or in doubt again without a run";
-pub(crate) const SPENT: &str =
+pub(crate) const SPENT_TOO_SOON: &str =
     "spent too soon: rejected for spent attempts that were never granted";
-pub(crate) const LEFT_BEHIND: &str = "left behind: a claim without a holder, although nothing crashed; the next claim counts a crash";
+pub(crate) const ORPHANED_CLAIM: &str = "orphaned claim: a claim without a holder, although nothing crashed; the next claim counts a crash";
 
 /// The properties of a model.
 pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
     let mut properties = vec![
         Property::always(LOST, |_, state: &SystemState| {
-            let bodies = if state.seen.other_body { 2 } else { 1 };
+            let bodies = if state.observations.other_body { 2 } else { 1 };
             let has = |body: usize| {
                 state.provider.effects[body] > 0
                     || state
@@ -57,43 +55,48 @@ pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
     }
     if model.has_guarantee(Guarantee::AtMostOnce) {
         properties.push(Property::always(UNSAFE_START, |_, state: &SystemState| {
-            !state.seen.start_with_possible_effect
+            !state.observations.start_with_possible_effect
         }));
     }
     if !model.has_guarantee(Guarantee::Bare) {
         properties.push(Property::always(
             FENCE_DECREASED,
-            |_, state: &SystemState| !state.seen.start_below_the_fence,
+            |_, state: &SystemState| !state.observations.start_below_fence,
         ));
-        properties.push(Property::always(BEFORE_LATE, |_, state: &SystemState| {
-            !state.seen.start_before_late
-        }));
+        properties.push(Property::always(
+            BEFORE_LATE_COMPLETION,
+            |_, state: &SystemState| !state.observations.start_before_late_completion,
+        ));
         if !passes_through {
             properties.push(Property::always(AFTER_DONE, |_, state: &SystemState| {
-                !state.seen.start_after_done
+                !state.observations.start_after_done
             }));
             properties.push(Property::always(
                 CONCURRENT_HANDLERS,
-                |_, state: &SystemState| !state.seen.two_at_once,
+                |_, state: &SystemState| !state.observations.concurrent_handlers,
             ));
         }
-        properties.push(Property::always(WAITS, |_, state: &SystemState| {
-            !state.seen.busy_after_expiry
-        }));
-        properties.push(Property::always(DOUBT_KEPT, |_, state: &SystemState| {
-            !state.seen.doubt_kept
-        }));
+        properties.push(Property::always(
+            BUSY_AFTER_EXPIRY,
+            |_, state: &SystemState| !state.observations.busy_after_expiry,
+        ));
+        properties.push(Property::always(
+            STALE_RECONCILIATION,
+            |_, state: &SystemState| !state.observations.stale_reconciling_marker,
+        ));
         properties.push(Property::always(NOT_RUN, |_, state: &SystemState| {
-            !state.seen.not_run
+            !state.observations.sent_back_not_run
         }));
-        properties.push(Property::always(SPENT, |_, state: &SystemState| {
-            !state.seen.spent_too_soon
-        }));
+        properties.push(Property::always(
+            SPENT_TOO_SOON,
+            |_, state: &SystemState| !state.observations.spent_too_soon,
+        ));
     }
     if model.checks_orphaned_claims() && !model.has_guarantee(Guarantee::Bare) {
-        properties.push(Property::always(LEFT_BEHIND, |_, state: &SystemState| {
-            state.seen.stopped_now || !state.has_orphaned_claim()
-        }));
+        properties.push(Property::always(
+            ORPHANED_CLAIM,
+            |_, state: &SystemState| state.observations.stopped_now || !state.has_orphaned_claim(),
+        ));
     }
     properties.retain(|property| property.name.starts_with(model.only));
     properties

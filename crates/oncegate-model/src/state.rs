@@ -13,7 +13,7 @@ pub struct Budget {
     pub crashes: u8,
     /// Commands to the store without a reply, whether they are applied, applied late, or lost.
     pub lost_replies: u8,
-    /// Leases that end while their holder believes that they are valid.
+    /// Leases that expire, or that their holder suspects to have expired.
     pub expiries: u8,
     /// Leases that are renewed.
     pub renewals: u8,
@@ -27,13 +27,12 @@ pub struct Budget {
     pub other_bodies: u8,
     /// Consumers that drain because of a shutdown or a revocation.
     pub drains: u8,
-    /// Grants that are withdrawn because other messages run apart. If this is not 0, a granted
+    /// Grants that are withdrawn because other messages run in isolation. If this is not 0, a granted
     /// handler waits for its slot.
     pub withdrawn_grants: u8,
     /// Markers that the store loses.
     pub lost_markers: u8,
-    /// Claims that the store loses, so that the marker is as before: a failover to a replica that
-    /// lagged.
+    /// Claims that the store loses in a failover to a lagging replica; the earlier marker returns.
     pub lost_claims: u8,
     /// Commands of the operator on a dead letter, an in-doubt message or a completed id.
     pub operator_actions: u8,
@@ -63,17 +62,17 @@ impl Budget {
 pub struct SystemState {
     pub(crate) marker: Marker,
     /// Whether the marker's lease has expired by the store's clock.
-    pub(crate) over: bool,
+    pub(crate) lease_expired: bool,
     /// The messages that wait at the broker.
     pub(crate) queue: Vec<BrokerMessage>,
     pub(crate) consumers: [ModelConsumer; 2],
-    /// Commands whose senders gave up and that may still be applied.
-    pub(crate) late: Vec<SentCommand>,
+    /// Commands whose sender no longer waits for a reply; the store may still apply them.
+    pub(crate) delayed_commands: Vec<SentCommand>,
     pub(crate) provider: Provider,
-    /// Dead letters and in-doubt messages: one of each kind, and the one that the operator handles.
+    /// At most one message for each body and destination, plus the one that the operator handles.
     pub(crate) dead_letters: Vec<ModelDeadLetter>,
     pub(crate) operator: Operator,
-    pub(crate) seen: Observations,
+    pub(crate) observations: Observations,
     pub(crate) remaining: Budget,
 }
 
@@ -82,7 +81,7 @@ pub struct SystemState {
 pub struct BrokerMessage {
     /// Two messages with the same id may have different bodies, 0 and 1.
     pub(crate) body: usize,
-    /// How many of its attempts failed.
+    /// The number of failed attempts.
     pub(crate) failures: u32,
 }
 
@@ -117,9 +116,9 @@ impl ModelDelivery {
 /// Whether the broker still accepts a settlement of the delivery.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ModelReceipt {
-    /// It does.
+    /// The broker accepts it.
     Valid,
-    /// It does not: the message was redelivered.
+    /// The broker ignores it, because the message was redelivered.
     Stale,
 }
 
@@ -133,7 +132,7 @@ pub enum CommandState {
     Replied(Ask, Verdict, LeaseState),
 }
 
-/// A command in flight whose sender does not wait for it.
+/// A command with the state of its sender when it was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct SentCommand {
     pub(crate) ask: Ask,
@@ -150,7 +149,7 @@ pub enum LeaseState {
     None,
     /// The holder believes that it is valid.
     Valid,
-    /// It may have expired.
+    /// The holder knows or suspects that it has expired.
     Expired,
 }
 
@@ -159,7 +158,7 @@ pub enum LeaseState {
 pub enum EffectState {
     /// In flight.
     Pending,
-    /// It had its effect.
+    /// The effect happened.
     Happened,
 }
 
@@ -179,11 +178,11 @@ pub struct Provider {
 pub struct ModelDeadLetter {
     pub(crate) body: usize,
     pub(crate) destination: ModelDestination,
-    /// The attempt in its headers.
+    /// The attempt in the headers of the message.
     pub(crate) fence: u32,
 }
 
-/// Where the message is.
+/// The queue that holds the message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum ModelDestination {
     /// The dead letters.
@@ -238,7 +237,7 @@ pub struct Observations {
     pub(crate) other_body: bool,
     /// The operator sent the id back, and no handler was started since.
     pub(crate) awaits_run: bool,
-    /// The operator freed the id and stated that nothing happened, and no claim was granted since.
+    /// The operator freed the id and stated that no effect happened; no claim was granted since.
     pub(crate) freed_as_known: bool,
     /// The highest attempt with which a handler was started. Counted if the operator acts.
     pub(crate) highest_attempt: u32,
@@ -260,17 +259,17 @@ pub struct Observations {
     pub(crate) start_with_possible_effect: bool,
     /// A handler started with a voided attempt, or with one that was used before the operator freed
     /// the id.
-    pub(crate) start_below_the_fence: bool,
+    pub(crate) start_below_fence: bool,
     /// A handler started before the store was asked to complete a copy handled without the gate.
-    pub(crate) start_before_late: bool,
+    pub(crate) start_before_late_completion: bool,
     /// Two handlers ran at the same time, each with a lease that it believed to be valid.
-    pub(crate) two_at_once: bool,
+    pub(crate) concurrent_handlers: bool,
     /// A claim was answered with the remaining time of an expired lease.
     pub(crate) busy_after_expiry: bool,
     /// A message went to the in-doubt queue while its marker says that a consumer reconciles it.
-    pub(crate) doubt_kept: bool,
+    pub(crate) stale_reconciling_marker: bool,
     /// A message that the operator sent back was rejected or in doubt again without a run.
-    pub(crate) not_run: bool,
+    pub(crate) sent_back_not_run: bool,
     /// Attempts were spent that were never granted.
     pub(crate) spent_too_soon: bool,
     /// A consumer stopped without a reply from the store. Recorded if orphaned claims are checked.
@@ -321,26 +320,26 @@ pub enum ModelAction {
 }
 
 impl SystemState {
-    /// One message waits, and nothing has happened.
+    /// The initial state: one message in the queue.
     pub(crate) fn new(budget: Budget) -> Self {
         Self {
             marker: Marker::Absent,
-            over: false,
+            lease_expired: false,
             queue: vec![BrokerMessage {
                 body: 0,
                 failures: 0,
             }],
             consumers: Default::default(),
-            late: Vec::new(),
+            delayed_commands: Vec::new(),
             provider: Provider::default(),
             dead_letters: Vec::new(),
             operator: Operator::Idle,
-            seen: Observations::default(),
+            observations: Observations::default(),
             remaining: budget,
         }
     }
 
-    /// Whether nothing is left to deliver and nothing in flight.
+    /// Whether no message is queued and no delivery, request or command is in flight.
     pub(crate) fn is_finished(&self) -> bool {
         self.queue.is_empty()
             && self
@@ -348,7 +347,7 @@ impl SystemState {
                 .iter()
                 .all(|it| it.delivery.is_none() && it.late_completion.is_none())
             && self.provider.orphans.is_empty()
-            && self.late.is_empty()
+            && self.delayed_commands.is_empty()
             && self.operator == Operator::Idle
     }
 
@@ -369,19 +368,21 @@ impl SystemState {
     }
 
     /// The provider refuses requests with this attempt or a lower one, also those in flight.
-    pub(crate) fn void_attempts(&mut self, up_to_and_with: u32) {
-        let voided = self.provider.voided.max(up_to_and_with);
+    pub(crate) fn void_attempts(&mut self, highest: u32) {
+        let voided = self.provider.voided.max(highest);
         self.provider.voided = voided;
         self.provider
             .orphans
             .retain(|(attempt, _)| *attempt > voided);
     }
 
+    /// The number of effects of all bodies.
     pub(crate) fn effects(&self) -> u8 {
         self.provider.effects.iter().sum()
     }
 
-    pub(crate) fn happened(&mut self, body: usize) {
+    /// Counts an effect; more than 2 are not distinguished, so that the state space stays finite.
+    pub(crate) fn count_effect(&mut self, body: usize) {
         self.provider.effects[body] = (self.provider.effects[body] + 1).min(2);
     }
 
@@ -395,12 +396,12 @@ impl SystemState {
             .dead_letters
             .iter_mut()
             .enumerate()
-            .filter(|(place, _)| Some(*place) != handled)
+            .filter(|(index, _)| Some(*index) != handled)
             .map(|(_, it)| it);
         match others
             .find(|it| (it.body, it.destination) == (dead_letter.body, dead_letter.destination))
         {
-            Some(there) => there.fence = there.fence.max(dead_letter.fence),
+            Some(existing) => existing.fence = existing.fence.max(dead_letter.fence),
             None => self.dead_letters.push(dead_letter),
         }
     }
@@ -410,12 +411,12 @@ impl SystemState {
         let holder = token_of(&self.marker).unwrap_or(Token(0));
         let rank = |it: &ModelConsumer| {
             let mut hasher = DefaultHasher::new();
-            let unnamed = it.delivery.clone().map(|mut delivery| {
+            let without_token = it.delivery.clone().map(|mut delivery| {
                 let holds = delivery.driver.token == holder;
                 delivery.driver.token = Token(0);
                 (delivery, holds)
             });
-            (unnamed, it.late_completion.is_some()).hash(&mut hasher);
+            (without_token, it.late_completion.is_some()).hash(&mut hasher);
             (it.delivery.is_none(), hasher.finish())
         };
         if rank(&self.consumers[0]) > rank(&self.consumers[1]) {
@@ -423,7 +424,7 @@ impl SystemState {
         }
     }
 
-    /// Brings equal states into one form: tokens are numbered by first appearance, queues sorted.
+    /// Makes equivalent states equal: numbers tokens by first appearance and sorts queues.
     pub(crate) fn normalize(&mut self) {
         self.queue.sort_unstable();
         self.provider.orphans.sort_unstable();
@@ -433,14 +434,14 @@ impl SystemState {
             if token.0 == 0 {
                 return;
             }
-            let place = names
+            let index = names
                 .iter()
                 .position(|name| *name == token.0)
                 .unwrap_or_else(|| {
                     names.push(token.0);
                     names.len() - 1
                 });
-            token.0 = place as u128 + 1;
+            token.0 = index as u128 + 1;
         };
         rename_in_marker(&mut self.marker, &mut rename);
         for consumer in &mut self.consumers {
@@ -454,10 +455,10 @@ impl SystemState {
         if let Operator::Decided(_, sent, _) = &mut self.operator {
             rename_in_sent(sent, &mut rename);
         }
-        for sent in &mut self.late {
+        for sent in &mut self.delayed_commands {
             rename_in_sent(sent, &mut rename);
         }
-        self.late
+        self.delayed_commands
             .sort_unstable_by_key(|it| (it.token.0, it.attempt, name(&it.ask)));
     }
 
@@ -467,14 +468,14 @@ impl SystemState {
             let delivery = it.delivery.as_ref().map(|delivery| delivery.driver.token);
             [delivery, it.late_completion.map(|(token, _)| token)]
         });
-        let sent = self.late.iter().chain(match &self.operator {
+        let sent = self.delayed_commands.iter().chain(match &self.operator {
             Operator::Decided(_, sent, _) => Some(sent),
             _ => None,
         });
         let sent = sent.flat_map(|it| {
             [
                 Some(it.token),
-                seen(&it.ask).and_then(|marker| token_of(&marker)),
+                expected_marker(&it.ask).and_then(|marker| token_of(&marker)),
             ]
         });
         let all = consumers
@@ -493,7 +494,7 @@ fn token_of(marker: &Marker) -> Option<Token> {
 }
 
 /// The marker that an operator's request names.
-fn seen(ask: &Ask) -> Option<Marker> {
+fn expected_marker(ask: &Ask) -> Option<Marker> {
     match ask {
         Ask::SendBack { seen, .. } | Ask::Forget { seen } => Some(*seen),
         _ => None,
@@ -568,7 +569,7 @@ impl std::fmt::Display for Budget {
             (withdrawn_grants, "withdrawn grant", "withdrawn grants"),
             (lost_markers, "lost marker", "lost markers"),
             (lost_claims, "lost claim", "lost claims"),
-            (operator_actions, "act of a person", "acts of a person"),
+            (operator_actions, "operator command", "operator commands"),
         ];
         let parts = parts.into_iter().filter(|(count, ..)| *count > 0);
         let named: Vec<String> = parts

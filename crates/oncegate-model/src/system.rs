@@ -18,6 +18,7 @@ use crate::state::{
     ModelDelivery, ModelDestination, ModelReceipt, SentCommand, SystemState,
 };
 
+/// Any duration: the age of a marker is either 0 or twice the lease.
 const LEASE: Duration = Duration::from_secs(1);
 const WINDOW: Duration = Duration::from_secs(100);
 
@@ -33,13 +34,13 @@ pub struct Rules {
     /// The highest attempt that the provider refuses after `reconcile` or the operator states for
     /// an attempt that nothing happened.
     pub voids: fn(u32) -> u32,
-    /// What a consumer sends first when the store is available again.
-    pub first: First,
+    /// The order in which a consumer sends commands when the store is available again.
+    pub recovery_order: RecoveryOrder,
 }
 
 /// The order of commands when the store is available again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum First {
+pub enum RecoveryOrder {
     /// Completions of ids that were handled without the gate come first.
     LateCompletions,
     /// Any order.
@@ -53,7 +54,7 @@ impl Default for Rules {
             next: lifecycle::transition,
             token: |_, new| new,
             voids: |attempt| attempt,
-            first: First::LateCompletions,
+            recovery_order: RecoveryOrder::LateCompletions,
         }
     }
 }
@@ -68,7 +69,7 @@ pub struct Setup {
     /// `max_attempts` of a message.
     pub attempts: u32,
     /// Whether failed deliveries keep their position in the order.
-    pub keeps: OnRelease,
+    pub on_release: OnRelease,
     /// What consumers do while the store is unavailable.
     pub outage: Outage,
 }
@@ -80,7 +81,7 @@ impl Setup {
             guarantees,
             budget,
             attempts: 3,
-            keeps: OnRelease::ReturnToSource,
+            on_release: OnRelease::ReturnToSource,
             outage: Outage::Hold,
         }
     }
@@ -99,7 +100,6 @@ impl SystemModel {
     /// A system in which the property whose name starts with `only` is checked, or all if it is
     /// empty.
     pub fn new(setup: Setup, rules: Rules, only: &'static str) -> Self {
-        // The id is not empty.
         let id = MessageId::new("id").expect("the id is not empty");
         Self {
             setup,
@@ -109,9 +109,9 @@ impl SystemModel {
         }
     }
 
-    fn policy(&self, who: usize) -> Policy {
+    fn policy(&self, consumer_index: usize) -> Policy {
         Policy {
-            guarantee: self.setup.guarantees[who],
+            guarantee: self.setup.guarantees[consumer_index],
             attempts: self.setup.attempts,
             crashes: self.setup.attempts,
             retries: 1,
@@ -183,20 +183,21 @@ impl SystemModel {
 
     /// The store applies a command.
     pub(crate) fn store(&self, state: &mut SystemState, sent: SentCommand) -> Verdict {
-        let age = Age::Of(if state.over {
+        let age = Age::Of(if state.lease_expired {
             LEASE * 2
         } else {
             Duration::ZERO
         });
         let before = state.marker;
         let (change, verdict) = (self.rules.apply)(before, age, &self.operation(&sent));
-        state.seen.busy_after_expiry |= state.over && matches!(verdict, Verdict::Busy { .. });
+        state.observations.busy_after_expiry |=
+            state.lease_expired && matches!(verdict, Verdict::Busy { .. });
         match change {
             Change::Keep => {}
-            Change::Write(marker, _) => (state.marker, state.over) = (marker, false),
-            Change::Delete => (state.marker, state.over) = (Marker::Absent, false),
+            Change::Write(marker, _) => (state.marker, state.lease_expired) = (marker, false),
+            Change::Delete => (state.marker, state.lease_expired) = (Marker::Absent, false),
         }
-        state.seen.done |=
+        state.observations.done |=
             matches!(state.marker, Marker::Done(_)) && !self.has_guarantee(Guarantee::Bare);
         self.track_budget(state, &sent, before, verdict);
         verdict
@@ -210,8 +211,8 @@ impl SystemModel {
         before: Marker,
         verdict: Verdict,
     ) {
-        let again = matches!(before, Marker::InProgress(hold) if hold.token == sent.token);
-        let taken_over = !again
+        let same_claim = matches!(before, Marker::InProgress(hold) if hold.token == sent.token);
+        let taken_over = !same_claim
             && matches!(
                 (before, verdict),
                 (
@@ -219,10 +220,11 @@ impl SystemModel {
                     Verdict::Granted(_) | Verdict::InDoubt(_)
                 )
             );
-        let withdrawn =
-            sent.ask == Ask::Withdraw && again && !matches!(state.marker, Marker::InProgress(_));
+        let withdrawn = sent.ask == Ask::Withdraw
+            && same_claim
+            && !matches!(state.marker, Marker::InProgress(_));
         if self.counts_grants() && (taken_over || withdrawn) {
-            state.seen.unspent_grants += 1;
+            state.observations.unspent_grants += 1;
         }
         if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
             && self.setup.budget.operator_actions > 0
@@ -232,39 +234,50 @@ impl SystemModel {
                 Marker::InProgress(hold) | Marker::InDoubt(hold, _) => hold.attempts.crashes,
                 _ => 0,
             };
-            state.seen.crashes += attempts.crashes - crashes;
+            state.observations.crashes += attempts.crashes - crashes;
             // The marker still counts crashes from before it was freed.
-            state.seen.not_run |= attempts.crashes > state.seen.crashes;
+            state.observations.sent_back_not_run |= attempts.crashes > state.observations.crashes;
         }
         match verdict {
-            Verdict::Granted(attempts) if !again => {
+            Verdict::Granted(attempts) if !same_claim => {
                 // A message that the operator sends back is granted within the budget. The
                 // exception is a rejection for crashes since then, which would also happen without
                 // the operator.
-                let given_up = state.seen.crashes > self.setup.attempts;
-                state.seen.not_run |=
-                    state.seen.awaits_run && attempts.spent() > self.setup.attempts && !given_up;
-                state.seen.freed_as_known = false;
+                let rejected_for_crashes = state.observations.crashes > self.setup.attempts;
+                state.observations.sent_back_not_run |= state.observations.awaits_run
+                    && attempts.spent() > self.setup.attempts
+                    && !rejected_for_crashes;
+                state.observations.freed_as_known = false;
                 if self.counts_grants() {
-                    state.seen.grants += 1;
-                    state.seen.spent_too_soon |= attempts.spent() + state.seen.spent_before_release
-                        > state.seen.grants - state.seen.unspent_grants;
+                    state.observations.grants += 1;
+                    state.observations.spent_too_soon |= attempts.spent()
+                        + state.observations.spent_before_release
+                        > state.observations.grants - state.observations.unspent_grants;
                 }
             }
-            Verdict::InDoubt(_) => state.seen.not_run |= state.seen.freed_as_known,
-            Verdict::Rejected { .. } => state.seen.not_run |= state.seen.awaits_run,
+            Verdict::InDoubt(_) => {
+                state.observations.sent_back_not_run |= state.observations.freed_as_known
+            }
+            Verdict::Rejected { .. } => {
+                state.observations.sent_back_not_run |= state.observations.awaits_run
+            }
             _ => {}
         }
     }
 
-    pub(crate) fn sent(&self, state: &SystemState, who: usize, ask: Ask) -> Option<SentCommand> {
-        let delivery = state.consumers[who].delivery.as_ref()?;
+    pub(crate) fn sent(
+        &self,
+        state: &SystemState,
+        consumer_index: usize,
+        ask: Ask,
+    ) -> Option<SentCommand> {
+        let delivery = state.consumers[consumer_index].delivery.as_ref()?;
         let LifecycleDriver {
             token, attempts, ..
         } = delivery.driver;
         Some(SentCommand {
             ask,
-            guarantee: self.setup.guarantees[who],
+            guarantee: self.setup.guarantees[consumer_index],
             body: delivery.message.body,
             token,
             attempt: attempts.number,
@@ -272,12 +285,17 @@ impl SystemModel {
     }
 
     /// Delivers a message to a consumer.
-    pub(crate) fn deliver(&self, state: &mut SystemState, who: usize, message: BrokerMessage) {
+    pub(crate) fn deliver(
+        &self,
+        state: &mut SystemState,
+        consumer_index: usize,
+        message: BrokerMessage,
+    ) {
         let history = History {
             failures: message.failures,
             freshness: Freshness::Fresh,
         };
-        let driver = LifecycleDriver::new(history, self.setup.keeps);
+        let driver = LifecycleDriver::new(history, self.setup.on_release);
         let delivery = ModelDelivery {
             message,
             receipt: ModelReceipt::Valid,
@@ -286,40 +304,47 @@ impl SystemModel {
             lease: LeaseState::None,
             run: None,
         };
-        state.consumers[who].delivery = Some(delivery);
-        self.handle_event(state, who, Event::Arrived);
+        state.consumers[consumer_index].delivery = Some(delivery);
+        self.handle_event(state, consumer_index, Event::Arrived);
     }
 
     /// Gives an event to the delivery of a consumer and executes the commands that follow.
-    pub(crate) fn handle_event(&self, state: &mut SystemState, who: usize, event: Event) {
+    pub(crate) fn handle_event(
+        &self,
+        state: &mut SystemState,
+        consumer_index: usize,
+        event: Event,
+    ) {
         let mut next = Some(event);
         while let Some(event) = next.take() {
             let new = state.new_token();
-            let Some(delivery) = state.consumers[who].delivery.as_mut() else {
+            let Some(delivery) = state.consumers[consumer_index].delivery.as_mut() else {
                 return;
             };
             let token = |earlier| (self.rules.token)(earlier, new);
-            let command =
-                delivery
-                    .driver
-                    .handle_by(self.rules.next, event, &self.policy(who), token);
+            let command = delivery.driver.handle_by(
+                self.rules.next,
+                event,
+                &self.policy(consumer_index),
+                token,
+            );
             if !matches!(
                 delivery.driver.stage(),
                 Stage::Running(..) | Stage::Ungated(_)
             ) {
-                drop_handler(state, who);
+                drop_handler(state, consumer_index);
             }
-            next = self.carry_out(state, who, command);
+            next = self.execute(state, consumer_index, command);
         }
     }
 
-    fn carry_out(
+    fn execute(
         &self,
         state: &mut SystemState,
-        who: usize,
+        consumer_index: usize,
         command: DriverCommand,
     ) -> Option<Event> {
-        let delivery = state.consumers[who].delivery.as_mut()?;
+        let delivery = state.consumers[consumer_index].delivery.as_mut()?;
         match command {
             DriverCommand::Apply(ask) => {
                 if ask == Ask::Claim && delivery.driver.attempts.number == 0 {
@@ -341,7 +366,7 @@ impl SystemModel {
             {
                 return Some(Event::LeaseOver);
             }
-            DriverCommand::Run => self.start(state, who),
+            DriverCommand::Run => self.start(state, consumer_index),
             DriverCommand::AwaitTurn => delivery.lease = LeaseState::None,
             DriverCommand::Reconcile | DriverCommand::Wake(_) | DriverCommand::Nothing => {}
             DriverCommand::Hold { failures, .. } => {
@@ -351,14 +376,14 @@ impl SystemModel {
                     freshness: Freshness::Fresh,
                 });
             }
-            DriverCommand::Settle(settlement) => self.settle(state, who, settlement),
-            DriverCommand::Abandon => self.requeue_delivery(state, who),
+            DriverCommand::Settle(settlement) => self.settle(state, consumer_index, settlement),
+            DriverCommand::Abandon => self.requeue_delivery(state, consumer_index),
         }
         None
     }
 
-    fn settle(&self, state: &mut SystemState, who: usize, settlement: Settlement) {
-        let Some(delivery) = state.consumers[who].delivery.take() else {
+    fn settle(&self, state: &mut SystemState, consumer_index: usize, settlement: Settlement) {
+        let Some(delivery) = state.consumers[consumer_index].delivery.take() else {
             return;
         };
         let BrokerMessage { body, .. } = delivery.message;
@@ -369,7 +394,7 @@ impl SystemModel {
             }
             Settlement::Release { .. } => {}
             Settlement::Accept(proof) if proof.as_str() == "passed_without_gate" => {
-                state.consumers[who].late_completion = Some((token, None));
+                state.consumers[consumer_index].late_completion = Some((token, None));
             }
             Settlement::Accept(_) => {}
             Settlement::Reject(reason) => {
@@ -378,13 +403,15 @@ impl SystemModel {
                 } else {
                     ModelDestination::DeadLetters
                 };
-                // A claim whose sender gave up may be applied late and hold the doubt for a lease.
-                let reconciled_by_me = self.setup.budget.lost_replies == 0
+                // A delayed claim may be applied later and start to reconcile again for one lease.
+                let reconciled_by_this_delivery = self.setup.budget.lost_replies == 0
                     && matches!(state.marker, Marker::InDoubt(hold, marker::Doubt::Reconciling) if hold.token == token);
-                state.seen.doubt_kept |=
-                    destination == ModelDestination::InDoubt && reconciled_by_me;
-                let never_granted = self.counts_grants() && state.seen.grants < self.setup.attempts;
-                state.seen.spent_too_soon |= reason == Reason::AttemptsSpent && never_granted;
+                state.observations.stale_reconciling_marker |=
+                    destination == ModelDestination::InDoubt && reconciled_by_this_delivery;
+                let never_granted =
+                    self.counts_grants() && state.observations.grants < self.setup.attempts;
+                state.observations.spent_too_soon |=
+                    reason == Reason::AttemptsSpent && never_granted;
                 // Only the operator reads it.
                 let fence = if self.setup.budget.operator_actions > 0 {
                     fence
@@ -404,53 +431,55 @@ impl SystemModel {
         self.setup.budget.operator_actions > 0 || self.setup.budget.redeliveries > 0
     }
 
-    fn start(&self, state: &mut SystemState, who: usize) {
+    fn start(&self, state: &mut SystemState, consumer_index: usize) {
         let running = |it: &ModelDelivery| it.run.is_some();
         let others = || {
             state
                 .consumers
                 .iter()
                 .enumerate()
-                .filter(|(place, _)| *place != who)
+                .filter(|(index, _)| *index != consumer_index)
                 .filter_map(|(_, it)| it.delivery.as_ref())
         };
-        let two_at_once = others().any(|it| running(it) && it.lease != LeaseState::Expired);
+        let concurrent_handlers = others().any(|it| running(it) && it.lease != LeaseState::Expired);
         let may_happen = |it: &ModelDelivery| running(it) && state.is_accepted(it.attempt());
         let orphaned = state
             .provider
             .orphans
             .iter()
             .any(|(attempt, _)| state.is_accepted(*attempt));
-        let on_a_guess = state.effects() > 0 || orphaned || others().any(may_happen);
-        let at_most_once = self.setup.guarantees[who] == Guarantee::AtMostOnce;
-        let Some(delivery) = state.consumers[who].delivery.as_ref() else {
+        let effect_possible = state.effects() > 0 || orphaned || others().any(may_happen);
+        let at_most_once = self.setup.guarantees[consumer_index] == Guarantee::AtMostOnce;
+        let Some(delivery) = state.consumers[consumer_index].delivery.as_ref() else {
             return;
         };
         let (attempt, gated) = (
             delivery.attempt(),
             !matches!(delivery.driver.stage(), Stage::Ungated(_)),
         );
-        let below = !state.is_accepted(attempt) || attempt <= state.seen.highest_at_release;
+        let below_fence =
+            !state.is_accepted(attempt) || attempt <= state.observations.highest_at_release;
         if gated {
-            state.seen.start_before_late |= state.consumers[who].late_completion.is_some();
-            state.seen.start_below_the_fence |= below;
-            state.seen.two_at_once |= two_at_once;
-            state.seen.start_with_possible_effect |= on_a_guess && at_most_once;
-            state.seen.start_after_done |= state.seen.done;
+            state.observations.start_before_late_completion |=
+                state.consumers[consumer_index].late_completion.is_some();
+            state.observations.start_below_fence |= below_fence;
+            state.observations.concurrent_handlers |= concurrent_handlers;
+            state.observations.start_with_possible_effect |= effect_possible && at_most_once;
+            state.observations.start_after_done |= state.observations.done;
         }
         if self.setup.budget.operator_actions > 0 {
-            state.seen.highest_attempt = state.seen.highest_attempt.max(attempt);
+            state.observations.highest_attempt = state.observations.highest_attempt.max(attempt);
         }
-        if let Some(delivery) = state.consumers[who].delivery.as_mut() {
+        if let Some(delivery) = state.consumers[consumer_index].delivery.as_mut() {
             delivery.run = Some(EffectState::Pending);
         }
-        state.seen.awaits_run = false;
+        state.observations.awaits_run = false;
     }
 
     /// A delivery ends without settlement: the broker redelivers the message.
-    pub(crate) fn requeue_delivery(&self, state: &mut SystemState, who: usize) {
-        drop_handler(state, who);
-        if let Some(delivery) = state.consumers[who].delivery.take()
+    pub(crate) fn requeue_delivery(&self, state: &mut SystemState, consumer_index: usize) {
+        drop_handler(state, consumer_index);
+        if let Some(delivery) = state.consumers[consumer_index].delivery.take()
             && delivery.receipt == ModelReceipt::Valid
         {
             state.queue.push(delivery.message);
@@ -458,22 +487,27 @@ impl SystemModel {
     }
 
     /// A process crashes.
-    pub(crate) fn crash(&self, state: &mut SystemState, who: usize) {
-        if let Some(CommandState::Sent(ask)) = state.consumers[who]
+    pub(crate) fn crash(&self, state: &mut SystemState, consumer_index: usize) {
+        if let Some(CommandState::Sent(ask)) = state.consumers[consumer_index]
             .delivery
             .as_ref()
             .and_then(|delivery| delivery.command)
-            && let Some(sent) = self.sent(state, who, ask)
+            && let Some(sent) = self.sent(state, consumer_index, ask)
         {
-            state.late.push(sent);
+            state.delayed_commands.push(sent);
         }
-        self.requeue_delivery(state, who);
-        state.consumers[who] = ModelConsumer::default();
+        self.requeue_delivery(state, consumer_index);
+        state.consumers[consumer_index] = ModelConsumer::default();
     }
 
     /// `reconcile` returned a result.
-    pub(crate) fn reconciled(&self, state: &mut SystemState, who: usize, finding: marker::Finding) {
-        let Some(delivery) = state.consumers[who].delivery.as_ref() else {
+    pub(crate) fn reconciled(
+        &self,
+        state: &mut SystemState,
+        consumer_index: usize,
+        finding: marker::Finding,
+    ) {
+        let Some(delivery) = state.consumers[consumer_index].delivery.as_ref() else {
             return;
         };
         if finding == marker::Finding::DidNotHappen {
@@ -481,13 +515,13 @@ impl SystemModel {
             let voids = (self.rules.voids)(delivery.attempt());
             state.void_attempts(voids);
         }
-        self.handle_event(state, who, Event::Found(Some(finding)));
+        self.handle_event(state, consumer_index, Event::Found(Some(finding)));
     }
 }
 
 /// Drops the handler; its request to the provider may still have its effect.
-fn drop_handler(state: &mut SystemState, who: usize) {
-    let Some(delivery) = state.consumers[who].delivery.as_mut() else {
+fn drop_handler(state: &mut SystemState, consumer_index: usize) {
+    let Some(delivery) = state.consumers[consumer_index].delivery.as_mut() else {
         return;
     };
     let (run, attempt, body) = (

@@ -19,7 +19,7 @@ pub(crate) fn lines(path: Path<SystemState, ModelAction>) -> Vec<String> {
 }
 
 fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) -> String {
-    let command = |who: usize| match state.consumers[who]
+    let command = |index: usize| match state.consumers[index]
         .delivery
         .as_ref()
         .and_then(|it| it.command)
@@ -27,18 +27,18 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         Some(CommandState::Sent(ask) | CommandState::Replied(ask, ..)) => name(&ask),
         None => "nothing",
     };
-    let who = |who: usize| ["A", "B"][who];
+    let consumer = |index: usize| ["A", "B"][index];
     let marker = after.map_or(String::new(), |after| {
         format!(" [{}]", marker(&after.marker))
     });
     match *action {
         ModelAction::Deliver(at, message) if message.body == 0 => format!(
             "the message is delivered to {}, which asks to claim it",
-            who(at)
+            consumer(at)
         ),
         ModelAction::Deliver(at, _) => format!(
             "the message with the other body is delivered to {}, which asks to claim it",
-            who(at)
+            consumer(at)
         ),
         ModelAction::PublishAgain => "the producer publishes the message again".into(),
         ModelAction::PublishOtherBody => {
@@ -47,16 +47,20 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         ModelAction::Redeliver(at) => {
             format!(
                 "the broker delivers {}'s message again; {} can no longer settle it",
-                who(at),
-                who(at)
+                consumer(at),
+                consumer(at)
             )
         }
         ModelAction::Apply(at) => {
-            format!("the store applies {}'s {}{marker}", who(at), command(at))
+            format!(
+                "the store applies {}'s {}{marker}",
+                consumer(at),
+                command(at)
+            )
         }
-        ModelAction::ApplyDelayed(place) => format!(
-            "a {} whose sender gave up arrives{marker}",
-            name(&state.late[place].ask)
+        ModelAction::ApplyDelayed(index) => format!(
+            "the store applies a delayed {}{marker}",
+            name(&state.delayed_commands[index].ask)
         ),
         ModelAction::ReceiveReply(at) => match state.consumers[at]
             .delivery
@@ -64,73 +68,84 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
             .and_then(|it| it.command)
         {
             Some(CommandState::Replied(ask, verdict, _)) => {
-                format!("{} hears of its {}: {verdict:?}", who(at), name(&ask))
+                format!(
+                    "{} receives the reply to its {}: {verdict:?}",
+                    consumer(at),
+                    name(&ask)
+                )
             }
-            _ => format!("{} hears of its command", who(at)),
+            _ => format!("{} receives a reply", consumer(at)),
         },
-        ModelAction::LoseCommand(at) => format!("{}'s {} does not arrive", who(at), command(at)),
+        ModelAction::LoseCommand(at) => format!("{}'s {} is lost", consumer(at), command(at)),
         ModelAction::DelayCommand(at) => format!(
-            "{} gives up waiting for its {}, which is still in flight",
-            who(at),
+            "{} stops waiting for its {}, which is still in flight",
+            consumer(at),
             command(at)
         ),
-        ModelAction::LoseReply(at) => format!("the reply to {}'s {} is lost", who(at), command(at)),
-        ModelAction::Wake(at) => format!("{} resumes after a pause", who(at)),
-        ModelAction::EffectHappens(at) => format!("{}'s effect happens", who(at)),
+        ModelAction::LoseReply(at) => {
+            format!("the reply to {}'s {} is lost", consumer(at), command(at))
+        }
+        ModelAction::Wake(at) => format!("{} resumes after a pause", consumer(at)),
+        ModelAction::EffectHappens(at) => format!("{}'s effect happens", consumer(at)),
         ModelAction::OrphanEffectHappens(_) => "the effect of a dropped handler happens".into(),
         ModelAction::LoseOrphan(_) => "the request of a dropped handler is lost".into(),
-        ModelAction::Return(at, outcome) => format!("{}'s handler ends: {outcome:?}", who(at)),
-        ModelAction::ReconcileHappened(at) => format!("{} reconciles: it happened", who(at)),
+        ModelAction::Return(at, outcome) => format!("{}'s handler ends: {outcome:?}", consumer(at)),
+        ModelAction::ReconcileHappened(at) => format!("{} reconciles: it happened", consumer(at)),
         ModelAction::ReconcileDidNotHappen(at) => format!(
             "{} reconciles: it did not happen, and later requests are refused",
-            who(at)
+            consumer(at)
         ),
-        ModelAction::ExpireLease => "the lease ends".into(),
+        ModelAction::ExpireLease => "the lease expires".into(),
         ModelAction::SuspectLease(at) => {
-            format!("{} cannot know whether its lease is still valid", who(at))
+            format!(
+                "{} cannot know whether its lease is still valid",
+                consumer(at)
+            )
         }
-        ModelAction::NoticeExpiry(at) => format!("{} notices that its lease has expired", who(at)),
-        ModelAction::Renew(at) => format!("{} renews its lease{marker}", who(at)),
+        ModelAction::NoticeExpiry(at) => {
+            format!("{} notices that its lease has expired", consumer(at))
+        }
+        ModelAction::Renew(at) => format!("{} renews its lease{marker}", consumer(at)),
         ModelAction::DelayRenewal(at) => format!(
-            "{} gives up waiting for a renewal, which is still in flight",
-            who(at)
+            "{} stops waiting for a renewal, which is still in flight",
+            consumer(at)
         ),
         ModelAction::Crash(at) => format!(
-            "{} crashes; the broker hands its delivery out again",
-            who(at)
+            "{} crashes; the broker redelivers its message",
+            consumer(at)
         ),
-        ModelAction::Drain(at) => format!("{} begins to drain", who(at)),
+        ModelAction::Drain(at) => format!("{} begins to drain", consumer(at)),
         ModelAction::WithdrawGrant(at) => format!(
-            "other messages run apart, and {} withdraws its grant",
-            who(at)
+            "other messages run in isolation, and {} withdraws its grant",
+            consumer(at)
         ),
         ModelAction::DrainOver(at) => format!(
             "{}'s drain timeout expires: its handlers are dropped",
-            who(at)
+            consumer(at)
         ),
-        ModelAction::StopNow(at) => format!("{} stops without waiting any longer", who(at)),
+        ModelAction::StopNow(at) => format!("{} stops without waiting any longer", consumer(at)),
         ModelAction::CompleteLate(at) => format!(
             "{} records what it handled without the gate{marker}",
-            who(at)
+            consumer(at)
         ),
         ModelAction::LoseMarker => "the store loses the marker".into(),
         ModelAction::LoseClaim => format!("the store loses the last claim{marker}"),
-        ModelAction::OperatorDecides(place) => match after.map(|after| &after.operator) {
+        ModelAction::OperatorDecides(index) => match after.map(|after| &after.operator) {
             Some(Operator::Decided(_, sent, NextStep::Publish)) => {
                 format!(
                     "the operator {}; next: {}",
-                    reads(state, place),
+                    operator_reads(state, index),
                     name(&sent.ask)
                 )
             }
             Some(Operator::Decided(_, sent, NextStep::Remove)) => {
                 format!(
                     "the operator {}, and it happened; next: {}",
-                    reads(state, place),
+                    operator_reads(state, index),
                     name(&sent.ask)
                 )
             }
-            _ => format!("the operator {}", reads(state, place)),
+            _ => format!("the operator {}", operator_reads(state, index)),
         },
         ModelAction::OperatorRequests => {
             format!("the store applies the operator's request if the marker is unchanged{marker}")
@@ -149,8 +164,8 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
     }
 }
 
-fn reads(state: &SystemState, place: usize) -> &'static str {
-    match state.dead_letters[place].destination {
+fn operator_reads(state: &SystemState, index: usize) -> &'static str {
+    match state.dead_letters[index].destination {
         ModelDestination::DeadLetters => "reads the dead letter and the marker",
         ModelDestination::InDoubt => {
             "reads the in-doubt message and the marker, and finds out the outcome"

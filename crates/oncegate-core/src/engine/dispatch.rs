@@ -62,13 +62,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             OnRelease::ReturnToSource
         };
         let mut in_flight = InFlight::new(delivery, history, on_release);
-        let (arrival, said) = match &id {
+        let (arrival, id_error) = match &id {
             Ok(_) => (Event::Arrived, None),
             Err(NoId::Missing) => (Event::NoId, Some(self.id.missing_text())),
-            Err(NoId::Unusable(found)) => (Event::UnusableId, Some(found.clone())),
+            Err(NoId::Unusable(error)) => (Event::UnusableId, Some(error.clone())),
         };
-        if said.is_some() {
-            in_flight.update_failures(|failure_history| failure_history.first_error = said);
+        if id_error.is_some() {
+            in_flight.update_failures(|failure_history| failure_history.first_error = id_error);
         }
         let id = id.ok();
         let entry = InFlightEntry {
@@ -99,7 +99,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// At most once relies on `max_age`, which cannot be checked without a timestamp.
+    /// Counts a message without a timestamp, and warns in at most once, which relies on `max_age`.
     fn warn_unknown_age(&mut self, message: &Message) {
         self.outcomes.unknown_age();
         if self.policy.guarantee == Guarantee::AtMostOnce
@@ -134,13 +134,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             )
         };
         match catch_unwind(AssertUnwindSafe(read)) {
-            Ok(it) => it,
+            Ok(id_and_terms) => id_and_terms,
             Err(panic) => {
-                let said = format!(
+                let error = format!(
                     "the function that reads the id or the fingerprint {}",
                     panic_text(panic)
                 );
-                tracing::error!(origin = %message.origin, "{said}");
+                tracing::error!(origin = %message.origin, "{error}");
                 let Settings {
                     guarantee,
                     lease,
@@ -148,7 +148,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     ..
                 } = self.settings;
                 (
-                    Err(NoId::Unusable(said)),
+                    Err(NoId::Unusable(error)),
                     Terms {
                         guarantee,
                         lease,
@@ -162,11 +162,11 @@ impl<H: Handler, D: Decode> Engine<H, D> {
 
     /// Starts the lifecycle of a delivery that was received, or that is removed from the queue.
     pub(super) fn admit(&mut self, slot: Slot) {
-        let drains = matches!(self.mode, Mode::Draining { .. });
+        let draining = matches!(self.mode, Mode::Draining { .. });
         let Some(entry) = self.entries.at_mut(slot) else {
             return;
         };
-        if drains {
+        if draining {
             entry.in_flight.begin_drain();
         }
         let event = if entry.in_flight.driver().is_draining() {
@@ -180,7 +180,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// Processes an event of one delivery, and the events that follow for others.
     pub(super) fn handle_event(&mut self, slot: Slot, event: Event) {
         let mut next = Some((slot, event));
-        // A loop, not recursion: thousands of deliveries of one ordering key may follow each other.
+        // A loop, because recursion would overflow the stack: settling a delivery can start the next
+        // of its ordering key, thousands of times.
         while let Some((slot, event)) = next {
             self.advance(slot, event);
             next = self.follow_ups.pop_front();
@@ -190,8 +191,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// A suspect, once no claim or withdrawal is unanswered; otherwise the next one that waits for a
-    /// free run.
+    /// The next delivery to run: a suspect if no claim or withdrawal awaits its reply, otherwise the
+    /// first of `awaiting_run`. `None` if `max_in_flight` runs are active.
     pub(super) fn next_runnable(&mut self) -> Option<(Slot, Event)> {
         if self.claims_sent == 0
             && self.withdrawing == 0
@@ -217,8 +218,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         None
     }
 
-    /// Whether the handler may start, or its lease has ended meanwhile. The lease may be renewed
-    /// for as long as a run can take from now on, however long the delivery has waited.
+    /// [`Event::Slot`], or [`Event::LeaseOver`] if the lease expired while the delivery waited. The
+    /// limit for renewals starts now, so that the time spent waiting does not shorten it.
     fn check_lease_before_run(&self, entry: &InFlightEntry) -> Event {
         let Some(lease) = &entry.lease else {
             return Event::Slot;
@@ -231,7 +232,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         Event::Slot
     }
 
-    /// Applies an event to a delivery and executes what follows, until it has to wait.
+    /// Applies an event to a delivery and executes the resulting commands, until the next event must
+    /// come from outside.
     pub(super) fn advance(&mut self, slot: Slot, event: Event) {
         let mut next = Some(event);
         while let Some(event) = next.take() {
@@ -345,8 +347,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Backs off after a failed attempt. The delivery keeps its ordering key, so that no other of that
-    /// key overtakes it.
+    /// Backs off after a failed attempt. The delivery keeps its ordering key, so that no other
+    /// message with that key overtakes it.
     fn back_off(&mut self, slot: Slot, mut entry: Box<InFlightEntry>, after: Duration) {
         (entry.task, entry.began) = (None, None);
         entry.turn += 1;
@@ -369,8 +371,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         self.queued_bytes += entry.bytes;
     }
 
-    /// Remembers to claim and complete a message that was handled without the gate, with the token
-    /// of its lost claim, as soon as the store answers.
+    /// Queues the claim and completion of a message that was handled without the gate. They are sent
+    /// with the token of its lost claim when the store is available again.
     fn record_completion_later(&mut self, claim: Operation) {
         if self.late_completions.add(claim).is_err()
             && let Some(suppressed_lines) = self.reporter.late_completions_full.due(Instant::now())
@@ -382,7 +384,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Executes a command. Returns the event that it causes at once, if any.
+    /// Executes a command. Returns the event that follows immediately, if any.
     pub(super) fn execute(
         &mut self,
         slot: Slot,
@@ -397,14 +399,14 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 if let Stage::Claiming(_, ClaimTries(0)) = entry.in_flight.stage()
                     && entry.attempt() == 0
                 {
-                    entry.claim = ClaimState::Unsent; // its token is new
+                    entry.claim = ClaimState::Unsent; // it has a new token
                 }
                 entry.turn += 1; // invalidates earlier alarms, which would send the operation twice
                 entry.begin_operation(ask);
                 if ask == Ask::Claim {
                     self.claims.push_back(slot)
                 } else {
-                    self.verdicts.push_back(slot)
+                    self.unsent_outcomes.push_back(slot)
                 }
             }
             DriverCommand::AwaitRun => {
@@ -461,11 +463,11 @@ impl<H: Handler, D: Decode> Engine<H, D> {
     /// Drops the lease of a delivery and stops its renewal.
     pub(super) fn release_lease(&mut self, slot: Slot, entry: &mut InFlightEntry) {
         if entry.lease.take().is_some() {
-            self.ended_leases.push(slot.place);
+            self.ended_leases.push(slot.index);
         }
     }
 
-    /// Starts the handler or `reconcile`. Returns its event if it was ready at once.
+    /// Starts the handler or `reconcile`. Returns its event if it ended on the first poll.
     pub(super) fn start(
         &mut self,
         slot: Slot,
@@ -492,7 +494,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
             RunKind::Reconcile => Box::pin(runner.reconcile(cx, began)),
         };
         if self.settings.execution == Execution::Inline {
-            // No waker is needed: if it is pending, its task polls it again first.
+            // The waker of this poll may be ignored: a pending future is polled again by its task.
             if let Some(finished) = (&mut run).now_or_never() {
                 entry.record_error(&finished);
                 self.reporter.run_ended(entry, &finished);
@@ -512,22 +514,23 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         None
     }
 
-    /// Records the duration of a run, and adapts the lease where the user chose that.
+    /// Records the duration of a run, and adapts the lease if `shortest_lease` is set.
     fn record_runtime(&mut self, began: Option<Instant>) {
-        let Some(took) = began.map(|began| began.elapsed()) else {
+        let Some(runtime) = began.map(|began| began.elapsed()) else {
             return;
         };
-        self.metrics.handled(took);
+        self.metrics.handled(runtime);
         let Some(shortest) = self.settings.shortest_lease else {
             return;
         };
-        self.runtimes.record(took);
+        self.runtimes.record(runtime);
         if let Some(lease) = self.runtimes.lease() {
             self.lease = lease.clamp(shortest, self.settings.lease);
         }
     }
 
-    /// A spawned handler or `reconcile` ended.
+    /// Handles the result of a spawned handler or `reconcile`; ignores it if the delivery has moved on
+    /// to a later turn.
     pub(super) fn on_run_finished(&mut self, (slot, turn, finished): FinishedRun) {
         let Some(entry) = self.entries.at_mut(slot) else {
             return;
@@ -542,17 +545,18 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         self.handle_event(slot, finished.event);
     }
 
-    /// The renewal thread reports that a lease ended.
-    pub(super) fn on_lease_lost(&mut self, (place, token): LostLease) {
-        let Some(slot) = self.entries.slot(place) else {
+    /// Handles a report of the renewal thread that a lease expired.
+    pub(super) fn on_lease_lost(&mut self, (index, token): LostLease) {
+        let Some(slot) = self.entries.slot(index) else {
             return;
         };
         let now = BootTime::now();
-        let theirs = |lease: &Arc<Lease>| lease.token == token && !lease.is_live(now); // not a newer lease in the same slot
+        // A delivery may have a newer lease, with another token.
+        let is_lost = |lease: &Arc<Lease>| lease.token == token && !lease.is_live(now);
         if self
             .entries
             .at(slot)
-            .is_some_and(|entry| entry.lease.as_ref().is_some_and(theirs))
+            .is_some_and(|entry| entry.lease.as_ref().is_some_and(is_lost))
         {
             self.handle_event(slot, Event::LeaseOver);
         }

@@ -28,7 +28,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         self.entries.remove(slot);
         self.bytes -= bytes;
         if lease.is_some() {
-            self.ended_leases.push(slot.place);
+            self.ended_leases.push(slot.index);
         }
         self.end_isolation(slot);
         let Some(ordering_key) = ordering_key else {

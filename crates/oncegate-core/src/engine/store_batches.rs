@@ -50,17 +50,17 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         };
         let max_operations = self.source_properties.max_store_batch.max(1);
         while self.applies.len() < max_batches {
-            let verdicts = self.verdicts.len().min(max_operations);
+            let outcome_count = self.unsent_outcomes.len().min(max_operations);
             let claims = self.claims.len().min(max_operations);
             let late = if Instant::now() >= self.late_completions.due {
                 self.late_completions.len().min(max_operations)
             } else {
                 0
             };
-            let mut slots = Vec::with_capacity(verdicts + late + claims);
-            let mut operations = Vec::with_capacity(verdicts + late + claims);
-            let verdicts: Vec<Slot> = self.verdicts.drain(..verdicts).collect();
-            for slot in verdicts {
+            let mut slots = Vec::with_capacity(outcome_count + late + claims);
+            let mut operations = Vec::with_capacity(outcome_count + late + claims);
+            let outcomes: Vec<Slot> = self.unsent_outcomes.drain(..outcome_count).collect();
+            for slot in outcomes {
                 self.add_operation(slot, &mut slots, &mut operations);
             }
             for operation in self.late_completions.take(late) {
@@ -391,7 +391,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 sent + self.longest_hold,
             ));
             entry.lease = Some(lease.clone());
-            granted.push((slot.place, lease));
+            granted.push((slot.index, lease));
         }
     }
 }
