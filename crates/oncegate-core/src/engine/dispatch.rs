@@ -529,8 +529,8 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         }
     }
 
-    /// Handles the result of a spawned handler or `reconcile`; ignores it if the delivery has moved on
-    /// to a later turn.
+    /// Handles the result of a spawned handler or `reconcile`; ignores it if the turn of the
+    /// delivery has changed since.
     pub(super) fn on_run_finished(&mut self, (slot, turn, finished): FinishedRun) {
         let Some(entry) = self.entries.at_mut(slot) else {
             return;
