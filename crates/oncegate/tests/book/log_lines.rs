@@ -20,7 +20,7 @@ const PASSED_ON: &[(&str, &str, &[&str])] = &[
     ),
     (
         "oncegate-core",
-        "{said}",
+        "{error}",
         &["the function that reads the id or the fingerprint {}"],
     ),
     ("oncegate-kafka", "{line}", &[]),
