@@ -176,8 +176,13 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         let renewals = match settings.guarantee {
             Guarantee::Bare => None,
             _ => Some(
-                Renewals::start(store.clone(), settings.shortest_lease(), lost_lease_sender)
-                    .map_err(Error::renewal_thread)?,
+                Renewals::start(
+                    store.clone(),
+                    settings.shortest_lease(),
+                    lost_lease_sender,
+                    tokio::runtime::Handle::try_current().ok(),
+                )
+                .map_err(Error::renewal_thread)?,
             ),
         };
         let source_properties = source.properties();

@@ -561,7 +561,7 @@ impl<T> GateBuilder<T> {
         preflight(&*store, &settings).await?;
         // `bounded` watches the lease itself, so the channel is unused.
         let (lost_leases, _) = unbounded_channel();
-        let renewals = Renewals::start(store.clone(), settings.lease, lost_leases)
+        let renewals = Renewals::start(store.clone(), settings.lease, lost_leases, None)
             .map_err(Error::renewal_thread)?;
         let claim_retries = match when_held {
             WhenHeld::Skip | WhenHeld::GiveUp => 0,

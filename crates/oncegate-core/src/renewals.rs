@@ -41,12 +41,13 @@ const BLOCKED_AFTER: Duration = Duration::from_secs(5);
 
 impl Renewals {
     /// Starts the thread, which ends when the last handle is dropped. It sends each lease that has
-    /// ended to `lost_leases`, which is closed if the thread fails. It reports if the runtime that this is
-    /// called in is blocked.
+    /// ended to `lost_leases`, which is closed if the thread fails. It reports if `watched`, the runtime
+    /// of a consumer, is blocked. That of a gate may be driven only now and then.
     pub(crate) fn start(
         store: Arc<dyn Store>,
         lease: Duration,
         lost_leases: UnboundedSender<LostLease>,
+        watched: Option<Handle>,
     ) -> std::io::Result<Arc<Self>> {
         let (alive, dropped) = oneshot::channel();
         let renewals = Arc::new(Self {
@@ -54,7 +55,6 @@ impl Renewals {
             _alive: alive,
         });
         let weak = Arc::downgrade(&renewals);
-        let handlers = Handle::try_current().ok();
         std::thread::Builder::new()
             .name("oncegate-renewals".into())
             .spawn(move || {
@@ -68,7 +68,7 @@ impl Renewals {
                 };
                 let store = store.for_renewals().unwrap_or(store);
                 let blocked =
-                    OptionFuture::from(handlers.map(|it| report_if_blocked(it, BLOCKED_AFTER)));
+                    OptionFuture::from(watched.map(|it| report_if_blocked(it, BLOCKED_AFTER)));
                 runtime.block_on(async {
                     tokio::select! {
                         () = renew_until_dropped(&weak, dropped, &*store, lease, &lost_leases) => {}

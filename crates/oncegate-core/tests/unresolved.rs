@@ -203,11 +203,9 @@ impl Handler for NothingHappened {
     }
 }
 
-#[tokio::test(start_paused = true)]
-async fn a_dead_letter_after_effects_that_did_not_happen_has_their_cause() {
-    let world = World::new();
-    world.publish("pay");
-    let broker = world.broker.clone();
+fn nothing_happened(
+    world: &World,
+) -> Builder<MemorySource, MemoryStore, NothingHappened, RawBytes> {
     Consumer::builder()
         .source(world.broker.source())
         .store(world.store.clone())
@@ -216,6 +214,14 @@ async fn a_dead_letter_after_effects_that_did_not_happen_has_their_cause() {
         .guarantee(Guarantee::AtMostOnce)
         .id(IdSource::header("id"))
         .allow_volatile_store()
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dead_letter_after_effects_that_did_not_happen_has_their_cause() {
+    let world = World::new();
+    world.publish("pay");
+    let broker = world.broker.clone();
+    nothing_happened(&world)
         .max_attempts(2)
         .run_until(async move { broker.drained().await })
         .await
@@ -236,14 +242,7 @@ async fn after_an_unknown_outcome_that_did_not_happen_the_next_attempt_waits() {
     world.publish("pay");
     let began = tokio::time::Instant::now();
     let broker = world.broker.clone();
-    Consumer::builder()
-        .source(world.broker.source())
-        .store(world.store.clone())
-        .handler(NothingHappened(AtomicU32::new(0)))
-        .decode(RawBytes)
-        .guarantee(Guarantee::AtMostOnce)
-        .id(IdSource::header("id"))
-        .allow_volatile_store()
+    nothing_happened(&world)
         .backoff(Duration::from_secs(1), Duration::from_secs(60))
         .run_until(async move { broker.drained().await })
         .await

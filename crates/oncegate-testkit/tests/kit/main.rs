@@ -57,7 +57,7 @@ impl Handler for Works {
     async fn reconcile(&self, payload: String, cx: &Context) -> Result<Reconciled, Failure> {
         tokio::time::sleep(Duration::from_secs(5)).await;
         Ok(match (payload.as_str(), self.effects.count(cx.id())) {
-            ("nobody knows", _) => Reconciled::Unknown,
+            ("unknown outcome", _) => Reconciled::Unknown,
             (_, 0) => Reconciled::DidNotHappen, // no request is in flight: the handler's future was the only one
             _ => Reconciled::Happened,
         })
@@ -168,7 +168,7 @@ async fn at_most_once_has_no_second_effect_and_loses_nothing() {
     let cases = [
         ("work", 1, Execution::Spawned),
         ("work", 1, Execution::Inline),
-        ("nobody knows", 0, Execution::Spawned),
+        ("unknown outcome", 0, Execution::Spawned),
     ];
     for (payload, crashes_before, handlers) in cases {
         let (handler, effects) = Works::on(Sink::Adds);
@@ -190,7 +190,7 @@ async fn at_most_once_has_no_second_effect_and_loses_nothing() {
             .any(|rejected| rejected.reason == Reason::InDoubt(DoubtCause::Interrupted));
         assert_eq!(
             unknown,
-            payload == "nobody knows",
+            payload == "unknown outcome",
             "{:?}",
             report.in_doubt()
         );
@@ -240,7 +240,7 @@ async fn the_report_of_an_in_doubt_message_has_the_results_of_reconcile() {
     let (handler, _) = Works::on(Sink::Adds);
     let report = Kit::new(handler)
         .guarantee(AtMostOnce)
-        .messages([("a", "nobody knows")])
+        .messages([("a", "unknown outcome")])
         .crash_after_handler(1)
         .run()
         .await;
