@@ -75,7 +75,7 @@ fn point_of_each(operations: &[Operation], names: [&str; 7]) {
             Ask::Reject(_) => names[4],
             Ask::Doubt => names[5],
             Ask::Resolve(_) => names[6],
-            Ask::SendBack { .. } | Ask::Forget { .. } => continue,
+            Ask::Redrive { .. } | Ask::Forget { .. } => continue,
         };
         point(name);
     }

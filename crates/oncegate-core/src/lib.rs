@@ -27,9 +27,11 @@ mod log_throttle;
 pub mod marker;
 pub mod memory;
 pub mod message;
+mod message_age;
 pub mod metric;
 mod ordering;
 pub mod outcome;
+mod preflight;
 mod readiness;
 mod renewals;
 mod run;
@@ -68,5 +70,5 @@ pub use source::{
     Source, SourceError, SourceProperties,
 };
 pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, InFlightDelivery};
-pub use store::{Listed, MarkerWithExpiry, Persistence, Store, StoreError};
-pub use store_health::{StoreSnapshot, StoreState, StoreTrouble};
+pub use store::{ListedKey, MarkerWithExpiry, Persistence, Store, StoreError};
+pub use store_health::{LastStoreError, StoreSnapshot, StoreState};

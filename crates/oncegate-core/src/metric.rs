@@ -154,7 +154,7 @@ pub const METRICS: &[Metric] = &[
     ),
     Metric::counter(
         SHADOW,
-        &["would"],
+        &["outcome"],
         "What the gate would have done with the messages that a Shadow passed through",
     ),
 ];

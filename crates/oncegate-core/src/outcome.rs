@@ -65,8 +65,8 @@ impl Outcomes {
             Event::Answer(Verdict::Done { marker_lost: true }) => self.marker_lost.increment(1),
             Event::Unavailable => self.unavailable.increment(1),
             Event::Returned(Outcome::Retry) => self.retried.increment(1),
-            Event::Found(Some(Finding::Happened)) => self.reconciled_happened.increment(1),
-            Event::Found(Some(Finding::DidNotHappen)) => {
+            Event::Reconciled(Some(Finding::Happened)) => self.reconciled_happened.increment(1),
+            Event::Reconciled(Some(Finding::DidNotHappen)) => {
                 self.reconciled_did_not_happen.increment(1)
             }
             _ => {}

@@ -63,7 +63,7 @@ pub enum Execution {
 }
 
 /// The maximum of every duration, so that no clock overflows.
-pub(crate) const LONGEST: Duration = Duration::from_secs(3650 * 24 * 3600);
+pub(crate) const MAX_DURATION: Duration = Duration::from_secs(3650 * 24 * 3600);
 
 /// The settings of a consumer.
 #[derive(Clone, Debug)]
@@ -227,7 +227,7 @@ impl Settings {
             ("drain_timeout", self.drain_timeout),
         ];
         for (setting, duration) in durations {
-            if duration > LONGEST {
+            if duration > MAX_DURATION {
                 return wrong(
                     setting,
                     format!("{duration:?} is longer than ten years"),
@@ -277,7 +277,7 @@ impl Settings {
         let each = self
             .handler_timeout
             .saturating_add(self.longest_backoff.saturating_mul(2));
-        self.lease + each.saturating_mul(runs).min(LONGEST)
+        self.lease + each.saturating_mul(runs).min(MAX_DURATION)
     }
 
     /// How long a delivery may stay unsettled: it waits for another holder for two leases, then
@@ -315,22 +315,22 @@ impl Settings {
     pub(crate) fn policy(&self) -> Policy {
         let mut policy = Policy {
             guarantee: self.guarantee,
-            attempts: self.max_attempts,
-            crashes: self.max_crashes,
-            retries: self.max_inline_retries,
-            reconciles: self.max_reconciles,
-            claim_retries: 0,
+            max_attempts: self.max_attempts,
+            max_crashes: self.max_crashes,
+            max_inline_retries: self.max_inline_retries,
+            max_reconciles: self.max_reconciles,
+            max_claim_retries: 0,
             backoff: self.backoff,
             longest_backoff: self.longest_backoff,
             outage: self.outage,
         };
         // At most 1,000 steps, for a long lease with a short backoff.
         let mut waited = Duration::ZERO;
-        while waited < self.lease * 2 && policy.claim_retries < 1000 {
+        while waited < self.lease * 2 && policy.max_claim_retries < 1000 {
             waited += policy
-                .pause(policy.claim_retries)
+                .pause(policy.max_claim_retries)
                 .max(Duration::from_millis(1));
-            policy.claim_retries += 1;
+            policy.max_claim_retries += 1;
         }
         policy
     }
@@ -358,9 +358,9 @@ mod tests {
         );
         let endless = Settings {
             max_inline_retries: u32::MAX,
-            handler_timeout: LONGEST,
+            handler_timeout: MAX_DURATION,
             ..settings
         };
-        assert!(endless.longest_open() >= LONGEST);
+        assert!(endless.longest_open() >= MAX_DURATION);
     }
 }

@@ -212,7 +212,7 @@ pub(crate) fn operation(
         Ask::Reject(_) => span!("oncegate.reject"),
         Ask::Doubt => span!("oncegate.doubt"),
         Ask::Resolve(_) => span!("oncegate.resolve"),
-        Ask::SendBack { .. } => span!("oncegate.send_back"),
+        Ask::Redrive { .. } => span!("oncegate.redrive"),
         Ask::Forget { .. } => span!("oncegate.forget"),
     };
     if let Some(delivery) = delivery {

@@ -70,7 +70,7 @@ pub struct InFlightDelivery {
     /// How long ago it was received.
     pub since: Duration,
     /// What it waits for.
-    pub doing: DeliveryState,
+    pub state: DeliveryState,
     /// The number of the attempt, from 1; 0 before its claim is granted.
     pub attempt: u32,
     /// How many processes crashed, or lost its lease, while they handled it.
@@ -106,7 +106,7 @@ impl DeliveryState {
     pub(crate) fn of(stage: Stage) -> Self {
         match stage {
             Stage::New(_) | Stage::Settled => Self::Waiting,
-            Stage::Claiming(..) | Stage::Leaving(_) => Self::Claiming,
+            Stage::Claiming(..) | Stage::ClaimingInDrain(_) => Self::Claiming,
             Stage::AwaitingHolder(..) => Self::AwaitingHolder,
             Stage::Ready(_) => Self::Ready,
             Stage::Running(..) | Stage::Ungated(_) => Self::Handling,
@@ -233,7 +233,7 @@ impl fmt::Display for InFlightDelivery {
         write!(
             f,
             ": {} since {}s",
-            self.doing.as_str(),
+            self.state.as_str(),
             self.since.as_secs()
         )?;
         if self.attempt > 0 {

@@ -131,9 +131,9 @@ impl MarkerWithExpiry {
 
 /// One key of a listing.
 #[derive(Debug)]
-pub struct Listed {
+pub struct ListedKey {
     /// The key without its prefix: the id, after `scope|` if there is a scope.
     pub name: String,
     /// The marker, or an error if the record is not a marker that this release can read.
-    pub standing: Result<MarkerWithExpiry, StoreError>,
+    pub marker: Result<MarkerWithExpiry, StoreError>,
 }

@@ -15,7 +15,7 @@ pub struct StoreSnapshot {
     /// Whether it answers.
     pub state: StoreState,
     /// Its last error, however long ago.
-    pub last_error: Option<StoreTrouble>,
+    pub last_error: Option<LastStoreError>,
 }
 
 /// Whether a store answers.
@@ -23,15 +23,15 @@ pub struct StoreSnapshot {
 #[non_exhaustive]
 pub enum StoreState {
     /// No operation was answered yet: the consumer has just started.
-    Unasked,
+    Unused,
     /// It answered the last batch.
-    Answers {
+    Available {
         /// How long ago it answered. Without messages there are no operations.
-        last: Duration,
+        last_answer: Duration,
     },
     /// It did not answer the last batch. The consumer retries a few times a second, as long as
     /// deliveries wait for the store.
-    Away {
+    Unavailable {
         /// How long ago the first unanswered batch failed.
         since: Duration,
     },
@@ -40,7 +40,7 @@ pub enum StoreState {
 /// An error of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct StoreTrouble {
+pub struct LastStoreError {
     /// How long ago it occurred.
     pub since: Duration,
     /// The text of the error, as in the log.
@@ -83,15 +83,15 @@ impl StoreHealth {
     pub(crate) fn snapshot(&self, now: Instant) -> StoreSnapshot {
         let elapsed_since = |at: Instant| now.saturating_duration_since(at);
         let state = match (self.unavailable_since, self.answered) {
-            (Some(since), _) => StoreState::Away {
+            (Some(since), _) => StoreState::Unavailable {
                 since: elapsed_since(since),
             },
-            (None, Some(last)) => StoreState::Answers {
-                last: elapsed_since(last),
+            (None, Some(last)) => StoreState::Available {
+                last_answer: elapsed_since(last),
             },
-            (None, None) => StoreState::Unasked,
+            (None, None) => StoreState::Unused,
         };
-        let last_error = self.error.as_ref().map(|(at, text)| StoreTrouble {
+        let last_error = self.error.as_ref().map(|(at, text)| LastStoreError {
             since: elapsed_since(*at),
             text: text.clone(),
         });

@@ -142,7 +142,7 @@ async fn an_id_in_doubt_is_an_error_for_each_caller_and_can_be_resolved_at_once(
         window: Duration::from_secs(60),
         fingerprint: None,
     };
-    let ask = Ask::SendBack {
+    let ask = Ask::Redrive {
         seen,
         effect: Effect::Nothing,
     };
@@ -155,7 +155,7 @@ async fn an_id_in_doubt_is_an_error_for_each_caller_and_can_be_resolved_at_once(
             terms,
         }])
         .await;
-    assert!(matches!(answers[..], [Ok(Verdict::Kept)]), "{answers:?}");
+    assert!(matches!(answers[..], [Ok(Verdict::Applied)]), "{answers:?}");
     assert_eq!(
         gate.run("day", || async { Ok(1) })
             .await

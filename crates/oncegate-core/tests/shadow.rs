@@ -80,8 +80,8 @@ async fn everything_is_handled_and_the_report_counts_what_a_gate_would_have_stop
     assert_eq!(
         (
             report.claims(),
-            report.would(ShadowOutcome::Accept),
-            report.would(ShadowOutcome::Conflict)
+            report.count(ShadowOutcome::Accept),
+            report.count(ShadowOutcome::Conflict)
         ),
         (7, 2, 1)
     );
@@ -151,7 +151,7 @@ async fn no_message_waits_for_an_unavailable_store() {
         handle(Shadow::new(store.clone(), report.clone()), &messages).await,
         (200, 0)
     );
-    assert_eq!(report.would(ShadowOutcome::Pause), 200);
+    assert_eq!(report.count(ShadowOutcome::Pause), 200);
     assert!(
         store.0.load(Ordering::SeqCst) < 100,
         "a request for each message"

@@ -129,7 +129,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         ),
         ("oncegate.complete{", "id=pay-1 attempt=1", "outcome=Done"),
         ("oncegate.settle{", "id=pay-1 attempt=1", "outcome=Accept"),
-        ("oncegate.doubt{", "id=pay-2 attempt=1", "outcome=Kept"),
+        ("oncegate.doubt{", "id=pay-2 attempt=1", "outcome=Applied"),
         (
             "oncegate.reconcile{",
             "id=pay-2 attempt=1",
@@ -138,7 +138,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         (
             "oncegate.reconcile{",
             "id=pay-5 attempt=1",
-            "outcome=Found(None)",
+            "outcome=Reconciled(None)",
         ),
         ("oncegate.settle{", "id=pay-2 attempt=1", "outcome=Reject"),
         ("oncegate.claim{", "id=job-3", "outcome=Granted"),

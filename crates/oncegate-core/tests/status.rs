@@ -83,7 +83,7 @@ async fn a_stuck_delivery_is_listed_with_its_position_and_state() {
                 .oldest
                 .iter()
                 .find(|held| held.id.as_ref().is_some_and(|it| it.as_str() == id));
-            held.map(|held| (held.doing, held.attempt))
+            held.map(|held| (held.state, held.attempt))
         };
         let first = until(&seen, |it| {
             doing(it, "stuck-0") == Some((DeliveryState::Handling, 1))
@@ -223,7 +223,7 @@ async fn the_store_is_reported_from_the_first_request_on_through_an_outage() {
             matches!(
                 &it.store,
                 Some(StoreSnapshot {
-                    state: StoreState::Away { .. },
+                    state: StoreState::Unavailable { .. },
                     ..
                 })
             )
@@ -242,7 +242,7 @@ async fn the_store_is_reported_from_the_first_request_on_through_an_outage() {
             matches!(
                 &it.store,
                 Some(StoreSnapshot {
-                    state: StoreState::Answers { .. },
+                    state: StoreState::Available { .. },
                     ..
                 })
             )

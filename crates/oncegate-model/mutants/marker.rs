@@ -33,7 +33,7 @@ pub(crate) fn compares_tokens_alone(marker: Marker, age: Age, operation: &Operat
     let same_token = matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == operation.token);
     let is_holders = !matches!(
         operation.ask,
-        Ask::Claim | Ask::SendBack { .. } | Ask::Forget { .. }
+        Ask::Claim | Ask::Redrive { .. } | Ask::Forget { .. }
     );
     if same_token && is_holders {
         return apply(marker, age, &by_holder(&marker, operation));
@@ -253,7 +253,7 @@ pub(crate) fn sends_back_without_budget(marker: Marker, age: Age, operation: &Op
     let answer = apply(marker, age, operation);
     match (operation.ask, marker) {
         (
-            Ask::SendBack { .. },
+            Ask::Redrive { .. },
             Marker::Cleared {
                 attempts: before, ..
             },
@@ -278,7 +278,7 @@ pub(crate) fn sends_back_with_crashes(marker: Marker, age: Age, operation: &Oper
         _ => 0,
     };
     match operation.ask {
-        Ask::SendBack { .. } => written(apply(marker, age, operation), |after| match after {
+        Ask::Redrive { .. } => written(apply(marker, age, operation), |after| match after {
             Marker::Cleared { attempts, effect } => Marker::Cleared {
                 attempts: Attempts {
                     crashes,
@@ -295,7 +295,7 @@ pub(crate) fn sends_back_with_crashes(marker: Marker, age: Age, operation: &Oper
 /// Replies that it was applied, but writes nothing.
 pub(crate) fn sends_back_without_write(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, apply(marker, age, operation)) {
-        (Ask::SendBack { .. }, (_, verdict)) => (Change::Keep, verdict),
+        (Ask::Redrive { .. }, (_, verdict)) => (Change::Keep, verdict),
         (_, answer) => answer,
     }
 }
@@ -306,14 +306,14 @@ pub(crate) fn sends_back_compares_nothing(
     operation: &Operation,
 ) -> Answer {
     match operation.ask {
-        Ask::SendBack { seen, .. } => apply(seen, age, operation),
+        Ask::Redrive { seen, .. } => apply(seen, age, operation),
         _ => apply(marker, age, operation),
     }
 }
 
 pub(crate) fn sends_back_clears_unknown(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
-        Ask::SendBack { .. } => written(apply(marker, age, operation), known),
+        Ask::Redrive { .. } => written(apply(marker, age, operation), known),
         _ => apply(marker, age, operation),
     }
 }

@@ -31,11 +31,11 @@ impl SystemModel {
             token: Token(0),
             attempt,
         };
-        let send_back = |effect| {
+        let redrive = |effect| {
             Operator::Decided(
                 dead_letter,
                 sent(
-                    Ask::SendBack {
+                    Ask::Redrive {
                         seen: marker,
                         effect,
                     },
@@ -57,9 +57,9 @@ impl SystemModel {
                 Some((Operator::Publishing(dead_letter), None))
             }
             (ModelDestination::DeadLetters, Marker::Absent) => {
-                Some((send_back(Effect::Nothing), None))
+                Some((redrive(Effect::Nothing), None))
             }
-            (ModelDestination::DeadLetters, _) => Some((send_back(Effect::Unknown), None)),
+            (ModelDestination::DeadLetters, _) => Some((redrive(Effect::Unknown), None)),
 
             (ModelDestination::InDoubt, Marker::InDoubt(_, Doubt::Reconciling))
                 if !state.lease_expired =>
@@ -89,13 +89,13 @@ impl SystemModel {
                 None,
             )),
             (ModelDestination::InDoubt, Marker::InDoubt(hold, _)) => {
-                Some((send_back(Effect::Nothing), Some(hold.attempts.number)))
+                Some((redrive(Effect::Nothing), Some(hold.attempts.number)))
             }
             (ModelDestination::InDoubt, Marker::Cleared { attempts, .. }) => {
-                Some((send_back(Effect::Nothing), Some(attempts.number)))
+                Some((redrive(Effect::Nothing), Some(attempts.number)))
             }
             (ModelDestination::InDoubt, Marker::Absent) => {
-                Some((send_back(Effect::Nothing), Some(dead_letter.fence)))
+                Some((redrive(Effect::Nothing), Some(dead_letter.fence)))
             }
         }
     }
@@ -129,11 +129,11 @@ impl SystemModel {
     ) {
         let verdict = self.store(state, sent);
         state.operator = match (verdict, then) {
-            (Verdict::Kept | Verdict::Done { .. }, NextStep::Publish) => {
+            (Verdict::Applied | Verdict::Done { .. }, NextStep::Publish) => {
                 state.record_release();
                 Operator::Publishing(dead_letter)
             }
-            (Verdict::Kept | Verdict::Done { .. }, NextStep::Remove) => {
+            (Verdict::Applied | Verdict::Done { .. }, NextStep::Remove) => {
                 Operator::Removing(dead_letter)
             }
             _ => Operator::Idle,
@@ -157,7 +157,7 @@ impl SystemModel {
             token: Token(0),
             attempt,
         };
-        if self.store(state, sent) == Verdict::Kept {
+        if self.store(state, sent) == Verdict::Applied {
             state.record_release();
             // Earlier effects do not count against the next run.
             (state.provider.effects, state.observations.done) = ([0, 0], false);

@@ -496,7 +496,7 @@ fn token_of(marker: &Marker) -> Option<Token> {
 /// The marker that an operator's request names.
 fn expected_marker(ask: &Ask) -> Option<Marker> {
     match ask {
-        Ask::SendBack { seen, .. } | Ask::Forget { seen } => Some(*seen),
+        Ask::Redrive { seen, .. } | Ask::Forget { seen } => Some(*seen),
         _ => None,
     }
 }
@@ -509,7 +509,7 @@ fn rename_in_marker(marker: &mut Marker, rename: &mut impl FnMut(&mut Token)) {
 
 fn rename_in_sent(sent: &mut SentCommand, rename: &mut impl FnMut(&mut Token)) {
     rename(&mut sent.token);
-    if let Ask::SendBack { seen, .. } | Ask::Forget { seen } = &mut sent.ask {
+    if let Ask::Redrive { seen, .. } | Ask::Forget { seen } = &mut sent.ask {
         rename_in_marker(seen, rename);
     }
 }
@@ -527,11 +527,11 @@ pub(crate) fn name(ask: &Ask) -> &'static str {
         Ask::Doubt => "doubt",
         Ask::Resolve(Finding::Happened) => "resolution: it happened",
         Ask::Resolve(Finding::DidNotHappen) => "resolution: it did not happen",
-        Ask::SendBack {
+        Ask::Redrive {
             effect: Effect::Nothing,
             ..
         } => "sending back, nothing happened",
-        Ask::SendBack {
+        Ask::Redrive {
             effect: Effect::Unknown,
             ..
         } => "sending back",

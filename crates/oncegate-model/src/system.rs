@@ -112,11 +112,11 @@ impl SystemModel {
     fn policy(&self, consumer_index: usize) -> Policy {
         Policy {
             guarantee: self.setup.guarantees[consumer_index],
-            attempts: self.setup.attempts,
-            crashes: self.setup.attempts,
-            retries: 1,
-            reconciles: 1,
-            claim_retries: 1,
+            max_attempts: self.setup.attempts,
+            max_crashes: self.setup.attempts,
+            max_inline_retries: 1,
+            max_reconciles: 1,
+            max_claim_retries: 1,
             backoff: Duration::from_millis(1),
             longest_backoff: Duration::from_millis(1),
             outage: self.setup.outage,
@@ -357,7 +357,7 @@ impl SystemModel {
                 return Some(if delivery.lease == LeaseState::Expired {
                     Event::LeaseOver
                 } else {
-                    Event::Slot
+                    Event::MayRun
                 });
             }
             // A handler is started and polled only while its lease is valid.
@@ -367,7 +367,7 @@ impl SystemModel {
                 return Some(Event::LeaseOver);
             }
             DriverCommand::Run => self.start(state, consumer_index),
-            DriverCommand::AwaitTurn => delivery.lease = LeaseState::None,
+            DriverCommand::AwaitIsolation => delivery.lease = LeaseState::None,
             DriverCommand::Reconcile | DriverCommand::Wake(_) | DriverCommand::Nothing => {}
             DriverCommand::Hold { failures, .. } => {
                 delivery.lease = LeaseState::None;
@@ -515,7 +515,7 @@ impl SystemModel {
             let voids = (self.rules.voids)(delivery.attempt());
             state.void_attempts(voids);
         }
-        self.handle_event(state, consumer_index, Event::Found(Some(finding)));
+        self.handle_event(state, consumer_index, Event::Reconciled(Some(finding)));
     }
 }
 

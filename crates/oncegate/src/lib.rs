@@ -11,9 +11,9 @@ pub mod prelude;
 // The consumer and its settings.
 pub use oncegate_core::{
     Builder, Consumer, ConsumerSnapshot, ConsumerStatus, DeliveryState, DrainHandle, Error,
-    Execution, Fingerprint, Fingerprints, Guarantee, IdSource, InFlightDelivery, Order, Outage,
-    Readiness, Scope, Shadow, ShadowOutcome, ShadowReport, StoreSnapshot, StoreState, StoreTrouble,
-    shutdown_signal,
+    Execution, Fingerprint, Fingerprints, Guarantee, IdSource, InFlightDelivery, LastStoreError,
+    Order, Outage, Readiness, Scope, Shadow, ShadowOutcome, ShadowReport, StoreSnapshot,
+    StoreState, shutdown_signal,
 };
 // Handlers.
 pub use oncegate_core::{

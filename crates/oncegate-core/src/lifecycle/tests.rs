@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use super::*;
-use crate::marker::Verdict as V;
+use crate::marker::{Attempts, Verdict as V};
 
 const GRANT: Grant = Grant {
     attempts: Attempts::new(1),
@@ -18,11 +18,11 @@ const HISTORY: History = History {
 fn policy(guarantee: Guarantee) -> Policy {
     Policy {
         guarantee,
-        attempts: 3,
-        crashes: 5,
-        retries: 2,
-        reconciles: 2,
-        claim_retries: 2,
+        max_attempts: 3,
+        max_crashes: 5,
+        max_inline_retries: 2,
+        max_reconciles: 2,
+        max_claim_retries: 2,
         backoff: Duration::from_millis(100),
         longest_backoff: Duration::from_secs(10),
         outage: Outage::Hold,
@@ -60,9 +60,9 @@ fn stages() -> Vec<Stage> {
         Claiming(HISTORY, ClaimTries(0)),
         AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Answered),
         AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Unknown),
-        Leaving(HISTORY),
+        ClaimingInDrain(HISTORY),
         Withdrawing(GRANT, AfterWithdrawal::Release),
-        Withdrawing(GRANT, AfterWithdrawal::AwaitTurn),
+        Withdrawing(GRANT, AfterWithdrawal::AwaitIsolation),
         Withdrawing(GRANT, AfterWithdrawal::Reject),
         Ready(GRANT),
         Running(GRANT, Tries(0)),
@@ -111,7 +111,7 @@ fn the_claim_is_answered() {
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
             answer(V::Granted(Attempts::new(3)), &policy),
-            (Stage::Ready(grant(3)), Action::Queue)
+            (Stage::Ready(grant(3)), Action::AwaitRun)
         );
         assert_eq!(
             answer(V::Granted(Attempts::new(4)), &policy),
@@ -125,12 +125,12 @@ fn the_claim_is_answered() {
         // A handler or a `reconcile` that crashes its process each time is not run for ever.
         let crashed = |crashes| Attempts {
             crashes,
-            ..Attempts::all_forgiven(9)
+            ..Attempts::none_counted(9)
         };
-        let (last, one_more) = (crashed(policy.crashes), crashed(policy.crashes + 1));
+        let (last, one_more) = (crashed(policy.max_crashes), crashed(policy.max_crashes + 1));
         assert!(matches!(
             answer(V::Granted(last), &policy),
-            (Stage::Ready(_), Action::Queue)
+            (Stage::Ready(_), Action::AwaitRun)
         ));
         assert!(matches!(
             answer(V::InDoubt(last), &policy),
@@ -181,7 +181,7 @@ fn an_id_of_another_holder_is_claimed_again_with_backoff_then_released_and_never
         remaining: Duration::ZERO,
     });
     let mut stage = Stage::Claiming(HISTORY, ClaimTries(0));
-    for _ in 0..policy.claim_retries {
+    for _ in 0..policy.max_claim_retries {
         let (waiting, step) = transition(stage, busy, &policy);
         assert_eq!(step, Action::Wake(CLOCK_MARGIN));
         let (claiming, step) = transition(waiting, Event::Woke, &policy);
@@ -189,7 +189,7 @@ fn an_id_of_another_holder_is_claimed_again_with_backoff_then_released_and_never
         stage = claiming;
     }
     // Redelivered at the end of the holder's lease, or earlier.
-    let pause = policy.pause(policy.claim_retries);
+    let pause = policy.pause(policy.max_claim_retries);
     for (remaining, after) in [
         (Duration::ZERO, Duration::ZERO),
         (pause / 2, pause / 2),
@@ -217,7 +217,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
             failures,
         };
         let (stage, _) = transition(
-            Stage::Running(grant, Tries(policy.retries)),
+            Stage::Running(grant, Tries(policy.max_inline_retries)),
             Event::Returned(Outcome::Retry),
             &policy,
         );
@@ -239,7 +239,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         &policy,
     );
     assert!(
-        matches!(stage, Stage::Ready(_)) && step == Action::Queue,
+        matches!(stage, Stage::Ready(_)) && step == Action::AwaitRun,
         "{stage:?}"
     );
     let failed_too_often = History {
@@ -256,7 +256,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         "the id may have been freed for another copy: {stage:?}"
     );
     assert_eq!(
-        transition(stage, Event::Answer(V::Kept), &policy),
+        transition(stage, Event::Answer(V::Applied), &policy),
         reject(Reason::AttemptsSpent)
     );
 }
@@ -277,7 +277,7 @@ fn only_a_run_that_failed_counts_as_a_failure() {
         (Stage::Clearing(grant, ..) | Stage::Withdrawing(grant, _), _) => grant.failures,
         other => panic!("{other:?}"),
     };
-    let last_try = Stage::Running(grant, Tries(policy.retries));
+    let last_try = Stage::Running(grant, Tries(policy.max_inline_retries));
     for outcome in [Outcome::Retry, Outcome::Unknown(DoubtCause::Panicked)] {
         assert_eq!(failures(last_try, Event::Returned(outcome)), 2);
     }
@@ -286,7 +286,7 @@ fn only_a_run_that_failed_counts_as_a_failure() {
     });
     assert_eq!(
         failures(
-            Stage::Claiming(history, ClaimTries(policy.claim_retries)),
+            Stage::Claiming(history, ClaimTries(policy.max_claim_retries)),
             busy
         ),
         1,
@@ -329,13 +329,13 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
     );
     assert_eq!(
         transition(old, granted, &effectively_once()),
-        (Stage::Ready(GRANT), Action::Queue)
+        (Stage::Ready(GRANT), Action::AwaitRun)
     );
     // Redriven by a tool that found no marker. After a crash, the crash is the likelier cause.
     for (crashes, cause) in [(0, DoubtCause::TooOld), (1, DoubtCause::Interrupted)] {
         let attempts = Attempts {
             crashes,
-            ..Attempts::all_forgiven(6)
+            ..Attempts::none_counted(6)
         };
         let reconciling = Stage::Reconciling(
             Grant {
@@ -363,7 +363,7 @@ fn the_handler_returns() {
     };
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
-            transition(Stage::Ready(GRANT), Event::Slot, &policy),
+            transition(Stage::Ready(GRANT), Event::MayRun, &policy),
             (Stage::Running(GRANT, Tries(0)), Action::Run)
         );
         assert_eq!(
@@ -456,7 +456,7 @@ fn a_doubt_is_reconciled() {
     let reconciling = |tries| Stage::Reconciling(GRANT, Tries(tries), DoubtCause::HandlerReported);
     let doubting = Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reconcile);
     assert_eq!(
-        transition(doubting, Event::Answer(V::Kept), &policy),
+        transition(doubting, Event::Answer(V::Applied), &policy),
         (reconciling(0), Action::Reconcile)
     );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
@@ -465,13 +465,13 @@ fn a_doubt_is_reconciled() {
             Action::Ask(Ask::Resolve(finding)),
         );
         assert_eq!(
-            transition(reconciling(0), Event::Found(Some(finding)), &policy),
+            transition(reconciling(0), Event::Reconciled(Some(finding)), &policy),
             resolving
         );
     }
     let paused = Stage::ReconcilePausing(GRANT, Tries(1), DoubtCause::HandlerReported);
     assert_eq!(
-        transition(reconciling(0), Event::Found(None), &policy),
+        transition(reconciling(0), Event::Reconciled(None), &policy),
         (paused, Action::Wake(pause(0)))
     );
     assert_eq!(
@@ -480,7 +480,7 @@ fn a_doubt_is_reconciled() {
     );
     let ending_the_lease = Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reject);
     assert_eq!(
-        transition(reconciling(1), Event::Found(None), &policy),
+        transition(reconciling(1), Event::Reconciled(None), &policy),
         (ending_the_lease, Action::Ask(Ask::Doubt))
     );
     assert_eq!(
@@ -488,7 +488,7 @@ fn a_doubt_is_reconciled() {
         (ending_the_lease, Action::Ask(Ask::Doubt))
     );
     assert_eq!(
-        transition(ending_the_lease, Event::Answer(V::Kept), &policy),
+        transition(ending_the_lease, Event::Answer(V::Applied), &policy),
         reject(Reason::InDoubt(DoubtCause::HandlerReported))
     );
     let happened = transition(
@@ -500,14 +500,14 @@ fn a_doubt_is_reconciled() {
     let after_it_did_not = |grant| {
         transition(
             Stage::Resolving(grant, Finding::DidNotHappen),
-            Event::Answer(V::Kept),
+            Event::Answer(V::Applied),
             &policy,
         )
     };
     assert_eq!(after_it_did_not(GRANT), release(pause(1), 0));
     let after_the_last = Grant {
         attempts: Attempts {
-            number: policy.attempts,
+            number: policy.max_attempts,
             base: 0,
             crashes: 0,
         },
@@ -518,7 +518,7 @@ fn a_doubt_is_reconciled() {
         (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim)
     );
     let after_a_crash = Grant {
-        attempts: Attempts::all_forgiven(2),
+        attempts: Attempts::none_counted(2),
         ..GRANT
     };
     assert_eq!(
@@ -541,7 +541,7 @@ fn a_delivery_is_settled_after_the_verdict() {
         );
     }
     let after = Duration::from_secs(3);
-    for verdict in [V::Kept, V::Lost] {
+    for verdict in [V::Applied, V::Lost] {
         assert_eq!(
             transition(
                 Stage::Clearing(GRANT, Effect::Nothing, after),
@@ -554,7 +554,7 @@ fn a_delivery_is_settled_after_the_verdict() {
     assert_eq!(
         transition(
             Stage::Rejecting(GRANT, Reason::Refused, Effect::Nothing),
-            Event::Answer(V::Kept),
+            Event::Answer(V::Applied),
             &policy
         ),
         reject(Reason::Refused)
@@ -624,7 +624,7 @@ fn only_effectively_once_with_pass_through_runs_without_the_gate() {
         release(pause(0), 1)
     );
     let last = History {
-        failures: through.attempts - 1,
+        failures: through.max_attempts - 1,
         ..HISTORY
     };
     assert_eq!(
@@ -687,7 +687,7 @@ fn store_outage_in_every_stage_repeats_the_operation_with_the_same_token() {
                 (after, step),
                 (AwaitingHolder(_, _, ClaimReply::Unknown), Action::Wake(_))
             )),
-            Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
+            ClaimingInDrain(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
             | Clearing(..) | Rejecting(..) => {
                 assert_eq!((after, step), (stage, Action::Wake(pause(3))));
                 let (woken, step) = transition(after, Event::Woke, &at_most_once());
@@ -717,9 +717,9 @@ fn drain_in_every_stage_releases_deliveries_that_have_not_started() {
                 ),
                 Action::Ask(Ask::Doubt),
             ),
-            Claiming(..) => (Leaving(HISTORY), Action::Wait),
+            Claiming(..) => (ClaimingInDrain(HISTORY), Action::Wait),
             AwaitingHolder(_, _, ClaimReply::Unknown) => {
-                (Leaving(HISTORY), Action::Ask(Ask::Claim))
+                (ClaimingInDrain(HISTORY), Action::Ask(Ask::Claim))
             }
             Ready(_) => (
                 Withdrawing(GRANT, AfterWithdrawal::Release),
@@ -791,7 +791,7 @@ fn the_end_of_the_drain_records_the_outcome_of_a_handler_timeout_and_releases_at
         let running = Stage::Running(GRANT, Tries(0));
         let (stage, asked) = transition(running, Event::DrainOver, &policy);
         assert_eq!(asked, transition(running, timed_out, &policy).1);
-        let (_, settled) = transition(stage, Event::Answer(V::Kept), &policy);
+        let (_, settled) = transition(stage, Event::Answer(V::Applied), &policy);
         let (after, failures) = match policy.guarantee {
             Guarantee::AtMostOnce => (Duration::ZERO, 0),
             Guarantee::EffectivelyOnce | Guarantee::Bare => (Duration::ZERO, 1),
@@ -803,7 +803,7 @@ fn the_end_of_the_drain_records_the_outcome_of_a_handler_timeout_and_releases_at
     }
     // The last attempt, too: the next claim dead-letters it without a run.
     let policy = effectively_once();
-    let last = Stage::Running(grant(policy.attempts), Tries(0));
+    let last = Stage::Running(grant(policy.max_attempts), Tries(0));
     let (stage, _) = transition(last, Event::DrainOver, &policy);
     assert!(matches!(stage, Stage::Clearing(_, Effect::Unknown, _)));
 }
@@ -813,7 +813,7 @@ fn nothing_is_started_after_the_end_of_the_drain() {
     let answers = [
         Event::Answer(V::Granted(Attempts::new(2))),
         Event::Answer(V::InDoubt(Attempts::new(2))),
-        Event::Answer(V::Kept),
+        Event::Answer(V::Applied),
         Event::Answer(V::Done { marker_lost: false }),
         Event::Answer(V::Lost),
         Event::Answer(V::Duplicate),
@@ -821,7 +821,7 @@ fn nothing_is_started_after_the_end_of_the_drain() {
         Event::UnreadableMarker,
         Event::Woke,
         Event::LeaseOver,
-        Event::Slot,
+        Event::MayRun,
     ];
     let through = Policy {
         outage: Outage::PassThrough,
@@ -833,7 +833,7 @@ fn nothing_is_started_after_the_end_of_the_drain() {
             for event in answers {
                 let (_, step) = transition(stage, event, &policy);
                 assert!(
-                    !matches!(step, Action::Run | Action::Reconcile | Action::Queue),
+                    !matches!(step, Action::Run | Action::Reconcile | Action::AwaitRun),
                     "{stage:?} {event:?}: {step:?}"
                 );
             }
@@ -845,7 +845,7 @@ fn nothing_is_started_after_the_end_of_the_drain() {
 fn a_draining_delivery_withdraws_its_claim() {
     let answer = |verdict| {
         transition(
-            Stage::Leaving(HISTORY),
+            Stage::ClaimingInDrain(HISTORY),
             Event::Answer(verdict),
             &at_most_once(),
         )
@@ -855,14 +855,18 @@ fn a_draining_delivery_withdraws_its_claim() {
         answer(V::Granted(Attempts::new(2))),
         (withdrawing, Action::Ask(Ask::Withdraw))
     );
-    for verdict in [V::Kept, V::Lost] {
+    for verdict in [V::Applied, V::Lost] {
         assert_eq!(
             transition(withdrawing, Event::Answer(verdict), &at_most_once()),
             release(Duration::ZERO, 0)
         );
     }
     assert_eq!(
-        transition(Stage::Leaving(HISTORY), Event::NotAsked, &at_most_once()),
+        transition(
+            Stage::ClaimingInDrain(HISTORY),
+            Event::ClaimNotSent,
+            &at_most_once()
+        ),
         release(Duration::ZERO, 0)
     );
     let through = Policy {
@@ -870,7 +874,11 @@ fn a_draining_delivery_withdraws_its_claim() {
         ..effectively_once()
     };
     assert_eq!(
-        transition(Stage::Leaving(HISTORY), Event::Unavailable, &through),
+        transition(
+            Stage::ClaimingInDrain(HISTORY),
+            Event::Unavailable,
+            &through
+        ),
         release(Duration::ZERO, 0),
         "it does not wait for the store"
     );
@@ -894,16 +902,16 @@ fn a_draining_delivery_withdraws_its_claim() {
 #[test]
 fn a_delivery_that_waits_until_it_may_run_apart_holds_no_claim() {
     let policy = effectively_once();
-    let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::AwaitTurn);
+    let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::AwaitIsolation);
     assert_eq!(
-        transition(Stage::Ready(GRANT), Event::OthersRunApart, &policy),
+        transition(Stage::Ready(GRANT), Event::IsolationFull, &policy),
         (withdrawing, Action::Ask(Ask::Withdraw))
     );
     let waiting = Stage::New(HISTORY);
-    for verdict in [V::Kept, V::Lost] {
+    for verdict in [V::Applied, V::Lost] {
         assert_eq!(
             transition(withdrawing, Event::Answer(verdict), &policy),
-            (waiting, Action::AwaitTurn)
+            (waiting, Action::AwaitIsolation)
         );
     }
     // With a new token: a delayed withdrawal must not match it.
@@ -917,7 +925,7 @@ fn a_delivery_that_waits_until_it_may_run_apart_holds_no_claim() {
 fn a_settled_delivery_stays_settled() {
     for event in [
         Event::Woke,
-        Event::Answer(V::Kept),
+        Event::Answer(V::Applied),
         Event::LeaseOver,
         Event::Drain,
         Event::DrainOver,
@@ -938,22 +946,22 @@ fn nothing_is_accepted_without_a_verdict() {
         Event::NoId,
         Event::UnusableId,
         Event::Unavailable,
-        Event::NotAsked,
-        Event::Slot,
-        Event::OthersRunApart,
+        Event::ClaimNotSent,
+        Event::MayRun,
+        Event::IsolationFull,
         Event::LeaseOver,
         Event::Woke,
         Event::Drain,
         Event::DrainOver,
         Event::StopNow,
         Event::Returned(Outcome::Done),
-        Event::Found(Some(Finding::Happened)),
+        Event::Reconciled(Some(Finding::Happened)),
         Event::CannotReconcile,
         Event::Answer(V::Busy {
             remaining: Duration::ZERO,
         }),
         Event::Answer(V::Lost),
-        Event::Answer(V::Kept),
+        Event::Answer(V::Applied),
         Event::Answer(V::Rejected { attempt: 2 }),
         Event::Answer(V::Conflict),
     ];

@@ -154,7 +154,7 @@ fn claim() {
                     fourth.1,
                 ),
                 (
-                    cleared(Attempts::all_forgiven(7), NOTHING),
+                    cleared(Attempts::none_counted(7), NOTHING),
                     ALIVE,
                     redriven.0,
                     redriven.1,
@@ -260,7 +260,7 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
         Ask::Reject(NOTHING),
         Ask::Reject(UNKNOWN),
     ] {
-        let still_unknown = (write(cleared(Attempts::new(2), UNKNOWN)), Verdict::Kept);
+        let still_unknown = (write(cleared(Attempts::new(2), UNKNOWN)), Verdict::Applied);
         assert_eq!(
             apply(second, ALIVE, &operation(EO, ask, 2)),
             still_unknown,
@@ -269,7 +269,7 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
     }
     // An attempt 1 that is not the first: the record was lost, and an operator redrove the id.
     let first = Marker::InProgress(hold(EO, OWN, Attempts::new(1), UNKNOWN));
-    let kept = (write(cleared(Attempts::new(1), UNKNOWN)), Verdict::Kept);
+    let kept = (write(cleared(Attempts::new(1), UNKNOWN)), Verdict::Applied);
     assert_eq!(
         apply(first, ALIVE, &operation(EO, Ask::Clear(NOTHING), 1)),
         kept
@@ -391,7 +391,7 @@ fn renew() {
     ] {
         rows(
             &operation(AMO, Ask::Renew, 1),
-            &[(owned, OVER, write(owned), Verdict::Kept)],
+            &[(owned, OVER, write(owned), Verdict::Applied)],
         );
     }
     is_lost_except(Ask::Renew, AMO, |_| false);
@@ -452,7 +452,7 @@ fn clear() {
         let marker = running(guarantee, OWN, attempt);
         rows(
             &operation(guarantee, Ask::Clear(effect), attempt),
-            &[(marker, OVER, change, Verdict::Kept)],
+            &[(marker, OVER, change, Verdict::Applied)],
         );
     }
     let unknown = operation(AMO, Ask::Clear(Effect::Unknown), 1);
@@ -463,7 +463,7 @@ fn clear() {
     for marker in [Marker::Absent, cleared(Attempts::new(1), NOTHING)] {
         rows(
             &operation(AMO, Ask::Clear(Effect::Nothing), 1),
-            &[(marker, ALIVE, Change::Keep, Verdict::Kept)],
+            &[(marker, ALIVE, Change::Keep, Verdict::Applied)],
         );
     }
     is_lost_except(Ask::Clear(Effect::Nothing), AMO, is_free);
@@ -479,7 +479,7 @@ fn withdraw() {
                 running(guarantee, OWN, 1),
                 OVER,
                 Change::Delete,
-                Verdict::Kept,
+                Verdict::Applied,
             )],
         );
         // As if it had not been granted: neither the budget nor what is unknown of earlier attempts
@@ -506,14 +506,14 @@ fn withdraw() {
             rows(
                 &ask(4),
                 &[
-                    (granted, OVER, write(before), Verdict::Kept),
-                    (before, ALIVE, Change::Keep, Verdict::Kept),
+                    (granted, OVER, write(before), Verdict::Applied),
+                    (before, ALIVE, Change::Keep, Verdict::Applied),
                 ],
             );
         }
         rows(
             &ask(1),
-            &[(Marker::Absent, ALIVE, Change::Keep, Verdict::Kept)],
+            &[(Marker::Absent, ALIVE, Change::Keep, Verdict::Applied)],
         );
         is_lost_except(Ask::Withdraw, guarantee, is_free);
     }
@@ -529,7 +529,7 @@ fn reject() {
                 running(AMO, OWN, 1),
                 OVER,
                 write(rejected(1)),
-                Verdict::Kept,
+                Verdict::Applied,
             )],
         );
         rows(
@@ -538,7 +538,7 @@ fn reject() {
                 running(EO, OWN, 2),
                 OVER,
                 write(cleared(Attempts::new(2), effect)),
-                Verdict::Kept,
+                Verdict::Applied,
             )],
         );
         is_lost_except(ask, AMO, |_| false);
@@ -546,7 +546,7 @@ fn reject() {
     }
     rows(
         &operation(EO, Ask::Reject(Effect::Nothing), 1),
-        &[(running(EO, OWN, 1), OVER, Change::Delete, Verdict::Kept)],
+        &[(running(EO, OWN, 1), OVER, Change::Delete, Verdict::Applied)],
     );
     // The run may still have an effect: a run after a redrive needs a higher attempt number.
     rows(
@@ -555,7 +555,7 @@ fn reject() {
             running(EO, OWN, 1),
             OVER,
             write(cleared(Attempts::new(1), UNKNOWN)),
-            Verdict::Kept,
+            Verdict::Applied,
         )],
     );
 }
@@ -576,38 +576,38 @@ fn doubt() {
                 running(AMO, OWN, 1),
                 OVER,
                 waiting(Attempts::new(1), NOTHING),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             (
                 doubted(OWN, Attempts::new(1), Doubt::Reconciling),
                 OVER,
                 waiting(Attempts::new(1), UNKNOWN),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             (
                 Marker::Absent,
                 ALIVE,
-                waiting(Attempts::all_forgiven(1), UNKNOWN),
-                Verdict::Kept,
+                waiting(Attempts::none_counted(1), UNKNOWN),
+                Verdict::Applied,
             ),
             (
                 cleared(Attempts::new(1), NOTHING),
                 ALIVE,
                 waiting(Attempts::new(1), UNKNOWN),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             (
                 cleared(Attempts::new(0), NOTHING),
                 ALIVE,
                 waiting(Attempts::new(1), UNKNOWN),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             // The attempt number never decreases.
             (
                 cleared(Attempts::new(3), NOTHING),
                 ALIVE,
                 waiting(Attempts::new(3), UNKNOWN),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             // Delayed or repeated: the outcome was determined since, or an operator has freed the id.
             (
@@ -617,7 +617,7 @@ fn doubt() {
                 Verdict::Lost,
             ),
             (
-                cleared(Attempts::all_forgiven(1), NOTHING),
+                cleared(Attempts::none_counted(1), NOTHING),
                 ALIVE,
                 Change::Keep,
                 Verdict::Lost,
@@ -647,7 +647,7 @@ fn resolve() {
             owned,
             OVER,
             write(cleared(Attempts::new(1), NOTHING)),
-            Verdict::Kept,
+            Verdict::Applied,
         )],
     );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
@@ -660,13 +660,13 @@ fn resolve() {
 }
 
 #[test]
-fn send_back() {
+fn redrive() {
     let in_doubt = doubted(OTHER, DOUBTED_ONCE, Doubt::Waiting);
     let (unknown, known) = (
         cleared(Attempts::new(5), UNKNOWN),
         cleared(Attempts::new(5), NOTHING),
     );
-    let freed = |number, effect| cleared(Attempts::all_forgiven(number), effect);
+    let freed = |number, effect| cleared(Attempts::none_counted(number), effect);
     // The crashes are reset, so that the message runs again before it is dead-lettered for them.
     let crashed = Attempts {
         number: 12,
@@ -705,12 +705,12 @@ fn send_back() {
         (AMO, Marker::Absent, UNKNOWN, Some(freed(0, UNKNOWN))),
         (AMO, Marker::Done(None), NOTHING, None), // freed with `Forget`, not with `SendBack`
     ] {
-        let ask = Ask::SendBack {
+        let ask = Ask::Redrive {
             seen,
             effect: stated,
         };
         let expected = free.map_or((Change::Keep, Verdict::Lost), |free| {
-            (write(free), Verdict::Kept)
+            (write(free), Verdict::Applied)
         });
         rows(
             &operation(guarantee, ask, 0),
@@ -724,14 +724,14 @@ fn send_back() {
             // the marker.
             rows(
                 &operation(guarantee, ask, 0),
-                &[(free, OVER, write(free), Verdict::Kept)],
+                &[(free, OVER, write(free), Verdict::Applied)],
             );
             let Marker::Cleared { effect, .. } = free else {
                 panic!("{free:?} is not cleared")
             };
             rows(
                 &operation(guarantee, ask, 99),
-                &[(seen, OVER, write(freed(99, effect)), Verdict::Kept)],
+                &[(seen, OVER, write(freed(99, effect)), Verdict::Applied)],
             );
         }
         if let Marker::InProgress(_) = seen {
@@ -748,8 +748,8 @@ fn forget() {
     let seen = Marker::Done(None);
     let free = |number| {
         (
-            write(cleared(Attempts::all_forgiven(number), NOTHING)),
-            Verdict::Kept,
+            write(cleared(Attempts::none_counted(number), NOTHING)),
+            Verdict::Applied,
         )
     };
     assert_eq!(
@@ -766,10 +766,10 @@ fn forget() {
     rows(
         &repeated,
         &[(
-            cleared(Attempts::all_forgiven(7), NOTHING),
+            cleared(Attempts::none_counted(7), NOTHING),
             ALIVE,
             free(7).0,
-            Verdict::Kept,
+            Verdict::Applied,
         )],
     ); // after a lost reply
     is_lost_except(Ask::Forget { seen }, AMO, |marker| *marker == seen);
@@ -836,7 +836,7 @@ fn bare_writes_at_the_claim_and_deletes_after_a_failure() {
     ] {
         rows(
             &bare(ask),
-            &[(Marker::Done(None), ALIVE, Change::Delete, Verdict::Kept)],
+            &[(Marker::Done(None), ALIVE, Change::Delete, Verdict::Applied)],
         );
     }
     rows(
