@@ -159,9 +159,9 @@ impl LifecycleDriver {
         policy: &Policy,
         new_token: &mut impl FnMut(Token) -> Token,
     ) -> DriverCommand {
-        let (stage, step) = rules(self.stage, event, policy);
+        let (stage, action) = rules(self.stage, event, policy);
         self.stage = stage;
-        match step {
+        match action {
             Action::NewClaim => {
                 (self.token, self.attempts) = (new_token(self.token), Attempts::new(0));
                 DriverCommand::Apply(Ask::Claim)

@@ -53,10 +53,8 @@ impl MessageId {
         Self(id)
     }
 
-    /// Parses an id in the form of keys, headers and logs, which [`as_str`](Self::as_str) returns.
-    /// `None` if the text is not such a form.
-    ///
-    /// For tools that read ids in keys, headers and logs: `h:` and a hash is not hashed again.
+    /// Parses an id in the form that keys, headers and logs have, which [`as_str`](Self::as_str)
+    /// returns: `h:` and a hash is not hashed again. `None` if the text does not have that form.
     pub fn stored(text: &str) -> Option<Self> {
         let is_hash = |text: &str| {
             text.len() == 64

@@ -1,7 +1,8 @@
-//! The contracts, the gate and the consumer loop of oncegate, with an in-memory source and store.
+//! The core of oncegate: the traits of sources, stores and handlers, the consumer loop, the gate, and
+//! an in-memory source and store.
 //!
-//! Start with [`Handler`] and [`Consumer`]. The pure functions in [`marker`] and [`lifecycle`]
-//! decide everything that the guarantee depends on.
+//! Start with [`Handler`] and [`Consumer`]. The pure functions [`marker::apply`] and
+//! [`lifecycle::transition`] decide everything that the guarantee depends on.
 #![forbid(unsafe_code)]
 
 mod boot_time;

@@ -1,4 +1,4 @@
-//! Whether the store of a consumer answers, as its status reports it.
+//! Whether the store of a consumer is available, as its status reports it.
 
 use std::time::{Duration, Instant};
 
@@ -12,24 +12,24 @@ pub struct StoreSnapshot {
     /// The store and its address, from [`Store::described`](crate::Store::described): without
     /// secrets.
     pub name: String,
-    /// Whether it answers.
+    /// Whether the store is available.
     pub state: StoreState,
     /// Its last error, however long ago.
     pub last_error: Option<LastStoreError>,
 }
 
-/// Whether a store answers.
+/// Whether a store is available, by the last batch of operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoreState {
-    /// No operation was answered yet: the consumer has just started.
+    /// No batch was sent yet: the consumer has just started.
     Unused,
-    /// It answered the last batch.
+    /// The store answered the last batch.
     Available {
         /// How long ago it answered. Without messages there are no operations.
         last_answer: Duration,
     },
-    /// It did not answer the last batch. The consumer retries a few times a second, as long as
+    /// The store did not answer the last batch. The consumer retries a few times a second, as long as
     /// deliveries wait for the store.
     Unavailable {
         /// How long ago the first unanswered batch failed.
@@ -37,7 +37,7 @@ pub enum StoreState {
     },
 }
 
-/// An error of the store.
+/// The last error of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LastStoreError {
@@ -57,7 +57,7 @@ pub(crate) struct StoreHealth {
 }
 
 impl StoreHealth {
-    /// A store that got no operation yet.
+    /// A store to which no batch was sent yet.
     pub(crate) fn new(name: String) -> Self {
         Self {
             name,

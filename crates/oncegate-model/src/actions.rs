@@ -120,7 +120,7 @@ impl SystemModel {
             actions.push(WithdrawGrant(consumer_index));
         }
         if delivery.driver.is_draining() {
-            // A handler that is dropped is an unknown outcome.
+            // The outcome of a handler that is dropped is unknown.
             if remaining.unknown_outcomes > 0 || delivery.run.is_none() {
                 actions.push(DrainOver(consumer_index));
             }
@@ -243,7 +243,7 @@ impl SystemModel {
     fn act(&self, state: &mut SystemState, action: ModelAction) -> Option<()> {
         match action {
             ModelAction::Deliver(consumer_index, message) => {
-                let index = state.queue.iter().position(|it| *it == message)?;
+                let index = state.queue.iter().position(|queued| *queued == message)?;
                 state.queue.remove(index);
                 self.deliver(state, consumer_index, message);
             }
@@ -282,7 +282,7 @@ impl SystemModel {
                 let sent = state.delayed_commands.remove(index);
                 let verdict = self.store(state, sent);
                 if let (Ask::Redrive { .. }, Verdict::Applied) = (sent.ask, verdict) {
-                    state.record_release();
+                    state.record_freed();
                 }
             }
             ModelAction::ReceiveReply(consumer_index) => {
@@ -349,9 +349,9 @@ impl SystemModel {
                 let deliveries = state
                     .consumers
                     .iter_mut()
-                    .filter_map(|it| it.delivery.as_mut());
+                    .filter_map(|consumer| consumer.delivery.as_mut());
                 deliveries
-                    .filter(|it| it.driver.token == hold.token)
+                    .filter(|delivery| delivery.driver.token == hold.token)
                     .for_each(expire_lease);
             }
             ModelAction::SuspectLease(consumer_index) => {

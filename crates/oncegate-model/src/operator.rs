@@ -111,8 +111,8 @@ impl SystemModel {
             && !state
                 .consumers
                 .iter()
-                .filter_map(|it| it.delivery.as_ref())
-                .any(|it| it.run.is_some() || completing(it.driver.stage()))
+                .filter_map(|consumer| consumer.delivery.as_ref())
+                .any(|delivery| delivery.run.is_some() || completing(delivery.driver.stage()))
             && !state
                 .delayed_commands
                 .iter()
@@ -130,7 +130,7 @@ impl SystemModel {
         let verdict = self.store(state, sent);
         state.operator = match (verdict, then) {
             (Verdict::Applied | Verdict::Done { .. }, NextStep::Publish) => {
-                state.record_release();
+                state.record_freed();
                 Operator::Publishing(dead_letter)
             }
             (Verdict::Applied | Verdict::Done { .. }, NextStep::Remove) => {
@@ -158,7 +158,7 @@ impl SystemModel {
             attempt,
         };
         if self.store(state, sent) == Verdict::Applied {
-            state.record_release();
+            state.record_freed();
             // Earlier effects do not count against the next run.
             (state.provider.effects, state.observations.done) = ([0, 0], false);
             state.queue.push(BrokerMessage {
@@ -171,9 +171,9 @@ impl SystemModel {
 
 impl SystemState {
     /// Records that the operator freed the id: later attempts must be higher than all earlier ones,
-    /// and the whole budget of attempts is available again.
-    pub(crate) fn record_release(&mut self) {
-        self.observations.highest_at_release = self.observations.highest_attempt;
+    /// and all of `max_attempts` are left.
+    pub(crate) fn record_freed(&mut self) {
+        self.observations.highest_before_freed = self.observations.highest_attempt;
         self.observations.freed_as_known = matches!(
             self.marker,
             Marker::Cleared {
@@ -183,7 +183,7 @@ impl SystemState {
         );
         self.observations.crashes = 0;
         (
-            self.observations.spent_before_release,
+            self.observations.spent_before_freed,
             self.observations.awaits_run,
         ) = (
             self.observations.grants - self.observations.unspent_grants,
@@ -202,7 +202,11 @@ impl SystemState {
 
     /// Removes a dead letter.
     pub(crate) fn remove_dead_letter(&mut self, dead_letter: ModelDeadLetter) {
-        if let Some(index) = self.dead_letters.iter().position(|it| *it == dead_letter) {
+        if let Some(index) = self
+            .dead_letters
+            .iter()
+            .position(|other| *other == dead_letter)
+        {
             self.dead_letters.remove(index);
         }
         self.operator = Operator::Idle;

@@ -1,8 +1,8 @@
 //! Idempotent message consumers for Kafka and RabbitMQ.
 //!
-//! After a crash, a redelivery, a lost reply or a rebalance, the effect of a message has still
-//! happened as often as the chosen [`Guarantee`] allows. This crate re-exports the others and
-//! contains no logic. [`prelude`] has what a consumer needs.
+//! Whatever crashes, is redelivered, lost or rebalanced: the effect of a message happens as often as
+//! the chosen [`Guarantee`] allows. This crate re-exports the others and contains no logic.
+//! [`prelude`] has what a consumer needs.
 #![forbid(unsafe_code)]
 
 pub mod metrics;

@@ -185,7 +185,7 @@ fn unambiguous_header<'a>(message: &'a Message, name: &str) -> Result<Option<&'a
     let mut values = message
         .headers
         .iter()
-        .filter(|(it, _)| *it == name.as_bytes())
+        .filter(|(found, _)| *found == name.as_bytes())
         .map(|(_, value)| value);
     let first = values.next().flatten();
     if values.any(|value| value != first) {
