@@ -206,7 +206,7 @@ fn table<const N: usize>(head: [&str; N], rows: impl IntoIterator<Item = [String
 fn the_book_lists_every_metric() {
     let page = read(&root().join("docs/src/metrics.md"));
     let metrics = table(
-        ["metric", "kind", "what it says"],
+        ["metric", "kind", "meaning"],
         oncegate::metrics::all().map(|metric| {
             let labels = if metric.labels.is_empty() {
                 String::new()
@@ -221,7 +221,7 @@ fn the_book_lists_every_metric() {
         }),
     );
     let outcomes = table(
-        ["`outcome`", "what it says"],
+        ["`outcome`", "meaning"],
         OUTCOMES
             .iter()
             .map(|(outcome, description)| [format!("`{outcome}`"), description.to_string()]),

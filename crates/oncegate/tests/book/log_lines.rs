@@ -200,7 +200,7 @@ fn resolved(name: &str, sources: &[String], line: LogLine) -> Vec<LogLine> {
     }
     let (_, _, values) = VALUE_MESSAGES
         .iter()
-        .find(|(place, message, _)| *place == name && *message == line.message)
+        .find(|(package, message, _)| *package == name && *message == line.message)
         .unwrap_or_else(|| {
             panic!(
                 "{name}: a log line is the value {}: add its texts to VALUE_MESSAGES",

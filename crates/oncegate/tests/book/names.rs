@@ -75,7 +75,7 @@ fn declared(source: &str) -> BTreeSet<&str> {
         };
         if let Some(word) = words.next().filter(|_| is_a_type) {
             let end = word
-                .find(|letter: char| !letter.is_alphanumeric() && letter != '_')
+                .find(|char: char| !char.is_alphanumeric() && char != '_')
                 .unwrap_or(word.len());
             if end > 0 {
                 names.insert(&word[..end]);
