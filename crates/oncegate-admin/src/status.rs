@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use oncegate::{
-    ConsumerStatus, InFlightDelivery, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
+    ConsumerStatus, InFlightDelivery, LastStoreError, Position, Readiness, StoreSnapshot,
+    StoreState,
 };
 use serde::Serialize;
 
@@ -159,15 +160,15 @@ impl WatchedConsumer {
 impl StoreView {
     fn of(snapshot: StoreSnapshot) -> Self {
         let state = match snapshot.state {
-            StoreState::Answers { last } => StoreStateView::Answers {
-                last_answer_seconds: seconds(last),
+            StoreState::Available { last_answer } => StoreStateView::Answers {
+                last_answer_seconds: seconds(last_answer),
             },
-            StoreState::Away { since } => StoreStateView::Away {
+            StoreState::Unavailable { since } => StoreStateView::Away {
                 away_seconds: seconds(since),
             },
             _ => StoreStateView::Unasked,
         };
-        let to_error = |StoreTrouble {
+        let to_error = |LastStoreError {
                             since, mut text, ..
                         }| {
             text.truncate(truncation_point(&text, MAX_LINE_BYTES));
@@ -196,7 +197,7 @@ impl OldestDelivery {
             partition,
             offset,
             seconds: seconds(delivery.since),
-            doing: delivery.doing.as_str(),
+            doing: delivery.state.as_str(),
             attempt: delivery.attempt,
             crashes: delivery.crashes,
         }
