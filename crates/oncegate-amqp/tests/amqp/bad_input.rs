@@ -216,7 +216,9 @@ async fn forged_headers_are_removed_from_every_kind_of_dead_letter() {
     let rewriting_fixture = fixture
         .reconnect_to(&rewriting_proxy(Direction::ToTheBroker, break_utf8).await)
         .await;
-    fixture.publish_with("too large", forged.clone()).await;
+    fixture
+        .publish_with("a body over the limit", forged.clone())
+        .await;
     rewriting_fixture
         .publish_with("unreadable", forged.clone().with_message_id("@@@@".into()))
         .await;
