@@ -294,6 +294,20 @@ impl IdSource {
         self.0.check()
     }
 
+    /// Whether ids are read from [`Message::message_id`]: see [`Connect::check_id`].
+    ///
+    /// [`Connect::check_id`]: crate::source::Connect::check_id
+    pub fn reads_message_id(&self) -> bool {
+        matches!(self.0.plain(), IdReader::MessageId)
+    }
+
+    /// Whether ids are [positions](Self::position): see [`Connect::check_id`].
+    ///
+    /// [`Connect::check_id`]: crate::source::Connect::check_id
+    pub fn reads_position(&self) -> bool {
+        matches!(self.0.plain(), IdReader::Position)
+    }
+
     /// The SHA-256 of the body: two messages are the same if their bodies are.
     pub fn body_hash() -> Self {
         Self(IdReader::BodyHash)
@@ -340,6 +354,14 @@ impl IdSource {
 }
 
 impl IdReader {
+    /// What is read before it is hashed.
+    fn plain(&self) -> &Self {
+        match self {
+            Self::Hashed(read) => read.plain(),
+            other => other,
+        }
+    }
+
     fn read(&self, message: &Message) -> Result<MessageId, NoId> {
         let id = match self {
             IdReader::Header(name) => unambiguous_header(message, name)?.and_then(MessageId::new),
