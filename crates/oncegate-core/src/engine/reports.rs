@@ -101,7 +101,7 @@ impl Reporter {
         }
         if is_unreadable_marker {
             warn!(
-                "message in doubt, sending it to the in-doubt queue: its marker is unreadable; check whether the message took effect, delete the key that `oncegate explain` shows, then run `oncegate in-doubt resolve`"
+                "message in doubt, sending it to the in-doubt queue: its marker is unreadable; check whether the message took effect; upgrade oncegate here if a newer release wrote the marker, otherwise delete the key that `oncegate explain` shows; then run `oncegate in-doubt resolve`"
             );
         } else if reason.starts_with("in-doubt") {
             warn!(
