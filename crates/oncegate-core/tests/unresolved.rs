@@ -1,11 +1,13 @@
 //! Unresolved markers of an earlier run, met by the next consumer or message.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
+use oncegate_core::marker::{Ask, Operation, Terms, Token};
 use oncegate_core::*;
+use tracing_subscriber::fmt::MakeWriter;
 
 /// Hangs, is in doubt, rejects, or succeeds, by the body; counts its runs, and has no `reconcile`.
 #[derive(Clone, Default)]
@@ -163,6 +165,51 @@ async fn the_dead_letter_of_a_duplicate_has_the_attempt_number_of_the_rejected_m
         ]
     );
     assert_eq!(world.handler.0.load(Ordering::Relaxed), 1);
+}
+
+/// The cause that the handler reported is in the log of the process that ended.
+#[tokio::test]
+async fn the_log_says_where_the_cause_of_an_interrupted_message_is() {
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(|| LOG.make_writer())
+        .finish();
+    let _guard = tracing::subscriber::set_default(subscriber);
+    // A callsite that another test registers at the same time misses this subscriber.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    tracing::callsite::rebuild_interest_cache();
+    let world = World::new();
+    let (id, first) = (MessageId::new("a").expect("an id"), Token(1));
+    let operation = |ask, attempt| Operation {
+        key: Key::new(&id),
+        ask,
+        token: first,
+        attempt,
+        terms: Terms {
+            guarantee: Guarantee::AtMostOnce,
+            lease: Duration::from_millis(200),
+            window: Duration::from_secs(3600),
+            fingerprint: None,
+        },
+    };
+    // Another process reported the doubt, and ended before it reconciled.
+    for operation in [operation(Ask::Claim, 0), operation(Ask::Doubt, 1)] {
+        world.store.apply(&[operation]).await[0]
+            .as_ref()
+            .expect("a verdict");
+    }
+    world.publish("works");
+    world.drain(Guarantee::AtMostOnce).await;
+    assert_eq!(world.reasons(), [Reason::InDoubt(DoubtCause::Interrupted)]);
+    let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
+    let line = log
+        .lines()
+        .find(|line| line.contains("message in doubt, sending it to the in-doubt queue"))
+        .expect("the line");
+    for words in ["reason=\"in-doubt-interrupted\"", "the log of that process"] {
+        assert!(line.contains(words), "{words}: {line}");
+    }
 }
 
 /// With the default of five calls of `reconcile`, and no clock that moves.
