@@ -58,10 +58,7 @@ impl Connect for Kafka {
 
         poll::subscribe(&consumer, &self)?;
         self.status.attach(&shared);
-        let (watch_config, topic) = (
-            self.watch_config(),
-            self.topics.first().cloned().unwrap_or_default(),
-        );
+        let (watch_config, topics) = (self.watch_config(), self.topics.clone());
         let (watch_shared, watch_errors, reconnect_backoff_max, stalled_after) = (
             shared.clone(),
             connection_errors.clone(),
@@ -76,7 +73,7 @@ impl Connect for Kafka {
         spawn_thread("oncegate-kafka-watch", move || {
             watch::run(
                 &watch_config,
-                &topic,
+                &topics,
                 &watch_shared,
                 &watch_errors,
                 reconnect_backoff_max,
