@@ -512,7 +512,7 @@ fn check_id(id: &IdSource) -> Result<(), Error> {
     id.check().map_err(|problem| Error::Misconfigured {
         setting: "id",
         problem,
-        remedy: "write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
+        remedy: "name the header, or write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
     })
 }
 

@@ -235,6 +235,7 @@ impl IdReader {
     fn check(&self) -> Result<(), String> {
         match self {
             Self::Hashed(read) => read.check(),
+            Self::Header(name) if name.is_empty() => Err("the name of the header is empty".into()),
             Self::JsonPointer(pointer) if !pointer.is_empty() && !pointer.starts_with('/') => Err(
                 format!("the JSON pointer `{pointer}` does not begin with `/`"),
             ),
@@ -270,7 +271,8 @@ impl IdSource {
         Self(IdReader::MessageId)
     }
 
-    /// The Kafka record key (the routing key on AMQP). Use it only if each key is sent once.
+    /// The Kafka record key (the routing key on AMQP). Use it only if each key is sent once. A routing
+    /// key that is the name of the queue, as with the default exchange, is an unusable id.
     pub fn key() -> Self {
         Self(IdReader::Key)
     }
@@ -289,7 +291,7 @@ impl IdSource {
         Self(IdReader::JsonPointer(Arc::from(pointer)))
     }
 
-    /// Validates the syntax of a JSON pointer. The error says what is wrong.
+    /// Validates the name of a header and the syntax of a JSON pointer. The error says what is wrong.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.0.check()
     }
@@ -366,6 +368,11 @@ impl IdReader {
         let id = match self {
             IdReader::Header(name) => unambiguous_header(message, name)?.and_then(MessageId::new),
             IdReader::MessageId => message.message_id.as_ref().and_then(MessageId::new),
+            IdReader::Key if is_default_routing_key(message) => {
+                return Err(NoId::Unusable(
+                    "the routing key is the name of the queue, as for every message that is sent through the default exchange; read the id from a header, the message id or the body".into(),
+                ));
+            }
             IdReader::Key => message.key.as_ref().and_then(MessageId::new),
             IdReader::JsonPointer(pointer) => MessageId::new(json::read(pointer, &message.body)?),
             IdReader::BodyHash => {
@@ -388,6 +395,14 @@ impl IdReader {
         };
         id.ok_or(NoId::Missing)
     }
+}
+
+/// Whether the key is the name of the queue. All such messages would have one id, and all but the
+/// first would be skipped as duplicates.
+fn is_default_routing_key(message: &Message) -> bool {
+    message.origin.position == Position::Queue
+        && !message.origin.name.is_empty()
+        && message.key.as_deref() == Some(message.origin.name.as_bytes())
 }
 
 /// The value of a header.
@@ -433,6 +448,7 @@ impl fmt::Debug for IdReader {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::Origin;
 
     fn id(raw: impl AsRef<[u8]>) -> String {
         MessageId::new(raw).expect("an id").to_string()
@@ -569,6 +585,39 @@ mod tests {
                 assert!(problem.contains(pointer), "{problem}");
             }
         }
+    }
+
+    #[test]
+    fn a_header_without_a_name_is_refused() {
+        for source in [IdSource::header(""), IdSource::header("").hashed()] {
+            assert!(source.check().is_err());
+        }
+        assert_eq!(IdSource::header("id").check(), Ok(()));
+    }
+
+    #[test]
+    fn a_routing_key_that_all_messages_of_the_queue_have_is_no_id() {
+        let message = |name: &str, position| Message {
+            origin: Origin {
+                name: name.into(),
+                position,
+                system: None,
+            },
+            ..Message::new("").with_key("payments")
+        };
+        let read = |name, position| IdSource::key().read(&message(name, position));
+        assert!(
+            matches!(read("payments", Position::Queue), Err(NoId::Unusable(text)) if text.contains("default exchange"))
+        );
+        assert!(read("other", Position::Queue).is_ok());
+        let offset = Position::Offset {
+            partition: 0,
+            offset: 7,
+        };
+        assert!(
+            read("payments", offset).is_ok(),
+            "a topic has no default exchange"
+        );
     }
 
     #[test]
