@@ -124,6 +124,16 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
             (None, None, _) => without_messages(evidence, marker.state),
         },
     };
+    let elsewhere = evidence.dead_letters.iter().chain(&evidence.in_doubt);
+    if let Some((message, source)) = elsewhere
+        .filter(|it| it.state.is_pending())
+        .find_map(|it| Some((it, it.other_source.as_ref()?)))
+    {
+        text.push_str(&format!(
+            " A message with this id in {} was consumed from {source}, which is not configured here: this says nothing of that one.",
+            message.location
+        ));
+    }
     if let Some(conflict) = conflict.filter(|_| marker.state != MarkerState::Done) {
         text.push_str(&other_body(&conflict));
     }

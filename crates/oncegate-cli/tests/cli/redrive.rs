@@ -248,11 +248,13 @@ async fn messages_from_another_source_are_skipped(broker: Broker) {
             .prints("it was consumed from theirs")
             .prints("1 left where they are");
     }
+    let explanation = fixture.json(&["explain", "a"]).await;
     assert_eq!(
-        fixture.json(&["explain", "a"]).await["verdict"],
-        "unknown",
+        explanation["verdict"], "unknown",
         "it is another consumer's"
     );
+    let text = explanation["description"].as_str().expect("a text");
+    assert!(text.contains("was consumed from theirs"), "{text}");
     for (destination, count) in [(".dead-letters", 1), (".in-doubt", 1), ("", 0)] {
         fixture.until_there_are(count, destination).await;
     }
