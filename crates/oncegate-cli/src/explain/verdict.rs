@@ -31,7 +31,7 @@ pub(crate) enum HandlingVerdict {
     Dropped,
     /// An operator sent it back, and it was not handled since.
     SentBack,
-    /// It failed, and will run again.
+    /// It failed, and will run again if the broker still has its message.
     WillRunAgain,
     /// The topic has messages with this id, and nothing else is known.
     NotRecorded,
@@ -71,7 +71,9 @@ impl HandlingVerdict {
             Self::Conflict => "unknown; another body with this id is in the dead letters",
             Self::Dropped => "not handled; dropped by an operator",
             Self::SentBack => "sent back by an operator; not handled yet",
-            Self::WillRunAgain => "not handled yet; will run again",
+            Self::WillRunAgain => {
+                "not recorded as handled; will run again if its message is in the broker"
+            }
             Self::NotRecorded => "not recorded as handled; the topic has messages with this id",
             Self::Unknown => "unknown",
             Self::Unchecked => "unknown; not everything was checked",
@@ -434,7 +436,9 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         ),
         MarkerState::Cleared => (
             HandlingVerdict::WillRunAgain,
-            "An attempt failed without a recorded effect. Its message is still in the broker and will run again.".into(),
+            "An attempt failed without a recorded effect. Its message will run again if it is still in the broker. The configured dead \
+             letters do not show it: if it was dead-lettered, it was removed without this tool, or another reader holds it on RabbitMQ."
+                .into(),
         ),
         _ => {
             let forgotten = last
@@ -467,7 +471,8 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
             }
             let text = format!(
                 "{forgotten}Nothing is known about this id: no message with it was ever claimed, or it waits for a retry because its attempts \
-                 failed without an effect (the consumer's log names them), or it was handled longer ago than the window. Check also that \
+                 failed without an effect (the consumer's log names them), or its dead letter was removed without this tool or is held by another \
+                 reader, or it was handled longer ago than the window. Check also that \
                  the scope and the prefix are those of the consumer."
             );
             (HandlingVerdict::Unknown, text)
