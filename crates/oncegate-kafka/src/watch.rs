@@ -490,7 +490,7 @@ mod tests {
             scope.spawn(|| {
                 run(
                     &config,
-                    "t",
+                    &["t".to_owned()],
                     &shared,
                     &connection_errors,
                     Duration::from_secs(1),
