@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncegate::Key;
 use oncegate::marker::{Attempts, Doubt, Effect, Guarantee, Hold, Marker};
-use oncegate::store::{Listed, MarkerWithExpiry};
+use oncegate::store::{ListedKey, MarkerWithExpiry};
 use serde::Serialize;
 
 use crate::config::Config;
@@ -109,8 +109,8 @@ impl MarkerDescription {
         }
     }
 
-    pub(crate) fn of_listed(listed: &Listed, window: Duration) -> Self {
-        match &listed.standing {
+    pub(crate) fn of_listed(listed: &ListedKey, window: Duration) -> Self {
+        match &listed.marker {
             Ok(standing) => Self::of(&listed.name, standing, window),
             Err(error) => Self::unreadable(&listed.name, error.to_string()),
         }
