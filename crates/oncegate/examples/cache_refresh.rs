@@ -35,7 +35,7 @@ async fn read(gate: Gate, cache: String) -> Result<&'static str, oncegate::GateE
     })
 }
 
-/// Stands for your work.
+/// Placeholder for your work.
 async fn fetch_the_prices() -> Result<(), Failure> {
     tokio::time::sleep(Duration::from_millis(100)).await;
     Ok(())

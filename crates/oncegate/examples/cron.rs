@@ -36,7 +36,7 @@ async fn at_midnight(
     Ok(())
 }
 
-/// Stands for your work.
+/// Placeholder for your work.
 async fn settle_the_day() -> Result<usize, Failure> {
     tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     Ok(3)

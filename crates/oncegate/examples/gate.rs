@@ -20,8 +20,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Stands for your work.
+/// Placeholder for your work.
 async fn settle_the_day() -> Result<usize, Failure> {
-    let entries = std::fs::read_to_string("entries.txt").retry()?; // nothing happened: run me again
+    let entries = std::fs::read_to_string("entries.txt").retry()?; // nothing happened: retry
     Ok(entries.lines().count())
 }

@@ -54,7 +54,7 @@ async fn order(State(gate): State<Gate>, headers: HeaderMap) -> StatusCode {
     }
 }
 
-/// Stands for your work.
+/// Placeholder for your work.
 async fn place_the_order() -> Result<(), Failure> {
     tokio::time::sleep(Duration::from_millis(100)).await;
     Ok(())

@@ -21,7 +21,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Stands for your work.
+/// Placeholder for your work.
 async fn write_the_report() -> Result<usize, Failure> {
     Ok(7)
 }

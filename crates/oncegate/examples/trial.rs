@@ -24,7 +24,7 @@ async fn main() -> Result<(), Error> {
 
     Consumer::builder()
         .store(Shadow::new(redis, report.clone()))
-        // … all else as it will be
+        // … all else as in production
         .source(
             Kafka::topic("payments")
                 .brokers("localhost:9092")
