@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_testkit::proxy::Proxy;
 use oncegate_testkit::servers::{
-    KafkaDoor, KafkaServer, KafkaUser, RabbitServer, Server, ServerKind, fetch_kafka,
+    KafkaListener, KafkaServer, KafkaUser, RabbitServer, Server, ServerKind, fetch_kafka,
 };
 use rustix::process::Signal;
 
@@ -151,7 +151,7 @@ impl Stage {
     /// The address of the broker for consumers; RabbitMQ is behind the proxy.
     pub fn url(&self) -> String {
         match &*self.broker {
-            BrokerServer::Kafka(server, _) => lock(server).server.brokers_by(KafkaDoor::Login),
+            BrokerServer::Kafka(server, _) => lock(server).server.brokers_at(KafkaListener::Login),
             BrokerServer::Rabbit(_, proxy, _) => {
                 let [_, secret] = &self.secrets;
                 format!(

@@ -69,7 +69,7 @@ async fn handle(brokers: &str, sound: u32, (poison, first): (Poison, u32)) -> Du
 async fn a_poison_message_is_dead_lettered_and_does_not_block_the_others() {
     let brokers = shared_broker();
     for poison in [Poison::Fails, Poison::Panics] {
-        Rounds::play(poison, 1, async |what| handle(&brokers, 1_000, what).await).await;
+        Rounds::measure(poison, 1, async |what| handle(&brokers, 1_000, what).await).await;
     }
 }
 
@@ -78,10 +78,10 @@ async fn a_poison_message_is_dead_lettered_and_does_not_block_the_others() {
 async fn long_a_poisoned_message_among_ten_thousand() {
     let brokers = shared_broker();
     for poison in [Poison::Fails, Poison::Panics] {
-        Rounds::play(poison, 20, async |what| {
+        Rounds::measure(poison, 20, async |what| {
             handle(&brokers, 10_000, what).await
         })
         .await
-        .judge();
+        .assert_slowdown_limit();
     }
 }

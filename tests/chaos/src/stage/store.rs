@@ -64,9 +64,9 @@ impl Store {
 
     /// Three servers with append-only files, and three Sentinels.
     pub(super) fn three(password: &str) -> Result<Self, Error> {
-        Ok(Self::Three(Mutex::new(SentinelServers::start_patient(
-            password, DOWN_AFTER,
-        )?)))
+        Ok(Self::Three(Mutex::new(
+            SentinelServers::start_with_down_after(password, DOWN_AFTER)?,
+        )))
     }
 
     /// The URLs for consumers: one, or those of the Sentinels.
@@ -257,5 +257,5 @@ fn fail_over(servers: &mut SentinelServers, after: Duration) -> Result<(), Error
     std::thread::sleep(after);
     servers.redis_mut(old).kill();
     servers.wait_for_failover(old)?;
-    Ok(servers.mend()?)
+    Ok(servers.restore()?)
 }
