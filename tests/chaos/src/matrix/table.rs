@@ -403,7 +403,7 @@ mod tests {
         let text = matrix.to_markdown();
         assert!(
             text.contains(
-                "| before an id is put in doubt (`doubt.before`) | 3 / 0 / 0 / 0 | n/a (1) |"
+                "| before an id is recorded as in doubt (`doubt.before`) | 3 / 0 / 0 / 0 | n/a (1) |"
             ),
             "{text}"
         );
