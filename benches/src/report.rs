@@ -423,7 +423,7 @@ impl Report {
 
     /// The ratios and their targets.
     pub fn summary(&self) -> String {
-        let mut text = format!("\n{:<36} {:>8} {:>8}\n", "ratio", "median", "reach");
+        let mut text = format!("\n{:<36} {:>8} {:>8}\n", "ratio", "median", "target");
         for (name, ratio) in &self.ratios {
             let reach = self
                 .reach
@@ -517,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn what_falls_short_is_marked() {
+    fn a_ratio_below_its_target_is_marked() {
         let shown = |rate: f64| {
             let rows = [row("bare", &[100.0]), row("memory", &[rate])];
             let table = Table::new("a table", &rows).ratio("kafka_memory", "memory", 1.0, "bare");
@@ -526,15 +526,15 @@ mod tests {
             report.summary()
         };
         assert!(
-            shown(80.0).contains("0.800     0.85  short of it"),
+            shown(80.0).contains("0.800     0.85  below the target"),
             "{}",
             shown(80.0)
         );
-        assert!(!shown(90.0).contains("short"), "{}", shown(90.0));
+        assert!(!shown(90.0).contains("below"), "{}", shown(90.0));
     }
 
     #[test]
-    fn what_the_gate_adds_to_a_p99_is_judged_from_above() {
+    fn an_added_latency_above_its_limit_is_marked() {
         let side = |name: &str, micros: &[u64]| {
             let took = |micros: &u64| Measurement {
                 latencies: vec![(99.0, *micros)],
@@ -574,7 +574,7 @@ mod tests {
             shown(1_890)
         );
         assert!(
-            shown(1_950).contains("1.050     1.00  more than that"),
+            shown(1_950).contains("1.050     1.00  above the limit"),
             "{}",
             shown(1_950)
         );
