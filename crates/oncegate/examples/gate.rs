@@ -1,4 +1,4 @@
-//! Settles the day once, wherever and however often the timer fires.
+//! A daily job that runs once, on however many machines and however often its timer fires.
 
 use oncegate::{Failure, FailureExt, Gate, Redis, RunOutcome};
 
@@ -22,6 +22,6 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
 /// Placeholder for your work.
 async fn settle_the_day() -> Result<usize, Failure> {
-    let entries = std::fs::read_to_string("entries.txt").retry()?; // nothing happened: retry
+    let entries = std::fs::read_to_string("entries.txt").retry()?; // nothing happened: run again
     Ok(entries.lines().count())
 }

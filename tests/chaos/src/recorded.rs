@@ -145,7 +145,7 @@ fn asked(ask: Ask) -> StoreOperation {
         Ask::Reject(_) => StoreOperation::Reject,
         Ask::Doubt => StoreOperation::Doubt,
         Ask::Resolve(_) => StoreOperation::Resolve,
-        Ask::SendBack { .. } => StoreOperation::SendBack,
+        Ask::Redrive { .. } => StoreOperation::SendBack,
         Ask::Forget { .. } => StoreOperation::Forget,
     }
 }
@@ -159,7 +159,7 @@ fn verdict(answer: &Result<Verdict, StoreError>) -> String {
         Ok(Verdict::Duplicate) => "duplicate".into(),
         Ok(Verdict::Rejected { .. }) => "rejected".into(),
         Ok(Verdict::Conflict) => "conflict".into(),
-        Ok(Verdict::Kept) => "kept".into(),
+        Ok(Verdict::Applied) => "kept".into(),
         Ok(Verdict::Done { .. }) => "done".into(),
         Ok(Verdict::Lost) => "lost".into(),
         Err(StoreError::NotApplied(_)) => "not applied".into(),

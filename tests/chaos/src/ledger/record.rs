@@ -263,7 +263,7 @@ pub enum StoreOperation {
     Resolve,
     /// [`Ask::Forget`](oncegate::marker::Ask::Forget).
     Forget,
-    /// [`Ask::SendBack`](oncegate::marker::Ask::SendBack).
+    /// [`Ask::Redrive`](oncegate::marker::Ask::Redrive).
     SendBack,
 }
 
