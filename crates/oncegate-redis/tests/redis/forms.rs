@@ -237,7 +237,7 @@ async fn a_start_during_a_failover_finds_the_new_primary() {
     }
     // A primary and its replica change places.
     let slot = 12_182;
-    let old = cluster.serves(slot);
+    let old = cluster.primary_of_slot(slot);
     let its = format!("master_port:{}", cluster.nodes()[old].port());
     let says = |which: usize, what: &str| {
         cluster.nodes()[which]
@@ -279,7 +279,7 @@ async fn effectively_once_does_not_wait_for_a_node_that_is_silent() {
     // Connects to every node.
     looked(|| store.preflight(Guarantee::EffectivelyOnce)).await;
     // `foo` is in slot 12182.
-    let serves = cluster.serves(12_182);
+    let serves = cluster.primary_of_slot(12_182);
     let other = cluster
         .primaries()
         .into_iter()
@@ -319,7 +319,7 @@ async fn redirections_of_a_migrating_slot_are_followed() {
         ask(&store, claim("foo", 1)).await.expect("a verdict"),
         GRANTED
     );
-    let from = cluster.serves(slot);
+    let from = cluster.primary_of_slot(slot);
     let to = cluster
         .primaries()
         .into_iter()
@@ -410,7 +410,7 @@ async fn a_canary_in_a_migrating_slot_blocks_no_claim() {
     let probes = (0..).map(|number| format!("processed:!probe{number}"));
     let probe = probes
         .into_iter()
-        .find(|probe| cluster.serves(slot(probe)) == from)
+        .find(|probe| cluster.primary_of_slot(slot(probe)) == from)
         .expect("a key for each slot");
     let id = |which: usize| {
         lines(which, "CLUSTER MYID")
@@ -515,7 +515,7 @@ async fn a_renewal_that_is_cancelled_each_time_finds_the_new_primary() {
         ask(&*renewals, renew.clone()).await.expect("a verdict"),
         Verdict::Applied
     );
-    let serves = cluster.serves(12_182);
+    let serves = cluster.primary_of_slot(12_182);
     assert_eq!(
         cluster.nodes()[serves]
             .command("WAIT 1 5000")
