@@ -17,7 +17,7 @@ use crate::connection::PinnedConnection;
 use crate::durability::Durability;
 use crate::failure::StoreFailure;
 use crate::info::InfoReply;
-use crate::metric::{FINDINGS, PAUSED};
+use crate::metric::{ANOMALIES, PAUSED};
 use crate::router::{ConnectionPair, Router};
 
 /// How often a server is checked while claims are sent.
@@ -492,12 +492,12 @@ impl DetectorState {
 
     fn report(&mut self, anomaly: &Anomaly) {
         let description = anomaly.description();
-        metrics::counter!(FINDINGS, "finding" => anomaly.label()).increment(1);
+        metrics::counter!(ANOMALIES, "anomaly" => anomaly.label()).increment(1);
         if anomaly.is_data_loss() {
-            tracing::error!(finding = anomaly.label(), "{description}");
+            tracing::error!(anomaly = anomaly.label(), "{description}");
             self.data_loss.get_or_insert(description);
         } else {
-            tracing::warn!(finding = anomaly.label(), "{description}");
+            tracing::warn!(anomaly = anomaly.label(), "{description}");
         }
         if let Anomaly::ClockForward(by) = anomaly {
             // A smaller jump does not cancel the pause for a larger one.

@@ -19,7 +19,7 @@ const PAYMENTS: &str = env!("CARGO_BIN_EXE_payments");
 /// until then.
 const SELDOM: &[&str] = &[
     "oncegate_redis_paused",
-    "oncegate_redis_findings_total",
+    "oncegate_redis_anomalies_total",
     "oncegate_sqlite_clock_jumps_total",
 ];
 
