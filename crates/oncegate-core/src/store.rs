@@ -135,5 +135,5 @@ pub struct Listed {
     /// The key without its prefix: the id, after `scope|` if there is a scope.
     pub name: String,
     /// The marker, or an error if the record is not a marker that this release can read.
-    pub standing: Result<MarkerWithExpiry, StoreError>,
+    pub marker: Result<MarkerWithExpiry, StoreError>,
 }

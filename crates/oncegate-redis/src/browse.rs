@@ -25,7 +25,7 @@ pub struct Browse {
     cursor: Vec<u8>,
 }
 
-/// The cursor of `SCAN` at its start and at its end.
+/// The cursor with which a `SCAN` starts, and that its last reply returns.
 const START: &[u8] = b"0";
 
 impl Browse {
@@ -71,15 +71,12 @@ impl Browse {
         let listed = names.into_iter().map(|name| {
             let marker =
                 marker_with_expiry(replies.next(), replies.next()).map_err(StoreError::from);
-            Listed {
-                name,
-                standing: marker,
-            }
+            Listed { name, marker }
         });
         // A key may expire between `SCAN` and its read.
         let is_absent = |listed: &Listed| {
             matches!(
-                listed.standing,
+                listed.marker,
                 Ok(MarkerWithExpiry {
                     marker: Marker::Absent,
                     ..
