@@ -45,13 +45,18 @@ struct StoreView {
     last_error: Option<StoreErrorView>,
 }
 
-/// Seconds since the last answer, or since the store became unavailable.
+/// The state, with the seconds since the last answer or since the store became unavailable.
 #[derive(Serialize)]
 #[serde(tag = "state", rename_all = "lowercase")]
 enum StoreStateView {
-    Unasked,
-    Answers { last_answer_seconds: f64 },
-    Away { away_seconds: f64 },
+    /// No request was answered yet.
+    Unknown,
+    Available {
+        last_answer_seconds: f64,
+    },
+    Unavailable {
+        unavailable_seconds: f64,
+    },
 }
 
 #[derive(Serialize)]
@@ -100,7 +105,7 @@ pub(crate) enum SourceView {
         delivered: u64,
         redelivered: u64,
         reconnects: u64,
-        away_seconds: f64,
+        unavailable_seconds: f64,
         stale_receipts: u64,
         copies: u64,
         copy_retries: u64,
@@ -159,13 +164,13 @@ impl WatchedConsumer {
 impl StoreView {
     fn of(snapshot: StoreSnapshot) -> Self {
         let state = match snapshot.state {
-            StoreState::Answers { last } => StoreStateView::Answers {
+            StoreState::Answers { last } => StoreStateView::Available {
                 last_answer_seconds: seconds(last),
             },
-            StoreState::Away { since } => StoreStateView::Away {
-                away_seconds: seconds(since),
+            StoreState::Away { since } => StoreStateView::Unavailable {
+                unavailable_seconds: seconds(since),
             },
-            _ => StoreStateView::Unasked,
+            _ => StoreStateView::Unknown,
         };
         let to_error = |StoreTrouble {
                             since, mut text, ..
@@ -222,7 +227,7 @@ impl WatchedSource {
                     delivered: snapshot.delivered,
                     redelivered: snapshot.redelivered,
                     reconnects: snapshot.reconnects,
-                    away_seconds: seconds(snapshot.away),
+                    unavailable_seconds: seconds(snapshot.away),
                     stale_receipts: snapshot.stale_receipts,
                     copies: snapshot.copies,
                     copy_retries: snapshot.copy_retries,
@@ -250,7 +255,7 @@ impl PartitionView {
                     BlockedBy::Queue => "queue",
                     BlockedBy::Consumer => "consumer",
                     BlockedBy::Delay { .. } => "delay",
-                    _ => "elsewhere",
+                    _ => "unknown",
                 },
             },
         );

@@ -230,10 +230,16 @@ fn the_dashboard_has_four_rows_and_describes_each_panel() {
             .as_str()
             .is_some_and(|text| !text.is_empty());
         assert!(
-            is_described && panel["targets"].as_array().is_some_and(|targets| !targets.is_empty()),
+            is_described
+                && panel["targets"]
+                    .as_array()
+                    .is_some_and(|targets| !targets.is_empty()),
             "{panel}"
         );
     }
-    let ids: BTreeSet<i64> = panels.iter().filter_map(|panel| panel["id"].as_i64()).collect();
+    let ids: BTreeSet<i64> = panels
+        .iter()
+        .filter_map(|panel| panel["id"].as_i64())
+        .collect();
     assert_eq!(ids.len(), panels.len(), "each panel has an id of its own");
 }
