@@ -281,7 +281,7 @@ impl<'a> ResolveSession<'a> {
         else {
             return Ok(());
         };
-        let (marker, seen) = (&entry.marker, entry.marker.standing.marker);
+        let (marker, seen) = (&entry.marker, entry.marker.stored.marker);
         let ask = match (self.finding, marker.state()) {
             (Finding::Happened, MarkerState::InDoubt) => Ask::Resolve(Finding::Happened),
             (Finding::Happened, _) => Ask::Complete,
@@ -486,7 +486,7 @@ fn check_marker(marker: &ObservedMarker<'_>, finding: Finding) -> Result<MarkerU
         )))
     };
     match (marker.state(), finding) {
-        (MarkerState::InDoubt, _) if is_being_reconciled(&marker.standing) => {
+        (MarkerState::InDoubt, _) if is_being_reconciled(&marker.stored) => {
             refused("a consumer is reconciling it right now; try again later")
         }
         (MarkerState::Done, Finding::Happened) => Ok(MarkerUpdate::NotNeeded),

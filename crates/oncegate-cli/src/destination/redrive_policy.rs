@@ -180,7 +180,7 @@ pub(crate) fn plan_copy(
 ) -> Result<CopyPlan, CliError> {
     let state = seen.map_or(MarkerState::Absent, ObservedMarker::state);
     if let Some(observed) = seen.filter(|_| !selected_by_id)
-        && has_other_body(message, &observed.standing.marker)
+        && has_other_body(message, &observed.stored.marker)
     {
         return skip("its id was used for another body; select it with --id to send it anyway");
     }

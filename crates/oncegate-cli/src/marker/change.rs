@@ -32,7 +32,7 @@ pub(crate) struct ObservedMarker<'a> {
     pub(crate) markers: MarkerStore,
     pub(crate) id: MessageId,
     pub(crate) key: Key,
-    pub(crate) standing: MarkerWithExpiry,
+    pub(crate) stored: MarkerWithExpiry,
 }
 
 impl<'a> ObservedMarker<'a> {
@@ -42,23 +42,23 @@ impl<'a> ObservedMarker<'a> {
         id: MessageId,
     ) -> Result<Self, CliError> {
         let key = config::key(&context.config, &id)?;
-        let standing = markers.look(&context.config, &key).await?;
+        let stored = markers.look(&context.config, &key).await?;
         Ok(Self {
             context,
             markers: markers.clone(),
             id,
             key,
-            standing,
+            stored,
         })
     }
 
     pub(crate) fn state(&self) -> MarkerState {
-        description::state(&self.standing)
+        description::state(&self.stored)
     }
 
     /// State and attempt in one line, for the audit.
     pub(crate) fn summary(&self) -> String {
-        match description::attempt(&self.standing.marker) {
+        match description::attempt(&self.stored.marker) {
             Some(attempt) => format!("{}, attempt {attempt}", self.state().word()),
             None => self.state().word().to_owned(),
         }
@@ -91,7 +91,7 @@ impl<'a> ObservedMarker<'a> {
     }
 
     fn operation(&self, ask: Ask, known: u32) -> Operation {
-        let hold = match self.standing.marker {
+        let hold = match self.stored.marker {
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
             _ => None,
         };
@@ -130,7 +130,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
     )
     .await?;
     let id = &marker.id;
-    let seen = marker.standing.marker;
+    let seen = marker.stored.marker;
     let (ask, consequence) = match marker.state() {
         MarkerState::Done => (
             Ask::Forget { seen },
@@ -254,11 +254,8 @@ async fn run(
         String::new()
     };
     if !change.yes {
-        let description = MarkerDescription::of(
-            marker.key.as_str(),
-            &marker.standing,
-            context.config.window(),
-        );
+        let description =
+            MarkerDescription::of(marker.key.as_str(), &marker.stored, context.config.window());
         let text = format!(
             "{}\n{what}: {} {consequence}. It would be {after}.{notice}",
             description.to_text(),
@@ -276,7 +273,7 @@ async fn run(
     } else {
         marker.id.clone()
     };
-    let attempt = description::attempt(&marker.standing.marker).max((known > 0).then_some(known));
+    let attempt = description::attempt(&marker.stored.marker).max((known > 0).then_some(known));
     let action = PlannedAction {
         what,
         id: Some(id.to_string()),

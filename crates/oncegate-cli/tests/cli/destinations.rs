@@ -13,7 +13,7 @@ use oncegate_testkit::servers::RabbitServer;
 use serde_json::Value;
 
 use crate::cli::TestCli;
-use crate::fixture::{Broker, BrokerFixture, PATIENCE, PaymentProvider, publish_properties};
+use crate::fixture::{Broker, BrokerFixture, PaymentProvider, TEST_TIMEOUT, publish_properties};
 
 /// Creates a test for each scenario and broker.
 macro_rules! on_both_brokers {
@@ -40,7 +40,7 @@ on_both_brokers!(
     dead_letters_are_listed_redriven_and_charged_once,
     dropped_messages_are_not_listed_again,
     messages_in_doubt_are_resolved_either_way,
-    redrive_skips_handled_and_doubtful_messages,
+    redrive_skips_handled_and_in_doubt_messages,
     ids_without_a_marker_are_redriven,
     messages_without_an_id_are_named_by_a_handle,
     both_errors_of_a_message_in_doubt_are_shown,
@@ -70,10 +70,10 @@ async fn messages_without_an_id_are_named_by_a_handle(broker: Broker) {
     fixture.publish(&[("a", "declined")]).await;
     fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
     let listed = fixture.json(&["dead-letters", "list"]).await;
-    let letters = listed["messages"].as_array().expect("a list");
-    let handles: Vec<&str> = letters
+    let dead_letters = listed["messages"].as_array().expect("a list");
+    let handles: Vec<&str> = dead_letters
         .iter()
-        .filter_map(|letter| letter["handle"].as_str())
+        .filter_map(|dead_letter| dead_letter["handle"].as_str())
         .collect();
     assert!(
         handles.len() == 2 && handles[0] != handles[1],
@@ -148,18 +148,20 @@ async fn both_errors_of_a_message_in_doubt_are_shown(broker: Broker) {
             .prints("the provider is down");
     }
     let listed = fixture.json(&["in-doubt", "list"]).await;
-    let letter = &listed["messages"][0];
+    let dead_letter = &listed["messages"][0];
     assert_eq!(
-        letter["reason_text"], "its handler reported that it may have happened",
-        "{letter}"
+        dead_letter["reason_text"], "its handler reported that it may have happened",
+        "{dead_letter}"
     );
     for (name, error) in [
         ("first_error", "no answer from the provider"),
         ("last_error", "the provider is down"),
     ] {
         assert!(
-            letter[name].as_str().is_some_and(|it| it.contains(error)),
-            "{letter}"
+            dead_letter[name]
+                .as_str()
+                .is_some_and(|it| it.contains(error)),
+            "{dead_letter}"
         );
     }
     fixture.end().await;
@@ -313,9 +315,9 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
     );
 
     let audit = fixture.json(&["audit", "--id", "b"]).await;
-    let act = &audit[0];
+    let action = &audit[0];
     assert_eq!(
-        (&act["who"], &act["what"], &act["stage"]),
+        (&action["who"], &action["what"], &action["stage"]),
         (
             &"ann".into(),
             &"dead-letters redrive".into(),
@@ -324,13 +326,13 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
         "{audit}"
     );
     assert_eq!(
-        (&act["before"], &act["why"]),
+        (&action["before"], &action["why"]),
         (
             &"dead-lettered, rejected, attempt 1".into(),
             &"the card was mended".into()
         )
     );
-    assert_eq!(act["place"]["broker"], fixture.broker_name());
+    assert_eq!(action["location"]["broker"], fixture.broker_name());
     fixture.end().await;
 }
 
@@ -360,7 +362,7 @@ async fn dropped_messages_are_not_listed_again(broker: Broker) {
         .await;
     match broker {
         Broker::Kafka => {
-            assert_eq!(ids(&everything), ["a", "b"], "nothing can be deleted there");
+            assert_eq!(ids(&everything), ["a", "b"], "Kafka keeps dropped messages");
             let states: Vec<&Value> = everything["messages"]
                 .as_array()
                 .expect("a list")
@@ -386,7 +388,10 @@ async fn dropped_messages_are_not_listed_again(broker: Broker) {
     let again = fixture
         .json(&["dead-letters", "redrive", "--all", "--yes"])
         .await;
-    assert_eq!(again["done"], 1, "the other one alone: {again}");
+    assert_eq!(
+        again["done"], 1,
+        "only the message that was not dropped: {again}"
+    );
     fixture.end().await;
 }
 
@@ -451,7 +456,7 @@ async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
     assert_eq!(
         fixture.charged(),
         ["no"],
-        "what happened is not charged again"
+        "an effect that happened is not repeated"
     );
     fixture
         .run(&["in-doubt", "resolve", "no", "--did-not-happen", "--yes"])
@@ -464,13 +469,17 @@ async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
         .as_array()
         .expect("a list")
         .iter()
-        .map(|act| act["after"].to_string())
+        .map(|action| action["after"].to_string())
         .collect();
-    assert_eq!(what.len(), 4, "the marker and the letter of each: {what:?}");
+    assert_eq!(
+        what.len(),
+        4,
+        "one action for the marker and one for the message of each id: {what:?}"
+    );
     fixture.end().await;
 }
 
-async fn redrive_skips_handled_and_doubtful_messages(broker: Broker) {
+async fn redrive_skips_handled_and_in_doubt_messages(broker: Broker) {
     let fixture = fixture(broker).await;
     fixture
         .publish(&[("done", "declined"), ("doubt", "silent")])
@@ -496,19 +505,19 @@ async fn redrive_skips_handled_and_doubtful_messages(broker: Broker) {
             &headers,
         )
         .await;
-    let said = fixture
+    let output = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1);
-    let said = said
+    let output = output
         .prints("would be a duplicate")
         .prints("`oncegate in-doubt resolve` first")
         .prints("0 redriven, 2 left");
-    assert!(!said.out.contains("sent to"), "{said:?}");
+    assert!(!output.out.contains("sent to"), "{output:?}");
     assert_eq!(
         ids(&fixture.json(&["dead-letters", "list"]).await),
         ["done", "doubt"],
-        "both are still there"
+        "skipped messages stay in the destination"
     );
     assert_eq!(
         fixture.json(&["marker", "show", "done"]).await["state"],
@@ -545,10 +554,10 @@ async fn reading_joins_no_group_and_commits_no_offset_on_kafka() {
 /// How RabbitMQ counts reads: a classic queue counts nothing, a quorum queue of 3.10 counts each
 /// one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn counting_queues_are_read_only_with_an_unreachable_limit() {
+async fn queues_that_count_reads_are_read_only_with_an_unreachable_limit() {
     let fixture = fixture(Broker::RabbitMq).await;
     let name = fixture.cli.name.clone();
-    let counted = async |queue: &str, extra: &[&str]| {
+    let delivery_count_after_two_reads = async |queue: &str, extra: &[&str]| {
         let settings = fixture
             .settings()
             .replace(crate::fixture::COUNTS_ACCEPTED, "");
@@ -563,22 +572,22 @@ async fn counting_queues_are_read_only_with_an_unreachable_limit() {
                 .into_iter()
                 .chain(extra.iter().copied())
                 .collect();
-            let said = fixture.run(&arguments).await;
-            if said.code != 0 {
-                said.exits_with(3).prints("--accept-delivery-counts");
+            let output = fixture.run(&arguments).await;
+            if output.code != 0 {
+                output.exits_with(3).prints("--accept-delivery-counts");
                 return None;
             }
-            assert_eq!(ids(&said.json()), ["x"]);
+            assert_eq!(ids(&output.json()), ["x"]);
             fixture.until(queue, 1).await;
         }
-        let taken = crate::fixture::take_all(queue).await;
-        assert_eq!(taken.len(), 1, "{taken:?}");
-        Some(taken[0].2)
+        let messages = crate::fixture::take_all(queue).await;
+        assert_eq!(messages.len(), 1, "{messages:?}");
+        Some(messages[0].2)
     };
     let (classic, limited) = (format!("{name}.classic"), format!("{name}.limited"));
     crate::fixture::declare(&classic, &[("x-queue-type", "classic")], None).await;
     crate::fixture::declare(&limited, &[("x-queue-type", "quorum")], Some(5)).await;
-    assert_eq!(counted(&classic, &[]).await, Some(0));
+    assert_eq!(delivery_count_after_two_reads(&classic, &[]).await, Some(0));
     // The header comes from another queue.
     let table: BTreeMap<_, _> = [
         ("oncegate-id".into(), crate::fixture::text("z")),
@@ -594,19 +603,19 @@ async fn counting_queues_are_read_only_with_an_unreachable_limit() {
         "{listed}"
     );
     assert_eq!(
-        counted(&limited, &[]).await,
+        delivery_count_after_two_reads(&limited, &[]).await,
         None,
-        "what is dropped after five looks is not looked into"
+        "a queue that drops messages after five reads is not read"
     );
     crate::fixture::take_all(&limited).await;
     assert_eq!(
-        counted(&limited, &["--accept-delivery-counts"]).await,
+        delivery_count_after_two_reads(&limited, &["--accept-delivery-counts"]).await,
         Some(2)
     );
     assert_eq!(
-        counted(&format!("{name}.dead-letters"), &[]).await,
+        delivery_count_after_two_reads(&format!("{name}.dead-letters"), &[]).await,
         Some(2),
-        "towards a limit of two thousand million"
+        "the queue of oncegate has an unreachable limit"
     );
     for queue in [classic, limited] {
         crate::fixture::delete(&queue).await;
@@ -616,7 +625,7 @@ async fn counting_queues_are_read_only_with_an_unreachable_limit() {
 
 /// Where the default queue type is quorum, a declaration without arguments matches a quorum queue.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_quorum_queue_by_default_is_not_taken_for_a_classic_one() {
+async fn a_queue_with_default_type_quorum_is_not_treated_as_classic() {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
@@ -654,7 +663,7 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
             .expect("the queues are declared"),
     );
     source
-        .close(Instant::now() + PATIENCE)
+        .close(Instant::now() + TEST_TIMEOUT)
         .await
         .expect("a clean end");
     let limit = [
@@ -705,7 +714,7 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
     }
     let explanation = cli.json(&["explain", "x"]);
     assert_eq!(
-        (&explanation["verdict"], &explanation["not_examined"]),
+        (&explanation["verdict"], &explanation["not_checked"]),
         (&"dead-lettered".into(), &serde_json::json!([])),
         "{explanation}"
     );
@@ -738,7 +747,7 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
             &first["from_ms"],
             &r#"{"card":"works"}"#.into()
         ),
-        "a copy is the letter"
+        "a replacement keeps headers, time and body"
     );
     // A user without write permission cannot replace messages: the queue is reported as not
     // checked.
@@ -752,15 +761,18 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
             ".*",
         ])
         .expect("rights");
-    let blind = cli.run(&["explain", "x", "--json"]).exits_with(3).json();
+    let without_permission = cli.run(&["explain", "x", "--json"]).exits_with(3).json();
     assert_eq!(
-        (&blind["verdict"], &blind["dead_letters"]),
+        (
+            &without_permission["verdict"],
+            &without_permission["dead_letters"]
+        ),
         (&"unchecked".into(), &Value::Null),
-        "{blind}"
+        "{without_permission}"
     );
     assert_eq!(
-        blind["not_examined"][0]["where"], "the dead-letter destination on rabbitmq",
-        "{blind}"
+        without_permission["not_checked"][0]["where"], "the dead-letter destination on rabbitmq",
+        "{without_permission}"
     );
     cli.run(&["explain", "x"])
         .exits_with(3)
@@ -775,8 +787,11 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
         .exits_with(3)
         .json();
     assert_eq!(
-        (&listed["all"], &listed["not_examined"][0]["where"]),
-        (&false.into(), &blind["not_examined"][0]["where"]),
+        (&listed["all"], &listed["not_checked"][0]["where"]),
+        (
+            &false.into(),
+            &without_permission["not_checked"][0]["where"]
+        ),
         "{listed}"
     );
     server
@@ -785,7 +800,7 @@ async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
     assert_eq!(
         ids(&cli.json(&["dead-letters", "list"])).len(),
         2,
-        "what was not looked at was not counted"
+        "refused reads did not increase the delivery count"
     );
 }
 
@@ -797,26 +812,27 @@ async fn a_message_stays_if_its_copy_is_refused() {
         .await;
     fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
     crate::fixture::delete(&fixture.cli.name).await;
-    let said = fixture
+    let output = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(3);
-    said.prints("does not exist or is full")
+    output
+        .prints("does not exist or is full")
         .prints("0 redriven, 1 left");
     fixture.until_there_are(2, ".dead-letters").await;
-    let act = fixture.json(&["audit"]).await[0].clone();
+    let action = fixture.json(&["audit"]).await[0].clone();
     assert_eq!(
-        act["stage"], "not-sent",
-        "its marker was freed, and no copy stands"
+        action["stage"], "not-sent",
+        "its marker was released, and no copy was published"
     );
     // Either may be first.
-    let first = act["id"].as_str().expect("an id");
+    let first = action["id"].as_str().expect("an id");
     assert_eq!(
         fixture.json(&["marker", "show", first]).await["state"],
         "cleared"
     );
     // The consumer declares the queue again; no message is lost.
-    crate::fixture::declare_as_the_source_does(&fixture.cli.name).await;
+    crate::fixture::declare_like_the_source(&fixture.cli.name).await;
     fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
@@ -830,7 +846,7 @@ async fn a_message_stays_if_its_copy_is_refused() {
 async fn messages_without_body_are_skipped_and_copies_keep_their_partition() {
     let fixture = fixture(Broker::Kafka).await;
     let name = fixture.cli.name.clone();
-    let set_aside =
+    let publish_dead_letter =
         |id: &'static str, partition: i32, omitted: &'static [(&'static str, &'static str)]| {
             let (fixture, name, origin) = (
                 &fixture,
@@ -854,21 +870,22 @@ async fn messages_without_body_are_skipped_and_copies_keep_their_partition() {
                     .await;
             }
         };
-    set_aside("large", 0, &[("oncegate-body-omitted", "2000000")]).await;
-    set_aside("first", 0, &[]).await;
-    set_aside("second", 1, &[]).await;
-    set_aside("gone", 9, &[]).await;
-    let said = fixture
+    publish_dead_letter("large", 0, &[("oncegate-body-omitted", "2000000")]).await;
+    publish_dead_letter("first", 0, &[]).await;
+    publish_dead_letter("second", 1, &[]).await;
+    publish_dead_letter("gone", 9, &[]).await;
+    let output = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1);
-    let said = said
+    let output = output
         .prints("body of 2000000 bytes")
         .prints("3 redriven, 1 left");
     assert!(
-        said.out
+        output
+            .out
             .contains(&format!("complete message is {name}/0/7")),
-        "it says where the whole one is: {said:?}"
+        "the output names the complete message: {output:?}"
     );
     assert_eq!(
         ids(&fixture.json(&["dead-letters", "list"]).await),
@@ -896,7 +913,7 @@ async fn messages_without_body_are_skipped_and_copies_keep_their_partition() {
     );
     assert!(
         partition("gone").is_some(),
-        "to another one, where its own is gone: {sent}"
+        "sent to another partition, since its own does not exist: {sent}"
     );
     fixture.end().await;
 }
@@ -1000,7 +1017,11 @@ async fn ids_without_a_marker_are_redriven(broker: Broker) {
     let ours = headers.iter().filter(|name| {
         name.starts_with("oncegate-") || (name.starts_with("x-") && **name != "x-delivery-count")
     });
-    assert_eq!(ours.count(), 0, "it begins anew: {copy}");
+    assert_eq!(
+        ours.count(),
+        0,
+        "the copy has no header of earlier deliveries: {copy}"
+    );
     fixture.cli.configure(&fixture.settings());
     let left = if broker == Broker::Kafka { 1 } else { 0 };
     fixture.consume(PaymentProvider::Works, 1, left, 0).await;

@@ -21,15 +21,15 @@ const AT_MOST_ONCE: &str = "scope = \"s\"\n[gate]\nguarantee = \"at-most-once\"\
 
 /// Code and level of the findings that are problems.
 fn findings(cli: &TestCli) -> Vec<(String, String)> {
-    let said = cli.run(&["doctor", "--json"]);
-    assert!(said.code <= 1, "{said:?}");
-    let json = said.json();
+    let output = cli.run(&["doctor", "--json"]);
+    assert!(output.code <= 1, "{output:?}");
+    let json = output.json();
     let findings = json["findings"].as_array().expect("a list");
     let text = |finding: &Value, name: &str| finding[name].as_str().expect("a text").to_owned();
     for finding in findings {
         assert!(
             text(finding, "remedy").len() > 10 && text(finding, "what").len() > 10,
-            "says what, and what to do: {finding}"
+            "a finding has a problem and a remedy: {finding}"
         );
     }
     let bad: Vec<(String, String)> = findings
@@ -38,7 +38,7 @@ fn findings(cli: &TestCli) -> Vec<(String, String)> {
         .map(|finding| (text(finding, "code"), text(finding, "level")))
         .collect();
     let has_errors = bad.iter().any(|(_, level)| level == "error");
-    assert_eq!(said.code, i32::from(has_errors), "{said:?}");
+    assert_eq!(output.code, i32::from(has_errors), "{output:?}");
     bad
 }
 
@@ -92,14 +92,14 @@ fn every_finding_has_a_test() {
         .iter()
         .map(|it| it[0].as_str().expect("a code"))
         .collect();
-    let planted = include_str!("doctor.rs");
+    let cases = include_str!("doctor.rs");
     let missing: Vec<&&str> = codes
         .iter()
-        .filter(|code| !planted.contains(&format!("\"{code}\"")))
+        .filter(|code| !cases.contains(&format!("\"{code}\"")))
         .collect();
     assert!(
         codes.len() > 40 && missing.is_empty(),
-        "nobody planted {missing:?}"
+        "no test for {missing:?}"
     );
 }
 
@@ -115,7 +115,7 @@ fn a_good_redis_has_no_findings() {
     cli.run(&["doctor"])
         .exits_with(0)
         .prints("ADVICE")
-        .prints("no-scope")
+        .prints("scope-not-configured")
         .prints("Checked the settings, Redis; errors: 0, warnings: 0");
 }
 
@@ -165,12 +165,15 @@ fn finds_a_missing_store_or_broker() {
 #[test]
 fn finds_eviction_and_missing_persistence() {
     let server = redis(good_options().setting("maxmemory-policy", "allkeys-lru"));
-    assert_findings(&cli(&server, AT_MOST_ONCE), &[("store-evicts", "error")]);
-    assert_findings(&cli(&server, ""), &[("store-evicts", "warning")]);
+    assert_findings(
+        &cli(&server, AT_MOST_ONCE),
+        &[("store-evicts-keys", "error")],
+    );
+    assert_findings(&cli(&server, ""), &[("store-evicts-keys", "warning")]);
     let server = redis(RedisOptions::new());
     assert_findings(
         &cli(&server, AT_MOST_ONCE),
-        &[("store-keeps-no-file", "error")],
+        &[("store-without-append-only-file", "error")],
     );
     cli(&server, AT_MOST_ONCE)
         .run(&["doctor"])
@@ -184,13 +187,13 @@ fn finds_replicas_and_cluster_nodes() {
     let replica = redis(good_options().replica_of(primary.port()));
     assert_findings(
         &cli(&replica, AT_MOST_ONCE),
-        &[("store-is-a-replica", "error")],
+        &[("store-is-replica", "error")],
     );
     // A real one may need a port that is in use.
     let node = RewritingProxy::before(&primary, |bytes| overwrite(bytes, "cluster_enabled:", "1"));
     let cli = TestCli::at(&node.url());
     cli.configure(AT_MOST_ONCE);
-    assert_findings(&cli, &[("store-is-a-cluster-node", "error")]);
+    assert_findings(&cli, &[("store-is-cluster-node", "error")]);
 }
 
 #[test]
@@ -198,11 +201,11 @@ fn finds_an_unreachable_store_and_a_rejected_login() {
     let server = redis(good_options().password("right"));
     assert_findings(
         &TestCli::at(&server.url().replace("right", "wrong")),
-        &[("store-refuses-the-login", "error")],
+        &[("store-login-rejected", "error")],
     );
     assert_findings(
         &TestCli::at("redis://127.0.0.1:1"),
-        &[("store-away", "error")],
+        &[("store-unreachable", "error")],
     );
 }
 
@@ -230,7 +233,7 @@ fn finds_missing_redis_permissions() {
             .expect("Redis answers");
         let cli = TestCli::at(&server.url().replace("redis://", "redis://some:word@"));
         cli.configure(AT_MOST_ONCE);
-        assert_findings(&cli, &[("store-lacks-a-right", "error")]);
+        assert_findings(&cli, &[("store-permission-missing", "error")]);
         let output = cli.run(&["doctor"]).exits_with(1).prints(missing);
         assert!(
             output
@@ -256,7 +259,7 @@ fn finds_missing_redis_permissions() {
         );
         assert_findings(&cli, &[]);
         let output = cli.run(&["doctor"]).exits_with(0);
-        assert!(!output.out.contains("lacks-a-right"), "{output:?}");
+        assert!(!output.out.contains("permission-missing"), "{output:?}");
         for command in [&["marker", "list"][..], &["audit"]] {
             cli.run(command).exits_with(0);
         }
@@ -277,7 +280,7 @@ fn missing_permissions_of_the_tool_are_advice() {
     let output = cli
         .run(&["doctor"])
         .exits_with(0)
-        .prints("tool-lacks-a-right")
+        .prints("tool-permission-missing")
         .prints("the user may not run XADD, XRANGE, SCAN, TYPE, STRLEN")
         .prints("+info +xadd +xrange +scan +type +strlen");
     assert!(output.out.contains("ACL SETUSER some ~test:"), "{output:?}");
@@ -298,7 +301,7 @@ fn finds_insufficient_memory() {
     assert_findings(&cli(&server, AT_MOST_ONCE), &[]);
     assert_findings(
         &cli(&server, &format!("{AT_MOST_ONCE}rate = 1000\n")),
-        &[("store-too-small", "warning")],
+        &[("store-memory-too-small", "warning")],
     );
     server
         .command("CONFIG SET maxmemory 1000000")
@@ -342,7 +345,7 @@ async fn finds_an_sqlite_file_in_memory() {
         .exits_with(0)
         .prints("errors: 0, warnings: 1")
         .prints(&format!("no file yet at {path}"));
-    assert!(!cli.path("markers.db").exists(), "it changes nothing");
+    assert!(!cli.path("markers.db").exists(), "doctor creates no file");
     cli.ask("a", oncegate::marker::Ask::Claim, 1, 0, crate::cli::terms())
         .await;
     assert_findings(&cli, &[]);
@@ -362,24 +365,24 @@ async fn finds_an_sqlite_file_in_memory() {
     assert_findings(
         &cli,
         &[
-            ("store-forgets", "error"),
+            ("store-volatile", "error"),
             ("store-file-missing", "warning"),
         ],
     );
     oncegate::Store::persistence(&oncegate::Sqlite::file(&file))
         .await
-        .expect("it is made");
+        .expect("the file is created");
     for store in [format!("sqlite:{}", file.display()), "memory:".to_owned()] {
         cli.write(
             "oncegate.toml",
             &format!("[store]\nurl = \"{store}\"\n{AT_MOST_ONCE}"),
         );
-        assert_findings(&cli, &[("store-forgets", "error")]);
+        assert_findings(&cli, &[("store-volatile", "error")]);
         cli.write(
             "oncegate.toml",
             &format!("[store]\nurl = \"{store}\"\nscope = \"s\"\n"),
         );
-        assert_findings(&cli, &[("store-forgets", "warning")]);
+        assert_findings(&cli, &[("store-volatile", "warning")]);
     }
 }
 
@@ -399,24 +402,27 @@ struct RewritingProxy {
 }
 
 impl RewritingProxy {
-    fn before(server: &RedisServer, lie: impl Fn(&mut Vec<u8>) + Send + Sync + 'static) -> Self {
+    fn before(
+        server: &RedisServer,
+        rewrite: impl Fn(&mut Vec<u8>) + Send + Sync + 'static,
+    ) -> Self {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a port");
-        let (port, server, lie) = (
+        let (port, server, rewrite) = (
             listener.local_addr().expect("an address").port(),
             server.port(),
-            Arc::new(lie),
+            Arc::new(rewrite),
         );
         std::thread::spawn(move || {
             for client in listener.incoming().map_while(Result::ok) {
                 let server =
                     TcpStream::connect((Ipv4Addr::LOCALHOST, server)).expect("Redis listens");
-                let lie = Arc::clone(&lie);
+                let rewrite = Arc::clone(&rewrite);
                 pass(
                     client.try_clone().expect("a second handle"),
                     server.try_clone().expect("a second handle"),
                     |_| {},
                 );
-                pass(server, client, move |bytes| lie(bytes));
+                pass(server, client, move |bytes| rewrite(bytes));
             }
         });
         Self { port }
@@ -474,7 +480,7 @@ fn finds_a_failing_append_only_file() {
     });
     let cli = TestCli::at(&full.url());
     cli.configure(AT_MOST_ONCE);
-    assert_findings(&cli, &[("store-cannot-write-its-file", "error")]);
+    assert_findings(&cli, &[("store-append-only-file-error", "error")]);
 }
 
 #[test]
@@ -493,12 +499,12 @@ fn finds_contradictory_settings() {
     let server = redis(good_options());
     let cli = cli(&server, "");
     for (settings, code) in [
-        ("[gate]\nlease = \"25h\"\n", "lease-against-window"),
+        ("[gate]\nlease = \"25h\"\n", "lease-not-shorter-than-window"),
         ("[gate]\nlease = \"50ms\"\n", "lease-too-short"),
-        ("[gate]\nmax-age = \"25h\"\n", "max-age-against-window"),
+        ("[gate]\nmax-age = \"25h\"\n", "max-age-exceeds-window"),
         (
             "[audit]\nfile = \"/nowhere/at/all\"\n",
-            "audit-has-no-place",
+            "audit-directory-missing",
         ),
     ] {
         cli.configure(&format!("scope = \"s\"\n{settings}"));
@@ -525,15 +531,15 @@ async fn finds_missing_topics() {
         ("in-doubt-topic-missing", "error"),
     ];
     assert_broker_findings(&cli, &missing);
-    let said = cli
+    let output = cli
         .run(&["doctor"])
         .exits_with(1)
         .prints("--replication-factor 1 ")
         .prints("kafka.create-replicas = 1")
         .prints("kafka-topics.sh");
     assert!(
-        !said.out.contains("factor 3"),
-        "the cluster has one broker: {said:?}"
+        !output.out.contains("factor 3"),
+        "the cluster has one broker: {output:?}"
     );
     fixture::create_topics(&[NewTopic::new(&cli.name, 2, TopicReplication::Fixed(1))]).await;
     assert_broker_findings(&cli, &missing[1..]);
@@ -550,7 +556,7 @@ async fn finds_missing_topics() {
         "oncegate.toml",
         "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\n",
     );
-    assert_broker_findings(&cli, &[("kafka-away", "error")]);
+    assert_broker_findings(&cli, &[("kafka-unreachable", "error")]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -586,13 +592,13 @@ async fn finds_topics_that_lose_or_reject_dead_letters() {
     assert_broker_findings(&cli, &[]);
     cli.run(&["doctor"])
         .exits_with(1)
-        .prints("dead-letters-have-one-copy");
+        .prints("dead-letter-topic-one-replica");
     for (messages, code, level) in [
-        (&names[1], "dead-letters-expire", "error"),
-        (&names[2], "dead-letters-expire", "error"),
-        (&names[3], "dead-letters-compacted", "error"),
-        (&names[4], "dead-letters-refused", "error"),
-        (&names[5], "dead-letters-too-small", "warning"),
+        (&names[1], "dead-letter-topic-limited-retention", "error"),
+        (&names[2], "dead-letter-topic-limited-retention", "error"),
+        (&names[3], "dead-letter-topic-compacted", "error"),
+        (&names[4], "dead-letter-topic-min-insync-replicas", "error"),
+        (&names[5], "dead-letter-topic-max-message-bytes", "warning"),
     ] {
         with(&names[6], messages, &names[0]);
         assert_broker_findings(&cli, &[(code, level)]);
@@ -622,7 +628,7 @@ async fn finds_unreadable_topic_configurations() {
             cli.name
         ),
     );
-    assert_broker_findings(&cli, &[("topic-not-described", "warning"); 3]);
+    assert_broker_findings(&cli, &[("topic-config-not-readable", "warning"); 3]);
     cli.run(&["doctor"])
         .exits_with(1)
         .prints("grant DescribeConfigs");
@@ -641,7 +647,7 @@ async fn finds_missing_describe_permission() {
                 &topic,
                 RDKafkaRespErr::RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED,
             )
-            .expect("a topic that is there");
+            .expect("an existing topic");
     }
     cli.write(
         "oncegate.toml",
@@ -651,7 +657,7 @@ async fn finds_missing_describe_permission() {
             cli.name
         ),
     );
-    assert_broker_findings(&cli, &[("kafka-lacks-a-right", "error"); 3]);
+    assert_broker_findings(&cli, &[("kafka-permission-missing", "error"); 3]);
     cli.run(&["doctor"]).exits_with(1).prints(&format!(
         "grant Describe on the topic {}.in-doubt",
         cli.name
@@ -677,13 +683,13 @@ async fn finds_missing_read_permission() {
     // would report the end of the partition.
     broker
         .partition_follower(&cli.name, 0, 1)
-        .expect("a partition that is there");
+        .expect("an existing partition");
     broker
         .follower_watermarks(&cli.name, 0, Some(0), Some(7))
-        .expect("a partition that is there");
+        .expect("an existing partition");
     broker
         .apiversion(RDKafkaApiKey::Fetch, Some(0), Some(3))
-        .expect("versions that it knows");
+        .expect("supported versions");
     broker.request_errors(
         RDKafkaApiKey::Fetch,
         &[RD_KAFKA_RESP_ERR_TOPIC_AUTHORIZATION_FAILED; 100],
@@ -697,12 +703,12 @@ async fn finds_missing_read_permission() {
         "oncegate.toml",
         &format!("[kafka]\nbrokers = \"{brokers}\"\ntopic = \"{topic}\"\ngroup = \"ledger\"\n"),
     );
-    let said = cli.run(&["doctor", "--json"]).exits_with(1).json();
-    let lacking = said["findings"]
+    let output = cli.run(&["doctor", "--json"]).exits_with(1).json();
+    let lacking = output["findings"]
         .as_array()
         .expect("a list")
         .iter()
-        .filter(|it| it["code"] == "kafka-lacks-a-right");
+        .filter(|it| it["code"] == "kafka-permission-missing");
     let grants: Vec<&str> = lacking
         .map(|it| it["remedy"].as_str().expect("a text"))
         .collect();
@@ -715,8 +721,8 @@ async fn finds_missing_read_permission() {
             && expected
                 .iter()
                 .zip(&grants)
-                .all(|(expected, said)| said.starts_with(expected)),
-        "{said}"
+                .all(|(expected, output)| output.starts_with(expected)),
+        "{output}"
     );
 }
 
@@ -726,15 +732,15 @@ async fn finds_an_unreachable_broker_and_a_rejected_login() {
     for (url, code) in [
         (
             "amqp://guest:guest@127.0.0.1:1/%2f".to_owned(),
-            "rabbitmq-away",
+            "rabbitmq-unreachable",
         ),
         (
             fixture::rabbitmq().replace("guest:guest", "guest:wrong"),
-            "rabbitmq-refuses-the-login",
+            "rabbitmq-login-rejected",
         ),
         (
             fixture::rabbitmq().replace("%2f", "nowhere"),
-            "rabbitmq-refuses-the-virtual-host",
+            "rabbitmq-virtual-host-rejected",
         ),
     ] {
         cli.write(
@@ -785,7 +791,7 @@ async fn finds_queues_that_lose_messages() {
         "queue = \"{}\"\nconsumer-timeout = \"5m\"\n",
         cli.name
     ));
-    assert_broker_findings(cli, &[("runs-outlast-the-consumer-timeout", "error")]);
+    assert_broker_findings(cli, &[("consumer-timeout-too-short", "error")]);
     // Inline retries and the wait for another holder count: four runs of ten minutes, or two leases
     // of fifteen.
     for (gate, findings) in [
@@ -804,7 +810,7 @@ async fn finds_queues_that_lose_messages() {
         assert_broker_findings(
             cli,
             if findings {
-                &[("runs-outlast-the-consumer-timeout", "error")]
+                &[("consumer-timeout-too-short", "error")]
             } else {
                 &[]
             },
@@ -820,15 +826,15 @@ async fn finds_queues_that_lose_messages() {
     // The consumer declares them.
     with("queue = \"no-such-queue\"\n");
     assert_broker_findings(cli, &[]);
-    let said = cli.run(&["doctor"]).exits_with(1);
+    let output = cli.run(&["doctor"]).exits_with(1);
     for (code, _) in missing {
-        assert!(said.out.contains(code), "{said:?}");
+        assert!(output.out.contains(code), "{output:?}");
     }
-    said.prints("not declared yet; the consumer declares it at its first start");
+    output.prints("not declared yet; the consumer declares it at its first start");
 
     let text = |value: &str| AMQPValue::LongString(value.into());
     let quorum = || ("x-queue-type", text("quorum"));
-    let planted: [(&str, bool, Arguments, &str); 8] = [
+    let cases: [(&str, bool, Arguments, &str); 8] = [
         ("classic", true, vec![], ""),
         ("transient", false, vec![], "queue-not-durable"),
         (
@@ -838,28 +844,28 @@ async fn finds_queues_that_lose_messages() {
             "queue-expires",
         ),
         (
-            "short",
+            "length-limit",
             true,
             vec![("x-max-length", AMQPValue::LongInt(10))],
-            "queue-has-a-length-limit",
+            "queue-length-limit",
         ),
         (
-            "looks",
+            "low-delivery-limit",
             true,
             vec![quorum(), ("x-delivery-limit", AMQPValue::LongInt(5))],
-            "dead-letters-dropped-when-read",
+            "dead-letter-queue-delivery-limit",
         ),
         (
             "quorum",
             true,
             vec![quorum()],
-            "dead-letters-dropped-when-read",
+            "dead-letter-queue-delivery-limit",
         ),
         (
             "odd",
             true,
             vec![("x-max-priority", AMQPValue::LongInt(3))],
-            "queue-has-other-arguments",
+            "queue-arguments-differ",
         ),
         (
             "quorum-expiring",
@@ -869,7 +875,7 @@ async fn finds_queues_that_lose_messages() {
         ),
     ];
     let mut declared = Vec::new();
-    for (name, durable, arguments, code) in planted {
+    for (name, durable, arguments, code) in cases {
         let name = format!("{}.{name}", cli.name);
         declare(&name, durable, &arguments).await;
         with(&format!(
@@ -881,7 +887,9 @@ async fn finds_queues_that_lose_messages() {
         let codes: Vec<&str> = codes
             .iter()
             .map(String::as_str)
-            .filter(|code| !["queue-drops-what-it-gives-up", "store-not-configured"].contains(code))
+            .filter(|code| {
+                !["queue-without-dead-letter-exchange", "store-not-configured"].contains(code)
+            })
             .collect();
         assert_eq!(
             codes,
@@ -890,7 +898,7 @@ async fn finds_queues_that_lose_messages() {
         );
         declared.push(name);
     }
-    let leaving = format!("{}.leaving", cli.name);
+    let auto_delete_queue = format!("{}.auto-delete", cli.name);
     let (connection, channel) = fixture::open().await;
     let options = QueueDeclareOptions {
         durable: true,
@@ -898,7 +906,11 @@ async fn finds_queues_that_lose_messages() {
         ..QueueDeclareOptions::default()
     };
     channel
-        .queue_declare(leaving.as_str().into(), options, FieldTable::default())
+        .queue_declare(
+            auto_delete_queue.as_str().into(),
+            options,
+            FieldTable::default(),
+        )
         .await
         .expect("a new queue");
     connection
@@ -906,37 +918,41 @@ async fn finds_queues_that_lose_messages() {
         .await
         .expect("a clean end");
     with(&format!(
-        "queue = \"{}\"\nin-doubt = \"{leaving}\"\n",
+        "queue = \"{}\"\nin-doubt = \"{auto_delete_queue}\"\n",
         cli.name
     ));
-    assert_broker_findings(cli, &[("queue-deletes-itself", "error")]);
-    declared.push(leaving);
+    assert_broker_findings(cli, &[("queue-auto-deleted", "error")]);
+    declared.push(auto_delete_queue);
     // Only the connection that declared it may use it.
-    let taken = format!("{}.taken", cli.name);
+    let exclusive_queue = format!("{}.exclusive", cli.name);
     let (owner, channel) = fixture::open().await;
     let options = QueueDeclareOptions {
         exclusive: true,
         ..QueueDeclareOptions::default()
     };
     channel
-        .queue_declare(taken.as_str().into(), options, FieldTable::default())
+        .queue_declare(
+            exclusive_queue.as_str().into(),
+            options,
+            FieldTable::default(),
+        )
         .await
         .expect("a new queue");
     with(&format!(
-        "queue = \"{}\"\nin-doubt = \"{taken}\"\n",
+        "queue = \"{}\"\nin-doubt = \"{exclusive_queue}\"\n",
         cli.name
     ));
-    assert_broker_findings(cli, &[("queue-cannot-be-used", "error")]);
+    assert_broker_findings(cli, &[("queue-permission-missing", "error")]);
     owner.close(200, "OK".into()).await.expect("a clean end");
-    let gives_up = format!("{}.gives-up", cli.name);
-    declare(&gives_up, true, &[quorum()]).await;
+    let without_exchange = format!("{}.without-exchange", cli.name);
+    declare(&without_exchange, true, &[quorum()]).await;
     let ours = format!(
         "dead-letters = \"{0}.dead-letters\"\nin-doubt = \"{0}.in-doubt\"\n",
         cli.name
     );
-    with(&format!("queue = \"{gives_up}\"\n{ours}"));
-    assert_broker_findings(cli, &[("queue-drops-what-it-gives-up", "warning")]);
-    declared.push(gives_up);
+    with(&format!("queue = \"{without_exchange}\"\n{ours}"));
+    assert_broker_findings(cli, &[("queue-without-dead-letter-exchange", "warning")]);
+    declared.push(without_exchange);
     for name in declared {
         fixture::delete(&name).await;
     }
@@ -957,7 +973,7 @@ async fn finds_missing_configure_permission() {
         .expect("the queues are declared");
     let source: Box<dyn Source> = Box::new(source);
     source
-        .close(Instant::now() + fixture::PATIENCE)
+        .close(Instant::now() + fixture::TEST_TIMEOUT)
         .await
         .expect("a clean end");
     server
@@ -979,7 +995,7 @@ async fn finds_missing_configure_permission() {
     server
         .control(&["set_permissions", "reader", "^$", ".*", ".*"])
         .expect("fewer rights");
-    assert_broker_findings(&cli, &[("queue-not-compared", "error"); 3]);
+    assert_broker_findings(&cli, &[("queue-arguments-not-checked", "error"); 3]);
     cli.run(&["doctor"])
         .exits_with(1)
         .prints("let the user configure `payments.dead-letters`")
@@ -989,7 +1005,7 @@ async fn finds_missing_configure_permission() {
     assert_broker_findings(&cli, &[]);
     cli.run(&["doctor"])
         .exits_with(1)
-        .prints("queue-not-compared");
+        .prints("queue-arguments-not-checked");
 }
 
 #[test]
@@ -999,22 +1015,19 @@ fn an_unreachable_server_hides_no_findings() {
     cli.configure(&format!(
         "[gate]\ndedup-window = \"1h\"\nmax-age = \"2h\"\n{kafka}"
     ));
-    let said = cli.run(&["doctor", "--json"]).exits_with(2);
-    let findings = said.json();
+    let output = cli.run(&["doctor", "--json"]).exits_with(2);
+    let findings = output.json();
     let codes: Vec<&str> = findings["findings"]
         .as_array()
         .expect("a list")
         .iter()
         .map(|it| it["code"].as_str().expect("a code"))
         .collect();
-    assert!(codes.contains(&"max-age-against-window"), "{findings}");
-    assert!(
-        findings["not_examined"][0]["where"] == "Kafka",
-        "{findings}"
-    );
+    assert!(codes.contains(&"max-age-exceeds-window"), "{findings}");
+    assert!(findings["not_checked"][0]["where"] == "Kafka", "{findings}");
     cli.run(&["doctor"])
         .exits_with(2)
-        .prints("max-age-against-window")
+        .prints("max-age-exceeds-window")
         .prints("Not checked: Kafka");
 }
 
@@ -1025,7 +1038,7 @@ fn a_consumer_timeout_of_any_length_is_checked() {
     cli.configure(rabbitmq);
     let output = cli.run(&["doctor"]).exits_with(1);
     assert!(
-        !output.out.contains("runs-outlast-the-consumer-timeout"),
+        !output.out.contains("consumer-timeout-too-short"),
         "{output:?}"
     );
 }

@@ -24,8 +24,8 @@ use rdkafka::producer::{FutureProducer, FutureRecord};
 
 use crate::cli::{CommandOutput, TestCli};
 
-/// Generous, since other tests share the machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+/// The time limit of each wait: long, since other tests share the machine.
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// The body limit of the consumer, in bytes.
 pub(crate) const BODY_LIMIT: usize = 10_000;
@@ -71,7 +71,7 @@ impl Handler for Charge {
             _ => {
                 self.charged
                     .lock()
-                    .expect("nobody panicked")
+                    .expect("the lock is not poisoned")
                     .push(cx.id().to_owned());
                 Ok(())
             }
@@ -104,15 +104,15 @@ impl BrokerFixture {
                 let keeping = |name| {
                     NewTopic::new(name, 2, TopicReplication::Fixed(1)).set("retention.ms", "-1")
                 };
-                let aside = [format!("{name}.dead-letters"), format!("{name}.in-doubt")];
+                let destinations = [format!("{name}.dead-letters"), format!("{name}.in-doubt")];
                 create_topics(&[
                     NewTopic::new(name, 2, TopicReplication::Fixed(1)),
-                    keeping(&aside[0]),
-                    keeping(&aside[1]),
+                    keeping(&destinations[0]),
+                    keeping(&destinations[1]),
                 ])
                 .await;
             }
-            Broker::RabbitMq => declare_as_the_source_does(name).await,
+            Broker::RabbitMq => declare_like_the_source(name).await,
         }
         fixture.cli.configure(&fixture.settings());
         fixture
@@ -159,7 +159,7 @@ impl BrokerFixture {
         };
         tokio::task::spawn_blocking(run)
             .await
-            .expect("no panic inside")
+            .expect("the task does not panic")
     }
 
     pub(crate) async fn json(self: &Arc<Self>, arguments: &[&str]) -> serde_json::Value {
@@ -198,7 +198,7 @@ impl BrokerFixture {
                     })
                     .collect();
                 for sent in sent {
-                    sent.await.expect("an answer").expect("it is taken");
+                    sent.await.expect("an answer").expect("confirmed");
                 }
             }
             Broker::RabbitMq => {
@@ -276,7 +276,10 @@ impl BrokerFixture {
                     .key(key)
                     .payload(body)
                     .headers(written);
-                producer.send(record, PATIENCE).await.expect("it is taken");
+                producer
+                    .send(record, TEST_TIMEOUT)
+                    .await
+                    .expect("confirmed");
             }
             Broker::RabbitMq => {
                 let table: BTreeMap<_, _> = headers
@@ -303,7 +306,7 @@ impl BrokerFixture {
         in_doubt: u64,
     ) {
         let until = async {
-            let begun = Instant::now();
+            let started = Instant::now();
             loop {
                 let is = (
                     self.charged().len(),
@@ -314,7 +317,7 @@ impl BrokerFixture {
                     return;
                 }
                 assert!(
-                    begun.elapsed() < PATIENCE,
+                    started.elapsed() < TEST_TIMEOUT,
                     "{is:?}, not {:?}",
                     (charged, dead_letters, in_doubt)
                 );
@@ -400,7 +403,10 @@ impl BrokerFixture {
     }
 
     pub(crate) fn charged(&self) -> Vec<String> {
-        self.charged.lock().expect("nobody panicked").clone()
+        self.charged
+            .lock()
+            .expect("the lock is not poisoned")
+            .clone()
     }
 
     /// The number of messages in the topic or queue with this suffix; on RabbitMQ without
@@ -418,14 +424,14 @@ impl BrokerFixture {
                     .expect("a consumer");
                 let ends = (0..2).map(|partition| {
                     consumer
-                        .fetch_watermarks(&name, partition, PATIENCE)
+                        .fetch_watermarks(&name, partition, TEST_TIMEOUT)
                         .expect("watermarks")
                 });
                 ends.map(|(low, high)| u64::try_from(high - low).expect("not negative"))
                     .sum()
             })
             .await
-            .expect("no panic inside"),
+            .expect("the task does not panic"),
             Broker::RabbitMq => {
                 let (connection, channel) = open().await;
                 let passive = QueueDeclareOptions {
@@ -454,13 +460,16 @@ impl BrokerFixture {
 
     /// Like [`Self::until_there_are`], by name.
     pub(crate) async fn until(&self, name: &str, count: u64) {
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             let is = self.count_in(name.to_owned()).await;
             if is == count {
                 return;
             }
-            assert!(begun.elapsed() < PATIENCE, "{is} in {name}, not {count}");
+            assert!(
+                started.elapsed() < TEST_TIMEOUT,
+                "{is} in {name}, not {count}"
+            );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -495,7 +504,7 @@ impl BrokerFixture {
 }
 
 /// The queue and its destinations.
-pub(crate) async fn declare_as_the_source_does(queue: &str) {
+pub(crate) async fn declare_like_the_source(queue: &str) {
     let source = RabbitMq::queue(queue)
         .url(rabbitmq())
         .connect(ConnectOptions::default())
@@ -503,7 +512,7 @@ pub(crate) async fn declare_as_the_source_does(queue: &str) {
         .expect("the queues are declared");
     let source: Box<dyn Source> = Box::new(source);
     source
-        .close(Instant::now() + PATIENCE)
+        .close(Instant::now() + TEST_TIMEOUT)
         .await
         .expect("a clean end");
 }
@@ -512,7 +521,7 @@ pub(crate) async fn create_topics(topics: &[NewTopic<'_>]) {
     let created = admin()
         .create_topics(
             topics,
-            &AdminOptions::new().operation_timeout(Some(PATIENCE)),
+            &AdminOptions::new().operation_timeout(Some(TEST_TIMEOUT)),
         )
         .await;
     created
@@ -521,26 +530,26 @@ pub(crate) async fn create_topics(topics: &[NewTopic<'_>]) {
         .for_each(|topic| drop(topic.expect("a topic that is new")));
     let names: Vec<String> = topics.iter().map(|topic| topic.name.to_owned()).collect();
     // The broker confirms the creation of a topic before metadata requests find it.
-    let asked = tokio::task::spawn_blocking(move || {
+    let waited = tokio::task::spawn_blocking(move || {
         let consumer: BaseConsumer = config()
             .set("group.id", "counting")
             .create()
             .expect("a consumer");
-        let begun = Instant::now();
+        let started = Instant::now();
         for name in names {
             while consumer
                 .fetch_watermarks(&name, 1, Duration::from_secs(5))
                 .is_err()
             {
                 assert!(
-                    begun.elapsed() < PATIENCE,
-                    "the new topic {name} is not there"
+                    started.elapsed() < TEST_TIMEOUT,
+                    "the new topic {name} has no metadata"
                 );
                 std::thread::sleep(Duration::from_millis(50));
             }
         }
     });
-    asked.await.expect("no panic inside");
+    waited.await.expect("the task does not panic");
 }
 
 pub(crate) fn kafka() -> String {
@@ -702,7 +711,7 @@ pub(crate) async fn bodies(topic: &str) -> Vec<Option<Vec<u8>>> {
         let mut left = 0;
         for partition in 0..2 {
             let (low, high) = consumer
-                .fetch_watermarks(&topic, partition, PATIENCE)
+                .fetch_watermarks(&topic, partition, TEST_TIMEOUT)
                 .expect("watermarks");
             left += high - low;
             assigned
@@ -713,7 +722,7 @@ pub(crate) async fn bodies(topic: &str) -> Vec<Option<Vec<u8>>> {
         let mut bodies = Vec::new();
         while left > 0 {
             let message = consumer
-                .poll(PATIENCE)
+                .poll(TEST_TIMEOUT)
                 .expect("a message in time")
                 .expect("a message");
             bodies.push(message.payload().map(<[u8]>::to_vec));
@@ -721,7 +730,7 @@ pub(crate) async fn bodies(topic: &str) -> Vec<Option<Vec<u8>>> {
         }
         bodies
     });
-    read.await.expect("no panic inside")
+    read.await.expect("the task does not panic")
 }
 
 /// The names of all groups on Kafka.
@@ -732,12 +741,12 @@ pub(crate) async fn groups() -> Vec<String> {
             .create()
             .expect("a consumer");
         let list = consumer
-            .fetch_group_list(None, PATIENCE)
+            .fetch_group_list(None, TEST_TIMEOUT)
             .expect("the groups");
         list.groups()
             .iter()
             .map(|group| group.name().to_owned())
             .collect()
     });
-    listed.await.expect("no panic inside")
+    listed.await.expect("the task does not panic")
 }
