@@ -13,11 +13,11 @@ impl Handler for Charge {
     type Payload = Payment;
 
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
-        let card = self.provider.card(&payment.card).await.retry()?; // nothing happened: run me again
+        let card = self.provider.card(&payment.card).await.retry()?; // nothing happened: retry
         self.provider
             .charge(card, payment.amount, cx.id(), cx.attempt())
             .await
-            .in_doubt()?; // never again on a guess
+            .in_doubt()?; // not retried before `reconcile`
         Ok(())
     }
 
@@ -26,7 +26,7 @@ impl Handler for Charge {
             .provider
             .find_or_void(cx.id(), cx.attempt())
             .await
-            .retry()?; // from now on nothing still can
+            .retry()?; // if not charged, this attempt is voided
         Ok(found.map_or(Reconciled::DidNotHappen, |()| Reconciled::Happened))
     }
 }
