@@ -26,6 +26,14 @@ pub(crate) struct ChangeArgs {
     why: Option<String>,
 }
 
+impl ChangeArgs {
+    /// Reads the marker of the id.
+    async fn marker<'a>(&self, context: &'a CliContext) -> Result<ObservedMarker<'a>, CliError> {
+        let id = config::id(&context.config, &self.id)?;
+        ObservedMarker::look(context, &MarkerStore::of(&context.config)?, id).await
+    }
+}
+
 /// The marker of an id, as it was read.
 pub(crate) struct ObservedMarker<'a> {
     context: &'a CliContext,
@@ -123,12 +131,7 @@ fn fence_above(known: u32) -> u32 {
 }
 
 pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(), CliError> {
-    let marker = ObservedMarker::look(
-        context,
-        &MarkerStore::of(&context.config)?,
-        config::id(&context.config, &change.id)?,
-    )
-    .await?;
+    let marker = change.marker(context).await?;
     let id = &marker.id;
     let seen = marker.stored.marker;
     let (ask, consequence) = match marker.state() {
@@ -179,12 +182,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
 }
 
 pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result<(), CliError> {
-    let marker = ObservedMarker::look(
-        context,
-        &MarkerStore::of(&context.config)?,
-        config::id(&context.config, &change.id)?,
-    )
-    .await?;
+    let marker = change.marker(context).await?;
     let id = &marker.id;
     match marker.state() {
         MarkerState::Absent | MarkerState::Cleared | MarkerState::Lapsed | MarkerState::InDoubt => {

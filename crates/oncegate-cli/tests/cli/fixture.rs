@@ -1,26 +1,27 @@
 //! A topic or queue of its own, and a consumer that charges payments from it.
 
+mod brokers;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use lapin::BasicProperties;
 use lapin::options::{
-    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions,
-    QueueDeleteOptions,
+    BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions,
 };
-use lapin::types::{AMQPValue, FieldTable};
-use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
-use oncegate::{
-    Connect, ConnectOptions, Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka,
-    RabbitMq, Source, Store,
-};
+use lapin::types::FieldTable;
+use oncegate::{Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, RabbitMq, Store};
 use oncegate_testkit::operations::SECOND;
-use rdkafka::ClientConfig;
-use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
-use rdkafka::client::DefaultClientContext;
+use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
 use rdkafka::consumer::{BaseConsumer, Consumer as _};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
+
+pub(crate) use brokers::{
+    admin, bodies, config, create_topics, declare, declare_at, declare_like_the_source, delete,
+    groups, kafka, open, publish_properties, rabbitmq, take_all, text,
+};
 
 use crate::cli::{CommandOutput, TestCli};
 
@@ -501,252 +502,4 @@ impl BrokerFixture {
             }
         }
     }
-}
-
-/// The queue and its destinations.
-pub(crate) async fn declare_like_the_source(queue: &str) {
-    let source = RabbitMq::queue(queue)
-        .url(rabbitmq())
-        .connect(ConnectOptions::default())
-        .await
-        .expect("the queues are declared");
-    let source: Box<dyn Source> = Box::new(source);
-    source
-        .close(Instant::now() + TEST_TIMEOUT)
-        .await
-        .expect("a clean end");
-}
-
-pub(crate) async fn create_topics(topics: &[NewTopic<'_>]) {
-    let created = admin()
-        .create_topics(
-            topics,
-            &AdminOptions::new().operation_timeout(Some(TEST_TIMEOUT)),
-        )
-        .await;
-    created
-        .expect("Kafka answers")
-        .into_iter()
-        .for_each(|topic| drop(topic.expect("a topic that is new")));
-    let names: Vec<String> = topics.iter().map(|topic| topic.name.to_owned()).collect();
-    // The broker confirms the creation of a topic before metadata requests find it.
-    let waited = tokio::task::spawn_blocking(move || {
-        let consumer: BaseConsumer = config()
-            .set("group.id", "counting")
-            .create()
-            .expect("a consumer");
-        let started = Instant::now();
-        for name in names {
-            while consumer
-                .fetch_watermarks(&name, 1, Duration::from_secs(5))
-                .is_err()
-            {
-                assert!(
-                    started.elapsed() < TEST_TIMEOUT,
-                    "the new topic {name} has no metadata"
-                );
-                std::thread::sleep(Duration::from_millis(50));
-            }
-        }
-    });
-    waited.await.expect("the task does not panic");
-}
-
-pub(crate) fn kafka() -> String {
-    oncegate_testkit::kafka_brokers().expect("ONCEGATE_KAFKA is set")
-}
-
-pub(crate) fn rabbitmq() -> String {
-    oncegate_testkit::rabbitmq_url().expect("ONCEGATE_RABBITMQ is set")
-}
-
-pub(crate) fn config() -> ClientConfig {
-    let mut config = ClientConfig::new();
-    config.set("bootstrap.servers", kafka());
-    config
-}
-
-pub(crate) fn admin() -> AdminClient<DefaultClientContext> {
-    config().create().expect("an admin client")
-}
-
-/// Publishes a persistent message to a queue at this URL, and waits for its confirmation.
-pub(crate) async fn publish_properties(
-    url: &str,
-    queue: &str,
-    body: &str,
-    properties: BasicProperties,
-) {
-    let (connection, channel) = open_at(url).await;
-    channel
-        .confirm_select(ConfirmSelectOptions::default())
-        .await
-        .expect("confirms");
-    let (options, properties) = (
-        BasicPublishOptions::default(),
-        properties.with_delivery_mode(2),
-    );
-    let published = channel.basic_publish(
-        "".into(),
-        queue.into(),
-        options,
-        body.as_bytes(),
-        properties,
-    );
-    assert!(
-        published
-            .await
-            .expect("a channel")
-            .await
-            .expect("an answer")
-            .is_ack()
-    );
-    connection
-        .close(200, "OK".into())
-        .await
-        .expect("a clean end");
-}
-
-pub(crate) fn text(text: &str) -> AMQPValue {
-    AMQPValue::LongString(text.into())
-}
-
-pub(crate) async fn open() -> (Connection, Channel) {
-    open_at(&rabbitmq()).await
-}
-
-async fn open_at(url: &str) -> (Connection, Channel) {
-    let connection = Connection::connect(url, ConnectionProperties::default())
-        .await
-        .expect("RabbitMQ answers");
-    let channel = connection.create_channel().await.expect("a channel");
-    (connection, channel)
-}
-
-/// Consumes all messages of a queue: body, redelivered flag and delivery count.
-pub(crate) async fn take_all(queue: &str) -> Vec<(String, bool, i64)> {
-    let (connection, channel) = open().await;
-    let mut all = Vec::new();
-    while let Some(message) = channel
-        .basic_get(queue.into(), BasicGetOptions { no_ack: true })
-        .await
-        .expect("the queue")
-    {
-        let delivery = message.delivery;
-        let headers = delivery.properties.headers().clone().unwrap_or_default();
-        let count = headers
-            .inner()
-            .get("x-delivery-count")
-            .and_then(|it| it.as_long_long_int())
-            .unwrap_or(0);
-        all.push((
-            String::from_utf8_lossy(&delivery.data).into_owned(),
-            delivery.redelivered,
-            count,
-        ));
-    }
-    connection
-        .close(200, "OK".into())
-        .await
-        .expect("a clean end");
-    all
-}
-
-/// Declares a durable queue with these arguments and delivery limit.
-pub(crate) async fn declare(queue: &str, arguments: &[(&str, &str)], limit: Option<i32>) {
-    declare_at(&rabbitmq(), queue, arguments, limit).await;
-}
-
-pub(crate) async fn declare_at(
-    url: &str,
-    queue: &str,
-    arguments: &[(&str, &str)],
-    limit: Option<i32>,
-) {
-    let (connection, channel) = open_at(url).await;
-    let mut table = FieldTable::default();
-    for (name, value) in arguments {
-        table.insert((*name).into(), AMQPValue::LongString((*value).into()));
-    }
-    if let Some(limit) = limit {
-        table.insert("x-delivery-limit".into(), AMQPValue::LongInt(limit));
-    }
-    let durable = QueueDeclareOptions {
-        durable: true,
-        ..QueueDeclareOptions::default()
-    };
-    channel
-        .queue_declare(queue.into(), durable, table)
-        .await
-        .expect("a new queue");
-    connection
-        .close(200, "OK".into())
-        .await
-        .expect("a clean end");
-}
-
-pub(crate) async fn delete(queue: &str) {
-    let (connection, channel) = open().await;
-    channel
-        .queue_delete(queue.into(), QueueDeleteOptions::default())
-        .await
-        .expect("deleting is idempotent");
-    connection
-        .close(200, "OK".into())
-        .await
-        .expect("a clean end");
-}
-
-/// The bodies in a topic with two partitions, up to its current end.
-pub(crate) async fn bodies(topic: &str) -> Vec<Option<Vec<u8>>> {
-    use rdkafka::message::Message;
-    let topic = topic.to_owned();
-    let read = tokio::task::spawn_blocking(move || {
-        let consumer: BaseConsumer = config()
-            .set("group.id", "counting")
-            .set("enable.auto.commit", "false")
-            .create()
-            .expect("a consumer");
-        let mut assigned = rdkafka::TopicPartitionList::new();
-        let mut left = 0;
-        for partition in 0..2 {
-            let (low, high) = consumer
-                .fetch_watermarks(&topic, partition, TEST_TIMEOUT)
-                .expect("watermarks");
-            left += high - low;
-            assigned
-                .add_partition_offset(&topic, partition, rdkafka::Offset::Beginning)
-                .expect("an offset");
-        }
-        consumer.assign(&assigned).expect("assigned");
-        let mut bodies = Vec::new();
-        while left > 0 {
-            let message = consumer
-                .poll(TEST_TIMEOUT)
-                .expect("a message in time")
-                .expect("a message");
-            bodies.push(message.payload().map(<[u8]>::to_vec));
-            left -= 1;
-        }
-        bodies
-    });
-    read.await.expect("the task does not panic")
-}
-
-/// The names of all groups on Kafka.
-pub(crate) async fn groups() -> Vec<String> {
-    let listed = tokio::task::spawn_blocking(|| {
-        let consumer: BaseConsumer = config()
-            .set("group.id", "counting")
-            .create()
-            .expect("a consumer");
-        let list = consumer
-            .fetch_group_list(None, TEST_TIMEOUT)
-            .expect("the groups");
-        list.groups()
-            .iter()
-            .map(|group| group.name().to_owned())
-            .collect()
-    });
-    listed.await.expect("the task does not panic")
 }
