@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use oncegate::{
-    ConsumerStatus, InFlightDelivery, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
+    ConsumerStatus, InFlightDelivery, LastStoreError, Position, Readiness, StoreSnapshot,
+    StoreState,
 };
 use serde::Serialize;
 
@@ -49,8 +50,8 @@ struct StoreView {
 #[derive(Serialize)]
 #[serde(tag = "state", rename_all = "lowercase")]
 enum StoreStateView {
-    /// No request was answered yet.
-    Unknown,
+    /// No request was sent yet.
+    Unused,
     Available {
         last_answer_seconds: f64,
     },
@@ -74,7 +75,7 @@ struct OldestDelivery {
     #[serde(skip_serializing_if = "Option::is_none")]
     offset: Option<i64>,
     seconds: f64,
-    doing: &'static str,
+    state: &'static str,
     attempt: u32,
     crashes: u32,
 }
@@ -104,9 +105,9 @@ pub(crate) enum SourceView {
         unacked: u64,
         delivered: u64,
         redelivered: u64,
-        reconnects: u64,
+        channels_lost: u64,
         unavailable_seconds: f64,
-        stale_receipts: u64,
+        stale_settlements: u64,
         copies: u64,
         copy_retries: u64,
         blocked_seconds: f64,
@@ -164,15 +165,15 @@ impl WatchedConsumer {
 impl StoreView {
     fn of(snapshot: StoreSnapshot) -> Self {
         let state = match snapshot.state {
-            StoreState::Answers { last } => StoreStateView::Available {
-                last_answer_seconds: seconds(last),
+            StoreState::Available { last_answer } => StoreStateView::Available {
+                last_answer_seconds: seconds(last_answer),
             },
-            StoreState::Away { since } => StoreStateView::Unavailable {
+            StoreState::Unavailable { since } => StoreStateView::Unavailable {
                 unavailable_seconds: seconds(since),
             },
-            _ => StoreStateView::Unknown,
+            _ => StoreStateView::Unused,
         };
-        let to_error = |StoreTrouble {
+        let to_error = |LastStoreError {
                             since, mut text, ..
                         }| {
             text.truncate(truncation_point(&text, MAX_LINE_BYTES));
@@ -201,7 +202,7 @@ impl OldestDelivery {
             partition,
             offset,
             seconds: seconds(delivery.since),
-            doing: delivery.doing.as_str(),
+            state: delivery.state.as_str(),
             attempt: delivery.attempt,
             crashes: delivery.crashes,
         }
@@ -226,9 +227,9 @@ impl WatchedSource {
                     unacked: snapshot.unacked,
                     delivered: snapshot.delivered,
                     redelivered: snapshot.redelivered,
-                    reconnects: snapshot.reconnects,
-                    unavailable_seconds: seconds(snapshot.away),
-                    stale_receipts: snapshot.stale_receipts,
+                    channels_lost: snapshot.channels_lost,
+                    unavailable_seconds: seconds(snapshot.unavailable),
+                    stale_settlements: snapshot.stale_settlements,
                     copies: snapshot.copies,
                     copy_retries: snapshot.copy_retries,
                     blocked_seconds: seconds(snapshot.blocked),

@@ -237,7 +237,7 @@ async fn status_shows_deliveries_and_warnings_without_secrets() {
     let expected = [
         ("id", Value::from("waits")),
         ("from", "payments".into()),
-        ("doing", "handling".into()),
+        ("state", "handling".into()),
         ("attempt", 1.into()),
     ];
     for (field, value) in expected {

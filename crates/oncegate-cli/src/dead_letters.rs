@@ -354,7 +354,7 @@ fn release_request(
     match seen {
         Marker::Absent if known_attempt(message) == 0 && effect == Effect::Nothing => None,
         Marker::InProgress(hold) if is_at_most_once(&hold) => None,
-        _ => Some(Ask::SendBack { seen, effect }),
+        _ => Some(Ask::Redrive { seen, effect }),
     }
 }
 

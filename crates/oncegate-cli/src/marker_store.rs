@@ -7,7 +7,7 @@ use std::time::Duration;
 #[cfg(feature = "redis")]
 use oncegate::Redis;
 use oncegate::marker::{Operation, Verdict};
-use oncegate::store::{Listed, MarkerWithExpiry};
+use oncegate::store::{ListedKey, MarkerWithExpiry};
 use oncegate::{Key, Store, StoreError};
 #[cfg(feature = "sqlite")]
 use oncegate::{Sqlite, sqlite::SqliteBrowse};
@@ -163,7 +163,7 @@ impl MarkerStore {
 
 impl MarkerPages {
     /// The next page, or `None` after the last.
-    pub(crate) async fn next(&mut self) -> Result<Option<Vec<Listed>>, CliError> {
+    pub(crate) async fn next(&mut self) -> Result<Option<Vec<ListedKey>>, CliError> {
         Ok(match self {
             #[cfg(feature = "redis")]
             Self::Redis(browse) => browse.next().await?,
@@ -174,7 +174,7 @@ impl MarkerPages {
                         marker,
                         expires_in: Some(left),
                     });
-                    Listed { name, marker }
+                    ListedKey { name, marker }
                 });
                 listed.collect()
             }),

@@ -153,7 +153,7 @@ impl CallbackContext {
         self.assign_partitions(consumer, &assigned);
         // librdkafka has no position yet in a partition that was just assigned. That shows that its
         // next position is not left from an earlier assignment.
-        self.advance_past_markers(consumer);
+        self.advance_past_transaction_markers(consumer);
     }
 
     /// Logs where reading starts. Returns the offset to assign; `None` if librdkafka starts at the
@@ -185,7 +185,7 @@ impl CallbackContext {
                 tracing::error!(
                     topic,
                     partition,
-                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; if ids come from positions, give the consumer another scope"
+                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; with IdSource::position(), give the consumer another .scope(…)"
                 );
                 if self.out_of_range == OutOfRange::Error {
                     self.shared.lock().halt(topic, partition);
@@ -393,7 +393,7 @@ impl CallbackContext {
 
     /// Advances each partition to librdkafka's position, which also passes transaction markers. These
     /// are not delivered as messages.
-    pub(crate) fn advance_past_markers(&self, consumer: &BaseConsumer<Self>) {
+    pub(crate) fn advance_past_transaction_markers(&self, consumer: &BaseConsumer<Self>) {
         let (Ok(positions), Some(queue)) = (consumer.position(), self.queue()) else {
             return;
         };

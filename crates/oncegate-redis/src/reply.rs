@@ -58,7 +58,7 @@ pub(crate) fn verdict(value: &Value) -> VerdictResult {
             attempt: arguments.parse().map_err(|_| unexpected(value))?,
         },
         ("conflict", "") => Verdict::Conflict,
-        ("kept", "") => Verdict::Kept,
+        ("kept", "") => Verdict::Applied,
         ("done", "") => Verdict::Done { marker_lost: false },
         ("done", "lost") => Verdict::Done { marker_lost: true },
         ("lost", "") => Verdict::Lost,

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use oncegate::Key;
 use oncegate::marker::{Attempts, Doubt, Effect, Guarantee, Hold, Marker};
-use oncegate::store::{Listed, MarkerWithExpiry};
+use oncegate::store::{ListedKey, MarkerWithExpiry};
 use serde::Serialize;
 
 use crate::config::Config;
@@ -108,7 +108,7 @@ impl MarkerDescription {
         }
     }
 
-    pub(crate) fn of_listed(listed: &Listed, window: Duration) -> Self {
+    pub(crate) fn of_listed(listed: &ListedKey, window: Duration) -> Self {
         match &listed.marker {
             Ok(stored) => Self::of(&listed.name, stored, window),
             Err(error) => Self::unreadable(&listed.name, error.to_string()),

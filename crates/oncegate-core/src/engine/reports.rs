@@ -124,7 +124,7 @@ impl Reporter {
         let throttle = match finished.event {
             Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => &mut self.panicked,
             Event::Returned(Outcome::Retry | Outcome::Unknown(_)) => &mut self.failed,
-            Event::Found(_) => &mut self.reconciled,
+            Event::Reconciled(_) => &mut self.reconciled,
             _ => return,
         };
         let Some(suppressed_lines) = throttle.due(Instant::now()) else {
@@ -153,7 +153,7 @@ impl Reporter {
             Event::Returned(_) => {
                 warn!("handler failed, its outcome is unknown");
             }
-            Event::Found(finding) => {
+            Event::Reconciled(finding) => {
                 let found = match finding {
                     Some(Finding::Happened) => "happened",
                     Some(Finding::DidNotHappen) => "did not happen",

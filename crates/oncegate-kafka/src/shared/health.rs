@@ -24,7 +24,7 @@ pub(crate) struct ReadProgress {
 impl ReadProgress {
     /// Whether everything that was in the queue at `self` has been read at `now`. An empty queue
     /// counts too, because some operations are never read as messages.
-    pub(crate) fn is_drained_at(self, now: Self) -> bool {
+    pub(crate) fn is_queue_read_at(self, now: Self) -> bool {
         now.length_checks > self.length_checks
             && (now.queued == 0 || now.read >= self.read + self.queued)
     }
@@ -133,7 +133,7 @@ impl SourceState {
         }
     }
 
-    /// The epoch, topic, partition and position of each partition that is being read.
+    /// Assignment epoch, topic, partition and position of each partition that is being read.
     pub(crate) fn read_positions(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
         // Includes partitions whose seek fails repeatedly: they make no progress either. A full
         // partition is not read on purpose.

@@ -235,10 +235,10 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
         verdicts(&store, &[operation("k", Ask::Claim, 2, 0, strict)]).await,
         [doubted]
     );
-    let send_back = |seen| {
+    let redrive = |seen| {
         operation(
             "k",
-            Ask::SendBack {
+            Ask::Redrive {
                 seen,
                 effect: Effect::Nothing,
             },
@@ -247,7 +247,7 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
             strict,
         )
     };
-    assert_eq!(verdicts(&store, &[send_back(seen)]).await, [Verdict::Lost]);
+    assert_eq!(verdicts(&store, &[redrive(seen)]).await, [Verdict::Lost]);
     let seen = store.look(&key("k")).await.expect("a marker");
     let granted = Verdict::Granted(Attempts {
         number: 3,
@@ -257,9 +257,9 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
     assert_eq!(
         verdicts(
             &store,
-            &[send_back(seen), operation("k", Ask::Claim, 3, 0, strict)]
+            &[redrive(seen), operation("k", Ask::Claim, 3, 0, strict)]
         )
         .await,
-        [Verdict::Kept, granted]
+        [Verdict::Applied, granted]
     );
 }

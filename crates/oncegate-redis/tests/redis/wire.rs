@@ -94,7 +94,7 @@ async fn bare_sends_set_nx_and_del() {
 
     assert_eq!(
         verdicts(&store, &[ask(Ask::Complete), ask(Ask::Renew)]).await,
-        [DONE, Verdict::Kept]
+        [DONE, Verdict::Applied]
     );
     assert_eq!(monitor.commands(), Vec::<String>::new());
 
@@ -110,7 +110,7 @@ async fn bare_sends_set_nx_and_del() {
         },
     ];
     for request in failures {
-        assert_eq!(verdicts(&store, &[ask(request)]).await, [Verdict::Kept]);
+        assert_eq!(verdicts(&store, &[ask(request)]).await, [Verdict::Applied]);
         assert_eq!(
             monitor.commands(),
             [r#""DEL" "processed:order-1""#],
