@@ -22,6 +22,7 @@ use crate::commits;
 use crate::committed_offset;
 use crate::expired;
 use crate::kafka::{Kafka, OutOfRange, StartAt};
+use crate::missing_topics;
 use crate::shared::{OffsetGap, RevocationKind, SharedState, SourcePhase, StartPosition};
 use crate::topic_recreated::TopicIds;
 
@@ -424,6 +425,11 @@ impl CallbackContext {
             None if client::error::is_connection(code) => {
                 tracing::debug!(%code, subject, "cannot reach a broker")
             }
+            // The watching thread looks the topics up, and logs a missing one with the remedy.
+            None if missing_topics::is_missing(code) => {
+                self.shared.lock().suspect_missing_topic(true);
+                tracing::debug!(%code, subject, "a topic may be missing")
+            }
             None => {
                 tracing::warn!(%code, subject, group = self.group, "kafka error, librdkafka retries; if it persists, check the brokers' logs")
             }
@@ -473,6 +479,10 @@ pub(crate) fn permanent_error(code: RDKafkaErrorCode, subject: &str) -> Option<S
 impl ClientContext for CallbackContext {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
         self.topics.on_log_line(line);
+        if missing_topics::is_missing_line(facility, line) {
+            self.shared.lock().suspect_missing_topic(true);
+            return tracing::debug!(facility, "{line}");
+        }
         log::line(level, facility, line);
     }
 

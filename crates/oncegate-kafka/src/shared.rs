@@ -86,6 +86,8 @@ pub(crate) struct SourceState {
     /// The assignments, by assignment epoch.
     assigned: HashMap<u64, AssignedPartition>,
     last_epoch: u64,
+    /// Whether an error said that a topic or partition does not exist.
+    topic_may_be_missing: bool,
     /// Deliveries that were read and not handed out yet.
     ready: VecDeque<Delivery>,
     ready_bytes: usize,

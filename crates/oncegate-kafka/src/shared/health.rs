@@ -46,6 +46,15 @@ impl SourceState {
         self.progress
     }
 
+    /// Records whether a topic of the group may not exist any more.
+    pub(crate) fn suspect_missing_topic(&mut self, may_be_missing: bool) {
+        self.topic_may_be_missing = may_be_missing;
+    }
+
+    pub(crate) fn topic_may_be_missing(&self) -> bool {
+        self.topic_may_be_missing
+    }
+
     /// Requests that another client replaces this one. The first reason is kept.
     pub(crate) fn request_replacement(&mut self, reason: String) {
         self.replacement_reason.get_or_insert(reason);

@@ -14,7 +14,7 @@ const IN_DOUBT_UNREADABLE: &str =
 const WRONG_TYPE: &str = "unreadable: Redis replied WRONGTYPE";
 const IN_DOUBT_WRONG_TYPE: &str =
     "in doubt: another program uses this key; set a separate key prefix with Redis::prefix";
-const NEWER_RELEASE: &str = "refused: a newer release wrote this marker";
+const NEWER_RELEASE: &str = "unreadable: a newer release wrote this marker";
 const DUPLICATE: &str = "`duplicate`";
 
 /// The scope of the consumer.
@@ -79,7 +79,7 @@ const ROWS: &[Row] = &[
         "a marker of a later version",
         &[&["SET", "KEY", "v2 p x"]],
         NEWER_RELEASE,
-        "the consumer ends: upgrade oncegate here",
+        "in doubt: upgrade oncegate here",
     ),
     (
         "a list",
