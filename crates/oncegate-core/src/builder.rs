@@ -303,7 +303,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// Checks the settings as the consumer does before it starts. Connects to nothing.
+    /// Checks the settings as the consumer does before it starts. Connects to nothing. Whether the
+    /// source has such ids is checked by [`build`](Self::build).
     ///
     /// # Errors
     /// [`Error::Misconfigured`] names the first wrong setting and its remedy.
@@ -344,11 +345,11 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 }
 
 impl<S, T, H, D> Builder<S, T, H, D> {
-    /// Checks the settings as [`check`](Self::check) does, and returns the consumer.
-    /// [`Consumer::run_until`] connects.
+    /// Checks the settings as [`check`](Self::check) does, and that messages of the source can have
+    /// the id; returns the consumer. [`Consumer::run_until`] connects.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`] names the first wrong setting and its remedy.
+    /// [`Error::Misconfigured`] or [`Error::Source`] names the first wrong setting and its remedy.
     pub fn build(self) -> Result<Consumer, Error>
     where
         S: Connect,
@@ -376,6 +377,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
                 remedy: "set where the idempotency key is read from: IdSource::header(\"…\"), IdSource::message_id(), …",
             });
         };
+        source.check_id(&id)?;
         let status = settings.status.get_or_insert_default().clone();
         let readiness = settings.readiness.clone();
         let drain = DrainHandle::new();
@@ -443,6 +445,6 @@ fn check_id(id: &IdSource) -> Result<(), Error> {
     id.check().map_err(|problem| Error::Misconfigured {
         setting: "id",
         problem,
-        remedy: "write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
+        remedy: "name the header, or write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
     })
 }

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use async_trait::async_trait;
 
+use crate::id::IdSource;
 use crate::lifecycle::{Reason, Settlement};
 use crate::message::{Message, Origin};
 use crate::store::BoxError;
@@ -96,6 +97,16 @@ impl Default for SourceProperties {
 pub trait Connect: Send + 'static {
     /// The source to which it connects.
     type Source: Source + 'static;
+
+    /// Checks that messages of this source can have such an id. Connects to nothing;
+    /// [`Builder::build`](crate::Builder::build) calls it.
+    ///
+    /// # Errors
+    /// No message of this source would have an id. The error says what to use instead.
+    fn check_id(&self, id: &IdSource) -> Result<(), SourceError> {
+        let _ = id;
+        Ok(())
+    }
 
     /// Checks the settings and connects.
     ///

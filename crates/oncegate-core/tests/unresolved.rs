@@ -1,11 +1,13 @@
 //! Markers of earlier runs without a known outcome, and what the next consumer or message does.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
+use oncegate_core::marker::{Ask, Operation, Terms, Token};
 use oncegate_core::*;
+use tracing_subscriber::fmt::MakeWriter;
 
 /// Hangs, is in doubt, rejects, or succeeds, by the body; counts its runs, and has no `reconcile`.
 #[derive(Clone, Default)]
@@ -165,6 +167,54 @@ async fn the_dead_letter_of_a_duplicate_has_the_attempt_number_of_the_rejected_m
         ]
     );
     assert_eq!(fixture.handler.0.load(Ordering::Relaxed), 1);
+}
+
+/// The cause that the handler reported is in the log of the process that ended.
+#[tokio::test]
+async fn the_log_says_where_the_cause_of_an_interrupted_message_is() {
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(|| LOG.make_writer())
+        .finish();
+    let _guard = tracing::subscriber::set_default(subscriber);
+    // A callsite that another test registers at the same time misses this subscriber.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    tracing::callsite::rebuild_interest_cache();
+    let fixture = Fixture::new();
+    let (id, first) = (MessageId::new("a").expect("an id"), Token(1));
+    let operation = |ask, attempt| Operation {
+        key: Key::new(&id),
+        ask,
+        token: first,
+        attempt,
+        terms: Terms {
+            guarantee: Guarantee::AtMostOnce,
+            lease: Duration::from_millis(200),
+            window: Duration::from_secs(3600),
+            fingerprint: None,
+        },
+    };
+    // Another process reported the doubt, and ended before it reconciled.
+    for operation in [operation(Ask::Claim, 0), operation(Ask::Doubt, 1)] {
+        fixture.store.apply(&[operation]).await[0]
+            .as_ref()
+            .expect("a verdict");
+    }
+    fixture.publish("works");
+    fixture.drain(Guarantee::AtMostOnce).await;
+    assert_eq!(
+        fixture.reasons(),
+        [Reason::InDoubt(DoubtCause::Interrupted)]
+    );
+    let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
+    let line = log
+        .lines()
+        .find(|line| line.contains("message in doubt, sending it to the in-doubt queue"))
+        .expect("the line");
+    for words in ["reason=\"in-doubt-interrupted\"", "the log of that process"] {
+        assert!(line.contains(words), "{words}: {line}");
+    }
 }
 
 /// Time is paused: a pause between calls of `reconcile` would be measured.

@@ -62,8 +62,11 @@ pub(crate) fn verdict(value: &Value) -> VerdictResult {
         ("done", "") => Verdict::Done { marker_lost: false },
         ("done", "lost") => Verdict::Done { marker_lost: true },
         ("lost", "") => Verdict::Lost,
-        ("unknown", "version") => {
-            return Err(StoreFailure::unreadable(DecodeError::UnknownVersion));
+        ("version", _) => {
+            let version = record::read_version(arguments);
+            return Err(StoreFailure::unreadable(DecodeError::UnknownVersion(
+                version,
+            )));
         }
         ("unreadable", "") => return Err(StoreFailure::unreadable(DecodeError::NotAMarker)),
         _ => return Err(unexpected(value)),

@@ -44,6 +44,7 @@ impl IdReader {
     fn check(&self) -> Result<(), String> {
         match self {
             Self::Hashed(read) => read.check(),
+            Self::Header(name) if name.is_empty() => Err("the name of the header is empty".into()),
             Self::JsonPointer(pointer) if !pointer.is_empty() && !pointer.starts_with('/') => Err(
                 format!("the JSON pointer `{pointer}` does not begin with `/`"),
             ),
@@ -79,7 +80,8 @@ impl IdSource {
         Self(IdReader::MessageId)
     }
 
-    /// The Kafka record key (the routing key on AMQP). Use it only if each key is sent once.
+    /// The Kafka record key (the routing key on AMQP). Use it only if each key is sent once. A routing
+    /// key that is the name of the queue, as with the default exchange, is an unusable id.
     pub fn key() -> Self {
         Self(IdReader::Key)
     }
@@ -98,9 +100,23 @@ impl IdSource {
         Self(IdReader::JsonPointer(Arc::from(pointer)))
     }
 
-    /// Validates the syntax of a JSON pointer. The error says what is wrong.
+    /// Validates the name of a header and the syntax of a JSON pointer. The error says what is wrong.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.0.check()
+    }
+
+    /// Whether ids are read from [`Message::message_id`]: see [`Connect::check_id`].
+    ///
+    /// [`Connect::check_id`]: crate::source::Connect::check_id
+    pub fn reads_message_id(&self) -> bool {
+        matches!(self.0.plain(), IdReader::MessageId)
+    }
+
+    /// Whether ids are [positions](Self::position): see [`Connect::check_id`].
+    ///
+    /// [`Connect::check_id`]: crate::source::Connect::check_id
+    pub fn reads_position(&self) -> bool {
+        matches!(self.0.plain(), IdReader::Position)
     }
 
     /// The SHA-256 of the body: two messages are the same if their bodies are.
@@ -149,10 +165,23 @@ impl IdSource {
 }
 
 impl IdReader {
+    /// What is read before it is hashed.
+    fn plain(&self) -> &Self {
+        match self {
+            Self::Hashed(read) => read.plain(),
+            other => other,
+        }
+    }
+
     fn read(&self, message: &Message) -> Result<MessageId, NoId> {
         let id = match self {
             IdReader::Header(name) => unambiguous_header(message, name)?.and_then(MessageId::new),
             IdReader::MessageId => message.message_id.as_ref().and_then(MessageId::new),
+            IdReader::Key if is_default_routing_key(message) => {
+                return Err(NoId::Unusable(
+                    "the routing key is the name of the queue, as for every message that is sent through the default exchange; read the id from a header, the message id or the body".into(),
+                ));
+            }
             IdReader::Key => message.key.as_ref().and_then(MessageId::new),
             IdReader::JsonPointer(pointer) => MessageId::new(json::read(pointer, &message.body)?),
             IdReader::BodyHash => {
@@ -175,6 +204,14 @@ impl IdReader {
         };
         id.ok_or(NoId::Missing)
     }
+}
+
+/// Whether the key is the name of the queue. All such messages would have one id, and all but the
+/// first would be skipped as duplicates.
+fn is_default_routing_key(message: &Message) -> bool {
+    message.origin.position == Position::Queue
+        && !message.origin.name.is_empty()
+        && message.key.as_deref() == Some(message.origin.name.as_bytes())
 }
 
 /// The value of a header.
@@ -220,6 +257,40 @@ impl fmt::Debug for IdReader {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::Origin;
+
+    #[test]
+    fn a_header_without_a_name_is_refused() {
+        for source in [IdSource::header(""), IdSource::header("").hashed()] {
+            assert!(source.check().is_err());
+        }
+        assert_eq!(IdSource::header("id").check(), Ok(()));
+    }
+
+    #[test]
+    fn a_routing_key_that_all_messages_of_the_queue_have_is_no_id() {
+        let message = |name: &str, position| Message {
+            origin: Origin {
+                name: name.into(),
+                position,
+                system: None,
+            },
+            ..Message::new("").with_key("payments")
+        };
+        let read = |name, position| IdSource::key().read(&message(name, position));
+        assert!(
+            matches!(read("payments", Position::Queue), Err(NoId::Unusable(text)) if text.contains("default exchange"))
+        );
+        assert!(read("other", Position::Queue).is_ok());
+        let offset = Position::Offset {
+            partition: 0,
+            offset: 7,
+        };
+        assert!(
+            read("payments", offset).is_ok(),
+            "a topic has no default exchange"
+        );
+    }
 
     #[test]
     fn a_hashed_id_hides_its_text_and_is_not_hashed_again() {
