@@ -51,7 +51,7 @@ impl AssignmentWait {
         let assigned = state.partitions().len();
         let line = self.line(
             assigned,
-            state.without_group_since().is_none(),
+            state.client.without_group_since().is_none(),
             Instant::now(),
         );
         let Self {

@@ -14,15 +14,15 @@
 //!   `docs/upstream/librdkafka-batch-error-position.md`. *Test:*
 //!   `a_rebalance_after_a_fetch_that_failed_skips_nothing` in `tests/kafka`. *May be removed* when
 //!   the position does not change.
-//! - *Symptom:* a stored offset below the committed one is never committed. *Code:* `shared` commits
-//!   the first offset of each assignment at once (`SendMode::Immediate`). *Upstream:*
+//! - *Symptom:* a stored offset below the committed one is never committed. *Code:* `partition`
+//!   commits the first offset of each assignment at once (`SendMode::Immediate`). *Upstream:*
 //!   confluentinc/librdkafka#1372 (open); #1538 and #1558 describe a shortened log. *Test:*
 //!   `a_log_that_was_truncated_below_the_committed_offset_commits_lower` in `tests/kafka`. *May be
 //!   removed* when librdkafka commits each changed offset.
-//! - *Symptom:* an error response resets the cached log start offset. *Code:* `expired` and `shared`
-//!   defer offset gaps until it is known. *Upstream:*
+//! - *Symptom:* an error response resets the cached log start offset. *Code:* `partition`
+//!   keeps offset gaps until it is known. *Upstream:*
 //!   `docs/upstream/librdkafka-watermarks-after-error.md`. *Test:*
-//!   `a_deferred_gap_is_counted_once_when_the_log_start_is_known` in `expired`. *May be removed*
+//!   `a_deferred_gap_is_counted_once_when_the_log_start_is_known` in `offset_gaps`. *May be removed*
 //!   when the offset is kept.
 //! - *Symptom:* a consumer that is unsubscribed and closed at once never leaves its group. *Code:*
 //!   `poll` closes it without unsubscribing. *Upstream:*

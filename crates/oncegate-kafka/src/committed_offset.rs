@@ -12,8 +12,7 @@ use crate::client::batch::{MessageQueue, PartitionError};
 use crate::client::log::log_error;
 use crate::client::{self, cluster_id, commit_metadata};
 use crate::kafka::StartAt;
-use crate::shared::StartPosition;
-use crate::topic_identity::{TopicIdentity, TopicMatch};
+use crate::partition::{StartPosition, TopicIdentity, TopicMatch};
 use crate::topic_recreated::TopicIds;
 
 /// Timeout of one request. The rebalance waits for it.

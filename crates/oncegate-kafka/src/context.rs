@@ -20,15 +20,15 @@ use crate::client::statistics;
 use crate::client::topic_id_log::RECREATED_LOG_START;
 use crate::commits;
 use crate::committed_offset;
-use crate::expired;
 use crate::kafka::{Kafka, OutOfRange, StartAt};
-use crate::shared::{OffsetGap, RevocationKind, SharedState, SourcePhase, StartPosition};
+use crate::partition::{PartitionAction, PartitionEvent, StartPosition};
+use crate::shared::{RevocationKind, SharedState, SourcePhase};
 use crate::topic_recreated::TopicIds;
 
 /// How long one read waits for a message while a revocation waits for unsettled deliveries.
 const DRAIN_TURN: Duration = Duration::from_millis(5);
 /// Timeout of one seek.
-pub(crate) const SEEK_TIMEOUT: Duration = Duration::from_secs(1);
+const SEEK_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The consumer's callbacks, which run on the polling thread.
 pub(crate) struct CallbackContext {
@@ -138,10 +138,13 @@ impl CallbackContext {
                 );
             }
             let log = self.topics.log(&topic, start);
-            self.shared.assign(&topic, partition, start, log);
+            let mut state = self.shared.lock();
+            state.assign(&topic, partition, start, log);
             if let Some(log_start) = log_starts.remove(&(topic.clone(), partition)) {
-                self.shared.lock().start_at(&topic, partition, log_start);
+                // Committed even if the partition is empty.
+                state.apply(&topic, partition, PartitionEvent::StartFound(log_start));
             }
+            drop(state);
             if let Some(offset) = self.start_offset(&topic, partition, start) {
                 log_error(
                     "cannot set the start offset of a partition; auto.offset.reset decides where it starts",
@@ -170,9 +173,8 @@ impl CallbackContext {
                 if matches!(start, StartPosition::Ambiguous(_))
                     && self.out_of_range == OutOfRange::Error
                 {
-                    self.shared.lock().halt(topic, partition);
-                    self.shared
-                        .fail(committed_offset::ambiguous(topic, partition, offset));
+                    let error = committed_offset::ambiguous(topic, partition, offset);
+                    self.halt(topic, partition, error);
                 }
                 return None;
             }
@@ -188,8 +190,7 @@ impl CallbackContext {
                     "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; with IdSource::position(), give the consumer another .scope(…)"
                 );
                 if self.out_of_range == OutOfRange::Error {
-                    self.shared.lock().halt(topic, partition);
-                    self.shared.fail(committed_offset::recreated(topic));
+                    self.halt(topic, partition, committed_offset::recreated(topic));
                 }
             }
             StartPosition::AddedPartition => {
@@ -304,7 +305,7 @@ impl CallbackContext {
             return self.shared.wait(wait);
         };
         let mut state = self.shared.lock();
-        state.set_queue_length(queue.length());
+        state.client.set_queue_length(queue.length());
         let (room, full_partitions) = (state.room(), state.full_partitions());
         drop(state);
         queue.hold_back(full_partitions);
@@ -314,7 +315,7 @@ impl CallbackContext {
         let batch = queue.read(room, wait);
         let count = batch.records.len() + batch.errors.len();
         self.process_batch(batch, &queue);
-        self.shared.lock().count_read(count as u64);
+        self.shared.lock().client.count_read(count as u64);
     }
 
     pub(crate) fn process_batch(&self, batch: RecordBatch, queue: &MessageQueue<Self>) {
@@ -323,8 +324,7 @@ impl CallbackContext {
                 Some(source_error) => {
                     // Before the records: the same batch may contain records after the unreadable
                     // part.
-                    self.shared.lock().halt(&error.topic, error.partition);
-                    self.shared.fail(source_error);
+                    self.halt(&error.topic, error.partition, source_error);
                 }
                 // The polling thread handles the changed topic id later in this turn.
                 None if error.code == RDKafkaErrorCode::AutoOffsetReset
@@ -342,23 +342,32 @@ impl CallbackContext {
                 }
             }
         }
-        let intake = self.shared.add_records(batch.records);
-        for gap in intake.gaps {
-            let log_start = queue.log_start_offset(&gap.topic, gap.partition);
-            expired::classify_gap(gap, log_start, &self.shared);
-        }
+        let restarted = self.shared.add_records(batch.records);
+        self.count_expired(queue);
         // After the records were added, because some of them precede the error.
         let errors_with_offset = batch.errors.iter().filter(|error| error.offset >= 0);
         let error_positions =
             errors_with_offset.map(|error| (&*error.topic, error.partition, Some(error.offset)));
         for (topic, partition, position) in error_positions.chain(
-            intake
-                .restarted
+            restarted
                 .iter()
                 .map(|(topic, partition)| (&**topic, *partition, None)),
         ) {
             self.seek_after_last_read(topic, partition, position, queue);
         }
+    }
+
+    /// Ends the source with an error, and reads nothing more of the partition.
+    fn halt(&self, topic: &str, partition: i32, error: SourceError) {
+        let mut state = self.shared.lock();
+        state.apply(topic, partition, PartitionEvent::Halted);
+        drop(state);
+        self.shared.fail(error);
+    }
+
+    fn count_expired(&self, queue: &MessageQueue<Self>) {
+        let log_start_of = |topic: &str, partition| queue.log_start_offset(topic, partition);
+        self.shared.lock().count_expired(log_start_of);
     }
 
     /// Seeks to the offset after the last message that was read. librdkafka's position is higher:
@@ -371,24 +380,30 @@ impl CallbackContext {
         position: Option<i64>,
         queue: &MessageQueue<Self>,
     ) {
-        let Some(offset) = self
-            .shared
-            .lock()
-            .distrust_position(topic, partition, position)
-        else {
-            return;
-        };
-        fault::point("kafka.seek.before");
-        let result = queue
-            .consumer()
-            .seek(topic, partition, Offset::Offset(offset), SEEK_TIMEOUT);
-        fault::point("kafka.seek.after");
-        match result {
-            Ok(()) => self.shared.lock().seek_succeeded(topic, partition),
-            Err(error) => {
-                tracing::warn!(%error, topic, partition, offset, "cannot seek to the next unread message; a rebalance may skip messages; restart the consumer to read from the committed offset")
-            }
+        let event = PartitionEvent::PositionWrong { fallback: position };
+        let action = self.shared.lock().apply(topic, partition, event);
+        if let PartitionAction::Seek(offset) = action
+            && let Err(error) = self.seek(queue.consumer(), topic, partition, offset)
+        {
+            tracing::warn!(%error, topic, partition, offset, "cannot seek to the next unread message; a rebalance may skip messages; restart the consumer to read from the committed offset");
         }
+    }
+
+    pub(crate) fn seek(
+        &self,
+        consumer: &BaseConsumer<Self>,
+        topic: &str,
+        partition: i32,
+        offset: i64,
+    ) -> KafkaResult<()> {
+        fault::point("kafka.seek.before");
+        let result = consumer.seek(topic, partition, Offset::Offset(offset), SEEK_TIMEOUT);
+        fault::point("kafka.seek.after");
+        if result.is_ok() {
+            let mut state = self.shared.lock();
+            state.apply(topic, partition, PartitionEvent::Sought);
+        }
+        result
     }
 
     /// Advances each partition to librdkafka's position, which also passes transaction markers. These
@@ -398,22 +413,16 @@ impl CallbackContext {
             return;
         };
         let mut state = self.shared.lock();
-        let gaps = positions.elements().into_iter().filter_map(|it| {
-            let offset = if let Offset::Offset(offset) = it.offset() {
-                Some(offset)
-            } else {
-                None
+        for it in positions.elements() {
+            let position = match it.offset() {
+                Offset::Offset(offset) => Some(offset),
+                _ => None,
             };
-            state.advance_to(it.topic(), it.partition(), offset)
-        });
-        let gaps: Vec<OffsetGap> = gaps.collect();
-        drop(state);
-        let log_start_of = |topic: &str, partition| queue.log_start_offset(topic, partition);
-        for gap in gaps {
-            let log_start = log_start_of(&gap.topic, gap.partition);
-            expired::classify_gap(gap, log_start, &self.shared);
+            let event = PartitionEvent::PositionReported(position);
+            state.apply(it.topic(), it.partition(), event);
         }
-        expired::classify_deferred_gaps(log_start_of, &self.shared);
+        drop(state);
+        self.count_expired(&queue);
     }
 
     /// Ends the source if the error is permanent. librdkafka retries all others, which are logged.
@@ -478,10 +487,9 @@ impl ClientContext for CallbackContext {
 
     fn stats_raw(&self, statistics_json: &[u8]) {
         if !self.is_replaced.load(Ordering::Relaxed) {
-            self.shared.lock().record_group_state(
-                statistics::is_coordinator_up(statistics_json),
-                Instant::now(),
-            );
+            let is_up = statistics::is_coordinator_up(statistics_json);
+            let mut state = self.shared.lock();
+            state.client.record_group_state(is_up, Instant::now());
         }
     }
 
@@ -557,7 +565,8 @@ impl ConsumerContext for CallbackContext {
                     failures.push((error, it));
                 }
                 (None, Offset::Offset(offset)) => {
-                    state.commit_confirmed(it.topic(), it.partition(), offset)
+                    let event = PartitionEvent::CommitConfirmed(offset);
+                    state.apply(it.topic(), it.partition(), event);
                 }
                 (None, _) => {}
             }

@@ -4,10 +4,9 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{SourceError, fault};
+use oncegate_core::SourceError;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::KafkaError;
-use rdkafka::topic_partition_list::Offset;
 
 use crate::assignment_wait::AssignmentWait;
 use crate::client;
@@ -15,7 +14,7 @@ use crate::client::batch::{self, MessageQueue};
 use crate::client::cluster_id;
 use crate::commits;
 use crate::committed_offset;
-use crate::context::{CallbackContext, SEEK_TIMEOUT, permanent_error, revocation_kind};
+use crate::context::{CallbackContext, permanent_error, revocation_kind};
 use crate::kafka::{Kafka, OutOfRange};
 use crate::shared::{RevocationKind, SharedState, SourcePhase};
 
@@ -139,7 +138,7 @@ fn serve_client(
             last_check = Instant::now();
         }
         commits::store(&consumer, shared);
-        if shared.lock().needs_replacement() {
+        if shared.lock().client.needs_replacement() {
             return replace_client(consumer, shared);
         }
         consumer.context().read_batch(TURN);
@@ -162,12 +161,12 @@ fn replace_client(
 ) -> ClientExit {
     let mut state = shared.lock();
     // A client that does not reach its group can neither commit nor leave.
-    let (exit, close_timeout) = if state.is_suspected() {
+    let (exit, close_timeout) = if state.client.is_suspected() {
         (ClientExit::ReplacedWithoutGroup, Duration::ZERO)
     } else {
         (ClientExit::Replaced, CLOSE_TIMEOUT)
     };
-    let reason = state.take_replacement().unwrap_or_default();
+    let reason = state.client.take_replacement().unwrap_or_default();
     drop(state);
     tracing::error!(
         group = consumer.context().group,
@@ -213,6 +212,7 @@ fn check_fatal_error(consumer: &BaseConsumer<CallbackContext>, shared: &SharedSt
         Some(error) => shared.fail(error),
         None => shared
             .lock()
+            .client
             .request_replacement(format!("fatal error: {text}")),
     }
 }
@@ -243,14 +243,11 @@ fn leave_former_cluster(consumer: &BaseConsumer<CallbackContext>, shared: &Share
     let topics = &consumer.context().topics;
     for topic in topics.take_cluster_changed() {
         let mut state = shared.lock();
-        if state
-            .outdated_assignments(&topic, topics.identity(&topic).as_ref())
-            .is_empty()
-        {
+        if !state.is_outdated(&topic, topics.identity(&topic).as_ref()) {
             continue;
         }
         let partitions = state.partitions();
-        state.request_replacement(format!(
+        state.client.request_replacement(format!(
             "the topic `{topic}` has another id, and is or may be on another cluster"
         ));
         drop(state);
@@ -280,12 +277,12 @@ fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &S
             }
         }
     }
-    shared.seek_all(|topic, partition, offset| {
-        fault::point("kafka.seek.before");
-        let result = consumer.seek(topic, partition, Offset::Offset(offset), SEEK_TIMEOUT);
-        fault::point("kafka.seek.after");
-        result
-    });
+    let seeks = shared.lock().pending_seeks();
+    for (topic, partition, offset) in seeks {
+        if let Err(error) = context.seek(consumer, &topic, partition, offset) {
+            tracing::warn!(%error, topic = &*topic, partition, offset, "seek failed, retrying; nothing is read from the partition before it succeeds; check that the partition has a leader");
+        }
+    }
 }
 
 /// Serves rebalances and errors, and forwards librdkafka's log.
@@ -376,23 +373,29 @@ mod tests {
                 consumer.context().read_batch(TURN);
             }
         };
-        let without_group_since = || shared.lock().without_group_since();
+        let without_group_since = || shared.lock().client.without_group_since();
         until(&|| !shared.lock().partitions().is_empty() && without_group_since().is_none());
         cluster.broker_down(1).expect("the broker stops");
         until(&|| without_group_since().is_some());
         let before = without_group_since().expect("the client reports no coordinator");
         cluster.broker_up(1).expect("the broker starts");
         until(&|| without_group_since().is_none());
-        shared.lock().suspect_lost_metadata(before, Instant::now());
+        shared
+            .lock()
+            .client
+            .suspect_lost_metadata(before, Instant::now());
         assert!(
-            !shared.lock().is_suspected(),
+            !shared.lock().client.is_suspected(),
             "the client is connected again"
         );
         cluster.broker_down(1).expect("the broker stops");
         until(&|| without_group_since().is_some());
         let again = without_group_since().expect("the client reports no coordinator");
-        shared.lock().suspect_lost_metadata(again, Instant::now());
-        until(&|| shared.lock().needs_replacement());
+        shared
+            .lock()
+            .client
+            .suspect_lost_metadata(again, Instant::now());
+        until(&|| shared.lock().client.needs_replacement());
     }
 
     /// A client whose topic was recreated on the same cluster is not replaced.
@@ -428,7 +431,10 @@ mod tests {
             leave_former_cluster(&consumer, &shared);
             let mut state = shared.lock();
             assert_eq!(
-                (state.partitions().is_empty(), state.needs_replacement()),
+                (
+                    state.partitions().is_empty(),
+                    state.client.needs_replacement()
+                ),
                 (is_other_cluster, is_other_cluster)
             );
             // The start of the partition, which has no committed offset yet.

@@ -11,7 +11,7 @@ use oncegate_core::{
 };
 
 use crate::dead_letters::{DeadLetters, UnpublishedDeadLetter};
-use crate::shared::{RejectedDelivery, SharedState, SourcePhase, detached};
+use crate::shared::{RejectedDelivery, SharedState, SourcePhase, count_if_stale, detached};
 
 /// The first and the longest pause before a dead letter is published again.
 const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
@@ -94,9 +94,9 @@ impl KafkaSource {
             metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason.as_str())
                 .increment(1);
             fault::point("kafka.dead-letter.confirmed");
-            let effect = shared.lock().published(delivery);
+            let is_assigned = shared.lock().published(delivery);
             fault::point("kafka.dead-letter.settled");
-            effect.count();
+            count_if_stale(is_assigned);
             shared.wake_poller();
             shared.wake_consumer();
         });

@@ -4,8 +4,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::client::topic_id_log::{IdChange, NO_ID};
-use crate::shared::{LogIdentity, PositionIds, StartPosition};
-use crate::topic_identity::{TopicIdentity, TopicMatch};
+use crate::partition::{LogIdentity, PositionIds, StartPosition, TopicIdentity, TopicMatch};
 
 /// The topic ids from librdkafka's log, and the changes among them. Kafka assigns each topic an id
 /// when it is created.

@@ -85,13 +85,14 @@ pub(crate) fn run(
                 client = replacement;
             }
         }
-        let without_group_since = shared.lock().without_group_since();
+        let without_group_since = shared.lock().client.without_group_since();
         if lost_metadata.check(without_group_since, Instant::now, || {
             new_client().is_ok_and(|client| reaches_coordinator(&client, topic))
         }) && let Some(without_group_since) = without_group_since
         {
             shared
                 .lock()
+                .client
                 .suspect_lost_metadata(without_group_since, Instant::now());
         }
         // If fresh clients reached the coordinator, the consumer's client would have been replaced
@@ -228,7 +229,11 @@ impl PartitionWatch {
         });
         self.set_gauges(shared);
         let state = shared.lock();
-        let (now, progress, partitions) = (clock(), state.read_progress(), state.read_positions());
+        let (now, progress, partitions) = (
+            clock(),
+            state.client.read_progress(),
+            state.read_positions(),
+        );
         drop(state);
         let mut candidates = HashMap::new();
         for (epoch, topic, partition, position) in partitions {
@@ -254,7 +259,7 @@ impl PartitionWatch {
             let reason = format!(
                 "no progress on {topic}/{partition} at offset {position:?} for {time_limit:?}, while its log has grown to {end}"
             );
-            shared.lock().request_replacement(reason);
+            shared.lock().client.request_replacement(reason);
             shared.wake_poller();
             let doublings = self
                 .backoffs
@@ -397,7 +402,7 @@ mod tests {
     use super::*;
     use crate::Kafka;
     use crate::client::batch::ConsumerRecord;
-    use crate::shared::{LogIdentity, StartPosition};
+    use crate::partition::{LogIdentity, StartPosition};
 
     fn record(partition: i32, offset: i64) -> ConsumerRecord {
         let (topic, headers) = (Arc::from("t"), oncegate_core::Headers::default());
@@ -412,16 +417,17 @@ mod tests {
         }
     }
 
+    fn assign(shared: &SharedState, partition: i32) {
+        let start = StartPosition::Committed(4);
+        let mut state = shared.lock();
+        state.assign("t", partition, start, LogIdentity::default());
+    }
+
     /// A topic with this many partitions, each read to offset 5.
     fn shared(partitions: i32) -> SharedState {
         let shared: SharedState = SharedState::default();
         for partition in 0..partitions {
-            shared.assign(
-                "t",
-                partition,
-                StartPosition::Committed(4),
-                LogIdentity::default(),
-            );
+            assign(&shared, partition);
             shared.add_records(vec![record(partition, 4)]);
         }
         shared
@@ -431,7 +437,7 @@ mod tests {
 
     /// Records this length of the message queue, as the polling thread does.
     fn queue_length(shared: &SharedState, queued: u64) {
-        shared.lock().set_queue_length(queued);
+        shared.lock().client.set_queue_length(queued);
     }
 
     #[test]
@@ -469,13 +475,16 @@ mod tests {
                     Duration::from_secs(60),
                 )
             });
-            while !shared.lock().needs_replacement() && Instant::now() < end {
-                shared.lock().record_group_state(false, Instant::now());
+            while !shared.lock().client.needs_replacement() && Instant::now() < end {
+                shared
+                    .lock()
+                    .client
+                    .record_group_state(false, Instant::now());
                 std::thread::sleep(Duration::from_millis(200));
             }
             shared.enter(SourcePhase::Closing);
         });
-        assert!(shared.lock().needs_replacement());
+        assert!(shared.lock().client.needs_replacement());
     }
 
     #[test]
@@ -564,7 +573,7 @@ mod tests {
     fn a_stall_is_detected_beside_a_partition_without_a_leader() {
         let (shared, mut watch) = (shared(2), PartitionWatch::default());
         for end in 9..=12 {
-            assert!(!shared.lock().needs_replacement());
+            assert!(!shared.lock().client.needs_replacement());
             queue_length(&shared, 0);
             watch.check(
                 |_, partition| (partition == 1).then_some(end),
@@ -573,7 +582,7 @@ mod tests {
             );
         }
         assert!(
-            shared.lock().needs_replacement(),
+            shared.lock().client.needs_replacement(),
             "the log grows and is not read"
         );
     }
@@ -582,11 +591,11 @@ mod tests {
     fn a_stall_is_detected_although_a_check_in_between_failed() {
         let (shared, mut watch) = (shared(1), PartitionWatch::default());
         for end in [Some(9), Some(9), None, Some(9), None, Some(12)] {
-            assert!(!shared.lock().needs_replacement());
+            assert!(!shared.lock().client.needs_replacement());
             queue_length(&shared, 0);
             watch.check(|_, _| end, &shared, Duration::ZERO);
         }
-        assert!(shared.lock().needs_replacement(), "no progress");
+        assert!(shared.lock().client.needs_replacement(), "no progress");
     }
 
     /// Whether a stall of partition 1 is detected within `checks` checks, while the source is full of
@@ -606,9 +615,9 @@ mod tests {
             );
             // The first partition makes progress at each check.
             shared.add_records(vec![record(0, full + check)]);
-            shared.lock().count_read(read);
+            shared.lock().client.count_read(read);
         }
-        shared.lock().needs_replacement()
+        shared.lock().client.needs_replacement()
     }
 
     #[test]
@@ -630,12 +639,12 @@ mod tests {
             queue_length(&shared, queued);
             end += 1;
             watch.check(|_, _| Some(end), &shared, Duration::ZERO);
-            shared.lock().needs_replacement()
+            shared.lock().client.needs_replacement()
         };
         assert!(!check(0) && !check(0));
         // The queue may contain a message of the partition.
         assert!((0..100).all(|_| !check(1)));
-        shared.lock().count_read(1);
+        shared.lock().client.count_read(1);
         assert!(check(1), "the queue contained no message of the partition");
     }
 
@@ -652,7 +661,7 @@ mod tests {
                 &shared,
                 Duration::from_secs(60),
             );
-            if shared.lock().take_replacement().is_none() {
+            if shared.lock().client.take_replacement().is_none() {
                 continue;
             }
             replaced.push(second - last);
@@ -661,7 +670,7 @@ mod tests {
             // two, which is progress.
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
-            shared.assign("t", 0, StartPosition::Committed(4), LogIdentity::default());
+            assign(&shared, 0);
             shared.add_records(
                 (4..if replaced.len() < 9 { 5 } else { 6 })
                     .map(|offset| record(0, offset))
@@ -681,7 +690,7 @@ mod tests {
         let (shared, mut watch) = (shared(1), PartitionWatch::default());
         queue_length(&shared, 0);
         (9..100).for_each(|end| watch.check(|_, _| Some(end), &shared, Duration::ZERO));
-        assert!(!shared.lock().needs_replacement());
+        assert!(!shared.lock().client.needs_replacement());
     }
 
     #[test]
