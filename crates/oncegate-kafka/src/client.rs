@@ -1,5 +1,14 @@
-//! librdkafka and its Rust wrapper: reading in batches, log, statistics, errors, and workarounds for
-//! defects.
+//! librdkafka and its Rust wrapper.
+//!
+//! | modules | content |
+//! | --- | --- |
+//! | `topics`, `retention` | before the group is joined: topics exist and retain dead letters |
+//! | `poll`, `assignment_wait` | the polling thread, the only one that serves the group |
+//! | `callbacks`, `start_position`, `topic_ids`, `commits` | what runs on that thread: rebalances, records, errors, offsets |
+//! | `watch`, `lost_metadata` | a second client and thread: lag, stalled partitions, the group coordinator |
+//! | `dead_letters` | the producers |
+//! | `batch` | reading in batches: the only `unsafe` code |
+//! | `log`, `error`, `connection_errors`, `statistics`, `topic_id_log`, `cluster_id`, `commit_metadata` | parts of the wrapper |
 //!
 //! # Workarounds
 //!
@@ -9,7 +18,7 @@
 //! librdkafka 2.12.1 and rdkafka 0.39.0:
 //!
 //! - *Symptom:* in `rd_kafka_consume_batch_queue` an error of a partition advances the position like a
-//!   message: after a rebalance, reading resumes one message too far. *Code:* `context` seeks after
+//!   message: after a rebalance, reading resumes one message too far. *Code:* `callbacks` seeks after
 //!   each error (`seek_after_last_read`). *Upstream:*
 //!   `docs/upstream/librdkafka-batch-error-position.md`. *Test:*
 //!   `a_rebalance_after_a_fetch_that_failed_skips_nothing` in `tests/kafka`. *May be removed* when
@@ -28,14 +37,31 @@
 //!   `poll` closes it without unsubscribing. *Upstream:*
 //!   `docs/upstream/librdkafka-unsubscribe-and-close.md`. *Test:* none. Stays: closing alone suffices.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+mod assignment_wait;
 // The workspace denies `unsafe` code; only `batch` allows it.
 #[allow(unsafe_code)]
 pub(crate) mod batch;
-pub(crate) mod cluster_id;
-pub(crate) mod commit_metadata;
+pub(crate) mod callbacks;
+mod cluster_id;
+mod commit_metadata;
+mod commits;
 pub(crate) mod connection_errors;
+pub(crate) mod dead_letters;
 pub(crate) mod error;
-pub(crate) mod log;
-pub(crate) mod lost_metadata;
+mod log;
+mod lost_metadata;
+pub(crate) mod poll;
+mod retention;
+mod start_position;
 pub(crate) mod statistics;
-pub(crate) mod topic_id_log;
+mod topic_id_log;
+mod topic_ids;
+pub(crate) mod topics;
+pub(crate) mod watch;
+
+/// Locks data that each thread leaves complete, even if it panics.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -412,30 +412,25 @@ impl SourceState {
             let next_epoch = self.last_epoch + 1;
             let offset = record.offset;
             let event = PartitionEvent::Fetched { offset, next_epoch };
-            let delivered_in = match self.apply_to(epoch, event) {
-                PartitionAction::Deliver { truncated_from } => {
-                    if let Some(expected) = truncated_from {
-                        report_truncation(&record, expected);
-                    }
-                    epoch
-                }
+            let (truncated_from, delivered_in) = match self.apply_to(epoch, event) {
+                PartitionAction::Deliver { truncated_from } => (truncated_from, Some(epoch)),
                 PartitionAction::Restart { cause, .. } => match cause {
                     RestartCause::Truncated { expected } => {
-                        report_truncation(&record, expected);
                         restarted.push((record.topic.clone(), record.partition));
-                        next_epoch
+                        (Some(expected), Some(next_epoch))
                     }
-                    RestartCause::TruncatedAboveUnsettled { expected } => {
-                        report_truncation(&record, expected);
-                        current = None;
-                        continue;
-                    }
-                    RestartCause::Recreated => continue,
+                    RestartCause::TruncatedAboveUnsettled { expected } => (Some(expected), None),
+                    RestartCause::Recreated => (None, None),
                 },
-                _ => continue,
+                _ => (None, None),
             };
-            current = Some((record.topic.clone(), record.partition, delivered_in));
-            self.deliveries.add(record, delivered_in);
+            if let Some(expected) = truncated_from {
+                report_truncation(&record, expected);
+            }
+            current = delivered_in.map(|epoch| (record.topic.clone(), record.partition, epoch));
+            if let Some(epoch) = delivered_in {
+                self.deliveries.add(record, epoch);
+            }
         }
         restarted
     }
@@ -478,20 +473,25 @@ impl SourceState {
 
     /// Settles a delivery. False if its assignment has ended.
     pub(crate) fn accept(&mut self, receipt: &Receipt) -> bool {
+        let Some(assigned) = self.assigned.get_mut(&receipt.epoch) else {
+            return false;
+        };
         // Lossless: `position` was converted from an `i64` offset.
         let event = PartitionEvent::Settled(receipt.position as i64);
-        self.apply_to(receipt.epoch, event);
-        self.assigned.contains_key(&receipt.epoch)
+        assigned.partition.apply(event);
+        true
     }
 
     /// Takes a delivery back to hand it out again after a delay, unless its partition is being
     /// revoked. False if its assignment has ended.
     pub(crate) fn release(&mut self, delivery: Delivery, after: Duration) -> bool {
-        let epoch = delivery.receipt.epoch;
-        if self.apply_to(epoch, PartitionEvent::Released) == PartitionAction::Hold {
+        let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else {
+            return false;
+        };
+        if assigned.partition.apply(PartitionEvent::Released) == PartitionAction::Hold {
             self.deliveries.hold(delivery, after);
         }
-        self.assigned.contains_key(&epoch)
+        true
     }
 
     /// Counts a dead letter of this delivery as being published. False if its assignment has ended.

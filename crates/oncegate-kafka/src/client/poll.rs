@@ -8,14 +8,11 @@ use oncegate_core::SourceError;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::KafkaError;
 
-use crate::assignment_wait::AssignmentWait;
-use crate::client;
-use crate::client::batch::{self, MessageQueue};
-use crate::client::cluster_id;
-use crate::commits;
-use crate::committed_offset;
-use crate::context::{CallbackContext, permanent_error, revocation_kind};
-use crate::kafka::{Kafka, OutOfRange};
+use super::assignment_wait::AssignmentWait;
+use super::batch::{self, MessageQueue};
+use super::callbacks::{CallbackContext, permanent_error, revocation_kind};
+use super::{cluster_id, commits, error, start_position};
+use crate::settings::{Kafka, OutOfRange};
 use crate::shared::{RevocationKind, SharedState, SourcePhase};
 
 /// Maximum number of rebalances and errors that one turn of the polling loop serves before it reads
@@ -87,7 +84,7 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>
             let created = kafka
                 .consumer_config()
                 .create_with_context(context)
-                .map_err(client::error::from_config);
+                .map_err(error::from_config);
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
                 Err(error) => {
@@ -268,7 +265,7 @@ fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &S
         match context.out_of_range {
             // No assignment is outdated. One that starts after the change reports the error itself.
             OutOfRange::Error if partitions == 0 => {}
-            OutOfRange::Error => shared.fail(committed_offset::recreated(&topic)),
+            OutOfRange::Error => shared.fail(start_position::recreated(&topic)),
             OutOfRange::Earliest => {
                 tracing::error!(
                     topic,

@@ -8,12 +8,12 @@ use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::{KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 
-use crate::client::batch::{MessageQueue, PartitionError};
-use crate::client::log::log_error;
-use crate::client::{self, cluster_id, commit_metadata};
-use crate::kafka::StartAt;
+use super::batch::{MessageQueue, PartitionError};
+use super::log::log_error;
+use super::topic_ids::TopicIds;
+use super::{cluster_id, commit_metadata, error};
 use crate::partition::{StartPosition, TopicIdentity, TopicMatch};
-use crate::topic_recreated::TopicIds;
+use crate::settings::StartAt;
 
 /// Timeout of one request. The rebalance waits for it.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
@@ -349,7 +349,7 @@ fn is_transient(code: RDKafkaErrorCode) -> bool {
         E::CoordinatorNotAvailable,
         E::NotCoordinator,
     ];
-    client::error::is_connection(code) || coordinator.contains(&code)
+    error::is_connection(code) || coordinator.contains(&code)
 }
 
 /// A committed offset.
@@ -470,8 +470,8 @@ mod tests {
     use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
+    use crate::client::callbacks::CallbackContext;
     use crate::client::connection_errors::ConnectionErrors;
-    use crate::context::CallbackContext;
 
     fn budget(left: Duration) -> TimeBudget<'static> {
         TimeBudget::new(left, &|| false)

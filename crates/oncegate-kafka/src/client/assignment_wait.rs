@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::LogThrottle;
 
-use crate::kafka::{Kafka, SessionTimeout};
+use crate::settings::{Kafka, SessionTimeout};
 use crate::shared::SourceState;
 
 /// How long an assignment may take before the wait is logged. A healthy group takes less.

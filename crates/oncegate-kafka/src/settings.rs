@@ -9,10 +9,15 @@ use oncegate_core::lifecycle::Reason;
 use rdkafka::ClientConfig;
 use rdkafka::config::RDKafkaLogLevel;
 
-use crate::brokers;
 use crate::client::statistics;
-use crate::security::{self, KafkaLogin, Security};
 use crate::status::KafkaStatus;
+
+mod brokers;
+mod security;
+mod tool_client;
+
+pub use security::KafkaLogin;
+use security::Security;
 
 /// After how long without progress, while its log grows, a partition counts as stalled, by default.
 const STALLED_AFTER: Duration = Duration::from_secs(60);

@@ -10,12 +10,11 @@ use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::error::RDKafkaErrorCode;
 
-use crate::client;
-use crate::client::connection_errors::ConnectionErrors;
-use crate::client::log::LogContext;
-use crate::context::CallbackContext;
-use crate::kafka::{Kafka, TopicCreation};
-use crate::retention;
+use super::callbacks::CallbackContext;
+use super::connection_errors::ConnectionErrors;
+use super::log::LogContext;
+use super::{error, retention};
+use crate::settings::{Kafka, TopicCreation};
 
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -167,7 +166,7 @@ async fn find_topic(
             Ok(presence) => return Ok((consumer, presence)),
             Err(code) => {
                 classify_error(&consumer, code, &topic, connection_errors)?;
-                failures += u32::from(client::error::is_connection(code));
+                failures += u32::from(error::is_connection(code));
                 if failures == FAILURES_PER_CLIENT {
                     failures = 0;
                     let failed = std::mem::replace(&mut consumer, new_consumer()?);
@@ -228,7 +227,7 @@ fn classify_error(
     let last_error = consumer.context().take_last_error();
     if let Some((_, reason)) = last_error
         .as_ref()
-        .filter(|(code, _)| client::error::is_authentication(*code))
+        .filter(|(code, _)| error::is_authentication(*code))
     {
         return Err(SourceError::misconfigured(
             "property",
@@ -247,7 +246,7 @@ fn classify_error(
             format!("`{topic}` is not a valid topic name"),
             "name a topic that exists",
         )),
-        code if client::error::is_connection(code) => {
+        code if error::is_connection(code) => {
             connection_errors.log(&last_error.map_or_else(
                 || format!("no answer within {REQUEST_TIMEOUT:?}"),
                 |(_, reason)| reason,
@@ -268,7 +267,7 @@ fn admin(
     kafka
         .producer_config()
         .create_with_context(LogContext(connection_errors.clone()))
-        .map_err(client::error::from_config)
+        .map_err(error::from_config)
 }
 
 async fn create(
@@ -331,7 +330,7 @@ mod tests {
             kafka
                 .consumer_config()
                 .create_with_context(context)
-                .map_err(client::error::from_config)
+                .map_err(error::from_config)
         };
         // Requests of this client fail, like those of one that has lost its broker metadata.
         let (first, connection_errors) = (

@@ -1,7 +1,7 @@
 //! The callbacks of librdkafka (rebalances, commits, errors, log), and reading in batches.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use oncegate_core::{SourceError, fault};
@@ -12,18 +12,15 @@ use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 use rdkafka::types::RDKafkaRespErr;
 
-use crate::client;
-use crate::client::batch::{ForwardResult, MessageQueue, PartitionError, RecordBatch};
-use crate::client::connection_errors::ConnectionErrors;
-use crate::client::log::{self, log_error};
-use crate::client::statistics;
-use crate::client::topic_id_log::RECREATED_LOG_START;
-use crate::commits;
-use crate::committed_offset;
-use crate::kafka::{Kafka, OutOfRange, StartAt};
+use super::batch::{MessageQueue, PartitionError, RecordBatch};
+use super::connection_errors::ConnectionErrors;
+use super::log::log_error;
+use super::topic_id_log::RECREATED_LOG_START;
+use super::topic_ids::TopicIds;
+use super::{commits, error, lock, log, start_position, statistics};
 use crate::partition::{PartitionAction, PartitionEvent, StartPosition};
+use crate::settings::{Kafka, OutOfRange, StartAt};
 use crate::shared::{RevocationKind, SharedState, SourcePhase};
-use crate::topic_recreated::TopicIds;
 
 /// How long one read waits for a message while a revocation waits for unsettled deliveries.
 const DRAIN_TURN: Duration = Duration::from_millis(5);
@@ -58,27 +55,16 @@ impl CallbackContext {
         kafka: &Kafka,
         connection_errors: Arc<ConnectionErrors>,
     ) -> Self {
-        let (start, out_of_range, drain_timeout) = (
-            kafka.start,
-            kafka.out_of_range_policy(),
-            kafka.drain_timeout(),
-        );
-        let (topics, request_budget, queue, last_error) = (
-            TopicIds::default(),
-            kafka.rebalance_step_limit(),
-            Mutex::default(),
-            Mutex::default(),
-        );
         Self {
             shared,
             group: kafka.group.clone(),
-            start,
-            out_of_range,
-            topics,
-            request_budget,
-            drain_timeout,
-            queue,
-            last_error,
+            start: kafka.start,
+            out_of_range: kafka.out_of_range_policy(),
+            topics: TopicIds::default(),
+            request_budget: kafka.rebalance_step_limit(),
+            drain_timeout: kafka.drain_timeout(),
+            queue: Mutex::default(),
+            last_error: Mutex::default(),
             connection_errors,
             is_replaced: AtomicBool::new(false),
         }
@@ -91,21 +77,15 @@ impl CallbackContext {
 
     /// Returns and clears the last error of the whole client.
     pub(crate) fn take_last_error(&self) -> Option<(RDKafkaErrorCode, String)> {
-        self.last_error
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
+        lock(&self.last_error).take()
     }
 
     pub(crate) fn queue(&self) -> Option<Arc<MessageQueue<CallbackContext>>> {
-        self.queue
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        lock(&self.queue).clone()
     }
 
     pub(crate) fn set_queue(&self, queue: Option<Arc<MessageQueue<CallbackContext>>>) {
-        *self.queue.lock().unwrap_or_else(PoisonError::into_inner) = queue;
+        *lock(&self.queue) = queue;
     }
 
     fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
@@ -119,18 +99,17 @@ impl CallbackContext {
         let mut assigned = partitions.clone();
         let is_cancelled =
             || self.shared.lock().phase() > SourcePhase::Running || consumer.assignment_lost();
-        let mut budget = committed_offset::TimeBudget::new(self.request_budget, &is_cancelled);
-        let starts = committed_offset::start_positions(
+        let mut budget = start_position::TimeBudget::new(self.request_budget, &is_cancelled);
+        let starts = start_position::start_positions(
             consumer,
             partitions,
             &self.topics,
             &mut budget,
             || queue.forward_log(),
         );
-        let mut log_starts =
-            committed_offset::log_starts(consumer, &starts, self.start, &mut budget);
+        let mut log_starts = start_position::log_starts(consumer, &starts, self.start, &mut budget);
         for (topic, partition, start) in starts {
-            if queue.forward_partition(&topic, partition) == ForwardResult::NoSuchPartition {
+            if !queue.forward_partition(&topic, partition) {
                 tracing::error!(
                     topic,
                     partition,
@@ -162,66 +141,62 @@ impl CallbackContext {
     /// Logs where reading starts. Returns the offset to assign; `None` if librdkafka starts at the
     /// committed offset or as `auto.offset.reset` says.
     fn start_offset(&self, topic: &str, partition: i32, start: StartPosition) -> Option<Offset> {
+        use StartPosition as S;
+        let ends = self.out_of_range == OutOfRange::Error;
+        if let S::Replica(_) | S::Ambiguous(_) = start {
+            metrics::counter!(crate::metric::REPLICA_OFFSETS).increment(1);
+        }
         match start {
-            StartPosition::Committed(offset) => {
+            S::Committed(offset) | S::Replica(offset) | S::Ambiguous(offset) => {
                 tracing::info!(topic, partition, offset, "partition assigned");
-                return None;
-            }
-            StartPosition::Replica(offset) | StartPosition::Ambiguous(offset) => {
-                metrics::counter!(crate::metric::REPLICA_OFFSETS).increment(1);
-                tracing::info!(topic, partition, offset, "partition assigned");
-                if matches!(start, StartPosition::Ambiguous(_))
-                    && self.out_of_range == OutOfRange::Error
-                {
-                    let error = committed_offset::ambiguous(topic, partition, offset);
+                if ends && matches!(start, S::Ambiguous(_)) {
+                    let error = start_position::ambiguous(topic, partition, offset);
                     self.halt(topic, partition, error);
                 }
-                return None;
+                None
             }
-            StartPosition::Unknown => {
+            S::Unknown => {
                 tracing::info!(topic, partition, "partition assigned");
-                return None;
+                None
             }
-            StartPosition::Recreated => {
+            S::Recreated => {
                 metrics::counter!(crate::metric::TOPICS_RECREATED).increment(1);
                 tracing::error!(
                     topic,
                     partition,
                     "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; with IdSource::position(), give the consumer another .scope(…)"
                 );
-                if self.out_of_range == OutOfRange::Error {
-                    self.halt(topic, partition, committed_offset::recreated(topic));
+                if ends {
+                    self.halt(topic, partition, start_position::recreated(topic));
                 }
+                Some(RECREATED_LOG_START)
             }
-            StartPosition::AddedPartition => {
+            S::AddedPartition => {
                 metrics::counter!(crate::metric::PARTITIONS_ADDED).increment(1);
                 tracing::warn!(
                     topic,
                     partition,
                     "partition assigned; partition added: the group already reads its topic; reading the new partition from its beginning; check whether producers now send a key's messages to another partition, since no order holds across two"
                 );
+                Some(Offset::Beginning)
             }
-            StartPosition::NoOffset if self.start == StartAt::Earliest => {
+            S::NoOffset if self.start == StartAt::Earliest => {
                 tracing::info!(
                     topic,
                     partition,
                     "partition assigned; the group has no committed offset for it; reading from the beginning"
                 );
+                Some(Offset::Beginning)
             }
-            StartPosition::NoOffset => {
+            S::NoOffset => {
                 tracing::info!(
                     topic,
                     partition,
                     "partition assigned; the group has no committed offset for it"
                 );
-                return None;
+                None
             }
         }
-        Some(if start == StartPosition::Recreated {
-            RECREATED_LOG_START
-        } else {
-            Offset::Beginning
-        })
     }
 
     fn assign_partitions(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
@@ -335,7 +310,7 @@ impl CallbackContext {
                         .lock()
                         .position_of(&error.topic, error.partition);
                     self.shared
-                        .fail(committed_offset::out_of_range(queue, error, position));
+                        .fail(start_position::out_of_range(queue, error, position));
                 }
                 None => {
                     self.handle_error(error.code, &format!("{}/{}", error.topic, error.partition))
@@ -430,7 +405,7 @@ impl CallbackContext {
         match permanent_error(code, subject) {
             Some(error) => self.shared.fail(error),
             // The error callback of the client has already logged that it cannot reach a broker.
-            None if client::error::is_connection(code) => {
+            None if error::is_connection(code) => {
                 tracing::debug!(%code, subject, "cannot reach a broker")
             }
             None => {
@@ -495,7 +470,7 @@ impl ClientContext for CallbackContext {
 
     fn error(&self, error: KafkaError, reason: &str) {
         match error.rdkafka_error_code() {
-            Some(code) if client::error::is_connection(code) => self.connection_errors.log(reason),
+            Some(code) if error::is_connection(code) => self.connection_errors.log(reason),
             Some(RDKafkaErrorCode::Fatal) => {
                 tracing::error!(%error, reason, group = self.group, "fatal kafka client error; the client is replaced, or the source ends if another client would fail in the same way; check the reason")
             }
@@ -504,16 +479,13 @@ impl ClientContext for CallbackContext {
             }
         }
         if let Some(code) = error.rdkafka_error_code() {
-            let mut last_error = self
-                .last_error
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut last_error = lock(&self.last_error);
             // librdkafka reports "all brokers down" right after a rejected login, which is the cause
             // and is kept.
-            if !(client::error::is_connection(code)
+            if !(error::is_connection(code)
                 && last_error
                     .as_ref()
-                    .is_some_and(|(last, _)| client::error::is_authentication(*last)))
+                    .is_some_and(|(last, _)| error::is_authentication(*last)))
             {
                 *last_error = Some((code, reason.to_owned()));
             }

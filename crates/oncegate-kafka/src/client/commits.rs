@@ -4,7 +4,7 @@ use oncegate_core::fault;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
-use crate::client::log::log_error;
+use super::log::log_error;
 use crate::partition::SendMode;
 use crate::shared::{OffsetCommit, SharedState};
 

@@ -5,13 +5,13 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::topic_partition_list::TopicPartitionList;
 
-use crate::client::connection_errors::ConnectionErrors;
-use crate::client::log::LogContext;
-use crate::client::lost_metadata::LostMetadata;
+use super::connection_errors::ConnectionErrors;
+use super::log::LogContext;
+use super::lost_metadata::LostMetadata;
+use crate::settings::Kafka;
 use crate::shared::{ReadProgress, SharedState, SourcePhase};
 
 /// Maximum pause between two checks of the partitions.
@@ -38,18 +38,11 @@ const MAX_DOUBLINGS: u32 = 6;
 
 /// Checks each partition periodically with its own client, because the watched client may be the
 /// one at fault. Runs on its own thread.
-pub(crate) fn run(
-    config: &ClientConfig,
-    topic: &str,
-    shared: &SharedState,
-    connection_errors: &Arc<ConnectionErrors>,
-    reconnect_backoff_max: Duration,
-    stalled_after: Duration,
-) {
+pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<ConnectionErrors>) {
+    let (config, stalled_after) = (kafka.watch_config(), kafka.stalled_after);
     let new_client = || {
-        config.create_with_context::<_, BaseConsumer<WatchContext>>(WatchContext(LogContext(
-            connection_errors.clone(),
-        )))
+        let context = WatchContext(LogContext(connection_errors.clone()));
+        config.create_with_context::<_, BaseConsumer<WatchContext>>(context)
     };
     let mut client = match new_client() {
         Ok(client) => client,
@@ -57,7 +50,7 @@ pub(crate) fn run(
             return tracing::error!(%error, "cannot create the watching kafka client; lag is not reported and stalled partitions are not detected; check the limits of the process for memory, threads and open files, and restart it");
         }
     };
-    let mut lost_metadata = LostMetadata::new(reconnect_backoff_max);
+    let mut lost_metadata = LostMetadata::new(kafka.reconnect_backoff_max());
     let (mut watch, pause) = (
         PartitionWatch::default(),
         CHECK_INTERVAL.min(stalled_after / 4),
@@ -87,7 +80,7 @@ pub(crate) fn run(
         }
         let without_group_since = shared.lock().client.without_group_since();
         if lost_metadata.check(without_group_since, Instant::now, || {
-            new_client().is_ok_and(|client| reaches_coordinator(&client, topic))
+            new_client().is_ok_and(|client| reaches_coordinator(&client, &kafka.topics[0]))
         }) && let Some(without_group_since) = without_group_since
         {
             shared
@@ -101,7 +94,7 @@ pub(crate) fn run(
             *it >= LOG_INTERVAL && logged_at.is_none_or(|at| at.elapsed() >= LOG_INTERVAL)
         }) {
             tracing::warn!(
-                group = config.get("group.id"),
+                group = kafka.group,
                 seconds = elapsed.as_secs(),
                 "cannot reach the group coordinator; nothing is committed, and partitions may be assigned to other members; check that every partition of __consumer_offsets has a leader"
             );
@@ -400,7 +393,6 @@ mod tests {
     use rdkafka::mocking::MockCluster;
 
     use super::*;
-    use crate::Kafka;
     use crate::client::batch::ConsumerRecord;
     use crate::partition::{LogIdentity, StartPosition};
 
@@ -445,15 +437,11 @@ mod tests {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
-        let (config, connection_errors) = (
-            Kafka::topic("t")
-                .brokers(&brokers)
-                .group("g")
-                .watch_config(),
-            Arc::new(ConnectionErrors::new(&brokers)),
-        );
+        let kafka = Kafka::topic("t").brokers(&brokers).group("g");
+        let connection_errors = Arc::new(ConnectionErrors::new(&brokers));
         let fresh_client = || {
-            config
+            kafka
+                .watch_config()
                 .create_with_context(WatchContext(LogContext(connection_errors.clone())))
                 .expect("a client")
         };
@@ -465,16 +453,7 @@ mod tests {
             Instant::now() + Duration::from_secs(60),
         );
         std::thread::scope(|scope| {
-            scope.spawn(|| {
-                run(
-                    &config,
-                    "t",
-                    &shared,
-                    &connection_errors,
-                    Duration::from_secs(1),
-                    Duration::from_secs(60),
-                )
-            });
+            scope.spawn(|| run(&kafka, &shared, &connection_errors));
             while !shared.lock().client.needs_replacement() && Instant::now() < end {
                 shared
                     .lock()
