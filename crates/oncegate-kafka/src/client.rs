@@ -4,8 +4,8 @@
 //! | --- | --- |
 //! | `topics`, `retention` | before the group is joined: topics exist and retain dead letters |
 //! | `poll`, `assignment_wait` | the polling thread, the only one that serves the group |
-//! | `callbacks`, `start_position`, `topic_ids`, `commits` | what runs on that thread: rebalances, records, errors, offsets |
-//! | `watch`, `lost_metadata` | a second client and thread: lag, stalled partitions, the group coordinator |
+//! | `callbacks`, `rebalance`, `records`, `start_position`, `time_budget`, `topic_ids`, `commits` | what runs on that thread: rebalances, records, errors, offsets |
+//! | `watch`, `stall`, `lost_metadata` | a second client and thread: lag, stalled partitions, the group coordinator |
 //! | `dead_letters` | the producers |
 //! | `batch` | reading in batches: the only `unsafe` code |
 //! | `log`, `error`, `connection_errors`, `statistics`, `topic_id_log`, `cluster_id`, `commit_metadata` | parts of the wrapper |
@@ -18,7 +18,7 @@
 //! librdkafka 2.12.1 and rdkafka 0.39.0:
 //!
 //! - *Symptom:* in `rd_kafka_consume_batch_queue` an error of a partition advances the position like a
-//!   message: after a rebalance, reading resumes one message too far. *Code:* `callbacks` seeks after
+//!   message: after a rebalance, reading resumes one message too far. *Code:* `records` seeks after
 //!   each error (`seek_after_last_read`). *Upstream:*
 //!   `docs/upstream/librdkafka-batch-error-position.md`. *Test:*
 //!   `a_rebalance_after_a_fetch_that_failed_skips_nothing` in `tests/kafka`. *May be removed* when
@@ -53,9 +53,13 @@ pub(crate) mod error;
 mod log;
 mod lost_metadata;
 pub(crate) mod poll;
+mod rebalance;
+mod records;
 mod retention;
+mod stall;
 mod start_position;
 pub(crate) mod statistics;
+mod time_budget;
 mod topic_id_log;
 mod topic_ids;
 pub(crate) mod topics;

@@ -7,14 +7,15 @@ use std::time::Instant;
 
 mod log_identity;
 mod offsets;
+mod start;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use log_identity::{LogIdentity, PositionIds, TopicIdentity, TopicMatch};
 use offsets::DeliveredOffsets;
+use start::LOG_START;
+pub(crate) use start::{CommittedOffset, StartPosition};
 
-/// The first offset of every log.
-const LOG_START: i64 = 0;
 /// Maximum number of offset gaps that are kept until the log start offset is known.
 const MAX_GAPS: usize = 1_000;
 
@@ -156,40 +157,6 @@ pub(crate) enum AssignmentState {
     Halted,
     /// Settlements count; nothing is handed out.
     Revoking,
-}
-
-/// Where a partition is read from, as determined when it was assigned.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum StartPosition {
-    /// The offset that the group has committed.
-    Committed(i64),
-    /// The offset that was committed on another cluster. The topic is a replica of the topic there.
-    Replica(i64),
-    /// The offset that was committed for a topic with another id. The topic is a replica of it, or was
-    /// recreated.
-    Ambiguous(i64),
-    /// The beginning, because the topic was recreated. The committed offset is ignored.
-    Recreated,
-    /// The beginning: the partition was added to a topic of which the group has read other
-    /// partitions.
-    AddedPartition,
-    /// The group has no offset for it.
-    NoOffset,
-    /// Unknown, because the group coordinator returned no offset in time. librdkafka fetches it.
-    Unknown,
-}
-
-impl StartPosition {
-    /// The offset to start at; `None` if librdkafka or the log start decides it.
-    fn offset(self) -> Option<i64> {
-        match self {
-            Self::Committed(offset) | Self::Replica(offset) | Self::Ambiguous(offset) => {
-                Some(offset)
-            }
-            Self::Recreated => Some(LOG_START),
-            Self::AddedPartition | Self::NoOffset | Self::Unknown => None,
-        }
-    }
 }
 
 /// Whether librdkafka's position in a partition can be used.

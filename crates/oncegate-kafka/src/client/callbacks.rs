@@ -1,52 +1,45 @@
-//! The callbacks of librdkafka (rebalances, commits, errors, log), and reading in batches.
+//! The callbacks of librdkafka: rebalances, commits, errors, statistics and log.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{SourceError, fault};
+use oncegate_core::fault;
 use rdkafka::client::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
-use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext, RebalanceProtocol};
+use rdkafka::consumer::{BaseConsumer, ConsumerContext};
 use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 use rdkafka::types::RDKafkaRespErr;
 
-use super::batch::{MessageQueue, PartitionError, RecordBatch};
+use super::batch::MessageQueue;
 use super::connection_errors::ConnectionErrors;
-use super::log::log_error;
-use super::topic_id_log::RECREATED_LOG_START;
 use super::topic_ids::TopicIds;
-use super::{commits, error, lock, log, start_position, statistics};
-use crate::partition::{PartitionAction, PartitionEvent, StartPosition};
+use super::{error, lock, log, statistics};
+use crate::partition::PartitionEvent;
 use crate::settings::{Kafka, OutOfRange, StartAt};
-use crate::shared::{RevocationKind, SharedState, SourcePhase};
-
-/// How long one read waits for a message while a revocation waits for unsettled deliveries.
-const DRAIN_TURN: Duration = Duration::from_millis(5);
-/// Timeout of one seek.
-const SEEK_TIMEOUT: Duration = Duration::from_secs(1);
+use crate::shared::SharedState;
 
 /// The consumer's callbacks, which run on the polling thread.
 pub(crate) struct CallbackContext {
-    pub(crate) shared: Arc<SharedState>,
-    pub(crate) group: String,
-    start: StartAt,
-    pub(crate) out_of_range: OutOfRange,
+    pub(super) shared: Arc<SharedState>,
+    pub(super) group: String,
+    pub(super) start: StartAt,
+    pub(super) out_of_range: OutOfRange,
     /// The topic ids that this client has seen.
-    pub(crate) topics: TopicIds,
+    pub(super) topics: TopicIds,
     /// The time budget for all requests of one rebalance.
-    request_budget: Duration,
+    pub(super) request_budget: Duration,
     /// How long a revocation waits for unsettled deliveries.
-    drain_timeout: Duration,
+    pub(super) drain_timeout: Duration,
     /// `None` before the client is served, and once it closes. The queue holds the consumer, so the
     /// queue is removed before the consumer is dropped.
     queue: Mutex<Option<Arc<MessageQueue<CallbackContext>>>>,
     /// The last error of the whole client. `topics` reads it while it waits for a broker.
     last_error: Mutex<Option<(RDKafkaErrorCode, String)>>,
-    pub(crate) connection_errors: Arc<ConnectionErrors>,
+    pub(super) connection_errors: Arc<ConnectionErrors>,
     /// Set once another client has replaced this one; its statistics and rebalances are ignored.
-    pub(crate) is_replaced: AtomicBool,
+    pub(super) is_replaced: AtomicBool,
 }
 
 impl CallbackContext {
@@ -71,387 +64,29 @@ impl CallbackContext {
     }
 
     /// Takes over the topic ids that the previous client has seen.
-    pub(crate) fn with_topic_ids(self, topics: TopicIds) -> Self {
+    pub(super) fn with_topic_ids(self, topics: TopicIds) -> Self {
         Self { topics, ..self }
     }
 
     /// Returns and clears the last error of the whole client.
-    pub(crate) fn take_last_error(&self) -> Option<(RDKafkaErrorCode, String)> {
+    pub(super) fn take_last_error(&self) -> Option<(RDKafkaErrorCode, String)> {
         lock(&self.last_error).take()
     }
 
-    pub(crate) fn queue(&self) -> Option<Arc<MessageQueue<CallbackContext>>> {
+    pub(super) fn queue(&self) -> Option<Arc<MessageQueue<CallbackContext>>> {
         lock(&self.queue).clone()
     }
 
-    pub(crate) fn set_queue(&self, queue: Option<Arc<MessageQueue<CallbackContext>>>) {
+    pub(super) fn set_queue(&self, queue: Option<Arc<MessageQueue<CallbackContext>>>) {
         *lock(&self.queue) = queue;
     }
 
-    fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
-        // A partition's queue is forwarded to the message queue before the assignment; otherwise its
-        // first messages arrive in librdkafka's main queue.
-        let Some(queue) = self.queue() else {
-            // The client is closing: nothing more is read, and a closing client receives no
-            // committed offsets.
-            return self.assign_partitions(consumer, partitions);
-        };
-        let mut assigned = partitions.clone();
-        let is_cancelled =
-            || self.shared.lock().phase() > SourcePhase::Running || consumer.assignment_lost();
-        let mut budget = start_position::TimeBudget::new(self.request_budget, &is_cancelled);
-        let starts = start_position::start_positions(
-            consumer,
-            partitions,
-            &self.topics,
-            &mut budget,
-            || queue.forward_log(),
-        );
-        let mut log_starts = start_position::log_starts(consumer, &starts, self.start, &mut budget);
-        for (topic, partition, start) in starts {
-            if !queue.forward_partition(&topic, partition) {
-                tracing::error!(
-                    topic,
-                    partition,
-                    "partition queue not found in librdkafka; its messages are read one by one, which takes longer; restart the consumer to read them in batches"
-                );
-            }
-            let log = self.topics.log(&topic, start);
-            let mut state = self.shared.lock();
-            state.assign(&topic, partition, start, log);
-            if let Some(log_start) = log_starts.remove(&(topic.clone(), partition)) {
-                // Committed even if the partition is empty.
-                state.apply(&topic, partition, PartitionEvent::StartFound(log_start));
-            }
-            drop(state);
-            if let Some(offset) = self.start_offset(&topic, partition, start) {
-                log_error(
-                    "cannot set the start offset of a partition; auto.offset.reset decides where it starts",
-                    assigned.set_partition_offset(&topic, partition, offset),
-                );
-            }
-        }
-        metrics::counter!(crate::metric::ASSIGNED).increment(partitions.count() as u64);
-        self.assign_partitions(consumer, &assigned);
-        // librdkafka has no position yet in a partition that was just assigned. That shows that its
-        // next position is not left from an earlier assignment.
-        self.advance_past_transaction_markers(consumer);
-    }
-
-    /// Logs where reading starts. Returns the offset to assign; `None` if librdkafka starts at the
-    /// committed offset or as `auto.offset.reset` says.
-    fn start_offset(&self, topic: &str, partition: i32, start: StartPosition) -> Option<Offset> {
-        use StartPosition as S;
-        let ends = self.out_of_range == OutOfRange::Error;
-        if let S::Replica(_) | S::Ambiguous(_) = start {
-            metrics::counter!(crate::metric::REPLICA_OFFSETS).increment(1);
-        }
-        match start {
-            S::Committed(offset) | S::Replica(offset) | S::Ambiguous(offset) => {
-                tracing::info!(topic, partition, offset, "partition assigned");
-                if ends && matches!(start, S::Ambiguous(_)) {
-                    let error = start_position::ambiguous(topic, partition, offset);
-                    self.halt(topic, partition, error);
-                }
-                None
-            }
-            S::Unknown => {
-                tracing::info!(topic, partition, "partition assigned");
-                None
-            }
-            S::Recreated => {
-                metrics::counter!(crate::metric::TOPICS_RECREATED).increment(1);
-                tracing::error!(
-                    topic,
-                    partition,
-                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; with IdSource::position(), give the consumer another .scope(…)"
-                );
-                if ends {
-                    self.halt(topic, partition, start_position::recreated(topic));
-                }
-                Some(RECREATED_LOG_START)
-            }
-            S::AddedPartition => {
-                metrics::counter!(crate::metric::PARTITIONS_ADDED).increment(1);
-                tracing::warn!(
-                    topic,
-                    partition,
-                    "partition assigned; partition added: the group already reads its topic; reading the new partition from its beginning; check whether producers now send a key's messages to another partition, since no order holds across two"
-                );
-                Some(Offset::Beginning)
-            }
-            S::NoOffset if self.start == StartAt::Earliest => {
-                tracing::info!(
-                    topic,
-                    partition,
-                    "partition assigned; the group has no committed offset for it; reading from the beginning"
-                );
-                Some(Offset::Beginning)
-            }
-            S::NoOffset => {
-                tracing::info!(
-                    topic,
-                    partition,
-                    "partition assigned; the group has no committed offset for it"
-                );
-                None
-            }
-        }
-    }
-
-    fn assign_partitions(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
-        fault::point("kafka.assign.before");
-        let outcome = match consumer.rebalance_protocol() {
-            RebalanceProtocol::Cooperative => consumer.incremental_assign(partitions),
-            _ => consumer.assign(partitions),
-        };
-        fault::point("kafka.assign.after");
-        log_error(
-            "cannot assign partitions; nothing is read from them before the next rebalance; restart the consumer if the lag grows",
-            outcome,
-        );
-    }
-
-    /// Waits for unsettled deliveries up to the drain timeout and stores the offsets. librdkafka
-    /// commits them when it unassigns the partitions, before another member is assigned them. Lost
-    /// partitions already belong to another member, so nothing is awaited or committed.
-    fn revoke(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
-        let revoked = names(partitions);
-        let kind = revocation_kind(consumer);
-        let lost = kind == RevocationKind::Lost;
-        let store = || commits::store(consumer, &self.shared);
-        let unsettled =
-            self.shared
-                .end_assignments(&revoked, kind, |epochs| self.drain(epochs), store);
-        for (topic, partition) in &revoked {
-            tracing::info!(topic, partition, lost, unsettled, "partition revoked");
-        }
-        metrics::counter!(crate::metric::REVOKED, "lost" => if lost { "yes" } else { "no" })
-            .increment(revoked.len() as u64);
-        self.unassign(consumer, partitions);
-    }
-
-    /// Waits until every delivery of these assignments is settled or released, up to the drain
-    /// timeout. Other partitions are read meanwhile.
-    pub(crate) fn drain(&self, epochs: &[u64]) {
-        let end = Instant::now() + self.drain_timeout;
-        while Instant::now() < end {
-            let state = self.shared.lock();
-            if state.phase() >= SourcePhase::Closing || state.handed_out(epochs) == 0 {
-                return;
-            }
-            drop(state);
-            self.forward_log();
-            self.read_batch(DRAIN_TURN);
-        }
-        let unsettled = self.shared.lock().handed_out(epochs);
-        tracing::warn!(
-            group = self.group,
-            unsettled,
-            timeout = ?self.drain_timeout,
-            "drain timeout exceeded, revoking partitions with unsettled deliveries; they are redelivered to another member; raise .drain_on_revoke(…) if handlers take longer"
-        );
-    }
-
-    fn unassign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
-        fault::point("kafka.unassign.before");
-        let unassigned = match consumer.rebalance_protocol() {
-            RebalanceProtocol::Cooperative => consumer.incremental_unassign(partitions),
-            _ => consumer.unassign(),
-        };
-        fault::point("kafka.unassign.after");
-        log_error(
-            "cannot unassign partitions; the group waits for this member until max.poll.interval.ms; restart the consumer if it stays without partitions",
-            unassigned,
-        );
-    }
-
     /// Forwards librdkafka's log lines.
-    pub(crate) fn forward_log(&self) {
+    pub(super) fn forward_log(&self) {
         if let Some(queue) = self.queue() {
             queue.forward_log();
         }
     }
-
-    /// Reads one batch, or waits for `wait` if there is no message or no room for one. Does not serve
-    /// librdkafka's main queue, so it may run inside a rebalance.
-    pub(crate) fn read_batch(&self, wait: Duration) {
-        let Some(queue) = self.queue() else {
-            return self.shared.wait(wait);
-        };
-        let mut state = self.shared.lock();
-        state.client.set_queue_length(queue.length());
-        let (room, full_partitions) = (state.room(), state.full_partitions());
-        drop(state);
-        queue.hold_back(full_partitions);
-        if room == 0 {
-            return self.shared.wait(wait);
-        }
-        let batch = queue.read(room, wait);
-        let count = batch.records.len() + batch.errors.len();
-        self.process_batch(batch, &queue);
-        self.shared.lock().client.count_read(count as u64);
-    }
-
-    pub(crate) fn process_batch(&self, batch: RecordBatch, queue: &MessageQueue<Self>) {
-        for error in &batch.errors {
-            match unreadable(error) {
-                Some(source_error) => {
-                    // Before the records: the same batch may contain records after the unreadable
-                    // part.
-                    self.halt(&error.topic, error.partition, source_error);
-                }
-                // The polling thread handles the changed topic id later in this turn.
-                None if error.code == RDKafkaErrorCode::AutoOffsetReset
-                    && self.topics.is_change_pending(&error.topic) => {}
-                None if error.code == RDKafkaErrorCode::AutoOffsetReset => {
-                    let position = self
-                        .shared
-                        .lock()
-                        .position_of(&error.topic, error.partition);
-                    self.shared
-                        .fail(start_position::out_of_range(queue, error, position));
-                }
-                None => {
-                    self.handle_error(error.code, &format!("{}/{}", error.topic, error.partition))
-                }
-            }
-        }
-        let restarted = self.shared.add_records(batch.records);
-        self.count_expired(queue);
-        // After the records were added, because some of them precede the error.
-        let errors_with_offset = batch.errors.iter().filter(|error| error.offset >= 0);
-        let error_positions =
-            errors_with_offset.map(|error| (&*error.topic, error.partition, Some(error.offset)));
-        for (topic, partition, position) in error_positions.chain(
-            restarted
-                .iter()
-                .map(|(topic, partition)| (&**topic, *partition, None)),
-        ) {
-            self.seek_after_last_read(topic, partition, position, queue);
-        }
-    }
-
-    /// Ends the source with an error, and reads nothing more of the partition.
-    fn halt(&self, topic: &str, partition: i32, error: SourceError) {
-        let mut state = self.shared.lock();
-        state.apply(topic, partition, PartitionEvent::Halted);
-        drop(state);
-        self.shared.fail(error);
-    }
-
-    fn count_expired(&self, queue: &MessageQueue<Self>) {
-        let log_start_of = |topic: &str, partition| queue.log_start_offset(topic, partition);
-        self.shared.lock().count_expired(log_start_of);
-    }
-
-    /// Seeks to the offset after the last message that was read. librdkafka's position is higher:
-    /// it counts an error as a message, and does not decrease when a log was truncated. After the
-    /// next rebalance librdkafka would resume there and skip messages.
-    fn seek_after_last_read(
-        &self,
-        topic: &str,
-        partition: i32,
-        position: Option<i64>,
-        queue: &MessageQueue<Self>,
-    ) {
-        let event = PartitionEvent::PositionWrong { fallback: position };
-        let action = self.shared.lock().apply(topic, partition, event);
-        if let PartitionAction::Seek(offset) = action
-            && let Err(error) = self.seek(queue.consumer(), topic, partition, offset)
-        {
-            tracing::warn!(%error, topic, partition, offset, "cannot seek to the next unread message; a rebalance may skip messages; restart the consumer to read from the committed offset");
-        }
-    }
-
-    pub(crate) fn seek(
-        &self,
-        consumer: &BaseConsumer<Self>,
-        topic: &str,
-        partition: i32,
-        offset: i64,
-    ) -> KafkaResult<()> {
-        fault::point("kafka.seek.before");
-        let result = consumer.seek(topic, partition, Offset::Offset(offset), SEEK_TIMEOUT);
-        fault::point("kafka.seek.after");
-        if result.is_ok() {
-            let mut state = self.shared.lock();
-            state.apply(topic, partition, PartitionEvent::Sought);
-        }
-        result
-    }
-
-    /// Advances each partition to librdkafka's position, which also passes transaction markers. These
-    /// are not delivered as messages.
-    pub(crate) fn advance_past_transaction_markers(&self, consumer: &BaseConsumer<Self>) {
-        let (Ok(positions), Some(queue)) = (consumer.position(), self.queue()) else {
-            return;
-        };
-        let mut state = self.shared.lock();
-        for it in positions.elements() {
-            let position = match it.offset() {
-                Offset::Offset(offset) => Some(offset),
-                _ => None,
-            };
-            let event = PartitionEvent::PositionReported(position);
-            state.apply(it.topic(), it.partition(), event);
-        }
-        drop(state);
-        self.count_expired(&queue);
-    }
-
-    /// Ends the source if the error is permanent. librdkafka retries all others, which are logged.
-    pub(crate) fn handle_error(&self, code: RDKafkaErrorCode, subject: &str) {
-        match permanent_error(code, subject) {
-            Some(error) => self.shared.fail(error),
-            // The error callback of the client has already logged that it cannot reach a broker.
-            None if error::is_connection(code) => {
-                tracing::debug!(%code, subject, "cannot reach a broker")
-            }
-            None => {
-                tracing::warn!(%code, subject, group = self.group, "kafka error, librdkafka retries; if it persists, check the brokers' logs")
-            }
-        }
-    }
-}
-
-/// The error of the source for a permanent error code; `None` if a retry may succeed.
-pub(crate) fn permanent_error(code: RDKafkaErrorCode, subject: &str) -> Option<SourceError> {
-    use RDKafkaErrorCode as E;
-    Some(match code {
-        E::TopicAuthorizationFailed => SourceError::misconfigured(
-            "topic",
-            format!("not allowed to read {subject}"),
-            "grant Read and Describe on the topic",
-        ),
-        E::GroupAuthorizationFailed => SourceError::misconfigured(
-            "group",
-            "not allowed to use the group",
-            "grant Read on the group",
-        ),
-        // Permanent, because a replacement client and the other member would fence each other forever.
-        E::FencedInstanceId | E::Fenced => SourceError::misconfigured(
-            "group.instance.id",
-            "another member of the group uses the same instance id",
-            "give each member an instance id of its own",
-        ),
-        E::InvalidGroupId => SourceError::misconfigured(
-            "group",
-            "the broker rejects this group id",
-            "choose another group id",
-        ),
-        E::UnsupportedAssignor => SourceError::misconfigured(
-            "group.remote.assignor",
-            "the broker has no assignor of this name",
-            "remove the property, or name one of the broker's group.consumer.assignors",
-        ),
-        E::UnsupportedVersion | E::UnsupportedFeature => SourceError::misconfigured(
-            "group.protocol",
-            "the broker does not support this group protocol",
-            "remove the property, or use Kafka 4.0 or later",
-        ),
-        _ => return None,
-    })
 }
 
 impl ClientContext for CallbackContext {
@@ -547,83 +182,5 @@ impl ConsumerContext for CallbackContext {
         if let Some((error, it)) = failures.first() {
             tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failures.len(), group = self.group, "offset commit failed, retrying; messages settled since the last commit are redelivered if the consumer stops before a commit succeeds; check the group coordinator");
         }
-    }
-}
-
-/// Whether the partitions still belong to this member when they are revoked.
-pub(crate) fn revocation_kind(consumer: &BaseConsumer<CallbackContext>) -> RevocationKind {
-    if consumer.assignment_lost() {
-        RevocationKind::Lost
-    } else {
-        RevocationKind::Revoked
-    }
-}
-
-/// The error of the source if this client can never read a part of a log; `None` for any other error.
-fn unreadable(error: &PartitionError) -> Option<SourceError> {
-    use RDKafkaErrorCode as E;
-    let PartitionError {
-        topic,
-        partition,
-        offset,
-        code,
-    } = error;
-    let remedy = match code {
-        E::BadMessage | E::BadCompression | E::InvalidMessage => {
-            "restore that part of the log from a replica"
-        }
-        E::NotImplemented | E::UnsupportedCompressionType => {
-            "let its producer use another format or compression"
-        }
-        E::MessageSizeTooLarge => "raise receive.message.max.bytes",
-        _ => return None,
-    };
-    Some(SourceError::misconfigured(
-        "topic",
-        format!("{topic}/{partition} cannot be read at offset {offset}: {code}"),
-        format!("{remedy}, or move the group past it: kafka-consumer-groups.sh --reset-offsets"),
-    ))
-}
-
-fn names(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
-    partitions
-        .elements()
-        .iter()
-        .map(|it| (it.topic().to_owned(), it.partition()))
-        .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// For `Offset::Beginning` librdkafka would use the log start offset of the deleted topic if it
-    /// has read that topic.
-    #[test]
-    fn a_recreated_topic_starts_at_offset_0() {
-        let (kafka, shared) = (
-            Kafka::topic("t").brokers("b").group("g"),
-            Arc::<SharedState>::default(),
-        );
-        let context = CallbackContext::new(shared, &kafka, Arc::new(ConnectionErrors::new("b")));
-        let start_offset = |start| context.start_offset("t", 0, start);
-        assert_eq!(
-            start_offset(StartPosition::Recreated),
-            Some(Offset::Offset(0))
-        );
-        assert_eq!(
-            [StartPosition::AddedPartition, StartPosition::NoOffset].map(start_offset),
-            [Some(Offset::Beginning); 2]
-        );
-        assert_eq!(
-            [
-                StartPosition::Committed(7),
-                StartPosition::Unknown,
-                StartPosition::Replica(7),
-                StartPosition::Ambiguous(7)
-            ]
-            .map(start_offset),
-            [None; 4]
-        );
     }
 }

@@ -10,7 +10,9 @@ use rdkafka::error::KafkaError;
 
 use super::assignment_wait::AssignmentWait;
 use super::batch::{self, MessageQueue};
-use super::callbacks::{CallbackContext, permanent_error, revocation_kind};
+use super::callbacks::CallbackContext;
+use super::rebalance::revocation_kind;
+use super::records::permanent_error;
 use super::{cluster_id, commits, error, start_position};
 use crate::settings::{Kafka, OutOfRange};
 use crate::shared::{RevocationKind, SharedState, SourcePhase};

@@ -11,8 +11,9 @@ use rdkafka::topic_partition_list::TopicPartitionList;
 use super::connection_errors::ConnectionErrors;
 use super::log::LogContext;
 use super::lost_metadata::LostMetadata;
+use super::stall::StallDetector;
 use crate::settings::Kafka;
-use crate::shared::{ReadProgress, SharedState, SourcePhase};
+use crate::shared::{SharedState, SourcePhase};
 
 /// Maximum pause between two checks of the partitions.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
@@ -28,14 +29,6 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// After this many consecutive requests for a log end have failed, a check sends no further ones:
 /// most likely no broker answers, and each request would take its full timeout.
 const MAX_CONSECUTIVE_FAILURES: usize = 3;
-/// How often the whole message queue must have been read before a partition counts as stalled.
-/// librdkafka fetches for all partitions when the queue is short. The first time may read only
-/// messages that were fetched before the partition had new ones, the second time reads those fetched
-/// after it had, and one check may come between the arrival of a response and its reading.
-const REQUIRED_QUEUE_READS: u32 = 3;
-/// How often the time limit of a partition is doubled at most: up to 64 times `stalled_after`.
-const MAX_DOUBLINGS: u32 = 6;
-
 /// Checks each partition periodically with its own client, because the watched client may be the
 /// one at fault. Runs on its own thread.
 pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<ConnectionErrors>) {
@@ -120,79 +113,13 @@ fn reaches_coordinator(client: &BaseConsumer<WatchContext>, topic: &str) -> bool
 /// The results of earlier checks.
 #[derive(Default)]
 struct PartitionWatch {
-    /// The candidates, by assignment epoch and partition.
-    candidates: HashMap<(u64, i32), StallCandidate>,
-    /// Partitions whose client was replaced and that have made no progress since.
-    backoffs: HashMap<(Arc<str>, i32), ReplacementBackoff>,
+    stalls: StallDetector,
     /// Partitions with gauges.
     gauges: HashSet<(String, i32)>,
     /// Partitions whose log end no broker returned at the last check.
     without_log_end: HashSet<(String, i32)>,
     /// Whether no broker returned the log end of any partition at the last check.
     got_no_answer: bool,
-}
-
-/// The backoff of a partition whose client was replaced and that has made no progress since. Its
-/// fetches may only be slow, and each replacement starts them again, so each client gets twice the
-/// time of the one before.
-#[derive(Clone, Copy, Debug)]
-struct ReplacementBackoff {
-    /// The position at the last replacement.
-    position: Option<i64>,
-    /// How often the time limit is doubled.
-    doublings: u32,
-}
-
-/// A partition with unread messages that makes no progress.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct StallCandidate {
-    since: Instant,
-    position: Option<i64>,
-    /// The log end at `since`.
-    end: i64,
-    /// How often the whole message queue has been read since.
-    queue_reads: u32,
-    /// The polling thread's progress when the last of these started.
-    queue_read_start: ReadProgress,
-}
-
-impl StallCandidate {
-    /// Updates the candidate of a partition that was read to `position` and whose log ends at `end`;
-    /// `None` if all was read.
-    fn next(
-        before: Option<Self>,
-        position: Option<i64>,
-        end: i64,
-        progress: ReadProgress,
-        now: Instant,
-    ) -> Option<Self> {
-        if position.is_some_and(|position| position >= end) {
-            return None;
-        }
-        let start = Self {
-            since: now,
-            position,
-            end,
-            queue_reads: 0,
-            queue_read_start: progress,
-        };
-        let mut next = before
-            .filter(|before| before.position == position)
-            .unwrap_or(start);
-        if next.queue_read_start.is_queue_read_at(progress) {
-            (next.queue_reads, next.queue_read_start) = (next.queue_reads + 1, progress);
-        }
-        Some(next)
-    }
-
-    /// Whether the partition made no progress for `after` although its log grew and the message queue
-    /// was read completely [`REQUIRED_QUEUE_READS`] times. A log that does not grow may end with
-    /// transaction markers, and a queue that is not read for lack of room does not count.
-    fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
-        end > self.end
-            && self.queue_reads >= REQUIRED_QUEUE_READS
-            && now.duration_since(self.since) >= after
-    }
 }
 
 impl PartitionWatch {
@@ -222,78 +149,18 @@ impl PartitionWatch {
         });
         self.set_gauges(shared);
         let state = shared.lock();
-        let (now, progress, partitions) = (
-            clock(),
-            state.client.read_progress(),
-            state.read_positions(),
-        );
+        let (progress, partitions) = (state.client.read_progress(), state.read_positions());
         drop(state);
-        let mut candidates = HashMap::new();
-        for (epoch, topic, partition, position) in partitions {
-            let Some(end) = log_ends.get(&(topic.to_string(), partition)) else {
-                // The log end is unknown, so the candidate is kept unchanged.
-                candidates.extend(
-                    self.candidates
-                        .get(&(epoch, partition))
-                        .map(|before| ((epoch, partition), *before)),
-                );
-                continue;
-            };
-            let before = self.candidates.get(&(epoch, partition)).copied();
-            let Some(next) = StallCandidate::next(before, position, *end, progress, now) else {
-                continue;
-            };
-            let time_limit = self.time_limit(&topic, partition, position, stalled_after);
-            if !next.is_stalled(*end, now, time_limit) {
-                candidates.insert((epoch, partition), next);
-                continue;
-            }
-            // Without a candidate for this partition: the measurement starts again.
-            let reason = format!(
-                "no progress on {topic}/{partition} at offset {position:?} for {time_limit:?}, while its log has grown to {end}"
-            );
+        let stalls = &mut self.stalls;
+        for reason in stalls.check(partitions, &log_ends, progress, clock(), stalled_after) {
             shared.lock().client.request_replacement(reason);
             shared.wake_poller();
-            let doublings = self
-                .backoffs
-                .get(&(topic.clone(), partition))
-                .map_or(0, |before| before.doublings);
-            self.backoffs.insert(
-                (topic, partition),
-                ReplacementBackoff {
-                    position,
-                    doublings: (doublings + 1).min(MAX_DOUBLINGS),
-                },
-            );
         }
-        self.candidates = candidates;
     }
 
     /// Whether no broker returned the log end of any partition at the last check.
     fn got_no_answer(&self) -> bool {
         self.got_no_answer
-    }
-
-    /// How long a partition that was read to `position` may make no progress. Progress since its
-    /// client was replaced resets the limit.
-    fn time_limit(
-        &mut self,
-        topic: &Arc<str>,
-        partition: i32,
-        position: Option<i64>,
-        stalled_after: Duration,
-    ) -> Duration {
-        let key = (topic.clone(), partition);
-        match self.backoffs.get(&key) {
-            None => stalled_after,
-            Some(before) if position <= before.position => {
-                stalled_after.saturating_mul(1 << before.doublings)
-            }
-            Some(_) => {
-                self.backoffs.remove(&key);
-                stalled_after
-            }
-        }
     }
 
     /// Fetches the log ends. A partition without a leader, whose request takes the full timeout, is
@@ -706,54 +573,6 @@ mod tests {
             4,
             "{:?}",
             watch.without_log_end
-        );
-    }
-
-    #[test]
-    fn only_a_position_without_progress_in_a_growing_log_is_stalled() {
-        let (started, after, progress) = (
-            Instant::now(),
-            Duration::from_secs(60),
-            ReadProgress::default(),
-        );
-        let at = |seconds| started + Duration::from_secs(seconds);
-        let next = |before, at, end, now| {
-            let next = StallCandidate::next(before, at, end, progress, now)?;
-            Some(StallCandidate {
-                queue_reads: REQUIRED_QUEUE_READS,
-                ..next
-            })
-        };
-        assert_eq!(
-            next(None, Some(7), 7, started),
-            None,
-            "a partition that was read completely is no candidate"
-        );
-        let first = next(None, Some(5), 7, started)
-            .expect("a partition with unread messages is a candidate");
-        let later = next(Some(first), Some(5), 9, at(70))
-            .expect("a partition with unread messages is a candidate");
-        assert_eq!(later, first);
-        assert!(later.is_stalled(9, at(70), after));
-        assert!(
-            !later.is_stalled(9, at(59), after),
-            "the time limit is not reached"
-        );
-        assert!(
-            !later.is_stalled(7, at(70), after),
-            "the remaining offsets may be transaction markers"
-        );
-        let progressed = next(Some(first), Some(6), 9, at(70))
-            .expect("a partition with unread messages is a candidate");
-        assert!(
-            !progressed.is_stalled(12, at(80), after),
-            "a message was read"
-        );
-        let unread = next(None, None, 3, started).expect("an unread partition is a candidate");
-        assert!(
-            next(Some(unread), None, 4, at(60))
-                .expect("a partition with unread messages is a candidate")
-                .is_stalled(4, at(60), after)
         );
     }
 }

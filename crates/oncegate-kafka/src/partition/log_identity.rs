@@ -25,7 +25,7 @@ pub(crate) enum PositionIds {
 impl PositionIds {
     /// The ids of a recreated topic, or of a replica on another cluster.
     pub(crate) const RECREATED: Self = Self::MayRepeat {
-        from: super::LOG_START,
+        from: super::start::LOG_START,
         to: i64::MAX,
     };
 
