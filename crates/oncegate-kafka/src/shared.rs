@@ -14,10 +14,11 @@ use tokio::sync::Notify;
 
 use crate::client::batch::ConsumerRecord;
 use crate::partition::{
-    AssignmentState, LogIdentity, Partition, PartitionAction, PartitionEvent, RestartCause,
-    SendMode, StartPosition, TopicIdentity,
+    LogIdentity, Partition, PartitionAction, PartitionEvent, RestartCause, SendMode, StartPosition,
+    TopicIdentity,
 };
 
+mod capacity;
 mod client_health;
 mod deliveries;
 mod held_messages;
@@ -29,20 +30,10 @@ mod status;
 pub(crate) use client_health::{ClientHealth, ReadProgress};
 use deliveries::DeliveryBuffer;
 pub(crate) use deliveries::detached;
-use held_messages::Backlog;
 use lock::{StateLock, StdLock};
 use offset_gaps::GapLog;
 pub(crate) use settlement::{RejectedDelivery, count_if_stale};
 
-/// Maximum number of held messages: released, or being published to dead-letter topics. From this
-/// number on, a partition that holds its share of them is not read.
-const MAX_HELD: usize = 10_000;
-/// Maximum size of the held messages, in bytes.
-const MAX_HELD_BYTES: usize = 128 << 20;
-/// Maximum number of messages from the lowest unsettled offset of a partition to the last one read.
-/// From this number on, the partition is not read. Each costs 8 bytes, and a crash redelivers up to
-/// this many.
-const MAX_SPAN: usize = 1 << 20;
 /// The pause before a failed commit is repeated.
 const COMMIT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
@@ -346,53 +337,6 @@ impl SourceState {
         assigned.map(|it| it.partition.handed_out()).sum()
     }
 
-    /// How many messages may be read now, from the partitions that are not
-    /// [full](Self::full_partitions).
-    pub(crate) fn room(&self) -> usize {
-        let is_any_readable =
-            self.assigned.is_empty() || self.readable().any(|it| !self.is_full(it));
-        if self.phase == SourcePhase::Running && is_any_readable {
-            self.deliveries.room()
-        } else {
-            0
-        }
-    }
-
-    /// The partitions that are not read until some of their messages are settled.
-    pub(crate) fn full_partitions(&self) -> Vec<(Arc<str>, i32)> {
-        self.readable()
-            .filter(|it| self.is_full(it))
-            .map(|it| (it.topic.clone(), it.number))
-            .collect()
-    }
-
-    /// The partitions that are not being revoked.
-    fn readable(&self) -> impl Iterator<Item = &AssignedPartition> {
-        self.assigned
-            .values()
-            .filter(|it| it.partition.state() != AssignmentState::Revoking)
-    }
-
-    /// Whether the partition has [`MAX_SPAN`] messages from its lowest unsettled one on, or the source
-    /// holds [`MAX_HELD`] messages (or [`MAX_HELD_BYTES`]) and the partition has its share of them. A
-    /// partition with fewer is read, so that none waits for the dead letters of another.
-    ///
-    /// The assigned partitions hold at most twice the limit, plus the messages that were read or
-    /// fetched before they became full: `MAX_READY` messages of `deliveries`, and for each partition
-    /// `queued.min.messages` and one fetch (`fetch.message.max.bytes`, but at least one record
-    /// batch). One fetch may have 20,000 messages of a few bytes. The dead letters of revoked
-    /// partitions are not included.
-    fn is_full(&self, assigned: &AssignedPartition) -> bool {
-        let held = self.deliveries.held();
-        let (total, own) = (held.total(), held.of(&assigned.topic, assigned.number));
-        let has_share = |of: fn(Backlog) -> usize, limit: usize| {
-            of(total) >= limit && of(own) >= (limit / self.assigned.len()).max(1)
-        };
-        assigned.partition.span() >= MAX_SPAN
-            || has_share(|it| it.count, MAX_HELD)
-            || has_share(|it| it.bytes, MAX_HELD_BYTES)
-    }
-
     fn add_records(&mut self, records: Vec<ConsumerRecord>) -> Vec<(Arc<str>, i32)> {
         let (mut restarted, mut current) = (Vec::new(), None);
         self.deliveries.start_batch(records.len());
@@ -580,4 +524,4 @@ mod model_tests;
 #[cfg(test)]
 mod shuttle_tests;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

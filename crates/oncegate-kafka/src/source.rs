@@ -49,9 +49,7 @@ impl Connect for Kafka {
         let shared = Arc::new(SharedState::default());
         let connection_errors = Arc::new(ConnectionErrors::new(&self.brokers));
         let new_consumer = || {
-            let context = CallbackContext::new(shared.clone(), &self, connection_errors.clone());
-            let created = self.consumer_config().create_with_context(context);
-            created.map_err(error::from_config)
+            CallbackContext::new(shared.clone(), &self, connection_errors.clone()).consumer(&self)
         };
         let first_consumer = new_consumer()?;
         let dead_letters = DeadLetters::open(

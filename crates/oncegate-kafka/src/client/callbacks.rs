@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use oncegate_core::fault;
+use oncegate_core::{SourceError, fault};
 use rdkafka::client::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::consumer::{BaseConsumer, ConsumerContext};
@@ -19,6 +19,9 @@ use super::{error, lock, log, statistics};
 use crate::partition::PartitionEvent;
 use crate::settings::{Kafka, OutOfRange, StartAt};
 use crate::shared::SharedState;
+
+/// The member of the consumer group.
+pub(crate) type GroupConsumer = BaseConsumer<CallbackContext>;
 
 /// The consumer's callbacks, which run on the polling thread.
 pub(crate) struct CallbackContext {
@@ -66,6 +69,19 @@ impl CallbackContext {
     /// Takes over the topic ids that the previous client has seen.
     pub(super) fn with_topic_ids(self, topics: TopicIds) -> Self {
         Self { topics, ..self }
+    }
+
+    /// Creates a consumer with these callbacks.
+    pub(crate) fn consumer(self, kafka: &Kafka) -> Result<GroupConsumer, SourceError> {
+        let created = kafka.consumer_config().create_with_context(self);
+        created.map_err(error::from_config)
+    }
+
+    /// The callbacks of a consumer with a state of its own.
+    #[cfg(test)]
+    pub(super) fn alone(kafka: &Kafka) -> Self {
+        let connection_errors = Arc::new(ConnectionErrors::new(&kafka.brokers));
+        Self::new(Arc::default(), kafka, connection_errors)
     }
 
     /// Returns and clears the last error of the whole client.

@@ -5,15 +5,15 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use oncegate_core::SourceError;
-use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::consumer::Consumer;
 use rdkafka::error::KafkaError;
 
 use super::assignment_wait::AssignmentWait;
 use super::batch::{self, MessageQueue};
-use super::callbacks::CallbackContext;
+use super::callbacks::{CallbackContext, GroupConsumer};
 use super::rebalance::revocation_kind;
 use super::records::permanent_error;
-use super::{cluster_id, commits, error, start_position};
+use super::{cluster_id, commits, start_position};
 use crate::settings::{Kafka, OutOfRange};
 use crate::shared::{RevocationKind, SharedState, SourcePhase};
 
@@ -38,10 +38,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 ///
 /// # Errors
 /// If librdkafka rejects the names of the topics.
-pub(crate) fn subscribe(
-    consumer: &BaseConsumer<CallbackContext>,
-    kafka: &Kafka,
-) -> Result<(), SourceError> {
+pub(crate) fn subscribe(consumer: &GroupConsumer, kafka: &Kafka) -> Result<(), SourceError> {
     let names: Vec<&str> = kafka.topics.iter().map(String::as_str).collect();
     consumer.subscribe(&names).map_err(|error| {
         SourceError::misconfigured("topic", error.to_string(), "name topics that exist")
@@ -50,7 +47,7 @@ pub(crate) fn subscribe(
 
 /// Serves the group until the source closes, then leaves it. Replaces a client that stalls or has a
 /// fatal error. Runs on its own thread.
-pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>) {
+pub(crate) fn run(kafka: Kafka, mut consumer: Arc<GroupConsumer>) {
     let CallbackContext {
         shared,
         connection_errors,
@@ -83,10 +80,7 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>
             }
             let context = CallbackContext::new(shared.clone(), &kafka, connection_errors.clone())
                 .with_topic_ids(topics.clone());
-            let created = kafka
-                .consumer_config()
-                .create_with_context(context)
-                .map_err(error::from_config);
+            let created = context.consumer(&kafka);
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
                 Err(error) => {
@@ -111,7 +105,7 @@ enum ClientExit {
 /// Serves one client until the source closes or the client is replaced. If the source closes, the
 /// consumer has left the group when this returns.
 fn serve_client(
-    consumer: Arc<BaseConsumer<CallbackContext>>,
+    consumer: Arc<GroupConsumer>,
     shared: &SharedState,
     assignment: &mut AssignmentWait,
 ) -> ClientExit {
@@ -154,10 +148,7 @@ fn serve_client(
 /// Waits for deliveries up to the drain timeout, and closes the client. Unsettled messages are
 /// redelivered by the next owner of their partitions. A client that does not close in time continues
 /// to close on a thread of its own.
-fn replace_client(
-    consumer: Arc<BaseConsumer<CallbackContext>>,
-    shared: &SharedState,
-) -> ClientExit {
+fn replace_client(consumer: Arc<GroupConsumer>, shared: &SharedState) -> ClientExit {
     let mut state = shared.lock();
     // A client that does not reach its group can neither commit nor leave.
     let (exit, close_timeout) = if state.client.is_suspected() {
@@ -203,7 +194,7 @@ fn replace_client(
 
 /// Handles a fatal error, after which librdkafka's client does nothing more: another client replaces
 /// it, or the source ends if another client would fail in the same way.
-fn check_fatal_error(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
+fn check_fatal_error(consumer: &GroupConsumer, shared: &SharedState) {
     let Some((code, text)) = consumer.client().fatal_error() else {
         return;
     };
@@ -218,7 +209,7 @@ fn check_fatal_error(consumer: &BaseConsumer<CallbackContext>, shared: &SharedSt
 
 /// Reads the cluster id, and compares the topics whose id has changed. No message is read before the
 /// comparison.
-fn compare_topics(consumer: &BaseConsumer<CallbackContext>) {
+fn compare_topics(consumer: &GroupConsumer) {
     let topics = &consumer.context().topics;
     let changed = topics.changed();
     if changed.is_none() && topics.knows_cluster() {
@@ -238,7 +229,7 @@ fn compare_topics(consumer: &BaseConsumer<CallbackContext>) {
 /// Ends all assignments, without a commit, once a topic is, or may be, on another cluster than
 /// before: their positions are offsets of the former cluster. A replacement client joins the group
 /// and starts at the offsets that are committed on the current cluster.
-fn leave_former_cluster(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
+fn leave_former_cluster(consumer: &GroupConsumer, shared: &SharedState) {
     let topics = &consumer.context().topics;
     for topic in topics.take_cluster_changed() {
         let mut state = shared.lock();
@@ -257,7 +248,7 @@ fn leave_former_cluster(consumer: &BaseConsumer<CallbackContext>, shared: &Share
 /// Seeks to the beginning of recreated topics, and to the lowest unsettled offset of truncated
 /// logs. librdkafka keeps its position when a topic is recreated; if the new log is longer, it would
 /// skip the messages below that position.
-fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
+fn restart_recreated_topics(consumer: &GroupConsumer, shared: &SharedState) {
     let context = consumer.context();
     for topic in context.topics.take_recreated() {
         // Also with `OutOfRange::Error`: otherwise an offset of the deleted topic would be committed
@@ -285,7 +276,7 @@ fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &S
 }
 
 /// Serves rebalances and errors, and forwards librdkafka's log.
-fn serve(consumer: &BaseConsumer<CallbackContext>) {
+fn serve(consumer: &GroupConsumer) {
     let context = consumer.context();
     context.forward_log();
     for _ in 0..EVENTS_PER_TURN {
@@ -330,29 +321,16 @@ mod tests {
     use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
-    use crate::client::connection_errors::ConnectionErrors;
 
     /// The time limit of each test step, for slow machines.
     const BOUND: Duration = Duration::from_secs(60);
 
-    fn client(
-        kafka: &Kafka,
-        brokers: &str,
-    ) -> (Arc<SharedState>, Arc<BaseConsumer<CallbackContext>>) {
-        let (shared, connection_errors) = (
-            Arc::<SharedState>::default(),
-            Arc::new(ConnectionErrors::new(brokers)),
-        );
-        let context = CallbackContext::new(shared.clone(), kafka, connection_errors);
-        let consumer: Arc<BaseConsumer<CallbackContext>> = Arc::new(
-            kafka
-                .consumer_config()
-                .create_with_context(context)
-                .expect("a client"),
-        );
-        consumer.context().set_queue(Some(Arc::new(
-            MessageQueue::new(&consumer).expect("memory"),
-        )));
+    fn client(kafka: &Kafka) -> (Arc<SharedState>, Arc<GroupConsumer>) {
+        let context = CallbackContext::alone(kafka);
+        let shared = context.shared.clone();
+        let consumer = Arc::new(context.consumer(kafka).expect("a client"));
+        let queue = MessageQueue::new(&consumer).expect("memory");
+        consumer.context().set_queue(Some(Arc::new(queue)));
         subscribe(&consumer, kafka).expect("a topic");
         (shared, consumer)
     }
@@ -363,7 +341,7 @@ mod tests {
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         let kafka = Kafka::topic("t").brokers(&brokers).group("g");
-        let (shared, consumer) = client(&kafka, &brokers);
+        let (shared, consumer) = client(&kafka);
         let end = Instant::now() + BOUND;
         let until = |condition: &dyn Fn() -> bool| {
             while !condition() {
@@ -404,8 +382,7 @@ mod tests {
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         for (is_other_cluster, group) in [(true, "g1"), (false, "g2")] {
-            let (shared, consumer) =
-                client(&Kafka::topic("t").brokers(&brokers).group(group), &brokers);
+            let (shared, consumer) = client(&Kafka::topic("t").brokers(&brokers).group(group));
             // As `topics` does before the group is joined: librdkafka logs the id of each requested
             // topic.
             consumer.fetch_metadata(Some("t"), BOUND).expect("metadata");
@@ -471,7 +448,7 @@ mod tests {
         let kafka = kafka
             .property("session.timeout.ms", "3000")
             .property("heartbeat.interval.ms", "200");
-        let (shared, consumer) = client(&kafka, &brokers);
+        let (shared, consumer) = client(&kafka);
         let end = Instant::now() + BOUND;
         let mut incoming = Vec::new();
         while !matches!(incoming[..], [Incoming::Delivery(_)]) {

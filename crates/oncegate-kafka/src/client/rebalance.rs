@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use oncegate_core::fault;
-use rdkafka::consumer::{BaseConsumer, Consumer, RebalanceProtocol};
+use rdkafka::consumer::{Consumer, RebalanceProtocol};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
-use super::callbacks::CallbackContext;
+use super::callbacks::{CallbackContext, GroupConsumer};
 use super::log::log_error;
 use super::time_budget::TimeBudget;
 use super::topic_id_log::RECREATED_LOG_START;
@@ -19,7 +19,7 @@ use crate::shared::{RevocationKind, SourcePhase};
 const DRAIN_TURN: Duration = Duration::from_millis(5);
 
 impl CallbackContext {
-    pub(super) fn assign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+    pub(super) fn assign(&self, consumer: &GroupConsumer, partitions: &TopicPartitionList) {
         // A partition's queue is forwarded to the message queue before the assignment; otherwise its
         // first messages arrive in librdkafka's main queue.
         let Some(queue) = self.queue() else {
@@ -130,7 +130,7 @@ impl CallbackContext {
         }
     }
 
-    fn assign_partitions(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+    fn assign_partitions(&self, consumer: &GroupConsumer, partitions: &TopicPartitionList) {
         fault::point("kafka.assign.before");
         let outcome = match consumer.rebalance_protocol() {
             RebalanceProtocol::Cooperative => consumer.incremental_assign(partitions),
@@ -146,7 +146,7 @@ impl CallbackContext {
     /// Waits for unsettled deliveries up to the drain timeout and stores the offsets. librdkafka
     /// commits them when it unassigns the partitions, before another member is assigned them. Lost
     /// partitions already belong to another member, so nothing is awaited or committed.
-    pub(super) fn revoke(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+    pub(super) fn revoke(&self, consumer: &GroupConsumer, partitions: &TopicPartitionList) {
         let revoked = names(partitions);
         let kind = revocation_kind(consumer);
         let lost = kind == RevocationKind::Lost;
@@ -184,7 +184,7 @@ impl CallbackContext {
         );
     }
 
-    pub(super) fn unassign(&self, consumer: &BaseConsumer<Self>, partitions: &TopicPartitionList) {
+    pub(super) fn unassign(&self, consumer: &GroupConsumer, partitions: &TopicPartitionList) {
         fault::point("kafka.unassign.before");
         let unassigned = match consumer.rebalance_protocol() {
             RebalanceProtocol::Cooperative => consumer.incremental_unassign(partitions),
@@ -199,7 +199,7 @@ impl CallbackContext {
 }
 
 /// Whether the partitions still belong to this member when they are revoked.
-pub(super) fn revocation_kind(consumer: &BaseConsumer<CallbackContext>) -> RevocationKind {
+pub(super) fn revocation_kind(consumer: &GroupConsumer) -> RevocationKind {
     if consumer.assignment_lost() {
         RevocationKind::Lost
     } else {
@@ -217,22 +217,14 @@ fn names(partitions: &TopicPartitionList) -> Vec<(String, i32)> {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
     use crate::Kafka;
-    use crate::client::connection_errors::ConnectionErrors;
-    use crate::shared::SharedState;
 
     /// For `Offset::Beginning` librdkafka would use the log start offset of the deleted topic if it
     /// has read that topic.
     #[test]
     fn a_recreated_topic_starts_at_offset_0() {
-        let (kafka, shared) = (
-            Kafka::topic("t").brokers("b").group("g"),
-            Arc::<SharedState>::default(),
-        );
-        let context = CallbackContext::new(shared, &kafka, Arc::new(ConnectionErrors::new("b")));
+        let context = CallbackContext::alone(&Kafka::topic("t").brokers("b").group("g"));
         let start_offset = |start| context.start_offset("t", 0, start);
         assert_eq!(
             start_offset(StartPosition::Recreated),

@@ -3,12 +3,12 @@
 use std::time::Duration;
 
 use oncegate_core::{SourceError, fault};
-use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::consumer::Consumer;
 use rdkafka::error::{KafkaResult, RDKafkaErrorCode};
 use rdkafka::topic_partition_list::Offset;
 
 use super::batch::{MessageQueue, PartitionError, RecordBatch};
-use super::callbacks::CallbackContext;
+use super::callbacks::{CallbackContext, GroupConsumer};
 use super::{error, start_position};
 use crate::partition::{PartitionAction, PartitionEvent};
 
@@ -109,7 +109,7 @@ impl CallbackContext {
 
     pub(super) fn seek(
         &self,
-        consumer: &BaseConsumer<Self>,
+        consumer: &GroupConsumer,
         topic: &str,
         partition: i32,
         offset: i64,
@@ -126,7 +126,7 @@ impl CallbackContext {
 
     /// Advances each partition to librdkafka's position, which also passes transaction markers. These
     /// are not delivered as messages.
-    pub(super) fn advance_past_transaction_markers(&self, consumer: &BaseConsumer<Self>) {
+    pub(super) fn advance_past_transaction_markers(&self, consumer: &GroupConsumer) {
         let (Ok(positions), Some(queue)) = (consumer.position(), self.queue()) else {
             return;
         };

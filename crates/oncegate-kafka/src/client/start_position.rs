@@ -363,8 +363,7 @@ mod tests {
     use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
-    use crate::client::callbacks::CallbackContext;
-    use crate::client::connection_errors::ConnectionErrors;
+    use crate::client::callbacks::{CallbackContext, GroupConsumer};
     use crate::client::time_budget::REQUEST_TIMEOUT;
 
     fn budget(left: Duration) -> TimeBudget<'static> {
@@ -475,23 +474,10 @@ mod tests {
     }
 
     /// A client of librdkafka's mock cluster, with a queue for its log.
-    fn client(
-        brokers: &str,
-    ) -> (
-        Arc<BaseConsumer<CallbackContext>>,
-        MessageQueue<CallbackContext>,
-    ) {
+    fn client(brokers: &str) -> (Arc<GroupConsumer>, MessageQueue<CallbackContext>) {
         let kafka = crate::Kafka::topic("t").brokers(brokers).group("g");
-        let context = CallbackContext::new(
-            Arc::default(),
-            &kafka,
-            Arc::new(ConnectionErrors::new(brokers)),
-        );
-        let consumer: BaseConsumer<CallbackContext> = kafka
-            .consumer_config()
-            .create_with_context(context)
-            .expect("a client");
-        let consumer = Arc::new(consumer);
+        let consumer = CallbackContext::alone(&kafka).consumer(&kafka);
+        let consumer = Arc::new(consumer.expect("a client"));
         let queue = MessageQueue::new(&consumer).expect("memory");
         (consumer, queue)
     }
@@ -504,7 +490,7 @@ mod tests {
         partitions
     }
 
-    fn commit(consumer: &BaseConsumer<CallbackContext>, offset: i64, identity: &TopicIdentity) {
+    fn commit(consumer: &GroupConsumer, offset: i64, identity: &TopicIdentity) {
         let mut list = partition();
         list.set_partition_offset("t", 0, Offset::Offset(offset))
             .expect("an offset");
@@ -515,10 +501,7 @@ mod tests {
     }
 
     /// The identity of the topic, as the broker reports it.
-    fn identity(
-        consumer: &BaseConsumer<CallbackContext>,
-        queue: &MessageQueue<CallbackContext>,
-    ) -> TopicIdentity {
+    fn identity(consumer: &GroupConsumer, queue: &MessageQueue<CallbackContext>) -> TopicIdentity {
         consumer
             .fetch_metadata(Some("t"), REQUEST_TIMEOUT * 20)
             .expect("an answer");

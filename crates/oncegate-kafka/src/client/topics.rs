@@ -7,10 +7,10 @@ use std::time::Duration;
 
 use oncegate_core::SourceError;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
-use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::consumer::Consumer;
 use rdkafka::error::RDKafkaErrorCode;
 
-use super::callbacks::CallbackContext;
+use super::callbacks::GroupConsumer;
 use super::connection_errors::ConnectionErrors;
 use super::log::LogContext;
 use super::{error, retention};
@@ -64,10 +64,10 @@ fn replicas(brokers: usize) -> usize {
 /// A topic is missing, has limited retention or cannot be created, or the broker rejects the login.
 pub(crate) async fn check(
     kafka: &Kafka,
-    mut consumer: BaseConsumer<CallbackContext>,
-    new_consumer: impl Fn() -> Result<BaseConsumer<CallbackContext>, SourceError>,
+    mut consumer: GroupConsumer,
+    new_consumer: impl Fn() -> Result<GroupConsumer, SourceError>,
     connection_errors: &Arc<ConnectionErrors>,
-) -> Result<BaseConsumer<CallbackContext>, SourceError> {
+) -> Result<GroupConsumer, SourceError> {
     for topic in &kafka.topics {
         let presence;
         (consumer, presence) =
@@ -142,11 +142,11 @@ pub(crate) async fn check(
 /// # Errors
 /// The broker rejects the login or the access to the topic, or the name is invalid.
 async fn find_topic(
-    mut consumer: BaseConsumer<CallbackContext>,
-    new_consumer: impl Fn() -> Result<BaseConsumer<CallbackContext>, SourceError>,
+    mut consumer: GroupConsumer,
+    new_consumer: impl Fn() -> Result<GroupConsumer, SourceError>,
     topic: String,
     connection_errors: &ConnectionErrors,
-) -> Result<(BaseConsumer<CallbackContext>, TopicPresence), SourceError> {
+) -> Result<(GroupConsumer, TopicPresence), SourceError> {
     let (mut pause, longest) = RETRY_PAUSES;
     let (mut missing_answers, mut failures) = (0, 0);
     loop {
@@ -181,7 +181,7 @@ async fn find_topic(
 }
 
 fn fetch_presence(
-    consumer: &BaseConsumer<CallbackContext>,
+    consumer: &GroupConsumer,
     topic: &str,
 ) -> Result<TopicPresence, RDKafkaErrorCode> {
     let metadata = std::thread::scope(|scope| {
@@ -218,7 +218,7 @@ fn fetch_presence(
 /// # Errors
 /// A permanent error.
 fn classify_error(
-    consumer: &BaseConsumer<CallbackContext>,
+    consumer: &GroupConsumer,
     code: RDKafkaErrorCode,
     topic: &str,
     connection_errors: &ConnectionErrors,
@@ -313,7 +313,7 @@ mod tests {
     use rdkafka::mocking::MockCluster;
 
     use super::*;
-    use crate::shared::SharedState;
+    use crate::client::callbacks::CallbackContext;
 
     #[tokio::test]
     async fn a_client_whose_requests_fail_is_replaced() {
@@ -321,16 +321,8 @@ mod tests {
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         let client = |brokers: &str| {
-            let (kafka, connection_errors) = (
-                Kafka::topic("t").brokers(brokers).group("g"),
-                Arc::new(ConnectionErrors::new(brokers)),
-            );
-            let context =
-                CallbackContext::new(Arc::<SharedState>::default(), &kafka, connection_errors);
-            kafka
-                .consumer_config()
-                .create_with_context(context)
-                .map_err(error::from_config)
+            let kafka = Kafka::topic("t").brokers(brokers).group("g");
+            CallbackContext::alone(&kafka).consumer(&kafka)
         };
         // Requests of this client fail, like those of one that has lost its broker metadata.
         let (first, connection_errors) = (

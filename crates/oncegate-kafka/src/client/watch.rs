@@ -260,33 +260,14 @@ mod tests {
     use rdkafka::mocking::MockCluster;
 
     use super::*;
-    use crate::client::batch::ConsumerRecord;
-    use crate::partition::{LogIdentity, StartPosition};
-
-    fn record(partition: i32, offset: i64) -> ConsumerRecord {
-        let (topic, headers) = (Arc::from("t"), oncegate_core::Headers::default());
-        ConsumerRecord {
-            topic,
-            partition,
-            offset,
-            sent_at: None,
-            key: None,
-            headers,
-            body: "x".into(),
-        }
-    }
-
-    fn assign(shared: &SharedState, partition: i32) {
-        let start = StartPosition::Committed(4);
-        let mut state = shared.lock();
-        state.assign("t", partition, start, LogIdentity::default());
-    }
+    use crate::partition::StartPosition;
+    use crate::shared::tests::{assign, record};
 
     /// A topic with this many partitions, each read to offset 5.
     fn shared(partitions: i32) -> SharedState {
         let shared: SharedState = SharedState::default();
         for partition in 0..partitions {
-            assign(&shared, partition);
+            assign(&mut shared.lock(), partition, StartPosition::Committed(4));
             shared.add_records(vec![record(partition, 4)]);
         }
         shared
@@ -359,45 +340,25 @@ mod tests {
 
     #[test]
     fn an_unknown_lag_is_not_reported() {
-        let (recorder, shared, mut watch) = (
-            DebuggingRecorder::new(),
-            shared(1),
-            PartitionWatch::default(),
-        );
-        let snapshotter = recorder.snapshotter();
+        let (recorder, shared) = (DebuggingRecorder::new(), shared(1));
+        let (snapshotter, mut watch) = (recorder.snapshotter(), PartitionWatch::default());
         let value = |name| {
-            snapshotter
-                .snapshot()
-                .into_vec()
-                .into_iter()
-                .find(|it| it.0.key().name() == name)
-                .map(|it| it.3)
+            let mut all = snapshotter.snapshot().into_vec().into_iter();
+            all.find(|it| it.0.key().name() == name).map(|it| it.3)
         };
+        let mut lag_after = |log_end| {
+            watch.check(|_, _| log_end, &shared, AFTER);
+            value(crate::metric::LAG)
+        };
+        let lag = |lag: f64| Some(DebugValue::Gauge(lag.into()));
         metrics::with_local_recorder(&recorder, || {
-            watch.check(|_, _| None, &shared, AFTER);
-            assert!(
-                value(crate::metric::COMMIT_BLOCKED).is_some()
-                    && value(crate::metric::LAG).is_none()
-            );
-            watch.check(|_, _| Some(9), &shared, AFTER);
-            assert_eq!(
-                value(crate::metric::LAG),
-                Some(DebugValue::Gauge(5.0.into()))
-            );
-            watch.check(|_, _| None, &shared, AFTER);
-            assert_eq!(
-                value(crate::metric::LAG),
-                Some(DebugValue::Gauge(5.0.into())),
-                "the lag is not updated"
-            );
+            assert_eq!(lag_after(None), None);
+            assert!(value(crate::metric::COMMIT_BLOCKED).is_some());
+            assert_eq!(lag_after(Some(9)), lag(5.0));
+            assert_eq!(lag_after(None), lag(5.0), "the lag is not updated");
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
-            watch.check(|_, _| None, &shared, AFTER);
-            assert_eq!(
-                value(crate::metric::LAG),
-                Some(DebugValue::Gauge(0.0.into())),
-                "the partition was revoked"
-            );
+            assert_eq!(lag_after(None), lag(0.0), "the partition was revoked");
         });
     }
 
@@ -516,7 +477,7 @@ mod tests {
             // two, which is progress.
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
-            assign(&shared, 0);
+            assign(&mut shared.lock(), 0, StartPosition::Committed(4));
             shared.add_records(
                 (4..if replaced.len() < 9 { 5 } else { 6 })
                     .map(|offset| record(0, offset))

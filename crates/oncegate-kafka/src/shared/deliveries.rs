@@ -186,7 +186,8 @@ impl DeliveryBuffer {
     /// Makes this many messages of partition 0 of topic `t` count as unconfirmed dead letters.
     pub(super) fn set_publishing(&mut self, count: usize, bytes: usize) {
         self.publishing = count;
-        self.held.set("t", 0, super::Backlog { count, bytes });
+        self.held
+            .set("t", 0, super::held_messages::Backlog { count, bytes });
     }
 
     /// The size of the deliveries that were read and not handed out, as counted and as summed up.

@@ -8,6 +8,7 @@ use proptest::prelude::*;
 use super::deliveries::delivery;
 use super::tests::{assign, identity};
 use super::*;
+use crate::partition::AssignmentState;
 
 /// The first offset of every log.
 const LOG_START: i64 = 0;
@@ -80,14 +81,15 @@ struct ReferenceOffsets {
 }
 
 impl ReferenceOffsets {
+    fn unsettled(&self) -> impl Iterator<Item = i64> {
+        let unsettled = self.settled.iter().filter(|(_, settled)| !**settled);
+        unsettled.map(|(offset, _)| *offset)
+    }
+
     /// The lowest unsettled offset, or the one after the last.
     fn committable(&self) -> Option<i64> {
-        let lowest = self
-            .settled
-            .iter()
-            .find(|(_, settled)| !**settled)
-            .map(|(offset, _)| *offset);
-        lowest
+        self.unsettled()
+            .next()
             .or(self
                 .settled
                 .keys()
@@ -134,23 +136,16 @@ impl PartitionModel {
     fn new() -> Self {
         let mut state = SourceState::default();
         let epoch = assign(&mut state, 0, StartPosition::Committed(0));
-        let (reference, handed_out, unconfirmed, released) = (
-            ReferenceOffsets::default(),
-            Vec::new(),
-            VecDeque::new(),
-            BTreeSet::new(),
-        );
-        let (epoch, assignment) = (Some(epoch), AssignmentState::Active);
         Self {
             state,
-            epoch,
-            assignment,
-            reference,
+            epoch: Some(epoch),
+            assignment: AssignmentState::Active,
+            reference: ReferenceOffsets::default(),
             next: 0,
             committed: 0,
-            handed_out,
-            unconfirmed,
-            released,
+            handed_out: Vec::new(),
+            unconfirmed: VecDeque::new(),
+            released: BTreeSet::new(),
             topic_count: 0,
             assigned_topic: None,
         }
@@ -345,12 +340,7 @@ impl PartitionModel {
                 self.state.add_records(vec![record(at), record(at + 1)]);
                 // Reading continues at the lowest unsettled offset. The new records are dropped: if
                 // they were added, all offsets below them would count as settled.
-                let unsettled = self
-                    .reference
-                    .settled
-                    .iter()
-                    .find(|(_, settled)| !**settled)
-                    .map(|(offset, _)| *offset);
+                let unsettled = self.reference.unsettled().next();
                 let Some(lowest) = unsettled.filter(|lowest| *lowest < at) else {
                     self.start(Some(self.state.last_epoch), AssignmentState::Active);
                     self.reference
@@ -411,14 +401,7 @@ impl PartitionModel {
             .map(|(receipt, _)| receipt.position as i64)
             .collect();
         held.extend(&self.released);
-        let unsettled: BTreeSet<i64> = self
-            .reference
-            .settled
-            .iter()
-            .filter(|(_, settled)| !**settled)
-            .map(|(offset, _)| *offset)
-            .collect();
-        prop_assert_eq!(held, unsettled);
+        prop_assert_eq!(held, self.reference.unsettled().collect());
         Ok(())
     }
 

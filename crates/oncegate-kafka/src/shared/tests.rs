@@ -2,10 +2,12 @@ use std::cell::{Cell, RefCell};
 
 use oncegate_core::Headers;
 
+use super::capacity::{MAX_HELD, MAX_HELD_BYTES, MAX_SPAN};
 use super::deliveries::{MAX_READY, MAX_READY_BYTES};
+use super::held_messages::Backlog;
 use super::*;
 
-pub(super) fn record(partition: i32, offset: i64) -> ConsumerRecord {
+pub(crate) fn record(partition: i32, offset: i64) -> ConsumerRecord {
     ConsumerRecord {
         topic: Arc::from("t"),
         partition,
@@ -17,7 +19,7 @@ pub(super) fn record(partition: i32, offset: i64) -> ConsumerRecord {
     }
 }
 
-pub(super) fn identity(topic_id: &str) -> TopicIdentity {
+pub(crate) fn identity(topic_id: &str) -> TopicIdentity {
     TopicIdentity {
         topic_id: topic_id.into(),
         cluster_id: None,
@@ -25,12 +27,12 @@ pub(super) fn identity(topic_id: &str) -> TopicIdentity {
 }
 
 /// Assigns a partition of topic `t`.
-pub(super) fn assign(state: &mut SourceState, partition: i32, start: StartPosition) -> u64 {
+pub(crate) fn assign(state: &mut SourceState, partition: i32, start: StartPosition) -> u64 {
     state.assign("t", partition, start, LogIdentity::default())
 }
 
 /// A state with partition 0 of topic `t`.
-pub(super) fn assigned(start: StartPosition) -> SourceState {
+pub(crate) fn assigned(start: StartPosition) -> SourceState {
     let mut state = SourceState::default();
     assign(&mut state, 0, start);
     state
@@ -58,7 +60,7 @@ fn add_records(state: &mut SourceState, partition: i32, offsets: impl IntoIterat
     );
 }
 
-pub(super) fn hand_out(state: &mut SourceState) -> (Vec<u64>, Vec<Delivery>) {
+pub(crate) fn hand_out(state: &mut SourceState) -> (Vec<u64>, Vec<Delivery>) {
     let (mut incoming, mut revoked, mut deliveries) = (Vec::new(), Vec::new(), Vec::new());
     let all = Limit {
         count: usize::MAX,
@@ -79,12 +81,12 @@ fn positions(deliveries: &[Delivery]) -> Vec<i64> {
     positions.collect()
 }
 
-pub(super) fn committed(state: &mut SourceState) -> Vec<(i64, SendMode)> {
+pub(crate) fn committed(state: &mut SourceState) -> Vec<(i64, SendMode)> {
     let commits = state.commits().into_iter();
     commits.map(|it| (it.offset, it.mode)).collect()
 }
 
-pub(super) fn partition_zero() -> [(String, i32); 1] {
+pub(crate) fn partition_zero() -> [(String, i32); 1] {
     [("t".to_owned(), 0)]
 }
 
