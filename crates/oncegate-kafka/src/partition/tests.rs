@@ -1,4 +1,4 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use super::*;
@@ -423,5 +423,159 @@ fn any_history_agrees_with_a_map_of_all_offsets() {
                 last_commit = expected.or(last_commit);
             }
         }
+    }
+}
+
+/// A broker's view of the group's offset, and what this member has delivered.
+struct GroupOffset {
+    partition: Partition,
+    /// The offset that the broker has committed.
+    committed: i64,
+    unsettled: BTreeSet<i64>,
+    /// The next offset of the log.
+    next: i64,
+    now: Instant,
+}
+
+impl GroupOffset {
+    fn assign(committed: i64, epoch: u64) -> Self {
+        let start = StartPosition::Committed(committed);
+        Self {
+            partition: Partition::new(epoch, start, LogIdentity::default()),
+            committed,
+            unsettled: BTreeSet::new(),
+            next: committed,
+            now: Instant::now(),
+        }
+    }
+
+    fn fetch(&mut self, offset: i64) {
+        let (state, action) = (self.partition.state(), self.partition.fetch(offset));
+        match action {
+            A::Nothing => assert_ne!(state, AssignmentState::Active),
+            A::Deliver { .. } => {
+                assert_eq!(state, AssignmentState::Active);
+                self.unsettled.insert(offset);
+                self.next = offset + 1;
+            }
+            A::Restart { cause, .. } => {
+                let lost = self.unsettled.range(..offset).next().copied();
+                self.unsettled.clear();
+                self.next = match cause {
+                    RestartCause::Truncated { .. } => {
+                        assert_eq!(lost, None, "{offset} is delivered");
+                        self.unsettled.insert(offset);
+                        offset + 1
+                    }
+                    _ => self.partition.pending_seek().expect("it seeks"),
+                };
+                assert!(
+                    lost.is_none_or(|lost| lost == self.next),
+                    "reads {lost:?} again"
+                );
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Commits, as librdkafka does: a stored offset only if it is above the committed one.
+    fn commit(&mut self) {
+        match self.partition.commit_at(self.now) {
+            Some((offset, Immediate)) => self.committed = offset,
+            Some((offset, Stored)) => self.committed = self.committed.max(offset),
+            None => {}
+        }
+    }
+
+    /// After a commit, a crash redelivers every unsettled message. Before the start there is nothing to
+    /// commit.
+    fn check(&mut self) {
+        self.commit();
+        let lowest = self.unsettled.first().copied();
+        let has_started = self.partition.offsets.end().is_some();
+        let expected = lowest.or(self.partition.position()).filter(|_| has_started);
+        assert!(
+            expected.is_none_or(|expected| self.committed <= expected),
+            "{} is committed, not {expected:?}",
+            self.committed
+        );
+    }
+
+    /// Applies a random event.
+    fn step(&mut self, random: &mut Xorshift) {
+        match random.below(40) {
+            0..12 => self.fetch(self.next + random.below(2) as i64 * random.below(5) as i64),
+            12..24 => {
+                let index = random.below(8) as usize;
+                if let Some(offset) = self.unsettled.iter().nth(index).copied() {
+                    self.unsettled.remove(&offset);
+                    self.partition.settle([offset]);
+                }
+            }
+            24..28 => self.check(),
+            28 => {
+                let before = self.committed;
+                self.commit();
+                self.committed = before;
+                let retry_at = self.now;
+                self.partition.apply(E::CommitFailed { retry_at });
+            }
+            29 => {
+                // A commit of an earlier assignment arrives late.
+                self.committed = self.next + random.below(20) as i64;
+                self.partition.apply(E::CommitConfirmed(self.committed));
+            }
+            30 | 31 => self.fetch((self.next - 1 - random.below(20) as i64).max(0)),
+            32 => self.partition.report_position(None),
+            33 | 34 => {
+                let before = self.partition.position();
+                // A position that is not trusted may be anywhere above the next message.
+                let is_trusted = self.partition.is_position_trusted();
+                let beyond = random.below(if is_trusted { 3 } else { 50 });
+                let position = self.next + beyond as i64;
+                self.partition.report_position(Some(position));
+                if is_trusted && self.partition.state() == AssignmentState::Active {
+                    self.next = position;
+                } else {
+                    assert_eq!(self.partition.position(), before);
+                }
+            }
+            35 => drop(self.partition.apply(E::PositionWrong {
+                fallback: Some(self.next),
+            })),
+            36 | 37 => drop(self.partition.apply(E::Sought)),
+            38 => {
+                let identity = identity(&random.below(3).to_string());
+                let next_epoch = self.partition.epoch + 1;
+                let event = E::TopicRecreated {
+                    identity,
+                    next_epoch,
+                };
+                if self.partition.apply(event) != A::Nothing {
+                    self.unsettled.clear();
+                    self.next = LOG_START;
+                }
+            }
+            _ => {
+                if random.below(2) == 0 {
+                    self.partition.apply(E::Halted);
+                }
+                self.partition.apply(E::Revoked);
+                self.check();
+                *self = Self::assign(self.committed, self.partition.epoch + 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn no_history_commits_above_an_unsettled_offset() {
+    for seed in 1..=500 {
+        let mut random = Xorshift(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(seed));
+        let mut group = GroupOffset::assign(random.below(50) as i64, 1);
+        for _ in 0..500 {
+            group.step(&mut random);
+        }
+        group.check();
     }
 }
