@@ -1,4 +1,5 @@
-//! Random histories of one partition, compared with a map of all its offsets.
+//! Random histories of one partition, compared with a map of all its offsets: what is handed out, held
+//! and counted. Those of `partition::tests` have all events of a partition.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -6,12 +7,9 @@ use oncegate_core::Receipt;
 use proptest::prelude::*;
 
 use super::deliveries::delivery;
-use super::tests::{assign, identity};
+use super::tests::assign;
 use super::*;
 use crate::partition::AssignmentState;
-
-/// The first offset of every log.
-const LOG_START: i64 = 0;
 
 /// An event of a random history.
 #[derive(Clone, Debug)]
@@ -31,8 +29,6 @@ enum HistoryEvent {
     Publish,
     /// Offsets are committed.
     Commit,
-    /// librdkafka's position advances `beyond` offsets past the last message.
-    Advance { beyond: u8 },
     /// The partition is being revoked: nothing more of it is handed out, and settlements count.
     Revoke,
     /// The assignment ends: its settlements are stale from now on. There is a last commit unless it is
@@ -42,12 +38,8 @@ enum HistoryEvent {
     Assign,
     /// The log is truncated or starts again: reading continues `below` offsets below the last one.
     Truncate { below: u8 },
-    /// The topic was recreated, or this is reported once more.
-    Recreate { is_repeated: bool },
     /// librdkafka seeks to the start position, or fails to.
     Seek { succeeds: bool },
-    /// The partition is halted.
-    Halt,
 }
 
 fn event() -> impl Strategy<Value = HistoryEvent> {
@@ -59,14 +51,11 @@ fn event() -> impl Strategy<Value = HistoryEvent> {
         1 => (0..30_u8).prop_map(|back| HistoryEvent::Reject { back }),
         1 => Just(HistoryEvent::Publish),
         4 => Just(HistoryEvent::Commit),
-        1 => (0..9_u8).prop_map(|beyond| HistoryEvent::Advance { beyond }),
         1 => Just(HistoryEvent::Revoke),
         1 => any::<bool>().prop_map(|lost| HistoryEvent::EndAssignment { lost }),
         2 => Just(HistoryEvent::Assign),
         1 => prop_oneof![1 => Just(u8::MAX), 3 => 1..40_u8].prop_map(|below| HistoryEvent::Truncate { below }),
-        1 => prop::bool::weighted(0.3).prop_map(|is_repeated| HistoryEvent::Recreate { is_repeated }),
         2 => prop::bool::weighted(0.7).prop_map(|succeeds| HistoryEvent::Seek { succeeds }),
-        1 => prop_oneof![3 => Just(HistoryEvent::HandOut), 1 => Just(HistoryEvent::Halt)],
     ]
 }
 
@@ -74,8 +63,6 @@ fn event() -> impl Strategy<Value = HistoryEvent> {
 #[derive(Default)]
 struct ReferenceOffsets {
     settled: BTreeMap<i64, bool>,
-    /// librdkafka's position, if it is above the last message.
-    advanced_to: i64,
     /// The start position if nothing was read.
     started: Option<i64>,
 }
@@ -90,11 +77,7 @@ impl ReferenceOffsets {
     fn committable(&self) -> Option<i64> {
         self.unsettled()
             .next()
-            .or(self
-                .settled
-                .keys()
-                .next_back()
-                .map(|last| (last + 1).max(self.advanced_to)))
+            .or(self.settled.keys().next_back().map(|last| last + 1))
             .or(self.started)
     }
 }
@@ -127,9 +110,6 @@ struct PartitionModel {
     unconfirmed: VecDeque<usize>,
     /// Deliveries of this assignment that were released and stay released.
     released: BTreeSet<i64>,
-    /// How often the topic was recreated, and which of these topics is assigned.
-    topic_count: u32,
-    assigned_topic: Option<u32>,
 }
 
 impl PartitionModel {
@@ -146,8 +126,6 @@ impl PartitionModel {
             handed_out: Vec::new(),
             unconfirmed: VecDeque::new(),
             released: BTreeSet::new(),
-            topic_count: 0,
-            assigned_topic: None,
         }
     }
 
@@ -285,17 +263,6 @@ impl PartitionModel {
                 self.handed_out[index].1 = HandedOut::Settled;
             }
             HistoryEvent::Commit => self.commit()?,
-            HistoryEvent::Advance { beyond } => {
-                let mut assigned = self.state.assigned.values();
-                let is_trusted = assigned.all(|it| it.partition.is_position_trusted());
-                let position =
-                    PartitionEvent::PositionReported(Some(self.next + i64::from(beyond)));
-                self.state.apply("t", 0, position);
-                if self.is_read() && is_trusted && !self.reference.settled.is_empty() {
-                    self.reference.advanced_to = self.next + i64::from(beyond);
-                    self.next = self.reference.advanced_to;
-                }
-            }
             HistoryEvent::Revoke => {
                 let action = self.state.apply("t", 0, PartitionEvent::Revoked);
                 prop_assert_eq!(action == PartitionAction::Withdraw, self.epoch.is_some());
@@ -322,7 +289,7 @@ impl PartitionModel {
                 let start = StartPosition::Committed(self.committed);
                 let epoch = assign(&mut self.state, 0, start);
                 self.start(Some(epoch), AssignmentState::Active);
-                (self.next, self.assigned_topic) = (self.committed, None);
+                self.next = self.committed;
             }
             HistoryEvent::Truncate { below } => {
                 let Some(last) = self
@@ -353,21 +320,6 @@ impl PartitionModel {
                 self.reference.started = Some(lowest);
                 self.next = lowest;
             }
-            HistoryEvent::Recreate { is_repeated } => {
-                self.topic_count += u32::from(!is_repeated);
-                let started = self
-                    .state
-                    .restart_topic("t", Some(identity(&self.topic_count.to_string())));
-                let is_other_topic =
-                    self.is_handed_out() && self.assigned_topic != Some(self.topic_count);
-                prop_assert_eq!(started, usize::from(is_other_topic));
-                if is_other_topic {
-                    self.start(Some(self.state.last_epoch), AssignmentState::Seeking);
-                    self.reference.started = Some(LOG_START);
-                    (self.next, self.committed, self.assigned_topic) =
-                        (LOG_START, LOG_START, Some(self.topic_count));
-                }
-            }
             HistoryEvent::Seek { succeeds } => {
                 let is_seeking =
                     self.epoch.is_some() && self.assignment == AssignmentState::Seeking;
@@ -376,12 +328,6 @@ impl PartitionModel {
                 if succeeds && is_seeking {
                     self.state.apply("t", 0, PartitionEvent::Sought);
                     self.assignment = AssignmentState::Active;
-                }
-            }
-            HistoryEvent::Halt => {
-                self.state.apply("t", 0, PartitionEvent::Halted);
-                if self.is_read() {
-                    self.assignment = AssignmentState::Halted;
                 }
             }
         }
