@@ -5,7 +5,7 @@
 //! | `topics`, `retention` | before the group is joined: topics exist and retain dead letters |
 //! | `poll`, `assignment_wait` | the polling thread, the only one that serves the group |
 //! | `callbacks`, `rebalance`, `records`, `start_position`, `time_budget`, `topic_ids`, `commits` | what runs on that thread: rebalances, records, errors, offsets |
-//! | `watch`, `stall`, `lost_metadata` | a second client and thread: lag, stalled partitions, the group coordinator |
+//! | `watch`, `stall`, `missing_topics`, `lost_metadata` | a second client and thread: lag, stalled partitions, deleted topics, the group coordinator |
 //! | `dead_letters` | the producers |
 //! | `batch` | reading in batches: the only `unsafe` code |
 //! | `log`, `error`, `connection_errors`, `statistics`, `topic_id_log`, `cluster_id`, `commit_metadata` | parts of the wrapper |
@@ -52,6 +52,7 @@ pub(crate) mod dead_letters;
 pub(crate) mod error;
 mod log;
 mod lost_metadata;
+mod missing_topics;
 pub(crate) mod poll;
 mod rebalance;
 mod records;

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Connect, ConnectOptions, SourceProperties};
 use oncegate_core::{
-    Delivery, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
+    Delivery, IdSource, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
 };
 
 use crate::client::callbacks::CallbackContext;
@@ -38,6 +38,18 @@ pub struct KafkaSource {
 #[async_trait]
 impl Connect for Kafka {
     type Source = KafkaSource;
+
+    /// Refuses [`IdSource::message_id`], which Kafka messages do not have.
+    fn check_id(&self, id: &IdSource) -> Result<(), SourceError> {
+        if !id.reads_message_id() {
+            return Ok(());
+        }
+        Err(SourceError::misconfigured(
+            "id",
+            "IdSource::message_id() reads a property of AMQP that Kafka messages do not have, so every message would be a dead letter",
+            "use IdSource::header(\"…\"), IdSource::key(), IdSource::json_pointer(\"/…\") or IdSource::body_hash()",
+        ))
+    }
 
     /// Checks the settings, waits for a broker, checks or creates the topics, and joins the group.
     ///

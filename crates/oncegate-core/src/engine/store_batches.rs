@@ -290,7 +290,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 entry.claim == ClaimState::Unsent && entry.in_flight.driver().is_draining()
             });
             if unsent {
-                self.handle_event(slot, Event::NotAsked);
+                self.handle_event(slot, Event::ClaimNotSent);
             } else {
                 self.claims.push_back(slot);
             }

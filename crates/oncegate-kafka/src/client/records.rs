@@ -9,7 +9,7 @@ use rdkafka::topic_partition_list::Offset;
 
 use super::batch::{MessageQueue, PartitionError, RecordBatch};
 use super::callbacks::{CallbackContext, GroupConsumer};
-use super::{error, start_position};
+use super::{error, missing_topics, start_position};
 use crate::partition::{PartitionAction, PartitionEvent};
 
 /// Timeout of one seek.
@@ -150,6 +150,11 @@ impl CallbackContext {
             // The error callback of the client has already logged that it cannot reach a broker.
             None if error::is_connection(code) => {
                 tracing::debug!(%code, subject, "cannot reach a broker")
+            }
+            // The watching thread looks the topics up, and logs a missing one with the remedy.
+            None if missing_topics::is_missing(code) => {
+                self.shared.lock().client.suspect_missing_topic(true);
+                tracing::debug!(%code, subject, "a topic may be missing")
             }
             None => {
                 tracing::warn!(%code, subject, group = self.group, "kafka error, librdkafka retries; if it persists, check the brokers' logs")

@@ -40,7 +40,7 @@ enum TopicPresence {
 }
 
 /// The command that creates a topic. `options` are further options of the command.
-fn create_command(kafka: &Kafka, name: &str, replicas: usize, options: &str) -> String {
+pub(super) fn create_command(kafka: &Kafka, name: &str, replicas: usize, options: &str) -> String {
     format!(
         "kafka-topics.sh --bootstrap-server {} --create --topic {name} --replication-factor {replicas}{options} (`kafka-topics` in some packages; \
          in the Docker image it is in /opt/kafka/bin)",
@@ -49,7 +49,7 @@ fn create_command(kafka: &Kafka, name: &str, replicas: usize, options: &str) -> 
 }
 
 /// The replication factor for a cluster of this size: one replica per broker, at most three.
-fn replicas(brokers: usize) -> usize {
+pub(super) fn replicas(brokers: usize) -> usize {
     brokers.clamp(1, 3)
 }
 

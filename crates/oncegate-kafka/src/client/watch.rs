@@ -11,6 +11,7 @@ use rdkafka::topic_partition_list::TopicPartitionList;
 use super::connection_errors::ConnectionErrors;
 use super::log::LogContext;
 use super::lost_metadata::LostMetadata;
+use super::missing_topics::{self, MissingTopics};
 use super::stall::StallDetector;
 use crate::settings::Kafka;
 use crate::shared::{SharedState, SourcePhase};
@@ -43,6 +44,7 @@ pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<C
             return tracing::error!(%error, "cannot create the watching kafka client; lag is not reported and stalled partitions are not detected; check the limits of the process for memory, threads and open files, and restart it");
         }
     };
+    let mut missing_topics = MissingTopics::new(kafka);
     let mut lost_metadata = LostMetadata::new(kafka.reconnect_backoff_max());
     let (mut watch, pause) = (
         PartitionWatch::default(),
@@ -53,16 +55,17 @@ pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<C
         if last_check.is_none_or(|at| at.elapsed() >= pause) {
             watch.check(
                 |topic, partition| {
-                    Some(
-                        client
-                            .fetch_watermarks(topic, partition, REQUEST_TIMEOUT)
-                            .ok()?
-                            .1,
-                    )
+                    let end = client.fetch_watermarks(topic, partition, REQUEST_TIMEOUT);
+                    match end.map_err(|error| error.rdkafka_error_code()) {
+                        Ok((_, end)) => LogEnd::At(end),
+                        Err(Some(code)) if missing_topics::is_missing(code) => LogEnd::Missing,
+                        Err(_) => LogEnd::Unknown,
+                    }
                 },
                 shared,
                 stalled_after,
             );
+            missing_topics.check(&client, shared);
             last_check = Some(Instant::now());
             // This client itself may have lost its broker metadata.
             if watch.got_no_answer()
@@ -110,6 +113,22 @@ fn reaches_coordinator(client: &BaseConsumer<WatchContext>, topic: &str) -> bool
     client.committed_offsets(partitions, PROBE_TIMEOUT).is_ok()
 }
 
+/// The log end of a partition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LogEnd {
+    At(i64),
+    /// The brokers do not have the partition.
+    Missing,
+    /// No answer, or another error.
+    Unknown,
+}
+
+impl From<Option<i64>> for LogEnd {
+    fn from(end: Option<i64>) -> Self {
+        end.map_or(Self::Unknown, Self::At)
+    }
+}
+
 /// The results of earlier checks.
 #[derive(Default)]
 struct PartitionWatch {
@@ -125,9 +144,9 @@ struct PartitionWatch {
 impl PartitionWatch {
     /// Fetches the log ends with `end_of`, which may fail, and requests a replacement for stalled
     /// partitions.
-    fn check(
+    fn check<E: Into<LogEnd>>(
         &mut self,
-        end_of: impl FnMut(&str, i32) -> Option<i64>,
+        end_of: impl FnMut(&str, i32) -> E,
         shared: &SharedState,
         stalled_after: Duration,
     ) {
@@ -135,15 +154,15 @@ impl PartitionWatch {
     }
 
     /// Like [`check`](Self::check), at the time that `clock` returns after all requests.
-    fn check_at(
+    fn check_at<E: Into<LogEnd>>(
         &mut self,
         clock: impl FnOnce() -> Instant,
-        end_of: impl FnMut(&str, i32) -> Option<i64>,
+        end_of: impl FnMut(&str, i32) -> E,
         shared: &SharedState,
         stalled_after: Duration,
     ) {
         let partitions = shared.lock().partitions();
-        let log_ends = self.fetch_log_ends(partitions, end_of);
+        let log_ends = self.fetch_log_ends(partitions, end_of, shared);
         log_ends.iter().for_each(|((topic, partition), end)| {
             shared.lock().set_log_end(topic, *partition, *end)
         });
@@ -165,26 +184,33 @@ impl PartitionWatch {
 
     /// Fetches the log ends. A partition without a leader, whose request takes the full timeout, is
     /// logged once and requested last, so that it delays no other partition.
-    fn fetch_log_ends(
+    fn fetch_log_ends<E: Into<LogEnd>>(
         &mut self,
         mut partitions: Vec<(String, i32)>,
-        mut end_of: impl FnMut(&str, i32) -> Option<i64>,
+        mut end_of: impl FnMut(&str, i32) -> E,
+        shared: &SharedState,
     ) -> HashMap<(String, i32), i64> {
         self.without_log_end.retain(|it| partitions.contains(it));
         let has_partitions = !partitions.is_empty();
         partitions.sort_by_key(|it| self.without_log_end.contains(it));
-        let (mut log_ends, mut failures) = (HashMap::new(), 0);
+        let (mut log_ends, mut failures, mut missing) = (HashMap::new(), 0, false);
         for it in partitions {
             if failures == MAX_CONSECUTIVE_FAILURES {
                 break;
             }
-            match end_of(&it.0, it.1) {
-                Some(end) => {
+            match end_of(&it.0, it.1).into() {
+                LogEnd::At(end) => {
                     failures = 0;
                     self.without_log_end.remove(&it);
                     log_ends.insert(it, end);
                 }
-                None => {
+                // A broker answered; the topic's own line names the remedy.
+                LogEnd::Missing => {
+                    (failures, missing) = (0, true);
+                    shared.lock().client.suspect_missing_topic(true);
+                    self.without_log_end.insert(it);
+                }
+                LogEnd::Unknown => {
                     failures += 1;
                     if !self.without_log_end.contains(&it) {
                         metrics::counter!(crate::metric::LOG_ENDS_UNKNOWN).increment(1);
@@ -198,7 +224,7 @@ impl PartitionWatch {
                 }
             }
         }
-        self.got_no_answer = has_partitions && log_ends.is_empty();
+        self.got_no_answer = has_partitions && log_ends.is_empty() && !missing;
         log_ends
     }
 

@@ -18,6 +18,8 @@ pub(crate) struct ClientHealth {
     suspected_since: Option<Instant>,
     /// When the client last reported whether it reaches its group coordinator.
     reported_at: Option<Instant>,
+    /// Whether an error said that a topic or partition does not exist.
+    topic_may_be_missing: bool,
     progress: ReadProgress,
 }
 
@@ -55,6 +57,15 @@ impl ClientHealth {
 
     pub(crate) fn read_progress(&self) -> ReadProgress {
         self.progress
+    }
+
+    /// Records whether a topic of the group may not exist any more.
+    pub(crate) fn suspect_missing_topic(&mut self, may_be_missing: bool) {
+        self.topic_may_be_missing = may_be_missing;
+    }
+
+    pub(crate) fn topic_may_be_missing(&self) -> bool {
+        self.topic_may_be_missing
     }
 
     /// Requests that another client replaces this one. The first reason is kept.

@@ -1,4 +1,4 @@
-//! A passage that went on to be cleared cannot be completed too.
+//! A delivery whose claim is cleared cannot be completed, too.
 use oncegate_core::in_flight::InFlight;
 use oncegate_core::lifecycle::{Event, Outcome, Policy};
 
