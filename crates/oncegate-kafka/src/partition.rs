@@ -220,80 +220,45 @@ impl Partition {
         use PartitionAction as A;
         use PartitionEvent as E;
         match (self.state, event) {
-            (S::Active, E::Fetched { offset, next_epoch }) => match self.offsets.end() {
-                Some(end) if offset < end => return self.truncated(end, offset, next_epoch),
-                _ => return self.deliver(offset),
-            },
+            (S::Active, E::Fetched { offset, .. }) if self.offsets.end() <= Some(offset) => {
+                self.deliver(offset)
+            }
+            (S::Active, E::Fetched { offset, next_epoch }) => {
+                self.restart_truncated(offset, next_epoch)
+            }
             // Its next owner reads the record, or this one does after the seek.
-            (_, E::Fetched { .. }) => {}
+            (S::Seeking | S::Halted | S::Revoking, E::Fetched { .. }) => A::Nothing,
 
-            (S::Active, E::PositionReported(Some(offset)))
-                if self.position_trust == PositionTrust::Trusted =>
-            {
-                self.advance_to(offset);
-            }
-            (S::Active, E::PositionReported(None))
-                if self.position_trust == PositionTrust::Unconfirmed =>
-            {
-                self.position_trust = PositionTrust::Trusted;
-            }
-            (S::Active, E::PositionWrong { fallback }) => {
-                self.position_trust = PositionTrust::Wrong;
-                return self.offsets.end().or(fallback).map_or(A::Nothing, A::Seek);
-            }
-            (S::Active | S::Seeking, E::Sought) => {
-                (self.state, self.position_trust) = (S::Active, PositionTrust::Unconfirmed);
-            }
-            (_, E::PositionReported(_) | E::PositionWrong { .. } | E::Sought) => {}
+            (S::Active, E::PositionReported(position)) => self.position_reported(position),
+            (S::Active, E::PositionWrong { fallback }) => self.position_wrong(fallback),
+            (S::Active | S::Seeking, E::Sought) => self.sought(),
+            (_, E::PositionReported(_) | E::PositionWrong { .. } | E::Sought) => A::Nothing,
 
             (S::Active, E::StartFound(offset)) => self.start_at(offset),
-            (_, E::StartFound(_)) => {}
-            (_, E::LogStart(Some(log_start))) if !self.gaps.is_empty() => {
-                return self.count_expired(log_start);
-            }
-            (_, E::LogStart(None)) if self.new_gaps > 0 => {
-                let count = std::mem::take(&mut self.new_gaps);
-                let last = self.gaps.last().cloned().unwrap_or_default();
-                return A::WarnOfGaps { count, last };
-            }
-            (_, E::LogStart(_)) => {}
+            (_, E::StartFound(_)) => A::Nothing,
+            (_, E::LogStart(Some(log_start))) => self.count_expired(log_start),
+            (_, E::LogStart(None)) => self.warn_of_gaps(),
 
+            (S::Revoking, E::TopicRecreated { .. }) => A::Nothing,
+            (_, E::TopicRecreated { identity, .. }) if !self.is_outdated(identity.as_ref()) => {
+                A::Nothing
+            }
             (
-                S::Active | S::Seeking | S::Halted,
+                _,
                 E::TopicRecreated {
                     identity,
                     next_epoch,
                 },
-            ) if self.is_outdated(identity.as_ref()) => {
-                let ids = PositionIds::RECREATED;
-                let log = LogIdentity { identity, ids };
-                let ended = self.restart(next_epoch, StartPosition::Recreated, log);
-                self.state = S::Seeking;
-                return A::Restart {
-                    ended,
-                    cause: RestartCause::Recreated,
-                };
-            }
-            (_, E::TopicRecreated { .. }) => {}
-            (S::Active, E::Halted) => self.state = S::Halted,
-            (_, E::Halted) => {}
+            ) => self.restart_recreated(identity, next_epoch),
 
-            (_, E::HandedOut) => self.handed_out += 1,
-            (_, E::Settled(offset)) => {
-                if self.offsets.settle(offset) {
-                    self.handed_out = self.handed_out.saturating_sub(1);
-                }
-            }
-            (state, E::Released) => {
-                self.handed_out = self.handed_out.saturating_sub(1);
-                if state != S::Revoking {
-                    return A::Hold;
-                }
-            }
+            (_, E::HandedOut) => self.count_handed_out(1, A::Nothing),
+            (_, E::Settled(offset)) => self.settle(offset),
+            (S::Revoking, E::Released) => self.count_handed_out(-1, A::Nothing),
+            (_, E::Released) => self.count_handed_out(-1, A::Hold),
 
-            (_, E::CommitDue(now)) => return self.commit(now),
+            (_, E::CommitDue(now)) => self.commit(now),
             (_, E::CommitFailed { retry_at }) => {
-                self.next_commit = NextCommit::ImmediateFrom(retry_at);
+                self.commit_next(NextCommit::ImmediateFrom(retry_at))
             }
             // A retried commit of an earlier assignment, which the broker handled after the lower
             // commit of this one. librdkafka would commit nothing until that offset is reached, and a
@@ -302,16 +267,54 @@ impl Partition {
             (_, E::CommitConfirmed(offset))
                 if self.last_commit.is_some_and(|last| last < offset) =>
             {
-                self.next_commit = NextCommit::Immediate;
+                self.commit_next(NextCommit::Immediate)
             }
-            (_, E::CommitConfirmed(_)) => {}
+            (_, E::CommitConfirmed(_)) => A::Nothing,
 
-            (_, E::Revoked) => {
-                self.state = S::Revoking;
-                return A::Withdraw;
-            }
+            (S::Active, E::Halted) => self.enter(S::Halted, A::Nothing),
+            (_, E::Halted) => A::Nothing,
+            (_, E::Revoked) => self.enter(S::Revoking, A::Withdraw),
         }
-        A::Nothing
+    }
+
+    fn enter(&mut self, state: AssignmentState, action: PartitionAction) -> PartitionAction {
+        self.state = state;
+        action
+    }
+
+    fn count_handed_out(&mut self, change: isize, action: PartitionAction) -> PartitionAction {
+        self.handed_out = self.handed_out.saturating_add_signed(change);
+        action
+    }
+
+    fn settle(&mut self, offset: i64) -> PartitionAction {
+        let change = if self.offsets.settle(offset) { -1 } else { 0 };
+        self.count_handed_out(change, PartitionAction::Nothing)
+    }
+
+    fn commit_next(&mut self, next: NextCommit) -> PartitionAction {
+        self.next_commit = next;
+        PartitionAction::Nothing
+    }
+
+    fn position_reported(&mut self, position: Option<i64>) -> PartitionAction {
+        match (self.position_trust, position) {
+            (PositionTrust::Trusted, Some(offset)) => self.advance_to(offset),
+            (PositionTrust::Unconfirmed, None) => self.position_trust = PositionTrust::Trusted,
+            _ => {}
+        }
+        PartitionAction::Nothing
+    }
+
+    fn position_wrong(&mut self, fallback: Option<i64>) -> PartitionAction {
+        self.position_trust = PositionTrust::Wrong;
+        let target = self.offsets.end().or(fallback);
+        target.map_or(PartitionAction::Nothing, PartitionAction::Seek)
+    }
+
+    fn sought(&mut self) -> PartitionAction {
+        self.position_trust = PositionTrust::Unconfirmed;
+        self.enter(AssignmentState::Active, PartitionAction::Nothing)
     }
 
     /// Delivers the record at this offset, which is not below the last one.
@@ -331,9 +334,10 @@ impl Partition {
         PartitionAction::Deliver { truncated_from }
     }
 
-    /// Restarts at the record at this offset, which is below `expected`, or at the lowest unsettled
+    /// Restarts at the record at this offset, which is below the last one, or at the lowest unsettled
     /// offset if that is lower.
-    fn truncated(&mut self, expected: i64, offset: i64, next_epoch: u64) -> PartitionAction {
+    fn restart_truncated(&mut self, offset: i64, next_epoch: u64) -> PartitionAction {
+        let expected = self.offsets.end().unwrap_or(offset);
         let unsettled = self.offsets.lowest().filter(|lowest| *lowest < offset);
         let start = unsettled.unwrap_or(offset);
         let mut log = std::mem::take(&mut self.log);
@@ -354,6 +358,22 @@ impl Partition {
         PartitionAction::Restart { ended, cause }
     }
 
+    /// Restarts at the beginning of the new topic, after a seek.
+    fn restart_recreated(
+        &mut self,
+        identity: Option<TopicIdentity>,
+        next_epoch: u64,
+    ) -> PartitionAction {
+        let ids = PositionIds::RECREATED;
+        let log = LogIdentity { identity, ids };
+        let ended = self.restart(next_epoch, StartPosition::Recreated, log);
+        let cause = RestartCause::Recreated;
+        self.enter(
+            AssignmentState::Seeking,
+            PartitionAction::Restart { ended, cause },
+        )
+    }
+
     /// Starts another assignment, and returns the epoch of the one that has ended.
     fn restart(&mut self, epoch: u64, start: StartPosition, log: LogIdentity) -> u64 {
         std::mem::replace(self, Self::new(epoch, start, log)).epoch
@@ -361,11 +381,12 @@ impl Partition {
 
     /// Starts at this offset, so that every offset below it counts as settled. Does nothing after the
     /// start.
-    fn start_at(&mut self, offset: i64) {
+    fn start_at(&mut self, offset: i64) -> PartitionAction {
         if self.offsets.end().is_none() {
             self.offsets.advance_to(offset);
             self.last_commit = Some(offset);
         }
+        PartitionAction::Nothing
     }
 
     /// The log was read up to this offset: every message below it was delivered, and the remaining
@@ -390,6 +411,17 @@ impl Partition {
         self.new_gaps += 1;
         if self.gaps.len() < MAX_GAPS {
             self.gaps.push(gap);
+        }
+    }
+
+    /// Warns of the gaps that have come while the log start offset is unknown.
+    fn warn_of_gaps(&mut self) -> PartitionAction {
+        match (std::mem::take(&mut self.new_gaps), self.gaps.last()) {
+            (count @ 1.., Some(last)) => PartitionAction::WarnOfGaps {
+                count,
+                last: last.clone(),
+            },
+            _ => PartitionAction::Nothing,
         }
     }
 

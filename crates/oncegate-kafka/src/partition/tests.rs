@@ -26,7 +26,7 @@ impl Partition {
         self.apply(E::Fetched { offset, next_epoch })
     }
 
-    fn settle(&mut self, offsets: impl IntoIterator<Item = i64>) {
+    fn settle_all(&mut self, offsets: impl IntoIterator<Item = i64>) {
         for offset in offsets {
             assert_eq!(self.apply(E::Settled(offset)), A::Nothing);
         }
@@ -70,12 +70,12 @@ fn an_assignment_commits_its_start_at_once_and_then_the_lowest_unsettled_offset(
     assert_eq!(partition.committed(), None);
     (5..9).for_each(|offset| drop(partition.fetch(offset)));
     assert_eq!(partition.committed(), Some((5, Immediate)));
-    partition.settle([6]);
+    partition.settle_all([6]);
     assert_eq!(partition.committed(), None);
-    partition.settle([5]);
+    partition.settle_all([5]);
     assert_eq!(partition.committed(), Some((7, Stored)));
     assert_eq!(partition.committed(), None);
-    partition.settle([8, 7]);
+    partition.settle_all([8, 7]);
     assert_eq!(partition.committed(), Some((9, Stored)));
     assert_eq!((partition.span(), partition.blocked_by()), (0, None));
 }
@@ -83,7 +83,7 @@ fn an_assignment_commits_its_start_at_once_and_then_the_lowest_unsettled_offset(
 #[test]
 fn gaps_count_as_settled() {
     let mut partition = Partition::delivered([3, 1_000_000_000_000, 1_000_000_000_007]);
-    partition.settle([1_000_000_000_000, 3]);
+    partition.settle_all([1_000_000_000_000, 3]);
     assert_eq!(partition.committed(), Some((1_000_000_000_007, Immediate)));
 }
 
@@ -91,11 +91,11 @@ fn gaps_count_as_settled() {
 fn settling_twice_or_an_undelivered_offset_changes_nothing() {
     let mut partition = Partition::delivered([1, 3]);
     (0..2).for_each(|_| drop(partition.apply(E::HandedOut)));
-    partition.settle([2, 0, -1, i64::MAX]);
+    partition.settle_all([2, 0, -1, i64::MAX]);
     assert_eq!(partition.handed_out(), 2);
-    partition.settle([3, 3]);
+    partition.settle_all([3, 3]);
     assert_eq!(partition.handed_out(), 1);
-    partition.settle([1, 1]);
+    partition.settle_all([1, 1]);
     assert_eq!(
         (partition.handed_out(), partition.committed()),
         (0, Some((4, Immediate)))
@@ -116,7 +116,7 @@ fn a_failed_commit_is_repeated_after_a_pause() {
 #[test]
 fn a_higher_commit_that_arrives_after_a_truncation_is_overwritten_at_once() {
     let mut partition = Partition::delivered(5..60);
-    partition.settle(5..60);
+    partition.settle_all(5..60);
     assert_eq!(partition.committed(), Some((60, Immediate)));
     partition.fetch(0);
     partition.fetch(1);
@@ -127,7 +127,7 @@ fn a_higher_commit_that_arrives_after_a_truncation_is_overwritten_at_once() {
     // committed.
     partition.apply(E::CommitConfirmed(60));
     assert_eq!(partition.committed(), Some((0, Immediate)));
-    partition.settle([0]);
+    partition.settle_all([0]);
     assert_eq!(partition.committed(), Some((1, Stored)));
     partition.apply(E::CommitConfirmed(0));
     assert_eq!(
@@ -140,7 +140,7 @@ fn a_higher_commit_that_arrives_after_a_truncation_is_overwritten_at_once() {
 #[test]
 fn a_record_below_the_last_one_restarts_the_assignment() {
     let mut partition = Partition::delivered(7..9);
-    partition.settle(7..9);
+    partition.settle_all(7..9);
     let cause = RestartCause::Truncated { expected: 9 };
     assert_eq!(partition.fetch(2), A::Restart { ended: 1, cause });
     assert_eq!((partition.epoch(), partition.fetch(3)), (2, DELIVER));
@@ -154,7 +154,7 @@ fn a_record_below_the_last_one_restarts_the_assignment() {
 #[test]
 fn a_truncation_above_an_unsettled_offset_restarts_there_after_a_seek() {
     let mut partition = Partition::delivered(5..9);
-    partition.settle([5, 8]);
+    partition.settle_all([5, 8]);
     let cause = RestartCause::TruncatedAboveUnsettled { expected: 9 };
     assert_eq!(partition.fetch(7), A::Restart { ended: 1, cause });
     assert_eq!(partition.pending_seek(), Some(6));
@@ -183,7 +183,7 @@ fn a_first_record_below_the_committed_offset_is_a_truncation() {
 fn positions_may_repeat_between_a_truncation_and_the_last_read_offset() {
     let mut partition = Partition::delivered(5..10);
     assert_eq!(partition.may_repeat(), [0; 0]);
-    partition.settle(5..10);
+    partition.settle_all(5..10);
     partition.fetch(7);
     assert_eq!(partition.may_repeat(), [7, 8, 9]);
     // A second truncation.
@@ -254,7 +254,7 @@ fn commits_advance_past_transaction_markers_if_librdkafkas_position_is_trusted()
     let mut partition = Partition::delivered(5..8);
     partition.report_position(Some(10));
     assert_eq!(partition.committed(), Some((5, Immediate)));
-    partition.settle(5..8);
+    partition.settle_all(5..8);
     assert_eq!(partition.committed(), Some((10, Stored)));
     assert_eq!(
         partition.apply(E::PositionWrong { fallback: Some(15) }),
@@ -367,7 +367,7 @@ fn each_gap_is_kept_until_the_log_start_is_known() {
         assert_eq!(partition.fetch(offset), DELIVER);
     }
     // A truncation does not discard them.
-    partition.settle([8, 9, 11, 12]);
+    partition.settle_all([8, 9, 11, 12]);
     partition.fetch(2);
     assert_eq!(expired(&mut partition, 20), [(5..8, 3), (10..11, 1)]);
 }
@@ -409,7 +409,7 @@ fn any_history_agrees_with_a_map_of_all_offsets() {
                 {
                     handed_out -= 1;
                 }
-                partition.settle([offset]);
+                partition.settle_all([offset]);
             }
             assert_eq!(partition.handed_out(), handed_out, "seed {seed}");
             if random.below(3) == 0 {
@@ -507,7 +507,7 @@ impl GroupOffset {
                 let index = random.below(8) as usize;
                 if let Some(offset) = self.unsettled.iter().nth(index).copied() {
                     self.unsettled.remove(&offset);
-                    self.partition.settle([offset]);
+                    self.partition.settle_all([offset]);
                 }
             }
             24..28 => self.check(),
@@ -575,5 +575,27 @@ fn any_history_commits_the_lowest_unsettled_offset() {
             group.step(&mut random);
         }
         group.check();
+    }
+}
+
+#[test]
+fn a_partition_uses_no_clock_no_lock_no_log_and_no_librdkafka() {
+    for source in [
+        include_str!("../partition.rs"),
+        include_str!("log_identity.rs"),
+        include_str!("offsets.rs"),
+        include_str!("start.rs"),
+    ] {
+        for forbidden in [
+            "crate::",
+            "rdkafka::",
+            "::now()",
+            "async ",
+            "Mutex",
+            "tracing::",
+            "metrics::",
+        ] {
+            assert!(!source.contains(forbidden), "{forbidden}");
+        }
     }
 }
