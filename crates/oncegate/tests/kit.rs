@@ -29,7 +29,7 @@ impl Handler for Ship {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_parcel_is_sent_twice_or_forgotten() {
+async fn each_order_sends_exactly_one_parcel() {
     let carrier = Effects::default();
     let kit = Kit::new(Ship {
         carrier: carrier.clone(),

@@ -1,7 +1,7 @@
 //! Handles messages of the memory broker with the memory store and an empty handler, on a runtime
 //! with one thread.
 //!
-//! `oncegate-road MESSAGES [in-place|spawned]`. It only runs the messages: `cargo xtask bench
+//! `oncegate-bench-instructions MESSAGES [inline|spawned]`. It only runs the messages: `cargo xtask bench
 //! --guard` runs it under callgrind with few and with many messages, and divides the difference.
 #![forbid(unsafe_code)]
 
@@ -35,14 +35,14 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
     let messages: usize = arguments
         .next()
-        .ok_or("usage: oncegate-road MESSAGES [in-place|spawned]")?
+        .ok_or("usage: oncegate-bench-instructions MESSAGES [inline|spawned]")?
         .parse()?;
     let handlers = match arguments.next().as_deref() {
-        None | Some("in-place") => Execution::Inline,
+        None | Some("inline") => Execution::Inline,
         Some("spawned") => Execution::Spawned,
-        Some(other) => return Err(format!("`{other}` is neither `in-place` nor `spawned`").into()),
+        Some(other) => return Err(format!("`{other}` is neither `inline` nor `spawned`").into()),
     };
-    let broker = MemoryBroker::new("road");
+    let broker = MemoryBroker::new("messages");
     // One block of headers for all messages, as sources create it.
     let mut block = Vec::new();
     let headers: Vec<_> = (0..messages)
