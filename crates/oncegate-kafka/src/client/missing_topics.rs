@@ -7,8 +7,9 @@ use oncegate_core::LogThrottle;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::RDKafkaErrorCode;
 
+use super::topics;
+use crate::settings::Kafka;
 use crate::shared::SharedState;
-use crate::topics;
 
 /// How often a missing topic is logged.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -16,7 +17,7 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Whether this error says that a topic or partition does not exist.
-pub(crate) fn is_missing(code: RDKafkaErrorCode) -> bool {
+pub(super) fn is_missing(code: RDKafkaErrorCode) -> bool {
     use RDKafkaErrorCode as E;
     matches!(
         code,
@@ -26,7 +27,7 @@ pub(crate) fn is_missing(code: RDKafkaErrorCode) -> bool {
 
 /// Whether this line of librdkafka's log, which has no code, says the same. librdkafka writes one a
 /// second for each partition.
-pub(crate) fn is_missing_line(facility: &str, line: &str) -> bool {
+pub(super) fn is_missing_line(facility: &str, line: &str) -> bool {
     facility == "ERROR"
         && [
             "]: topic does not exist (",
@@ -37,21 +38,17 @@ pub(crate) fn is_missing_line(facility: &str, line: &str) -> bool {
 }
 
 /// The topics of the group, looked up when an error says that one may be missing.
-pub(crate) struct MissingTopics<'a> {
-    topics: &'a [String],
-    brokers: &'a str,
-    group: &'a str,
+pub(super) struct MissingTopics<'a> {
+    kafka: &'a Kafka,
     /// The partitions of each topic when it was last found, for the command that creates it.
     partitions: HashMap<&'a str, usize>,
     throttles: HashMap<&'a str, LogThrottle>,
 }
 
 impl<'a> MissingTopics<'a> {
-    pub(crate) fn new(topics: &'a [String], brokers: &'a str, group: &'a str) -> Self {
+    pub(super) fn new(kafka: &'a Kafka) -> Self {
         Self {
-            topics,
-            brokers,
-            group,
+            kafka,
             partitions: HashMap::new(),
             throttles: HashMap::new(),
         }
@@ -59,14 +56,14 @@ impl<'a> MissingTopics<'a> {
 
     /// Looks up each topic that is not known yet, and all of them if one may be missing. A consumer's
     /// request creates no topic.
-    pub(crate) fn check<C: ConsumerContext>(
+    pub(super) fn check<C: ConsumerContext>(
         &mut self,
         client: &BaseConsumer<C>,
         shared: &SharedState,
     ) {
-        let is_suspected = shared.lock().topic_may_be_missing();
+        let is_suspected = shared.lock().client.topic_may_be_missing();
         let mut is_missing_still = false;
-        for topic in self.topics {
+        for topic in &self.kafka.topics {
             if !is_suspected && self.partitions.contains_key(topic.as_str()) {
                 continue;
             }
@@ -89,7 +86,8 @@ impl<'a> MissingTopics<'a> {
                 Some(_) => {}
             }
         }
-        shared.lock().suspect_missing_topic(is_missing_still);
+        let mut state = shared.lock();
+        state.client.suspect_missing_topic(is_missing_still);
     }
 
     fn log(&mut self, topic: &'a str, brokers: usize) {
@@ -105,11 +103,11 @@ impl<'a> MissingTopics<'a> {
             .get(topic)
             .map(|partitions| format!(" --partitions {partitions}"))
             .unwrap_or_default();
-        let create =
-            topics::create_command(self.brokers, topic, topics::replicas(brokers), &options);
+        let replicas = topics::replicas(brokers);
+        let create = topics::create_command(self.kafka, topic, replicas, &options);
         tracing::error!(
             topic,
-            group = self.group,
+            group = self.kafka.group,
             suppressed_lines,
             "topic deleted: it does not exist any more, and its unread messages are lost; the consumer waits and reads it once it exists again; create it: {create}"
         );

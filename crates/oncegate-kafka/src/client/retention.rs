@@ -6,8 +6,8 @@ use std::time::Duration;
 use oncegate_core::SourceError;
 use rdkafka::admin::{AdminClient, AdminOptions, ConfigResource, ResourceSpecifier};
 
-use crate::client::log::LogContext;
-use crate::kafka::{Kafka, Retention};
+use super::log::LogContext;
+use crate::settings::{Kafka, Retention};
 
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);

@@ -1,21 +1,22 @@
 //! Publishes rejected deliveries to dead-letter topics.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use oncegate_core::LogThrottle;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{kept_headers, rejection_headers};
-use oncegate_core::{Delivery, FailureHistory, LogThrottle};
 use rdkafka::ClientConfig;
 use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
 
-use crate::client::connection_errors::ConnectionErrors;
-use crate::client::log::LogContext;
-use crate::kafka::Destinations;
-use crate::shared::RejectedDelivery;
+use super::connection_errors::ConnectionErrors;
+use super::lock;
+use super::log::LogContext;
+use crate::settings::Destinations;
+use crate::shared::{RejectedDelivery, detached};
 
 /// The header of a dead letter without its body, because the broker rejected it with the body as too
 /// large. Its value is the size of the body in bytes.
@@ -52,6 +53,7 @@ pub(crate) struct DeadLetters {
 /// A dead letter that is not confirmed yet, and how the next attempt sends it.
 pub(crate) struct UnpublishedDeadLetter {
     pub(crate) rejected: RejectedDelivery,
+    topic: String,
     parts: PublishedParts,
     grouping: RequestGrouping,
 }
@@ -87,16 +89,6 @@ impl PublishedParts {
     }
 }
 
-impl UnpublishedDeadLetter {
-    pub(crate) fn new(rejected: RejectedDelivery) -> Self {
-        Self {
-            rejected,
-            parts: PublishedParts::Whole,
-            grouping: RequestGrouping::Batch,
-        }
-    }
-}
-
 impl DeadLetters {
     /// Starts the producers.
     pub(crate) fn open(
@@ -104,25 +96,33 @@ impl DeadLetters {
         destinations: Destinations,
         connection_errors: Arc<ConnectionErrors>,
     ) -> Result<Self, KafkaError> {
-        let mut singles_config = config.clone();
-        singles_config.set("batch.num.messages", "1");
-        let batches = RestartingProducer {
+        let producer = |config| RestartingProducer {
             config,
             connection_errors: connection_errors.clone(),
             current: Mutex::default(),
         };
+        let mut singles_config = config.clone();
+        singles_config.set("batch.num.messages", "1");
+        let (batches, singles) = (producer(config), producer(singles_config));
         drop(batches.current()?);
-        let singles = RestartingProducer {
-            config: singles_config,
-            connection_errors,
-            current: Mutex::default(),
-        };
         Ok(Self {
             destinations,
             batches,
             singles,
             throttles: Mutex::default(),
         })
+    }
+
+    /// A dead letter of this delivery, without the memory of the batch that it was read in.
+    pub(crate) fn prepare(&self, mut rejected: RejectedDelivery) -> UnpublishedDeadLetter {
+        let message = &mut rejected.delivery.message;
+        *message = detached(message);
+        UnpublishedDeadLetter {
+            topic: self.destination(&message.origin.name, &rejected.reason),
+            rejected,
+            parts: PublishedParts::Whole,
+            grouping: RequestGrouping::Batch,
+        }
     }
 
     /// The topic to which messages of `topic` are rejected.
@@ -170,71 +170,42 @@ impl DeadLetters {
     }
 
     async fn send(&self, dead_letter: &UnpublishedDeadLetter) -> Result<(), KafkaError> {
-        let UnpublishedDeadLetter {
-            rejected:
-                RejectedDelivery {
-                    delivery,
-                    reason,
-                    failure_history,
-                },
-            parts,
-            grouping,
-        } = dead_letter;
-        let (message, topic) = (&delivery.message, self.topic_of(&dead_letter.rejected));
-        let mut record = FutureRecord::<[u8], [u8]>::to(&topic).headers(dead_letter_headers(
-            delivery,
-            reason,
-            failure_history.as_deref(),
-            *parts,
-        ));
-        record.payload = Some(if *parts == PublishedParts::Whole {
-            &message.body
-        } else {
-            &[]
-        });
-        record.key = message
-            .key
-            .as_deref()
-            .filter(|_| *parts != PublishedParts::RejectionHeaders);
-        match grouping {
+        let (rejected, parts) = (&dead_letter.rejected, dead_letter.parts);
+        let message = &rejected.delivery.message;
+        let mut record = FutureRecord::<[u8], [u8]>::to(&dead_letter.topic)
+            .headers(dead_letter_headers(rejected, parts));
+        let body = Some(&message.body[..]).filter(|_| parts == PublishedParts::Whole);
+        record.payload = Some(body.unwrap_or_default());
+        let key = message.key.as_deref();
+        record.key = key.filter(|_| parts != PublishedParts::RejectionHeaders);
+        match dead_letter.grouping {
             RequestGrouping::Batch => self.batches.send(record).await,
             RequestGrouping::Alone => self.singles.send(record).await,
         }
     }
 
-    fn topic_of(&self, rejected: &RejectedDelivery) -> String {
-        self.destination(&rejected.delivery.message.origin.name, &rejected.reason)
-    }
-
     /// Logs that a dead letter could not be published, at most once per [`LOG_INTERVAL`] and topic.
     pub(crate) fn warn_of_failure(&self, dead_letter: &UnpublishedDeadLetter, error: &KafkaError) {
-        let (
-            topic,
-            RejectedDelivery {
-                delivery, reason, ..
-            },
-        ) = (self.topic_of(&dead_letter.rejected), &dead_letter.rejected);
-        let Some(suppressed_lines) = self.due(&topic, "failure", Instant::now()) else {
+        let (topic, rejected) = (&dead_letter.topic, &dead_letter.rejected);
+        let Some(suppressed_lines) = self.due(topic, "failure", Instant::now()) else {
             return;
         };
+        let delivery = &rejected.delivery;
         tracing::warn!(
             topic,
             %error,
             origin = %delivery.message.origin.name,
             partition = delivery.receipt.partition,
             offset = delivery.receipt.position,
-            reason = reason.as_str(),
+            reason = rejected.reason.as_str(),
             suppressed_lines,
             "cannot publish to the dead-letter topic; its message stays in memory, no offset from it on is committed, and publishing is retried; check that the topic exists and is not compacted, its max.message.bytes, and that this client has the right Write on it"
         );
     }
 
     fn warn_of_size(&self, dead_letter: &UnpublishedDeadLetter) {
-        let (topic, delivery) = (
-            self.topic_of(&dead_letter.rejected),
-            &dead_letter.rejected.delivery,
-        );
-        let Some(suppressed_lines) = self.due(&topic, "size", Instant::now()) else {
+        let (topic, delivery) = (&dead_letter.topic, &dead_letter.rejected.delivery);
+        let Some(suppressed_lines) = self.due(topic, "size", Instant::now()) else {
             return;
         };
         tracing::warn!(
@@ -250,10 +221,7 @@ impl DeadLetters {
 
     /// The number of suppressed log lines of this kind for the topic, if one is due.
     fn due(&self, topic: &str, line: &'static str, now: Instant) -> Option<u64> {
-        let mut throttles = self
-            .throttles
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut throttles = lock(&self.throttles);
         let throttle = throttles
             .entry((topic.to_owned(), line))
             .or_insert_with(|| LogThrottle::every(LOG_INTERVAL));
@@ -295,7 +263,7 @@ impl RestartingProducer {
     }
 
     fn current(&self) -> Result<DeadLetterProducer, KafkaError> {
-        let mut producer = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut producer = lock(&self.current);
         match &*producer {
             Some(producer) => Ok(producer.clone()),
             None => Ok(producer
@@ -329,7 +297,7 @@ impl RestartingProducer {
     /// Removes a failed producer, unless another call already has: the next publish creates a new one.
     /// A fatal error of an idempotent producer is permanent.
     fn replace(&self, failed: &DeadLetterProducer, reason: &str) {
-        let mut producer = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut producer = lock(&self.current);
         if producer
             .as_ref()
             .is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr())
@@ -345,12 +313,7 @@ impl RestartingProducer {
 
 impl Drop for RestartingProducer {
     fn drop(&mut self) {
-        drop_on_thread(
-            self.current
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take(),
-        );
+        drop_on_thread(lock(&self.current).take());
     }
 }
 
@@ -363,12 +326,12 @@ fn drop_on_thread(producer: Option<DeadLetterProducer>) {
 }
 
 /// The headers of a dead letter: the kept headers of the message, then the headers of the rejection.
-fn dead_letter_headers(
-    delivery: &Delivery,
-    reason: &Reason,
-    failure_history: Option<&FailureHistory>,
-    parts: PublishedParts,
-) -> OwnedHeaders {
+fn dead_letter_headers(rejected: &RejectedDelivery, parts: PublishedParts) -> OwnedHeaders {
+    let RejectedDelivery {
+        delivery,
+        reason,
+        failure_history,
+    } = rejected;
     let message = &delivery.message;
     let mut headers = OwnedHeaders::new();
     if parts != PublishedParts::RejectionHeaders {
@@ -379,7 +342,7 @@ fn dead_letter_headers(
             });
         }
     }
-    let mut added = rejection_headers(delivery, reason, failure_history);
+    let mut added = rejection_headers(delivery, reason, failure_history.as_deref());
     added.extend(
         (parts != PublishedParts::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())),
     );
@@ -403,7 +366,7 @@ fn dead_letter_headers(
 #[cfg(test)]
 mod tests {
     use oncegate_core::message::HeadersBuilder;
-    use oncegate_core::{Message, Receipt};
+    use oncegate_core::{Delivery, Message, Receipt};
     use rdkafka::message::Headers;
 
     use super::*;
@@ -460,17 +423,22 @@ mod tests {
             headers: builder.finish(),
             ..Message::new("body")
         };
-        let delivery = Delivery {
-            message,
-            receipt: Receipt {
-                epoch: 1,
-                partition: 0,
-                position: 0,
+        let receipt = Receipt {
+            epoch: 1,
+            partition: 0,
+            position: 0,
+        };
+        let rejected = RejectedDelivery {
+            delivery: Delivery {
+                message,
+                receipt,
+                failures: 0,
             },
-            failures: 0,
+            reason: Reason::TooLarge,
+            failure_history: None,
         };
         let names = |parts| {
-            let headers = dead_letter_headers(&delivery, &Reason::TooLarge, None, parts);
+            let headers = dead_letter_headers(&rejected, parts);
             assert!(
                 headers
                     .iter()

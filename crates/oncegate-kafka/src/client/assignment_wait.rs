@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use oncegate_core::LogThrottle;
 
-use crate::kafka::{Kafka, SessionTimeout};
+use crate::settings::{Kafka, SessionTimeout};
 use crate::shared::SourceState;
 
 /// How long an assignment may take before the wait is logged. A healthy group takes less.
@@ -51,7 +51,7 @@ impl AssignmentWait {
         let assigned = state.partitions().len();
         let line = self.line(
             assigned,
-            state.without_group_since().is_none(),
+            state.client.without_group_since().is_none(),
             Instant::now(),
         );
         let Self {

@@ -32,7 +32,7 @@ fn an_id_that_kafka_does_not_have_is_refused() {
             .handler(Nothing)
             .id(id)
             .build();
-        let error = built.err().expect("no such property").to_string();
+        let error = built.expect_err("no such property").to_string();
         assert!(error.contains("use IdSource::header"), "{error}");
     }
     for id in [IdSource::key(), IdSource::position()] {
@@ -42,68 +42,58 @@ fn an_id_that_kafka_does_not_have_is_refused() {
 
 #[test]
 fn missing_and_forbidden_settings_are_named() {
-    assert!(valid_settings().check().is_ok());
-    assert_eq!(setting(Kafka::topic("").brokers("b").group("g")), "topic");
-    assert_eq!(
-        setting(Kafka::topics(Vec::<String>::new()).brokers("b").group("g")),
-        "topic"
-    );
-    assert_eq!(
-        setting(Kafka::topic("^pay.*").brokers("b").group("g")),
-        "topic"
-    );
-    assert_eq!(setting(Kafka::topic("t").group("g")), "brokers");
-    for brokers in ["http://x y", "localhost:99999", "a:9092,,b:9092"] {
-        assert_eq!(
-            setting(Kafka::topic("t").brokers(brokers).group("g")),
-            "brokers",
-            "{brokers}"
-        );
+    let kafka =
+        |topic: &str, brokers: &str, group: &str| Kafka::topic(topic).brokers(brokers).group(group);
+    let without_partitions = TopicCreation::Create {
+        partitions: 0,
+        replication: 1,
+    };
+    let no_topics = Kafka::topics(Vec::<String>::new());
+    let is_rejected = [
+        ("topic", kafka("", "b", "g")),
+        ("topic", no_topics.brokers("b").group("g")),
+        ("topic", kafka("^pay.*", "b", "g")),
+        ("brokers", Kafka::topic("t").group("g")),
+        ("brokers", kafka("t", "http://x y", "g")),
+        ("brokers", kafka("t", "localhost:99999", "g")),
+        ("brokers", kafka("t", "a:9092,,b:9092", "g")),
+        ("group", kafka("t", "b", " ")),
+        ("dead_letters", valid_settings().dead_letters("payments")),
+        ("in_doubt", valid_settings().in_doubt("")),
+        (
+            "create_topics",
+            valid_settings().create_topics(without_partitions),
+        ),
+        (
+            "ca_certificate",
+            valid_settings().ca_certificate("/no/such/file"),
+        ),
+        (
+            "stalled_after",
+            valid_settings().stalled_after(Duration::from_millis(999)),
+        ),
+    ];
+    for (expected, kafka) in is_rejected {
+        assert_eq!(setting(kafka), expected);
     }
-    assert_eq!(setting(Kafka::topic("t").brokers("b").group(" ")), "group");
-    assert_eq!(
-        setting(valid_settings().dead_letters("payments")),
-        "dead_letters"
-    );
-    assert_eq!(setting(valid_settings().in_doubt("")), "in_doubt");
-    assert_eq!(
-        setting(valid_settings().create_topics(TopicCreation::Create {
-            partitions: 0,
-            replication: 1
-        })),
-        "create_topics"
-    );
-    assert_eq!(
-        setting(valid_settings().property("auto.commit.interval.ms", "0")),
-        "auto.commit.interval.ms"
-    );
-    assert!(
-        valid_settings()
-            .property("auto.commit.interval.ms", "100")
-            .check()
-            .is_ok()
-    );
-    assert_eq!(
-        setting(valid_settings().property("enable.ssl.certificate.verification", "false")),
-        "enable.ssl.certificate.verification"
-    );
-    assert_eq!(
-        setting(valid_settings().ca_certificate("/no/such/file")),
-        "ca_certificate"
-    );
-    for key in [
-        "enable.auto.commit",
-        "enable.auto.offset.store",
-        "group.id",
-        "bootstrap.servers",
-        "auto.offset.reset",
-        "acks",
-        "isolation.level",
-        "allow.auto.create.topics",
-        "statistics.interval.ms",
+    for (key, value) in [
+        ("auto.commit.interval.ms", "0"),
+        ("enable.ssl.certificate.verification", "false"),
+        ("enable.auto.commit", "x"),
+        ("enable.auto.offset.store", "x"),
+        ("group.id", "x"),
+        ("bootstrap.servers", "x"),
+        ("auto.offset.reset", "x"),
+        ("acks", "x"),
+        ("isolation.level", "x"),
+        ("allow.auto.create.topics", "x"),
+        ("statistics.interval.ms", "x"),
     ] {
-        assert_eq!(setting(valid_settings().property(key, "x")), key);
+        assert_eq!(setting(valid_settings().property(key, value)), key);
     }
+    assert!(valid_settings().check().is_ok());
+    let with_interval = valid_settings().property("auto.commit.interval.ms", "100");
+    assert!(with_interval.check().is_ok());
 }
 
 #[test]

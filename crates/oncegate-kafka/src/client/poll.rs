@@ -4,19 +4,17 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use oncegate_core::{SourceError, fault};
-use rdkafka::consumer::{BaseConsumer, Consumer};
+use oncegate_core::SourceError;
+use rdkafka::consumer::Consumer;
 use rdkafka::error::KafkaError;
-use rdkafka::topic_partition_list::Offset;
 
-use crate::assignment_wait::AssignmentWait;
-use crate::client;
-use crate::client::batch::{self, MessageQueue};
-use crate::client::cluster_id;
-use crate::commits;
-use crate::committed_offset;
-use crate::context::{CallbackContext, SEEK_TIMEOUT, permanent_error, revocation_kind};
-use crate::kafka::{Kafka, OutOfRange};
+use super::assignment_wait::AssignmentWait;
+use super::batch::{self, MessageQueue};
+use super::callbacks::{CallbackContext, GroupConsumer};
+use super::rebalance::revocation_kind;
+use super::records::permanent_error;
+use super::{cluster_id, commits, start_position};
+use crate::settings::{Kafka, OutOfRange};
 use crate::shared::{RevocationKind, SharedState, SourcePhase};
 
 /// Maximum number of rebalances and errors that one turn of the polling loop serves before it reads
@@ -40,10 +38,7 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 ///
 /// # Errors
 /// If librdkafka rejects the names of the topics.
-pub(crate) fn subscribe(
-    consumer: &BaseConsumer<CallbackContext>,
-    kafka: &Kafka,
-) -> Result<(), SourceError> {
+pub(crate) fn subscribe(consumer: &GroupConsumer, kafka: &Kafka) -> Result<(), SourceError> {
     let names: Vec<&str> = kafka.topics.iter().map(String::as_str).collect();
     consumer.subscribe(&names).map_err(|error| {
         SourceError::misconfigured("topic", error.to_string(), "name topics that exist")
@@ -52,7 +47,7 @@ pub(crate) fn subscribe(
 
 /// Serves the group until the source closes, then leaves it. Replaces a client that stalls or has a
 /// fatal error. Runs on its own thread.
-pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>) {
+pub(crate) fn run(kafka: Kafka, mut consumer: Arc<GroupConsumer>) {
     let CallbackContext {
         shared,
         connection_errors,
@@ -85,10 +80,7 @@ pub(crate) fn run(kafka: Kafka, mut consumer: Arc<BaseConsumer<CallbackContext>>
             }
             let context = CallbackContext::new(shared.clone(), &kafka, connection_errors.clone())
                 .with_topic_ids(topics.clone());
-            let created = kafka
-                .consumer_config()
-                .create_with_context(context)
-                .map_err(client::error::from_config);
+            let created = context.consumer(&kafka);
             match created.and_then(|consumer| subscribe(&consumer, &kafka).map(|()| consumer)) {
                 Ok(consumer) => break Arc::new(consumer),
                 Err(error) => {
@@ -113,7 +105,7 @@ enum ClientExit {
 /// Serves one client until the source closes or the client is replaced. If the source closes, the
 /// consumer has left the group when this returns.
 fn serve_client(
-    consumer: Arc<BaseConsumer<CallbackContext>>,
+    consumer: Arc<GroupConsumer>,
     shared: &SharedState,
     assignment: &mut AssignmentWait,
 ) -> ClientExit {
@@ -139,7 +131,7 @@ fn serve_client(
             last_check = Instant::now();
         }
         commits::store(&consumer, shared);
-        if shared.lock().needs_replacement() {
+        if shared.lock().client.needs_replacement() {
             return replace_client(consumer, shared);
         }
         consumer.context().read_batch(TURN);
@@ -156,18 +148,15 @@ fn serve_client(
 /// Waits for deliveries up to the drain timeout, and closes the client. Unsettled messages are
 /// redelivered by the next owner of their partitions. A client that does not close in time continues
 /// to close on a thread of its own.
-fn replace_client(
-    consumer: Arc<BaseConsumer<CallbackContext>>,
-    shared: &SharedState,
-) -> ClientExit {
+fn replace_client(consumer: Arc<GroupConsumer>, shared: &SharedState) -> ClientExit {
     let mut state = shared.lock();
     // A client that does not reach its group can neither commit nor leave.
-    let (exit, close_timeout) = if state.is_suspected() {
+    let (exit, close_timeout) = if state.client.is_suspected() {
         (ClientExit::ReplacedWithoutGroup, Duration::ZERO)
     } else {
         (ClientExit::Replaced, CLOSE_TIMEOUT)
     };
-    let reason = state.take_replacement().unwrap_or_default();
+    let reason = state.client.take_replacement().unwrap_or_default();
     drop(state);
     tracing::error!(
         group = consumer.context().group,
@@ -205,7 +194,7 @@ fn replace_client(
 
 /// Handles a fatal error, after which librdkafka's client does nothing more: another client replaces
 /// it, or the source ends if another client would fail in the same way.
-fn check_fatal_error(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
+fn check_fatal_error(consumer: &GroupConsumer, shared: &SharedState) {
     let Some((code, text)) = consumer.client().fatal_error() else {
         return;
     };
@@ -213,13 +202,14 @@ fn check_fatal_error(consumer: &BaseConsumer<CallbackContext>, shared: &SharedSt
         Some(error) => shared.fail(error),
         None => shared
             .lock()
+            .client
             .request_replacement(format!("fatal error: {text}")),
     }
 }
 
 /// Reads the cluster id, and compares the topics whose id has changed. No message is read before the
 /// comparison.
-fn compare_topics(consumer: &BaseConsumer<CallbackContext>) {
+fn compare_topics(consumer: &GroupConsumer) {
     let topics = &consumer.context().topics;
     let changed = topics.changed();
     if changed.is_none() && topics.knows_cluster() {
@@ -239,18 +229,15 @@ fn compare_topics(consumer: &BaseConsumer<CallbackContext>) {
 /// Ends all assignments, without a commit, once a topic is, or may be, on another cluster than
 /// before: their positions are offsets of the former cluster. A replacement client joins the group
 /// and starts at the offsets that are committed on the current cluster.
-fn leave_former_cluster(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
+fn leave_former_cluster(consumer: &GroupConsumer, shared: &SharedState) {
     let topics = &consumer.context().topics;
     for topic in topics.take_cluster_changed() {
         let mut state = shared.lock();
-        if state
-            .outdated_assignments(&topic, topics.identity(&topic).as_ref())
-            .is_empty()
-        {
+        if !state.is_outdated(&topic, topics.identity(&topic).as_ref()) {
             continue;
         }
         let partitions = state.partitions();
-        state.request_replacement(format!(
+        state.client.request_replacement(format!(
             "the topic `{topic}` has another id, and is or may be on another cluster"
         ));
         drop(state);
@@ -261,7 +248,7 @@ fn leave_former_cluster(consumer: &BaseConsumer<CallbackContext>, shared: &Share
 /// Seeks to the beginning of recreated topics, and to the lowest unsettled offset of truncated
 /// logs. librdkafka keeps its position when a topic is recreated; if the new log is longer, it would
 /// skip the messages below that position.
-fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &SharedState) {
+fn restart_recreated_topics(consumer: &GroupConsumer, shared: &SharedState) {
     let context = consumer.context();
     for topic in context.topics.take_recreated() {
         // Also with `OutOfRange::Error`: otherwise an offset of the deleted topic would be committed
@@ -271,7 +258,7 @@ fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &S
         match context.out_of_range {
             // No assignment is outdated. One that starts after the change reports the error itself.
             OutOfRange::Error if partitions == 0 => {}
-            OutOfRange::Error => shared.fail(committed_offset::recreated(&topic)),
+            OutOfRange::Error => shared.fail(start_position::recreated(&topic)),
             OutOfRange::Earliest => {
                 tracing::error!(
                     topic,
@@ -280,16 +267,16 @@ fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &S
             }
         }
     }
-    shared.seek_all(|topic, partition, offset| {
-        fault::point("kafka.seek.before");
-        let result = consumer.seek(topic, partition, Offset::Offset(offset), SEEK_TIMEOUT);
-        fault::point("kafka.seek.after");
-        result
-    });
+    let seeks = shared.lock().pending_seeks();
+    for (topic, partition, offset) in seeks {
+        if let Err(error) = context.seek(consumer, &topic, partition, offset) {
+            tracing::warn!(%error, topic = &*topic, partition, offset, "seek failed, retrying; nothing is read from the partition before it succeeds; check that the partition has a leader");
+        }
+    }
 }
 
 /// Serves rebalances and errors, and forwards librdkafka's log.
-fn serve(consumer: &BaseConsumer<CallbackContext>) {
+fn serve(consumer: &GroupConsumer) {
     let context = consumer.context();
     context.forward_log();
     for _ in 0..EVENTS_PER_TURN {
@@ -334,29 +321,16 @@ mod tests {
     use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
-    use crate::client::connection_errors::ConnectionErrors;
 
     /// The time limit of each test step, for slow machines.
     const BOUND: Duration = Duration::from_secs(60);
 
-    fn client(
-        kafka: &Kafka,
-        brokers: &str,
-    ) -> (Arc<SharedState>, Arc<BaseConsumer<CallbackContext>>) {
-        let (shared, connection_errors) = (
-            Arc::<SharedState>::default(),
-            Arc::new(ConnectionErrors::new(brokers)),
-        );
-        let context = CallbackContext::new(shared.clone(), kafka, connection_errors);
-        let consumer: Arc<BaseConsumer<CallbackContext>> = Arc::new(
-            kafka
-                .consumer_config()
-                .create_with_context(context)
-                .expect("a client"),
-        );
-        consumer.context().set_queue(Some(Arc::new(
-            MessageQueue::new(&consumer).expect("memory"),
-        )));
+    fn client(kafka: &Kafka) -> (Arc<SharedState>, Arc<GroupConsumer>) {
+        let context = CallbackContext::alone(kafka);
+        let shared = context.shared.clone();
+        let consumer = Arc::new(context.consumer(kafka).expect("a client"));
+        let queue = MessageQueue::new(&consumer).expect("memory");
+        consumer.context().set_queue(Some(Arc::new(queue)));
         subscribe(&consumer, kafka).expect("a topic");
         (shared, consumer)
     }
@@ -367,7 +341,7 @@ mod tests {
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         let kafka = Kafka::topic("t").brokers(&brokers).group("g");
-        let (shared, consumer) = client(&kafka, &brokers);
+        let (shared, consumer) = client(&kafka);
         let end = Instant::now() + BOUND;
         let until = |condition: &dyn Fn() -> bool| {
             while !condition() {
@@ -376,23 +350,29 @@ mod tests {
                 consumer.context().read_batch(TURN);
             }
         };
-        let without_group_since = || shared.lock().without_group_since();
+        let without_group_since = || shared.lock().client.without_group_since();
         until(&|| !shared.lock().partitions().is_empty() && without_group_since().is_none());
         cluster.broker_down(1).expect("the broker stops");
         until(&|| without_group_since().is_some());
         let before = without_group_since().expect("the client reports no coordinator");
         cluster.broker_up(1).expect("the broker starts");
         until(&|| without_group_since().is_none());
-        shared.lock().suspect_lost_metadata(before, Instant::now());
+        shared
+            .lock()
+            .client
+            .suspect_lost_metadata(before, Instant::now());
         assert!(
-            !shared.lock().is_suspected(),
+            !shared.lock().client.is_suspected(),
             "the client is connected again"
         );
         cluster.broker_down(1).expect("the broker stops");
         until(&|| without_group_since().is_some());
         let again = without_group_since().expect("the client reports no coordinator");
-        shared.lock().suspect_lost_metadata(again, Instant::now());
-        until(&|| shared.lock().needs_replacement());
+        shared
+            .lock()
+            .client
+            .suspect_lost_metadata(again, Instant::now());
+        until(&|| shared.lock().client.needs_replacement());
     }
 
     /// A client whose topic was recreated on the same cluster is not replaced.
@@ -402,8 +382,7 @@ mod tests {
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         for (is_other_cluster, group) in [(true, "g1"), (false, "g2")] {
-            let (shared, consumer) =
-                client(&Kafka::topic("t").brokers(&brokers).group(group), &brokers);
+            let (shared, consumer) = client(&Kafka::topic("t").brokers(&brokers).group(group));
             // As `topics` does before the group is joined: librdkafka logs the id of each requested
             // topic.
             consumer.fetch_metadata(Some("t"), BOUND).expect("metadata");
@@ -428,7 +407,10 @@ mod tests {
             leave_former_cluster(&consumer, &shared);
             let mut state = shared.lock();
             assert_eq!(
-                (state.partitions().is_empty(), state.needs_replacement()),
+                (
+                    state.partitions().is_empty(),
+                    state.client.needs_replacement()
+                ),
                 (is_other_cluster, is_other_cluster)
             );
             // The start of the partition, which has no committed offset yet.
@@ -466,7 +448,7 @@ mod tests {
         let kafka = kafka
             .property("session.timeout.ms", "3000")
             .property("heartbeat.interval.ms", "200");
-        let (shared, consumer) = client(&kafka, &brokers);
+        let (shared, consumer) = client(&kafka);
         let end = Instant::now() + BOUND;
         let mut incoming = Vec::new();
         while !matches!(incoming[..], [Incoming::Delivery(_)]) {

@@ -1,25 +1,20 @@
 //! Committed offsets, and the start position of each assigned partition.
 
 use std::collections::{BTreeSet, HashMap};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use oncegate_core::SourceError;
 use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
-use rdkafka::error::{KafkaResult, RDKafkaErrorCode};
+use rdkafka::error::KafkaResult;
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
 
-use crate::client::batch::{MessageQueue, PartitionError};
-use crate::client::log::log_error;
-use crate::client::{self, cluster_id, commit_metadata};
-use crate::kafka::StartAt;
-use crate::shared::StartPosition;
-use crate::topic_identity::{TopicIdentity, TopicMatch};
-use crate::topic_recreated::TopicIds;
-
-/// Timeout of one request. The rebalance waits for it.
-const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
-/// The pause before a failed request is retried.
-const RETRY_PAUSE: Duration = Duration::from_millis(200);
+use super::batch::{MessageQueue, PartitionError};
+use super::log::log_error;
+use super::time_budget::{TimeBudget, is_transient};
+use super::topic_ids::TopicIds;
+use super::{cluster_id, commit_metadata};
+use crate::partition::{CommittedOffset, StartPosition, TopicIdentity};
+use crate::settings::StartAt;
 
 /// A partition and its start position.
 pub(crate) type PartitionStart = (String, i32, StartPosition);
@@ -149,8 +144,8 @@ pub(crate) fn log_starts<C: ConsumerContext>(
         .collect()
 }
 
-/// The start position of a partition with a committed offset, given the topic that the offset was
-/// committed for. Logs a warning if the offset is used although the topic's id has changed.
+/// The start position of a partition with a committed offset. Logs a warning if the offset is used
+/// although the topic's id has changed.
 fn start_position(
     topic: &str,
     partition: i32,
@@ -158,44 +153,33 @@ fn start_position(
     current: Option<&TopicIdentity>,
 ) -> StartPosition {
     let offset = committed.offset;
-    // Metadata without a topic id was written by another program or by an operator. That offset
-    // cannot be compared, and is used.
-    let (Some(committed), Some(current)) = (&committed.identity, current) else {
-        return StartPosition::Committed(offset);
-    };
-    let (cluster, committed_cluster) = (
-        current.cluster_id.as_deref(),
-        committed.cluster_id.as_deref(),
-    );
-    match committed.compare(current) {
-        TopicMatch::Same => StartPosition::Committed(offset),
-        TopicMatch::Recreated => StartPosition::Recreated,
-        TopicMatch::Replica => {
-            tracing::warn!(
-                topic,
-                partition,
-                offset,
-                cluster,
-                committed_cluster,
-                "replica topic: the offset was committed on another cluster, for a topic with another id; reading continues at this \
-                 offset; check that the mirror translates offsets (MirrorMaker 2: \
-                 sync.group.offsets.enabled=true), and with IdSource::position(), give the consumer another .scope(…)"
-            );
-            StartPosition::Replica(offset)
-        }
-        TopicMatch::Ambiguous => {
-            tracing::warn!(
-                topic,
-                partition,
-                offset,
-                cluster,
-                committed_cluster,
-                "topic id differs and a cluster id is unknown: the topic is a replica or was deleted and created again; the committed \
-                 offset is kept; if the topic was created again, reset the group's offsets: kafka-consumer-groups.sh --reset-offsets"
-            );
-            StartPosition::Ambiguous(offset)
-        }
+    let cluster_of = |it: Option<&TopicIdentity>| it.and_then(|it| it.cluster_id.clone());
+    let (cluster, committed_cluster) =
+        (cluster_of(current), cluster_of(committed.identity.as_ref()));
+    let start = StartPosition::at(committed, current);
+    match start {
+        StartPosition::Replica(_) => tracing::warn!(
+            topic,
+            partition,
+            offset,
+            cluster = cluster.as_deref(),
+            committed_cluster = committed_cluster.as_deref(),
+            "replica topic: the offset was committed on another cluster, for a topic with another id; reading continues at this \
+             offset; check that the mirror translates offsets (MirrorMaker 2: \
+             sync.group.offsets.enabled=true), and with IdSource::position(), give the consumer another .scope(…)"
+        ),
+        StartPosition::Ambiguous(_) => tracing::warn!(
+            topic,
+            partition,
+            offset,
+            cluster = cluster.as_deref(),
+            committed_cluster = committed_cluster.as_deref(),
+            "topic id differs and a cluster id is unknown: the topic is a replica or was deleted and created again; the committed \
+             offset is kept; if the topic was created again, reset the group's offsets: kafka-consumer-groups.sh --reset-offsets"
+        ),
+        _ => {}
     }
+    start
 }
 
 /// The topics whose committed offset names another topic id than this client has received. Either of
@@ -216,9 +200,8 @@ fn topics_to_verify(committed: &CommittedOffsets, topics: &TopicIds) -> BTreeSet
         .collect()
 }
 
-/// Marks the partitions without an offset that were added to a topic: the group has an offset for
-/// another partition of that topic. If all those offsets belong to a deleted topic, the partition is
-/// marked as recreated instead. If the second response has an offset for the partition itself, the
+/// Determines the start of the partitions without an offset from the group's offsets of the other
+/// partitions of their topics. If the second response has an offset for the partition itself, the
 /// partition starts there.
 fn mark_added(
     starts: &mut [PartitionStart],
@@ -265,99 +248,8 @@ fn mark_added(
             .filter(|((it, _), _)| it == topic)
             .filter_map(|(_, it)| it.as_ref())
             .collect();
-        let is_of_deleted_topic = |it: &&CommittedOffset| {
-            it.identity
-                .as_ref()
-                .zip(current.as_ref())
-                .is_some_and(|(committed, current)| {
-                    committed.compare(current) == TopicMatch::Recreated
-                })
-        };
-        *start = if of_topic.is_empty() {
-            StartPosition::NoOffset
-        } else if of_topic.iter().all(is_of_deleted_topic) {
-            StartPosition::Recreated
-        } else {
-            StartPosition::AddedPartition
-        };
+        *start = StartPosition::without_offset(&of_topic, current.as_ref());
     }
-}
-
-/// The remaining time for all requests of one rebalance.
-pub(crate) struct TimeBudget<'a> {
-    remaining: Duration,
-    /// Whether the results are no longer needed: the source is closing, or the assignment is lost.
-    is_cancelled: &'a dyn Fn() -> bool,
-}
-
-impl<'a> TimeBudget<'a> {
-    pub(crate) fn new(remaining: Duration, is_cancelled: &'a dyn Fn() -> bool) -> Self {
-        Self {
-            remaining,
-            is_cancelled,
-        }
-    }
-
-    /// Runs one request, with its timeout as the argument. `None` without a request if no time remains
-    /// or the budget is cancelled.
-    fn request<T>(&mut self, send: impl FnOnce(Duration) -> T) -> Option<T> {
-        if self.remaining.is_zero() || (self.is_cancelled)() {
-            return None;
-        }
-        let started = Instant::now();
-        let answer = send(self.remaining.min(REQUEST_TIMEOUT));
-        self.remaining = self.remaining.saturating_sub(started.elapsed());
-        Some(answer)
-    }
-
-    /// Repeats a request until it succeeds, fails permanently, or the budget allows no more.
-    fn retry<T>(
-        &mut self,
-        name: &str,
-        mut send: impl FnMut(Duration) -> KafkaResult<T>,
-    ) -> Option<T> {
-        let mut is_logged = false;
-        loop {
-            let answer = self.request(|budget| {
-                let started = Instant::now();
-                let answer = send(budget);
-                if answer.is_err() {
-                    std::thread::sleep(RETRY_PAUSE.min(budget.saturating_sub(started.elapsed())));
-                }
-                answer
-            });
-            let error = match answer {
-                Some(Ok(answer)) => return Some(answer),
-                Some(Err(error)) => error,
-                None => return None,
-            };
-            if !std::mem::replace(&mut is_logged, true) {
-                tracing::warn!(%error, request = name, "kafka request failed during a rebalance; after transient errors it is retried for up to a third of max.poll.interval.ms; without an answer, expired messages and recreated topics are not detected; check the group coordinator and the rights on group and topics");
-            }
-            if !error.rdkafka_error_code().is_some_and(is_transient) {
-                return None;
-            }
-        }
-    }
-}
-
-/// Whether a request that failed with this code may soon succeed.
-fn is_transient(code: RDKafkaErrorCode) -> bool {
-    use RDKafkaErrorCode as E;
-    let coordinator = [
-        E::WaitingForCoordinator,
-        E::CoordinatorLoadInProgress,
-        E::CoordinatorNotAvailable,
-        E::NotCoordinator,
-    ];
-    client::error::is_connection(code) || coordinator.contains(&code)
-}
-
-/// A committed offset.
-struct CommittedOffset {
-    offset: i64,
-    /// The topic that the offset was committed for, if the metadata names it.
-    identity: Option<TopicIdentity>,
 }
 
 /// The coordinator's answer for each partition: its committed offset, or `None` if it has none. A
@@ -465,14 +357,14 @@ mod tests {
     use std::sync::Arc;
 
     use rdkafka::consumer::CommitMode;
-    use rdkafka::error::KafkaError;
+    use rdkafka::error::RDKafkaErrorCode;
     use rdkafka::mocking::MockCluster;
     use rdkafka::producer::DefaultProducerContext;
     use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
     use super::*;
-    use crate::client::connection_errors::ConnectionErrors;
-    use crate::context::CallbackContext;
+    use crate::client::callbacks::{CallbackContext, GroupConsumer};
+    use crate::client::time_budget::REQUEST_TIMEOUT;
 
     fn budget(left: Duration) -> TimeBudget<'static> {
         TimeBudget::new(left, &|| false)
@@ -581,65 +473,11 @@ mod tests {
         );
     }
 
-    #[test]
-    fn a_request_is_retried_after_transient_errors_only() {
-        let failed = |code| Err(KafkaError::OffsetFetch(code));
-        let mut answers = [
-            failed(RDKafkaErrorCode::OperationTimedOut),
-            failed(RDKafkaErrorCode::NotCoordinator),
-            Ok(7),
-        ]
-        .into_iter();
-        assert_eq!(
-            budget(REQUEST_TIMEOUT * 20).retry("what", |_| answers
-                .next()
-                .expect("no request after a success")),
-            Some(7)
-        );
-        let mut answers = [failed(RDKafkaErrorCode::GroupAuthorizationFailed)].into_iter();
-        assert_eq!(
-            budget(REQUEST_TIMEOUT).retry("what", |_| answers
-                .next()
-                .expect("no retry after a permanent error")),
-            None::<i32>
-        );
-        let times_out = |budget| {
-            std::thread::sleep(budget);
-            failed(RDKafkaErrorCode::OperationTimedOut)
-        };
-        assert_eq!(
-            budget(Duration::from_millis(20)).retry("what", times_out),
-            None::<i32>
-        );
-    }
-
-    #[test]
-    fn a_closing_source_sends_no_requests() {
-        let mut budget = TimeBudget::new(REQUEST_TIMEOUT, &|| true);
-        assert_eq!(
-            budget.request(|_| unreachable!("the source is closing")),
-            None::<()>
-        );
-    }
-
     /// A client of librdkafka's mock cluster, with a queue for its log.
-    fn client(
-        brokers: &str,
-    ) -> (
-        Arc<BaseConsumer<CallbackContext>>,
-        MessageQueue<CallbackContext>,
-    ) {
+    fn client(brokers: &str) -> (Arc<GroupConsumer>, MessageQueue<CallbackContext>) {
         let kafka = crate::Kafka::topic("t").brokers(brokers).group("g");
-        let context = CallbackContext::new(
-            Arc::default(),
-            &kafka,
-            Arc::new(ConnectionErrors::new(brokers)),
-        );
-        let consumer: BaseConsumer<CallbackContext> = kafka
-            .consumer_config()
-            .create_with_context(context)
-            .expect("a client");
-        let consumer = Arc::new(consumer);
+        let consumer = CallbackContext::alone(&kafka).consumer(&kafka);
+        let consumer = Arc::new(consumer.expect("a client"));
         let queue = MessageQueue::new(&consumer).expect("memory");
         (consumer, queue)
     }
@@ -652,7 +490,7 @@ mod tests {
         partitions
     }
 
-    fn commit(consumer: &BaseConsumer<CallbackContext>, offset: i64, identity: &TopicIdentity) {
+    fn commit(consumer: &GroupConsumer, offset: i64, identity: &TopicIdentity) {
         let mut list = partition();
         list.set_partition_offset("t", 0, Offset::Offset(offset))
             .expect("an offset");
@@ -663,10 +501,7 @@ mod tests {
     }
 
     /// The identity of the topic, as the broker reports it.
-    fn identity(
-        consumer: &BaseConsumer<CallbackContext>,
-        queue: &MessageQueue<CallbackContext>,
-    ) -> TopicIdentity {
+    fn identity(consumer: &GroupConsumer, queue: &MessageQueue<CallbackContext>) -> TopicIdentity {
         consumer
             .fetch_metadata(Some("t"), REQUEST_TIMEOUT * 20)
             .expect("an answer");

@@ -3,8 +3,8 @@
 use oncegate_core::SourceError;
 use rdkafka::config::FromClientConfig;
 
-use crate::kafka::Kafka;
-use crate::{client, security};
+use super::{Kafka, security};
+use crate::client;
 
 impl Kafka {
     /// Creates an rdkafka client of these brokers, such as a `BaseConsumer` or an `AdminClient`,

@@ -5,15 +5,16 @@ use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rdkafka::ClientConfig;
 use rdkafka::consumer::{BaseConsumer, Consumer};
 use rdkafka::topic_partition_list::TopicPartitionList;
 
-use crate::client::connection_errors::ConnectionErrors;
-use crate::client::log::LogContext;
-use crate::client::lost_metadata::LostMetadata;
-use crate::missing_topics::{self, MissingTopics};
-use crate::shared::{ReadProgress, SharedState, SourcePhase};
+use super::connection_errors::ConnectionErrors;
+use super::log::LogContext;
+use super::lost_metadata::LostMetadata;
+use super::missing_topics::{self, MissingTopics};
+use super::stall::StallDetector;
+use crate::settings::Kafka;
+use crate::shared::{SharedState, SourcePhase};
 
 /// Maximum pause between two checks of the partitions.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
@@ -29,28 +30,13 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// After this many consecutive requests for a log end have failed, a check sends no further ones:
 /// most likely no broker answers, and each request would take its full timeout.
 const MAX_CONSECUTIVE_FAILURES: usize = 3;
-/// How often the whole message queue must have been read before a partition counts as stalled.
-/// librdkafka fetches for all partitions when the queue is short. The first time may read only
-/// messages that were fetched before the partition had new ones, the second time reads those fetched
-/// after it had, and one check may come between the arrival of a response and its reading.
-const REQUIRED_QUEUE_READS: u32 = 3;
-/// How often the time limit of a partition is doubled at most: up to 64 times `stalled_after`.
-const MAX_DOUBLINGS: u32 = 6;
-
 /// Checks each partition periodically with its own client, because the watched client may be the
 /// one at fault. Runs on its own thread.
-pub(crate) fn run(
-    config: &ClientConfig,
-    topics: &[String],
-    shared: &SharedState,
-    connection_errors: &Arc<ConnectionErrors>,
-    reconnect_backoff_max: Duration,
-    stalled_after: Duration,
-) {
+pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<ConnectionErrors>) {
+    let (config, stalled_after) = (kafka.watch_config(), kafka.stalled_after);
     let new_client = || {
-        config.create_with_context::<_, BaseConsumer<WatchContext>>(WatchContext(LogContext(
-            connection_errors.clone(),
-        )))
+        let context = WatchContext(LogContext(connection_errors.clone()));
+        config.create_with_context::<_, BaseConsumer<WatchContext>>(context)
     };
     let mut client = match new_client() {
         Ok(client) => client,
@@ -58,13 +44,8 @@ pub(crate) fn run(
             return tracing::error!(%error, "cannot create the watching kafka client; lag is not reported and stalled partitions are not detected; check the limits of the process for memory, threads and open files, and restart it");
         }
     };
-    let topic = topics.first().map_or("", String::as_str);
-    let mut missing_topics = MissingTopics::new(
-        topics,
-        config.get("bootstrap.servers").unwrap_or_default(),
-        config.get("group.id").unwrap_or_default(),
-    );
-    let mut lost_metadata = LostMetadata::new(reconnect_backoff_max);
+    let mut missing_topics = MissingTopics::new(kafka);
+    let mut lost_metadata = LostMetadata::new(kafka.reconnect_backoff_max());
     let (mut watch, pause) = (
         PartitionWatch::default(),
         CHECK_INTERVAL.min(stalled_after / 4),
@@ -93,13 +74,14 @@ pub(crate) fn run(
                 client = replacement;
             }
         }
-        let without_group_since = shared.lock().without_group_since();
+        let without_group_since = shared.lock().client.without_group_since();
         if lost_metadata.check(without_group_since, Instant::now, || {
-            new_client().is_ok_and(|client| reaches_coordinator(&client, topic))
+            new_client().is_ok_and(|client| reaches_coordinator(&client, &kafka.topics[0]))
         }) && let Some(without_group_since) = without_group_since
         {
             shared
                 .lock()
+                .client
                 .suspect_lost_metadata(without_group_since, Instant::now());
         }
         // If fresh clients reached the coordinator, the consumer's client would have been replaced
@@ -108,7 +90,7 @@ pub(crate) fn run(
             *it >= LOG_INTERVAL && logged_at.is_none_or(|at| at.elapsed() >= LOG_INTERVAL)
         }) {
             tracing::warn!(
-                group = config.get("group.id"),
+                group = kafka.group,
                 seconds = elapsed.as_secs(),
                 "cannot reach the group coordinator; nothing is committed, and partitions may be assigned to other members; check that every partition of __consumer_offsets has a leader"
             );
@@ -150,79 +132,13 @@ impl From<Option<i64>> for LogEnd {
 /// The results of earlier checks.
 #[derive(Default)]
 struct PartitionWatch {
-    /// The candidates, by assignment epoch and partition.
-    candidates: HashMap<(u64, i32), StallCandidate>,
-    /// Partitions whose client was replaced and that have made no progress since.
-    backoffs: HashMap<(Arc<str>, i32), ReplacementBackoff>,
+    stalls: StallDetector,
     /// Partitions with gauges.
     gauges: HashSet<(String, i32)>,
     /// Partitions whose log end no broker returned at the last check.
     without_log_end: HashSet<(String, i32)>,
     /// Whether no broker returned the log end of any partition at the last check.
     got_no_answer: bool,
-}
-
-/// The backoff of a partition whose client was replaced and that has made no progress since. Its
-/// fetches may only be slow, and each replacement starts them again, so each client gets twice the
-/// time of the one before.
-#[derive(Clone, Copy, Debug)]
-struct ReplacementBackoff {
-    /// The position at the last replacement.
-    position: Option<i64>,
-    /// How often the time limit is doubled.
-    doublings: u32,
-}
-
-/// A partition with unread messages that makes no progress.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct StallCandidate {
-    since: Instant,
-    position: Option<i64>,
-    /// The log end at `since`.
-    end: i64,
-    /// How often the whole message queue has been read since.
-    queue_reads: u32,
-    /// The polling thread's progress when the last of these started.
-    queue_read_start: ReadProgress,
-}
-
-impl StallCandidate {
-    /// Updates the candidate of a partition that was read to `position` and whose log ends at `end`;
-    /// `None` if all was read.
-    fn next(
-        before: Option<Self>,
-        position: Option<i64>,
-        end: i64,
-        progress: ReadProgress,
-        now: Instant,
-    ) -> Option<Self> {
-        if position.is_some_and(|position| position >= end) {
-            return None;
-        }
-        let start = Self {
-            since: now,
-            position,
-            end,
-            queue_reads: 0,
-            queue_read_start: progress,
-        };
-        let mut next = before
-            .filter(|before| before.position == position)
-            .unwrap_or(start);
-        if next.queue_read_start.is_queue_read_at(progress) {
-            (next.queue_reads, next.queue_read_start) = (next.queue_reads + 1, progress);
-        }
-        Some(next)
-    }
-
-    /// Whether the partition made no progress for `after` although its log grew and the message queue
-    /// was read completely [`REQUIRED_QUEUE_READS`] times. A log that does not grow may end with
-    /// transaction markers, and a queue that is not read for lack of room does not count.
-    fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
-        end > self.end
-            && self.queue_reads >= REQUIRED_QUEUE_READS
-            && now.duration_since(self.since) >= after
-    }
 }
 
 impl PartitionWatch {
@@ -252,74 +168,18 @@ impl PartitionWatch {
         });
         self.set_gauges(shared);
         let state = shared.lock();
-        let (now, progress, partitions) = (clock(), state.read_progress(), state.read_positions());
+        let (progress, partitions) = (state.client.read_progress(), state.read_positions());
         drop(state);
-        let mut candidates = HashMap::new();
-        for (epoch, topic, partition, position) in partitions {
-            let Some(end) = log_ends.get(&(topic.to_string(), partition)) else {
-                // The log end is unknown, so the candidate is kept unchanged.
-                candidates.extend(
-                    self.candidates
-                        .get(&(epoch, partition))
-                        .map(|before| ((epoch, partition), *before)),
-                );
-                continue;
-            };
-            let before = self.candidates.get(&(epoch, partition)).copied();
-            let Some(next) = StallCandidate::next(before, position, *end, progress, now) else {
-                continue;
-            };
-            let time_limit = self.time_limit(&topic, partition, position, stalled_after);
-            if !next.is_stalled(*end, now, time_limit) {
-                candidates.insert((epoch, partition), next);
-                continue;
-            }
-            // Without a candidate for this partition: the measurement starts again.
-            let reason = format!(
-                "no progress on {topic}/{partition} at offset {position:?} for {time_limit:?}, while its log has grown to {end}"
-            );
-            shared.lock().request_replacement(reason);
+        let stalls = &mut self.stalls;
+        for reason in stalls.check(partitions, &log_ends, progress, clock(), stalled_after) {
+            shared.lock().client.request_replacement(reason);
             shared.wake_poller();
-            let doublings = self
-                .backoffs
-                .get(&(topic.clone(), partition))
-                .map_or(0, |before| before.doublings);
-            self.backoffs.insert(
-                (topic, partition),
-                ReplacementBackoff {
-                    position,
-                    doublings: (doublings + 1).min(MAX_DOUBLINGS),
-                },
-            );
         }
-        self.candidates = candidates;
     }
 
     /// Whether no broker returned the log end of any partition at the last check.
     fn got_no_answer(&self) -> bool {
         self.got_no_answer
-    }
-
-    /// How long a partition that was read to `position` may make no progress. Progress since its
-    /// client was replaced resets the limit.
-    fn time_limit(
-        &mut self,
-        topic: &Arc<str>,
-        partition: i32,
-        position: Option<i64>,
-        stalled_after: Duration,
-    ) -> Duration {
-        let key = (topic.clone(), partition);
-        match self.backoffs.get(&key) {
-            None => stalled_after,
-            Some(before) if position <= before.position => {
-                stalled_after.saturating_mul(1 << before.doublings)
-            }
-            Some(_) => {
-                self.backoffs.remove(&key);
-                stalled_after
-            }
-        }
     }
 
     /// Fetches the log ends. A partition without a leader, whose request takes the full timeout, is
@@ -347,7 +207,7 @@ impl PartitionWatch {
                 // A broker answered; the topic's own line names the remedy.
                 LogEnd::Missing => {
                     (failures, missing) = (0, true);
-                    shared.lock().suspect_missing_topic(true);
+                    shared.lock().client.suspect_missing_topic(true);
                     self.without_log_end.insert(it);
                 }
                 LogEnd::Unknown => {
@@ -426,33 +286,14 @@ mod tests {
     use rdkafka::mocking::MockCluster;
 
     use super::*;
-    use crate::Kafka;
-    use crate::client::batch::ConsumerRecord;
-    use crate::shared::{LogIdentity, StartPosition};
-
-    fn record(partition: i32, offset: i64) -> ConsumerRecord {
-        let (topic, headers) = (Arc::from("t"), oncegate_core::Headers::default());
-        ConsumerRecord {
-            topic,
-            partition,
-            offset,
-            sent_at: None,
-            key: None,
-            headers,
-            body: "x".into(),
-        }
-    }
+    use crate::partition::StartPosition;
+    use crate::shared::tests::{assign, record};
 
     /// A topic with this many partitions, each read to offset 5.
     fn shared(partitions: i32) -> SharedState {
         let shared: SharedState = SharedState::default();
         for partition in 0..partitions {
-            shared.assign(
-                "t",
-                partition,
-                StartPosition::Committed(4),
-                LogIdentity::default(),
-            );
+            assign(&mut shared.lock(), partition, StartPosition::Committed(4));
             shared.add_records(vec![record(partition, 4)]);
         }
         shared
@@ -462,7 +303,7 @@ mod tests {
 
     /// Records this length of the message queue, as the polling thread does.
     fn queue_length(shared: &SharedState, queued: u64) {
-        shared.lock().set_queue_length(queued);
+        shared.lock().client.set_queue_length(queued);
     }
 
     #[test]
@@ -470,15 +311,11 @@ mod tests {
         let cluster = MockCluster::new(1).expect("a broker");
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
-        let (config, connection_errors) = (
-            Kafka::topic("t")
-                .brokers(&brokers)
-                .group("g")
-                .watch_config(),
-            Arc::new(ConnectionErrors::new(&brokers)),
-        );
+        let kafka = Kafka::topic("t").brokers(&brokers).group("g");
+        let connection_errors = Arc::new(ConnectionErrors::new(&brokers));
         let fresh_client = || {
-            config
+            kafka
+                .watch_config()
                 .create_with_context(WatchContext(LogContext(connection_errors.clone())))
                 .expect("a client")
         };
@@ -490,23 +327,17 @@ mod tests {
             Instant::now() + Duration::from_secs(60),
         );
         std::thread::scope(|scope| {
-            scope.spawn(|| {
-                run(
-                    &config,
-                    &["t".to_owned()],
-                    &shared,
-                    &connection_errors,
-                    Duration::from_secs(1),
-                    Duration::from_secs(60),
-                )
-            });
-            while !shared.lock().needs_replacement() && Instant::now() < end {
-                shared.lock().record_group_state(false, Instant::now());
+            scope.spawn(|| run(&kafka, &shared, &connection_errors));
+            while !shared.lock().client.needs_replacement() && Instant::now() < end {
+                shared
+                    .lock()
+                    .client
+                    .record_group_state(false, Instant::now());
                 std::thread::sleep(Duration::from_millis(200));
             }
             shared.enter(SourcePhase::Closing);
         });
-        assert!(shared.lock().needs_replacement());
+        assert!(shared.lock().client.needs_replacement());
     }
 
     #[test]
@@ -535,45 +366,25 @@ mod tests {
 
     #[test]
     fn an_unknown_lag_is_not_reported() {
-        let (recorder, shared, mut watch) = (
-            DebuggingRecorder::new(),
-            shared(1),
-            PartitionWatch::default(),
-        );
-        let snapshotter = recorder.snapshotter();
+        let (recorder, shared) = (DebuggingRecorder::new(), shared(1));
+        let (snapshotter, mut watch) = (recorder.snapshotter(), PartitionWatch::default());
         let value = |name| {
-            snapshotter
-                .snapshot()
-                .into_vec()
-                .into_iter()
-                .find(|it| it.0.key().name() == name)
-                .map(|it| it.3)
+            let mut all = snapshotter.snapshot().into_vec().into_iter();
+            all.find(|it| it.0.key().name() == name).map(|it| it.3)
         };
+        let mut lag_after = |log_end| {
+            watch.check(|_, _| log_end, &shared, AFTER);
+            value(crate::metric::LAG)
+        };
+        let lag = |lag: f64| Some(DebugValue::Gauge(lag.into()));
         metrics::with_local_recorder(&recorder, || {
-            watch.check(|_, _| None, &shared, AFTER);
-            assert!(
-                value(crate::metric::COMMIT_BLOCKED).is_some()
-                    && value(crate::metric::LAG).is_none()
-            );
-            watch.check(|_, _| Some(9), &shared, AFTER);
-            assert_eq!(
-                value(crate::metric::LAG),
-                Some(DebugValue::Gauge(5.0.into()))
-            );
-            watch.check(|_, _| None, &shared, AFTER);
-            assert_eq!(
-                value(crate::metric::LAG),
-                Some(DebugValue::Gauge(5.0.into())),
-                "the lag is not updated"
-            );
+            assert_eq!(lag_after(None), None);
+            assert!(value(crate::metric::COMMIT_BLOCKED).is_some());
+            assert_eq!(lag_after(Some(9)), lag(5.0));
+            assert_eq!(lag_after(None), lag(5.0), "the lag is not updated");
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
-            watch.check(|_, _| None, &shared, AFTER);
-            assert_eq!(
-                value(crate::metric::LAG),
-                Some(DebugValue::Gauge(0.0.into())),
-                "the partition was revoked"
-            );
+            assert_eq!(lag_after(None), lag(0.0), "the partition was revoked");
         });
     }
 
@@ -595,7 +406,7 @@ mod tests {
     fn a_stall_is_detected_beside_a_partition_without_a_leader() {
         let (shared, mut watch) = (shared(2), PartitionWatch::default());
         for end in 9..=12 {
-            assert!(!shared.lock().needs_replacement());
+            assert!(!shared.lock().client.needs_replacement());
             queue_length(&shared, 0);
             watch.check(
                 |_, partition| (partition == 1).then_some(end),
@@ -604,7 +415,7 @@ mod tests {
             );
         }
         assert!(
-            shared.lock().needs_replacement(),
+            shared.lock().client.needs_replacement(),
             "the log grows and is not read"
         );
     }
@@ -613,11 +424,11 @@ mod tests {
     fn a_stall_is_detected_although_a_check_in_between_failed() {
         let (shared, mut watch) = (shared(1), PartitionWatch::default());
         for end in [Some(9), Some(9), None, Some(9), None, Some(12)] {
-            assert!(!shared.lock().needs_replacement());
+            assert!(!shared.lock().client.needs_replacement());
             queue_length(&shared, 0);
             watch.check(|_, _| end, &shared, Duration::ZERO);
         }
-        assert!(shared.lock().needs_replacement(), "no progress");
+        assert!(shared.lock().client.needs_replacement(), "no progress");
     }
 
     /// Whether a stall of partition 1 is detected within `checks` checks, while the source is full of
@@ -637,9 +448,9 @@ mod tests {
             );
             // The first partition makes progress at each check.
             shared.add_records(vec![record(0, full + check)]);
-            shared.lock().count_read(read);
+            shared.lock().client.count_read(read);
         }
-        shared.lock().needs_replacement()
+        shared.lock().client.needs_replacement()
     }
 
     #[test]
@@ -661,12 +472,12 @@ mod tests {
             queue_length(&shared, queued);
             end += 1;
             watch.check(|_, _| Some(end), &shared, Duration::ZERO);
-            shared.lock().needs_replacement()
+            shared.lock().client.needs_replacement()
         };
         assert!(!check(0) && !check(0));
         // The queue may contain a message of the partition.
         assert!((0..100).all(|_| !check(1)));
-        shared.lock().count_read(1);
+        shared.lock().client.count_read(1);
         assert!(check(1), "the queue contained no message of the partition");
     }
 
@@ -683,7 +494,7 @@ mod tests {
                 &shared,
                 Duration::from_secs(60),
             );
-            if shared.lock().take_replacement().is_none() {
+            if shared.lock().client.take_replacement().is_none() {
                 continue;
             }
             replaced.push(second - last);
@@ -692,7 +503,7 @@ mod tests {
             // two, which is progress.
             let epochs = shared.revoke(&[("t".to_owned(), 0)]);
             shared.lock().forget(&epochs);
-            shared.assign("t", 0, StartPosition::Committed(4), LogIdentity::default());
+            assign(&mut shared.lock(), 0, StartPosition::Committed(4));
             shared.add_records(
                 (4..if replaced.len() < 9 { 5 } else { 6 })
                     .map(|offset| record(0, offset))
@@ -712,7 +523,7 @@ mod tests {
         let (shared, mut watch) = (shared(1), PartitionWatch::default());
         queue_length(&shared, 0);
         (9..100).for_each(|end| watch.check(|_, _| Some(end), &shared, Duration::ZERO));
-        assert!(!shared.lock().needs_replacement());
+        assert!(!shared.lock().client.needs_replacement());
     }
 
     #[test]
@@ -749,54 +560,6 @@ mod tests {
             4,
             "{:?}",
             watch.without_log_end
-        );
-    }
-
-    #[test]
-    fn only_a_position_without_progress_in_a_growing_log_is_stalled() {
-        let (started, after, progress) = (
-            Instant::now(),
-            Duration::from_secs(60),
-            ReadProgress::default(),
-        );
-        let at = |seconds| started + Duration::from_secs(seconds);
-        let next = |before, at, end, now| {
-            let next = StallCandidate::next(before, at, end, progress, now)?;
-            Some(StallCandidate {
-                queue_reads: REQUIRED_QUEUE_READS,
-                ..next
-            })
-        };
-        assert_eq!(
-            next(None, Some(7), 7, started),
-            None,
-            "a partition that was read completely is no candidate"
-        );
-        let first = next(None, Some(5), 7, started)
-            .expect("a partition with unread messages is a candidate");
-        let later = next(Some(first), Some(5), 9, at(70))
-            .expect("a partition with unread messages is a candidate");
-        assert_eq!(later, first);
-        assert!(later.is_stalled(9, at(70), after));
-        assert!(
-            !later.is_stalled(9, at(59), after),
-            "the time limit is not reached"
-        );
-        assert!(
-            !later.is_stalled(7, at(70), after),
-            "the remaining offsets may be transaction markers"
-        );
-        let progressed = next(Some(first), Some(6), 9, at(70))
-            .expect("a partition with unread messages is a candidate");
-        assert!(
-            !progressed.is_stalled(12, at(80), after),
-            "a message was read"
-        );
-        let unread = next(None, None, 3, started).expect("an unread partition is a candidate");
-        assert!(
-            next(Some(unread), None, 4, at(60))
-                .expect("a partition with unread messages is a candidate")
-                .is_stalled(4, at(60), after)
         );
     }
 }

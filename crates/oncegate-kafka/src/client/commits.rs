@@ -4,8 +4,9 @@ use oncegate_core::fault;
 use rdkafka::consumer::{BaseConsumer, CommitMode, Consumer, ConsumerContext};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
-use crate::client::log::log_error;
-use crate::shared::{OffsetCommit, SendMode, SharedState};
+use super::log::log_error;
+use crate::partition::SendMode;
+use crate::shared::{OffsetCommit, SharedState};
 
 /// Stores the offsets to commit. librdkafka commits a stored offset within
 /// `auto.commit.interval.ms` and when it gives partitions back. Offsets that librdkafka would not

@@ -1,11 +1,55 @@
-//! The identity of a topic (its topic id and cluster id), which is committed as the metadata of each
-//! offset.
+//! Which topic a log belongs to, and whether its positions repeat those of an earlier topic.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// The identity of a topic. Kafka assigns each topic an id when it is created; a replica on another
-/// cluster has its own.
+/// The topic that is read, and whether its positions repeat those of an earlier topic of this name.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LogIdentity {
+    /// The ids of the topic and its cluster, if they are known.
+    pub(crate) identity: Option<TopicIdentity>,
+    pub(crate) ids: PositionIds,
+}
+
+/// Whether message ids made from positions are unique.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum PositionIds {
+    /// Each position belongs to one message.
+    #[default]
+    Unique,
+    /// The positions from `from` to below `to` may also belong to other messages: the topic was
+    /// recreated or is a replica, or its log was truncated.
+    MayRepeat { from: i64, to: i64 },
+}
+
+impl PositionIds {
+    /// The ids of a recreated topic, or of a replica on another cluster.
+    pub(crate) const RECREATED: Self = Self::MayRepeat {
+        from: super::start::LOG_START,
+        to: i64::MAX,
+    };
+
+    /// The ids of a log that was truncated at `from` after it was read to `to`.
+    pub(super) fn after_truncation(self, from: i64, to: i64) -> Self {
+        match self {
+            Self::Unique => Self::MayRepeat { from, to },
+            Self::MayRepeat {
+                from: before,
+                to: after,
+            } => Self::MayRepeat {
+                from: before.min(from),
+                to: after.max(to),
+            },
+        }
+    }
+
+    pub(crate) fn may_repeat(self, offset: i64) -> bool {
+        matches!(self, Self::MayRepeat { from, to } if (from..to).contains(&offset))
+    }
+}
+
+/// The identity of a topic, which is committed as the metadata of each offset. Kafka assigns each
+/// topic an id when it is created; a replica on another cluster has its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct TopicIdentity {
     pub(crate) topic_id: Arc<str>,

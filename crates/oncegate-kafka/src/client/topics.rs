@@ -7,15 +7,14 @@ use std::time::Duration;
 
 use oncegate_core::SourceError;
 use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
-use rdkafka::consumer::{BaseConsumer, Consumer};
+use rdkafka::consumer::Consumer;
 use rdkafka::error::RDKafkaErrorCode;
 
-use crate::client;
-use crate::client::connection_errors::ConnectionErrors;
-use crate::client::log::LogContext;
-use crate::context::CallbackContext;
-use crate::kafka::{Kafka, TopicCreation};
-use crate::retention;
+use super::callbacks::GroupConsumer;
+use super::connection_errors::ConnectionErrors;
+use super::log::LogContext;
+use super::{error, retention};
+use crate::settings::{Kafka, TopicCreation};
 
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
@@ -41,15 +40,16 @@ enum TopicPresence {
 }
 
 /// The command that creates a topic. `options` are further options of the command.
-pub(crate) fn create_command(brokers: &str, name: &str, replicas: usize, options: &str) -> String {
+pub(super) fn create_command(kafka: &Kafka, name: &str, replicas: usize, options: &str) -> String {
     format!(
-        "kafka-topics.sh --bootstrap-server {brokers} --create --topic {name} --replication-factor {replicas}{options} (`kafka-topics` in some packages; \
-         in the Docker image it is in /opt/kafka/bin)"
+        "kafka-topics.sh --bootstrap-server {} --create --topic {name} --replication-factor {replicas}{options} (`kafka-topics` in some packages; \
+         in the Docker image it is in /opt/kafka/bin)",
+        kafka.brokers
     )
 }
 
 /// The replication factor for a cluster of this size: one replica per broker, at most three.
-pub(crate) fn replicas(brokers: usize) -> usize {
+pub(super) fn replicas(brokers: usize) -> usize {
     brokers.clamp(1, 3)
 }
 
@@ -64,10 +64,10 @@ pub(crate) fn replicas(brokers: usize) -> usize {
 /// A topic is missing, has limited retention or cannot be created, or the broker rejects the login.
 pub(crate) async fn check(
     kafka: &Kafka,
-    mut consumer: BaseConsumer<CallbackContext>,
-    new_consumer: impl Fn() -> Result<BaseConsumer<CallbackContext>, SourceError>,
+    mut consumer: GroupConsumer,
+    new_consumer: impl Fn() -> Result<GroupConsumer, SourceError>,
     connection_errors: &Arc<ConnectionErrors>,
-) -> Result<BaseConsumer<CallbackContext>, SourceError> {
+) -> Result<GroupConsumer, SourceError> {
     for topic in &kafka.topics {
         let presence;
         (consumer, presence) =
@@ -78,7 +78,7 @@ pub(crate) async fn check(
                 format!("the topic `{topic}` does not exist"),
                 format!(
                     "create it: {}",
-                    create_command(&kafka.brokers, topic, replicas(brokers), "")
+                    create_command(kafka, topic, replicas(brokers), "")
                 ),
             ));
         }
@@ -127,7 +127,7 @@ pub(crate) async fn check(
                     format!(
                         "let the source create it: .create_topics(TopicCreation::Create {{ partitions: 1, replication: {replicas} }}), which is \
                          kafka.create-partitions = 1 and kafka.create-replicas = {replicas} in oncegate.toml; or create it: {}",
-                        create_command(&kafka.brokers, name, replicas, options)
+                        create_command(kafka, name, replicas, options)
                     ),
                 ));
             }
@@ -142,11 +142,11 @@ pub(crate) async fn check(
 /// # Errors
 /// The broker rejects the login or the access to the topic, or the name is invalid.
 async fn find_topic(
-    mut consumer: BaseConsumer<CallbackContext>,
-    new_consumer: impl Fn() -> Result<BaseConsumer<CallbackContext>, SourceError>,
+    mut consumer: GroupConsumer,
+    new_consumer: impl Fn() -> Result<GroupConsumer, SourceError>,
     topic: String,
     connection_errors: &ConnectionErrors,
-) -> Result<(BaseConsumer<CallbackContext>, TopicPresence), SourceError> {
+) -> Result<(GroupConsumer, TopicPresence), SourceError> {
     let (mut pause, longest) = RETRY_PAUSES;
     let (mut missing_answers, mut failures) = (0, 0);
     loop {
@@ -166,7 +166,7 @@ async fn find_topic(
             Ok(presence) => return Ok((consumer, presence)),
             Err(code) => {
                 classify_error(&consumer, code, &topic, connection_errors)?;
-                failures += u32::from(client::error::is_connection(code));
+                failures += u32::from(error::is_connection(code));
                 if failures == FAILURES_PER_CLIENT {
                     failures = 0;
                     let failed = std::mem::replace(&mut consumer, new_consumer()?);
@@ -181,7 +181,7 @@ async fn find_topic(
 }
 
 fn fetch_presence(
-    consumer: &BaseConsumer<CallbackContext>,
+    consumer: &GroupConsumer,
     topic: &str,
 ) -> Result<TopicPresence, RDKafkaErrorCode> {
     let metadata = std::thread::scope(|scope| {
@@ -218,7 +218,7 @@ fn fetch_presence(
 /// # Errors
 /// A permanent error.
 fn classify_error(
-    consumer: &BaseConsumer<CallbackContext>,
+    consumer: &GroupConsumer,
     code: RDKafkaErrorCode,
     topic: &str,
     connection_errors: &ConnectionErrors,
@@ -227,7 +227,7 @@ fn classify_error(
     let last_error = consumer.context().take_last_error();
     if let Some((_, reason)) = last_error
         .as_ref()
-        .filter(|(code, _)| client::error::is_authentication(*code))
+        .filter(|(code, _)| error::is_authentication(*code))
     {
         return Err(SourceError::misconfigured(
             "property",
@@ -246,7 +246,7 @@ fn classify_error(
             format!("`{topic}` is not a valid topic name"),
             "name a topic that exists",
         )),
-        code if client::error::is_connection(code) => {
+        code if error::is_connection(code) => {
             connection_errors.log(&last_error.map_or_else(
                 || format!("no answer within {REQUEST_TIMEOUT:?}"),
                 |(_, reason)| reason,
@@ -267,7 +267,7 @@ fn admin(
     kafka
         .producer_config()
         .create_with_context(LogContext(connection_errors.clone()))
-        .map_err(client::error::from_config)
+        .map_err(error::from_config)
 }
 
 async fn create(
@@ -313,7 +313,7 @@ mod tests {
     use rdkafka::mocking::MockCluster;
 
     use super::*;
-    use crate::shared::SharedState;
+    use crate::client::callbacks::CallbackContext;
 
     #[tokio::test]
     async fn a_client_whose_requests_fail_is_replaced() {
@@ -321,16 +321,8 @@ mod tests {
         cluster.create_topic("t", 1, 1).expect("a topic");
         let brokers = cluster.bootstrap_servers();
         let client = |brokers: &str| {
-            let (kafka, connection_errors) = (
-                Kafka::topic("t").brokers(brokers).group("g"),
-                Arc::new(ConnectionErrors::new(brokers)),
-            );
-            let context =
-                CallbackContext::new(Arc::<SharedState>::default(), &kafka, connection_errors);
-            kafka
-                .consumer_config()
-                .create_with_context(context)
-                .map_err(client::error::from_config)
+            let kafka = Kafka::topic("t").brokers(brokers).group("g");
+            CallbackContext::alone(&kafka).consumer(&kafka)
         };
         // Requests of this client fail, like those of one that has lost its broker metadata.
         let (first, connection_errors) = (

@@ -19,28 +19,24 @@ pub struct KafkaLogin {
 impl KafkaLogin {
     /// SASL PLAIN: the password itself is sent, over TLS.
     pub fn plain(name: impl Into<String>, password: impl Into<String>) -> Self {
-        Self {
-            mechanism: "PLAIN",
-            name: name.into(),
-            password: password.into(),
-        }
+        Self::new("PLAIN", name.into(), password.into())
     }
 
     /// SCRAM-SHA-256: the password is proven and never sent.
     pub fn scram_sha_256(name: impl Into<String>, password: impl Into<String>) -> Self {
-        Self {
-            mechanism: "SCRAM-SHA-256",
-            name: name.into(),
-            password: password.into(),
-        }
+        Self::new("SCRAM-SHA-256", name.into(), password.into())
     }
 
     /// SCRAM-SHA-512: the password is proven and never sent.
     pub fn scram_sha_512(name: impl Into<String>, password: impl Into<String>) -> Self {
+        Self::new("SCRAM-SHA-512", name.into(), password.into())
+    }
+
+    fn new(mechanism: &'static str, name: String, password: String) -> Self {
         Self {
-            mechanism: "SCRAM-SHA-512",
-            name: name.into(),
-            password: password.into(),
+            mechanism,
+            name,
+            password,
         }
     }
 }
@@ -56,35 +52,20 @@ impl fmt::Debug for KafkaLogin {
 /// The security settings of the source.
 #[derive(Clone, Default)]
 pub(crate) struct Security {
-    transport: TransportSecurity,
+    /// Whether to use TLS; otherwise the property `security.protocol` decides.
+    uses_tls: bool,
     ca_certificate: Option<PathBuf>,
     /// The files of the client certificate and its key.
     client_certificate: Option<(PathBuf, PathBuf)>,
     login: Option<KafkaLogin>,
-    verification: CertificateVerification,
-}
-
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum TransportSecurity {
-    /// As the property `security.protocol` says; plain text without it.
-    #[default]
-    ByProperty,
-    Tls,
-}
-
-/// Whether the broker's certificate is verified.
-#[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum CertificateVerification {
-    /// A trusted authority must have signed it for the broker's host name.
-    #[default]
-    Required,
-    /// Any certificate is accepted.
-    Disabled,
+    /// Whether any certificate is accepted; otherwise a trusted authority must have signed it for the
+    /// broker's host name.
+    accepts_any_certificate: bool,
 }
 
 impl Security {
     pub(crate) fn tls(&mut self) {
-        self.transport = TransportSecurity::Tls;
+        self.uses_tls = true;
     }
 
     pub(crate) fn ca_certificate(&mut self, certificate: PathBuf) {
@@ -104,27 +85,17 @@ impl Security {
 
     pub(crate) fn disable_verification(&mut self) {
         self.tls();
-        self.verification = CertificateVerification::Disabled;
+        self.accepts_any_certificate = true;
     }
 
     /// Rejects files that cannot be read, and an empty name or password.
     pub(crate) fn check(&self) -> Result<(), SourceError> {
-        let client_files = self
-            .client_certificate
-            .iter()
-            .flat_map(|(certificate, key)| {
-                [
-                    ("client_certificate", certificate),
-                    ("client_certificate", key),
-                ]
-            });
-        for (setting, file) in self
-            .ca_certificate
-            .iter()
-            .map(|file| ("ca_certificate", file))
-            .chain(client_files)
-        {
-            check_readable(setting, file)?;
+        if let Some(file) = &self.ca_certificate {
+            check_readable("ca_certificate", file)?;
+        }
+        if let Some((certificate, key)) = &self.client_certificate {
+            check_readable("client_certificate", certificate)?;
+            check_readable("client_certificate", key)?;
         }
         match &self.login {
             Some(login) if login.name.is_empty() || login.password.is_empty() => {
@@ -139,10 +110,10 @@ impl Security {
     }
 
     pub(crate) fn set(&self, config: &mut ClientConfig) {
-        match (self.transport, &self.login) {
-            (TransportSecurity::ByProperty, _) => return,
-            (TransportSecurity::Tls, None) => config.set("security.protocol", "ssl"),
-            (TransportSecurity::Tls, Some(login)) => config
+        match &self.login {
+            _ if !self.uses_tls => return,
+            None => config.set("security.protocol", "ssl"),
+            Some(login) => config
                 .set("security.protocol", "sasl_ssl")
                 .set("sasl.mechanism", login.mechanism)
                 .set("sasl.username", &login.name)
@@ -156,7 +127,7 @@ impl Security {
                 .set("ssl.certificate.location", certificate.to_string_lossy())
                 .set("ssl.key.location", key.to_string_lossy());
         }
-        if self.verification == CertificateVerification::Disabled {
+        if self.accepts_any_certificate {
             config
                 .set("enable.ssl.certificate.verification", "false")
                 .set("ssl.endpoint.identification.algorithm", "none");

@@ -1,11 +1,11 @@
 //! Topic ids, and the topics that were deleted and created again.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
-use crate::client::topic_id_log::{IdChange, NO_ID};
-use crate::shared::{LogIdentity, PositionIds, StartPosition};
-use crate::topic_identity::{TopicIdentity, TopicMatch};
+use super::lock;
+use super::topic_id_log::{IdChange, NO_ID};
+use crate::partition::{LogIdentity, PositionIds, StartPosition, TopicIdentity, TopicMatch};
 
 /// The topic ids from librdkafka's log, and the changes among them. Kafka assigns each topic an id
 /// when it is created.
@@ -142,7 +142,7 @@ impl TopicIds {
     }
 
     fn lock(&self) -> MutexGuard<'_, TopicIdState> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.0)
     }
 }
 
