@@ -17,7 +17,7 @@ impl Handler for Charge {
         self.provider
             .charge(card, payment.amount, cx.id(), cx.attempt())
             .await
-            .in_doubt()?; // not retried before `reconcile`
+            .in_doubt()?; // perhaps charged: reconcile before another run
         Ok(())
     }
 
@@ -26,7 +26,7 @@ impl Handler for Charge {
             .provider
             .find_or_void(cx.id(), cx.attempt())
             .await
-            .retry()?; // if not charged, this attempt is voided
+            .retry()?; // the provider now refuses this attempt
         Ok(found.map_or(Reconciled::DidNotHappen, |()| Reconciled::Happened))
     }
 }

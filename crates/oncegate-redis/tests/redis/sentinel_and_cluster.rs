@@ -240,7 +240,7 @@ async fn a_start_during_a_failover_finds_the_new_primary() {
     }
     // A primary and its replica change places.
     let slot = 12_182;
-    let old = cluster.serves(slot);
+    let old = cluster.primary_of_slot(slot);
     let port_of_primary = format!("master_port:{}", cluster.nodes()[old].port());
     let says = |which: usize, what: &str| {
         cluster.nodes()[which]
@@ -282,7 +282,7 @@ async fn effectively_once_does_not_wait_for_a_node_that_is_silent() {
     // Connects to every node.
     until_queried(|| store.preflight(Guarantee::EffectivelyOnce)).await;
     // `foo` is in slot 12182.
-    let serves = cluster.serves(12_182);
+    let serves = cluster.primary_of_slot(12_182);
     let other = cluster
         .primaries()
         .into_iter()
@@ -322,7 +322,7 @@ async fn redirections_of_a_migrating_slot_are_followed() {
         ask(&store, claim("foo", 1)).await.expect("a verdict"),
         GRANTED
     );
-    let from = cluster.serves(slot);
+    let from = cluster.primary_of_slot(slot);
     let to = cluster
         .primaries()
         .into_iter()
@@ -413,7 +413,7 @@ async fn a_canary_in_a_migrating_slot_blocks_no_claim() {
     let probes = (0..).map(|number| format!("processed:!probe{number}"));
     let probe = probes
         .into_iter()
-        .find(|probe| cluster.serves(slot(probe)) == from)
+        .find(|probe| cluster.primary_of_slot(slot(probe)) == from)
         .expect("a probe key on this node");
     let id = |which: usize| {
         lines(which, "CLUSTER MYID")
@@ -521,7 +521,7 @@ async fn repeatedly_cancelled_renewals_find_the_new_primary() {
         ask(&*renewals, renew.clone()).await.expect("a verdict"),
         Verdict::Applied
     );
-    let serves = cluster.serves(12_182);
+    let serves = cluster.primary_of_slot(12_182);
     assert_eq!(
         cluster.nodes()[serves]
             .command("WAIT 1 5000")
