@@ -20,8 +20,9 @@ use crate::client::publisher::PublisherContext;
 use crate::protocol::confirm_window::{ConfirmWindow, FailedWindow, PublishFailure};
 use crate::protocol::message_copy::MessageCopy;
 
-/// Maximum number of unconfirmed copies on a channel.
-const MAX_WINDOW: usize = 1_024;
+/// Maximum number of unconfirmed copies on a channel. Usually the prefetch limits them first: an original
+/// is unacknowledged until its copy is confirmed.
+const MAX_WINDOW: usize = 4_096;
 
 /// Maximum number of [isolated](DestinationPublisher::isolate) copies of a queue. If every copy fails,
 /// for example without the write permission, more isolated ones would only close more channels.
