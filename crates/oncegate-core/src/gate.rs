@@ -1,7 +1,7 @@
 //! [`Gate`]: runs work once per id, without a broker.
 
 use std::future::Future;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::unbounded_channel;
@@ -14,6 +14,7 @@ use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
 use crate::error::Error;
 use crate::handler::Failure;
 use crate::id::{MessageId, Scope};
+use crate::internal::Lock;
 use crate::lease::Lease;
 use crate::lifecycle::{
     ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Policy, Reason, Settlement, Stage,
@@ -42,9 +43,9 @@ struct GateInner {
     outcomes: Outcomes,
     /// Shared by all callers, so that together they retry an unavailable store a few times a
     /// second.
-    breaker: Mutex<Breaker>,
+    breaker: Lock<Breaker>,
     renewals: Arc<Renewals>,
-    slots: Mutex<Slots<()>>,
+    slots: Lock<Slots<()>>,
 }
 
 /// What to do if another process or task runs the same id at this moment.
@@ -144,12 +145,7 @@ impl Gate {
         work: impl FnMut() -> W,
     ) -> Result<RunOutcome<T>, GateError> {
         let id = MessageId::new(id).ok_or(GateError::MissingId)?;
-        let slot = self
-            .0
-            .slots
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .insert(());
+        let slot = self.0.slots.lock().insert(());
         let history = History {
             failures: 0,
             freshness: Freshness::Fresh,
@@ -193,7 +189,7 @@ impl GateInner {
     }
 
     fn breaker(&self) -> MutexGuard<'_, Breaker> {
-        self.breaker.lock().unwrap_or_else(PoisonError::into_inner)
+        self.breaker.lock()
     }
 }
 
@@ -461,12 +457,7 @@ impl<T> Drop for GuardedRun<'_, T> {
     /// Stops the renewal: if the future was dropped, the work was interrupted and its lease ends.
     fn drop(&mut self) {
         self.gate.0.renewals.stop(std::iter::once(self.slot.index));
-        self.gate
-            .0
-            .slots
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(self.slot);
+        self.gate.0.slots.lock().remove(self.slot);
     }
 }
 
@@ -579,9 +570,9 @@ impl<T> GateBuilder<T> {
             policy,
             when_held,
             outcomes: Outcomes::new(),
-            breaker: Mutex::new(Breaker::closed()),
+            breaker: Lock::new(Breaker::closed()),
             renewals,
-            slots: Mutex::new(Slots::new(16)),
+            slots: Lock::new(Slots::new(16)),
         })))
     }
 }

@@ -21,6 +21,8 @@ pub mod gate;
 pub mod handler;
 pub mod id;
 pub mod in_flight;
+#[doc(hidden)]
+pub mod internal;
 mod lease;
 pub mod lifecycle;
 mod log_throttle;

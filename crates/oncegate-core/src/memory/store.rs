@@ -1,6 +1,6 @@
 //! A store in this process: [`marker::apply`](crate::marker::apply) on a map.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
@@ -10,6 +10,7 @@ use hashbrown::hash_table::Entry;
 use super::done_log::{DoneLog, DoneMarker};
 use super::key_hash::{KeyHash, KeyHasher};
 use crate::id::Key;
+use crate::internal::Lock;
 use crate::marker::{Age, Change, Marker, Operation, Verdict, apply};
 use crate::store::{Persistence, Store, StoreError};
 
@@ -20,7 +21,7 @@ use crate::store::{Persistence, Store, StoreError};
 /// count as duplicates; among ten million ids that has a probability below 10^-24. The hash has a
 /// random key in each store, so a sender cannot choose such ids.
 #[derive(Clone, Debug, Default)]
-pub struct MemoryStore(Arc<Mutex<MarkerTables>>);
+pub struct MemoryStore(Arc<Lock<MarkerTables>>);
 
 /// An id is in at most one of the tables.
 #[derive(Debug)]
@@ -57,7 +58,7 @@ impl MemoryStore {
 
     /// The marker of a key, and how long ago it was written; zero if it is done or absent.
     pub fn marker(&self, key: &Key) -> (Marker, Duration) {
-        let tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let tables = self.0.lock();
         let (now, key) = (tables.now(), tables.hasher.hash(key));
         match tables.open.find(key.table_hash(), |open| open.key == key) {
             Some(open) => open.read(now),
@@ -67,7 +68,7 @@ impl MemoryStore {
 
     /// The number of remembered ids.
     pub fn len(&self) -> usize {
-        let tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let tables = self.0.lock();
         tables.open.len() + tables.done.len()
     }
 
@@ -80,7 +81,7 @@ impl MemoryStore {
 #[async_trait]
 impl Store for MemoryStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        let mut tables = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut tables = self.0.lock();
         let now = tables.now();
         tables.expire(now);
         let keys: Vec<KeyHash> = operations
