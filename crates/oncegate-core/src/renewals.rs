@@ -321,7 +321,7 @@ mod tests {
         let (unblock, wait) = std::sync::mpsc::channel::<()>();
         blocked.spawn(async move { wait.recv() });
         let patience = Duration::from_secs(1);
-        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        static LOG: std::sync::Mutex<Vec<u8>> = std::sync::Mutex::new(Vec::new());
         let subscriber = tracing_subscriber::fmt()
             .with_writer(|| LOG.make_writer())
             .finish();
@@ -343,7 +343,7 @@ mod tests {
 
     #[test]
     fn failed_renewals_are_logged_once_in_ten_seconds() {
-        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        static LOG: std::sync::Mutex<Vec<u8>> = std::sync::Mutex::new(Vec::new());
         let subscriber = tracing_subscriber::fmt()
             .with_ansi(false)
             .with_writer(|| LOG.make_writer())
