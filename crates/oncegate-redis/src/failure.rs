@@ -2,7 +2,7 @@
 
 pub(crate) use oncegate_core::internal::{Problem, StoreFailure};
 
-use crate::record::DecodeError;
+use crate::record::{DecodeError, VERSION};
 use crate::tool_rights;
 
 /// Whether a Cluster node replies with this code that it does not serve a key, or that no node does
@@ -62,10 +62,12 @@ pub(crate) fn from_server_error(code: &str, detail: &str) -> StoreFailure {
 /// The failure for a value that is no marker.
 pub(crate) fn unreadable(why: DecodeError) -> StoreFailure {
     match why {
-        // Affects the deployment, not one id.
-        DecodeError::UnknownVersion => StoreFailure::misconfigured(
-            "a newer release wrote this marker (unknown record version): upgrade oncegate here; the key is unchanged",
-        ),
+        DecodeError::UnknownVersion(version) => {
+            StoreFailure::UnreadableMarker(Problem::new(format!(
+                "a newer release wrote this marker (record version {version}, this release reads {VERSION}): upgrade oncegate here; the key \
+             is unchanged"
+            )))
+        }
         DecodeError::NotAMarker => StoreFailure::UnreadableMarker(Problem::new(
             "another program wrote this key, or the value is truncated: set a separate key prefix with Redis::prefix, or delete the \
                  key; the key is unchanged",
