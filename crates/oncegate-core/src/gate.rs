@@ -10,6 +10,7 @@ use tracing::Instrument;
 use crate::boot_time::BootTime;
 use crate::breaker::{Breaker, BreakerDecision};
 use crate::builder::preflight;
+use crate::context::SharedDelivery;
 use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
 use crate::error::Error;
 use crate::handler::Failure;
@@ -21,7 +22,7 @@ use crate::lifecycle::{
 use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
 use crate::outcome::Outcomes;
 use crate::renewals::Renewals;
-use crate::run::{BoundedEnd, bounded, caught};
+use crate::run::{BoundedEnd, RunClock, bounded};
 use crate::settings::{LONGEST, Settings, VolatileStore};
 use crate::slots::{Slot, Slots};
 use crate::spans;
@@ -160,7 +161,7 @@ impl Gate {
             id,
             slot,
             driver,
-            lease: None,
+            grant: None,
             result: None,
             failure: None,
             store_error: None,
@@ -209,7 +210,8 @@ struct GuardedRun<'a, T> {
     id: MessageId,
     slot: Slot,
     driver: LifecycleDriver,
-    lease: Option<Arc<Lease>>,
+    /// The grant, with its lease.
+    grant: Option<Arc<SharedDelivery>>,
     result: Option<T>,
     failure: Option<Failure>,
     store_error: Option<StoreError>,
@@ -329,14 +331,18 @@ impl<T> GuardedRun<'_, T> {
                 if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
                     && guarantee != Guarantee::Bare
                 {
-                    let lease = Arc::new(Lease::new(
-                        &operation,
-                        attempts.number,
-                        sent,
-                        sent + settings.longest_hold(),
-                    ));
-                    renewals.start_renewing(std::iter::once((self.slot.index, lease.clone())));
-                    self.lease = Some(lease);
+                    let renew_until = sent + settings.longest_hold();
+                    let grant = Arc::new(SharedDelivery {
+                        id: Some(self.id.clone()),
+                        message: None,
+                        terms,
+                        failures: 0,
+                        attempt: attempts.number,
+                        lease: Some(Lease::new(token, lease, sent, renew_until)),
+                    });
+                    let index = self.slot.index;
+                    renewals.update(std::iter::empty(), std::iter::once((index, grant.clone())));
+                    self.grant = Some(grant);
                 }
                 Event::Answer(verdict)
             }
@@ -357,21 +363,23 @@ impl<T> GuardedRun<'_, T> {
     }
 
     fn lease_is_over(&self) -> bool {
-        self.lease
+        self.grant
             .as_ref()
+            .and_then(|grant| grant.lease.as_ref())
             .is_some_and(|lease| !lease.is_live(BootTime::now()))
     }
 
     async fn work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {
-        let lease = self.lease.clone();
+        let grant = self.grant.clone();
         let span = tracing::debug_span!("oncegate.handle", id = %self.id, attempt = self.driver.attempts.number, outcome = tracing::field::Empty);
-        let work = std::pin::pin!(caught(work));
+        let work = std::pin::pin!(Some(work));
+        let now = BootTime::now();
         let ended = bounded(
             work,
-            &span,
-            Instant::now(),
+            Some(&span),
+            RunClock { began: now, now },
             self.gate.0.settings.handler_timeout,
-            lease.as_deref(),
+            grant.as_ref().and_then(|grant| grant.lease.as_ref()),
         )
         .await;
         let outcome = match ended {
@@ -460,7 +468,8 @@ impl<T> GuardedRun<'_, T> {
 impl<T> Drop for GuardedRun<'_, T> {
     /// Stops the renewal: if the future was dropped, the work was interrupted and its lease ends.
     fn drop(&mut self) {
-        self.gate.0.renewals.stop(std::iter::once(self.slot.index));
+        let ended = std::iter::once(self.slot.index);
+        self.gate.0.renewals.update(ended, std::iter::empty());
         self.gate
             .0
             .slots
@@ -561,8 +570,14 @@ impl<T> GateBuilder<T> {
         preflight(&*store, &settings).await?;
         // `bounded` watches the lease itself, so the channel is unused.
         let (lost_leases, _) = unbounded_channel();
-        let renewals = Renewals::start(store.clone(), settings.lease, lost_leases, None)
-            .map_err(Error::renewal_thread)?;
+        let renewals = Renewals::start(
+            store.clone(),
+            settings.scope.clone(),
+            settings.lease,
+            lost_leases,
+            None,
+        )
+        .map_err(Error::renewal_thread)?;
         let claim_retries = match when_held {
             WhenHeld::Skip | WhenHeld::GiveUp => 0,
             WhenHeld::Wait(_) => u32::MAX, // the time ends the wait, not a number of claims

@@ -412,7 +412,25 @@ pub enum Isolation {
 }
 
 impl Stage {
+    /// The operation whose answer this stage waits for; `None` if it waits for none.
+    #[inline]
+    pub fn pending_ask(&self) -> Option<Ask> {
+        use Stage::*;
+        match *self {
+            Claiming(..) | Leaving(_) => Some(Ask::Claim),
+            Withdrawing(..) => Some(Ask::Withdraw),
+            Doubting(..) => Some(Ask::Doubt),
+            Resolving(_, finding) => Some(Ask::Resolve(finding)),
+            Completing(_) => Some(Ask::Complete),
+            Clearing(_, effect, _) => Some(Ask::Clear(effect)),
+            Rejecting(_, _, effect) => Some(Ask::Reject(effect)),
+            New(_) | AwaitingHolder(..) | Ready(_) | Running(..) | Pausing(..)
+            | Reconciling(..) | ReconcilePausing(..) | Ungated(_) | Settled => None,
+        }
+    }
+
     /// Whether a delivery in this stage pauses while it holds a lease, which may end before the pause.
+    #[inline]
     pub fn waits_on_lease(&self) -> bool {
         matches!(self, Self::Pausing(..) | Self::ReconcilePausing(..))
     }
@@ -619,13 +637,11 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             | Clearing(..) | Rejecting(..),
             Unavailable,
         ) => (stage, wake(3)),
-        (Leaving(_), Woke) => (stage, Action::Ask(Ask::Claim)),
-        (Withdrawing(..), Woke) => (stage, Action::Ask(Ask::Withdraw)),
-        (Doubting(..), Woke) => (stage, Action::Ask(Ask::Doubt)),
-        (Resolving(_, finding), Woke) => (stage, Action::Ask(Ask::Resolve(finding))),
-        (Completing(_), Woke) => (stage, Action::Ask(Ask::Complete)),
-        (Clearing(_, effect, _), Woke) => (stage, Action::Ask(Ask::Clear(effect))),
-        (Rejecting(_, _, effect), Woke) => (stage, Action::Ask(Ask::Reject(effect))),
+        (
+            Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
+            | Clearing(..) | Rejecting(..),
+            Woke,
+        ) => (stage, stage.pending_ask().map_or(Action::Wait, Action::Ask)),
 
         // The consumer drains: deliveries that have not started are released, running handlers may
         // finish.

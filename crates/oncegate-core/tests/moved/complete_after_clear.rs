@@ -1,10 +1,10 @@
-//! A passage that went on to be cleared cannot be completed too.
+//! A delivery that was released cannot be accepted too: settling consumes it.
 use oncegate_core::in_flight::InFlight;
-use oncegate_core::lifecycle::{Event, Outcome, Policy};
+use oncegate_core::lifecycle::{Policy, Settlement};
 
-fn both(running: InFlight, policy: &Policy) {
-    let _cleared = running.handle(Event::Returned(Outcome::Retry), policy, |token| token);
-    let _completed = running.handle(Event::Returned(Outcome::Done), policy, |token| token);
+fn both(in_flight: InFlight, release: Settlement, accept: Settlement, policy: &Policy) {
+    let _released = in_flight.settle(release, policy);
+    let _accepted = in_flight.settle(accept, policy);
 }
 
 fn main() {}
