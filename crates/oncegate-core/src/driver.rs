@@ -35,10 +35,10 @@ pub enum OnRelease {
 /// What the owner of a delivery does next.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum DriverCommand {
-    /// Applies this to the store with the delivery's token and attempt, and reports
-    /// [`Event::Answer`] or [`Event::Unavailable`]. A claim with a new token ends the lease of the
-    /// claim before it.
-    Apply(Ask),
+    /// Applies the operation that the stage waits for, [`Stage::pending_ask`], to the store with the
+    /// delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`]. A claim
+    /// with a new token ends the lease of the claim before it.
+    Apply,
     /// Reports [`Event::Slot`] when the handler may start, [`Event::LeaseOver`] if the lease may
     /// have ended by then, or [`Event::OthersRunApart`].
     AwaitRun,
@@ -72,6 +72,7 @@ pub enum DriverCommand {
 
 impl LifecycleDriver {
     /// A delivery that was just received.
+    #[inline]
     pub fn new(history: History, on_release: OnRelease) -> Self {
         Self {
             stage: Stage::New(history),
@@ -83,11 +84,13 @@ impl LifecycleDriver {
     }
 
     /// The stage of the delivery.
+    #[inline]
     pub fn stage(&self) -> Stage {
         self.stage
     }
 
     /// Whether [`begin_drain`](Self::begin_drain) was called.
+    #[inline]
     pub fn is_draining(&self) -> bool {
         self.draining
     }
@@ -107,6 +110,7 @@ impl LifecycleDriver {
     ///
     /// `new_token` returns the token of a new claim. Its argument is the token of the previous claim,
     /// for tests that reuse it.
+    #[inline]
     pub fn handle(
         &mut self,
         event: Event,
@@ -119,6 +123,7 @@ impl LifecycleDriver {
     /// Processes an event by other rules than
     /// [`lifecycle::transition`](crate::lifecycle::transition), for a checker that verifies that it
     /// detects wrong rules.
+    #[inline]
     pub fn handle_by(
         &mut self,
         rules: impl Fn(Stage, Event, &Policy) -> (Stage, Action),
@@ -126,22 +131,19 @@ impl LifecycleDriver {
         policy: &Policy,
         mut new_token: impl FnMut(Token) -> Token,
     ) -> DriverCommand {
-        if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event {
-            self.attempts = attempts;
-        }
-        // A rejected id does not run, but the dead letter carries the fencing token of its last attempt.
-        if let Event::Answer(Verdict::Rejected { attempt }) = event {
-            self.attempts = Attempts::all_forgiven(attempt);
+        match event {
+            Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) => {
+                self.attempts = attempts;
+            }
+            // A rejected id does not run, but the dead letter carries the fencing token of its last
+            // attempt.
+            Event::Answer(Verdict::Rejected { attempt }) => {
+                self.attempts = Attempts::all_forgiven(attempt);
+            }
+            _ => {}
         }
         let command = self.advance(&rules, event, policy, &mut new_token);
-        // A draining delivery starts nothing new: if the command would wait, queue or claim, the
-        // drain is reported again.
-        let starts_something = match command {
-            DriverCommand::Apply(ask) => ask == Ask::Claim && self.attempts.number == 0,
-            DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitTurn => true,
-            _ => false,
-        };
-        if !starts_something || !self.is_draining() {
+        if !self.draining || !self.starts_something(&command) {
             return command;
         }
         match self.advance(&rules, Event::Drain, policy, &mut new_token) {
@@ -150,6 +152,41 @@ impl LifecycleDriver {
         }
     }
 
+    /// Processes an event if it leads to the expected action, which is returned; otherwise changes
+    /// nothing, and the caller passes the same event to [`handle`](Self::handle).
+    ///
+    /// For the commonest events: the compiler resolves [`transition`] where the event is a constant.
+    #[inline(always)]
+    pub(crate) fn handle_expected(
+        &mut self,
+        event: Event,
+        policy: &Policy,
+        is_expected: impl FnOnce(&Action) -> bool,
+    ) -> Option<Action> {
+        if self.draining {
+            return None;
+        }
+        let (stage, action) = transition(self.stage, event, policy);
+        if !is_expected(&action) {
+            return None;
+        }
+        self.stage = stage;
+        Some(action)
+    }
+
+    /// Whether the command would wait, queue or claim. A draining delivery starts nothing new: the
+    /// drain is reported to it again.
+    fn starts_something(&self, command: &DriverCommand) -> bool {
+        match command {
+            DriverCommand::Apply => {
+                self.attempts.number == 0 && self.stage.pending_ask() == Some(Ask::Claim)
+            }
+            DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitTurn => true,
+            _ => false,
+        }
+    }
+
+    #[inline]
     fn advance(
         &mut self,
         rules: &impl Fn(Stage, Event, &Policy) -> (Stage, Action),
@@ -157,14 +194,14 @@ impl LifecycleDriver {
         policy: &Policy,
         new_token: &mut impl FnMut(Token) -> Token,
     ) -> DriverCommand {
-        let (stage, step) = rules(self.stage, event, policy);
+        let (stage, action) = rules(self.stage, event, policy);
         self.stage = stage;
-        match step {
+        match action {
             Action::NewClaim => {
                 (self.token, self.attempts) = (new_token(self.token), Attempts::new(0));
-                DriverCommand::Apply(Ask::Claim)
+                DriverCommand::Apply
             }
-            Action::Ask(ask) => DriverCommand::Apply(ask),
+            Action::Apply => DriverCommand::Apply,
             Action::Queue => DriverCommand::AwaitRun,
             Action::Run => DriverCommand::Run,
             Action::Reconcile => DriverCommand::Reconcile,

@@ -233,7 +233,10 @@ impl<T> GuardedRun<'_, T> {
             let before = self.driver.stage();
             self.gate.0.outcomes.happened(event);
             event = match self.driver.handle(event, &policy, |_| Token::random()) {
-                DriverCommand::Apply(ask) => self.ask(ask).await,
+                DriverCommand::Apply => match self.driver.stage().pending_ask() {
+                    Some(ask) => self.ask(ask).await,
+                    None => return Err(self.no_result()), // does not occur
+                },
                 DriverCommand::AwaitRun if self.lease_is_over() => Event::LeaseOver,
                 DriverCommand::AwaitRun => Event::Slot,
                 // The part of the work before its first await may panic, too.

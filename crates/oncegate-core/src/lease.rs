@@ -23,6 +23,7 @@ pub(crate) struct Lease {
 }
 
 impl Lease {
+    #[inline]
     pub(crate) fn new(
         token: Token,
         duration: Duration,

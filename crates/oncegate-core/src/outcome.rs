@@ -50,6 +50,7 @@ outcomes!(
 
 impl Outcomes {
     /// Counts what happened to a delivery.
+    #[inline]
     pub(crate) fn happened(&self, event: Event) {
         if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event
             && attempts.crashes > 0

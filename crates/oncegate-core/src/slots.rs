@@ -15,6 +15,12 @@ pub(crate) struct Slots<T> {
     free: Vec<usize>,
 }
 
+impl<T> Default for Slots<T> {
+    fn default() -> Self {
+        Self::new(0)
+    }
+}
+
 impl<T> Slots<T> {
     /// Reserves memory for `capacity` values, at most 65,536: `max_in_flight` may be any number.
     pub(crate) fn new(capacity: usize) -> Self {
@@ -32,7 +38,7 @@ impl<T> Slots<T> {
         self.len() == 0
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn insert(&mut self, value: T) -> Slot {
         let Some(index) = self.free.pop() else {
             self.values.push((0, Some(value)));
@@ -64,7 +70,7 @@ impl<T> Slots<T> {
     }
 
     /// Removes a value and frees its index.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn remove(&mut self, slot: Slot) -> Option<T> {
         let (serial, value) = self.values.get_mut(slot.index)?;
         if *serial != slot.serial {
@@ -74,6 +80,19 @@ impl<T> Slots<T> {
         *serial += 1;
         self.free.push(slot.index);
         Some(removed)
+    }
+
+    /// Removes a value where it is.
+    #[inline]
+    pub(crate) fn discard(&mut self, slot: Slot) {
+        if let Some((serial, value)) = self.values.get_mut(slot.index)
+            && *serial == slot.serial
+            && value.is_some()
+        {
+            *value = None;
+            *serial += 1;
+            self.free.push(slot.index);
+        }
     }
 
     /// The slot of the value at an index.

@@ -5,7 +5,7 @@ use std::time::Duration;
 use oncegate_core::lifecycle::{
     Action, AfterDoubt, Event, History, Outcome, Policy, Reason, Settlement, Stage, transition,
 };
-use oncegate_core::marker::{Ask, Effect, Guarantee, Verdict};
+use oncegate_core::marker::{Effect, Guarantee, Verdict};
 
 type Answer = (Stage, Action);
 
@@ -42,7 +42,7 @@ pub(crate) fn clears_at_the_end_of_the_drain(
     match (stage, event) {
         (Stage::Running(permit, _), Event::DrainOver) => (
             Stage::Clearing(permit, Effect::Nothing, Duration::ZERO),
-            Action::Ask(Ask::Clear(Effect::Nothing)),
+            Action::Apply,
         ),
         _ => transition(stage, event, policy),
     }

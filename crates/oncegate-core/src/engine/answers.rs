@@ -79,10 +79,14 @@ impl Engine {
         self.record_store_state(&batch, replies);
         for (index, answer) in batch.answers.iter().enumerate() {
             match batch.slots[index] {
-                Some(slot) => {
-                    let event = self.event_of(slot, answer);
-                    self.handle_event(slot, event);
-                }
+                Some(slot) => match *answer {
+                    Ok(Verdict::Granted(attempts)) => self.on_granted(slot, attempts),
+                    Ok(Verdict::Done { marker_lost }) => self.on_done(slot, marker_lost),
+                    _ => {
+                        let event = self.event_of(slot, answer);
+                        self.handle_event(slot, event);
+                    }
+                },
                 None => {
                     let (operation, pause) =
                         (&batch.operations[index], self.policy.longest_backoff);

@@ -5,12 +5,14 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
-use super::Engine;
 use super::entry::{
     ClaimState, InFlightEntry, Occupancy, Phase, has_running_task, may_count_crash,
 };
-use super::executor::Started;
+use super::executor::{Executor, Started};
+use super::leases::Leases;
+use super::reporter::Reporter;
 use super::runs::{FinishedRun, RunKind};
+use super::{Clock, Engine};
 
 use crate::boot_time::BootTime;
 use crate::builder::age;
@@ -20,9 +22,9 @@ use crate::fault;
 use crate::id::{MessageId, NoId};
 use crate::in_flight::InFlight;
 use crate::lifecycle::{
-    ClaimTries, Event, Freshness, Grant, History, Isolation, Settlement, Stage,
+    Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Settlement, Stage,
 };
-use crate::marker::{Ask, Operation, Terms};
+use crate::marker::{Ask, Attempts, Operation, Terms, Verdict};
 use crate::message::Message;
 use crate::ordering::KeyState;
 use crate::renewals::LostLease;
@@ -81,11 +83,11 @@ impl Engine {
             store_span: None,
             task: None,
             began: None,
-            arrived: self.clock.monotonic,
+            arrived: self.clock.boot,
             turn: 0,
             bytes,
         });
-        if key_state == KeyState::Acquired {
+        if key_state == KeyState::Acquired && !self.claim_at_once(slot) {
             self.admit(slot);
         }
     }
@@ -126,6 +128,117 @@ impl Engine {
         })
     }
 
+    /// The express path of [`admit`](Self::admit): a delivery with an id claims it. Returns whether it
+    /// did.
+    #[inline(always)]
+    fn claim_at_once(&mut self, slot: Slot) -> bool {
+        if self.drain.has_begun() {
+            return false;
+        }
+        let (policy, tokens) = (&self.policy, &mut self.tokens);
+        let claimed = self.intake.update(slot, |entry| {
+            if entry.arrival != Event::Arrived {
+                return false;
+            }
+            let driver = entry.in_flight.driver_mut();
+            let claim = |action: &Action| matches!(action, Action::NewClaim);
+            let claimed = driver
+                .handle_expected(Event::Arrived, policy, claim)
+                .is_some();
+            if claimed {
+                driver.token = tokens.token();
+            }
+            claimed
+        });
+        let claimed = claimed == Some(true);
+        if claimed {
+            self.begin_operation(slot);
+        }
+        claimed
+    }
+
+    /// The express path of a grant: the handler runs at once, and if it is done on its first poll, its
+    /// completion is queued. Each step asks the same transition as
+    /// [`handle_event`](Self::handle_event), which takes over where another action follows.
+    #[inline(always)]
+    pub(super) fn on_granted(&mut self, slot: Slot, attempts: Attempts) {
+        let granted = Event::Answer(Verdict::Granted(attempts));
+        let running = self.intake.count(Phase::Running);
+        if attempts.crashes > 0 || !self.executor.may_run_at_once(running) {
+            return self.handle_event(slot, granted);
+        }
+        let (now, renew_until) = (self.clock.boot, self.clock.boot + self.longest_hold);
+        let (policy, executor) = (&self.policy, &mut self.executor);
+        let (reporter, leases, clock) = (&mut self.reporter, &mut self.leases, &mut self.clock);
+        let next = self.intake.update(slot, |entry| {
+            let driver = entry.in_flight.driver_mut();
+            let queue = |action: &Action| matches!(action, Action::Queue);
+            if driver.handle_expected(granted, policy, queue).is_none() {
+                return Err(granted);
+            }
+            driver.attempts = attempts;
+            reporter.outcomes.happened(granted);
+            if let Some(lease) = &entry.in_flight.shared().lease {
+                if !lease.is_live(now) {
+                    return Err(Event::LeaseOver);
+                }
+                lease.hold_until(renew_until);
+            }
+            let run = |action: &Action| matches!(action, Action::Run);
+            let driver = entry.in_flight.driver_mut();
+            if driver.handle_expected(Event::Slot, policy, run).is_none() {
+                return Err(Event::Slot);
+            }
+            let result = match start_run(entry, executor, slot, RunKind::Handle, now) {
+                Started::Finished(result) => result,
+                Started::Task(task) => {
+                    entry.task = Some(task);
+                    return Ok(DriverCommand::Nothing);
+                }
+            };
+            record_run(entry, reporter, leases, clock, &result);
+            let done = Event::Returned(Outcome::Done);
+            let apply = |action: &Action| matches!(action, Action::Apply);
+            let driver = entry.in_flight.driver_mut();
+            if result.event == done && driver.handle_expected(done, policy, apply).is_some() {
+                Ok(DriverCommand::Apply)
+            } else {
+                Err(result.event)
+            }
+        });
+        let event = match next {
+            Some(Ok(command)) => self.execute(slot, command),
+            Some(Err(event)) => Some(event),
+            None => None,
+        };
+        if let Some(event) = event {
+            self.handle_event(slot, event);
+        }
+    }
+
+    /// The express path of a recorded completion: the delivery is accepted.
+    #[inline(always)]
+    pub(super) fn on_done(&mut self, slot: Slot, marker_lost: bool) {
+        let done = Event::Answer(Verdict::Done { marker_lost });
+        if self.executor.suspects.any() {
+            return self.handle_event(slot, done);
+        }
+        let (policy, reporter) = (&self.policy, &self.reporter);
+        let settled = self.intake.update(slot, |entry| {
+            let settle = |action: &Action| matches!(action, Action::Settle(_));
+            let driver = entry.in_flight.driver_mut();
+            let settled = driver.handle_expected(done, policy, settle)?;
+            reporter.outcomes.happened(done);
+            Some(settled)
+        });
+        match settled {
+            Some(Some(Action::Settle(settlement))) => self.settle_delivery(slot, settlement),
+            Some(_) => return self.handle_event(slot, done),
+            None => {}
+        }
+        self.follow_up();
+    }
+
     /// Starts the lifecycle of a delivery that was received, or that is removed from the queue.
     pub(super) fn admit(&mut self, slot: Slot) {
         let draining = self.drain.has_begun();
@@ -146,6 +259,12 @@ impl Engine {
     /// Processes an event of one delivery, and the events that follow for others.
     pub(super) fn handle_event(&mut self, slot: Slot, event: Event) {
         self.advance(slot, event);
+        self.follow_up();
+    }
+
+    /// Processes the events that follow for other deliveries.
+    #[inline]
+    fn follow_up(&mut self) {
         // A loop, because recursion would overflow the stack: settling a delivery can start the next
         // of its ordering key, thousands of times.
         while let Some((slot, event)) = self.follow_ups.pop_front().or_else(|| self.next_runnable())
@@ -219,7 +338,7 @@ impl Engine {
     #[inline]
     fn execute(&mut self, slot: Slot, command: DriverCommand) -> Option<Event> {
         match command {
-            DriverCommand::Apply(ask) => self.begin_operation(slot, ask),
+            DriverCommand::Apply => self.begin_operation(slot),
             DriverCommand::AwaitRun => return self.await_run(slot),
             DriverCommand::Run => return self.start(slot, RunKind::Handle),
             DriverCommand::Reconcile => return self.start(slot, RunKind::Reconcile),
@@ -238,8 +357,11 @@ impl Engine {
 
     /// Queues an operation for the store.
     #[inline]
-    fn begin_operation(&mut self, slot: Slot, ask: Ask) {
+    fn begin_operation(&mut self, slot: Slot) {
         let Some(entry) = self.intake.at_mut(slot) else {
+            return;
+        };
+        let Some(ask) = entry.stage().pending_ask() else {
             return;
         };
         entry.turn += 1; // invalidates earlier alarms, which would send the operation twice
@@ -349,10 +471,7 @@ impl Engine {
                 self.reporter.logs.late_completions_full();
             }
         }
-        let after = self
-            .clock
-            .monotonic
-            .saturating_duration_since(entry.arrived);
+        let after = entry.arrived.elapsed_at(self.clock.boot);
         let (mut settled, shared) = entry.in_flight.settle_and_recycle(settlement, &self.policy);
         if let Some(failure_history) = &mut settled.failure_history {
             failure_history.id = shared.id.as_ref().map(MessageId::to_string);
@@ -367,7 +486,7 @@ impl Engine {
     }
 
     /// Removes a delivery, and drops its handler and its lease.
-    #[inline]
+    #[inline(always)]
     fn remove(&mut self, slot: Slot) -> Option<InFlightEntry> {
         let mut entry = self.intake.remove(slot)?;
         entry.task = None;
@@ -410,22 +529,13 @@ impl Engine {
     }
 
     /// Starts the handler or `reconcile`. Returns its event if it ended on the first poll.
-    #[inline]
     fn start(&mut self, slot: Slot, kind: RunKind) -> Option<Event> {
         if let Stage::Ungated(_) = self.intake.at(slot)?.stage() {
             self.release_lease(slot);
         }
         let entry = self.intake.at_mut(slot)?;
-        let attempt = entry.attempt();
-        if entry.in_flight.shared().attempt != attempt {
-            entry.in_flight.shared_mut().attempt = attempt;
-        }
-        entry.turn += 1;
-        let now = self.clock.boot;
-        entry.began = Some(now);
-        let cx = Context(entry.in_flight.shared().clone());
-        match self.executor.start(slot, entry.turn, kind, cx, now) {
-            Started::Finished(result) => Some(self.run_ended(slot, &result)),
+        match start_run(entry, &mut self.executor, slot, kind, self.clock.boot) {
+            Started::Finished(result) => self.run_ended(slot, &result),
             Started::Task(task) => {
                 entry.task = Some(task);
                 None
@@ -435,16 +545,11 @@ impl Engine {
 
     /// Records the result of a run. Returns its event.
     #[inline]
-    fn run_ended(&mut self, slot: Slot, result: &RunResult) -> Event {
-        if let Some(entry) = self.intake.at_mut(slot) {
-            entry.record_error(result);
-            let began = entry.began.take().unwrap_or(result.ended);
-            let took = began.elapsed_at(result.ended);
-            self.reporter.run_ended(entry, result, took);
-            self.leases.record_runtime(took);
-        }
-        self.clock.boot = self.clock.boot.max(result.ended);
-        result.event
+    fn run_ended(&mut self, slot: Slot, result: &RunResult) -> Option<Event> {
+        let entry = self.intake.at_mut(slot)?;
+        let (reporter, leases) = (&mut self.reporter, &mut self.leases);
+        record_run(entry, reporter, leases, &mut self.clock, result);
+        Some(result.event)
     }
 
     /// Processes the results of spawned runs. One is ignored if the turn of its delivery has changed
@@ -459,8 +564,9 @@ impl Engine {
             if let Some(task) = entry.task.take() {
                 task.finished();
             }
-            let event = self.run_ended(slot, &result);
-            self.handle_event(slot, event);
+            if let Some(event) = self.run_ended(slot, &result) {
+                self.handle_event(slot, event);
+            }
         }
         self.finished = finished; // reuses the allocation
     }
@@ -499,4 +605,42 @@ impl Engine {
             }
         }
     }
+}
+
+/// Starts a run of the handler or of `reconcile`.
+#[inline]
+fn start_run(
+    entry: &mut InFlightEntry,
+    executor: &mut Executor,
+    slot: Slot,
+    kind: RunKind,
+    now: BootTime,
+) -> Started {
+    let attempt = entry.attempt();
+    if entry.in_flight.shared().attempt != attempt {
+        entry.in_flight.shared_mut().attempt = attempt;
+    }
+    entry.turn += 1;
+    entry.began = Some(now);
+    let cx = Context(entry.in_flight.shared().clone());
+    executor.start(slot, entry.turn, kind, cx, now)
+}
+
+/// Records the result of a run.
+#[inline]
+fn record_run(
+    entry: &mut InFlightEntry,
+    reporter: &mut Reporter,
+    leases: &mut Leases,
+    clock: &mut Clock,
+    result: &RunResult,
+) {
+    entry.record_error(result);
+    let took = entry
+        .began
+        .take()
+        .map_or(Duration::ZERO, |began| began.elapsed_at(result.ended));
+    reporter.run_ended(entry, result, took);
+    leases.record_runtime(took);
+    clock.boot = clock.boot.max(result.ended);
 }

@@ -1,7 +1,6 @@
 //! The engine's record of one delivery.
 
 use std::cell::Cell;
-use std::time::Instant;
 
 use tracing::Span;
 
@@ -31,7 +30,7 @@ pub(super) struct InFlightEntry {
     /// When its handler or `reconcile` started.
     pub(super) began: Option<BootTime>,
     /// When it was received.
-    pub(super) arrived: Instant,
+    pub(super) arrived: BootTime,
     /// Counts runs and alarms, so that stale ones are ignored.
     pub(super) turn: u32,
     pub(super) bytes: usize,

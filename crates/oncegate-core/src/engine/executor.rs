@@ -109,6 +109,12 @@ impl Executor {
         must_wait
     }
 
+    /// Whether a delivery may run now, before no other.
+    #[inline]
+    pub(super) fn may_run_at_once(&self, running: usize) -> bool {
+        running < self.max_runs && self.nobody_waits()
+    }
+
     /// Whether no delivery waits for a run.
     #[inline]
     pub(super) fn nobody_waits(&self) -> bool {

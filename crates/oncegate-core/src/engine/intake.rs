@@ -82,7 +82,7 @@ impl Intake {
     }
 
     /// A shared record with this content, in the memory of a settled delivery if there is one.
-    #[inline]
+    #[inline(always)]
     pub(super) fn share(&mut self, content: SharedDelivery) -> Arc<SharedDelivery> {
         let Some(mut spare) = self.spare.pop() else {
             return Arc::new(content);
@@ -103,7 +103,7 @@ impl Intake {
     }
 
     /// Adds a delivery. It is queued if another one holds its ordering key.
-    #[inline]
+    #[inline(always)]
     pub(super) fn insert(&mut self, entry: InFlightEntry) -> (Slot, KeyState) {
         let (ordering_key, phase, bytes) = (entry.ordering_key, entry.phase(), entry.bytes);
         let slot = self.entries.insert(entry);
@@ -117,7 +117,7 @@ impl Intake {
     }
 
     /// Changes a delivery, and counts it in the phase that it is in then. `None` if it was settled.
-    #[inline]
+    #[inline(always)]
     pub(super) fn update<T>(
         &mut self,
         slot: Slot,
@@ -139,7 +139,7 @@ impl Intake {
     }
 
     /// Removes a delivery. The next one of its ordering key may proceed.
-    #[inline]
+    #[inline(always)]
     pub(super) fn remove(&mut self, slot: Slot) -> Option<InFlightEntry> {
         let entry = self.entries.remove(slot)?;
         self.load.transition(Some(entry.phase()), None, entry.bytes);
@@ -246,9 +246,10 @@ impl Intake {
 #[cfg(test)]
 mod tests {
     use std::cell::Cell;
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use super::*;
+    use crate::boot_time::BootTime;
     use crate::driver::OnRelease;
     use crate::engine::entry::ClaimState;
     use crate::in_flight::InFlight;
@@ -306,7 +307,7 @@ mod tests {
             store_span: None,
             task: None,
             began: None,
-            arrived: Instant::now(),
+            arrived: BootTime::now(),
             turn: 0,
             bytes,
         }

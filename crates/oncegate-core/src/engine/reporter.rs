@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 use super::entry::{InFlightEntry, Phase, has_running_task};
 use super::intake::Intake;
 use super::logs::Logs;
+use crate::boot_time::BootTime;
 use crate::consumer_metrics::{ConsumerMetrics, GaugeValues};
 use crate::id::MessageId;
 use crate::lifecycle::{Event, Freshness, Outcome, Reason, Settlement};
@@ -131,7 +132,11 @@ impl Reporter {
         }
         self.next_status_at = now + PUBLISH_INTERVAL;
         let all = intake.slots().into_iter();
-        let all = all.filter_map(|slot| Some((intake.at(slot)?.arrived, slot)));
+        let boot = BootTime::now();
+        let all = all.filter_map(|slot| {
+            let age = intake.at(slot)?.arrived.elapsed_at(boot);
+            Some((now.checked_sub(age)?, slot))
+        });
         status.publish(in_flight, waiting, all.collect(), |slot| {
             let entry = intake.at(slot)?;
             Some(InFlightDelivery {

@@ -146,7 +146,7 @@ fn the_claim_is_answered() {
         );
         let sent_to_the_in_doubt_queue = (
             Stage::Doubting(grant, DoubtCause::Interrupted, AfterDoubt::Reject),
-            Action::Ask(Ask::Doubt),
+            Action::Apply,
         );
         assert_eq!(
             answer(V::InDoubt(one_more), &policy),
@@ -185,7 +185,7 @@ fn an_id_of_another_holder_is_claimed_again_with_backoff_then_released_and_never
         let (waiting, step) = transition(stage, busy, &policy);
         assert_eq!(step, Action::Wake(CLOCK_MARGIN));
         let (claiming, step) = transition(waiting, Event::Woke, &policy);
-        assert_eq!(step, Action::Ask(Ask::Claim)); // the same token
+        assert_eq!(step, Action::Apply); // the same token
         stage = claiming;
     }
     // Redelivered at the end of the holder's lease, or earlier.
@@ -324,7 +324,7 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
         transition(old, granted, &at_most_once()),
         (
             Stage::Doubting(GRANT, DoubtCause::TooOld, AfterDoubt::Reconcile),
-            Action::Ask(Ask::Doubt)
+            Action::Apply
         )
     );
     assert_eq!(
@@ -368,7 +368,7 @@ fn the_handler_returns() {
         );
         assert_eq!(
             returned(Outcome::Done, &policy),
-            (Stage::Completing(GRANT), Action::Ask(Ask::Complete))
+            (Stage::Completing(GRANT), Action::Apply)
         );
         assert_eq!(
             returned(Outcome::Retry, &policy),
@@ -396,7 +396,7 @@ fn the_handler_returns() {
         last,
         (
             Stage::Clearing(GRANT.failed(), Effect::Nothing, pause(2)),
-            Action::Ask(Ask::Clear(Effect::Nothing))
+            Action::Apply
         )
     );
     let bare = transition(
@@ -405,7 +405,7 @@ fn the_handler_returns() {
         &policy(Guarantee::Bare),
     );
     assert!(
-        matches!(bare, (Stage::Clearing(..), Action::Ask(Ask::Clear(_)))),
+        matches!(bare, (Stage::Clearing(..), Action::Apply)),
         "bare deletes after any failure"
     );
 }
@@ -420,7 +420,7 @@ fn an_unknown_outcome_is_never_retried_inline() {
         let unknown = Event::Returned(Outcome::Unknown(cause));
         let doubted = (
             Stage::Doubting(GRANT, cause, AfterDoubt::Reconcile),
-            Action::Ask(Ask::Doubt),
+            Action::Apply,
         );
         assert_eq!(
             transition(Stage::Running(GRANT, Tries(0)), unknown, &at_most_once()),
@@ -428,7 +428,7 @@ fn an_unknown_outcome_is_never_retried_inline() {
         );
         let cleared = (
             Stage::Clearing(GRANT.failed(), Effect::Unknown, pause(1)),
-            Action::Ask(Ask::Clear(Effect::Unknown)),
+            Action::Apply,
         );
         assert_eq!(
             transition(
@@ -460,10 +460,7 @@ fn a_doubt_is_reconciled() {
         (reconciling(0), Action::Reconcile)
     );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
-        let resolving = (
-            Stage::Resolving(GRANT, finding),
-            Action::Ask(Ask::Resolve(finding)),
-        );
+        let resolving = (Stage::Resolving(GRANT, finding), Action::Apply);
         assert_eq!(
             transition(reconciling(0), Event::Found(Some(finding)), &policy),
             resolving
@@ -481,11 +478,11 @@ fn a_doubt_is_reconciled() {
     let ending_the_lease = Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reject);
     assert_eq!(
         transition(reconciling(1), Event::Found(None), &policy),
-        (ending_the_lease, Action::Ask(Ask::Doubt))
+        (ending_the_lease, Action::Apply)
     );
     assert_eq!(
         transition(reconciling(0), Event::CannotReconcile, &policy),
-        (ending_the_lease, Action::Ask(Ask::Doubt))
+        (ending_the_lease, Action::Apply)
     );
     assert_eq!(
         transition(ending_the_lease, Event::Answer(V::Kept), &policy),
@@ -653,17 +650,17 @@ fn lease_over_in_every_stage() {
     for stage in stages() {
         for policy in [at_most_once(), effectively_once()] {
             let expected = match stage {
-                Ready(_) => (Claiming(HISTORY, ClaimTries(0)), Action::Ask(Ask::Claim)),
+                Ready(_) => (Claiming(HISTORY, ClaimTries(0)), Action::Apply),
                 Running(..) if policy.guarantee == Guarantee::AtMostOnce => (
                     Doubting(GRANT, DoubtCause::Interrupted, AfterDoubt::Release),
-                    Action::Ask(Ask::Doubt),
+                    Action::Apply,
                 ),
                 Running(..) | Reconciling(..) | ReconcilePausing(..) | Ungated(_) => {
                     release(pause(0), 0)
                 }
                 Pausing(..) => (
                     Clearing(GRANT.failed(), Effect::Nothing, pause(0)),
-                    Action::Ask(Ask::Clear(Effect::Nothing)),
+                    Action::Apply,
                 ),
                 _ => (stage, Action::Wait), // no handler runs, and the store compares token and attempt of the operation
             };
@@ -692,7 +689,7 @@ fn store_outage_in_every_stage_repeats_the_operation_with_the_same_token() {
                 assert_eq!((after, step), (stage, Action::Wake(pause(3))));
                 let (woken, step) = transition(after, Event::Woke, &at_most_once());
                 assert_eq!(woken, stage);
-                assert!(matches!(step, Action::Ask(_)), "{stage:?}: {step:?}");
+                assert!(matches!(step, Action::Apply), "{stage:?}: {step:?}");
             }
             _ => assert_eq!(
                 (after, step),
@@ -715,19 +712,14 @@ fn drain_in_every_stage_releases_deliveries_that_have_not_started() {
                     DoubtCause::HandlerReported,
                     AfterDoubt::ReleaseAtOnce,
                 ),
-                Action::Ask(Ask::Doubt),
+                Action::Apply,
             ),
             Claiming(..) => (Leaving(HISTORY), Action::Wait),
-            AwaitingHolder(_, _, ClaimReply::Unknown) => {
-                (Leaving(HISTORY), Action::Ask(Ask::Claim))
-            }
-            Ready(_) => (
-                Withdrawing(GRANT, AfterWithdrawal::Release),
-                Action::Ask(Ask::Withdraw),
-            ),
+            AwaitingHolder(_, _, ClaimReply::Unknown) => (Leaving(HISTORY), Action::Apply),
+            Ready(_) => (Withdrawing(GRANT, AfterWithdrawal::Release), Action::Apply),
             Pausing(..) => (
                 Clearing(GRANT, Effect::Nothing, Duration::ZERO),
-                Action::Ask(Ask::Clear(Effect::Nothing)),
+                Action::Apply,
             ),
             _ => (stage, Action::Wait),
         };
@@ -751,7 +743,7 @@ fn the_end_of_the_drain_in_every_stage_records_running_handlers_as_unknown() {
     let released_in_doubt = |cause| {
         (
             Doubting(GRANT, cause, AfterDoubt::ReleaseAtOnce),
-            Action::Ask(Ask::Doubt),
+            Action::Apply,
         )
     };
     for policy in [at_most_once(), effectively_once(), bare] {
@@ -764,7 +756,7 @@ fn the_end_of_the_drain_in_every_stage_records_running_handlers_as_unknown() {
                 }
                 Running(..) => (
                     Clearing(GRANT.failed(), Effect::Unknown, Duration::ZERO),
-                    Action::Ask(Ask::Clear(Effect::Unknown)),
+                    Action::Apply,
                 ),
                 Ungated(_) => release(Duration::ZERO, 1),
                 Reconciling(_, _, cause) => released_in_doubt(cause),
@@ -853,7 +845,7 @@ fn a_draining_delivery_withdraws_its_claim() {
     let withdrawing = Stage::Withdrawing(grant(2), AfterWithdrawal::Release);
     assert_eq!(
         answer(V::Granted(Attempts::new(2))),
-        (withdrawing, Action::Ask(Ask::Withdraw))
+        (withdrawing, Action::Apply)
     );
     for verdict in [V::Kept, V::Lost] {
         assert_eq!(
@@ -877,7 +869,7 @@ fn a_draining_delivery_withdraws_its_claim() {
     assert_eq!(answer(V::Duplicate), accepted(ProofKind::Duplicate));
     let released_in_doubt = (
         Stage::Doubting(grant(2), DoubtCause::Interrupted, AfterDoubt::ReleaseAtOnce),
-        Action::Ask(Ask::Doubt),
+        Action::Apply,
     );
     assert_eq!(answer(V::InDoubt(Attempts::new(2))), released_in_doubt);
     for verdict in [
@@ -897,7 +889,7 @@ fn a_delivery_that_waits_until_it_may_run_apart_holds_no_claim() {
     let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::AwaitTurn);
     assert_eq!(
         transition(Stage::Ready(GRANT), Event::OthersRunApart, &policy),
-        (withdrawing, Action::Ask(Ask::Withdraw))
+        (withdrawing, Action::Apply)
     );
     let waiting = Stage::New(HISTORY);
     for verdict in [V::Kept, V::Lost] {
