@@ -218,3 +218,56 @@ impl LifecycleDriver {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lifecycle::{Freshness, Outcome};
+    use crate::settings::Settings;
+
+    /// In random histories, the express path leads to the same stage as the usual one, or changes
+    /// nothing.
+    #[test]
+    fn an_expected_action_is_that_of_the_usual_path() {
+        let policy = Settings::default().policy();
+        let events = [
+            Event::Arrived,
+            Event::Answer(Verdict::Granted(Attempts::new(1))),
+            Event::Slot,
+            Event::Returned(Outcome::Done),
+            Event::Returned(Outcome::Retry),
+            Event::Answer(Verdict::Done { marker_lost: false }),
+            Event::Answer(Verdict::Lost),
+            Event::Unavailable,
+            Event::Woke,
+            Event::LeaseOver,
+        ];
+        let history = History {
+            failures: 0,
+            freshness: Freshness::Fresh,
+        };
+        let mut compared = 0;
+        for seed in 0..300 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let mut driver = LifecycleDriver::new(history, OnRelease::ReturnToSource);
+            for _ in 0..20 {
+                let event = events[random.usize(..events.len())];
+                if random.u8(..20) == 0 {
+                    driver.begin_drain();
+                }
+                let (before, mut express) = (driver.clone(), driver.clone());
+                let expects = random.bool();
+                let action = express.handle_expected(event, &policy, |_| expects);
+                driver.handle(event, &policy, |_| Token(1));
+                if expects && !before.draining {
+                    assert!(action.is_some());
+                    assert_eq!(express.stage(), driver.stage(), "seed {seed}, {event:?}");
+                    compared += 1;
+                } else {
+                    assert_eq!((action, express), (None, before));
+                }
+            }
+        }
+        assert!(compared > 1000, "{compared}");
+    }
+}

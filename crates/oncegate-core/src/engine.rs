@@ -34,7 +34,7 @@ use self::executor::Executor;
 use self::intake::Intake;
 use self::leases::Leases;
 use self::reporter::Reporter;
-use self::runs::{FinishedRun, starter};
+use self::runs::FinishedRun;
 use self::store_batcher::StoreBatcher;
 use self::timers::Timers;
 
@@ -114,7 +114,7 @@ impl Engine {
             intake: Intake::new(&settings, order),
             leases: Leases::start(store.clone(), &settings)?,
             batcher: StoreBatcher::new(store, properties),
-            executor: Executor::new(starter(runner), &settings),
+            executor: Executor::new(runner, &settings),
             timers: Timers::new(),
             reporter: Reporter::new(settings.status.clone()),
             drain: Drain::new(settings.drain_timeout),

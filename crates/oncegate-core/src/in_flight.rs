@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use crate::context::SharedDelivery;
 use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
+use crate::id::MessageId;
 use crate::lifecycle::{Event, History, Policy, Reason, Settlement, Stage};
 use crate::marker::Token;
 use crate::message::Message;
@@ -50,46 +51,63 @@ impl InFlight {
     }
 
     /// Adds the settlement, for the source.
-    pub fn settle(self, settlement: Settlement, policy: &Policy) -> Settled {
-        self.settle_and_recycle(settlement, policy).0
+    pub fn settle(mut self, settlement: Settlement, policy: &Policy) -> Settled {
+        let mut settled = Vec::with_capacity(1);
+        self.settle_in_place(settlement, policy, &mut settled);
+        settled.remove(0)
     }
 
-    /// [`settle`](Self::settle), which also returns the shared record. It has no message then, unless
-    /// somebody shares it.
+    /// [`settle`](Self::settle), to the end of `into`, for the slab, which drops the rest at once: a
+    /// move would copy it several times. The shared record has no message then, unless somebody shares
+    /// it.
     #[inline(always)]
-    pub(crate) fn settle_and_recycle(
-        self,
+    pub(crate) fn settle_in_place(
+        &mut self,
         settlement: Settlement,
         policy: &Policy,
-    ) -> (Settled, Arc<SharedDelivery>) {
-        let Self {
-            mut shared,
-            receipt,
-            driver,
-            failure_history,
-        } = self;
-        let failures = shared.failures;
+        into: &mut Vec<Settled>,
+    ) {
+        let (receipt, failures) = (self.receipt.take(), self.shared.failures);
         let failure_history = match settlement {
-            Settlement::Reject(reason) => {
-                Some(complete(failure_history, reason, failures, &driver, policy))
-            }
+            Settlement::Reject(reason) => Some(self.complete_failures(reason, policy)),
             Settlement::Accept(_) | Settlement::Release { .. } => None,
         };
-        let message = match Arc::get_mut(&mut shared) {
-            Some(own) => own.message.take(),
-            None => shared.message.clone(), // a handler kept its context
+        let own = Arc::get_mut(&mut self.shared);
+        let message = match own.and_then(|own| own.message.take()) {
+            Some(message) => message,
+            None => copy_of_message(&self.shared),
         };
-        let delivery = Delivery {
-            message: message.unwrap_or_default(),
-            receipt,
-            failures,
-        };
-        let settled = Settled {
-            delivery,
+        into.push(Settled {
+            delivery: Delivery {
+                message,
+                receipt,
+                failures,
+            },
             settlement,
             failure_history,
+        });
+    }
+
+    /// The failure history of a rejected delivery.
+    #[cold]
+    fn complete_failures(&mut self, reason: Reason, policy: &Policy) -> Box<FailureHistory> {
+        let attempts = self.driver.attempts;
+        // The marker does not count attempts without an effect; the delivery does.
+        let failures = self.shared.failures;
+        let granted = attempts
+            .spent()
+            .max(failures.saturating_add(u32::from(attempts.spent() > 0)));
+        let mut failure_history = self.failure_history.take().unwrap_or_default();
+        failure_history.id = self.shared.id.as_ref().map(MessageId::to_string);
+        failure_history.attempts = match reason {
+            // The handler is not run for the last grant.
+            Reason::CrashesSpent => granted.saturating_sub(1),
+            Reason::AttemptsSpent if granted > policy.attempts => granted - 1,
+            _ => granted,
         };
-        (settled, shared)
+        failure_history.crashes = attempts.crashes;
+        failure_history.fence = attempts.number;
+        failure_history
     }
 
     /// What it shares with its handler and the renewals.
@@ -148,30 +166,10 @@ impl InFlight {
     }
 }
 
-/// The failure history of a rejected delivery.
+/// The message of a delivery whose handler kept its context.
 #[cold]
-fn complete(
-    failure_history: Option<Box<FailureHistory>>,
-    reason: Reason,
-    failures: u32,
-    driver: &LifecycleDriver,
-    policy: &Policy,
-) -> Box<FailureHistory> {
-    let attempts = driver.attempts;
-    // The marker does not count attempts without an effect; the delivery does.
-    let granted = attempts
-        .spent()
-        .max(failures.saturating_add(u32::from(attempts.spent() > 0)));
-    let mut failure_history = failure_history.unwrap_or_default();
-    failure_history.attempts = match reason {
-        // The handler is not run for the last grant.
-        Reason::CrashesSpent => granted.saturating_sub(1),
-        Reason::AttemptsSpent if granted > policy.attempts => granted - 1,
-        _ => granted,
-    };
-    failure_history.crashes = attempts.crashes;
-    failure_history.fence = attempts.number;
-    failure_history
+fn copy_of_message(shared: &SharedDelivery) -> Message {
+    shared.message.clone().unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -63,7 +63,7 @@ impl Engine {
             if unsent {
                 self.handle_event(slot, Event::NotAsked);
             } else {
-                self.batcher.enqueue(slot, Ask::Claim);
+                self.batcher.enqueue_claim(slot);
             }
         }
     }
@@ -115,13 +115,14 @@ impl Engine {
     /// batch runs.
     fn record_answers(&mut self, batch: &AnsweredBatch) -> Replies {
         let mut replies = Replies::default();
-        for (index, answer) in batch.answers.iter().enumerate() {
-            let slot = batch.slots[index];
+        let operations = batch.slots.iter().zip(&batch.operations);
+        for (index, ((slot, operation), answer)) in operations.zip(&batch.answers).enumerate() {
+            let slot = *slot;
             replies.any_delivery |= slot.is_some();
             match (slot, answer) {
                 (Some(slot), Ok(verdict)) => {
                     replies.any_answered = true;
-                    self.record_verdict(slot, &batch.operations[index], *verdict, batch.sent);
+                    self.record_verdict(slot, operation, *verdict, batch.sent);
                     continue;
                 }
                 (Some(_), Err(StoreError::UnreadableMarker(_))) => replies.any_answered = true,
@@ -165,8 +166,8 @@ impl Engine {
                 return;
             }
             Verdict::Done { .. } => {
-                if let (Ask::Complete, Some(lease)) =
-                    (operation.ask, &entry.in_flight.shared().lease)
+                if let Some(lease) = &entry.in_flight.shared().lease
+                    && matches!(operation.ask, Ask::Complete)
                 {
                     let age = lease.sent.elapsed_at(self.clock.boot);
                     self.reporter.metrics.completed(age);

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use super::entry::{
     ClaimState, InFlightEntry, Occupancy, Phase, has_running_task, may_count_crash,
 };
-use super::executor::{Executor, Started};
+use super::executor::Executor;
 use super::leases::Leases;
 use super::reporter::Reporter;
-use super::runs::{FinishedRun, RunKind};
+use super::runs::{FinishedRun, RunKind, RunTicket, Started};
 use super::{Clock, Engine};
 
 use crate::boot_time::BootTime;
@@ -22,7 +22,8 @@ use crate::fault;
 use crate::id::{MessageId, NoId};
 use crate::in_flight::InFlight;
 use crate::lifecycle::{
-    Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Settlement, Stage,
+    Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Policy, Settlement,
+    Stage,
 };
 use crate::marker::{Ask, Attempts, Operation, Terms, Verdict};
 use crate::message::Message;
@@ -189,30 +190,31 @@ impl Engine {
             if driver.handle_expected(Event::Slot, policy, run).is_none() {
                 return Err(Event::Slot);
             }
-            let result = match start_run(entry, executor, slot, RunKind::Handle, now) {
-                Started::Finished(result) => result,
+            match start_run(entry, executor, slot, RunKind::Handle, now) {
+                Started::Finished(result) => {
+                    let event = record_run(entry, reporter, leases, clock, &result);
+                    after_run(entry, policy, event)
+                }
                 Started::Task(task) => {
                     entry.task = Some(task);
-                    return Ok(DriverCommand::Nothing);
+                    Ok(DriverCommand::Nothing)
                 }
-            };
-            record_run(entry, reporter, leases, clock, &result);
-            let done = Event::Returned(Outcome::Done);
-            let apply = |action: &Action| matches!(action, Action::Apply);
-            let driver = entry.in_flight.driver_mut();
-            if result.event == done && driver.handle_expected(done, policy, apply).is_some() {
-                Ok(DriverCommand::Apply)
-            } else {
-                Err(result.event)
             }
         });
+        self.continue_with(slot, next);
+    }
+
+    /// Continues where an express path ended: with a command, or with an event that it does not know.
+    #[inline(always)]
+    fn continue_with(&mut self, slot: Slot, next: Option<Result<DriverCommand, Event>>) {
         let event = match next {
-            Some(Ok(command)) => self.execute(slot, command),
+            Some(Ok(DriverCommand::Apply)) => self.execute(slot, DriverCommand::Apply),
             Some(Err(event)) => Some(event),
-            None => None,
+            Some(Ok(_)) | None => None,
         };
-        if let Some(event) = event {
-            self.handle_event(slot, event);
+        match event {
+            Some(event) => self.handle_event(slot, event),
+            None => self.follow_up(),
         }
     }
 
@@ -335,7 +337,7 @@ impl Engine {
     }
 
     /// Executes a command. Returns the event that follows immediately, if any.
-    #[inline]
+    #[inline(always)]
     fn execute(&mut self, slot: Slot, command: DriverCommand) -> Option<Event> {
         match command {
             DriverCommand::Apply => self.begin_operation(slot),
@@ -348,39 +350,41 @@ impl Engine {
             DriverCommand::Settle(settlement) => self.settle_delivery(slot, settlement),
             DriverCommand::Abandon => {
                 self.reporter.outcomes.dropped();
-                self.remove(slot);
+                if self.intake.remove(slot, |entry| entry.has_lease) == Some(true) {
+                    self.leases.ended(slot);
+                }
             }
             DriverCommand::Nothing => {}
         }
         None
     }
 
-    /// Queues an operation for the store.
+    /// Queues the operation that the stage of a delivery waits for.
     #[inline]
     fn begin_operation(&mut self, slot: Slot) {
         let Some(entry) = self.intake.at_mut(slot) else {
             return;
         };
-        let Some(ask) = entry.stage().pending_ask() else {
-            return;
-        };
         entry.turn += 1; // invalidates earlier alarms, which would send the operation twice
-        let attempt = entry.attempt();
-        if ask == Ask::Claim && attempt == 0 {
-            if let Stage::Claiming(_, ClaimTries(0)) = entry.stage() {
+        let (stage, attempt) = (entry.in_flight.driver().stage(), entry.attempt());
+        let is_claim = matches!(stage, Stage::Claiming(..) | Stage::Leaving(_));
+        entry.store_span = spans::if_enabled(|| {
+            let shared = entry.in_flight.shared();
+            let ask = stage.pending_ask().unwrap_or(Ask::Claim);
+            spans::operation(&ask, shared.id.as_ref(), attempt, Some(shared))
+        });
+        if !is_claim {
+            return self.batcher.enqueue_outcome(slot);
+        }
+        if attempt == 0 {
+            if let Stage::Claiming(_, ClaimTries(0)) = stage {
                 entry.claim.set(ClaimState::Unsent); // it has a new token
             }
             if entry.has_lease {
                 self.release_lease(slot);
             }
         }
-        if let Some(entry) = self.intake.at_mut(slot) {
-            entry.store_span = spans::if_enabled(|| {
-                let shared = entry.in_flight.shared();
-                spans::operation(&ask, shared.id.as_ref(), attempt, Some(shared))
-            });
-        }
-        self.batcher.enqueue(slot, ask);
+        self.batcher.enqueue_claim(slot);
     }
 
     /// The claim of a delivery was granted, and its handler may start when a run is free.
@@ -450,50 +454,49 @@ impl Engine {
     /// Passes a delivery with its settlement to the source, at the end of this iteration.
     #[inline]
     fn settle_delivery(&mut self, slot: Slot, settlement: Settlement) {
-        let Some(entry) = self.remove(slot) else {
-            return;
-        };
-        let token = entry.in_flight.driver().token;
-        let shared = entry.in_flight.shared();
-        if let Settlement::Accept(proof) = &settlement
-            && proof.as_str() == "passed_without_gate"
-            && let Some(id) = &shared.id
-        {
-            let claim = Operation {
-                key: self.settings.scope.key(id),
-                ask: Ask::Claim,
-                token,
-                attempt: 0,
-                terms: shared.terms,
-            };
-            // It is sent with the token of its lost claim when the store is available again.
-            if self.batcher.late.add(claim).is_err() {
-                self.reporter.logs.late_completions_full();
+        let without_gate = matches!(&settlement, Settlement::Accept(proof) if proof.as_str() == "passed_without_gate");
+        if without_gate {
+            self.record_completion_later(slot);
+        }
+        let (policy, into, leases) = (&self.policy, &mut self.settled, &mut self.leases);
+        let removed = self.intake.remove(slot, |entry| {
+            entry.task = None;
+            if entry.has_lease {
+                leases.ended(slot);
             }
-        }
-        let after = entry.arrived.elapsed_at(self.clock.boot);
-        let (mut settled, shared) = entry.in_flight.settle_and_recycle(settlement, &self.policy);
-        if let Some(failure_history) = &mut settled.failure_history {
-            failure_history.id = shared.id.as_ref().map(MessageId::to_string);
-        }
-        let (source, id) = (&self.source, shared.id.as_ref());
-        self.reporter
-            .settled(&settled, id, shared.attempt, after, |reason| {
+            let in_flight = &mut entry.in_flight;
+            in_flight.settle_in_place(settlement, policy, into);
+            (in_flight.shared().clone(), entry.arrived)
+        });
+        if let (Some((shared, arrived)), Some(settled)) = (removed, self.settled.last()) {
+            let after = arrived.elapsed_at(self.clock.boot);
+            let source = &self.source;
+            self.reporter.settled(settled, &shared, after, |reason| {
                 source.destination(&settled.delivery.message.origin, reason)
             });
-        self.settled.push(settled);
-        self.intake.recycle(shared);
+            self.intake.recycle(shared);
+        }
     }
 
-    /// Removes a delivery, and drops its handler and its lease.
-    #[inline(always)]
-    fn remove(&mut self, slot: Slot) -> Option<InFlightEntry> {
-        let mut entry = self.intake.remove(slot)?;
-        entry.task = None;
-        if entry.has_lease {
-            self.leases.ended(slot);
+    /// Queues the claim and completion of a message that was handled without the gate. They are sent
+    /// with the token of its lost claim when the store is available again.
+    #[cold]
+    fn record_completion_later(&mut self, slot: Slot) {
+        let Some(in_flight) = self.intake.at(slot).map(|entry| &entry.in_flight) else {
+            return;
+        };
+        let shared = in_flight.shared();
+        let Some(id) = &shared.id else { return };
+        let claim = Operation {
+            key: self.settings.scope.key(id),
+            ask: Ask::Claim,
+            token: in_flight.driver().token,
+            attempt: 0,
+            terms: shared.terms,
+        };
+        if self.batcher.late.add(claim).is_err() {
+            self.reporter.logs.late_completions_full();
         }
-        Some(entry)
     }
 
     /// If this delivery ran apart from others, the deliveries that wait for its end may claim.
@@ -535,7 +538,16 @@ impl Engine {
         }
         let entry = self.intake.at_mut(slot)?;
         match start_run(entry, &mut self.executor, slot, kind, self.clock.boot) {
-            Started::Finished(result) => self.run_ended(slot, &result),
+            Started::Finished(result) => {
+                let (reporter, leases) = (&mut self.reporter, &mut self.leases);
+                Some(record_run(
+                    entry,
+                    reporter,
+                    leases,
+                    &mut self.clock,
+                    &result,
+                ))
+            }
             Started::Task(task) => {
                 entry.task = Some(task);
                 None
@@ -543,30 +555,26 @@ impl Engine {
         }
     }
 
-    /// Records the result of a run. Returns its event.
-    #[inline]
-    fn run_ended(&mut self, slot: Slot, result: &RunResult) -> Option<Event> {
-        let entry = self.intake.at_mut(slot)?;
-        let (reporter, leases) = (&mut self.reporter, &mut self.leases);
-        record_run(entry, reporter, leases, &mut self.clock, result);
-        Some(result.event)
-    }
-
     /// Processes the results of spawned runs. One is ignored if the turn of its delivery has changed
     /// since.
     pub(super) fn on_finished_runs(&mut self) {
         let mut finished = std::mem::take(&mut self.finished);
         self.executor.take_finished(&mut finished);
-        for FinishedRun { slot, turn, result } in finished.drain(..) {
-            let Some(entry) = self.intake.at_mut(slot).filter(|entry| entry.turn == turn) else {
-                continue;
-            };
-            if let Some(task) = entry.task.take() {
-                task.finished();
-            }
-            if let Some(event) = self.run_ended(slot, &result) {
-                self.handle_event(slot, event);
-            }
+        for FinishedRun { ticket, result } in finished.drain(..) {
+            let RunTicket { slot, turn } = ticket;
+            let (policy, reporter) = (&self.policy, &mut self.reporter);
+            let (leases, clock) = (&mut self.leases, &mut self.clock);
+            let next = self.intake.update(slot, |entry| {
+                if entry.turn != turn {
+                    return Ok(DriverCommand::Nothing);
+                }
+                if let Some(task) = entry.task.take() {
+                    task.finished();
+                }
+                let event = record_run(entry, reporter, leases, clock, &result);
+                after_run(entry, policy, event)
+            });
+            self.continue_with(slot, next);
         }
         self.finished = finished; // reuses the allocation
     }
@@ -623,10 +631,11 @@ fn start_run(
     entry.turn += 1;
     entry.began = Some(now);
     let cx = Context(entry.in_flight.shared().clone());
-    executor.start(slot, entry.turn, kind, cx, now)
+    let turn = entry.turn;
+    executor.start(kind, cx, now, RunTicket { slot, turn })
 }
 
-/// Records the result of a run.
+/// Records the result of a run. Returns its event.
 #[inline]
 fn record_run(
     entry: &mut InFlightEntry,
@@ -634,7 +643,7 @@ fn record_run(
     leases: &mut Leases,
     clock: &mut Clock,
     result: &RunResult,
-) {
+) -> Event {
     entry.record_error(result);
     let took = entry
         .began
@@ -643,4 +652,22 @@ fn record_run(
     reporter.run_ended(entry, result, took);
     leases.record_runtime(took);
     clock.boot = clock.boot.max(result.ended);
+    result.event
+}
+
+/// The express path of a handler that is done: its completion follows. Otherwise its event.
+#[inline(always)]
+fn after_run(
+    entry: &mut InFlightEntry,
+    policy: &Policy,
+    event: Event,
+) -> Result<DriverCommand, Event> {
+    let done = Event::Returned(Outcome::Done);
+    let apply = |action: &Action| matches!(action, Action::Apply);
+    let driver = entry.in_flight.driver_mut();
+    if event == done && driver.handle_expected(done, policy, apply).is_some() {
+        Ok(DriverCommand::Apply)
+    } else {
+        Err(event)
+    }
 }

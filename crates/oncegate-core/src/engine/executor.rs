@@ -3,12 +3,14 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::runs::{FinishedRun, FinishedRuns, RunKind, RunReport, RunningTask, StartRun};
+use super::runs::{FinishedRun, FinishedRuns, RunKind, RunTicket, StartRun, Started, starter};
 use super::suspects::Suspects;
 use crate::boot_time::BootTime;
 use crate::context::Context;
-use crate::run::RunResult;
-use crate::settings::{Execution, Settings};
+use crate::decode::Decode;
+use crate::handler::Handler;
+use crate::run::Runner;
+use crate::settings::Settings;
 use crate::slots::Slot;
 
 /// Starts runs of the handler, at most `max_runs` at a time, and those of suspects apart from
@@ -17,7 +19,6 @@ use crate::slots::Slot;
 /// A run belongs to a turn of its delivery: its result is ignored in any other.
 pub(super) struct Executor {
     runs: Box<dyn StartRun>,
-    execution: Execution,
     max_runs: usize,
     pub(super) suspects: Suspects,
     /// Deliveries that wait until fewer than `max_runs` are active.
@@ -27,57 +28,33 @@ pub(super) struct Executor {
     finished: Arc<FinishedRuns>,
 }
 
-/// A run that was started.
-pub(super) enum Started {
-    /// It ended on its first poll.
-    Finished(RunResult),
-    Task(RunningTask),
-}
-
 impl Executor {
-    pub(super) fn new(runs: Box<dyn StartRun>, settings: &Settings) -> Self {
+    pub(super) fn new<H: Handler, D: Decode>(runner: Runner<H, D>, settings: &Settings) -> Self {
+        let finished = Arc::<FinishedRuns>::default();
         Self {
-            runs,
-            execution: settings.execution,
+            runs: starter(runner, settings.execution, finished.clone()),
             max_runs: settings.max_in_flight,
             suspects: Suspects::new(settings.max_in_flight),
             awaiting_run: VecDeque::new(),
             spawned: 0,
-            finished: Arc::default(),
+            finished,
         }
     }
 
-    /// Starts a run. With [`Execution::Inline`] it is polled once, here.
+    /// Starts a run.
     #[inline]
     pub(super) fn start(
         &mut self,
-        slot: Slot,
-        turn: u32,
         kind: RunKind,
         cx: Context,
         now: BootTime,
+        ticket: RunTicket,
     ) -> Started {
-        let report = |to: &Arc<FinishedRuns>| RunReport {
-            to: to.clone(),
-            slot,
-            turn,
-            result: None,
-        };
-        if self.execution == Execution::Spawned {
+        let started = self.runs.start(kind, cx, now, ticket);
+        if let Started::Task(_) = started {
             self.spawned += 1;
-            let report = report(&self.finished);
-            return Started::Task(self.runs.spawn(kind, cx, now, report));
         }
-        match self.runs.poll_once(kind, cx, now) {
-            Ok(finished) => Started::Finished(finished),
-            Err(pending) => {
-                self.spawned += 1;
-                let report = report(&self.finished);
-                Started::Task(RunningTask::new(tokio::spawn(async move {
-                    report.send(pending.await)
-                })))
-            }
-        }
+        started
     }
 
     /// Whether runs were spawned since the last call: the loop then yields to them, so that the
@@ -152,13 +129,12 @@ mod tests {
     use super::*;
     use crate::context::SharedDelivery;
     use crate::decode::RawBytes;
-    use crate::engine::runs::starter;
-    use crate::handler::{Failure, Handler};
+    use crate::handler::Failure;
     use crate::id::MessageId;
     use crate::lifecycle::{Event, Isolation, Outcome};
     use crate::marker::{Guarantee, Terms};
     use crate::message::Message;
-    use crate::run::Runner;
+    use crate::settings::Execution;
     use crate::slots::Slots;
 
     /// Sleeps as many seconds as its body has bytes.
@@ -187,7 +163,7 @@ mod tests {
             decode: RawBytes,
             timeout: Duration::from_secs(10),
         };
-        Executor::new(starter(runner), &settings)
+        Executor::new(runner, &settings)
     }
 
     fn context(seconds: usize) -> Context {
@@ -213,12 +189,12 @@ mod tests {
         let mut executor = executor(Execution::Inline);
         let slot = Slots::new(1).insert(());
         for turn in 0..3 {
-            let (cx, now) = (context(0), BootTime::now());
-            match executor.start(slot, turn, RunKind::Handle, cx, now) {
+            let (ticket, now) = (RunTicket { slot, turn }, BootTime::now());
+            match executor.start(RunKind::Handle, context(0), now, ticket) {
                 Started::Finished(result) => assert_eq!(result.event, DONE),
                 Started::Task(_) => panic!("it was spawned"),
             }
-            let Started::Task(_task) = executor.start(slot, turn, RunKind::Handle, context(5), now)
+            let Started::Task(_task) = executor.start(RunKind::Handle, context(5), now, ticket)
             else {
                 panic!("it ended at once");
             };
@@ -229,7 +205,7 @@ mod tests {
             let [run] = &finished[..] else {
                 panic!("{} results", finished.len());
             };
-            assert_eq!((run.slot, run.turn, run.result.event), (slot, turn, DONE));
+            assert_eq!((run.ticket, run.result.event), (ticket, DONE));
         }
     }
 
@@ -237,8 +213,8 @@ mod tests {
     async fn a_dropped_task_reports_that_its_outcome_is_unknown() {
         let mut executor = executor(Execution::Spawned);
         let slot = Slots::new(1).insert(());
-        let now = BootTime::now();
-        let started = executor.start(slot, 7, RunKind::Handle, context(5), now);
+        let (ticket, now) = (RunTicket { slot, turn: 7 }, BootTime::now());
+        let started = executor.start(RunKind::Handle, context(5), now, ticket);
         drop(started);
         executor.finished().await;
         let mut finished = Vec::new();

@@ -17,7 +17,7 @@ use crate::source::{Delivery, Limit, Order};
 /// delivery holds its ordering key from its receipt to its removal.
 pub(super) struct Intake {
     entries: Slots<InFlightEntry>,
-    load: Load,
+    counts: PhaseCounts,
     ordering: OrderingQueues,
     /// Queued deliveries that may proceed as soon as there is capacity.
     resumable: VecDeque<Slot>,
@@ -40,12 +40,12 @@ const MAX_SPARE: usize = 1024;
 
 /// The number and the bytes of the deliveries in each phase.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Load {
+struct PhaseCounts {
     count: [usize; Phase::COUNT],
     bytes: [usize; Phase::COUNT],
 }
 
-impl Load {
+impl PhaseCounts {
     /// A delivery enters, leaves, or changes its phase.
     #[inline]
     fn transition(&mut self, from: Option<Phase>, to: Option<Phase>, bytes: usize) {
@@ -64,7 +64,7 @@ impl Intake {
     pub(super) fn new(settings: &Settings, order: Order) -> Self {
         Self {
             entries: Slots::new(settings.max_in_flight),
-            load: Load::default(),
+            counts: PhaseCounts::default(),
             ordering: OrderingQueues::new(order),
             resumable: VecDeque::new(),
             spare: Vec::new(),
@@ -107,7 +107,7 @@ impl Intake {
     pub(super) fn insert(&mut self, entry: InFlightEntry) -> (Slot, KeyState) {
         let (ordering_key, phase, bytes) = (entry.ordering_key, entry.phase(), entry.bytes);
         let slot = self.entries.insert(entry);
-        self.load.transition(None, Some(phase), bytes);
+        self.counts.transition(None, Some(phase), bytes);
         let key_state =
             ordering_key.map_or(KeyState::Acquired, |key| self.ordering.acquire(key, slot));
         if key_state == KeyState::Queued {
@@ -128,7 +128,7 @@ impl Intake {
         let result = change(entry);
         let to = entry.phase();
         if from != to {
-            self.load.transition(Some(from), Some(to), entry.bytes);
+            self.counts.transition(Some(from), Some(to), entry.bytes);
         }
         Some(result)
     }
@@ -138,17 +138,26 @@ impl Intake {
         self.update(slot, |entry| entry.occupancy = Occupancy::Queued);
     }
 
-    /// Removes a delivery. The next one of its ordering key may proceed.
+    /// Removes a delivery, after `last` was called with it. The next one of its ordering key may
+    /// proceed.
     #[inline(always)]
-    pub(super) fn remove(&mut self, slot: Slot) -> Option<InFlightEntry> {
-        let entry = self.entries.remove(slot)?;
-        self.load.transition(Some(entry.phase()), None, entry.bytes);
-        if let Some(key) = entry.ordering_key
+    pub(super) fn remove<T>(
+        &mut self,
+        slot: Slot,
+        last: impl FnOnce(&mut InFlightEntry) -> T,
+    ) -> Option<T> {
+        let entry = self.entries.at_mut(slot)?;
+        let ordering_key = entry.ordering_key;
+        self.counts
+            .transition(Some(entry.phase()), None, entry.bytes);
+        let result = last(entry);
+        self.entries.discard(slot);
+        if let Some(key) = ordering_key
             && self.ordering.withdraw(key, slot) == WasQueued::No
         {
             self.resumable.extend(self.ordering.release(key));
         }
-        Some(entry)
+        Some(result)
     }
 
     #[inline]
@@ -184,7 +193,7 @@ impl Intake {
     /// The number of deliveries in a phase.
     #[inline]
     pub(super) fn count(&self, phase: Phase) -> usize {
-        self.load.count[phase as usize]
+        self.counts.count[phase as usize]
     }
 
     /// The number of deliveries that are not queued.
@@ -196,7 +205,7 @@ impl Intake {
     /// receives nothing, and one blocked ordering key blocks all others.
     pub(super) fn full_queue(&self) -> Option<(usize, usize)> {
         let queued = self.count(Phase::Queued);
-        let bytes = self.load.bytes[Phase::Queued as usize];
+        let bytes = self.counts.bytes[Phase::Queued as usize];
         let is_full = queued >= self.limits.max_queued || bytes >= self.limits.max_queued_bytes;
         is_full.then_some((queued, bytes))
     }
@@ -214,7 +223,7 @@ impl Intake {
         let completing = self.count(Phase::Completing);
         let occupied = self.in_flight() - completing.min(self.limits.max_in_flight);
         let occupied_bytes =
-            self.load.bytes.iter().sum::<usize>() - self.load.bytes[Phase::Queued as usize];
+            self.counts.bytes.iter().sum::<usize>() - self.counts.bytes[Phase::Queued as usize];
         let count = self.limits.max_in_flight.saturating_sub(occupied);
         let bytes = self
             .limits
@@ -340,7 +349,7 @@ mod tests {
                         slots.push(intake.insert(entry).0);
                     }
                     1 if !slots.is_empty() => {
-                        intake.remove(slots.swap_remove(random.usize(..slots.len())));
+                        intake.remove(slots.swap_remove(random.usize(..slots.len())), |_| ());
                     }
                     _ => {
                         let Some(slot) = random.choice(&slots) else {
@@ -353,15 +362,17 @@ mod tests {
                         });
                     }
                 }
-                let mut expected = Load::default();
+                let mut expected = PhaseCounts::default();
                 for slot in &slots {
                     let phase = intake.at(*slot).expect("it is not removed").phase();
                     expected.transition(None, Some(phase), 7);
                 }
-                assert_eq!(intake.load, expected, "seed {seed}");
+                assert_eq!(intake.counts, expected, "seed {seed}");
             }
-            slots.into_iter().for_each(|slot| drop(intake.remove(slot)));
-            assert_eq!(intake.load, Load::default());
+            for slot in slots {
+                intake.remove(slot, |_| ());
+            }
+            assert_eq!(intake.counts, PhaseCounts::default());
         }
     }
 
@@ -376,7 +387,7 @@ mod tests {
         assert_eq!((intake.in_flight(), intake.count(Phase::Queued)), (2, 1));
         assert_eq!(intake.receive_limit(), Limit::NOTHING, "two are in flight");
         assert_eq!(intake.next_resumable(), None);
-        intake.remove(first);
+        intake.remove(first, |_| ());
         assert_eq!(
             intake.receive_limit(),
             Limit {
@@ -385,7 +396,7 @@ mod tests {
             }
         );
         assert_eq!(intake.next_resumable(), Some(second));
-        intake.remove(other);
+        intake.remove(other, |_| ());
         assert_eq!(intake.len(), 1);
     }
 
@@ -396,7 +407,7 @@ mod tests {
         let slots = entries.map(|entry| intake.insert(entry).0);
         assert_eq!(intake.full_queue(), Some((2, 2)));
         assert_eq!(intake.receive_limit(), Limit::NOTHING);
-        intake.remove(slots[2]);
+        intake.remove(slots[2], |_| ());
         assert_eq!(intake.full_queue(), None);
         assert_eq!(intake.receive_limit().count, 1);
     }

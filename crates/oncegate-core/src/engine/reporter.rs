@@ -7,7 +7,7 @@ use super::intake::Intake;
 use super::logs::Logs;
 use crate::boot_time::BootTime;
 use crate::consumer_metrics::{ConsumerMetrics, GaugeValues};
-use crate::id::MessageId;
+use crate::context::SharedDelivery;
 use crate::lifecycle::{Event, Freshness, Outcome, Reason, Settlement};
 use crate::marker::Guarantee;
 use crate::message::Message;
@@ -83,8 +83,7 @@ impl Reporter {
     pub(super) fn settled(
         &mut self,
         settled: &Settled,
-        id: Option<&MessageId>,
-        attempt: u32,
+        shared: &SharedDelivery,
         after: Duration,
         destination: impl FnOnce(&Reason) -> Option<String>,
     ) {
@@ -93,6 +92,7 @@ impl Reporter {
             self.logs.rejected(settled, destination(reason));
         }
         let span = spans::if_enabled(|| {
+            let (id, attempt) = (shared.id.as_ref(), shared.attempt);
             spans::settle(&settled.delivery, id, attempt, &settled.settlement)
         });
         let count = || self.outcomes.settled(&settled.settlement);

@@ -5,7 +5,6 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{self, Poll, Waker};
 
-use futures_util::future::BoxFuture;
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 
@@ -14,6 +13,7 @@ use crate::context::Context;
 use crate::decode::Decode;
 use crate::handler::Handler;
 use crate::run::{RunClock, RunResult, Runner};
+use crate::settings::Execution;
 use crate::slots::Slot;
 
 /// Which function of the handler runs.
@@ -23,43 +23,71 @@ pub(super) enum RunKind {
     Reconcile,
 }
 
+/// A run that was started.
+pub(super) enum Started {
+    /// It ended on its first poll.
+    Finished(RunResult),
+    Task(RunningTask),
+}
+
 /// Starts runs. It hides the types of the handler and of its future, so that the engine is not
 /// generic.
 pub(super) trait StartRun: Send {
-    /// Polls a run once, here. Returns its result, or the future if it is pending.
-    fn poll_once(
-        &mut self,
-        kind: RunKind,
-        cx: Context,
-        now: BootTime,
-    ) -> Result<RunResult, BoxFuture<'static, RunResult>>;
-
-    /// Spawns a run as a task, which begins now.
-    fn spawn(
-        &mut self,
-        kind: RunKind,
-        cx: Context,
-        began: BootTime,
-        report: RunReport,
-    ) -> RunningTask;
+    /// Starts a run. With [`Execution::Inline`] it is polled once, here. The result of a task goes to
+    /// `report`.
+    fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, report: RunTicket) -> Started;
 }
 
-/// Starts the runs of one handler. The future of `handle` is polled in a place that is kept: a run
-/// that ends at once allocates nothing.
+/// Starts the runs of one handler. The futures of `handle` are polled in places that are kept: a run
+/// that ends at once allocates nothing, and one that is spawned only its task, which is small.
 struct RunStarter<H, D, M, F> {
     runner: Arc<Runner<H, D>>,
     handle: M,
-    place: Pin<Box<Option<F>>>,
+    execution: Execution,
+    finished: Arc<FinishedRuns>,
+    /// The place of inline runs.
+    place: Option<RunPlace<F>>,
+    places: Arc<RunPlaces<F>>,
+}
+
+/// A place for the future of a run.
+type RunPlace<F> = Pin<Box<Option<F>>>;
+
+/// Empty places.
+struct RunPlaces<F>(Mutex<Vec<RunPlace<F>>>);
+
+/// The maximum number of empty places.
+const MAX_PLACES: usize = 1024;
+
+impl<F> RunPlaces<F> {
+    fn take(&self) -> RunPlace<F> {
+        let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        place.unwrap_or_else(|| Box::pin(None))
+    }
+
+    fn put_back(&self, place: RunPlace<F>) {
+        let mut places = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if places.len() < MAX_PLACES {
+            places.push(place);
+        }
+    }
 }
 
 /// Starts the runs of this handler.
-pub(super) fn starter<H: Handler, D: Decode>(runner: Runner<H, D>) -> Box<dyn StartRun> {
+pub(super) fn starter<H: Handler, D: Decode>(
+    runner: Runner<H, D>,
+    execution: Execution,
+    finished: Arc<FinishedRuns>,
+) -> Box<dyn StartRun> {
     let runner = Arc::new(runner);
     let shared = runner.clone();
     Box::new(RunStarter {
         runner,
         handle: move |cx, clock| shared.clone().handle(cx, clock),
-        place: Box::pin(None),
+        execution,
+        finished,
+        place: None,
+        places: Arc::new(RunPlaces(Mutex::default())),
     })
 }
 
@@ -67,66 +95,85 @@ impl<H, D, M, F> StartRun for RunStarter<H, D, M, F>
 where
     H: Handler,
     D: Decode,
-    M: Fn(Context, RunClock) -> F + Clone + Send + 'static,
+    M: Fn(Context, RunClock) -> F + Clone + Send + Unpin + 'static,
     F: Future<Output = RunResult> + Send + 'static,
 {
-    fn poll_once(
-        &mut self,
-        kind: RunKind,
-        cx: Context,
-        now: BootTime,
-    ) -> Result<RunResult, BoxFuture<'static, RunResult>> {
-        let clock = RunClock { began: now, now };
-        // The waker of this poll may be ignored: a pending future is polled again by its task.
-        let mut poller = task::Context::from_waker(Waker::noop());
+    fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, ticket: RunTicket) -> Started {
+        let report = |finished: &Arc<FinishedRuns>| RunReport {
+            to: finished.clone(),
+            ticket,
+            result: None,
+        };
         if kind == RunKind::Reconcile {
-            let mut run: BoxFuture<_> = Box::pin(self.runner.clone().reconcile(cx, clock));
-            return match run.as_mut().poll(&mut poller) {
-                Poll::Ready(finished) => Ok(finished),
-                Poll::Pending => Err(run),
-            };
+            let (runner, report) = (self.runner.clone(), report(&self.finished));
+            return Started::Task(RunningTask::new(tokio::spawn(async move {
+                let (began, now) = (now, BootTime::now());
+                report.send(runner.reconcile(cx, RunClock { began, now }).await);
+            })));
         }
-        self.place.set(Some((self.handle)(cx, clock)));
-        let polled = self
-            .place
-            .as_mut()
-            .as_pin_mut()
-            .map(|run| run.poll(&mut poller));
-        if let Some(Poll::Ready(finished)) = polled {
-            self.place.set(None);
-            return Ok(finished);
-        }
-        let mut place = std::mem::replace(&mut self.place, Box::pin(None));
-        Err(Box::pin(std::future::poll_fn(move |poller| {
-            match place.as_mut().as_pin_mut() {
-                Some(run) => run.poll(poller),
-                None => Poll::Ready(RunResult::lost()), // does not occur: it was pending
+        let place = self.place.take();
+        let mut place = place.unwrap_or_else(|| self.places.take());
+        let mut unstarted = None;
+        if self.execution == Execution::Inline {
+            place.set(Some((self.handle)(cx, RunClock { began: now, now })));
+            // The waker of this poll may be ignored: a pending future is polled again by its task.
+            let mut poller = task::Context::from_waker(Waker::noop());
+            let polled = place.as_mut().as_pin_mut().map(|run| run.poll(&mut poller));
+            if let Some(Poll::Ready(result)) = polled {
+                place.set(None);
+                self.place = Some(place);
+                return Started::Finished(result);
             }
+        } else {
+            unstarted = Some((self.handle.clone(), cx, now));
+        }
+        Started::Task(RunningTask::new(tokio::spawn(SpawnedRun {
+            unstarted,
+            place: Some(place),
+            places: self.places.clone(),
+            report: Some(report(&self.finished)),
         })))
     }
+}
 
-    fn spawn(
-        &mut self,
-        kind: RunKind,
-        cx: Context,
-        began: BootTime,
-        report: RunReport,
-    ) -> RunningTask {
-        // The task may wait for a thread: the clock is read when it is polled.
-        let clock = move || RunClock {
-            began,
-            now: BootTime::now(),
+/// The task of a run. Its future is in a place, so that the task is small.
+struct SpawnedRun<M, F> {
+    /// How to begin a run that was not polled yet.
+    unstarted: Option<(M, Context, BootTime)>,
+    place: Option<RunPlace<F>>,
+    places: Arc<RunPlaces<F>>,
+    report: Option<RunReport>,
+}
+
+impl<M, F> Future for SpawnedRun<M, F>
+where
+    M: Fn(Context, RunClock) -> F + Unpin,
+    F: Future<Output = RunResult>,
+{
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, poller: &mut task::Context<'_>) -> Poll<()> {
+        let this = &mut *self;
+        let Some(place) = &mut this.place else {
+            return Poll::Ready(());
         };
-        RunningTask::new(match kind {
-            RunKind::Handle => {
-                let handle = self.handle.clone();
-                tokio::spawn(async move { report.send(handle(cx, clock()).await) })
-            }
-            RunKind::Reconcile => {
-                let runner = self.runner.clone();
-                tokio::spawn(async move { report.send(runner.reconcile(cx, clock()).await) })
-            }
-        })
+        if let Some((handle, cx, began)) = this.unstarted.take() {
+            // The task may have waited for a thread: the clock is read now.
+            let now = BootTime::now();
+            place.set(Some(handle(cx, RunClock { began, now })));
+        }
+        let Some(Poll::Ready(result)) = place.as_mut().as_pin_mut().map(|run| run.poll(poller))
+        else {
+            return Poll::Pending;
+        };
+        place.set(None); // its context is dropped before the result is reported
+        if let Some(place) = this.place.take() {
+            this.places.put_back(place);
+        }
+        if let Some(report) = this.report.take() {
+            report.send(result);
+        }
+        Poll::Ready(())
     }
 }
 
@@ -134,7 +181,7 @@ where
 pub(super) struct RunningTask(Option<JoinHandle<()>>);
 
 impl RunningTask {
-    pub(super) fn new(task: JoinHandle<()>) -> Self {
+    fn new(task: JoinHandle<()>) -> Self {
         Self(Some(task))
     }
 
@@ -152,10 +199,16 @@ impl Drop for RunningTask {
     }
 }
 
-/// The result of a spawned run, with its delivery and the turn of the run.
-pub(super) struct FinishedRun {
+/// The delivery of a run, and the turn of the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RunTicket {
     pub(super) slot: Slot,
     pub(super) turn: u32,
+}
+
+/// The result of a spawned run.
+pub(super) struct FinishedRun {
+    pub(super) ticket: RunTicket,
     pub(super) result: RunResult,
 }
 
@@ -192,15 +245,14 @@ impl FinishedRuns {
 }
 
 /// Sends the result of a spawned run on drop, however its task ends.
-pub(super) struct RunReport {
-    pub(super) to: Arc<FinishedRuns>,
-    pub(super) slot: Slot,
-    pub(super) turn: u32,
-    pub(super) result: Option<RunResult>,
+struct RunReport {
+    to: Arc<FinishedRuns>,
+    ticket: RunTicket,
+    result: Option<RunResult>,
 }
 
 impl RunReport {
-    pub(super) fn send(mut self, result: RunResult) {
+    fn send(mut self, result: RunResult) {
         self.result = Some(result);
     }
 }
@@ -208,8 +260,7 @@ impl RunReport {
 impl Drop for RunReport {
     fn drop(&mut self) {
         self.to.push(FinishedRun {
-            slot: self.slot,
-            turn: self.turn,
+            ticket: self.ticket,
             result: self.result.take().unwrap_or_else(RunResult::lost),
         });
     }

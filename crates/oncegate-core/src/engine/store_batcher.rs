@@ -77,14 +77,16 @@ impl StoreBatcher {
         }
     }
 
-    /// Queues the operation of a delivery.
+    /// Queues the claim of a delivery.
     #[inline]
-    pub(super) fn enqueue(&mut self, slot: Slot, ask: Ask) {
-        if ask == Ask::Claim {
-            self.claims.push_back(slot)
-        } else {
-            self.outcomes.push_back(slot)
-        }
+    pub(super) fn enqueue_claim(&mut self, slot: Slot) {
+        self.claims.push_back(slot);
+    }
+
+    /// Queues the operation of a delivery that is not a claim.
+    #[inline]
+    pub(super) fn enqueue_outcome(&mut self, slot: Slot) {
+        self.outcomes.push_back(slot);
     }
 
     /// Removes all claims that were not sent.
@@ -350,7 +352,11 @@ mod tests {
             Ask::Complete,
         ];
         for ask in asks {
-            batcher.enqueue(slots.insert(()), ask);
+            let slot = slots.insert(());
+            match ask {
+                Ask::Claim => batcher.enqueue_claim(slot),
+                _ => batcher.enqueue_outcome(slot),
+            }
         }
         let first = sent(&mut batcher, |slot| slot.index != 0, &asks).await;
         assert_eq!(
@@ -391,7 +397,7 @@ mod tests {
         let (mut batcher, mut slots) = (batcher(10), Slots::new(1));
         let now = Instant::now();
         assert_eq!(batcher.max_batches(now), Some(1));
-        batcher.enqueue(slots.insert(()), Ask::Claim);
+        batcher.enqueue_claim(slots.insert(()));
         batcher.breaker.not_answered(now);
         assert_eq!(batcher.max_batches(now), None);
         let next_try = batcher.next_try_at(|_, _| true).expect("a claim waits");
