@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use oncegate::{
-    ConsumerStatus, InFlightDelivery, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
+    ConsumerStatus, InFlightDelivery, LastStoreError, Position, Readiness, StoreSnapshot,
+    StoreState,
 };
 use serde::Serialize;
 
@@ -99,9 +100,9 @@ pub(crate) enum SourceView {
         unacked: u64,
         delivered: u64,
         redelivered: u64,
-        reconnects: u64,
-        away_seconds: f64,
-        stale_receipts: u64,
+        channels_lost: u64,
+        unavailable_seconds: f64,
+        stale_settlements: u64,
         copies: u64,
         copy_retries: u64,
         blocked_seconds: f64,
@@ -159,15 +160,15 @@ impl WatchedConsumer {
 impl StoreView {
     fn of(snapshot: StoreSnapshot) -> Self {
         let state = match snapshot.state {
-            StoreState::Answers { last } => StoreStateView::Answers {
-                last_answer_seconds: seconds(last),
+            StoreState::Available { last_answer } => StoreStateView::Answers {
+                last_answer_seconds: seconds(last_answer),
             },
-            StoreState::Away { since } => StoreStateView::Away {
+            StoreState::Unavailable { since } => StoreStateView::Away {
                 away_seconds: seconds(since),
             },
             _ => StoreStateView::Unasked,
         };
-        let to_error = |StoreTrouble {
+        let to_error = |LastStoreError {
                             since, mut text, ..
                         }| {
             text.truncate(truncation_point(&text, MAX_LINE_BYTES));
@@ -196,7 +197,7 @@ impl OldestDelivery {
             partition,
             offset,
             seconds: seconds(delivery.since),
-            doing: delivery.doing.as_str(),
+            doing: delivery.state.as_str(),
             attempt: delivery.attempt,
             crashes: delivery.crashes,
         }
@@ -221,9 +222,9 @@ impl WatchedSource {
                     unacked: snapshot.unacked,
                     delivered: snapshot.delivered,
                     redelivered: snapshot.redelivered,
-                    reconnects: snapshot.reconnects,
-                    away_seconds: seconds(snapshot.away),
-                    stale_receipts: snapshot.stale_receipts,
+                    channels_lost: snapshot.channels_lost,
+                    unavailable_seconds: seconds(snapshot.unavailable),
+                    stale_settlements: snapshot.stale_settlements,
                     copies: snapshot.copies,
                     copy_retries: snapshot.copy_retries,
                     blocked_seconds: seconds(snapshot.blocked),

@@ -40,7 +40,7 @@ pub(crate) mod confirm_timeout;
 pub(crate) mod frame_sanitizer;
 pub(crate) mod handshake;
 pub(crate) mod ipv6_url;
+pub(crate) mod lost_consumer_probe;
 pub(crate) mod quiet_executor;
 pub(crate) mod sanitized_stream;
-pub(crate) mod silence_probe;
 pub(crate) mod stream_refusal;

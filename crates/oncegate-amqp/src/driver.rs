@@ -15,9 +15,9 @@ use tokio::sync::oneshot;
 use tokio::time::Instant;
 
 use crate::backoff::Backoff;
-use crate::client::silence_probe::{LONG_SILENCE_CHECK_INTERVAL, SILENCE_CHECK_INTERVAL};
-use crate::inbox::InboxSender;
+use crate::client::lost_consumer_probe::{LONG_PROBE_INTERVAL, PROBE_INTERVAL};
 use crate::incoming;
+use crate::incoming_queue::IncomingSender;
 use crate::message_copy::{MessageCopy, PublishCancellation};
 use crate::open_session::{self, MAX_RECONNECT_PAUSE};
 use crate::publisher::{ConfirmedCopy, CopyPublisher};
@@ -31,7 +31,7 @@ const MAX_IN_MEMORY_DELAY: Duration = Duration::from_secs(5);
 const MIN_RELEASE_DELAY: Duration = Duration::from_millis(20);
 /// While a delayed delivery is unacknowledged, later ones cannot be acknowledged together (`multiple`).
 /// After this many single acknowledgements it moves to a delay queue. Its copy costs the broker about
-/// as much as a hundred of them.
+/// as much as a hundred single acknowledgements.
 const MAX_SINGLE_ACKS: usize = 256;
 /// A channel that was open for longer than this resets the backoff. One that fails at once must not.
 const STABLE_AFTER: Duration = Duration::from_secs(2);
@@ -64,10 +64,10 @@ pub(crate) enum SourceCommand {
 
 /// The driver's ends of the channels to the source.
 pub(crate) struct DriverEndpoints {
-    pub(crate) inbox: InboxSender,
+    pub(crate) incoming_queue: IncomingSender,
     pub(crate) commands: UnboundedReceiver<SourceCommand>,
-    /// The epoch of the open channel; 0 while no channel is open.
-    pub(crate) live_epoch: Arc<AtomicU64>,
+    /// The epoch of the open channel ([`ConsumerSession::epoch`]); 0 while no channel is open.
+    pub(crate) open_epoch: Arc<AtomicU64>,
 }
 
 /// Opens the first channel, reports the outcome, and runs until the source is closed or dropped.
@@ -84,8 +84,8 @@ pub(crate) async fn run(
         Ok(session) => session,
         Err(error) => return drop(opened.send(Err(error))),
     };
-    endpoints.live_epoch.store(session.epoch, Ordering::Release);
-    let publisher = CopyPublisher::start(Arc::clone(&settings), Arc::clone(&endpoints.live_epoch));
+    endpoints.open_epoch.store(session.epoch, Ordering::Release);
+    let publisher = CopyPublisher::start(Arc::clone(&settings), Arc::clone(&endpoints.open_epoch));
     let driver = AmqpDriver {
         epoch: session.epoch,
         session: SessionState::Open(Box::new(session)),
@@ -110,7 +110,9 @@ struct AmqpDriver {
     endpoints: DriverEndpoints,
     publisher: CopyPublisher,
     session: SessionState,
+    /// The epoch of the channel that is open, or was opened last.
     epoch: u64,
+    /// When that channel was opened.
     opened_at: Instant,
     /// For reconnecting.
     backoff: Backoff,
@@ -313,9 +315,11 @@ impl AmqpDriver {
             return ignore_repeated_settlement(&self.settings, tag);
         };
         let has_delay_queues = self.settings.uses_delay_queues();
-        let is_crowded = session.delayed.len() >= session.prefetch / 2;
+        let fills_prefetch = session.delayed.len() >= session.prefetch / 2;
         if has_delay_queues
-            && (after > MAX_IN_MEMORY_DELAY || is_crowded || self.intake == IntakeState::Stopped)
+            && (after > MAX_IN_MEMORY_DELAY
+                || fills_prefetch
+                || self.intake == IntakeState::Stopped)
         {
             self.publisher.publish(MessageCopy::delayed(
                 &delivery,
@@ -398,7 +402,7 @@ impl AmqpDriver {
         match event {
             DriverEvent::SessionOpened(session) => {
                 self.endpoints
-                    .live_epoch
+                    .open_epoch
                     .store(session.epoch, Ordering::Release);
                 tracing::info!(
                     queue = &*self.settings.name,
@@ -469,7 +473,7 @@ impl AmqpDriver {
             }
             match incoming::remaining_delay(&delivery, &self.settings) {
                 Some(wait) => self.delay(delivery, wait),
-                None => self.endpoints.inbox.deliver(delivery),
+                None => self.endpoints.incoming_queue.deliver(delivery),
             }
         }
     }
@@ -479,7 +483,7 @@ impl AmqpDriver {
             return;
         };
         self.endpoints
-            .inbox
+            .incoming_queue
             .deliver_at_front(session.delayed.take_due(Instant::now()));
     }
 
@@ -501,8 +505,8 @@ impl AmqpDriver {
             return;
         };
         session.delayed.cancel_move();
-        self.endpoints.live_epoch.store(0, Ordering::Release);
-        self.endpoints.inbox.revoke(session.epoch);
+        self.endpoints.open_epoch.store(0, Ordering::Release);
+        self.endpoints.incoming_queue.revoke(session.epoch);
         self.settings.metrics.channel_lost();
         self.settings.metrics.set_unacked(0);
         let (queue, broker) = (&*self.settings.name, self.settings.redacted_url());
@@ -548,17 +552,18 @@ impl AmqpDriver {
             }
             let prefetch = self.prefetch_mode.prefetch(&self.settings);
             // Ready messages without a delivery do not prove a lost consumer: another consumer may be
-            // the queue's single active one. The new channel checks rarely until its first delivery.
-            let silence_check = if let ChannelLoss::NoDeliveries(_) = loss {
-                LONG_SILENCE_CHECK_INTERVAL
+            // the queue's single active one. The probe of the new channel runs rarely until its first
+            // delivery.
+            let probe_interval = if let ChannelLoss::NoDeliveries(_) = loss {
+                LONG_PROBE_INTERVAL
             } else {
-                SILENCE_CHECK_INTERVAL
+                PROBE_INTERVAL
             };
             let opening = open_session::reopen(
                 Arc::clone(&self.settings),
                 self.epoch,
                 prefetch,
-                silence_check,
+                probe_interval,
                 self.backoff.pause(),
             );
             let old_session_closed = self.settings.preserves_order().then_some(closed);
@@ -608,7 +613,7 @@ impl AmqpDriver {
     async fn shut_down(mut self, exit: LoopExit) {
         let finished = self.is_finished();
         self.settings.metrics.set_unacked(0);
-        self.endpoints.live_epoch.store(0, Ordering::Release);
+        self.endpoints.open_epoch.store(0, Ordering::Release);
         match self.session {
             SessionState::Open(mut session) => {
                 session.flush(FlushMode::Immediate);
@@ -658,7 +663,7 @@ fn unfinished_close(exit: LoopExit) -> SourceError {
 /// Counts and drops a settlement for a closed channel. The broker would close the new channel for an
 /// acknowledgement whose delivery tag is not from that channel.
 fn drop_stale_settlement(settings: &QueueSettings, tag: u64) {
-    settings.metrics.stale_receipt();
+    settings.metrics.stale_settlement();
     tracing::debug!(
         queue = &*settings.name,
         tag,

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
 use lapin::BasicProperties;
-use lapin::message::Delivery as Raw;
+use lapin::message::Delivery as RawDelivery;
 use lapin::types::{AMQPValue, FieldTable};
 use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin, Position};
 use oncegate_core::source::{Delivery, Receipt, headers};
@@ -43,11 +43,11 @@ pub(crate) struct OriginalProperties {
 
 /// Converts a delivery, and returns the parts that a copy needs in addition. Does not copy the body.
 pub(crate) fn parse_delivery(
-    raw: Raw,
+    raw: RawDelivery,
     settings: &QueueSettings,
     epoch: u64,
 ) -> (Delivery, OriginalProperties) {
-    let Raw {
+    let RawDelivery {
         delivery_tag,
         routing_key,
         properties,
@@ -118,7 +118,7 @@ pub(crate) fn parse_delivery(
 
 /// Whether a short string of the message was not UTF-8. The frame sanitizer has replaced its bytes, so
 /// two different ids, for example, may look the same.
-pub(crate) fn has_invalid_utf8(raw: &Raw) -> bool {
+pub(crate) fn has_invalid_utf8(raw: &RawDelivery) -> bool {
     let properties = &raw.properties;
     let short_strings = [
         properties.content_type(),
@@ -256,8 +256,8 @@ mod tests {
     use super::*;
     use crate::{RabbitMq, Topology};
 
-    fn raw(properties: BasicProperties) -> Raw {
-        let mut raw = Raw::mock(7, "".into(), "a.key".into(), false, b"body".to_vec());
+    fn raw(properties: BasicProperties) -> RawDelivery {
+        let mut raw = RawDelivery::mock(7, "".into(), "a.key".into(), false, b"body".to_vec());
         raw.properties = properties;
         raw
     }

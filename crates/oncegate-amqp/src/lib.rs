@@ -7,9 +7,9 @@
 //! ```
 //!
 //! # Behaviour
-//! - It opens its own connections and reconnects with backoff after any failure. A receipt is valid
-//!   only on the channel that delivered it: a settlement for a closed channel is counted and dropped,
-//!   and the broker redelivers the message.
+//! - It opens its own connections and reconnects with backoff after any failure. A delivery tag is
+//!   valid only on its channel: a settlement for a closed channel is counted and dropped, and the
+//!   broker redelivers the message.
 //! - It acknowledges the contiguous prefix of settled deliveries with one `basic.ack`
 //!   (`multiple`).
 //! - It publishes dead letters, in-doubt messages and long delays on a second connection, with
@@ -22,10 +22,10 @@
 #![forbid(unsafe_code)]
 
 // `source` implements core's `Source` and sends commands to the `driver`, a task on a thread of its
-// own. The driver owns one `session` (a consuming channel, opened by
-// `open_session`) with its `ack_ledger` and `delay_buffer`; `incoming` converts its deliveries, and
-// the `inbox` hands them to the source. The `publisher` publishes each `message_copy` on a
-// `publish_channel`. `node` parses the URLs, `connector` connects, and `client` has the workarounds.
+// own. The driver owns one `session` (a consuming channel, opened by `open_session`) with its
+// `ack_ledger` and `delay_buffer`; `incoming` converts its deliveries, and the `incoming_queue` passes
+// them to the source. The `publisher` publishes each `message_copy` on a `publish_channel`. `node`
+// parses the URLs, `connector` connects, and `client` has the workarounds.
 mod ack_ledger;
 mod backoff;
 mod client;
@@ -34,8 +34,8 @@ mod delay_buffer;
 mod driver;
 #[doc(hidden)]
 pub mod fuzzing;
-mod inbox;
 mod incoming;
+mod incoming_queue;
 mod message_copy;
 mod metric;
 mod node;

@@ -40,17 +40,20 @@ const OWN_HEADERS: [&str; 14] = [
     REJECTED_AT,
 ];
 
-/// The limit for error texts and lists of names in headers.
+/// The limit for error texts and lists of names in headers, in bytes.
 const MAX_TEXT_BYTES: usize = 1_000;
 
-/// Space in a header frame for headers that the broker adds, such as `x-death`.
+/// Bytes of a header frame that are kept free for headers that the broker adds, such as `x-death`.
 const BROKER_HEADER_RESERVE: usize = 8 * 1024;
 
-/// A copy to be published to a queue. Its confirm settles the delivery with this epoch and tag.
+/// A copy to be published to a queue. Its confirm settles the original.
 #[derive(Clone, Debug)]
 pub(crate) struct MessageCopy {
+    /// The consuming channel that delivered the original (`Receipt::epoch`).
     pub(crate) epoch: u64,
+    /// The delivery tag of the original.
     pub(crate) tag: u64,
+    /// The name of the queue.
     pub(crate) destination: ShortString,
     pub(crate) properties: BasicProperties,
     pub(crate) body: bytes::Bytes,

@@ -7,7 +7,7 @@ pub(crate) const DELIVERED: &str = "oncegate_amqp_delivered_total";
 pub(crate) const REDELIVERED: &str = "oncegate_amqp_redelivered_total";
 pub(crate) const CHANNELS_LOST: &str = "oncegate_amqp_channels_lost_total";
 pub(crate) const UNAVAILABLE: &str = "oncegate_amqp_unavailable";
-pub(crate) const STALE_RECEIPTS: &str = "oncegate_amqp_stale_receipts_total";
+pub(crate) const STALE_SETTLEMENTS: &str = "oncegate_amqp_stale_settlements_total";
 pub(crate) const COPIES: &str = "oncegate_amqp_copies_total";
 pub(crate) const PUBLISH_RETRIES: &str = "oncegate_amqp_publish_retries_total";
 pub(crate) const BLOCKED: &str = "oncegate_amqp_blocked";
@@ -33,7 +33,7 @@ pub const RABBITMQ_METRICS: &[Metric] = &[
         "1 while there is no channel because one was lost and no other could be opened yet",
     ),
     Metric::counter(
-        STALE_RECEIPTS,
+        STALE_SETTLEMENTS,
         &["queue"],
         "Settlements for a closed channel: dropped, and their deliveries redelivered",
     ),

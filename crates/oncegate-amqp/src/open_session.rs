@@ -7,7 +7,7 @@ use oncegate_core::source::SourceError;
 use tokio::time::Instant;
 
 use crate::backoff::Backoff;
-use crate::client::silence_probe::SILENCE_CHECK_INTERVAL;
+use crate::client::lost_consumer_probe::PROBE_INTERVAL;
 use crate::connector::ConnectError;
 use crate::problem_throttle::ProblemThrottle;
 use crate::queue_settings::QueueSettings;
@@ -27,7 +27,7 @@ const MISMATCH_PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration:
 pub(crate) async fn open_first(settings: &QueueSettings) -> Result<ConsumerSession, SourceError> {
     let mut attempts = OpenAttempts::default();
     loop {
-        match ConsumerSession::open(settings, 1, settings.prefetch, SILENCE_CHECK_INTERVAL).await {
+        match ConsumerSession::open(settings, 1, settings.prefetch, PROBE_INTERVAL).await {
             Ok(session) => {
                 tracing::info!(
                     queue = &*settings.name,
@@ -51,13 +51,13 @@ pub(crate) async fn reopen(
     settings: Arc<QueueSettings>,
     epoch: u64,
     prefetch: u16,
-    silence_check: Duration,
+    probe_interval: Duration,
     pause: Duration,
 ) -> ConsumerSession {
     tokio::time::sleep(pause).await;
     let mut attempts = OpenAttempts::default();
     loop {
-        match ConsumerSession::open(&settings, epoch, prefetch, silence_check).await {
+        match ConsumerSession::open(&settings, epoch, prefetch, probe_interval).await {
             Ok(session) => return session,
             Err(error) => attempts.wait(&settings, &error).await,
         }
@@ -70,7 +70,7 @@ struct OpenAttempts {
     /// While the queue does not match the settings.
     mismatch_backoff: Backoff,
     throttle: ProblemThrottle,
-    /// The mismatch that was logged last: each is logged once, and not at each attempt.
+    /// The mismatch that was logged last. Each is logged once, not at each attempt.
     logged_mismatch: Option<String>,
 }
 

@@ -1,4 +1,5 @@
-//! Publishes dead letters, in-doubt messages and delayed messages on a connection of their own.
+//! Publishes copies of messages (dead letters, in-doubt messages and delayed messages) on a
+//! connection of their own.
 //!
 //! During a resource alarm RabbitMQ stops reading from connections that publish. Acknowledgements on
 //! such a connection would wait for the end of the alarm.
@@ -39,18 +40,22 @@ pub(crate) struct CopyPublisher {
 
 /// A copy that the broker has confirmed.
 pub(crate) struct ConfirmedCopy {
+    /// The consuming channel that delivered the original: [`MessageCopy::epoch`].
     pub(crate) epoch: u64,
+    /// The delivery tag of the original.
     pub(crate) tag: u64,
+    /// [`MessageCopy::cancellation`].
     pub(crate) cancellation: Option<PublishCancellation>,
 }
 
 impl CopyPublisher {
-    /// Starts the task, which connects when there is something to publish. It drops copies of any
-    /// other epoch than `live_epoch`, because the broker redelivers their originals.
-    pub(crate) fn start(settings: Arc<QueueSettings>, live_epoch: Arc<AtomicU64>) -> Self {
+    /// Starts the task, which connects when there is something to publish. `open_epoch` is the epoch of
+    /// the open consuming channel, or 0. Copies from other channels are dropped, because the broker
+    /// redelivers their originals.
+    pub(crate) fn start(settings: Arc<QueueSettings>, open_epoch: Arc<AtomicU64>) -> Self {
         let (copies, to_publish) = unbounded_channel();
         let (confirmations, confirmed) = unbounded_channel();
-        let task = PublisherTask::new(settings, live_epoch, to_publish, confirmations);
+        let task = PublisherTask::new(settings, open_epoch, to_publish, confirmations);
         Self {
             copies,
             confirmed,
@@ -79,7 +84,8 @@ impl CopyPublisher {
 
 struct PublisherTask {
     settings: Arc<QueueSettings>,
-    live_epoch: Arc<AtomicU64>,
+    /// The epoch of the open consuming channel; 0 while none is open.
+    open_epoch: Arc<AtomicU64>,
     copies: UnboundedReceiver<MessageCopy>,
     confirmations: UnboundedSender<ConfirmedCopy>,
     queues: BTreeMap<PublishQueueKey, PublishQueue>,
@@ -144,13 +150,13 @@ impl PublishQueue {
 impl PublisherTask {
     fn new(
         settings: Arc<QueueSettings>,
-        live_epoch: Arc<AtomicU64>,
+        open_epoch: Arc<AtomicU64>,
         copies: UnboundedReceiver<MessageCopy>,
         confirmations: UnboundedSender<ConfirmedCopy>,
     ) -> Self {
         Self {
             settings,
-            live_epoch,
+            open_epoch,
             copies,
             confirmations,
             queues: BTreeMap::new(),
@@ -227,11 +233,11 @@ impl PublisherTask {
         while let Ok(copy) = self.copies.try_recv() {
             self.enqueue(copy);
         }
-        let live_epoch = self.live_epoch.load(Ordering::Acquire);
+        let open_epoch = self.open_epoch.load(Ordering::Acquire);
         self.queues.values_mut().for_each(|queue| {
             queue
                 .waiting
-                .retain(|copy| copy.epoch == live_epoch && !copy.is_cancelled())
+                .retain(|copy| copy.epoch == open_epoch && !copy.is_cancelled())
         });
         self.queues.retain(|key, queue| {
             matches!(key, PublishQueueKey::Destination(_))
@@ -579,7 +585,7 @@ mod tests {
     async fn a_cancelled_copy_is_not_published() {
         let mut task = task();
         let cancellation = PublishCancellation::default();
-        task.live_epoch.store(1, Ordering::Release);
+        task.open_epoch.store(1, Ordering::Release);
         task.connect_at = Instant::now() + Duration::from_secs(3_600);
         task.enqueue(MessageCopy {
             cancellation: Some(cancellation.clone()),

@@ -16,7 +16,7 @@ use tokio::time::Instant;
 
 use crate::ack_ledger::AckLedger;
 use crate::client::close_delay::CloseDelay;
-use crate::client::silence_probe::SilenceProbe;
+use crate::client::lost_consumer_probe::LostConsumerProbe;
 use crate::client::stream_refusal;
 use crate::connector::{self, ConnectError, code, is_transient_refusal, reply_code};
 use crate::delay_buffer::DelayBuffer;
@@ -24,8 +24,8 @@ use crate::incoming::OriginalProperties;
 use crate::queue_settings::{ConsumerMode, QueueSettings};
 use crate::topology;
 
-/// How long settled deliveries behind an unsettled one wait to be acknowledged together with it. Then
-/// they are acknowledged one by one.
+/// How long settled deliveries behind an unsettled one (the gap) wait to be acknowledged together with
+/// it. Then they are acknowledged one by one.
 const GAP_TIMEOUT: Duration = Duration::from_millis(100);
 /// How often the status of a channel without a consumer is checked.
 const STATUS_CHECK_INTERVAL: Duration = Duration::from_millis(200);
@@ -51,6 +51,8 @@ impl UnsettledDelivery {
 
 /// A connection and its consuming channel, from `basic.consume` until it is closed or lost.
 pub(crate) struct ConsumerSession {
+    /// The number of the channel: 1 for the first one of a source. Delivery tags of another channel
+    /// mean other deliveries.
     pub(crate) epoch: u64,
     pub(crate) acks: AckLedger<UnsettledDelivery>,
     pub(crate) delayed: DelayBuffer,
@@ -65,7 +67,7 @@ pub(crate) struct ConsumerSession {
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
     /// Tags to reject to the queue's own dead-letter exchange.
     rejecting: Vec<u64>,
-    silence_probe: SilenceProbe,
+    lost_consumer_probe: LostConsumerProbe,
     consumers: ConsumerMode,
     close_mode: CloseMode,
     /// Whether [`stop`](Self::stop) was called.
@@ -93,7 +95,7 @@ pub(crate) enum SessionEvent {
 pub(crate) enum ChannelLoss {
     /// It was closed, or has to be closed.
     Broken(String),
-    /// The [`SilenceProbe`] found ready messages in the queue, but the consumer received none.
+    /// The [`LostConsumerProbe`] found ready messages in the queue, but the consumer received none.
     NoDeliveries(String),
     /// The client cannot parse a frame of the broker.
     UnparsableFrame(String),
@@ -143,18 +145,18 @@ pub(crate) enum FlushMode {
 }
 
 impl ConsumerSession {
-    /// Connects, declares or checks the queues, and consumes. `silence_check` is the interval of the
-    /// [`SilenceProbe`] until the first delivery.
+    /// Connects, declares or checks the queues, and consumes. `probe_interval` is the interval of the
+    /// [`LostConsumerProbe`] until the first delivery.
     pub(crate) async fn open(
         settings: &QueueSettings,
         epoch: u64,
         prefetch: u16,
-        silence_check: Duration,
+        probe_interval: Duration,
     ) -> Result<Self, ConnectError> {
         let connection = connector::connect(settings, "consumes").await?;
         let opening = tokio::time::timeout(
             OPEN_TIMEOUT,
-            Self::consume(connection, settings, epoch, prefetch, silence_check),
+            Self::consume(connection, settings, epoch, prefetch, probe_interval),
         )
         .await;
         opening
@@ -177,7 +179,7 @@ impl ConsumerSession {
         settings: &QueueSettings,
         epoch: u64,
         prefetch: u16,
-        silence_check: Duration,
+        probe_interval: Duration,
     ) -> Result<Self, ConnectError> {
         topology::prepare(&connection, settings).await?;
         let channel = connection.create_channel().await?;
@@ -195,10 +197,10 @@ impl ConsumerSession {
         let consumer = consuming.await.map_err(|error| classify(error, settings))?;
         fault::point("amqp.consume.after");
         let connection = Arc::new(connection);
-        let silence_probe = SilenceProbe::new(
+        let lost_consumer_probe = LostConsumerProbe::new(
             Arc::clone(&connection),
             settings.queue.clone(),
-            silence_check,
+            probe_interval,
             settings.consumers == ConsumerMode::Competing,
         );
         Ok(Self {
@@ -212,7 +214,7 @@ impl ConsumerSession {
             consumer_loss: None,
             acknowledging: None,
             rejecting: Vec::new(),
-            silence_probe,
+            lost_consumer_probe,
             consumers: settings.consumers,
             close_mode: CloseMode::for_settings(settings),
             is_stopped: false,
@@ -230,7 +232,7 @@ impl ConsumerSession {
             acknowledging,
             consumer,
             consumer_loss,
-            silence_probe,
+            lost_consumer_probe,
             ..
         } = self;
         if let Some(loss) = consumer_loss.take() {
@@ -249,15 +251,15 @@ impl ConsumerSession {
                 Some(Ok(first)) => {
                     let (deliveries, loss) = drain_ready(first, consumer.as_mut().expect("the delivery came from this consumer"));
                     *consumer_loss = loss;
-                    silence_probe.delivered();
+                    lost_consumer_probe.delivered();
                     SessionEvent::Delivered(deliveries)
                 }
                 Some(Err(error)) => SessionEvent::Lost(error.into()),
                 None => SessionEvent::Lost(consumer_cancelled()),
             },
-            ready = silence_probe.ready_messages(), if silence_probe.is_checking() => {
+            ready = lost_consumer_probe.ready_messages(), if lost_consumer_probe.is_checking() => {
                 let has_room = self.has_room();
-                if self.silence_probe.is_consumer_lost(ready, has_room) {
+                if self.lost_consumer_probe.is_consumer_lost(ready, has_room) {
                     let problem = format!("the consumer receives nothing although {ready} messages are ready");
                     SessionEvent::Lost(ChannelLoss::NoDeliveries(problem))
                 } else {
@@ -272,7 +274,7 @@ impl ConsumerSession {
                     SessionEvent::Lost(ChannelLoss::Broken(problem))
                 } else {
                     if self.can_receive() {
-                        self.silence_probe.check_if_due();
+                        self.lost_consumer_probe.check_if_due();
                     }
                     SessionEvent::Wake
                 }
@@ -367,7 +369,9 @@ impl ConsumerSession {
             tokio::time::timeout(Duration::from_secs(2), cancelling).await,
             Ok(Ok(()))
         ) {
-            tracing::debug!("the broker did not confirm basic.cancel");
+            tracing::debug!(
+                "basic.cancel was not confirmed; closing the channel ends the consumer"
+            );
         }
         fault::point("amqp.cancel.after");
     }
@@ -470,8 +474,8 @@ impl ConsumerSession {
             .consumer
             .is_none()
             .then(|| Instant::now() + STATUS_CHECK_INTERVAL);
-        let silence_check = self
-            .silence_probe
+        let probe_due = self
+            .lost_consumer_probe
             .next_check()
             .filter(|_| self.can_receive());
         [
@@ -479,7 +483,7 @@ impl ConsumerSession {
             gap,
             status_check,
             self.unsettled_deadline(),
-            silence_check,
+            probe_due,
         ]
         .into_iter()
         .flatten()
@@ -521,7 +525,7 @@ fn consumer_cancelled() -> ChannelLoss {
 }
 
 fn classify(error: lapin::Error, settings: &QueueSettings) -> ConnectError {
-    let wrong = |problem: &str, remedy| {
+    let misconfigured = |problem: &str, remedy| {
         ConnectError::Misconfigured(SourceError::misconfigured(
             "queue",
             format!("`{}` {problem} ({error})", settings.name),
@@ -530,7 +534,7 @@ fn classify(error: lapin::Error, settings: &QueueSettings) -> ConnectError {
     };
     match reply_code(&error) {
         Some(code::NOT_FOUND) if !is_transient_refusal(&error) => {
-            wrong("does not exist", "create it, or choose `Topology::Declare`")
+            misconfigured("does not exist", "create it, or choose `Topology::Declare`")
         }
         Some(code::PRECONDITION_FAILED) if stream_refusal::is_refusal(&error) => {
             ConnectError::QueueMismatch(SourceError::misconfigured(
@@ -539,7 +543,7 @@ fn classify(error: lapin::Error, settings: &QueueSettings) -> ConnectError {
                 "consume a quorum or classic queue: a stream does not remove acknowledged messages and does not redeliver",
             ))
         }
-        Some(code::ACCESS_REFUSED) => wrong(
+        Some(code::ACCESS_REFUSED) => misconfigured(
             "cannot be consumed",
             "grant the user the read permission, or stop the queue's exclusive consumer",
         ),

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use async_trait::async_trait;
+use oncegate_core::IdSource;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::message::Origin;
 use oncegate_core::source::{
@@ -15,7 +16,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
 use crate::driver::{self, DriverEndpoints, SourceCommand};
-use crate::inbox::{InboxReceiver, inbox};
+use crate::incoming_queue::{IncomingReceiver, incoming_queue};
 use crate::queue_settings::QueueSettings;
 use crate::settings::{RabbitMq, Rejects};
 
@@ -24,9 +25,10 @@ use crate::settings::{RabbitMq, Rejects};
 /// If it is dropped without [`Source::close`], its connections are closed in the background, and
 /// unacknowledged messages are redelivered.
 pub struct RabbitMqSource {
-    incoming: InboxReceiver,
+    incoming: IncomingReceiver,
     commands: UnboundedSender<SourceCommand>,
-    live_epoch: Arc<AtomicU64>,
+    /// The epoch of the open channel: channels are numbered from 1. 0 while no channel is open.
+    open_epoch: Arc<AtomicU64>,
     max_store_batch: usize,
     settings: Arc<QueueSettings>,
 }
@@ -35,6 +37,18 @@ pub struct RabbitMqSource {
 impl Connect for RabbitMq {
     type Source = RabbitMqSource;
 
+    /// Refuses [`IdSource::position`], which messages of a queue do not have.
+    fn check_id(&self, id: &IdSource) -> Result<(), SourceError> {
+        if !id.reads_position() {
+            return Ok(());
+        }
+        Err(SourceError::misconfigured(
+            "id",
+            "IdSource::position() reads topic, partition and offset, which messages of a RabbitMQ queue do not have, so every message would be a dead letter",
+            "use IdSource::message_id(), IdSource::header(\"…\"), IdSource::json_pointer(\"/…\") or IdSource::body_hash()",
+        ))
+    }
+
     /// Connects, declares or checks the queues according to [`RabbitMq::topology`], and consumes.
     /// Logs a warning if a delivery may be unsettled for longer than the consumer timeout allows.
     async fn connect(self, options: ConnectOptions) -> Result<RabbitMqSource, SourceError> {
@@ -42,16 +56,16 @@ impl Connect for RabbitMq {
         if let Some(warning) = settings.consumer_timeout_warning() {
             tracing::warn!(queue = &*settings.name, "{warning}");
         }
-        // A quarter of the prefetch, so that the broker delivers more while a batch is in the store.
+        // A quarter of the prefetch, so that the broker delivers more while the store has a batch.
         let max_store_batch = usize::from(settings.prefetch / 4).clamp(1, 256);
-        let (inbox, incoming) = inbox();
+        let (incoming_queue, incoming) = incoming_queue();
         let (commands, command_receiver) = unbounded_channel();
-        let live_epoch = Arc::new(AtomicU64::new(0));
+        let open_epoch = Arc::new(AtomicU64::new(0));
         let (opened, outcome) = oneshot::channel();
         let endpoints = DriverEndpoints {
-            inbox,
+            incoming_queue,
             commands: command_receiver,
-            live_epoch: Arc::clone(&live_epoch),
+            open_epoch: Arc::clone(&open_epoch),
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
@@ -69,7 +83,7 @@ impl Connect for RabbitMq {
         Ok(RabbitMqSource {
             incoming,
             commands,
-            live_epoch,
+            open_epoch,
             max_store_batch,
             settings,
         })
@@ -131,10 +145,10 @@ impl Source for RabbitMqSource {
 impl fmt::Debug for RabbitMqSource {
     /// Without messages.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let epoch = self.live_epoch.load(Ordering::Acquire);
+        let epoch = self.open_epoch.load(Ordering::Acquire);
         f.debug_struct("RabbitMqSource")
             .field("epoch", &epoch)
-            .field("waiting", &self.incoming.len())
+            .field("queued", &self.incoming.len())
             .finish_non_exhaustive()
     }
 }

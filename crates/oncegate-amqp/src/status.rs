@@ -18,7 +18,7 @@ use crate::metric;
 ///
 /// let status = RabbitMqStatus::new();
 /// let source = RabbitMq::queue("payments").status(status.clone());
-/// assert_eq!(status.snapshot().reconnects, 0);
+/// assert_eq!(status.snapshot().channels_lost, 0);
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct RabbitMqStatus(Arc<StatusCounters>);
@@ -34,11 +34,11 @@ pub struct RabbitMqSnapshot {
     /// Deliveries that the broker marked as redelivered.
     pub redelivered: u64,
     /// Channels lost. The source opens another one for each.
-    pub reconnects: u64,
+    pub channels_lost: u64,
     /// How long the source has been without a channel; zero while there is one.
-    pub away: Duration,
+    pub unavailable: Duration,
     /// Settlements for a closed channel. They were dropped, and their deliveries are redelivered.
-    pub stale_receipts: u64,
+    pub stale_settlements: u64,
     /// Dead letters, in-doubt messages and delayed copies that were published and confirmed.
     pub copies: u64,
     /// Copies that were published again because they were not confirmed.
@@ -53,13 +53,13 @@ struct StatusCounters {
     unacked: AtomicU64,
     delivered: AtomicU64,
     redelivered: AtomicU64,
-    reconnects: AtomicU64,
-    stale_receipts: AtomicU64,
+    channels_lost: AtomicU64,
+    stale_settlements: AtomicU64,
     copies: AtomicU64,
     copy_retries: AtomicU64,
     blocked: Mutex<BlockedTime>,
-    /// Since when the source has been without a channel.
-    away: Mutex<Option<Instant>>,
+    /// Since when the source has been without a channel; `None` while there is one.
+    unavailable_since: Mutex<Option<Instant>>,
 }
 
 #[derive(Debug, Default)]
@@ -86,11 +86,11 @@ impl RabbitMqStatus {
             unacked: read(&counters.unacked),
             delivered: read(&counters.delivered),
             redelivered: read(&counters.redelivered),
-            reconnects: read(&counters.reconnects),
-            away: counters
-                .away()
+            channels_lost: read(&counters.channels_lost),
+            unavailable: counters
+                .unavailable_since()
                 .map_or(Duration::ZERO, |since| since.elapsed()),
-            stale_receipts: read(&counters.stale_receipts),
+            stale_settlements: read(&counters.stale_settlements),
             copies: read(&counters.copies),
             copy_retries: read(&counters.copy_retries),
             blocked: blocked.total
@@ -107,8 +107,10 @@ impl StatusCounters {
         self.blocked.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn away(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.away.lock().unwrap_or_else(PoisonError::into_inner)
+    fn unavailable_since(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.unavailable_since
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -118,9 +120,9 @@ pub(crate) struct SourceMetrics {
     unacked: Gauge,
     delivered: Counter,
     redelivered: Counter,
-    reconnects: Counter,
-    away: Gauge,
-    stale_receipts: Counter,
+    channels_lost: Counter,
+    unavailable: Gauge,
+    stale_settlements: Counter,
     copies: Counter,
     copy_retries: Counter,
     blocked: Gauge,
@@ -136,9 +138,9 @@ impl SourceMetrics {
             unacked: gauge(metric::UNACKED),
             delivered: counter(metric::DELIVERED),
             redelivered: counter(metric::REDELIVERED),
-            reconnects: counter(metric::CHANNELS_LOST),
-            away: gauge(metric::UNAVAILABLE),
-            stale_receipts: counter(metric::STALE_RECEIPTS),
+            channels_lost: counter(metric::CHANNELS_LOST),
+            unavailable: gauge(metric::UNAVAILABLE),
+            stale_settlements: counter(metric::STALE_SETTLEMENTS),
             copies: counter(metric::COPIES),
             copy_retries: counter(metric::PUBLISH_RETRIES),
             blocked: gauge(metric::BLOCKED),
@@ -166,19 +168,22 @@ impl SourceMetrics {
 
     /// The channel is lost.
     pub(crate) fn channel_lost(&self) {
-        add(&self.status.0.reconnects, &self.reconnects, 1);
-        self.status.0.away().get_or_insert_with(Instant::now);
-        self.away.set(1);
+        add(&self.status.0.channels_lost, &self.channels_lost, 1);
+        self.status
+            .0
+            .unavailable_since()
+            .get_or_insert_with(Instant::now);
+        self.unavailable.set(1);
     }
 
     /// Ends the time without a channel, because a channel is open again or the source is closed.
     pub(crate) fn clear_unavailable(&self) {
-        *self.status.0.away() = None;
-        self.away.set(0);
+        *self.status.0.unavailable_since() = None;
+        self.unavailable.set(0);
     }
 
-    pub(crate) fn stale_receipt(&self) {
-        add(&self.status.0.stale_receipts, &self.stale_receipts, 1);
+    pub(crate) fn stale_settlement(&self) {
+        add(&self.status.0.stale_settlements, &self.stale_settlements, 1);
     }
 
     pub(crate) fn copies_confirmed(&self, count: usize) {
@@ -239,7 +244,7 @@ mod tests {
         metrics.set_unacked(7);
         metrics.delivered(9, 2);
         metrics.channel_lost();
-        metrics.stale_receipt();
+        metrics.stale_settlement();
         metrics.copies_confirmed(3);
         metrics.copies_retried(4);
         let read = status.snapshot();
@@ -247,8 +252,8 @@ mod tests {
             unacked: 7,
             delivered: 9,
             redelivered: 2,
-            reconnects: 1,
-            stale_receipts: 1,
+            channels_lost: 1,
+            stale_settlements: 1,
             copies: 3,
             copy_retries: 4,
             ..read
@@ -257,15 +262,15 @@ mod tests {
     }
 
     #[test]
-    fn the_time_without_a_channel_grows_until_there_is_one() {
+    fn the_time_without_a_channel_grows_until_one_is_open() {
         let status = RabbitMqStatus::new();
         let metrics = SourceMetrics::new(status.clone(), "orders");
-        assert_eq!(status.snapshot().away, Duration::ZERO);
+        assert_eq!(status.snapshot().unavailable, Duration::ZERO);
         metrics.channel_lost();
         std::thread::sleep(Duration::from_millis(2));
-        assert!(status.snapshot().away >= Duration::from_millis(2));
+        assert!(status.snapshot().unavailable >= Duration::from_millis(2));
         metrics.clear_unavailable();
-        assert_eq!(status.snapshot().away, Duration::ZERO);
+        assert_eq!(status.snapshot().unavailable, Duration::ZERO);
     }
 
     #[test]

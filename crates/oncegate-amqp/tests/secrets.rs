@@ -114,13 +114,16 @@ async fn a_returned_message_is_not_logged(broker: &str, log: &Lines) {
     let logged = log.text();
     // The client logs bytes as numbers.
     let numbers = format!("{BODY:?}");
-    let shows =
+    let contains_payload =
         |line: &&str| line.contains("canary") || line.contains(numbers.trim_matches(['[', ']']));
-    let for_operators = |line: &&str| {
+    let is_info_or_above = |line: &&str| {
         ["INFO", "WARN", "ERROR"]
             .iter()
             .any(|level| line.contains(level))
     };
-    let leak = logged.lines().filter(for_operators).find(shows);
+    let leak = logged
+        .lines()
+        .filter(is_info_or_above)
+        .find(contains_payload);
     assert!(leak.is_none(), "{leak:?}");
 }

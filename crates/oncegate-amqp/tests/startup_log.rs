@@ -10,9 +10,9 @@ use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, 
 use oncegate_testkit::Lines;
 use oncegate_testkit::proxy::Proxy;
 
-/// Sequential, because the process has one log.
+/// One test with sequential parts, because the process has one log.
 #[tokio::test]
-async fn what_a_source_logs_without_a_broker_and_when_it_is_refused() {
+async fn log_lines_of_a_source_without_a_broker_and_with_one_that_refuses_it() {
     let lines = Lines::of_this_process();
     a_refusal_is_an_error_without_log_lines_of_the_client(&lines).await;
     the_loss_of_a_connection_is_logged_in_one_line(&lines).await;
@@ -41,7 +41,7 @@ async fn a_refusal_is_an_error_without_log_lines_of_the_client(lines: &Lines) {
             .connect(ConnectOptions::default());
         let error = opening.await.expect_err("refused").to_string();
         assert!(error.contains(refusal), "{refusal}: {error}");
-        until_no_connection_thread_runs().await;
+        wait_for_the_end_of_connection_threads().await;
         let logged = lines.take();
         assert!(logged.is_empty(), "{refusal}: {logged:#?}");
     }
@@ -91,7 +91,7 @@ async fn the_loss_of_a_connection_is_logged_in_one_line(lines: &Lines) {
         .expect("deleted");
     client.close(200, "OK".into()).await.expect("closed");
     drop((channel, client));
-    until_no_connection_thread_runs().await;
+    wait_for_the_end_of_connection_threads().await;
     logged.extend(lines.take().into_iter().map(|(_, line)| line));
     let errors: Vec<_> = logged
         .iter()
@@ -101,7 +101,7 @@ async fn the_loss_of_a_connection_is_logged_in_one_line(lines: &Lines) {
 }
 
 /// The client's threads may log after an error was returned, until they end.
-async fn until_no_connection_thread_runs() {
+async fn wait_for_the_end_of_connection_threads() {
     let runs = || {
         std::fs::read_dir("/proc/self/task")
             .expect("threads")
@@ -119,7 +119,7 @@ async fn until_no_connection_thread_runs() {
 }
 
 async fn without_a_broker_one_line_with_setting_problem_and_remedy_is_logged(lines: &Lines) {
-    let begun = Instant::now();
+    let started = Instant::now();
     let opening = RabbitMq::queue("q")
         .url("amqp://someone:canary@127.0.0.1:1/%2f")
         .connect(ConnectOptions::default());
@@ -134,9 +134,9 @@ async fn without_a_broker_one_line_with_setting_problem_and_remedy_is_logged(lin
         panic!("{} lines: {lines:#?}", lines.len())
     };
     assert!(
-        at.duration_since(begun) < Duration::from_secs(2),
+        at.duration_since(started) < Duration::from_secs(2),
         "after {:?}",
-        at.duration_since(begun)
+        at.duration_since(started)
     );
     for part in [
         "WARN",
@@ -163,7 +163,7 @@ async fn a_consumer_that_may_exceed_the_consumer_timeout_logs_a_warning_at_start
     for (minutes, may_exceed) in [(5, false), (10, true)] {
         let queue = format!("slow-{minutes}");
         let mut logged = Vec::new();
-        let until_it_looks_for_its_broker = async {
+        let until_the_broker_cannot_be_reached = async {
             while !logged
                 .iter()
                 .any(|line: &String| line.contains("cannot be reached") && line.contains(&queue))
@@ -179,7 +179,7 @@ async fn a_consumer_that_may_exceed_the_consumer_timeout_logs_a_warning_at_start
             .handler(UncalledHandler)
             .handler_timeout(Duration::from_secs(60 * minutes));
         consumer
-            .run_until(until_it_looks_for_its_broker)
+            .run_until(until_the_broker_cannot_be_reached)
             .await
             .expect("no configuration error");
         let warned = logged.iter().any(|line| {

@@ -285,7 +285,7 @@ impl<'a> ResolveSession<'a> {
         let ask = match (self.finding, marker.state()) {
             (Finding::Happened, MarkerState::InDoubt) => Ask::Resolve(Finding::Happened),
             (Finding::Happened, _) => Ask::Complete,
-            (Finding::DidNotHappen, _) => Ask::SendBack {
+            (Finding::DidNotHappen, _) => Ask::Redrive {
                 seen,
                 effect: Effect::Nothing,
             },

@@ -48,6 +48,7 @@ async fn said(text: &str, variables: &[(&str, &str)]) -> String {
 #[tokio::test]
 async fn errors_name_the_key() {
     let good = "[store]\nurl = \"memory:\"\n[gate]\nid = \"message-id\"\n";
+    let for_kafka = good.replace("message-id", "key");
     for (text, words) in [
         (
             String::new(),
@@ -95,15 +96,27 @@ async fn errors_name_the_key() {
             &["rabbitmq.prefetch: "],
         ),
         (
+            format!("{good}{KAFKA}"),
+            &["gate.id: message-id ", "Kafka", "use header NAME, key, "],
+        ),
+        (
+            format!("{}{KAFKA}", good.replace("message-id", "message-id hashed")),
+            &["gate.id: message-id "],
+        ),
+        (
+            format!("{}{RABBITMQ}", good.replace("message-id", "position")),
+            &["gate.id: position ", "RabbitMQ", "use message-id, "],
+        ),
+        (
             format!("{good}{RABBITMQ}dead-letters = \"q\"\n"),
             &["rabbitmq.dead-letters: ", "name another queue"],
         ),
         (
-            format!("{good}{KAFKA}stalled-after = \"1ms\"\n"),
+            format!("{for_kafka}{KAFKA}stalled-after = \"1ms\"\n"),
             &["kafka.stalled-after: "],
         ),
         (
-            format!("{good}{KAFKA}properties = {{ \"enable.auto.commit\" = \"true\" }}\n"),
+            format!("{for_kafka}{KAFKA}properties = {{ \"enable.auto.commit\" = \"true\" }}\n"),
             &["kafka.properties: enable.auto.commit: "],
         ),
         (

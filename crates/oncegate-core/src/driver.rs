@@ -39,20 +39,20 @@ pub enum DriverCommand {
     /// delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`]. A claim
     /// with a new token ends the lease of the claim before it.
     Apply,
-    /// Reports [`Event::Slot`] when the handler may start, [`Event::LeaseOver`] if the lease may
-    /// have ended by then, or [`Event::OthersRunApart`].
+    /// Reports [`Event::MayRun`] when the handler may start, [`Event::LeaseOver`] if the lease may
+    /// have ended by then, or [`Event::IsolationFull`].
     AwaitRun,
     /// Starts the handler, and reports [`Event::Returned`], or [`Event::LeaseOver`] when it drops
     /// it.
     Run,
-    /// Starts `reconcile`, and reports [`Event::Found`], [`Event::CannotReconcile`], or
+    /// Starts `reconcile`, and reports [`Event::Reconciled`], [`Event::CannotReconcile`], or
     /// [`Event::LeaseOver`] when it drops it.
     Reconcile,
     /// Reports [`Event::Woke`] after about this long; [`Event::LeaseOver`] if the stage waits on a
     /// lease that has ended by then.
     Wake(Duration),
-    /// Reports [`Event::Arrived`] when the message may run apart from others.
-    AwaitTurn,
+    /// Reports [`Event::Arrived`] when the message may run in isolation.
+    AwaitIsolation,
     /// Holds the delivery, unclaimed, for about this long, then calls [`LifecycleDriver::restart`] and
     /// reports [`Event::Arrived`].
     Hold {
@@ -138,7 +138,7 @@ impl LifecycleDriver {
             // A rejected id does not run, but the dead letter carries the fencing token of its last
             // attempt.
             Event::Answer(Verdict::Rejected { attempt }) => {
-                self.attempts = Attempts::all_forgiven(attempt);
+                self.attempts = Attempts::none_counted(attempt);
             }
             _ => {}
         }
@@ -181,7 +181,9 @@ impl LifecycleDriver {
             DriverCommand::Apply => {
                 self.attempts.number == 0 && self.stage.pending_ask() == Some(Ask::Claim)
             }
-            DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitTurn => true,
+            DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitIsolation => {
+                true
+            }
             _ => false,
         }
     }
@@ -202,11 +204,11 @@ impl LifecycleDriver {
                 DriverCommand::Apply
             }
             Action::Apply => DriverCommand::Apply,
-            Action::Queue => DriverCommand::AwaitRun,
+            Action::AwaitRun => DriverCommand::AwaitRun,
             Action::Run => DriverCommand::Run,
             Action::Reconcile => DriverCommand::Reconcile,
             Action::Wake(after) => DriverCommand::Wake(after),
-            Action::AwaitTurn => DriverCommand::AwaitTurn,
+            Action::AwaitIsolation => DriverCommand::AwaitIsolation,
             Action::Settle(Settlement::Release { after, failures })
                 if self.on_release == OnRelease::KeepPlace && !self.is_draining() =>
             {
@@ -233,7 +235,7 @@ mod tests {
         let events = [
             Event::Arrived,
             Event::Answer(Verdict::Granted(Attempts::new(1))),
-            Event::Slot,
+            Event::MayRun,
             Event::Returned(Outcome::Done),
             Event::Returned(Outcome::Retry),
             Event::Answer(Verdict::Done { marker_lost: false }),

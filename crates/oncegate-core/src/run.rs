@@ -121,22 +121,22 @@ impl<H: Handler, D: Decode> Runner<H, D> {
         let (event, error) = match bounded(work, span.as_deref(), clock, self.timeout, lease).await
         {
             BoundedEnd::Completed(Ok(Reconciled::Happened)) => {
-                (Event::Found(Some(Finding::Happened)), None)
+                (Event::Reconciled(Some(Finding::Happened)), None)
             }
             BoundedEnd::Completed(Ok(Reconciled::DidNotHappen)) => {
-                (Event::Found(Some(Finding::DidNotHappen)), None)
+                (Event::Reconciled(Some(Finding::DidNotHappen)), None)
             }
             BoundedEnd::Completed(Ok(Reconciled::Unknown)) => (
-                Event::Found(None),
+                Event::Reconciled(None),
                 Some("reconcile returned Unknown".to_owned()),
             ),
             BoundedEnd::Completed(Err(error)) if error.is::<NoReconcile>() => {
                 (Event::CannotReconcile, Some(error.to_string()))
             }
-            BoundedEnd::Completed(Err(error)) => (Event::Found(None), Some(error.to_string())),
-            BoundedEnd::Panicked(message) => (Event::Found(None), Some(message)),
+            BoundedEnd::Completed(Err(error)) => (Event::Reconciled(None), Some(error.to_string())),
+            BoundedEnd::Panicked(message) => (Event::Reconciled(None), Some(message)),
             BoundedEnd::TimedOut => (
-                Event::Found(None),
+                Event::Reconciled(None),
                 Some(format!("reconcile timed out after {:?}", self.timeout)),
             ),
             BoundedEnd::LeaseOver => (Event::LeaseOver, Some("the lease has ended".into())),

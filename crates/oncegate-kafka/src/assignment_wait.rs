@@ -81,8 +81,8 @@ impl AssignmentWait {
         }
     }
 
-    /// The line that is due. None for a client that does not reach its group coordinator: `watch` logs
-    /// that.
+    /// The line that is due; none while the client does not reach its group coordinator, which `watch`
+    /// logs.
     fn line(&mut self, assigned: usize, is_with_group: bool, now: Instant) -> Option<WaitLine> {
         if assigned == 0 && is_with_group {
             let waited = now.duration_since(*self.since.get_or_insert(now));

@@ -179,7 +179,7 @@ fn start_position(
                 committed_cluster,
                 "replica topic: the offset was committed on another cluster, for a topic with another id; reading continues at this \
                  offset; check that the mirror translates offsets (MirrorMaker 2: \
-                 sync.group.offsets.enabled=true), and if ids come from positions, give the consumer another scope"
+                 sync.group.offsets.enabled=true), and with IdSource::position(), give the consumer another .scope(…)"
             );
             StartPosition::Replica(offset)
         }
@@ -444,7 +444,7 @@ pub(crate) fn recreated(topic: &str) -> SourceError {
         format!(
             "the topic `{topic}` was deleted and created again: the group's offsets belong to the deleted topic"
         ),
-        "restart to read it from its beginning, with another .scope(…) if ids come from positions; or use OutOfRange::Earliest",
+        "restart to read it from its beginning, with another .scope(…) if the consumer uses IdSource::position(); or use OutOfRange::Earliest",
     )
 }
 

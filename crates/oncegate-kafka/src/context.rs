@@ -22,6 +22,7 @@ use crate::commits;
 use crate::committed_offset;
 use crate::expired;
 use crate::kafka::{Kafka, OutOfRange, StartAt};
+use crate::missing_topics;
 use crate::shared::{OffsetGap, RevocationKind, SharedState, SourcePhase, StartPosition};
 use crate::topic_recreated::TopicIds;
 
@@ -153,7 +154,7 @@ impl CallbackContext {
         self.assign_partitions(consumer, &assigned);
         // librdkafka has no position yet in a partition that was just assigned. That shows that its
         // next position is not left from an earlier assignment.
-        self.advance_past_markers(consumer);
+        self.advance_past_transaction_markers(consumer);
     }
 
     /// Logs where reading starts. Returns the offset to assign; `None` if librdkafka starts at the
@@ -185,7 +186,7 @@ impl CallbackContext {
                 tracing::error!(
                     topic,
                     partition,
-                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; if ids come from positions, give the consumer another scope"
+                    "partition assigned; topic recreated: the committed offset belongs to the deleted topic; reading from the beginning; with IdSource::position(), give the consumer another .scope(…)"
                 );
                 if self.out_of_range == OutOfRange::Error {
                     self.shared.lock().halt(topic, partition);
@@ -393,7 +394,7 @@ impl CallbackContext {
 
     /// Advances each partition to librdkafka's position, which also passes transaction markers. These
     /// are not delivered as messages.
-    pub(crate) fn advance_past_markers(&self, consumer: &BaseConsumer<Self>) {
+    pub(crate) fn advance_past_transaction_markers(&self, consumer: &BaseConsumer<Self>) {
         let (Ok(positions), Some(queue)) = (consumer.position(), self.queue()) else {
             return;
         };
@@ -423,6 +424,11 @@ impl CallbackContext {
             // The error callback of the client has already logged that it cannot reach a broker.
             None if client::error::is_connection(code) => {
                 tracing::debug!(%code, subject, "cannot reach a broker")
+            }
+            // The watching thread looks the topics up, and logs a missing one with the remedy.
+            None if missing_topics::is_missing(code) => {
+                self.shared.lock().suspect_missing_topic(true);
+                tracing::debug!(%code, subject, "a topic may be missing")
             }
             None => {
                 tracing::warn!(%code, subject, group = self.group, "kafka error, librdkafka retries; if it persists, check the brokers' logs")
@@ -473,6 +479,10 @@ pub(crate) fn permanent_error(code: RDKafkaErrorCode, subject: &str) -> Option<S
 impl ClientContext for CallbackContext {
     fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
         self.topics.on_log_line(line);
+        if missing_topics::is_missing_line(facility, line) {
+            self.shared.lock().suspect_missing_topic(true);
+            return tracing::debug!(facility, "{line}");
+        }
         log::line(level, facility, line);
     }
 

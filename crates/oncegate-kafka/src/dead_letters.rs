@@ -45,7 +45,7 @@ pub(crate) struct DeadLetters {
     /// Sends one message per request. The broker acknowledges a batch as a whole, so only a message
     /// that is sent alone can be identified as the rejected one.
     singles: RestartingProducer,
-    /// By topic and kind of log line.
+    /// For each dead-letter topic and kind of log line.
     throttles: Mutex<HashMap<(String, &'static str), LogThrottle>>,
 }
 

@@ -14,7 +14,7 @@ use crate::client::statistics;
 use crate::security::{self, KafkaLogin, Security};
 use crate::status::KafkaStatus;
 
-/// How long a partition may make no progress while its log grows, by default.
+/// After how long without progress, while its log grows, a partition counts as stalled, by default.
 const STALLED_AFTER: Duration = Duration::from_secs(60);
 /// How long a revocation waits for unsettled deliveries, by default.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
@@ -28,7 +28,7 @@ const RECONNECT_BACKOFF_MS: &str = "reconnect.backoff.ms";
 /// `group.consumer.session.timeout.ms`.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(45);
 /// The default of librdkafka's `max.poll.interval.ms`.
-const POLL_INTERVAL: Duration = Duration::from_secs(300);
+const MAX_POLL_INTERVAL: Duration = Duration::from_secs(300);
 
 /// The time without a heartbeat after which the group coordinator removes a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,7 +68,7 @@ pub struct Kafka {
     pub(crate) destinations: Destinations,
     pub(crate) creation: TopicCreation,
     pub(crate) retention: Retention,
-    /// The consumer's deduplication window, if there is a consumer.
+    /// The consumer's deduplication window; `None` for a source that is opened without a consumer.
     pub(crate) window: Option<Duration>,
     pub(crate) body_limit: usize,
     pub(crate) start: StartAt,
@@ -90,9 +90,9 @@ pub enum StartAt {
     #[default]
     Earliest,
     /// The consumer ends with an error until an operator sets the group's offsets. It also does so if
-    /// the committed offset is [out of range](OutOfRange), with either of those policies. A partition
-    /// that was added to a topic which the group already reads is always read from its beginning,
-    /// because none of its messages was read.
+    /// the committed offset is [out of range](OutOfRange), whatever that policy is. A partition that
+    /// was added to a topic which the group already reads is always read from its beginning, because
+    /// none of its messages was read.
     Error,
 }
 
@@ -453,7 +453,7 @@ impl Kafka {
         let interval = self
             .property_value("max.poll.interval.ms")
             .and_then(|it| it.parse().ok());
-        interval.map_or(POLL_INTERVAL, Duration::from_millis) / 3
+        interval.map_or(MAX_POLL_INTERVAL, Duration::from_millis) / 3
     }
 
     /// After how long without a heartbeat the group coordinator removes a member with these

@@ -18,7 +18,7 @@
 // | group | modules |
 // | --- | --- |
 // | public types | `open` (settings, topics, group, threads), `source` (receive, settle, close) |
-// | threads | `poll` (the only thread that serves the group) with `assignment_wait` (logs a missing assignment), `watch` (lag, stalled partitions), `dead_letters` |
+// | threads | `poll` (the only thread that serves the group) with `assignment_wait` (logs a missing assignment), `watch` (lag, stalled partitions) with `missing_topics` (logs deleted topics), `dead_letters` |
 // | before joining the group | `topics` (existence, creation), `retention` (retention of the topics) |
 // | callbacks of librdkafka | `context` (rebalances, records), `commits`, `committed_offset` (start positions), `topic_recreated` (topic ids), `topic_identity` (the topic of a committed offset), `expired` (offset gaps) |
 // | state, behind one lock | `shared` (`assignment`, `health`), `watermark` (the offset to commit), `status` and `partition` |
@@ -37,6 +37,7 @@ mod dead_letters;
 mod expired;
 mod kafka;
 mod metric;
+mod missing_topics;
 mod open;
 mod partition;
 mod poll;

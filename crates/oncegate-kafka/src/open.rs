@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
-use oncegate_core::SourceError;
 use oncegate_core::source::{Connect, ConnectOptions};
+use oncegate_core::{IdSource, SourceError};
 
 use crate::client::connection_errors::ConnectionErrors;
 use crate::context::CallbackContext;
@@ -18,6 +18,18 @@ use crate::{client, topics, watch};
 #[async_trait]
 impl Connect for Kafka {
     type Source = KafkaSource;
+
+    /// Refuses [`IdSource::message_id`], which Kafka messages do not have.
+    fn check_id(&self, id: &IdSource) -> Result<(), SourceError> {
+        if !id.reads_message_id() {
+            return Ok(());
+        }
+        Err(SourceError::misconfigured(
+            "id",
+            "IdSource::message_id() reads a property of AMQP that Kafka messages do not have, so every message would be a dead letter",
+            "use IdSource::header(\"…\"), IdSource::key(), IdSource::json_pointer(\"/…\") or IdSource::body_hash()",
+        ))
+    }
 
     /// Checks the settings, waits for a broker, checks or creates the topics, and joins the group.
     ///
@@ -46,10 +58,7 @@ impl Connect for Kafka {
 
         poll::subscribe(&consumer, &self)?;
         self.status.attach(&shared);
-        let (watch_config, topic) = (
-            self.watch_config(),
-            self.topics.first().cloned().unwrap_or_default(),
-        );
+        let (watch_config, topics) = (self.watch_config(), self.topics.clone());
         let (watch_shared, watch_errors, reconnect_backoff_max, stalled_after) = (
             shared.clone(),
             connection_errors.clone(),
@@ -64,7 +73,7 @@ impl Connect for Kafka {
         spawn_thread("oncegate-kafka-watch", move || {
             watch::run(
                 &watch_config,
-                &topic,
+                &topics,
                 &watch_shared,
                 &watch_errors,
                 reconnect_backoff_max,

@@ -12,8 +12,8 @@ pub struct PartitionStatus {
     pub topic: Arc<str>,
     /// The partition.
     pub partition: i32,
-    /// The commit watermark: every offset below it is settled. `None` while the group's offset is
-    /// unknown.
+    /// The offset to commit next: every offset below it is settled. `None` while the group's offset
+    /// is unknown.
     pub committable: Option<i64>,
     /// The last stable offset, as polled from the broker every few seconds.
     pub log_end: Option<i64>,
@@ -23,7 +23,7 @@ pub struct PartitionStatus {
     pub handed_out: usize,
     /// Deliveries that were released and wait for their delay.
     pub delayed: usize,
-    /// The message that holds the watermark back; `None` if everything that was read is settled.
+    /// The message that blocks commits; `None` if everything that was read is settled.
     pub blocker: Option<Blocker>,
 }
 
@@ -34,7 +34,7 @@ pub struct Blocker {
     /// The offset. `kcat -C -t <topic> -p <partition> -o <offset> -c 1 -J` shows the message with
     /// its id.
     pub offset: i64,
-    /// For how long it has held the watermark back.
+    /// For how long it has blocked commits.
     pub since: Duration,
     /// The step that the message waits for.
     pub blocked_by: BlockedBy,
@@ -56,16 +56,16 @@ pub enum BlockedBy {
     },
 }
 
-/// One line: `payments/3 at 1042, 17 behind, waiting for 1042 since 12s (Consumer)`.
+/// One line: `payments/3: committable 1042, lag 17, blocked by 1042 for 12s (Consumer)`.
 impl fmt::Display for PartitionStatus {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.topic, self.partition)?;
         match self.committable {
-            Some(offset) => write!(f, " at {offset}")?,
-            None => f.write_str(" at no offset yet")?,
+            Some(offset) => write!(f, ": committable {offset}")?,
+            None => f.write_str(": committable unknown")?,
         }
         if let Some(lag) = self.lag {
-            write!(f, ", {lag} behind")?;
+            write!(f, ", lag {lag}")?;
         }
         match self.blocker {
             Some(Blocker {
@@ -74,7 +74,7 @@ impl fmt::Display for PartitionStatus {
                 blocked_by,
             }) => write!(
                 f,
-                ", waiting for {offset} since {}s ({blocked_by:?})",
+                ", blocked by {offset} for {}s ({blocked_by:?})",
                 since.as_secs()
             ),
             None => Ok(()),

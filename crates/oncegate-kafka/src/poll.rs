@@ -132,7 +132,9 @@ fn serve_client(
         leave_former_cluster(&consumer, shared);
         if last_check.elapsed() >= CHECK_INTERVAL {
             check_fatal_error(&consumer, shared);
-            consumer.context().advance_past_markers(&consumer);
+            consumer
+                .context()
+                .advance_past_transaction_markers(&consumer);
             assignment.check(&shared.lock());
             last_check = Instant::now();
         }
@@ -273,7 +275,7 @@ fn restart_recreated_topics(consumer: &BaseConsumer<CallbackContext>, shared: &S
             OutOfRange::Earliest => {
                 tracing::error!(
                     topic,
-                    "topic recreated: it was deleted and created again; reading from its beginning; if ids come from positions, give the consumer another scope"
+                    "topic recreated: it was deleted and created again; reading from its beginning; with IdSource::position(), give the consumer another .scope(…)"
                 );
             }
         }

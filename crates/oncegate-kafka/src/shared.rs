@@ -1,6 +1,9 @@
 //! The state that the polling thread and the consumer share: records that were read, deliveries
 //! that were handed out, and released ones.
 //!
+//! Each assignment of a partition has a number, its *assignment epoch*, which the receipts of its
+//! deliveries contain ([`Receipt::epoch`]). A settlement with another epoch is stale.
+//!
 //! All state is behind one lock, without atomics or cells, so no thread sees half of a change. Only
 //! the order of calls varies: `model_tests` draws random orders, and `shuttle_tests` runs the threads
 //! in many schedules.
@@ -80,15 +83,17 @@ pub(crate) enum SourcePhase {
 
 #[derive(Default)]
 pub(crate) struct SourceState {
-    /// The assignments, by epoch.
+    /// The assignments, by assignment epoch.
     assigned: HashMap<u64, AssignedPartition>,
     last_epoch: u64,
+    /// Whether an error said that a topic or partition does not exist.
+    topic_may_be_missing: bool,
     /// Deliveries that were read and not handed out yet.
     ready: VecDeque<Delivery>,
     ready_bytes: usize,
     /// Average size of a message of the last batch, in bytes.
     average_size: usize,
-    /// Epochs whose revocation is to be reported to the consumer.
+    /// Assignment epochs whose revocation is to be reported to the consumer.
     revoked: Vec<u64>,
     /// Released deliveries, by the time when they are due and the number of their release.
     released: BTreeMap<(Instant, u64), Delivery>,
@@ -177,7 +182,7 @@ impl<M: StateLock> SharedState<M> {
     }
 
     /// Stops handing out messages of these partitions and reports the revocation to the consumer.
-    /// Returns their epochs.
+    /// Returns their assignment epochs.
     pub(crate) fn revoke(&self, partitions: &[(String, i32)]) -> Vec<u64> {
         let epochs = self.lock().revoke(partitions);
         self.wake_consumer();
@@ -441,7 +446,7 @@ impl SourceState {
         }
     }
 
-    /// The epoch under which records of this partition are added now.
+    /// The assignment epoch of the records that are added for this partition now.
     fn epoch_of(&self, topic: &str, partition: i32) -> Option<u64> {
         let is_match = |it: &AssignedPartition| {
             it.state == AssignmentState::Active && it.partition == partition && *it.topic == *topic
@@ -452,9 +457,9 @@ impl SourceState {
             .map(|(epoch, _)| *epoch)
     }
 
-    /// Handles the offset of a record, and returns the epoch to add it under. If it is below the last
-    /// one (the log was truncated, or librdkafka reads messages again), the assignment is revoked and a
-    /// new epoch starts at this record, or at the lowest unsettled offset if that is lower. In the
+    /// Handles the offset of a record, and returns the assignment epoch of its delivery. If it is below
+    /// the last one (the log was truncated, or librdkafka reads messages again), the assignment is
+    /// revoked and another one starts at this record, or at the lowest unsettled offset if that is lower. In the
     /// latter case the record is dropped and read again; if it were added, the offsets in between would
     /// count as settled.
     fn track_offset(
@@ -614,7 +619,7 @@ impl SourceState {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum SettlementEffect {
     Applied,
-    /// The partition is not assigned to this member any more, or under another epoch.
+    /// The partition is not assigned to this member any more, or in another assignment.
     Stale,
 }
 

@@ -78,7 +78,7 @@ impl KafkaSource {
         });
         tokio::spawn(async move {
             let (mut pause, longest) = RETRY_PAUSES;
-            fault::point("kafka.letter.before");
+            fault::point("kafka.dead-letter.before");
             while let Err(error) = dead_letters.publish(&mut dead_letter).await {
                 metrics::counter!(crate::metric::DEAD_LETTER_FAILURES).increment(1);
                 dead_letters.warn_of_failure(&dead_letter, &error);
@@ -93,9 +93,9 @@ impl KafkaSource {
             } = &dead_letter.rejected;
             metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason.as_str())
                 .increment(1);
-            fault::point("kafka.letter.confirmed");
+            fault::point("kafka.dead-letter.confirmed");
             let effect = shared.lock().published(delivery);
-            fault::point("kafka.letter.settled");
+            fault::point("kafka.dead-letter.settled");
             effect.count();
             shared.wake_poller();
             shared.wake_consumer();

@@ -41,16 +41,15 @@ enum TopicPresence {
 }
 
 /// The command that creates a topic. `options` are further options of the command.
-fn create_command(kafka: &Kafka, name: &str, replicas: usize, options: &str) -> String {
+pub(crate) fn create_command(brokers: &str, name: &str, replicas: usize, options: &str) -> String {
     format!(
-        "kafka-topics.sh --bootstrap-server {} --create --topic {name} --replication-factor {replicas}{options} (`kafka-topics` in some packages; \
-         in the Docker image it is in /opt/kafka/bin)",
-        kafka.brokers
+        "kafka-topics.sh --bootstrap-server {brokers} --create --topic {name} --replication-factor {replicas}{options} (`kafka-topics` in some packages; \
+         in the Docker image it is in /opt/kafka/bin)"
     )
 }
 
 /// The replication factor for a cluster of this size: one replica per broker, at most three.
-fn replicas(brokers: usize) -> usize {
+pub(crate) fn replicas(brokers: usize) -> usize {
     brokers.clamp(1, 3)
 }
 
@@ -79,7 +78,7 @@ pub(crate) async fn check(
                 format!("the topic `{topic}` does not exist"),
                 format!(
                     "create it: {}",
-                    create_command(kafka, topic, replicas(brokers), "")
+                    create_command(&kafka.brokers, topic, replicas(brokers), "")
                 ),
             ));
         }
@@ -128,7 +127,7 @@ pub(crate) async fn check(
                     format!(
                         "let the source create it: .create_topics(TopicCreation::Create {{ partitions: 1, replication: {replicas} }}), which is \
                          kafka.create-partitions = 1 and kafka.create-replicas = {replicas} in oncegate.toml; or create it: {}",
-                        create_command(kafka, name, replicas, options)
+                        create_command(&kafka.brokers, name, replicas, options)
                     ),
                 ));
             }

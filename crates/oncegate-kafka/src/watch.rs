@@ -12,6 +12,7 @@ use rdkafka::topic_partition_list::TopicPartitionList;
 use crate::client::connection_errors::ConnectionErrors;
 use crate::client::log::LogContext;
 use crate::client::lost_metadata::LostMetadata;
+use crate::missing_topics::{self, MissingTopics};
 use crate::shared::{ReadProgress, SharedState, SourcePhase};
 
 /// Maximum pause between two checks of the partitions.
@@ -25,14 +26,14 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
 const PROBE_TIMEOUT: Duration = Duration::from_secs(10);
 /// After how long without the group coordinator a warning is logged, and how often from then on.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
-/// After this many consecutive partitions without an answer, a check requests no further ones:
+/// After this many consecutive requests for a log end have failed, a check sends no further ones:
 /// most likely no broker answers, and each request would take its full timeout.
-const MAX_SILENT: usize = 3;
-/// How often the whole message queue must have been read (drained) before a partition counts as
-/// stalled. librdkafka fetches for all partitions when the queue is short. The first drain may read
-/// only messages that were fetched before the partition had new ones, the second drain reads those
-/// fetched after it had, and one check may come between the arrival of a response and its reading.
-const REQUIRED_DRAINS: u32 = 3;
+const MAX_CONSECUTIVE_FAILURES: usize = 3;
+/// How often the whole message queue must have been read before a partition counts as stalled.
+/// librdkafka fetches for all partitions when the queue is short. The first time may read only
+/// messages that were fetched before the partition had new ones, the second time reads those fetched
+/// after it had, and one check may come between the arrival of a response and its reading.
+const REQUIRED_QUEUE_READS: u32 = 3;
 /// How often the time limit of a partition is doubled at most: up to 64 times `stalled_after`.
 const MAX_DOUBLINGS: u32 = 6;
 
@@ -40,7 +41,7 @@ const MAX_DOUBLINGS: u32 = 6;
 /// one at fault. Runs on its own thread.
 pub(crate) fn run(
     config: &ClientConfig,
-    topic: &str,
+    topics: &[String],
     shared: &SharedState,
     connection_errors: &Arc<ConnectionErrors>,
     reconnect_backoff_max: Duration,
@@ -57,6 +58,12 @@ pub(crate) fn run(
             return tracing::error!(%error, "cannot create the watching kafka client; lag is not reported and stalled partitions are not detected; check the limits of the process for memory, threads and open files, and restart it");
         }
     };
+    let topic = topics.first().map_or("", String::as_str);
+    let mut missing_topics = MissingTopics::new(
+        topics,
+        config.get("bootstrap.servers").unwrap_or_default(),
+        config.get("group.id").unwrap_or_default(),
+    );
     let mut lost_metadata = LostMetadata::new(reconnect_backoff_max);
     let (mut watch, pause) = (
         PartitionWatch::default(),
@@ -67,19 +74,20 @@ pub(crate) fn run(
         if last_check.is_none_or(|at| at.elapsed() >= pause) {
             watch.check(
                 |topic, partition| {
-                    Some(
-                        client
-                            .fetch_watermarks(topic, partition, REQUEST_TIMEOUT)
-                            .ok()?
-                            .1,
-                    )
+                    let end = client.fetch_watermarks(topic, partition, REQUEST_TIMEOUT);
+                    match end.map_err(|error| error.rdkafka_error_code()) {
+                        Ok((_, end)) => LogEnd::At(end),
+                        Err(Some(code)) if missing_topics::is_missing(code) => LogEnd::Missing,
+                        Err(_) => LogEnd::Unknown,
+                    }
                 },
                 shared,
                 stalled_after,
             );
+            missing_topics.check(&client, shared);
             last_check = Some(Instant::now());
             // This client itself may have lost its broker metadata.
-            if watch.all_silent()
+            if watch.got_no_answer()
                 && let Ok(replacement) = new_client()
             {
                 client = replacement;
@@ -123,19 +131,35 @@ fn reaches_coordinator(client: &BaseConsumer<WatchContext>, topic: &str) -> bool
     client.committed_offsets(partitions, PROBE_TIMEOUT).is_ok()
 }
 
+/// The log end of a partition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum LogEnd {
+    At(i64),
+    /// The brokers do not have the partition.
+    Missing,
+    /// No answer, or another error.
+    Unknown,
+}
+
+impl From<Option<i64>> for LogEnd {
+    fn from(end: Option<i64>) -> Self {
+        end.map_or(Self::Unknown, Self::At)
+    }
+}
+
 /// The results of earlier checks.
 #[derive(Default)]
 struct PartitionWatch {
-    /// The candidates, by epoch and partition.
+    /// The candidates, by assignment epoch and partition.
     candidates: HashMap<(u64, i32), StallCandidate>,
     /// Partitions whose client was replaced and that have made no progress since.
     backoffs: HashMap<(Arc<str>, i32), ReplacementBackoff>,
     /// Partitions with gauges.
     gauges: HashSet<(String, i32)>,
     /// Partitions whose log end no broker returned at the last check.
-    silent: HashSet<(String, i32)>,
+    without_log_end: HashSet<(String, i32)>,
     /// Whether no broker returned the log end of any partition at the last check.
-    all_silent: bool,
+    got_no_answer: bool,
 }
 
 /// The backoff of a partition whose client was replaced and that has made no progress since. Its
@@ -157,9 +181,9 @@ struct StallCandidate {
     /// The log end at `since`.
     end: i64,
     /// How often the whole message queue has been read since.
-    drains: u32,
-    /// The polling thread's progress when the last of these drains started.
-    drain_start: ReadProgress,
+    queue_reads: u32,
+    /// The polling thread's progress when the last of these started.
+    queue_read_start: ReadProgress,
 }
 
 impl StallCandidate {
@@ -179,32 +203,34 @@ impl StallCandidate {
             since: now,
             position,
             end,
-            drains: 0,
-            drain_start: progress,
+            queue_reads: 0,
+            queue_read_start: progress,
         };
         let mut next = before
             .filter(|before| before.position == position)
             .unwrap_or(start);
-        if next.drain_start.is_drained_at(progress) {
-            (next.drains, next.drain_start) = (next.drains + 1, progress);
+        if next.queue_read_start.is_queue_read_at(progress) {
+            (next.queue_reads, next.queue_read_start) = (next.queue_reads + 1, progress);
         }
         Some(next)
     }
 
     /// Whether the partition made no progress for `after` although its log grew and the message queue
-    /// was drained [`REQUIRED_DRAINS`] times. A log that does not grow may end with transaction
-    /// markers, and a queue that is not read for lack of room is not drained.
+    /// was read completely [`REQUIRED_QUEUE_READS`] times. A log that does not grow may end with
+    /// transaction markers, and a queue that is not read for lack of room does not count.
     fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
-        end > self.end && self.drains >= REQUIRED_DRAINS && now.duration_since(self.since) >= after
+        end > self.end
+            && self.queue_reads >= REQUIRED_QUEUE_READS
+            && now.duration_since(self.since) >= after
     }
 }
 
 impl PartitionWatch {
     /// Fetches the log ends with `end_of`, which may fail, and requests a replacement for stalled
     /// partitions.
-    fn check(
+    fn check<E: Into<LogEnd>>(
         &mut self,
-        end_of: impl FnMut(&str, i32) -> Option<i64>,
+        end_of: impl FnMut(&str, i32) -> E,
         shared: &SharedState,
         stalled_after: Duration,
     ) {
@@ -212,15 +238,15 @@ impl PartitionWatch {
     }
 
     /// Like [`check`](Self::check), at the time that `clock` returns after all requests.
-    fn check_at(
+    fn check_at<E: Into<LogEnd>>(
         &mut self,
         clock: impl FnOnce() -> Instant,
-        end_of: impl FnMut(&str, i32) -> Option<i64>,
+        end_of: impl FnMut(&str, i32) -> E,
         shared: &SharedState,
         stalled_after: Duration,
     ) {
         let partitions = shared.lock().partitions();
-        let log_ends = self.fetch_log_ends(partitions, end_of);
+        let log_ends = self.fetch_log_ends(partitions, end_of, shared);
         log_ends.iter().for_each(|((topic, partition), end)| {
             shared.lock().set_log_end(topic, *partition, *end)
         });
@@ -270,8 +296,8 @@ impl PartitionWatch {
     }
 
     /// Whether no broker returned the log end of any partition at the last check.
-    fn all_silent(&self) -> bool {
-        self.all_silent
+    fn got_no_answer(&self) -> bool {
+        self.got_no_answer
     }
 
     /// How long a partition that was read to `position` may make no progress. Progress since its
@@ -298,40 +324,47 @@ impl PartitionWatch {
 
     /// Fetches the log ends. A partition without a leader, whose request takes the full timeout, is
     /// logged once and requested last, so that it delays no other partition.
-    fn fetch_log_ends(
+    fn fetch_log_ends<E: Into<LogEnd>>(
         &mut self,
         mut partitions: Vec<(String, i32)>,
-        mut end_of: impl FnMut(&str, i32) -> Option<i64>,
+        mut end_of: impl FnMut(&str, i32) -> E,
+        shared: &SharedState,
     ) -> HashMap<(String, i32), i64> {
-        self.silent.retain(|it| partitions.contains(it));
+        self.without_log_end.retain(|it| partitions.contains(it));
         let has_partitions = !partitions.is_empty();
-        partitions.sort_by_key(|it| self.silent.contains(it));
-        let (mut log_ends, mut failures) = (HashMap::new(), 0);
+        partitions.sort_by_key(|it| self.without_log_end.contains(it));
+        let (mut log_ends, mut failures, mut missing) = (HashMap::new(), 0, false);
         for it in partitions {
-            if failures == MAX_SILENT {
+            if failures == MAX_CONSECUTIVE_FAILURES {
                 break;
             }
-            match end_of(&it.0, it.1) {
-                Some(end) => {
+            match end_of(&it.0, it.1).into() {
+                LogEnd::At(end) => {
                     failures = 0;
-                    self.silent.remove(&it);
+                    self.without_log_end.remove(&it);
                     log_ends.insert(it, end);
                 }
-                None => {
+                // A broker answered; the topic's own line names the remedy.
+                LogEnd::Missing => {
+                    (failures, missing) = (0, true);
+                    shared.lock().suspect_missing_topic(true);
+                    self.without_log_end.insert(it);
+                }
+                LogEnd::Unknown => {
                     failures += 1;
-                    if !self.silent.contains(&it) {
+                    if !self.without_log_end.contains(&it) {
                         metrics::counter!(crate::metric::LOG_ENDS_UNKNOWN).increment(1);
                         tracing::warn!(
                             topic = it.0,
                             partition = it.1,
                             "cannot fetch the log end of the partition; its lag is not updated; check that the partition has a leader"
                         );
-                        self.silent.insert(it);
+                        self.without_log_end.insert(it);
                     }
                 }
             }
         }
-        self.all_silent = has_partitions && log_ends.is_empty();
+        self.got_no_answer = has_partitions && log_ends.is_empty() && !missing;
         log_ends
     }
 
@@ -340,7 +373,8 @@ impl PartitionWatch {
     fn set_gauges(&mut self, shared: &SharedState) {
         let status = shared.lock().status();
         metrics::gauge!(crate::metric::PARTITIONS).set(status.len() as f64);
-        metrics::gauge!(crate::metric::PARTITIONS_SILENT).set(self.silent.len() as f64);
+        metrics::gauge!(crate::metric::PARTITIONS_WITHOUT_LOG_END)
+            .set(self.without_log_end.len() as f64);
         let mut revoked = std::mem::take(&mut self.gauges);
         for it in status {
             revoked.remove(&(it.topic.to_string(), it.partition));
@@ -366,7 +400,7 @@ fn set_partition_gauges(topic: &str, partition: i32, lag: Option<u64>, age: Dura
     if let Some(lag) = lag {
         metrics::gauge!(crate::metric::LAG, &labels).set(lag as f64);
     }
-    metrics::gauge!(crate::metric::WATERMARK_AGE, &labels).set(age.as_secs_f64());
+    metrics::gauge!(crate::metric::COMMIT_BLOCKED, &labels).set(age.as_secs_f64());
 }
 
 /// The context of the watching client.
@@ -459,7 +493,7 @@ mod tests {
             scope.spawn(|| {
                 run(
                     &config,
-                    "t",
+                    &["t".to_owned()],
                     &shared,
                     &connection_errors,
                     Duration::from_secs(1),
@@ -518,7 +552,7 @@ mod tests {
         metrics::with_local_recorder(&recorder, || {
             watch.check(|_, _| None, &shared, AFTER);
             assert!(
-                value(crate::metric::WATERMARK_AGE).is_some()
+                value(crate::metric::COMMIT_BLOCKED).is_some()
                     && value(crate::metric::LAG).is_none()
             );
             watch.check(|_, _| Some(9), &shared, AFTER);
@@ -544,17 +578,17 @@ mod tests {
     }
 
     #[test]
-    fn all_silent_if_no_partition_gets_an_answer() {
+    fn no_broker_answers_if_no_log_end_is_returned() {
         let (shared, mut watch) = (shared(10), PartitionWatch::default());
-        assert!(!watch.all_silent());
+        assert!(!watch.got_no_answer());
         watch.check(|_, _| None, &shared, AFTER);
-        assert!(watch.all_silent());
+        assert!(watch.got_no_answer());
         // Some partitions have no leader. Each is detected once, and requested after the others
         // from then on.
         for _ in 0..4 {
             watch.check(|_, partition| (partition > 3).then_some(9), &shared, AFTER);
         }
-        assert!(!watch.all_silent());
+        assert!(!watch.got_no_answer());
     }
 
     #[test]
@@ -609,7 +643,7 @@ mod tests {
     }
 
     #[test]
-    fn a_stall_beside_a_backlog_is_detected_after_three_drains_of_the_queue() {
+    fn a_stall_beside_a_backlog_is_detected_after_the_queue_was_read_three_times() {
         assert!(!is_detected_beside_a_backlog(1_000, 1_000, 3));
         assert!(is_detected_beside_a_backlog(1_000, 1_000, 4));
         assert!(
@@ -693,7 +727,7 @@ mod tests {
             &shared,
             AFTER,
         );
-        assert_eq!(requested.len(), MAX_SILENT);
+        assert_eq!(requested.len(), MAX_CONSECUTIVE_FAILURES);
         // Half of the partitions have no leader. The others are checked, also those whose request
         // failed before.
         for _ in 0..3 {
@@ -710,7 +744,12 @@ mod tests {
             .filter(|it| it.log_end == Some(7))
             .count();
         assert_eq!(with_log_end, 4);
-        assert_eq!(watch.silent.len(), 4, "{:?}", watch.silent);
+        assert_eq!(
+            watch.without_log_end.len(),
+            4,
+            "{:?}",
+            watch.without_log_end
+        );
     }
 
     #[test]
@@ -724,7 +763,7 @@ mod tests {
         let next = |before, at, end, now| {
             let next = StallCandidate::next(before, at, end, progress, now)?;
             Some(StallCandidate {
-                drains: REQUIRED_DRAINS,
+                queue_reads: REQUIRED_QUEUE_READS,
                 ..next
             })
         };

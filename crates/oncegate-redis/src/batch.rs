@@ -109,7 +109,7 @@ pub(crate) fn local_answers(operations: &[Operation]) -> Vec<Option<VerdictResul
 /// The answer to a renewal or completion of [`Guarantee::Bare`], for which nothing is sent.
 fn local_answer(operation: &Operation) -> Option<VerdictResult> {
     match (operation.terms.guarantee, operation.ask) {
-        (Guarantee::Bare, Ask::Renew) => Some(Ok(Verdict::Kept)),
+        (Guarantee::Bare, Ask::Renew) => Some(Ok(Verdict::Applied)),
         (Guarantee::Bare, Ask::Complete) => Some(Ok(Verdict::Done { marker_lost: false })),
         _ => None,
     }
@@ -372,7 +372,7 @@ impl OperationBatch<'_> {
                 answer,
                 Some(Ok(Verdict::Granted(_)
                     | Verdict::InDoubt(_)
-                    | Verdict::Kept))
+                    | Verdict::Applied))
             ) {
                 *answer = Some(Err(failure.clone()));
             }
@@ -457,7 +457,7 @@ impl OperationBatch<'_> {
             }
             (BatchCommand::BareDelete(index), reply) => {
                 self.answers[index] = Some(match reply {
-                    Value::Int(_) => Ok(Verdict::Kept),
+                    Value::Int(_) => Ok(Verdict::Applied),
                     other => Err(reply::unexpected(&other)),
                 });
             }

@@ -310,12 +310,12 @@ impl Redis {
         }
     }
 
-    /// The current marker of a key, which [`Ask::SendBack`](oncegate_core::marker::Ask::SendBack) and
+    /// The current marker of a key, which [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
     /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) compare with. Changes nothing.
     ///
     /// # Errors
-    /// [`StoreError::UnreadableMarker`] if the key holds no marker, [`StoreError::Misconfigured`]
-    /// if a newer release wrote it; otherwise as for [`Store::apply`].
+    /// [`StoreError::UnreadableMarker`] if the key holds no marker, or one of a newer release;
+    /// otherwise as for [`Store::apply`].
     pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
         let key = [&self.prefix, key.as_bytes()].concat();
         let connections = self.router.owner(&key).await?;

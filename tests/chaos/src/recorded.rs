@@ -145,7 +145,7 @@ fn asked(ask: Ask) -> Asked {
         Ask::Reject(_) => Asked::Reject,
         Ask::Doubt => Asked::Doubt,
         Ask::Resolve(_) => Asked::Resolve,
-        Ask::SendBack { .. } => Asked::SendBack,
+        Ask::Redrive { .. } => Asked::SendBack,
         Ask::Forget { .. } => Asked::Forget,
     }
 }
@@ -159,7 +159,7 @@ fn verdict(answer: &Result<Verdict, StoreError>) -> String {
         Ok(Verdict::Duplicate) => "duplicate".into(),
         Ok(Verdict::Rejected { .. }) => "rejected".into(),
         Ok(Verdict::Conflict) => "conflict".into(),
-        Ok(Verdict::Kept) => "kept".into(),
+        Ok(Verdict::Applied) => "kept".into(),
         Ok(Verdict::Done { .. }) => "done".into(),
         Ok(Verdict::Lost) => "lost".into(),
         Err(StoreError::NotApplied(_)) => "not applied".into(),

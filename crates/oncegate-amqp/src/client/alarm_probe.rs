@@ -5,7 +5,7 @@
 //!   publish, after the first content header, and a message that is published by then can no longer be
 //!   cancelled. *Versions:* all.
 //! - *Upstream:* documented behavior, <https://www.rabbitmq.com/docs/connection-blocked>.
-//! - *Test:* `blocked_acks::it_is_redelivered_from_memory_if_its_copy_is_not_confirmed_in_time` in
+//! - *Test:* `blocked_acks::a_delivery_is_redelivered_from_memory_if_its_copy_is_not_confirmed_in_time` in
 //!   `tests/amqp`.
 //! - *May be removed* when RabbitMQ reports alarms to every connection.
 

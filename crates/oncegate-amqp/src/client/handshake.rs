@@ -52,7 +52,7 @@ pub(crate) async fn connect(
         sanitized_stream::runtime(),
         async move |uri, runtime| {
             // lapin calls this on its connection thread.
-            quiet_executor::silence_this_thread();
+            quiet_executor::drop_logs_of_this_thread();
             // lapin's `AMQPUriTcpExt` would not return the socket, to which the guard needs a second
             // handle.
             let connecting = async {

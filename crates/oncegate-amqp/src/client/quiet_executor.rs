@@ -17,15 +17,16 @@ use tracing::dispatcher::{self, DefaultGuard, Dispatch};
 use tracing::instrument::WithSubscriber;
 
 thread_local! {
-    /// Keeps the thread without a subscriber until it ends.
-    static SILENCED: RefCell<Option<DefaultGuard>> = const { RefCell::new(None) };
+    /// The guard of the empty subscriber that [`drop_logs_of_this_thread`] sets; dropped at the end of
+    /// the thread.
+    static EMPTY_SUBSCRIBER: RefCell<Option<DefaultGuard>> = const { RefCell::new(None) };
 }
 
 /// Tokio's executor, whose tasks log nothing unless the target `lapin` is enabled at the level DEBUG.
 #[derive(Clone, Debug)]
 pub(crate) struct QuietExecutor {
     executor: Tokio,
-    is_quiet: bool,
+    drops_logs: bool,
 }
 
 impl QuietExecutor {
@@ -33,7 +34,7 @@ impl QuietExecutor {
     pub(crate) fn current() -> Self {
         Self {
             executor: Tokio::current(),
-            is_quiet: is_quiet(),
+            drops_logs: drops_logs(),
         }
     }
 }
@@ -49,7 +50,7 @@ impl Executor for QuietExecutor {
         &self,
         future: F,
     ) -> Task<Self::Task<T>> {
-        if self.is_quiet {
+        if self.drops_logs {
             self.executor
                 .spawn(future.with_subscriber(Dispatch::none()))
         } else {
@@ -67,14 +68,15 @@ impl Executor for QuietExecutor {
 
 /// Removes the subscriber of the current thread until it ends, unless the target `lapin` is enabled at
 /// the level DEBUG. To be called only on lapin's connection thread.
-pub(crate) fn silence_this_thread() {
-    if is_quiet() {
-        SILENCED.with_borrow_mut(|guard| {
+pub(crate) fn drop_logs_of_this_thread() {
+    if drops_logs() {
+        EMPTY_SUBSCRIBER.with_borrow_mut(|guard| {
             guard.get_or_insert_with(|| dispatcher::set_default(&Dispatch::none()));
         });
     }
 }
 
-fn is_quiet() -> bool {
+/// Whether the subscriber of the current thread does not want lapin's log lines.
+fn drops_logs() -> bool {
     !tracing::enabled!(target: "lapin", tracing::Level::DEBUG)
 }

@@ -102,7 +102,7 @@ async fn a_short_string_that_is_not_utf8_is_dead_lettered_and_blocks_nothing() {
         assert!(header(&dead, headers::LAST_ERROR).is_some_and(|error| error.contains("UTF-8")));
     }
     close(source).await;
-    assert_eq!(status.snapshot().reconnects, 0);
+    assert_eq!(status.snapshot().channels_lost, 0);
     fixture.wait_until_empty(&fixture.queue).await;
     fixture.delete_queues().await;
 }
@@ -121,8 +121,8 @@ fn break_expiration(passed: &mut [u8]) {
 async fn invalid_priorities_expirations_and_death_headers_have_no_effect() {
     let fixture = QueueFixture::new().await;
     close(open(fixture.source(QueueKind::Classic)).await).await;
-    let way = rewriting_proxy(Direction::FromTheBroker, break_expiration).await;
-    let mut source = open(fixture.source(QueueKind::Classic).url(way)).await;
+    let proxied_url = rewriting_proxy(Direction::FromTheBroker, break_expiration).await;
+    let mut source = open(fixture.source(QueueKind::Classic).url(proxied_url)).await;
     for garbage in ["", "-1", "1e3", "weeks"] {
         let fixture = fixture.reconnect().await;
         let sent = fixture.channel.basic_publish(
@@ -176,7 +176,7 @@ async fn invalid_priorities_expirations_and_death_headers_have_no_effect() {
     assert_eq!(
         BROKEN_EXPIRATIONS.load(Ordering::SeqCst),
         1,
-        "the expiration must be replaced, else this tests nothing"
+        "the expiration was not replaced, so this test checks nothing"
     );
     settle(&mut source, first, Settlement::Reject(Reason::Refused)).await;
     let dead = fixture.take(&fixture.dead_letters()).await.delivery;
@@ -217,7 +217,7 @@ async fn forged_headers_are_removed_from_every_kind_of_dead_letter() {
         .reconnect_to(&rewriting_proxy(Direction::ToTheBroker, break_utf8).await)
         .await;
     fixture
-        .publish_with("too large for it", forged.clone())
+        .publish_with("a body over the limit", forged.clone())
         .await;
     rewriting_fixture
         .publish_with("unreadable", forged.clone().with_message_id("@@@@".into()))

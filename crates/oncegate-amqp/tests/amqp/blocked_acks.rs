@@ -11,7 +11,8 @@ use oncegate_testkit::servers::RabbitServer;
 
 use crate::fixture::*;
 
-/// More single acknowledgements than the source sends before it moves the release.
+/// More single acknowledgements than the source sends before the delayed delivery moves to a delay
+/// queue.
 const BEHIND: usize = 300;
 
 async fn publish_behind(fixture: &QueueFixture) {
@@ -49,7 +50,7 @@ async fn wait_for_copies(status: &RabbitMqStatus, copies: u64) {
 }
 
 #[tokio::test]
-async fn it_moves_to_a_delay_queue_with_its_delay_and_failures_and_others_do_not() {
+async fn a_delivery_that_blocks_acks_moves_to_a_delay_queue_with_its_delay_and_failures() {
     for kind in crate::KINDS {
         let (fixture, status) = (QueueFixture::new().await, RabbitMqStatus::new());
         let mut source = open(fixture.source(kind).prefetch(64).status(status.clone())).await;
@@ -90,7 +91,7 @@ async fn it_moves_to_a_delay_queue_with_its_delay_and_failures_and_others_do_not
         );
         close(source).await;
         assert_eq!(
-            (status.snapshot().copies, status.snapshot().reconnects),
+            (status.snapshot().copies, status.snapshot().channels_lost),
             (1, 0)
         );
         fixture.wait_until_empty(&fixture.queue).await;
@@ -100,7 +101,7 @@ async fn it_moves_to_a_delay_queue_with_its_delay_and_failures_and_others_do_not
 
 /// Releases the first message, accepts those behind it, and asserts that the first is redelivered
 /// from memory.
-async fn stays_in_memory(
+async fn assert_redelivered_from_memory(
     fixture: &QueueFixture,
     source: RabbitMq,
     order: Order,
@@ -111,7 +112,7 @@ async fn stays_in_memory(
     fixture.publish_with("first", properties).await;
     publish_behind(fixture).await;
     let first = delivery(&mut source).await;
-    let (tag_before, carried) = (channel_and_tag(&first), first.message.headers.clone());
+    let (tag_before, headers_before) = (channel_and_tag(&first), first.message.headers.clone());
     settle(&mut source, first, release(Duration::from_millis(900))).await;
     let again = accept_all_behind(&mut source, 1).await.remove(0);
     assert_eq!(
@@ -120,7 +121,7 @@ async fn stays_in_memory(
             again.message.headers.clone(),
             again.failures
         ),
-        (tag_before, carried, 1)
+        (tag_before, headers_before, 1)
     );
     settle(&mut source, again, accept()).await;
     close(source).await;
@@ -129,7 +130,7 @@ async fn stays_in_memory(
 }
 
 #[tokio::test]
-async fn it_stays_in_memory_with_an_order_or_without_declared_delay_queues() {
+async fn a_delivery_that_blocks_acks_stays_in_memory_with_an_order_or_without_delay_queues() {
     type Setting = fn(RabbitMq) -> RabbitMq;
     let settings: [(Setting, Order); 3] = [
         (|source| source.topology(Topology::Trust), Order::Unordered),
@@ -149,7 +150,7 @@ async fn it_stays_in_memory_with_an_order_or_without_declared_delay_queues() {
             .await,
         )
         .await;
-        stays_in_memory(
+        assert_redelivered_from_memory(
             &fixture,
             setting(fixture.source(QueueKind::Quorum)),
             order,
@@ -161,7 +162,7 @@ async fn it_stays_in_memory_with_an_order_or_without_declared_delay_queues() {
 }
 
 #[tokio::test]
-async fn it_stays_in_memory_if_a_copy_would_lose_something() {
+async fn a_delivery_that_blocks_acks_stays_in_memory_if_its_copy_would_lose_a_property_or_header() {
     let mut large = FieldTable::default();
     large.insert(
         "id".into(),
@@ -177,7 +178,7 @@ async fn it_stays_in_memory_if_a_copy_would_lose_something() {
     ] {
         let fixture = QueueFixture::new().await;
         let source = fixture.source(QueueKind::Quorum);
-        stays_in_memory(&fixture, source, Order::Unordered, properties).await;
+        assert_redelivered_from_memory(&fixture, source, Order::Unordered, properties).await;
         fixture.delete_queues().await;
     }
 }
@@ -211,13 +212,13 @@ async fn accept_remaining(source: &mut RabbitMqSource, status: &RabbitMqStatus) 
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn it_is_redelivered_from_memory_if_its_copy_is_not_confirmed_in_time() {
+async fn a_delivery_is_redelivered_from_memory_if_its_copy_is_not_confirmed_in_time() {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
         .expect("a server");
     a_memory_alarm_delays_no_redelivery(&server).await;
-    a_confirm_that_comes_too_late_settles_nothing(&server).await;
+    a_late_confirm_settles_nothing(&server).await;
 }
 
 async fn a_memory_alarm_delays_no_redelivery(server: &RabbitServer) {
@@ -344,7 +345,7 @@ async fn a_memory_alarm_delays_no_redelivery(server: &RabbitServer) {
     }
 }
 
-async fn a_confirm_that_comes_too_late_settles_nothing(server: &RabbitServer) {
+async fn a_late_confirm_settles_nothing(server: &RabbitServer) {
     let (fixture, status) = (QueueFixture::at(&server.url()).await, RabbitMqStatus::new());
     let mut source = open(
         fixture
@@ -353,17 +354,17 @@ async fn a_confirm_that_comes_too_late_settles_nothing(server: &RabbitServer) {
             .status(status.clone()),
     )
     .await;
-    let delay_queue = |does: &str| {
+    let call_queue_process = |function: &str| {
         let name = format!(
             "rabbit_misc:r(<<\"/\">>, queue, <<\"{}.delay.1000\">>)",
             fixture.queue
         );
         let program = format!(
-            "{{ok, Queue}} = rabbit_amqqueue:lookup({name}), sys:{does}(amqqueue:get_pid(Queue))."
+            "{{ok, Queue}} = rabbit_amqqueue:lookup({name}), sys:{function}(amqqueue:get_pid(Queue))."
         );
         server.control(&["-q", "eval", &program]).expect("done");
     };
-    delay_queue("suspend");
+    call_queue_process("suspend");
     fixture.publish("first").await;
     publish_behind(&fixture).await;
     let first = delivery(&mut source).await;
@@ -374,7 +375,7 @@ async fn a_confirm_that_comes_too_late_settles_nothing(server: &RabbitServer) {
         (channel_and_tag(&again), status.snapshot().copies),
         (tag_before, 0)
     );
-    delay_queue("resume");
+    call_queue_process("resume");
     wait_for_copies(&status, 1).await;
     // The original is unsettled; its copy is in the queue, too, after its delay.
     close(source).await;

@@ -99,7 +99,7 @@ struct HandledByKey {
     order: BTreeMap<String, Vec<u32>>,
     running: usize,
     /// The maximum of `running`.
-    most: usize,
+    max_running: usize,
 }
 
 impl Handler for OrderRecorder {
@@ -109,7 +109,7 @@ impl Handler for OrderRecorder {
         {
             let mut seen = self.0.lock().expect("no handler panics");
             seen.running += 1;
-            seen.most = seen.most.max(seen.running);
+            seen.max_running = seen.max_running.max(seen.running);
         }
         // Without an order, later messages would often be handled earlier.
         tokio::time::sleep(Duration::from_millis(fastrand::u64(..10))).await;
@@ -129,7 +129,7 @@ impl Handler for OrderRecorder {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn messages_from_the_default_exchange_are_ordered_by_a_key_header() {
     const EACH: u32 = 30;
-    let (fixture, keys) = (QueueFixture::new().await, OrderRecorder::default());
+    let (fixture, recorder) = (QueueFixture::new().await, OrderRecorder::default());
     close(open(fixture.source(QueueKind::Quorum)).await).await;
     for number in 0..EACH {
         for customer in ["a", "b", "c"] {
@@ -152,11 +152,12 @@ async fn messages_from_the_default_exchange_are_ordered_by_a_key_header() {
         .store(MemoryStore::new())
         .id(IdSource::message_id())
         .order(Order::ByKey)
-        .handler(keys.clone());
+        .handler(recorder.clone());
     let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
     let deadline = Instant::now() + Duration::from_secs(40);
     let handled = || {
-        keys.0
+        recorder
+            .0
             .lock()
             .expect("no handler panics")
             .order
@@ -170,22 +171,27 @@ async fn messages_from_the_default_exchange_are_ordered_by_a_key_header() {
     }
     stop.send(()).expect("the consumer runs");
     running.await.expect("no panic").expect("a clean end");
-    let HandledByKey { order, most, .. } = keys.0.lock().expect("no handler panics").clone();
+    let HandledByKey {
+        order, max_running, ..
+    } = recorder.0.lock().expect("no handler panics").clone();
     assert!(
         order
             .values()
             .all(|numbers| *numbers == (0..EACH).collect::<Vec<_>>()),
         "{order:?}"
     );
-    assert!((2..=3).contains(&most), "{most} at once");
+    assert!(
+        (2..=3).contains(&max_running),
+        "{max_running} handlers ran at once"
+    );
     fixture.delete_queues().await;
 }
 
-/// Notifies `began`, then fails, while `fails` is set.
+/// Notifies `started`, then fails, while `fails` is set.
 #[derive(Clone, Default)]
 struct FailingHandler {
     fails: Arc<std::sync::atomic::AtomicBool>,
-    began: Arc<tokio::sync::Notify>,
+    started: Arc<tokio::sync::Notify>,
     handled: Arc<Mutex<Vec<u32>>>,
 }
 
@@ -194,7 +200,7 @@ impl Handler for FailingHandler {
 
     async fn handle(&self, number: u32, _: &Context) -> Result<(), Failure> {
         if self.fails.load(std::sync::atomic::Ordering::SeqCst) {
-            self.began.notify_one();
+            self.started.notify_one();
             tokio::time::sleep(Duration::from_millis(500)).await;
             return Err(Failure::Retry("not now".into()));
         }
@@ -233,7 +239,7 @@ async fn order_by_key_holds_over_a_restart_during_a_failure() {
             .handler(handler.clone());
         let enough = async {
             if fails {
-                return handler.began.notified().await;
+                return handler.started.notified().await;
             }
             while handler.handled.lock().expect("no handler panics").len() < ALL as usize {
                 tokio::time::sleep(Duration::from_millis(10)).await;
@@ -269,8 +275,8 @@ impl Handler for SlowFirstHandler {
     }
 }
 
-/// The closing channel remains open until its acknowledgements are applied. Until then it has
-/// unacknowledged messages that precede those of the next channel.
+/// The old channel stays open until its acknowledgements are applied. Until then it has unacknowledged
+/// messages that precede those of the next channel.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn order_by_key_holds_when_a_channel_is_closed_for_an_unsettled_delivery() {
     let (fixture, handler, status) = (
@@ -293,10 +299,10 @@ async fn order_by_key_holds_when_a_channel_is_closed_for_an_unsettled_delivery()
         .order(Order::ByKey)
         .handler(handler.clone());
     let running = tokio::spawn(consumer.run_until(async { drop(stopped.await) }));
-    let (begun, mut all) = (Instant::now(), 0);
-    while begun.elapsed() < Duration::from_secs(5) {
-        // Keeps single acknowledgements going. An odd number, since RabbitMQ delivers to two
-        // consumers in turn.
+    let (started, mut all) = (Instant::now(), 0);
+    while started.elapsed() < Duration::from_secs(5) {
+        // So that there are single acknowledgements all the time. An odd number of messages, because
+        // RabbitMQ delivers to two consumers in turn.
         for customer in ["a", "b", "c", "d", "e"] {
             let mut table = FieldTable::default();
             table.insert("customer".into(), AMQPValue::LongString(customer.into()));
@@ -316,7 +322,7 @@ async fn order_by_key_holds_when_a_channel_is_closed_for_an_unsettled_delivery()
     let handled = || handler.0.lock().expect("no handler panics").len();
     while handled() < all as usize {
         assert!(
-            begun.elapsed() < Duration::from_secs(60),
+            started.elapsed() < Duration::from_secs(60),
             "{} of {all} handled",
             handled()
         );
@@ -324,7 +330,10 @@ async fn order_by_key_holds_when_a_channel_is_closed_for_an_unsettled_delivery()
     }
     stop.send(()).expect("the consumer runs");
     running.await.expect("no panic").expect("a clean end");
-    assert!(status.snapshot().reconnects >= 1, "no channel was replaced");
+    assert!(
+        status.snapshot().channels_lost >= 1,
+        "no channel was replaced"
+    );
     assert_eq!(
         *handler.0.lock().expect("no handler panics"),
         (0..all).collect::<Vec<_>>()

@@ -233,7 +233,7 @@ pub(crate) async fn open(source: RabbitMq) -> Box<RabbitMqSource> {
     open_with(source, ConnectOptions::default()).await
 }
 
-/// The same for a consumer that keeps this order.
+/// Opens the source of a consumer with this order.
 pub(crate) async fn open_ordered(source: RabbitMq, order: Order) -> Box<RabbitMqSource> {
     let mut options = ConnectOptions::default();
     options.order = Some(order);
@@ -376,16 +376,16 @@ impl ConnectionProxy {
         let fault = watch::Sender::new(ConnectionFault::None);
         let faults = fault.subscribe();
         tokio::spawn(async move {
-            while let Ok((mut near, _)) = listener.accept().await {
-                let (mut faults, broker) = (faults.clone(), broker.clone());
+            while let Ok((mut client, _)) = listener.accept().await {
+                let (mut faults, address) = (faults.clone(), broker.clone());
                 // Only later faults affect this connection.
                 faults.mark_unchanged();
                 tokio::spawn(async move {
-                    let Ok(mut far) = TcpStream::connect(&broker).await else {
+                    let Ok(mut broker) = TcpStream::connect(&address).await else {
                         return;
                     };
                     tokio::select! {
-                        _ = tokio::io::copy_bidirectional(&mut near, &mut far) => return,
+                        _ = tokio::io::copy_bidirectional(&mut client, &mut broker) => return,
                         _ = faults.changed() => {}
                     }
                     let fault = *faults.borrow();

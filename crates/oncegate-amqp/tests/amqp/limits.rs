@@ -143,7 +143,7 @@ async fn the_source_closes_the_channel_of_an_unsettled_delivery_before_the_broke
     close(source).await;
     let read = status.snapshot();
     assert_eq!(
-        (read.delivered, read.stale_receipts, read.unacked),
+        (read.delivered, read.stale_settlements, read.unacked),
         (2, 1, 0),
         "{read:?}"
     );
@@ -209,7 +209,7 @@ async fn rejects_by_queue_reach_the_dead_letter_exchange_and_close_no_channel() 
     close(source).await;
     let read = status.snapshot();
     assert_eq!(
-        (read.reconnects, read.redelivered, read.copies),
+        (read.channels_lost, read.redelivered, read.copies),
         (0, 0, 1),
         "{read:?}"
     );

@@ -68,12 +68,12 @@ async fn a_delivery_that_is_never_settled_does_not_stall_the_others() {
     for number in 0..40 {
         fixture.publish(&number.to_string()).await;
     }
-    let open_for_long = delivery(&mut source).await;
+    let unsettled = delivery(&mut source).await;
     for _ in 1..40 {
         let delivery = delivery(&mut source).await;
         settle(&mut source, delivery, accept()).await;
     }
-    settle(&mut source, open_for_long, accept()).await;
+    settle(&mut source, unsettled, accept()).await;
     close(source).await;
     fixture.wait_until_empty(&fixture.queue).await;
     fixture.delete_queues().await;
@@ -271,7 +271,7 @@ async fn the_original_is_kept_while_dead_letters_cannot_be_published() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_source_reconnects_and_drops_stale_receipts() {
+async fn the_source_reconnects_and_drops_stale_settlements() {
     for kind in KINDS {
         let (fixture, proxy) = (QueueFixture::new().await, ConnectionProxy::start().await);
         let status = RabbitMqStatus::new();
@@ -293,17 +293,17 @@ async fn the_source_reconnects_and_drops_stale_receipts() {
         let (mut fresh, revoked) = deliveries(&mut source, 1, Duration::from_secs(10)).await;
         assert!(
             cut.elapsed() < Duration::from_secs(5),
-            "consuming again after {:?}",
+            "the first delivery arrived after {:?}",
             cut.elapsed()
         );
         assert_eq!(
-            (revoked, status.snapshot().away),
+            (revoked, status.snapshot().unavailable),
             (vec![epoch], Duration::ZERO)
         );
         for delivery in stale {
             settle(&mut source, delivery, accept()).await;
         }
-        // All twenty are delivered: the stale receipts acknowledged nothing and closed no channel.
+        // All twenty are delivered: the stale settlements acknowledged nothing and closed no channel.
         let mut bodies = std::collections::BTreeSet::new();
         let mut received = 0;
         while bodies.len() < 20 {
@@ -316,7 +316,7 @@ async fn the_source_reconnects_and_drops_stale_receipts() {
             if bodies.len() < 20 {
                 let revoked;
                 (fresh, revoked) = deliveries(&mut source, 1, Duration::from_secs(10)).await;
-                assert!(revoked.is_empty(), "a stale receipt closed the channel");
+                assert!(revoked.is_empty(), "a stale settlement closed the channel");
             }
         }
         assert_eq!(received, 20);
@@ -489,8 +489,8 @@ async fn a_queue_with_other_arguments_is_consumed_only_with_topology_check_or_tr
 }
 
 #[tokio::test]
-async fn a_configuration_error_is_returned_by_open() {
-    let refusal = async |source: RabbitMq| {
+async fn a_configuration_error_is_returned_by_connect() {
+    let configuration_error = async |source: RabbitMq| {
         let opening = tokio::time::timeout(
             Duration::from_secs(15),
             source.connect(ConnectOptions::default()),
@@ -502,7 +502,7 @@ async fn a_configuration_error_is_returned_by_open() {
             other => panic!("{other:?}"),
         }
     };
-    let missing = refusal(
+    let missing = configuration_error(
         RabbitMq::queue("test.nowhere")
             .url(url())
             .topology(Topology::Check),
@@ -512,7 +512,7 @@ async fn a_configuration_error_is_returned_by_open() {
         missing.contains("test.nowhere") && missing.contains("does not exist"),
         "{missing}"
     );
-    let missing = refusal(
+    let missing = configuration_error(
         RabbitMq::queue("test.nowhere")
             .url(url())
             .topology(Topology::Trust),
@@ -522,22 +522,26 @@ async fn a_configuration_error_is_returned_by_open() {
         missing.contains("test.nowhere") && missing.contains("does not exist"),
         "{missing}"
     );
-    let password =
-        refusal(RabbitMq::queue("q").url(url().replacen("guest:guest", "guest:canary", 1))).await;
+    let password = configuration_error(RabbitMq::queue("q").url(url().replacen(
+        "guest:guest",
+        "guest:canary",
+        1,
+    )))
+    .await;
     assert!(
         password.contains("ACCESS_REFUSED") && !password.contains("canary"),
         "{password}"
     );
-    let vhost = refusal(RabbitMq::queue("q").url(format!(
+    let vhost = configuration_error(RabbitMq::queue("q").url(format!(
         "{}/elsewhere",
         url().rsplit_once('/').expect("a vhost").0
     )))
     .await;
     assert!(vhost.contains("virtual host"), "{vhost}");
-    let prefetch = refusal(RabbitMq::queue("q").url(url()).prefetch(0)).await;
+    let prefetch = configuration_error(RabbitMq::queue("q").url(url()).prefetch(0)).await;
     assert!(prefetch.starts_with("prefetch: 0"), "{prefetch}");
     assert!(
-        refusal(RabbitMq::queue("").url(url()))
+        configuration_error(RabbitMq::queue("").url(url()))
             .await
             .starts_with("queue: ")
     );
@@ -560,7 +564,7 @@ async fn opening_waits_for_an_unavailable_broker() {
             .connect(ConnectOptions::default()),
     )
     .await;
-    assert!(opening.is_err(), "it must wait: {opening:?}");
+    assert!(opening.is_err(), "opening did not wait: {opening:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -588,17 +592,17 @@ async fn a_memory_alarm_delays_only_dead_letters_and_the_broker_may_restart_afte
         fixture.take(&fixture.dead_letters()).await.delivery.data,
         b"0"
     );
-    let other = QueueFixture::at(&server.url()).await;
-    let mut leaving = open(other.source(QueueKind::Quorum)).await;
-    other.publish("cannot be delayed").await;
-    let held = delivery(&mut leaving).await;
+    let closing_fixture = QueueFixture::at(&server.url()).await;
+    let mut closing_source = open(closing_fixture.source(QueueKind::Quorum)).await;
+    closing_fixture.publish("cannot be delayed").await;
+    let unsettled = delivery(&mut closing_source).await;
 
     server
         .control(&["set_vm_memory_high_watermark", "0"])
         .expect("an alarm");
-    let counts = async |what: &str, is_so: &dyn Fn(RabbitMqSnapshot) -> bool| {
+    let wait_for_status = async |what: &str, condition: &dyn Fn(RabbitMqSnapshot) -> bool| {
         let deadline = Instant::now() + Duration::from_secs(20);
-        while !is_so(status.snapshot()) {
+        while !condition(status.snapshot()) {
             assert!(Instant::now() < deadline, "{what}: {:?}", status.snapshot());
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
@@ -609,7 +613,7 @@ async fn a_memory_alarm_delays_only_dead_letters_and_the_broker_may_restart_afte
     while status.snapshot().blocked == Duration::ZERO {
         assert!(
             number < 10,
-            "the alarm must block publishing, else this tests nothing"
+            "the alarm does not block publishing, so this test checks nothing"
         );
         let dead_letter = delivery(&mut source).await;
         settle(
@@ -618,9 +622,10 @@ async fn a_memory_alarm_delays_only_dead_letters_and_the_broker_may_restart_afte
             Settlement::Reject(Reason::Refused),
         )
         .await;
-        counts("it is blocked", &|read| {
-            read.blocked > Duration::ZERO || read.copies > dead_letters
-        })
+        wait_for_status(
+            "publishing is blocked, or the dead letter is published",
+            &|read| read.blocked > Duration::ZERO || read.copies > dead_letters,
+        )
         .await;
         (number, dead_letters) = (number + 1, status.snapshot().copies);
     }
@@ -636,10 +641,15 @@ async fn a_memory_alarm_delays_only_dead_letters_and_the_broker_may_restart_afte
         (dead_letters, dead_letters),
         "a dead letter was published despite the alarm"
     );
-    settle(&mut leaving, held, release(Duration::from_secs(25))).await;
+    settle(
+        &mut closing_source,
+        unsettled,
+        release(Duration::from_secs(25)),
+    )
+    .await;
     let closing = tokio::time::timeout(
         Duration::from_secs(20),
-        leaving.close(Instant::now() + Duration::from_secs(1)),
+        closing_source.close(Instant::now() + Duration::from_secs(1)),
     )
     .await;
     let outcome = closing.expect("closing has a deadline");
@@ -655,16 +665,17 @@ async fn a_memory_alarm_delays_only_dead_letters_and_the_broker_may_restart_afte
     while server_ready(&server, &fixture.dead_letters()) == ready {
         assert!(Instant::now() < deadline, "no dead letter was published");
     }
-    counts("it was blocked for longer, and holds nothing", &|read| {
-        read.blocked > during && read.unacked == 0
-    })
+    wait_for_status(
+        "the alarm is over, and all deliveries are acknowledged",
+        &|read| read.blocked > during && read.unacked == 0,
+    )
     .await;
-    assert_eq!(status.snapshot().reconnects, 0);
+    assert_eq!(status.snapshot().channels_lost, 0);
     assert_eq!(
-        other
+        closing_fixture
             .reconnect()
             .await
-            .take(&other.queue)
+            .take(&closing_fixture.queue)
             .await
             .delivery
             .data,
@@ -690,8 +701,8 @@ async fn a_memory_alarm_delays_only_dead_letters_and_the_broker_may_restart_afte
     again.wait_until_empty(&again.queue).await;
 }
 
-/// How many messages of a queue are ready, by `rabbitmqctl`: the alarm blocks connections that
-/// publish.
+/// How many messages of a queue are ready, from `rabbitmqctl`, because the alarm blocks connections
+/// that publish.
 fn server_ready(server: &RabbitServer, queue: &str) -> u32 {
     let listed = server
         .control(&[

@@ -28,6 +28,7 @@ pub(crate) fn url_with_address(address: impl std::fmt::Display) -> String {
     format!("{}{address}{}", &url[..at], &url[end..])
 }
 
+/// The broker's host and port.
 fn broker() -> String {
     url()
         .rsplit_once('@')
@@ -39,6 +40,7 @@ fn broker() -> String {
         .to_owned()
 }
 
+/// A proxy to the broker.
 pub(crate) fn proxy() -> oncegate_testkit::proxy::Proxy {
     let port = broker()
         .rsplit_once(':')
@@ -50,7 +52,7 @@ pub(crate) fn proxy() -> oncegate_testkit::proxy::Proxy {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_source_fails_over_to_another_node() {
+async fn the_source_connects_to_another_node_after_a_failure() {
     let (fixture, status) = (QueueFixture::new().await, RabbitMqStatus::new());
     let (first, second) = (proxy(), proxy());
     let unused = std::net::TcpListener::bind("127.0.0.1:0")
@@ -77,7 +79,7 @@ async fn the_source_fails_over_to_another_node() {
     let (mut again, _) = deliveries(&mut source, 1, Duration::from_secs(20)).await;
     settle(&mut source, stale, accept()).await;
     settle(&mut source, again.remove(0), accept()).await;
-    assert!(status.snapshot().reconnects >= 1);
+    assert!(status.snapshot().channels_lost >= 1);
     close(source).await;
     fixture.wait_until_empty(&fixture.queue).await;
     fixture.delete_queues().await;
@@ -86,15 +88,15 @@ async fn the_source_fails_over_to_another_node() {
 #[tokio::test]
 async fn a_broker_is_reached_by_its_ipv6_address() {
     let Ok(listener) = TcpListener::bind("[::1]:0").await else {
-        println!("left out: this machine has no IPv6");
+        println!("skipped: this machine has no IPv6");
         return;
     };
     let url = url_with_address(listener.local_addr().expect("an address"));
     tokio::spawn(async move {
-        while let Ok((mut near, _)) = listener.accept().await {
+        while let Ok((mut client, _)) = listener.accept().await {
             tokio::spawn(async move {
-                let mut far = TcpStream::connect(broker()).await.expect("the broker");
-                let _ = tokio::io::copy_bidirectional(&mut near, &mut far).await;
+                let mut broker = TcpStream::connect(broker()).await.expect("the broker");
+                let _ = tokio::io::copy_bidirectional(&mut client, &mut broker).await;
             });
         }
     });
@@ -152,7 +154,11 @@ async fn a_consumer_behind_a_single_active_one_does_not_reconnect_repeatedly() {
             .all(|incoming| matches!(incoming, Incoming::Revoked(_))),
         "the consumer that is not active received a delivery: {into:?}"
     );
-    assert!(status.snapshot().reconnects <= 1, "{:?}", status.snapshot());
+    assert!(
+        status.snapshot().channels_lost <= 1,
+        "{:?}",
+        status.snapshot()
+    );
     settle(&mut active, held, accept()).await;
     close(active).await;
     let next = delivery(&mut waiting).await;
@@ -186,7 +192,8 @@ impl HandledLog {
             .2
     }
 
-    async fn try_publish(&self, count: usize) {
+    /// Waits until this many messages are handled.
+    async fn wait_for(&self, count: usize) {
         let deadline = Instant::now() + Duration::from_secs(60);
         while self.count() < count {
             assert!(Instant::now() < deadline, "{} of {count}", self.count());
@@ -223,7 +230,7 @@ async fn with_a_single_active_consumer_order_by_key_holds_across_a_fleet() {
         MemoryStore::new(),
         HandledLog::default(),
     );
-    let begin = async |number: usize| {
+    let start = async |number: usize| {
         let url = url_with_address(format!("127.0.0.1:{}", urls[number].port()));
         let (readiness, (stop, stopped)) = (Readiness::new(), oneshot::channel::<()>());
         let consumer = Consumer::builder()
@@ -255,7 +262,7 @@ async fn with_a_single_active_consumer_order_by_key_holds_across_a_fleet() {
         }
         (stop, running)
     };
-    let mut fleet = vec![begin(0).await, begin(1).await];
+    let mut fleet = vec![start(0).await, start(1).await];
     let exchange = format!("{}.exchange", fixture.queue);
     let declaring = fixture.channel.exchange_declare(
         exchange.as_str().into(),
@@ -298,7 +305,7 @@ async fn with_a_single_active_consumer_order_by_key_holds_across_a_fleet() {
             );
         }
     }
-    let end = async |(stop, running): (oneshot::Sender<()>, tokio::task::JoinHandle<_>)| {
+    let stop = async |(stop, running): (oneshot::Sender<()>, tokio::task::JoinHandle<_>)| {
         stop.send(()).expect("the consumer runs");
         let ended: Result<(), oncegate_core::Error> = running.await.expect("no panic");
         ended.expect("a clean end");
@@ -306,21 +313,21 @@ async fn with_a_single_active_consumer_order_by_key_holds_across_a_fleet() {
     // The active consumer changes repeatedly: its connection is reset, or it is restarted.
     let all = (KEYS * EACH) as usize;
     for part in 1..=6 {
-        handled.try_publish(all * part / 8).await;
+        handled.wait_for(all * part / 8).await;
         let active = NAMES
             .iter()
             .position(|name| *name == handled.active())
             .expect("the active consumer is one of these");
         if part % 2 == 0 {
-            end(fleet.remove(active)).await;
-            fleet.insert(active, begin(active).await);
+            stop(fleet.remove(active)).await;
+            fleet.insert(active, start(active).await);
         } else {
             urls[active].reset();
         }
     }
-    handled.try_publish(all).await;
+    handled.wait_for(all).await;
     for member in fleet {
-        end(member).await;
+        stop(member).await;
     }
     let handled = handled
         .0

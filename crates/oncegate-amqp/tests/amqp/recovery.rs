@@ -108,14 +108,14 @@ async fn a_full_consumer_receives_revocations_and_no_deliveries() {
     .await;
     assert!(nothing.is_err() && into.is_empty(), "{into:?}");
     for channel in 0..3 {
-        // The new channel's prefetch has arrived and is not received.
-        let waiting = if channel == 0 {
-            "waiting: 3"
+        // The new channel's prefetch has arrived in the source, and the consumer receives nothing.
+        let queued = if channel == 0 {
+            "queued: 3"
         } else {
-            "waiting: 4"
+            "queued: 4"
         };
         let deadline = Instant::now() + Duration::from_secs(10);
-        while !format!("{source:?}").contains(waiting) {
+        while !format!("{source:?}").contains(queued) {
             assert!(Instant::now() < deadline, "{source:?}");
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
@@ -147,19 +147,20 @@ async fn a_full_consumer_receives_revocations_and_no_deliveries() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_queue_recreated_with_other_arguments_is_consumed_once_it_is_deleted() {
     let (fixture, proxy) = (QueueFixture::new().await, proxy());
-    let way = url_with_address(format!("127.0.0.1:{}", proxy.port())) + "?connection_timeout=500";
-    let mut source = open(fixture.source(QueueKind::Quorum).url(way)).await;
-    // Stops the source from declaring the queue first.
+    let proxied_url =
+        url_with_address(format!("127.0.0.1:{}", proxy.port())) + "?connection_timeout=500";
+    let mut source = open(fixture.source(QueueKind::Quorum).url(proxied_url)).await;
+    // So that the source does not declare the queue first.
     proxy.black_hole();
     proxy.reset();
-    let remove = async || {
+    let delete_queue = async || {
         fixture
             .channel
             .queue_delete(fixture.queue.as_str().into(), QueueDeleteOptions::default())
             .await
             .expect("deleted")
     };
-    remove().await;
+    delete_queue().await;
     let options = QueueDeclareOptions {
         durable: true,
         ..QueueDeclareOptions::default()
@@ -175,7 +176,7 @@ async fn a_queue_recreated_with_other_arguments_is_consumed_once_it_is_deleted()
         .expect("declared");
     fixture.publish("of the other queue").await;
     proxy.pass();
-    let passes = Instant::now();
+    let passes_since = Instant::now();
     let (until, mut into) = (
         tokio::time::Instant::now() + Duration::from_secs(3),
         Vec::new(),
@@ -192,12 +193,12 @@ async fn a_queue_recreated_with_other_arguments_is_consumed_once_it_is_deleted()
     // Each refusal is an error in the broker's log. The first pause is at least half a second, and
     // each pause is twice the one before.
     let refusals = logged(&["Channel closed", "PRECONDITION_FAILED", &fixture.queue]);
-    let most = 1 + (passes.elapsed().as_secs_f64() / 0.5 + 1.0).log2() as usize;
+    let max_refusals = 1 + (passes_since.elapsed().as_secs_f64() / 0.5 + 1.0).log2() as usize;
     assert!(
-        (1..=most).contains(&refusals),
-        "{refusals} refusals, {most} at most"
+        (1..=max_refusals).contains(&refusals),
+        "{refusals} refusals, {max_refusals} at most"
     );
-    remove().await;
+    delete_queue().await;
     let deadline = Instant::now() + Duration::from_secs(60);
     while !fixture.try_publish("a", BasicProperties::default()).await {
         assert!(
@@ -229,8 +230,8 @@ pub(crate) enum Direction {
     FromTheBroker,
 }
 
-/// A TCP proxy to the broker that rewrites one direction.
-pub(crate) async fn rewriting_proxy(way: Direction, rewrite: fn(&mut [u8])) -> String {
+/// Starts a TCP proxy to the broker that rewrites the bytes of one direction, and returns its URL.
+pub(crate) async fn rewriting_proxy(direction: Direction, rewrite: fn(&mut [u8])) -> String {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = url();
     let at = url.rfind('@').expect("user@host") + 1;
@@ -243,13 +244,13 @@ pub(crate) async fn rewriting_proxy(way: Direction, rewrite: fn(&mut [u8])) -> S
     );
     let broker = url[at..end].to_owned();
     tokio::spawn(async move {
-        while let Ok((near, _)) = listener.accept().await {
-            let far = TcpStream::connect(&broker).await.expect("the broker");
-            let (near, far) = (near.into_split(), far.into_split());
-            let (mut unchanged, mut rewritten) = if way == Direction::ToTheBroker {
-                ((far.0, near.1), (near.0, far.1))
+        while let Ok((client, _)) = listener.accept().await {
+            let broker = TcpStream::connect(&broker).await.expect("the broker");
+            let (client, broker) = (client.into_split(), broker.into_split());
+            let (mut unchanged, mut rewritten) = if direction == Direction::ToTheBroker {
+                ((broker.0, client.1), (client.0, broker.1))
             } else {
-                ((near.0, far.1), (far.0, near.1))
+                ((client.0, broker.1), (broker.0, client.1))
             };
             tokio::spawn(async move { tokio::io::copy(&mut unchanged.0, &mut unchanged.1).await });
             tokio::spawn(async move {
@@ -277,7 +278,7 @@ fn set_unknown_type(passed: &mut [u8]) {
 async fn an_unparsable_message_blocks_later_messages_and_not_earlier_ones() {
     let fixture = QueueFixture::new().await;
     close(open(fixture.source(QueueKind::Quorum)).await).await;
-    let way = rewriting_proxy(Direction::FromTheBroker, set_unknown_type).await;
+    let proxied_url = rewriting_proxy(Direction::FromTheBroker, set_unknown_type).await;
     for number in 0..5 {
         fixture.publish(&number.to_string()).await;
     }
@@ -288,7 +289,7 @@ async fn an_unparsable_message_blocks_later_messages_and_not_earlier_ones() {
         .await;
     fixture.publish("behind").await;
 
-    let mut source = open(fixture.source(QueueKind::Quorum).url(way)).await;
+    let mut source = open(fixture.source(QueueKind::Quorum).url(proxied_url)).await;
     let (mut read, mut channels) = (Vec::new(), 0);
     let until = Instant::now() + Duration::from_secs(4);
     while let Some(timeout) = until.checked_duration_since(Instant::now()) {
@@ -299,12 +300,12 @@ async fn an_unparsable_message_blocks_later_messages_and_not_earlier_ones() {
         {
             break;
         }
-        let (mut alone, number) = (true, into.len());
+        let (mut is_alone, number) = (true, into.len());
         for incoming in into {
             match incoming {
                 Incoming::Revoked(_) => channels += 1,
                 Incoming::Delivery(delivery) => {
-                    alone = number == 1;
+                    is_alone = number == 1;
                     let epoch = delivery.receipt.epoch;
                     read.push((
                         epoch,
@@ -316,7 +317,10 @@ async fn an_unparsable_message_blocks_later_messages_and_not_earlier_ones() {
                 }
             }
         }
-        assert!(channels == 0 || alone, "more than one at a time: {read:?}");
+        assert!(
+            channels == 0 || is_alone,
+            "more than one at a time: {read:?}"
+        );
     }
     assert!(
         (2..=7).contains(&channels),
@@ -396,7 +400,7 @@ async fn a_repeated_settlement_on_an_open_channel_is_ignored_and_not_counted_as_
     close(source).await;
     let read = status.snapshot();
     assert_eq!(
-        (read.stale_receipts, read.reconnects, read.copies),
+        (read.stale_settlements, read.channels_lost, read.copies),
         (0, 0, 0),
         "{read:?}"
     );
@@ -404,9 +408,9 @@ async fn a_repeated_settlement_on_an_open_channel_is_ignored_and_not_counted_as_
     fixture.delete_queues().await;
 }
 
-/// The new channel has a delivery with the tag of the old one.
+/// The next channel has a delivery with the same tag.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_receipt_of_a_closed_channel_acknowledges_nothing_on_the_next() {
+async fn a_settlement_for_a_closed_channel_acknowledges_nothing_on_the_next() {
     let (fixture, proxy, status) = (
         QueueFixture::new().await,
         ConnectionProxy::start().await,
@@ -428,7 +432,7 @@ async fn a_receipt_of_a_closed_channel_acknowledges_nothing_on_the_next() {
     settle(&mut source, stale, accept()).await;
     // Closing sends all acknowledgements.
     close(source).await;
-    assert_eq!(status.snapshot().stale_receipts, 1);
+    assert_eq!(status.snapshot().stale_settlements, 1);
     assert_eq!(fixture.take(&fixture.queue).await.delivery.data, b"a");
     fixture.delete_queues().await;
 }

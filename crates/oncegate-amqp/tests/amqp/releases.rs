@@ -194,9 +194,9 @@ fn count_methods(passed: &[u8], number: u8) -> usize {
 
 static NACKS_ON_CLOSE: AtomicUsize = AtomicUsize::new(0);
 
-/// Since RabbitMQ 4.3, messages that a closing channel holds count towards the delivery limit.
+/// Since RabbitMQ 4.3, unacknowledged messages of a closing channel count towards the delivery limit.
 #[tokio::test]
-async fn a_closed_channel_requeues_its_deliveries_by_nack_unless_an_order_is_preserved() {
+async fn a_closing_channel_requeues_its_deliveries_by_nack_unless_an_order_is_preserved() {
     for (order, nacks) in [(Order::Unordered, 1), (Order::ByKey, 0)] {
         let fixture = QueueFixture::new().await;
         close(open(fixture.source(QueueKind::Quorum)).await).await;
@@ -204,11 +204,11 @@ async fn a_closed_channel_requeues_its_deliveries_by_nack_unless_an_order_is_pre
         let count = |passed: &mut [u8]| {
             NACKS_ON_CLOSE.fetch_add(count_methods(passed, 120), Ordering::SeqCst);
         };
-        let way = rewriting_proxy(Direction::ToTheBroker, count).await;
+        let proxied_url = rewriting_proxy(Direction::ToTheBroker, count).await;
         let source = fixture
             .source(QueueKind::Quorum)
             .topology(Topology::Trust)
-            .url(way)
+            .url(proxied_url)
             .consumer_timeout(Duration::from_secs(3));
         let mut source = open_ordered(source, order).await;
         for body in ["open for too long", "not handled"] {
@@ -239,12 +239,12 @@ async fn a_closed_channel_requeues_its_deliveries_by_nack_unless_an_order_is_pre
 async fn closing_rejects_failed_deliveries_and_nacks_the_others() {
     let fixture = QueueFixture::new().await;
     close(open(fixture.source(QueueKind::Quorum)).await).await;
-    let way = rewriting_proxy(Direction::ToTheBroker, count_returns).await;
+    let proxied_url = rewriting_proxy(Direction::ToTheBroker, count_returns).await;
     let mut source = open(
         fixture
             .source(QueueKind::Quorum)
             .topology(Topology::Trust)
-            .url(way),
+            .url(proxied_url),
     )
     .await;
     for body in ["failed", "not handled", "nor this"] {

@@ -75,7 +75,7 @@ async fn ready(channel: &Channel, queue: &str) -> u32 {
 }
 
 /// Consumes one message and rejects another, so that both connections are used.
-async fn consumes(source: RabbitMq, channel: &Channel) {
+async fn assert_consumes(source: RabbitMq, channel: &Channel) {
     let mut source = open(source).await;
     publish(channel, "accepted").await;
     publish(channel, "rejected").await;
@@ -95,17 +95,14 @@ async fn consumes(source: RabbitMq, channel: &Channel) {
         .expect("purged");
 }
 
-/// Asserts that opening waits instead of failing.
-async fn waits(source: RabbitMq) {
+/// Asserts that connecting is retried and does not fail.
+async fn assert_retries(source: RabbitMq) {
     let opening = tokio::time::timeout(
         Duration::from_millis(700),
         source.connect(ConnectOptions::default()),
     )
     .await;
-    assert!(
-        opening.is_err(),
-        "opening failed instead of waiting: {opening:?}"
-    );
+    assert!(opening.is_err(), "connecting failed: {opening:?}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -123,27 +120,28 @@ async fn a_broker_that_requires_tls_and_a_client_certificate_is_consumed_from() 
             .url(server.url())
             .ca_certificate(&authority)
     };
-    consumes(source().client_certificate(&certificate, &key), &channel).await;
+    assert_consumes(source().client_certificate(&certificate, &key), &channel).await;
 
     // The user is the certificate's common name, without a password.
     let user = format!("<<\"{RABBITMQ_CLIENT}\">>");
-    let may = "<<\".*\">>, <<\".*\">>, <<\".*\">>, <<\"test\">>";
+    let permissions = "<<\".*\">>, <<\".*\">>, <<\".*\">>, <<\"test\">>";
     let add =
         format!("rabbit_auth_backend_internal:add_user({user}, <<\"not used\">>, <<\"test\">>)");
-    let permit = format!("rabbit_auth_backend_internal:set_permissions({user}, <<\"/\">>, {may})");
+    let permit =
+        format!("rabbit_auth_backend_internal:set_permissions({user}, <<\"/\">>, {permissions})");
     server
         .control(&["-q", "eval", &format!("{add}, {permit}.")])
         .expect("a user");
     let external = server.url().replacen("guest:guest@", "", 1) + "?auth_mechanism=external";
-    consumes(
+    assert_consumes(
         source()
             .url(external)
             .client_certificate(&certificate, &key),
         &channel,
     )
     .await;
-    waits(source()).await;
-    waits(
+    assert_retries(source()).await;
+    assert_retries(
         RabbitMq::queue(QUEUE)
             .url(server.url())
             .client_certificate(&certificate, &key),
@@ -174,5 +172,79 @@ async fn a_broker_that_requires_tls_and_a_client_certificate_is_consumed_from() 
         }
         other => panic!("{other:?}"),
     }
+    connection.close(200, "OK".into()).await.expect("closed");
+}
+
+/// Each missing right ends a first start with the right that RabbitMQ names and all that are needed;
+/// the rights of the book suffice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_first_start_names_each_missing_right_and_those_of_the_book_suffice() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start)
+        .await
+        .expect("no panic")
+        .expect("a server");
+    let control = |arguments: &[&str]| server.control(arguments).expect("a reply");
+    control(&["-q", "add_user", "consumer", "canary"]);
+    let permit = |rights: [&str; 3]| {
+        control(&[&["-q", "set_permissions", "consumer"][..], &rights].concat());
+    };
+    let source =
+        || RabbitMq::queue(QUEUE).url(server.url().replacen("guest:guest", "consumer:canary", 1));
+    let (all, none) = (".*", "^$");
+    // Configure, write, read; then what the reply names, and what the remedy names. RabbitMQ
+    // 3.10 names the object, and not the right.
+    for (rights, denied, remedy) in [
+        (
+            [none, all, all],
+            "access to queue",
+            "configure on the queue",
+        ),
+        (
+            [all, all, none],
+            "access to queue",
+            "also read on the queue",
+        ),
+        (
+            [all, none, all],
+            "access to exchange",
+            "write on the exchange",
+        ),
+    ] {
+        permit(rights);
+        let error = tokio::time::timeout(
+            Duration::from_secs(20),
+            source().connect(ConnectOptions::default()),
+        )
+        .await
+        .expect("it ends")
+        .expect_err("a right is missing");
+        let SourceError::Misconfigured { .. } = error else {
+            panic!("{denied}: {error}");
+        };
+        let text = error.to_string();
+        for words in [denied, remedy, "payments", "Topology::Check"] {
+            assert!(text.contains(words), "{words}: {text}");
+        }
+        assert!(!text.contains("canary"), "{text}");
+    }
+    let book = include_str!("../../../../docs/src/rabbitmq.md");
+    let line = book
+        .lines()
+        .find_map(|line| line.strip_prefix("rabbitmqctl set_permissions consumer "))
+        .expect("the line of the book");
+    let rights: Vec<&str> = line
+        .split(' ')
+        .map(|right| right.trim_matches('\''))
+        .collect();
+    permit(rights.try_into().expect("three rights"));
+    let connection = Connection::connect(&server.url(), ConnectionProperties::default())
+        .await
+        .expect("a connection");
+    let channel = connection.create_channel().await.expect("a channel");
+    channel
+        .confirm_select(ConfirmSelectOptions::default())
+        .await
+        .expect("confirms");
+    consumes(source(), &channel).await;
     connection.close(200, "OK".into()).await.expect("closed");
 }

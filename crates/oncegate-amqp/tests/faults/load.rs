@@ -39,7 +39,7 @@ impl OutcomeRecorder {
     }
 
     /// The maximum number of effects of one message.
-    pub(crate) fn most(&self) -> u32 {
+    pub(crate) fn max_effects(&self) -> u32 {
         self.outcomes().effects.values().copied().max().unwrap_or(0)
     }
 
@@ -91,13 +91,13 @@ pub(crate) struct LoadGenerator {
     pub(crate) urls: Vec<String>,
     queue: String,
     rate: u32,
-    begun: Instant,
+    started: Instant,
     next: AtomicU32,
     confirmed: AtomicUsize,
     /// How many messages were published again.
-    again: AtomicUsize,
-    paused: AtomicBool,
-    over: AtomicBool,
+    republished: AtomicUsize,
+    is_paused: AtomicBool,
+    is_ending: AtomicBool,
 }
 
 impl LoadGenerator {
@@ -106,12 +106,12 @@ impl LoadGenerator {
             urls,
             queue: queue.to_owned(),
             rate,
-            begun: Instant::now(),
+            started: Instant::now(),
             next: AtomicU32::new(0),
             confirmed: AtomicUsize::new(0),
-            again: AtomicUsize::new(0),
-            paused: AtomicBool::new(false),
-            over: AtomicBool::new(false),
+            republished: AtomicUsize::new(0),
+            is_paused: AtomicBool::new(false),
+            is_ending: AtomicBool::new(false),
         })
     }
 
@@ -120,8 +120,8 @@ impl LoadGenerator {
         self.confirmed.load(Ordering::SeqCst)
     }
 
-    pub(crate) fn again(&self) -> usize {
-        self.again.load(Ordering::SeqCst)
+    pub(crate) fn republished(&self) -> usize {
+        self.republished.load(Ordering::SeqCst)
     }
 
     /// How many messages were sent, confirmed or not.
@@ -131,16 +131,16 @@ impl LoadGenerator {
 
     /// Publishes nothing new.
     pub(crate) fn pause(&self) {
-        self.paused.store(true, Ordering::SeqCst);
+        self.is_paused.store(true, Ordering::SeqCst);
     }
 
     pub(crate) fn resume(&self) {
-        self.paused.store(false, Ordering::SeqCst);
+        self.is_paused.store(false, Ordering::SeqCst);
     }
 
     /// Publishes nothing new, and ends when all messages are confirmed.
     pub(crate) fn end(&self) {
-        self.over.store(true, Ordering::SeqCst);
+        self.is_ending.store(true, Ordering::SeqCst);
     }
 
     /// Publishes until [`end`](Self::end), reconnecting after every failure.
@@ -162,16 +162,16 @@ impl LoadGenerator {
         let mut ticks = tokio::time::interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         let mut confirms = FuturesUnordered::new();
-        let (mut open, mut last_confirm) = (BTreeSet::new(), Instant::now());
+        let (mut outstanding, mut last_confirm) = (BTreeSet::new(), Instant::now());
         loop {
             // A node of a cluster may accept messages and never confirm them.
-            let mut broken = !open.is_empty() && last_confirm.elapsed() > CONFIRM_TIMEOUT;
+            let mut broken = !outstanding.is_empty() && last_confirm.elapsed() > CONFIRM_TIMEOUT;
             tokio::select! {
                 _ = ticks.tick(), if !broken => for number in self.batch(unconfirmed) {
-                    if open.is_empty() {
+                    if outstanding.is_empty() {
                         last_confirm = Instant::now();
                     }
-                    open.insert(number);
+                    outstanding.insert(number);
                     match send(channel, &self.queue, number).await {
                         Ok(confirm) => confirms.push(async move { (number, confirm.await) }),
                         Err(_) => broken = true,
@@ -180,22 +180,25 @@ impl LoadGenerator {
                 Some((number, confirm)) = confirms.next(), if !confirms.is_empty() => match confirm {
                     Ok(Confirmation::Ack(None)) => {
                         last_confirm = Instant::now();
-                        open.remove(&number);
+                        outstanding.remove(&number);
                         self.confirmed.fetch_add(1, Ordering::SeqCst);
                     }
                     // The queue was deleted and is not declared again yet: retried at the next tick.
                     Ok(_) => {
-                        open.remove(&number);
+                        outstanding.remove(&number);
                         unconfirmed.push(number);
                     }
                     Err(_) => broken = true,
                 },
             }
             if broken {
-                unconfirmed.extend(open);
+                unconfirmed.extend(outstanding);
                 return Err(());
             }
-            if self.over.load(Ordering::SeqCst) && open.is_empty() && unconfirmed.is_empty() {
+            if self.is_ending.load(Ordering::SeqCst)
+                && outstanding.is_empty()
+                && unconfirmed.is_empty()
+            {
                 return Ok(());
             }
         }
@@ -203,11 +206,12 @@ impl LoadGenerator {
 
     /// The unconfirmed messages, and the new ones that are due.
     fn batch(&self, unconfirmed: &mut Vec<u32>) -> Vec<u32> {
-        self.again.fetch_add(unconfirmed.len(), Ordering::SeqCst);
+        self.republished
+            .fetch_add(unconfirmed.len(), Ordering::SeqCst);
         let mut batch = std::mem::take(unconfirmed);
-        if !self.paused.load(Ordering::SeqCst) && !self.over.load(Ordering::SeqCst) {
+        if !self.is_paused.load(Ordering::SeqCst) && !self.is_ending.load(Ordering::SeqCst) {
             // Catches up gradually after an outage.
-            let due = (self.begun.elapsed().as_secs_f64() * f64::from(self.rate)) as u32;
+            let due = (self.started.elapsed().as_secs_f64() * f64::from(self.rate)) as u32;
             let first = self.next.load(Ordering::SeqCst);
             let new = due.saturating_sub(first).min(self.rate / 20);
             self.next.store(first + new, Ordering::SeqCst);

@@ -33,7 +33,7 @@ enum RabbitMqFault {
     ConnectionReset,
     ChannelClosed,
     ConsumerCancelled,
-    ConsumerForgotten,
+    ConsumerLost,
     QueueDeleted,
     MemoryAlarm,
 }
@@ -42,7 +42,7 @@ const FAULTS: [RabbitMqFault; 7] = [
     RabbitMqFault::ConnectionReset,
     RabbitMqFault::ChannelClosed,
     RabbitMqFault::ConsumerCancelled,
-    RabbitMqFault::ConsumerForgotten,
+    RabbitMqFault::ConsumerLost,
     RabbitMqFault::QueueDeleted,
     RabbitMqFault::MemoryAlarm,
     RabbitMqFault::NodeRestarted,
@@ -131,16 +131,20 @@ impl FaultScenario {
         running.await.expect("no panic").expect("a clean end");
         let read = scenario.status.snapshot();
         println!(
-            "{} confirmed in {took:.1?} ({:.0}/s of {} requested), {} published again; 0 lost; most effects of one: {}; {} failures, {} refused\n{read:?}",
+            "{} confirmed in {took:.1?} ({:.0}/s of {} requested), {} published again; 0 lost; at most {} effects of a message; {} failures, {} refused\n{read:?}",
             scenario.load.confirmed(),
             scenario.load.confirmed() as f64 / took.as_secs_f64(),
             length.rate,
-            scenario.load.again(),
-            scenario.effects.most(),
+            scenario.load.republished(),
+            scenario.effects.max_effects(),
             scenario.effects.failures(),
             scenario.effects.refused().len(),
         );
-        assert_eq!(scenario.effects.most(), 1, "an effect happened twice");
+        assert_eq!(
+            scenario.effects.max_effects(),
+            1,
+            "an effect happened twice"
+        );
         assert_eq!(
             scenario.effects.count(),
             scenario.load.sent(),
@@ -179,9 +183,9 @@ impl FaultScenario {
     }
 
     /// Waits for the first delivery on a new channel; returns the time since `fault_ended`.
-    async fn consumes_again(&self, reconnects: u64, fault_ended: Instant) -> Duration {
+    async fn consumes_again(&self, channels_lost: u64, fault_ended: Instant) -> Duration {
         self.wait_until("the source detects the lost channel", || {
-            self.status.snapshot().reconnects > reconnects
+            self.status.snapshot().channels_lost > channels_lost
         })
         .await;
         let delivered = self.status.snapshot().delivered;
@@ -230,9 +234,9 @@ fn eval_for_consumers(server: &RabbitServer, expression: &str) {
     assert!(done.contains("ok"), "no consumer: {done}");
 }
 
-/// Makes the queue lose its consumer, as when its leader moves to another node: there are no deliveries
-/// and no `basic.cancel`.
-fn forget_consumer(server: &RabbitServer) {
+/// Makes the queue lose its consumer, as when its leader moves to another node: there are no more
+/// deliveries and no `basic.cancel`.
+fn lose_consumer(server: &RabbitServer) {
     let queue = format!("{{resource, <<\"/\">>, queue, <<\"{QUEUE}\">>}}");
     eval_for_consumers(
         server,
@@ -240,14 +244,14 @@ fn forget_consumer(server: &RabbitServer) {
     );
 }
 
-/// Causes a fault; returns how long after its end the consumer consumed again.
-async fn cause(
+/// Injects a fault; returns the time from its end to the next delivery.
+async fn inject(
     fault: RabbitMqFault,
     scenario: &FaultScenario,
     server: &mut RabbitServer,
     proxy: &Proxy,
 ) -> Duration {
-    let reconnects = scenario.status.snapshot().reconnects;
+    let channels_lost = scenario.status.snapshot().channels_lost;
     match fault {
         RabbitMqFault::NodeRestarted => {
             assert_no_refused_acks(server);
@@ -270,7 +274,7 @@ async fn cause(
             let expression = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
             eval_for_consumers(server, expression);
         }),
-        RabbitMqFault::ConsumerForgotten => tokio::task::block_in_place(|| forget_consumer(server)),
+        RabbitMqFault::ConsumerLost => tokio::task::block_in_place(|| lose_consumer(server)),
         RabbitMqFault::QueueDeleted => {
             // A deleted queue loses its messages, so it has to be empty.
             scenario.load.pause();
@@ -302,14 +306,14 @@ async fn cause(
                 })
                 .await;
             assert_eq!(
-                scenario.status.snapshot().reconnects,
-                reconnects,
+                scenario.status.snapshot().channels_lost,
+                channels_lost,
                 "an alarm must close no channel"
             );
             return fault_ended.elapsed();
         }
     }
-    scenario.consumes_again(reconnects, Instant::now()).await
+    scenario.consumes_again(channels_lost, Instant::now()).await
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -335,7 +339,7 @@ async fn no_fault_of_a_node_loses_or_doubles_an_effect_or_causes_a_refused_ack()
         async |scenario| {
             for fault in faults {
                 tokio::time::sleep(Duration::from_millis(fastrand::u64(100..600))).await;
-                let after = cause(fault, scenario, &mut server, &proxy).await;
+                let after = inject(fault, scenario, &mut server, &proxy).await;
                 println!("{fault:?}: consuming again after {after:.2?}");
                 assert!(
                     !length.is_long() || after <= MAX_RECOVERY_TIME,
@@ -349,7 +353,7 @@ async fn no_fault_of_a_node_loses_or_doubles_an_effect_or_causes_a_refused_ack()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_forgotten_single_active_consumer_consumes_again_with_unsettled_deliveries() {
+async fn a_lost_single_active_consumer_consumes_again_with_unsettled_deliveries() {
     let server = tokio::task::spawn_blocking(RabbitServer::start)
         .await
         .expect("no panic")
@@ -386,7 +390,7 @@ async fn a_forgotten_single_active_consumer_consumes_again_with_unsettled_delive
         .receive(Limit { count: 1, bytes: 1 }, &mut into)
         .await
         .expect("received");
-    tokio::task::block_in_place(|| forget_consumer(&server));
+    tokio::task::block_in_place(|| lose_consumer(&server));
     publish("behind").await;
     publish("ready").await;
     let (timeout, mut bodies) = (tokio::time::Instant::now() + TIMEOUT, Vec::new());
@@ -482,7 +486,7 @@ async fn a_dead_letter_that_is_never_confirmed_is_published_again() {
     }
     assert!(
         status.snapshot().copy_retries > 0,
-        "no confirm must time out, else this tests nothing"
+        "no confirm timed out, so this test checks nothing"
     );
     source
         .close(Instant::now() + Duration::from_secs(10))

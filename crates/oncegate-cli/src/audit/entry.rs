@@ -55,6 +55,9 @@ impl std::fmt::Display for MessageLocation {
     }
 }
 
+/// [`AuditEntry::after`] of a dropped message with the reason `conflict`.
+pub(crate) const DROPPED_CONFLICT: &str = "another body of this id dropped";
+
 /// One line of the audit.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct AuditEntry {
@@ -112,6 +115,11 @@ impl AuditEntry {
             .is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
     }
 
+    /// Whether it dropped a message with another body than the one that used the id first.
+    pub(crate) fn dropped_a_conflict(&self) -> bool {
+        self.after == DROPPED_CONFLICT
+    }
+
     /// The intended change, derived from `what` and `after`. The prefixes of `after` are part of
     /// the audit format.
     pub(crate) fn action(&self) -> AuditedAction {
@@ -119,6 +127,8 @@ impl AuditEntry {
             _ if self.after.starts_with("sent to ") => AuditedAction::SentBack,
             _ if self.after.starts_with("done") => AuditedAction::Completed,
             "in-doubt resolve" if self.after.starts_with("free ") => AuditedAction::Released,
+            // Another message with this id: nothing is said of the one that used it first.
+            "dead-letters drop" if self.dropped_a_conflict() => AuditedAction::Other,
             "dead-letters drop" => AuditedAction::Dropped,
             "marker forget" => AuditedAction::Forgotten,
             _ => AuditedAction::Other,

@@ -107,8 +107,9 @@ pub(crate) enum DestinationQueueKind {
     /// A durable classic queue without other arguments than its type: reading sets only the
     /// `redelivered` flag.
     Classic,
-    /// A quorum queue as oncegate declares destinations: its limit is unreachable.
-    Unlimited,
+    /// A quorum queue with the delivery limit [`UNREACHABLE_DELIVERY_LIMIT`], as oncegate declares
+    /// dead-letter and in-doubt queues.
+    UnlimitedQuorum,
     /// Any other queue, or one that the user may not declare. It may drop messages after a number
     /// of reads, or by its length or age limits.
     Other,
@@ -154,7 +155,7 @@ pub(crate) async fn queue_kind(
         AMQPValue::LongInt(UNREACHABLE_DELIVERY_LIMIT),
     );
     for (arguments, queue_kind) in [
-        (unlimited, DestinationQueueKind::Unlimited),
+        (unlimited, DestinationQueueKind::UnlimitedQuorum),
         // A quorum queue with the broker's default limit. Checked before the next two, which match
         // it, too, if the default queue type is quorum or the broker compares arguments less
         // strictly.
@@ -292,7 +293,7 @@ impl QueueReader {
 
     /// Whether messages with a high delivery count are replaced.
     fn replaces_counted(&self) -> bool {
-        self.queue_kind == DestinationQueueKind::Unlimited
+        self.queue_kind == DestinationQueueKind::UnlimitedQuorum
             && self.count_policy == DeliveryCountPolicy::Refused
     }
 

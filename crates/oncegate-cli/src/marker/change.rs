@@ -72,7 +72,7 @@ impl<'a> ObservedMarker<'a> {
     /// The store failed, or the marker changed meanwhile and nothing was written.
     pub(crate) async fn apply(&self, ask: Ask, known: u32) -> Result<(), CliError> {
         match self.markers.apply(self.operation(ask, known)).await? {
-            Verdict::Kept | Verdict::Done { .. } => Ok(()),
+            Verdict::Applied | Verdict::Done { .. } => Ok(()),
             _ => Err(CliError::incomplete(format!(
                 "{}: the marker changed since it was read; nothing was written; run the command again",
                 self.id
@@ -97,7 +97,7 @@ impl<'a> ObservedMarker<'a> {
         };
         let config = &self.context.config;
         let mut terms = config::terms(config, hold.and_then(|hold| hold.fingerprint));
-        let frees = matches!(ask, Ask::SendBack { .. } | Ask::Forget { .. });
+        let frees = matches!(ask, Ask::Redrive { .. } | Ask::Forget { .. });
         if frees {
             // Bare treats any marker as a duplicate, so the marker is deleted.
             terms.guarantee = config.guarantee();
@@ -137,7 +137,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
             "was handled, and would be handled AGAIN if a message with this id came",
         ),
         MarkerState::Rejected => (
-            Ask::SendBack {
+            Ask::Redrive {
                 seen,
                 effect: Effect::Unknown,
             },

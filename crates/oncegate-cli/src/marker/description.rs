@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use oncegate::Key;
 use oncegate::marker::{Attempts, Doubt, Effect, Guarantee, Hold, Marker};
-use oncegate::store::{Listed, MarkerWithExpiry};
+use oncegate::store::{ListedKey, MarkerWithExpiry};
 use serde::Serialize;
 
 use crate::config::Config;
+use crate::marker_store::UnreadableValue;
 use crate::output::{duration_text, ms, now_ms, utc_text};
 
 /// The state of a marker.
@@ -108,8 +109,8 @@ impl MarkerDescription {
         }
     }
 
-    pub(crate) fn of_listed(listed: &Listed, window: Duration) -> Self {
-        match &listed.standing {
+    pub(crate) fn of_listed(listed: &ListedKey, window: Duration) -> Self {
+        match &listed.marker {
             Ok(standing) => Self::of(&listed.name, standing, window),
             Err(error) => Self::unreadable(&listed.name, error.to_string()),
         }
@@ -176,7 +177,7 @@ impl MarkerDescription {
 }
 
 /// What is under the key of a marker that cannot be read, and the remedy.
-pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &str) -> String {
+pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &UnreadableValue) -> String {
     let (at, remedy) = match config.store_kind() {
         Ok(Some(oncegate_config::StoreKind::Sqlite(_))) => (
             format!("row {}", key.as_str()),
@@ -189,6 +190,15 @@ pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &str) -> Str
                  the next message with this id is handled then, even if it was handled before"
             );
             (format!("key {key}"), remedy)
+        }
+    };
+    let value = match value {
+        UnreadableValue::Foreign(value) => value,
+        UnreadableValue::NewerRelease(error) => {
+            return format!(
+                "The {at} has an {error}. Consumers of this release send each message with this id to the in-doubt destination. Whether it was \
+                 handled is known to the newer release."
+            );
         }
     };
     format!(

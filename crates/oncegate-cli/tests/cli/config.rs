@@ -316,7 +316,7 @@ fn check_refuses_what_the_consumer_refuses() {
         .prints("gate.guarantee: at most once requires a durable store");
     let source = |section: &str| {
         check(&format!(
-            "[gate]\nid = \"message-id\"\n[store]\n{redis}\n{section}"
+            "[gate]\nid = \"header id\"\n[store]\n{redis}\n{section}"
         ))
     };
     let rabbitmq = "[rabbitmq]\nqueue = \"q\"\n";
@@ -344,6 +344,12 @@ fn check_refuses_what_the_consumer_refuses() {
     }
     let kafka = "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\ngroup = \"g\"\n";
     source(kafka).exits_with(0);
+    for (id, broker) in [("message-id", kafka), ("position", rabbitmq)] {
+        cli.write("oncegate.toml", &format!("[gate]\nid = \"{id}\"\n{broker}"));
+        cli.run(&["config", "check"])
+            .exits_with(2)
+            .prints(&format!("gate.id: {id} reads "));
+    }
     for (more, says) in [
         ("in-doubt = \"t\"\n", "kafka.in-doubt: "),
         ("stalled-after = \"1ms\"\n", "kafka.stalled-after: "),
@@ -380,7 +386,7 @@ fn missing_consumer_settings_are_named() {
         cli.run(&["config", "check", "--consumer"])
     };
     let store = "[store]\nurl = \"redis://x\"\n";
-    let gate = "[gate]\nid = \"message-id\"\n";
+    let gate = "[gate]\nid = \"header id\"\n";
     let kafka = "[kafka]\nbrokers = \"x:1\"\ntopic = \"t\"\n";
     let rabbitmq = "[rabbitmq]\nqueue = \"q\"\n";
     for (text, says) in [

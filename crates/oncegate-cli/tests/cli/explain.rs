@@ -87,9 +87,22 @@ async fn explains_each_outcome(broker: Broker) {
     told(
         "nobody",
         "unknown",
-        &["Nothing is known about this id", "scope and the prefix"],
+        &[
+            "Nothing is known about this id",
+            "removed without this tool",
+            "scope and the prefix",
+        ],
     )
     .await;
+    // What remains of a message whose attempts are exhausted, if its dead letter was purged.
+    write_marker(&fixture.cli, "purged", Some("v1 c 5 0 0 u")).await;
+    told(
+        "purged",
+        "will-run-again",
+        &["if it is still in the broker", "removed without this tool"],
+    )
+    .await;
+    write_marker(&fixture.cli, "purged", None).await;
     if broker == Broker::Kafka {
         let copies = fixture.json(&["explain", "twice", "--copies"]).await;
         assert_eq!(

@@ -382,6 +382,18 @@ async fn unreadable_markers_are_listed_and_unchanged() {
             "{explanation}"
         );
     }
+    let () = redis::cmd("SET")
+        .arg(format!("{}newer", cli.prefix()))
+        .arg("v2 d 17")
+        .query_async(&mut plain)
+        .await
+        .expect("set");
+    let newer = cli
+        .run(&["explain", "newer"])
+        .exits_with(0)
+        .prints(&format!("The key {}newer has", cli.prefix()))
+        .prints("(record version 2, this release reads 1): upgrade oncegate here");
+    assert!(!newer.out.contains("DEL "), "not to be deleted: {newer:?}");
     let seen = cli
         .store()
         .look(&oncegate::Key::new(

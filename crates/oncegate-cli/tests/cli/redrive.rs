@@ -248,11 +248,13 @@ async fn messages_from_another_source_are_skipped(broker: Broker) {
             .prints("it was consumed from theirs")
             .prints("1 left where they are");
     }
+    let explanation = fixture.json(&["explain", "a"]).await;
     assert_eq!(
-        fixture.json(&["explain", "a"]).await["verdict"],
-        "unknown",
+        explanation["verdict"], "unknown",
         "it is another consumer's"
     );
+    let text = explanation["description"].as_str().expect("a text");
+    assert!(text.contains("was consumed from theirs"), "{text}");
     for (destination, count) in [(".dead-letters", 1), (".in-doubt", 1), ("", 0)] {
         fixture.until_there_are(count, destination).await;
     }
@@ -282,11 +284,57 @@ async fn conflicts_are_redriven_only_by_id(broker: Broker) {
         .exits_with(1)
         .prints("its id was used for another body");
     fixture.until_there_are(1, ".dead-letters").await;
+    let explanation = fixture.json(&["explain", "a"]).await;
+    assert_eq!(explanation["verdict"], "conflict", "{explanation}");
+    for words in ["is unknown", "ANOTHER BODY", "dead-letters"] {
+        let text = explanation["description"].as_str().expect("a text");
+        assert!(text.contains(words), "{words} in {text}");
+    }
     fixture
-        .run(&["dead-letters", "redrive", "--id", "a", "--dry-run"])
+        .run(&["explain", "a"])
+        .await
+        .exits_with(0)
+        .prints("a: unknown; another body with this id");
+    let redrive = ["dead-letters", "redrive", "--id", "a"];
+    fixture
+        .run(&[&redrive[..], &["--yes"]].concat())
+        .await
+        .exits_with(1)
+        .prints("whether that was handled is unknown");
+    fixture
+        .run(&[
+            "dead-letters",
+            "redrive",
+            "--all",
+            "--accept-forgotten",
+            "--yes",
+        ])
+        .await
+        .exits_with(1)
+        .prints("whether that was handled is unknown");
+    fixture
+        .run(&[&redrive[..], &["--accept-forgotten", "--dry-run"]].concat())
         .await
         .exits_with(0)
         .prints("1 would be redriven");
+    let drop = ["dead-letters", "drop", "--id", "a", "--yes", "--as", "bob"];
+    fixture.run(&drop).await.exits_with(0);
+    let explanation = fixture.json(&["explain", "a"]).await;
+    assert_eq!(explanation["verdict"], "unknown", "{explanation}");
+    assert!(
+        explanation["description"].as_str().is_some_and(
+            |text| text.contains("bob dropped a message with this id and another body")
+        ),
+        "{explanation}"
+    );
+    fixture
+        .dead_letter("dead-letters", "a", "conflict", &[])
+        .await;
+    // The first message failed without an effect, and will run again.
+    write_marker(&fixture.cli, "a", Some("v1 c 2 0 0 n")).await;
+    let explanation = fixture.json(&["explain", "a"]).await;
+    assert_eq!(explanation["verdict"], "will-run-again", "{explanation}");
+    assert!(explanation.to_string().contains("ANOTHER BODY"));
     // An expired lease is unfinished: only its own message or delivery may continue.
     let short = Terms {
         lease: std::time::Duration::from_millis(1),
@@ -301,6 +349,12 @@ async fn conflicts_are_redriven_only_by_id(broker: Broker) {
         .await
         .exits_with(1)
         .prints("another body, whose lease expired");
+    let explanation = fixture.json(&["explain", "held"]).await;
+    assert_eq!(explanation["verdict"], "left-by-its-holder");
+    assert!(
+        !explanation.to_string().contains("sends it back"),
+        "redrive refuses it: {explanation}"
+    );
     fixture.end().await;
 }
 

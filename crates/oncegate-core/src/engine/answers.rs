@@ -61,7 +61,7 @@ impl Engine {
                 entry.claim.get() == ClaimState::Unsent && entry.in_flight.driver().is_draining()
             });
             if unsent {
-                self.handle_event(slot, Event::NotAsked);
+                self.handle_event(slot, Event::ClaimNotSent);
             } else {
                 self.batcher.enqueue_claim(slot);
             }

@@ -15,7 +15,6 @@ use super::runs::{FinishedRun, RunKind, RunTicket, Started};
 use super::{Clock, Engine};
 
 use crate::boot_time::BootTime;
-use crate::builder::age;
 use crate::context::{Context, SharedDelivery};
 use crate::driver::{DriverCommand, OnRelease};
 use crate::fault;
@@ -27,6 +26,7 @@ use crate::lifecycle::{
 };
 use crate::marker::{Ask, Attempts, Operation, Terms, Verdict};
 use crate::message::Message;
+use crate::message_age::age;
 use crate::ordering::KeyState;
 use crate::renewals::LostLease;
 use crate::run::{RunResult, panic_text};
@@ -173,7 +173,7 @@ impl Engine {
         let (reporter, leases, clock) = (&mut self.reporter, &mut self.leases, &mut self.clock);
         let next = self.intake.update(slot, |entry| {
             let driver = entry.in_flight.driver_mut();
-            let queue = |action: &Action| matches!(action, Action::Queue);
+            let queue = |action: &Action| matches!(action, Action::AwaitRun);
             if driver.handle_expected(granted, policy, queue).is_none() {
                 return Err(granted);
             }
@@ -187,8 +187,8 @@ impl Engine {
             }
             let run = |action: &Action| matches!(action, Action::Run);
             let driver = entry.in_flight.driver_mut();
-            if driver.handle_expected(Event::Slot, policy, run).is_none() {
-                return Err(Event::Slot);
+            if driver.handle_expected(Event::MayRun, policy, run).is_none() {
+                return Err(Event::MayRun);
             }
             match start_run(entry, executor, slot, RunKind::Handle, now) {
                 Started::Finished(result) => {
@@ -295,18 +295,18 @@ impl Engine {
         Some((slot, self.check_lease_before_run(slot)?))
     }
 
-    /// [`Event::Slot`], or [`Event::LeaseOver`] if the lease expired while the delivery waited. The
+    /// [`Event::MayRun`], or [`Event::LeaseOver`] if the lease expired while the delivery waited. The
     /// limit for renewals starts now, so that the time spent waiting does not shorten it.
     fn check_lease_before_run(&self, slot: Slot) -> Option<Event> {
         let Some(lease) = &self.intake.at(slot)?.in_flight.shared().lease else {
-            return Some(Event::Slot);
+            return Some(Event::MayRun);
         };
         let now = self.clock.boot;
         if !lease.is_live(now) {
             return Some(Event::LeaseOver);
         }
         lease.hold_until(now + self.longest_hold);
-        Some(Event::Slot)
+        Some(Event::MayRun)
     }
 
     /// Applies an event to a delivery and executes the resulting commands, until the next event must
@@ -345,7 +345,7 @@ impl Engine {
             DriverCommand::Run => return self.start(slot, RunKind::Handle),
             DriverCommand::Reconcile => return self.start(slot, RunKind::Reconcile),
             DriverCommand::Wake(after) => self.wake(slot, after),
-            DriverCommand::AwaitTurn => return self.await_turn(slot),
+            DriverCommand::AwaitIsolation => return self.await_isolation(slot),
             DriverCommand::Hold { after, failures } => self.back_off(slot, after, failures),
             DriverCommand::Settle(settlement) => self.settle_delivery(slot, settlement),
             DriverCommand::Abandon => {
@@ -367,7 +367,7 @@ impl Engine {
         };
         entry.turn += 1; // invalidates earlier alarms, which would send the operation twice
         let (stage, attempt) = (entry.in_flight.driver().stage(), entry.attempt());
-        let is_claim = matches!(stage, Stage::Claiming(..) | Stage::Leaving(_));
+        let is_claim = matches!(stage, Stage::Claiming(..) | Stage::ClaimingInDrain(_));
         entry.store_span = spans::if_enabled(|| {
             let shared = entry.in_flight.shared();
             let ask = stage.pending_ask().unwrap_or(Ask::Claim);
@@ -395,11 +395,11 @@ impl Engine {
             && let Some(isolation) = self.policy.isolation(attempts)
         {
             if !self.executor.suspects.admit(slot, isolation) {
-                return Some(Event::OthersRunApart);
+                return Some(Event::IsolationFull);
             }
             self.reporter
                 .logs
-                .runs_apart(entry, attempts, self.policy.crashes);
+                .runs_apart(entry, attempts, self.policy.max_crashes);
             return None;
         }
         let running = self.intake.count(Phase::Running);
@@ -417,7 +417,7 @@ impl Engine {
     }
 
     /// A suspect claims when it may run apart from others.
-    fn await_turn(&mut self, slot: Slot) -> Option<Event> {
+    fn await_isolation(&mut self, slot: Slot) -> Option<Event> {
         self.release_lease(slot);
         let attempts = self.intake.at(slot)?.in_flight.driver().attempts;
         let isolation = self.policy.isolation(attempts).unwrap_or(Isolation::Group);

@@ -330,13 +330,13 @@ mod tests {
         let events = [
             Event::Arrived,
             granted,
-            Event::Slot,
+            Event::MayRun,
             Event::Returned(crate::lifecycle::Outcome::Done),
             Event::Returned(crate::lifecycle::Outcome::Retry),
             Event::Unavailable,
             Event::Woke,
             Event::Drain,
-            Event::OthersRunApart,
+            Event::IsolationFull,
         ];
         for seed in 0..200 {
             let mut random = fastrand::Rng::with_seed(seed);

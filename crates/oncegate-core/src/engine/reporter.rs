@@ -143,7 +143,7 @@ impl Reporter {
                 id: entry.id().cloned(),
                 origin: entry.in_flight.message().origin.clone(),
                 since: Duration::ZERO,
-                doing: DeliveryState::of(entry.stage()),
+                state: DeliveryState::of(entry.stage()),
                 attempt: entry.attempt(),
                 crashes: entry.in_flight.driver().attempts.crashes,
             })

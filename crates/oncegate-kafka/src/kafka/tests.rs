@@ -1,3 +1,6 @@
+use oncegate_core::source::Connect as _;
+use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, Raw};
+
 use super::*;
 
 fn valid_settings() -> Kafka {
@@ -10,6 +13,30 @@ fn setting(kafka: Kafka) -> String {
     match kafka.check() {
         Err(SourceError::Misconfigured { setting, .. }) => setting,
         other => format!("{other:?}"),
+    }
+}
+
+#[test]
+fn an_id_that_kafka_does_not_have_is_refused() {
+    struct Nothing;
+    impl Handler for Nothing {
+        type Payload = Raw;
+        async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+            Ok(())
+        }
+    }
+    for id in [IdSource::message_id(), IdSource::message_id().hashed()] {
+        let built = Consumer::builder()
+            .source(valid_settings())
+            .store(MemoryStore::new())
+            .handler(Nothing)
+            .id(id)
+            .build();
+        let error = built.err().expect("no such property").to_string();
+        assert!(error.contains("use IdSource::header"), "{error}");
+    }
+    for id in [IdSource::key(), IdSource::position()] {
+        valid_settings().check_id(&id).expect("Kafka has it");
     }
 }
 

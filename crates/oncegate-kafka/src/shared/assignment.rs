@@ -64,7 +64,7 @@ impl AssignedPartition {
             partition = self.partition,
             expected,
             offset,
-            "log truncated: it ends below the expected offset, because the topic was recreated or the log lost its end; reading again from this offset, or from the first unsettled message below it; check the brokers' logs for an unclean leader election, and if ids come from positions, give the consumer another .scope(…)"
+            "log truncated: it ends below the expected offset, because the topic was recreated or the log lost its end; reading again from this offset, or from the first unsettled message below it; check the brokers' logs for an unclean leader election, and with IdSource::position(), give the consumer another .scope(…)"
         );
         self.log.ids = self
             .log

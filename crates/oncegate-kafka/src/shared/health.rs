@@ -24,7 +24,7 @@ pub(crate) struct ReadProgress {
 impl ReadProgress {
     /// Whether everything that was in the queue at `self` has been read at `now`. An empty queue
     /// counts too, because some operations are never read as messages.
-    pub(crate) fn is_drained_at(self, now: Self) -> bool {
+    pub(crate) fn is_queue_read_at(self, now: Self) -> bool {
         now.length_checks > self.length_checks
             && (now.queued == 0 || now.read >= self.read + self.queued)
     }
@@ -44,6 +44,15 @@ impl SourceState {
 
     pub(crate) fn read_progress(&self) -> ReadProgress {
         self.progress
+    }
+
+    /// Records whether a topic of the group may not exist any more.
+    pub(crate) fn suspect_missing_topic(&mut self, may_be_missing: bool) {
+        self.topic_may_be_missing = may_be_missing;
+    }
+
+    pub(crate) fn topic_may_be_missing(&self) -> bool {
+        self.topic_may_be_missing
     }
 
     /// Requests that another client replaces this one. The first reason is kept.
@@ -133,7 +142,7 @@ impl SourceState {
         }
     }
 
-    /// The epoch, topic, partition and position of each partition that is being read.
+    /// Assignment epoch, topic, partition and position of each partition that is being read.
     pub(crate) fn read_positions(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
         // Includes partitions whose seek fails repeatedly: they make no progress either. A full
         // partition is not read on purpose.

@@ -85,7 +85,7 @@ impl SourceState {
                 partition,
                 offset = position,
                 "ids repeated: the topic was recreated, is a replica, or its log was truncated, and the ids of its messages were handled before; \
-                 if ids come from positions, these are other messages, which are skipped: give the consumer another .scope(…) and reset the \
+                 with IdSource::position(), these are other messages, which are skipped: give the consumer another .scope(…) and reset the \
                  group's offsets; if producers set the ids, the messages were sent again, or handled before a rebalance"
             );
         }

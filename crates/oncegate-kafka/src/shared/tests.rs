@@ -109,7 +109,7 @@ fn a_revoked_partition_hands_out_nothing_more_and_still_counts_settlements() {
 }
 
 #[test]
-fn a_partition_that_is_assigned_again_has_a_new_epoch() {
+fn a_partition_that_is_assigned_again_has_another_assignment_epoch() {
     let mut state = state(0, 5..7);
     let (_, before) = hand_out(&mut state);
     let epochs = state.revoke(&partition_zero());
@@ -129,7 +129,7 @@ fn a_partition_that_is_assigned_again_has_a_new_epoch() {
 }
 
 #[test]
-fn a_lower_offset_starts_a_new_epoch() {
+fn a_lower_offset_starts_another_assignment() {
     let mut state = state(0, 5..8);
     let (_, before) = hand_out(&mut state);
     assert_eq!(committed(&mut state), [(5, SendMode::Immediate)]);
@@ -340,7 +340,7 @@ fn no_records_are_added_after_a_partition_was_halted() {
 }
 
 #[test]
-fn a_limit_of_zero_hands_out_revocations_only() {
+fn with_a_limit_of_zero_only_revocations_are_handed_out() {
     let mut state = state(0, 0..2);
     state.start_assignment(
         Arc::from("t"),
@@ -682,7 +682,7 @@ fn expired_offsets_are_counted_however_late_the_log_start_is_known() {
 }
 
 #[test]
-fn the_watermark_advances_past_transaction_markers_if_the_position_is_trusted() {
+fn commits_advance_past_transaction_markers_if_librdkafkas_position_is_trusted() {
     let mut state = state(0, 5..8);
     state.advance_to("t", 1, Some(15));
     state.advance_to("t", 0, Some(10));

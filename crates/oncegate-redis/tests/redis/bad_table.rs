@@ -13,7 +13,7 @@ const GIVE: &str = "in doubt: set a separate key prefix with Redis::prefix, or d
 const WRONG: &str = "unreadable: Redis replied WRONGTYPE";
 const GIVE_ANYHOW: &str =
     "in doubt: another program uses this key; set a separate key prefix with Redis::prefix";
-const LATER: &str = "refused: a newer release wrote this marker";
+const LATER: &str = "unreadable: a newer release wrote this marker";
 const DUPLICATE: &str = "`duplicate`";
 
 /// The scope of the consumer.
@@ -73,7 +73,7 @@ const ROWS: &[Row] = &[
         "a marker of a later version",
         &[&["SET", "KEY", "v2 p x"]],
         LATER,
-        "the consumer ends: upgrade oncegate here",
+        "in doubt: upgrade oncegate here",
     ),
     ("a list", &[&["RPUSH", "KEY", "1"]], WRONG, GIVE_ANYHOW),
     ("a hash", &[&["HSET", "KEY", "1", "1"]], WRONG, GIVE_ANYHOW),

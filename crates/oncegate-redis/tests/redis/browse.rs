@@ -14,10 +14,7 @@ async fn all(store: &Redis, page: usize) -> BTreeMap<String, Result<MarkerWithEx
     let mut browse = store.browse(page).await.expect("Redis answers");
     let mut all = BTreeMap::new();
     while let Some(page) = browse.next().await.expect("Redis answers") {
-        all.extend(
-            page.into_iter()
-                .map(|listed| (listed.name, listed.standing)),
-        );
+        all.extend(page.into_iter().map(|listed| (listed.name, listed.marker)));
     }
     all
 }

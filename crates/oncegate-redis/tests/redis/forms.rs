@@ -165,7 +165,7 @@ async fn a_batch_is_sent_to_all_nodes_of_a_cluster() {
         ],
     )
     .await;
-    assert_eq!(answers, [GRANTED, Verdict::Kept, GRANTED, DONE]);
+    assert_eq!(answers, [GRANTED, Verdict::Applied, GRANTED, DONE]);
     for node in cluster.nodes() {
         node.command("SCRIPT FLUSH").expect("a reply");
     }
@@ -513,7 +513,7 @@ async fn a_renewal_that_is_cancelled_each_time_finds_the_new_primary() {
     let renew = operation("foo", Ask::Renew, 1, 1, long);
     assert_eq!(
         ask(&*renewals, renew.clone()).await.expect("a verdict"),
-        Verdict::Kept
+        Verdict::Applied
     );
     let serves = cluster.serves(12_182);
     assert_eq!(
@@ -526,7 +526,7 @@ async fn a_renewal_that_is_cancelled_each_time_finds_the_new_primary() {
     let deadline = Instant::now() + 40 * SECOND;
     while !matches!(
         tokio::time::timeout(SECOND / 5, ask(&*renewals, renew.clone())).await,
-        Ok(Ok(Verdict::Kept))
+        Ok(Ok(Verdict::Applied))
     ) {
         assert!(
             Instant::now() < deadline,

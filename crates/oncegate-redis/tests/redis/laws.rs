@@ -244,13 +244,13 @@ async fn a_marker_of_unknown_age_gets_its_horizon_again() {
             "renewed",
             &hold(lax),
             operation("-", Ask::Renew, 1, 1, lax),
-            Verdict::Kept,
+            Verdict::Applied,
         ),
         (
             "my doubt",
             &doubt,
             operation("-", Ask::Claim, 1, 0, strict),
-            Verdict::InDoubt(Attempts::all_forgiven(2)),
+            Verdict::InDoubt(Attempts::none_counted(2)),
         ),
     ];
     for (name, made, asked, expected) in cases {
@@ -313,7 +313,7 @@ async fn a_marker_of_unknown_age_gets_its_horizon_again() {
         .await
         .expect("an answer");
     let taken = verdicts(&store, &[operation("waiting", Ask::Claim, 2, 0, strict)]).await;
-    assert_eq!(taken, [Verdict::InDoubt(Attempts::all_forgiven(2))]);
+    assert_eq!(taken, [Verdict::InDoubt(Attempts::none_counted(2))]);
     // A done marker without expiry, as other programs may write it, stays a duplicate.
     let _: () = redis::cmd("SET")
         .arg(format!("{prefix}theirs"))

@@ -305,7 +305,7 @@ async fn a_full_server_applies_nothing_but_renewals() {
         );
     }
     let renew = operation("k", Ask::Renew, 1, 1, terms(Guarantee::EffectivelyOnce));
-    assert_eq!(healed(&store, renew).await, Verdict::Kept);
+    assert_eq!(healed(&store, renew).await, Verdict::Applied);
     let _: () = config("0").query_async(&mut raw).await.expect("an answer");
     assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
 }
@@ -381,7 +381,7 @@ fn renewals_connect_on_a_runtime_of_their_own() {
         runtime()
             .block_on(ask(&*renewals, renew.clone()))
             .expect("a verdict"),
-        Verdict::Kept
+        Verdict::Applied
     );
     // The runtime was dropped with the driver of the connection, which reconnects on the next
     // runtime.
@@ -392,7 +392,7 @@ fn renewals_connect_on_a_runtime_of_their_own() {
             answer => answer,
         }
     });
-    assert_eq!(verdict.expect("a verdict"), Verdict::Kept);
+    assert_eq!(verdict.expect("a verdict"), Verdict::Applied);
     assert_eq!(
         first
             .block_on(ask(&store, complete("k", 1, 1)))

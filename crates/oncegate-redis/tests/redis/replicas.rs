@@ -89,7 +89,7 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
         ask(&store, renewal(Guarantee::EffectivelyOnce))
             .await
             .expect("a verdict"),
-        Verdict::Kept,
+        Verdict::Applied,
         "it may run again"
     );
     // Verdicts that let nothing run are returned, and other operations do not wait for replicas.

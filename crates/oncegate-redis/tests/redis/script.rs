@@ -406,9 +406,11 @@ async fn the_script_decodes_the_same_records_as_the_store() {
             let [scripted, looked, claimed] = read(&record).await;
             assert!(scripted.is_some(), "the script reads {shown:?}");
             assert_eq!((&looked, &claimed), (&scripted, &scripted), "of {shown:?}");
+            // The version, which differs.
+            let text = scripted.and_then(|it| it.split("version").next().map(str::to_owned));
             assert_eq!(
-                error.get_or_insert_with(|| scripted.clone()),
-                &scripted,
+                error.get_or_insert_with(|| text.clone()),
+                &text,
                 "of {shown:?}"
             );
         }

@@ -93,7 +93,7 @@ async fn bare_sends_set_nx_and_del() {
 
     assert_eq!(
         verdicts(&store, &[ask(Ask::Complete), ask(Ask::Renew)]).await,
-        [DONE, Verdict::Kept]
+        [DONE, Verdict::Applied]
     );
     assert_eq!(monitor.commands(), Vec::<String>::new());
 
@@ -109,7 +109,7 @@ async fn bare_sends_set_nx_and_del() {
         },
     ];
     for asked in failures {
-        assert_eq!(verdicts(&store, &[ask(asked)]).await, [Verdict::Kept]);
+        assert_eq!(verdicts(&store, &[ask(asked)]).await, [Verdict::Applied]);
         assert_eq!(
             monitor.commands(),
             [r#""DEL" "processed:order-1""#],

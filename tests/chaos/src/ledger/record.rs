@@ -263,7 +263,7 @@ pub enum Asked {
     Resolve,
     /// [`Ask::Forget`](oncegate::marker::Ask::Forget).
     Forget,
-    /// [`Ask::SendBack`](oncegate::marker::Ask::SendBack).
+    /// [`Ask::Redrive`](oncegate::marker::Ask::Redrive).
     SendBack,
 }
 

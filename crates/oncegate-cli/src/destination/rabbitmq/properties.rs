@@ -126,7 +126,7 @@ pub(super) fn delivery_count(table: &FieldTable, queue_kind: DestinationQueueKin
         .and_then(AMQPValue::as_long_long_int)
         .and_then(|count| u64::try_from(count).ok());
     // A queue that counts sets no header on the first delivery.
-    counted.or((queue_kind == DestinationQueueKind::Unlimited).then_some(0))
+    counted.or((queue_kind == DestinationQueueKind::UnlimitedQuorum).then_some(0))
 }
 
 /// AMQP's limit for a routing key. The consumer ignores a longer [`ROUTING_KEY`] header.

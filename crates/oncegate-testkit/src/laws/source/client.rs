@@ -180,11 +180,11 @@ pub(super) async fn rejected_messages(
 pub fn accepted() -> Settlement {
     let policy = Policy {
         guarantee: Guarantee::EffectivelyOnce,
-        attempts: 5,
-        crashes: 10,
-        retries: 0,
-        reconciles: 1,
-        claim_retries: 1,
+        max_attempts: 5,
+        max_crashes: 10,
+        max_inline_retries: 0,
+        max_reconciles: 1,
+        max_claim_retries: 1,
         backoff: Duration::from_millis(1),
         longest_backoff: Duration::from_millis(1),
         outage: Outage::Hold,

@@ -63,7 +63,7 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
             crashes: 0,
         };
         let given = Marker::Cleared {
-            attempts: Attempts::all_forgiven(5),
+            attempts: Attempts::none_counted(5),
             effect: Effect::Nothing,
         };
         let becomes = Marker::InProgress(hold(guarantee, OWN_TOKEN, attempts, Effect::Nothing));
@@ -470,6 +470,6 @@ pub async fn all_fingerprints_are_distinguished(store: Arc<dyn Store>) {
             },
             &done,
         );
-        assert_eq!(verdicts(&*store, &[forget]).await, [Verdict::Kept]);
+        assert_eq!(verdicts(&*store, &[forget]).await, [Verdict::Applied]);
     }
 }

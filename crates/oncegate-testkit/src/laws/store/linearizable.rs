@@ -205,7 +205,7 @@ impl RandomClient {
                 ];
                 let effect = [Effect::Nothing, Effect::Unknown][self.random.usize(..2)];
                 let ask = match self.random.usize(..8) {
-                    which @ 0..4 => Ask::SendBack {
+                    which @ 0..4 => Ask::Redrive {
                         seen: seen[which],
                         effect,
                     },

@@ -1,6 +1,6 @@
 //! A payload in place of a decoder.
-// says: `Raw` does not decode bodies
-// says: pass `Json` (the default) or `RawBytes`
+// error: `Raw` does not decode bodies
+// error: pass `Json` (the default) or `RawBytes`
 
 use oncegate::{Consumer, Raw};
 

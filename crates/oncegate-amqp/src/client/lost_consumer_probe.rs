@@ -3,9 +3,9 @@
 //! # Workaround
 //! - *Symptom:* a quorum queue loses a consumer when its leader moves to another node, without
 //!   `basic.cancel`: the channel remains open and receives nothing more. *Version:* RabbitMQ 3.10.8.
-//! - *Upstream:* `docs/upstream/rabbitmq-forgotten-consumer.md`.
-//! - *Tests:* `RabbitMqFault::ConsumerForgotten` and
-//!   `a_forgotten_single_active_consumer_consumes_again_with_unsettled_deliveries` in `tests/faults`.
+//! - *Upstream:* `docs/upstream/rabbitmq-lost-consumer.md`.
+//! - *Tests:* `RabbitMqFault::ConsumerLost` and
+//!   `a_lost_single_active_consumer_consumes_again_with_unsettled_deliveries` in `tests/faults`.
 //! - *May be removed* when RabbitMQ cancels or restores such a consumer.
 
 use std::sync::Arc;
@@ -17,11 +17,12 @@ use lapin::options::QueueDeclareOptions;
 use lapin::types::{FieldTable, ShortString};
 use tokio::time::Instant;
 
-/// How long a consumer with room in its prefetch receives nothing before the queue is checked.
-pub(crate) const SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(3);
-/// The same on a channel that replaces one without deliveries, until its first delivery. Without one,
-/// the reason may be another: for example, another consumer is the single active one.
-pub(crate) const LONG_SILENCE_CHECK_INTERVAL: Duration = Duration::from_secs(60);
+/// How long a consumer with room in its prefetch receives nothing before the probe checks the queue.
+pub(crate) const PROBE_INTERVAL: Duration = Duration::from_secs(3);
+/// The same on a channel that replaces one without deliveries, until its first delivery: the consumer
+/// may receive nothing for another reason, for example because another consumer is the single active
+/// one.
+pub(crate) const LONG_PROBE_INTERVAL: Duration = Duration::from_secs(60);
 /// When to check again after a check that found ready messages: the broker may be delivering them.
 const RECHECK_AFTER: Duration = Duration::from_millis(200);
 
@@ -29,7 +30,7 @@ const RECHECK_AFTER: Duration = Duration::from_millis(200);
 ///
 /// If two checks find ready messages without a delivery in between, while the prefetch has room, the
 /// consumer counts as lost.
-pub(crate) struct SilenceProbe {
+pub(crate) struct LostConsumerProbe {
     connection: Arc<Connection>,
     queue: ShortString,
     interval: Duration,
@@ -40,7 +41,7 @@ pub(crate) struct SilenceProbe {
     is_enabled: bool,
 }
 
-impl SilenceProbe {
+impl LostConsumerProbe {
     /// The probe of a single active consumer starts disabled, and the first delivery enables it: a
     /// consumer that is not the active one receives nothing.
     pub(crate) fn new(
@@ -62,8 +63,8 @@ impl SilenceProbe {
 
     /// The consumer received a delivery.
     pub(crate) fn delivered(&mut self) {
-        self.interval = SILENCE_CHECK_INTERVAL;
-        self.next_check = Instant::now() + SILENCE_CHECK_INTERVAL;
+        self.interval = PROBE_INTERVAL;
+        self.next_check = Instant::now() + PROBE_INTERVAL;
         self.found_ready = false;
         self.is_enabled = true;
     }

@@ -1,4 +1,4 @@
-//! Only the road makes a proof, out of a verdict.
+//! Only `lifecycle::transition` creates a proof, from a verdict of the store.
 use oncegate_core::lifecycle::{Proof, Settlement};
 
 fn forged() -> Settlement {

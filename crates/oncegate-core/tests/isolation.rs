@@ -1,6 +1,5 @@
-//! Messages that crash their process, in thousands of interleavings of crashes, drains and
-//! revocations: no message is lost or waits for ever, and only the one that crashes processes is
-//! dead-lettered for it.
+//! Messages that crash their process, and the isolation of messages that may have crashed one, in
+//! thousands of interleavings of crashes, drains and revocations.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -16,15 +15,17 @@ use oncegate_core::*;
 use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
+/// How many random schedules are tested.
 const RUNS: u64 = 3_000;
-/// How many runs are concurrent; they wait most of the time.
-const AT_ONCE: usize = 48;
+/// How many of them are tested at the same time; each waits most of the time.
+const CONCURRENT_RUNS: usize = 48;
 /// The maximum number of crashes, drains and revocations that no handler causes.
 const FAULTS: u64 = 3;
-/// A message that crashes no process has two crashes before it runs in a group of at most three, and
-/// then one for that group and one for a group of two; each fault may add one more.
+/// More than a message counts that crashes no process itself: two crashes before it runs in a group
+/// of at most three, one in that group, one in a group of two, and one for each fault.
 const MAX_CRASHES: u32 = 4 + FAULTS as u32;
-const BODY: &str = "ends its process";
+/// The body of a message whose handler crashes its process.
+const CRASHES: &str = "crashes its process";
 
 /// A pseudo-random generator (xorshift): the same numbers for the same seed.
 struct Random(u64);
@@ -38,28 +39,28 @@ impl Random {
     }
 }
 
-/// The state that the processes of one run share: a broker, the markers, and which processes have
-/// ended.
-struct World {
+/// The state that the processes of one test share.
+struct Fixture {
     broker: MemoryBroker,
+    /// Each marker with the process that wrote it.
     markers: Mutex<HashMap<Key, (Marker, u32)>>,
-    ended: Mutex<HashSet<u32>>,
+    ended_processes: Mutex<HashSet<u32>>,
     handled: Mutex<HashSet<String>>,
-    lives: Mutex<u32>,
+    started_processes: Mutex<u32>,
 }
 
-fn world() -> Arc<World> {
-    Arc::new(World {
+fn fixture() -> Arc<Fixture> {
+    Arc::new(Fixture {
         broker: MemoryBroker::new("q"),
         markers: Mutex::default(),
-        ended: Mutex::default(),
+        ended_processes: Mutex::default(),
         handled: Mutex::default(),
-        lives: Mutex::default(),
+        started_processes: Mutex::default(),
     })
 }
 
-/// Writes the marker of an id whose processes crashed this often.
-fn mark_crashed(world: &World, id: &str, crashes: u32) {
+/// Writes the marker of an id during whose handling this many processes crashed.
+fn mark_crashed(fixture: &Fixture, id: &str, crashes: u32) {
     let attempts = marker::Attempts {
         number: crashes + 1,
         base: crashes,
@@ -70,7 +71,7 @@ fn mark_crashed(world: &World, id: &str, crashes: u32) {
         effect: marker::Effect::Unknown,
     };
     let key = Key::new(&MessageId::new(id).expect("an id"));
-    lock(&world.markers).insert(key, (marker, 0));
+    lock(&fixture.markers).insert(key, (marker, 0));
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -79,22 +80,25 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// The store of one process. A lease ends when its holder's process ends.
 struct ProcessStore {
-    world: Arc<World>,
-    life: u32,
+    fixture: Arc<Fixture>,
+    process: u32,
 }
 
 #[async_trait]
 impl Store for ProcessStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         tokio::task::yield_now().await;
-        let (mut markers, ended) = (lock(&self.world.markers), lock(&self.world.ended));
+        let (mut markers, ended) = (
+            lock(&self.fixture.markers),
+            lock(&self.fixture.ended_processes),
+        );
         let mut answers = Vec::new();
         for operation in operations {
-            let (marker, life) = markers
+            let (marker, writer) = markers
                 .get(&operation.key)
                 .copied()
-                .unwrap_or((Marker::Absent, self.life));
-            let age = if ended.contains(&life) {
+                .unwrap_or((Marker::Absent, self.process));
+            let age = if ended.contains(&writer) {
                 Duration::from_secs(1_000_000)
             } else {
                 Duration::ZERO
@@ -103,7 +107,7 @@ impl Store for ProcessStore {
             match change {
                 Change::Keep => {}
                 Change::Write(marker, _) => {
-                    markers.insert(operation.key.clone(), (marker, self.life));
+                    markers.insert(operation.key.clone(), (marker, self.process));
                 }
                 Change::Delete => drop(markers.remove(&operation.key)),
             }
@@ -162,19 +166,20 @@ impl Source for Revocable {
     }
 }
 
-/// Triggers of a crash, a stop and a revocation of one process.
+/// Cause a crash, a drain and a revocation in one process.
 #[derive(Clone, Default)]
 struct Triggers {
-    kill: Arc<Notify>,
-    stop: Arc<Notify>,
+    crash: Arc<Notify>,
+    drain: Arc<Notify>,
     revoke: Arc<Notify>,
 }
 
+/// Fails every third run, and crashes its process for the body [`CRASHES`].
 struct Work {
-    world: Arc<World>,
+    fixture: Arc<Fixture>,
     triggers: Triggers,
     takes: Duration,
-    fails: AtomicU32,
+    runs: AtomicU32,
 }
 
 impl Handler for Work {
@@ -182,49 +187,49 @@ impl Handler for Work {
 
     async fn handle(&self, payload: Raw, cx: &Context) -> Result<(), Failure> {
         // An inline retry, too, may crash the process.
-        if self.fails.fetch_add(1, Ordering::Relaxed).is_multiple_of(3) {
+        if self.runs.fetch_add(1, Ordering::Relaxed).is_multiple_of(3) {
             return Err("not yet").retry();
         }
-        if payload.0 == BODY.as_bytes() {
-            self.triggers.kill.notify_one();
+        if payload.0 == CRASHES.as_bytes() {
+            self.triggers.crash.notify_one();
             std::future::pending::<()>().await;
         }
         tokio::time::sleep(self.takes).await;
-        lock(&self.world.handled).insert(cx.id().to_string());
+        lock(&self.fixture.handled).insert(cx.id().to_string());
         Ok(())
     }
 }
 
 /// Runs one process after the other, until everything is settled.
 async fn processes(
-    world: Arc<World>,
+    fixture: Arc<Fixture>,
     triggers: Triggers,
     in_flight: usize,
     order: Order,
     takes: Duration,
 ) {
     loop {
-        let life = {
-            let mut lives = lock(&world.lives);
-            *lives += 1;
-            *lives
+        let process = {
+            let mut started = lock(&fixture.started_processes);
+            *started += 1;
+            *started
         };
         let source = Revocable {
-            source: world.broker.source(),
+            source: fixture.broker.source(),
             epoch: 0,
             revoke: triggers.revoke.clone(),
         };
         let handler = Work {
-            world: world.clone(),
+            fixture: fixture.clone(),
             triggers: triggers.clone(),
             takes,
-            fails: AtomicU32::new(life),
+            runs: AtomicU32::new(process),
         };
         let consumer = Consumer::builder()
             .source(source)
             .store(ProcessStore {
-                world: world.clone(),
-                life,
+                fixture: fixture.clone(),
+                process,
             })
             .handler(handler);
         let consumer = consumer
@@ -236,23 +241,23 @@ async fn processes(
             .max_crashes(MAX_CRASHES)
             .max_attempts(100)
             .backoff(Duration::from_millis(1), Duration::from_millis(2));
-        let stop = triggers.stop.clone();
+        let drain = triggers.drain.clone();
         tokio::select! {
-            ended = consumer.run_until(async move { stop.notified().await }) => ended.expect("a clean end"),
-            () = triggers.kill.notified() => {}
+            ended = consumer.run_until(async move { drain.notified().await }) => ended.expect("a clean end"),
+            () = triggers.crash.notified() => {}
         }
-        lock(&world.ended).insert(life);
+        lock(&fixture.ended_processes).insert(process);
     }
 }
 
-async fn run(seed: u64) {
+async fn test_schedule(seed: u64) {
     let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
-    let world = world();
+    let fixture = fixture();
     let messages = 2 + random.below(9);
-    let deadly = random.below(messages + 2); // in some runs there is none
+    let crashing = random.below(messages + 2); // in some schedules there is none
     for number in 0..messages {
-        let body = if number == deadly { BODY } else { "works" };
-        world.broker.publish(
+        let body = if number == crashing { CRASHES } else { "works" };
+        fixture.broker.publish(
             Message::new(body)
                 .with_header("id", format!("m{number}"))
                 .with_key(format!("k{}", number % 3)),
@@ -271,7 +276,7 @@ async fn run(seed: u64) {
     let mut tasks = JoinSet::new();
     for triggers in &triggers {
         tasks.spawn(processes(
-            world.clone(),
+            fixture.clone(),
             triggers.clone(),
             in_flight,
             order,
@@ -282,11 +287,11 @@ async fn run(seed: u64) {
         for _ in 0..FAULTS {
             tokio::time::sleep(Duration::from_micros(random.below(9_000))).await;
             let triggers = &triggers[random.below(triggers.len() as u64) as usize];
-            [&triggers.kill, &triggers.stop, &triggers.revoke][random.below(3) as usize]
+            [&triggers.crash, &triggers.drain, &triggers.revoke][random.below(3) as usize]
                 .notify_one();
         }
     };
-    let all = async { tokio::join!(faults, world.broker.drained()) };
+    let all = async { tokio::join!(faults, fixture.broker.drained()) };
     let settled = tokio::time::timeout(Duration::from_secs(60), async {
         tokio::select! {
             _ = all => {}
@@ -297,21 +302,21 @@ async fn run(seed: u64) {
     assert!(
         settled.is_ok(),
         "seed {seed}: {} messages are not settled",
-        world.broker.unsettled()
+        fixture.broker.unsettled()
     );
-    let letters: Vec<(String, Reason)> = world
+    let dead_letters: Vec<(String, Reason)> = fixture
         .broker
         .dead_letters()
         .into_iter()
-        .map(|it| (text(&it.message), it.reason))
+        .map(|dead_letter| (text(&dead_letter.message), dead_letter.reason))
         .collect();
-    let expected = if deadly < messages {
-        vec![(format!("m{deadly}"), Reason::CrashesSpent)]
+    let expected = if crashing < messages {
+        vec![(format!("m{crashing}"), Reason::CrashesSpent)]
     } else {
         vec![]
     };
-    assert_eq!(letters, expected, "seed {seed}");
-    let handled = lock(&world.handled).len() as u64;
+    assert_eq!(dead_letters, expected, "seed {seed}");
+    let handled = lock(&fixture.handled).len() as u64;
     assert_eq!(handled, messages - expected.len() as u64, "seed {seed}");
 }
 
@@ -320,7 +325,7 @@ fn text(message: &Message) -> String {
 }
 
 #[test]
-fn only_the_message_that_crashes_processes_is_dead_lettered_and_no_other_is_lost() {
+fn of_random_schedules_only_the_message_that_crashes_processes_is_dead_lettered() {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
@@ -333,14 +338,14 @@ fn only_the_message_that_crashes_processes_is_dead_lettered_and_no_other_is_lost
     runtime.block_on(async {
         let mut running = JoinSet::new();
         for seed in runs {
-            if running.len() >= AT_ONCE {
+            if running.len() >= CONCURRENT_RUNS {
                 running
                     .join_next()
                     .await
-                    .expect("one of them")
+                    .expect("some are running")
                     .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
             }
-            running.spawn(run(seed));
+            running.spawn(test_schedule(seed));
         }
         while let Some(over) = running.join_next().await {
             over.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
@@ -348,29 +353,29 @@ fn only_the_message_that_crashes_processes_is_dead_lettered_and_no_other_is_lost
     });
 }
 
-/// Publishes another message while it runs, and checks that the other one is not claimed before
-/// this run ends.
-struct Alone(Arc<World>);
+/// For the id `isolated`, publishes another message, and checks that it is not claimed before this run
+/// ends.
+struct ChecksNoOtherClaim(Arc<Fixture>);
 
-impl Handler for Alone {
+impl Handler for ChecksNoOtherClaim {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
-        if cx.id() == "suspect" {
+        if cx.id() == "isolated" {
             self.0
                 .broker
                 .publish(Message::new("works").with_header("id", "other"));
             while self.0.broker.delivered() < 2 {
                 tokio::task::yield_now().await;
             }
-            // The consumer is on the same thread: by then it would have sent a claim.
+            // The consumer runs on the same thread: it would send a claim in this time.
             for _ in 0..100 {
                 tokio::task::yield_now().await;
             }
             assert_eq!(
                 lock(&self.0.markers).len(),
                 1,
-                "another message was claimed meanwhile"
+                "the other message was claimed"
             );
         }
         lock(&self.0.handled).insert(cx.id().to_string());
@@ -378,7 +383,8 @@ impl Handler for Alone {
     }
 }
 
-/// The time of one run, much longer than the pauses of a consumer that waits for claims.
+/// The duration of one run in milliseconds, much longer than the pauses of a consumer that waits for
+/// claims.
 const RUN_MS: u128 = 10_000;
 
 /// Records the maximum number of handlers that ran at the same time.
@@ -400,35 +406,35 @@ impl Handler for Concurrency {
     }
 }
 
-/// Runs 32 messages, 16 at a time, whose processes crashed this often. Returns the maximum number of
-/// handlers that ran at the same time, and the time that all took, in units of one run.
+/// Runs 32 messages, at most 16 at a time, that count these numbers of crashes in turn. Returns the
+/// maximum number of concurrent handlers, and the time that all took, in units of one run.
 async fn run_after_crashes(crashes: &[u32]) -> (u32, u128) {
-    let world = world();
+    let fixture = fixture();
     for (number, crashes) in (0..32).zip(crashes.iter().cycle()) {
         let id = format!("{crashes}-crashes-{number}");
-        mark_crashed(&world, &id, *crashes);
+        mark_crashed(&fixture, &id, *crashes);
         let message = Message::new("works").with_header("id", id);
-        world.broker.publish(message);
+        fixture.broker.publish(message);
     }
     let handler = Concurrency::default();
     let store = ProcessStore {
-        world: world.clone(),
-        life: 1,
+        fixture: fixture.clone(),
+        process: 1,
     };
     let consumer = Consumer::builder()
-        .source(world.broker.source())
+        .source(fixture.broker.source())
         .store(store)
         .handler(handler.clone())
         .id(IdSource::header("id"))
         .decode(RawBytes)
         .max_in_flight(16);
-    let all = world.broker.clone();
+    let all = fixture.broker.clone();
     let began = tokio::time::Instant::now();
     consumer
         .run_until(async move { all.drained().await })
         .await
         .expect("a clean end");
-    assert!(world.broker.dead_letters().is_empty());
+    assert!(fixture.broker.dead_letters().is_empty());
     (
         handler.most.load(Ordering::Relaxed),
         began.elapsed().as_millis() / RUN_MS,
@@ -446,31 +452,31 @@ async fn after_two_crashes_messages_run_in_groups_and_after_three_in_groups_that
 
 #[tokio::test]
 async fn nothing_else_is_claimed_while_a_message_runs_alone() {
-    let world = world();
-    mark_crashed(&world, "suspect", 2);
-    world
+    let fixture = fixture();
+    mark_crashed(&fixture, "isolated", 2);
+    fixture
         .broker
-        .publish(Message::new("works").with_header("id", "suspect"));
+        .publish(Message::new("works").with_header("id", "isolated"));
     let consumer = Consumer::builder()
-        .source(world.broker.source())
+        .source(fixture.broker.source())
         .store(ProcessStore {
-            world: world.clone(),
-            life: 1,
+            fixture: fixture.clone(),
+            process: 1,
         });
     let consumer = consumer
-        .handler(Alone(world.clone()))
+        .handler(ChecksNoOtherClaim(fixture.clone()))
         .id(IdSource::header("id"))
         .decode(RawBytes)
         .max_attempts(2);
-    let all = world.broker.clone();
+    let all = fixture.broker.clone();
     consumer
         .run_until(async move { all.drained().await })
         .await
         .expect("a clean end");
     assert!(
-        world.broker.dead_letters().is_empty(),
+        fixture.broker.dead_letters().is_empty(),
         "{:?}",
-        world.broker.dead_letters()
+        fixture.broker.dead_letters()
     );
-    assert_eq!(lock(&world.handled).len(), 2);
+    assert_eq!(lock(&fixture.handled).len(), 2);
 }

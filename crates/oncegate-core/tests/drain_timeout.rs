@@ -1,4 +1,4 @@
-//! Stops with handlers that outlast the drain timeout: their outcome is unknown, and no crash is
+//! Drains with handlers that exceed the drain timeout: their outcome is unknown, and no crash is
 //! counted.
 
 use std::collections::HashMap;
@@ -11,31 +11,33 @@ use oncegate_core::marker::{Ask, Attempts, Doubt, Effect, Marker, Operation, Ver
 use oncegate_core::*;
 use tokio::sync::Notify;
 
-const DRAIN: Duration = Duration::from_millis(50);
+const DRAIN_TIMEOUT: Duration = Duration::from_millis(50);
 /// The documented maximum duration of a stop beyond the drain timeout.
-const BOUND: Duration = Duration::from_secs(2);
-/// Added to the bound for a busy machine.
+const STOP_TIMEOUT: Duration = defaults::STOP_TIMEOUT;
+/// Added to both timeouts for a busy machine.
 const SLACK: Duration = Duration::from_secs(3);
 const MESSAGES: usize = 20;
 
 /// Runs until it is dropped, or until `returns` is set.
 #[derive(Clone, Default)]
-struct Slow(Arc<Watched>);
+struct Slow(Arc<RunLog>);
 
 #[derive(Default)]
-struct Watched {
+struct RunLog {
     /// Whether handlers and `reconcile` return.
     returns: AtomicBool,
     /// The number of handlers that have started, and of `reconcile` calls.
     started: AtomicUsize,
     reconciled: AtomicUsize,
     changed: Notify,
-    runs: AtomicUsize,
-    most_at_once: AtomicUsize,
+    /// The number of handlers that run now, and its maximum.
+    running: AtomicUsize,
+    most_running: AtomicUsize,
+    /// The attempt numbers of each id.
     attempts: Mutex<HashMap<String, Vec<u32>>>,
 }
 
-impl Watched {
+impl RunLog {
     async fn until(&self, count: &AtomicUsize, least: usize) {
         while count.load(Ordering::SeqCst) < least {
             let _ = tokio::time::timeout(Duration::from_millis(5), self.changed.notified()).await;
@@ -49,9 +51,9 @@ impl Watched {
 }
 
 /// Counts a running handler until it is dropped.
-struct Runs<'a>(&'a AtomicUsize);
+struct CountsRunning<'a>(&'a AtomicUsize);
 
-impl Drop for Runs<'_> {
+impl Drop for CountsRunning<'_> {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::SeqCst);
     }
@@ -61,9 +63,9 @@ impl Handler for Slow {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
-        let now = self.0.runs.fetch_add(1, Ordering::SeqCst) + 1;
-        let _runs = Runs(&self.0.runs);
-        self.0.most_at_once.fetch_max(now, Ordering::SeqCst);
+        let now = self.0.running.fetch_add(1, Ordering::SeqCst) + 1;
+        let _running = CountsRunning(&self.0.running);
+        self.0.most_running.fetch_max(now, Ordering::SeqCst);
         self.0
             .attempts
             .lock()
@@ -89,14 +91,15 @@ impl Handler for Slow {
     }
 }
 
-struct World {
+/// A broker with messages, a store and a handler.
+struct Fixture {
     broker: MemoryBroker,
     store: MemoryStore,
     handler: Slow,
     messages: usize,
 }
 
-impl World {
+impl Fixture {
     fn new(messages: usize) -> Self {
         let broker = MemoryBroker::new("q");
         for number in 0..messages {
@@ -125,34 +128,34 @@ impl World {
             .allow_volatile_store()
             .lease(Duration::from_millis(400))
             .backoff(Duration::from_millis(5), Duration::from_millis(20))
-            .drain_timeout(DRAIN)
+            .drain_timeout(DRAIN_TIMEOUT)
     }
 
-    /// Starts a consumer, and stops it once all handlers have started. Returns the duration of the stop.
+    /// Starts a consumer, and stops it once all handlers have started. Returns how long the stop took.
     async fn stop_while_all_run<S: Store + 'static>(
         &self,
         consumer: Builder<MemorySource, S, Slow, RawBytes>,
     ) -> Duration {
-        let watched = self.handler.0.clone();
-        let all = watched.started.load(Ordering::SeqCst) + self.messages;
-        let stopped = Arc::new(Mutex::new(None));
-        let stopping = stopped.clone();
+        let run_log = self.handler.0.clone();
+        let all = run_log.started.load(Ordering::SeqCst) + self.messages;
+        let stop_began = Arc::new(Mutex::new(None));
+        let begins = stop_began.clone();
         let started = async move {
-            watched.until(&watched.started, all).await;
-            *stopping.lock().expect("no panic inside") = Some(Instant::now());
+            run_log.until(&run_log.started, all).await;
+            *begins.lock().expect("no panic inside") = Some(Instant::now());
         };
         tokio::time::timeout(Duration::from_secs(60), consumer.run_until(started))
             .await
             .expect("all handlers start, and it stops")
             .expect("a clean end");
-        let stopped = stopped.lock().expect("no panic inside").take();
-        stopped.expect("it was stopped").elapsed()
+        let stop_began = stop_began.lock().expect("no panic inside").take();
+        stop_began.expect("it was stopped").elapsed()
     }
 
-    /// From now on handlers return: runs a consumer until everything is settled.
+    /// Lets handlers return from now on, and runs a consumer until every message is settled.
     async fn finish<S: Store + 'static>(&self, consumer: Builder<MemorySource, S, Slow, RawBytes>) {
         self.handler.0.returns.store(true, Ordering::SeqCst);
-        self.handler.0.most_at_once.store(0, Ordering::SeqCst);
+        self.handler.0.most_running.store(0, Ordering::SeqCst);
         let all = self.broker.clone();
         tokio::time::timeout(
             Duration::from_secs(60),
@@ -175,73 +178,76 @@ impl World {
 }
 
 #[tokio::test]
-async fn stops_with_handlers_that_outlast_the_drain_count_no_crash() {
-    let world = World::new(MESSAGES);
+async fn a_handler_dropped_at_the_drain_timeout_counts_no_crash() {
+    let fixture = Fixture::new(MESSAGES);
     let consumer = || {
-        world
-            .consumer(Guarantee::EffectivelyOnce, world.store.clone())
+        fixture
+            .consumer(Guarantee::EffectivelyOnce, fixture.store.clone())
             .max_attempts(6)
     };
     for stop in 1..=3 {
-        let took = world.stop_while_all_run(consumer()).await;
-        assert!(took < DRAIN + SLACK, "stop {stop} took {took:?}");
-        assert_eq!(world.broker.unsettled(), MESSAGES, "stop {stop}");
-        for id in world.ids() {
+        let took = fixture.stop_while_all_run(consumer()).await;
+        assert!(took < DRAIN_TIMEOUT + SLACK, "stop {stop} took {took:?}");
+        assert_eq!(fixture.broker.unsettled(), MESSAGES, "stop {stop}");
+        for id in fixture.ids() {
             let expected = Marker::Cleared {
                 attempts: Attempts::new(stop),
                 effect: Effect::Unknown,
             };
-            assert_eq!(world.marker(&id), expected, "stop {stop}: {id}");
+            assert_eq!(fixture.marker(&id), expected, "stop {stop}: {id}");
         }
     }
-    world.finish(consumer()).await;
-    let watched = &world.handler.0;
+    fixture.finish(consumer()).await;
+    let run_log = &fixture.handler.0;
     assert_eq!(
-        watched.most_at_once.load(Ordering::SeqCst),
+        run_log.most_running.load(Ordering::SeqCst),
         MESSAGES,
-        "nothing runs alone"
+        "no message runs in isolation"
     );
-    for id in world.ids() {
-        assert_eq!(watched.attempts(&id), [1, 2, 3, 4], "{id}");
+    for id in fixture.ids() {
+        assert_eq!(run_log.attempts(&id), [1, 2, 3, 4], "{id}");
     }
-    assert!(world.broker.dead_letters().is_empty());
+    assert!(fixture.broker.dead_letters().is_empty());
 }
 
 #[tokio::test]
-async fn each_stop_that_drops_a_handler_spends_an_attempt() {
-    let world = World::new(1);
+async fn a_handler_dropped_at_the_drain_timeout_spends_an_attempt() {
+    let fixture = Fixture::new(1);
     let consumer = || {
-        world
-            .consumer(Guarantee::EffectivelyOnce, world.store.clone())
+        fixture
+            .consumer(Guarantee::EffectivelyOnce, fixture.store.clone())
             .max_attempts(2)
     };
     for _ in 0..2 {
-        world.stop_while_all_run(consumer()).await;
-        assert!(world.broker.dead_letters().is_empty());
+        fixture.stop_while_all_run(consumer()).await;
+        assert!(fixture.broker.dead_letters().is_empty());
     }
-    world.finish(consumer()).await;
-    assert_eq!(world.handler.0.attempts("id-0"), [1, 2]);
-    let letters = world.broker.dead_letters();
-    let told: Vec<_> = letters
+    fixture.finish(consumer()).await;
+    assert_eq!(fixture.handler.0.attempts("id-0"), [1, 2]);
+    let dead_letters = fixture.broker.dead_letters();
+    let reasons: Vec<_> = dead_letters
         .iter()
-        .map(|letter| {
+        .map(|dead_letter| {
             (
-                letter.reason,
-                letter.failure_history.as_ref().map(|it| it.attempts),
+                dead_letter.reason,
+                dead_letter
+                    .failure_history
+                    .as_ref()
+                    .map(|history| history.attempts),
             )
         })
         .collect();
-    assert_eq!(told, [(Reason::AttemptsSpent, Some(2))]);
+    assert_eq!(reasons, [(Reason::AttemptsSpent, Some(2))]);
 }
 
 #[tokio::test]
 async fn at_most_once_a_dropped_handler_is_in_doubt_and_the_next_consumer_reconciles() {
-    let world = World::new(MESSAGES);
-    let consumer = || world.consumer(Guarantee::AtMostOnce, world.store.clone());
-    world.stop_while_all_run(consumer()).await;
+    let fixture = Fixture::new(MESSAGES);
+    let consumer = || fixture.consumer(Guarantee::AtMostOnce, fixture.store.clone());
+    fixture.stop_while_all_run(consumer()).await;
     let in_doubt = |expected: Attempts| {
-        for id in world.ids() {
-            match world.marker(&id) {
+        for id in fixture.ids() {
+            match fixture.marker(&id) {
                 Marker::InDoubt(hold, Doubt::Waiting) => assert_eq!(hold.attempts, expected),
                 other => panic!("{id}: {other:?}"),
             }
@@ -249,9 +255,9 @@ async fn at_most_once_a_dropped_handler_is_in_doubt_and_the_next_consumer_reconc
     };
     in_doubt(Attempts::new(1));
 
-    // A `reconcile` that outlasts the drain is dropped, too.
-    let watched = world.handler.0.clone();
-    let reconciles = async move { watched.until(&watched.reconciled, MESSAGES).await };
+    // A `reconcile` that exceeds the drain timeout is dropped, too.
+    let run_log = fixture.handler.0.clone();
+    let reconciles = async move { run_log.until(&run_log.reconciled, MESSAGES).await };
     consumer().run_until(reconciles).await.expect("a clean end");
     in_doubt(Attempts {
         number: 2,
@@ -259,25 +265,25 @@ async fn at_most_once_a_dropped_handler_is_in_doubt_and_the_next_consumer_reconc
         crashes: 0,
     });
 
-    world.finish(consumer()).await;
-    let watched = &world.handler.0;
-    assert_eq!(watched.reconciled.load(Ordering::SeqCst), 2 * MESSAGES);
-    assert_eq!(watched.most_at_once.load(Ordering::SeqCst), MESSAGES);
-    for id in world.ids() {
-        assert_eq!(watched.attempts(&id), [1, 4], "{id}");
+    fixture.finish(consumer()).await;
+    let run_log = &fixture.handler.0;
+    assert_eq!(run_log.reconciled.load(Ordering::SeqCst), 2 * MESSAGES);
+    assert_eq!(run_log.most_running.load(Ordering::SeqCst), MESSAGES);
+    for id in fixture.ids() {
+        assert_eq!(run_log.attempts(&id), [1, 4], "{id}");
     }
-    assert!(world.broker.dead_letters().is_empty() && world.broker.in_doubt().is_empty());
+    assert!(fixture.broker.dead_letters().is_empty() && fixture.broker.in_doubt().is_empty());
 }
 
 #[tokio::test]
-async fn bare_a_dropped_handler_runs_again() {
-    let world = World::new(MESSAGES);
-    let consumer = || world.consumer(Guarantee::Bare, world.store.clone());
-    world.stop_while_all_run(consumer()).await;
-    assert!(world.store.is_empty());
-    world.finish(consumer()).await;
-    for id in world.ids() {
-        assert_eq!(world.handler.0.attempts(&id).len(), 2, "{id}");
+async fn bare_runs_a_dropped_handler_again() {
+    let fixture = Fixture::new(MESSAGES);
+    let consumer = || fixture.consumer(Guarantee::Bare, fixture.store.clone());
+    fixture.stop_while_all_run(consumer()).await;
+    assert!(fixture.store.is_empty());
+    fixture.finish(consumer()).await;
+    for id in fixture.ids() {
+        assert_eq!(fixture.handler.0.attempts(&id).len(), 2, "{id}");
     }
 }
 
@@ -291,18 +297,18 @@ enum Fault {
 struct FaultyStore {
     store: MemoryStore,
     fault: Fault,
-    asked: AtomicUsize,
+    calls: AtomicUsize,
 }
 
 #[async_trait]
 impl Store for FaultyStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        let records = |it: &Operation| !matches!(it.ask, Ask::Claim | Ask::Renew);
+        let records = |operation: &Operation| !matches!(operation.ask, Ask::Claim | Ask::Renew);
         let answers = self.store.apply(operations).await;
         if !operations.iter().any(records) {
             return answers;
         }
-        let before = self.asked.fetch_add(1, Ordering::SeqCst);
+        let before = self.calls.fetch_add(1, Ordering::SeqCst);
         match self.fault {
             Fault::NeverAnswers => std::future::pending().await,
             Fault::LosesTheFirstReplies if before < 2 => {
@@ -314,51 +320,57 @@ impl Store for FaultyStore {
     }
 }
 
-impl World {
+impl Fixture {
     fn faulty(&self, fault: Fault) -> FaultyStore {
         FaultyStore {
             store: self.store.clone(),
             fault,
-            asked: AtomicUsize::new(0),
+            calls: AtomicUsize::new(0),
         }
     }
 }
 
 #[tokio::test]
-async fn a_store_that_hangs_delays_a_stop_up_to_the_bound() {
+async fn a_store_that_does_not_answer_delays_a_stop_by_the_stop_timeout() {
     for guarantee in [Guarantee::EffectivelyOnce, Guarantee::AtMostOnce] {
-        let world = World::new(MESSAGES);
-        let consumer = world.consumer(guarantee, world.faulty(Fault::NeverAnswers));
-        let took = world.stop_while_all_run(consumer).await;
-        assert!(took < DRAIN + BOUND + SLACK, "it took {took:?}");
-        assert!(took >= DRAIN + BOUND, "it took {took:?}");
-        assert_eq!(world.broker.unsettled(), MESSAGES);
-        world
-            .finish(world.consumer(guarantee, world.store.clone()))
+        let fixture = Fixture::new(MESSAGES);
+        let consumer = fixture.consumer(guarantee, fixture.faulty(Fault::NeverAnswers));
+        let took = fixture.stop_while_all_run(consumer).await;
+        assert!(
+            took < DRAIN_TIMEOUT + STOP_TIMEOUT + SLACK,
+            "it took {took:?}"
+        );
+        assert!(took >= DRAIN_TIMEOUT + STOP_TIMEOUT, "it took {took:?}");
+        assert_eq!(fixture.broker.unsettled(), MESSAGES);
+        fixture
+            .finish(fixture.consumer(guarantee, fixture.store.clone()))
             .await;
     }
 }
 
 #[tokio::test]
-async fn an_operation_with_a_lost_reply_is_repeated_within_the_bound() {
-    let world = World::new(MESSAGES);
-    let consumer = world
+async fn an_operation_with_a_lost_reply_is_repeated_within_the_stop_timeout() {
+    let fixture = Fixture::new(MESSAGES);
+    let consumer = fixture
         .consumer(
             Guarantee::EffectivelyOnce,
-            world.faulty(Fault::LosesTheFirstReplies),
+            fixture.faulty(Fault::LosesTheFirstReplies),
         )
         .max_in_flight(MESSAGES);
-    let took = world.stop_while_all_run(consumer).await;
-    assert!(took < DRAIN + BOUND + SLACK, "it took {took:?}");
-    for id in world.ids() {
+    let took = fixture.stop_while_all_run(consumer).await;
+    assert!(
+        took < DRAIN_TIMEOUT + STOP_TIMEOUT + SLACK,
+        "it took {took:?}"
+    );
+    for id in fixture.ids() {
         let expected = Marker::Cleared {
             attempts: Attempts::new(1),
             effect: Effect::Unknown,
         };
-        assert_eq!(world.marker(&id), expected, "{id}");
+        assert_eq!(fixture.marker(&id), expected, "{id}");
     }
-    world
-        .finish(world.consumer(Guarantee::EffectivelyOnce, world.store.clone()))
+    fixture
+        .finish(fixture.consumer(Guarantee::EffectivelyOnce, fixture.store.clone()))
         .await;
-    assert_eq!(world.handler.0.attempts("id-0"), [1, 2]);
+    assert_eq!(fixture.handler.0.attempts("id-0"), [1, 2]);
 }

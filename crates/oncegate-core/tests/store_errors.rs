@@ -1,4 +1,4 @@
-//! A store that refuses permission, and values that another program wrote under a key.
+//! A store that refuses operations, and values under a key that another program wrote.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -11,30 +11,32 @@ use tokio::sync::Notify;
 use tracing_subscriber::fmt::MakeWriter;
 
 /// Longer than any test may take, so that a test fails if it waits for the drain timeout.
-const FOR_EVER: Duration = Duration::from_secs(3600);
+const LONG_DRAIN: Duration = Duration::from_secs(3600);
 
 /// A memory store that is shared with another program, and whose user may lose its permissions.
+/// Another program has written the keys `unreadable…`, and writes `overwritten…` after the claim.
 #[derive(Clone, Default)]
-struct Shared {
+struct SharedStore {
     store: MemoryStore,
     refuses: Arc<AtomicBool>,
-    asked: Arc<AtomicU32>,
+    refused_claims: Arc<AtomicU32>,
 }
 
 #[async_trait]
-impl Store for Shared {
+impl Store for SharedStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let mut answers = Vec::new();
         for operation in operations {
-            let first = operation.key.as_str().starts_with("theirs");
-            let late = operation.key.as_str().starts_with("later") && operation.ask != Ask::Claim;
+            let key = operation.key.as_str();
+            let is_unreadable = key.starts_with("unreadable")
+                || key.starts_with("overwritten") && operation.ask != Ask::Claim;
             answers.push(if self.refuses.load(Ordering::SeqCst) {
-                self.asked
+                self.refused_claims
                     .fetch_add(u32::from(operation.ask == Ask::Claim), Ordering::SeqCst);
                 Err(StoreError::Misconfigured(
                     "NOPERM: let the user run SET".into(),
                 ))
-            } else if first || late {
+            } else if is_unreadable {
                 Err(StoreError::UnreadableMarker(
                     "another program wrote this key".into(),
                 ))
@@ -49,22 +51,22 @@ impl Store for Shared {
     }
 }
 
-/// Runs until `may_end`; the second handler that starts notifies `both_run`.
+/// For the ids `waiting…`, runs until `may_end`; the second handler that starts notifies `both_run`.
 #[derive(Clone, Default)]
-struct Held {
-    began: Arc<AtomicU32>,
+struct Waiting {
+    started: Arc<AtomicU32>,
     both_run: Arc<Notify>,
     may_end: Arc<Notify>,
     ended: Arc<AtomicU32>,
 }
 
-impl Handler for Held {
+impl Handler for Waiting {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
-        if cx.id().starts_with("held") {
+        if cx.id().starts_with("waiting") {
             let may_end = self.may_end.notified();
-            if self.began.fetch_add(1, Ordering::SeqCst) == 1 {
+            if self.started.fetch_add(1, Ordering::SeqCst) == 1 {
                 self.both_run.notify_one();
             }
             may_end.await;
@@ -80,21 +82,25 @@ fn message(id: &str) -> Message {
 
 fn consumer(
     broker: &MemoryBroker,
-    store: Shared,
-    handler: Held,
-) -> Builder<MemorySource, Shared, Held, RawBytes> {
+    store: SharedStore,
+    handler: Waiting,
+) -> Builder<MemorySource, SharedStore, Waiting, RawBytes> {
     let consumer = Consumer::builder()
         .source(broker.source())
         .store(store)
         .id(IdSource::header("id"))
         .decode(RawBytes);
-    consumer.handler(handler).drain_timeout(FOR_EVER)
+    consumer.handler(handler).drain_timeout(LONG_DRAIN)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended() {
-    let (broker, store, handler) = (MemoryBroker::new("q"), Shared::default(), Held::default());
-    for id in ["held-a", "held-b"] {
+    let (broker, store, handler) = (
+        MemoryBroker::new("q"),
+        SharedStore::default(),
+        Waiting::default(),
+    );
+    for id in ["waiting-a", "waiting-b"] {
         broker.publish(message(id));
     }
     let running = tokio::spawn(
@@ -105,10 +111,10 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
     for number in 0..50 {
         broker.publish(message(&format!("new-{number}")));
     }
-    while store.asked.load(Ordering::SeqCst) == 0 {
+    while store.refused_claims.load(Ordering::SeqCst) == 0 {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    assert!(!running.is_finished(), "what runs may finish");
+    assert!(!running.is_finished(), "running handlers may finish");
     handler.may_end.notify_waiters();
     let ended = tokio::time::timeout(Duration::from_secs(20), running)
         .await
@@ -120,17 +126,17 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
     );
     assert_eq!(
         (
-            handler.began.load(Ordering::SeqCst),
+            handler.started.load(Ordering::SeqCst),
             handler.ended.load(Ordering::SeqCst)
         ),
         (2, 2)
     );
     assert_eq!(broker.unsettled(), 52, "nothing is lost");
-    let asked = store.asked.load(Ordering::SeqCst);
-    assert!(asked <= 50, "asked {asked} claims for 50 messages");
+    let claims = store.refused_claims.load(Ordering::SeqCst);
+    assert!(claims <= 50, "{claims} claims for 50 messages");
 }
 
-/// `in-doubt resolve` refuses an id whose marker is unreadable.
+/// Because `oncegate in-doubt resolve` refuses an id whose marker is unreadable.
 #[tokio::test]
 async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
     static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
@@ -139,14 +145,14 @@ async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
         .with_writer(|| LOG.make_writer())
         .finish();
     let _guard = tracing::subscriber::set_default(subscriber);
-    // A callsite that another test registers at the same time misses this subscriber.
+    // A log callsite that another test registers at the same time does not see this subscriber.
     tokio::time::sleep(Duration::from_millis(50)).await;
     tracing::callsite::rebuild_interest_cache();
     let broker = MemoryBroker::new("q");
-    broker.publish(message("theirs-1"));
+    broker.publish(message("unreadable-1"));
     let all = broker.clone();
-    let consumer =
-        consumer(&broker, Shared::default(), Held::default()).guarantee(Guarantee::EffectivelyOnce);
+    let consumer = consumer(&broker, SharedStore::default(), Waiting::default())
+        .guarantee(Guarantee::EffectivelyOnce);
     let run = consumer.run_until(async move { all.drained().await });
     tokio::time::timeout(Duration::from_secs(20), run)
         .await
@@ -164,12 +170,19 @@ async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
 #[tokio::test(flavor = "multi_thread")]
 async fn an_unreadable_marker_affects_only_its_id() {
     for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
-        let (broker, handler) = (MemoryBroker::new("q"), Held::default());
-        for id in ["a", "theirs-1", "b", "later-1", "c", "theirs-2"] {
+        let (broker, handler) = (MemoryBroker::new("q"), Waiting::default());
+        for id in [
+            "a",
+            "unreadable-1",
+            "b",
+            "overwritten-1",
+            "c",
+            "unreadable-2",
+        ] {
             broker.publish(message(id));
         }
         let all = broker.clone();
-        let consumer = consumer(&broker, Shared::default(), handler.clone())
+        let consumer = consumer(&broker, SharedStore::default(), handler.clone())
             .guarantee(guarantee)
             .allow_volatile_store();
         let run = consumer.run_until(async move { all.drained().await });
@@ -177,18 +190,18 @@ async fn an_unreadable_marker_affects_only_its_id() {
             .await
             .expect("the others are handled")
             .expect("a clean end");
-        let mut ids: Vec<_> = broker
+        let mut in_doubt: Vec<_> = broker
             .in_doubt()
             .into_iter()
-            .map(|letter| {
+            .map(|message| {
                 (
-                    letter.reason,
-                    letter.failure_history.expect("a failure history"),
+                    message.reason,
+                    message.failure_history.expect("a failure history"),
                 )
             })
             .collect();
-        ids.sort_by_key(|(_, failure_history)| failure_history.id.clone());
-        for (reason, failure_history) in &ids {
+        in_doubt.sort_by_key(|(_, failure_history)| failure_history.id.clone());
+        for (reason, failure_history) in &in_doubt {
             assert_eq!(*reason, Reason::InDoubt(DoubtCause::UnreadableMarker));
             assert_eq!(
                 failure_history.last_error.as_deref(),
@@ -196,15 +209,19 @@ async fn an_unreadable_marker_affects_only_its_id() {
                 "{failure_history:?}"
             );
         }
-        let ids: Vec<_> = ids
+        let ids: Vec<_> = in_doubt
             .into_iter()
             .filter_map(|(_, failure_history)| failure_history.id)
             .collect();
-        assert_eq!(ids, ["later-1", "theirs-1", "theirs-2"], "{guarantee:?}");
+        assert_eq!(
+            ids,
+            ["overwritten-1", "unreadable-1", "unreadable-2"],
+            "{guarantee:?}"
+        );
         assert_eq!(
             handler.ended.load(Ordering::SeqCst),
             4,
-            "a, b and c; later-1 could not be recorded"
+            "a, b, c and overwritten-1, whose completion was not recorded"
         );
     }
 }
@@ -212,25 +229,25 @@ async fn an_unreadable_marker_affects_only_its_id() {
 #[tokio::test]
 async fn a_gate_reports_an_unreadable_marker_at_once_and_other_ids_run() {
     let gate = Gate::builder()
-        .store(Shared::default())
+        .store(SharedStore::default())
         .open()
         .await
         .expect("a gate");
-    let theirs = tokio::time::timeout(
+    let unreadable = tokio::time::timeout(
         Duration::from_secs(20),
-        gate.run("theirs", || async { Ok(()) }),
+        gate.run("unreadable", || async { Ok(()) }),
     )
     .await
     .expect("at once");
     assert!(
         matches!(
-            theirs,
+            unreadable,
             Err(GateError::Store(StoreError::UnreadableMarker(_)))
         ),
-        "{theirs:?}"
+        "{unreadable:?}"
     );
     assert!(matches!(
-        gate.run("ours", || async { Ok(7) }).await,
+        gate.run("another", || async { Ok(7) }).await,
         Ok(RunOutcome::Executed(7))
     ));
 }

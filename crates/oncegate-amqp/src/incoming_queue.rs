@@ -1,4 +1,4 @@
-//! The inbox: the queue of deliveries and revocations from the driver to the source.
+//! The queue of deliveries and revocations from the driver to the source.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -6,33 +6,33 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use oncegate_core::source::{Delivery, Incoming, Limit};
 use tokio::sync::Notify;
 
-/// The driver's end. Dropping it closes the inbox.
-pub(crate) struct InboxSender(Arc<Inbox>);
+/// The driver's end. Dropping it closes the queue.
+pub(crate) struct IncomingSender(Arc<IncomingQueue>);
 
 /// The source's end.
-pub(crate) struct InboxReceiver(Arc<Inbox>);
+pub(crate) struct IncomingReceiver(Arc<IncomingQueue>);
 
-/// The driver has stopped, and the inbox is empty.
+/// The driver has stopped, and the queue is empty.
 #[derive(Debug)]
-pub(crate) struct InboxClosed;
+pub(crate) struct IncomingClosed;
 
 /// Bounded by the prefetch: deliveries of a lost channel are removed before the next one opens.
 #[derive(Default)]
-struct Inbox {
-    state: Mutex<InboxState>,
+struct IncomingQueue {
+    state: Mutex<IncomingQueueState>,
     wake: Notify,
 }
 
 #[derive(Default)]
-struct InboxState {
-    /// Epochs whose revocation is to be reported.
+struct IncomingQueueState {
+    /// Closed channels, by their epoch (`Receipt::epoch`), that the source has not reported yet.
     revoked: Vec<u64>,
     deliveries: VecDeque<Delivery>,
-    phase: InboxPhase,
+    phase: IncomingQueuePhase,
 }
 
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
-enum InboxPhase {
+enum IncomingQueuePhase {
     #[default]
     Open,
     /// No more deliveries are accepted or returned; revocations are.
@@ -41,23 +41,23 @@ enum InboxPhase {
     Closed,
 }
 
-/// An empty inbox.
-pub(crate) fn inbox() -> (InboxSender, InboxReceiver) {
-    let inbox = Arc::new(Inbox::default());
-    (InboxSender(Arc::clone(&inbox)), InboxReceiver(inbox))
+/// An empty queue.
+pub(crate) fn incoming_queue() -> (IncomingSender, IncomingReceiver) {
+    let queue = Arc::new(IncomingQueue::default());
+    (IncomingSender(Arc::clone(&queue)), IncomingReceiver(queue))
 }
 
-impl Inbox {
-    fn state(&self) -> MutexGuard<'_, InboxState> {
+impl IncomingQueue {
+    fn state(&self) -> MutexGuard<'_, IncomingQueueState> {
         // No code panics while it holds the lock.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl InboxSender {
+impl IncomingSender {
     pub(crate) fn deliver(&self, delivery: Delivery) {
         let mut state = self.0.state();
-        if state.phase == InboxPhase::Open {
+        if state.phase == IncomingQueuePhase::Open {
             state.deliveries.push_back(delivery);
             self.0.wake.notify_one();
         }
@@ -66,7 +66,7 @@ impl InboxSender {
     /// Inserts the deliveries before all others, in their order.
     pub(crate) fn deliver_at_front(&self, deliveries: Vec<Delivery>) {
         let mut state = self.0.state();
-        if state.phase == InboxPhase::Open && !deliveries.is_empty() {
+        if state.phase == IncomingQueuePhase::Open && !deliveries.is_empty() {
             deliveries
                 .into_iter()
                 .rev()
@@ -75,8 +75,8 @@ impl InboxSender {
         }
     }
 
-    /// Removes all deliveries and reports the epoch as revoked: its channel is lost, and the broker
-    /// redelivers them.
+    /// Removes all deliveries and reports the channel with this epoch as revoked: it is lost, and the
+    /// broker redelivers them.
     pub(crate) fn revoke(&self, epoch: u64) {
         let mut state = self.0.state();
         state.deliveries.clear();
@@ -85,20 +85,20 @@ impl InboxSender {
     }
 }
 
-impl Drop for InboxSender {
+impl Drop for IncomingSender {
     fn drop(&mut self) {
-        self.0.state().phase = InboxPhase::Closed;
+        self.0.state().phase = IncomingQueuePhase::Closed;
         self.0.wake.notify_one();
     }
 }
 
-impl InboxReceiver {
+impl IncomingReceiver {
     /// Waits for deliveries within the limit or for revocations, and moves them to `into`. Cancel-safe.
     pub(crate) async fn receive(
         &mut self,
         limit: Limit,
         into: &mut Vec<Incoming>,
-    ) -> Result<(), InboxClosed> {
+    ) -> Result<(), IncomingClosed> {
         loop {
             if self.take(limit, into)? {
                 return Ok(());
@@ -108,7 +108,7 @@ impl InboxReceiver {
     }
 
     /// Moves all revocations and the deliveries within the limit to `into`; `false` if there are none.
-    fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<bool, InboxClosed> {
+    fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<bool, IncomingClosed> {
         let mut state = self.0.state();
         let before = into.len();
         into.extend(state.revoked.drain(..).map(Incoming::Revoked));
@@ -125,8 +125,8 @@ impl InboxReceiver {
             into.push(Incoming::Delivery(next));
         }
         let has_taken = into.len() > before;
-        if state.phase == InboxPhase::Closed && !has_taken {
-            Err(InboxClosed)
+        if state.phase == IncomingQueuePhase::Closed && !has_taken {
+            Err(IncomingClosed)
         } else {
             Ok(has_taken)
         }
@@ -136,8 +136,8 @@ impl InboxReceiver {
     pub(crate) fn stop(&self) {
         let mut state = self.0.state();
         state.deliveries.clear();
-        if state.phase == InboxPhase::Open {
-            state.phase = InboxPhase::Stopped;
+        if state.phase == IncomingQueuePhase::Open {
+            state.phase = IncomingQueuePhase::Stopped;
         }
     }
 
@@ -177,7 +177,7 @@ mod tests {
     }
 
     async fn receive(
-        receiver: &mut InboxReceiver,
+        receiver: &mut IncomingReceiver,
         count: usize,
         bytes: usize,
     ) -> Option<Vec<(u64, Option<u64>)>> {
@@ -191,7 +191,7 @@ mod tests {
 
     #[tokio::test]
     async fn revoked_deliveries_are_removed_and_every_epoch_is_reported() {
-        let (sender, mut receiver) = inbox();
+        let (sender, mut receiver) = incoming_queue();
         for epoch in 1..=50 {
             (1..=100).for_each(|tag| sender.deliver(delivery(epoch, tag)));
             assert_eq!(receiver.len(), 100);
@@ -208,7 +208,7 @@ mod tests {
 
     #[tokio::test]
     async fn the_limits_hold_and_the_first_delivery_may_exceed_the_bytes() {
-        let (sender, mut receiver) = inbox();
+        let (sender, mut receiver) = incoming_queue();
         (1..=5).for_each(|tag| sender.deliver(delivery(1, tag)));
         assert_eq!(receive(&mut receiver, 0, 0).await, Some(vec![]));
         assert_eq!(

@@ -1,5 +1,5 @@
-//! The words, without the trait that has them.
-// says: use oncegate::FailureExt;
+//! `.retry()` without an import of `FailureExt`.
+// error: use oncegate::FailureExt;
 
 use oncegate::Failure;
 

@@ -1,4 +1,4 @@
-//! A settled delivery is handed to its source once.
+//! A settlement is passed to its source once.
 use oncegate_core::{Settled, Source};
 
 async fn twice(mut source: Box<dyn Source>, settled: Settled) {
