@@ -78,6 +78,7 @@ impl Engine {
             in_flight,
             arrival,
             occupancy: Occupancy::InFlight,
+            counted: Phase::Open,
             claim: Cell::new(ClaimState::Unsent),
             has_lease: false,
             ordering_key,
@@ -265,8 +266,11 @@ impl Engine {
     }
 
     /// Processes the events that follow for other deliveries.
-    #[inline]
+    #[inline(always)]
     fn follow_up(&mut self) {
+        if self.follow_ups.is_empty() && self.executor.nobody_waits() {
+            return;
+        }
         // A loop, because recursion would overflow the stack: settling a delivery can start the next
         // of its ordering key, thousands of times.
         while let Some((slot, event)) = self.follow_ups.pop_front().or_else(|| self.next_runnable())

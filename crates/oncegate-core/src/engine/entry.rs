@@ -20,6 +20,8 @@ pub(super) struct InFlightEntry {
     /// The first event of its lifecycle, which says whether it has an id.
     pub(super) arrival: Event,
     pub(super) occupancy: Occupancy,
+    /// The phase that it is counted in.
+    pub(super) counted: Phase,
     pub(super) claim: Cell<ClaimState>,
     /// Whether a lease is registered for it with the renewals.
     pub(super) has_lease: bool,

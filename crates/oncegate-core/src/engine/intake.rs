@@ -105,7 +105,7 @@ impl Intake {
     /// Adds a delivery. It is queued if another one holds its ordering key.
     #[inline(always)]
     pub(super) fn insert(&mut self, entry: InFlightEntry) -> (Slot, KeyState) {
-        let (ordering_key, phase, bytes) = (entry.ordering_key, entry.phase(), entry.bytes);
+        let (ordering_key, phase, bytes) = (entry.ordering_key, entry.counted, entry.bytes);
         let slot = self.entries.insert(entry);
         self.counts.transition(None, Some(phase), bytes);
         let key_state =
@@ -124,9 +124,9 @@ impl Intake {
         change: impl FnOnce(&mut InFlightEntry) -> T,
     ) -> Option<T> {
         let entry = self.entries.at_mut(slot)?;
-        let from = entry.phase();
         let result = change(entry);
         let to = entry.phase();
+        let from = std::mem::replace(&mut entry.counted, to);
         if from != to {
             self.counts.transition(Some(from), Some(to), entry.bytes);
         }
@@ -149,7 +149,7 @@ impl Intake {
         let entry = self.entries.at_mut(slot)?;
         let ordering_key = entry.ordering_key;
         self.counts
-            .transition(Some(entry.phase()), None, entry.bytes);
+            .transition(Some(entry.counted), None, entry.bytes);
         let result = last(entry);
         self.entries.discard(slot);
         if let Some(key) = ordering_key
@@ -310,6 +310,7 @@ mod tests {
             in_flight: InFlight::new(shared, delivery.receipt, history, OnRelease::KeepPlace),
             arrival: Event::Arrived,
             occupancy: Occupancy::InFlight,
+            counted: Phase::Open,
             claim: Cell::new(ClaimState::Unsent),
             has_lease: false,
             ordering_key,

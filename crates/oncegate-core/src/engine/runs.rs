@@ -57,7 +57,7 @@ type RunPlace<F> = Pin<Box<Option<F>>>;
 struct RunPlaces<F>(Mutex<Vec<RunPlace<F>>>);
 
 /// The maximum number of empty places.
-const MAX_PLACES: usize = 1024;
+const MAX_PLACES: usize = 256;
 
 impl<F> RunPlaces<F> {
     fn take(&self) -> RunPlace<F> {
