@@ -259,7 +259,7 @@ impl DeadLetterSession<'_> {
         );
         let fence = marker
             .as_ref()
-            .and_then(|marker| description::attempt(&marker.standing.marker))
+            .and_then(|marker| description::attempt(&marker.stored.marker))
             .unwrap_or(0)
             .max(known_attempt(message));
         let action = PlannedAction {
@@ -352,7 +352,7 @@ fn release_request(
     message: &DeadLetter,
     context: &CliContext,
 ) -> Option<Ask> {
-    let seen = marker.standing.marker;
+    let seen = marker.stored.marker;
     let is_at_most_once =
         |hold: &Hold| [hold.guarantee, context.config.guarantee()].contains(&Guarantee::AtMostOnce);
     match seen {

@@ -182,15 +182,12 @@ impl MarkerPages {
             Self::Redis(browse) => browse.next().await?,
             #[cfg(feature = "sqlite")]
             Self::Sqlite(browse) => browse.next().await?.map(|page| {
-                let listed = page.into_iter().map(|(name, standing)| {
-                    let standing = standing.map(|(marker, left)| MarkerWithExpiry {
+                let listed = page.into_iter().map(|(name, marker)| {
+                    let marker = marker.map(|(marker, left)| MarkerWithExpiry {
                         marker,
                         expires_in: Some(left),
                     });
-                    ListedKey {
-                        name,
-                        marker: standing,
-                    }
+                    ListedKey { name, marker }
                 });
                 listed.collect()
             }),

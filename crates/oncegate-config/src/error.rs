@@ -107,7 +107,7 @@ impl Config {
 /// The key for a builder method; properties of librdkafka contain dots.
 fn key(section: &str, setting: &str) -> String {
     match setting {
-        // Both bounds have one key here.
+        // The upper bound is `gate.lease`.
         "adaptive_lease" => "gate.shortest-lease".into(),
         "id" => "gate.id".into(),
         "property" => format!("{section}.properties"),

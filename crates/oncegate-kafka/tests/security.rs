@@ -12,7 +12,7 @@ use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_kafka::{Kafka, KafkaLogin};
 use oncegate_testkit::Lines;
-use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser};
+use oncegate_testkit::servers::{KafkaListener, KafkaServer, KafkaUser};
 
 use crate::fixture::*;
 
@@ -42,22 +42,22 @@ async fn authorized_clients_connect_and_no_secret_is_logged() {
         }
     };
     tokio::join!(
-        connects(&server, KafkaDoor::Tls, |kafka| kafka),
-        connects(&server, KafkaDoor::MutualTls, |kafka| kafka
+        connects(&server, KafkaListener::Tls, |kafka| kafka),
+        connects(&server, KafkaListener::MutualTls, |kafka| kafka
             .client_certificate(certificate, key)),
         connects(
             &server,
-            KafkaDoor::Login,
+            KafkaListener::Login,
             login(KafkaLogin::plain("ledger", PASSWORD))
         ),
         connects(
             &server,
-            KafkaDoor::Login,
+            KafkaListener::Login,
             login(KafkaLogin::scram_sha_256("ledger", PASSWORD))
         ),
         connects(
             &server,
-            KafkaDoor::Login,
+            KafkaListener::Login,
             login(KafkaLogin::scram_sha_512("ledger", PASSWORD))
         ),
         is_rejected(&server, KafkaLogin::plain("ledger", WRONG)),
@@ -95,26 +95,26 @@ async fn topic(server: &KafkaServer) -> Topic {
     topic
 }
 
-fn kafka_at(server: &KafkaServer, door: KafkaDoor, topic: &Topic) -> Kafka {
+fn kafka_at(server: &KafkaServer, listener: KafkaListener, topic: &Topic) -> Kafka {
     Kafka::topic(&topic.name)
-        .brokers(server.brokers_by(door))
+        .brokers(server.brokers_at(listener))
         .group(&topic.name)
         .ca_certificate(server.certificate_authority())
 }
 
 async fn connects(
     server: &KafkaServer,
-    door: KafkaDoor,
+    listener: KafkaListener,
     authenticate: impl FnOnce(Kafka) -> Kafka,
 ) {
     let topic = topic(server).await;
     topic.send_numbers(0, 3).await;
-    let kafka = authenticate(kafka_at(server, door, &topic));
+    let kafka = authenticate(kafka_at(server, listener, &topic));
     tracing::info!(?kafka, "as a user might print it");
     let mut source = kafka
         .connect(ConnectOptions::default())
         .await
-        .unwrap_or_else(|error| panic!("{door:?}: {error}"));
+        .unwrap_or_else(|error| panic!("{listener:?}: {error}"));
     let mut deliveries = receive(&mut source, 3).await;
     // The dead-letter producer and the admin client use the same listener.
     reject(&mut source, deliveries.remove(1), Reason::Refused).await;
@@ -125,7 +125,7 @@ async fn connects(
 
 async fn is_rejected(server: &KafkaServer, login: KafkaLogin) {
     let topic = topic(server).await;
-    let opening = kafka_at(server, KafkaDoor::Login, &topic)
+    let opening = kafka_at(server, KafkaListener::Login, &topic)
         .login(login.clone())
         .connect(ConnectOptions::default());
     let Ok(opened) = tokio::time::timeout(BOUND, opening).await else {
@@ -165,8 +165,8 @@ async fn is_logged(kafka: Kafka, brokers: &str, lines: &Lines, why: &str) {
 async fn a_client_without_a_certificate_is_rejected(server: &KafkaServer, lines: &Lines) {
     let topic = topic(server).await;
     is_logged(
-        kafka_at(server, KafkaDoor::MutualTls, &topic),
-        &server.brokers_by(KafkaDoor::MutualTls),
+        kafka_at(server, KafkaListener::MutualTls, &topic),
+        &server.brokers_at(KafkaListener::MutualTls),
         lines,
         ".client_certificate(…)",
     )
@@ -175,7 +175,7 @@ async fn a_client_without_a_certificate_is_rejected(server: &KafkaServer, lines:
 
 async fn a_broker_with_an_unsigned_certificate_is_rejected(server: &KafkaServer, lines: &Lines) {
     let topic = topic(server).await;
-    let brokers = server.brokers_by(KafkaDoor::Tls);
+    let brokers = server.brokers_at(KafkaListener::Tls);
     let kafka = || {
         Kafka::topic(&topic.name)
             .brokers(&brokers)
@@ -199,7 +199,7 @@ async fn a_broker_with_a_certificate_for_another_host_is_rejected(
 ) {
     let topic = topic(server).await;
     let brokers = server
-        .brokers_by(KafkaDoor::Tls)
+        .brokers_at(KafkaListener::Tls)
         .replace("localhost", "127.1");
     let kafka = Kafka::topic(&topic.name)
         .brokers(&brokers)

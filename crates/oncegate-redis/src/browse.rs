@@ -25,7 +25,7 @@ pub struct Browse {
     cursor: Vec<u8>,
 }
 
-/// The cursor of `SCAN` at its start and at its end.
+/// The cursor with which a `SCAN` starts, and that its last reply returns.
 const START: &[u8] = b"0";
 
 impl Browse {

@@ -67,7 +67,7 @@ pub(crate) fn token(token: Token) -> String {
 
 /// A fingerprint as 18 digits, or `-`.
 fn fingerprint(fingerprint: Option<Fingerprint>) -> String {
-    fingerprint.map_or_else(|| "-".into(), |it| format!("{:018}", it.get()))
+    fingerprint.map_or_else(|| "-".into(), |value| format!("{:018}", value.get()))
 }
 
 /// The record of a granted first claim with this operation's token and terms, and this attempt
@@ -107,10 +107,10 @@ pub(crate) fn encode(marker: &Marker) -> String {
         Marker::InDoubt(hold, Doubt::Reconciling) => format_hold('r', hold),
         Marker::Rejected {
             attempt,
-            fingerprint: it,
-        } => format!("v1 x {attempt} {}", fingerprint(*it)),
+            fingerprint: body,
+        } => format!("v1 x {attempt} {}", fingerprint(*body)),
         Marker::Done(None) => "1".into(),
-        Marker::Done(Some(it)) => format!("-1{:018}", it.get()),
+        Marker::Done(Some(body)) => format!("-1{:018}", body.get()),
     }
 }
 
@@ -144,7 +144,7 @@ fn format_hold(kind: char, hold: &Hold) -> String {
         hold.token.0
     );
     let _ = match hold.fingerprint {
-        Some(it) => write!(record, "{:018}", it.get()),
+        Some(body) => write!(record, "{:018}", body.get()),
         None => write!(record, "-"),
     };
     record

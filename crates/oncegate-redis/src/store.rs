@@ -267,7 +267,7 @@ impl Redis {
     /// at-most-once claims pause ([`StoreError::NotApplied`]), because messages already handled could
     /// be granted again. Find out which messages may be redelivered, then call this in each process,
     /// on a clone of the store, or restart the process. Granted claims complete during the pause, and
-    /// other guarantees continue. The loss is logged and counted in `oncegate_redis_findings_total`.
+    /// other guarantees continue. The loss is logged and counted in `oncegate_redis_anomalies_total`.
     ///
     /// ```
     /// # use oncegate_redis::Redis;

@@ -101,13 +101,13 @@ impl Redis {
     pub async fn foreign_value(&self, key: &Key) -> Result<ForeignValue, StoreError> {
         let key = [self.prefix_bytes(), key.as_bytes()].concat();
         let connections = self.router().owner(&key).await?;
-        let ask = async |name: &str| {
+        let send_command = async |name: &str| {
             let command = redis::cmd(name).arg(&key).to_owned();
             send(&connections, &[command])
                 .await
                 .inspect_err(|_| self.router().invalidate())
         };
-        let kind = match reply::success(ask("TYPE").await?.pop())? {
+        let kind = match reply::success(send_command("TYPE").await?.pop())? {
             Value::SimpleString(kind) => kind,
             _ => return Err(reply::wrong_type("TYPE").into()),
         };
@@ -120,14 +120,14 @@ impl Redis {
             ("stream", "XLEN"),
         ];
         let length = match counts.iter().find(|(counted, _)| *counted == kind) {
-            Some((_, name)) => match ask(name).await?.pop() {
+            Some((_, name)) => match send_command(name).await?.pop() {
                 Some(Value::Int(length)) => u64::try_from(length).ok(),
                 _ => None,
             },
             None => None,
         };
         let record_version = match kind.as_str() {
-            "string" => match ask("GET").await?.pop() {
+            "string" => match send_command("GET").await?.pop() {
                 Some(Value::BulkString(raw)) => match record::decode(&raw) {
                     Err(DecodeError::UnknownVersion(version)) => Some(version),
                     _ => None,

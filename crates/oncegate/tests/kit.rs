@@ -29,7 +29,7 @@ impl Handler for Ship {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_parcel_is_sent_twice_or_forgotten() {
+async fn each_order_sends_exactly_one_parcel() {
     let carrier = Effects::default();
     let kit = Kit::new(Ship {
         carrier: carrier.clone(),
@@ -54,7 +54,7 @@ async fn no_parcel_is_sent_twice_or_forgotten() {
 #[should_panic(
     expected = "`order-1` happened 2 times. Its runs: attempt 1 returned Ok, then attempt 2 returned Ok"
 )]
-async fn the_kit_reports_that_effectively_once_ships_twice_after_a_crash() {
+async fn effectively_once_sends_a_second_parcel_after_a_crash() {
     let carrier = Effects::default();
     let kit = Kit::new(Ship {
         carrier: carrier.clone(),

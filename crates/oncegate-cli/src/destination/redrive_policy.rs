@@ -181,7 +181,7 @@ pub(crate) fn plan_copy(
 ) -> Result<CopyPlan, CliError> {
     let state = seen.map_or(MarkerState::Absent, ObservedMarker::state);
     if let Some(observed) = seen.filter(|_| !selected_by_id)
-        && has_other_body(message, &observed.standing.marker)
+        && has_other_body(message, &observed.stored.marker)
     {
         return skip("its id was used for another body; select it with --id to send it anyway");
     }
@@ -220,8 +220,8 @@ pub(crate) fn plan_for_state(
         MarkerState::Unreadable => skip("its marker cannot be read"),
         MarkerState::Absent if is_conflict && !(selected_by_id && accepted.accept_forgotten) => {
             skip(
-                "its id was used for another body, whose marker is gone: whether that was handled is unknown. Find out; give this one an id of its \
-                 own, or drop it. --id with --accept-forgotten runs it under this id",
+                "its id was used for another body, whose marker is absent: whether that was handled is unknown. Check its effect; give this message \
+                 another id, or drop it. --id with --accept-forgotten runs it under this id",
             )
         }
         MarkerState::Cleared if is_conflict && !selected_by_id => skip(

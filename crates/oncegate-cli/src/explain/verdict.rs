@@ -20,7 +20,6 @@ pub(crate) enum HandlingVerdict {
     HandledWithDuplicates,
     InProgress,
     /// Its lease expired, and no delivery claimed it since.
-    #[serde(rename = "left-by-its-holder")]
     Abandoned,
     InDoubt,
     DeadLettered,
@@ -42,7 +41,6 @@ pub(crate) enum HandlingVerdict {
     /// The value under its key is not a marker.
     UnreadableMarker,
     /// The store could not be read.
-    #[serde(rename = "not-seen")]
     StoreUnreadable,
 }
 
@@ -86,7 +84,7 @@ impl HandlingVerdict {
 /// The verdict and its explanation.
 pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
     let Some(marker) = &evidence.marker else {
-        let text = "The store could not be read, and only the store records what was handled. Other findings are listed below.";
+        let text = "The store could not be read, and only the store records which ids were handled. Dead letters, messages in doubt and audited actions are listed below.";
         return (HandlingVerdict::StoreUnreadable, text.into());
     };
     // Messages from another source belong to another consumer.
@@ -96,7 +94,7 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
             .find(|it| it.state.is_pending() && it.other_source.is_none() && with(it))
             .cloned()
     };
-    // A conflict is another message with the id: it says nothing of the message that used it first.
+    // A conflict is another message with the id: it proves nothing about the first message.
     let (conflict, own, doubt) = (
         pending(&evidence.dead_letters, &is_conflict),
         pending(&evidence.dead_letters, &|it| !is_conflict(it)),
@@ -107,7 +105,7 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
         MarkerState::Done => handled(evidence, dead.as_ref(), doubt.as_ref()),
         MarkerState::InProgress => (
             HandlingVerdict::InProgress,
-            "A consumer is handling it right now. Every other message with this id waits until that ends; none is accepted before."
+            "A consumer is handling it right now. Other messages with this id wait until it has finished."
                 .into(),
         ),
         MarkerState::Lapsed => (HandlingVerdict::Abandoned, lapsed(&marker.text, own.as_ref())),
@@ -132,7 +130,7 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
         .find_map(|it| Some((it, it.other_source.as_ref()?)))
     {
         text.push_str(&format!(
-            " A message with this id in {} was consumed from {source}, which is not configured here: this says nothing of that one.",
+            " A message with this id in {} was consumed from {source}, which is not configured here, so this verdict does not cover it.",
             message.location
         ));
     }
@@ -229,7 +227,7 @@ fn handled(
             " Before that it may have run more than once, if a run was interrupted: this consumer does not guarantee at most once.",
         );
     }
-    text.push_str(" Not twice, because every further message with this id finds the marker and is accepted without a run, until the marker expires.");
+    text.push_str(" Every further message with this id is accepted without calling the handler, until the marker expires.");
     match (copies, dead.map(DeadLetter::reason)) {
         (2.., _) => text.push_str(&format!(" The topic has {copies} messages with this id outside the destinations: one was handled, the others are duplicates.")),
         (_, Some("conflict")) => {}
@@ -241,12 +239,12 @@ fn handled(
             text.push_str(" Another message had the same id and ANOTHER BODY. It was not handled and is dead-lettered: its producer used the id twice.");
         }
         Some(_) => text.push_str(
-            " Its dead letter was handled after all: `oncegate dead-letters drop` drops it.",
+            " A dead letter with this id remains although the id was handled: `oncegate dead-letters drop` drops it.",
         ),
         None => {}
     }
     if doubt.is_some() {
-        text.push_str(" That settles its message in doubt: `oncegate in-doubt resolve --happened` removes it.");
+        text.push_str(" Its message in doubt is therefore resolved: `oncegate in-doubt resolve --happened` removes it.");
     }
     (
         if copies > 1 {
@@ -283,10 +281,11 @@ fn is_conflict(message: &DeadLetter) -> bool {
     message.reason() == "conflict"
 }
 
-/// Only a conflict proves that the id was used: its marker existed when the other body came.
+/// The text if only a conflict proves that the id was used: the marker existed when the other body
+/// was received.
 fn first_use_unknown(evidence: &Evidence) -> String {
     format!(
-        "Whether it was handled is unknown: the id was used by a message whose marker is gone (markers expire after the window of {}).",
+        "Whether it was handled is unknown: the id was used by a message whose marker is absent (markers expire after the window of {}).",
         evidence.window_description
     )
 }
@@ -335,7 +334,7 @@ fn dead_lettered(evidence: &Evidence, message: &DeadLetter, state: MarkerState) 
     {
         text.push_str(&format!(
             " That was longer ago than the window of {}: whether another message with its id was handled before or since is unknown. \
-             Find out; `oncegate dead-letters redrive` reports what is needed to send it.",
+             Check its effect; `oncegate dead-letters redrive` reports what is needed to send it.",
             evidence.window_description
         ));
     } else {

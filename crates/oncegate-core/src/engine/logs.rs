@@ -191,7 +191,7 @@ impl Logs {
     /// The store did not answer.
     pub(super) fn unavailable(&mut self, error: &StoreError, in_flight: usize) {
         if let Some(suppressed_lines) = self.unavailable.due(Instant::now()) {
-            tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, deliveries wait until it answers; check the store and its network");
+            tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
         }
     }
 

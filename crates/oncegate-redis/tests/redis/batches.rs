@@ -1,4 +1,4 @@
-//! Batches, as far as they are specific to Redis; the laws test what every store must do.
+//! Batches, as far as they are specific to Redis; `laws` tests what every store must do.
 
 use oncegate_core::marker::{
     Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Terms, Token, Verdict,
@@ -32,25 +32,25 @@ async fn one_bad_key_does_not_affect_the_others() {
             .expect("an answer");
     }
     let bad = ["list", "newer", "other", "cut"];
-    for asked in [
+    for request in [
         Ask::Claim,
         Ask::Complete,
         Ask::Renew,
         Ask::Clear(Effect::Nothing),
     ] {
-        let good = format!("good-{asked:?}");
+        let good = format!("good-{request:?}");
         assert_eq!(
             ask(&store, claim(&good, 1)).await.expect("a verdict"),
             GRANTED
         );
         let mut batch = vec![operation(
             &good,
-            asked,
+            request,
             1,
             1,
             terms(Guarantee::EffectivelyOnce),
         )];
-        batch.extend(bad.map(|id| operation(id, asked, 1, 1, terms(Guarantee::EffectivelyOnce))));
+        batch.extend(bad.map(|id| operation(id, request, 1, 1, terms(Guarantee::EffectivelyOnce))));
         batch.push(claim(&format!("{good}-too"), 2));
         let answers = store.apply(&batch).await;
         assert!(answers[0].is_ok() && answers[5].is_ok(), "{answers:?}");
@@ -62,9 +62,9 @@ async fn one_bad_key_does_not_affect_the_others() {
         ]) {
             let message = match answer {
                 Err(StoreError::UnreadableMarker(why)) => why.to_string(),
-                _ => panic!("{asked:?}: {answer:?}"),
+                _ => panic!("{request:?}: {answer:?}"),
             };
-            assert!(message.contains(says), "{asked:?}: {message}");
+            assert!(message.contains(says), "{request:?}: {message}");
         }
     }
     for (id, value) in [
@@ -159,7 +159,7 @@ async fn order_is_kept_when_the_script_cache_is_flushed() {
 }
 
 #[tokio::test]
-async fn done_is_what_other_programs_write_and_stays_an_integer_with_a_fingerprint() {
+async fn done_markers_are_integers_with_and_without_a_fingerprint() {
     let (store, prefix) = store();
     let mut raw = client().await;
     let with = |body| Terms {

@@ -378,7 +378,7 @@ pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
 }
 
 /// Another body conflicts with an id that is in doubt, rejected or done.
-pub async fn another_body_conflicts_with_what_was_first(store: Arc<dyn Store>) {
+pub async fn another_body_conflicts_with_an_in_doubt_rejected_or_done_id(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         let (claimant, ask) = claim(guarantee);

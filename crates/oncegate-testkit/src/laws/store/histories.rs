@@ -15,8 +15,8 @@ use proptest::sample::select;
 use proptest::strategy::ValueTree;
 use tokio::task::JoinSet;
 
-use crate::laws::fixtures::{LONG, answers, key};
-use crate::laws::possible_markers::{PossibleMarkers, Span, UnexpectedVerdict};
+use crate::laws::fixtures::{LONG, key};
+use crate::laws::possible_markers::{PossibleMarkers, UnexpectedVerdict, timed_answers};
 use crate::laws::random::{repeat, runner, seeds};
 use crate::laws::rows::probe_operations;
 
@@ -333,12 +333,7 @@ async fn send_batch(
         .iter()
         .map(|(_, operation)| operation.clone())
         .collect();
-    let from = Instant::now();
-    let answers = answers(store, &operations).await;
-    let during = Span {
-        from,
-        to: Instant::now(),
-    };
+    let (answers, during) = timed_answers(store, &operations).await;
     let mut seen = Vec::with_capacity(answers.len());
     for ((key, operation), answer) in batch.into_iter().zip(answers) {
         let verdict = answer.map_err(|error| format!("{error}, to {operation:?}"))?;

@@ -368,7 +368,7 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
 
 /// The holder doubts an id that it ran or reconciled: then no consumer reconciles it, and the other
 /// fields of the hold are unchanged.
-pub async fn the_holder_doubts(store: Arc<dyn Store>) {
+pub async fn the_holder_marks_the_id_in_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         let operation = own_operation(guarantee, Ask::Doubt, 2);

@@ -1,9 +1,9 @@
 //! Handles messages of the memory broker with the memory store and an empty handler, on a runtime
 //! with one thread.
 //!
-//! `oncegate-road MESSAGES [inline|spawned|fixture]`. `cargo xtask bench --guard` runs it under
-//! callgrind with few and with many messages, and divides the difference. With `fixture` it only
-//! creates and publishes the messages: the guard subtracts that cost.
+//! `oncegate-bench-instructions MESSAGES [inline|spawned|fixture]`. `cargo xtask bench --guard` runs
+//! it under callgrind with few and with many messages, and divides the difference. With `fixture` it
+//! only creates and publishes the messages: the guard subtracts that cost.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -36,7 +36,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
     let messages: usize = arguments
         .next()
-        .ok_or("usage: oncegate-road MESSAGES [inline|spawned|fixture]")?
+        .ok_or("usage: oncegate-bench-instructions MESSAGES [inline|spawned|fixture]")?
         .parse()?;
     let execution = match arguments.next().as_deref() {
         None | Some("inline") => Some(Execution::Inline),
@@ -46,7 +46,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             return Err(format!("`{other}` is none of `inline`, `spawned`, `fixture`").into());
         }
     };
-    let broker = MemoryBroker::new("road");
+    let broker = MemoryBroker::new("messages");
     // One block of headers for all messages, as sources create it.
     let mut block = Vec::new();
     let headers: Vec<_> = (0..messages)

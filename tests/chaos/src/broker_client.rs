@@ -5,27 +5,27 @@ mod rabbit;
 
 use std::sync::Arc;
 
-pub(crate) use kafka::refuse_letters;
+pub(crate) use kafka::set_rejected_writes;
 
 use crate::Error;
-use crate::ledger::{Log, Place};
+use crate::ledger::{Log, RejectedTo};
 use crate::message::Outgoing;
-use crate::play::Taken;
+use crate::run::ConsumerMode;
 use crate::worker::Broker;
 
 /// The name suffixes of the destinations of rejected messages.
-const DESTINATION_SUFFIXES: [(&str, Place); 2] = [
-    (".dead-letters", Place::DeadLetters),
-    (".in-doubt", Place::InDoubt),
+const DESTINATION_SUFFIXES: [(&str, RejectedTo); 2] = [
+    (".dead-letters", RejectedTo::DeadLetters),
+    (".in-doubt", RejectedTo::InDoubt),
 ];
 
 /// A topic or queue of a run.
 #[derive(Debug)]
-pub enum Wire {
+pub enum BrokerClient {
     /// On Kafka.
-    Kafka(kafka::Wire),
+    Kafka(kafka::BrokerClient),
     /// On RabbitMQ.
-    Rabbit(Box<rabbit::Wire>),
+    Rabbit(Box<rabbit::BrokerClient>),
 }
 
 /// A dead letter or an in-doubt message.
@@ -34,20 +34,29 @@ pub struct RejectedMessage {
     /// Its id.
     pub id: String,
     /// The destination.
-    pub place: Place,
+    pub place: RejectedTo,
     /// The reason header.
     pub reason: String,
 }
 
-impl Wire {
+impl BrokerClient {
     /// Creates the topic on Kafka; on RabbitMQ the consumers declare the queue.
     ///
     /// # Errors
     /// The error of the broker.
-    pub async fn open(broker: Broker, url: &str, name: &str, taken: Taken) -> Result<Self, Error> {
+    pub async fn open(
+        broker: Broker,
+        url: &str,
+        name: &str,
+        consumer_mode: ConsumerMode,
+    ) -> Result<Self, Error> {
         Ok(match broker {
-            Broker::Kafka => Self::Kafka(kafka::Wire::open(url, name).await?),
-            Broker::Rabbitmq => Self::Rabbit(Box::new(rabbit::Wire::new(url, name, taken))),
+            Broker::Kafka => Self::Kafka(kafka::BrokerClient::open(url, name).await?),
+            Broker::Rabbitmq => Self::Rabbit(Box::new(rabbit::BrokerClient::new(
+                url,
+                name,
+                consumer_mode,
+            ))),
         })
     }
 
@@ -58,15 +67,15 @@ impl Wire {
     /// A permanent error.
     pub async fn publish(&self, messages: Vec<Outgoing>, log: &Arc<Log>) -> Result<(), Error> {
         match self {
-            Self::Kafka(wire) => wire.publish(messages, log).await,
-            Self::Rabbit(wire) => wire.publish(messages, log).await,
+            Self::Kafka(client) => client.publish(messages, log).await,
+            Self::Rabbit(client) => client.publish(messages, log).await,
         }
     }
 
     /// Waits until each message is confirmed or has failed.
     pub async fn flush(&self) {
         match self {
-            Self::Kafka(wire) => wire.flush().await,
+            Self::Kafka(client) => client.flush().await,
             Self::Rabbit(_) => {}
         }
     }
@@ -76,10 +85,10 @@ impl Wire {
     ///
     /// # Errors
     /// The broker does not reply.
-    pub async fn left(&self) -> Result<u64, Error> {
+    pub async fn unsettled(&self) -> Result<u64, Error> {
         match self {
-            Self::Kafka(wire) => wire.left().await,
-            Self::Rabbit(wire) => wire.left().await,
+            Self::Kafka(client) => client.unsettled().await,
+            Self::Rabbit(client) => client.unsettled().await,
         }
     }
 
@@ -89,7 +98,7 @@ impl Wire {
     /// The error of the broker, or it is RabbitMQ.
     pub async fn recreate_topic(&self) -> Result<(), Error> {
         match self {
-            Self::Kafka(wire) => wire.recreate_topic().await,
+            Self::Kafka(client) => client.recreate_topic().await,
             Self::Rabbit(_) => Err("only Kafka has topics".into()),
         }
     }
@@ -97,7 +106,7 @@ impl Wire {
     /// A client for the committed offsets of the consumer group; none on RabbitMQ.
     pub fn group(&self) -> Option<kafka::Group> {
         match self {
-            Self::Kafka(wire) => wire.group(),
+            Self::Kafka(client) => client.group(),
             Self::Rabbit(_) => None,
         }
     }
@@ -110,8 +119,8 @@ impl Wire {
         let mut rejected_in = Vec::new();
         for (suffix, place) in DESTINATION_SUFFIXES {
             rejected_in.extend(match self {
-                Self::Kafka(wire) => wire.rejected_in(suffix, place).await?,
-                Self::Rabbit(wire) => wire.rejected_in(suffix, place).await?,
+                Self::Kafka(client) => client.rejected_in(suffix, place).await?,
+                Self::Rabbit(client) => client.rejected_in(suffix, place).await?,
             });
         }
         Ok(rejected_in)

@@ -12,15 +12,15 @@ use std::time::{Duration, Instant};
 
 use oncegate_testkit::proxy::Proxy;
 use oncegate_testkit::servers::{
-    KafkaDoor, KafkaServer, KafkaUser, RabbitServer, Server, ServerKind, fetch_kafka,
+    KafkaListener, KafkaServer, KafkaUser, RabbitServer, Server, ServerKind, fetch_kafka,
 };
 use rustix::process::Signal;
 
+use crate::broker_client;
 use crate::fleet::{Faults, Fleet};
 use crate::ledger::{Log, What};
 use crate::schedule::{Kind, Planned};
 use crate::secrets::{Secret, canary};
-use crate::wire::refuse_letters;
 use crate::worker::Broker;
 use crate::{Error, lock};
 use store::Store;
@@ -35,7 +35,7 @@ const REBALANCE: Duration = Duration::from_secs(3);
 const MOMENT: Duration = Duration::from_millis(200);
 
 /// The servers of a run, on free ports.
-pub struct Stage {
+pub struct TestServers {
     store: Store,
     broker: Arc<BrokerServer>,
     secrets: [Secret; 2],
@@ -52,7 +52,7 @@ struct LoggedServer<S> {
     saved_bytes: usize,
 }
 
-impl Stage {
+impl TestServers {
     /// Starts a Redis with an append-only file, and a broker.
     ///
     /// # Errors
@@ -151,7 +151,7 @@ impl Stage {
     /// The address of the broker for consumers; RabbitMQ is behind the proxy.
     pub fn url(&self) -> String {
         match &*self.broker {
-            BrokerServer::Kafka(server, _) => lock(server).server.brokers_by(KafkaDoor::Login),
+            BrokerServer::Kafka(server, _) => lock(server).server.brokers_at(KafkaListener::Login),
             BrokerServer::Rabbit(_, proxy, _) => {
                 let [_, secret] = &self.secrets;
                 format!(
@@ -210,7 +210,7 @@ impl Stage {
                 .trim()
                 .to_owned(),
         );
-        versions.extend(output_of("rustc --version").map(|said| ("rustc".to_owned(), said)));
+        versions.extend(output_of("rustc --version").map(|text| ("rustc".to_owned(), text)));
         versions.insert("commit".to_owned(), commit.to_owned());
         versions
     }
@@ -224,9 +224,9 @@ impl Stage {
         match &*self.broker {
             BrokerServer::Kafka(server, _) => drop(lock(server).save_log(folder)?),
             BrokerServer::Rabbit(server, ..) => {
-                let said = lock(server).save_log(folder)?;
+                let text = lock(server).save_log(folder)?;
                 log.write_all(
-                    refused_acknowledgements(&said)
+                    refused_acknowledgements(&text)
                         .into_iter()
                         .map(|line| What::ChannelRefused { line }),
                 );
@@ -239,19 +239,24 @@ impl Stage {
     ///
     /// # Errors
     /// The fault could not be injected; the run has no result.
-    pub fn inflict(&self, planned: &Planned, seed: u64, on: &Scene<'_>) -> Result<(), Error> {
-        let Scene {
+    pub fn inject(
+        &self,
+        planned: &Planned,
+        seed: u64,
+        context: &FaultContext<'_>,
+    ) -> Result<(), Error> {
+        let FaultContext {
             fleet,
             faults,
             folder,
             log,
             ..
-        } = *on;
+        } = *context;
         let name = &planned.name();
         let pause = || std::thread::sleep(planned.lasts);
-        let momentary = |play: &dyn Fn()| {
-            faults.play(name, None, || {
-                play();
+        let momentary = |inject: &dyn Fn()| {
+            faults.record(name, None, || {
+                inject();
                 std::thread::sleep(MOMENT);
                 Ok(())
             })
@@ -259,7 +264,7 @@ impl Stage {
         match planned.kind {
             Kind::KillConsumer | Kind::TerminateConsumer => {
                 let mut slot = fleet.slot(planned.consumer);
-                faults.play(name, slot.name(), || {
+                faults.record(name, slot.name(), || {
                     if planned.kind == Kind::KillConsumer {
                         fleet.kill(&mut slot)?
                     } else {
@@ -271,7 +276,7 @@ impl Stage {
             }
             Kind::FreezeConsumer => {
                 let slot = fleet.slot(planned.consumer);
-                faults.play(name, slot.name(), || {
+                faults.record(name, slot.name(), || {
                     slot.signal(Signal::STOP)?;
                     pause();
                     slot.signal(Signal::CONT)
@@ -280,7 +285,7 @@ impl Stage {
             Kind::RollingRestart => (0..fleet.size()).try_for_each(|number| {
                 let since = Instant::now();
                 let mut slot = fleet.slot(number);
-                faults.play(name, slot.name(), || {
+                faults.record(name, slot.name(), || {
                     fleet.terminate(&mut slot)?;
                     fleet.start(&mut slot)
                 })?;
@@ -295,15 +300,15 @@ impl Stage {
             }),
             Kind::RefuseLetters => {
                 // Before the recorded start of the fault, since changing the setting may take time.
-                self.letters(on.queue, Letters::Refused)?;
-                faults.play(name, None, || {
+                self.set_rejected_writes(context.queue, RejectedWrites::Refused)?;
+                faults.record(name, None, || {
                     std::thread::sleep(planned.lasts);
-                    self.letters(on.queue, Letters::Taken)
+                    self.set_rejected_writes(context.queue, RejectedWrites::Accepted)
                 })
             }
             Kind::Rebalance => {
                 let mut slot = fleet.slot(planned.consumer);
-                faults.play(name, None, || {
+                faults.record(name, None, || {
                     let since = Instant::now();
                     while since.elapsed() < planned.lasts {
                         fleet.terminate(&mut slot)?;
@@ -314,7 +319,7 @@ impl Stage {
                     Ok(())
                 })
             }
-            Kind::DarkRabbit => dark(self.rabbit()?.1, planned, faults),
+            Kind::DarkRabbit => black_hole(self.rabbit()?.1, planned, faults),
             Kind::ResetRabbit => {
                 let proxy = self.rabbit()?.1;
                 momentary(&|| proxy.reset())
@@ -327,50 +332,52 @@ impl Stage {
                 } else {
                     Server::stop
                 };
-                faults.play(name, None, || server.restart(planned.lasts, end))
+                faults.record(name, None, || server.restart(planned.lasts, end))
             }
             Kind::CloseConnections => {
-                self.control(on, name, &["-q", "close_all_connections", "chaos"])
+                self.control(context, name, &["-q", "close_all_connections", "chaos"])
             }
             // A soft error closes the channel: it requests a queue that does not exist.
             Kind::CloseChannels => self.to_channels(
-                on,
+                context,
                 name,
                 "rabbit_channel:do(Channel, {'basic.get', 0, <<\"no such queue\">>, false})",
             ),
             // The channel stays open and keeps its unacknowledged messages.
             Kind::CancelConsumers => {
                 let does = "Cancel = {'basic.cancel', Tag, true}, rabbit_channel:do(Channel, Cancel), rabbit_channel:send_command(Channel, Cancel)";
-                self.to_channels(on, name, does)
+                self.to_channels(context, name, does)
             }
             Kind::KillKafka => {
                 self.save_logs(folder, log)?;
                 let mut server = lock(self.kafka()?);
-                faults.play(name, None, || server.restart(planned.lasts, Server::kill))
+                faults.record(name, None, || server.restart(planned.lasts, Server::kill))
             }
             Kind::FreezeKafka => {
                 let mut server = lock(self.kafka()?);
-                faults.play(name, None, || frozen(&mut server.server, planned.lasts))
+                faults.record(name, None, || freeze(&mut server.server, planned.lasts))
             }
             Kind::FailOverRedis => {
-                self.store.inflict(planned, seed, faults, folder)?;
-                match on.after_a_loss {
-                    AfterALoss::GoOn => Ok(()),
+                self.store.inject(planned, seed, faults, folder)?;
+                match context.on_data_loss {
+                    OnDataLoss::KeepRunning => Ok(()),
                     // A restart accepts the loss, as an operator would.
-                    AfterALoss::StartAgain => {
+                    OnDataLoss::Restart => {
                         fleet.terminate_all()?;
                         fleet.start_all()
                     }
                 }
             }
-            _ => self.store.inflict(planned, seed, faults, folder),
+            _ => self.store.inject(planned, seed, faults, folder),
         }
     }
 
-    fn letters(&self, queue: &str, letters: Letters) -> Result<(), Error> {
-        match (&*self.broker, letters) {
-            (BrokerServer::Kafka(_, brokers), letters) => refuse_letters(brokers, queue, letters),
-            (BrokerServer::Rabbit(server, ..), Letters::Refused) => {
+    fn set_rejected_writes(&self, queue: &str, writes: RejectedWrites) -> Result<(), Error> {
+        match (&*self.broker, writes) {
+            (BrokerServer::Kafka(_, brokers), writes) => {
+                broker_client::set_rejected_writes(brokers, queue, writes)
+            }
+            (BrokerServer::Rabbit(server, ..), RejectedWrites::Refused) => {
                 let full = r#"{"max-length":0,"overflow":"reject-publish"}"#;
                 lock(server).server.control(&[
                     "-q",
@@ -383,7 +390,7 @@ impl Stage {
                 ])?;
                 Ok(())
             }
-            (BrokerServer::Rabbit(server, ..), Letters::Taken) => {
+            (BrokerServer::Rabbit(server, ..), RejectedWrites::Accepted) => {
                 lock(server)
                     .server
                     .control(&["-q", "clear_policy", "chaos"])?;
@@ -395,39 +402,44 @@ impl Stage {
     fn kafka(&self) -> Result<&Mutex<LoggedServer<KafkaServer>>, Error> {
         match &*self.broker {
             BrokerServer::Kafka(server, _) => Ok(server),
-            BrokerServer::Rabbit(..) => Err("this stage has no Kafka".into()),
+            BrokerServer::Rabbit(..) => Err("these servers include no Kafka".into()),
         }
     }
 
     fn rabbit(&self) -> Result<(&Mutex<LoggedServer<RabbitServer>>, &Proxy), Error> {
         match &*self.broker {
             BrokerServer::Rabbit(server, proxy, _) => Ok((server, proxy)),
-            BrokerServer::Kafka(..) => Err("this stage has no RabbitMQ".into()),
+            BrokerServer::Kafka(..) => Err("these servers include no RabbitMQ".into()),
         }
     }
 
-    fn control(&self, on: &Scene<'_>, name: &str, arguments: &[&str]) -> Result<(), Error> {
+    fn control(
+        &self,
+        context: &FaultContext<'_>,
+        name: &str,
+        arguments: &[&str],
+    ) -> Result<(), Error> {
         let server = lock(self.rabbit()?.0);
-        on.faults.play(name, None, || {
+        context.faults.record(name, None, || {
             server.server.control(arguments)?;
             Ok(())
         })
     }
 
     /// Evaluates an Erlang expression for each channel that consumes from the run's queue.
-    fn to_channels(&self, on: &Scene<'_>, name: &str, does: &str) -> Result<(), Error> {
+    fn to_channels(&self, context: &FaultContext<'_>, name: &str, does: &str) -> Result<(), Error> {
         let program = format!(
             "[begin [Channel, Tag] = [proplists:get_value(Key, C) || Key <- [channel_pid, consumer_tag]], {does} end || \
              C <- rabbit_amqqueue:consumers_all(<<\"/\">>), proplists:get_value(queue_name, C) == {{resource, <<\"/\">>, queue, <<\"{}\">>}}].",
-            on.queue
+            context.queue
         );
-        self.control(on, name, &["-q", "eval", &program])
+        self.control(context, name, &["-q", "eval", &program])
     }
 }
 
 /// What a fault needs besides the servers.
 #[derive(Clone, Copy, Debug)]
-pub struct Scene<'a> {
+pub struct FaultContext<'a> {
     /// The consumers.
     pub fleet: &'a Fleet,
     /// The fault log.
@@ -439,24 +451,24 @@ pub struct Scene<'a> {
     /// The topic or queue.
     pub queue: &'a str,
     /// What to do with the consumers after Redis lost writes.
-    pub after_a_loss: AfterALoss,
+    pub on_data_loss: OnDataLoss,
 }
 
 /// What to do with the consumers after Redis lost writes. With at most once they pause until an
 /// operator accepts the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum AfterALoss {
+pub enum OnDataLoss {
     /// Leave them running.
-    GoOn,
+    KeepRunning,
     /// Restart all of them.
-    StartAgain,
+    Restart,
 }
 
 /// Whether the broker accepts dead letters and in-doubt messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Letters {
+pub enum RejectedWrites {
     /// It accepts them.
-    Taken,
+    Accepted,
     /// It refuses them.
     Refused,
 }
@@ -472,9 +484,9 @@ impl<K: ServerKind> LoggedServer<Server<K>> {
 
     /// Appends the new part of its log to a file in the folder, and returns it.
     fn save_log(&mut self, folder: &Path) -> Result<String, Error> {
-        let said = std::fs::read(self.server.directory().join("server.log"))?;
-        let new = said.get(self.saved_bytes..).unwrap_or_default();
-        self.saved_bytes = said.len();
+        let text = std::fs::read(self.server.directory().join("server.log"))?;
+        let new = text.get(self.saved_bytes..).unwrap_or_default();
+        self.saved_bytes = text.len();
         let path = folder.join(format!("{}.log", K::NAME.to_lowercase()));
         OpenOptions::new()
             .append(true)
@@ -485,15 +497,15 @@ impl<K: ServerKind> LoggedServer<Server<K>> {
     }
 }
 
-fn frozen<K: ServerKind>(server: &mut Server<K>, lasts: Duration) -> Result<(), Error> {
+fn freeze<K: ServerKind>(server: &mut Server<K>, lasts: Duration) -> Result<(), Error> {
     server.freeze();
     std::thread::sleep(lasts);
     server.thaw();
     Ok(())
 }
 
-fn dark(proxy: &Proxy, planned: &Planned, faults: &Faults) -> Result<(), Error> {
-    faults.play(&planned.name(), None, || {
+fn black_hole(proxy: &Proxy, planned: &Planned, faults: &Faults) -> Result<(), Error> {
+    faults.record(&planned.name(), None, || {
         proxy.black_hole();
         std::thread::sleep(planned.lasts);
         // Faults that are injected at the same time continue.
@@ -503,8 +515,8 @@ fn dark(proxy: &Proxy, planned: &Planned, faults: &Faults) -> Result<(), Error> 
 }
 
 /// The lines of RabbitMQ's log in which it closed a channel with 406.
-pub(crate) fn refused_acknowledgements(said: &str) -> Vec<String> {
-    said.lines()
+pub(crate) fn refused_acknowledgements(text: &str) -> Vec<String> {
+    text.lines()
         .filter(|line| line.to_lowercase().contains("precondition_failed"))
         .map(str::to_owned)
         .collect()
@@ -546,6 +558,6 @@ fn output_of(command: &str) -> Option<String> {
         .output()
         .ok()
         .filter(|output| output.status.success())?;
-    let said = String::from_utf8(output.stdout).ok()?;
-    Some(said.trim().trim_start_matches("rustc ").to_owned())
+    let text = String::from_utf8(output.stdout).ok()?;
+    Some(text.trim().trim_start_matches("rustc ").to_owned())
 }

@@ -115,7 +115,7 @@ async fn a_loss_may_be_accepted_before_it_is_detected() {
     server.command("FLUSHALL").expect("a reply");
     assert!(
         refused(&store, "charged", "accept_loss").await,
-        "the next one is another"
+        "a later loss pauses again"
     );
 }
 
@@ -170,7 +170,7 @@ async fn claims_just_after_the_keys_are_lost_are_not_granted() {
 
 /// Restores the server's files from before `during`, like a power cut that loses unsynced writes.
 /// All earlier answered writes must be in the files.
-async fn losing_what_is_written(server: &mut RedisServer, during: impl Future<Output = ()>) {
+async fn lose_writes_during(server: &mut RedisServer, during: impl Future<Output = ()>) {
     let (files, kept) = (
         server.directory().join("appendonlydir"),
         server.directory().join("kept"),
@@ -199,7 +199,7 @@ async fn a_restart_that_lost_the_last_claims_pauses() {
         ask(&store, strict("kept", 1)).await.expect("a verdict"),
         GRANTED
     );
-    losing_what_is_written(&mut server, async {
+    lose_writes_during(&mut server, async {
         assert_eq!(
             ask(&store, strict("charged", 1)).await.expect("a verdict"),
             GRANTED
@@ -225,13 +225,13 @@ async fn a_restart_that_lost_only_checks_does_not_pause() {
         ask(&store, strict("kept", 1)).await.expect("a verdict"),
         GRANTED
     );
-    losing_what_is_written(&mut server, async {
+    lose_writes_during(&mut server, async {
         // This performs a check.
         store.accept_loss().await;
     })
     .await;
     assert_eq!(
-        crate::forms::healed(&store, strict("new", 1)).await,
+        crate::sentinel_and_cluster::until_answered(&store, strict("new", 1)).await,
         GRANTED
     );
 }
@@ -248,7 +248,7 @@ async fn a_lost_reply_to_a_check_hides_no_loss() {
         ask(&store, strict("kept", 1)).await.expect("a verdict"),
         GRANTED
     );
-    losing_what_is_written(&mut server, async {
+    lose_writes_during(&mut server, async {
         assert_eq!(
             ask(&store, strict("charged", 1)).await.expect("a verdict"),
             GRANTED
@@ -317,7 +317,7 @@ async fn a_consumer_that_lost_claims_shows_it_to_the_others() {
         ask(&other, strict("second", 1)).await.expect("a verdict"),
         GRANTED
     );
-    losing_what_is_written(&mut server, async {
+    lose_writes_during(&mut server, async {
         assert_eq!(
             ask(&loses, strict("charged", 1)).await.expect("a verdict"),
             GRANTED
@@ -326,7 +326,7 @@ async fn a_consumer_that_lost_claims_shows_it_to_the_others() {
     .await;
     assert!(
         refused(&other, "charged", "another run_id").await,
-        "it pauses for the others"
+        "it pauses after a restart, for consumers that lost writes"
     );
     assert!(refused(&loses, "charged", "last writes").await);
     assert!(refused(&other, "charged", "another consumer").await);
@@ -392,10 +392,13 @@ async fn claims_continue_after_a_crash_that_loses_nothing() {
     server.kill();
     server.start_again().expect("it starts again");
     assert!(matches!(
-        crate::forms::healed(&store, strict("k", 2)).await,
+        crate::sentinel_and_cluster::until_answered(&store, strict("k", 2)).await,
         Verdict::Busy { .. }
     ));
-    assert_eq!(crate::forms::healed(&store, strict("l", 1)).await, GRANTED);
+    assert_eq!(
+        crate::sentinel_and_cluster::until_answered(&store, strict("l", 1)).await,
+        GRANTED
+    );
 }
 
 /// For example after the promotion of a replica that lagged behind.

@@ -11,7 +11,7 @@ const IDENTITY: &str = "server.pem";
 
 /// A listener of a [`KafkaServer`](super::KafkaServer).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum KafkaDoor {
+pub enum KafkaListener {
     /// Plain text, without authentication.
     Plain,
     /// TLS.
@@ -22,11 +22,12 @@ pub enum KafkaDoor {
     Login,
 }
 
-impl KafkaDoor {
+impl KafkaListener {
     /// The listeners of a secured broker besides the plain one.
     pub(crate) const SECURED: [Self; 3] = [Self::Tls, Self::MutualTls, Self::Login];
 
-    pub(crate) fn listener(self) -> &'static str {
+    /// The listener's name in the broker's properties.
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Plain => "PLAINTEXT",
             Self::Tls => "TLS",

@@ -1,13 +1,15 @@
 //! A builder of ledgers.
 
 use crate::check::{Checked, Invariant, Rules, check};
-use crate::ledger::{Asked, Edge, Ending, Ledger, Record, Sent, Settling, Unique, What};
+use crate::ledger::{
+    FaultEdge, HandlerEnd, Ledger, Record, SentSignal, SettlementKind, StoreOperation, Unique, What,
+};
 
 /// A ledger under construction; times are in milliseconds.
 #[derive(Default)]
-pub(super) struct Story(pub(super) Vec<Record>);
+pub(super) struct LedgerBuilder(pub(super) Vec<Record>);
 
-impl Story {
+impl LedgerBuilder {
     pub(super) fn at(mut self, ms: u64, by: &str, what: What) -> Self {
         self.0.push(Record {
             at: ms * 1_000,
@@ -19,9 +21,9 @@ impl Story {
     }
 
     pub(super) fn sent(self, id: &str) -> Self {
-        self.at(0, "player", What::Attempted { id: id.into() }).at(
+        self.at(0, "harness", What::Attempted { id: id.into() }).at(
             1,
-            "player",
+            "harness",
             What::Confirmed { id: id.into() },
         )
     }
@@ -38,7 +40,7 @@ impl Story {
         )
     }
 
-    pub(super) fn end(self, ms: u64, by: &str, id: &str, how: Ending) -> Self {
+    pub(super) fn end(self, ms: u64, by: &str, id: &str, how: HandlerEnd) -> Self {
         self.at(
             ms,
             by,
@@ -70,7 +72,14 @@ impl Story {
         )
     }
 
-    pub(super) fn answer(self, ms: u64, by: &str, id: &str, ask: Asked, verdict: &str) -> Self {
+    pub(super) fn answer(
+        self,
+        ms: u64,
+        by: &str,
+        id: &str,
+        ask: StoreOperation,
+        verdict: &str,
+    ) -> Self {
         self.at(
             ms,
             by,
@@ -86,7 +95,7 @@ impl Story {
         let settled = What::Settled {
             id: id.into(),
             position: "0/1".into(),
-            how: Settling::Accepted,
+            how: SettlementKind::Accepted,
             why: why.into(),
         };
         self.at(
@@ -108,22 +117,22 @@ impl Story {
             target: target.map(str::to_owned),
             edge,
         };
-        self.at(from, "player", fault(Edge::Begin))
-            .at(to, "player", fault(Edge::End))
+        self.at(from, "harness", fault(FaultEdge::Begin))
+            .at(to, "harness", fault(FaultEdge::End))
     }
 
-    pub(super) fn gone(
+    pub(super) fn process_ended(
         self,
         ms: u64,
         consumer: &str,
-        after: Sent,
+        after: SentSignal,
         status: &str,
         took_ms: u64,
     ) -> Self {
         self.at(
             ms,
-            "player",
-            What::Gone {
+            "harness",
+            What::ProcessEnded {
                 consumer: consumer.into(),
                 after,
                 status: status.into(),
@@ -134,11 +143,11 @@ impl Story {
 
     /// A message that a consumer receives, handles and settles without a fault.
     pub(super) fn handled(self, ms: u64, by: &str, id: &str) -> Self {
-        self.answer(ms, by, id, Asked::Claim, "granted 1")
+        self.answer(ms, by, id, StoreOperation::Claim, "granted 1")
             .start(ms + 1, by, id, 1)
-            .effect(ms + 5, by, id, 1, Unique::Accepted)
-            .end(ms + 9, by, id, Ending::Ok)
-            .answer(ms + 10, by, id, Asked::Complete, "done")
+            .effect(ms + 5, by, id, 1, Unique::First)
+            .end(ms + 9, by, id, HandlerEnd::Ok)
+            .answer(ms + 10, by, id, StoreOperation::Complete, "done")
             .accept(ms + 11, by, id, "completed")
     }
 
@@ -147,7 +156,7 @@ impl Story {
     }
 
     /// The violations, by invariant and id.
-    pub(super) fn breaks(self, rules: &Rules) -> Vec<(Invariant, Option<String>)> {
+    pub(super) fn violations(self, rules: &Rules) -> Vec<(Invariant, Option<String>)> {
         self.check(rules)
             .violations
             .into_iter()

@@ -19,9 +19,9 @@ use tokio::sync::Semaphore;
 use tokio::task::JoinHandle;
 
 use super::{DESTINATION_SUFFIXES, RejectedMessage};
-use crate::ledger::{Log, Place, What};
+use crate::ledger::{Log, RejectedTo, What};
 use crate::message::{ID_HEADER, Outgoing};
-use crate::stage::Letters;
+use crate::servers::RejectedWrites;
 use crate::{Error, lock};
 
 const PARTITIONS: i32 = 4;
@@ -33,17 +33,17 @@ const OFFSETS_TIMEOUT: Duration = Duration::from_secs(2);
 const OUTSTANDING: u32 = 5_000;
 
 /// How long the producer may get no confirmation, while the broker replies to other clients, until
-/// it is replaced: see [`replace_silent_producer`].
-const MAX_SILENCE: Duration = Duration::from_secs(5);
+/// it is replaced: see [`replace_stalled_producer`].
+const MAX_CONFIRM_DELAY: Duration = Duration::from_secs(5);
 /// The interval of that check, and the timeout of its request.
 const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A topic, its group of the same name, and a producer.
-pub struct Wire {
+pub struct BrokerClient {
     brokers: String,
     topic: String,
     sending: Arc<Sending>,
-    tending: JoinHandle<()>,
+    watchdog: JoinHandle<()>,
 }
 
 /// The producer and its unconfirmed messages.
@@ -86,9 +86,9 @@ impl Group {
     }
 }
 
-impl fmt::Debug for Wire {
+impl fmt::Debug for BrokerClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Wire")
+        f.debug_struct("BrokerClient")
             .field("topic", &self.topic)
             .finish_non_exhaustive()
     }
@@ -109,7 +109,7 @@ async fn create(admin: &AdminClient<DefaultClientContext>, topic: &str) -> Resul
     Ok(())
 }
 
-impl Wire {
+impl BrokerClient {
     pub(super) async fn open(brokers: &str, topic: &str) -> Result<Self, Error> {
         create(&config(brokers).create()?, topic).await?;
         let (outstanding, confirmed) = (
@@ -121,7 +121,7 @@ impl Wire {
             outstanding,
             confirmed,
         });
-        let tending = tokio::spawn(replace_silent_producer(
+        let watchdog = tokio::spawn(replace_stalled_producer(
             Arc::clone(&sending),
             brokers.to_owned(),
         ));
@@ -129,7 +129,7 @@ impl Wire {
             brokers: brokers.to_owned(),
             topic: topic.to_owned(),
             sending,
-            tending,
+            watchdog,
         })
     }
 
@@ -206,8 +206,8 @@ impl Wire {
         create(&admin, &self.topic).await
     }
 
-    pub(super) async fn left(&self) -> Result<u64, Error> {
-        self.look(|consumer, topic| {
+    pub(super) async fn unsettled(&self) -> Result<u64, Error> {
+        self.blocking_request(|consumer, topic| {
             let mut all = TopicPartitionList::new();
             all.add_partition_range(topic, 0, PARTITIONS - 1);
             let mut left = 0;
@@ -229,9 +229,9 @@ impl Wire {
     pub(super) async fn rejected_in(
         &self,
         suffix: &'static str,
-        place: Place,
+        place: RejectedTo,
     ) -> Result<Vec<RejectedMessage>, Error> {
-        self.look(move |consumer, topic| {
+        self.blocking_request(move |consumer, topic| {
             let topic = format!("{topic}{suffix}");
             let (low, high) = match consumer.fetch_watermarks(&topic, 0, REQUEST_TIMEOUT) {
                 // No consumer has created it yet.
@@ -280,7 +280,7 @@ impl Wire {
     }
 
     /// Runs a blocking request on another thread.
-    async fn look<T: Send + 'static>(
+    async fn blocking_request<T: Send + 'static>(
         &self,
         ask: impl FnOnce(&BaseConsumer, &str) -> Result<T, Error> + Send + 'static,
     ) -> Result<T, Error> {
@@ -297,9 +297,9 @@ impl Wire {
     }
 }
 
-impl Drop for Wire {
+impl Drop for BrokerClient {
     fn drop(&mut self) {
-        self.tending.abort();
+        self.watchdog.abort();
     }
 }
 
@@ -308,10 +308,10 @@ impl Sending {
         lock(&self.producer).clone()
     }
 
-    /// Whether messages are unconfirmed and none was confirmed for [`MAX_SILENCE`].
-    fn is_silent(&self) -> bool {
+    /// Whether messages are unconfirmed and none was confirmed for [`MAX_CONFIRM_DELAY`].
+    fn is_stalled(&self) -> bool {
         self.outstanding.available_permits() < OUTSTANDING as usize
-            && lock(&self.confirmed).elapsed() >= MAX_SILENCE
+            && lock(&self.confirmed).elapsed() >= MAX_CONFIRM_DELAY
     }
 }
 
@@ -330,15 +330,15 @@ fn producer(brokers: &str) -> Result<FutureProducer, Error> {
 
 /// Replaces a producer that lost the broker's metadata after a freeze of Kafka; its unsent messages
 /// fail. Otherwise the run would wait for them.
-async fn replace_silent_producer(sending: Arc<Sending>, brokers: String) {
+async fn replace_stalled_producer(sending: Arc<Sending>, brokers: String) {
     let mut answered: Option<Instant> = None;
     loop {
         tokio::time::sleep(CHECK_INTERVAL).await;
-        if !sending.is_silent() || !does_answer(brokers.clone()).await {
+        if !sending.is_stalled() || !broker_replies(brokers.clone()).await {
             answered = None;
             continue;
         }
-        if answered.get_or_insert_with(Instant::now).elapsed() < MAX_SILENCE {
+        if answered.get_or_insert_with(Instant::now).elapsed() < MAX_CONFIRM_DELAY {
             continue;
         }
         answered = None;
@@ -354,7 +354,7 @@ async fn replace_silent_producer(sending: Arc<Sending>, brokers: String) {
     }
 }
 
-async fn does_answer(brokers: String) -> bool {
+async fn broker_replies(brokers: String) -> bool {
     let asked = tokio::task::spawn_blocking(move || {
         let consumer: BaseConsumer = config(&brokers).create().ok()?;
         Some(
@@ -370,12 +370,12 @@ async fn does_answer(brokers: String) -> bool {
 
 /// Makes Kafka refuse or accept writes to the dead-letter and in-doubt topics: it refuses them if
 /// two in-sync replicas are required, since there is only one.
-pub(crate) fn refuse_letters(
+pub(crate) fn set_rejected_writes(
     brokers: &str,
     topic: &str,
-    rejected_in: Letters,
+    writes: RejectedWrites,
 ) -> Result<(), Error> {
-    let replicas = if rejected_in == Letters::Refused {
+    let replicas = if writes == RejectedWrites::Refused {
         "2"
     } else {
         "1"

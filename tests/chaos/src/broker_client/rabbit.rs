@@ -14,9 +14,9 @@ use tokio::sync::Mutex;
 
 use super::RejectedMessage;
 use crate::Error;
-use crate::ledger::{Log, Place, What};
+use crate::ledger::{Log, RejectedTo, What};
 use crate::message::{ID_HEADER, KEY_HEADER, Outgoing};
-use crate::play::Taken;
+use crate::run::ConsumerMode;
 
 /// The time limit of confirmations before messages are published again on a new connection.
 const CONFIRM_TIMEOUT: Duration = Duration::from_secs(5);
@@ -34,27 +34,27 @@ const DELAYS: [&str; 5] = [
 ];
 
 /// A queue and a connection that publishes to it.
-pub struct Wire {
+pub struct BrokerClient {
     url: String,
     queue: String,
-    taken: Taken,
+    consumer_mode: ConsumerMode,
     open: Mutex<Option<(Connection, Channel)>>,
 }
 
-impl fmt::Debug for Wire {
+impl fmt::Debug for BrokerClient {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Wire")
+        f.debug_struct("BrokerClient")
             .field("queue", &self.queue)
             .finish_non_exhaustive()
     }
 }
 
-impl Wire {
-    pub(super) fn new(url: &str, queue: &str, taken: Taken) -> Self {
+impl BrokerClient {
+    pub(super) fn new(url: &str, queue: &str, consumer_mode: ConsumerMode) -> Self {
         Self {
             url: url.to_owned(),
             queue: queue.to_owned(),
-            taken,
+            consumer_mode,
             open: Mutex::new(None),
         }
     }
@@ -162,11 +162,13 @@ impl Wire {
         }
     }
 
-    pub(super) async fn left(&self) -> Result<u64, Error> {
+    pub(super) async fn unsettled(&self) -> Result<u64, Error> {
         let (connection, channel) = connect(&self.url).await?;
         let mut left = 0;
         // With ordering, failed messages wait in the consumer, without delay queues.
-        let delays = DELAYS.into_iter().filter(|_| self.taken == Taken::ByAll);
+        let delays = DELAYS
+            .into_iter()
+            .filter(|_| self.consumer_mode == ConsumerMode::Competing);
         for suffix in [""].into_iter().chain(delays) {
             let options = QueueDeclareOptions {
                 passive: true,
@@ -187,7 +189,7 @@ impl Wire {
     pub(super) async fn rejected_in(
         &self,
         suffix: &str,
-        place: Place,
+        place: RejectedTo,
     ) -> Result<Vec<RejectedMessage>, Error> {
         let (connection, channel) = connect(&self.url).await?;
         let (name, mut rejected_in) = (format!("{}{suffix}", self.queue), Vec::new());

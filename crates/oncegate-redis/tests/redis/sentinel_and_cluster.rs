@@ -1,4 +1,4 @@
-//! A primary behind Sentinels, and a Cluster.
+//! Failover behind Sentinels and in a Cluster; redirections.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use crate::support::{
 };
 
 /// Repeats an operation until the store returns a verdict; `Misconfigured` fails.
-pub(crate) async fn healed(store: &Redis, operation: Operation) -> Verdict {
+pub(crate) async fn until_answered(store: &Redis, operation: Operation) -> Verdict {
     let deadline = Instant::now() + 40 * SECOND;
     loop {
         match ask(store, operation.clone()).await {
@@ -27,7 +27,7 @@ pub(crate) async fn healed(store: &Redis, operation: Operation) -> Verdict {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_primary_is_the_one_that_the_sentinels_name() {
+async fn the_primary_named_by_the_sentinels_is_used() {
     let mut servers = SentinelServers::start().expect("Redis and Sentinels");
     let store = Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(2 * SECOND);
     assert_eq!(
@@ -46,20 +46,20 @@ async fn the_primary_is_the_one_that_the_sentinels_name() {
         ":2"
     );
 
-    let stranger = ask(&Redis::sentinel(servers.urls(), "unknown"), claim("k", 1)).await;
+    let other_server = ask(&Redis::sentinel(servers.urls(), "unknown"), claim("k", 1)).await;
     assert!(
-        matches!(&stranger, Err(StoreError::Misconfigured(why)) if why.to_string().contains("unknown")),
-        "{stranger:?}"
+        matches!(&other_server, Err(StoreError::Misconfigured(why)) if why.to_string().contains("unknown")),
+        "{other_server:?}"
     );
 
     // Killed: the connection breaks.
     servers.redis_mut(old).kill();
-    let claimed = healed(&store, claim("k", 2)).await;
+    let claimed = until_answered(&store, claim("k", 2)).await;
     assert!(
         matches!(claimed, Verdict::Busy { .. }),
         "the new primary knows the holder: {claimed:?}"
     );
-    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+    assert_eq!(until_answered(&store, complete("k", 1, 1)).await, DONE);
     let new = servers.wait_for_failover(old).expect("a failover");
 
     // Frozen: the connection stays open, and only timeouts detect it. First the old primary comes
@@ -77,9 +77,12 @@ async fn the_primary_is_the_one_that_the_sentinels_name() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     servers.redis_mut(new).freeze();
-    let impatient = Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(SECOND / 5);
-    assert_eq!(healed(&store, claim("k", 3)).await, Verdict::Duplicate);
-    assert_eq!(healed(&impatient, claim("l", 1)).await, GRANTED);
+    let short_timeout = Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(SECOND / 5);
+    assert_eq!(
+        until_answered(&store, claim("k", 3)).await,
+        Verdict::Duplicate
+    );
+    assert_eq!(until_answered(&short_timeout, claim("l", 1)).await, GRANTED);
     servers.redis_mut(new).thaw();
 }
 
@@ -175,7 +178,7 @@ async fn a_batch_is_sent_to_all_nodes_of_a_cluster() {
         .collect();
     assert_eq!(verdicts(&store, &rest).await, vec![DONE; 200]);
 
-    // Every node has its share.
+    // Every node has some of the keys.
     for which in cluster.primaries() {
         let reply = cluster.nodes()[which].command("DBSIZE").expect("a reply");
         assert!(
@@ -200,7 +203,7 @@ async fn a_batch_is_sent_to_all_nodes_of_a_cluster() {
     }
     cluster.node_mut(dead).kill();
     for it in (0..600).step_by(7) {
-        let verdict = healed(&store, complete(&format!("k{it}"), it, 1)).await;
+        let verdict = until_answered(&store, complete(&format!("k{it}"), it, 1)).await;
         assert!(
             matches!(
                 verdict,
@@ -212,11 +215,11 @@ async fn a_batch_is_sent_to_all_nodes_of_a_cluster() {
 }
 
 /// Repeats a request until the servers can be queried.
-async fn looked<T, F: Future<Output = Result<T, StoreError>>>(look: impl Fn() -> F) -> T {
+async fn until_queried<T, F: Future<Output = Result<T, StoreError>>>(look: impl Fn() -> F) -> T {
     let deadline = Instant::now() + 40 * SECOND;
     loop {
         match look().await {
-            Ok(looked) => return looked,
+            Ok(until_queried) => return until_queried,
             Err(StoreError::NotApplied(why) | StoreError::Unknown(why)) => {
                 assert!(Instant::now() < deadline, "still {why}")
             }
@@ -233,12 +236,12 @@ async fn a_start_during_a_failover_finds_the_new_primary() {
         .map(|_| Redis::cluster(cluster.urls()).timeout(2 * SECOND))
         .collect();
     for store in &stores {
-        looked(|| store.preflight(Guarantee::AtMostOnce)).await;
+        until_queried(|| store.preflight(Guarantee::AtMostOnce)).await;
     }
     // A primary and its replica change places.
     let slot = 12_182;
-    let old = cluster.serves(slot);
-    let its = format!("master_port:{}", cluster.nodes()[old].port());
+    let old = cluster.primary_of_slot(slot);
+    let port_of_primary = format!("master_port:{}", cluster.nodes()[old].port());
     let says = |which: usize, what: &str| {
         cluster.nodes()[which]
             .reply("INFO replication")
@@ -246,7 +249,7 @@ async fn a_start_during_a_failover_finds_the_new_primary() {
             .contains(what)
     };
     let replica = (0..cluster.nodes().len())
-        .find(|which| says(*which, &its))
+        .find(|which| says(*which, &port_of_primary))
         .expect("its replica");
     assert!(
         cluster.nodes()[replica]
@@ -260,13 +263,13 @@ async fn a_start_during_a_failover_finds_the_new_primary() {
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
-        looked(|| stores[0].preflight(guarantee)).await;
+        until_queried(|| stores[0].preflight(guarantee)).await;
     }
-    let memory = looked(|| stores[1].persistence()).await;
+    let memory = until_queried(|| stores[1].persistence()).await;
     assert!(matches!(memory, Persistence::Durable(_)), "{memory:?}");
     // And with an old primary that does not reply at all.
     cluster.node_mut(old).kill();
-    looked(|| stores[2].preflight(Guarantee::EffectivelyOnce)).await;
+    until_queried(|| stores[2].preflight(Guarantee::EffectivelyOnce)).await;
 }
 
 /// Effectively once does not depend on the loss detector, which checks all nodes.
@@ -277,9 +280,9 @@ async fn effectively_once_does_not_wait_for_a_node_that_is_silent() {
         .timeout(120 * SECOND)
         .prefix("");
     // Connects to every node.
-    looked(|| store.preflight(Guarantee::EffectivelyOnce)).await;
+    until_queried(|| store.preflight(Guarantee::EffectivelyOnce)).await;
     // `foo` is in slot 12182.
-    let serves = cluster.serves(12_182);
+    let serves = cluster.primary_of_slot(12_182);
     let other = cluster
         .primaries()
         .into_iter()
@@ -293,7 +296,7 @@ async fn effectively_once_does_not_wait_for_a_node_that_is_silent() {
         "+OK"
     );
     cluster.node_mut(other).freeze();
-    let claimed = tokio::time::timeout(60 * SECOND, healed(&store, claim("foo", 1))).await;
+    let claimed = tokio::time::timeout(60 * SECOND, until_answered(&store, claim("foo", 1))).await;
     assert_eq!(
         claimed.expect("it does not wait for the other node"),
         GRANTED
@@ -319,7 +322,7 @@ async fn redirections_of_a_migrating_slot_are_followed() {
         ask(&store, claim("foo", 1)).await.expect("a verdict"),
         GRANTED
     );
-    let from = cluster.serves(slot);
+    let from = cluster.primary_of_slot(slot);
     let to = cluster
         .primaries()
         .into_iter()
@@ -335,14 +338,14 @@ async fn redirections_of_a_migrating_slot_are_followed() {
             .to_owned()
     };
     let (from_id, to_id) = (id(from), id(to));
-    let tell = |which: usize, line: String| {
+    let run_on = |which: usize, line: String| {
         let reply = cluster.nodes()[which].command(&line).expect("a reply");
         assert!(reply.starts_with("+OK"), "{line}: {reply}");
     };
-    tell(to, format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
-    tell(from, format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}"));
+    run_on(to, format!("CLUSTER SETSLOT {slot} IMPORTING {from_id}"));
+    run_on(from, format!("CLUSTER SETSLOT {slot} MIGRATING {to_id}"));
     // During the migration the key is on the new node, which serves it only after ASKING.
-    tell(
+    run_on(
         from,
         format!(
             "MIGRATE 127.0.0.1 {} foo 0 5000",
@@ -364,8 +367,8 @@ async fn redirections_of_a_migrating_slot_are_followed() {
     };
     assert_eq!(ask(&store, strict).await.expect("a verdict"), GRANTED);
 
-    tell(to, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
-    tell(from, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
+    run_on(to, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
+    run_on(from, format!("CLUSTER SETSLOT {slot} NODE {to_id}"));
     assert_eq!(
         ask(&store, complete("foo", 1, 1)).await.expect("a verdict"),
         DONE
@@ -391,7 +394,7 @@ async fn a_canary_in_a_migrating_slot_blocks_no_claim() {
     let ids: Vec<String> = (0..30).map(|it| format!("k{it}")).collect();
     let before = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
     for id in &ids {
-        assert_eq!(healed(&before, strict(id, 1)).await, GRANTED);
+        assert_eq!(until_answered(&before, strict(id, 1)).await, GRANTED);
     }
     let lines = |which: usize, line: &str| cluster.nodes()[which].reply(line).expect("a reply");
     let (from, to) = (cluster.primaries()[0], cluster.primaries()[1]);
@@ -410,8 +413,8 @@ async fn a_canary_in_a_migrating_slot_blocks_no_claim() {
     let probes = (0..).map(|number| format!("processed:!probe{number}"));
     let probe = probes
         .into_iter()
-        .find(|probe| cluster.serves(slot(probe)) == from)
-        .expect("a key for each slot");
+        .find(|probe| cluster.primary_of_slot(slot(probe)) == from)
+        .expect("a probe key on this node");
     let id = |which: usize| {
         lines(which, "CLUSTER MYID")
             .lines()
@@ -438,13 +441,16 @@ async fn a_canary_in_a_migrating_slot_blocks_no_claim() {
     assert!(moved.starts_with("+OK"), "{moved}");
 
     let new_store = Redis::cluster(cluster.urls()).timeout(2 * SECOND);
-    looked(|| new_store.preflight(Guarantee::AtMostOnce)).await;
+    until_queried(|| new_store.preflight(Guarantee::AtMostOnce)).await;
     for id in &ids {
         assert!(matches!(
-            healed(&new_store, strict(id, 2)).await,
+            until_answered(&new_store, strict(id, 2)).await,
             Verdict::Busy { .. }
         ));
-        assert!(matches!(healed(&before, strict(id, 1)).await, GRANTED));
+        assert!(matches!(
+            until_answered(&before, strict(id, 1)).await,
+            GRANTED
+        ));
     }
 }
 
@@ -493,7 +499,7 @@ async fn the_slot_map_of_a_reset_node_is_not_used() {
 
 /// A renewal waits for a part of its lease, which may be shorter than the timeout of a reply.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_renewal_that_is_cancelled_each_time_finds_the_new_primary() {
+async fn repeatedly_cancelled_renewals_find_the_new_primary() {
     let mut cluster = ClusterServers::start().expect("a Cluster");
     let store = Redis::cluster(cluster.urls())
         .timeout(5 * SECOND)
@@ -515,7 +521,7 @@ async fn a_renewal_that_is_cancelled_each_time_finds_the_new_primary() {
         ask(&*renewals, renew.clone()).await.expect("a verdict"),
         Verdict::Applied
     );
-    let serves = cluster.serves(12_182);
+    let serves = cluster.primary_of_slot(12_182);
     assert_eq!(
         cluster.nodes()[serves]
             .command("WAIT 1 5000")
@@ -530,7 +536,7 @@ async fn a_renewal_that_is_cancelled_each_time_finds_the_new_primary() {
     ) {
         assert!(
             Instant::now() < deadline,
-            "still at the node that is frozen"
+            "renewals still go to the frozen node"
         );
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

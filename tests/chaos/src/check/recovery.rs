@@ -1,6 +1,6 @@
 //! I10: after a fault, effects resume within its bound.
 
-use super::{Finder, Invariant, Remembers, micros};
+use super::{ClaimDurability, Finder, Invariant, micros};
 use crate::flow::SPAN;
 use crate::ledger::What;
 use crate::schedule::Kind;
@@ -34,7 +34,7 @@ fn rate(finder: &mut Finder<'_>) {
         let Some(of) = of.filter(|_| *idle >= MIN_IDLE_PERCENT) else {
             continue;
         };
-        if of.contains(&Kind::FailOverRedis) && finder.rules.store == Remembers::NotAll {
+        if of.contains(&Kind::FailOverRedis) && finder.rules.store == ClaimDurability::MayBeLost {
             continue;
         }
         let ended = record.at.saturating_sub(took_ms * 1_000 + micros(SPAN));
@@ -46,9 +46,9 @@ fn rate(finder: &mut Finder<'_>) {
         let bound_ms = (bound + finder.windows.stalled(ended, ended + bound)) / 1_000;
         let what = kinds.join(" + ");
         let counts = &mut finder.checked.counts;
-        let longest = counts.rate_again_ms.entry(what.clone()).or_default();
+        let longest = counts.rate_recovery_ms.entry(what.clone()).or_default();
         *longest = (*longest).max(*took_ms);
-        *counts.rate_again_judged.entry(what.clone()).or_default() += 1;
+        *counts.rate_recoveries.entry(what.clone()).or_default() += 1;
         if *took_ms > bound_ms {
             let why = format!(
                 "effects reached nine tenths of their rate {took_ms} ms after the end of {what}; the bound is {bound_ms} ms"
@@ -78,7 +78,7 @@ fn first_effect(finder: &mut Finder<'_>) {
     for (kind, ended) in over {
         let Some(of) = Kind::of(&kind) else { continue };
         // After Redis lost claims, at most once pauses until an operator resumes it.
-        if of == Kind::FailOverRedis && finder.rules.store == Remembers::NotAll {
+        if of == Kind::FailOverRedis && finder.rules.store == ClaimDurability::MayBeLost {
             continue;
         }
         let before = excused
@@ -103,10 +103,10 @@ fn first_effect(finder: &mut Finder<'_>) {
         }
         let counts = &mut finder.checked.counts;
         if let Some(effect) = effect {
-            let longest = counts.again_ms.entry(kind.clone()).or_default();
+            let longest = counts.first_effect_ms.entry(kind.clone()).or_default();
             *longest = (*longest).max((effect.at - ended) / 1_000);
         }
-        *counts.again_judged.entry(kind.clone()).or_default() += 1;
+        *counts.first_effects.entry(kind.clone()).or_default() += 1;
         if came > latest && confirmed >= MIN_CONFIRMED {
             let ms = (latest - ended) / 1_000;
             finder.report_violation(

@@ -1,4 +1,4 @@
-//! The scenes of the mutants; the unmodified code passes all of them.
+//! The scenarios of the mutants; the unmodified code passes all of them.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -6,39 +6,40 @@ use std::time::Duration;
 
 use oncegate_testkit::proxy::Proxy;
 
-use crate::check::{Checked, Invariant, Promise};
-use crate::ledger::{Ledger, Settling, What};
+use crate::check::{Checked, Invariant, TestedGuarantee};
+use crate::ledger::{Ledger, SettlementKind, What};
 use crate::matrix::consumer::Markers;
-use crate::matrix::group::{Group, Made};
+use crate::matrix::group::{Combination, Group};
 use crate::matrix::servers::Servers;
 use crate::matrix::step::Step;
-use crate::matrix::{message, play_cell};
+use crate::matrix::{message, run_cell};
 use crate::worker::Broker;
 use crate::{Error, check::Rules};
 
 /// The time limit until the ledger has an expected record.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(30);
-/// [`Rules::grace`] in the scene with concurrent handlers: shorter than the delay of the reply to
+/// [`Rules::grace`] in the scenario with concurrent handlers: shorter than the delay of the reply to
 /// the renewal.
 const SHORT_GRACE: Duration = Duration::from_millis(200);
 
 /// Additional environment variables of the consumers.
 pub(super) type Environment<'a> = &'a [(&'a str, &'a str)];
-/// Runs a scene and returns the violations.
-pub(super) type Play = fn(&Servers, Environment<'_>, &Path) -> Result<Broken, Error>;
+/// Runs a scenario and returns the violations.
+pub(super) type RunScenario =
+    fn(&Servers, Environment<'_>, &Path) -> Result<ViolationCounts, Error>;
 /// The violated invariants, with counts.
-pub(super) type Broken = BTreeMap<Invariant, usize>;
+pub(super) type ViolationCounts = BTreeMap<Invariant, usize>;
 
-const fn made(broker: Broker, markers: Markers, promise: Promise) -> Made {
-    Made {
+const fn combination(broker: Broker, markers: Markers, guarantee: TestedGuarantee) -> Combination {
+    Combination {
         broker,
         markers,
-        promise,
+        guarantee,
     }
 }
 
-fn violated(checked: &Checked) -> Broken {
-    let mut broken = Broken::new();
+fn violated(checked: &Checked) -> ViolationCounts {
+    let mut broken = ViolationCounts::new();
     for violation in &checked.violations {
         *broken.entry(violation.invariant).or_default() += 1;
     }
@@ -48,13 +49,13 @@ fn violated(checked: &Checked) -> Broken {
 fn cell(
     servers: &Servers,
     step: &str,
-    made: Made,
+    combination: Combination,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
+) -> Result<ViolationCounts, Error> {
     let step = Step::named(step).ok_or("no such step")?;
-    let played = play_cell(servers, step, made, environment, folder)?;
-    Ok(violated(&played.checked))
+    let result = run_cell(servers, step, combination, environment, folder)?;
+    Ok(violated(&result.checked))
 }
 
 /// A cell of the matrix: crashes while copies of the handled message arrive.
@@ -62,9 +63,13 @@ pub(super) fn crash_beside_copies(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
-    let made = made(Broker::Rabbitmq, Markers::Redis, Promise::EffectivelyOnce);
-    cell(servers, "handler.before", made, environment, folder)
+) -> Result<ViolationCounts, Error> {
+    let combination = combination(
+        Broker::Rabbitmq,
+        Markers::Redis,
+        TestedGuarantee::EffectivelyOnce,
+    );
+    cell(servers, "handler.before", combination, environment, folder)
 }
 
 /// A cell of the matrix: crashes in the handler, before its effect.
@@ -72,9 +77,9 @@ pub(super) fn crash_in_the_handler(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
-    let made = made(Broker::Kafka, Markers::Sqlite, Promise::AtMostOnce);
-    cell(servers, "effect.before", made, environment, folder)
+) -> Result<ViolationCounts, Error> {
+    let combination = combination(Broker::Kafka, Markers::Sqlite, TestedGuarantee::AtMostOnce);
+    cell(servers, "effect.before", combination, environment, folder)
 }
 
 /// A cell of the matrix: crashes before a completion is sent.
@@ -82,9 +87,13 @@ pub(super) fn crash_before_completion(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
-    let made = made(Broker::Rabbitmq, Markers::Sqlite, Promise::EffectivelyOnce);
-    cell(servers, "complete.before", made, environment, folder)
+) -> Result<ViolationCounts, Error> {
+    let combination = combination(
+        Broker::Rabbitmq,
+        Markers::Sqlite,
+        TestedGuarantee::EffectivelyOnce,
+    );
+    cell(servers, "complete.before", combination, environment, folder)
 }
 
 /// Many messages complete behind a long one; then the process is killed.
@@ -92,10 +101,14 @@ pub(super) fn killed_with_a_gap(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
+) -> Result<ViolationCounts, Error> {
     let mut group = Group::open(
         servers,
-        made(Broker::Kafka, Markers::Sqlite, Promise::EffectivelyOnce),
+        combination(
+            Broker::Kafka,
+            Markers::Sqlite,
+            TestedGuarantee::EffectivelyOnce,
+        ),
         folder,
     )?;
     let consumer = group.start("c0.1", environment, &[])?;
@@ -127,10 +140,14 @@ pub(super) fn panics_after_effects(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
+) -> Result<ViolationCounts, Error> {
     let mut group = Group::open(
         servers,
-        made(Broker::Rabbitmq, Markers::Redis, Promise::AtMostOnce),
+        combination(
+            Broker::Rabbitmq,
+            Markers::Redis,
+            TestedGuarantee::AtMostOnce,
+        ),
         folder,
     )?;
     let consumer = group.start("c0.1", environment, &[])?;
@@ -148,7 +165,7 @@ pub(super) fn late_clear(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
+) -> Result<ViolationCounts, Error> {
     late(
         servers,
         Broker::Kafka,
@@ -165,7 +182,7 @@ pub(super) fn late_resolve(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
+) -> Result<ViolationCounts, Error> {
     late(
         servers,
         Broker::Rabbitmq,
@@ -180,16 +197,20 @@ fn late(
     servers: &Servers,
     broker: Broker,
     prefix: &str,
-    trick: &str,
+    store_fault: &str,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
+) -> Result<ViolationCounts, Error> {
     let mut group = Group::open(
         servers,
-        made(broker, Markers::Sqlite, Promise::AtMostOnce),
+        combination(broker, Markers::Sqlite, TestedGuarantee::AtMostOnce),
         folder,
     )?;
-    let consumer = group.start("c0.1", environment, &[&format!("--trick={trick}")])?;
+    let consumer = group.start(
+        "c0.1",
+        environment,
+        &[&format!("--store-fault={store_fault}")],
+    )?;
     let originals: Vec<_> = (0..4)
         .map(|number| {
             message(
@@ -222,13 +243,17 @@ pub(super) fn lost_claims(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
+) -> Result<ViolationCounts, Error> {
     let mut group = Group::open(
         servers,
-        made(Broker::Rabbitmq, Markers::Sqlite, Promise::EffectivelyOnce),
+        combination(
+            Broker::Rabbitmq,
+            Markers::Sqlite,
+            TestedGuarantee::EffectivelyOnce,
+        ),
         folder,
     )?;
-    let consumer = group.start("c0.1", environment, &["--trick=lost-claim"])?;
+    let consumer = group.start("c0.1", environment, &["--store-fault=lost-claim"])?;
     group.publish(
         (0..6)
             .map(|number| message(format!("u-{number}"), None, 10))
@@ -244,14 +269,18 @@ pub(super) fn slow_renewal(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
+) -> Result<ViolationCounts, Error> {
     let mut group = Group::open(
         servers,
-        made(Broker::Rabbitmq, Markers::Sqlite, Promise::EffectivelyOnce),
+        combination(
+            Broker::Rabbitmq,
+            Markers::Sqlite,
+            TestedGuarantee::EffectivelyOnce,
+        ),
         folder,
     )?;
     group.set("in-flight", "1");
-    let holder = group.start("a", environment, &["--trick=slow-renewal"])?;
+    let holder = group.start("a", environment, &["--store-fault=slow-renewal"])?;
     group.set("in-flight", "16");
     group.publish(vec![message("u-1".into(), None, 6_000)])?;
     group.until(RECORD_TIMEOUT, |ledger| {
@@ -282,10 +311,14 @@ pub(super) fn longer_than_the_window(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
+) -> Result<ViolationCounts, Error> {
     let mut group = Group::open(
         servers,
-        made(Broker::Rabbitmq, Markers::Redis, Promise::AtMostOnce),
+        combination(
+            Broker::Rabbitmq,
+            Markers::Redis,
+            TestedGuarantee::AtMostOnce,
+        ),
         folder,
     )?;
     group.set("window-ms", "3000");
@@ -309,10 +342,14 @@ pub(super) fn another_channel(
     servers: &Servers,
     environment: Environment<'_>,
     folder: &Path,
-) -> Result<Broken, Error> {
+) -> Result<ViolationCounts, Error> {
     let mut group = Group::open(
         servers,
-        made(Broker::Rabbitmq, Markers::Sqlite, Promise::EffectivelyOnce),
+        combination(
+            Broker::Rabbitmq,
+            Markers::Sqlite,
+            TestedGuarantee::EffectivelyOnce,
+        ),
         folder,
     )?;
     let (proxy, direct) = (
@@ -339,7 +376,7 @@ pub(super) fn another_channel(
     group.until(RECORD_TIMEOUT, |ledger| {
         count(ledger, |what| matches!(what, What::Started { .. })) >= 8
     })?;
-    // Until the earlier acknowledgements are written on the channel that will be closed.
+    // RunEnd the earlier acknowledgements are written on the channel that will be closed.
     std::thread::sleep(Duration::from_millis(300));
     proxy.reset();
     group.until(RECORD_TIMEOUT, |ledger| count(ledger, accepted) >= 8)?;
@@ -350,7 +387,7 @@ pub(super) fn another_channel(
 }
 
 /// Settles the remaining messages with another consumer, and checks the ledger.
-fn end(group: &mut Group<'_>, environment: Environment<'_>) -> Result<Broken, Error> {
+fn end(group: &mut Group<'_>, environment: Environment<'_>) -> Result<ViolationCounts, Error> {
     let last = group.start("z0", environment, &[])?;
     group.drain(vec![last], environment)?;
     Ok(violated(&group.check(&group.rules())?))
@@ -360,7 +397,7 @@ fn accepted(what: &What) -> bool {
     matches!(
         what,
         What::Settled {
-            how: Settling::Accepted,
+            how: SettlementKind::Accepted,
             ..
         }
     )

@@ -10,14 +10,14 @@ use oncegate_testkit::servers::{
 };
 use tempfile::TempDir;
 
-use super::{LoggedServer, MOMENT, dark, frozen};
+use super::{LoggedServer, MOMENT, black_hole, freeze};
 use crate::fleet::Faults;
 use crate::schedule::{Kind, Planned};
 use crate::{Error, lock};
 
 /// How long Redis may take to write its buffers after its disk was full.
 const WRITTEN: Duration = Duration::from_millis(1_500);
-/// `down-after-milliseconds` of the Sentinels: longer than a running server is silent on an
+/// `down-after-milliseconds` of the Sentinels: longer than a running server may not answer on an
 /// overloaded machine.
 const DOWN_AFTER: Duration = Duration::from_secs(3);
 /// How many keys Redis loads per second with a load delay; it gets this many for each second of
@@ -64,9 +64,9 @@ impl Store {
 
     /// Three servers with append-only files, and three Sentinels.
     pub(super) fn three(password: &str) -> Result<Self, Error> {
-        Ok(Self::Three(Mutex::new(SentinelServers::start_patient(
-            password, DOWN_AFTER,
-        )?)))
+        Ok(Self::Three(Mutex::new(
+            SentinelServers::start_with_down_after(password, DOWN_AFTER)?,
+        )))
     }
 
     /// The URLs for consumers: one, or those of the Sentinels.
@@ -91,10 +91,10 @@ impl Store {
     }
 
     pub(super) fn version(&self) -> String {
-        let told = self
+        let text = self
             .with_primary(|primary| primary.reply("INFO server"))
             .unwrap_or_default();
-        told.lines()
+        text.lines()
             .find_map(|line| line.strip_prefix("redis_version:"))
             .unwrap_or("unknown")
             .to_owned()
@@ -106,8 +106,8 @@ impl Store {
             Self::One { server, .. } => drop(lock(server).save_log(folder)?),
             Self::Three(servers) => {
                 for (which, server) in lock(servers).redis().iter().enumerate() {
-                    let said = std::fs::read(server.directory().join("server.log"))?;
-                    std::fs::write(folder.join(format!("redis-{which}.log")), said)?;
+                    let text = std::fs::read(server.directory().join("server.log"))?;
+                    std::fs::write(folder.join(format!("redis-{which}.log")), text)?;
                 }
             }
         }
@@ -115,7 +115,7 @@ impl Store {
     }
 
     /// Injects a fault.
-    pub(super) fn inflict(
+    pub(super) fn inject(
         &self,
         planned: &Planned,
         seed: u64,
@@ -126,12 +126,12 @@ impl Store {
         let (server, proxy) = match self {
             Self::One { server, proxy, .. } => (server, proxy),
             Self::Three(servers) => {
-                return faults.play(name, None, || fail_over(&mut lock(servers), planned.lasts));
+                return faults.record(name, None, || fail_over(&mut lock(servers), planned.lasts));
             }
         };
-        let momentary = |play: &dyn Fn()| {
-            faults.play(name, None, || {
-                play();
+        let momentary = |inject: &dyn Fn()| {
+            faults.record(name, None, || {
+                inject();
                 std::thread::sleep(MOMENT);
                 Ok(())
             })
@@ -140,13 +140,13 @@ impl Store {
             Kind::KillRedis => {
                 let mut redis = lock(server);
                 redis.save_log(folder)?;
-                faults.play(name, None, || redis.restart(planned.lasts, Server::kill))
+                faults.record(name, None, || redis.restart(planned.lasts, Server::kill))
             }
             Kind::LoadRedis => {
                 let mut redis = lock(server);
                 redis.save_log(folder)?;
                 let keys = (planned.lasts.as_secs_f64() * LOADED) as u64;
-                faults.play(name, None, || {
+                faults.record(name, None, || {
                     let fill = format!("EVAL \"for i=1,{keys} do redis.call('SET','filler:'..i,'x','PX',600000) end\" 0");
                     redis.server.command(&fill)?;
                     redis.server.kill();
@@ -156,7 +156,7 @@ impl Store {
             }
             Kind::FreezeRedis => {
                 let mut redis = lock(server);
-                faults.play(name, None, || frozen(&mut redis.server, planned.lasts))
+                faults.record(name, None, || freeze(&mut redis.server, planned.lasts))
             }
             Kind::FillRedis => while_set(
                 server,
@@ -186,7 +186,7 @@ impl Store {
             }
             Kind::FillDisk => {
                 let redis = lock(server);
-                let played = faults.play(name, None, || {
+                let result = faults.record(name, None, || {
                     redis.server.fill_disk()?;
                     std::thread::sleep(planned.lasts);
                     Ok(redis.server.free_disk()?)
@@ -194,11 +194,11 @@ impl Store {
                 // A kill before Redis has written its buffers would lose acknowledged writes, which
                 // is another fault.
                 std::thread::sleep(WRITTEN);
-                played
+                result
             }
             Kind::DropReplies => {
                 let (mut random, percent) = (fastrand::Rng::with_seed(seed), planned.percent);
-                faults.play(name, None, || {
+                faults.record(name, None, || {
                     proxy.inject_faults(move |_| {
                         if random.u8(0..100) < percent {
                             RequestFault::LoseReply
@@ -212,7 +212,7 @@ impl Store {
                     Ok(())
                 })
             }
-            Kind::DarkRedis => dark(proxy, planned, faults),
+            Kind::DarkRedis => black_hole(proxy, planned, faults),
             Kind::ResetRedis => momentary(&|| proxy.reset()),
             other => Err(format!("{other} cannot be injected into a single Redis server").into()),
         }
@@ -239,10 +239,10 @@ fn while_set(
 ) -> Result<(), Error> {
     let redis = lock(server);
     let send = |what: &str| match redis.server.command(what)? {
-        said if said.starts_with("+OK") => Ok(()),
-        said => Err(Error::from(format!("Redis rejected `{what}`: {said}"))),
+        text if text.starts_with("+OK") => Ok(()),
+        text => Err(Error::from(format!("Redis rejected `{what}`: {text}"))),
     };
-    faults.play(&planned.name(), None, || {
+    faults.record(&planned.name(), None, || {
         send(begin)?;
         std::thread::sleep(planned.lasts);
         send(end)
@@ -257,5 +257,5 @@ fn fail_over(servers: &mut SentinelServers, after: Duration) -> Result<(), Error
     std::thread::sleep(after);
     servers.redis_mut(old).kill();
     servers.wait_for_failover(old)?;
-    Ok(servers.mend()?)
+    Ok(servers.restore()?)
 }

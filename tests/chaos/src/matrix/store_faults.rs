@@ -19,7 +19,7 @@ const REPLY_DELAY: Duration = Duration::from_millis(600);
 
 /// The kind of fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(super) enum Trick {
+pub(super) enum StoreFault {
     /// Nothing.
     None,
     /// The first clear of each id gets no reply and is applied late.
@@ -37,12 +37,12 @@ const STALL: Duration = Duration::from_millis(500);
 
 /// A store that records slow operations: on an overloaded machine they may be the cause of a lost
 /// lease.
-pub(super) struct Timed {
+pub(super) struct StallRecorder {
     store: Arc<dyn Store>,
     log: Arc<Log>,
 }
 
-impl Timed {
+impl StallRecorder {
     pub(super) fn new(store: Arc<dyn Store>, log: Arc<Log>) -> Self {
         Self { store, log }
     }
@@ -63,9 +63,9 @@ impl Drop for OperationTimer<'_> {
 }
 
 #[async_trait]
-impl Store for Timed {
+impl Store for StallRecorder {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        let _asking = OperationTimer(&self.log, Instant::now());
+        let _timer = OperationTimer(&self.log, Instant::now());
         self.store.apply(operations).await
     }
 
@@ -92,19 +92,19 @@ impl Store for Timed {
 /// A store with network faults.
 pub(super) struct FaultyStore {
     store: Arc<dyn Store>,
-    trick: Trick,
+    store_fault: StoreFault,
     /// The ids that had their fault.
     done: Mutex<HashSet<String>>,
-    dark: Arc<AtomicBool>,
+    unreachable: Arc<AtomicBool>,
 }
 
 impl FaultyStore {
-    pub(super) fn new(store: Arc<dyn Store>, trick: Trick) -> Self {
+    pub(super) fn new(store: Arc<dyn Store>, store_fault: StoreFault) -> Self {
         Self {
             store,
-            trick,
+            store_fault,
             done: Mutex::default(),
-            dark: Arc::default(),
+            unreachable: Arc::default(),
         }
     }
 
@@ -116,13 +116,13 @@ impl FaultyStore {
     }
 
     /// Whether this operation gets no reply and is applied late.
-    fn comes_late(&self, operation: &Operation) -> bool {
-        let concerned = match self.trick {
-            Trick::LateClear => matches!(operation.ask, Ask::Clear(_)),
-            Trick::LateResolve => matches!(operation.ask, Ask::Resolve(_)),
+    fn is_delayed(&self, operation: &Operation) -> bool {
+        let matches = match self.store_fault {
+            StoreFault::LateClear => matches!(operation.ask, Ask::Clear(_)),
+            StoreFault::LateResolve => matches!(operation.ask, Ask::Resolve(_)),
             _ => false,
         };
-        concerned && self.first(operation)
+        matches && self.first(operation)
     }
 }
 
@@ -133,13 +133,13 @@ fn unknown() -> Result<Verdict, StoreError> {
 #[async_trait]
 impl Store for FaultyStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        if self.dark.load(Ordering::SeqCst) {
+        if self.unreachable.load(Ordering::SeqCst) {
             tokio::time::sleep(Duration::from_millis(500)).await;
             return operations.iter().map(|_| unknown()).collect();
         }
         let mut answers = Vec::with_capacity(operations.len());
         for operation in operations {
-            if self.comes_late(operation) {
+            if self.is_delayed(operation) {
                 let (store, late) = (Arc::clone(&self.store), operation.clone());
                 tokio::spawn(async move {
                     tokio::time::sleep(COMMAND_DELAY).await;
@@ -153,7 +153,7 @@ impl Store for FaultyStore {
                 .apply(std::slice::from_ref(operation))
                 .await
                 .pop();
-            let lost = self.trick == Trick::LostClaim
+            let lost = self.store_fault == StoreFault::LostClaim
                 && operation.ask == Ask::Claim
                 && self.first(operation);
             answers.push(if lost {
@@ -174,7 +174,7 @@ impl Store for FaultyStore {
     }
 
     fn for_renewals(&self) -> Option<Arc<dyn Store>> {
-        if self.trick != Trick::SlowRenewal {
+        if self.store_fault != StoreFault::SlowRenewal {
             return self.store.for_renewals();
         }
         let store = self
@@ -183,7 +183,7 @@ impl Store for FaultyStore {
             .unwrap_or_else(|| Arc::clone(&self.store));
         Some(Arc::new(SlowRenewals {
             store,
-            dark: Arc::clone(&self.dark),
+            unreachable: Arc::clone(&self.unreachable),
         }))
     }
 }
@@ -192,13 +192,13 @@ impl Store for FaultyStore {
 /// lost.
 struct SlowRenewals {
     store: Arc<dyn Store>,
-    dark: Arc<AtomicBool>,
+    unreachable: Arc<AtomicBool>,
 }
 
 #[async_trait]
 impl Store for SlowRenewals {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        if self.dark.swap(true, Ordering::SeqCst) {
+        if self.unreachable.swap(true, Ordering::SeqCst) {
             return std::future::pending().await;
         }
         let answers = self.store.apply(operations).await;

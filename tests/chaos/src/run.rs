@@ -12,7 +12,8 @@ use serde::Serialize;
 use tokio::runtime::Runtime;
 use tokio::task::JoinHandle;
 
-use crate::check::{Looked, Ordered, Promise, Remembers, Rules, check};
+use crate::broker_client::BrokerClient;
+use crate::check::{CheckScope, ClaimDurability, Ordered, Rules, TestedGuarantee, check};
 use crate::consume::ATTEMPTS;
 use crate::fleet::{Faults, Fleet, SinkProcess};
 use crate::flow::{Flow, SPAN};
@@ -21,9 +22,8 @@ use crate::message::{Aborts, Kinds, Messages};
 use crate::processors::Processors;
 use crate::report::{Recovery, Report, Run};
 use crate::schedule::{Kind, LEASE, Lengths, Planned, Schedule};
-use crate::stage::{AfterALoss, Scene, Stage};
+use crate::servers::{FaultContext, OnDataLoss, TestServers};
 use crate::watch::{self, Watch};
-use crate::wire::Wire;
 use crate::worker::Broker;
 use crate::{Error, Stopping, markers, secrets};
 
@@ -55,7 +55,7 @@ pub struct Plan {
     /// The name of the scenario.
     pub scenario: String,
     /// The guarantee of the consumers.
-    pub promise: Promise,
+    pub guarantee: TestedGuarantee,
     /// The seed of messages and faults.
     pub seed: u64,
     /// Published messages per second.
@@ -67,50 +67,50 @@ pub struct Plan {
     /// The durations of faults.
     pub lengths: Lengths,
     /// When the run ends.
-    pub until: Until,
+    pub until: RunEnd,
     /// How many faults are active at a time.
-    pub at_once: AtOnce,
+    pub concurrency: FaultConcurrency,
     /// Whether messages make consumers abort.
     pub aborts: Aborts,
     /// The percentage of lost replies, instead of that of the schedule.
     pub percent: Option<u8>,
-    /// The marker store.
-    pub markers: Markers,
+    /// The Redis servers of the marker store.
+    pub redis: RedisSetup,
     /// Which messages are published.
     pub messages: Kinds,
     /// Which consumers receive from a RabbitMQ queue.
-    pub taken: Taken,
+    pub consumer_mode: ConsumerMode,
 }
 
 /// Which consumers receive from a RabbitMQ queue. On Kafka each consumer has its partitions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Taken {
+pub enum ConsumerMode {
     /// All consumers, without order.
-    ByAll,
+    Competing,
     /// A single active consumer, which handles messages with the same key in order.
-    ByOne,
+    SingleActive,
 }
 
-/// The marker store of a run.
+/// The Redis servers of the marker store of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Markers {
+pub enum RedisSetup {
     /// One Redis.
-    One,
+    Single,
     /// A Redis primary with two replicas and Sentinels.
-    Watched {
+    Sentinels {
         /// How many replicas must acknowledge a claim; with 0, a failover may lose claims.
         replicas: u32,
     },
 }
 
-impl Markers {
-    fn remembers(self) -> Remembers {
-        if self == (Self::Watched { replicas: 0 }) {
-            Remembers::NotAll
+impl RedisSetup {
+    fn claim_durability(self) -> ClaimDurability {
+        if self == (Self::Sentinels { replicas: 0 }) {
+            ClaimDurability::MayBeLost
         } else {
-            Remembers::Claims
+            ClaimDurability::Kept
         }
     }
 }
@@ -118,7 +118,7 @@ impl Markers {
 /// When a run ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Until {
+pub enum RunEnd {
     /// After this many different messages.
     Messages(u64),
     /// After this many faults.
@@ -128,7 +128,7 @@ pub enum Until {
 /// How many faults are active at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum AtOnce {
+pub enum FaultConcurrency {
     /// The next fault starts after recovery from the previous one.
     One,
     /// The faults come in pairs; the second starts during the first.
@@ -140,9 +140,9 @@ pub enum AtOnce {
 ///
 /// # Errors
 /// The run could not be completed, so it has no result.
-pub fn play(
+pub fn run(
     plan: &Plan,
-    stage: &Stage,
+    servers: &TestServers,
     folder: &Path,
     stopping: &Stopping,
 ) -> Result<Report, Error> {
@@ -154,46 +154,38 @@ pub fn play(
         .enable_all()
         .build()?;
     let queue = format!("chaos-{}-{}", std::process::id(), crate::ledger::now());
-    let mut run = ActiveRun::start(plan, stage, folder, &queue, &runtime, stopping)?;
-    let recovery = run.faults()?;
+    let mut run = ActiveRun::start(plan, servers, folder, &queue, &runtime, stopping)?;
+    let recovery = run.inject_faults()?;
     run.drain()?;
     run.record_remains()?;
     drop(run);
 
-    let order = match (stage.broker(), plan.taken) {
+    let order = match (servers.broker(), plan.consumer_mode) {
         (Broker::Kafka, _) => Ordered::ByKey,
-        (Broker::Rabbitmq, Taken::ByOne) => Ordered::ByKeyOfAQueue,
-        (Broker::Rabbitmq, Taken::ByAll) => Ordered::Not,
+        (Broker::Rabbitmq, ConsumerMode::SingleActive) => Ordered::ByKeyOfAQueue,
+        (Broker::Rabbitmq, ConsumerMode::Competing) => Ordered::Not,
     };
-    let (promise, store) = (plan.promise, plan.markers.remembers());
-    let (lease, grace, aftermath, drain, in_flight, looked) = (
-        LEASE,
-        GRACE,
-        AFTERMATH,
-        DRAIN,
-        IN_FLIGHT,
-        Looked::Everywhere,
-    );
+    let (guarantee, store) = (plan.guarantee, plan.redis.claim_durability());
     let rules = Rules {
-        promise,
+        guarantee,
         order,
-        lease,
-        grace,
-        aftermath,
-        drain,
+        lease: LEASE,
+        grace: GRACE,
+        aftermath: AFTERMATH,
+        drain: DRAIN,
         store,
-        in_flight,
+        in_flight: IN_FLIGHT,
         attempts: ATTEMPTS,
-        looked,
+        scope: CheckScope::All,
     };
     let checked = check(&Ledger::read(folder)?, &rules);
-    let (scenario, broker) = (plan.scenario.clone(), stage.broker().name().to_owned());
+    let (scenario, broker) = (plan.scenario.clone(), servers.broker().name().to_owned());
     let run = Run {
         scenario,
         broker,
         seed: plan.seed,
         rules,
-        versions: stage.versions(),
+        versions: servers.versions(),
         seconds: begun.elapsed().as_secs(),
         lost: 0,
     };
@@ -205,7 +197,7 @@ pub fn play(
 /// A run in progress.
 struct ActiveRun<'a> {
     plan: &'a Plan,
-    stage: &'a Stage,
+    servers: &'a TestServers,
     folder: &'a Path,
     queue: &'a str,
     runtime: &'a Runtime,
@@ -215,7 +207,7 @@ struct ActiveRun<'a> {
     /// Samples until it is dropped.
     _watch: Watch,
     sink: SinkProcess,
-    wire: Arc<Wire>,
+    client: Arc<BrokerClient>,
     enough: Arc<AtomicBool>,
     publisher: Option<JoinHandle<Result<(), Error>>>,
     flow: Flow,
@@ -224,41 +216,41 @@ struct ActiveRun<'a> {
 impl<'a> ActiveRun<'a> {
     fn start(
         plan: &'a Plan,
-        stage: &'a Stage,
+        servers: &'a TestServers,
         folder: &'a Path,
         queue: &'a str,
         runtime: &'a Runtime,
         stopping: &'a Stopping,
     ) -> Result<Self, Error> {
-        stage.clear()?;
-        let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
+        servers.clear()?;
+        let log = Arc::new(Log::open(&folder.join("harness.jsonl"), "harness")?);
         let sink = SinkProcess::start(folder)?;
-        let wire = Arc::new(runtime.block_on(Wire::open(
-            stage.broker(),
-            stage.url_direct(),
+        let client = Arc::new(runtime.block_on(BrokerClient::open(
+            servers.broker(),
+            servers.url_direct(),
             queue,
-            plan.taken,
+            plan.consumer_mode,
         ))?);
         let fleet = Fleet::new(
             plan.consumers,
             folder,
-            arguments(plan, stage, folder, queue, &sink),
+            arguments(plan, servers, folder, queue, &sink),
             Arc::clone(&log),
         );
         fleet.start_all()?;
         let fleet = Arc::new(fleet);
-        let watch = Watch::over(&fleet, &wire, folder)?;
+        let watch = Watch::over(&fleet, &client, folder)?;
         let enough = Arc::new(AtomicBool::new(false));
         let publisher = runtime.spawn(publish(
             plan.clone(),
-            Arc::clone(&wire),
+            Arc::clone(&client),
             Arc::clone(&log),
             Arc::clone(&enough),
         ));
         let (publisher, flow) = (Some(publisher), Flow::over(folder, plan.rate));
-        let mut playing = Self {
+        let mut run = Self {
             plan,
-            stage,
+            servers,
             folder,
             queue,
             runtime,
@@ -267,56 +259,55 @@ impl<'a> ActiveRun<'a> {
             fleet,
             _watch: watch,
             sink,
-            wire,
+            client,
             enough,
             publisher,
             flow,
         };
         // Faults start only after effects flow, so that a slow start is not mistaken for a loss.
-        playing
-            .wait_for_rate(START_TIMEOUT)?
+        run.wait_for_rate(START_TIMEOUT)?
             .ok_or("no effects after the start; see the logs of the consumers in the folder")?;
-        Ok(playing)
+        Ok(run)
     }
 
     /// Injects faults until the run ends, and waits for the publisher.
-    fn faults(&mut self) -> Result<BTreeMap<String, Recovery>, Error> {
+    fn inject_faults(&mut self) -> Result<BTreeMap<String, Recovery>, Error> {
         let faults = Faults::new(Arc::clone(&self.log));
         let mut recovery: BTreeMap<String, Recovery> = BTreeMap::new();
         let mut schedule = Schedule::new(&self.plan.kinds, self.plan.lengths, self.plan.seed);
-        let mut played = 0;
-        while !self.is_enough(played) {
+        let mut injected = 0;
+        while !self.is_enough(injected) {
             let mut planned = schedule.next().ok_or("a run without a fault")?;
             planned.percent = self.plan.percent.unwrap_or(planned.percent);
-            if self.rest(planned.pause)? == Rested::Over {
+            if self.pause(planned.pause)? == PauseEnd::AllPublished {
                 break;
             }
-            match self.plan.at_once {
-                AtOnce::One => {
-                    let scene = self.scene(&faults);
-                    self.stage
-                        .inflict(&planned, self.plan.seed ^ played as u64, &scene)?;
-                    self.recovers(vec![planned.name()], &mut recovery)?;
-                    played += 1;
+            match self.plan.concurrency {
+                FaultConcurrency::One => {
+                    let context = self.fault_context(&faults);
+                    self.servers
+                        .inject(&planned, self.plan.seed ^ injected as u64, &context)?;
+                    self.record_recovery(vec![planned.name()], &mut recovery)?;
+                    injected += 1;
                 }
-                AtOnce::Two => {
+                FaultConcurrency::Two => {
                     let second = schedule
                         .next_beside(&planned, self.plan.consumers)
-                        .ok_or("nothing can be played beside another")?;
+                        .ok_or("nothing can be injected beside another")?;
                     // The longer fault starts first, so that the faults overlap.
                     let (first, second) = if planned.lasts < second.lasts {
                         (second, planned)
                     } else {
                         (planned, second)
                     };
-                    self.two(&faults, [first, second], played as u64)?;
+                    self.inject_two(&faults, [first, second], injected as u64)?;
                     let mut names = [first.kind.name(), second.kind.name()];
                     names.sort_unstable();
-                    self.recovers(names.map(str::to_owned).to_vec(), &mut recovery)?;
-                    played += 2;
+                    self.record_recovery(names.map(str::to_owned).to_vec(), &mut recovery)?;
+                    injected += 2;
                 }
             }
-            self.look()?;
+            self.check_processes()?;
         }
         self.enough.store(true, Ordering::Relaxed);
         if let Some(publisher) = self.publisher.take() {
@@ -326,24 +317,24 @@ impl<'a> ActiveRun<'a> {
     }
 
     /// Waits until effects reach nine tenths of their rate, and records how long that took.
-    fn recovers(
+    fn record_recovery(
         &mut self,
         kinds: Vec<String>,
         recovery: &mut BTreeMap<String, Recovery>,
     ) -> Result<(), Error> {
-        let before = Processors::until_now();
+        let before = Processors::now();
         let took = self
             .wait_for_rate(RECOVERY_TIMEOUT)?
             .unwrap_or(RECOVERY_TIMEOUT);
-        let of_it = recovery.entry(kinds.join(" + ")).or_default();
+        let entry = recovery.entry(kinds.join(" + ")).or_default();
         let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-        *of_it = Recovery {
-            times: of_it.times + 1,
-            longest_ms: of_it.longest_ms.max(took_ms),
+        *entry = Recovery {
+            times: entry.times + 1,
+            longest_ms: entry.longest_ms.max(took_ms),
         };
         // After the last message the rate proves nothing.
         if !self.is_all_sent()
-            && let (Some(before), Some(now)) = (before, Processors::until_now())
+            && let (Some(before), Some(now)) = (before, Processors::now())
         {
             self.log.write(What::Recovered {
                 kinds,
@@ -359,55 +350,60 @@ impl<'a> ActiveRun<'a> {
     }
 
     /// Injects two faults; the second starts during the first.
-    fn two(&self, faults: &Faults, planned: [Planned; 2], played: u64) -> Result<(), Error> {
-        let scene = self.scene(faults);
-        let inflict = |planned: Planned, seed: u64| self.stage.inflict(&planned, seed, &scene);
+    fn inject_two(
+        &self,
+        faults: &Faults,
+        planned: [Planned; 2],
+        injected: u64,
+    ) -> Result<(), Error> {
+        let context = self.fault_context(faults);
+        let inject = |planned: Planned, seed: u64| self.servers.inject(&planned, seed, &context);
         std::thread::scope(|scope: &Scope<'_, '_>| {
-            let first = scope.spawn(|| inflict(planned[0], self.plan.seed ^ played));
+            let first = scope.spawn(|| inject(planned[0], self.plan.seed ^ injected));
             std::thread::sleep(planned[1].pause.min(planned[0].lasts / 2));
-            let second = inflict(planned[1], self.plan.seed ^ (played + 1));
+            let second = inject(planned[1], self.plan.seed ^ (injected + 1));
             first.join().map_err(|_| "a fault panicked")??;
             second
         })
     }
 
-    fn scene<'b>(&'b self, faults: &'b Faults) -> Scene<'b> {
-        let pauses = self.plan.promise == Promise::AtMostOnce
-            && self.plan.markers.remembers() == Remembers::NotAll;
-        let after_a_loss = if pauses {
-            AfterALoss::StartAgain
+    fn fault_context<'b>(&'b self, faults: &'b Faults) -> FaultContext<'b> {
+        let pauses = self.plan.guarantee == TestedGuarantee::AtMostOnce
+            && self.plan.redis.claim_durability() == ClaimDurability::MayBeLost;
+        let on_data_loss = if pauses {
+            OnDataLoss::Restart
         } else {
-            AfterALoss::GoOn
+            OnDataLoss::KeepRunning
         };
-        Scene {
+        FaultContext {
             fleet: &self.fleet,
             faults,
             folder: self.folder,
             log: &self.log,
             queue: self.queue,
-            after_a_loss,
+            on_data_loss,
         }
     }
 
-    fn is_enough(&self, played: usize) -> bool {
+    fn is_enough(&self, injected: usize) -> bool {
         let sent = self.is_all_sent();
         match self.plan.until {
-            Until::Faults(faults) => played >= faults || sent,
-            Until::Messages(_) => sent,
+            RunEnd::Faults(faults) => injected >= faults || sent,
+            RunEnd::Messages(_) => sent,
         }
     }
 
     /// Waits between two faults; ends early when all messages are published.
-    fn rest(&mut self, pause: Duration) -> Result<Rested, Error> {
+    fn pause(&mut self, pause: Duration) -> Result<PauseEnd, Error> {
         let until = Instant::now() + pause;
         while Instant::now() < until {
             if self.is_all_sent() {
-                return Ok(Rested::Over);
+                return Ok(PauseEnd::AllPublished);
             }
             std::thread::sleep(POLL_INTERVAL.min(until.saturating_duration_since(Instant::now())));
-            self.look()?;
+            self.check_processes()?;
         }
-        Ok(Rested::Well)
+        Ok(PauseEnd::Elapsed)
     }
 
     /// Waits until effects reach nine tenths of the publishing rate. Returns how long that took;
@@ -415,7 +411,7 @@ impl<'a> ActiveRun<'a> {
     fn wait_for_rate(&mut self, timeout: Duration) -> Result<Option<Duration>, Error> {
         let (since, begun) = (Instant::now(), crate::ledger::now());
         while since.elapsed() < timeout {
-            self.look()?;
+            self.check_processes()?;
             if self.flow.flows_since(begun)? || self.is_all_sent() {
                 // The measured second itself is not part of the recovery time.
                 return Ok(Some(since.elapsed().saturating_sub(SPAN)));
@@ -425,8 +421,8 @@ impl<'a> ActiveRun<'a> {
         Ok(None)
     }
 
-    fn look(&mut self) -> Result<(), Error> {
-        self.stopping.go_on()?;
+    fn check_processes(&mut self) -> Result<(), Error> {
+        self.stopping.check()?;
         self.sink.check_running()?;
         self.fleet.replace_ended()
     }
@@ -438,10 +434,10 @@ impl<'a> ActiveRun<'a> {
         loop {
             self.until_quiet(until)?;
             self.fleet.terminate_all()?;
-            let left = self.settled_left();
+            let left = self.unsettled_at_end();
             if left == Some(0) || Instant::now() > until {
                 // Without a reply of the broker the count is unknown, not 0.
-                self.log.write(What::Left {
+                self.log.write(What::Unsettled {
                     count: left.unwrap_or(u64::MAX),
                 });
                 return Ok(());
@@ -451,10 +447,10 @@ impl<'a> ActiveRun<'a> {
     }
 
     /// The number of unsettled messages; polls, because queues update their counts with a delay.
-    fn settled_left(&self) -> Option<u64> {
+    fn unsettled_at_end(&self) -> Option<u64> {
         let mut left = None;
         for _ in 0..10 {
-            left = self.runtime.block_on(self.wire.left()).ok();
+            left = self.runtime.block_on(self.client.unsettled()).ok();
             if left == Some(0) {
                 break;
             }
@@ -466,7 +462,7 @@ impl<'a> ActiveRun<'a> {
     fn until_quiet(&mut self, until: Instant) -> Result<(), Error> {
         let (mut size, mut since) = (0, Instant::now());
         while Instant::now() < until {
-            self.look()?;
+            self.check_processes()?;
             let now = written(self.folder)?;
             if now != size {
                 (size, since) = (now, Instant::now());
@@ -474,7 +470,7 @@ impl<'a> ActiveRun<'a> {
             if since.elapsed() > QUIET_TIME {
                 if self
                     .runtime
-                    .block_on(self.wire.left())
+                    .block_on(self.client.unsettled())
                     .is_ok_and(|left| left == 0)
                 {
                     return Ok(());
@@ -490,24 +486,25 @@ impl<'a> ActiveRun<'a> {
 
     /// Records dead letters, in-doubt messages, unfinished markers, server logs and found secrets.
     fn record_remains(&mut self) -> Result<(), Error> {
-        let rejected = self.runtime.block_on(self.wire.rejected_messages())?;
-        let record = |message: crate::wire::RejectedMessage| What::Aside {
+        let rejected = self.runtime.block_on(self.client.rejected_messages())?;
+        let record = |message: crate::broker_client::RejectedMessage| What::Rejected {
             id: message.id,
             place: message.place,
             reason: message.reason,
         };
         self.log.write_all(rejected.into_iter().map(record));
         std::thread::sleep(LEASE + Duration::from_secs(1));
-        let markers = self
-            .runtime
-            .block_on(markers::unfinished(&self.stage.redis_direct(), self.queue))?;
+        let markers = self.runtime.block_on(markers::unfinished(
+            &self.servers.redis_direct(),
+            self.queue,
+        ))?;
         self.log.write_all(
             markers
                 .into_iter()
                 .map(|(id, record)| What::Marker { id, record }),
         );
-        self.stage.save_logs(self.folder, &self.log)?;
-        let leaks = secrets::find(self.folder, self.stage.secrets())?;
+        self.servers.save_logs(self.folder, &self.log)?;
+        let leaks = secrets::find(self.folder, self.servers.secrets())?;
         self.log.write_all(leaks);
         Ok(())
     }
@@ -523,14 +520,14 @@ impl Drop for ActiveRun<'_> {
 
 /// How a pause between faults ended.
 #[derive(PartialEq, Eq)]
-enum Rested {
-    Well,
-    Over,
+enum PauseEnd {
+    Elapsed,
+    AllPublished,
 }
 
 async fn publish(
     plan: Plan,
-    wire: Arc<Wire>,
+    client: Arc<BrokerClient>,
     log: Arc<Log>,
     enough: Arc<AtomicBool>,
 ) -> Result<(), Error> {
@@ -552,41 +549,41 @@ async fn publish(
             .collect();
         sent += now.len() as u64;
         let over = match plan.until {
-            Until::Messages(count) => messages.different() >= count,
-            Until::Faults(_) => false,
+            RunEnd::Messages(count) => messages.different() >= count,
+            RunEnd::Faults(_) => false,
         };
         if over {
-            now.extend(messages.left());
+            now.extend(messages.pending_copies());
         }
-        wire.publish(now, &log).await?;
+        client.publish(now, &log).await?;
         if over {
             break;
         }
     }
-    wire.flush().await;
+    client.flush().await;
     Ok(())
 }
 
 /// The arguments of each consumer except its name.
 pub(crate) fn base_arguments(
-    promise: Promise,
-    stage: &Stage,
+    guarantee: TestedGuarantee,
+    servers: &TestServers,
     folder: &Path,
     queue: &str,
     sink: &SinkProcess,
 ) -> Vec<String> {
-    let promise = match promise {
-        Promise::AtMostOnce => "at-most-once",
-        Promise::EffectivelyOnce => "effectively-once",
-        Promise::Bare => "bare",
+    let guarantee = match guarantee {
+        TestedGuarantee::AtMostOnce => "at-most-once",
+        TestedGuarantee::EffectivelyOnce => "effectively-once",
+        TestedGuarantee::Bare => "bare",
     };
     let arguments = [
         ("folder", folder.display().to_string()),
-        ("broker", stage.broker().name().to_owned()),
-        ("url", stage.url()),
+        ("broker", servers.broker().name().to_owned()),
+        ("url", servers.url()),
         ("from", queue.to_owned()),
-        ("redis", stage.redis().join(",")),
-        ("guarantee", promise.to_owned()),
+        ("redis", servers.redis().join(",")),
+        ("guarantee", guarantee.to_owned()),
         ("sink", sink.address().to_string()),
         ("lease-ms", LEASE.as_millis().to_string()),
         ("drain-ms", DRAIN.as_millis().to_string()),
@@ -596,7 +593,7 @@ pub(crate) fn base_arguments(
         .into_iter()
         .map(|(name, value)| format!("--{name}={value}"))
         .collect();
-    if let Some(login) = stage.login() {
+    if let Some(login) = servers.login() {
         arguments.push("--login".to_owned());
         arguments.extend(login);
     }
@@ -605,16 +602,16 @@ pub(crate) fn base_arguments(
 
 fn arguments(
     plan: &Plan,
-    stage: &Stage,
+    servers: &TestServers,
     folder: &Path,
     queue: &str,
     sink: &SinkProcess,
 ) -> Vec<String> {
-    let mut arguments = base_arguments(plan.promise, stage, folder, queue, sink);
-    if let Markers::Watched { replicas } = plan.markers {
+    let mut arguments = base_arguments(plan.guarantee, servers, folder, queue, sink);
+    if let RedisSetup::Sentinels { replicas } = plan.redis {
         arguments.push(format!("--replicas={replicas}"));
     }
-    if (stage.broker(), plan.taken) == (Broker::Rabbitmq, Taken::ByOne) {
+    if (servers.broker(), plan.consumer_mode) == (Broker::Rabbitmq, ConsumerMode::SingleActive) {
         arguments.push("--one-at-a-time".to_owned());
     }
     arguments

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use super::{Finder, Invariant};
-use crate::ledger::{Asked, Settling, What};
+use crate::ledger::{SettlementKind, StoreOperation, What};
 
 /// Verdicts that permit an acceptance and are not used by one yet.
 #[derive(Default)]
@@ -19,14 +19,14 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
         let verdicts = of_consumer.entry(&record.by).or_default();
         match &record.what {
             What::Answered { ask, verdict, .. } => match (ask, verdict.as_str()) {
-                (Asked::Complete, "done") => verdicts.completed += 1,
-                (Asked::Claim, "duplicate") => verdicts.duplicate += 1,
-                (Asked::Resolve, "done") => verdicts.resolved += 1,
-                (Asked::Claim, "busy") => finder.checked.counts.busy += 1,
+                (StoreOperation::Complete, "done") => verdicts.completed += 1,
+                (StoreOperation::Claim, "duplicate") => verdicts.duplicate += 1,
+                (StoreOperation::Resolve, "done") => verdicts.resolved += 1,
+                (StoreOperation::Claim, "busy") => finder.checked.counts.busy += 1,
                 _ => {}
             },
             What::Settled {
-                how: Settling::Accepted,
+                how: SettlementKind::Accepted,
                 why,
                 position,
                 ..

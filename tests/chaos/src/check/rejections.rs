@@ -1,7 +1,7 @@
 //! Dead letters whose handler would have worked.
 
 use super::{Finder, Invariant};
-use crate::ledger::{Asked, Place, What};
+use crate::ledger::{RejectedTo, StoreOperation, What};
 use crate::message::HandlerBehavior;
 
 /// The reasons of messages whose attempts are exhausted, each by a failure, a crash or a lost
@@ -16,19 +16,19 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     for record in finder.history(id) {
         match &record.what {
             What::Answered {
-                ask: Asked::Claim,
+                ask: StoreOperation::Claim,
                 verdict,
                 ..
             } => granted = granted.max(attempt(verdict)),
-            What::Aside {
-                place: Place::DeadLetters,
+            What::Rejected {
+                place: RejectedTo::DeadLetters,
                 reason,
                 ..
             } if !SPENT.contains(&reason.as_str()) || granted < finder.rules.attempts => {
                 let why = format!(
                     "dead-lettered as {reason} after {granted} attempts, although its handler works"
                 );
-                return finder.report_violation(Invariant::Aside, Some(id), why);
+                return finder.report_violation(Invariant::RejectedTooSoon, Some(id), why);
             }
             _ => {}
         }
