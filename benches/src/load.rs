@@ -104,7 +104,7 @@ impl Topic {
     /// Creates and fills it.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub async fn fill(&self, brokers: &str) -> Outcome<()> {
         self.create(brokers).await?;
         self.send_all(&KafkaSender::new(brokers, &self.name, "20")?)
@@ -326,7 +326,7 @@ impl Queue {
     /// Deletes it.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub async fn delete(&self, url: &str) -> Outcome<()> {
         let (connection, channel) = open(url).await?;
         channel
@@ -380,7 +380,7 @@ impl RabbitSender {
     /// Connects.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub fn open(url: &str, queue: &str) -> Outcome<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
@@ -398,7 +398,7 @@ impl RabbitSender {
     /// Sends a message.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub fn send(&mut self, id: &str, body: &[u8]) -> Outcome<()> {
         self.runtime
             .block_on(publish(

@@ -43,7 +43,7 @@ pub fn draw(report: &Report, into: &Path) -> Outcome<()> {
         into.join("rabbitmq-by-prefetch.svg"),
         bars(
             "RabbitMQ by prefetch",
-            "Redis, in place / bare",
+            "Redis, inline / bare",
             &by_prefetch(report),
         ),
     )?;
@@ -102,7 +102,7 @@ fn latencies(table: &Table) -> Vec<Bar> {
 /// The ratios at each prefetch.
 fn by_prefetch(report: &Report) -> Vec<Bar> {
     let at_a_prefetch = |ratio: &&Ratio| {
-        ratio.name.starts_with("rabbitmq_") && ratio.meaning == "Redis, in place / bare"
+        ratio.name.starts_with("rabbitmq_") && ratio.meaning == "Redis, inline / bare"
     };
     let durable = report
         .tables
@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bars_are_as_long_as_their_numbers() {
+    fn bars_are_proportional_to_their_values() {
         let bar = |name: &str, length: f64| Bar {
             name: name.into(),
             length,
@@ -205,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_has_the_first_words_of_its_table() {
+    fn a_file_is_named_after_its_table() {
         assert_eq!(
             file_name("Kafka, 4 partitions, 100 bytes, id in a header; does nothing"),
             "kafka-4-partitions-100-bytes-id-in-a-header-does-nothing"

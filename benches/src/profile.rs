@@ -78,7 +78,7 @@ pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
     if !Command::new("perf")
         .arg("--version")
         .output()
-        .is_ok_and(|said| said.status.success())
+        .is_ok_and(|output| output.status.success())
     {
         return Err(
             "perf does not work on this machine; install it (Debian's package is linux-perf)"
@@ -108,7 +108,7 @@ pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
     }
     let rate = MESSAGES as f64 / took.seconds;
     println!(
-        "Kafka, memory, in place: {rate:.0} messages per second under perf; shares of the process's CPU time"
+        "Kafka, memory, inline: {rate:.0} messages per second under perf; shares of the process's CPU time"
     );
     let report = String::from_utf8_lossy(&report.stdout);
     print!("{}", shares(&report));

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::machine::Machine;
 use crate::rounds::Row;
-use crate::side::{ThreadTime, Took};
+use crate::side::{Measurement, ThreadTime};
 use crate::suites::{AT_MOST, REACH};
 
 /// A run: its machine and all tables.
@@ -65,7 +65,7 @@ pub struct Line {
     pub by_place: Vec<(String, f64)>,
     /// All measurements of the client, one for each round.
     #[serde(default)]
-    pub took: Vec<Took>,
+    pub took: Vec<Measurement>,
 }
 
 /// The ratio of the rates of two sides.
@@ -203,7 +203,7 @@ impl Table {
             text += "\n| | CPU time a message by thread and server, µs |\n| --- | --- |\n";
         }
         for line in self.lines.iter().filter(|line| !line.by_place.is_empty()) {
-            text += &format!("| {} | {} |\n", line.name, told(&line.by_place));
+            text += &format!("| {} | {} |\n", line.name, by_place_text(&line.by_place));
         }
         if !self.ratios.is_empty() {
             text += "\n| ratio | | median | min | max |\n| --- | --- | ---: | ---: | ---: |\n";
@@ -248,7 +248,7 @@ impl Line {
             .iter()
             .filter_map(|once| once.took.as_ref())
             .collect();
-        let per_message = |seconds: fn(&Took) -> f64| {
+        let per_message = |seconds: fn(&Measurement) -> f64| {
             let micros: Vec<f64> = took
                 .iter()
                 .map(|took| seconds(took) * 1e6 / took.messages as f64)
@@ -292,10 +292,10 @@ impl Line {
     }
 }
 
-fn by_place(took: &[&Took]) -> Vec<(String, f64)> {
+fn by_place(took: &[&Measurement]) -> Vec<(String, f64)> {
     let names: BTreeSet<&String> = took.iter().flat_map(|took| took.by_place.keys()).collect();
     let micros = |name: &String| {
-        let of = |took: &&Took| {
+        let of = |took: &&Measurement| {
             took.by_place.get(name).copied().unwrap_or(0.0) * 1e6 / took.messages as f64
         };
         median(&took.iter().map(of).collect::<Vec<_>>())
@@ -310,7 +310,7 @@ fn by_place(took: &[&Took]) -> Vec<(String, f64)> {
 }
 
 /// The CPU times of threads and servers in one line.
-fn told(places: &[(String, f64)]) -> String {
+fn by_place_text(places: &[(String, f64)]) -> String {
     places
         .iter()
         .map(|(name, micros)| format!("{name} {micros:.2}"))
@@ -365,7 +365,7 @@ impl fmt::Display for Table {
                 f,
                 "  {:<34} µs by thread and server: {}",
                 line.name,
-                told(&line.by_place)
+                by_place_text(&line.by_place)
             )?;
         }
         for ratio in &self.ratios {
@@ -423,7 +423,7 @@ impl Report {
 
     /// The ratios and their targets.
     pub fn summary(&self) -> String {
-        let mut text = format!("\n{:<36} {:>8} {:>8}\n", "ratio", "median", "reach");
+        let mut text = format!("\n{:<36} {:>8} {:>8}\n", "ratio", "median", "target");
         for (name, ratio) in &self.ratios {
             let reach = self
                 .reach
@@ -437,12 +437,12 @@ impl Report {
                     ratio < reach
                 }
             });
-            let said = match (missed, at_most) {
+            let note = match (missed, at_most) {
                 (false, _) => "",
-                (true, false) => "  short of it",
-                (true, true) => "  more than that",
+                (true, false) => "  below the target",
+                (true, true) => "  above the limit",
             };
-            text += &format!("{name:<36} {ratio:>8.3} {reach:>8}{said}\n");
+            text += &format!("{name:<36} {ratio:>8.3} {reach:>8}{note}\n");
         }
         text
     }
@@ -473,14 +473,14 @@ pub fn spread(numbers: &[f64]) -> [f64; 3] {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rounds::Once;
+    use crate::rounds::RoundResult;
 
     fn row(name: &str, rates: &[f64]) -> Row {
         Row {
             name: name.to_owned(),
             rounds: rates
                 .iter()
-                .map(|rate| Once {
+                .map(|rate| RoundResult {
                     rate: *rate,
                     took: None,
                 })
@@ -489,7 +489,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ratio_is_taken_round_by_round() {
+    fn a_ratio_is_the_median_of_the_ratios_by_round() {
         let rows = [
             row("bare", &[100.0, 50.0, 80.0]),
             row("gated", &[90.0, 25.0, 80.0]),
@@ -517,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn what_falls_short_is_marked() {
+    fn a_ratio_below_its_target_is_marked() {
         let shown = |rate: f64| {
             let rows = [row("bare", &[100.0]), row("memory", &[rate])];
             let table = Table::new("a table", &rows).ratio("kafka_memory", "memory", 1.0, "bare");
@@ -526,25 +526,25 @@ mod tests {
             report.summary()
         };
         assert!(
-            shown(80.0).contains("0.800     0.85  short of it"),
+            shown(80.0).contains("0.800     0.85  below the target"),
             "{}",
             shown(80.0)
         );
-        assert!(!shown(90.0).contains("short"), "{}", shown(90.0));
+        assert!(!shown(90.0).contains("below"), "{}", shown(90.0));
     }
 
     #[test]
-    fn what_the_gate_adds_to_a_p99_is_judged_from_above() {
+    fn an_added_latency_above_its_limit_is_marked() {
         let side = |name: &str, micros: &[u64]| {
-            let took = |micros: &u64| Took {
+            let took = |micros: &u64| Measurement {
                 latencies: vec![(99.0, *micros)],
-                ..Took::default()
+                ..Measurement::default()
             };
             Row {
                 name: name.to_owned(),
                 rounds: micros
                     .iter()
-                    .map(|micros| Once {
+                    .map(|micros| RoundResult {
                         rate: 1.0,
                         took: Some(took(micros)),
                     })
@@ -574,14 +574,14 @@ mod tests {
             shown(1_890)
         );
         assert!(
-            shown(1_950).contains("1.050     1.00  more than that"),
+            shown(1_950).contains("1.050     1.00  above the limit"),
             "{}",
             shown(1_950)
         );
     }
 
     #[test]
-    fn the_middle_of_an_even_number_is_one_of_them() {
+    fn the_median_of_an_even_count_is_one_of_the_values() {
         assert_eq!(
             [
                 median(&[]),

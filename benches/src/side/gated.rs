@@ -10,7 +10,7 @@ use oncegate::{
 use serde::de::IgnoredAny;
 
 use super::latency::sent_ago;
-use super::{From, Id, Meter, Spawned, Store, Task, Took, Way, Work};
+use super::{DedupMethod, Id, Measurement, MessageSource, Meter, Spawned, Store, Task, Work};
 use crate::Outcome;
 
 /// The handler of the task. Does not copy the body, like the plain client.
@@ -35,7 +35,7 @@ impl Handler for Counts {
     }
 }
 
-pub(super) async fn run(task: &Task) -> Outcome<Took> {
+pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
     let meter = Arc::new(Meter::new(task.messages, task.servers.clone()));
     consume(task, &meter).await?;
     meter.took()
@@ -44,7 +44,7 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
 /// Consumes until all messages are measured.
 pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     match &task.from {
-        From::Kafka {
+        MessageSource::Kafka {
             brokers,
             topic,
             group,
@@ -63,7 +63,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
             )
             .await
         }
-        From::RabbitMq {
+        MessageSource::RabbitMq {
             url,
             queue,
             prefetch,
@@ -81,7 +81,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
             )
             .await
         }
-        From::Nowhere => Err("nothing comes from nowhere".into()),
+        MessageSource::None => Err("a consumer needs a broker".into()),
     }
 }
 
@@ -92,8 +92,8 @@ async fn past_the_gate(
     id: IdSource,
     in_flight: usize,
 ) -> Outcome<()> {
-    let Way::Gated { store, spawned } = &task.way else {
-        return Err("this way has no gate".into());
+    let DedupMethod::Gated { store, spawned } = &task.method else {
+        return Err("this method has no gate".into());
     };
     let handlers = match spawned {
         Spawned::Yes => Execution::Spawned,
@@ -110,10 +110,10 @@ async fn past_the_gate(
             meter: meter.clone(),
             work: task.work,
         });
-    let stays = task.stays;
+    let linger = task.linger;
     let over = async move {
         over.over().await;
-        tokio::time::sleep(stays).await;
+        tokio::time::sleep(linger).await;
     };
     match store {
         Store::Memory { markers } => {

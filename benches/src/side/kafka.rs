@@ -10,7 +10,7 @@ use rdkafka::message::{BorrowedMessage, Headers as _};
 use tokio::sync::Semaphore;
 
 use super::latency::sent_ago;
-use super::{From, Id, Meter, Task, Took, Way, Work};
+use super::{DedupMethod, Id, Measurement, MessageSource, Meter, Task, Work};
 use crate::Outcome;
 
 /// The time that a waiting handler waits.
@@ -18,7 +18,7 @@ pub(super) const WAIT: Duration = Duration::from_millis(1);
 /// How many of them wait concurrently: the same number as in flight in oncegate.
 const AT_ONCE: usize = 512;
 
-pub(super) async fn run(task: &Task) -> Outcome<Took> {
+pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
     let meter = Arc::new(Meter::new(task.messages, task.servers.clone()));
     consume(task, &meter).await?;
     meter.took()
@@ -26,7 +26,7 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
 
 /// Consumes until all messages are measured.
 pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
-    let From::Kafka {
+    let MessageSource::Kafka {
         brokers,
         topic,
         group,
@@ -45,21 +45,21 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     config.set("auto.offset.reset", "earliest");
     let consumer: StreamConsumer = config.create()?;
     consumer.subscribe(&[topic])?;
-    match (&task.way, task.work) {
-        (Way::Bare, Work::Nothing) => {
+    match (&task.method, task.work) {
+        (DedupMethod::Bare, Work::Nothing) => {
             while !meter.is_over() {
                 let message = consumer.recv().await?;
                 std::hint::black_box(message.payload());
                 meter.saw();
             }
         }
-        (Way::Bare, Work::NotesLatency) => {
+        (DedupMethod::Bare, Work::NotesLatency) => {
             while !meter.is_over() {
                 let message = consumer.recv().await?;
                 meter.saw_after(sent_ago(message.payload().unwrap_or_default()));
             }
         }
-        (Way::Bare, Work::Waits) => {
+        (DedupMethod::Bare, Work::Waits) => {
             let places = Arc::new(Semaphore::new(AT_ONCE));
             while !meter.is_over() {
                 let place = places.clone().acquire_owned().await?;
@@ -77,7 +77,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                 }
             }
         }
-        (Way::Naive { redis }, work) => {
+        (DedupMethod::Naive { redis }, work) => {
             let mut store = redis::Client::open(redis.as_str())?
                 .get_multiplexed_async_connection()
                 .await?;
@@ -93,9 +93,9 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                 }
             }
         }
-        (Way::Gated { .. }, _) => return Err("this way has a gate".into()),
+        (DedupMethod::Gated { .. }, _) => return Err("this method has a gate".into()),
     }
-    tokio::time::sleep(task.stays).await;
+    tokio::time::sleep(task.linger).await;
     Ok(())
 }
 

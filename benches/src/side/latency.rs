@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-use super::{From, Meter, Store, Task, Took, Way, gated, kafka, rabbitmq};
+use super::{DedupMethod, Measurement, MessageSource, Meter, Store, Task, gated, kafka, rabbitmq};
 use crate::Outcome;
 use crate::load::{KafkaSender, RabbitSender};
 
@@ -36,10 +36,10 @@ fn body() -> Vec<u8> {
     body
 }
 
-pub(super) async fn run(task: &Task) -> Outcome<Took> {
+pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
     let meter = Arc::new(Meter::new(task.messages, task.servers.clone()).after(WARM_UP));
     match &task.from {
-        From::Nowhere => round_trips(task, &meter).await?,
+        MessageSource::None => round_trips(task, &meter).await?,
         _ => beside_a_sender(task, &meter).await?,
     }
     meter.took()
@@ -47,11 +47,11 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
 
 /// Sends one command per millisecond, one after the other.
 async fn round_trips(task: &Task, meter: &Meter) -> Outcome<()> {
-    let (Way::Naive { redis: url }
-    | Way::Gated {
+    let (DedupMethod::Naive { redis: url }
+    | DedupMethod::Gated {
         store: Store::Redis { url, .. },
         ..
-    }) = &task.way
+    }) = &task.method
     else {
         return Err("a round trip needs a Redis server".into());
     };
@@ -70,9 +70,9 @@ async fn round_trips(task: &Task, meter: &Meter) -> Outcome<()> {
 
 async fn beside_a_sender(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     let stop = Arc::new(AtomicBool::new(false));
-    let (from, told) = (task.from.clone(), stop.clone());
+    let (from, stopping) = (task.from.clone(), stop.clone());
     // A separate thread: sending must not wait for receiving.
-    let sender = std::thread::spawn(move || send(&from, &told));
+    let sender = std::thread::spawn(move || send(&from, &stopping));
     consume(task, meter).await?;
     stop.store(true, Ordering::Relaxed);
     sender.join().map_err(|_| "the sender panicked")??;
@@ -80,24 +80,24 @@ async fn beside_a_sender(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
 }
 
 async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
-    match (&task.way, &task.from) {
-        (Way::Gated { .. }, _) => gated::consume(task, meter).await,
-        (_, From::Kafka { .. }) => kafka::consume(task, meter).await,
+    match (&task.method, &task.from) {
+        (DedupMethod::Gated { .. }, _) => gated::consume(task, meter).await,
+        (_, MessageSource::Kafka { .. }) => kafka::consume(task, meter).await,
         (_, _) => rabbitmq::consume(task, meter).await,
     }
 }
 
-fn send(from: &From, stop: &AtomicBool) -> Outcome<()> {
+fn send(from: &MessageSource, stop: &AtomicBool) -> Outcome<()> {
     let mut sender: Box<dyn FnMut(usize) -> Outcome<()>> = match from {
-        From::Kafka { brokers, topic, .. } => {
+        MessageSource::Kafka { brokers, topic, .. } => {
             let sender = KafkaSender::new(brokers, topic, "0")?;
             Box::new(move |number| sender.send(&crate::load::id(number), &body()))
         }
-        From::RabbitMq { url, queue, .. } => {
+        MessageSource::RabbitMq { url, queue, .. } => {
             let mut sender = RabbitSender::open(url, queue)?;
             Box::new(move |number| sender.send(&crate::load::id(number), &body()))
         }
-        From::Nowhere => return Err("nothing is sent nowhere".into()),
+        MessageSource::None => return Err("sending needs a broker".into()),
     };
     let begun = Instant::now();
     for number in 0.. {

@@ -27,7 +27,7 @@ pub struct Meter {
 
 /// The measurements of a side.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
-pub struct Took {
+pub struct Measurement {
     /// The number of messages after the first.
     pub messages: usize,
     /// Seconds from the first to the last message.
@@ -59,7 +59,7 @@ pub struct ThreadTime {
     pub queued: f64,
 }
 
-impl Took {
+impl Measurement {
     /// Messages per second.
     pub fn rate(&self) -> f64 {
         self.messages as f64 / self.seconds
@@ -162,12 +162,12 @@ struct ThreadReading {
 }
 
 impl ThreadReading {
-    /// Of this thread; none where the system does not count it.
+    /// The times of this thread; none if the system does not count them.
     fn here() -> Option<Self> {
         Self::of(Path::new("/proc/thread-self"))
     }
 
-    /// Of the thread whose folder this is, said by this one.
+    /// The times of a thread, from its directory in `/proc`.
     fn of(path: &Path) -> Option<Self> {
         let counted = std::fs::read_to_string(path.join("schedstat")).ok()?;
         let mut nanoseconds = counted
@@ -273,7 +273,7 @@ impl Meter {
     ///
     /// # Errors
     /// Not all messages were handled.
-    pub fn took(&self) -> crate::Outcome<Took> {
+    pub fn took(&self) -> crate::Outcome<Measurement> {
         let (Some(first), Some(last)) = (self.first.get(), self.last.get()) else {
             return Err(format!(
                 "only {} of {} messages came",
@@ -287,7 +287,7 @@ impl Meter {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         let percentiles = PERCENTILES.iter().filter(|_| !latencies.is_empty());
-        Ok(Took {
+        Ok(Measurement {
             messages: self.all - 1,
             seconds: (last.at - first.at).as_secs_f64(),
             cpu: (last.cpu - first.cpu).as_secs_f64(),
@@ -369,7 +369,7 @@ mod tests {
     }
 
     #[test]
-    fn what_belongs_to_the_warm_up_does_not_count() {
+    fn the_warm_up_is_not_measured() {
         let meter = Meter::new(1, Vec::new()).after(2);
         [30, 20]
             .into_iter()
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_is_known_that_handled_the_first_and_the_last() {
+    fn the_thread_that_handled_first_and_last_message_is_identified() {
         let handled_by_two = |two: bool| {
             let meter = Meter::new(2, Vec::new());
             meter.saw();
@@ -411,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn cpu_time_is_told_by_thread_and_by_server() {
+    fn cpu_time_is_reported_by_thread_and_by_server() {
         let meter = Meter::new(2, vec![std::process::id()]);
         let busy = std::thread::Builder::new()
             .name("busy-7".into())
@@ -439,7 +439,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cpu_time_of_a_process_is_read() {
+    fn cpu_time_is_read_from_proc() {
         assert!(cpu_of(std::process::id()).is_some());
         assert!(cpu_of(u32::MAX).is_none());
     }

@@ -10,10 +10,10 @@ use lapin::types::FieldTable;
 use lapin::{Connection, ConnectionProperties};
 
 use super::latency::sent_ago;
-use super::{From, Meter, Task, Took, Way, Work};
+use super::{DedupMethod, Measurement, MessageSource, Meter, Task, Work};
 use crate::Outcome;
 
-pub(super) async fn run(task: &Task) -> Outcome<Took> {
+pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
     let meter = Arc::new(Meter::new(task.messages, task.servers.clone()));
     consume(task, &meter).await?;
     meter.took()
@@ -21,7 +21,7 @@ pub(super) async fn run(task: &Task) -> Outcome<Took> {
 
 /// Consumes until all messages are measured.
 pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
-    let From::RabbitMq {
+    let MessageSource::RabbitMq {
         url,
         queue,
         prefetch,
@@ -43,8 +43,8 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
             FieldTable::default(),
         )
         .await?;
-    match &task.way {
-        Way::Bare if task.work == Work::Waits => {
+    match &task.method {
+        DedupMethod::Bare if task.work == Work::Waits => {
             // As many at once as the prefetch allows; acknowledged in the order in which they came,
             // as oncegate does it: what is over with one frame, while the next ones go on.
             let mut running = FuturesOrdered::new();
@@ -78,7 +78,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                 }
             }
         }
-        Way::Bare => {
+        DedupMethod::Bare => {
             // What has been handled is acknowledged with one frame, a quarter of the prefetch at a
             // time, and at once when nothing more is there.
             let chunk = usize::from(*prefetch).div_ceil(4);
@@ -102,7 +102,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                     .await?;
             }
         }
-        Way::Naive { redis } => {
+        DedupMethod::Naive { redis } => {
             let mut store = redis::Client::open(redis.as_str())?
                 .get_multiplexed_async_connection()
                 .await?;
@@ -122,7 +122,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                 delivery.ack(BasicAckOptions::default()).await?;
             }
         }
-        Way::Gated { .. } => return Err("this way has a gate".into()),
+        DedupMethod::Gated { .. } => return Err("this method has a gate".into()),
     }
     connection.close(200, "over".into()).await?;
     Ok(())

@@ -7,7 +7,7 @@ use crate::Outcome;
 use crate::load::{fill_redis, finish_redis_rehashing};
 use crate::report::Table;
 use crate::rounds::{Row, Side, alternate};
-use crate::side::{Id, Spawned, Store, Took, Way};
+use crate::side::{DedupMethod, Id, Measurement, Spawned, Store};
 use crate::stage::Stage;
 
 pub(super) fn run(
@@ -29,12 +29,14 @@ fn partitions(stage: &Stage) -> Outcome<Table> {
         let topic = stage.topic(partitions, messages, 100, Id::Header)?;
         let bare = topic.clone();
         sides.push(Side::new(format!("bare, {partitions}"), move || {
-            stage.on_kafka(&bare, Way::Bare, messages).run_apart()
+            stage
+                .on_kafka(&bare, DedupMethod::Bare, messages)
+                .run_in_process()
         }));
         let memory = move || {
             stage
                 .on_kafka(&topic, stage.memory(Spawned::No), messages)
-                .run_apart()
+                .run_in_process()
         };
         sides.push(Side::new(format!("memory, {partitions}"), memory));
     }
@@ -84,12 +86,14 @@ fn memory_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let topic = stage.topic(4, messages, 100, Id::Header)?;
     let topic = &topic;
     let sides = markers(extent).iter().map(|(markers, name, _)| {
-        let way = Way::Gated {
+        let method = DedupMethod::Gated {
             store: Store::Memory { markers: *markers },
             spawned: Spawned::No,
         };
         Side::new(*name, move || {
-            stage.on_kafka(topic, way.clone(), messages).run_apart()
+            stage
+                .on_kafka(topic, method.clone(), messages)
+                .run_in_process()
         })
     });
     let rows = alternate(
@@ -126,7 +130,7 @@ fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
         .iter()
         .zip(&servers)
         .map(|((_, name, _), server)| {
-            Side::new(*name, move || -> Outcome<Took> {
+            Side::new(*name, move || -> Outcome<Measurement> {
                 let prefix = stage.name("oncegate") + ":";
                 let store = Store::Redis {
                     url: server.url(),
@@ -134,14 +138,14 @@ fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
                 };
                 let mut task = stage.on_kafka(
                     topic,
-                    Way::Gated {
+                    DedupMethod::Gated {
                         store,
                         spawned: Spawned::No,
                     },
                     messages,
                 );
                 task.servers = vec![stage.kafka.pid(), server.pid()];
-                let took = task.run_apart()?;
+                let took = task.run_in_process()?;
                 stage.block_on(crate::load::clear_redis(&server.url(), &prefix, messages))?;
                 Ok(took)
             })
@@ -170,7 +174,7 @@ fn backlog(stage: &Stage, extent: Extent) -> Outcome<Table> {
     let on = |topic| {
         stage
             .on_kafka(topic, stage.redis(Spawned::No), handled)
-            .run_apart()
+            .run_in_process()
     };
     let sides = vec![
         Side::new("backlog of 50 k", || on(&short)),

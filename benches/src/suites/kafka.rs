@@ -7,7 +7,7 @@ use crate::Outcome;
 use crate::load::Ids;
 use crate::report::Table;
 use crate::rounds::{Side, alternate};
-use crate::side::{From, Id, Spawned, Store, Task, Took, Way, Work};
+use crate::side::{DedupMethod, Id, Measurement, MessageSource, Spawned, Store, Task, Work};
 use crate::stage::Stage;
 
 const PARTITIONS: i32 = 4;
@@ -29,7 +29,8 @@ pub(super) fn run(
 
 fn by_store(stage: &Stage, extent: Extent, messages: usize) -> Outcome<Table> {
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Header)?;
-    let on = |way: Way, messages| stage.on_kafka(&topic, way, messages).run_apart();
+    let on =
+        |method: DedupMethod, messages| stage.on_kafka(&topic, method, messages).run_in_process();
     let (on_redis, on_sqlite, at_random) = (
         messages / 5,
         extent.pick(messages / 10, messages / 2),
@@ -37,17 +38,15 @@ fn by_store(stage: &Stage, extent: Extent, messages: usize) -> Outcome<Table> {
     );
     let in_no_order = stage.topic_of(Ids::Random, PARTITIONS, at_random, 100, Id::Header)?;
     let mut sides = vec![
-        Side::new("bare", || on(Way::Bare, messages)),
-        Side::new("memory, in place", || {
-            on(stage.memory(Spawned::No), messages)
-        }),
+        Side::new("bare", || on(DedupMethod::Bare, messages)),
+        Side::new("memory, inline", || on(stage.memory(Spawned::No), messages)),
         Side::new("memory, spawned", || {
             on(stage.memory(Spawned::Yes), messages / 2)
         }),
-        Side::new("SQLite, in place", || {
+        Side::new("SQLite, inline", || {
             on(stage.sqlite(Spawned::No), on_sqlite)
         }),
-        Side::new("Redis, in place", || {
+        Side::new("Redis, inline", || {
             on_empty(stage, || on(stage.redis(Spawned::No), on_redis))
         }),
         Side::new("naive, Redis", || {
@@ -65,11 +64,11 @@ fn by_store(stage: &Stage, extent: Extent, messages: usize) -> Outcome<Table> {
         let random = || {
             stage
                 .on_kafka(&in_no_order, stage.sqlite(Spawned::No), at_random)
-                .run_apart()
+                .run_in_process()
         };
-        sides.push(Side::new("SQLite, in place, random ids", random));
+        sides.push(Side::new("SQLite, inline, random ids", random));
         sides.push(Side::new("store alone, Redis", || {
-            on_empty(stage, || store_alone(stage, on_redis).run_apart())
+            on_empty(stage, || store_alone(stage, on_redis).run_in_process())
         }));
     }
     let rows = alternate("Kafka, 100 bytes", ROUNDS, || stage.go_on(), sides)?;
@@ -77,21 +76,16 @@ fn by_store(stage: &Stage, extent: Extent, messages: usize) -> Outcome<Table> {
         "Kafka, 4 partitions, 100 bytes, id in a header; the handler does nothing",
         &rows,
     )
-    .ratio("kafka_memory", "memory, in place", 1.0, "bare")
+    .ratio("kafka_memory", "memory, inline", 1.0, "bare")
     .ratio("kafka_memory_spawned", "memory, spawned", 1.0, "bare")
-    .ratio("kafka_sqlite", "SQLite, in place", 1.0, "bare")
+    .ratio("kafka_sqlite", "SQLite, inline", 1.0, "bare")
     .ratio(
         "kafka_redis",
-        "Redis, in place",
+        "Redis, inline",
         0.5,
         "redis-benchmark, SET NX EX",
     )
-    .ratio(
-        "kafka_redis_to_naive",
-        "Redis, in place",
-        1.0,
-        "naive, Redis",
-    );
+    .ratio("kafka_redis_to_naive", "Redis, inline", 1.0, "naive, Redis");
     if extent == Extent::Quick {
         return Ok(table);
     }
@@ -112,35 +106,32 @@ fn by_store(stage: &Stage, extent: Extent, messages: usize) -> Outcome<Table> {
 
 fn by_key(stage: &Stage, messages: usize) -> Outcome<Table> {
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Key)?;
-    let on = |way: Way| stage.on_kafka(&topic, way, messages).run_apart();
+    let on = |method: DedupMethod| stage.on_kafka(&topic, method, messages).run_in_process();
     let sides = vec![
-        Side::new("bare", || on(Way::Bare)),
-        Side::new("memory, in place", || on(stage.memory(Spawned::No))),
+        Side::new("bare", || on(DedupMethod::Bare)),
+        Side::new("memory, inline", || on(stage.memory(Spawned::No))),
     ];
     let rows = alternate("Kafka, id as key", ROUNDS, || stage.go_on(), sides)?;
     let table = Table::new(
         "Kafka, 4 partitions, 100 bytes, id as key; the handler does nothing",
         &rows,
     );
-    Ok(table.ratio("kafka_key_memory", "memory, in place", 1.0, "bare"))
+    Ok(table.ratio("kafka_key_memory", "memory, inline", 1.0, "bare"))
 }
 
 fn large(stage: &Stage) -> Outcome<Table> {
     let messages = 200_000;
     let topic = stage.topic(PARTITIONS, messages, 4096, Id::Header)?;
-    let on = |way: Way, messages| stage.on_kafka(&topic, way, messages).run_apart();
+    let on =
+        |method: DedupMethod, messages| stage.on_kafka(&topic, method, messages).run_in_process();
     let sides = vec![
-        Side::new("bare", || on(Way::Bare, messages)),
-        Side::new("memory, in place", || {
-            on(stage.memory(Spawned::No), messages)
-        }),
+        Side::new("bare", || on(DedupMethod::Bare, messages)),
+        Side::new("memory, inline", || on(stage.memory(Spawned::No), messages)),
         Side::new("memory, spawned", || {
             on(stage.memory(Spawned::Yes), messages)
         }),
-        Side::new("SQLite, in place", || {
-            on(stage.sqlite(Spawned::No), messages)
-        }),
-        Side::new("Redis, in place", || {
+        Side::new("SQLite, inline", || on(stage.sqlite(Spawned::No), messages)),
+        Side::new("Redis, inline", || {
             on_empty(stage, || on(stage.redis(Spawned::No), messages))
         }),
         Side::new("naive, Redis", || {
@@ -153,30 +144,28 @@ fn large(stage: &Stage) -> Outcome<Table> {
         &rows,
     );
     Ok(table
-        .ratio("kafka_4k_memory", "memory, in place", 1.0, "bare")
+        .ratio("kafka_4k_memory", "memory, inline", 1.0, "bare")
         .ratio("kafka_4k_memory_spawned", "memory, spawned", 1.0, "bare")
-        .ratio("kafka_4k_sqlite", "SQLite, in place", 1.0, "bare")
-        .ratio("kafka_4k_redis", "Redis, in place", 1.0, "bare"))
+        .ratio("kafka_4k_sqlite", "SQLite, inline", 1.0, "bare")
+        .ratio("kafka_4k_redis", "Redis, inline", 1.0, "bare"))
 }
 
 fn waiting(stage: &Stage) -> Outcome<Table> {
     let messages = 200_000;
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Header)?;
-    let on = |way: Way, messages| {
+    let on = |method: DedupMethod, messages| {
         Task {
             work: Work::Waits,
-            ..stage.on_kafka(&topic, way, messages)
+            ..stage.on_kafka(&topic, method, messages)
         }
-        .run_apart()
+        .run_in_process()
     };
     let sides = vec![
-        Side::new("bare, 512 at once", || on(Way::Bare, messages)),
+        Side::new("bare, 512 at once", || on(DedupMethod::Bare, messages)),
         Side::new("memory, spawned", || {
             on(stage.memory(Spawned::Yes), messages)
         }),
-        Side::new("memory, in place", || {
-            on(stage.memory(Spawned::No), messages)
-        }),
+        Side::new("memory, inline", || on(stage.memory(Spawned::No), messages)),
         Side::new("SQLite, spawned", || {
             on(stage.sqlite(Spawned::Yes), messages)
         }),
@@ -218,22 +207,22 @@ fn store_alone(stage: &Stage, messages: usize) -> Task {
         url: stage.redis.url(),
         prefix: stage.name("alone") + ":",
     };
-    let way = Way::Gated {
+    let method = DedupMethod::Gated {
         store,
         spawned: Spawned::No,
     };
     Task {
-        from: From::Nowhere,
-        way,
+        from: MessageSource::None,
+        method,
         work: Work::Nothing,
         messages,
         servers: stage.processes(),
-        stays: Duration::ZERO,
+        linger: Duration::ZERO,
     }
 }
 
 /// With an empty Redis server.
-fn on_empty(stage: &Stage, run: impl FnOnce() -> Outcome<Took>) -> Outcome<Took> {
+fn on_empty(stage: &Stage, run: impl FnOnce() -> Outcome<Measurement>) -> Outcome<Measurement> {
     stage.empty_redis()?;
     run()
 }

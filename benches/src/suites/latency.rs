@@ -7,7 +7,7 @@ use crate::Outcome;
 use crate::load::{Ids, MessagePersistence, QueueKind, Topic};
 use crate::report::Table;
 use crate::rounds::{Side, alternate};
-use crate::side::{From, Id, Spawned, Store, Task, Took, Way, Work};
+use crate::side::{DedupMethod, Id, Measurement, MessageSource, Spawned, Store, Task, Work};
 use crate::stage::Stage;
 
 /// The number of rounds.
@@ -20,13 +20,13 @@ pub(super) fn run(
     tell: &mut dyn FnMut(Table) -> Outcome<()>,
 ) -> Outcome<()> {
     let messages = extent.pick(5_000, 8_000);
-    let round_trip = || Side::new(ROUND_TRIP, move || trip(stage, messages).run_apart());
+    let round_trip = || Side::new(ROUND_TRIP, move || trip(stage, messages).run_in_process());
 
-    let on = |way: Way| kafka(stage, way, messages);
+    let on = |method: DedupMethod| kafka(stage, method, messages);
     let sides = vec![
-        Side::new("bare", || on(Way::Bare)),
-        Side::new("memory, in place", || on(stage.memory(Spawned::No))),
-        Side::new("Redis, in place", || on(stage.redis(Spawned::No))),
+        Side::new("bare", || on(DedupMethod::Bare)),
+        Side::new("memory, inline", || on(stage.memory(Spawned::No))),
+        Side::new("Redis, inline", || on(stage.redis(Spawned::No))),
         Side::new("Redis, spawned", || on(stage.redis(Spawned::Yes))),
         round_trip(),
     ];
@@ -37,16 +37,16 @@ pub(super) fn run(
     );
     tell(table.added_p99(
         "latency_kafka_added_p99_ms",
-        "Redis, in place",
+        "Redis, inline",
         "bare",
         ROUND_TRIP,
     ))?;
 
-    let on = |way: Way| rabbitmq(stage, way, messages);
+    let on = |method: DedupMethod| rabbitmq(stage, method, messages);
     let sides = vec![
-        Side::new("bare", || on(Way::Bare)),
-        Side::new("memory, in place", || on(stage.memory(Spawned::No))),
-        Side::new("Redis, in place", || on(stage.redis(Spawned::No))),
+        Side::new("bare", || on(DedupMethod::Bare)),
+        Side::new("memory, inline", || on(stage.memory(Spawned::No))),
+        Side::new("Redis, inline", || on(stage.redis(Spawned::No))),
         round_trip(),
     ];
     let rows = alternate("latency, RabbitMQ", ROUNDS, || stage.go_on(), sides)?;
@@ -56,13 +56,13 @@ pub(super) fn run(
     );
     tell(table.added_p99(
         "latency_rabbitmq_added_p99_ms",
-        "Redis, in place",
+        "Redis, inline",
         "bare",
         ROUND_TRIP,
     ))
 }
 
-fn kafka(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
+fn kafka(stage: &Stage, method: DedupMethod, messages: usize) -> Outcome<Measurement> {
     stage.empty_redis()?;
     let topic = Topic {
         name: stage.name("topic"),
@@ -75,20 +75,20 @@ fn kafka(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
     stage.create(&topic)?;
     Task {
         work: Work::NotesLatency,
-        ..stage.on_kafka(&topic, way, messages)
+        ..stage.on_kafka(&topic, method, messages)
     }
-    .run_apart()
+    .run_in_process()
 }
 
-fn rabbitmq(stage: &Stage, way: Way, messages: usize) -> Outcome<Took> {
+fn rabbitmq(stage: &Stage, method: DedupMethod, messages: usize) -> Outcome<Measurement> {
     stage.empty_redis()?;
     let queue = stage.queue(QueueKind::Classic, MessagePersistence::OnDisk, 0, 100)?;
     let task = Task {
         work: Work::NotesLatency,
         messages,
-        ..stage.on_rabbitmq(&queue, 256, way)
+        ..stage.on_rabbitmq(&queue, 256, method)
     };
-    let took = task.run_apart()?;
+    let took = task.run_in_process()?;
     stage.delete(&queue)?;
     Ok(took)
 }
@@ -98,16 +98,16 @@ fn trip(stage: &Stage, messages: usize) -> Task {
         url: stage.redis.url(),
         prefix: stage.name("trip") + ":",
     };
-    let way = Way::Gated {
+    let method = DedupMethod::Gated {
         store,
         spawned: Spawned::No,
     };
     Task {
-        from: From::Nowhere,
-        way,
+        from: MessageSource::None,
+        method,
         work: Work::NotesLatency,
         messages,
         servers: stage.processes(),
-        stays: Duration::ZERO,
+        linger: Duration::ZERO,
     }
 }

@@ -5,7 +5,7 @@ use crate::Outcome;
 use crate::load::{MessagePersistence, QueueKind};
 use crate::report::Table;
 use crate::rounds::{Side, alternate};
-use crate::side::{Spawned, Task, Took, Way, Work};
+use crate::side::{DedupMethod, Measurement, Spawned, Task, Work};
 use crate::stage::Stage;
 
 pub(super) fn run(
@@ -35,31 +35,31 @@ fn on(
     (messages, body): (usize, usize),
     prefetch: u16,
     task: impl Fn(Task) -> Task,
-) -> Outcome<Took> {
+) -> Outcome<Measurement> {
     stage.empty_redis()?;
     let queue = stage.queue(kind, persistence, messages, body)?;
-    let took = task(stage.on_rabbitmq(&queue, prefetch, Way::Bare)).run_apart()?;
+    let took = task(stage.on_rabbitmq(&queue, prefetch, DedupMethod::Bare)).run_in_process()?;
     stage.delete(&queue)?;
     Ok(took)
 }
 
 /// What a classic queue need not write costs it less CPU time: there is the least to hide behind.
 fn in_memory(stage: &Stage) -> Outcome<Table> {
-    let on = |way: Way| {
+    let on = |method: DedupMethod| {
         on(
             stage,
             (QueueKind::Classic, MessagePersistence::InMemory),
             (50_000, 100),
             1000,
             |task| Task {
-                way: way.clone(),
+                method: method.clone(),
                 ..task
             },
         )
     };
     let sides = vec![
-        Side::new("bare", || on(Way::Bare)),
-        Side::new("Redis, in place", || on(stage.redis(Spawned::No))),
+        Side::new("bare", || on(DedupMethod::Bare)),
+        Side::new("Redis, inline", || on(stage.redis(Spawned::No))),
     ];
     let rows = alternate(
         "RabbitMQ, classic, in memory",
@@ -70,14 +70,14 @@ fn in_memory(stage: &Stage) -> Outcome<Table> {
     let title = "RabbitMQ, classic queue, messages that are not persistent, prefetch 1000, 100 bytes; the handler does nothing";
     Ok(Table::new(title, &rows).ratio(
         "rabbitmq_classic_transient_redis",
-        "Redis, in place",
+        "Redis, inline",
         1.0,
         "bare",
     ))
 }
 
 fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
-    let on = |way: Way, messages| {
+    let on = |method: DedupMethod, messages| {
         on(
             stage,
             (kind, MessagePersistence::OnDisk),
@@ -85,13 +85,13 @@ fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
             256,
             |task| Task {
                 work: Work::Waits,
-                way: way.clone(),
+                method: method.clone(),
                 ..task
             },
         )
     };
     let sides = vec![
-        Side::new("bare", || on(Way::Bare, 50_000)),
+        Side::new("bare", || on(DedupMethod::Bare, 50_000)),
         Side::new("memory, spawned", || on(stage.memory(Spawned::Yes), 50_000)),
         Side::new("Redis, spawned", || on(stage.redis(Spawned::Yes), 50_000)),
         Side::new("naive, Redis", || on(stage.naive(), ONE_BY_ONE)),
@@ -128,27 +128,27 @@ fn by_prefetch(
         _ if body > 1000 => 25_000,
         _ => extent.pick(40_000, 50_000),
     };
-    let on = |way: Way, messages: usize| {
+    let on = |method: DedupMethod, messages: usize| {
         on(
             stage,
             (kind, MessagePersistence::OnDisk),
             (messages, body),
             prefetch,
             |task| Task {
-                way: way.clone(),
+                method: method.clone(),
                 ..task
             },
         )
     };
     let mut sides = vec![
-        Side::new("bare", || on(Way::Bare, messages)),
-        Side::new("Redis, in place", || on(stage.redis(Spawned::No), messages)),
+        Side::new("bare", || on(DedupMethod::Bare, messages)),
+        Side::new("Redis, inline", || on(stage.redis(Spawned::No), messages)),
     ];
     if extent == Extent::Full {
         sides.push(Side::new("Redis, spawned", || {
             on(stage.redis(Spawned::Yes), messages)
         }));
-        sides.push(Side::new("memory, in place", || {
+        sides.push(Side::new("memory, inline", || {
             on(stage.memory(Spawned::No), messages)
         }));
         sides.push(Side::new("naive, Redis", || {
@@ -177,5 +177,5 @@ fn by_prefetch(
         (_, false) => format!("rabbitmq_{kind}_redis_{prefetch}"),
         (_, true) => format!("rabbitmq_{kind}_redis_{prefetch}_4k"),
     };
-    Ok(table.ratio(&name, "Redis, in place", 1.0, "bare"))
+    Ok(table.ratio(&name, "Redis, inline", 1.0, "bare"))
 }

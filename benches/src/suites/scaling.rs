@@ -7,7 +7,7 @@ use super::{Extent, ROUNDS};
 use crate::Outcome;
 use crate::report::Table;
 use crate::rounds::{Side, alternate};
-use crate::side::{Spawned, Task, Took, Way};
+use crate::side::{DedupMethod, Measurement, Spawned, Task};
 use crate::stage::Stage;
 
 /// So many processes.
@@ -24,13 +24,13 @@ pub(super) fn run(
 ) -> Outcome<()> {
     let messages = extent.pick(200_000, 400_000);
     // Messages become visible only after the group has formed, so that this time is not measured.
-    let together = |processes: usize, way: &dyn Fn() -> Way| -> Outcome<Took> {
+    let together = |processes: usize, method: &dyn Fn() -> DedupMethod| -> Outcome<Measurement> {
         stage.empty_redis()?;
         let (topic, held_back) = stage.topic_held_back(PARTITIONS, messages)?;
-        let one = stage.on_kafka(&topic, Way::Bare, messages / processes);
+        let one = stage.on_kafka(&topic, DedupMethod::Bare, messages / processes);
         let tasks = (0..processes).map(|_| Task {
-            way: way(),
-            stays: Duration::from_secs(2),
+            method: method(),
+            linger: Duration::from_secs(2),
             ..one.clone()
         });
         let started = tasks
@@ -48,7 +48,7 @@ pub(super) fn run(
     for processes in PROCESSES {
         let together = &together;
         sides.push(Side::new(format!("bare, {processes}"), move || {
-            together(processes, &|| Way::Bare)
+            together(processes, &|| DedupMethod::Bare)
         }));
         sides.push(Side::new(format!("memory, {processes}"), move || {
             together(processes, &|| stage.memory(Spawned::No))
@@ -71,13 +71,13 @@ pub(super) fn run(
 }
 
 /// The combined measurements: from the first message of any process to the last of any.
-fn sum(took: &[Took]) -> Took {
+fn sum(took: &[Measurement]) -> Measurement {
     let begun = took
         .iter()
         .map(|took| took.between.0)
         .fold(f64::INFINITY, f64::min);
     let over = took.iter().map(|took| took.between.1).fold(0.0, f64::max);
-    Took {
+    Measurement {
         messages: took.iter().map(|took| took.messages).sum(),
         seconds: over - begun,
         cpu: took.iter().map(|took| took.cpu).sum(),
@@ -92,7 +92,7 @@ fn sum(took: &[Took]) -> Took {
 }
 
 /// The threads of all of them; of each server what whoever saw the most of it saw, as above.
-fn together(took: &[Took]) -> BTreeMap<String, f64> {
+fn together(took: &[Measurement]) -> BTreeMap<String, f64> {
     let mut all = BTreeMap::<String, f64>::new();
     for (name, seconds) in took.iter().flat_map(|took| &took.by_place) {
         let sum = all.entry(name.clone()).or_default();
@@ -110,8 +110,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn processes_beside_each_other_count_from_the_first_to_the_last() {
-        let took = |from: f64, to: f64| Took {
+    fn parallel_processes_are_timed_from_the_first_message_to_the_last() {
+        let took = |from: f64, to: f64| Measurement {
             messages: 10,
             seconds: to - from,
             cpu: 1.0,

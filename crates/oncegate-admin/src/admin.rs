@@ -207,7 +207,11 @@ fn router(state: AdminState) -> Router {
 
 impl AdminState {
     fn is_ready(&self) -> bool {
-        !self.consumers.is_empty() && self.consumers.iter().all(|it| it.readiness.is_ready())
+        !self.consumers.is_empty()
+            && self
+                .consumers
+                .iter()
+                .all(|consumer| consumer.readiness.is_ready())
     }
 }
 

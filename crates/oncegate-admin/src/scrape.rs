@@ -63,10 +63,10 @@ impl Metrics {
     /// Describes each metric and initializes counters without labels to 0.
     pub fn begin() {
         oncegate::metrics::describe();
-        for it in
-            oncegate::metrics::all().filter(|it| it.kind == Kind::Counter && it.labels.is_empty())
+        for metric in oncegate::metrics::all()
+            .filter(|metric| metric.kind == Kind::Counter && metric.labels.is_empty())
         {
-            metrics::counter!(it.name).increment(0);
+            metrics::counter!(metric.name).increment(0);
         }
     }
 

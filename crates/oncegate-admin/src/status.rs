@@ -3,7 +3,8 @@
 use std::time::Duration;
 
 use oncegate::{
-    ConsumerStatus, InFlightDelivery, Position, Readiness, StoreSnapshot, StoreState, StoreTrouble,
+    ConsumerStatus, InFlightDelivery, LastStoreError, Position, Readiness, StoreSnapshot,
+    StoreState,
 };
 use serde::Serialize;
 
@@ -45,13 +46,18 @@ struct StoreView {
     last_error: Option<StoreErrorView>,
 }
 
-/// Seconds since the last answer, or since the store became unavailable.
+/// The state, with the seconds since the last answer or since the store became unavailable.
 #[derive(Serialize)]
 #[serde(tag = "state", rename_all = "lowercase")]
 enum StoreStateView {
-    Unasked,
-    Answers { last_answer_seconds: f64 },
-    Away { away_seconds: f64 },
+    /// No request was sent yet.
+    Unused,
+    Available {
+        last_answer_seconds: f64,
+    },
+    Unavailable {
+        unavailable_seconds: f64,
+    },
 }
 
 #[derive(Serialize)]
@@ -69,7 +75,7 @@ struct OldestDelivery {
     #[serde(skip_serializing_if = "Option::is_none")]
     offset: Option<i64>,
     seconds: f64,
-    doing: &'static str,
+    state: &'static str,
     attempt: u32,
     crashes: u32,
 }
@@ -159,15 +165,15 @@ impl WatchedConsumer {
 impl StoreView {
     fn of(snapshot: StoreSnapshot) -> Self {
         let state = match snapshot.state {
-            StoreState::Answers { last } => StoreStateView::Answers {
-                last_answer_seconds: seconds(last),
+            StoreState::Available { last_answer } => StoreStateView::Available {
+                last_answer_seconds: seconds(last_answer),
             },
-            StoreState::Away { since } => StoreStateView::Away {
-                away_seconds: seconds(since),
+            StoreState::Unavailable { since } => StoreStateView::Unavailable {
+                unavailable_seconds: seconds(since),
             },
-            _ => StoreStateView::Unasked,
+            _ => StoreStateView::Unused,
         };
-        let to_error = |StoreTrouble {
+        let to_error = |LastStoreError {
                             since, mut text, ..
                         }| {
             text.truncate(truncation_point(&text, MAX_LINE_BYTES));
@@ -196,7 +202,7 @@ impl OldestDelivery {
             partition,
             offset,
             seconds: seconds(delivery.since),
-            doing: delivery.doing.as_str(),
+            state: delivery.state.as_str(),
             attempt: delivery.attempt,
             crashes: delivery.crashes,
         }
@@ -250,7 +256,7 @@ impl PartitionView {
                     BlockedBy::Queue => "queue",
                     BlockedBy::Consumer => "consumer",
                     BlockedBy::Delay { .. } => "delay",
-                    _ => "elsewhere",
+                    _ => "unknown",
                 },
             },
         );

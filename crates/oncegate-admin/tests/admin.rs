@@ -14,7 +14,7 @@ use serde_json::Value;
 use tokio::sync::Semaphore;
 use tracing_subscriber::layer::SubscriberExt;
 
-/// Occurs in everything that must not be on a page: payload, header, key, error text of a handler.
+/// Part of every text that must not be on a page: payload, header, key, error text of a handler.
 const CANARY: &str = "secret-canary";
 
 const ANY_PORT: (Ipv4Addr, u16) = (Ipv4Addr::LOCALHOST, 0);
@@ -28,9 +28,9 @@ static LOGGED: LazyLock<LastErrors> = LazyLock::new(|| {
 });
 
 /// Waits for a permit for the id `waits`, and rejects the id `refused`.
-struct Waits(Arc<Semaphore>);
+struct TestHandler(Arc<Semaphore>);
 
-impl Handler for Waits {
+impl Handler for TestHandler {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
@@ -45,15 +45,15 @@ impl Handler for Waits {
 
 /// A store that can become unavailable.
 #[derive(Clone, Default)]
-struct MayBeAway {
+struct SwitchableStore {
     store: MemoryStore,
-    is_away: Arc<AtomicBool>,
+    is_unavailable: Arc<AtomicBool>,
 }
 
 #[async_trait]
-impl Store for MayBeAway {
+impl Store for SwitchableStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        if self.is_away.load(Ordering::SeqCst) {
+        if self.is_unavailable.load(Ordering::SeqCst) {
             return operations
                 .iter()
                 .map(|_| Err(StoreError::NotApplied("the network is down".into())))
@@ -70,25 +70,25 @@ fn message(id: &str) -> Message {
         .with_key(CANARY)
 }
 
-async fn get(serving: &AdminServer, path: &str) -> (u16, String) {
-    let answer = reqwest::get(format!("http://{}{path}", serving.address()))
+async fn get(server: &AdminServer, path: &str) -> (u16, String) {
+    let answer = reqwest::get(format!("http://{}{path}", server.address()))
         .await
         .expect("it answers");
     (answer.status().as_u16(), answer.text().await.expect("text"))
 }
 
-async fn page(serving: &AdminServer) -> Value {
-    let (status, text) = get(serving, "/status").await;
+async fn page(server: &AdminServer) -> Value {
+    let (status, text) = get(server, "/status").await;
     assert_eq!(status, 200);
     assert!(!text.contains(CANARY), "{text}");
     serde_json::from_str(&text).expect("JSON")
 }
 
 /// Polls until there is a result.
-async fn until<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
+async fn until<T>(what: &str, mut poll: impl AsyncFnMut() -> Option<T>) -> T {
     let found = async {
         loop {
-            match ask().await {
+            match poll().await {
                 Some(found) => return found,
                 None => tokio::time::sleep(Duration::from_millis(10)).await,
             }
@@ -96,12 +96,12 @@ async fn until<T>(what: &str, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
     };
     tokio::time::timeout(Duration::from_secs(60), found)
         .await
-        .unwrap_or_else(|_| panic!("not so: {what}"))
+        .unwrap_or_else(|_| panic!("timed out: {what}"))
 }
 
-async fn until_ready_answers(serving: &AdminServer, status: u16) {
+async fn until_ready_answers(server: &AdminServer, status: u16) {
     until(&format!("/ready answers {status}"), async || {
-        (get(serving, "/ready").await.0 == status).then_some(())
+        (get(server, "/ready").await.0 == status).then_some(())
     })
     .await;
 }
@@ -110,21 +110,21 @@ async fn until_ready_answers(serving: &AdminServer, status: u16) {
 async fn ready_follows_the_consumer_and_live_does_not() {
     let (broker, store, readiness, status) = (
         MemoryBroker::new("payments"),
-        MayBeAway::default(),
+        SwitchableStore::default(),
         Readiness::new(),
         ConsumerStatus::new(),
     );
-    let serving = Admin::new()
+    let server = Admin::new()
         .listen(ANY_PORT)
         .consumer("ledger", readiness.clone(), status.clone())
         .serve()
         .expect("it opens");
     assert_eq!(
-        get(&serving, "/ready").await,
+        get(&server, "/ready").await,
         (503, "not ready\n".to_owned()),
-        "nothing has started"
+        "no consumer has started"
     );
-    assert_eq!(get(&serving, "/live").await.0, 200);
+    assert_eq!(get(&server, "/live").await.0, 200);
 
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let consumer = Consumer::builder()
@@ -132,50 +132,54 @@ async fn ready_follows_the_consumer_and_live_does_not() {
         .store(store.clone())
         .id(IdSource::message_id())
         .decode(RawBytes)
-        .handler(Waits(Arc::new(Semaphore::new(0))))
+        .handler(TestHandler(Arc::new(Semaphore::new(0))))
         .readiness(readiness)
         .status(status);
     let running = tokio::spawn(consumer.run_until(async move {
-        let _ = stopped.await; // told, or the test is over
+        let _ = stopped.await; // fails if the test has ended
     }));
-    until_ready_answers(&serving, 200).await;
+    until_ready_answers(&server, 200).await;
 
-    store.is_away.store(true, Ordering::SeqCst);
+    store.is_unavailable.store(true, Ordering::SeqCst);
     broker.publish(message("one"));
-    until_ready_answers(&serving, 503).await;
-    let seen = page(&serving).await["consumers"][0]["store"].clone();
+    until_ready_answers(&server, 503).await;
+    let store_view = page(&server).await["consumers"][0]["store"].clone();
     assert_eq!(
-        (&seen["name"], &seen["state"]),
-        (&"admin::MayBeAway".into(), &"away".into()),
+        (&store_view["name"], &store_view["state"]),
+        (&"admin::SwitchableStore".into(), &"unavailable".into()),
         "a store without a name of its own"
     );
     assert_eq!(
-        seen["last_error"]["text"],
+        store_view["last_error"]["text"],
         "the network is down (the store did not apply the operation; a retry is safe)"
     );
     assert_eq!(
-        get(&serving, "/live").await,
+        get(&server, "/live").await,
         (200, "live\n".to_owned()),
-        "no restart brings a store back"
+        "an unavailable store does not affect /live"
     );
 
-    store.is_away.store(false, Ordering::SeqCst);
-    until_ready_answers(&serving, 200).await;
+    store.is_unavailable.store(false, Ordering::SeqCst);
+    until_ready_answers(&server, 200).await;
     stop.send(()).expect("it runs");
     running.await.expect("no panic").expect("a clean end");
-    assert_eq!(get(&serving, "/ready").await.0, 503, "it has ended");
+    assert_eq!(
+        get(&server, "/ready").await.0,
+        503,
+        "the consumer has ended"
+    );
 }
 
 #[tokio::test]
 async fn status_shows_deliveries_and_warnings_without_secrets() {
     let errors = LOGGED.clone();
-    let (broker, readiness, status, lets) = (
+    let (broker, readiness, status, permits) = (
         MemoryBroker::new("payments"),
         Readiness::new(),
         ConsumerStatus::new(),
         Arc::new(Semaphore::new(0)),
     );
-    let serving = Admin::new()
+    let server = Admin::new()
         .listen(ANY_PORT)
         .consumer("ledger", readiness.clone(), status.clone())
         .consumer("never started", Readiness::new(), ConsumerStatus::new())
@@ -191,25 +195,25 @@ async fn status_shows_deliveries_and_warnings_without_secrets() {
         .guarantee(Guarantee::EffectivelyOnce)
         .id(IdSource::message_id())
         .decode(RawBytes)
-        .handler(Waits(lets.clone()))
+        .handler(TestHandler(permits.clone()))
         .readiness(readiness)
         .status(status);
     let all = broker.clone();
     let running = tokio::spawn(consumer.run_until(async move { all.drained().await }));
 
-    let warned = "message rejected, sending it to the dead letters";
-    let page = until("one is held and one is set aside", async || {
-        let page = page(&serving).await;
+    let warning = "message rejected, sending it to the dead letters";
+    let page = until("one delivery is running and one is rejected", async || {
+        let page = page(&server).await;
         let warnings: Vec<String> = page["last_errors"]
             .as_array()?
             .iter()
             .map(|it| it["text"].to_string())
             .collect();
-        let is_so = page["consumers"][0]["in_flight"] == 1
+        let is_expected = page["consumers"][0]["in_flight"] == 1
             && warnings
                 .iter()
-                .any(|it| it.contains(warned) && it.contains("refused"));
-        is_so.then_some(page)
+                .any(|it| it.contains(warning) && it.contains("refused"));
+        is_expected.then_some(page)
     })
     .await;
     let consumers = page["consumers"].as_array().expect("a list");
@@ -229,120 +233,119 @@ async fn status_shows_deliveries_and_warnings_without_secrets() {
         (&consumers[0]["store"]["name"], &consumers[1]["store"]),
         (&"the memory of this process".into(), &Value::Null)
     );
-    let held = &consumers[0]["oldest"][0];
+    let oldest = &consumers[0]["oldest"][0];
     let expected = [
         ("id", Value::from("waits")),
         ("from", "payments".into()),
-        ("doing", "handling".into()),
+        ("state", "handling".into()),
         ("attempt", 1.into()),
     ];
     for (field, value) in expected {
-        assert_eq!(held[field], value, "{field} of {held}");
+        assert_eq!(oldest[field], value, "{field} of {oldest}");
     }
     assert!(
-        held["seconds"].as_f64().is_some_and(|it| it >= 0.0),
-        "{held}"
+        oldest["seconds"].as_f64().is_some_and(|it| it >= 0.0),
+        "{oldest}"
     );
 
-    lets.add_permits(1);
+    permits.add_permits(1);
     running.await.expect("no panic").expect("a clean end");
-    assert_eq!(self::page(&serving).await["consumers"][0]["in_flight"], 0);
+    assert_eq!(self::page(&server).await["consumers"][0]["in_flight"], 0);
 }
 
 /// The URL of the store contains the password: `page` checks that it is not shown.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn status_shows_when_the_store_is_unavailable_and_back() {
-    let mut server =
-        RedisServer::start(RedisOptions::new().password(CANARY)).expect("Redis starts");
-    assert!(server.url().contains(CANARY));
+    let mut redis = RedisServer::start(RedisOptions::new().password(CANARY)).expect("Redis starts");
+    assert!(redis.url().contains(CANARY));
     let (broker, status) = (MemoryBroker::new("payments"), ConsumerStatus::new());
-    let serving = Admin::new()
+    let server = Admin::new()
         .listen(ANY_PORT)
         .consumer("ledger", Readiness::new(), status.clone())
         .serve()
         .expect("it opens");
-    let store = async || page(&serving).await["consumers"][0]["store"].clone();
-    let until_it = async |state: &str| {
+    let store = async || page(&server).await["consumers"][0]["store"].clone();
+    let until_state = async |state: &str| {
         until(state, async || {
             Some(store().await).filter(|it| it["state"] == state)
         })
         .await
     };
-    assert_eq!(store().await, Value::Null, "nothing has started");
+    assert_eq!(store().await, Value::Null, "no consumer has started");
 
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let consumer = Consumer::builder()
         .source(broker.source())
-        .store(Redis::at(server.url()))
+        .store(Redis::at(redis.url()))
         .scope("ledger")
         .id(IdSource::message_id())
         .decode(RawBytes)
-        .handler(Waits(Arc::new(Semaphore::new(0))))
+        .handler(TestHandler(Arc::new(Semaphore::new(0))))
         .status(status);
     let running = tokio::spawn(consumer.run_until(async move {
-        let _ = stopped.await; // told, or the test is over
+        let _ = stopped.await; // fails if the test has ended
     }));
-    let found = until_it("answers").await;
+    let found = until_state("available").await;
     assert_eq!(
         (&found["name"], &found["last_error"]),
         (
-            &format!("Redis at 127.0.0.1:{}", server.port()).into(),
+            &format!("Redis at 127.0.0.1:{}", redis.port()).into(),
             &Value::Null
         )
     );
     broker.publish(message("one"));
     broker.drained().await;
 
-    server.stop();
-    let unasked = store().await;
+    redis.stop();
+    let stopped_store = store().await;
     assert!(
-        unasked["state"] == "answers" && unasked["last_answer_seconds"].is_f64(),
-        "the page asks no store: {unasked}"
+        stopped_store["state"] == "available" && stopped_store["last_answer_seconds"].is_f64(),
+        "the page sends no request to the store: {stopped_store}"
     );
     broker.publish(message("two"));
-    let away = until_it("away").await;
-    let trouble = &away["last_error"];
+    let unavailable = until_state("unavailable").await;
+    let last_error = &unavailable["last_error"];
     assert!(
-        away["away_seconds"].is_f64() && trouble["seconds_ago"].is_f64(),
-        "{away}"
+        unavailable["unavailable_seconds"].is_f64() && last_error["seconds_ago"].is_f64(),
+        "{unavailable}"
     );
     assert!(
-        trouble["text"]
+        last_error["text"]
             .as_str()
             .is_some_and(|it| it.contains("no connection to Redis")),
-        "{away}"
+        "{unavailable}"
     );
 
-    server.start_again().expect("Redis starts again");
+    redis.start_again().expect("Redis starts again");
     broker.drained().await;
-    let back = until_it("answers").await;
+    let back = until_state("available").await;
     assert!(
         back["last_error"]["text"].is_string(),
-        "what it said before stays: {back}"
+        "the last error is kept: {back}"
     );
     stop.send(()).expect("it runs");
     running.await.expect("no panic").expect("a clean end");
-    assert_eq!(store().await, Value::Null, "it has ended");
+    assert_eq!(store().await, Value::Null, "the consumer has ended");
 }
 
 /// Blocks its thread until it is released.
-struct Blocks(std::sync::Mutex<(mpsc::Sender<()>, mpsc::Receiver<()>)>);
+struct BlockingHandler(std::sync::Mutex<(mpsc::Sender<()>, mpsc::Receiver<()>)>);
 
-impl Handler for Blocks {
+impl Handler for BlockingHandler {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
-        let (begun, goes_on) = &*self.0.lock().expect("it runs once");
-        begun.send(()).expect("the test waits");
-        goes_on.recv().expect("the test lets it");
+        let (started_tx, release_rx) = &*self.0.lock().expect("it runs once");
+        started_tx.send(()).expect("the test waits");
+        release_rx.recv().expect("the test releases it");
         Ok(())
     }
 }
 
 #[tokio::test]
-async fn it_responds_while_a_handler_blocks_the_only_thread() {
-    let (begun, has_begun) = mpsc::channel();
-    let (go_on, goes_on) = mpsc::channel();
+async fn the_port_responds_while_a_handler_blocks_the_runtime() {
+    let (started_tx, started_rx) = mpsc::channel();
+    let (release_tx, release_rx) = mpsc::channel();
     let (readiness, status) = (Readiness::new(), ConsumerStatus::new());
     let admin = Admin::new()
         .listen(ANY_PORT)
@@ -356,47 +359,49 @@ async fn it_responds_while_a_handler_blocks_the_only_thread() {
             .expect("a runtime");
         // Opened on the thread that the handler blocks: the port must not need it.
         runtime.block_on(async move {
-            let serving = admin.serve().expect("it opens");
+            let server = admin.serve().expect("it opens");
             let all = broker.clone();
-            begun.send(Err(serving.address())).expect("the test waits");
+            started_tx
+                .send(Err(server.address()))
+                .expect("the test waits");
             let (tell, told) = mpsc::channel();
-            std::thread::spawn(move || begun.send(Ok(told.recv())));
+            std::thread::spawn(move || started_tx.send(Ok(told.recv())));
             Consumer::builder()
                 .source(broker.source())
                 .store(MemoryStore::new())
                 .id(IdSource::message_id())
                 .decode(RawBytes)
-                .handler(Blocks(std::sync::Mutex::new((tell, goes_on))))
+                .handler(BlockingHandler(std::sync::Mutex::new((tell, release_rx))))
                 .readiness(readiness)
                 .status(status)
                 .run_until(async move { all.drained().await })
                 .await
                 .expect("a clean end");
-            drop(serving);
+            drop(server);
         });
     });
-    let address: SocketAddr = has_begun
+    let address: SocketAddr = started_rx
         .recv()
         .expect("it runs")
-        .expect_err("first where it listens");
-    has_begun
+        .expect_err("the address comes first");
+    started_rx
         .recv()
         .expect("it runs")
-        .expect("then that it blocks")
-        .expect("the handler's word");
+        .expect("the handler has started")
+        .expect("the handler is blocked");
     for path in ["live", "status"] {
         let answer = reqwest::get(format!("http://{address}/{path}"))
             .await
             .expect("it answers");
         assert_eq!(answer.status(), 200, "{path}");
     }
-    go_on.send(()).expect("it waits");
+    release_tx.send(()).expect("it waits");
     consuming.join().expect("no panic");
 }
 
 #[tokio::test]
-async fn only_get_of_known_paths() {
-    let serving = Admin::new().listen(ANY_PORT).serve().expect("it opens");
+async fn other_methods_and_paths_are_rejected() {
+    let server = Admin::new().listen(ANY_PORT).serve().expect("it opens");
     let client = reqwest::Client::new();
     for (method, path, status) in [
         ("POST", "/status", 405),
@@ -406,7 +411,7 @@ async fn only_get_of_known_paths() {
     ] {
         let request = client.request(
             method.parse().expect("a method"),
-            format!("http://{}{path}", serving.address()),
+            format!("http://{}{path}", server.address()),
         );
         assert_eq!(
             request.send().await.expect("it answers").status(),
@@ -415,11 +420,11 @@ async fn only_get_of_known_paths() {
         );
     }
     assert_eq!(
-        get(&serving, "/ready").await.0,
+        get(&server, "/ready").await.0,
         503,
         "without a consumer it is never ready"
     );
-    let (status, start) = get(&serving, "/").await;
+    let (status, start) = get(&server, "/").await;
     let listed: Vec<&str> = start
         .lines()
         .filter(|line| line.starts_with('/'))
@@ -447,9 +452,9 @@ fn open_connections(connections: &mut [TcpStream]) -> usize {
 
 #[tokio::test]
 async fn incomplete_requests_are_bounded_and_live_answers() {
-    let serving = Admin::new().listen(ANY_PORT).serve().expect("it opens");
+    let server = Admin::new().listen(ANY_PORT).serve().expect("it opens");
     let connect = || {
-        let mut connection = TcpStream::connect(serving.address()).expect("it listens");
+        let mut connection = TcpStream::connect(server.address()).expect("it listens");
         connection
             .write_all(b"GET /live HTTP/1.1\r\nHost: x\r\n")
             .expect("it is read");
@@ -461,7 +466,7 @@ async fn incomplete_requests_are_bounded_and_live_answers() {
         .timeout(Duration::from_secs(2))
         .build()
         .expect("a client");
-    let live = format!("http://{}/live", serving.address());
+    let live = format!("http://{}/live", server.address());
     for _ in 0..3 {
         let answer = client.get(&live).send().await.expect("it answers");
         assert_eq!(answer.status(), 200);
@@ -484,13 +489,13 @@ async fn incomplete_requests_are_bounded_and_live_answers() {
 }
 
 #[test]
-fn it_listens_on_localhost_and_reports_errors() {
+fn the_port_is_on_localhost_and_errors_name_the_address() {
     let (taken, local) = (
         Admin::new().serve(),
         SocketAddr::from((Ipv4Addr::LOCALHOST, PORT)),
     );
     match taken {
-        Ok(serving) => assert_eq!(serving.address(), local),
+        Ok(server) => assert_eq!(server.address(), local),
         Err(error) => assert!(
             error
                 .to_string()
@@ -511,10 +516,10 @@ fn it_listens_on_localhost_and_reports_errors() {
 }
 
 #[test]
-fn dropping_it_closes_the_port() {
-    let serving = Admin::new().listen(ANY_PORT).serve().expect("it opens");
-    let address = serving.address();
+fn dropping_the_server_closes_the_port() {
+    let server = Admin::new().listen(ANY_PORT).serve().expect("it opens");
+    let address = server.address();
     TcpStream::connect(address).expect("it listens");
-    drop(serving);
+    drop(server);
     TcpStream::connect(address).expect_err("it is closed");
 }

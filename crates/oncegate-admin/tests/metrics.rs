@@ -25,7 +25,7 @@ impl Handler for Done {
 async fn a_scrape_has_all_metrics_and_passes_promtool() {
     assert!(Metrics::installed().is_none());
     let metrics = Metrics::install().expect("the first recorder");
-    let installed = Metrics::installed().expect("those of the first recorder");
+    let installed = Metrics::installed().expect("the installed recorder");
     assert!(
         installed
             .text()
@@ -61,12 +61,12 @@ async fn a_scrape_has_all_metrics_and_passes_promtool() {
         }
     }
 
-    let serving = Admin::new()
+    let server = Admin::new()
         .listen((Ipv4Addr::LOCALHOST, 0))
         .metrics(metrics)
         .serve()
         .expect("it opens");
-    let answer = reqwest::get(format!("http://{}/metrics", serving.address()))
+    let answer = reqwest::get(format!("http://{}/metrics", server.address()))
         .await
         .expect("it answers");
     assert_eq!(
@@ -116,11 +116,11 @@ fn promtool_accepts(text: &str) {
         .expect("piped")
         .write_all(text.as_bytes())
         .expect("it reads");
-    let said = promtool.wait_with_output().expect("it ends");
-    let said = (
-        said.status.success(),
-        String::from_utf8_lossy(&said.stdout).into_owned(),
-        String::from_utf8_lossy(&said.stderr).into_owned(),
+    let output = promtool.wait_with_output().expect("it ends");
+    let output = (
+        output.status.success(),
+        String::from_utf8_lossy(&output.stdout).into_owned(),
+        String::from_utf8_lossy(&output.stderr).into_owned(),
     );
-    assert_eq!(said, (true, String::new(), String::new()));
+    assert_eq!(output, (true, String::new(), String::new()));
 }

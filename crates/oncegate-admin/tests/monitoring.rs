@@ -23,13 +23,13 @@ fn promtool(arguments: &[&str], file: &str) {
         .args(arguments)
         .arg(path(file))
         .output();
-    let said = promtool
+    let output = promtool
         .expect("promtool, of Debian's package prometheus: `cargo xtask setup` installs it");
-    let text = [said.stdout, said.stderr]
-        .map(|it| String::from_utf8_lossy(&it).into_owned())
+    let text = [output.stdout, output.stderr]
+        .map(|bytes| String::from_utf8_lossy(&bytes).into_owned())
         .concat();
     assert!(
-        said.status.success() && text.contains("SUCCESS"),
+        output.status.success() && text.contains("SUCCESS"),
         "promtool {arguments:?} {file}:\n{text}"
     );
 }
@@ -57,14 +57,14 @@ fn queries() -> Vec<(String, String)> {
         .flat_map(|panel| {
             targets(panel)
                 .into_iter()
-                .map(|it| (text(&panel["title"]), text(&it["expr"])))
+                .map(|target| (text(&panel["title"]), text(&target["expr"])))
         })
         .collect()
 }
 
-/// The words of a text that can be names.
+/// The words of a text that may be names of metrics.
 fn words(text: &str) -> BTreeSet<&str> {
-    text.split(|it: char| !it.is_ascii_alphanumeric() && it != '_')
+    text.split(|character: char| !character.is_ascii_alphanumeric() && character != '_')
         .collect()
 }
 
@@ -80,10 +80,10 @@ fn is_of(series: &str, name: &str, kind: Kind) -> bool {
 
 /// The values of the label `outcome` in a query.
 fn outcomes(text: &str) -> Vec<&str> {
-    let asked = text.split("outcome=").skip(1);
-    let values = asked.map(|it| it.trim_start_matches('~').trim_start_matches('"'));
+    let matchers = text.split("outcome=").skip(1);
+    let values = matchers.map(|matcher| matcher.trim_start_matches('~').trim_start_matches('"'));
     values
-        .flat_map(|it| it[..it.find('"').expect("a closing quote")].split('|'))
+        .flat_map(|value| value[..value.find('"').expect("a closing quote")].split('|'))
         .collect()
 }
 
@@ -101,11 +101,11 @@ fn each_alert_is_tested_and_links_to_the_book() {
         read("docs/src/monitoring.md"),
     );
     for alert in alerts() {
-        let place = format!("/monitoring.html#{}\n", alert.to_lowercase());
+        let anchor = format!("/monitoring.html#{}\n", alert.to_lowercase());
         assert_eq!(
-            rules.matches(&place).count(),
+            rules.matches(&anchor).count(),
             1,
-            "{alert} has one runbook_url that ends with {place}"
+            "{alert} has one runbook_url that ends with {anchor}"
         );
         assert!(
             book.lines().any(|line| line == format!("### {alert}")),
@@ -158,28 +158,28 @@ fn the_documented_command_sets_the_address_in_every_rule() {
 
 #[test]
 fn rules_and_dashboard_use_existing_metrics_and_outcomes() {
-    let mut asked = read("monitoring/alerts.yml");
+    let mut queried = read("monitoring/alerts.yml");
     for (_, query) in queries() {
-        asked.push_str(&query);
-        asked.push('\n');
+        queried.push_str(&query);
+        queried.push('\n');
     }
-    let series: Vec<&str> = words(&asked)
+    let series: Vec<&str> = words(&queried)
         .into_iter()
         .filter(|word| word.starts_with("oncegate_"))
         .collect();
     assert!(series.len() > 30, "{series:?}");
-    for it in series {
+    for name in series {
         assert!(
-            oncegate::metrics::all().any(|metric| is_of(it, metric.name, metric.kind)),
-            "there is no {it}"
+            oncegate::metrics::all().any(|metric| is_of(name, metric.name, metric.kind)),
+            "there is no metric {name}"
         );
     }
-    let outcomes = outcomes(&asked);
+    let outcomes = outcomes(&queried);
     assert!(outcomes.len() > 15, "{outcomes:?}");
-    for it in outcomes {
+    for name in outcomes {
         assert!(
-            OUTCOMES.iter().any(|(outcome, _)| *outcome == it),
-            "no delivery has the outcome {it}"
+            OUTCOMES.iter().any(|(outcome, _)| *outcome == name),
+            "no delivery has the outcome {name}"
         );
     }
 }
@@ -208,32 +208,38 @@ fn unknown_metrics_are_found() {
 }
 
 #[test]
-fn the_dashboard_asks_four_questions() {
+fn the_dashboard_has_four_rows_and_describes_each_panel() {
     let dashboard: Value = serde_json::from_str(&read("monitoring/dashboard.json")).expect("JSON");
     let panels = dashboard["panels"].as_array().expect("panels");
     let rows: Vec<&str> = panels
         .iter()
-        .filter(|it| it["type"] == "row")
-        .filter_map(|it| it["title"].as_str())
+        .filter(|panel| panel["type"] == "row")
+        .filter_map(|panel| panel["title"].as_str())
         .collect();
     assert_eq!(
         rows,
         [
-            "Is anything lost?",
-            "Is anything doubled?",
-            "Is anything stuck?",
-            "Is anything slow?"
+            "Lost messages",
+            "Duplicate effects",
+            "Stalled consumers",
+            "Latency and retries"
         ]
     );
-    for panel in panels.iter().filter(|it| it["type"] != "row") {
-        let explained = panel["description"]
+    for panel in panels.iter().filter(|panel| panel["type"] != "row") {
+        let is_described = panel["description"]
             .as_str()
-            .is_some_and(|it| !it.is_empty());
+            .is_some_and(|text| !text.is_empty());
         assert!(
-            explained && panel["targets"].as_array().is_some_and(|it| !it.is_empty()),
+            is_described
+                && panel["targets"]
+                    .as_array()
+                    .is_some_and(|targets| !targets.is_empty()),
             "{panel}"
         );
     }
-    let ids: BTreeSet<i64> = panels.iter().filter_map(|it| it["id"].as_i64()).collect();
+    let ids: BTreeSet<i64> = panels
+        .iter()
+        .filter_map(|panel| panel["id"].as_i64())
+        .collect();
     assert_eq!(ids.len(), panels.len(), "each panel has an id of its own");
 }

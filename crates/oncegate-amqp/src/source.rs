@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use async_trait::async_trait;
+use oncegate_core::IdSource;
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::message::Origin;
 use oncegate_core::source::{
@@ -35,6 +36,18 @@ pub struct RabbitMqSource {
 #[async_trait]
 impl Connect for RabbitMq {
     type Source = RabbitMqSource;
+
+    /// Refuses [`IdSource::position`], which messages of a queue do not have.
+    fn check_id(&self, id: &IdSource) -> Result<(), SourceError> {
+        if !id.reads_position() {
+            return Ok(());
+        }
+        Err(SourceError::misconfigured(
+            "id",
+            "IdSource::position() reads topic, partition and offset, which messages of a RabbitMQ queue do not have, so every message would be a dead letter",
+            "use IdSource::message_id(), IdSource::header(\"…\"), IdSource::json_pointer(\"/…\") or IdSource::body_hash()",
+        ))
+    }
 
     /// Connects, declares or checks the queues according to [`RabbitMq::topology`], and consumes.
     /// Logs a warning if a delivery may be unsettled for longer than the consumer timeout allows.

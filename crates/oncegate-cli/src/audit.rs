@@ -19,8 +19,10 @@ use crate::CliContext;
 use crate::error::{CliError, CliErrorCode};
 use crate::marker_store::{MarkerStore, audit_beside};
 use crate::output::{now_ms, utc_text};
-pub(crate) use command::{AuditArguments, run, table};
-pub(crate) use entry::{ActionStage, AuditEntry, AuditedAction, MessageLocation, PlannedAction};
+pub(crate) use command::{AuditArgs, run, table};
+pub(crate) use entry::{
+    ActionStage, AuditEntry, AuditedAction, DROPPED_CONFLICT, MessageLocation, PlannedAction,
+};
 
 /// Where the audit is stored.
 enum AuditStorage {

@@ -5,7 +5,7 @@ use oncegate::Guarantee;
 use oncegate::marker::{Ask, Effect, Hold, Marker, UNKNOWN_ATTEMPT};
 
 use crate::CliContext;
-use crate::audit::{Audit, PlannedAction};
+use crate::audit::{Audit, DROPPED_CONFLICT, PlannedAction};
 use crate::config;
 use crate::destination::bulk::{
     BulkCommand, BulkLimits, BulkReport, ConfirmArgs, RateLimiter, StopSignal, close_reader,
@@ -259,7 +259,7 @@ impl DeadLetterSession<'_> {
         );
         let fence = marker
             .as_ref()
-            .and_then(|marker| description::attempt(&marker.standing.marker))
+            .and_then(|marker| description::attempt(&marker.stored.marker))
             .unwrap_or(0)
             .max(known_attempt(message));
         let action = PlannedAction {
@@ -293,10 +293,14 @@ impl DeadLetterSession<'_> {
             Some(marker) => format!("dead-lettered, {}", marker.summary()),
             None => "dead-lettered".to_owned(),
         };
+        let after = match message.reason() {
+            "conflict" => DROPPED_CONFLICT,
+            _ => "dropped",
+        };
         let pending = self
             .audit
             .begin(
-                self.planned_action("dead-letters drop", message, before, "dropped".into()),
+                self.planned_action("dead-letters drop", message, before, after.into()),
                 self.why,
             )
             .await?;
@@ -348,13 +352,13 @@ fn release_request(
     message: &DeadLetter,
     context: &CliContext,
 ) -> Option<Ask> {
-    let seen = marker.standing.marker;
+    let seen = marker.stored.marker;
     let is_at_most_once =
         |hold: &Hold| [hold.guarantee, context.config.guarantee()].contains(&Guarantee::AtMostOnce);
     match seen {
         Marker::Absent if known_attempt(message) == 0 && effect == Effect::Nothing => None,
         Marker::InProgress(hold) if is_at_most_once(&hold) => None,
-        _ => Some(Ask::SendBack { seen, effect }),
+        _ => Some(Ask::Redrive { seen, effect }),
     }
 }
 

@@ -20,6 +20,8 @@ pub(crate) use dead_letter::{
 };
 pub(crate) use reader::{DestinationReader, PublishError};
 
+use crate::config::Config;
+
 /// The header with the original routing key of a delayed copy, or of a copy that replaces a message
 /// of a destination.
 const ROUTING_KEY: &str = "oncegate-routing-key";
@@ -52,6 +54,18 @@ impl Destination {
             Self::DeadLetters => "dead-letter",
             Self::InDoubt => "in-doubt",
         }
+    }
+
+    /// The topic or queue: the one that `<section>.dead-letters` or `<section>.in-doubt` names, or
+    /// the consumed one with that suffix.
+    fn topic_or_queue(self, config: &Config, section: &str, consumed: &str) -> String {
+        let setting = match self {
+            Self::DeadLetters => "dead-letters",
+            Self::InDoubt => "in-doubt",
+        };
+        config
+            .text(&format!("{section}.{setting}"))
+            .map_or_else(|| format!("{consumed}.{setting}"), str::to_owned)
     }
 }
 

@@ -108,13 +108,13 @@ impl DoctorFindings {
 }
 
 #[derive(Args)]
-pub(crate) struct DoctorArguments {
+pub(crate) struct DoctorArgs {
     /// List every code that a finding may have, without contacting a server
     #[arg(long)]
     list: bool,
 }
 
-pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Result<(), CliError> {
+pub(crate) async fn run(context: &CliContext, arguments: DoctorArgs) -> Result<(), CliError> {
     if arguments.list {
         let mut table = TextTable::new(&["code", "description"]);
         codes::CODES
@@ -122,7 +122,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Res
             .for_each(|(code, says)| table.row([(*code).to_owned(), (*says).to_owned()]));
         return context.format.print(&codes::CODES, table);
     }
-    context.has_configuration()?;
+    context.check_configured()?;
     let config = &context.config;
     let (store, brokers) = (
         config.store_kind()?,
@@ -177,7 +177,7 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Res
             let remedy = "outside of tests, set store.url to Redis or an SQLite file";
             findings.add(
                 settings::volatile_store_severity(config),
-                "store-forgets",
+                "store-volatile",
                 "store.url",
                 what,
                 remedy,
@@ -237,7 +237,10 @@ pub(crate) async fn run(context: &CliContext, arguments: DoctorArguments) -> Res
         count(Severity::Advice)
     ));
     text.push_str(&unchecked.to_text());
-    context.format.print(&serde_json::json!({ "findings": findings, "examined": checked, "not_examined": unchecked }), text)?;
+    context.format.print(
+        &serde_json::json!({ "findings": findings, "checked": checked, "not_checked": unchecked }),
+        text,
+    )?;
     unchecked.end()?;
     // The defaults of Kafka and of oncegate cause warnings, and break no guarantee.
     if errors == 0 {

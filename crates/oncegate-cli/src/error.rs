@@ -14,7 +14,7 @@ pub(crate) const CODES: &str = "Exit codes:
   2  invalid command line or configuration
   3  a server is unreachable or refused the request
   4  nothing was done: this was a preview, --yes applies it
-  5  a filter value is unknown
+  5  the value of an option is unknown, such as of --reason
   6  this build does not include the broker or store";
 
 /// An exit code other than 0.
@@ -24,7 +24,7 @@ pub(crate) enum CliErrorCode {
     Usage = 2,
     Server = 3,
     NotConfirmed = 4,
-    UnknownFilterValue = 5,
+    UnknownOptionValue = 5,
     FeatureMissing = 6,
 }
 
@@ -33,7 +33,7 @@ pub(crate) enum CliErrorCode {
 pub(crate) struct CliError {
     pub(crate) code: CliErrorCode,
     text: String,
-    /// Whether repeating the request is known to fail again.
+    /// Whether repeating the request would fail again.
     permanence: Permanence,
 }
 
@@ -77,14 +77,14 @@ impl CliError {
         }
     }
 
-    /// A filter value that matches nothing.
-    pub(crate) fn unknown_value(filter: &str, word: &str, known: &[&str]) -> Self {
+    /// A value of an option that is none of the known ones.
+    pub(crate) fn unknown_value(option: &str, word: &str, known: &[&str]) -> Self {
         let suggestion = nearest(word, known.iter().copied())
             .map(|near| format!(", did you mean {near:?}?"))
             .unwrap_or_default();
-        let text = format!("{filter}: {word:?} is unknown{suggestion}; known values: {known:?}");
+        let text = format!("{option}: {word:?} is unknown{suggestion}; known values: {known:?}");
         Self {
-            code: CliErrorCode::UnknownFilterValue,
+            code: CliErrorCode::UnknownOptionValue,
             text,
             permanence: Permanence::Unknown,
         }
@@ -107,7 +107,7 @@ impl CliError {
         }
     }
 
-    /// The preview was shown.
+    /// A preview was shown, and nothing was changed.
     pub(crate) fn not_confirmed() -> Self {
         Self {
             code: CliErrorCode::NotConfirmed,

@@ -1,4 +1,4 @@
-//! `oncegate explain`: was an id handled, and why not twice?
+//! `oncegate explain`: was an id handled, and are later messages with it skipped?
 
 mod verdict;
 
@@ -50,7 +50,7 @@ struct Explanation {
     copies: Option<Vec<String>>,
     audit: Vec<AuditEntry>,
     /// What could not be checked, and why.
-    #[serde(rename = "not_examined")]
+    #[serde(rename = "not_checked")]
     unchecked: Unchecked,
 }
 
@@ -86,7 +86,7 @@ impl Evidence {
 }
 
 pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<(), CliError> {
-    context.has_configuration()?;
+    context.check_configured()?;
     let id = config::id(&context.config, &explain.id)?;
     if explain.copies {
         check_copies(context)?;

@@ -201,6 +201,15 @@ struct SelectedId<'a> {
     messages: usize,
 }
 
+/// The entry of an id whose finding is not recorded in its marker yet.
+fn unrecorded<'m, 'a>(
+    ids: &'m mut HashMap<String, SelectedId<'a>>,
+    id: &str,
+) -> Option<&'m mut SelectedId<'a>> {
+    ids.get_mut(id)
+        .filter(|entry| entry.update == MarkerUpdate::Needed)
+}
+
 /// Whether the marker has to be updated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MarkerUpdate {
@@ -257,11 +266,7 @@ impl<'a> ResolveSession<'a> {
 
     /// Reads the marker again before a change, because it may have changed meanwhile.
     async fn refresh_marker(&mut self, id: &str) -> Result<(), CliError> {
-        let Some(entry) = self
-            .ids
-            .get_mut(id)
-            .filter(|entry| entry.update == MarkerUpdate::Needed)
-        else {
+        let Some(entry) = unrecorded(&mut self.ids, id) else {
             return Ok(());
         };
         let marker =
@@ -274,18 +279,14 @@ impl<'a> ResolveSession<'a> {
     /// Records the finding in the marker of an id, once.
     async fn resolve_marker(&mut self, id: &str, fence: u32) -> Result<(), CliError> {
         let after = self.after();
-        let Some(entry) = self
-            .ids
-            .get_mut(id)
-            .filter(|entry| entry.update == MarkerUpdate::Needed)
-        else {
+        let Some(entry) = unrecorded(&mut self.ids, id) else {
             return Ok(());
         };
-        let (marker, seen) = (&entry.marker, entry.marker.standing.marker);
+        let (marker, seen) = (&entry.marker, entry.marker.stored.marker);
         let ask = match (self.finding, marker.state()) {
             (Finding::Happened, MarkerState::InDoubt) => Ask::Resolve(Finding::Happened),
             (Finding::Happened, _) => Ask::Complete,
-            (Finding::DidNotHappen, _) => Ask::SendBack {
+            (Finding::DidNotHappen, _) => Ask::Redrive {
                 seen,
                 effect: Effect::Nothing,
             },
@@ -486,7 +487,7 @@ fn check_marker(marker: &ObservedMarker<'_>, finding: Finding) -> Result<MarkerU
         )))
     };
     match (marker.state(), finding) {
-        (MarkerState::InDoubt, _) if is_being_reconciled(&marker.standing) => {
+        (MarkerState::InDoubt, _) if is_being_reconciled(&marker.stored) => {
             refused("a consumer is reconciling it right now; try again later")
         }
         (MarkerState::Done, Finding::Happened) => Ok(MarkerUpdate::NotNeeded),

@@ -76,7 +76,7 @@ impl GlobalArgs {
 
 #[derive(Subcommand)]
 enum CliCommand {
-    /// Explain what happened to an id: was it handled, and why not twice?
+    /// Explain what happened to an id: was it handled, and are later messages with it skipped?
     Explain(explain::ExplainArgs),
     /// Show and change markers in the store
     #[command(subcommand)]
@@ -88,11 +88,11 @@ enum CliCommand {
     #[command(subcommand)]
     InDoubt(in_doubt::InDoubtCommand),
     /// Check servers and settings, and suggest fixes
-    Doctor(doctor::DoctorArguments),
+    Doctor(doctor::DoctorArgs),
     /// Show the actions of operators
-    Audit(audit::AuditArguments),
+    Audit(audit::AuditArgs),
     /// Estimate the memory, servers and connections that Redis needs for a load
-    Plan(plan::PlanArguments),
+    Plan(plan::PlanArgs),
     /// Check and print the configuration
     #[command(subcommand)]
     Config(show_config::ConfigCommand),
@@ -133,17 +133,17 @@ impl CliContext {
         })
     }
 
-    /// Checks that anything is configured.
+    /// Checks that at least one setting is configured.
     ///
     /// # Errors
     /// No file and no variable sets a key.
-    pub(crate) fn has_configuration(&self) -> Result<(), CliError> {
+    pub(crate) fn check_configured(&self) -> Result<(), CliError> {
         if self.config.given_settings().next().is_some() {
             return Ok(());
         }
         let file = self.config.file().map_or_else(
             || "the current directory has no oncegate.toml".to_owned(),
-            |it| format!("{} sets no key", it.display()),
+            |path| format!("{} sets no key", path.display()),
         );
         Err(CliError::usage(format!(
             "nothing is configured: {file}, and no variable sets a key; pass --config FILE, or set ONCEGATE_STORE_URL and the variables of \
@@ -157,7 +157,7 @@ fn main() -> ExitCode {
         Ok(arguments) => arguments,
         Err(error) if is_unknown_value(&error) => {
             let _ = error.print();
-            return ExitCode::from(CliErrorCode::UnknownFilterValue as u8);
+            return ExitCode::from(CliErrorCode::UnknownOptionValue as u8);
         }
         Err(error) => error.exit(),
     };

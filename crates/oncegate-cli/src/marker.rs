@@ -114,7 +114,7 @@ async fn list(context: &CliContext, list: MarkerListArgs) -> Result<(), CliError
     } else {
         ""
     };
-    let json = serde_json::json!({ "markers": shown, "examined": scanned, "all": !more });
+    let json = serde_json::json!({ "markers": shown, "scanned": scanned, "all": !more });
     context.format.print(
         &json,
         format!(

@@ -7,7 +7,7 @@ use std::time::Duration;
 #[cfg(feature = "redis")]
 use oncegate::Redis;
 use oncegate::marker::{Operation, Verdict};
-use oncegate::store::{Listed, MarkerWithExpiry};
+use oncegate::store::{ListedKey, MarkerWithExpiry};
 use oncegate::{Key, Store, StoreError};
 #[cfg(feature = "sqlite")]
 use oncegate::{Sqlite, sqlite::SqliteBrowse};
@@ -45,6 +45,14 @@ pub(crate) enum MarkerPages {
     /// For builds with neither.
     #[allow(dead_code)]
     None(Infallible),
+}
+
+/// A value that is no marker of this release.
+pub(crate) enum UnreadableValue {
+    /// Its description.
+    Foreign(String),
+    /// The error that names the versions.
+    NewerRelease(String),
 }
 
 impl MarkerStore {
@@ -101,22 +109,25 @@ impl MarkerStore {
     pub(crate) async fn look_at_any(
         &self,
         key: &Key,
-    ) -> Result<Result<MarkerWithExpiry, String>, CliError> {
-        let (error, value): (StoreError, Option<String>) = match self {
+    ) -> Result<Result<MarkerWithExpiry, UnreadableValue>, CliError> {
+        let (error, value): (StoreError, Option<UnreadableValue>) = match self {
             #[cfg(feature = "redis")]
             Self::Redis(redis) => match redis.look_with_expiry(key).await {
                 Err(error @ StoreError::UnreadableMarker(_)) => {
                     // Without the right to TYPE the text of the error remains.
                     let value = redis.foreign_value(key).await.ok().map(|value| {
+                        if value.record_version.is_some() {
+                            return UnreadableValue::NewerRelease(error.to_string());
+                        }
                         let unit = if value.kind == "string" {
                             "bytes"
                         } else {
                             "elements"
                         };
-                        match value.length {
+                        UnreadableValue::Foreign(match value.length {
                             Some(length) => format!("a {} of {length} {unit}", value.kind),
                             None => format!("a {}", value.kind),
-                        }
+                        })
                     });
                     (error, value)
                 }
@@ -132,7 +143,9 @@ impl MarkerStore {
             },
             Self::None(never) => match *never {},
         };
-        Ok(Err(value.unwrap_or_else(|| error.to_string())))
+        Ok(Err(value.unwrap_or_else(|| {
+            UnreadableValue::Foreign(error.to_string())
+        })))
     }
 
     pub(crate) async fn browse(&self, page: usize) -> Result<MarkerPages, CliError> {
@@ -163,18 +176,18 @@ impl MarkerStore {
 
 impl MarkerPages {
     /// The next page, or `None` after the last.
-    pub(crate) async fn next(&mut self) -> Result<Option<Vec<Listed>>, CliError> {
+    pub(crate) async fn next(&mut self) -> Result<Option<Vec<ListedKey>>, CliError> {
         Ok(match self {
             #[cfg(feature = "redis")]
             Self::Redis(browse) => browse.next().await?,
             #[cfg(feature = "sqlite")]
             Self::Sqlite(browse) => browse.next().await?.map(|page| {
-                let listed = page.into_iter().map(|(name, standing)| {
-                    let standing = standing.map(|(marker, left)| MarkerWithExpiry {
+                let listed = page.into_iter().map(|(name, marker)| {
+                    let marker = marker.map(|(marker, left)| MarkerWithExpiry {
                         marker,
                         expires_in: Some(left),
                     });
-                    Listed { name, standing }
+                    ListedKey { name, marker }
                 });
                 listed.collect()
             }),

@@ -13,7 +13,7 @@ use crate::output::duration_text;
 const MAX_ID_BYTES: u64 = 200;
 
 #[derive(Args)]
-pub(crate) struct PlanArguments {
+pub(crate) struct PlanArgs {
     /// New ids per second, averaged over the deduplication window; by default `gate.rate`
     #[arg(long)]
     rate: Option<u64>,
@@ -42,7 +42,7 @@ enum YesNo {
 }
 
 #[cfg(feature = "redis")]
-pub(crate) fn run(context: &CliContext, arguments: &PlanArguments) -> Result<(), CliError> {
+pub(crate) fn run(context: &CliContext, arguments: &PlanArgs) -> Result<(), CliError> {
     let config = &context.config;
     let rate = arguments
         .rate

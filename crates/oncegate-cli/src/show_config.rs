@@ -51,7 +51,7 @@ pub(crate) fn run(context: &CliContext, command: ConfigCommand) -> Result<(), Cl
         ConfigCommand::Keys | ConfigCommand::Check { consumer: true, .. }
     );
     if !works_unconfigured && context.config.file().is_none() {
-        context.has_configuration()?;
+        context.check_configured()?;
     }
     match command {
         ConfigCommand::Check {

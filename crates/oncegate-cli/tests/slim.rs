@@ -1,11 +1,11 @@
-//! A build without Kafka and SQLite: what it lacks it says in one line, and all else works.
+//! A build without Kafka and SQLite: commands that need them fail with one line, the others work.
 //!
 //! `cargo test -p oncegate-cli --no-default-features --features rabbitmq,redis --test slim`
 #![cfg(all(not(feature = "kafka"), not(feature = "sqlite")))]
 
 use std::process::Command;
 
-/// Runs the program with these variables; its exit code, and what it wrote to standard error.
+/// Runs the program with these variables. Returns its exit code and standard error.
 fn run(arguments: &[&str], variables: &[(&str, &str)]) -> (Option<i32>, String) {
     let mut program = Command::new(env!("CARGO_BIN_EXE_oncegate"));
     let ended = program
@@ -13,7 +13,7 @@ fn run(arguments: &[&str], variables: &[(&str, &str)]) -> (Option<i32>, String) 
         .env("ONCEGATE_CONFIG", "/dev/null")
         .envs(variables.iter().copied())
         .output()
-        .expect("it was built");
+        .expect("the program was built");
     (
         ended.status.code(),
         String::from_utf8(ended.stderr).expect("text"),
@@ -41,23 +41,23 @@ fn missing_features_have_an_error_and_an_exit_code() {
         (&["explain", "payment-1", "--copies"], &audited, "Kafka"),
         (&["marker", "show", "payment-1"], &sqlite, "SQLite"),
     ] {
-        let (code, said) = run(arguments, variables);
-        assert_eq!(code, Some(6), "{arguments:?}: {said}");
-        let one_line = said.lines().count() == 1
-            && said.starts_with(&format!(
+        let (code, output) = run(arguments, variables);
+        assert_eq!(code, Some(6), "{arguments:?}: {output}");
+        let one_line = output.lines().count() == 1
+            && output.starts_with(&format!(
                 "oncegate: this oncegate was built without {lacks}; install"
             ));
-        assert!(one_line, "{arguments:?}: {said}");
+        assert!(one_line, "{arguments:?}: {output}");
     }
 }
 
 #[test]
 fn other_commands_work() {
-    let (code, said) = run(&["config", "check"], &KAFKA);
-    assert_eq!(code, Some(0), "{said}");
-    let (code, said) = run(&["plan", "--rate", "1000"], &[]);
-    assert_eq!(code, Some(0), "{said}");
-    // Who cannot be asked is named, and keeps nobody from hearing what else was found.
-    let (code, said) = run(&["doctor"], &KAFKA);
-    assert_eq!(code, Some(6), "{said}");
+    let (code, output) = run(&["config", "check"], &KAFKA);
+    assert_eq!(code, Some(0), "{output}");
+    let (code, output) = run(&["plan", "--rate", "1000"], &[]);
+    assert_eq!(code, Some(0), "{output}");
+    // The broker that cannot be checked is named, and the other findings are printed.
+    let (code, output) = run(&["doctor"], &KAFKA);
+    assert_eq!(code, Some(6), "{output}");
 }

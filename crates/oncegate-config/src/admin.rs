@@ -39,7 +39,7 @@ pub(crate) fn open(
     match Metrics::installed().map_or_else(Metrics::install, Ok) {
         Ok(metrics) => admin = admin.metrics(metrics),
         Err(error) => {
-            tracing::info!(%error, "admin port without /metrics: the program has its own metrics recorder")
+            tracing::info!(%error, "admin port serves no /metrics: the program has installed its own metrics recorder")
         }
     }
     match broker {

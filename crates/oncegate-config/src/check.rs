@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+#[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+use oncegate::source::Connect as _;
 use oncegate::{Consumer, Guarantee};
 
 use crate::config::Config;
@@ -52,7 +54,7 @@ impl Config {
     pub fn check(&self) -> Result<(), Error> {
         self.check_store()?;
         self.scope()?;
-        self.id_source()?;
+        self.check_id()?;
         self.check_pairs(&[
             ("kafka.create-partitions", "kafka.create-replicas"),
             ("kafka.create-replicas", "kafka.create-partitions"),
@@ -72,6 +74,25 @@ impl Config {
             }
         }
         self.admin_address().map(drop)
+    }
+
+    /// Checks that messages of the broker can have the id, if the broker is known.
+    fn check_id(&self) -> Result<(), Error> {
+        let (Some(id), Ok(broker)) = (self.id_source()?, self.broker()) else {
+            return Ok(());
+        };
+        let checked = match broker {
+            #[cfg(feature = "kafka")]
+            Broker::Kafka => oncegate::Kafka::topic("").check_id(&id),
+            #[cfg(feature = "rabbitmq")]
+            Broker::RabbitMq => oncegate::RabbitMq::queue("").check_id(&id),
+            #[cfg(not(all(feature = "kafka", feature = "rabbitmq")))]
+            _ => {
+                let _ = id;
+                Ok(())
+            }
+        };
+        checked.map_err(|error| Error::of_source(broker, error))
     }
 
     /// Checks that there is at most one store, with only its own keys.

@@ -107,8 +107,9 @@ impl Config {
 /// The key for a builder method; properties of librdkafka contain dots.
 fn key(section: &str, setting: &str) -> String {
     match setting {
-        // Both bounds have one key here.
+        // The upper bound is `gate.lease`.
         "adaptive_lease" => "gate.shortest-lease".into(),
+        "id" => "gate.id".into(),
         "property" => format!("{section}.properties"),
         property if property.contains('.') => format!("{section}.properties: {property}"),
         setter => format!("{section}.{}", setter.replace('_', "-")),
@@ -127,7 +128,13 @@ fn store_problem(problem: &str) -> String {
 
 /// The text of an error of a source, with configuration keys instead of builder methods.
 fn with_source_keys(text: &str) -> String {
-    const KEYS: [(&str, &str); 15] = [
+    const KEYS: [(&str, &str); 21] = [
+        ("IdSource::message_id()", "message-id"),
+        ("IdSource::header(\"…\")", "header NAME"),
+        ("IdSource::json_pointer(\"/…\")", "json /POINTER"),
+        ("IdSource::key()", "key"),
+        ("IdSource::body_hash()", "body-hash"),
+        ("IdSource::position()", "position"),
         (".create_topics(…)", "kafka.create-partitions"),
         (
             ".accept_limited_retention()",

@@ -96,7 +96,7 @@ impl Config {
         })
     }
 
-    /// The first and the longest backoff, if one of them is configured.
+    /// The first and the longest backoff, if at least one is configured.
     fn backoff(&self) -> Option<(Duration, Duration)> {
         let (first, longest) = (self.time("gate.backoff"), self.time("gate.longest-backoff"));
         (first.or(longest)).map(|_| {

@@ -1,5 +1,4 @@
-//! Errors of a consumer that is built from a wrong configuration: the key, and what to do. No
-//! server is contacted.
+//! A consumer with an invalid configuration fails before it connects, with the key and a remedy.
 #![cfg(all(
     feature = "run",
     feature = "kafka",
@@ -25,8 +24,8 @@ impl Handler for Nothing {
 const RABBITMQ: &str = "[rabbitmq]\nurl = \"amqp://localhost:1/%2f\"\nqueue = \"q\"\n";
 const KAFKA: &str = "[kafka]\nbrokers = \"localhost:1\"\ntopic = \"t\"\ngroup = \"g\"\n";
 
-/// The error for this file. The consumer reports it by itself, before it connects to its broker.
-async fn said(text: &str, variables: &[(&str, &str)]) -> String {
+/// The error with which a consumer with this file fails at start.
+async fn startup_error(text: &str, variables: &[(&str, &str)]) -> String {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("oncegate.toml");
     std::fs::write(&file, text).expect("written");
@@ -40,7 +39,7 @@ async fn said(text: &str, variables: &[(&str, &str)]) -> String {
     let error = config
         .run_until(Nothing, std::future::pending::<()>())
         .await
-        .expect_err("something is wrong");
+        .expect_err("the configuration is invalid");
     assert!(matches!(error, Error::Misconfigured(_)), "{error}");
     error.to_string()
 }
@@ -48,6 +47,7 @@ async fn said(text: &str, variables: &[(&str, &str)]) -> String {
 #[tokio::test]
 async fn errors_name_the_key() {
     let good = "[store]\nurl = \"memory:\"\n[gate]\nid = \"message-id\"\n";
+    let for_kafka = good.replace("message-id", "key");
     for (text, words) in [
         (
             String::new(),
@@ -95,15 +95,27 @@ async fn errors_name_the_key() {
             &["rabbitmq.prefetch: "],
         ),
         (
+            format!("{good}{KAFKA}"),
+            &["gate.id: message-id ", "Kafka", "use header NAME, key, "],
+        ),
+        (
+            format!("{}{KAFKA}", good.replace("message-id", "message-id hashed")),
+            &["gate.id: message-id "],
+        ),
+        (
+            format!("{}{RABBITMQ}", good.replace("message-id", "position")),
+            &["gate.id: position ", "RabbitMQ", "use message-id, "],
+        ),
+        (
             format!("{good}{RABBITMQ}dead-letters = \"q\"\n"),
             &["rabbitmq.dead-letters: ", "name another queue"],
         ),
         (
-            format!("{good}{KAFKA}stalled-after = \"1ms\"\n"),
+            format!("{for_kafka}{KAFKA}stalled-after = \"1ms\"\n"),
             &["kafka.stalled-after: "],
         ),
         (
-            format!("{good}{KAFKA}properties = {{ \"enable.auto.commit\" = \"true\" }}\n"),
+            format!("{for_kafka}{KAFKA}properties = {{ \"enable.auto.commit\" = \"true\" }}\n"),
             &["kafka.properties: enable.auto.commit: "],
         ),
         (
@@ -131,12 +143,12 @@ async fn errors_name_the_key() {
             &["store.url: sqlite::memory: is no file", "memory:"],
         ),
     ] {
-        let said = said(&text, &[]).await;
+        let startup_error = startup_error(&text, &[]).await;
         assert!(
-            words.iter().all(|word| said.contains(word)),
-            "{said:?} lacks one of {words:?}, of:\n{text}"
+            words.iter().all(|word| startup_error.contains(word)),
+            "{startup_error:?} lacks one of {words:?}, of:\n{text}"
         );
-        assert!(!said.contains("s3cret"), "{said}");
+        assert!(!startup_error.contains("s3cret"), "{startup_error}");
     }
 }
 
@@ -167,8 +179,11 @@ async fn variables_take_precedence_and_are_named() {
             "admin.listen: \"localhost\" is not an address",
         ),
     ] {
-        let said = said(&good, &[(name, value)]).await;
-        assert!(said.contains(words), "{said:?} lacks {words:?}");
+        let startup_error = startup_error(&good, &[(name, value)]).await;
+        assert!(
+            startup_error.contains(words),
+            "{startup_error:?} lacks {words:?}"
+        );
     }
 }
 
@@ -201,27 +216,23 @@ fn ids_are_hashed_if_configured() {
     };
     let (plain, hashed) = (read("header payment-id"), read("header payment-id hashed"));
     let message = oncegate::Message::new("x").with_header("payment-id", "pay-1");
-    let of = |config: &Config| {
+    let read_id = |config: &Config| {
         config
             .id_source()
-            .expect("it means something")
-            .expect("it is there")
+            .expect("a valid id source")
+            .expect("gate.id is set")
             .read(&message)
             .expect("an id")
     };
-    assert_eq!(of(&plain).as_str(), "pay-1");
-    assert!(of(&hashed).as_str().starts_with("h:"));
+    assert_eq!(read_id(&plain).as_str(), "pay-1");
+    assert!(read_id(&hashed).as_str().starts_with("h:"));
     for config in [plain, hashed] {
         let given = config.message_id("pay-1").expect("an id");
-        assert_eq!(
-            given,
-            of(&config),
-            "an operator finds it under what the producer wrote"
-        );
+        assert_eq!(given, read_id(&config), "the id as the producer wrote it");
         assert_eq!(
             config.message_id(given.as_str()),
             Some(given),
-            "and under what stands in keys and logs"
+            "the id as keys and logs show it"
         );
     }
 }

@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::Duration;
 
 use crate::consumer::{Consumer, DrainHandle};
 use crate::decode::{Decode, Json};
@@ -11,16 +11,15 @@ use crate::error::Error;
 use crate::handler::Handler;
 use crate::id::{IdSource, Scope};
 use crate::lifecycle::Outage;
-use crate::log_throttle::LogThrottle;
 use crate::marker::Guarantee;
-use crate::message::Message;
+use crate::preflight::preflight;
 use crate::readiness::Readiness;
 use crate::run::Runner;
 use crate::runtime_estimator::lease_for;
 use crate::settings::{Execution, Fingerprints, Settings, VolatileStore};
-use crate::source::{Connect, ConnectOptions, Order, Source, headers};
+use crate::source::{Connect, ConnectOptions, Order, Source};
 use crate::status::{ClearStatusOnDrop, ConsumerStatus};
-use crate::store::{Persistence, Store, StoreError};
+use crate::store::Store;
 
 /// Builds a consumer, from [`Consumer::builder`]. [`build`](Self::build) needs a source, a store, an
 /// id and a handler.
@@ -165,16 +164,16 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// How long a claim holds without renewal, at least 100 ms; it is renewed after a third of
+    /// How long a claim is valid without renewal, at least 100 ms; it is renewed after a third of
     /// that. Default: 30 s.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.settings.lease = lease;
         self
     }
 
-    /// Sets the lease for handlers that run up to this long: twice as long, plus 1 s. Longer runs
-    /// are renewed, too. A longer lease delays the redelivery after a crash, and tolerates a longer
-    /// pause of the process.
+    /// Sets the lease for handlers that run up to this long: twice as long, plus 1 s. The
+    /// lease of a longer run is renewed. A longer lease delays the redelivery after a crash, and
+    /// tolerates a longer pause of the process.
     pub fn lease_for(self, longest_run: Duration) -> Self {
         self.lease(lease_for(longest_run))
     }
@@ -205,9 +204,9 @@ impl<S, T, H, D> Builder<S, T, H, D> {
     /// Default: 10.
     ///
     /// A crash does not count towards [`max_attempts`](Self::max_attempts), because a
-    /// process may be killed for other reasons. After two crashes the message runs in a group of
-    /// such messages, and alone if the next crash dead-letters it: nothing else is claimed until
-    /// they have ended.
+    /// process may be killed for other reasons. After two crashes the message runs in isolation: in a
+    /// group of such messages, or alone if the next crash would dead-letter it. No other message is
+    /// claimed until they have ended.
     pub fn max_crashes(mut self, crashes: u32) -> Self {
         self.settings.max_crashes = crashes;
         self
@@ -235,7 +234,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// The timeout of a handler; its outcome is unknown then. Default: 5 min.
+    /// The timeout of a handler. At the timeout it is dropped, and its outcome is unknown. Default: 5
+    /// min.
     pub fn handler_timeout(mut self, timeout: Duration) -> Self {
         self.settings.handler_timeout = timeout;
         self
@@ -303,7 +303,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// Checks the settings as the consumer does before it starts. Connects to nothing.
+    /// Checks the settings as the consumer does before it starts. Connects to nothing. Whether the
+    /// source has such ids is checked by [`build`](Self::build).
     ///
     /// # Errors
     /// [`Error::Misconfigured`] names the first wrong setting and its remedy.
@@ -315,10 +316,10 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self.settings.id.as_ref().map_or(Ok(()), check_id)
     }
 
-    /// How long a delivery may stay unsettled with these settings: it waits for another holder for
-    /// two leases, and then uses all inline retries, each up to the handler timeout, with the
-    /// longest pauses between. `reconcile` and queueing behind an ordering key come on top. A
-    /// broker that limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
+    /// How long a delivery may stay unsettled with these settings: two leases, while another holder
+    /// has its id, and then all inline retries, each up to the handler timeout, with the longest
+    /// pauses between. `reconcile` and queueing behind an ordering key may add to that. A broker that
+    /// limits this, as RabbitMQ does with `consumer_timeout`, has to allow more.
     pub fn longest_open(&self) -> Duration {
         self.settings.longest_open()
     }
@@ -344,11 +345,11 @@ impl<S, T, H, D> Builder<S, T, H, D> {
 }
 
 impl<S, T, H, D> Builder<S, T, H, D> {
-    /// Checks the settings as [`check`](Self::check) does, and returns the consumer.
-    /// [`Consumer::run_until`] connects.
+    /// Checks the settings as [`check`](Self::check) does, and that messages of the source can have
+    /// the id; returns the consumer. [`Consumer::run_until`] connects.
     ///
     /// # Errors
-    /// [`Error::Misconfigured`] names the first wrong setting and its remedy.
+    /// [`Error::Misconfigured`] or [`Error::Source`] names the first wrong setting and its remedy.
     pub fn build(self) -> Result<Consumer, Error>
     where
         S: Connect,
@@ -376,6 +377,7 @@ impl<S, T, H, D> Builder<S, T, H, D> {
                 remedy: "set where the idempotency key is read from: IdSource::header(\"…\"), IdSource::message_id(), …",
             });
         };
+        source.check_id(&id)?;
         let status = settings.status.get_or_insert_default().clone();
         let readiness = settings.readiness.clone();
         let drain = DrainHandle::new();
@@ -439,139 +441,10 @@ async fn run<S: Connect, H: Handler, D: Decode>(
         .await
 }
 
-/// Checks that the store can keep the guarantee. Retries while it is unavailable.
-pub(crate) async fn preflight(store: &dyn Store, settings: &Settings) -> Result<(), Error> {
-    let mut tries = 0;
-    let mut throttle = LogThrottle::every(Duration::from_secs(10));
-    loop {
-        let checked = volatile_reason(store, settings).await;
-        if let Some(status) = &settings.status {
-            let now = Instant::now();
-            status.update_store(|health| match &checked {
-                Ok(_) => health.answered(now),
-                Err(error) => {
-                    health.failed(error, now);
-                    health.not_answered(now);
-                }
-            });
-        }
-        match checked {
-            Ok(Some(why)) => return Err(Error::VolatileStore(why)),
-            Ok(None) => return Ok(()),
-            Err(error @ StoreError::Misconfigured(_)) => return Err(error.into()),
-            Err(error) => {
-                if let Some(suppressed_lines) = throttle.due(Instant::now()) {
-                    tracing::warn!(%error, suppressed_lines, "store unavailable, the start waits until it answers; check the store and its network");
-                }
-                let pause = settings.policy().pause(tries);
-                tokio::time::sleep(pause.clamp(Duration::from_millis(100), Duration::from_secs(2)))
-                    .await;
-                tries += 1;
-            }
-        }
-    }
-}
-
-/// Why the store may lose data in a crash; `None` if it may not, or if that is allowed.
-async fn volatile_reason(
-    store: &dyn Store,
-    settings: &Settings,
-) -> Result<Option<String>, StoreError> {
-    store.preflight(settings.guarantee).await?;
-    if settings.guarantee != Guarantee::AtMostOnce
-        || settings.volatile_store == VolatileStore::Allowed
-    {
-        return Ok(None);
-    }
-    Ok(match store.persistence().await? {
-        Persistence::Volatile(why) => Some(why),
-        Persistence::Durable(_) => None,
-    })
-}
-
-/// The age of a message: by its own timestamp or by when its first copy was seen, whichever is
-/// earlier.
-pub(crate) fn age(message: &Message, now: SystemTime) -> Option<Duration> {
-    let first_seen = message
-        .headers
-        .last(headers::FIRST_SEEN)
-        .and_then(|value| std::str::from_utf8(value).ok()?.parse().ok());
-    let first_seen =
-        first_seen.and_then(|ms| SystemTime::UNIX_EPOCH.checked_add(Duration::from_millis(ms)));
-    message
-        .sent_at
-        .into_iter()
-        .chain(first_seen)
-        .filter_map(|at| now.duration_since(at).ok())
-        .max()
-}
-
 fn check_id(id: &IdSource) -> Result<(), Error> {
     id.check().map_err(|problem| Error::Misconfigured {
         setting: "id",
         problem,
-        remedy: "write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
+        remedy: "name the header, or write a JSON pointer (RFC 6901) such as `/payment/id`, with `~1` for `/` and `~0` for `~` in a name",
     })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::message::Headers;
-
-    #[test]
-    fn a_message_is_as_old_as_its_first_copy() {
-        let hours = |hours: u64| Duration::from_secs(hours * 3600);
-        let seen = |value: &[u8]| {
-            let mut block = Vec::new();
-            Headers::encode(&mut block, headers::FIRST_SEEN.as_bytes(), Some(value));
-            Headers::from_block(block.into())
-        };
-        let now = SystemTime::now();
-        let ms = |at: SystemTime| {
-            at.duration_since(SystemTime::UNIX_EPOCH)
-                .unwrap_or_default()
-                .as_millis()
-                .to_string()
-        };
-        let day_ago = ms(now - hours(24));
-        let aged = |headers, sent_at| {
-            age(
-                &Message {
-                    headers,
-                    sent_at,
-                    ..Message::default()
-                },
-                now,
-            )
-        };
-        let about = |age: Option<Duration>, expected| {
-            age.is_some_and(|age| age >= expected && age < expected + hours(1))
-        };
-
-        assert_eq!(aged(Headers::default(), None), None);
-        assert!(about(
-            aged(Headers::default(), Some(now - hours(2))),
-            hours(2)
-        ));
-        assert!(about(aged(seen(day_ago.as_bytes()), None), hours(24)));
-        assert!(
-            about(aged(seen(day_ago.as_bytes()), Some(now)), hours(24)),
-            "a copy is published with a new timestamp"
-        );
-        assert!(about(
-            aged(seen(ms(now).as_bytes()), Some(now - hours(2))),
-            hours(2)
-        ));
-        for invalid in [
-            &b"soon"[..],
-            b"",
-            b"-1",
-            b"\xff",
-            b"99999999999999999999",
-            b"18446744073709551615",
-        ] {
-            assert_eq!(aged(seen(invalid), None), None, "{invalid:?}");
-        }
-    }
 }

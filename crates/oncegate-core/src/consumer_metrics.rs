@@ -65,9 +65,14 @@ impl ConsumerMetrics {
         }
     }
 
-    /// The store answered this batch after this time.
+    /// Records that the store answered this batch after this time.
     pub(crate) fn answered(&self, operations: &[Operation], after: Duration) {
-        let count = |asked: Ask| operations.iter().filter(|it| it.ask == asked).count();
+        let count = |ask: Ask| {
+            operations
+                .iter()
+                .filter(|operation| operation.ask == ask)
+                .count()
+        };
         for (histogram, count) in [
             (&self.claim, count(Ask::Claim)),
             (&self.complete, count(Ask::Complete)),
@@ -78,17 +83,17 @@ impl ConsumerMetrics {
         }
     }
 
-    /// A handler or `reconcile` ended after this time.
+    /// Records that a handler or `reconcile` ended after this time.
     pub(crate) fn handled(&self, after: Duration) {
         self.handle.record(after);
     }
 
-    /// An id was recorded as done, this long after its claim was sent.
+    /// Records that an id was recorded as done, this long after its claim was sent.
     pub(crate) fn completed(&self, after: Duration) {
         self.lease_age.record(after);
     }
 
-    /// A delivery was settled, this long after it was received.
+    /// Records that a delivery was settled, this long after it was received.
     pub(crate) fn settled(&self, after: Duration) {
         self.delivery.record(after);
     }

@@ -1,4 +1,4 @@
-//! The context of a run, which a handler gets beside its payload.
+//! The context of a run, the second argument of a handler.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,7 +7,7 @@ use crate::id::MessageId;
 use crate::lease::Lease;
 use crate::message::Message;
 
-/// The context of a run: the id, the fencing token, the message itself.
+/// The context of one run of a handler: the id, the fencing token, the message itself.
 #[derive(Clone, Debug)]
 pub struct Context {
     pub(crate) id: MessageId,
@@ -25,9 +25,9 @@ impl Context {
         self.id.as_str()
     }
 
-    /// The fencing token: the number of the granted attempt, from 1. A sink that refuses numbers
-    /// below the highest one that it has seen for an id is safe from a holder that has lost its
-    /// lease without noticing.
+    /// The fencing token: the number of the granted attempt, from 1. A downstream system that refuses
+    /// numbers below the highest one that it has seen for an id is safe from a handler that runs on
+    /// after its lease was lost.
     ///
     /// It increases after each attempt that may have had an effect. An attempt that ended with
     /// [`retry`](crate::FailureExt::retry) had none, so the next one may have the same number.
@@ -41,7 +41,7 @@ impl Context {
     }
 
     /// How long the lease lasts without a renewal; zero once it is lost. Leases are renewed in the
-    /// background. Code that dropping the future does not cancel, such as a blocking thread, has to
+    /// background. Code that continues when the future is dropped, such as a blocking thread, has to
     /// check this before each effect.
     ///
     /// [`Duration::MAX`] without a lease: with [`Guarantee::Bare`](crate::Guarantee::Bare), and without

@@ -39,20 +39,20 @@ pub enum DriverCommand {
     /// [`Event::Answer`] or [`Event::Unavailable`]. A claim with a new token ends the lease of the
     /// claim before it.
     Apply(Ask),
-    /// Reports [`Event::Slot`] when the handler may start, [`Event::LeaseOver`] if the lease may
-    /// have ended by then, or [`Event::OthersRunApart`].
+    /// Reports [`Event::MayRun`] when the handler may start, [`Event::LeaseOver`] if the lease may
+    /// have ended by then, or [`Event::IsolationFull`].
     AwaitRun,
     /// Starts the handler, and reports [`Event::Returned`], or [`Event::LeaseOver`] when it drops
     /// it.
     Run,
-    /// Starts `reconcile`, and reports [`Event::Found`], [`Event::CannotReconcile`], or
+    /// Starts `reconcile`, and reports [`Event::Reconciled`], [`Event::CannotReconcile`], or
     /// [`Event::LeaseOver`] when it drops it.
     Reconcile,
     /// Reports [`Event::Woke`] after about this long; [`Event::LeaseOver`] if the stage waits on a
     /// lease that has ended by then.
     Wake(Duration),
-    /// Reports [`Event::Arrived`] when the message may run apart from others.
-    AwaitTurn,
+    /// Reports [`Event::Arrived`] when the message may run in isolation.
+    AwaitIsolation,
     /// Holds the delivery, unclaimed, for about this long, then calls [`LifecycleDriver::restart`] and
     /// reports [`Event::Arrived`].
     Hold {
@@ -131,14 +131,16 @@ impl LifecycleDriver {
         }
         // A rejected id does not run, but the dead letter carries the fencing token of its last attempt.
         if let Event::Answer(Verdict::Rejected { attempt }) = event {
-            self.attempts = Attempts::all_forgiven(attempt);
+            self.attempts = Attempts::none_counted(attempt);
         }
         let command = self.advance(&rules, event, policy, &mut new_token);
         // A draining delivery starts nothing new: if the command would wait, queue or claim, the
         // drain is reported again.
         let starts_something = match command {
             DriverCommand::Apply(ask) => ask == Ask::Claim && self.attempts.number == 0,
-            DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitTurn => true,
+            DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitIsolation => {
+                true
+            }
             _ => false,
         };
         if !starts_something || !self.is_draining() {
@@ -157,19 +159,19 @@ impl LifecycleDriver {
         policy: &Policy,
         new_token: &mut impl FnMut(Token) -> Token,
     ) -> DriverCommand {
-        let (stage, step) = rules(self.stage, event, policy);
+        let (stage, action) = rules(self.stage, event, policy);
         self.stage = stage;
-        match step {
+        match action {
             Action::NewClaim => {
                 (self.token, self.attempts) = (new_token(self.token), Attempts::new(0));
                 DriverCommand::Apply(Ask::Claim)
             }
             Action::Ask(ask) => DriverCommand::Apply(ask),
-            Action::Queue => DriverCommand::AwaitRun,
+            Action::AwaitRun => DriverCommand::AwaitRun,
             Action::Run => DriverCommand::Run,
             Action::Reconcile => DriverCommand::Reconcile,
             Action::Wake(after) => DriverCommand::Wake(after),
-            Action::AwaitTurn => DriverCommand::AwaitTurn,
+            Action::AwaitIsolation => DriverCommand::AwaitIsolation,
             Action::Settle(Settlement::Release { after, failures })
                 if self.on_release == OnRelease::KeepPlace && !self.is_draining() =>
             {

@@ -444,7 +444,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 id: entry.id.clone(),
                 origin: entry.in_flight.delivery().message.origin.clone(),
                 since: Duration::ZERO,
-                doing: DeliveryState::of(entry.in_flight.stage()),
+                state: DeliveryState::of(entry.in_flight.stage()),
                 attempt: entry.attempt(),
                 crashes: entry.in_flight.driver().attempts.crashes,
             })

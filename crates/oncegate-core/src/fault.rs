@@ -1,5 +1,5 @@
 //! Fault injection for the chaos tests: points at which this process is aborted. Not part of the
-//! interface: empty in every build without `--cfg oncegate_chaos`.
+//! public interface: empty in every build without `--cfg oncegate_chaos`.
 
 #[cfg(oncegate_chaos)]
 use std::sync::LazyLock;
@@ -8,18 +8,18 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::marker::Operation;
 
-/// Aborts this process if `ONCEGATE_FAILPOINT` names this point and it is reached for the given
-/// time: `claim.before:3` means the third time.
+/// Aborts this process if `ONCEGATE_FAILPOINT` names this point and this is the given visit to it:
+/// `claim.before:3` means the third visit.
 #[inline(always)]
 pub fn point(name: &str) {
     #[cfg(oncegate_chaos)]
-    if let Some(armed) = &*ARMED
-        && armed.name == name
-        && armed.passes.fetch_add(1, Ordering::SeqCst) + 1 == armed.at
+    if let Some(failpoint) = &*FAILPOINT
+        && failpoint.name == name
+        && failpoint.visits.fetch_add(1, Ordering::SeqCst) + 1 == failpoint.abort_at
     {
-        // The log shows that the process was aborted here. One write, because other threads write
-        // to it, too.
-        let line = format!("\noncegate-failpoint {name}:{}\n", armed.at);
+        // Tells the harness that the process was aborted here. A single write, because other
+        // threads write to stderr, too.
+        let line = format!("\noncegate-failpoint {name}:{}\n", failpoint.abort_at);
         let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
         std::process::abort();
     }
@@ -44,8 +44,8 @@ pub(crate) fn before(operations: &[Operation]) {
     );
 }
 
-/// The points after operations were answered and before the answers are processed: `claim.after`
-/// and the like.
+/// The points after operations were answered and before the answers are processed: `claim.after` and
+/// the like.
 #[inline(always)]
 pub(crate) fn after(operations: &[Operation]) {
     point_of_each(
@@ -75,7 +75,7 @@ fn point_of_each(operations: &[Operation], names: [&str; 7]) {
             Ask::Reject(_) => names[4],
             Ask::Doubt => names[5],
             Ask::Resolve(_) => names[6],
-            Ask::SendBack { .. } | Ask::Forget { .. } => continue,
+            Ask::Redrive { .. } | Ask::Forget { .. } => continue,
         };
         point(name);
     }
@@ -84,20 +84,23 @@ fn point_of_each(operations: &[Operation], names: [&str; 7]) {
 }
 
 #[cfg(oncegate_chaos)]
-struct Armed {
+struct Failpoint {
     name: String,
-    at: u32,
-    passes: AtomicU32,
+    /// The number of the visit that aborts, from 1.
+    abort_at: u32,
+    visits: AtomicU32,
 }
 
 #[cfg(oncegate_chaos)]
-static ARMED: LazyLock<Option<Armed>> = LazyLock::new(|| {
+static FAILPOINT: LazyLock<Option<Failpoint>> = LazyLock::new(|| {
     let set = std::env::var("ONCEGATE_FAILPOINT").ok()?;
-    let (name, at) = set.rsplit_once(':').unwrap_or((&set, "1"));
-    // Only the test harness sets it; it detects a process that was not aborted at its point.
-    Some(Armed {
+    let (name, abort_at) = set.rsplit_once(':').unwrap_or((&set, "1"));
+    Some(Failpoint {
         name: name.to_owned(),
-        at: at.parse().expect("the part after the colon is a number"),
-        passes: AtomicU32::new(0),
+        // Only the chaos tests set the variable, and they fail if the process ends elsewhere.
+        abort_at: abort_at
+            .parse()
+            .expect("the part after the colon is a number"),
+        visits: AtomicU32::new(0),
     })
 });

@@ -78,8 +78,8 @@ pub trait Handler: Send + Sync + 'static {
 #[error("the handler has no `reconcile`")]
 pub(crate) struct NoReconcile;
 
-/// Whether the effect happened, as far as a handler that fails can tell. There is no blanket conversion
-/// from errors: each fallible call says it with [`FailureExt`].
+/// Whether the effect happened, as far as a handler that fails can tell. There is no blanket
+/// conversion from errors, which do not say it: each fallible call is converted with [`FailureExt`].
 #[derive(Debug, thiserror::Error)]
 pub enum Failure {
     /// Nothing happened: safe to run again.

@@ -68,7 +68,9 @@ impl InFlight {
                     failure_history.attempts = match settlement {
                         // The handler is not run for the last grant.
                         Settlement::Reject(Reason::CrashesSpent) => granted.saturating_sub(1),
-                        Settlement::Reject(Reason::AttemptsSpent) if granted > policy.attempts => {
+                        Settlement::Reject(Reason::AttemptsSpent)
+                            if granted > policy.max_attempts =>
+                        {
                             granted - 1
                         }
                         _ => granted,
@@ -136,19 +138,19 @@ mod tests {
         let (pause, guarantee) = (Duration::from_millis(1), Guarantee::EffectivelyOnce);
         let policy = Policy {
             guarantee,
-            attempts: 5,
-            crashes: 10,
-            retries: 0,
-            reconciles: 1,
-            claim_retries: 1,
+            max_attempts: 5,
+            max_crashes: 10,
+            max_inline_retries: 0,
+            max_reconciles: 1,
+            max_claim_retries: 1,
             backoff: pause,
             longest_backoff: pause,
             outage: Outage::Hold,
         };
         let failed = [
-            Event::Slot,
+            Event::MayRun,
             Event::Returned(Outcome::Retry),
-            Event::Answer(Verdict::Kept),
+            Event::Answer(Verdict::Applied),
         ];
         for (number, then) in [(6, &failed[2..]), (5, &failed[..])] {
             let delivery = Delivery {

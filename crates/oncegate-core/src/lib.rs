@@ -1,7 +1,8 @@
-//! The contracts, the gate and the consumer loop of oncegate, with an in-memory source and store.
+//! The core of oncegate: the traits of sources, stores and handlers, the consumer loop, the gate, and
+//! an in-memory source and store.
 //!
-//! Start with [`Handler`] and [`Consumer`]. The pure functions in [`marker`] and [`lifecycle`]
-//! decide everything that the guarantee depends on.
+//! Start with [`Handler`] and [`Consumer`]. The pure functions [`marker::apply`] and
+//! [`lifecycle::transition`] decide everything that the guarantee depends on.
 #![forbid(unsafe_code)]
 
 mod boot_time;
@@ -27,9 +28,11 @@ mod log_throttle;
 pub mod marker;
 pub mod memory;
 pub mod message;
+mod message_age;
 pub mod metric;
 mod ordering;
 pub mod outcome;
+mod preflight;
 mod readiness;
 mod renewals;
 mod run;
@@ -68,5 +71,5 @@ pub use source::{
     Source, SourceError, SourceProperties,
 };
 pub use status::{ConsumerSnapshot, ConsumerStatus, DeliveryState, InFlightDelivery};
-pub use store::{Listed, MarkerWithExpiry, Persistence, Store, StoreError};
-pub use store_health::{StoreSnapshot, StoreState, StoreTrouble};
+pub use store::{ListedKey, MarkerWithExpiry, Persistence, Store, StoreError};
+pub use store_health::{LastStoreError, StoreSnapshot, StoreState};

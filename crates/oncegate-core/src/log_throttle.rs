@@ -3,13 +3,14 @@
 use std::time::{Duration, Instant};
 
 /// Allows a number of log lines in each period and counts the suppressed ones, so that an
-/// unavailable store or a topic of broken messages does not fill a disk with logs.
+/// unavailable store or a topic of unreadable messages does not fill a disk with logs.
 #[derive(Debug)]
 pub struct LogThrottle {
     lines: u32,
     period: Duration,
-    /// When the period started; `written` counts its lines.
-    began: Option<Instant>,
+    /// When the current period started.
+    period_start: Option<Instant>,
+    /// The lines of the current period.
     written: u32,
     suppressed: u64,
 }
@@ -25,7 +26,7 @@ impl LogThrottle {
         Self {
             lines,
             period,
-            began: None,
+            period_start: None,
             written: 0,
             suppressed: 0,
         }
@@ -34,10 +35,10 @@ impl LogThrottle {
     /// If a line may be written now, the number of lines that were suppressed since the last one.
     pub fn due(&mut self, now: Instant) -> Option<u64> {
         if self
-            .began
-            .is_none_or(|began| now.duration_since(began) >= self.period)
+            .period_start
+            .is_none_or(|start| now.duration_since(start) >= self.period)
         {
-            (self.began, self.written) = (Some(now), 0);
+            (self.period_start, self.written) = (Some(now), 0);
         }
         if self.written >= self.lines {
             self.suppressed += 1;
@@ -53,9 +54,9 @@ mod tests {
     use super::*;
 
     fn written(mut throttle: LogThrottle, seconds: impl Iterator<Item = u64>) -> Vec<(u64, u64)> {
-        let begun = Instant::now();
+        let start = Instant::now();
         seconds
-            .filter_map(|second| Some((second, throttle.due(begun + Duration::from_secs(second))?)))
+            .filter_map(|second| Some((second, throttle.due(start + Duration::from_secs(second))?)))
             .collect()
     }
 

@@ -1,4 +1,4 @@
-//! Messages: plain values without a connection.
+//! Messages, without a connection to their broker.
 
 use std::sync::Arc;
 use std::time::SystemTime;
@@ -26,7 +26,7 @@ pub struct Message {
 }
 
 impl Message {
-    /// A message with a body and nothing else, as the in-memory source and tests make them.
+    /// A message with a body and nothing else, for the in-memory source and for tests.
     pub fn new(body: impl Into<Bytes>) -> Self {
         Self {
             body: body.into(),
@@ -40,7 +40,7 @@ impl Message {
         self
     }
 
-    /// The same message with the broker's message id property.
+    /// The same message with an AMQP `message_id` property.
     pub fn with_message_id(mut self, id: impl Into<Bytes>) -> Self {
         self.message_id = Some(id.into());
         self
@@ -110,7 +110,7 @@ pub enum Position {
 
 /// Message headers: names with optional values, in order, names may repeat.
 ///
-/// Held as one block of bytes, so that the headers of a whole batch can share one allocation.
+/// Stored as one block of bytes, so that the headers of a whole batch can share one allocation.
 #[derive(Clone, Default, PartialEq)]
 pub struct Headers(Bytes);
 
@@ -118,8 +118,8 @@ pub struct Headers(Bytes);
 const NULL: u32 = u32::MAX;
 
 impl Headers {
-    /// Takes a block that [`Headers::encode`] has written. Bytes that do not parse end the
-    /// headers.
+    /// The headers in a block that [`Headers::encode`] has written. They end at the first byte that
+    /// does not parse.
     pub fn from_block(block: Bytes) -> Self {
         Self(block)
     }
@@ -139,7 +139,7 @@ impl Headers {
     /// The last, because a program that forwards a message replaces a header by adding it again.
     pub fn last(&self, name: &str) -> Option<&[u8]> {
         self.iter()
-            .filter(|(it, _)| *it == name.as_bytes())
+            .filter(|(found, _)| *found == name.as_bytes())
             .last()
             .and_then(|(_, value)| value)
     }
@@ -162,7 +162,7 @@ impl Headers {
         })
     }
 
-    /// Whether there is none.
+    /// Whether there are no headers.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
@@ -177,7 +177,7 @@ impl std::fmt::Debug for Headers {
     }
 }
 
-/// Writes headers, one after the other.
+/// Builds [`Headers`].
 #[derive(Debug, Default)]
 pub struct HeadersBuilder(Vec<u8>);
 

@@ -110,7 +110,7 @@ pub const METRICS: &[Metric] = &[
     Metric::counter(
         crate::outcome::DELIVERIES,
         &["outcome"],
-        "Verdicts of the gate for deliveries, and how these were settled",
+        "Events of deliveries: verdicts of the gate, results of runs, settlements",
     ),
     Metric::histogram(
         CLAIM_SECONDS,
@@ -118,7 +118,7 @@ pub const METRICS: &[Metric] = &[
     ),
     Metric::histogram(
         HANDLE_SECONDS,
-        "Duration of one run of the handler or of reconcile, without cancelled runs",
+        "Duration of one run of the handler or of reconcile, without runs that were dropped",
     ),
     Metric::histogram(
         COMPLETE_SECONDS,
@@ -135,7 +135,7 @@ pub const METRICS: &[Metric] = &[
     Metric::gauge(
         IN_FLIGHT,
         &[],
-        "Deliveries that are being claimed, handled or recorded",
+        "Deliveries in flight: being claimed, handled, or recorded by the store",
     ),
     Metric::gauge(
         WAITING,
@@ -154,7 +154,7 @@ pub const METRICS: &[Metric] = &[
     ),
     Metric::counter(
         SHADOW,
-        &["would"],
-        "What the gate would have done with the messages that a Shadow passed through",
+        &["outcome"],
+        "Claims that the gate would not have granted at once, and that a Shadow granted",
     ),
 ];

@@ -5,7 +5,8 @@ use metrics::{Counter, counter};
 use crate::lifecycle::{Event, Outcome, Settlement};
 use crate::marker::{Attempts, Finding, Verdict};
 
-/// `oncegate_deliveries_total{outcome=…}`: the verdicts for deliveries, and their settlements.
+/// `oncegate_deliveries_total{outcome=…}`: the verdicts for deliveries, the results of their runs, and
+/// their settlements.
 pub const DELIVERIES: &str = "oncegate_deliveries_total";
 
 macro_rules! outcomes {
@@ -31,25 +32,25 @@ outcomes!(
     after_crash: "a claim was granted, or found in doubt, for a message during whose handling a process had crashed",
     duplicate: "the id was done before: accepted without a run",
     busy: "another delivery holds the id: the claim is repeated later",
-    conflict: "the id was used before for another body",
-    fenced: "the lease was lost: the result of the attempt was discarded",
-    unavailable: "the store did not answer a request",
+    conflict: "the id was used before for another body: the message is dead-lettered",
+    fenced: "the lease was lost: the result of the run is discarded",
+    unavailable: "the store did not answer an operation",
     retried: "a run reported that nothing happened, and asked for a retry",
     reconciled_happened: "reconcile found that an effect in doubt had happened",
     reconciled_did_not_happen: "reconcile found that an effect in doubt had not happened",
-    marker_lost: "the store had lost a claim by the time its id was done: another attempt may have run at the same time",
+    marker_lost: "when the id was recorded as done, the store had lost its claim: another attempt may have run at the same time",
     completed: "settled: handled, and recorded as done",
-    released: "returned to the source, to be redelivered",
+    released: "settled: returned to the source, to be redelivered",
     rejected: "settled: passed to the source, to be published to the dead letters",
     in_doubt: "settled: passed to the source, to be published to the in-doubt destination for an operator",
     passed_without_gate: "handled without the gate while the store was unavailable (Outage::PassThrough)",
-    too_old: "older than max_age when it was received, so an absent marker proves nothing",
+    too_old: "older than max_age when it was received: its marker may have expired",
     unknown_age: "without a timestamp, so max_age could not be checked: treated as new",
-    dropped: "abandoned unsettled because the consumer stopped before the store answered; handled again after its lease",
+    dropped: "not settled, because the consumer stopped before the store answered: redelivered, and claimed again after its lease",
 );
 
 impl Outcomes {
-    /// Counts what happened to a delivery.
+    /// Counts an event of a delivery.
     pub(crate) fn happened(&self, event: Event) {
         if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event
             && attempts.crashes > 0
@@ -65,8 +66,8 @@ impl Outcomes {
             Event::Answer(Verdict::Done { marker_lost: true }) => self.marker_lost.increment(1),
             Event::Unavailable => self.unavailable.increment(1),
             Event::Returned(Outcome::Retry) => self.retried.increment(1),
-            Event::Found(Some(Finding::Happened)) => self.reconciled_happened.increment(1),
-            Event::Found(Some(Finding::DidNotHappen)) => {
+            Event::Reconciled(Some(Finding::Happened)) => self.reconciled_happened.increment(1),
+            Event::Reconciled(Some(Finding::DidNotHappen)) => {
                 self.reconciled_did_not_happen.increment(1)
             }
             _ => {}

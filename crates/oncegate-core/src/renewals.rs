@@ -260,7 +260,7 @@ async fn renew(
     let (mut failed, mut why) = (0, None);
     for ((_, lease), answer) in batch.iter().zip(answers) {
         match answer {
-            Ok(Verdict::Kept) => lease.extend(sent),
+            Ok(Verdict::Applied) => lease.extend(sent),
             Ok(_) => lease.lose(),
             Err(error) => {
                 failed += 1;

@@ -108,29 +108,30 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                 Failure::Retry(cause) | Failure::Reject(cause) | Failure::InDoubt(cause) => cause,
             })
         }));
-        let (event, error) =
-            match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
-                BoundedEnd::Completed(Ok(Reconciled::Happened)) => {
-                    (Event::Found(Some(Finding::Happened)), None)
-                }
-                BoundedEnd::Completed(Ok(Reconciled::DidNotHappen)) => {
-                    (Event::Found(Some(Finding::DidNotHappen)), None)
-                }
-                BoundedEnd::Completed(Ok(Reconciled::Unknown)) => (
-                    Event::Found(None),
-                    Some("reconcile returned Unknown".to_owned()),
-                ),
-                BoundedEnd::Completed(Err(error)) if error.is::<NoReconcile>() => {
-                    (Event::CannotReconcile, Some(error.to_string()))
-                }
-                BoundedEnd::Completed(Err(error)) => (Event::Found(None), Some(error.to_string())),
-                BoundedEnd::Panicked(message) => (Event::Found(None), Some(message)),
-                BoundedEnd::TimedOut => (
-                    Event::Found(None),
-                    Some(format!("reconcile timed out after {:?}", self.timeout)),
-                ),
-                BoundedEnd::LeaseOver => (Event::LeaseOver, Some("the lease has ended".into())),
-            };
+        let (event, error) = match bounded(work, &span, began, self.timeout, cx.lease.as_deref())
+            .await
+        {
+            BoundedEnd::Completed(Ok(Reconciled::Happened)) => {
+                (Event::Reconciled(Some(Finding::Happened)), None)
+            }
+            BoundedEnd::Completed(Ok(Reconciled::DidNotHappen)) => {
+                (Event::Reconciled(Some(Finding::DidNotHappen)), None)
+            }
+            BoundedEnd::Completed(Ok(Reconciled::Unknown)) => (
+                Event::Reconciled(None),
+                Some("reconcile returned Unknown".to_owned()),
+            ),
+            BoundedEnd::Completed(Err(error)) if error.is::<NoReconcile>() => {
+                (Event::CannotReconcile, Some(error.to_string()))
+            }
+            BoundedEnd::Completed(Err(error)) => (Event::Reconciled(None), Some(error.to_string())),
+            BoundedEnd::Panicked(message) => (Event::Reconciled(None), Some(message)),
+            BoundedEnd::TimedOut => (
+                Event::Reconciled(None),
+                Some(format!("reconcile timed out after {:?}", self.timeout)),
+            ),
+            BoundedEnd::LeaseOver => (Event::LeaseOver, Some("the lease has ended".into())),
+        };
         span.record("outcome", tracing::field::debug(&event));
         RunResult { event, error }
     }

@@ -62,8 +62,18 @@ pub enum Execution {
     Inline,
 }
 
-/// The maximum of every duration, so that no clock overflows.
-pub(crate) const LONGEST: Duration = Duration::from_secs(3650 * 24 * 3600);
+/// The maximum of every duration, ten years, so that no sum of a clock and a duration overflows.
+pub(crate) const MAX_DURATION: Duration = Duration::from_secs(3650 * 24 * 3600);
+
+/// The minimum of a lease: it is renewed after a third of that, and a renewal has to be answered in
+/// the rest.
+const SHORTEST_LEASE: Duration = Duration::from_millis(100);
+
+/// The minimum of the dedup window.
+const SHORTEST_WINDOW: Duration = Duration::from_secs(1);
+
+/// How often a claim is repeated at most before its delivery is released.
+const MAX_CLAIM_RETRIES: u32 = 1000;
 
 /// The settings of a consumer.
 #[derive(Clone, Debug)]
@@ -138,9 +148,12 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// Finds the first setting that cannot work.
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// The first wrong setting.
     pub(crate) fn check(&self) -> Result<(), Error> {
-        let wrong = |setting, problem: String, remedy| {
+        let misconfigured = |setting, problem: String, remedy| {
             Err(Error::Misconfigured {
                 setting,
                 problem,
@@ -148,22 +161,22 @@ impl Settings {
             })
         };
         let shortest = self.shortest_lease();
-        if shortest < Duration::from_millis(100) {
-            return wrong(
+        if shortest < SHORTEST_LEASE {
+            return misconfigured(
                 "lease",
                 format!("{shortest:?} is too short to be renewed in time"),
                 "set at least 100 ms; 30 s is the default",
             );
         }
         if self.dedup_window.is_zero() {
-            return wrong(
+            return misconfigured(
                 "dedup_window",
-                "it is 0, so nothing would be remembered".into(),
-                "set the dedup window to at least twice the oldest redelivery",
+                "it is 0, so no id would be remembered".into(),
+                "set at least twice the longest time after which a message may be redelivered",
             );
         }
-        if self.dedup_window < Duration::from_secs(1) {
-            return wrong(
+        if self.dedup_window < SHORTEST_WINDOW {
+            return misconfigured(
                 "dedup_window",
                 format!("{:?} is below one second", self.dedup_window),
                 "set at least 1 s",
@@ -174,23 +187,23 @@ impl Settings {
                 "the lease ({:?}) is not shorter than the window ({:?})",
                 self.lease, self.dedup_window
             );
-            return wrong("lease", problem, "shorten the lease or lengthen the window");
+            return misconfigured("lease", problem, "shorten the lease or lengthen the window");
         }
         if shortest > self.lease {
             let problem = format!(
                 "its shortest lease ({shortest:?}) is longer than the lease ({:?})",
                 self.lease
             );
-            return wrong(
+            return misconfigured(
                 "adaptive_lease",
                 problem,
-                "leave `.lease` out: the longest of the two is the lease",
+                "do not set `lease` beside it: its longest lease is the lease",
             );
         }
         if self.max_age.is_some_and(|age| age > self.dedup_window) {
-            return wrong(
+            return misconfigured(
                 "max_age",
-                "it is longer than the dedup window, after which ids are forgotten".into(),
+                "it is longer than the dedup window, after which markers expire".into(),
                 "set it to at most the dedup window",
             );
         }
@@ -215,9 +228,9 @@ impl Settings {
                 "set the longest time that a handler may take",
             ),
         ];
-        for (setting, zero, remedy) in zeros {
-            if zero {
-                return wrong(setting, "it is 0".into(), remedy);
+        for (setting, is_zero, remedy) in zeros {
+            if is_zero {
+                return misconfigured(setting, "it is 0".into(), remedy);
             }
         }
         let durations = [
@@ -227,23 +240,23 @@ impl Settings {
             ("drain_timeout", self.drain_timeout),
         ];
         for (setting, duration) in durations {
-            if duration > LONGEST {
-                return wrong(
+            if duration > MAX_DURATION {
+                return misconfigured(
                     setting,
                     format!("{duration:?} is longer than ten years"),
-                    "set at most 3650 days, which is as good as no limit",
+                    "set at most 3650 days",
                 );
             }
         }
         if self.max_crashes < 2 {
             let problem = format!(
-                "{} is below 2: a message runs apart from others only after two crashes",
+                "{} is below 2: a message runs in isolation only after two crashes",
                 self.max_crashes
             );
-            return wrong("max_crashes", problem, "set at least 2");
+            return misconfigured("max_crashes", problem, "set at least 2");
         }
         if self.backoff < Duration::from_millis(1) {
-            return wrong(
+            return misconfigured(
                 "backoff",
                 format!(
                     "{:?} would retry without a pause while the store is unavailable",
@@ -253,9 +266,10 @@ impl Settings {
             );
         }
         if self.outage == Outage::PassThrough && self.guarantee != Guarantee::EffectivelyOnce {
-            return wrong(
+            return misconfigured(
                 "outage",
-                "passing through without the gate would break this guarantee".into(),
+                "Outage::PassThrough runs handlers without the gate, which breaks this guarantee"
+                    .into(),
                 "use Outage::Hold, or Guarantee::EffectivelyOnce",
             );
         }
@@ -267,8 +281,8 @@ impl Settings {
         self.shortest_lease.unwrap_or(self.lease)
     }
 
-    /// How long one grant may be held: all inline retries and reconciles up to their timeout,
-    /// with all pauses between.
+    /// How long the lease of one grant is renewed: a lease, and all inline retries and `reconcile`
+    /// calls up to their timeout, with all pauses between.
     pub(crate) fn longest_hold(&self) -> Duration {
         let runs = self
             .max_inline_retries
@@ -277,11 +291,10 @@ impl Settings {
         let each = self
             .handler_timeout
             .saturating_add(self.longest_backoff.saturating_mul(2));
-        self.lease + each.saturating_mul(runs).min(LONGEST)
+        self.lease + each.saturating_mul(runs).min(MAX_DURATION)
     }
 
-    /// How long a delivery may stay unsettled: it waits for another holder for two leases, then
-    /// uses all inline retries, each up to the handler timeout.
+    /// How long a delivery may stay unsettled: see [`Builder::longest_open`](crate::Builder::longest_open).
     pub(crate) fn longest_open(&self) -> Duration {
         let retries = if self.guarantee == Guarantee::Bare {
             0
@@ -310,27 +323,26 @@ impl Settings {
         self.max_age.unwrap_or(self.dedup_window / 2)
     }
 
-    /// The policy of the lifecycle. A claim that meets another holder is repeated for about two
-    /// leases.
+    /// The policy of the lifecycle. The claim of an id that another holder has is repeated for about
+    /// two leases, at most [`MAX_CLAIM_RETRIES`] times.
     pub(crate) fn policy(&self) -> Policy {
         let mut policy = Policy {
             guarantee: self.guarantee,
-            attempts: self.max_attempts,
-            crashes: self.max_crashes,
-            retries: self.max_inline_retries,
-            reconciles: self.max_reconciles,
-            claim_retries: 0,
+            max_attempts: self.max_attempts,
+            max_crashes: self.max_crashes,
+            max_inline_retries: self.max_inline_retries,
+            max_reconciles: self.max_reconciles,
+            max_claim_retries: 0,
             backoff: self.backoff,
             longest_backoff: self.longest_backoff,
             outage: self.outage,
         };
-        // At most 1,000 steps, for a long lease with a short backoff.
         let mut waited = Duration::ZERO;
-        while waited < self.lease * 2 && policy.claim_retries < 1000 {
+        while waited < self.lease * 2 && policy.max_claim_retries < MAX_CLAIM_RETRIES {
             waited += policy
-                .pause(policy.claim_retries)
+                .pause(policy.max_claim_retries)
                 .max(Duration::from_millis(1));
-            policy.claim_retries += 1;
+            policy.max_claim_retries += 1;
         }
         policy
     }
@@ -347,20 +359,20 @@ mod tests {
             settings.longest_open(),
             Duration::from_secs(2 * 30 + 4 * (300 + 10))
         );
-        let once = Settings {
+        let bare = Settings {
             guarantee: Guarantee::Bare,
             ..settings.clone()
         };
         assert_eq!(
-            once.longest_open(),
+            bare.longest_open(),
             Duration::from_secs(2 * 30 + 310),
             "the bare gate has no inline retries"
         );
-        let endless = Settings {
+        let longest = Settings {
             max_inline_retries: u32::MAX,
-            handler_timeout: LONGEST,
+            handler_timeout: MAX_DURATION,
             ..settings
         };
-        assert!(endless.longest_open() >= LONGEST);
+        assert!(longest.longest_open() >= MAX_DURATION);
     }
 }

@@ -13,7 +13,7 @@ use crate::marker::{Ask, Attempts, Guarantee, Operation, Token, Verdict};
 use crate::metric;
 use crate::store::{Persistence, Store, StoreError};
 
-/// A store that observes: it records what a gate would do, and lets every message run. Use it to
+/// A store that blocks no message, and counts the messages that a gate would block. Use it to
 /// introduce the gate into a running system.
 ///
 /// Every claim is granted, whatever the store answers, and no answer of the store stops a message
@@ -64,35 +64,37 @@ pub enum ShadowOutcome {
     Pause,
 }
 
-const ALL: [ShadowOutcome; 6] = [
-    ShadowOutcome::Accept,
-    ShadowOutcome::Wait,
-    ShadowOutcome::Doubt,
-    ShadowOutcome::Conflict,
-    ShadowOutcome::Reject,
-    ShadowOutcome::Pause,
-];
-
-/// How long the store gets no operations after one that it did not answer.
+/// How long the store gets no operations after it has not answered one, so that no message waits for
+/// an unavailable store.
 const STORE_PAUSE: Duration = Duration::from_secs(1);
 
 struct ShadowShared {
     report: ShadowReport,
     /// Tokens of claims that the store did not grant. It gets no further operations with them.
     ungranted_tokens: Mutex<HashSet<Token>>,
-    /// Until when the store gets no operations.
+    /// Until when the store gets no operations, because it did not answer the last ones.
     store_down_until: Mutex<Option<Instant>>,
-    counters: [Counter; ALL.len()],
+    counters: [Counter; ShadowOutcome::ALL.len()],
 }
 
 #[derive(Default)]
 struct ShadowCounts {
     claims: AtomicU64,
-    would: [AtomicU64; ALL.len()],
+    outcomes: [AtomicU64; ShadowOutcome::ALL.len()],
 }
 
 impl ShadowOutcome {
-    /// The value of the label `would`, for metrics and reports.
+    /// All outcomes, in the order of the enum.
+    const ALL: [Self; 6] = [
+        Self::Accept,
+        Self::Wait,
+        Self::Doubt,
+        Self::Conflict,
+        Self::Reject,
+        Self::Pause,
+    ];
+
+    /// The outcome as one word: the value of the metric's label `outcome`.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Accept => "accept",
@@ -128,23 +130,27 @@ impl ShadowReport {
     }
 
     /// The number of claims with this outcome.
-    pub fn would(&self, what: ShadowOutcome) -> u64 {
-        self.0.would[what as usize].load(Ordering::Relaxed)
+    pub fn count(&self, outcome: ShadowOutcome) -> u64 {
+        self.0.outcomes[outcome as usize].load(Ordering::Relaxed)
     }
 }
 
 impl fmt::Display for ShadowReport {
     /// A line with the total, and one for each outcome.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let stopped: u64 = ALL.iter().map(|what| self.would(*what)).sum();
+        let stopped: u64 = ShadowOutcome::ALL
+            .map(|outcome| self.count(outcome))
+            .iter()
+            .sum();
         writeln!(
             f,
-            "{} claims; the gate would have let {} through at once",
+            "{} claims; the gate would have granted {} without delay",
             self.claims(),
             self.claims().saturating_sub(stopped)
         )?;
-        ALL.iter()
-            .try_for_each(|what| writeln!(f, "{:>10} {}", self.would(*what), what.description()))
+        ShadowOutcome::ALL.into_iter().try_for_each(|outcome| {
+            writeln!(f, "{:>10} {}", self.count(outcome), outcome.description())
+        })
     }
 }
 
@@ -152,7 +158,7 @@ impl fmt::Debug for ShadowReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_map()
             .entry(&"claims", &self.claims())
-            .entries(ALL.map(|what| (what.as_str(), self.would(what))))
+            .entries(ShadowOutcome::ALL.map(|outcome| (outcome.as_str(), self.count(outcome))))
             .finish()
     }
 }
@@ -160,7 +166,8 @@ impl fmt::Debug for ShadowReport {
 impl<S: Store> Shadow<S> {
     /// Observes with this store and counts in this report.
     pub fn new(store: S, report: ShadowReport) -> Self {
-        let counters = ALL.map(|what| counter!(metric::SHADOW, "would" => what.as_str()));
+        let counters = ShadowOutcome::ALL
+            .map(|outcome| counter!(metric::SHADOW, "outcome" => outcome.as_str()));
         let shared = ShadowShared {
             report,
             ungranted_tokens: Mutex::default(),
@@ -183,7 +190,7 @@ impl<S: ?Sized> fmt::Debug for Shadow<S> {
 #[async_trait]
 impl<S: Store + ?Sized> Store for Shadow<S> {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        let asked: Vec<Operation> = {
+        let sent: Vec<Operation> = {
             let ungranted_tokens = self.shared.ungranted_tokens();
             operations
                 .iter()
@@ -191,8 +198,8 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
                 .cloned()
                 .collect()
         };
-        let mut answers = self.shared.ask(&*self.store, &asked).await.into_iter();
-        let mut next = asked.iter().map(|operation| operation.token).peekable();
+        let mut answers = self.shared.apply_to(&*self.store, &sent).await.into_iter();
+        let mut next = sent.iter().map(|operation| operation.token).peekable();
         operations
             .iter()
             .map(|operation| {
@@ -218,10 +225,10 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
         }
         match self.store.preflight(guarantee).await {
             Err(error @ (StoreError::NotApplied(_) | StoreError::Unknown(_))) => {
-                tracing::warn!(%error, "store unavailable, the shadow starts without it");
+                tracing::warn!(%error, "store unavailable, the shadow starts without it; check the store and its network");
                 Ok(())
             }
-            found => found,
+            checked => checked,
         }
     }
 
@@ -243,8 +250,8 @@ impl<S: Store + ?Sized> Store for Shadow<S> {
 }
 
 impl ShadowShared {
-    /// The verdicts of the store; `None` for each that is missing.
-    async fn ask<S: Store + ?Sized>(
+    /// The verdicts of the store; `None` for each operation that it did not answer.
+    async fn apply_to<S: Store + ?Sized>(
         &self,
         store: &S,
         operations: &[Operation],
@@ -258,7 +265,7 @@ impl ShadowShared {
             answers.clear();
         }
         if let Some(Err(error)) = answers.iter().find(|answer| answer.is_err()) {
-            tracing::warn!(%error, "store unavailable, the shadow lets messages run without it");
+            tracing::warn!(%error, "store unavailable, the shadow lets messages run without it; check the store and its network");
             *lock(&self.store_down_until) = Some(Instant::now() + STORE_PAUSE);
         }
         let mut answers: Vec<_> = answers.into_iter().map(Result::ok).collect();
@@ -266,7 +273,10 @@ impl ShadowShared {
         answers
     }
 
-    /// The verdict for the consumer, which always lets the message run.
+    /// The verdict for the consumer: one that lets the message run.
+    ///
+    /// `answer` is `None` for an operation that was not sent to the store, and `Some(None)` for one
+    /// that the store did not answer.
     fn verdict(&self, operation: &Operation, answer: Option<Option<Verdict>>) -> Verdict {
         if let Ask::Claim = operation.ask {
             return self.granted(operation, answer.flatten());
@@ -276,15 +286,15 @@ impl ShadowShared {
         }
         match operation.ask {
             Ask::Complete => Verdict::Done { marker_lost: false },
-            _ => Verdict::Kept,
+            _ => Verdict::Applied,
         }
     }
 
     fn granted(&self, operation: &Operation, answer: Option<Verdict>) -> Verdict {
         self.report.0.claims.fetch_add(1, Ordering::Relaxed);
-        let would = match answer {
+        let outcome = match answer {
             Some(granted @ Verdict::Granted(_)) => return granted,
-            // The store registered this claim, so it accepts the outcome.
+            // The store granted this claim, to reconcile, so it accepts operations with its token.
             Some(Verdict::InDoubt(attempts)) => {
                 self.count(ShadowOutcome::Doubt);
                 return Verdict::Granted(attempts);
@@ -292,19 +302,19 @@ impl ShadowShared {
             Some(Verdict::Busy { .. }) => ShadowOutcome::Wait,
             Some(Verdict::Conflict) => ShadowOutcome::Conflict,
             Some(Verdict::Rejected { .. }) => ShadowOutcome::Reject,
-            Some(Verdict::Duplicate | Verdict::Kept | Verdict::Done { .. } | Verdict::Lost) => {
+            Some(Verdict::Duplicate | Verdict::Applied | Verdict::Done { .. } | Verdict::Lost) => {
                 ShadowOutcome::Accept
             }
             None => ShadowOutcome::Pause,
         };
-        self.count(would);
+        self.count(outcome);
         self.ungranted_tokens().insert(operation.token);
         Verdict::Granted(Attempts::new(1))
     }
 
-    fn count(&self, would: ShadowOutcome) {
-        self.report.0.would[would as usize].fetch_add(1, Ordering::Relaxed);
-        self.counters[would as usize].increment(1);
+    fn count(&self, outcome: ShadowOutcome) {
+        self.report.0.outcomes[outcome as usize].fetch_add(1, Ordering::Relaxed);
+        self.counters[outcome as usize].increment(1);
     }
 
     fn ungranted_tokens(&self) -> MutexGuard<'_, HashSet<Token>> {

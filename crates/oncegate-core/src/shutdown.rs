@@ -6,8 +6,8 @@ use std::future::Future;
 /// send, or at Ctrl-C; on systems without SIGTERM at Ctrl-C. For
 /// [`Builder::run_until`](crate::Builder::run_until), which then drains.
 ///
-/// After the call, neither signal ends the process by itself, and a second signal has no effect. If the system does not let the process watch a signal, that is logged, and the signal
-/// keeps its default action.
+/// After the call, neither signal ends the process by itself, and a second signal has no effect. If
+/// the process cannot watch a signal, that is logged, and the signal keeps its default action.
 ///
 /// # Panics
 /// Outside of a tokio runtime with its I/O driver, as `tokio::signal` does. `#[tokio::main]` has
@@ -30,8 +30,8 @@ pub fn shutdown_signal() -> impl Future<Output = ()> + Send + 'static {
     };
     async move {
         tokio::select! {
-            () = received(terminate) => tracing::info!(signal = "SIGTERM", "stopping"),
-            () = received(interrupt) => tracing::info!(signal = "SIGINT", "stopping"),
+            () = received(terminate) => tracing::info!(signal = "SIGTERM", "signal received, the consumer drains"),
+            () = received(interrupt) => tracing::info!(signal = "SIGINT", "signal received, the consumer drains"),
         }
     }
 }

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use async_trait::async_trait;
 
+use crate::id::IdSource;
 use crate::lifecycle::{Reason, Settlement};
 use crate::message::{Message, Origin};
 use crate::store::BoxError;
@@ -22,8 +23,8 @@ pub trait Source: Send {
     /// Waits for a message, then appends all that are ready, within the limit, without waiting for
     /// more.
     ///
-    /// Cancel-safe: dropping the future loses nothing. It also drives the background work of the
-    /// source, and may return without a message.
+    /// Cancel-safe: dropping the future loses no message. The call also drives the background work of
+    /// the source, and may return without a message.
     ///
     /// # Errors
     /// Permanent errors only. The consumer drains and returns the error.
@@ -31,8 +32,9 @@ pub trait Source: Send {
 
     /// Takes settlements, in any order, and returns at once, leaving `settled` empty.
     ///
-    /// The source works in the background: it commits the watermark or acknowledges, delays
-    /// released messages, publishes dead letters and waits for their confirmation.
+    /// The source settles in the background: it commits the lowest unsettled offset (Kafka) or
+    /// acknowledges (AMQP), delays released messages, publishes dead letters and waits for their
+    /// confirmation.
     ///
     /// # Errors
     /// As [`Source::receive`].
@@ -96,6 +98,16 @@ pub trait Connect: Send + 'static {
     /// The source to which it connects.
     type Source: Source + 'static;
 
+    /// Checks that messages of this source can have such an id. Connects to nothing;
+    /// [`Builder::build`](crate::Builder::build) calls it.
+    ///
+    /// # Errors
+    /// No message of this source would have an id. The error says what to use instead.
+    fn check_id(&self, id: &IdSource) -> Result<(), SourceError> {
+        let _ = id;
+        Ok(())
+    }
+
     /// Checks the settings and connects.
     ///
     /// # Errors
@@ -109,14 +121,14 @@ pub trait Connect: Send + 'static {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ConnectOptions {
-    /// `max_in_flight` of the consumer. Messages that a source prefetches beyond it wait, perhaps
-    /// longer than its broker allows.
+    /// `max_in_flight` of the consumer. Messages that a source prefetches beyond it wait in the
+    /// process, perhaps longer than its broker allows.
     pub max_in_flight: Option<usize>,
     /// The dedup window. A message that is redelivered after the window is handled again; a source
     /// that can detect such a setup logs it.
     pub dedup_window: Option<Duration>,
-    /// The order that the user chose. With an order, a source must not reorder released
-    /// messages.
+    /// The order that the user set. With [`Order::ByKey`] or [`Order::ByPartition`], a source must not
+    /// reorder released messages.
     pub order: Option<Order>,
     /// How long a delivery may stay unsettled, [`Builder::longest_open`]. A source whose broker has
     /// a lower limit logs it.
@@ -128,14 +140,14 @@ pub struct ConnectOptions {
 /// The maximum that [`Source::receive`] may append.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limit {
-    /// Deliveries. With 0, it waits for revocations and errors only.
+    /// Deliveries. With 0, `receive` waits for revocations and errors only.
     pub count: usize,
     /// Bytes of key, headers and body. A larger delivery is returned alone.
     pub bytes: usize,
 }
 
 impl Limit {
-    /// No deliveries: the consumer is full, and still processes revocations.
+    /// No deliveries, while the consumer is at its limit: only revocations and errors.
     pub const NOTHING: Self = Self { count: 0, bytes: 0 };
 }
 
@@ -143,7 +155,7 @@ impl Limit {
 #[derive(Debug)]
 #[allow(
     clippy::large_enum_variant,
-    reason = "nearly all of them are deliveries: a box would cost each an allocation"
+    reason = "nearly all values are deliveries: a box would cost an allocation for each"
 )]
 pub enum Incoming {
     /// A delivery to settle.
@@ -199,8 +211,8 @@ pub struct FailureHistory {
     pub attempts: u32,
     /// How many processes crashed, or lost their lease, while they handled it.
     pub crashes: u32,
-    /// The highest known attempt number of its id, above which a redrive continues; 0 if none was
-    /// granted.
+    /// The highest known attempt number of its id; 0 if none was granted. The attempts after a redrive
+    /// have higher numbers.
     pub fence: u32,
     /// The first error, cut to 1,000 characters.
     pub first_error: Option<String>,
@@ -211,7 +223,7 @@ pub struct FailureHistory {
 /// Which messages are handled one after the other.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Order {
-    /// None: any two deliveries may run at once.
+    /// None: any deliveries may run at the same time.
     Unordered,
     /// Deliveries with the same key of the same topic or queue.
     ByKey,

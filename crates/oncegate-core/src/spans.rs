@@ -16,7 +16,10 @@ use crate::source::Delivery;
 /// they keep all headers.
 const TRACEPARENT: &str = "traceparent";
 
-/// A span with the attributes of OpenTelemetry's semantic conventions for messaging, which are
+/// The length of `version-trace-span-flags`: 2, 32, 16 and 2 hex digits, and three hyphens.
+const TRACEPARENT_LENGTH: usize = 55;
+
+/// A span with the attributes of OpenTelemetry's semantic conventions for messaging. They are
 /// evaluated only if the span is enabled.
 macro_rules! message_span {
     ($name:literal, $kind:literal, $operation:literal, $message:expr, $($field:tt)*) => {
@@ -50,7 +53,7 @@ pub(crate) fn handle(cx: &Context) -> Span {
     span
 }
 
-/// One run of `reconcile`: about an attempt before it.
+/// One run of `reconcile`, for an earlier attempt.
 pub(crate) fn reconcile(cx: &Context) -> Span {
     let span = message_span!("oncegate.reconcile", "consumer", "process", &cx.message, id = %cx.id, attempt = cx.attempt, outcome = Empty);
     join_trace(&span, &cx.message, TraceLink::Linked);
@@ -89,9 +92,9 @@ pub(crate) fn settle(
 /// How a span relates to the trace of the message's sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum TraceLink {
-    /// As a child of the sender's span.
+    /// The span is a child of the sender's span.
     Child,
-    /// With a link: a redelivery or a duplicate.
+    /// The span has a trace of its own, and a link to the sender's span: a redelivery or a duplicate.
     Linked,
 }
 
@@ -120,9 +123,9 @@ fn traceparent(message: &Message) -> Option<&str> {
         part.len() == length
             && part
                 .bytes()
-                .all(|it| matches!(it, b'0'..=b'9' | b'a'..=b'f'))
+                .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
     };
-    let is_id = |part: &str, length| is_hex(part, length) && part.bytes().any(|it| it != b'0');
+    let is_id = |part: &str, length| is_hex(part, length) && part.bytes().any(|byte| byte != b'0');
     let mut parts = text.split('-');
     let (version, trace, span, flags) =
         (parts.next()?, parts.next()?, parts.next()?, parts.next()?);
@@ -133,8 +136,8 @@ fn traceparent(message: &Message) -> Option<&str> {
         && is_id(span, 16)
         && is_hex(flags, 2)
         && has_valid_end;
-    // The fields that a later version appends may have any length.
-    is_valid.then(|| &text[..55])
+    // Without the fields that a later version appends, which may have any length.
+    is_valid.then(|| &text[..TRACEPARENT_LENGTH])
 }
 
 #[cfg(not(feature = "opentelemetry"))]
@@ -165,7 +168,7 @@ fn join_trace(span: &Span, message: &Message, link: TraceLink) {
     let state = message
         .headers
         .last("tracestate")
-        .and_then(|it| std::str::from_utf8(it).ok()?.parse::<TraceState>().ok());
+        .and_then(|value| std::str::from_utf8(value).ok()?.parse::<TraceState>().ok());
     let sender = SpanContext::new(
         trace,
         sender,
@@ -185,8 +188,8 @@ fn join_trace(span: &Span, message: &Message, link: TraceLink) {
 /// An operation of the store, from the request to its answer: `oncegate.claim`, `oncegate.complete`
 /// and so on.
 ///
-/// For a delivery, it joins the sender's trace as a run does. Whether it is a duplicate is unknown
-/// until the answer.
+/// With a delivery, the span joins the sender's trace as a run does, even for a duplicate: that is
+/// unknown until the answer.
 pub(crate) fn operation(
     ask: &Ask,
     id: Option<&MessageId>,
@@ -212,7 +215,7 @@ pub(crate) fn operation(
         Ask::Reject(_) => span!("oncegate.reject"),
         Ask::Doubt => span!("oncegate.doubt"),
         Ask::Resolve(_) => span!("oncegate.resolve"),
-        Ask::SendBack { .. } => span!("oncegate.send_back"),
+        Ask::Redrive { .. } => span!("oncegate.redrive"),
         Ask::Forget { .. } => span!("oncegate.forget"),
     };
     if let Some(delivery) = delivery {

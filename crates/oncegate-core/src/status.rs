@@ -70,7 +70,7 @@ pub struct InFlightDelivery {
     /// How long ago it was received.
     pub since: Duration,
     /// What it waits for.
-    pub doing: DeliveryState,
+    pub state: DeliveryState,
     /// The number of the attempt, from 1; 0 before its claim is granted.
     pub attempt: u32,
     /// How many processes crashed, or lost its lease, while they handled it.
@@ -81,16 +81,15 @@ pub struct InFlightDelivery {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DeliveryState {
-    /// It is queued behind another delivery of its key or partition, backs off after a failed
-    /// attempt, or waits to run apart from others because two processes crashed while they handled
-    /// it.
+    /// Another delivery of its key or partition, the end of its backoff after a failed attempt, or,
+    /// because two processes crashed while they handled it, its run in isolation.
     Waiting,
     /// The store's answer to its claim.
     Claiming,
-    /// Another delivery holds its id, or the store is unavailable; the claim is repeated later.
+    /// The next try of its claim: another delivery holds its id, or the store is unavailable.
     AwaitingHolder,
-    /// A free run for its handler, or, if it runs apart from others, the answers to claims that
-    /// were sent.
+    /// A free run: fewer handlers than `max_in_flight`. In isolation, the answers to the claims that
+    /// were sent before.
     Ready,
     /// Its handler.
     Handling,
@@ -106,7 +105,7 @@ impl DeliveryState {
     pub(crate) fn of(stage: Stage) -> Self {
         match stage {
             Stage::New(_) | Stage::Settled => Self::Waiting,
-            Stage::Claiming(..) | Stage::Leaving(_) => Self::Claiming,
+            Stage::Claiming(..) | Stage::ClaimingInDrain(_) => Self::Claiming,
             Stage::AwaitingHolder(..) => Self::AwaitingHolder,
             Stage::Ready(_) => Self::Ready,
             Stage::Running(..) | Stage::Ungated(_) => Self::Handling,
@@ -176,7 +175,7 @@ impl ConsumerStatus {
         all.truncate(MAX_OLDEST);
         let oldest = all
             .into_iter()
-            .filter_map(|(arrived, it)| Some((arrived, describe(it)?)))
+            .filter_map(|(arrived, delivery)| Some((arrived, describe(delivery)?)))
             .collect();
         let mut data = self.lock();
         (data.in_flight, data.waiting, data.oldest) = (in_flight, waiting, oldest);
@@ -233,7 +232,7 @@ impl fmt::Display for InFlightDelivery {
         write!(
             f,
             ": {} since {}s",
-            self.doing.as_str(),
+            self.state.as_str(),
             self.since.as_secs()
         )?;
         if self.attempt > 0 {

@@ -6,11 +6,11 @@ use async_trait::async_trait;
 
 use crate::marker::{Guarantee, Marker, Operation, Verdict};
 
-/// Remembers ids and the state of each.
+/// Remembers the state of each id.
 ///
 /// # The contract
-/// - Each operation is applied as [`marker::apply`](crate::marker::apply) says, atomically on its
-///   own key, by the store's own clock.
+/// - Each operation is applied as [`marker::apply`](crate::marker::apply) defines, atomically on its
+///   own key, with ages by the store's own clock.
 /// - The answer has one entry per operation, in order. Operations on one key are applied in the
 ///   given order. One failed operation does not affect the others.
 /// - If the future is dropped, each operation may or may not be applied. Repeating it is safe.
@@ -45,8 +45,8 @@ pub trait Store: Send + Sync {
         self.persistence().await.map(drop)
     }
 
-    /// Whether acknowledged changes survive a crash of the store. At most once refuses a volatile
-    /// store, and is the only guarantee that calls this.
+    /// Whether acknowledged changes survive a crash of the store. Only a consumer with at most once
+    /// calls this; it refuses a volatile store.
     ///
     /// Called at start, after [`preflight`](Self::preflight), with the same errors.
     ///
@@ -58,8 +58,8 @@ pub trait Store: Send + Sync {
         ))
     }
 
-    /// Another handle to the same store, for lease renewals. They run on a thread with its own
-    /// tokio runtime, and must not share a connection whose driver runs on another one. The handle
+    /// Another handle to the same store, for lease renewals. These run on a thread with its own tokio
+    /// runtime, and must not share a connection whose tasks run on another runtime. The handle
     /// connects at its first use.
     ///
     /// `None` if the store needs no runtime and can be shared.
@@ -131,9 +131,9 @@ impl MarkerWithExpiry {
 
 /// One key of a listing.
 #[derive(Debug)]
-pub struct Listed {
+pub struct ListedKey {
     /// The key without its prefix: the id, after `scope|` if there is a scope.
     pub name: String,
     /// The marker, or an error if the record is not a marker that this release can read.
-    pub standing: Result<MarkerWithExpiry, StoreError>,
+    pub marker: Result<MarkerWithExpiry, StoreError>,
 }

@@ -1,4 +1,4 @@
-//! Whether the store of a consumer answers, as its status reports it.
+//! Whether the store of a consumer is available, as its status reports it.
 
 use std::time::{Duration, Instant};
 
@@ -12,35 +12,35 @@ pub struct StoreSnapshot {
     /// The store and its address, from [`Store::described`](crate::Store::described): without
     /// secrets.
     pub name: String,
-    /// Whether it answers.
+    /// Whether the store is available.
     pub state: StoreState,
     /// Its last error, however long ago.
-    pub last_error: Option<StoreTrouble>,
+    pub last_error: Option<LastStoreError>,
 }
 
-/// Whether a store answers.
+/// Whether a store is available, by the last batch of operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum StoreState {
-    /// No operation was answered yet: the consumer has just started.
-    Unasked,
-    /// It answered the last batch.
-    Answers {
+    /// No batch was sent yet: the consumer has just started.
+    Unused,
+    /// The store answered the last batch.
+    Available {
         /// How long ago it answered. Without messages there are no operations.
-        last: Duration,
+        last_answer: Duration,
     },
-    /// It did not answer the last batch. The consumer retries a few times a second, as long as
+    /// The store did not answer the last batch. The consumer retries a few times a second, as long as
     /// deliveries wait for the store.
-    Away {
+    Unavailable {
         /// How long ago the first unanswered batch failed.
         since: Duration,
     },
 }
 
-/// An error of the store.
+/// The last error of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct StoreTrouble {
+pub struct LastStoreError {
     /// How long ago it occurred.
     pub since: Duration,
     /// The text of the error, as in the log.
@@ -57,7 +57,7 @@ pub(crate) struct StoreHealth {
 }
 
 impl StoreHealth {
-    /// A store that got no operation yet.
+    /// A store to which no batch was sent yet.
     pub(crate) fn new(name: String) -> Self {
         Self {
             name,
@@ -83,15 +83,15 @@ impl StoreHealth {
     pub(crate) fn snapshot(&self, now: Instant) -> StoreSnapshot {
         let elapsed_since = |at: Instant| now.saturating_duration_since(at);
         let state = match (self.unavailable_since, self.answered) {
-            (Some(since), _) => StoreState::Away {
+            (Some(since), _) => StoreState::Unavailable {
                 since: elapsed_since(since),
             },
-            (None, Some(last)) => StoreState::Answers {
-                last: elapsed_since(last),
+            (None, Some(last)) => StoreState::Available {
+                last_answer: elapsed_since(last),
             },
-            (None, None) => StoreState::Unasked,
+            (None, None) => StoreState::Unused,
         };
-        let last_error = self.error.as_ref().map(|(at, text)| StoreTrouble {
+        let last_error = self.error.as_ref().map(|(at, text)| LastStoreError {
             since: elapsed_since(*at),
             text: text.clone(),
         });

@@ -26,7 +26,7 @@ impl Store for SlowStore {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_batch_is_sent_without_waiting_for_more_messages() {
+async fn a_batch_is_sent_at_once_and_messages_during_it_share_the_next() {
     let (broker, store) = (MemoryBroker::new("q"), SlowStore::default());
     let batch_sizes = store.batch_sizes.clone();
     let publish =
@@ -34,11 +34,11 @@ async fn a_batch_is_sent_without_waiting_for_more_messages() {
     let (source, messages) = (broker.source(), broker.clone());
     let all_sent = async move {
         for number in 0..20 {
-            let begun = tokio::time::Instant::now();
+            let start = tokio::time::Instant::now();
             publish(&messages, format!("alone-{number}"));
             messages.drained().await;
             assert_eq!(
-                begun.elapsed(),
+                start.elapsed(),
                 Duration::from_millis(20),
                 "a claim and a completion"
             );
@@ -48,12 +48,12 @@ async fn a_batch_is_sent_without_waiting_for_more_messages() {
             [1; 40]
         );
         // Messages that arrive during a call share the next batch, sent as soon as the call returns.
-        let begun = tokio::time::Instant::now();
+        let start = tokio::time::Instant::now();
         publish(&messages, "first".to_owned());
         tokio::time::sleep(Duration::from_millis(5)).await;
         (0..20).for_each(|number| publish(&messages, format!("second-{number}")));
         messages.drained().await;
-        assert_eq!(begun.elapsed(), Duration::from_millis(30));
+        assert_eq!(start.elapsed(), Duration::from_millis(30));
         assert_eq!(*batch_sizes.lock().expect("no panic inside"), [1, 21, 20]);
     };
     let consumer = Consumer::builder()

@@ -7,26 +7,27 @@ use std::time::{Duration, Instant};
 use oncegate_core::lifecycle::{DoubtCause, Reason, Settlement};
 use oncegate_core::marker::{Ask, Marker, Operation, Terms, Token, Verdict};
 use oncegate_core::*;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::Notify;
 
 /// A handler that behaves as the body says, and counts its runs.
 #[derive(Clone, Default)]
 struct Scripted {
     runs: Arc<Mutex<Vec<(String, u32)>>>,
     effects: Arc<AtomicU32>,
-    found: Arc<Mutex<Option<Reconciled>>>,
+    /// The result of `reconcile`; [`Reconciled::Unknown`] if `None`.
+    reconciled: Arc<Mutex<Option<Reconciled>>>,
 }
 
 impl Handler for Scripted {
     type Payload = String;
 
-    async fn handle(&self, says: String, cx: &Context) -> Result<(), Failure> {
+    async fn handle(&self, body: String, cx: &Context) -> Result<(), Failure> {
         let run = {
             let mut runs = self.runs.lock().expect("no panic inside");
             runs.push((cx.id().to_owned(), cx.attempt()));
             runs.iter().filter(|(id, _)| id == cx.id()).count()
         };
-        match says.as_str() {
+        match body.as_str() {
             "retry once" if run == 1 => Err("not yet").retry()?,
             "always retry" => Err("never").retry()?,
             "refuse" => Err("no such account").reject()?,
@@ -43,20 +44,21 @@ impl Handler for Scripted {
 
     async fn reconcile(&self, _: String, _: &Context) -> Result<Reconciled, Failure> {
         Ok(self
-            .found
+            .reconciled
             .lock()
             .expect("no panic inside")
             .unwrap_or(Reconciled::Unknown))
     }
 }
 
-struct World {
+/// A broker, a store and a handler.
+struct Fixture {
     broker: MemoryBroker,
     store: MemoryStore,
     handler: Scripted,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         Self {
             broker: MemoryBroker::new("q"),
@@ -65,12 +67,12 @@ impl World {
         }
     }
 
-    fn publish(&self, id: &str, says: &str) {
+    fn publish(&self, id: &str, body: &str) {
         self.broker
-            .publish(Message::new(serde_json::to_vec(says).expect("JSON")).with_header("id", id));
+            .publish(Message::new(serde_json::to_vec(body).expect("JSON")).with_header("id", id));
     }
 
-    /// Runs a consumer until everything is settled.
+    /// Runs a consumer until every message is settled.
     async fn drain(&self, guarantee: Guarantee) {
         let broker = self.broker.clone();
         self.consumer(guarantee)
@@ -110,63 +112,64 @@ impl World {
             .0
     }
 
+    /// Why messages were dead-lettered or sent to the in-doubt queue.
     fn reasons(&self) -> Vec<Reason> {
         self.broker
             .dead_letters()
             .into_iter()
             .chain(self.broker.in_doubt())
-            .map(|letter| letter.reason)
+            .map(|dead_letter| dead_letter.reason)
             .collect()
     }
 }
 
 #[tokio::test]
-async fn duplicates_are_handled_once_in_order_and_at_the_same_time() {
-    let world = World::new();
+async fn a_duplicate_is_handled_once_whether_it_arrives_later_or_at_the_same_time() {
+    let fixture = Fixture::new();
     for id in 0..1000 {
-        world.publish(&format!("id-{id}"), "work");
-        world.publish(&format!("id-{}", id / 2), "work");
+        fixture.publish(&format!("id-{id}"), "work");
+        fixture.publish(&format!("id-{}", id / 2), "work");
     }
-    world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!(world.effects(), 1000);
-    assert_eq!(world.reasons(), []);
+    fixture.drain(Guarantee::AtMostOnce).await;
+    assert_eq!(fixture.effects(), 1000);
+    assert_eq!(fixture.reasons(), []);
 }
 
 #[tokio::test]
-async fn inline_handlers_give_the_same_result() {
-    let world = World::new();
+async fn inline_execution_handles_each_id_once() {
+    let fixture = Fixture::new();
     for id in 0..500 {
-        world.publish(
+        fixture.publish(
             &format!("id-{}", id / 2),
             if id % 50 == 0 { "slow" } else { "work" },
         );
     }
-    let broker = world.broker.clone();
-    let consumer = world
+    let broker = fixture.broker.clone();
+    let consumer = fixture
         .consumer(Guarantee::EffectivelyOnce)
         .execution(Execution::Inline);
     consumer
         .run_until(async move { broker.drained().await })
         .await
         .expect("a clean end");
-    assert_eq!(world.effects(), 250);
+    assert_eq!(fixture.effects(), 250);
 }
 
 #[tokio::test]
 async fn a_failure_without_an_effect_is_retried_and_then_dead_lettered() {
-    let world = World::new();
-    world.publish("a", "retry once");
-    world.publish("b", "always retry");
-    world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!(world.effects(), 1);
+    let fixture = Fixture::new();
+    fixture.publish("a", "retry once");
+    fixture.publish("b", "always retry");
+    fixture.drain(Guarantee::AtMostOnce).await;
+    assert_eq!(fixture.effects(), 1);
     assert_eq!(
-        world.marker("a"),
+        fixture.marker("a"),
         Marker::Done(Some(Fingerprint::of(b"\"retry once\"")))
     );
-    assert_eq!(world.reasons(), [Reason::AttemptsSpent]);
-    assert!(matches!(world.marker("b"), Marker::Rejected { .. }));
-    let letter = world.broker.dead_letters().remove(0);
-    let failure_history = letter.failure_history.expect("a failure history");
+    assert_eq!(fixture.reasons(), [Reason::AttemptsSpent]);
+    assert!(matches!(fixture.marker("b"), Marker::Rejected { .. }));
+    let dead_letter = fixture.broker.dead_letters().remove(0);
+    let failure_history = dead_letter.failure_history.expect("a failure history");
     assert_eq!(
         (failure_history.id.as_deref(), failure_history.attempts),
         (Some("b"), 2)
@@ -180,35 +183,36 @@ async fn a_failure_without_an_effect_is_retried_and_then_dead_lettered() {
 }
 
 #[tokio::test]
-async fn messages_without_a_usable_id_or_payload_are_dead_lettered_and_others_are_handled() {
-    let world = World::new();
-    world
+async fn only_messages_without_a_usable_id_or_payload_are_dead_lettered() {
+    let fixture = Fixture::new();
+    fixture
         .broker
         .publish(Message::new("{not json").with_header("id", "broken"));
-    world.broker.publish(Message::new("\"no id\""));
-    world
+    fixture.broker.publish(Message::new("\"no id\""));
+    fixture
         .broker
         .publish(Message::new("\"empty id\"").with_header("id", ""));
-    world.broker.publish(
+    fixture.broker.publish(
         Message::new("\"two ids\"")
             .with_header("id", "a")
             .with_header("id", "b"),
     );
-    world.publish("refused", "refuse");
-    world.publish("good", "work");
-    world.drain(Guarantee::EffectivelyOnce).await;
-    let letters = world.broker.dead_letters();
-    let failure_history = letters
+    fixture.publish("refused", "refuse");
+    fixture.publish("good", "work");
+    fixture.drain(Guarantee::EffectivelyOnce).await;
+    let failure_history = fixture
+        .broker
+        .dead_letters()
         .into_iter()
-        .find(|letter| letter.reason == Reason::UnusableId)
-        .and_then(|letter| letter.failure_history);
+        .find(|dead_letter| dead_letter.reason == Reason::UnusableId)
+        .and_then(|dead_letter| dead_letter.failure_history);
     assert!(
         failure_history
             .and_then(|failure_history| failure_history.first_error)
             .expect("what was found")
             .contains("header `id` is ambiguous")
     );
-    let mut reasons = world.reasons();
+    let mut reasons = fixture.reasons();
     reasons.sort_by_key(|reason| reason.as_str());
     assert_eq!(
         reasons,
@@ -220,110 +224,110 @@ async fn messages_without_a_usable_id_or_payload_are_dead_lettered_and_others_ar
             Reason::UnusableId
         ]
     );
-    assert_eq!(world.effects(), 1);
+    assert_eq!(fixture.effects(), 1);
 }
 
 #[tokio::test]
-async fn the_same_id_with_another_body_is_a_conflict_at_most_once() {
-    let world = World::new();
-    world.publish("a", "work");
-    world.drain(Guarantee::AtMostOnce).await;
-    world.publish("a", "other work");
-    world.drain(Guarantee::AtMostOnce).await;
+async fn at_most_once_the_same_id_with_another_body_is_a_conflict() {
+    let fixture = Fixture::new();
+    fixture.publish("a", "work");
+    fixture.drain(Guarantee::AtMostOnce).await;
+    fixture.publish("a", "other work");
+    fixture.drain(Guarantee::AtMostOnce).await;
     assert_eq!(
-        (world.effects(), world.reasons()),
+        (fixture.effects(), fixture.reasons()),
         (1, vec![Reason::Conflict])
     );
 }
 
 #[tokio::test]
-async fn a_panic_is_in_doubt_and_not_run_again_with_at_most_once() {
-    let world = World::new();
-    world.publish("a", "panic once");
-    world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!((world.runs(), world.effects()), (1, 0));
-    assert_eq!(world.reasons(), [Reason::InDoubt(DoubtCause::Panicked)]);
-    assert!(matches!(world.marker("a"), Marker::InDoubt(..)));
+async fn at_most_once_a_panic_is_in_doubt_and_not_run_again() {
+    let fixture = Fixture::new();
+    fixture.publish("a", "panic once");
+    fixture.drain(Guarantee::AtMostOnce).await;
+    assert_eq!((fixture.runs(), fixture.effects()), (1, 0));
+    assert_eq!(fixture.reasons(), [Reason::InDoubt(DoubtCause::Panicked)]);
+    assert!(matches!(fixture.marker("a"), Marker::InDoubt(..)));
 }
 
 #[tokio::test]
-async fn a_panic_runs_again_with_a_higher_attempt_number_with_effectively_once() {
-    let world = World::new();
-    world.publish("a", "panic once");
-    world.drain(Guarantee::EffectivelyOnce).await;
+async fn effectively_once_runs_again_after_a_panic_with_a_higher_attempt_number() {
+    let fixture = Fixture::new();
+    fixture.publish("a", "panic once");
+    fixture.drain(Guarantee::EffectivelyOnce).await;
     assert_eq!(
-        *world.handler.runs.lock().expect("no panic inside"),
+        *fixture.handler.runs.lock().expect("no panic inside"),
         [("a".to_owned(), 1), ("a".to_owned(), 2)]
     );
-    assert_eq!(world.effects(), 1);
+    assert_eq!(fixture.effects(), 1);
 }
 
 #[tokio::test]
 async fn reconcile_that_finds_the_effect_accepts_without_a_run() {
-    let world = World::new();
-    *world.handler.found.lock().expect("no panic inside") = Some(Reconciled::Happened);
-    world.publish("a", "doubt");
-    world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!((world.runs(), world.reasons().len()), (1, 0));
-    assert!(matches!(world.marker("a"), Marker::Done(_)));
+    let fixture = Fixture::new();
+    *fixture.handler.reconciled.lock().expect("no panic inside") = Some(Reconciled::Happened);
+    fixture.publish("a", "doubt");
+    fixture.drain(Guarantee::AtMostOnce).await;
+    assert_eq!((fixture.runs(), fixture.reasons().len()), (1, 0));
+    assert!(matches!(fixture.marker("a"), Marker::Done(_)));
 }
 
 #[tokio::test]
-async fn after_reconcile_finds_no_effect_it_runs_again_with_a_higher_attempt_number() {
-    let world = World::new();
-    *world.handler.found.lock().expect("no panic inside") = Some(Reconciled::DidNotHappen);
-    world.publish("a", "doubt once");
-    world.drain(Guarantee::AtMostOnce).await;
+async fn reconcile_that_finds_no_effect_leads_to_a_run_with_a_higher_attempt_number() {
+    let fixture = Fixture::new();
+    *fixture.handler.reconciled.lock().expect("no panic inside") = Some(Reconciled::DidNotHappen);
+    fixture.publish("a", "doubt once");
+    fixture.drain(Guarantee::AtMostOnce).await;
     assert_eq!(
-        *world.handler.runs.lock().expect("no panic inside"),
+        *fixture.handler.runs.lock().expect("no panic inside"),
         [("a".to_owned(), 1), ("a".to_owned(), 2)]
     );
-    assert_eq!((world.effects(), world.reasons().len()), (1, 0));
+    assert_eq!((fixture.effects(), fixture.reasons().len()), (1, 0));
 }
 
 #[tokio::test]
-async fn a_handler_that_does_not_return_is_in_doubt_at_its_timeout() {
-    let world = World::new();
-    world.publish("a", "hang");
-    world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!(world.reasons(), [Reason::InDoubt(DoubtCause::TimedOut)]);
+async fn at_most_once_a_handler_that_exceeds_its_timeout_is_in_doubt() {
+    let fixture = Fixture::new();
+    fixture.publish("a", "hang");
+    fixture.drain(Guarantee::AtMostOnce).await;
+    assert_eq!(fixture.reasons(), [Reason::InDoubt(DoubtCause::TimedOut)]);
 }
 
 #[tokio::test]
-async fn after_a_crash_in_a_handler_at_most_once_is_in_doubt_and_others_run_again() {
+async fn each_guarantee_after_a_crash_during_the_handler() {
     for (guarantee, runs, in_doubt) in [
         (Guarantee::AtMostOnce, 1, 1),
         (Guarantee::EffectivelyOnce, 2, 0),
         (Guarantee::Bare, 1, 0),
     ] {
-        let world = World::new();
-        world.publish("a", "slow");
-        let (dead, died) = oneshot::channel::<()>();
-        let doomed = tokio::spawn(world.consumer(guarantee).run_until(async {
-            let _ = died.await;
-        }));
-        while world.runs() == 0 {
+        let fixture = Fixture::new();
+        fixture.publish("a", "slow");
+        let crashing = tokio::spawn(
+            fixture
+                .consumer(guarantee)
+                .run_until(std::future::pending::<()>()),
+        );
+        while fixture.runs() == 0 {
             tokio::task::yield_now().await;
         }
-        doomed.abort();
-        assert!(doomed.await.expect_err("it was aborted").is_cancelled());
-        drop(dead);
-        world.drain(guarantee).await;
-        assert_eq!(world.runs(), runs, "{guarantee:?}");
-        assert_eq!(world.broker.in_doubt().len(), in_doubt, "{guarantee:?}");
+        crashing.abort();
+        assert!(crashing.await.expect_err("it was aborted").is_cancelled());
+        fixture.drain(guarantee).await;
+        assert_eq!(fixture.runs(), runs, "{guarantee:?}");
+        assert_eq!(fixture.broker.in_doubt().len(), in_doubt, "{guarantee:?}");
         let expected = if guarantee == Guarantee::EffectivelyOnce {
             1
         } else {
             0
         }; // the bare gate loses the message
-        assert_eq!(world.effects(), expected, "{guarantee:?}");
+        assert_eq!(fixture.effects(), expected, "{guarantee:?}");
     }
 }
 
-/// Two consumers with different settings on one queue: a marker of the first one that crashed keeps
-/// its lease and its guarantee, whatever the settings of the other.
+/// Consumers with different settings on one queue: the marker of a crashed consumer keeps its lease
+/// and its guarantee, whatever the settings of the others.
 #[tokio::test]
-async fn a_change_of_settings_while_consumers_run_keeps_the_guarantee() {
+async fn a_rolling_change_of_guarantee_and_lease_keeps_the_guarantee() {
     use Guarantee::{AtMostOnce, EffectivelyOnce};
     let (short, long) = (Duration::from_millis(400), Duration::from_secs(60));
     for (old, old_lease, new, new_lease) in [
@@ -333,48 +337,48 @@ async fn a_change_of_settings_while_consumers_run_keeps_the_guarantee() {
         (EffectivelyOnce, short, EffectivelyOnce, long),
     ] {
         let case = format!("{old:?} {old_lease:?} to {new:?} {new_lease:?}");
-        let world = World::new();
-        world.publish("crashed-on", "slow");
-        let doomed = tokio::spawn(
-            world
+        let fixture = Fixture::new();
+        fixture.publish("crashing", "slow");
+        let crashing = tokio::spawn(
+            fixture
                 .consumer(old)
                 .lease(old_lease)
                 .run_until(std::future::pending::<()>()),
         );
-        while world.runs() == 0 {
+        while fixture.runs() == 0 {
             tokio::task::yield_now().await;
         }
-        doomed.abort();
-        assert!(doomed.await.expect_err("it was aborted").is_cancelled());
+        crashing.abort();
+        assert!(crashing.await.expect_err("it was aborted").is_cancelled());
 
         let started = Instant::now();
-        (0..50).for_each(|id| world.publish(&format!("id-{id}"), "work"));
-        let (settled, runs) = (world.broker.clone(), world.handler.runs.clone());
+        (0..50).for_each(|id| fixture.publish(&format!("id-{id}"), "work"));
+        let (settled, runs) = (fixture.broker.clone(), fixture.handler.runs.clone());
         let shutdown = async move {
             if old_lease == short {
                 settled.drained().await;
             } else {
-                // The lease of the new consumer is short, that of the marker is not.
+                // The lease of the new consumer is short, and that of the marker is a minute.
                 tokio::time::sleep(2 * short).await;
                 let runs = runs
                     .lock()
                     .expect("no panic inside")
                     .iter()
-                    .filter(|(id, _)| id == "crashed-on")
+                    .filter(|(id, _)| id == "crashing")
                     .count();
                 assert_eq!(
                     runs, 1,
-                    "a lease of a minute was taken for one of {short:?}"
+                    "the lease of the new consumer was applied to the marker"
                 );
             }
         };
-        let others = world
+        let others = fixture
             .consumer(old)
             .lease(old_lease)
             .dedup_window(Duration::from_secs(3600))
             .run_until(std::future::pending::<()>());
         let others = tokio::spawn(others);
-        world
+        fixture
             .consumer(new)
             .lease(new_lease)
             .dedup_window(Duration::from_secs(7200))
@@ -387,34 +391,33 @@ async fn a_change_of_settings_while_consumers_run_keeps_the_guarantee() {
                 started.elapsed() < Duration::from_secs(20),
                 "{case}: the lease of the marker applies"
             );
-            let strict = old == AtMostOnce || new == AtMostOnce;
-            // If either guarantee is at most once, the message is not run again without
-            // `reconcile`.
-            let in_doubt = world.broker.in_doubt().len();
-            let again = world
+            // If either guarantee is at most once, the message does not run again without `reconcile`.
+            let is_at_most_once = old == AtMostOnce || new == AtMostOnce;
+            let in_doubt = fixture.broker.in_doubt().len();
+            let further_runs = fixture
                 .handler
                 .runs
                 .lock()
                 .expect("no panic inside")
                 .iter()
-                .filter(|(id, _)| id == "crashed-on")
+                .filter(|(id, _)| id == "crashing")
                 .count()
                 - 1;
-            assert_eq!(in_doubt + again, 1, "{case}");
+            assert_eq!(in_doubt + further_runs, 1, "{case}");
             assert!(
-                !(old == AtMostOnce && again > 0),
+                !(old == AtMostOnce && further_runs > 0),
                 "{case}: the marker is at most once"
             );
-            assert!(strict || again == 1, "{case}");
+            assert!(is_at_most_once || further_runs == 1, "{case}");
         }
         for id in 0..50 {
-            let runs = world
+            let runs = fixture
                 .handler
                 .runs
                 .lock()
                 .expect("no panic inside")
                 .iter()
-                .filter(|(it, _)| *it == format!("id-{id}"))
+                .filter(|(run_id, _)| *run_id == format!("id-{id}"))
                 .count();
             assert_eq!(runs, 1, "{case} id-{id}");
         }
@@ -423,12 +426,12 @@ async fn a_change_of_settings_while_consumers_run_keeps_the_guarantee() {
 
 #[tokio::test]
 async fn a_lease_is_renewed_while_its_handler_runs() {
-    let world = World::new();
+    let fixture = Fixture::new();
     for _ in 0..3 {
-        world.publish("a", "slow");
+        fixture.publish("a", "slow");
     }
-    let broker = world.broker.clone();
-    let consumer = world
+    let broker = fixture.broker.clone();
+    let consumer = fixture
         .consumer(Guarantee::AtMostOnce)
         .lease(Duration::from_millis(120));
     consumer
@@ -436,30 +439,35 @@ async fn a_lease_is_renewed_while_its_handler_runs() {
         .await
         .expect("a clean end");
     assert_eq!(
-        (world.runs(), world.effects(), world.reasons().len()),
+        (fixture.runs(), fixture.effects(), fixture.reasons().len()),
         (1, 1, 0)
     );
 }
 
 #[tokio::test]
-async fn keys_stay_in_order_and_do_not_delay_each_other() {
-    let world = World::new();
+async fn messages_of_a_key_are_handled_in_order() {
+    let fixture = Fixture::new();
     for n in 0..200 {
         let body = serde_json::to_vec("work").expect("JSON");
-        world.broker.publish(
+        fixture.broker.publish(
             Message::new(body)
                 .with_key(format!("key-{}", n % 7))
                 .with_header("id", format!("{}-{n:04}", n % 7)),
         );
     }
-    let broker = world.broker.clone();
-    world
+    let broker = fixture.broker.clone();
+    fixture
         .consumer(Guarantee::EffectivelyOnce)
         .order(Order::ByKey)
         .run_until(async move { broker.drained().await })
         .await
         .expect("a clean end");
-    let runs = world.handler.runs.lock().expect("no panic inside").clone();
+    let runs = fixture
+        .handler
+        .runs
+        .lock()
+        .expect("no panic inside")
+        .clone();
     for key in 0..7 {
         let of_key: Vec<_> = runs
             .iter()
@@ -472,32 +480,32 @@ async fn keys_stay_in_order_and_do_not_delay_each_other() {
 
 #[tokio::test]
 async fn a_drain_completes_running_handlers_and_releases_other_deliveries() {
-    let world = World::new();
+    let fixture = Fixture::new();
     for id in 0..20 {
-        world.publish(&format!("id-{id}"), "slow");
+        fixture.publish(&format!("id-{id}"), "slow");
     }
-    let handler = world.handler.clone();
+    let handler = fixture.handler.clone();
     let started = async move {
         while handler.runs.lock().expect("no panic inside").len() < 4 {
             tokio::task::yield_now().await;
         }
     };
-    world
+    fixture
         .consumer(Guarantee::AtMostOnce)
         .max_in_flight(4)
         .run_until(started)
         .await
         .expect("a clean end");
-    assert_eq!(world.effects(), 4);
-    assert_eq!(world.broker.unsettled(), 16);
-    world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!((world.effects(), world.reasons().len()), (20, 0));
+    assert_eq!(fixture.effects(), 4);
+    assert_eq!(fixture.broker.unsettled(), 16);
+    fixture.drain(Guarantee::AtMostOnce).await;
+    assert_eq!((fixture.effects(), fixture.reasons().len()), (20, 0));
 }
 
 #[tokio::test]
-async fn wrong_settings_are_refused_with_the_setting_and_a_remedy() {
-    let world = World::new();
-    let base = || world.consumer(Guarantee::EffectivelyOnce);
+async fn the_error_of_a_wrong_setting_begins_with_its_name() {
+    let fixture = Fixture::new();
+    let base = || fixture.consumer(Guarantee::EffectivelyOnce);
     let wrong = [
         ("dedup_window", base().dedup_window(Duration::ZERO)),
         (
@@ -532,19 +540,19 @@ async fn wrong_settings_are_refused_with_the_setting_and_a_remedy() {
             .to_string();
         assert!(error.starts_with(setting), "{error}");
     }
-    let volatile = || {
+    let with_memory_store = || {
         Consumer::builder()
-            .source(world.broker.source())
+            .source(fixture.broker.source())
             .store(MemoryStore::new())
             .handler(Scripted::default())
     };
-    let no_id = volatile()
+    let no_id = with_memory_store()
         .run_until(async {})
         .await
         .expect_err("no id")
         .to_string();
     assert!(no_id.starts_with("id:"), "{no_id}");
-    let error = volatile()
+    let error = with_memory_store()
         .id(IdSource::key())
         .guarantee(Guarantee::AtMostOnce)
         .run_until(std::future::pending::<()>())
@@ -553,19 +561,22 @@ async fn wrong_settings_are_refused_with_the_setting_and_a_remedy() {
     assert!(matches!(error, Error::VolatileStore(_)), "{error}");
 }
 
-/// A store that applies claims and loses the replies until `answers` is set.
+/// A store that applies operations and loses the replies until `answers` is set.
 #[derive(Clone, Default)]
-struct LosesReplies {
+struct LostReplies {
     store: MemoryStore,
     claims: Arc<AtomicU32>,
     answers: Arc<std::sync::atomic::AtomicBool>,
 }
 
 #[async_trait]
-impl Store for LosesReplies {
+impl Store for LostReplies {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         self.claims.fetch_add(
-            operations.iter().filter(|it| it.ask == Ask::Claim).count() as u32,
+            operations
+                .iter()
+                .filter(|operation| operation.ask == Ask::Claim)
+                .count() as u32,
             Ordering::Relaxed,
         );
         let verdicts = self.store.apply(operations).await;
@@ -581,13 +592,13 @@ impl Store for LosesReplies {
 
 #[tokio::test]
 async fn a_drain_withdraws_claims_whose_replies_were_lost() {
-    let world = World::new();
+    let fixture = Fixture::new();
     for id in 0..50 {
-        world.publish(&format!("id-{id}"), "work");
+        fixture.publish(&format!("id-{id}"), "work");
     }
-    let store = LosesReplies {
-        store: world.store.clone(),
-        ..LosesReplies::default()
+    let store = LostReplies {
+        store: fixture.store.clone(),
+        ..LostReplies::default()
     };
     let (claims, answers) = (store.claims.clone(), store.answers.clone());
     let shutdown = async move {
@@ -596,21 +607,21 @@ async fn a_drain_withdraws_claims_whose_replies_were_lost() {
         }
         answers.store(true, Ordering::Relaxed);
     };
-    let consumer = world
+    let consumer = fixture
         .consumer(Guarantee::AtMostOnce)
         .store(store)
         .lease(Duration::from_secs(20))
         .backoff(Duration::from_millis(2), Duration::from_millis(4));
     consumer.run_until(shutdown).await.expect("a clean end");
     for id in 0..50 {
-        let marker = world.marker(&format!("id-{id}"));
+        let marker = fixture.marker(&format!("id-{id}"));
         assert!(
             matches!(marker, Marker::Absent | Marker::Done(_)),
             "id-{id}: {marker:?}"
         );
     }
-    world.drain(Guarantee::AtMostOnce).await;
-    assert_eq!((world.effects(), world.reasons().len()), (50, 0));
+    fixture.drain(Guarantee::AtMostOnce).await;
+    assert_eq!((fixture.effects(), fixture.reasons().len()), (50, 0));
 }
 
 /// A source whose deliveries are revoked on request.
@@ -647,7 +658,7 @@ impl Source for Revoking {
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
         if settled
             .iter()
-            .any(|it| matches!(it.settlement, Settlement::Release { .. }))
+            .any(|settled| matches!(settled.settlement, Settlement::Release { .. }))
         {
             self.released.notify_one();
         }
@@ -661,7 +672,7 @@ impl Source for Revoking {
 
 #[tokio::test]
 async fn a_full_consumer_releases_revoked_deliveries() {
-    let world = World::new();
+    let fixture = Fixture::new();
     let terms = Terms {
         guarantee: Guarantee::EffectivelyOnce,
         lease: Duration::from_secs(60),
@@ -669,7 +680,7 @@ async fn a_full_consumer_releases_revoked_deliveries() {
         fingerprint: None,
     };
     let key = Key::new(&MessageId::new("id").expect("an id"));
-    let elsewhere = Operation {
+    let claim_of_another_holder = Operation {
         key,
         ask: Ask::Claim,
         token: Token(1),
@@ -677,38 +688,38 @@ async fn a_full_consumer_releases_revoked_deliveries() {
         terms,
     };
     assert!(matches!(
-        world.store.apply(&[elsewhere]).await[..],
+        fixture.store.apply(&[claim_of_another_holder]).await[..],
         [Ok(Verdict::Granted { .. })]
     ));
-    world.publish("id", "work");
+    fixture.publish("id", "work");
 
     let (revoke, released) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
     let source = Revoking {
-        source: world.broker.source(),
+        source: fixture.broker.source(),
         epoch: 0,
         revoke: revoke.clone(),
         released: released.clone(),
     };
     let shutdown = async move {
-        tokio::time::sleep(Duration::from_millis(50)).await; // by now it is in flight, and waits for the holder
+        tokio::time::sleep(Duration::from_millis(50)).await; // by then it is in flight, and waits for the holder
         revoke.notify_one();
         tokio::time::timeout(Duration::from_secs(5), released.notified())
             .await
-            .expect("released");
+            .expect("the delivery is released");
     };
-    let consumer = world
+    let consumer = fixture
         .consumer(Guarantee::EffectivelyOnce)
         .source(source)
         .lease(Duration::from_secs(60))
         .max_in_flight(1);
     consumer.run_until(shutdown).await.expect("a clean end");
-    assert_eq!(world.runs(), 0);
+    assert_eq!(fixture.runs(), 0);
 }
 
 /// Sleeps for most of the handler timeout, by tokio's clock.
-struct Slept;
+struct Sleeps;
 
-impl Handler for Slept {
+impl Handler for Sleeps {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
@@ -718,7 +729,7 @@ impl Handler for Slept {
 }
 
 #[tokio::test(start_paused = true)]
-async fn with_paused_time_each_run_has_its_whole_timeout() {
+async fn the_handler_timeout_of_a_queued_delivery_begins_with_its_run() {
     let broker = MemoryBroker::new("q");
     ["a", "b", "c"]
         .iter()
@@ -732,7 +743,7 @@ async fn with_paused_time_each_run_has_its_whole_timeout() {
         .max_attempts(1)
         .handler_timeout(Duration::from_secs(300))
         .decode(RawBytes)
-        .handler(Slept);
+        .handler(Sleeps);
     consumer
         .run_until(async move { all.drained().await })
         .await

@@ -35,14 +35,14 @@ enum Fault {
     Panics,
 }
 
-type Plan = Arc<dyn Fn(&Operation, u32) -> Fault + Send + Sync>;
+/// The fault of a call, from its first operation and the number of calls before.
+type FaultPlan = Arc<dyn Fn(&Operation, u32) -> Fault + Send + Sync>;
 
-/// A memory store with faults: a function of the first operation and of the number of the call
-/// decides.
+/// A memory store with faults.
 #[derive(Clone)]
 struct FaultyStore {
     store: MemoryStore,
-    fault: Plan,
+    fault: FaultPlan,
     calls: Arc<AtomicU32>,
 }
 
@@ -162,13 +162,13 @@ fn broker(ids: impl IntoIterator<Item = String>) -> MemoryBroker {
     broker
 }
 
-fn one() -> MemoryBroker {
+fn broker_with_one_message() -> MemoryBroker {
     broker(["a".to_owned()])
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_run_without_the_gate_needs_no_lease() {
-    let (broker, handler) = (one(), Slow::default());
+async fn a_run_without_the_gate_ignores_the_lease_of_an_earlier_grant() {
+    let (broker, handler) = (broker_with_one_message(), Slow::default());
     // The grant arrives after its lease has ended, and the store is unavailable for the next claim.
     let store = FaultyStore::new(|operation, call| match (operation.ask, call) {
         (Ask::Claim, 0) => Fault::Late(ms(600)),
@@ -188,7 +188,7 @@ async fn a_run_without_the_gate_needs_no_lease() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_run_without_the_gate_is_recorded_when_the_store_is_available_again() {
-    let (broker, handler) = (one(), Slow::default());
+    let (broker, handler) = (broker_with_one_message(), Slow::default());
     let store = FaultyStore::new(|operation, call| {
         if operation.ask == Ask::Claim && call == 0 {
             Fault::ReplyLost
@@ -209,12 +209,13 @@ async fn a_run_without_the_gate_is_recorded_when_the_store_is_available_again() 
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }
 
-/// The store is available again, and busy with another message while the first one ends and its
-/// duplicate is received: then the claim of the duplicate and the late completion are due counts.
+/// While the first message runs without the gate, the store becomes available again. It is busy with
+/// another message when the run ends and a duplicate arrives: the late completion has to be sent
+/// before the claim of the duplicate.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_duplicate_of_a_run_without_the_gate_does_not_run_after_the_outage() {
     let (broker, handler) = (
-        one(),
+        broker_with_one_message(),
         Slow {
             takes: ms(1500),
             ..Slow::default()
@@ -243,12 +244,12 @@ async fn a_duplicate_of_a_run_without_the_gate_does_not_run_after_the_outage() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn an_unavailable_store_gets_a_few_requests_a_second_until_it_answers() {
+async fn an_unavailable_store_gets_few_requests_a_second() {
     let broker = broker((0..3000).map(|id| id.to_string()));
-    let away = Arc::new(AtomicBool::new(false));
-    let is_away = away.clone();
+    let outage = Arc::new(AtomicBool::new(false));
+    let unavailable = outage.clone();
     let store = FaultyStore::new(move |_, _| {
-        if is_away.load(Ordering::Relaxed) {
+        if unavailable.load(Ordering::Relaxed) {
             Fault::Unavailable
         } else {
             Fault::None
@@ -262,15 +263,15 @@ async fn an_unavailable_store_gets_a_few_requests_a_second_until_it_answers() {
     let (all, runs) = (broker.clone(), handler.runs.clone());
     let shutdown = async move {
         tokio::time::sleep(ms(150)).await; // some handlers run, and their leases are renewed or completed meanwhile
-        away.store(true, Ordering::Relaxed);
+        outage.store(true, Ordering::Relaxed);
         let before = calls.load(Ordering::Relaxed);
         tokio::time::sleep(ms(3000)).await;
-        let asked = calls.load(Ordering::Relaxed) - before;
-        assert!(asked <= 60, "{asked} times in three seconds");
-        away.store(false, Ordering::Relaxed);
+        let requests = calls.load(Ordering::Relaxed) - before;
+        assert!(requests <= 60, "{requests} requests in three seconds");
+        outage.store(false, Ordering::Relaxed);
         tokio::time::timeout(ms(20_000), all.drained())
             .await
-            .expect("it answers again");
+            .expect("every message is settled after the outage");
     };
     consumer(&broker, store, handler)
         .lease(ms(6000))
@@ -317,7 +318,7 @@ async fn every_handler_is_dropped_at_the_end_of_its_lease_while_the_store_hangs(
 
 #[tokio::test(flavor = "multi_thread")]
 async fn renewals_continue_after_a_panic_of_the_store() {
-    let (broker, panicked) = (one(), AtomicBool::new(false));
+    let (broker, panicked) = (broker_with_one_message(), AtomicBool::new(false));
     let store = FaultyStore::new(move |operation, _| match operation.ask {
         Ask::Renew if !panicked.swap(true, Ordering::Relaxed) => Fault::Panics,
         _ => Fault::None,
@@ -339,13 +340,13 @@ async fn renewals_continue_after_a_panic_of_the_store() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_panic_in_a_drop_is_an_unknown_outcome_and_no_hang() {
+async fn a_panic_in_the_drop_of_a_handler_is_an_unknown_outcome() {
     for (panics, handlers) in [
         (Panics::WhenDropped, Execution::Spawned),
         (Panics::WithPanickingPayload, Execution::Spawned),
         (Panics::WithPanickingPayload, Execution::Inline),
     ] {
-        let broker = one();
+        let broker = broker_with_one_message();
         let handler = Slow {
             takes: ms(60_000),
             panics,
@@ -379,18 +380,18 @@ async fn a_panic_of_the_function_that_reads_the_id_is_an_unusable_id() {
         .run_until(async move { all.drained().await })
         .await
         .expect("a clean end");
-    let letter = broker.dead_letters().remove(0);
-    assert_eq!(letter.reason, Reason::UnusableId);
-    let said = letter
+    let dead_letter = broker.dead_letters().remove(0);
+    assert_eq!(dead_letter.reason, Reason::UnusableId);
+    let error = dead_letter
         .failure_history
         .and_then(|failure_history| failure_history.first_error)
         .expect("a failure history");
-    assert!(said.contains("an unexpected id"), "{said}");
+    assert!(error.contains("an unexpected id"), "{error}");
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }
 
 #[test]
-fn thousands_of_one_ordering_key_settle_without_recursion() {
+fn thousands_of_deliveries_of_one_ordering_key_settle_without_a_stack_overflow() {
     const WAITING: usize = 20_000;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -416,26 +417,38 @@ fn thousands_of_one_ordering_key_settle_without_recursion() {
 }
 
 #[tokio::test]
-async fn settings_longer_than_ten_years_are_refused() {
+async fn durations_longer_than_ten_years_are_refused() {
     type Set = fn(
         Builder<MemorySource, MemoryStore, Slow, RawBytes>,
     ) -> Builder<MemorySource, MemoryStore, Slow, RawBytes>;
     let wrong: [(&str, Set); 5] = [
-        ("drain_timeout", |it| it.drain_timeout(Duration::MAX)),
-        ("handler_timeout", |it| it.handler_timeout(Duration::MAX)),
-        ("backoff", |it| it.backoff(ms(100), Duration::MAX)),
-        ("backoff", |it| it.backoff(Duration::ZERO, Duration::ZERO)),
-        ("dedup_window", |it| it.dedup_window(Duration::MAX)),
+        ("drain_timeout", |builder| {
+            builder.drain_timeout(Duration::MAX)
+        }),
+        ("handler_timeout", |builder| {
+            builder.handler_timeout(Duration::MAX)
+        }),
+        ("backoff", |builder| builder.backoff(ms(100), Duration::MAX)),
+        ("backoff", |builder| {
+            builder.backoff(Duration::ZERO, Duration::ZERO)
+        }),
+        ("dedup_window", |builder| {
+            builder.dedup_window(Duration::MAX)
+        }),
     ];
     for (setting, set) in wrong {
-        let error = set(consumer(&one(), MemoryStore::new(), Slow::default()))
-            .run_until(std::future::pending::<()>())
-            .await
-            .expect_err(setting);
+        let error = set(consumer(
+            &broker_with_one_message(),
+            MemoryStore::new(),
+            Slow::default(),
+        ))
+        .run_until(std::future::pending::<()>())
+        .await
+        .expect_err(setting);
         assert!(error.to_string().starts_with(setting), "{error}");
     }
     let most = Duration::from_secs(3650 * 24 * 3600);
-    let broker = one();
+    let broker = broker_with_one_message();
     let all = broker.clone();
     let longest = consumer(&broker, MemoryStore::new(), Slow::default())
         .drain_timeout(most)
@@ -451,10 +464,14 @@ async fn settings_longer_than_ten_years_are_refused() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn readiness_reports_whether_messages_are_received() {
-    let (broker, readiness, away) = (one(), Readiness::new(), Arc::new(AtomicBool::new(true)));
-    let is_away = away.clone();
+    let (broker, readiness, outage) = (
+        broker_with_one_message(),
+        Readiness::new(),
+        Arc::new(AtomicBool::new(true)),
+    );
+    let unavailable = outage.clone();
     let store = FaultyStore::new(move |_, _| {
-        if is_away.load(Ordering::Relaxed) {
+        if unavailable.load(Ordering::Relaxed) {
             Fault::Unavailable
         } else {
             Fault::None
@@ -475,7 +492,7 @@ async fn readiness_reports_whether_messages_are_received() {
     let shutdown = async {
         tokio::time::sleep(ms(100)).await;
         becomes(false).await; // a claim was not answered
-        away.store(false, Ordering::Relaxed);
+        outage.store(false, Ordering::Relaxed);
         becomes(true).await;
         all.drained().await;
     };
@@ -487,15 +504,15 @@ async fn readiness_reports_whether_messages_are_received() {
     assert!(!readiness.is_ready(), "it has ended");
 }
 
-/// Counts the runs of each id, and the maximum of concurrent runs.
+/// Records the ids of runs, and the maximum of concurrent runs.
 #[derive(Clone, Default)]
-struct Together {
+struct CountsConcurrency {
     now: Arc<AtomicU32>,
     most: Arc<AtomicU32>,
     ran: Arc<Mutex<Vec<String>>>,
 }
 
-impl Handler for Together {
+impl Handler for CountsConcurrency {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
@@ -513,13 +530,13 @@ impl Handler for Together {
     }
 }
 
-/// `b` takes the run of `a` while the completion of `a` is unanswered; then the store answers that
-/// the claim of `a` was lost.
+/// With `max_in_flight` 1, `b` runs while the completion of `a` is unanswered. Then the store answers
+/// that the claim of `a` was lost, and `a` has to run again.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_repeated_run_waits_for_a_free_run() {
-    let (counts, loses) = (
-        Together::default(),
-        LosesOne {
+async fn a_repeated_run_respects_max_in_flight() {
+    let (counts, store) = (
+        CountsConcurrency::default(),
+        LosesMarkerOnce {
             store: MemoryStore::new(),
             lost: AtomicBool::new(false),
         },
@@ -528,7 +545,7 @@ async fn a_repeated_run_waits_for_a_free_run() {
     let all = broker.clone();
     let consumer = Consumer::builder()
         .source(broker.source())
-        .store(loses)
+        .store(store)
         .id(IdSource::header("id"))
         .decode(RawBytes)
         .max_in_flight(1);
@@ -541,17 +558,17 @@ async fn a_repeated_run_waits_for_a_free_run() {
         *counts.ran.lock().expect("no panic inside"),
         ["a", "b", "a"]
     );
-    assert_eq!(counts.most.load(Ordering::SeqCst), 1, "ran at once");
+    assert_eq!(counts.most.load(Ordering::SeqCst), 1, "concurrent runs");
 }
 
 /// Answers `Lost` to the first completion of `a`, and removes its marker.
-struct LosesOne {
+struct LosesMarkerOnce {
     store: MemoryStore,
     lost: AtomicBool,
 }
 
 #[async_trait]
-impl Store for LosesOne {
+impl Store for LosesMarkerOnce {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         let mut answers = Vec::new();
         for operation in operations {
@@ -608,9 +625,9 @@ async fn an_adaptive_lease_depends_on_the_duration_of_handlers() {
 
 /// A handler that is in doubt in the first run, and sleeps in the second.
 #[derive(Clone, Default)]
-struct Blip(Arc<Mutex<HashSet<String>>>);
+struct InDoubtOnce(Arc<Mutex<HashSet<String>>>);
 
-impl Handler for Blip {
+impl Handler for InDoubtOnce {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
@@ -626,7 +643,7 @@ impl Handler for Blip {
 async fn messages_that_failed_without_a_crash_run_concurrently() {
     let broker = broker((0..50).map(|id| id.to_string()));
     let (all, started) = (broker.clone(), Instant::now());
-    consumer(&broker, MemoryStore::new(), Blip::default())
+    consumer(&broker, MemoryStore::new(), InDoubtOnce::default())
         .run_until(async move { all.drained().await })
         .await
         .expect("a clean end");
@@ -637,14 +654,14 @@ async fn messages_that_failed_without_a_crash_run_concurrently() {
     );
 }
 
-/// Messages that may have crashed an earlier process run one at a time. The last of them wait longer
-/// than the leases of their runs are renewed, three seconds here, and their runs complete.
+/// Messages that may have crashed an earlier process run in isolation. The last of them wait for
+/// longer than a lease is renewed for one grant, three seconds here, and their runs complete.
 #[tokio::test(flavor = "multi_thread")]
-async fn a_delivery_that_waited_to_run_alone_has_the_whole_time_for_its_run() {
+async fn waiting_for_isolation_does_not_shorten_the_time_for_a_run() {
     let ids: Vec<String> = (0..13).map(|id| id.to_string()).collect();
     let store = MemoryStore::new();
     for id in &ids {
-        let crashed = Terms {
+        let terms = Terms {
             guarantee: Guarantee::EffectivelyOnce,
             lease: ms(1),
             window: ms(60_000),
@@ -655,7 +672,7 @@ async fn a_delivery_that_waited_to_run_alone_has_the_whole_time_for_its_run() {
             ask: Ask::Claim,
             token: Token(7),
             attempt: 0,
-            terms: crashed,
+            terms,
         };
         assert!(matches!(
             store.apply(&[claim]).await[..],
@@ -686,11 +703,11 @@ async fn a_delivery_that_waited_to_run_alone_has_the_whole_time_for_its_run() {
     );
 }
 
-/// A handler that returns `Retry` while the consumer drains, and would not return if it ran again.
+/// A handler that returns `Retry` while the consumer drains, and never returns in a second run.
 #[derive(Clone, Default)]
-struct FailsInTheDrain(Arc<AtomicU32>);
+struct RetriesInDrain(Arc<AtomicU32>);
 
-impl Handler for FailsInTheDrain {
+impl Handler for RetriesInDrain {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
@@ -704,7 +721,11 @@ impl Handler for FailsInTheDrain {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn no_inline_retry_starts_in_a_drain() {
-    let (broker, store, handler) = (one(), MemoryStore::new(), FailsInTheDrain::default());
+    let (broker, store, handler) = (
+        broker_with_one_message(),
+        MemoryStore::new(),
+        RetriesInDrain::default(),
+    );
     let run = consumer(&broker, store.clone(), handler.clone())
         .guarantee(Guarantee::AtMostOnce)
         .allow_volatile_store()

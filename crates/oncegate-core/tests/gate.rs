@@ -26,7 +26,7 @@ async fn gate(guarantee: Guarantee) -> Gate {
 }
 
 #[tokio::test]
-async fn work_runs_once_and_is_remembered() {
+async fn work_runs_once_per_id() {
     let gate = gate(Guarantee::AtMostOnce).await;
     assert_eq!(
         gate.run("day", || async { Ok(7) }).await.expect("ran"),
@@ -35,7 +35,7 @@ async fn work_runs_once_and_is_remembered() {
     assert_eq!(
         gate.run("day", || async { Ok(8) })
             .await
-            .expect("remembered"),
+            .expect("an outcome"),
         RunOutcome::AlreadyDone
     );
     assert!(matches!(
@@ -45,7 +45,7 @@ async fn work_runs_once_and_is_remembered() {
 }
 
 #[tokio::test]
-async fn while_it_runs_it_is_held_elsewhere_longer_than_its_lease() {
+async fn running_work_keeps_its_id_for_longer_than_one_lease() {
     let gate = gate(Guarantee::AtMostOnce).await;
     let long = gate.run("day", || async {
         tokio::time::sleep(Duration::from_millis(500)).await;
@@ -84,7 +84,7 @@ async fn a_failure_without_an_effect_is_retried_inline_and_frees_the_id() {
 }
 
 #[tokio::test]
-async fn an_unknown_outcome_runs_again_with_effectively_once_and_not_with_at_most_once() {
+async fn after_an_unknown_outcome_only_effectively_once_runs_again() {
     for (guarantee, again) in [
         (Guarantee::AtMostOnce, None),
         (Guarantee::EffectivelyOnce, Some(RunOutcome::Executed(1))),
@@ -142,7 +142,7 @@ async fn an_id_in_doubt_is_an_error_for_each_caller_and_can_be_resolved_at_once(
         window: Duration::from_secs(60),
         fingerprint: None,
     };
-    let ask = Ask::SendBack {
+    let ask = Ask::Redrive {
         seen,
         effect: Effect::Nothing,
     };
@@ -155,7 +155,7 @@ async fn an_id_in_doubt_is_an_error_for_each_caller_and_can_be_resolved_at_once(
             terms,
         }])
         .await;
-    assert!(matches!(answers[..], [Ok(Verdict::Kept)]), "{answers:?}");
+    assert!(matches!(answers[..], [Ok(Verdict::Applied)]), "{answers:?}");
     assert_eq!(
         gate.run("day", || async { Ok(1) })
             .await
@@ -167,14 +167,14 @@ async fn an_id_in_doubt_is_an_error_for_each_caller_and_can_be_resolved_at_once(
 /// A closure may panic before it returns its future.
 #[tokio::test]
 async fn work_that_panics_before_its_first_await_is_in_doubt() {
-    async fn explode(explodes: bool) -> Result<u8, Failure> {
-        Ok(u8::from(explodes))
+    async fn never_awaited() -> Result<u8, Failure> {
+        Ok(1)
     }
     let gate = gate(Guarantee::AtMostOnce).await;
     let panicked = gate
         .run("day", || {
             assert!(std::hint::black_box(false), "before anything was awaited");
-            explode(true)
+            never_awaited()
         })
         .await;
     assert!(
@@ -191,7 +191,7 @@ async fn work_that_panics_before_its_first_await_is_in_doubt() {
 }
 
 #[tokio::test]
-async fn work_that_is_dropped_while_it_runs_is_in_doubt_at_most_once() {
+async fn at_most_once_work_that_is_dropped_while_it_runs_is_in_doubt() {
     let gate = gate(Guarantee::AtMostOnce).await;
     let endless = gate.run("day", std::future::pending::<Result<(), Failure>>);
     assert!(
@@ -211,7 +211,7 @@ async fn work_that_is_dropped_while_it_runs_is_in_doubt_at_most_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn work_that_is_retried_keeps_its_lease_and_never_runs_twice_at_once() {
+async fn work_that_is_retried_inline_keeps_its_lease() {
     let gate = Gate::builder()
         .store(MemoryStore::new())
         .lease(Duration::from_millis(200))
@@ -250,7 +250,7 @@ async fn work_that_is_retried_keeps_its_lease_and_never_runs_twice_at_once() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
+async fn each_when_held_while_another_run_is_in_progress() {
     let store = MemoryStore::new();
     let open = async |when_held: WhenHeld| {
         let gate = Gate::builder()
@@ -266,7 +266,7 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
         let mut started = Some(started);
         let held = tokio::spawn(async move {
             gate.run(id, || {
-                started.take().map(|it| it.send(()));
+                started.take().map(|started| started.send(()));
                 async move {
                     tokio::time::sleep(Duration::from_millis(300)).await;
                     outcome.map_err(|()| Failure::Retry("not today".into()))
@@ -276,29 +276,29 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
         });
         (held, has_started)
     };
-    let here =
+    let run_beside =
         async |when_held: WhenHeld, id| open(when_held).await.run(id, || async { Ok(2) }).await;
 
     let (held, started) = hold("a", Ok(1));
     started.await.expect("it starts");
     assert_eq!(
-        here(WhenHeld::Skip, "a").await.expect("an answer"),
+        run_beside(WhenHeld::Skip, "a").await.expect("an answer"),
         RunOutcome::HeldElsewhere
     );
     assert!(matches!(
-        here(WhenHeld::GiveUp, "a").await,
+        run_beside(WhenHeld::GiveUp, "a").await,
         Err(GateError::HeldElsewhere)
     ));
     assert!(matches!(
-        here(WhenHeld::Wait(Duration::from_millis(50)), "a").await,
+        run_beside(WhenHeld::Wait(Duration::from_millis(50)), "a").await,
         Err(GateError::HeldElsewhere)
     ));
     assert_eq!(
-        here(WhenHeld::Wait(Duration::MAX), "a")
+        run_beside(WhenHeld::Wait(Duration::MAX), "a")
             .await
             .expect("an answer"),
         RunOutcome::AlreadyDone,
-        "the other succeeded"
+        "the other run succeeded"
     );
     assert_eq!(
         held.await.expect("no panic").expect("it ran"),
@@ -308,11 +308,11 @@ async fn work_that_is_held_is_skipped_given_up_or_waited_for() {
     let (held, started) = hold("b", Err(()));
     started.await.expect("it starts");
     assert_eq!(
-        here(WhenHeld::Wait(Duration::from_secs(10)), "b")
+        run_beside(WhenHeld::Wait(Duration::from_secs(10)), "b")
             .await
             .expect("an answer"),
         RunOutcome::Executed(2),
-        "the other failed"
+        "the other run failed"
     );
     assert!(matches!(
         held.await.expect("no panic"),
@@ -367,7 +367,7 @@ fn check_request_rate(requests: u32, since: Instant) {
 }
 
 #[tokio::test]
-async fn an_unavailable_store_gets_a_few_requests_a_second_from_all_callers_together() {
+async fn all_callers_together_send_an_unavailable_store_few_requests_a_second() {
     let store = Unavailable::default();
     store.available.store(true, Ordering::Relaxed);
     let pause = Duration::from_millis(1);
@@ -381,19 +381,22 @@ async fn an_unavailable_store_gets_a_few_requests_a_second_from_all_callers_toge
     store.requests.store(0, Ordering::Relaxed);
     let since = Instant::now();
     let ran = join_all((0..300).map(|id| gate.run(format!("id-{id}"), || async { Ok(()) }))).await;
-    assert!(ran.iter().all(|it| matches!(it, Err(GateError::Store(_)))));
+    assert!(
+        ran.iter()
+            .all(|result| matches!(result, Err(GateError::Store(_))))
+    );
     check_request_rate(store.requests.load(Ordering::Relaxed), since);
     store.available.store(true, Ordering::Relaxed);
     assert_eq!(
         gate.run("id-1", || async { Ok(()) })
             .await
-            .expect("it is back"),
+            .expect("the store is available again"),
         RunOutcome::Executed(())
     );
 }
 
 #[tokio::test]
-async fn a_store_that_is_unavailable_at_start_gets_a_few_requests_a_second() {
+async fn opening_a_gate_sends_an_unavailable_store_few_requests_a_second() {
     let (store, since, pause) = (
         Unavailable::default(),
         Instant::now(),

@@ -1,4 +1,4 @@
-//! The metrics of a consumer, and their list, from which the book is made.
+//! The metrics of a consumer, and their list, from which the table of the book is generated.
 
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
@@ -11,12 +11,12 @@ use oncegate_core::*;
 use tokio::sync::Semaphore;
 
 /// Waits for a permit. The id `fails` fails the first time.
-struct Gated {
+struct AwaitsPermit {
     permits: Arc<Semaphore>,
     failed: AtomicBool,
 }
 
-impl Handler for Gated {
+impl Handler for AwaitsPermit {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
@@ -56,7 +56,9 @@ fn gauge(recorded: &HashMap<String, DebugValue>, name: &str) -> f64 {
 
 fn histogram(recorded: &HashMap<String, DebugValue>, name: &str) -> Vec<f64> {
     match recorded.get(name) {
-        Some(DebugValue::Histogram(values)) => values.iter().map(|it| it.into_inner()).collect(),
+        Some(DebugValue::Histogram(values)) => {
+            values.iter().map(|value| value.into_inner()).collect()
+        }
         other => panic!("{name}: {other:?}"),
     }
 }
@@ -85,19 +87,19 @@ async fn gauges_counters_and_durations_are_recorded() {
     }
     let consumer = Consumer::builder()
         .source(broker.source())
-        // So that all metrics of the list are recorded.
+        // The shadow records its own metric, too.
         .store(Shadow::new(MemoryStore::new(), ShadowReport::new()))
         .id(IdSource::message_id())
         .order(Order::ByKey)
         .max_inline_retries(0)
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
         .decode(RawBytes)
-        .handler(Gated {
+        .handler(AwaitsPermit {
             permits: permits.clone(),
             failed: AtomicBool::new(false),
         })
         .status(status.clone());
-    let mut held = HashMap::new();
+    let mut while_waiting = HashMap::new();
     let shutdown = async {
         let two_run = async {
             while !(status.snapshot().in_flight == 2 && status.snapshot().waiting == 1) {
@@ -107,38 +109,41 @@ async fn gauges_counters_and_durations_are_recorded() {
         tokio::time::timeout(Duration::from_secs(30), two_run)
             .await
             .expect("two run, and one waits behind its key");
-        held = recorded(&snapshotter);
+        while_waiting = recorded(&snapshotter);
         tokio::time::sleep(HELD_FOR).await;
         permits.add_permits(100);
         broker.drained().await;
     };
     consumer.run_until(shutdown).await.expect("a clean end");
-    let left = recorded(&snapshotter);
+    let afterwards = recorded(&snapshotter);
 
-    // A look takes away what it saw: what the second sees is what changed since.
-    for (name, at_first) in [
+    // A snapshot resets the recorder, so the second one has the changes since the first.
+    for (name, value) in [
         ("oncegate_in_flight", 2.0),
         ("oncegate_waiting", 1.0),
         ("oncegate_awaiting_claim", 0.0),
         ("oncegate_store_unavailable", 0.0),
     ] {
         assert_eq!(
-            (gauge(&held, name), gauge(&left, name)),
-            (at_first, -at_first),
+            (gauge(&while_waiting, name), gauge(&afterwards, name)),
+            (value, -value),
             "{name}"
         );
     }
     // `fails` fails once, backs off, and is claimed and handled again.
-    let took = [
+    let histograms = [
         "oncegate_handle_seconds",
         "oncegate_complete_seconds",
         "oncegate_lease_age_seconds",
         "oncegate_delivery_seconds",
     ];
-    assert_eq!(took.map(|name| histogram(&left, name).len()), [4, 3, 3, 3]);
     assert_eq!(
-        histogram(&held, "oncegate_claim_seconds").len()
-            + histogram(&left, "oncegate_claim_seconds").len(),
+        histograms.map(|name| histogram(&afterwards, name).len()),
+        [4, 3, 3, 3]
+    );
+    assert_eq!(
+        histogram(&while_waiting, "oncegate_claim_seconds").len()
+            + histogram(&afterwards, "oncegate_claim_seconds").len(),
         4
     );
     for name in [
@@ -146,24 +151,32 @@ async fn gauges_counters_and_durations_are_recorded() {
         "oncegate_lease_age_seconds",
         "oncegate_delivery_seconds",
     ] {
-        let longest = histogram(&left, name).into_iter().fold(0.0, f64::max);
+        let longest = histogram(&afterwards, name).into_iter().fold(0.0, f64::max);
         assert!(longest >= HELD_FOR.as_secs_f64(), "{name}: {longest}");
     }
     assert_eq!(
-        ["completed", "retried", "released", "duplicate"].map(|outcome| count(&left, outcome)),
+        ["completed", "retried", "released", "duplicate"]
+            .map(|outcome| count(&afterwards, outcome)),
         [3, 1, 1, 0]
     );
-    assert_eq!(count(&held, "unknown_age"), 3, "none has a timestamp");
+    assert_eq!(
+        count(&while_waiting, "unknown_age"),
+        3,
+        "none has a timestamp"
+    );
 
-    // What is recorded is what the list says, and the list says nothing else.
+    // Exactly the listed metrics are recorded.
     let names = |recorded: &HashMap<String, DebugValue>| {
         recorded
             .keys()
-            .map(|it| it.split('/').next().unwrap_or_default().to_owned())
+            .map(|name| name.split('/').next().unwrap_or_default().to_owned())
             .collect()
     };
-    let recorded: BTreeSet<String> = names(&left);
-    let listed: BTreeSet<String> = METRICS.iter().map(|it| it.name.to_owned()).collect();
+    let recorded: BTreeSet<String> = names(&afterwards);
+    let listed: BTreeSet<String> = METRICS
+        .iter()
+        .map(|metric| metric.name.to_owned())
+        .collect();
     assert_eq!(recorded, listed);
     for metric in METRICS {
         let ends = |suffix| metric.name.ends_with(suffix);

@@ -14,7 +14,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 struct Scripted {
     done: Arc<Mutex<Vec<String>>>,
     runs: Arc<Mutex<HashMap<String, u32>>>,
-    says: Arc<Script>,
+    script: Arc<Script>,
 }
 
 /// The result of a run, from its id, the number of runs before, and the ids handled so far.
@@ -27,11 +27,13 @@ enum ScriptedResult {
 }
 
 impl Scripted {
-    fn new(says: impl Fn(&str, u32, &[String]) -> ScriptedResult + Send + Sync + 'static) -> Self {
+    fn new(
+        script: impl Fn(&str, u32, &[String]) -> ScriptedResult + Send + Sync + 'static,
+    ) -> Self {
         Self {
             done: Arc::default(),
             runs: Arc::default(),
-            says: Arc::new(says),
+            script: Arc::new(script),
         }
     }
 
@@ -51,7 +53,7 @@ impl Handler for Scripted {
             std::mem::replace(run, *run + 1)
         };
         let mut done = self.done.lock().expect("no panic inside");
-        match (self.says)(cx.id(), run, &done) {
+        match (self.script)(cx.id(), run, &done) {
             ScriptedResult::Done => done.push(cx.id().to_owned()),
             ScriptedResult::Retry => return Err("not yet").retry(),
             ScriptedResult::Unknown => return Err("no answer").in_doubt(),
@@ -98,7 +100,7 @@ async fn drain(
     ended.expect("nothing is stuck").expect("a clean end");
 }
 
-fn of(key: &str, done: &[String]) -> Vec<String> {
+fn of_key(key: &str, done: &[String]) -> Vec<String> {
     done.iter()
         .filter(|id| id.starts_with(key))
         .cloned()
@@ -110,12 +112,12 @@ fn in_order(key: &str, count: u32) -> Vec<String> {
 }
 
 #[tokio::test]
-async fn a_released_delivery_is_not_overtaken_by_its_key_and_does_not_delay_other_keys() {
+async fn a_released_delivery_is_not_overtaken_by_others_of_its_key_and_does_not_delay_other_keys() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
-    // The first of `a` works only when all of `b` was handled, and far more of `a` waits than fits
-    // in flight.
+    // The first message of `a` fails until all messages of `b` are handled, and many more of `a` wait
+    // than `max_in_flight`.
     let handler = Scripted::new(|id, _, done| {
-        if id == "a-0" && of("b", done).len() < 10 {
+        if id == "a-0" && of_key("b", done).len() < 10 {
             ScriptedResult::Retry
         } else {
             ScriptedResult::Done
@@ -130,16 +132,16 @@ async fn a_released_delivery_is_not_overtaken_by_its_key_and_does_not_delay_othe
     .await;
     let done = handler.done();
     assert_eq!(
-        (of("a", &done), of("b", &done)),
+        (of_key("a", &done), of_key("b", &done)),
         (in_order("a", 50), in_order("b", 10))
     );
 }
 
 #[tokio::test]
-async fn an_id_that_is_held_elsewhere_is_not_overtaken_by_its_key() {
+async fn a_delivery_that_waits_for_another_holder_is_not_overtaken_by_others_of_its_key() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let held = Key::new(&MessageId::new("a-0").expect("an id"));
-    let [lease, window] = [Duration::from_millis(700), Duration::from_secs(60)];
+    let (lease, window) = (Duration::from_millis(700), Duration::from_secs(60));
     let terms = Terms {
         guarantee: Guarantee::EffectivelyOnce,
         lease,
@@ -167,11 +169,14 @@ async fn an_id_that_is_held_elsewhere_is_not_overtaken_by_its_key() {
     )
     .await;
     let done = handler.done();
-    assert_eq!((of("a", &done), &done[0][..]), (in_order("a", 50), "b-0"));
+    assert_eq!(
+        (of_key("a", &done), &done[0][..]),
+        (in_order("a", 50), "b-0")
+    );
 }
 
 #[tokio::test]
-async fn every_key_stays_in_order_whatever_fails() {
+async fn each_key_stays_in_order_through_retries_and_unknown_outcomes() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let handler = Scripted::new(|id, run, _| {
         let chance = id
@@ -189,7 +194,7 @@ async fn every_key_stays_in_order_whatever_fails() {
     for number in 0..40 {
         keys.iter().for_each(|key| publish(&broker, key, number));
     }
-    // A duplicate of a message that may be backing off at that time.
+    // A duplicate of the last message of each key, which may be backing off at that time.
     keys.iter().for_each(|key| publish(&broker, key, 39));
     drain(
         &broker,
@@ -198,7 +203,7 @@ async fn every_key_stays_in_order_whatever_fails() {
     .await;
     let done = handler.done();
     for key in keys {
-        assert_eq!(of(&format!("{key}-"), &done), in_order(&key, 40));
+        assert_eq!(of_key(&format!("{key}-"), &done), in_order(&key, 40));
     }
 }
 
@@ -230,7 +235,7 @@ impl Source for ChannelSource {
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
         settled
             .drain(..)
-            .for_each(|it| self.settled.send(it).expect("the test listens"));
+            .for_each(|settled| self.settled.send(settled).expect("the test listens"));
         Ok(())
     }
 
@@ -299,7 +304,7 @@ impl BackingOff {
 
     /// Waits until the first delivery has failed, its claim is cleared, and the consumer has had time
     /// to process that.
-    async fn begin(&mut self) {
+    async fn wait_until_backing_off(&mut self) {
         self.deliver("a-0", 1);
         self.deliver("a-1", 1);
         assert_eq!(self.runs.recv().await.as_deref(), Some("a-0"));
@@ -336,7 +341,7 @@ impl BackingOff {
 async fn a_revoked_delivery_that_backs_off_is_released_at_once() {
     let (mut backing_off, consumer) = BackingOff::new();
     let script = async {
-        backing_off.begin().await;
+        backing_off.wait_until_backing_off().await;
         backing_off
             .deliver
             .send(Incoming::Revoked(1))
@@ -358,7 +363,7 @@ async fn a_shutdown_releases_a_delivery_that_backs_off_with_its_failures() {
     let (mut backing_off, consumer) = BackingOff::new();
     let ended = tokio::time::timeout(
         Duration::from_secs(60),
-        consumer.run_until(backing_off.begin()),
+        consumer.run_until(backing_off.wait_until_backing_off()),
     )
     .await;
     ended.expect("nothing is stuck").expect("a clean end");
@@ -369,7 +374,7 @@ async fn a_shutdown_releases_a_delivery_that_backs_off_with_its_failures() {
 }
 
 #[tokio::test]
-async fn ten_thousand_behind_one_failure_are_delivered_once() {
+async fn messages_queued_behind_a_failed_one_of_their_key_are_delivered_once() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let handler = Scripted::new(|id, run, _| {
         if id == "a-0" && run < 3 {
@@ -385,7 +390,7 @@ async fn ten_thousand_behind_one_failure_are_delivered_once() {
 }
 
 #[tokio::test]
-async fn max_queued_limits_deliveries() {
+async fn max_queued_limits_queued_deliveries() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let (watched, most) = (broker.clone(), Arc::new(Mutex::new(0)));
     let seen = most.clone();
@@ -415,10 +420,9 @@ async fn max_queued_limits_deliveries() {
     );
 }
 
-/// The count alone would allow all of them.
+/// `max_queued` alone would allow all of them.
 #[tokio::test]
-async fn max_queued_bytes_limits_deliveries() {
-    const BODY: usize = 1_000;
+async fn max_queued_bytes_limits_queued_deliveries() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let (watched, most) = (broker.clone(), Arc::new(Mutex::new(0)));
     let seen = most.clone();
@@ -433,7 +437,7 @@ async fn max_queued_bytes_limits_deliveries() {
         }
     });
     for number in 0..300 {
-        let message = Message::new(vec![b'x'; BODY])
+        let message = Message::new(vec![b'x'; BODY_BYTES])
             .with_key("a")
             .with_message_id(format!("a-{number}"));
         broker.publish(message);
@@ -442,7 +446,7 @@ async fn max_queued_bytes_limits_deliveries() {
         &broker,
         consumer(&broker, &store, &handler)
             .max_in_flight(4)
-            .max_queued_bytes(20 * BODY),
+            .max_queued_bytes(20 * BODY_BYTES),
     )
     .await;
     assert_eq!(handler.done(), in_order("a", 300));
@@ -456,7 +460,7 @@ async fn max_queued_bytes_limits_deliveries() {
 /// A queue without partitions counts as one partition: a failed delivery is not overtaken, whatever
 /// its key.
 #[tokio::test]
-async fn by_partition_no_delivery_of_a_queue_overtakes_a_failed_one() {
+async fn ordered_by_partition_no_delivery_of_a_queue_overtakes_a_failed_one() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let handler = Scripted::new(|id, run, _| {
         if id == "a-3" && run < 5 {
@@ -480,9 +484,8 @@ async fn by_partition_no_delivery_of_a_queue_overtakes_a_failed_one() {
     assert_eq!(handler.done(), all);
 }
 
-/// No delivery waits for another of its key.
 #[tokio::test]
-async fn unordered_a_failed_delivery_is_overtaken_by_its_key() {
+async fn unordered_a_failed_delivery_is_overtaken_by_others_of_its_key() {
     let (broker, store) = (MemoryBroker::new("q"), MemoryStore::new());
     let handler = Scripted::new(|id, _, done| {
         if id == "a-0" && done.len() < 19 {
@@ -500,35 +503,37 @@ async fn unordered_a_failed_delivery_is_overtaken_by_its_key() {
     assert_eq!(handler.done().last().map(String::as_str), Some("a-0"));
 }
 
-/// The limit of concurrent handlers, and the size of a message.
+/// The limit of concurrent handlers.
 const MAX_RUNNING: usize = 4;
-const CROWD_BODY: usize = 1_000;
+/// The size of a message body, in bytes.
+const BODY_BYTES: usize = 1_000;
 
 #[tokio::test]
-async fn no_more_handlers_run_than_may_be_in_flight() {
+async fn max_in_flight_limits_concurrent_handlers() {
     check_limit(|consumer| consumer.max_in_flight(MAX_RUNNING)).await;
 }
 
 #[tokio::test]
-async fn no_more_bytes_are_handled_than_may_be_in_flight() {
+async fn max_in_flight_bytes_limits_concurrent_handlers() {
     check_limit(|consumer| {
         consumer
             .max_in_flight(1_000)
-            .max_in_flight_bytes(MAX_RUNNING * CROWD_BODY)
+            .max_in_flight_bytes(MAX_RUNNING * BODY_BYTES)
     })
     .await;
 }
 
-/// Many messages fail together and back off for about as long; only [`MAX_RUNNING`] of them may run at once.
+/// Many messages fail together and back off for about as long. At most [`MAX_RUNNING`] of them may run
+/// at the same time.
 async fn check_limit(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<(), (), (), Json>) {
     /// Fails in its first run, and sleeps in the second; counts concurrent runs.
     #[derive(Clone, Default)]
-    struct Crowd {
+    struct FailsOnce {
         failed: Arc<Mutex<std::collections::HashSet<String>>>,
         running: Arc<Mutex<(usize, usize)>>,
     }
 
-    impl Handler for Crowd {
+    impl Handler for FailsOnce {
         type Payload = Raw;
 
         async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
@@ -554,10 +559,9 @@ async fn check_limit(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<
         }
     }
 
-    let (broker, crowd) = (MemoryBroker::new("q"), Crowd::default());
-    // Messages of a key run in order. All first ones fail, and back off for about as long.
+    let (broker, handler) = (MemoryBroker::new("q"), FailsOnce::default());
     for (key, number) in (0..60).flat_map(|key| (0..3).map(move |number| (key, number))) {
-        let message = Message::new(vec![b'x'; CROWD_BODY]).with_key(format!("k{key}"));
+        let message = Message::new(vec![b'x'; BODY_BYTES]).with_key(format!("k{key}"));
         broker.publish(message.with_message_id(format!("k{key}-{number}")));
     }
     let all = broker.clone();
@@ -569,14 +573,14 @@ async fn check_limit(limited: impl FnOnce(Builder<(), (), (), Json>) -> Builder<
         .backoff(Duration::from_millis(50), Duration::from_millis(50))
         .max_inline_retries(0)
         .decode(RawBytes)
-        .handler(crowd.clone());
+        .handler(handler.clone());
     let run = consumer.run_until(async move { all.drained().await });
     tokio::time::timeout(Duration::from_secs(60), run)
         .await
         .expect("nothing is stuck")
         .expect("a clean end");
     assert!(broker.dead_letters().is_empty());
-    let (now, most) = *crowd.running.lock().expect("no panic inside");
+    let (now, most) = *handler.running.lock().expect("no panic inside");
     assert!(
         now == 0 && (2..=MAX_RUNNING).contains(&most),
         "{most} ran at once"

@@ -6,35 +6,35 @@ use std::time::Duration;
 use oncegate_core::marker::{Operation, Verdict};
 use oncegate_core::*;
 
-/// A store that cannot keep at most once. It records the calls.
+/// A store that cannot keep at most once, and records the calls.
 #[derive(Clone, Default)]
 struct Limited {
-    asked: Arc<Mutex<Vec<String>>>,
+    calls: Arc<Mutex<Vec<String>>>,
     store: MemoryStore,
 }
 
 impl Limited {
-    fn note(&self, asked: impl Into<String>) {
-        self.asked
+    fn record(&self, call: impl Into<String>) {
+        self.calls
             .lock()
             .expect("no panic inside")
-            .push(asked.into());
+            .push(call.into());
     }
 
-    fn asked(&self) -> Vec<String> {
-        std::mem::take(&mut self.asked.lock().expect("no panic inside"))
+    fn take_calls(&self) -> Vec<String> {
+        std::mem::take(&mut self.calls.lock().expect("no panic inside"))
     }
 }
 
 #[async_trait]
 impl Store for Limited {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
-        self.note("apply");
+        self.record("apply");
         self.store.apply(operations).await
     }
 
     async fn preflight(&self, guarantee: Guarantee) -> Result<(), StoreError> {
-        self.note(format!("preflight {guarantee:?}"));
+        self.record(format!("preflight {guarantee:?}"));
         match guarantee {
             Guarantee::AtMostOnce => Err(StoreError::Misconfigured(
                 "it refuses SET: let the user run it".into(),
@@ -44,15 +44,15 @@ impl Store for Limited {
     }
 
     async fn persistence(&self) -> Result<Persistence, StoreError> {
-        self.note("memory");
+        self.record("persistence");
         self.store.persistence().await
     }
 }
 
 /// A handler that is never called.
-struct Nothing;
+struct NeverCalled;
 
-impl Handler for Nothing {
+impl Handler for NeverCalled {
     type Payload = String;
 
     async fn handle(&self, _: String, _: &Context) -> Result<(), Failure> {
@@ -69,7 +69,7 @@ async fn a_store_that_cannot_keep_the_guarantee_fails_the_start() {
         Consumer::builder()
             .source(source)
             .store(store.clone())
-            .handler(Nothing)
+            .handler(NeverCalled)
             .id(IdSource::key())
             .guarantee(guarantee)
     };
@@ -77,9 +77,13 @@ async fn a_store_that_cannot_keep_the_guarantee_fails_the_start() {
         .allow_volatile_store()
         .run_until(std::future::pending::<()>())
         .await;
-    let line = refused.expect_err("a right is missing").to_string();
-    assert!(line.contains("let the user run it"), "{line}");
-    assert_eq!(store.asked(), ["preflight AtMostOnce"], "no other call");
+    let error = refused.expect_err("the preflight fails").to_string();
+    assert!(error.contains("let the user run it"), "{error}");
+    assert_eq!(
+        store.take_calls(),
+        ["preflight AtMostOnce"],
+        "no other call"
+    );
 
     let gate = Gate::builder()
         .store(store.clone())
@@ -87,15 +91,15 @@ async fn a_store_that_cannot_keep_the_guarantee_fails_the_start() {
         .open()
         .await;
     assert!(gate.is_err_and(|error| error.to_string().contains("let the user run it")));
-    store.asked();
+    store.take_calls();
 
-    // It can keep the other guarantee.
+    // It can keep effectively once.
     let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
     let runs = consumer(Guarantee::EffectivelyOnce).run_until(async {
         let _ = stopped.await;
     });
     let ends = async {
-        while store.asked.lock().expect("no panic inside").is_empty() {
+        while store.calls.lock().expect("no panic inside").is_empty() {
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
         let _ = stop.send(());
@@ -103,13 +107,12 @@ async fn a_store_that_cannot_keep_the_guarantee_fails_the_start() {
     let (ran, ()) = tokio::join!(runs, ends);
     ran.expect("it starts");
     assert_eq!(
-        store.asked(),
+        store.take_calls(),
         ["preflight EffectivelyOnce"],
         "only at most once checks the persistence"
     );
 }
 
-/// A store without a preflight of its own is checked by a call of `persistence`.
 #[tokio::test]
 async fn the_default_preflight_calls_persistence() {
     struct Unreadable;
@@ -121,9 +124,11 @@ async fn the_default_preflight_calls_persistence() {
         }
 
         async fn persistence(&self) -> Result<Persistence, StoreError> {
-            Err(StoreError::Misconfigured("it is no file of ours".into()))
+            Err(StoreError::Misconfigured(
+                "the file has another format".into(),
+            ))
         }
     }
     let gate = Gate::builder().store(Unreadable).open().await;
-    assert!(gate.is_err_and(|error| error.to_string().contains("no file of ours")));
+    assert!(gate.is_err_and(|error| error.to_string().contains("another format")));
 }

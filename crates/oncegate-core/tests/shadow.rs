@@ -1,4 +1,4 @@
-//! A shadow stops no message, and counts what a gate would have stopped.
+//! A shadow blocks no message, and counts the messages that a gate would have blocked.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -9,12 +9,12 @@ use oncegate_core::*;
 
 /// Counts the runs that succeed. The first run of `fails` fails, and each of `broken`.
 #[derive(Clone, Default)]
-struct Runs {
+struct CountsRuns {
     succeeded: Arc<AtomicU64>,
     failed: Arc<AtomicU64>,
 }
 
-impl Handler for Runs {
+impl Handler for CountsRuns {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
@@ -35,7 +35,7 @@ async fn handle(
     store: impl Store + 'static,
     messages: &[(&'static str, &'static str)],
 ) -> (u64, usize) {
-    let (broker, runs) = (MemoryBroker::new("payments"), Runs::default());
+    let (broker, runs) = (MemoryBroker::new("payments"), CountsRuns::default());
     let consumer = Consumer::builder()
         .source(broker.source())
         .store(store)
@@ -45,7 +45,7 @@ async fn handle(
         .backoff(Duration::from_millis(1), Duration::from_millis(1))
         .decode(RawBytes)
         .handler(runs.clone());
-    let feed = async {
+    let publish_all = async {
         for (id, body) in messages {
             broker.publish(Message::new(*body).with_message_id(*id));
             while broker.unsettled() > 0 {
@@ -53,7 +53,8 @@ async fn handle(
             }
         }
     };
-    let handled = tokio::time::timeout(Duration::from_secs(60), consumer.run_until(feed)).await;
+    let handled =
+        tokio::time::timeout(Duration::from_secs(60), consumer.run_until(publish_all)).await;
     handled.expect("in time").expect("a clean end");
     (
         runs.succeeded.load(Ordering::SeqCst),
@@ -71,7 +72,7 @@ const MESSAGES: [(&str, &str); 6] = [
 ];
 
 #[tokio::test]
-async fn everything_is_handled_and_the_report_counts_what_a_gate_would_have_stopped() {
+async fn every_message_is_handled_and_the_report_counts_those_that_a_gate_would_have_blocked() {
     let (store, report) = (MemoryStore::new(), ShadowReport::new());
     assert_eq!(
         handle(Shadow::new(store.clone(), report.clone()), &MESSAGES).await,
@@ -80,14 +81,14 @@ async fn everything_is_handled_and_the_report_counts_what_a_gate_would_have_stop
     assert_eq!(
         (
             report.claims(),
-            report.would(ShadowOutcome::Accept),
-            report.would(ShadowOutcome::Conflict)
+            report.count(ShadowOutcome::Accept),
+            report.count(ShadowOutcome::Conflict)
         ),
         (7, 2, 1)
     );
     let lines = report.to_string();
     assert!(
-        lines.starts_with("7 claims; the gate would have let 4 through at once\n"),
+        lines.starts_with("7 claims; the gate would have granted 4 without delay\n"),
         "{lines}"
     );
     assert!(
@@ -95,7 +96,7 @@ async fn everything_is_handled_and_the_report_counts_what_a_gate_would_have_stop
         "{lines}"
     );
 
-    // A gate on the same store knows what was handled.
+    // A gate on the same store skips the ids that were handled.
     let more = [("a", "1"), ("b", "1"), ("c", "1")];
     assert_eq!(handle(store, &more).await, (1, 0));
     // A gate from the start, with the same messages.
@@ -103,25 +104,18 @@ async fn everything_is_handled_and_the_report_counts_what_a_gate_would_have_stop
 }
 
 #[tokio::test]
-async fn a_message_that_always_fails_gets_max_attempts() {
-    for store in [true, false] {
+async fn a_message_that_always_fails_is_dead_lettered_after_max_attempts() {
+    async fn check(store: impl Store + 'static) {
         let report = ShadowReport::new();
         let messages = [("broken", "1"), ("broken", "1")];
-        let handled = match store {
-            true => handle(Shadow::new(MemoryStore::new(), report.clone()), &messages).await,
-            false => {
-                handle(
-                    Shadow::new(Unavailable::default(), report.clone()),
-                    &messages,
-                )
-                .await
-            }
-        };
+        let handled = handle(Shadow::new(store, report.clone()), &messages).await;
         assert_eq!(
             (handled, report.claims()),
             ((0, 2), 2 * u64::from(defaults::MAX_ATTEMPTS))
         );
     }
+    check(MemoryStore::new()).await;
+    check(Unavailable::default()).await;
 }
 
 /// A store that is unavailable.
@@ -134,12 +128,12 @@ impl Store for Unavailable {
         self.0.fetch_add(1, Ordering::SeqCst);
         operations
             .iter()
-            .map(|_| Err(StoreError::Unknown("away".into())))
+            .map(|_| Err(StoreError::Unknown("no reply".into())))
             .collect()
     }
 
     async fn preflight(&self, _: Guarantee) -> Result<(), StoreError> {
-        Err(StoreError::NotApplied("away".into()))
+        Err(StoreError::NotApplied("connection refused".into()))
     }
 }
 
@@ -151,7 +145,7 @@ async fn no_message_waits_for_an_unavailable_store() {
         handle(Shadow::new(store.clone(), report.clone()), &messages).await,
         (200, 0)
     );
-    assert_eq!(report.would(ShadowOutcome::Pause), 200);
+    assert_eq!(report.count(ShadowOutcome::Pause), 200);
     assert!(
         store.0.load(Ordering::SeqCst) < 100,
         "a request for each message"

@@ -7,13 +7,14 @@ use oncegate_core::marker::{Ask, Operation, Verdict};
 use oncegate_core::*;
 use tracing_subscriber::fmt::MakeWriter;
 
+/// A handler that behaves as the body says.
 struct Scripted;
 
 impl Handler for Scripted {
     type Payload = Raw;
 
-    async fn handle(&self, says: Raw, cx: &Context) -> Result<(), Failure> {
-        match &says.0[..] {
+    async fn handle(&self, body: Raw, cx: &Context) -> Result<(), Failure> {
+        match &body.0[..] {
             b"slow once" if cx.attempt() == 1 => std::future::pending().await,
             b"doubt" => Err("no answer").in_doubt(),
             b"fail" => Err("not yet").retry(),
@@ -39,13 +40,14 @@ impl Store for NoRenewals {
     }
 }
 
+/// The same, with a `reconcile` that always fails.
 struct Reconciling;
 
 impl Handler for Reconciling {
     type Payload = Raw;
 
-    async fn handle(&self, says: Raw, cx: &Context) -> Result<(), Failure> {
-        Scripted.handle(says, cx).await
+    async fn handle(&self, body: Raw, cx: &Context) -> Result<(), Failure> {
+        Scripted.handle(body, cx).await
     }
 
     async fn reconcile(&self, _: Raw, _: &Context) -> Result<Reconciled, Failure> {
@@ -129,7 +131,7 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         ),
         ("oncegate.complete{", "id=pay-1 attempt=1", "outcome=Done"),
         ("oncegate.settle{", "id=pay-1 attempt=1", "outcome=Accept"),
-        ("oncegate.doubt{", "id=pay-2 attempt=1", "outcome=Kept"),
+        ("oncegate.doubt{", "id=pay-2 attempt=1", "outcome=Applied"),
         (
             "oncegate.reconcile{",
             "id=pay-2 attempt=1",
@@ -138,27 +140,27 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         (
             "oncegate.reconcile{",
             "id=pay-5 attempt=1",
-            "outcome=Found(None)",
+            "outcome=Reconciled(None)",
         ),
         ("oncegate.settle{", "id=pay-2 attempt=1", "outcome=Reject"),
         ("oncegate.claim{", "id=job-3", "outcome=Granted"),
         ("oncegate.handle{", "id=job-3 attempt=1", "outcome=Done"),
         ("oncegate.complete{", "id=job-3 attempt=1", "outcome=Done"),
     ];
-    for (span, of, outcome) in expected {
+    for (span, fields, outcome) in expected {
         let found = log
             .lines()
-            .any(|line| line.contains(span) && line.contains(of) && line.contains(outcome));
-        assert!(found, "no {span} {of} {outcome} in\n{log}");
+            .any(|line| line.contains(span) && line.contains(fields) && line.contains(outcome));
+        assert!(found, "no {span} {fields} {outcome} in\n{log}");
     }
     // At most once needs max_age, which cannot be checked without a timestamp.
-    let ageless: Vec<&str> = log
+    let without_timestamp: Vec<&str> = log
         .lines()
         .filter(|line| line.contains("WARN") && line.contains("message without a timestamp"))
         .collect();
     assert!(
-        matches!(ageless[..], [line, _] if line.contains("origin=q") && line.contains("max_age")),
-        "{ageless:#?}"
+        matches!(without_timestamp[..], [line, _] if line.contains("origin=q") && line.contains("max_age")),
+        "{without_timestamp:#?}"
     );
     let lines = |level: &str, text: &str| -> Vec<&str> {
         log.lines()
@@ -171,12 +173,12 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
             .for_each(|field| assert!(line.contains(field), "{field} in {line}"))
     };
     let in_doubt = lines("WARN", "message in doubt");
-    let [said, panicked, _] = in_doubt[..] else {
+    let [reported, panicked, _] = in_doubt[..] else {
         panic!("{in_doubt:#?}")
     };
     let cause = r#"error="it may have happened: no answer" last_error="the handler has no `reconcile`" origin=q"#;
     has(
-        said,
+        reported,
         &[
             r#"reason="in-doubt-handler-reported""#,
             r#"id="pay-2""#,
@@ -218,12 +220,19 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     assert_eq!(lost.len(), 1, "{lost:#?}");
     has(lost[0], &[r#"id="pay-6""#, "attempt=1", "origin=q"]);
     let failed = lines("WARN", "handler failed, its outcome is unknown");
-    assert!(!failed.is_empty(), "a failing handler is not silent: {log}");
+    assert!(!failed.is_empty(), "the failure is logged: {log}");
     has(failed[0], &["id=", "attempt=1", "no answer", "origin=q"]);
-    let dead = lines("WARN", "message rejected, sending it to the dead letters");
-    assert_eq!(dead.len(), 10, "ten stand for a hundred: {dead:#?}");
+    let rejected = lines("WARN", "message rejected, sending it to the dead letters");
+    assert_eq!(
+        rejected.len(),
+        10,
+        "of 100, the throttle allows 10: {rejected:#?}"
+    );
     let missing = r#"error="no id in the header `id`, or an empty one""#;
-    has(dead[0], &[r#"reason="missing-id""#, missing, "origin=q"]);
+    has(
+        rejected[0],
+        &[r#"reason="missing-id""#, missing, "origin=q"],
+    );
     let claim = log
         .lines()
         .find(|line| line.contains("oncegate.claim{"))

@@ -1,4 +1,4 @@
-//! The status of a consumer: stuck deliveries, with id, position and age, and the store.
+//! The status of a consumer: its oldest deliveries, with id, position and age, and its store.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -9,11 +9,11 @@ use oncegate_core::*;
 use tokio::sync::Semaphore;
 
 /// `stuck-0` waits for a permit, `fails` always fails, and all others return at once.
-struct Stuck {
+struct AwaitsPermit {
     permits: Arc<Semaphore>,
 }
 
-impl Handler for Stuck {
+impl Handler for AwaitsPermit {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
@@ -29,12 +29,12 @@ impl Handler for Stuck {
 /// Waits for a status that meets the condition. Panics with the last status after 30 s.
 async fn until(
     status: &ConsumerStatus,
-    what: impl Fn(&ConsumerSnapshot) -> bool,
+    condition: impl Fn(&ConsumerSnapshot) -> bool,
 ) -> ConsumerSnapshot {
     let found = async {
         loop {
             let snapshot = status.snapshot();
-            if what(&snapshot) {
+            if condition(&snapshot) {
                 return snapshot;
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -46,7 +46,7 @@ async fn until(
 }
 
 #[tokio::test]
-async fn a_stuck_delivery_is_listed_with_its_position_and_state() {
+async fn deliveries_are_listed_with_their_origin_state_and_attempt() {
     let (broker, status, permits) = (
         MemoryBroker::new("payments"),
         ConsumerStatus::new(),
@@ -67,7 +67,7 @@ async fn a_stuck_delivery_is_listed_with_its_position_and_state() {
         .max_inline_retries(0)
         .backoff(Duration::from_secs(60), Duration::from_secs(60))
         .decode(RawBytes)
-        .handler(Stuck {
+        .handler(AwaitsPermit {
             permits: permits.clone(),
         })
         .status(status.clone());
@@ -76,23 +76,28 @@ async fn a_stuck_delivery_is_listed_with_its_position_and_state() {
         ConsumerSnapshot::default(),
         "it has not started"
     );
-    let (all, seen) = (broker.clone(), status.clone());
+    let seen = status.clone();
     let shutdown = async move {
-        let doing = |snapshot: &ConsumerSnapshot, id: &str| {
-            let held = snapshot
-                .oldest
-                .iter()
-                .find(|held| held.id.as_ref().is_some_and(|it| it.as_str() == id));
-            held.map(|held| (held.doing, held.attempt))
+        let state_of = |snapshot: &ConsumerSnapshot, id: &str| {
+            let found = snapshot.oldest.iter().find(|delivery| {
+                delivery
+                    .id
+                    .as_ref()
+                    .is_some_and(|delivery_id| delivery_id.as_str() == id)
+            });
+            found.map(|delivery| (delivery.state, delivery.attempt))
         };
-        let first = until(&seen, |it| {
-            doing(it, "stuck-0") == Some((DeliveryState::Handling, 1))
-                && doing(it, "fails") == Some((DeliveryState::Waiting, 1))
+        let first = until(&seen, |snapshot| {
+            state_of(snapshot, "stuck-0") == Some((DeliveryState::Handling, 1))
+                && state_of(snapshot, "fails") == Some((DeliveryState::Waiting, 1))
         })
         .await;
-        assert_eq!(doing(&first, "stuck-1"), Some((DeliveryState::Waiting, 0)));
         assert_eq!(
-            (doing(&first, "done"), first.in_flight, first.waiting),
+            state_of(&first, "stuck-1"),
+            Some((DeliveryState::Waiting, 0))
+        );
+        assert_eq!(
+            (state_of(&first, "done"), first.in_flight, first.waiting),
             (None, 1, 2)
         );
         let shown = first.oldest[0].to_string();
@@ -103,14 +108,18 @@ async fn a_stuck_delivery_is_listed_with_its_position_and_state() {
             "{shown}"
         );
 
-        // Published again without an event, and the ages increase between two updates.
-        let older = until(&seen, |it| {
-            it.oldest
+        // The status is updated without an event of a delivery, and ages increase between updates.
+        let older = until(&seen, |snapshot| {
+            snapshot
+                .oldest
                 .first()
-                .is_some_and(|held| held.since >= Duration::from_millis(1200))
+                .is_some_and(|delivery| delivery.since >= Duration::from_millis(1200))
         })
         .await;
-        assert_eq!(doing(&older, "stuck-0"), Some((DeliveryState::Handling, 1)));
+        assert_eq!(
+            state_of(&older, "stuck-0"),
+            Some((DeliveryState::Handling, 1))
+        );
         assert!(
             older
                 .oldest
@@ -120,8 +129,10 @@ async fn a_stuck_delivery_is_listed_with_its_position_and_state() {
         );
 
         permits.add_permits(1);
-        until(&seen, |it| it.in_flight == 0 && it.waiting == 1).await;
-        drop(all);
+        until(&seen, |snapshot| {
+            snapshot.in_flight == 0 && snapshot.waiting == 1
+        })
+        .await;
     };
     consumer.run_until(shutdown).await.expect("a clean end");
     assert_eq!(
@@ -148,17 +159,17 @@ async fn the_oldest_deliveries_are_listed_and_the_others_counted() {
         .order(Order::ByKey)
         .drain_timeout(Duration::from_millis(1))
         .decode(RawBytes)
-        .handler(Stuck {
+        .handler(AwaitsPermit {
             permits: Arc::new(Semaphore::new(0)),
         })
         .status(status.clone());
     let shutdown = async {
-        let reported = until(&status, |it| it.waiting == 299).await;
+        let reported = until(&status, |snapshot| snapshot.waiting == 299).await;
         assert_eq!((reported.in_flight, reported.oldest.len()), (1, 20));
         let ids: Vec<_> = reported
             .oldest
             .iter()
-            .filter_map(|held| held.id.as_ref().map(ToString::to_string))
+            .filter_map(|delivery| delivery.id.as_ref().map(ToString::to_string))
             .collect();
         assert_eq!(
             ids,
@@ -172,13 +183,13 @@ async fn the_oldest_deliveries_are_listed_and_the_others_counted() {
 
 /// A store that is unavailable until `available` is set.
 #[derive(Clone, Default)]
-struct LateStore {
+struct SwitchedStore {
     store: MemoryStore,
     available: Arc<AtomicBool>,
 }
 
 #[async_trait]
-impl Store for LateStore {
+impl Store for SwitchedStore {
     async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
         if self.available.load(Ordering::SeqCst) {
             return self.store.apply(operations).await;
@@ -190,7 +201,7 @@ impl Store for LateStore {
     }
 
     fn described(&self) -> String {
-        "a late store".to_owned()
+        "a store of this test".to_owned()
     }
 
     async fn persistence(&self) -> Result<Persistence, StoreError> {
@@ -202,64 +213,64 @@ impl Store for LateStore {
 }
 
 #[tokio::test]
-async fn the_store_is_reported_from_the_first_request_on_through_an_outage() {
+async fn an_outage_of_the_store_is_reported_at_start_and_later() {
     let (broker, status, store) = (
         MemoryBroker::new("payments"),
         ConsumerStatus::new(),
-        LateStore::default(),
+        SwitchedStore::default(),
     );
     let consumer = Consumer::builder()
         .source(broker.source())
         .store(store.clone())
         .id(IdSource::message_id())
         .decode(RawBytes)
-        .handler(Stuck {
+        .handler(AwaitsPermit {
             permits: Arc::new(Semaphore::new(0)),
         })
         .status(status.clone());
-    let (waits_for, there, all) = (status.clone(), store.available.clone(), broker.clone());
+    let (seen, available, all) = (status.clone(), store.available.clone(), broker.clone());
     let shutdown = async move {
-        let away = |it: &ConsumerSnapshot| {
+        let unavailable = |snapshot: &ConsumerSnapshot| {
             matches!(
-                &it.store,
+                &snapshot.store,
                 Some(StoreSnapshot {
-                    state: StoreState::Away { .. },
+                    state: StoreState::Unavailable { .. },
                     ..
                 })
             )
         };
-        let reported = until(&waits_for, away).await.store.expect("just seen");
-        let text = reported.last_error.map(|it| it.text);
+        let reported = until(&seen, unavailable).await.store.expect("just seen");
+        let text = reported.last_error.map(|error| error.text);
         assert_eq!(
             (reported.name.as_str(), text.as_deref()),
             (
-                "a late store",
+                "a store of this test",
                 Some("connection refused (the store did not apply the operation; a retry is safe)")
             )
         );
-        there.store(true, Ordering::SeqCst);
-        let answers = |it: &ConsumerSnapshot| {
+        available.store(true, Ordering::SeqCst);
+        let is_available = |snapshot: &ConsumerSnapshot| {
             matches!(
-                &it.store,
+                &snapshot.store,
                 Some(StoreSnapshot {
-                    state: StoreState::Answers { .. },
+                    state: StoreState::Available { .. },
                     ..
                 })
             )
         };
-        until(&waits_for, answers).await;
+        until(&seen, is_available).await;
 
-        there.store(false, Ordering::SeqCst);
+        available.store(false, Ordering::SeqCst);
         all.publish(Message::new("x").with_message_id("done"));
-        let reported = until(&waits_for, away).await.store.expect("just seen");
-        let text = reported.last_error.map(|it| it.text);
+        let reported = until(&seen, unavailable).await.store.expect("just seen");
+        let text = reported.last_error.map(|error| error.text);
         assert_eq!(
             text.as_deref(),
             Some("no reply (the store may have applied the operation; a retry is safe)")
         );
-        there.store(true, Ordering::SeqCst);
+        available.store(true, Ordering::SeqCst);
         all.drained().await;
-        let reported = until(&waits_for, answers).await.store.expect("just seen");
+        let reported = until(&seen, is_available).await.store.expect("just seen");
         assert!(reported.last_error.is_some(), "the last error is kept");
     };
     consumer.run_until(shutdown).await.expect("a clean end");
@@ -271,24 +282,23 @@ async fn the_store_is_reported_from_the_first_request_on_through_an_outage() {
 }
 
 #[test]
-fn a_shadow_is_part_of_the_description_of_its_store() {
-    let shadow = Shadow::new(LateStore::default(), ShadowReport::new());
+fn the_description_of_a_store_names_its_shadow() {
+    let shadow = Shadow::new(SwitchedStore::default(), ShadowReport::new());
     assert_eq!(
         shadow.described(),
-        "a late store, behind a shadow that lets every message run"
+        "a store of this test, behind a shadow that lets every message run"
     );
 }
 
-/// The handles of a consumer observe and stop it from another task.
 #[tokio::test]
-async fn a_built_consumer_is_supervised_through_its_handles() {
+async fn a_running_consumer_is_observed_and_drained_through_its_handles() {
     let (broker, permits) = (MemoryBroker::new("payments"), Arc::new(Semaphore::new(0)));
     broker.publish(Message::new("x").with_message_id("stuck-0"));
     let builder = || {
         Consumer::builder()
             .source(broker.source())
             .store(MemoryStore::new())
-            .handler(Stuck {
+            .handler(AwaitsPermit {
                 permits: permits.clone(),
             })
     };

@@ -75,29 +75,29 @@ async fn a_message_joins_the_trace_of_its_sender_and_a_redelivery_links_to_it() 
         let found = span
             .attributes
             .iter()
-            .find(|KeyValue { key: it, .. }| it.as_str() == key);
-        found.map(|it| it.value.to_string())
+            .find(|KeyValue { key: name, .. }| name.as_str() == key);
+        found.map(|attribute| attribute.value.to_string())
     };
     let of = |name: &str, id: &str| -> Vec<&SpanData> {
         spans
             .iter()
-            .filter(|it| it.name == name && text(it, "id").as_deref() == Some(id))
+            .filter(|span| span.name == name && text(span, "id").as_deref() == Some(id))
             .collect()
     };
     let (trace, sender) = (
         TraceId::from_hex(TRACE).expect("hex"),
         SpanId::from_hex(SENDER).expect("hex"),
     );
-    let is_below = |span: &SpanData| {
+    let is_child = |span: &SpanData| {
         span.span_context.trace_id() == trace
             && span.parent_span_id == sender
             && span.links.is_empty()
     };
-    let is_beside = |span: &SpanData| {
+    let is_linked = |span: &SpanData| {
         let links: Vec<_> = span
             .links
             .iter()
-            .map(|it| (it.span_context.trace_id(), it.span_context.span_id()))
+            .map(|link| (link.span_context.trace_id(), link.span_context.span_id()))
             .collect();
         span.span_context.trace_id() != trace && links == [(trace, sender)]
     };
@@ -105,7 +105,7 @@ async fn a_message_joins_the_trace_of_its_sender_and_a_redelivery_links_to_it() 
     let [handled] = of("oncegate.handle", "once")[..] else {
         panic!("{spans:#?}")
     };
-    assert!(is_below(handled), "{handled:#?}");
+    assert!(is_child(handled), "{handled:#?}");
     assert_eq!(handled.span_kind, SpanKind::Consumer);
     let named = [
         ("messaging.operation.type", "process"),
@@ -125,17 +125,19 @@ async fn a_message_joins_the_trace_of_its_sender_and_a_redelivery_links_to_it() 
             let [span] = of(span, id)[..] else {
                 panic!("{spans:#?}")
             };
-            let said = ["messaging.system", "messaging.operation.name"].map(|key| text(span, key));
+            let attributes =
+                ["messaging.system", "messaging.operation.name"].map(|key| text(span, key));
             assert_eq!(
-                said,
+                attributes,
                 [Some(system.to_owned()), Some(operation.to_owned())],
                 "{span:#?}"
             );
         }
     }
-    // The spans of the handler are children of its run: one trace from the producer to the provider.
-    let inside =
-        |it: &&SpanData| it.name == "charge" && it.parent_span_id == handled.span_context.span_id();
+    // A span that the handler opens is a child of its run's span.
+    let inside = |span: &&SpanData| {
+        span.name == "charge" && span.parent_span_id == handled.span_context.span_id()
+    };
     let charge = spans.iter().find(inside).expect("the handler's own span");
     assert_eq!(charge.span_context.trace_id(), trace);
 
@@ -144,31 +146,32 @@ async fn a_message_joins_the_trace_of_its_sender_and_a_redelivery_links_to_it() 
         of("oncegate.complete", "once"),
     );
     assert!(
-        claims.len() >= 2 && claims.iter().all(|it| is_below(it)),
+        claims.len() >= 2 && claims.iter().all(|span| is_child(span)),
         "{claims:#?}"
     );
     assert!(
-        !completed.is_empty() && completed.iter().all(|it| is_below(it)),
+        !completed.is_empty() && completed.iter().all(|span| is_child(span)),
         "{completed:#?}"
     );
-    // The settlement of the duplicate links to the trace; that of the message is part of it.
+    // The settlement of the duplicate links to the sender's span; that of the first delivery is its
+    // child.
     let settled = of("oncegate.settle", "once");
     assert_eq!(settled.len(), 2);
     assert_eq!(
         (
-            settled.iter().filter(|it| is_below(it)).count(),
-            settled.iter().filter(|it| is_beside(it)).count()
+            settled.iter().filter(|span| is_child(span)).count(),
+            settled.iter().filter(|span| is_linked(span)).count()
         ),
         (1, 1),
         "{settled:#?}"
     );
-    // So does the run after a failure.
+    // A run after a failure links to the sender's span, too.
     let attempts = of("oncegate.handle", "fails");
     assert_eq!(attempts.len(), 3);
     assert_eq!(
         (
-            attempts.iter().filter(|it| is_below(it)).count(),
-            attempts.iter().filter(|it| is_beside(it)).count()
+            attempts.iter().filter(|span| is_child(span)).count(),
+            attempts.iter().filter(|span| is_linked(span)).count()
         ),
         (1, 2),
         "{attempts:#?}"
@@ -182,11 +185,11 @@ async fn a_message_joins_the_trace_of_its_sender_and_a_redelivery_links_to_it() 
         "{untraced:#?}"
     );
 
-    let letters = broker.dead_letters();
-    assert_eq!(letters.len(), 2);
-    for letter in letters {
+    let dead_letters = broker.dead_letters();
+    assert_eq!(dead_letters.len(), 2);
+    for dead_letter in dead_letters {
         assert_eq!(
-            letter.message.headers.last("traceparent"),
+            dead_letter.message.headers.last("traceparent"),
             message("x").headers.last("traceparent"),
             "the header is kept"
         );

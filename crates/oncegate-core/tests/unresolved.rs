@@ -1,11 +1,13 @@
-//! Unresolved markers of an earlier run, met by the next consumer or message.
+//! Markers of earlier runs without a known outcome, and what the next consumer or message does.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use oncegate_core::lifecycle::{DoubtCause, Reason};
+use oncegate_core::marker::{Ask, Operation, Terms, Token};
 use oncegate_core::*;
+use tracing_subscriber::fmt::MakeWriter;
 
 /// Hangs, is in doubt, rejects, or succeeds, by the body; counts its runs, and has no `reconcile`.
 #[derive(Clone, Default)]
@@ -25,13 +27,14 @@ impl Handler for Scripted {
     }
 }
 
-struct World {
+/// A broker, a store and a handler.
+struct Fixture {
     broker: MemoryBroker,
     store: MemoryStore,
     handler: Scripted,
 }
 
-impl World {
+impl Fixture {
     fn new() -> Self {
         Self {
             broker: MemoryBroker::new("q"),
@@ -71,32 +74,32 @@ impl World {
             .expect("a clean end");
     }
 
+    /// Why messages were dead-lettered or sent to the in-doubt queue.
     fn reasons(&self) -> Vec<Reason> {
         self.broker
             .dead_letters()
             .into_iter()
             .chain(self.broker.in_doubt())
-            .map(|letter| letter.reason)
+            .map(|dead_letter| dead_letter.reason)
             .collect()
     }
 }
 
-/// An unknown outcome stays unknown after a change of the guarantee.
 #[tokio::test]
-async fn at_most_once_does_not_start_what_effectively_once_left_unknown() {
-    let world = World::new();
-    world.publish("no answer");
-    world.drain(Guarantee::EffectivelyOnce).await;
-    assert_eq!(world.reasons(), [Reason::AttemptsSpent]);
-    world.publish("works");
-    world.drain(Guarantee::AtMostOnce).await;
+async fn at_most_once_does_not_run_an_id_whose_outcome_is_unknown_since_effectively_once() {
+    let fixture = Fixture::new();
+    fixture.publish("no answer");
+    fixture.drain(Guarantee::EffectivelyOnce).await;
+    assert_eq!(fixture.reasons(), [Reason::AttemptsSpent]);
+    fixture.publish("works");
+    fixture.drain(Guarantee::AtMostOnce).await;
     assert_eq!(
-        world.handler.0.load(Ordering::Relaxed),
+        fixture.handler.0.load(Ordering::Relaxed),
         1,
-        "the handler was started on a guess"
+        "the handler ran again"
     );
     assert_eq!(
-        world.reasons(),
+        fixture.reasons(),
         [
             Reason::AttemptsSpent,
             Reason::InDoubt(DoubtCause::Interrupted)
@@ -104,13 +107,13 @@ async fn at_most_once_does_not_start_what_effectively_once_left_unknown() {
     );
 }
 
-/// The process of the holder crashed, and its delivery is never redelivered: the other message does
-/// not wait for the ten years of its marker.
+/// The process of the holder crashed, and its message is never redelivered: another message with this
+/// id does not wait until the marker expires after ten years.
 #[tokio::test]
 async fn another_body_does_not_wait_for_a_crashed_holder() {
-    let world = World::new();
-    world.publish("hang");
-    let first = world
+    let fixture = Fixture::new();
+    fixture.publish("hang");
+    let first = fixture
         .consumer(Guarantee::AtMostOnce)
         .run_until(std::future::pending::<()>());
     assert!(
@@ -119,67 +122,116 @@ async fn another_body_does_not_wait_for_a_crashed_holder() {
             .is_err(),
         "it hangs, and is killed"
     );
-    let elsewhere = World {
+    let other_queue = Fixture {
         broker: MemoryBroker::new("q"),
-        ..world
+        ..fixture
     };
-    elsewhere.publish("works");
+    other_queue.publish("works");
     let drained = tokio::time::timeout(
         Duration::from_secs(5),
-        elsewhere.drain(Guarantee::AtMostOnce),
+        other_queue.drain(Guarantee::AtMostOnce),
     )
     .await;
     assert!(drained.is_ok(), "it still waits after 25 leases");
-    assert_eq!(elsewhere.reasons(), [Reason::Conflict]);
-    assert_eq!(elsewhere.handler.0.load(Ordering::Relaxed), 1);
+    assert_eq!(other_queue.reasons(), [Reason::Conflict]);
+    assert_eq!(other_queue.handler.0.load(Ordering::Relaxed), 1);
 }
 
 /// The dead letter of a duplicate of a rejected message carries the last attempt number, although it
 /// did not run: it may be the only dead letter.
 #[tokio::test]
 async fn the_dead_letter_of_a_duplicate_has_the_attempt_number_of_the_rejected_message() {
-    let world = World::new();
+    let fixture = Fixture::new();
     for body in ["hopeless", "hopeless"] {
-        world.publish(body);
-        world.drain(Guarantee::AtMostOnce).await;
+        fixture.publish(body);
+        fixture.drain(Guarantee::AtMostOnce).await;
     }
-    let letters = world.broker.dead_letters();
-    let told: Vec<_> = letters
+    let dead_letters = fixture.broker.dead_letters();
+    let numbers: Vec<_> = dead_letters
         .iter()
-        .map(|it| {
+        .map(|dead_letter| {
             (
-                it.reason,
-                it.failure_history
+                dead_letter.reason,
+                dead_letter
+                    .failure_history
                     .as_ref()
                     .map(|failure_history| (failure_history.attempts, failure_history.fence)),
             )
         })
         .collect();
     assert_eq!(
-        told,
+        numbers,
         [
             (Reason::Refused, Some((1, 1))),
             (Reason::RejectedBefore, Some((0, 1)))
         ]
     );
-    assert_eq!(world.handler.0.load(Ordering::Relaxed), 1);
+    assert_eq!(fixture.handler.0.load(Ordering::Relaxed), 1);
 }
 
-/// With the default of five calls of `reconcile`, and no clock that moves.
+/// The cause that the handler reported is in the log of the process that ended.
+#[tokio::test]
+async fn the_log_says_where_the_cause_of_an_interrupted_message_is() {
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(|| LOG.make_writer())
+        .finish();
+    let _guard = tracing::subscriber::set_default(subscriber);
+    // A callsite that another test registers at the same time misses this subscriber.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    tracing::callsite::rebuild_interest_cache();
+    let fixture = Fixture::new();
+    let (id, first) = (MessageId::new("a").expect("an id"), Token(1));
+    let operation = |ask, attempt| Operation {
+        key: Key::new(&id),
+        ask,
+        token: first,
+        attempt,
+        terms: Terms {
+            guarantee: Guarantee::AtMostOnce,
+            lease: Duration::from_millis(200),
+            window: Duration::from_secs(3600),
+            fingerprint: None,
+        },
+    };
+    // Another process reported the doubt, and ended before it reconciled.
+    for operation in [operation(Ask::Claim, 0), operation(Ask::Doubt, 1)] {
+        fixture.store.apply(&[operation]).await[0]
+            .as_ref()
+            .expect("a verdict");
+    }
+    fixture.publish("works");
+    fixture.drain(Guarantee::AtMostOnce).await;
+    assert_eq!(
+        fixture.reasons(),
+        [Reason::InDoubt(DoubtCause::Interrupted)]
+    );
+    let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
+    let line = log
+        .lines()
+        .find(|line| line.contains("message in doubt, sending it to the in-doubt queue"))
+        .expect("the line");
+    for words in ["reason=\"in-doubt-interrupted\"", "the log of that process"] {
+        assert!(line.contains(words), "{words}: {line}");
+    }
+}
+
+/// Time is paused: a pause between calls of `reconcile` would be measured.
 #[tokio::test(start_paused = true)]
 async fn without_reconcile_an_unknown_outcome_is_in_doubt_at_once() {
-    let world = World::new();
-    world.publish("no answer");
+    let fixture = Fixture::new();
+    fixture.publish("no answer");
     let began = tokio::time::Instant::now();
-    let broker = world.broker.clone();
-    world
+    let broker = fixture.broker.clone();
+    fixture
         .consumer(Guarantee::AtMostOnce)
         .max_reconciles(5)
         .run_until(async move { broker.drained().await })
         .await
         .expect("a clean end");
     assert_eq!(
-        world.reasons(),
+        fixture.reasons(),
         [Reason::InDoubt(DoubtCause::HandlerReported)]
     );
     assert_eq!(began.elapsed(), Duration::ZERO);
@@ -204,11 +256,11 @@ impl Handler for NothingHappened {
 }
 
 fn nothing_happened(
-    world: &World,
+    fixture: &Fixture,
 ) -> Builder<MemorySource, MemoryStore, NothingHappened, RawBytes> {
     Consumer::builder()
-        .source(world.broker.source())
-        .store(world.store.clone())
+        .source(fixture.broker.source())
+        .store(fixture.store.clone())
         .handler(NothingHappened(AtomicU32::new(0)))
         .decode(RawBytes)
         .guarantee(Guarantee::AtMostOnce)
@@ -217,18 +269,18 @@ fn nothing_happened(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dead_letter_after_effects_that_did_not_happen_has_their_cause() {
-    let world = World::new();
-    world.publish("pay");
-    let broker = world.broker.clone();
-    nothing_happened(&world)
+async fn the_dead_letter_after_unknown_outcomes_that_did_not_happen_has_the_error_of_the_handler() {
+    let fixture = Fixture::new();
+    fixture.publish("pay");
+    let broker = fixture.broker.clone();
+    nothing_happened(&fixture)
         .max_attempts(2)
         .run_until(async move { broker.drained().await })
         .await
         .expect("a clean end");
-    assert_eq!(world.reasons(), [Reason::AttemptsSpent]);
-    let failures = world.broker.dead_letters()[0].failure_history.clone();
-    let last_error = failures.and_then(|it| it.last_error);
+    assert_eq!(fixture.reasons(), [Reason::AttemptsSpent]);
+    let failures = fixture.broker.dead_letters()[0].failure_history.clone();
+    let last_error = failures.and_then(|history| history.last_error);
     assert_eq!(
         last_error.as_deref(),
         Some("it may have happened: no answer")
@@ -238,16 +290,16 @@ async fn a_dead_letter_after_effects_that_did_not_happen_has_their_cause() {
 /// So that an outage of a second does not use up all attempts.
 #[tokio::test(start_paused = true)]
 async fn after_an_unknown_outcome_that_did_not_happen_the_next_attempt_waits() {
-    let world = World::new();
-    world.publish("pay");
+    let fixture = Fixture::new();
+    fixture.publish("pay");
     let began = tokio::time::Instant::now();
-    let broker = world.broker.clone();
-    nothing_happened(&world)
+    let broker = fixture.broker.clone();
+    nothing_happened(&fixture)
         .backoff(Duration::from_secs(1), Duration::from_secs(60))
         .run_until(async move { broker.drained().await })
         .await
         .expect("a clean end");
-    assert_eq!(world.reasons(), []);
+    assert_eq!(fixture.reasons(), []);
     // Twice and four times the first backoff, each with 25 % jitter.
     assert!(
         began.elapsed() >= Duration::from_millis(4_500),

@@ -31,20 +31,22 @@ const LIMIT: Limit = Limit {
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn Error>> {
-    let mut words = std::env::args().skip(1);
-    let (Some(brokers), Some(count), Some(size)) = (words.next(), words.next(), words.next())
+    let mut arguments = std::env::args().skip(1);
+    let (Some(brokers), Some(count), Some(size)) =
+        (arguments.next(), arguments.next(), arguments.next())
     else {
         return Err(
-            "say brokers, messages and bytes of each: backlog localhost:9092 5000000 100".into(),
+            "usage: backlog BROKERS MESSAGES BYTES_PER_MESSAGE [rounds=3] [property=value …]"
+                .into(),
         );
     };
     let (count, size): (usize, usize) = (count.parse()?, size.parse()?);
     let (mut rounds, mut properties) = (3, Vec::new());
-    for word in words {
-        match word.split_once('=') {
+    for argument in arguments {
+        match argument.split_once('=') {
             Some(("rounds", value)) => rounds = value.parse()?,
             Some((key, value)) => properties.push((key.to_owned(), value.to_owned())),
-            None => return Err(format!("`{word}` is not key=value").into()),
+            None => return Err(format!("`{argument}` is not key=value").into()),
         }
     }
     let topic = format!(
@@ -63,12 +65,15 @@ async fn main() -> Result<(), Box<dyn Error>> {
         let kafka = properties
             .iter()
             .fold(kafka, |kafka, (key, value)| kafka.property(key, value));
-        let (took, mut source) = read(kafka, count).await?;
+        let (elapsed, mut source) = read(kafka, count).await?;
         source.stop().await;
         Box::new(source)
             .close(Instant::now() + Duration::from_secs(10))
             .await?;
-        println!("{:.0} messages a second", count as f64 / took.as_secs_f64());
+        println!(
+            "{:.0} messages a second",
+            count as f64 / elapsed.as_secs_f64()
+        );
     }
     let admin: AdminClient<DefaultClientContext> = client(&brokers).create()?;
     let names = [
@@ -124,10 +129,10 @@ async fn read(
     count: usize,
 ) -> Result<(Duration, <Kafka as Connect>::Source), Box<dyn Error>> {
     let mut source = kafka.connect(ConnectOptions::default()).await?;
-    let (mut seen, mut begun, mut incoming, mut settled) = (0, None, Vec::new(), Vec::new());
+    let (mut seen, mut started, mut incoming, mut settled) = (0, None, Vec::new(), Vec::new());
     while seen < count {
         source.receive(LIMIT, &mut incoming).await?;
-        begun.get_or_insert_with(Instant::now);
+        started.get_or_insert_with(Instant::now);
         settled.extend(incoming.drain(..).filter_map(|it| match it {
             Incoming::Delivery(delivery) => Some(Settled {
                 delivery,
@@ -139,7 +144,7 @@ async fn read(
         seen += settled.len();
         source.settle(&mut settled).await?;
     }
-    Ok((begun.map(|at| at.elapsed()).unwrap_or_default(), source))
+    Ok((started.map(|at| at.elapsed()).unwrap_or_default(), source))
 }
 
 fn client(brokers: &str) -> ClientConfig {

@@ -3,7 +3,7 @@
 use oncegate_core::metric::Metric;
 
 pub(crate) const LAG: &str = "oncegate_kafka_lag";
-pub(crate) const WATERMARK_AGE: &str = "oncegate_kafka_watermark_age_seconds";
+pub(crate) const COMMIT_BLOCKED: &str = "oncegate_kafka_commit_blocked_seconds";
 pub(crate) const PARTITIONS: &str = "oncegate_kafka_partitions";
 pub(crate) const ASSIGNED: &str = "oncegate_kafka_partitions_assigned_total";
 pub(crate) const REVOKED: &str = "oncegate_kafka_partitions_revoked_total";
@@ -17,7 +17,7 @@ pub(crate) const TOPICS_RECREATED: &str = "oncegate_kafka_topics_recreated_total
 pub(crate) const REPLICA_OFFSETS: &str = "oncegate_kafka_replica_offsets_total";
 pub(crate) const IDS_REPEATED: &str = "oncegate_kafka_ids_repeated_total";
 pub(crate) const PARTITIONS_ADDED: &str = "oncegate_kafka_partitions_added_total";
-pub(crate) const PARTITIONS_SILENT: &str = "oncegate_kafka_partitions_silent";
+pub(crate) const PARTITIONS_WITHOUT_LOG_END: &str = "oncegate_kafka_partitions_without_log_end";
 pub(crate) const LOG_ENDS_UNKNOWN: &str = "oncegate_kafka_log_ends_unknown_total";
 
 /// The metrics of the Kafka source.
@@ -25,12 +25,12 @@ pub const KAFKA_METRICS: &[Metric] = &[
     Metric::gauge(
         LAG,
         &["topic", "partition"],
-        "Offsets between the commit watermark and the end of the log; absent until both are known, 0 once the partition is revoked",
+        "Offsets between the offset to commit next and the end of the log; absent until both are known, 0 once the partition is revoked",
     ),
     Metric::gauge(
-        WATERMARK_AGE,
+        COMMIT_BLOCKED,
         &["topic", "partition"],
-        "How long the lowest unsettled message has blocked the commit watermark",
+        "How long the lowest unsettled message has blocked the commits of its partition",
     ),
     Metric::gauge(PARTITIONS, &[], "Partitions that are assigned now"),
     Metric::counter(ASSIGNED, &[], "Partitions that were assigned"),
@@ -70,9 +70,9 @@ pub const KAFKA_METRICS: &[Metric] = &[
         "Partitions whose log was truncated below the group's offset",
     ),
     Metric::gauge(
-        PARTITIONS_SILENT,
+        PARTITIONS_WITHOUT_LOG_END,
         &[],
-        "Assigned partitions whose log end no broker returns; not all of them are requested while no broker answers",
+        "Assigned partitions whose log end no broker returns; while no broker answers, not all of them are requested",
     ),
     Metric::counter(
         LOG_ENDS_UNKNOWN,

@@ -2,14 +2,14 @@
 //! sees, and the text of the book.
 
 #[allow(dead_code, reason = "the other tests use the rest")]
-#[path = "kafka/stage.rs"]
-mod stage;
+#[path = "kafka/fixture.rs"]
+mod fixture;
 
 use oncegate_core::source::headers;
 use oncegate_testkit::bad_input::{BadInputConsumer, RejectedBy, Row, assert_book_table};
 use rdkafka::message::{Header, OwnedHeaders};
 
-use crate::stage::*;
+use crate::fixture::*;
 
 /// The body limit of the source.
 const BODY_LIMIT: usize = 1 << 16;
@@ -22,13 +22,14 @@ struct Message {
 }
 
 enum Body {
+    /// The row number.
     Row,
     Null,
     Of(&'static [u8]),
 }
 
-/// A message with these headers.
-fn headed(headers: Vec<(&'static str, Option<Vec<u8>>)>) -> Message {
+/// A message with these headers, whose body is the row number.
+fn with_headers(headers: Vec<(&'static str, Option<Vec<u8>>)>) -> Message {
     Message {
         headers,
         key: None,
@@ -39,32 +40,32 @@ fn headed(headers: Vec<(&'static str, Option<Vec<u8>>)>) -> Message {
 /// Messages that differ only in their ids.
 fn ids<const N: usize>(ids: [&[u8]; N]) -> Vec<Message> {
     ids.into_iter()
-        .map(|id| headed(vec![("id", Some(id.to_vec()))]))
+        .map(|id| with_headers(vec![("id", Some(id.to_vec()))]))
         .collect()
 }
 
 fn body(id: &str, body: Body) -> Message {
     Message {
         body,
-        ..headed(vec![("id", Some(id.into()))])
+        ..with_headers(vec![("id", Some(id.into()))])
     }
 }
 
 fn rows() -> Vec<Row<Message>> {
     let also = |id: &[u8], name, value: Option<&[u8]>| {
-        vec![headed(vec![
+        vec![with_headers(vec![
             ("id", Some(id.into())),
             (name, value.map(Vec::from)),
         ])]
     };
     vec![
-        Row::new("no id", 0, &["missing-id"], vec![headed(vec![])]),
+        Row::new("no id", 0, &["missing-id"], vec![with_headers(vec![])]),
         Row::new("an empty id", 0, &["missing-id"], ids([b""])),
         Row::new(
             "an id that is null",
             0,
             &["missing-id"],
-            vec![headed(vec![("id", None)])],
+            vec![with_headers(vec![("id", None)])],
         ),
         Row::new("an id of blanks", 1, &[], ids([b"   "])),
         Row::new("a NUL in an id", 1, &[], ids([b"a\0b"])),
@@ -99,7 +100,7 @@ fn rows() -> Vec<Row<Message>> {
             "two ids in one message",
             0,
             &["unusable-id"],
-            vec![headed(vec![
+            vec![with_headers(vec![
                 ("id", Some(b"first".into())),
                 ("id", Some(b"last".into())),
             ])],
@@ -149,7 +150,7 @@ fn rows() -> Vec<Row<Message>> {
             "a header name that is not UTF-8",
             1,
             &[],
-            also(b"also odd", unread(b"a\xff"), Some(b"value")),
+            also(b"also odd", invalid_utf8(b"a\xff"), Some(b"value")),
         ),
         Row::new(
             "a key that is not UTF-8",
@@ -157,7 +158,7 @@ fn rows() -> Vec<Row<Message>> {
             &[],
             vec![Message {
                 key: Some(b"\xff\0"),
-                ..headed(vec![("id", Some(b"key".into()))])
+                ..with_headers(vec![("id", Some(b"key".into()))])
             }],
         ),
         Row::new(
@@ -189,7 +190,7 @@ fn rows() -> Vec<Row<Message>> {
 
 /// A header name that the Rust producers cannot send.
 #[allow(unsafe_code)]
-fn unread(name: &'static [u8]) -> &'static str {
+fn invalid_utf8(name: &'static [u8]) -> &'static str {
     // SAFETY: the client reads only its pointer and length; nothing uses it as text.
     unsafe { std::str::from_utf8_unchecked(name) }
 }
@@ -204,7 +205,7 @@ fn the_book_has_the_table() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn each_gets_its_verdict_and_stops_nothing() {
+async fn each_bad_input_has_the_expected_outcome_and_the_consumer_continues() {
     let (topic, rows) = (Topic::new(1).await, rows());
     let mut consumer = BadInputConsumer::start(topic.source().body_limit(BODY_LIMIT));
     let (mut sent, mut rejected) = (0, 0);

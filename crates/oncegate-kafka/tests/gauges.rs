@@ -3,8 +3,8 @@
 #![forbid(unsafe_code)]
 
 #[allow(dead_code, reason = "the other tests use the rest")]
-#[path = "kafka/stage.rs"]
-mod stage;
+#[path = "kafka/fixture.rs"]
+mod fixture;
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -15,21 +15,22 @@ use metrics::{
 };
 use oncegate_core::source::{Connect, ConnectOptions};
 
-use crate::stage::*;
+use crate::fixture::*;
 
 /// The value of each gauge, by its name and partition.
 #[derive(Clone, Default)]
 struct Gauges(Arc<Mutex<BTreeMap<String, f64>>>);
 
-struct One(Gauges, String);
+/// The gauge of this name and partition.
+struct NamedGauge(Gauges, String);
 
-impl GaugeFn for One {
+impl GaugeFn for NamedGauge {
     fn increment(&self, _: f64) {
-        unreachable!("they are set");
+        unreachable!("the source only sets gauges");
     }
 
     fn decrement(&self, _: f64) {
-        unreachable!("they are set");
+        unreachable!("the source only sets gauges");
     }
 
     fn set(&self, value: f64) {
@@ -55,7 +56,7 @@ impl Recorder for Gauges {
             .labels()
             .find(|label| label.key() == "partition")
             .map_or_else(String::new, |it| format!("/{}", it.value()));
-        Gauge::from_arc(Arc::new(One(
+        Gauge::from_arc(Arc::new(NamedGauge(
             self.clone(),
             format!("{}{partition}", key.name()),
         )))
@@ -76,7 +77,7 @@ impl Gauges {
     }
 
     /// Waits until all gauges have these values at the same time.
-    async fn say(&self, expected: &[(&str, f64)]) {
+    async fn wait_for(&self, expected: &[(&str, f64)]) {
         let end = Instant::now() + BOUND;
         while expected
             .iter()
@@ -89,7 +90,7 @@ impl Gauges {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn gauges_show_lag_assignment_and_watermark_age() {
+async fn gauges_show_lag_assignment_and_blocked_commits() {
     let gauges = Gauges::default();
     metrics::set_global_recorder(gauges.clone())
         .unwrap_or_else(|_| panic!("there is another recorder"));
@@ -105,7 +106,7 @@ async fn gauges_show_lag_assignment_and_watermark_age() {
         .expect("a source");
     let all = receive(&mut source, 10).await;
     gauges
-        .say(&[("partitions", 2.0), ("lag/0", 7.0), ("lag/1", 3.0)])
+        .wait_for(&[("partitions", 2.0), ("lag/0", 7.0), ("lag/1", 3.0)])
         .await;
 
     // All of partition 1, and all but the third message of partition 0.
@@ -116,15 +117,15 @@ async fn gauges_show_lag_assignment_and_watermark_age() {
     accept(&mut source, done).await;
     let after = Instant::now();
     gauges
-        .say(&[
+        .wait_for(&[
             ("lag/0", 5.0),
             ("lag/1", 0.0),
-            ("watermark_age_seconds/1", 0.0),
+            ("commit_blocked_seconds/1", 0.0),
         ])
         .await;
     let end = Instant::now() + BOUND;
     let age = loop {
-        match gauges.get("watermark_age_seconds/0") {
+        match gauges.get("commit_blocked_seconds/0") {
             // It has been the lowest since the others were accepted, not since it was read.
             Some(age) if age >= 1.5 && after.elapsed() >= Duration::from_millis(1_500) => {
                 break age;
@@ -136,17 +137,17 @@ async fn gauges_show_lag_assignment_and_watermark_age() {
     assert!(Duration::from_secs_f64(age) <= before.elapsed(), "{age} s");
 
     topic.send_numbers(1, 4).await;
-    gauges.say(&[("lag/0", 5.0), ("lag/1", 4.0)]).await;
+    gauges.wait_for(&[("lag/0", 5.0), ("lag/1", 4.0)]).await;
     let last = receive(&mut source, 4).await;
     accept(&mut source, last.into_iter().chain(held)).await;
     gauges
-        .say(&[
+        .wait_for(&[
             ("lag/0", 0.0),
             ("lag/1", 0.0),
-            ("watermark_age_seconds/0", 0.0),
+            ("commit_blocked_seconds/0", 0.0),
             ("partitions", 2.0),
         ])
         .await;
     close(source).await;
-    gauges.say(&[("partitions", 0.0)]).await;
+    gauges.wait_for(&[("partitions", 0.0)]).await;
 }

@@ -3,8 +3,8 @@
 #![forbid(unsafe_code)]
 
 #[allow(dead_code, reason = "the other tests use the rest")]
-#[path = "kafka/stage.rs"]
-mod stage;
+#[path = "kafka/fixture.rs"]
+mod fixture;
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,7 +17,7 @@ use oncegate_core::{Consumer, Context, Failure, Handler, IdSource, MemoryStore, 
 use oncegate_kafka::KafkaStatus;
 use oncegate_testkit::Lines;
 
-use crate::stage::*;
+use crate::fixture::*;
 
 /// The value of each counter.
 #[derive(Clone, Default)]
@@ -278,7 +278,7 @@ impl Handler for Runs {
     }
 }
 
-/// With ids from positions, of which the new topic has more.
+/// With `IdSource::position()`; the new topic has more messages than the deleted one.
 async fn topic_recreated(observed: &Observed) {
     let (topic, runs) = (Topic::new(1).await, Runs::default());
     topic.send_numbers(0, 5).await;

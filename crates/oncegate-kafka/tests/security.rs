@@ -2,8 +2,8 @@
 //! lines.
 
 #[allow(dead_code, reason = "the other tests use the rest")]
-#[path = "kafka/stage.rs"]
-mod stage;
+#[path = "kafka/fixture.rs"]
+mod fixture;
 
 use std::time::Duration;
 
@@ -12,9 +12,9 @@ use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_kafka::{Kafka, KafkaLogin};
 use oncegate_testkit::Lines;
-use oncegate_testkit::servers::{KafkaDoor, KafkaServer, KafkaUser};
+use oncegate_testkit::servers::{KafkaListener, KafkaServer, KafkaUser};
 
-use crate::stage::*;
+use crate::fixture::*;
 
 /// The password, which no log line and no error may contain.
 const PASSWORD: &str = "canary-7Hq2-password";
@@ -42,27 +42,27 @@ async fn authorized_clients_connect_and_no_secret_is_logged() {
         }
     };
     tokio::join!(
-        opens(&server, KafkaDoor::Tls, |kafka| kafka),
-        opens(&server, KafkaDoor::MutualTls, |kafka| kafka
+        connects(&server, KafkaListener::Tls, |kafka| kafka),
+        connects(&server, KafkaListener::MutualTls, |kafka| kafka
             .client_certificate(certificate, key)),
-        opens(
+        connects(
             &server,
-            KafkaDoor::Login,
+            KafkaListener::Login,
             login(KafkaLogin::plain("ledger", PASSWORD))
         ),
-        opens(
+        connects(
             &server,
-            KafkaDoor::Login,
+            KafkaListener::Login,
             login(KafkaLogin::scram_sha_256("ledger", PASSWORD))
         ),
-        opens(
+        connects(
             &server,
-            KafkaDoor::Login,
+            KafkaListener::Login,
             login(KafkaLogin::scram_sha_512("ledger", PASSWORD))
         ),
-        is_refused(&server, KafkaLogin::plain("ledger", WRONG)),
-        is_refused(&server, KafkaLogin::scram_sha_256("who", PASSWORD)),
-        is_refused(&server, KafkaLogin::scram_sha_512("ledger", WRONG)),
+        is_rejected(&server, KafkaLogin::plain("ledger", WRONG)),
+        is_rejected(&server, KafkaLogin::scram_sha_256("who", PASSWORD)),
+        is_rejected(&server, KafkaLogin::scram_sha_512("ledger", WRONG)),
         a_client_without_a_certificate_is_rejected(&server, &lines),
         a_broker_with_an_unsigned_certificate_is_rejected(&server, &lines),
         a_broker_with_a_certificate_for_another_host_is_rejected(&server, &lines),
@@ -95,22 +95,26 @@ async fn topic(server: &KafkaServer) -> Topic {
     topic
 }
 
-fn by(server: &KafkaServer, door: KafkaDoor, topic: &Topic) -> Kafka {
+fn kafka_at(server: &KafkaServer, listener: KafkaListener, topic: &Topic) -> Kafka {
     Kafka::topic(&topic.name)
-        .brokers(server.brokers_by(door))
+        .brokers(server.brokers_at(listener))
         .group(&topic.name)
         .ca_certificate(server.certificate_authority())
 }
 
-async fn opens(server: &KafkaServer, door: KafkaDoor, key: impl FnOnce(Kafka) -> Kafka) {
+async fn connects(
+    server: &KafkaServer,
+    listener: KafkaListener,
+    authenticate: impl FnOnce(Kafka) -> Kafka,
+) {
     let topic = topic(server).await;
     topic.send_numbers(0, 3).await;
-    let kafka = key(by(server, door, &topic));
+    let kafka = authenticate(kafka_at(server, listener, &topic));
     tracing::info!(?kafka, "as a user might print it");
     let mut source = kafka
         .connect(ConnectOptions::default())
         .await
-        .unwrap_or_else(|error| panic!("{door:?}: {error}"));
+        .unwrap_or_else(|error| panic!("{listener:?}: {error}"));
     let mut deliveries = receive(&mut source, 3).await;
     // The dead-letter producer and the admin client use the same listener.
     reject(&mut source, deliveries.remove(1), Reason::Refused).await;
@@ -119,9 +123,9 @@ async fn opens(server: &KafkaServer, door: KafkaDoor, key: impl FnOnce(Kafka) ->
     close(source).await;
 }
 
-async fn is_refused(server: &KafkaServer, login: KafkaLogin) {
+async fn is_rejected(server: &KafkaServer, login: KafkaLogin) {
     let topic = topic(server).await;
-    let opening = by(server, KafkaDoor::Login, &topic)
+    let opening = kafka_at(server, KafkaListener::Login, &topic)
         .login(login.clone())
         .connect(ConnectOptions::default());
     let Ok(opened) = tokio::time::timeout(BOUND, opening).await else {
@@ -161,8 +165,8 @@ async fn is_logged(kafka: Kafka, brokers: &str, lines: &Lines, why: &str) {
 async fn a_client_without_a_certificate_is_rejected(server: &KafkaServer, lines: &Lines) {
     let topic = topic(server).await;
     is_logged(
-        by(server, KafkaDoor::MutualTls, &topic),
-        &server.brokers_by(KafkaDoor::MutualTls),
+        kafka_at(server, KafkaListener::MutualTls, &topic),
+        &server.brokers_at(KafkaListener::MutualTls),
         lines,
         ".client_certificate(…)",
     )
@@ -171,7 +175,7 @@ async fn a_client_without_a_certificate_is_rejected(server: &KafkaServer, lines:
 
 async fn a_broker_with_an_unsigned_certificate_is_rejected(server: &KafkaServer, lines: &Lines) {
     let topic = topic(server).await;
-    let brokers = server.brokers_by(KafkaDoor::Tls);
+    let brokers = server.brokers_at(KafkaListener::Tls);
     let kafka = || {
         Kafka::topic(&topic.name)
             .brokers(&brokers)
@@ -195,7 +199,7 @@ async fn a_broker_with_a_certificate_for_another_host_is_rejected(
 ) {
     let topic = topic(server).await;
     let brokers = server
-        .brokers_by(KafkaDoor::Tls)
+        .brokers_at(KafkaListener::Tls)
         .replace("localhost", "127.1");
     let kafka = Kafka::topic(&topic.name)
         .brokers(&brokers)

@@ -3,8 +3,8 @@
 #![forbid(unsafe_code)]
 
 #[allow(dead_code, reason = "the other tests use the rest")]
-#[path = "kafka/stage.rs"]
-mod stage;
+#[path = "kafka/fixture.rs"]
+mod fixture;
 
 use std::time::Duration;
 
@@ -13,7 +13,7 @@ use oncegate_kafka::Kafka;
 use oncegate_testkit::Lines;
 use rdkafka::mocking::MockCluster;
 
-use crate::stage::*;
+use crate::fixture::*;
 
 const DAY: Duration = Duration::from_secs(86_400);
 const WEEK: (&str, &str) = ("retention.ms", "604800000");

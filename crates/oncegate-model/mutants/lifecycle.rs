@@ -7,6 +7,7 @@ use oncegate_core::lifecycle::{
 };
 use oncegate_core::marker::{Ask, Effect, Guarantee, Verdict};
 
+/// The next stage and action.
 type Answer = (Stage, Action);
 
 fn settled(settlement: Settlement) -> Answer {
@@ -15,48 +16,40 @@ fn settled(settlement: Settlement) -> Answer {
 
 pub(crate) fn no_doubt_on_a_lost_lease(stage: Stage, event: Event, policy: &Policy) -> Answer {
     match (stage, event) {
-        (Stage::Running(permit, _), Event::LeaseOver) => settled(Settlement::Release {
+        (Stage::Running(grant, _), Event::LeaseOver) => settled(Settlement::Release {
             after: policy.pause(0),
-            failures: permit.failures,
+            failures: grant.failures,
         }),
         _ => transition(stage, event, policy),
     }
 }
 
-pub(crate) fn abandons_at_the_end_of_the_drain(
-    stage: Stage,
-    event: Event,
-    policy: &Policy,
-) -> Answer {
+pub(crate) fn abandons_at_the_drain_timeout(stage: Stage, event: Event, policy: &Policy) -> Answer {
     match event {
         Event::DrainOver => transition(stage, Event::StopNow, policy),
         _ => transition(stage, event, policy),
     }
 }
 
-pub(crate) fn clears_at_the_end_of_the_drain(
-    stage: Stage,
-    event: Event,
-    policy: &Policy,
-) -> Answer {
+pub(crate) fn clears_at_the_drain_timeout(stage: Stage, event: Event, policy: &Policy) -> Answer {
     match (stage, event) {
-        (Stage::Running(permit, _), Event::DrainOver) => (
-            Stage::Clearing(permit, Effect::Nothing, Duration::ZERO),
+        (Stage::Running(grant, _), Event::DrainOver) => (
+            Stage::Clearing(grant, Effect::Nothing, Duration::ZERO),
             Action::Ask(Ask::Clear(Effect::Nothing)),
         ),
         _ => transition(stage, event, policy),
     }
 }
 
-pub(crate) fn keeps_the_doubt_of_a_dropped_reconcile(
+pub(crate) fn releases_a_dropped_reconcile_without_doubt(
     stage: Stage,
     event: Event,
     policy: &Policy,
 ) -> Answer {
     match (stage, event) {
-        (Stage::Reconciling(permit, ..), Event::DrainOver) => settled(Settlement::Release {
+        (Stage::Reconciling(grant, ..), Event::DrainOver) => settled(Settlement::Release {
             after: Duration::ZERO,
-            failures: permit.failures,
+            failures: grant.failures,
         }),
         _ => transition(stage, event, policy),
     }
@@ -84,7 +77,11 @@ pub(crate) fn unknown_is_a_failure(stage: Stage, event: Event, policy: &Policy) 
     }
 }
 
-pub(crate) fn does_not_release_doubt(stage: Stage, event: Event, policy: &Policy) -> Answer {
+pub(crate) fn keeps_the_holder_after_reconcile(
+    stage: Stage,
+    event: Event,
+    policy: &Policy,
+) -> Answer {
     match transition(stage, event, policy) {
         (Stage::Doubting(_, cause, AfterDoubt::Reject), _)
             if matches!(stage, Stage::Reconciling(..)) =>

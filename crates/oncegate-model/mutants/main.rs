@@ -44,7 +44,10 @@ fn mutants() -> Vec<Mutant> {
     };
     let correct = Rules::default();
     let apply = |apply| Rules { apply, ..correct };
-    let next = |next| Rules { next, ..correct };
+    let transition = |transition| Rules {
+        transition,
+        ..correct
+    };
 
     let common_faults = Budget {
         crashes: 1,
@@ -84,7 +87,7 @@ fn mutants() -> Vec<Mutant> {
         "one token for all claims of a delivery",
         same_token,
         in_order,
-        "two handlers",
+        "concurrent handlers",
     );
     let late = Budget {
         lost_replies: 2,
@@ -94,26 +97,26 @@ fn mutants() -> Vec<Mutant> {
         ..NONE
     };
     add(
-        "the attempt is not compared with the token",
-        apply(marker::compares_tokens_alone),
+        "only the token is compared, not the attempt",
+        apply(marker::compares_only_tokens),
         both(AtMostOnce, late),
-        "started with",
+        "unsafe start",
     );
     add(
-        "clearing compares nothing",
-        apply(marker::clear_compares_nothing),
+        "clearing does not compare the holder",
+        apply(marker::clears_without_comparing),
         both(AtMostOnce, common_faults),
-        "two handlers",
+        "concurrent handlers",
     );
     add(
-        "resolving compares nothing",
-        apply(marker::resolve_compares_nothing),
+        "resolving does not compare the holder",
+        apply(marker::resolves_without_comparing),
         both(AtMostOnce, unknown),
-        "started with",
+        "unsafe start",
     );
     add(
         "a renewal does not compare the holder",
-        apply(marker::renewal_compares_nothing),
+        apply(marker::renews_without_comparing),
         both(
             AtMostOnce,
             Budget {
@@ -123,7 +126,7 @@ fn mutants() -> Vec<Mutant> {
                 ..NONE
             },
         ),
-        "two handlers",
+        "concurrent handlers",
     );
     add(
         "an expired claim is granted in at most once",
@@ -136,7 +139,7 @@ fn mutants() -> Vec<Mutant> {
                 ..NONE
             },
         ),
-        "started with",
+        "unsafe start",
     );
 
     let lost = Budget {
@@ -152,30 +155,30 @@ fn mutants() -> Vec<Mutant> {
         "no doubt is recorded on an absent marker",
         apply(marker::no_doubt_on_absent),
         both(AtMostOnce, lost),
-        "started with",
+        "unsafe start",
     );
     add(
         "no doubt is recorded on a cleared marker",
         apply(marker::no_doubt_on_cleared),
         both(AtMostOnce, lost),
-        "started with",
+        "unsafe start",
     );
     add(
         "no doubt is recorded after a lost lease",
-        next(lifecycle::no_doubt_on_a_lost_lease),
+        transition(lifecycle::no_doubt_on_a_lost_lease),
         both(AtMostOnce, lost),
-        "started with",
+        "unsafe start",
     );
 
-    let copies = Budget {
+    let redeliveries = Budget {
         redeliveries: 1,
         failures: 2,
         ..NONE
     };
     add(
         "a busy claim is accepted",
-        next(lifecycle::accepts_a_busy_claim),
-        both(EffectivelyOnce, copies),
+        transition(lifecycle::accepts_a_busy_claim),
+        both(EffectivelyOnce, redeliveries),
         "lost",
     );
     let panics = Budget {
@@ -185,24 +188,24 @@ fn mutants() -> Vec<Mutant> {
     };
     add(
         "an unknown outcome counts as a failure",
-        next(lifecycle::unknown_is_a_failure),
+        transition(lifecycle::unknown_is_a_failure),
         both(AtMostOnce, panics),
-        "started with",
+        "unsafe start",
     );
     add(
-        "a doubt is not released after reconcile",
-        next(lifecycle::does_not_release_doubt),
+        "the marker keeps its holder after reconcile gives up",
+        transition(lifecycle::keeps_the_holder_after_reconcile),
         both(AtMostOnce, panics),
         "stale reconciliation",
     );
     add(
         "a reconciled doubt counts as a failure",
-        next(lifecycle::reconciled_is_a_failure),
+        transition(lifecycle::reconciled_is_a_failure),
         both(AtMostOnce, unknown),
         "spent",
     );
     add(
-        "DidNotHappen covers only lower attempts",
+        "DidNotHappen prevents only lower attempts",
         Rules {
             voids: |attempt| attempt - 1,
             ..correct
@@ -211,7 +214,7 @@ fn mutants() -> Vec<Mutant> {
         "doubled",
     );
 
-    let outlasts_the_drain = Budget {
+    let drain_faults = Budget {
         unknown_outcomes: 1,
         failures: 1,
         redeliveries: 1,
@@ -219,21 +222,21 @@ fn mutants() -> Vec<Mutant> {
         ..NONE
     };
     add(
-        "the end of the drain abandons running handlers",
-        next(lifecycle::abandons_at_the_end_of_the_drain),
-        both(EffectivelyOnce, outlasts_the_drain),
+        "the drain timeout abandons running handlers",
+        transition(lifecycle::abandons_at_the_drain_timeout),
+        both(EffectivelyOnce, drain_faults),
         "orphaned claim",
     );
     add(
-        "the end of the drain clears a run that may have had its effect",
-        next(lifecycle::clears_at_the_end_of_the_drain),
-        both(AtMostOnce, outlasts_the_drain),
-        "started with",
+        "the drain timeout clears a run that may have had its effect",
+        transition(lifecycle::clears_at_the_drain_timeout),
+        both(AtMostOnce, drain_faults),
+        "unsafe start",
     );
     add(
-        "the end of the drain keeps the doubt of a reconcile",
-        next(lifecycle::keeps_the_doubt_of_a_dropped_reconcile),
-        both(AtMostOnce, outlasts_the_drain),
+        "the drain timeout does not record the doubt of a reconcile",
+        transition(lifecycle::releases_a_dropped_reconcile_without_doubt),
+        both(AtMostOnce, drain_faults),
         "orphaned claim",
     );
 
@@ -259,37 +262,37 @@ fn mutants() -> Vec<Mutant> {
         ..NONE
     };
     add(
-        "clearing forgets that the outcome is unknown",
-        apply(marker::clear_forgets_unknown),
+        "clearing records an unknown outcome as known",
+        apply(marker::clears_unknown_as_known),
         mixed(both_guarantees),
-        "started with",
+        "unsafe start",
     );
     add(
         "a later failure makes the outcome known",
-        apply(marker::failure_clears_unknown),
+        apply(marker::fails_as_known),
         mixed(both_guarantees),
-        "started with",
+        "unsafe start",
     );
     add(
-        "a takeover forgets the unknown outcome of the holder",
-        apply(marker::takeover_clears_unknown),
+        "a takeover records the outcome of the crashed holder as known",
+        apply(marker::takes_over_as_known),
         mixed(common_faults),
-        "started with",
+        "unsafe start",
     );
     add(
-        "at most once is granted an unknown outcome",
+        "an id with an unknown outcome is granted in at most once",
         apply(marker::grants_unknown_outcome),
         mixed(both_guarantees),
-        "started with",
+        "unsafe start",
     );
 
-    let fails = Budget {
+    let redrive_faults = Budget {
         operator_actions: 2,
         failures: 3,
         redeliveries: 1,
         ..NONE
     };
-    let spends = Budget {
+    let unknown_and_redrive = Budget {
         operator_actions: 1,
         unknown_outcomes: 2,
         failures: 1,
@@ -297,36 +300,36 @@ fn mutants() -> Vec<Mutant> {
         ..NONE
     };
     add(
-        "a rejection forgets the attempt",
+        "a rejection does not record the attempt",
         apply(marker::rejects_without_attempt),
-        with_operator([AtMostOnce; 2], fails),
+        with_operator([AtMostOnce; 2], redrive_faults),
         "fence",
     );
     add(
         "forgetting deletes the marker",
         apply(marker::forget_deletes),
-        with_operator([EffectivelyOnce; 2], fails),
+        with_operator([EffectivelyOnce; 2], redrive_faults),
         "fence",
     );
     add(
-        "sending back does not restore the budget",
-        apply(marker::sends_back_without_budget),
-        with_operator([EffectivelyOnce; 2], spends),
+        "a redrive does not restore max_attempts",
+        apply(marker::redrives_without_budget),
+        with_operator([EffectivelyOnce; 2], unknown_and_redrive),
         "not run",
     );
     add(
-        "sending back compares nothing",
-        apply(marker::sends_back_compares_nothing),
-        with_operator([AtMostOnce; 2], spends),
-        "started with",
+        "a redrive does not compare the marker",
+        apply(marker::redrives_without_comparing),
+        with_operator([AtMostOnce; 2], unknown_and_redrive),
+        "unsafe start",
     );
     add(
-        "sending back clears an unknown outcome",
-        apply(marker::sends_back_clears_unknown),
-        with_operator([EffectivelyOnce, AtMostOnce], spends),
-        "started with",
+        "a redrive makes an unknown outcome known",
+        apply(marker::redrives_as_known),
+        with_operator([EffectivelyOnce, AtMostOnce], unknown_and_redrive),
+        "unsafe start",
     );
-    let leaves = Budget {
+    let withdrawals = Budget {
         operator_actions: 1,
         drains: 2,
         withdrawn_grants: 1,
@@ -335,18 +338,18 @@ fn mutants() -> Vec<Mutant> {
         ..NONE
     };
     add(
-        "a grant that is withdrawn spends the budget",
-        apply(marker::withdrawals_spend),
-        with_operator([EffectivelyOnce; 2], leaves),
+        "a withdrawn grant spends an attempt",
+        apply(marker::withdrawals_spend_attempts),
+        with_operator([EffectivelyOnce; 2], withdrawals),
         "spent",
     );
     add(
-        "a crash spends the budget",
-        apply(marker::crashes_spend),
+        "a crash spends an attempt",
+        apply(marker::crashes_spend_attempts),
         both(EffectivelyOnce, common_faults),
         "spent",
     );
-    let doubts_late = Budget {
+    let late_doubts = Budget {
         operator_actions: 1,
         unknown_outcomes: 1,
         lost_replies: 1,
@@ -357,10 +360,10 @@ fn mutants() -> Vec<Mutant> {
     add(
         "a late doubt undoes the operator's resolution",
         apply(marker::records_doubt_of_freed_attempt),
-        with_operator([AtMostOnce; 2], doubts_late),
+        with_operator([AtMostOnce; 2], late_doubts),
         "not run",
     );
-    let passing = Setup {
+    let pass_through = Setup {
         outage: Outage::PassThrough,
         ..both(
             EffectivelyOnce,
@@ -379,7 +382,7 @@ fn mutants() -> Vec<Mutant> {
             recovery_order: RecoveryOrder::Any,
             ..correct
         },
-        passing,
+        pass_through,
         "before late completion",
     );
     let crashes = Setup {
@@ -395,21 +398,21 @@ fn mutants() -> Vec<Mutant> {
         )
     };
     add(
-        "sending back keeps the crashes",
-        apply(marker::sends_back_with_crashes),
+        "a redrive keeps the crashes",
+        apply(marker::redrives_with_crashes),
         crashes,
         "not run",
     );
     add(
-        "sending back is answered but not written",
-        apply(marker::sends_back_without_write),
-        with_operator([AtMostOnce; 2], fails),
+        "a redrive is answered but not written",
+        apply(marker::redrives_without_write),
+        with_operator([AtMostOnce; 2], redrive_faults),
         "not run",
     );
     add(
-        "a doubt spends the budget",
-        apply(marker::doubts_spend),
-        with_operator([AtMostOnce; 2], spends),
+        "a doubt spends an attempt",
+        apply(marker::doubts_spend_attempts),
+        with_operator([AtMostOnce; 2], unknown_and_redrive),
         "spent",
     );
     all
@@ -420,28 +423,28 @@ fn main() -> ExitCode {
     let started = Instant::now();
     let all = mutants();
     println!("{}", head());
-    let (mut tried, mut survivors) = (0, Vec::new());
-    for mutant in all.iter().filter(|it| {
+    let (mut tried, mut undetected) = (0, Vec::new());
+    for mutant in all.iter().filter(|mutant| {
         named
             .as_ref()
-            .is_none_or(|name| it.name.contains(name.as_str()))
+            .is_none_or(|name| mutant.name.contains(name.as_str()))
     }) {
         tried += 1;
         println!("{}:", mutant.name);
         if !explore(&Line::violates(mutant.setup, mutant.property), mutant.rules) {
-            survivors.push(mutant.name);
+            undetected.push(mutant.name);
         }
     }
     println!(
         "{} of {} mutants were detected, in {} s",
-        tried - survivors.len(),
+        tried - undetected.len(),
         tried,
         started.elapsed().as_secs()
     );
-    for name in &survivors {
+    for name in &undetected {
         println!("NOT detected: {name}");
     }
-    if survivors.is_empty() {
+    if undetected.is_empty() {
         ExitCode::SUCCESS
     } else {
         ExitCode::FAILURE

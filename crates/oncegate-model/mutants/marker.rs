@@ -5,6 +5,7 @@ use oncegate_core::marker::{
     Verdict, apply,
 };
 
+/// The change of the store, and its verdict.
 type Answer = (Change, Verdict);
 
 const LOST: Answer = (Change::Keep, Verdict::Lost);
@@ -21,27 +22,27 @@ fn by_holder(marker: &Marker, operation: &Operation) -> Operation {
     }
 }
 
-/// The same change with another marker.
-fn written(answer: Answer, write: impl FnOnce(Marker) -> Marker) -> Answer {
+/// The same answer, with another marker written.
+fn with_written(answer: Answer, write: impl FnOnce(Marker) -> Marker) -> Answer {
     match answer {
         (Change::Write(marker, expiry), verdict) => (Change::Write(write(marker), expiry), verdict),
         answer => answer,
     }
 }
 
-pub(crate) fn compares_tokens_alone(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn compares_only_tokens(marker: Marker, age: Age, operation: &Operation) -> Answer {
     let same_token = matches!(marker, Marker::InProgress(hold) | Marker::InDoubt(hold, _) if hold.token == operation.token);
-    let is_holders = !matches!(
+    let is_by_holder = !matches!(
         operation.ask,
-        Ask::Claim | Ask::SendBack { .. } | Ask::Forget { .. }
+        Ask::Claim | Ask::Redrive { .. } | Ask::Forget { .. }
     );
-    if same_token && is_holders {
+    if same_token && is_by_holder {
         return apply(marker, age, &by_holder(&marker, operation));
     }
     apply(marker, age, operation)
 }
 
-pub(crate) fn clear_compares_nothing(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn clears_without_comparing(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, marker) {
         (Ask::Clear(_), Marker::InProgress(_)) => {
             apply(marker, age, &by_holder(&marker, operation))
@@ -50,7 +51,11 @@ pub(crate) fn clear_compares_nothing(marker: Marker, age: Age, operation: &Opera
     }
 }
 
-pub(crate) fn resolve_compares_nothing(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn resolves_without_comparing(
+    marker: Marker,
+    age: Age,
+    operation: &Operation,
+) -> Answer {
     match (operation.ask, marker) {
         (Ask::Resolve(Finding::DidNotHappen), Marker::InDoubt(..)) => {
             apply(marker, age, &by_holder(&marker, operation))
@@ -59,26 +64,26 @@ pub(crate) fn resolve_compares_nothing(marker: Marker, age: Age, operation: &Ope
     }
 }
 
-pub(crate) fn renewal_compares_nothing(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn renews_without_comparing(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
         Ask::Renew => apply(marker, age, &by_holder(&marker, operation)),
         _ => apply(marker, age, operation),
     }
 }
 
-/// Treats the terms of the record and of the claim as effectively once; the grant itself is written
-/// correctly.
+/// Decides the claim as if marker and claim were effectively once, and writes the grant with the
+/// guarantee of the claim.
 pub(crate) fn grants_expired_claim(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, marker) {
         (Ask::Claim, Marker::InProgress(hold)) if hold.token != operation.token => {
-            let mut lax = operation.clone();
-            lax.terms.guarantee = Guarantee::EffectivelyOnce;
+            let mut effectively_once = operation.clone();
+            effectively_once.terms.guarantee = Guarantee::EffectivelyOnce;
             let hold = Hold {
                 guarantee: Guarantee::EffectivelyOnce,
                 ..hold
             };
-            let answer = apply(Marker::InProgress(hold), age, &lax);
-            written(answer, |marker| match marker {
+            let answer = apply(Marker::InProgress(hold), age, &effectively_once);
+            with_written(answer, |marker| match marker {
                 Marker::InProgress(hold) => Marker::InProgress(Hold {
                     guarantee: operation.terms.guarantee,
                     horizon: operation.terms.horizon(),
@@ -91,7 +96,11 @@ pub(crate) fn grants_expired_claim(marker: Marker, age: Age, operation: &Operati
     }
 }
 
-pub(crate) fn withdrawals_spend(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn withdrawals_spend_attempts(
+    marker: Marker,
+    age: Age,
+    operation: &Operation,
+) -> Answer {
     match operation.ask {
         Ask::Withdraw => apply(
             marker,
@@ -105,7 +114,7 @@ pub(crate) fn withdrawals_spend(marker: Marker, age: Age, operation: &Operation)
     }
 }
 
-pub(crate) fn crashes_spend(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn crashes_spend_attempts(marker: Marker, age: Age, operation: &Operation) -> Answer {
     let answer = apply(marker, age, operation);
     match (marker, answer) {
         (
@@ -182,16 +191,17 @@ pub(crate) fn another_body_waits(marker: Marker, age: Age, operation: &Operation
     }
 }
 
-pub(crate) fn clear_forgets_unknown(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn clears_unknown_as_known(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
         Ask::Clear(Effect::Unknown) | Ask::Reject(Effect::Unknown) => {
-            written(apply(marker, age, operation), known)
+            with_written(apply(marker, age, operation), as_known)
         }
         _ => apply(marker, age, operation),
     }
 }
 
-fn known(marker: Marker) -> Marker {
+/// A cleared marker without its unknown outcome.
+fn as_known(marker: Marker) -> Marker {
     match marker {
         Marker::Cleared { attempts, .. } => Marker::Cleared {
             attempts,
@@ -201,19 +211,19 @@ fn known(marker: Marker) -> Marker {
     }
 }
 
-pub(crate) fn failure_clears_unknown(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn fails_as_known(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
         Ask::Clear(Effect::Nothing) | Ask::Reject(Effect::Nothing) => {
-            written(apply(marker, age, operation), known)
+            with_written(apply(marker, age, operation), as_known)
         }
         _ => apply(marker, age, operation),
     }
 }
 
-pub(crate) fn takeover_clears_unknown(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn takes_over_as_known(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, marker) {
         (Ask::Claim, Marker::InProgress(before)) => {
-            written(apply(marker, age, operation), |after| match after {
+            with_written(apply(marker, age, operation), |after| match after {
                 Marker::InProgress(hold) => Marker::InProgress(Hold {
                     earlier: before.earlier,
                     ..hold
@@ -227,13 +237,13 @@ pub(crate) fn takeover_clears_unknown(marker: Marker, age: Age, operation: &Oper
 
 pub(crate) fn grants_unknown_outcome(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
-        Ask::Claim => apply(known(marker), age, operation),
+        Ask::Claim => apply(as_known(marker), age, operation),
         _ => apply(marker, age, operation),
     }
 }
 
 pub(crate) fn rejects_without_attempt(marker: Marker, age: Age, operation: &Operation) -> Answer {
-    written(apply(marker, age, operation), |marker| match marker {
+    with_written(apply(marker, age, operation), |marker| match marker {
         Marker::Rejected { fingerprint, .. } => Marker::Rejected {
             attempt: 0,
             fingerprint,
@@ -249,15 +259,15 @@ pub(crate) fn forget_deletes(marker: Marker, age: Age, operation: &Operation) ->
     }
 }
 
-pub(crate) fn sends_back_without_budget(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn redrives_without_budget(marker: Marker, age: Age, operation: &Operation) -> Answer {
     let answer = apply(marker, age, operation);
     match (operation.ask, marker) {
         (
-            Ask::SendBack { .. },
+            Ask::Redrive { .. },
             Marker::Cleared {
                 attempts: before, ..
             },
-        ) => written(answer, |after| match after {
+        ) => with_written(answer, |after| match after {
             Marker::Cleared { attempts, effect } => Marker::Cleared {
                 attempts: Attempts {
                     base: before.base,
@@ -271,14 +281,14 @@ pub(crate) fn sends_back_without_budget(marker: Marker, age: Age, operation: &Op
     }
 }
 
-pub(crate) fn sends_back_with_crashes(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn redrives_with_crashes(marker: Marker, age: Age, operation: &Operation) -> Answer {
     let crashes = match marker {
         Marker::Cleared { attempts, .. } => attempts.crashes,
         Marker::InProgress(hold) | Marker::InDoubt(hold, _) => hold.attempts.crashes,
         _ => 0,
     };
     match operation.ask {
-        Ask::SendBack { .. } => written(apply(marker, age, operation), |after| match after {
+        Ask::Redrive { .. } => with_written(apply(marker, age, operation), |after| match after {
             Marker::Cleared { attempts, effect } => Marker::Cleared {
                 attempts: Attempts {
                     crashes,
@@ -292,33 +302,33 @@ pub(crate) fn sends_back_with_crashes(marker: Marker, age: Age, operation: &Oper
     }
 }
 
-/// Replies that it was applied, but writes nothing.
-pub(crate) fn sends_back_without_write(marker: Marker, age: Age, operation: &Operation) -> Answer {
+/// Answers that the redrive was applied, but writes nothing.
+pub(crate) fn redrives_without_write(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match (operation.ask, apply(marker, age, operation)) {
-        (Ask::SendBack { .. }, (_, verdict)) => (Change::Keep, verdict),
+        (Ask::Redrive { .. }, (_, verdict)) => (Change::Keep, verdict),
         (_, answer) => answer,
     }
 }
 
-pub(crate) fn sends_back_compares_nothing(
+pub(crate) fn redrives_without_comparing(
     marker: Marker,
     age: Age,
     operation: &Operation,
 ) -> Answer {
     match operation.ask {
-        Ask::SendBack { seen, .. } => apply(seen, age, operation),
+        Ask::Redrive { seen, .. } => apply(seen, age, operation),
         _ => apply(marker, age, operation),
     }
 }
 
-pub(crate) fn sends_back_clears_unknown(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn redrives_as_known(marker: Marker, age: Age, operation: &Operation) -> Answer {
     match operation.ask {
-        Ask::SendBack { .. } => written(apply(marker, age, operation), known),
+        Ask::Redrive { .. } => with_written(apply(marker, age, operation), as_known),
         _ => apply(marker, age, operation),
     }
 }
 
-pub(crate) fn doubts_spend(marker: Marker, age: Age, operation: &Operation) -> Answer {
+pub(crate) fn doubts_spend_attempts(marker: Marker, age: Age, operation: &Operation) -> Answer {
     let lower = |hold: Hold| Hold {
         attempts: Attempts {
             base: hold.attempts.base - 1,

@@ -120,7 +120,7 @@ impl SystemModel {
             actions.push(WithdrawGrant(consumer_index));
         }
         if delivery.driver.is_draining() {
-            // A handler that is dropped is an unknown outcome.
+            // The outcome of a handler that is dropped is unknown.
             if remaining.unknown_outcomes > 0 || delivery.run.is_none() {
                 actions.push(DrainOver(consumer_index));
             }
@@ -243,7 +243,7 @@ impl SystemModel {
     fn act(&self, state: &mut SystemState, action: ModelAction) -> Option<()> {
         match action {
             ModelAction::Deliver(consumer_index, message) => {
-                let index = state.queue.iter().position(|it| *it == message)?;
+                let index = state.queue.iter().position(|queued| *queued == message)?;
                 state.queue.remove(index);
                 self.deliver(state, consumer_index, message);
             }
@@ -281,8 +281,8 @@ impl SystemModel {
             ModelAction::ApplyDelayed(index) => {
                 let sent = state.delayed_commands.remove(index);
                 let verdict = self.store(state, sent);
-                if let (Ask::SendBack { .. }, Verdict::Kept) = (sent.ask, verdict) {
-                    state.record_release();
+                if let (Ask::Redrive { .. }, Verdict::Applied) = (sent.ask, verdict) {
+                    state.record_freed();
                 }
             }
             ModelAction::ReceiveReply(consumer_index) => {
@@ -306,11 +306,11 @@ impl SystemModel {
             ModelAction::Wake(consumer_index) => {
                 let delivery = state.consumers[consumer_index].delivery.as_ref()?;
                 let event = match delivery.driver.stage() {
-                    Stage::Reconciling(..) => Event::Found(None),
+                    Stage::Reconciling(..) => Event::Reconciled(None),
                     Stage::New(_) if delivery.driver.is_draining() => Event::Drain,
                     Stage::New(_) => Event::Arrived, // its ordering key was busy, or the store unavailable
                     Stage::Ready(_) if delivery.lease == LeaseState::Expired => Event::LeaseOver,
-                    Stage::Ready(_) => Event::Slot,
+                    Stage::Ready(_) => Event::MayRun,
                     stage if stage.waits_on_lease() && delivery.lease == LeaseState::Expired => {
                         Event::LeaseOver
                     }
@@ -349,9 +349,9 @@ impl SystemModel {
                 let deliveries = state
                     .consumers
                     .iter_mut()
-                    .filter_map(|it| it.delivery.as_mut());
+                    .filter_map(|consumer| consumer.delivery.as_mut());
                 deliveries
-                    .filter(|it| it.driver.token == hold.token)
+                    .filter(|delivery| delivery.driver.token == hold.token)
                     .for_each(expire_lease);
             }
             ModelAction::SuspectLease(consumer_index) => {
@@ -365,7 +365,7 @@ impl SystemModel {
                 state.remaining.renewals -= 1;
                 let verdict = self.store(state, self.sent(state, consumer_index, Ask::Renew)?);
                 let delivery = state.consumers[consumer_index].delivery.as_mut()?;
-                delivery.lease = if verdict == Verdict::Kept {
+                delivery.lease = if verdict == Verdict::Applied {
                     LeaseState::Valid
                 } else {
                     LeaseState::Expired
@@ -394,7 +394,7 @@ impl SystemModel {
             }
             ModelAction::WithdrawGrant(consumer_index) => {
                 state.remaining.withdrawn_grants -= 1;
-                self.handle_event(state, consumer_index, Event::OthersRunApart);
+                self.handle_event(state, consumer_index, Event::IsolationFull);
             }
             ModelAction::DrainOver(consumer_index) => {
                 let runs = state.consumers[consumer_index]

@@ -58,11 +58,11 @@ pub fn head() -> String {
 /// there is one. Returns whether the result is the expected one.
 pub fn explore(line: &Line, rules: Rules) -> bool {
     let started = Instant::now();
-    let threads = std::thread::available_parallelism().map_or(1, |it| it.get());
+    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let (only, threads) = match line.expected {
         Expected::Holds => ("", threads),
         // Only one thread is sure to find the shortest path to the violation.
-        Expected::Violated(what) => (what, 1),
+        Expected::Violated(property) => (property, 1),
     };
     let checker = SystemModel::new(line.setup, rules, only)
         .checker()

@@ -1,19 +1,19 @@
-//! The table: each guarantee with the fault budgets under which it holds, and the violations that are
-//! expected without one.
+//! The table: each guarantee with the fault budgets under which it holds, and the expected violations
+//! of the bare gate and of a store that loses data.
 
 use oncegate_core::Outage;
 use oncegate_core::driver::OnRelease;
 use oncegate_core::marker::Guarantee::{AtMostOnce, Bare, EffectivelyOnce};
 
 use crate::explore::Line;
-use crate::properties::{AFTER_DONE, DOUBLED, LOST};
+use crate::properties::{DOUBLED, LOST, START_AFTER_DONE};
 use crate::state::Budget;
 use crate::system::Setup;
 
-/// How large the fault budgets are.
+/// How large the fault budgets of the table are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Depth {
-    /// Lines that take some minutes together.
+    /// Lines that together take some minutes.
     Minutes,
     /// Also every fault once in the same line: 33 million states and more, limited by memory.
     Deep,
@@ -31,7 +31,8 @@ pub fn lines(depth: Depth) -> Vec<Line> {
     lines
 }
 
-const ONE_EACH: [Budget; 4] = [
+/// Budgets of one or two faults.
+const FEW_FAULTS: [Budget; 4] = [
     Budget {
         lost_replies: 1,
         ..NONE
@@ -49,7 +50,8 @@ const ONE_EACH: [Budget; 4] = [
     },
 ];
 
-const TOGETHER: [Budget; 4] = [
+/// Budgets of several faults in the same run.
+const COMBINED_FAULTS: [Budget; 4] = [
     Budget {
         crashes: 1,
         lost_replies: 1,
@@ -84,10 +86,10 @@ const TOGETHER: [Budget; 4] = [
 
 fn bare_lines() -> Vec<Line> {
     let bare = |budget| Setup::of([Bare; 2], budget);
-    let broken = ONE_EACH.into_iter().zip([LOST, LOST, LOST, DOUBLED]);
+    let violated = FEW_FAULTS.into_iter().zip([LOST, LOST, LOST, DOUBLED]);
     [Line::holds(bare(NONE))]
         .into_iter()
-        .chain(broken.map(|(budget, what)| Line::violates(bare(budget), what)))
+        .chain(violated.map(|(budget, property)| Line::violates(bare(budget), property)))
         .collect()
 }
 
@@ -96,9 +98,9 @@ fn lines_of_each_guarantee(depth: Depth) -> Vec<Line> {
     for guarantee in [AtMostOnce, EffectivelyOnce] {
         let setup = |budget| Setup::of([guarantee; 2], budget);
         lines.extend(
-            ONE_EACH
+            FEW_FAULTS
                 .into_iter()
-                .chain(TOGETHER)
+                .chain(COMBINED_FAULTS)
                 .map(|budget| Line::holds(setup(budget))),
         );
         lines.push(Line::holds(setup(Budget {
@@ -159,7 +161,7 @@ fn lines_of_each_guarantee(depth: Depth) -> Vec<Line> {
             ..setup(in_order)
         }));
         if depth == Depth::Deep {
-            let all = Budget {
+            let all_faults = Budget {
                 crashes: 1,
                 lost_replies: 1,
                 expiries: 1,
@@ -169,11 +171,11 @@ fn lines_of_each_guarantee(depth: Depth) -> Vec<Line> {
                 drains: 1,
                 ..NONE
             };
-            lines.push(Line::holds(setup(all)));
+            lines.push(Line::holds(setup(all_faults)));
         }
     }
     // Pass-through during an outage of the store: at least once, and nothing is lost.
-    let passing = Setup {
+    let pass_through = Setup {
         outage: Outage::PassThrough,
         ..Setup::of(
             [EffectivelyOnce; 2],
@@ -186,14 +188,13 @@ fn lines_of_each_guarantee(depth: Depth) -> Vec<Line> {
             },
         )
     };
-    lines.push(Line::holds(passing));
+    lines.push(Line::holds(pass_through));
     lines
 }
 
-/// A rolling upgrade from one guarantee to the other: the properties that both must hold, and those
-/// of the stricter one.
+/// A rolling upgrade from one guarantee to the other: one consumer has each of them.
 fn mixed_lines(depth: Depth) -> Vec<Line> {
-    let chosen = TOGETHER
+    let chosen = COMBINED_FAULTS
         .into_iter()
         .enumerate()
         .filter(|(index, _)| index % 2 == 0 || depth == Depth::Deep);
@@ -222,7 +223,7 @@ fn operator_lines() -> Vec<Line> {
         })
     };
     let mut lines = Vec::new();
-    // A dead letter whose marker was still in progress when it was rejected.
+    // Dead letters whose marker was still in progress when they were rejected.
     let expired_at_rejection = Budget {
         operator_actions: 1,
         failures: 2,
@@ -333,8 +334,8 @@ fn operator_lines() -> Vec<Line> {
 
 /// The store loses a marker or a claim.
 fn lossy_store_lines() -> Vec<Line> {
-    // Without a second delivery, the commands of the handler's consumer after the loss are enough to
-    // keep the guarantee.
+    // Without a second delivery, the commands that the consumer of the running handler sends after the
+    // loss are enough to keep the guarantee.
     let loss = Budget {
         lost_claims: 1,
         lost_replies: 1,
@@ -369,7 +370,7 @@ fn lossy_store_lines() -> Vec<Line> {
                     ..NONE
                 },
             ),
-            AFTER_DONE,
+            START_AFTER_DONE,
         ),
     ]
 }

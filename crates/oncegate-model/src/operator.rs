@@ -14,8 +14,8 @@ use crate::system::SystemModel;
 
 impl SystemModel {
     /// The operator's decision about a dead letter, by the marker; `None` if the command refuses. The
-    /// second value is the attempt up to which the provider must refuse requests, because the
-    /// operator states that nothing happened.
+    /// second value is the attempt up to which the provider must refuse requests: the operator
+    /// checked that nothing happened. It is `None` if the operator checked nothing.
     pub(crate) fn operator_decision(
         &self,
         state: &SystemState,
@@ -31,11 +31,11 @@ impl SystemModel {
             token: Token(0),
             attempt,
         };
-        let send_back = |effect| {
+        let redrive = |effect| {
             Operator::Decided(
                 dead_letter,
                 sent(
-                    Ask::SendBack {
+                    Ask::Redrive {
                         seen: marker,
                         effect,
                     },
@@ -56,10 +56,11 @@ impl SystemModel {
             (ModelDestination::DeadLetters, Marker::Absent) if dead_letter.fence == 0 => {
                 Some((Operator::Publishing(dead_letter), None))
             }
+            // Without a marker there is no unknown effect to keep; only the attempt is written.
             (ModelDestination::DeadLetters, Marker::Absent) => {
-                Some((send_back(Effect::Nothing), None))
+                Some((redrive(Effect::Nothing), None))
             }
-            (ModelDestination::DeadLetters, _) => Some((send_back(Effect::Unknown), None)),
+            (ModelDestination::DeadLetters, _) => Some((redrive(Effect::Unknown), None)),
 
             (ModelDestination::InDoubt, Marker::InDoubt(_, Doubt::Reconciling))
                 if !state.lease_expired =>
@@ -89,13 +90,13 @@ impl SystemModel {
                 None,
             )),
             (ModelDestination::InDoubt, Marker::InDoubt(hold, _)) => {
-                Some((send_back(Effect::Nothing), Some(hold.attempts.number)))
+                Some((redrive(Effect::Nothing), Some(hold.attempts.number)))
             }
             (ModelDestination::InDoubt, Marker::Cleared { attempts, .. }) => {
-                Some((send_back(Effect::Nothing), Some(attempts.number)))
+                Some((redrive(Effect::Nothing), Some(attempts.number)))
             }
             (ModelDestination::InDoubt, Marker::Absent) => {
-                Some((send_back(Effect::Nothing), Some(dead_letter.fence)))
+                Some((redrive(Effect::Nothing), Some(dead_letter.fence)))
             }
         }
     }
@@ -111,8 +112,8 @@ impl SystemModel {
             && !state
                 .consumers
                 .iter()
-                .filter_map(|it| it.delivery.as_ref())
-                .any(|it| it.run.is_some() || completing(it.driver.stage()))
+                .filter_map(|consumer| consumer.delivery.as_ref())
+                .any(|delivery| delivery.run.is_some() || completing(delivery.driver.stage()))
             && !state
                 .delayed_commands
                 .iter()
@@ -129,11 +130,11 @@ impl SystemModel {
     ) {
         let verdict = self.store(state, sent);
         state.operator = match (verdict, then) {
-            (Verdict::Kept | Verdict::Done { .. }, NextStep::Publish) => {
-                state.record_release();
+            (Verdict::Applied | Verdict::Done { .. }, NextStep::Publish) => {
+                state.record_freed();
                 Operator::Publishing(dead_letter)
             }
-            (Verdict::Kept | Verdict::Done { .. }, NextStep::Remove) => {
+            (Verdict::Applied | Verdict::Done { .. }, NextStep::Remove) => {
                 Operator::Removing(dead_letter)
             }
             _ => Operator::Idle,
@@ -143,7 +144,9 @@ impl SystemModel {
     /// The operator allows a completed id to run again, and its producer publishes it again.
     pub(crate) fn operator_forgets(&self, state: &mut SystemState) {
         let (marker, guarantee) = (state.marker, self.setup.guarantees[0]);
-        // Higher than every attempt in the audit records, so that no old request reuses one.
+        // As `oncegate marker forget`: the next multiple of `UNKNOWN_ATTEMPT` above the highest
+        // attempt, so that a late request never has the number of a new attempt. With 0, the store
+        // takes `UNKNOWN_ATTEMPT` itself.
         let attempt = state.observations.highest_attempt / UNKNOWN_ATTEMPT * UNKNOWN_ATTEMPT;
         let attempt = if attempt == 0 {
             0
@@ -157,8 +160,8 @@ impl SystemModel {
             token: Token(0),
             attempt,
         };
-        if self.store(state, sent) == Verdict::Kept {
-            state.record_release();
+        if self.store(state, sent) == Verdict::Applied {
+            state.record_freed();
             // Earlier effects do not count against the next run.
             (state.provider.effects, state.observations.done) = ([0, 0], false);
             state.queue.push(BrokerMessage {
@@ -171,10 +174,10 @@ impl SystemModel {
 
 impl SystemState {
     /// Records that the operator freed the id: later attempts must be higher than all earlier ones,
-    /// and the whole budget of attempts is available again.
-    pub(crate) fn record_release(&mut self) {
-        self.observations.highest_at_release = self.observations.highest_attempt;
-        self.observations.freed_as_known = matches!(
+    /// and all of `max_attempts` are left.
+    pub(crate) fn record_freed(&mut self) {
+        self.observations.highest_before_freed = self.observations.highest_attempt;
+        self.observations.freed_without_effect = matches!(
             self.marker,
             Marker::Cleared {
                 effect: Effect::Nothing,
@@ -183,7 +186,7 @@ impl SystemState {
         );
         self.observations.crashes = 0;
         (
-            self.observations.spent_before_release,
+            self.observations.spent_before_freed,
             self.observations.awaits_run,
         ) = (
             self.observations.grants - self.observations.unspent_grants,
@@ -202,7 +205,11 @@ impl SystemState {
 
     /// Removes a dead letter.
     pub(crate) fn remove_dead_letter(&mut self, dead_letter: ModelDeadLetter) {
-        if let Some(index) = self.dead_letters.iter().position(|it| *it == dead_letter) {
+        if let Some(index) = self
+            .dead_letters
+            .iter()
+            .position(|other| *other == dead_letter)
+        {
             self.dead_letters.remove(index);
         }
         self.operator = Operator::Idle;

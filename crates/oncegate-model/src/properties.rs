@@ -6,25 +6,24 @@ use stateright::{Model, Property};
 use crate::state::SystemState;
 use crate::system::SystemModel;
 
-pub(crate) const LOST: &str = "lost: no effect, no dead letter, and no message to deliver";
+pub(crate) const LOST: &str =
+    "lost: the message had no effect, and there is neither a dead letter nor a message to deliver";
 pub(crate) const STUCK: &str = "stuck: a delivery waits for an event that cannot occur";
-pub(crate) const DOUBLED: &str = "doubled: two effects";
+pub(crate) const DOUBLED: &str = "doubled: the effect happened twice";
 pub(crate) const UNSAFE_START: &str =
-    "started with a possible effect: an earlier run had, or may still have, an effect";
-pub(crate) const AFTER_DONE: &str = "started after it was done";
-pub(crate) const FENCE_DECREASED: &str =
-    "fence: started with an attempt that was voided, or used before an operator freed the id";
-pub(crate) const BEFORE_LATE_COMPLETION: &str = "before late completion: started before the store was asked to complete a copy handled without the gate";
-pub(crate) const CONCURRENT_HANDLERS: &str =
-    "two handlers at once, each with a lease that it believes to be valid";
+    "unsafe start: a handler starts although an earlier run had an effect, or may still have one";
+pub(crate) const START_AFTER_DONE: &str =
+    "start after done: a handler starts although the id was recorded as done";
+pub(crate) const FENCE_DECREASED: &str = "fence: a handler starts with an attempt that the provider refuses, or that was used before an operator freed the id";
+pub(crate) const BEFORE_LATE_COMPLETION: &str = "before late completion: a handler starts before the store was asked to complete a copy handled without the gate";
+pub(crate) const CONCURRENT_HANDLERS: &str = "concurrent handlers: two handlers run, each with a lease that its consumer believes to be valid";
 pub(crate) const BUSY_AFTER_EXPIRY: &str =
     "busy after expiry: a claim is answered with the remaining time of a lease that has ended";
-pub(crate) const STALE_RECONCILIATION: &str = "stale reconciliation: in the in-doubt queue, but the marker says that a consumer reconciles it";
+pub(crate) const STALE_RECONCILIATION: &str = "stale reconciliation: a message is in the in-doubt queue, but its marker says that a consumer reconciles it";
 pub(crate) const NOT_RUN: &str =
-    "not run: a message that an operator sent back is rejected or in doubt again without a run";
-pub(crate) const SPENT_TOO_SOON: &str =
-    "spent too soon: rejected for spent attempts that were never granted";
-pub(crate) const ORPHANED_CLAIM: &str = "orphaned claim: a claim without a holder, although nothing crashed; the next claim counts a crash";
+    "not run: a message that an operator redrove is rejected or in doubt again without a run";
+pub(crate) const SPENT_TOO_SOON: &str = "spent too soon: a message is rejected for `max_attempts` after fewer attempts than that were granted";
+pub(crate) const ORPHANED_CLAIM: &str = "orphaned claim: no consumer holds the claim of the marker, although nothing crashed, so the next claim counts a crash";
 
 /// The properties of a model.
 pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
@@ -68,9 +67,10 @@ pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
             |_, state: &SystemState| !state.observations.start_before_late_completion,
         ));
         if !passes_through {
-            properties.push(Property::always(AFTER_DONE, |_, state: &SystemState| {
-                !state.observations.start_after_done
-            }));
+            properties.push(Property::always(
+                START_AFTER_DONE,
+                |_, state: &SystemState| !state.observations.start_after_done,
+            ));
             properties.push(Property::always(
                 CONCURRENT_HANDLERS,
                 |_, state: &SystemState| !state.observations.concurrent_handlers,
@@ -85,7 +85,7 @@ pub(crate) fn of(model: &SystemModel) -> Vec<Property<SystemModel>> {
             |_, state: &SystemState| !state.observations.stale_reconciling_marker,
         ));
         properties.push(Property::always(NOT_RUN, |_, state: &SystemState| {
-            !state.observations.sent_back_not_run
+            !state.observations.redriven_not_run
         }));
         properties.push(Property::always(
             SPENT_TOO_SOON,

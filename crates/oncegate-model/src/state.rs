@@ -153,7 +153,7 @@ pub enum LeaseState {
     Expired,
 }
 
-/// The request of a handler to the provider.
+/// The request of a running handler to the provider, which causes the effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EffectState {
     /// In flight.
@@ -162,14 +162,15 @@ pub enum EffectState {
     Happened,
 }
 
-/// The external system in which effects happen. It refuses requests with a voided attempt.
+/// The external system in which effects happen.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Provider {
     /// The number of effects for each body, at most 2.
     pub(crate) effects: [u8; 2],
     /// Requests in flight whose handlers were dropped: attempt and body.
     pub(crate) orphans: Vec<(u32, usize)>,
-    /// Requests with this attempt or a lower one are refused.
+    /// Requests with this attempt or a lower one are refused, because `reconcile` or the operator stated
+    /// that nothing happened and nothing still can.
     pub(crate) voided: u32,
 }
 
@@ -228,27 +229,27 @@ pub enum NextStep {
     Remove,
 }
 
-/// The history that the properties need, and the violations that were observed.
+/// What the properties need to know of earlier states, and the violations that were observed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Observations {
     /// The id was completed.
     pub(crate) done: bool,
     /// A message with another body was published.
     pub(crate) other_body: bool,
-    /// The operator sent the id back, and no handler was started since.
+    /// The operator redrove the id, and no handler was started since.
     pub(crate) awaits_run: bool,
-    /// The operator freed the id and stated that no effect happened; no claim was granted since.
-    pub(crate) freed_as_known: bool,
+    /// The operator freed the id, its marker records no unknown effect, and no claim was granted since.
+    pub(crate) freed_without_effect: bool,
     /// The highest attempt with which a handler was started. Counted if the operator acts.
     pub(crate) highest_attempt: u32,
     /// The value of `highest_attempt` when the operator last freed the id.
-    pub(crate) highest_at_release: u32,
+    pub(crate) highest_before_freed: u32,
     /// The number of grants. Counted if the operator acts or messages are redelivered.
     pub(crate) grants: u32,
     /// The number of grants that spend no attempt: withdrawn, or taken over after a crash.
     pub(crate) unspent_grants: u32,
     /// The number of spent attempts when the operator last freed the id.
-    pub(crate) spent_before_release: u32,
+    pub(crate) spent_before_freed: u32,
     /// The number of crashed holders since the operator last freed the id. Counted if the operator
     /// acts.
     pub(crate) crashes: u32,
@@ -268,8 +269,8 @@ pub struct Observations {
     pub(crate) busy_after_expiry: bool,
     /// A message went to the in-doubt queue while its marker says that a consumer reconciles it.
     pub(crate) stale_reconciling_marker: bool,
-    /// A message that the operator sent back was rejected or in doubt again without a run.
-    pub(crate) sent_back_not_run: bool,
+    /// A message that the operator redrove was rejected or in doubt again without a run.
+    pub(crate) redriven_not_run: bool,
     /// Attempts were spent that were never granted.
     pub(crate) spent_too_soon: bool,
     /// A consumer stopped without a reply from the store. Recorded if orphaned claims are checked.
@@ -345,7 +346,7 @@ impl SystemState {
             && self
                 .consumers
                 .iter()
-                .all(|it| it.delivery.is_none() && it.late_completion.is_none())
+                .all(|consumer| consumer.delivery.is_none() && consumer.late_completion.is_none())
             && self.provider.orphans.is_empty()
             && self.delayed_commands.is_empty()
             && self.operator == Operator::Idle
@@ -358,7 +359,10 @@ impl SystemState {
             Marker::InProgress(hold) | Marker::InDoubt(hold, Doubt::Reconciling) => hold.token,
             _ => return false,
         };
-        let mut held = self.consumers.iter().filter_map(|it| it.delivery.as_ref());
+        let mut held = self
+            .consumers
+            .iter()
+            .filter_map(|consumer| consumer.delivery.as_ref());
         !held.any(|delivery| delivery.driver.token == token)
     }
 
@@ -391,16 +395,16 @@ impl SystemState {
         let handled = self
             .operator
             .dead_letter()
-            .and_then(|handled| self.dead_letters.iter().position(|it| *it == handled));
+            .and_then(|handled| self.dead_letters.iter().position(|other| *other == handled));
         let mut others = self
             .dead_letters
             .iter_mut()
             .enumerate()
             .filter(|(index, _)| Some(*index) != handled)
-            .map(|(_, it)| it);
-        match others
-            .find(|it| (it.body, it.destination) == (dead_letter.body, dead_letter.destination))
-        {
+            .map(|(_, other)| other);
+        match others.find(|other| {
+            (other.body, other.destination) == (dead_letter.body, dead_letter.destination)
+        }) {
             Some(existing) => existing.fence = existing.fence.max(dead_letter.fence),
             None => self.dead_letters.push(dead_letter),
         }
@@ -409,15 +413,15 @@ impl SystemState {
     /// Orders the consumers, so that states that differ only in their order are equal.
     pub(crate) fn sort_consumers(&mut self) {
         let holder = token_of(&self.marker).unwrap_or(Token(0));
-        let rank = |it: &ModelConsumer| {
+        let rank = |consumer: &ModelConsumer| {
             let mut hasher = DefaultHasher::new();
-            let without_token = it.delivery.clone().map(|mut delivery| {
+            let without_token = consumer.delivery.clone().map(|mut delivery| {
                 let holds = delivery.driver.token == holder;
                 delivery.driver.token = Token(0);
                 (delivery, holds)
             });
-            (without_token, it.late_completion.is_some()).hash(&mut hasher);
-            (it.delivery.is_none(), hasher.finish())
+            (without_token, consumer.late_completion.is_some()).hash(&mut hasher);
+            (consumer.delivery.is_none(), hasher.finish())
         };
         if rank(&self.consumers[0]) > rank(&self.consumers[1]) {
             self.consumers.swap(0, 1);
@@ -459,23 +463,26 @@ impl SystemState {
             rename_in_sent(sent, &mut rename);
         }
         self.delayed_commands
-            .sort_unstable_by_key(|it| (it.token.0, it.attempt, name(&it.ask)));
+            .sort_unstable_by_key(|sent| (sent.token.0, sent.attempt, name(&sent.ask)));
     }
 
     /// A token that is not in use.
     pub(crate) fn new_token(&self) -> Token {
-        let consumers = self.consumers.iter().flat_map(|it| {
-            let delivery = it.delivery.as_ref().map(|delivery| delivery.driver.token);
-            [delivery, it.late_completion.map(|(token, _)| token)]
+        let consumers = self.consumers.iter().flat_map(|consumer| {
+            let delivery = consumer
+                .delivery
+                .as_ref()
+                .map(|delivery| delivery.driver.token);
+            [delivery, consumer.late_completion.map(|(token, _)| token)]
         });
         let sent = self.delayed_commands.iter().chain(match &self.operator {
             Operator::Decided(_, sent, _) => Some(sent),
             _ => None,
         });
-        let sent = sent.flat_map(|it| {
+        let sent = sent.flat_map(|sent| {
             [
-                Some(it.token),
-                expected_marker(&it.ask).and_then(|marker| token_of(&marker)),
+                Some(sent.token),
+                expected_marker(&sent.ask).and_then(|marker| token_of(&marker)),
             ]
         });
         let all = consumers
@@ -496,7 +503,7 @@ fn token_of(marker: &Marker) -> Option<Token> {
 /// The marker that an operator's request names.
 fn expected_marker(ask: &Ask) -> Option<Marker> {
     match ask {
-        Ask::SendBack { seen, .. } | Ask::Forget { seen } => Some(*seen),
+        Ask::Redrive { seen, .. } | Ask::Forget { seen } => Some(*seen),
         _ => None,
     }
 }
@@ -509,7 +516,7 @@ fn rename_in_marker(marker: &mut Marker, rename: &mut impl FnMut(&mut Token)) {
 
 fn rename_in_sent(sent: &mut SentCommand, rename: &mut impl FnMut(&mut Token)) {
     rename(&mut sent.token);
-    if let Ask::SendBack { seen, .. } | Ask::Forget { seen } = &mut sent.ask {
+    if let Ask::Redrive { seen, .. } | Ask::Forget { seen } = &mut sent.ask {
         rename_in_marker(seen, rename);
     }
 }
@@ -527,15 +534,15 @@ pub(crate) fn name(ask: &Ask) -> &'static str {
         Ask::Doubt => "doubt",
         Ask::Resolve(Finding::Happened) => "resolution: it happened",
         Ask::Resolve(Finding::DidNotHappen) => "resolution: it did not happen",
-        Ask::SendBack {
+        Ask::Redrive {
             effect: Effect::Nothing,
             ..
-        } => "sending back, nothing happened",
-        Ask::SendBack {
+        } => "redrive, nothing happened",
+        Ask::Redrive {
             effect: Effect::Unknown,
             ..
-        } => "sending back",
-        Ask::Forget { .. } => "forgetting",
+        } => "redrive",
+        Ask::Forget { .. } => "forget",
     }
 }
 

@@ -18,7 +18,7 @@ use crate::state::{
     ModelDelivery, ModelDestination, ModelReceipt, SentCommand, SystemState,
 };
 
-/// Any duration: the age of a marker is either 0 or twice the lease.
+/// Any duration would do: the age of a marker is either 0 or twice the lease.
 const LEASE: Duration = Duration::from_secs(1);
 const WINDOW: Duration = Duration::from_secs(100);
 
@@ -28,7 +28,7 @@ pub struct Rules {
     /// The rules of the store for one key.
     pub apply: fn(Marker, Age, &Operation) -> (Change, Verdict),
     /// The rules of the consumer for one delivery.
-    pub next: fn(Stage, Event, &Policy) -> (Stage, Action),
+    pub transition: fn(Stage, Event, &Policy) -> (Stage, Action),
     /// The token of a claim, from the token of the previous claim of the delivery and a new token.
     pub token: fn(Token, Token) -> Token,
     /// The highest attempt that the provider refuses after `reconcile` or the operator states for
@@ -51,7 +51,7 @@ impl Default for Rules {
     fn default() -> Self {
         Self {
             apply: marker::apply,
-            next: lifecycle::transition,
+            transition: lifecycle::transition,
             token: |_, new| new,
             voids: |attempt| attempt,
             recovery_order: RecoveryOrder::LateCompletions,
@@ -112,11 +112,11 @@ impl SystemModel {
     fn policy(&self, consumer_index: usize) -> Policy {
         Policy {
             guarantee: self.setup.guarantees[consumer_index],
-            attempts: self.setup.attempts,
-            crashes: self.setup.attempts,
-            retries: 1,
-            reconciles: 1,
-            claim_retries: 1,
+            max_attempts: self.setup.attempts,
+            max_crashes: self.setup.attempts,
+            max_inline_retries: 1,
+            max_reconciles: 1,
+            max_claim_retries: 1,
             backoff: Duration::from_millis(1),
             longest_backoff: Duration::from_millis(1),
             outage: self.setup.outage,
@@ -133,7 +133,7 @@ impl SystemModel {
         self.setup.guarantees == [guarantee; 2]
     }
 
-    /// Whether every claim must end, because no fault of the budget can orphan one.
+    /// Whether no claim may stay without a holder, because no fault of the budget causes that.
     pub(crate) fn checks_orphaned_claims(&self) -> bool {
         let Budget {
             crashes,
@@ -199,12 +199,12 @@ impl SystemModel {
         }
         state.observations.done |=
             matches!(state.marker, Marker::Done(_)) && !self.has_guarantee(Guarantee::Bare);
-        self.track_budget(state, &sent, before, verdict);
+        self.track_attempts(state, &sent, before, verdict);
         verdict
     }
 
-    /// Tracks how many attempts the reply of the store spends.
-    fn track_budget(
+    /// Counts the grants, and the attempts and crashes that the reply of the store counts.
+    fn track_attempts(
         &self,
         state: &mut SystemState,
         sent: &SentCommand,
@@ -236,30 +236,30 @@ impl SystemModel {
             };
             state.observations.crashes += attempts.crashes - crashes;
             // The marker still counts crashes from before it was freed.
-            state.observations.sent_back_not_run |= attempts.crashes > state.observations.crashes;
+            state.observations.redriven_not_run |= attempts.crashes > state.observations.crashes;
         }
         match verdict {
             Verdict::Granted(attempts) if !same_claim => {
-                // A message that the operator sends back is granted within the budget. The
-                // exception is a rejection for crashes since then, which would also happen without
+                // A message that the operator redrives is granted with all of `max_attempts` left,
+                // unless it is rejected for crashes since then, which would also happen without
                 // the operator.
                 let rejected_for_crashes = state.observations.crashes > self.setup.attempts;
-                state.observations.sent_back_not_run |= state.observations.awaits_run
+                state.observations.redriven_not_run |= state.observations.awaits_run
                     && attempts.spent() > self.setup.attempts
                     && !rejected_for_crashes;
-                state.observations.freed_as_known = false;
+                state.observations.freed_without_effect = false;
                 if self.counts_grants() {
                     state.observations.grants += 1;
                     state.observations.spent_too_soon |= attempts.spent()
-                        + state.observations.spent_before_release
+                        + state.observations.spent_before_freed
                         > state.observations.grants - state.observations.unspent_grants;
                 }
             }
             Verdict::InDoubt(_) => {
-                state.observations.sent_back_not_run |= state.observations.freed_as_known
+                state.observations.redriven_not_run |= state.observations.freed_without_effect
             }
             Verdict::Rejected { .. } => {
-                state.observations.sent_back_not_run |= state.observations.awaits_run
+                state.observations.redriven_not_run |= state.observations.awaits_run
             }
             _ => {}
         }
@@ -323,7 +323,7 @@ impl SystemModel {
             };
             let token = |earlier| (self.rules.token)(earlier, new);
             let command = delivery.driver.handle_by(
-                self.rules.next,
+                self.rules.transition,
                 event,
                 &self.policy(consumer_index),
                 token,
@@ -357,7 +357,7 @@ impl SystemModel {
                 return Some(if delivery.lease == LeaseState::Expired {
                     Event::LeaseOver
                 } else {
-                    Event::Slot
+                    Event::MayRun
                 });
             }
             // A handler is started and polled only while its lease is valid.
@@ -367,7 +367,7 @@ impl SystemModel {
                 return Some(Event::LeaseOver);
             }
             DriverCommand::Run => self.start(state, consumer_index),
-            DriverCommand::AwaitTurn => delivery.lease = LeaseState::None,
+            DriverCommand::AwaitIsolation => delivery.lease = LeaseState::None,
             DriverCommand::Reconcile | DriverCommand::Wake(_) | DriverCommand::Nothing => {}
             DriverCommand::Hold { failures, .. } => {
                 delivery.lease = LeaseState::None;
@@ -412,7 +412,7 @@ impl SystemModel {
                     self.counts_grants() && state.observations.grants < self.setup.attempts;
                 state.observations.spent_too_soon |=
                     reason == Reason::AttemptsSpent && never_granted;
-                // Only the operator reads it.
+                // Only the operator reads the number; without it, fewer states differ.
                 let fence = if self.setup.budget.operator_actions > 0 {
                     fence
                 } else {
@@ -432,17 +432,19 @@ impl SystemModel {
     }
 
     fn start(&self, state: &mut SystemState, consumer_index: usize) {
-        let running = |it: &ModelDelivery| it.run.is_some();
+        let running = |delivery: &ModelDelivery| delivery.run.is_some();
         let others = || {
             state
                 .consumers
                 .iter()
                 .enumerate()
                 .filter(|(index, _)| *index != consumer_index)
-                .filter_map(|(_, it)| it.delivery.as_ref())
+                .filter_map(|(_, consumer)| consumer.delivery.as_ref())
         };
-        let concurrent_handlers = others().any(|it| running(it) && it.lease != LeaseState::Expired);
-        let may_happen = |it: &ModelDelivery| running(it) && state.is_accepted(it.attempt());
+        let concurrent_handlers =
+            others().any(|delivery| running(delivery) && delivery.lease != LeaseState::Expired);
+        let may_happen =
+            |delivery: &ModelDelivery| running(delivery) && state.is_accepted(delivery.attempt());
         let orphaned = state
             .provider
             .orphans
@@ -458,7 +460,7 @@ impl SystemModel {
             !matches!(delivery.driver.stage(), Stage::Ungated(_)),
         );
         let below_fence =
-            !state.is_accepted(attempt) || attempt <= state.observations.highest_at_release;
+            !state.is_accepted(attempt) || attempt <= state.observations.highest_before_freed;
         if gated {
             state.observations.start_before_late_completion |=
                 state.consumers[consumer_index].late_completion.is_some();
@@ -515,7 +517,7 @@ impl SystemModel {
             let voids = (self.rules.voids)(delivery.attempt());
             state.void_attempts(voids);
         }
-        self.handle_event(state, consumer_index, Event::Found(Some(finding)));
+        self.handle_event(state, consumer_index, Event::Reconciled(Some(finding)));
     }
 }
 

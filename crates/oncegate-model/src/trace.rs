@@ -22,7 +22,7 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
     let command = |index: usize| match state.consumers[index]
         .delivery
         .as_ref()
-        .and_then(|it| it.command)
+        .and_then(|delivery| delivery.command)
     {
         Some(CommandState::Sent(ask) | CommandState::Replied(ask, ..)) => name(&ask),
         None => "nothing",
@@ -65,7 +65,7 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         ModelAction::ReceiveReply(at) => match state.consumers[at]
             .delivery
             .as_ref()
-            .and_then(|it| it.command)
+            .and_then(|delivery| delivery.command)
         {
             Some(CommandState::Replied(ask, verdict, _)) => {
                 format!(
@@ -85,7 +85,7 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         ModelAction::LoseReply(at) => {
             format!("the reply to {}'s {} is lost", consumer(at), command(at))
         }
-        ModelAction::Wake(at) => format!("{} resumes after a pause", consumer(at)),
+        ModelAction::Wake(at) => format!("a pause of {} ends", consumer(at)),
         ModelAction::EffectHappens(at) => format!("{}'s effect happens", consumer(at)),
         ModelAction::OrphanEffectHappens(_) => "the effect of a dropped handler happens".into(),
         ModelAction::LoseOrphan(_) => "the request of a dropped handler is lost".into(),
@@ -116,7 +116,7 @@ fn step(state: &SystemState, action: &ModelAction, after: Option<&SystemState>) 
         ),
         ModelAction::Drain(at) => format!("{} begins to drain", consumer(at)),
         ModelAction::WithdrawGrant(at) => format!(
-            "other messages run in isolation, and {} withdraws its grant",
+            "the message has to wait for its run in isolation, and {} withdraws its grant",
             consumer(at)
         ),
         ModelAction::DrainOver(at) => format!(
@@ -180,7 +180,7 @@ fn marker(marker: &Marker) -> String {
             attempts,
             effect: Effect::Nothing,
         } => format!(
-            "cleared, attempt {} from {}",
+            "cleared, attempt {}, of which {} not counted",
             attempts.number, attempts.base
         ),
         Marker::Cleared {
@@ -188,16 +188,16 @@ fn marker(marker: &Marker) -> String {
             effect: Effect::Unknown,
         } => {
             format!(
-                "cleared, attempt {} from {}, outcome unknown",
+                "cleared, attempt {}, of which {} not counted, outcome unknown",
                 attempts.number, attempts.base
             )
         }
         Marker::InProgress(hold) => format!(
-            "in progress, attempt {} from {}",
+            "in progress, attempt {}, of which {} not counted",
             hold.attempts.number, hold.attempts.base
         ),
         Marker::InDoubt(hold, _) => format!(
-            "in doubt, attempt {} from {}",
+            "in doubt, attempt {}, of which {} not counted",
             hold.attempts.number, hold.attempts.base
         ),
         Marker::Rejected { attempt, .. } => format!("rejected, attempt {attempt}"),

@@ -337,7 +337,7 @@ impl Claims {
                 .map(|it| operation(1, it, forget, None))
                 .collect();
             for answer in self.0.apply(&batch).await {
-                assert!(matches!(answer, Ok(Verdict::Kept)), "{answer:?}");
+                assert!(matches!(answer, Ok(Verdict::Applied)), "{answer:?}");
             }
         }
         Ok(took)

@@ -22,7 +22,7 @@ pub(crate) enum Anomaly {
 }
 
 impl Anomaly {
-    /// The value of the `finding` label of the counter.
+    /// The value of the `anomaly` label of the counter.
     pub(crate) fn label(&self) -> &'static str {
         match self {
             Self::CanaryLost => "canary_lost",

@@ -43,7 +43,7 @@ local function read(raw)
     end
   end
   local version = raw:match('^v(%d+) ')
-  if version and version ~= '1' then return nil, 'unknown version' end
+  if version and version ~= '1' then return nil, 'version ' .. version end
   return nil, 'unreadable'
 end
 

@@ -1,12 +1,11 @@
 //! Sends operations as pipelines and reads their verdicts.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
+use oncegate_core::StoreError;
 use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Verdict};
-use oncegate_core::{Key, StoreError};
 use redis::{Cmd, Value};
 
 use crate::durability::Durability;
@@ -18,8 +17,10 @@ use crate::reply;
 use crate::router::{CommandTarget, ConnectionKind, Router, RoutingView};
 use crate::script::{self, ScriptRef};
 use pipeline::{PipelineReplies, ServerPipeline};
+use rounds::rounds;
 
 mod pipeline;
+mod rounds;
 
 /// The maximum number of keys in one script call: a script blocks the server, and Lua unpacks only a
 /// few thousand values.
@@ -109,38 +110,10 @@ pub(crate) fn local_answers(operations: &[Operation]) -> Vec<Option<VerdictResul
 /// The answer to a renewal or completion of [`Guarantee::Bare`], for which nothing is sent.
 fn local_answer(operation: &Operation) -> Option<VerdictResult> {
     match (operation.terms.guarantee, operation.ask) {
-        (Guarantee::Bare, Ask::Renew) => Some(Ok(Verdict::Kept)),
+        (Guarantee::Bare, Ask::Renew) => Some(Ok(Verdict::Applied)),
         (Guarantee::Bare, Ask::Complete) => Some(Ok(Verdict::Done { marker_lost: false })),
         _ => None,
     }
-}
-
-/// Splits the operations into rounds so that operations on one key keep their order. Claims on the
-/// same terms may share a round, since a pipeline and a script call run in order; any other
-/// operation on a key that occurred before goes to the next round.
-fn rounds(operations: &[Operation]) -> Vec<Vec<usize>> {
-    if operations.len() == 1 {
-        return vec![vec![0]];
-    }
-    let mut last: HashMap<&Key, (usize, &Operation)> = HashMap::with_capacity(operations.len());
-    let mut rounds: Vec<Vec<usize>> = Vec::with_capacity(1);
-    for (index, operation) in operations.iter().enumerate() {
-        let round = match last.get(&operation.key) {
-            None => 0,
-            Some((round, before))
-                if operation.ask == Ask::Claim && script::can_share_call(before, operation) =>
-            {
-                *round
-            }
-            Some((round, _)) => round + 1,
-        };
-        last.insert(&operation.key, (round, operation));
-        if round == rounds.len() {
-            rounds.push(Vec::with_capacity(operations.len()));
-        }
-        rounds[round].push(index);
-    }
-    rounds
 }
 
 /// A server did not reply; the later rounds of the batch are not sent.
@@ -372,7 +345,7 @@ impl OperationBatch<'_> {
                 answer,
                 Some(Ok(Verdict::Granted(_)
                     | Verdict::InDoubt(_)
-                    | Verdict::Kept))
+                    | Verdict::Applied))
             ) {
                 *answer = Some(Err(failure.clone()));
             }
@@ -457,7 +430,7 @@ impl OperationBatch<'_> {
             }
             (BatchCommand::BareDelete(index), reply) => {
                 self.answers[index] = Some(match reply {
-                    Value::Int(_) => Ok(Verdict::Kept),
+                    Value::Int(_) => Ok(Verdict::Applied),
                     other => Err(reply::unexpected(&other)),
                 });
             }

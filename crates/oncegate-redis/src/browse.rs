@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use oncegate_core::marker::Marker;
-use oncegate_core::{Key, Listed, MarkerWithExpiry, StoreError};
+use oncegate_core::{Key, ListedKey, MarkerWithExpiry, StoreError};
 use redis::{Cmd, Pipeline, Value};
 
 use crate::failure::StoreFailure;
@@ -25,7 +25,7 @@ pub struct Browse {
     cursor: Vec<u8>,
 }
 
-/// The cursor of `SCAN` at its start and at its end.
+/// The cursor with which a `SCAN` starts, and that its last reply returns.
 const START: &[u8] = b"0";
 
 impl Browse {
@@ -37,7 +37,7 @@ impl Browse {
     ///
     /// # Errors
     /// The request failed, or the user lacks the right to it.
-    pub async fn next(&mut self) -> Result<Option<Vec<Listed>>, StoreError> {
+    pub async fn next(&mut self) -> Result<Option<Vec<ListedKey>>, StoreError> {
         let Some(connections) = self.servers.front().cloned() else {
             return Ok(None);
         };
@@ -71,15 +71,12 @@ impl Browse {
         let listed = names.into_iter().map(|name| {
             let marker =
                 marker_with_expiry(replies.next(), replies.next()).map_err(StoreError::from);
-            Listed {
-                name,
-                standing: marker,
-            }
+            ListedKey { name, marker }
         });
         // A key may expire between `SCAN` and its read.
-        let is_absent = |listed: &Listed| {
+        let is_absent = |listed: &ListedKey| {
             matches!(
-                listed.standing,
+                listed.marker,
                 Ok(MarkerWithExpiry {
                     marker: Marker::Absent,
                     ..

@@ -122,7 +122,7 @@ impl SlotMap {
         if let Some(key) = known.filter(|key| !migrating.contains(slot(key))) {
             return Some(key);
         }
-        if !self.ranges.iter().any(|(_, it)| it == address) {
+        if !self.ranges.iter().any(|(_, primary)| primary == address) {
             return None;
         }
         let numbered = |number: u16| [name, number.to_string().as_bytes()].concat();
@@ -147,7 +147,7 @@ impl SlotMap {
             .ranges
             .iter()
             .map(|(_, address)| address.as_str())
-            .filter(|it| !it.is_empty())
+            .filter(|address| !address.is_empty())
             .collect();
         primaries.sort_unstable();
         primaries.dedup();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use oncegate_core::StoreError;
 use redis::RedisError;
 
-use crate::record::DecodeError;
+use crate::record::{DecodeError, VERSION};
 use crate::tool_rights;
 
 /// Why an operation has no verdict. `Clone`, because one lost reply fails many operations.
@@ -144,10 +144,10 @@ impl StoreFailure {
     /// The failure for a value that is no marker.
     pub(crate) fn unreadable(why: DecodeError) -> Self {
         match why {
-            // Affects the deployment, not one id.
-            DecodeError::UnknownVersion => Self::misconfigured(
-                "a newer release wrote this marker (unknown record version): upgrade oncegate here; the key is unchanged",
-            ),
+            DecodeError::UnknownVersion(version) => Self::UnreadableMarker(Problem::new(format!(
+                "a newer release wrote this marker (record version {version}, this release reads {VERSION}): upgrade oncegate here; the key \
+                 is unchanged"
+            ))),
             DecodeError::NotAMarker => Self::UnreadableMarker(Problem::new(
                 "another program wrote this key, or the value is truncated: set a separate key prefix with Redis::prefix, or delete the \
                  key; the key is unchanged",

@@ -11,7 +11,7 @@ use crate::router::ConnectionPair;
 pub(crate) struct InfoReply(String);
 
 impl InfoReply {
-    /// Requests it from the server.
+    /// Sends `INFO` to the server.
     ///
     /// # Errors
     /// The request failed, or the user has no right to `INFO`.

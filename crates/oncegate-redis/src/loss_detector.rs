@@ -3,6 +3,8 @@
 //! The [canary](crate::canary) shows lost keys and lost writes; `INFO` shows evicted keys, a
 //! restart and a clock that jumped.
 
+mod snapshot;
+
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,8 +19,9 @@ use crate::connection::PinnedConnection;
 use crate::durability::Durability;
 use crate::failure::StoreFailure;
 use crate::info::InfoReply;
-use crate::metric::{FINDINGS, PAUSED};
+use crate::metric::{ANOMALIES, PAUSED};
 use crate::router::{ConnectionPair, Router};
+use snapshot::{ServerSnapshot, detect_anomalies};
 
 /// How often a server is checked while claims are sent.
 const CHECK_INTERVAL: Duration = Duration::from_secs(2);
@@ -89,21 +92,6 @@ struct KnownCanary {
 struct KnownCount {
     minimum: u64,
     at: Instant,
-}
-
-/// `INFO` of a server process at one moment.
-#[derive(Clone, Debug)]
-struct ServerSnapshot {
-    run_id: String,
-    replication_id: String,
-    /// The replication ID of the primary that it followed before its promotion.
-    previous_replication_id: Option<String>,
-    uptime: Duration,
-    evicted: u64,
-    clock: Duration,
-    /// The snapshot was taken between these two moments.
-    requested_at: Instant,
-    received_at: Instant,
 }
 
 /// The last observation of a canary when a request for it is sent.
@@ -492,12 +480,12 @@ impl DetectorState {
 
     fn report(&mut self, anomaly: &Anomaly) {
         let description = anomaly.description();
-        metrics::counter!(FINDINGS, "finding" => anomaly.label()).increment(1);
+        metrics::counter!(ANOMALIES, "anomaly" => anomaly.label()).increment(1);
         if anomaly.is_data_loss() {
-            tracing::error!(finding = anomaly.label(), "{description}");
+            tracing::error!(anomaly = anomaly.label(), "{description}");
             self.data_loss.get_or_insert(description);
         } else {
-            tracing::warn!(finding = anomaly.label(), "{description}");
+            tracing::warn!(anomaly = anomaly.label(), "{description}");
         }
         if let Anomaly::ClockForward(by) = anomaly {
             // A smaller jump does not cancel the pause for a larger one.
@@ -505,72 +493,6 @@ impl DetectorState {
             self.clock_jump = Some((Instant::now(), by));
         }
     }
-}
-
-impl ServerSnapshot {
-    fn read(info: &InfoReply, requested_at: Instant) -> Self {
-        Self {
-            run_id: info.field("run_id").unwrap_or_default().to_owned(),
-            replication_id: info.field("master_replid").unwrap_or_default().to_owned(),
-            previous_replication_id: info.field("master_replid2").map(str::to_owned),
-            uptime: Duration::from_secs(info.number("uptime_in_seconds").unwrap_or(0)),
-            evicted: info.number("evicted_keys").unwrap_or(0),
-            clock: Duration::from_micros(info.number("server_time_usec").unwrap_or(0)),
-            requested_at,
-            received_at: Instant::now(),
-        }
-    }
-
-    /// Whether this server was a replica of the other one and already ran at its last snapshot. A
-    /// server started later may have read the replication ID from a file.
-    fn took_over_from(&self, before: &Self) -> bool {
-        !before.replication_id.is_empty()
-            && self.previous_replication_id.as_deref() == Some(&before.replication_id)
-            && self.uptime
-                > self
-                    .received_at
-                    .saturating_duration_since(before.requested_at)
-    }
-}
-
-/// Compares two snapshots: of one server, or of a server and the one that replaced it.
-fn detect_anomalies(
-    before: &ServerSnapshot,
-    now: &ServerSnapshot,
-    tolerance: Duration,
-) -> Vec<Anomaly> {
-    let mut anomalies = Vec::new();
-    // A new process counts from 0.
-    let evicted_before = if now.run_id == before.run_id {
-        before.evicted
-    } else {
-        0
-    };
-    if now.evicted > evicted_before {
-        anomalies.push(Anomaly::Evicted(now.evicted - evicted_before));
-    }
-    // The bounds of the time between the two snapshots: a request may be sent late, a reply read
-    // late.
-    let (least, most) = (
-        now.requested_at
-            .saturating_duration_since(before.received_at),
-        now.received_at
-            .saturating_duration_since(before.requested_at),
-    );
-    let tolerance = tolerance + most / 1_000;
-    match now.clock.checked_sub(before.clock) {
-        Some(advance) if advance > most + tolerance => {
-            anomalies.push(Anomaly::ClockForward(advance - most))
-        }
-        Some(advance) if advance + tolerance < least => {
-            anomalies.push(Anomaly::ClockBackward(least - advance))
-        }
-        None if before.clock - now.clock > tolerance => {
-            anomalies.push(Anomaly::ClockBackward(before.clock - now.clock + least))
-        }
-        _ => {}
-    }
-    anomalies
 }
 
 #[cfg(test)]

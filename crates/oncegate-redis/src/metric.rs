@@ -3,7 +3,7 @@
 use oncegate_core::metric::Metric;
 
 pub(crate) const PAUSED: &str = "oncegate_redis_paused";
-pub(crate) const FINDINGS: &str = "oncegate_redis_findings_total";
+pub(crate) const ANOMALIES: &str = "oncegate_redis_anomalies_total";
 
 /// The metrics of the Redis store.
 pub const REDIS_METRICS: &[Metric] = &[
@@ -13,8 +13,8 @@ pub const REDIS_METRICS: &[Metric] = &[
         "1 while at-most-once claims are paused because Redis lost data",
     ),
     Metric::counter(
-        FINDINGS,
-        &["finding"],
+        ANOMALIES,
+        &["anomaly"],
         "Anomalies of Redis, such as lost data or a clock that jumped",
     ),
 ];

@@ -28,11 +28,14 @@ use oncegate_core::marker::{
 /// The longest time in a record or an expiry, a hundred years: a longer one overflows in Redis.
 const LONGEST_MS: u64 = 100 * 365 * 24 * 3600 * 1000;
 
+/// The version of the records that this release reads and writes.
+pub(crate) const VERSION: u64 = 1;
+
 /// Why a value cannot be decoded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DecodeError {
-    /// A newer release wrote it.
-    UnknownVersion,
+    /// A newer release wrote it, with this version of the record.
+    UnknownVersion(u64),
     /// Another program wrote it, or it is truncated.
     NotAMarker,
 }
@@ -64,7 +67,7 @@ pub(crate) fn token(token: Token) -> String {
 
 /// A fingerprint as 18 digits, or `-`.
 fn fingerprint(fingerprint: Option<Fingerprint>) -> String {
-    fingerprint.map_or_else(|| "-".into(), |it| format!("{:018}", it.get()))
+    fingerprint.map_or_else(|| "-".into(), |value| format!("{:018}", value.get()))
 }
 
 /// The record of a granted first claim with this operation's token and terms, and this attempt
@@ -104,10 +107,10 @@ pub(crate) fn encode(marker: &Marker) -> String {
         Marker::InDoubt(hold, Doubt::Reconciling) => format_hold('r', hold),
         Marker::Rejected {
             attempt,
-            fingerprint: it,
-        } => format!("v1 x {attempt} {}", fingerprint(*it)),
+            fingerprint: body,
+        } => format!("v1 x {attempt} {}", fingerprint(*body)),
         Marker::Done(None) => "1".into(),
-        Marker::Done(Some(it)) => format!("-1{:018}", it.get()),
+        Marker::Done(Some(body)) => format!("-1{:018}", body.get()),
     }
 }
 
@@ -141,7 +144,7 @@ fn format_hold(kind: char, hold: &Hold) -> String {
         hold.token.0
     );
     let _ = match hold.fingerprint {
-        Some(it) => write!(record, "{:018}", it.get()),
+        Some(body) => write!(record, "{:018}", body.get()),
         None => write!(record, "-"),
     };
     record
@@ -164,9 +167,14 @@ pub(crate) fn decode(raw: &[u8]) -> Result<Marker, DecodeError> {
         && !version.is_empty()
         && version.bytes().all(|byte| byte.is_ascii_digit())
     {
-        return Err(DecodeError::UnknownVersion);
+        return Err(DecodeError::UnknownVersion(read_version(version)));
     }
     parse(text).ok_or(DecodeError::NotAMarker)
+}
+
+/// A version as a number; one that is too large for it is the largest.
+pub(crate) fn read_version(digits: &str) -> u64 {
+    digits.parse().unwrap_or(u64::MAX)
 }
 
 fn parse(text: &str) -> Option<Marker> {
@@ -389,10 +397,15 @@ mod tests {
 
     #[test]
     fn values_of_other_programs_are_not_markers() {
-        for newer in ["v2 p x", "v10 ", "v0 c 1"] {
+        for (newer, version) in [
+            ("v2 p x", 2),
+            ("v10 ", 10),
+            ("v0 c 1", 0),
+            ("v99999999999999999999 x", u64::MAX),
+        ] {
             assert_eq!(
                 decode(newer.as_bytes()),
-                Err(DecodeError::UnknownVersion),
+                Err(DecodeError::UnknownVersion(version)),
                 "{newer}"
             );
         }

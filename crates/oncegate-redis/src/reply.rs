@@ -58,12 +58,15 @@ pub(crate) fn verdict(value: &Value) -> VerdictResult {
             attempt: arguments.parse().map_err(|_| unexpected(value))?,
         },
         ("conflict", "") => Verdict::Conflict,
-        ("kept", "") => Verdict::Kept,
+        ("kept", "") => Verdict::Applied,
         ("done", "") => Verdict::Done { marker_lost: false },
         ("done", "lost") => Verdict::Done { marker_lost: true },
         ("lost", "") => Verdict::Lost,
-        ("unknown", "version") => {
-            return Err(StoreFailure::unreadable(DecodeError::UnknownVersion));
+        ("version", _) => {
+            let version = record::read_version(arguments);
+            return Err(StoreFailure::unreadable(DecodeError::UnknownVersion(
+                version,
+            )));
         }
         ("unreadable", "") => return Err(StoreFailure::unreadable(DecodeError::NotAMarker)),
         _ => return Err(unexpected(value)),

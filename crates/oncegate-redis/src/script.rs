@@ -48,7 +48,7 @@ pub(crate) fn call<'a>(
     }
     let terms = &first.terms;
     let (seen, freed) = match &first.ask {
-        Ask::SendBack { seen, .. } | Ask::Forget { seen } => {
+        Ask::Redrive { seen, .. } | Ask::Forget { seen } => {
             (record::encode(seen), marker::freed(first))
         }
         _ => (String::new(), None),
@@ -97,6 +97,6 @@ fn ask_name(ask: &Ask) -> &'static str {
         Ask::Doubt => "doubt",
         Ask::Resolve(Finding::Happened) => "happened",
         Ask::Resolve(Finding::DidNotHappen) => "did not happen",
-        Ask::SendBack { .. } | Ask::Forget { .. } => "free",
+        Ask::Redrive { .. } | Ask::Forget { .. } => "free",
     }
 }

@@ -73,7 +73,7 @@ impl Sentinels {
         let count = self.sentinels.len();
         let first = self.first.load(Ordering::Relaxed);
         let mut last_failure = None;
-        for index in (0..count).map(|it| (first + it) % count) {
+        for index in (0..count).map(|offset| (first + offset) % count) {
             let sentinel = &self.sentinels[index];
             // Before the query: a caller that is cancelled while this Sentinel is silent queries
             // another one the next time.

@@ -267,7 +267,7 @@ impl Redis {
     /// at-most-once claims pause ([`StoreError::NotApplied`]), because messages already handled could
     /// be granted again. Find out which messages may be redelivered, then call this in each process,
     /// on a clone of the store, or restart the process. Granted claims complete during the pause, and
-    /// other guarantees continue. The loss is logged and counted in `oncegate_redis_findings_total`.
+    /// other guarantees continue. The loss is logged and counted in `oncegate_redis_anomalies_total`.
     ///
     /// ```
     /// # use oncegate_redis::Redis;
@@ -310,12 +310,12 @@ impl Redis {
         }
     }
 
-    /// The current marker of a key, which [`Ask::SendBack`](oncegate_core::marker::Ask::SendBack) and
+    /// The current marker of a key, which [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
     /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) compare with. Changes nothing.
     ///
     /// # Errors
-    /// [`StoreError::UnreadableMarker`] if the key holds no marker, [`StoreError::Misconfigured`]
-    /// if a newer release wrote it; otherwise as for [`Store::apply`].
+    /// [`StoreError::UnreadableMarker`] if the key holds no marker, or one of a newer release;
+    /// otherwise as for [`Store::apply`].
     pub async fn look(&self, key: &Key) -> Result<Marker, StoreError> {
         let key = [&self.prefix, key.as_bytes()].concat();
         let connections = self.router.owner(&key).await?;

@@ -6,6 +6,7 @@ use redis::{Cmd, Value};
 
 use crate::browse::send;
 use crate::preflight::{self, PreflightRequest};
+use crate::record::{self, DecodeError};
 use crate::reply;
 use crate::store::Redis;
 
@@ -30,6 +31,8 @@ pub struct ForeignValue {
     /// The bytes of a string, or the elements of another type; `None` if the server does
     /// not return it, such as without the right to `STRLEN` or `HLEN`.
     pub length: Option<u64>,
+    /// The version of the record, if a newer release of oncegate wrote it.
+    pub record_version: Option<u64>,
 }
 
 /// Commands that only tools run, and the right that each needs.
@@ -90,21 +93,21 @@ impl Redis {
         Ok(ToolRights { missing, grant })
     }
 
-    /// The type and length of a value under the key of a marker. Changes nothing and reads no
-    /// content.
+    /// The type and length of a value under the key of a marker, and the version if it is a record of
+    /// a newer release. Changes nothing.
     ///
     /// # Errors
     /// The request failed, or the user lacks the right to `TYPE`.
     pub async fn foreign_value(&self, key: &Key) -> Result<ForeignValue, StoreError> {
         let key = [self.prefix_bytes(), key.as_bytes()].concat();
         let connections = self.router().owner(&key).await?;
-        let ask = async |name: &str| {
+        let send_command = async |name: &str| {
             let command = redis::cmd(name).arg(&key).to_owned();
             send(&connections, &[command])
                 .await
                 .inspect_err(|_| self.router().invalidate())
         };
-        let kind = match reply::success(ask("TYPE").await?.pop())? {
+        let kind = match reply::success(send_command("TYPE").await?.pop())? {
             Value::SimpleString(kind) => kind,
             _ => return Err(reply::wrong_type("TYPE").into()),
         };
@@ -117,12 +120,26 @@ impl Redis {
             ("stream", "XLEN"),
         ];
         let length = match counts.iter().find(|(counted, _)| *counted == kind) {
-            Some((_, name)) => match ask(name).await?.pop() {
+            Some((_, name)) => match send_command(name).await?.pop() {
                 Some(Value::Int(length)) => u64::try_from(length).ok(),
                 _ => None,
             },
             None => None,
         };
-        Ok(ForeignValue { kind, length })
+        let record_version = match kind.as_str() {
+            "string" => match send_command("GET").await?.pop() {
+                Some(Value::BulkString(raw)) => match record::decode(&raw) {
+                    Err(DecodeError::UnknownVersion(version)) => Some(version),
+                    _ => None,
+                },
+                _ => None,
+            },
+            _ => None,
+        };
+        Ok(ForeignValue {
+            kind,
+            length,
+            record_version,
+        })
     }
 }

@@ -104,7 +104,7 @@ impl Sqlite {
         )
     }
 
-    /// The current marker of a key, which [`Ask::SendBack`](oncegate_core::marker::Ask::SendBack) and
+    /// The current marker of a key, which [`Ask::Redrive`](oncegate_core::marker::Ask::Redrive) and
     /// [`Ask::Forget`](oncegate_core::marker::Ask::Forget) compare with. Changes nothing.
     ///
     /// # Errors

@@ -169,10 +169,8 @@ fn runtime() -> Runtime {
 }
 
 async fn with_timeout(law: impl Future<Output = ()>) {
-    if tokio::time::timeout(LAW_TIMEOUT + random::extra_time(), law)
-        .await
-        .is_err()
-    {
-        panic!("the law did not end within {LAW_TIMEOUT:?}");
+    let limit = LAW_TIMEOUT + random::extra_time();
+    if tokio::time::timeout(limit, law).await.is_err() {
+        panic!("the law did not end within {limit:?}");
     }
 }

@@ -33,7 +33,7 @@ impl Lines {
         lines
     }
 
-    /// All lines that were not taken, as one text.
+    /// All lines since the last [`take`](Self::take), as one text.
     pub fn text(&self) -> String {
         let lines = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         lines.iter().map(|(_, line)| line.as_str()).collect()

@@ -20,10 +20,12 @@ pub enum Poison {
     Panics,
 }
 
-/// The number of attempts of the poison message, and of runs in each attempt if it fails.
+/// The number of attempts of the poison message.
 const ATTEMPTS: u32 = 3;
+/// The number of runs in each attempt of a poison message that fails.
 const RUNS: u32 = 2;
-/// How much longer the other messages may take beside a poison message.
+/// The limit of the time of the other messages beside a poison message, relative to their time
+/// without it.
 const MAX_SLOWDOWN: f64 = 1.10;
 /// The time limit of one call of [`handle`].
 const ROUND_TIMEOUT: Duration = Duration::from_secs(120);
@@ -128,7 +130,7 @@ pub struct Rounds {
 impl Rounds {
     /// Runs this many rounds; `one` passes its argument to [`handle`] and returns the time of the
     /// other messages.
-    pub async fn play(
+    pub async fn measure(
         poison: Poison,
         rounds: usize,
         mut one: impl AsyncFnMut((Poison, u32)) -> Duration,
@@ -164,7 +166,7 @@ impl Rounds {
     /// # Panics
     /// If the other messages took more than a tenth longer beside a poison message, by the median
     /// of all rounds.
-    pub fn judge(&self) {
+    pub fn assert_slowdown_limit(&self) {
         let mut ratios: Vec<f64> = self
             .with
             .iter()
@@ -215,12 +217,12 @@ mod tests {
 
     #[test]
     fn the_median_of_all_rounds_may_be_a_tenth_more() {
-        rounds(&[300, 109, 90]).judge();
+        rounds(&[300, 109, 90]).assert_slowdown_limit();
     }
 
     #[test]
     #[should_panic(expected = "Rounds")]
     fn a_larger_slowdown_fails() {
-        rounds(&[300, 112, 90]).judge();
+        rounds(&[300, 112, 90]).assert_slowdown_limit();
     }
 }

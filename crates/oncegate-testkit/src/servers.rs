@@ -11,7 +11,7 @@ mod cluster;
 mod kafka;
 mod kafka_cluster;
 mod kafka_distribution;
-mod kafka_doors;
+mod kafka_listeners;
 mod mirror_maker;
 mod port;
 mod process;
@@ -28,7 +28,7 @@ pub use cluster::ClusterServers;
 pub use kafka::{Kafka, KafkaServer};
 pub use kafka_cluster::KafkaServers;
 pub use kafka_distribution::{cache, fetch_kafka, kafka_is_fetched};
-pub use kafka_doors::{KafkaDoor, KafkaUser};
+pub use kafka_listeners::{KafkaListener, KafkaUser};
 pub use mirror_maker::{MirrorMaker, MirrorMakerServer};
 pub use process::ProcessId;
 pub use rabbit::{RABBITMQ_CLIENT, RABBITMQ_SERVER, Rabbit, RabbitOptions, RabbitServer};
@@ -78,7 +78,7 @@ pub enum ServerError {
     #[error(
         "Kafka: Maven succeeded, but {directory} is incomplete; remove the directory and try again"
     )]
-    NoBroker {
+    IncompleteDownload {
         /// The directory of the broker.
         directory: PathBuf,
     },
@@ -91,7 +91,7 @@ impl fmt::Debug for ServerError {
     }
 }
 
-fn io(server: &'static str, action: &str, source: std::io::Error) -> ServerError {
+fn io(server: &'static str, action: impl Into<String>, source: std::io::Error) -> ServerError {
     ServerError::Io {
         server,
         action: action.into(),

@@ -53,7 +53,7 @@ fn sentinels_name_a_new_primary_and_a_cut_link_is_cut() {
     let new = servers.wait_for_failover(old).unwrap();
     assert_eq!(servers.redis()[new].command("EXISTS before").unwrap(), ":1");
     assert_eq!(servers.redis()[new].command("EXISTS after").unwrap(), ":0");
-    servers.mend().unwrap();
+    servers.restore().unwrap();
     assert_eq!(servers.primary(), new);
     assert_eq!(servers.redis()[old].command("EXISTS after").unwrap(), ":0");
     assert!(
@@ -107,7 +107,7 @@ fn a_cluster_is_whole() {
     let cluster = ClusterServers::start().unwrap();
     assert_eq!(cluster.primaries().len(), 3);
     // The slot of `foo` is 12182.
-    let serving = cluster.serves(12182);
+    let serving = cluster.primary_of_slot(12182);
     assert_eq!(
         cluster.nodes()[serving].command("SET foo 1").unwrap(),
         "+OK"

@@ -1,4 +1,4 @@
-//! Twenty readers find a stale cache; one of them refreshes it, the others serve what they have.
+//! Twenty readers find a stale cache: one of them refreshes it, the others serve the stale content.
 //!
 //! `ONCEGATE_REDIS=redis://… cargo run -p oncegate --example cache_refresh`
 
@@ -9,7 +9,7 @@ use oncegate::{Failure, Gate, Redis, RunOutcome, WhenHeld};
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let redis = std::env::var("ONCEGATE_REDIS").unwrap_or_else(|_| "redis://localhost:6379".into());
-    // The window is how long the cache is fresh: after it, the next reader refreshes again.
+    // The cache is fresh for the dedup window; after that, the next reader refreshes it.
     let gate = Gate::builder()
         .store(Redis::at(redis))
         .scope("cache")
@@ -35,7 +35,7 @@ async fn read(gate: Gate, cache: String) -> Result<&'static str, oncegate::GateE
     })
 }
 
-/// Stands for your work.
+/// Placeholder for your work.
 async fn fetch_the_prices() -> Result<(), Failure> {
     tokio::time::sleep(Duration::from_millis(100)).await;
     Ok(())

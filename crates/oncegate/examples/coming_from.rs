@@ -1,5 +1,5 @@
-//! A Kafka consumer as other frameworks have it: what fails for good, how often a message is tried,
-//! and where dead letters go.
+//! A Kafka consumer with the settings that other frameworks have: errors without a retry, the number of
+//! attempts, the backoff, and the dead-letter topic.
 
 use std::time::Duration;
 

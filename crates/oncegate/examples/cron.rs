@@ -1,4 +1,4 @@
-//! A timer fires on three machines; the day is settled once.
+//! A timer fires on three machines, and its daily job runs on one of them.
 //!
 //! `ONCEGATE_REDIS=redis://… cargo run -p oncegate --example cron`
 
@@ -7,7 +7,7 @@ use oncegate::{Failure, Gate, Redis, RunOutcome};
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let redis = std::env::var("ONCEGATE_REDIS").unwrap_or_else(|_| "redis://localhost:6379".into());
-    let today = format!("settle-{}", std::process::id()); // a date, in a program that is started once a day
+    let today = format!("settle-{}", std::process::id()); // in production: the date
     let machines: Vec<_> = (1..=3)
         .map(|machine| tokio::spawn(at_midnight(machine, redis.clone(), today.clone())))
         .collect();
@@ -36,7 +36,7 @@ async fn at_midnight(
     Ok(())
 }
 
-/// Stands for your work.
+/// Placeholder for your work.
 async fn settle_the_day() -> Result<usize, Failure> {
     tokio::time::sleep(std::time::Duration::from_millis(100)).await;
     Ok(3)

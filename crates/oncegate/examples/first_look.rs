@@ -1,14 +1,14 @@
-//! A first look at speed: the bare Kafka client and oncegate, in turn, on the same topic and the
-//! same machine.
+//! A rough comparison of throughput: the bare Kafka client and oncegate, one after the other, on the
+//! same topic and the same machine.
 //!
 //! `ONCEGATE_KAFKA=… ONCEGATE_REDIS=… cargo run --release -p oncegate --features kafka --example
 //! first_look -- [MESSAGES [ONLY]]`
 //!
-//! `ONLY` is a part of the names of what is to be run beside the bare client, such as `Redis,
-//! spawned`.
+//! `ONLY` selects the cases whose names contain it, such as `Redis, spawned`; the bare client always
+//! runs.
 //!
-//! It prints messages a second and the ratio to the bare client. It is no benchmark: one run, one
-//! size, one handler.
+//! It prints messages a second and the ratio to the bare client. It is not a benchmark: one run, one
+//! message size, one handler.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -23,21 +23,21 @@ use rdkafka::consumer::{Consumer as _, StreamConsumer};
 use rdkafka::producer::{BaseRecord, Producer, ThreadedProducer};
 use tokio::sync::Notify;
 
-type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
+type ExampleResult<T> = Result<T, Box<dyn std::error::Error>>;
 
-/// Counts, and says when all have been seen.
+/// Counts messages, and notifies `done` at the last one.
 #[derive(Clone)]
-struct Count {
-    seen: Arc<AtomicUsize>,
-    all: usize,
+struct CountMessages {
+    handled: Arc<AtomicUsize>,
+    total: usize,
     done: Arc<Notify>,
 }
 
-impl Handler for Count {
+impl Handler for CountMessages {
     type Payload = oncegate::Raw;
 
     async fn handle(&self, _: oncegate::Raw, _: &Context) -> Result<(), Failure> {
-        if self.seen.fetch_add(1, Ordering::Relaxed) + 1 == self.all {
+        if self.handled.fetch_add(1, Ordering::Relaxed) + 1 == self.total {
             self.done.notify_one();
         }
         Ok(())
@@ -45,7 +45,7 @@ impl Handler for Count {
 }
 
 #[tokio::main]
-async fn main() -> Fallible<()> {
+async fn main() -> ExampleResult<()> {
     let brokers = std::env::var("ONCEGATE_KAFKA")
         .map_err(|_| "set ONCEGATE_KAFKA, as `cargo xtask services up` prints it")?;
     let redis = std::env::var("ONCEGATE_REDIS")
@@ -62,19 +62,19 @@ async fn main() -> Fallible<()> {
     let bare = bare(&brokers, &topic, messages).await?;
     println!("{:<42} {:>10.0}/s", "bare client, recv()", bare);
     let only = std::env::args().nth(2).unwrap_or_default();
-    for (name, handlers) in [
-        ("in place", Execution::Inline),
+    for (name, execution) in [
+        ("inline", Execution::Inline),
         ("spawned", Execution::Spawned),
     ] {
         let memory = format!("oncegate, memory store, {name}");
         if memory.contains(&only) {
-            let rate = gated(
+            let rate = with_oncegate(
                 &brokers,
                 &topic,
                 &memory,
                 messages,
                 MemoryStore::new(),
-                handlers,
+                execution,
             )
             .await?;
             println!("{memory:<42} {rate:>10.0}/s {:>6.2}", rate / bare);
@@ -82,9 +82,10 @@ async fn main() -> Fallible<()> {
         let on_redis = format!("oncegate, Redis, {name}");
         if on_redis.contains(&only) {
             let store = Redis::at(&redis)
-                .prefix(format!("{topic}-{handlers:?}:"))
+                .prefix(format!("{topic}-{execution:?}:"))
                 .allow_volatile_store();
-            let rate = gated(&brokers, &topic, &on_redis, messages, store, handlers).await?;
+            let rate =
+                with_oncegate(&brokers, &topic, &on_redis, messages, store, execution).await?;
             println!("{on_redis:<42} {rate:>10.0}/s {:>6.2}", rate / bare);
         }
     }
@@ -92,7 +93,7 @@ async fn main() -> Fallible<()> {
 }
 
 /// 100-byte messages with an id in a header, over four partitions.
-async fn produce(brokers: &str, topic: &str, messages: usize) -> Fallible<()> {
+async fn produce(brokers: &str, topic: &str, messages: usize) -> ExampleResult<()> {
     use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
     let mut config = ClientConfig::new();
     config.set("bootstrap.servers", brokers);
@@ -105,7 +106,7 @@ async fn produce(brokers: &str, topic: &str, messages: usize) -> Fallible<()> {
     let new = topics
         .iter()
         .map(|(name, partitions)| NewTopic::new(name, *partitions, TopicReplication::Fixed(1)));
-    // As oncegate wants the last two.
+    // oncegate refuses dead-letter and in-doubt topics whose messages expire.
     let new: Vec<_> = new
         .map(|topic| topic.set("retention.ms", "-1").set("retention.bytes", "-1"))
         .collect();
@@ -124,17 +125,17 @@ async fn produce(brokers: &str, topic: &str, messages: usize) -> Fallible<()> {
         let mut record = BaseRecord::<(), _>::to(topic)
             .payload(&body)
             .headers(rdkafka::message::OwnedHeaders::new().insert(header));
-        while let Err((_, again)) = producer.send(record) {
+        while let Err((_, unsent)) = producer.send(record) {
             tokio::time::sleep(Duration::from_millis(5)).await;
-            record = again;
+            record = unsent;
         }
     }
     producer.flush(Duration::from_secs(60))?;
     Ok(())
 }
 
-/// The most that the client itself reaches in safe code.
-async fn bare(brokers: &str, topic: &str, messages: usize) -> Fallible<f64> {
+/// The throughput of the bare client with `recv()`.
+async fn bare(brokers: &str, topic: &str, messages: usize) -> ExampleResult<f64> {
     let mut config = ClientConfig::new();
     config
         .set("bootstrap.servers", brokers)
@@ -143,43 +144,43 @@ async fn bare(brokers: &str, topic: &str, messages: usize) -> Fallible<f64> {
     let consumer: StreamConsumer = config.set("fetch.queue.backoff.ms", "10").create()?;
     consumer.subscribe(&[topic])?;
     consumer.recv().await?;
-    let begun = Instant::now();
+    let start = Instant::now();
     for _ in 1..messages {
         consumer.recv().await?;
     }
-    Ok(messages as f64 / begun.elapsed().as_secs_f64())
+    Ok(messages as f64 / start.elapsed().as_secs_f64())
 }
 
-/// The same through the gate, timed from the first message to the last.
-async fn gated(
+/// The throughput of an oncegate consumer, from the first message to the last.
+async fn with_oncegate(
     brokers: &str,
     topic: &str,
     name: &str,
     messages: usize,
     store: impl Store + 'static,
-    handlers: Execution,
-) -> Fallible<f64> {
-    let count = Count {
-        seen: Arc::default(),
-        all: messages,
+    execution: Execution,
+) -> ExampleResult<f64> {
+    let count = CountMessages {
+        handled: Arc::default(),
+        total: messages,
         done: Arc::default(),
     };
-    let begun = Instant::now();
-    let (seen, done) = (count.seen.clone(), count.done.clone());
+    let start = Instant::now();
+    let (handled, done) = (count.handled.clone(), count.done.clone());
     let timed = async move {
-        let mut first = begun;
-        while seen.load(Ordering::Relaxed) == 0 {
+        let mut first = start;
+        while handled.load(Ordering::Relaxed) == 0 {
             tokio::time::sleep(Duration::from_millis(1)).await;
             first = Instant::now();
         }
         done.notified().await;
         messages as f64 / first.elapsed().as_secs_f64()
     };
-    let (tell, told) = tokio::sync::oneshot::channel();
+    let (send_rate, rate) = tokio::sync::oneshot::channel();
     let finish = async {
-        let _ = tell.send(timed.await);
+        let _ = send_rate.send(timed.await);
     };
-    // A group of its own: one that another case has left would find nothing to read.
+    // A group of its own: that of another case has committed the offsets of all messages.
     let group = format!("{topic} {name}");
     Consumer::builder()
         .source(Kafka::topic(topic).brokers(brokers).group(group))
@@ -187,9 +188,9 @@ async fn gated(
         .guarantee(Guarantee::EffectivelyOnce)
         .id(IdSource::header("id"))
         .decode(RawBytes)
-        .execution(handlers)
+        .execution(execution)
         .handler(count)
         .run_until(finish)
         .await?;
-    Ok(told.await?)
+    Ok(rate.await?)
 }

@@ -1,4 +1,4 @@
-//! Settles the day once, wherever and however often the timer fires.
+//! A daily job that runs once, on however many machines and however often its timer fires.
 
 use oncegate::{Failure, FailureExt, Gate, Redis, RunOutcome};
 
@@ -20,8 +20,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Stands for your work.
+/// Placeholder for your work.
 async fn settle_the_day() -> Result<usize, Failure> {
-    let entries = std::fs::read_to_string("entries.txt").retry()?; // nothing happened: run me again
+    let entries = std::fs::read_to_string("entries.txt").retry()?; // nothing happened: run again
     Ok(entries.lines().count())
 }

@@ -1,4 +1,4 @@
-//! An HTTP endpoint with an `Idempotency-Key`: the same request five times at once, and one order.
+//! An HTTP endpoint with an `Idempotency-Key`: five concurrent requests with one key place one order.
 //!
 //! `ONCEGATE_REDIS=redis://… cargo run -p oncegate --example idempotency_key`
 
@@ -15,8 +15,7 @@ use tower::ServiceExt;
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let redis = std::env::var("ONCEGATE_REDIS").unwrap_or_else(|_| "redis://localhost:6379".into());
-    // A second request with the same key waits for the first, rather than tell its sender to come
-    // back.
+    // A second request with the same key waits for the first, so that its sender need not retry.
     let when_held = WhenHeld::Wait(Duration::from_secs(5));
     let gate = Gate::builder()
         .store(Redis::at(redis))
@@ -50,11 +49,11 @@ async fn order(State(gate): State<Gate>, headers: HeaderMap) -> StatusCode {
         Ok(RunOutcome::AlreadyDone) => StatusCode::OK,
         Ok(RunOutcome::HeldElsewhere) | Err(GateError::HeldElsewhere) => StatusCode::CONFLICT,
         Err(GateError::Failed(_)) => StatusCode::SERVICE_UNAVAILABLE, // nothing happened: the sender may try again
-        Err(_) => StatusCode::INTERNAL_SERVER_ERROR,                  // nobody knows
+        Err(_) => StatusCode::INTERNAL_SERVER_ERROR,                  // the outcome is unknown
     }
 }
 
-/// Stands for your work.
+/// Placeholder for your work.
 async fn place_the_order() -> Result<(), Failure> {
     tokio::time::sleep(Duration::from_millis(100)).await;
     Ok(())

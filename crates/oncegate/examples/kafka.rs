@@ -21,7 +21,7 @@ impl Handler for Charge {
     }
 }
 
-/// Stands for your payment provider.
+/// Placeholder for your payment provider.
 async fn charge(card: &str, cents: u64, id: &str) -> Result<(), std::io::Error> {
     println!("{id}: {cents} cents from {card}");
     Ok(())

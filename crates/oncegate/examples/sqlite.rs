@@ -1,5 +1,5 @@
-//! Work that one machine does once a day, whoever starts it and however often: `cargo run -p
-//! oncegate --features sqlite --example sqlite`, twice.
+//! Work that runs once a day on a machine, however often it is started: `cargo run -p oncegate --features
+//! sqlite --example sqlite`, twice.
 
 use oncegate::{Failure, Gate, Guarantee, RunOutcome, Sqlite};
 
@@ -21,7 +21,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Stands for your work.
+/// Placeholder for your work.
 async fn write_the_report() -> Result<usize, Failure> {
     Ok(7)
 }

@@ -1,4 +1,4 @@
-//! A consumer of one's own that needs no server: the book's first page.
+//! A first consumer, which needs no server.
 
 use oncegate::{
     Consumer, Context, Error, Failure, Handler, IdSource, MemoryBroker, Message, Sqlite,
@@ -24,7 +24,7 @@ async fn main() -> Result<(), Error> {
     tracing_subscriber::fmt().init();
     let queue = MemoryBroker::new("stock");
     queue.publish(Message::new(r#"{"article": "tea", "level": 3}"#).with_message_id("stock-1"));
-    queue.publish(Message::new(r#"{"article": "tea", "level": 3}"#).with_message_id("stock-1")); // once more
+    queue.publish(Message::new(r#"{"article": "tea", "level": 3}"#).with_message_id("stock-1")); // a duplicate
     queue.publish(Message::new(r#"{"article": "milk", "level": 7}"#).with_message_id("stock-2"));
     let empty = queue.clone();
     Consumer::builder()

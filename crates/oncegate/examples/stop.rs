@@ -1,5 +1,5 @@
-//! Stops as a container is stopped: `cargo run -p oncegate --features sqlite --example stop`, and
-//! `kill -TERM` or Ctrl-C while it charges.
+//! Drains at a signal, as a container is stopped: `cargo run -p oncegate --features sqlite --example
+//! stop`, and `kill -TERM` or Ctrl-C while it charges.
 
 use std::time::Duration;
 

@@ -1,4 +1,4 @@
-//! What a gate would change, counted before it changes anything: `cargo run -p oncegate --features
+//! Counts the messages that a gate would block, without blocking any: `cargo run -p oncegate --features
 //! kafka --example trial`.
 
 use oncegate::{
@@ -24,7 +24,7 @@ async fn main() -> Result<(), Error> {
 
     Consumer::builder()
         .store(Shadow::new(redis, report.clone()))
-        // … all else as it will be
+        // … all other settings as in production
         .source(
             Kafka::topic("payments")
                 .brokers("localhost:9092")

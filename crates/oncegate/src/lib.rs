@@ -1,8 +1,8 @@
 //! Idempotent message consumers for Kafka and RabbitMQ.
 //!
-//! After a crash, a redelivery, a lost reply or a rebalance, the effect of a message has still
-//! happened as often as the chosen [`Guarantee`] allows. This crate re-exports the others and
-//! contains no logic. [`prelude`] has what a consumer needs.
+//! Whatever crashes, is redelivered, lost or rebalanced: the effect of a message happens as often as
+//! the chosen [`Guarantee`] allows. This crate re-exports the others and contains no logic.
+//! [`prelude`] has what a consumer needs.
 #![forbid(unsafe_code)]
 
 pub mod metrics;
@@ -11,9 +11,9 @@ pub mod prelude;
 // The consumer and its settings.
 pub use oncegate_core::{
     Builder, Consumer, ConsumerSnapshot, ConsumerStatus, DeliveryState, DrainHandle, Error,
-    Execution, Fingerprint, Fingerprints, Guarantee, IdSource, InFlightDelivery, Order, Outage,
-    Readiness, Scope, Shadow, ShadowOutcome, ShadowReport, StoreSnapshot, StoreState, StoreTrouble,
-    shutdown_signal,
+    Execution, Fingerprint, Fingerprints, Guarantee, IdSource, InFlightDelivery, LastStoreError,
+    Order, Outage, Readiness, Scope, Shadow, ShadowOutcome, ShadowReport, StoreSnapshot,
+    StoreState, shutdown_signal,
 };
 // Handlers.
 pub use oncegate_core::{

@@ -1,4 +1,4 @@
-//! The examples of the gate do what they say.
+//! Runs the examples, and checks their output.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
@@ -8,8 +8,8 @@ use std::process::{Command, Stdio};
 use oncegate::Sqlite;
 use oncegate::marker::Marker;
 
-/// Runs an example that cargo built beside this test, against the Redis that all tests share; its
-/// lines.
+/// Runs an example that cargo built beside this test, with the Redis that all tests share. Returns the
+/// lines of its output.
 fn run(example: &str) -> Vec<String> {
     run_in(example, Path::new("."))
 }
@@ -18,12 +18,12 @@ fn path(example: &str) -> PathBuf {
     let test = std::env::current_exe().expect("this test has a path");
     test.ancestors()
         .nth(2)
-        .expect("it lies in target/<profile>/deps")
+        .expect("this test is in target/<profile>/deps")
         .join("examples")
         .join(example)
 }
 
-/// The same, where it finds what it left in this directory.
+/// The same, in this working directory, where an earlier run may have left files.
 fn run_in(example: &str, directory: &Path) -> Vec<String> {
     let redis = oncegate_testkit::redis_url().expect("ONCEGATE_REDIS is set");
     let output = Command::new(path(example))
@@ -48,7 +48,7 @@ fn count(lines: &[String], text: &str) -> usize {
 }
 
 #[test]
-fn one_of_three_machines_settles_the_day() {
+fn in_the_cron_example_one_of_three_machines_runs_the_job() {
     let lines = run("cron");
     assert_eq!(
         (lines.len(), count(&lines, "settled 3 entries")),
@@ -58,7 +58,7 @@ fn one_of_three_machines_settles_the_day() {
 }
 
 #[test]
-fn five_requests_with_one_key_place_one_order() {
+fn in_the_idempotency_key_example_five_requests_place_one_order() {
     let lines = run("idempotency_key");
     assert_eq!(
         (count(&lines, "201 Created"), count(&lines, "200 OK")),
@@ -68,7 +68,7 @@ fn five_requests_with_one_key_place_one_order() {
 }
 
 #[test]
-fn one_of_twenty_readers_refreshes_the_cache() {
+fn in_the_cache_example_one_of_twenty_readers_refreshes() {
     let lines = run("cache_refresh");
     assert_eq!(
         (lines.len(), count(&lines, "refreshed")),
@@ -77,10 +77,10 @@ fn one_of_twenty_readers_refreshes_the_cache() {
     );
 }
 
-/// As the first page of the book says: two of three messages, and none of them when it is started
-/// again.
+/// As the first page of the book describes: of three messages, one is a duplicate; in a second run,
+/// all are.
 #[test]
-fn what_one_starts_with_handles_each_message_once() {
+fn the_start_example_handles_each_id_once_also_in_a_second_run() {
     let directory = tempfile::tempdir().expect("a directory");
     let first = run_in("start", directory.path());
     assert_eq!(
@@ -96,10 +96,10 @@ fn what_one_starts_with_handles_each_message_once() {
     );
 }
 
-/// What a container runtime does to the book's sample while it is full of work: what has begun is
-/// finished, and nothing is in doubt.
+/// With SIGTERM, as a container runtime sends it, and with SIGINT: every handler that has started
+/// returns, and no message is in doubt.
 #[tokio::test]
-async fn a_consumer_that_is_told_to_stop_finishes_what_it_has_begun() {
+async fn at_a_signal_the_stop_example_completes_its_running_handlers() {
     for signal in ["-TERM", "-INT"] {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
         let mut program = Command::new(path("stop"))
@@ -107,17 +107,17 @@ async fn a_consumer_that_is_told_to_stop_finishes_what_it_has_begun() {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
-            .expect("it is built");
+            .expect("the example is built");
         let mut lines = BufReader::new(program.stdout.take().expect("piped"))
             .lines()
             .map(|line| line.expect("text"));
-        let mut said: Vec<String> = lines.by_ref().take(50).collect();
-        let told = Command::new("kill")
+        let mut output: Vec<String> = lines.by_ref().take(50).collect();
+        let killed = Command::new("kill")
             .args([signal, &program.id().to_string()])
             .status()
-            .expect("there is a kill");
-        assert!(told.success());
-        said.extend(lines);
+            .expect("the system has a `kill`");
+        assert!(killed.success());
+        output.extend(lines);
         let ended = program.wait_with_output().expect("it ended");
         assert_eq!(
             ended.status.code(),
@@ -125,21 +125,22 @@ async fn a_consumer_that_is_told_to_stop_finishes_what_it_has_begun() {
             "{}",
             String::from_utf8_lossy(&ended.stderr)
         );
-        let ids = |what: &str| -> BTreeSet<String> {
-            said.iter()
-                .filter(|line| line.ends_with(what))
+        let ids = |line_end: &str| -> BTreeSet<String> {
+            output
+                .iter()
+                .filter(|line| line.ends_with(line_end))
                 .filter_map(|line| Some(line.split_once(':')?.0.to_owned()))
                 .collect()
         };
-        let (begun, charged) = (ids("cents"), ids("charged"));
+        let (started, charged) = (ids("cents"), ids("charged"));
         assert_eq!(
-            begun, charged,
-            "{signal}: what began on the left, what was charged on the right"
+            started, charged,
+            "{signal}: started handlers on the left, completed ones on the right"
         );
         assert!(
-            begun.len() >= 25 && begun.len() < 20_000,
+            started.len() >= 25 && started.len() < 20_000,
             "{signal}: {} charged",
-            begun.len()
+            started.len()
         );
         let mut rows = Sqlite::file(directory.path().join("payments.db")).browse(1_000);
         let mut done = 0;
@@ -147,7 +148,7 @@ async fn a_consumer_that_is_told_to_stop_finishes_what_it_has_begun() {
             for (key, row) in page {
                 match row.expect("a marker").0 {
                     Marker::Done(_) => done += 1,
-                    Marker::Cleared { .. } => {} // it was claimed, and had not begun
+                    Marker::Cleared { .. } => {} // it was claimed, and its handler had not started
                     other => panic!("{signal}: {key}: {other:?}"),
                 }
             }

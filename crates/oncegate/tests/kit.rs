@@ -1,4 +1,4 @@
-//! What the book shows of trying one's own handler with the kit.
+//! The example of the book that tests a handler with the testkit.
 
 use oncegate::{Context, Failure, FailureExt, Guarantee, Handler, Reconciled};
 use oncegate_testkit::{Effects, Kit};
@@ -29,7 +29,7 @@ impl Handler for Ship {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_parcel_is_sent_twice_or_forgotten() {
+async fn each_order_sends_exactly_one_parcel() {
     let carrier = Effects::default();
     let kit = Kit::new(Ship {
         carrier: carrier.clone(),
@@ -54,7 +54,7 @@ async fn no_parcel_is_sent_twice_or_forgotten() {
 #[should_panic(
     expected = "`order-1` happened 2 times. Its runs: attempt 1 returned Ok, then attempt 2 returned Ok"
 )]
-async fn effectively_once_is_too_little_for_it() {
+async fn effectively_once_sends_a_second_parcel_after_a_crash() {
     let carrier = Effects::default();
     let kit = Kit::new(Ship {
         carrier: carrier.clone(),

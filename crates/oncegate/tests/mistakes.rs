@@ -1,6 +1,7 @@
-//! What the compiler says of mistakes: each file of `mistakes` has the lines that a user is to
-//! read, and one shows what is none. Only our own lines are compared, or a word of the compiler's,
-//! so that a newer one may put the rest differently.
+//! The compiler's errors for usual mistakes. Each file of `mistakes` contains the texts that its error
+//! must include (lines `// error: …`); the file `compiles.rs` has correct code. Only texts of this crate are
+//! compared, and few words of the compiler, so that another version of it may word the rest
+//! differently.
 
 mod generated;
 
@@ -9,7 +10,7 @@ use std::path::PathBuf;
 use generated::{Package, check, root, target};
 
 #[test]
-fn each_mistake_is_told_with_what_to_write() {
+fn the_compiler_error_of_each_mistake_names_its_remedy() {
     let directory = root().join("crates/oncegate/tests/mistakes");
     let entries = std::fs::read_dir(directory).expect("the mistakes");
     let sources: Vec<PathBuf> = entries
@@ -17,7 +18,7 @@ fn each_mistake_is_told_with_what_to_write() {
         .collect();
     let dependencies = "oncegate = { git = \"https://github.com/oncegate/oncegate\", default-features = false }\n\
                         serde = { version = \"1\", features = [\"derive\"] }\ntokio = { version = \"1\", features = [\"signal\"] }\n";
-    let said = check(
+    let errors_by_target = check(
         "mistakes",
         &[Package {
             dependencies: dependencies.to_owned(),
@@ -25,28 +26,30 @@ fn each_mistake_is_told_with_what_to_write() {
         }],
     )
     .remove(0);
-    let (mut told, mut wrong) = (0, String::new());
+    let (mut mistakes, mut missing) = (0, String::new());
     for source in &sources {
         let text = std::fs::read_to_string(source).expect("a source");
-        let errors = said.get(&target(source)).map_or("", String::as_str);
-        let says: Vec<&str> = text
+        let errors = errors_by_target
+            .get(&target(source))
+            .map_or("", String::as_str);
+        let expected: Vec<&str> = text
             .lines()
-            .filter_map(|line| line.strip_prefix("// says: "))
+            .filter_map(|line| line.strip_prefix("// error: "))
             .collect();
-        for line in &says {
+        for line in &expected {
             if !errors.contains(line) {
-                wrong += &format!("{}: no {line:?} in\n{errors}\n", source.display());
+                missing += &format!("{}: no {line:?} in\n{errors}\n", source.display());
             }
         }
         let compiles = text.lines().any(|line| line == "// compiles");
         assert_eq!(
-            (compiles, says.is_empty()),
+            (compiles, expected.is_empty()),
             (errors.is_empty(), compiles),
             "{}:\n{errors}",
             source.display()
         );
-        told += usize::from(!compiles);
+        mistakes += usize::from(!compiles);
     }
-    assert!(wrong.is_empty(), "{wrong}");
-    assert!(told >= 10, "only {told} mistakes");
+    assert!(missing.is_empty(), "{missing}");
+    assert!(mistakes >= 10, "only {mistakes} mistakes");
 }

@@ -1,5 +1,5 @@
-//! What the README and the book show is what the compiler sees: each of their Rust blocks stands,
-//! word for word, in a file that is compiled.
+//! Each Rust block of the README and the book is, word for word, part of a file that is compiled; and
+//! the tables of the book equal the code.
 
 #[path = "book/architecture.rs"]
 mod architecture;
@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 
 use oncegate::outcome::OUTCOMES;
 
-/// Where blocks may come from.
+/// The directories with the files that blocks are copied from.
 const COMPILED: &[&str] = &[
     "crates/oncegate/examples",
     "crates/oncegate/tests",
@@ -44,7 +44,7 @@ fn files(directory: &str, extension: &str) -> Vec<PathBuf> {
         .unwrap_or_else(|error| panic!("{}: {error}", directory.display()));
     let paths = entries.map(|entry| entry.expect("an entry that can be read").path());
     paths
-        .filter(|path| path.extension().is_some_and(|it| it == extension))
+        .filter(|path| path.extension().is_some_and(|found| found == extension))
         .collect()
 }
 
@@ -59,7 +59,7 @@ fn pages() -> Vec<PathBuf> {
     files("docs/src", "md").into_iter().chain(within).collect()
 }
 
-/// The blocks that open with exactly this fence.
+/// The code blocks that begin with exactly this line.
 fn blocks(markdown: &str, fence: &str) -> Vec<String> {
     let mut blocks = Vec::new();
     let mut open: Option<String> = None;
@@ -78,7 +78,8 @@ fn blocks(markdown: &str, fence: &str) -> Vec<String> {
     blocks
 }
 
-/// Whether a file has this block as it stands, or further to the right: an excerpt from a function.
+/// Whether a file contains this block, unchanged or indented by up to 16 spaces, as an excerpt from a
+/// function is.
 fn has(file: &str, block: &str) -> bool {
     (0..=4).any(|depth| {
         let margin = "    ".repeat(depth);
@@ -96,11 +97,12 @@ fn has(file: &str, block: &str) -> bool {
     })
 }
 
-/// What nothing still can happen of. "Below the attempt" doubles an effect: the model shows it with
-/// the mutant "nothing happened: below this attempt alone".
+/// `DidNotHappen` states that no attempt up to and including the current one can have its effect any
+/// more. If it covered only lower attempts, an effect could happen twice: the model shows that with
+/// the mutant "DidNotHappen prevents only lower attempts".
 #[test]
-fn nothing_still_can_happen_up_to_and_with_the_attempt() {
-    for (place, words) in [
+fn the_code_and_the_book_agree_that_did_not_happen_includes_the_current_attempt() {
+    for (file, words) in [
         (
             "docs/src/promises.md",
             "an attempt up to and including `cx.attempt()`",
@@ -126,20 +128,20 @@ fn nothing_still_can_happen_up_to_and_with_the_attempt() {
             "voids: |attempt| attempt - 1",
         ),
     ] {
-        let text = read(&root().join(place));
-        let said: Vec<&str> = text
+        let text = read(&root().join(file));
+        let lines: Vec<&str> = text
             .lines()
             .map(|line| line.trim().trim_start_matches("///").trim())
             .collect();
         assert!(
-            said.join(" ").contains(words),
-            "{place} does not say: {words}"
+            lines.join(" ").contains(words),
+            "{file} does not contain: {words}"
         );
     }
 }
 
 #[test]
-fn every_rust_block_stands_in_a_file_that_is_compiled() {
+fn every_rust_block_is_part_of_a_compiled_file() {
     let compiled: Vec<String> = COMPILED
         .iter()
         .flat_map(|directory| files(directory, "rs"))
@@ -150,11 +152,11 @@ fn every_rust_block_stands_in_a_file_that_is_compiled() {
     let mut checked = 0;
     for page in pages {
         let text = read(&page);
-        let others = text
+        let other_fence = text
             .lines()
             .find(|line| line.trim().starts_with("```rust") && line.trim() != "```rust");
         assert_eq!(
-            others,
+            other_fence,
             None,
             "{}: open Rust blocks with ```rust alone, so that they are checked",
             page.display()
@@ -174,7 +176,7 @@ fn every_rust_block_stands_in_a_file_that_is_compiled() {
             );
             assert!(
                 compiled.iter().any(|file| has(file, &block)),
-                "{}: in no compiled file:\n{block}",
+                "{}: no compiled file contains this block:\n{block}",
                 page.display()
             );
             checked += 1;
@@ -184,7 +186,7 @@ fn every_rust_block_stands_in_a_file_that_is_compiled() {
 }
 
 #[test]
-fn the_readme_shows_the_whole_of_the_demos_handler() {
+fn the_readme_shows_the_whole_handler_of_the_demo() {
     let handler = read(&root().join("examples/payments/src/charge.rs"));
     assert!(
         blocks(&read(&root().join("README.md")), "```rust").contains(&handler),
@@ -192,7 +194,7 @@ fn the_readme_shows_the_whole_of_the_demos_handler() {
     );
 }
 
-/// A table of the book, as it follows from the code.
+/// A Markdown table, as the book has it.
 fn table<const N: usize>(head: [&str; N], rows: impl IntoIterator<Item = [String; N]>) -> String {
     let line = |cells: [String; N]| format!("| {} |\n", cells.join(" | "));
     let head = line(head.map(str::to_owned));
@@ -204,25 +206,25 @@ fn table<const N: usize>(head: [&str; N], rows: impl IntoIterator<Item = [String
 fn the_book_lists_every_metric() {
     let page = read(&root().join("docs/src/metrics.md"));
     let metrics = table(
-        ["metric", "kind", "what it says"],
-        oncegate::metrics::all().map(|it| {
-            let labels = if it.labels.is_empty() {
+        ["metric", "kind", "meaning"],
+        oncegate::metrics::all().map(|metric| {
+            let labels = if metric.labels.is_empty() {
                 String::new()
             } else {
-                format!("{{{}}}", it.labels.join(", "))
+                format!("{{{}}}", metric.labels.join(", "))
             };
             [
-                format!("`{}{labels}`", it.name),
-                it.kind.as_str().to_owned(),
-                it.help.to_owned(),
+                format!("`{}{labels}`", metric.name),
+                metric.kind.as_str().to_owned(),
+                metric.help.to_owned(),
             ]
         }),
     );
     let outcomes = table(
-        ["`outcome`", "what it says"],
+        ["`outcome`", "meaning"],
         OUTCOMES
             .iter()
-            .map(|(it, says)| [format!("`{it}`"), says.to_string()]),
+            .map(|(outcome, description)| [format!("`{outcome}`"), description.to_string()]),
     );
     for table in [metrics, outcomes] {
         assert!(
@@ -233,7 +235,7 @@ fn the_book_lists_every_metric() {
 }
 
 #[test]
-fn containers_are_given_longer_to_stop_than_a_drain_takes() {
+fn the_grace_periods_of_containers_are_longer_than_the_drain_timeout() {
     let mut checked = 0;
     for (file, key) in [
         ("docker-compose.yml", "stop_grace_period:"),
@@ -257,7 +259,7 @@ fn containers_are_given_longer_to_stop_than_a_drain_takes() {
 }
 
 #[test]
-fn a_block_that_differs_is_found() {
+fn a_block_that_differs_from_the_file_is_detected() {
     let file = "fn main() {\n    one();\n\n    two();\n}\n";
     assert!(has(file, "one();\n\ntwo();\n"));
     assert!(has(file, file));

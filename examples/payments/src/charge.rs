@@ -13,11 +13,11 @@ impl Handler for Charge {
     type Payload = Payment;
 
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
-        let card = self.provider.card(&payment.card).await.retry()?; // nothing happened: run me again
+        let card = self.provider.card(&payment.card).await.retry()?; // nothing happened: retry
         self.provider
             .charge(card, payment.amount, cx.id(), cx.attempt())
             .await
-            .in_doubt()?; // never again on a guess
+            .in_doubt()?; // perhaps charged: reconcile before another run
         Ok(())
     }
 
@@ -26,7 +26,7 @@ impl Handler for Charge {
             .provider
             .find_or_void(cx.id(), cx.attempt())
             .await
-            .retry()?; // from now on nothing still can
+            .retry()?; // the provider now refuses this attempt
         Ok(found.map_or(Reconciled::DidNotHappen, |()| Reconciled::Happened))
     }
 }

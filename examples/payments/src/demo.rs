@@ -1,5 +1,4 @@
-//! The whole demo: sends payments, kills workers meanwhile, waits until nothing changes, and
-//! counts.
+//! The whole demo: sends payments, kills workers meanwhile, waits until all are settled, and counts.
 
 use std::future::pending;
 use std::path::Path;
@@ -21,16 +20,15 @@ use crate::{BrokerKind, Cli, Result};
 const WORKERS: usize = 4;
 /// How many workers are killed while payments are sent.
 const KILLS: usize = 5;
-/// How long nothing may change before a run is over in any case: longer than Kafka needs to assign
-/// partitions.
-const STUCK: Duration = Duration::from_secs(60);
-/// How long nothing may change before a run is over if all is accounted for: longer than a lease.
-const QUIET: Duration = Duration::from_secs(3);
+/// A run ends if no delivery was settled for this time: longer than Kafka needs to assign partitions.
+const STALL_TIMEOUT: Duration = Duration::from_secs(60);
+/// A run with a correct report ends after this time without a settled delivery: longer than a lease.
+const IDLE_TIME: Duration = Duration::from_secs(3);
 
 pub(crate) async fn run(cli: &Cli) -> Result<Report> {
     let is_embedded = cli.broker == BrokerKind::Memory;
     let is_sqlite = cli.store.as_ref().map_or(is_embedded, |it| it == "sqlite");
-    // A run with nothing but files has the same name each time, to resume one that was killed.
+    // A run without servers has the same name each time, so that a killed one is resumed.
     let name = match is_embedded && is_sqlite {
         true => format!("{}-seed-{}-{}", cli.guarantee, cli.seed, cli.payments),
         false => format!("payments-{:016x}", fastrand::u64(..)),
@@ -44,7 +42,7 @@ pub(crate) async fn run(cli: &Cli) -> Result<Report> {
     let config = configure(cli, &name, &run_dir, is_sqlite)?;
     let report = charge(cli, config, &run_dir).await;
     let report = report.map_err(|error| format!("{error}; the files of the run are in {shown}"))?;
-    if cli.keep || !report.is_right && cli.guarantee != "bare" {
+    if cli.keep || !report.is_correct && cli.guarantee != "bare" {
         eprintln!("payments: ledger and store are kept in {shown}; to show one payment:");
         let tool = "cargo run -q -p oncegate-cli --";
         eprintln!("{tool} --config {shown}/oncegate.toml explain pay-000001");
@@ -140,8 +138,8 @@ impl Demo<'_> {
         Ok(())
     }
 
-    /// Sends all messages in five seconds or somewhat longer, kills workers at regular intervals
-    /// meanwhile, and returns when nothing changes any more.
+    /// Sends all messages in about five seconds, kills workers at regular intervals meanwhile, and
+    /// returns when no more deliveries are settled.
     async fn run(&mut self) -> Result<()> {
         let mut batches = self.messages.chunks((self.messages.len() / 250).max(1));
         let batches_per_kill = batches.len() / (KILLS + 1);
@@ -160,7 +158,7 @@ impl Demo<'_> {
             if is_due && progress != progress_at_kill {
                 self.start_worker()?;
                 let killed = self.workers.remove(0);
-                killed.abort(); // drops the task, as if its process had ended
+                killed.abort(); // drops the task, like a killed process
                 let _ = killed.await; // an error, since it was aborted
                 (self.killed, progress_at_kill) = (self.killed + 1, progress);
             }
@@ -168,11 +166,13 @@ impl Demo<'_> {
                 self.broker.send(batch).await?;
             }
             let is_over = match &self.broker {
-                Broker::Memory(broker) => broker.unsettled() == 0 && since.elapsed() > QUIET / 6,
+                Broker::Memory(broker) => {
+                    broker.unsettled() == 0 && since.elapsed() > IDLE_TIME / 6
+                }
                 #[cfg(feature = "real")]
-                _ => progress > 0 && since.elapsed() > QUIET && self.report().await?.is_right,
+                _ => progress > 0 && since.elapsed() > IDLE_TIME && self.report().await?.is_correct,
             };
-            if batches.len() == 0 && (is_over || since.elapsed() > STUCK) {
+            if batches.len() == 0 && (is_over || since.elapsed() > STALL_TIMEOUT) {
                 return Ok(());
             }
         }

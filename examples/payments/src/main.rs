@@ -1,5 +1,5 @@
-//! The payments demo: charges payments through oncegate, with every fault that can happen, and
-//! counts the charges by the provider's ledger. Start reading at `charge.rs`, the handler.
+//! The payments demo: charges payments through oncegate, while the provider, the network and
+//! workers fail, and counts the charges in the provider's ledger. Start reading at `charge.rs`, the handler.
 #![forbid(unsafe_code)]
 
 mod charge;
@@ -43,10 +43,10 @@ async fn main() -> ExitCode {
 
 const GUARANTEES: [&str; 3] = ["at-most-once", "effectively-once", "bare"];
 
-/// Charges payments through oncegate, with every fault that can happen, and counts the charges.
+/// Charges payments through oncegate while provider and workers fail, and counts the charges.
 ///
-/// The exit status is 0 only if every payment was charged once or is in doubt for
-/// a person, and every malformed message was dead-lettered and no payment was.
+/// The exit status is 0 only if every payment was charged once or is in doubt, and every
+/// malformed message and no payment was dead-lettered.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Cli {
@@ -54,17 +54,17 @@ struct Cli {
     /// variables; without it, the whole demo.
     #[arg(value_enum)]
     command: Option<Command>,
-    /// Where messages come from; ONCEGATE_KAFKA or ONCEGATE_RABBITMQ is the address.
+    /// The broker; its address is ONCEGATE_KAFKA or ONCEGATE_RABBITMQ.
     #[arg(long, value_enum, default_value_t = BrokerKind::Memory)]
     broker: BrokerKind,
     /// Stores ids; `sqlite` by default with the memory broker, `redis` at ONCEGATE_REDIS with
     /// others.
     #[arg(long, value_parser = ["sqlite", "redis"])]
     store: Option<String>,
-    /// `at-most-once`: never charged again on a guess: looked up at the provider, or left to a
-    /// person. `effectively-once`: run again after a crash; the provider takes the id as an
-    /// idempotency key. `bare`: a marker in the store and nothing more: loses payments, and charges
-    /// some twice.
+    /// `at-most-once`: after an unknown outcome, looked up at the provider, or in doubt for an
+    /// operator. `effectively-once`: run again after a crash; the id is the idempotency key at the
+    /// provider. `bare`: only `SET NX` and `DEL` in the store: loses payments, and charges some
+    /// twice.
     #[arg(long, value_parser = GUARANTEES, default_value = GUARANTEES[0])]
     guarantee: String,
     /// How many payments are sent.
@@ -73,14 +73,14 @@ struct Cli {
     /// Selects the payments, and which of them are sent twice.
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    /// For so many payments, the last ones, the provider never tells whether it charged them; with
+    /// For this many payments, the last ones, the provider never replies and look-ups fail; with
     /// `--guarantee at-most-once` they end in doubt.
     #[arg(long, default_value_t = 0)]
     unsure: usize,
     /// Prints the counts as one JSON object.
     #[arg(long)]
     json: bool,
-    /// The directory of the ledger and the SQLite store, which a run that was killed resumes with.
+    /// The directory of the ledger and the SQLite store; a killed run is resumed from it.
     #[arg(long, default_value = "payments-run")]
     run_dir: PathBuf,
     /// Keeps the files. What was created on real servers remains in any case.

@@ -1,4 +1,4 @@
-//! The payment provider: charges cards, keeps a ledger, and fails now and then.
+//! The payment provider: charges cards, keeps a ledger, and fails at random.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -41,8 +41,8 @@ pub(crate) struct Provider {
     ledger: Arc<Mutex<Connection>>,
     /// The id is an idempotency key: a second charge is not booked, and nothing is voided.
     deduplicates: bool,
-    /// The provider does not tell whether it charged payments with these ids or greater ones.
-    unsure_from: Option<String>,
+    /// From this id on, charges have no reply and look-ups fail.
+    first_unsure: Option<String>,
 }
 
 /// A card that was looked up.
@@ -58,7 +58,7 @@ impl Provider {
         Ok(Self {
             ledger: Arc::new(Mutex::new(ledger)),
             deduplicates: cli.guarantee == "effectively-once",
-            unsure_from: (cli.unsure > 0).then(|| format!("pay-{first_unsure:06}")),
+            first_unsure: (cli.unsure > 0).then(|| format!("pay-{first_unsure:06}")),
         })
     }
 
@@ -77,7 +77,7 @@ impl Provider {
             true => 0,
             false => fastrand::u8(0..100),
         };
-        // A task of its own: a request that was sent arrives, even if its caller is aborted.
+        // In a task: a sent request arrives even if its caller is aborted.
         let booking = tokio::spawn(async move {
             let (is_late, is_lost) = (matches!(fault, 2..4), matches!(fault, 4..6));
             sleep(if is_late { DELAYED } else { LATENCY }).await;
@@ -98,7 +98,7 @@ impl Provider {
     }
 
     /// Whether a payment was charged. If not, the provider refuses its attempts up to and including
-    /// this one from now on, also those that are still in transit. After an error, nothing is known.
+    /// this one from now on, also those in transit. After an error, the outcome is unknown.
     pub(crate) async fn find_or_void(&self, id: &str, attempt: u32) -> Result<Option<()>> {
         self.look_up().await?;
         if self.is_unsure(id) {
@@ -118,7 +118,7 @@ impl Provider {
     }
 
     fn is_unsure(&self, id: &str) -> bool {
-        self.unsure_from.as_deref().is_some_and(|from| id >= from)
+        self.first_unsure.as_deref().is_some_and(|from| id >= from)
     }
 
     /// How often each payment was charged.

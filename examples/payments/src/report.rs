@@ -1,5 +1,5 @@
-//! The table at the end. Charges are counted in the provider's ledger, and what is in doubt or
-//! dead-lettered at the broker, never by what oncegate reports.
+//! The table at the end. Charges are counted in the provider's ledger, messages in doubt and dead
+//! letters at the broker, not by metrics of oncegate.
 
 use std::collections::{HashMap, HashSet};
 use std::process::ExitCode;
@@ -8,7 +8,7 @@ use crate::traffic::{MALFORMED, Outgoing};
 
 const LEDGER: &str = "payments, by the provider's ledger";
 
-/// The ids of the messages at the broker that need a person; a message may be there twice.
+/// The ids of messages in doubt and of dead letters at the broker; a message may occur twice.
 #[derive(Default)]
 pub(crate) struct Rejected {
     pub(crate) in_doubt: Vec<String>,
@@ -19,7 +19,7 @@ pub(crate) struct Report {
     /// The name, the count and what is counted. The key in JSON has underscores.
     pub(crate) rows: Vec<(&'static str, i64, &'static str)>,
     wrong: Vec<String>,
-    pub(crate) is_right: bool,
+    pub(crate) is_correct: bool,
 }
 
 impl Report {
@@ -55,20 +55,20 @@ impl Report {
             ("sent", messages.len() as i64, "messages, with copies and broken ones"),
             ("delivered", delivered, "copies and redeliveries too"),
             ("charged", charges.len() as i64, LEDGER),
-            ("duplicates stopped", count("duplicate"), "already handled"),
+            ("duplicates skipped", count("duplicate"), "already handled"),
             ("retried", count("retried"), "nothing had happened"),
             ("reconciled: happened", count("reconciled_happened"), "unknown, then found at the provider"),
-            ("reconciled: had not", count("reconciled_did_not_happen"), "unknown, then voided and charged again"),
+            ("reconciled: did not", count("reconciled_did_not_happen"), "unknown, then voided and charged again"),
             ("in doubt", rejected.in_doubt.len() as i64, "messages at the broker; outcome unknown, for an operator"),
             ("dead letters", rejected.dead_letters.len() as i64, "messages at the broker; malformed or refused"),
             ("charged twice", charged_twice as i64, LEDGER),
             ("lost", lost.len() as i64, "payments neither charged nor in doubt, and malformed messages not dead-lettered"),
         ];
-        let is_right = charged_twice == 0 && lost.is_empty() && wrong.is_empty();
+        let is_correct = charged_twice == 0 && lost.is_empty() && wrong.is_empty();
         Self {
             rows,
             wrong,
-            is_right,
+            is_correct,
         }
     }
 
@@ -86,11 +86,11 @@ impl Report {
         for wrong in &self.wrong {
             eprintln!("payments: wrong: {wrong}");
         }
-        ExitCode::from(u8::from(!self.is_right))
+        ExitCode::from(u8::from(!self.is_correct))
     }
 }
 
-/// The number of deliveries whose outcome begins so, by metrics in the Prometheus text format.
+/// The deliveries whose outcome starts with this text, from metrics in the Prometheus text format.
 pub(crate) fn deliveries(metrics: &str, outcome: &str) -> i64 {
     let series = format!("oncegate_deliveries_total{{outcome=\"{outcome}");
     let lines = metrics.lines().filter(|line| line.starts_with(&series));

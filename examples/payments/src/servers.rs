@@ -1,4 +1,4 @@
-//! Kafka and RabbitMQ, as the demo uses them beside the workers.
+//! Sends messages to Kafka and RabbitMQ, and reads dead letters and messages in doubt.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant, UNIX_EPOCH};
@@ -52,7 +52,7 @@ impl Topic {
         let topic = NewTopic::new(&name, 6, TopicReplication::Fixed(1));
         let created = admin.create_topics([&topic], &options).await;
         created.map_err(|error| format!("Kafka cannot be reached ({error}); is it running?"))?;
-        // Each message to a partition of its own, so that all workers get some.
+        // Spreads messages over all partitions, so that all workers get some.
         let settings = [("linger.ms", "5"), ("sticky.partitioning.linger.ms", "0")];
         let producer = kafka.client(&settings)?;
         Ok(Self {
@@ -117,7 +117,7 @@ impl Queue {
     /// Sends a message; repeats it if RabbitMQ returns or refuses it, as it does until a worker has
     /// declared the queue and the queue has a leader.
     pub(crate) async fn send(&self, message: &Outgoing) -> Result<()> {
-        let (begun, (_span, headers)) = (Instant::now(), sending(message));
+        let (started, (_span, headers)) = (Instant::now(), sending(message));
         let mut table = FieldTable::default();
         for (key, value) in headers {
             table.insert(key.into(), AMQPValue::LongString(value.into()));
@@ -139,7 +139,7 @@ impl Queue {
             let confirmation = sent.await?.await?;
             if confirmation.is_ack() && confirmation.take_message().is_none() {
                 return Ok(());
-            } else if begun.elapsed() > 3 * TIMEOUT {
+            } else if started.elapsed() > 3 * TIMEOUT {
                 let error = "RabbitMQ refuses messages; is a worker running, which declares";
                 return Err(format!("{error} the queue {}?", self.name).into());
             }

@@ -1,5 +1,5 @@
-//! The messages that are sent: payments, some of them twice, and malformed messages; and what the
-//! demo does at a broker beside the workers: it sends them, and reads what was rejected.
+//! The messages: payments, some of them twice, and malformed messages. Sends them to the broker,
+//! and reads dead letters and messages in doubt.
 
 use futures_util::future::try_join_all;
 use oncegate::{MemoryBroker, Message};
@@ -12,7 +12,7 @@ use crate::servers::{Queue, Topic};
 
 /// The header with the id of a payment.
 pub(crate) const ID_HEADER: &str = "payment-id";
-/// The ids of malformed messages, which must be dead-lettered, begin so.
+/// The prefix of the ids of malformed messages, which must be dead-lettered.
 pub(crate) const MALFORMED: &str = "broken-";
 
 #[derive(Serialize, Deserialize)]
@@ -28,29 +28,29 @@ pub(crate) struct Outgoing {
     pub(crate) body: String,
 }
 
-/// The messages of so many payments. About 10% are sent twice, half of these in immediate
+/// The messages of this many payments. About 10% are sent twice, half of these in immediate
 /// succession; a malformed message is added for about 1%.
 pub(crate) fn messages(payments: usize, prefix: &str, seed: u64) -> Vec<Outgoing> {
     let mut rng = fastrand::Rng::with_seed(seed);
-    let mut placed = Vec::new();
+    let mut positioned = Vec::new();
     for place in 0..payments {
         let (id, amount) = (format!("{prefix}-{:06}", place + 1), rng.u32(100..50_000));
         let card = format!("card-{:04}", rng.u16(0..10_000));
         let payment = Payment { id, card, amount };
         let body = serde_json::to_string(&payment).expect("text and numbers are JSON");
-        let mut place_message = |place, id, body| placed.push((place, Outgoing { id, body }));
+        let mut add_message = |place, id, body| positioned.push((place, Outgoing { id, body }));
         if rng.u8(0..100) == 0 {
             let id = MALFORMED.to_owned() + &payment.id;
-            place_message(place, id, body[..body.len() / 2].to_owned());
+            add_message(place, id, body[..body.len() / 2].to_owned());
         }
         if rng.u8(0..10) == 0 {
             let distance = if rng.bool() { 0 } else { rng.usize(50..500) };
-            place_message(place + distance, payment.id.clone(), body.clone());
+            add_message(place + distance, payment.id.clone(), body.clone());
         }
-        place_message(place, payment.id, body);
+        add_message(place, payment.id, body);
     }
-    placed.sort_by_key(|(place, _)| *place);
-    placed.into_iter().map(|(_, message)| message).collect()
+    positioned.sort_by_key(|(place, _)| *place);
+    positioned.into_iter().map(|(_, message)| message).collect()
 }
 
 pub(crate) enum Broker {

@@ -1,4 +1,4 @@
-//! The dashboard's queries and the alert rules, asked of a real Prometheus that scrapes the demo's
+//! Evaluates the dashboard's queries and the alert rules in a Prometheus that scrapes the demo's
 //! workers.
 #![cfg(all(feature = "kafka", feature = "rabbitmq"))]
 #![forbid(unsafe_code)]
@@ -15,11 +15,11 @@ use serde_json::Value;
 
 const PAYMENTS: &str = env!("CARGO_BIN_EXE_payments");
 
-/// What exists only once it has happened, and does not happen in the demo. Queries for it say 0
-/// until then.
-const SELDOM: &[&str] = &[
+/// Metrics that do not exist before their first event, which does not occur in the demo. Their
+/// queries return 0 until then.
+const ZERO_IN_DEMO: &[&str] = &[
     "oncegate_redis_paused",
-    "oncegate_redis_findings_total",
+    "oncegate_redis_anomalies_total",
     "oncegate_sqlite_clock_jumps_total",
 ];
 
@@ -39,7 +39,7 @@ fn monitoring(file: &str) -> PathBuf {
         .join(file)
 }
 
-/// Starts a process, and waits until it says this; the word behind it.
+/// Starts a process and waits until it prints `until`. Returns the word after it.
 fn start(command: &mut Command, until: &str) -> (Process, String) {
     let mut process = Process(
         command
@@ -52,39 +52,39 @@ fn start(command: &mut Command, until: &str) -> (Process, String) {
         process.0.stdout.take().expect("piped"),
         process.0.stderr.take().expect("piped"),
     );
-    let (tell, told) = std::sync::mpsc::channel();
-    // Both are read to their end, or the process would wait for room.
-    for mut lines in [
+    let (lines_tx, lines) = std::sync::mpsc::channel();
+    // Reads both to the end, so that the process never blocks on a full pipe.
+    for mut reader in [
         Box::new(BufReader::new(out)) as Box<dyn BufRead + Send>,
         Box::new(BufReader::new(errors)),
     ] {
-        let tell = tell.clone();
+        let lines_tx = lines_tx.clone();
         std::thread::spawn(move || {
             let mut line = String::new();
-            while lines.read_line(&mut line).is_ok_and(|read| read > 0) {
-                let _ = tell.send(std::mem::take(&mut line)); // once it has begun, nobody listens
+            while reader.read_line(&mut line).is_ok_and(|read| read > 0) {
+                let _ = lines_tx.send(std::mem::take(&mut line)); // fails once the receiver is dropped
             }
         });
     }
-    drop(tell);
-    let mut said = String::new();
-    for line in told {
-        if let Some((_, behind)) = line.split_once(until) {
+    drop(lines_tx);
+    let mut output = String::new();
+    for line in lines {
+        if let Some((_, after)) = line.split_once(until) {
             return (
                 process,
-                behind
+                after
                     .split_whitespace()
                     .next()
                     .unwrap_or_default()
                     .to_owned(),
             );
         }
-        said += &line;
+        output += &line;
     }
-    panic!("{command:?} ended, and said: {said}");
+    panic!("{command:?} ended with the output: {output}");
 }
 
-/// A part of the demo, which is configured by variables.
+/// A process of the demo, configured by variables.
 fn demo(
     arguments: &[&str],
     variables: &[(&str, &str)],
@@ -98,7 +98,7 @@ fn demo(
 
 /// The configuration of a worker or a producer.
 ///
-/// The store of the tests' Redis forgets, which at most once refuses: hence effectively once.
+/// The Redis of tests is volatile, which at most once refuses, so the guarantee is effectively once.
 fn variables<'a>(
     name: &'a str,
     broker: &'a str,
@@ -154,8 +154,8 @@ impl Prometheus {
         }
     }
 
-    /// What it answers: nothing while it does not.
-    async fn ask(&self, path: &str) -> Option<Value> {
+    /// The data of a reply; `None` if there is none.
+    async fn query(&self, path: &str) -> Option<Value> {
         let answer = reqwest::get(format!("http://{}/api/v1/{path}", self.address))
             .await
             .ok()?;
@@ -167,13 +167,13 @@ impl Prometheus {
     /// How many series a query returns.
     async fn series(&self, query: &str) -> usize {
         let encoded: String = query.bytes().map(|byte| format!("%{byte:02x}")).collect();
-        let data = self.ask(&format!("query?query={encoded}")).await;
+        let data = self.query(&format!("query?query={encoded}")).await;
         data.and_then(|it| it["result"].as_array().map(Vec::len))
             .unwrap_or_default()
     }
 }
 
-/// What the panels ask, as Grafana would send it.
+/// The queries of the panels, with the variables replaced as by Grafana.
 fn queries() -> Vec<String> {
     let text = std::fs::read_to_string(monitoring("dashboard.json")).expect("the dashboard");
     let dashboard: Value = serde_json::from_str(&text).expect("JSON");
@@ -206,11 +206,11 @@ fn names(query: &str) -> Vec<&str> {
     words.filter(|word| word.starts_with("oncegate_")).collect()
 }
 
-/// Asks again until it is so.
-async fn until(what: &str, mut ask: impl AsyncFnMut() -> Result<(), String>) {
+/// Repeats a check until it succeeds.
+async fn until(what: &str, mut query: impl AsyncFnMut() -> Result<(), String>) {
     let mut instead = String::new();
     let asking = async {
-        while let Err(other) = ask().await {
+        while let Err(other) = query().await {
             instead = other;
             tokio::time::sleep(Duration::from_millis(200)).await;
         }
@@ -218,11 +218,11 @@ async fn until(what: &str, mut ask: impl AsyncFnMut() -> Result<(), String>) {
     let in_time = tokio::time::timeout(Duration::from_secs(120), asking)
         .await
         .is_ok();
-    assert!(in_time, "not so: {what}: {instead}");
+    assert!(in_time, "timed out: {what}: {instead}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked() {
+async fn every_dashboard_query_returns_data_and_every_rule_is_evaluated() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let (run_dir, name) = (
         directory.path(),
@@ -238,8 +238,8 @@ async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked()
         let mut variables = variables(&name, broker, servers);
         variables.push(("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:0"));
         let arguments = ["work", "--guarantee", "effectively-once"];
-        let (process, said) = demo(&arguments, &variables, run_dir, "admin port http://");
-        (process, said.trim_end_matches("/status").to_owned())
+        let (process, output) = demo(&arguments, &variables, run_dir, "admin port http://");
+        (process, output.trim_end_matches("/status").to_owned())
     };
     let (workers, admins): (Vec<Process>, Vec<String>) =
         ["kafka", "rabbitmq"].map(worker).into_iter().unzip();
@@ -248,7 +248,7 @@ async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked()
         &admins.iter().map(String::as_str).collect::<Vec<_>>(),
     );
     let _producers = ["kafka", "rabbitmq"].map(|broker| {
-        let own = [
+        let arguments = [
             "produce",
             "--broker",
             broker,
@@ -260,40 +260,40 @@ async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked()
             "200",
         ];
         demo(
-            &own,
+            &arguments,
             &variables(&name, broker, servers),
             run_dir,
             "sending ",
         )
     });
 
-    let mut unanswered = queries();
-    for query in unanswered.iter().filter(|it| it.contains("or vector(0)")) {
+    let mut without_data = queries();
+    for query in without_data.iter().filter(|it| it.contains("or vector(0)")) {
         assert!(
-            names(query).iter().all(|it| SELDOM.contains(it)),
-            "nothing would be missed here: {query}"
+            names(query).iter().all(|it| ZERO_IN_DEMO.contains(it)),
+            "`or vector(0)` would hide missing data: {query}"
         );
     }
     until("every query returns data", async || {
-        let mut still = Vec::new();
-        for query in std::mem::take(&mut unanswered) {
+        let mut remaining = Vec::new();
+        for query in std::mem::take(&mut without_data) {
             if prometheus.series(&query).await == 0 {
-                still.push(query);
+                remaining.push(query);
             }
         }
-        unanswered = still;
-        if unanswered.is_empty() {
+        without_data = remaining;
+        if without_data.is_empty() {
             Ok(())
         } else {
-            Err(format!("none for {unanswered:#?}"))
+            Err(format!("none for {without_data:#?}"))
         }
     })
     .await;
-    // What Prometheus thinks of the rules is half a second old.
+    // Rules are evaluated every half a second.
     until(
-        "each rule can be asked, and dead letters alert",
+        "each rule is evaluated, and dead letters alert",
         async || {
-            let groups = prometheus.ask("rules").await.ok_or("no answer")?["groups"].clone();
+            let groups = prometheus.query("rules").await.ok_or("no answer")?["groups"].clone();
             let rules: Vec<&Value> = groups
                 .as_array()
                 .into_iter()
@@ -316,34 +316,37 @@ async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked()
     )
     .await;
     for (admin, broker) in admins.iter().zip(["kafka", "rabbitmq"]) {
-        until("its status says that it is ready and moves", async || {
-            let page = reqwest::get(format!("http://{admin}/status"))
-                .await
-                .expect("it answers")
-                .text()
-                .await
-                .expect("text");
-            assert!(
-                !page.contains("amqp://") && !page.contains("redis://"),
-                "{page}"
-            );
-            let read: Value = serde_json::from_str(&page).expect("JSON");
-            let sources = read["sources"].as_array().expect("a list");
-            let source = sources
-                .iter()
-                .find(|it| it["broker"] == broker)
-                .expect("its source");
-            let moved = if broker == "kafka" {
-                &source["partitions"][0]["committable"]
-            } else {
-                &source["delivered"]
-            };
-            if read["ready"] == true && moved.as_i64().is_some_and(|it| it > 0) {
-                Ok(())
-            } else {
-                Err(page)
-            }
-        })
+        until(
+            "the status page shows a ready consumer with progress",
+            async || {
+                let page = reqwest::get(format!("http://{admin}/status"))
+                    .await
+                    .expect("it answers")
+                    .text()
+                    .await
+                    .expect("text");
+                assert!(
+                    !page.contains("amqp://") && !page.contains("redis://"),
+                    "{page}"
+                );
+                let read: Value = serde_json::from_str(&page).expect("JSON");
+                let sources = read["sources"].as_array().expect("a list");
+                let source = sources
+                    .iter()
+                    .find(|it| it["broker"] == broker)
+                    .expect("its source");
+                let moved = if broker == "kafka" {
+                    &source["partitions"][0]["committable"]
+                } else {
+                    &source["delivered"]
+                };
+                if read["ready"] == true && moved.as_i64().is_some_and(|it| it > 0) {
+                    Ok(())
+                } else {
+                    Err(page)
+                }
+            },
+        )
         .await;
     }
     drop(workers);
@@ -352,7 +355,7 @@ async fn every_query_of_the_dashboard_returns_data_and_every_rule_can_be_asked()
 
 async fn remove_queues(url: &str, name: &str) {
     use lapin::options::QueueDeleteOptions;
-    let beside = [
+    let second_run = [
         ".dead-letters",
         ".in-doubt",
         ".delay.1000",
@@ -365,7 +368,7 @@ async fn remove_queues(url: &str, name: &str) {
         .await
         .expect("connected");
     let channel = connection.create_channel().await.expect("a channel");
-    for suffix in [""].into_iter().chain(beside) {
+    for suffix in [""].into_iter().chain(second_run) {
         channel
             .queue_delete(
                 format!("{name}{suffix}").into(),

@@ -1,5 +1,4 @@
-//! The demo as a person runs it: killed at any moment, started again, started twice. Needs no
-//! servers.
+//! The demo without servers: killed at random times, resumed, and started twice at once.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -7,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-/// A demo whose files lie here.
+/// The demo with this directory for its files.
 fn demo(run_dir: &Path, arguments: &[&str]) -> Command {
     let mut demo = Command::new(env!("CARGO_BIN_EXE_payments"));
     demo.arg("--run-dir")
@@ -18,31 +17,31 @@ fn demo(run_dir: &Path, arguments: &[&str]) -> Command {
     demo
 }
 
-/// The counts that it printed as JSON; it has to have found all right.
+/// The counts of a successful run, from its JSON.
 fn counts(output: &Output) -> HashMap<String, u64> {
-    let said = String::from_utf8_lossy(&output.stderr);
+    let stderr = String::from_utf8_lossy(&output.stderr);
     assert!(
         output.status.success(),
-        "{}: {said}{}",
+        "{}: {stderr}{}",
         output.status,
         String::from_utf8_lossy(&output.stdout)
     );
     serde_json::from_slice(&output.stdout).expect("numbers by name")
 }
 
-/// The one folder of a run.
-fn folder(run_dir: &Path) -> PathBuf {
+/// The directory of the only run.
+fn run_folder(run_dir: &Path) -> PathBuf {
     let mut folders: Vec<PathBuf> = std::fs::read_dir(run_dir)
-        .expect("it is there")
-        .map(|entry| entry.expect("it is there").path())
+        .expect("a directory entry")
+        .map(|entry| entry.expect("a directory entry").path())
         .collect();
     assert_eq!(folders.len(), 1, "{folders:?}");
     folders.remove(0)
 }
 
 /// How often each payment was charged, by the provider's ledger.
-fn charges(folder: &Path) -> HashMap<String, u32> {
-    let ledger = rusqlite::Connection::open(folder.join("ledger.db")).expect("a ledger");
+fn charges(run_folder: &Path) -> HashMap<String, u32> {
+    let ledger = rusqlite::Connection::open(run_folder.join("ledger.db")).expect("a ledger");
     ledger.busy_timeout(Duration::from_secs(10)).expect("set");
     let Ok(mut query) = ledger.prepare("SELECT id, count(*) FROM charges GROUP BY id") else {
         return HashMap::new(); // killed before it created the table
@@ -54,20 +53,20 @@ fn charges(folder: &Path) -> HashMap<String, u32> {
 }
 
 #[test]
-fn killed_ten_times_and_started_again_it_charges_nobody_twice_and_loses_nothing() {
+fn a_demo_killed_ten_times_charges_once_and_loses_nothing() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let run_dir = directory.path().join("runs");
     let seed = fastrand::u64(..1_000_000);
-    let moments: Vec<Duration> = (0..10)
+    let kill_times: Vec<Duration> = (0..10)
         .map(|_| Duration::from_millis(fastrand::u64(50..5_000)))
         .collect();
-    println!("--seed {seed}, killed after {moments:?}");
+    println!("--seed {seed}, killed after {kill_times:?}");
     let seed = ["--seed", &seed.to_string()];
     let mut charged = 0;
-    for moment in &moments {
+    for kill_time in &kill_times {
         let mut killed = demo(&run_dir, &seed).spawn().expect("it starts");
-        std::thread::sleep(*moment);
-        killed.kill().expect("it is ours");
+        std::thread::sleep(*kill_time);
+        killed.kill().expect("it can be killed");
         let killed = killed.wait_with_output().expect("it ended");
         // It takes longer than any of the moments, so it was in the middle of its work.
         assert_eq!(
@@ -77,7 +76,7 @@ fn killed_ten_times_and_started_again_it_charges_nobody_twice_and_loses_nothing(
             String::from_utf8_lossy(&killed.stderr)
         );
         let now = if run_dir.exists() {
-            charges(&folder(&run_dir)).len()
+            charges(&run_folder(&run_dir)).len()
         } else {
             0
         };
@@ -99,11 +98,10 @@ fn killed_ten_times_and_started_again_it_charges_nobody_twice_and_loses_nothing(
         (0, 0),
         "{counts:?}"
     );
-    assert!(counts["duplicates_stopped"] > 0, "{counts:?}");
-    let charges = charges(&folder(&run_dir));
+    assert!(counts["duplicates_skipped"] > 0, "{counts:?}");
+    let charges = charges(&run_folder(&run_dir));
     assert!(charges.values().all(|times| *times == 1), "{charges:?}");
-    // What nobody could find out about waits for a person; what is charged besides is in the
-    // ledger.
+    // Each payment is charged or in doubt.
     assert!(
         charges.len() as u64 + counts["in_doubt"] >= 2000,
         "{} charged: {counts:?}",
@@ -113,70 +111,71 @@ fn killed_ten_times_and_started_again_it_charges_nobody_twice_and_loses_nothing(
 }
 
 #[test]
-fn each_whole_run_begins_anew_and_no_two_share_their_files() {
+fn complete_runs_remove_their_files_and_concurrent_runs_are_refused() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let run_dir = directory.path().join("runs");
     let arguments = ["--payments", "600", "--json"];
     let first = demo(&run_dir, &arguments).spawn().expect("it starts");
-    let begun = Instant::now();
-    while !run_dir.exists() || charges(&folder(&run_dir)).is_empty() {
+    let started = Instant::now();
+    while !run_dir.exists() || charges(&run_folder(&run_dir)).is_empty() {
         assert!(
-            begun.elapsed() < Duration::from_secs(20),
-            "it charges nothing"
+            started.elapsed() < Duration::from_secs(20),
+            "no payment is charged"
         );
         std::thread::sleep(Duration::from_millis(10));
     }
-    let beside = demo(&run_dir, &arguments).output().expect("it ran");
-    assert_eq!(beside.status.code(), Some(2));
-    let said = String::from_utf8_lossy(&beside.stderr);
-    assert!(said.contains("is in use by another run"), "{said}");
+    let second_run = demo(&run_dir, &arguments).output().expect("it ran");
+    assert_eq!(second_run.status.code(), Some(2));
+    let stderr = String::from_utf8_lossy(&second_run.stderr);
+    assert!(stderr.contains("is in use by another run"), "{stderr}");
 
-    let again = |run: Output| {
+    let check_run = |run: Output| {
         let counts = counts(&run);
         assert_eq!(
             (counts["charged_twice"], counts["lost"], counts["charged"]),
             (0, 0, 600 - counts["in_doubt"]),
             "{counts:?}"
         );
-        let reconciled = counts["reconciled_happened"] + counts["reconciled_had_not"];
+        let reconciled = counts["reconciled_happened"] + counts["reconciled_did_not"];
         assert!(
-            counts["duplicates_stopped"] > 0 && reconciled > 0,
+            counts["duplicates_skipped"] > 0 && reconciled > 0,
             "{counts:?}"
         );
-        assert!(
-            !run_dir.exists(),
-            "a run that is over leaves nothing behind"
-        );
+        assert!(!run_dir.exists(), "a complete run removes its files");
     };
-    again(first.wait_with_output().expect("it ended"));
-    again(demo(&run_dir, &arguments).output().expect("it ran"));
+    check_run(first.wait_with_output().expect("it ended"));
+    check_run(demo(&run_dir, &arguments).output().expect("it ran"));
 }
 
 #[test]
-fn without_what_the_store_remembers_payments_are_charged_twice() {
+fn without_the_store_payments_are_charged_twice() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let run_dir = directory.path().join("runs");
     let mut killed = demo(&run_dir, &[]).spawn().expect("it starts");
-    let begun = Instant::now();
+    let started = Instant::now();
     let has_begun =
         || std::fs::read_dir(&run_dir).is_ok_and(|mut folders| folders.next().is_some());
-    while !has_begun() || charges(&folder(&run_dir)).len() < 200 {
+    while !has_begun() || charges(&run_folder(&run_dir)).len() < 200 {
         assert!(
-            begun.elapsed() < Duration::from_secs(20),
-            "it charges nothing"
+            started.elapsed() < Duration::from_secs(20),
+            "no payment is charged"
         );
         std::thread::sleep(Duration::from_millis(10));
     }
-    killed.kill().expect("it is ours");
+    killed.kill().expect("it can be killed");
     killed.wait().expect("it ended");
     for file in ["payments.db", "payments.db-wal", "payments.db-shm"] {
-        std::fs::remove_file(folder(&run_dir).join(file)).expect("it is there");
+        std::fs::remove_file(run_folder(&run_dir).join(file)).expect("a directory entry");
     }
     let last = demo(&run_dir, &["--json"]).output().expect("it ran");
     assert_eq!(last.status.code(), Some(1));
     let counts: HashMap<String, u64> =
         serde_json::from_slice(&last.stdout).expect("numbers by name");
     assert!(counts["charged_twice"] > 100, "{counts:?}");
-    // What was wrong is kept, for whoever looks into it.
-    assert!(charges(&folder(&run_dir)).values().any(|times| *times > 1));
+    // The files of a failed run are kept.
+    assert!(
+        charges(&run_folder(&run_dir))
+            .values()
+            .any(|times| *times > 1)
+    );
 }

@@ -1,20 +1,20 @@
-//! The errors of the demo when a server cannot be reached.
+//! Errors of the demo when a server cannot be reached.
 #![cfg(feature = "real")]
 #![forbid(unsafe_code)]
 
 use std::process::Command;
 
-/// The standard error of a demo that ends at once.
+/// The standard error of a demo that fails at start.
 fn error(broker: &str, redis: &str, rabbitmq: &str) -> String {
     let temporary = tempfile::tempdir().expect("a directory");
     let mut demo = Command::new(env!("CARGO_BIN_EXE_payments"));
     demo.args(["--broker", broker, "--payments", "10"]);
     demo.env("ONCEGATE_REDIS", redis)
         .env("ONCEGATE_RABBITMQ", rabbitmq);
-    let ended = demo.arg("--run-dir").arg(temporary.path()).output();
-    let ended = ended.expect("it ran");
-    assert_eq!(ended.status.code(), Some(2));
-    String::from_utf8(ended.stderr).expect("text")
+    let json_of = demo.arg("--run-dir").arg(temporary.path()).output();
+    let json_of = json_of.expect("it ran");
+    assert_eq!(json_of.status.code(), Some(2));
+    String::from_utf8(json_of.stderr).expect("text")
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! What `oncegate`, the operator's tool, reports of a run of the demo, and does to it, on each
-//! broker. `ONCEGATE_KAFKA`, `ONCEGATE_RABBITMQ` and `ONCEGATE_REDIS` say where the servers are.
+//! Runs `oncegate` on a finished run of the demo, on each broker. `ONCEGATE_KAFKA`,
+//! `ONCEGATE_RABBITMQ` and `ONCEGATE_REDIS` are the servers.
 #![cfg(all(feature = "kafka", feature = "rabbitmq"))]
 #![forbid(unsafe_code)]
 
@@ -14,26 +14,26 @@ use serde_json::Value;
 
 const PAYMENTS: &str = env!("CARGO_BIN_EXE_payments");
 /// With seed 3, the first payment that is sent twice.
-const COPIED: &str = "pay-000013";
-const PATIENCE: Duration = Duration::from_secs(60);
+const SENT_TWICE: &str = "pay-000013";
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[test]
-fn explain_answers_for_each_payment_on_kafka() {
-    each_payment_is_explained_and_an_operator_settles_the_rest(&Run::of("kafka"));
+fn explain_resolve_and_redrive_on_kafka() {
+    explain_resolve_and_redrive(&Run::of("kafka"));
 }
 
 #[test]
-fn explain_answers_for_each_payment_on_rabbitmq() {
-    each_payment_is_explained_and_an_operator_settles_the_rest(&Run::of("rabbitmq"));
+fn explain_resolve_and_redrive_on_rabbitmq() {
+    explain_resolve_and_redrive(&Run::of("rabbitmq"));
 }
 
-fn each_payment_is_explained_and_an_operator_settles_the_rest(run: &Run) {
-    let copied = COPIED;
-    let broken = run.waiting("dead-letters");
+fn explain_resolve_and_redrive(run: &Run) {
+    let sent_twice = SENT_TWICE;
+    let broken = run.listed_ids("dead-letters");
     assert!(
         ["pay-000199", "pay-000200"]
             .iter()
-            .all(|id| run.waiting("in-doubt").contains(*id))
+            .all(|id| run.listed_ids("in-doubt").contains(*id))
     );
     let broken = broken
         .iter()
@@ -41,10 +41,14 @@ fn each_payment_is_explained_and_an_operator_settles_the_rest(run: &Run) {
         .expect("about one in two hundred")
         .as_str();
 
-    run.tells("pay-000001", "handled", &["Not twice, because"]);
-    run.tells(copied, "handled", &["duplicate leaves no trace"]);
+    run.assert_explained(
+        "pay-000001",
+        "handled",
+        &["accepted without calling the handler"],
+    );
+    run.assert_explained(sent_twice, "handled", &["duplicate leaves no trace"]);
     if run.broker == "kafka" {
-        let explanation = run.json(&["explain", copied, "--copies"]);
+        let explanation = run.json(&["explain", sent_twice, "--copies"]);
         assert_eq!(
             (
                 explanation["verdict"].as_str(),
@@ -54,12 +58,12 @@ fn each_payment_is_explained_and_an_operator_settles_the_rest(run: &Run) {
             "{explanation}"
         );
     }
-    run.tells(
+    run.assert_explained(
         "pay-000200",
         "in-doubt",
         &["Its effect is unknown", "in-doubt resolve"],
     );
-    run.tells(
+    run.assert_explained(
         broken,
         "dead-lettered",
         &[
@@ -68,9 +72,9 @@ fn each_payment_is_explained_and_an_operator_settles_the_rest(run: &Run) {
             "dead-letters redrive",
         ],
     );
-    run.tells("nobody", "unknown", &["Nothing is known about this id"]);
+    run.assert_explained("nobody", "unknown", &["Nothing is known about this id"]);
 
-    // The ledger has it: it happened. Without --yes that is only shown.
+    // The ledger shows that it happened. Without --yes the command is a preview.
     assert!(run.charged("pay-000200"));
     let resolve = [
         "in-doubt",
@@ -82,28 +86,28 @@ fn each_payment_is_explained_and_an_operator_settles_the_rest(run: &Run) {
         "--why",
         "it is in the ledger",
     ];
-    run.ends(&resolve, 4);
-    run.ends(&[resolve.as_slice(), &["--yes"]].concat(), 0);
-    let left = run.waiting("in-doubt");
+    run.exits_with(&resolve, 4);
+    run.exits_with(&[resolve.as_slice(), &["--yes"]].concat(), 0);
+    let left = run.listed_ids("in-doubt");
     assert!(
         left.contains("pay-000199") && !left.contains("pay-000200"),
         "{left:?}"
     );
-    let resolved = run.tells("pay-000200", "handled", &["ann recorded that"]);
+    let resolved = run.assert_explained("pay-000200", "handled", &["ann recorded that"]);
     assert_eq!(resolved["marker"]["state"], "done", "{resolved}");
 
     let redrive = ["dead-letters", "redrive", "--id", broken, "--as", "bob"];
-    run.ends(&redrive, 4);
-    run.ends(&[redrive.as_slice(), &["--yes"]].concat(), 0);
-    assert!(!run.waiting("dead-letters").contains(broken));
-    run.tells(broken, "sent-back", &["bob sent it back"]);
-    // It is not lost on its way: a worker takes it, and it comes back, as broken as it was.
+    run.exits_with(&redrive, 4);
+    run.exits_with(&[redrive.as_slice(), &["--yes"]].concat(), 0);
+    assert!(!run.listed_ids("dead-letters").contains(broken));
+    run.assert_explained(broken, "sent-back", &["bob sent it back"]);
+    // A worker receives the copy, which is malformed as before, and dead-letters it.
     let worker = run.worker();
-    eventually("it is in the dead letters again", || {
-        run.waiting("dead-letters").contains(broken)
+    wait_until("the message is dead-lettered again", || {
+        run.listed_ids("dead-letters").contains(broken)
     });
-    worker.ends();
-    run.tells(broken, "dead-lettered", &["unreadable", "bob"]);
+    worker.exits_with();
+    run.assert_explained(broken, "dead-lettered", &["unreadable", "bob"]);
 
     // The audit of the store has the actions of all runs; the scope is that of this run.
     for (who, what, id) in [
@@ -130,11 +134,11 @@ fn each_payment_is_explained_and_an_operator_settles_the_rest(run: &Run) {
     run.remove();
 }
 
-/// A run of the demo that is over, and was kept.
+/// A finished run of the demo whose files were kept.
 struct Run {
     broker: &'static str,
     name: String,
-    /// Where the demo was told to write.
+    /// The `--run-dir` of the demo.
     temporary: tempfile::TempDir,
 }
 
@@ -159,14 +163,14 @@ impl Run {
             .arg(temporary.path())
             .output()
             .expect("it ran");
-        let report = ended(&ran, 0);
-        // By the ledger: those in doubt stand in it too.
+        let report = json_of(&ran, 0);
+        // Counted in the ledger, which has the payments in doubt, too.
         for (count, wanted) in [("charged", 200), ("charged_twice", 0), ("lost", 0)] {
             assert_eq!(report[count], wanted, "{count}: {report}");
         }
         let mut runs = std::fs::read_dir(temporary.path())
-            .expect("it is there")
-            .map(|run| run.expect("it is there").file_name());
+            .expect("a directory entry")
+            .map(|run| run.expect("a directory entry").file_name());
         let name = runs
             .next()
             .expect("a run was kept")
@@ -192,7 +196,7 @@ impl Run {
             > 0
     }
 
-    fn ask(&self, arguments: &[&str]) -> Output {
+    fn query(&self, arguments: &[&str]) -> Output {
         let mut oncegate = Command::new(tool());
         oncegate
             .arg("--config")
@@ -203,28 +207,28 @@ impl Run {
     }
 
     #[track_caller]
-    fn ends(&self, arguments: &[&str], code: i32) -> Value {
-        ended(&self.ask(&[arguments, &["--json"]].concat()), code)
+    fn exits_with(&self, arguments: &[&str], code: i32) -> Value {
+        json_of(&self.query(&[arguments, &["--json"]].concat()), code)
     }
 
     #[track_caller]
     fn json(&self, arguments: &[&str]) -> Value {
-        self.ends(arguments, 0)
+        self.exits_with(arguments, 0)
     }
 
-    /// The ids of what waits for a person.
-    fn waiting(&self, shelf: &str) -> HashSet<String> {
-        let list = self.json(&[shelf, "list"]);
+    /// The ids of the pending messages of a destination.
+    fn listed_ids(&self, destination: &str) -> HashSet<String> {
+        let list = self.json(&[destination, "list"]);
         list["messages"]
             .as_array()
             .expect("a list")
             .iter()
-            .map(|letter| letter["id"].as_str().expect("an id").to_owned())
+            .map(|message| message["id"].as_str().expect("an id").to_owned())
             .collect()
     }
 
     #[track_caller]
-    fn tells(&self, id: &str, verdict: &str, words: &[&str]) -> Value {
+    fn assert_explained(&self, id: &str, verdict: &str, words: &[&str]) -> Value {
         let explanation = self.json(&["explain", id]);
         assert_eq!(explanation["verdict"], verdict, "{explanation}");
         for word in words {
@@ -248,9 +252,9 @@ impl Run {
         Worker(worker.expect("it starts"))
     }
 
-    /// Takes away what it made on the broker.
+    /// Removes the topics or queues of the run.
     fn remove(&self) {
-        let beside = [
+        let second_run = [
             ".dead-letters",
             ".in-doubt",
             ".delay.1000",
@@ -261,7 +265,7 @@ impl Run {
         ];
         let names: Vec<String> = [""]
             .into_iter()
-            .chain(beside)
+            .chain(second_run)
             .map(|suffix| format!("{}{suffix}", self.name))
             .collect();
         tokio::runtime::Runtime::new()
@@ -284,7 +288,7 @@ async fn remove_topics(names: &[String]) {
         .create()
         .expect("an admin client");
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
-    let _ = admin.delete_topics(&names, &AdminOptions::new()).await; // what stays harms nobody: no name is used again
+    let _ = admin.delete_topics(&names, &AdminOptions::new()).await; // leftovers are harmless: names are not reused
 }
 
 async fn remove_queues(names: &[String]) {
@@ -308,8 +312,8 @@ async fn remove_queues(names: &[String]) {
 struct Worker(Child);
 
 impl Worker {
-    /// Drains and ends well.
-    fn ends(mut self) {
+    /// Sends SIGTERM and asserts exit code 0.
+    fn exits_with(mut self) {
         kill_process(Pid::from_child(&self.0), Signal::TERM).expect("it runs");
         assert!(self.0.wait().expect("it ended").success());
     }
@@ -322,8 +326,7 @@ impl Drop for Worker {
     }
 }
 
-/// The operator's tool, which tests of the whole workspace have built beside the demo. Where only
-/// those of the demo run, it is built once; what stands there then is not built anew.
+/// The program `oncegate`, next to the demo. Builds it if the test run did not.
 fn tool() -> &'static Path {
     static TOOL: OnceLock<PathBuf> = OnceLock::new();
     TOOL.get_or_init(|| {
@@ -343,21 +346,21 @@ fn tool() -> &'static Path {
     })
 }
 
-/// It ended so, and said this.
+/// Asserts the exit code and parses the output.
 #[track_caller]
-fn ended(output: &Output, code: i32) -> Value {
-    let (said, why) = (
+fn json_of(output: &Output, code: i32) -> Value {
+    let (stdout, stderr) = (
         String::from_utf8_lossy(&output.stdout),
         String::from_utf8_lossy(&output.stderr),
     );
-    assert_eq!(output.status.code(), Some(code), "{said}{why}");
-    serde_json::from_str(&said).unwrap_or_else(|error| panic!("{error}: {said}{why}"))
+    assert_eq!(output.status.code(), Some(code), "{stdout}{stderr}");
+    serde_json::from_str(&stdout).unwrap_or_else(|error| panic!("{error}: {stdout}{stderr}"))
 }
 
-fn eventually(what: &str, is_so: impl Fn() -> bool) {
-    let begun = Instant::now();
-    while !is_so() {
-        assert!(begun.elapsed() < PATIENCE, "not so: {what}");
+fn wait_until(what: &str, condition: impl Fn() -> bool) {
+    let started = Instant::now();
+    while !condition() {
+        assert!(started.elapsed() < TEST_TIMEOUT, "timed out: {what}");
         std::thread::sleep(Duration::from_millis(100));
     }
 }

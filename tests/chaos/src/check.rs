@@ -5,9 +5,7 @@
 //! store verdicts behind acceptances, and what remains at the end. Each violation has its
 //! invariant, its id and the history of the id from all logs.
 
-mod accepts;
-mod again;
-mod aside;
+mod acceptances;
 mod bounds;
 mod commits;
 mod effects;
@@ -16,7 +14,9 @@ mod faults;
 mod handlers;
 mod loss;
 mod metrics;
-mod receipts;
+mod recovery;
+mod rejections;
+mod settlements;
 #[cfg(test)]
 mod tests;
 
@@ -38,7 +38,7 @@ const MAX_HISTORIES: usize = 100;
 /// The guarantee of the consumers of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
 #[serde(rename_all = "kebab-case")]
-pub enum Promise {
+pub enum TestedGuarantee {
     /// No second effect.
     AtMostOnce,
     /// A second effect only after an interrupted run, never after the completion is recorded.
@@ -63,7 +63,8 @@ pub enum Ordered {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rules {
     /// The guarantee of the consumers.
-    pub promise: Promise,
+    #[serde(rename = "promise")]
+    pub guarantee: TestedGuarantee,
     /// Which messages are handled in order.
     pub order: Ordered,
     /// The lease of a claim.
@@ -77,7 +78,7 @@ pub struct Rules {
     pub drain: Duration,
     /// Whether a failover of the store may lose claims.
     #[serde(default)]
-    pub store: Remembers,
+    pub store: ClaimDurability,
     /// The maximum number of messages that a consumer handles at once; 0 in older reports.
     #[serde(default)]
     pub in_flight: u32,
@@ -85,31 +86,35 @@ pub struct Rules {
     #[serde(default)]
     pub attempts: u32,
     /// What is checked.
-    #[serde(default)]
-    pub looked: Looked,
+    #[serde(default, rename = "looked")]
+    pub scope: CheckScope,
 }
 
 /// What a run is checked for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Looked {
+pub enum CheckScope {
     /// The ledger, recovery times, and passwords in all files.
     #[default]
-    Everywhere,
+    #[serde(rename = "everywhere")]
+    All,
     /// Only the ledger: in a cell of the matrix no fault has a duration, and there are no
     /// passwords.
-    InTheLedger,
+    #[serde(rename = "in-the-ledger")]
+    LedgerOnly,
 }
 
-/// What a store keeps in a failover.
+/// Whether a failover of the store keeps granted claims.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Remembers {
-    /// All granted claims.
+pub enum ClaimDurability {
+    /// It keeps all of them.
     #[default]
-    Claims,
-    /// Not all claims: a second effect may happen, with a cause in the fault log.
-    NotAll,
+    #[serde(rename = "claims")]
+    Kept,
+    /// It may lose some: a second effect may happen, with a cause in the fault log.
+    #[serde(rename = "not-all")]
+    MayBeLost,
 }
 
 /// The invariants, by their names in reports.
@@ -148,7 +153,8 @@ pub enum Invariant {
     /// All messages are settled at the end, and no marker remains in progress.
     I14,
     /// A message whose handler works is not dead-lettered before its attempts are exhausted.
-    Aside,
+    #[serde(rename = "Aside")]
+    RejectedTooSoon,
     /// No effect of an id that was never sent.
     Unexpected,
     /// A consumer ends only on request, with exit code 0, within its drain timeout plus 3 s.
@@ -172,7 +178,7 @@ impl Invariant {
         Self::I12,
         Self::I13,
         Self::I14,
-        Self::Aside,
+        Self::RejectedTooSoon,
         Self::Unexpected,
         Self::Exit,
     ];
@@ -204,7 +210,7 @@ impl Invariant {
             Self::I12 => "the metrics of consumers equal the counts in the ledger",
             Self::I13 => "no secret in any log, ledger or Debug output",
             Self::I14 => "all messages are settled at the end, and no marker remains in progress",
-            Self::Aside => {
+            Self::RejectedTooSoon => {
                 "a message whose handler works is not dead-lettered before its attempts are exhausted"
             }
             Self::Unexpected => "no effect of an id that was never sent",
@@ -219,11 +225,11 @@ impl Invariant {
     pub fn was_tried(self, counts: &Counts) -> bool {
         match self {
             Self::I10 => counts
-                .again_judged
+                .first_effects
                 .values()
-                .chain(counts.rate_again_judged.values())
+                .chain(counts.rate_recoveries.values())
                 .any(|times| *times > 0),
-            Self::I11 => counts.away_ms + counts.refusing_ms > 0,
+            Self::I11 => counts.store_unavailable_ms + counts.store_refusing_ms > 0,
             _ => true,
         }
     }
@@ -231,23 +237,27 @@ impl Invariant {
     /// Whether it applies under these rules. For `bare` only those apply that show its losses.
     pub fn applies(self, rules: &Rules) -> bool {
         match self {
-            Self::I13 => rules.looked == Looked::Everywhere,
-            Self::I10 if rules.looked == Looked::InTheLedger => false,
+            Self::I13 => rules.scope == CheckScope::All,
+            Self::I10 if rules.scope == CheckScope::LedgerOnly => false,
             Self::I1 => true,
-            Self::I2 => rules.promise == Promise::AtMostOnce,
-            Self::I3 => rules.promise == Promise::EffectivelyOnce,
+            Self::I2 => rules.guarantee == TestedGuarantee::AtMostOnce,
+            Self::I3 => rules.guarantee == TestedGuarantee::EffectivelyOnce,
             // After a failover loses a claim, another consumer may be granted the same id.
-            Self::I4 => rules.promise != Promise::Bare && rules.store == Remembers::Claims,
-            Self::I5 => rules.promise != Promise::Bare && rules.order != Ordered::Not,
+            Self::I4 => {
+                rules.guarantee != TestedGuarantee::Bare && rules.store == ClaimDurability::Kept
+            }
+            Self::I5 => rules.guarantee != TestedGuarantee::Bare && rules.order != Ordered::Not,
             // A failover that loses markers also loses the count of attempts.
-            Self::Aside => {
+            Self::RejectedTooSoon => {
                 rules.attempts > 0
-                    && rules.promise != Promise::Bare
-                    && rules.store == Remembers::Claims
+                    && rules.guarantee != TestedGuarantee::Bare
+                    && rules.store == ClaimDurability::Kept
             }
             // Only Kafka has offsets.
-            Self::I6 | Self::I7 => rules.promise != Promise::Bare && rules.order == Ordered::ByKey,
-            _ => rules.promise != Promise::Bare,
+            Self::I6 | Self::I7 => {
+                rules.guarantee != TestedGuarantee::Bare && rules.order == Ordered::ByKey
+            }
+            _ => rules.guarantee != TestedGuarantee::Bare,
         }
     }
 }
@@ -311,36 +321,36 @@ pub struct Counts {
     #[serde(default)]
     pub commits: u64,
     /// How long the store was unavailable according to the fault log, in milliseconds.
-    #[serde(default)]
-    pub away_ms: u64,
+    #[serde(default, rename = "away_ms")]
+    pub store_unavailable_ms: u64,
     /// How long the store refused writes, in milliseconds.
-    #[serde(default)]
-    pub refusing_ms: u64,
+    #[serde(default, rename = "refusing_ms")]
+    pub store_refusing_ms: u64,
     /// Faults that overlapped another fault.
     #[serde(default)]
     pub overlapping: u64,
     /// The maximum number of requests that a process sent in one second to an unavailable store.
-    #[serde(default)]
-    pub away_questions: u64,
+    #[serde(default, rename = "away_questions")]
+    pub max_requests_while_unavailable: u64,
     /// The maximum growth of the memory of a process while the store was unavailable, in KiB.
-    #[serde(default)]
-    pub away_growth: u64,
+    #[serde(default, rename = "away_growth")]
+    pub max_growth_while_unavailable: u64,
     /// The maximum number of concurrent handlers in one process.
-    #[serde(default)]
-    pub at_once: u64,
+    #[serde(default, rename = "at_once")]
+    pub max_concurrent_handlers: u64,
     /// The longest time from the end of a fault to the next effect, in milliseconds, by its kind.
-    #[serde(default)]
-    pub again_ms: BTreeMap<String, u64>,
+    #[serde(default, rename = "again_ms")]
+    pub first_effect_ms: BTreeMap<String, u64>,
     /// The number of faults for which that time was measured, by kind.
-    #[serde(default)]
-    pub again_judged: BTreeMap<String, u64>,
+    #[serde(default, rename = "again_judged")]
+    pub first_effects: BTreeMap<String, u64>,
     /// The longest time from the end of one or two faults until effects reached nine tenths of
     /// their rate, in milliseconds, by their kinds. Not measured while the machine was overloaded.
-    #[serde(default)]
-    pub rate_again_ms: BTreeMap<String, u64>,
+    #[serde(default, rename = "rate_again_ms")]
+    pub rate_recovery_ms: BTreeMap<String, u64>,
     /// The number of times that was measured, by kinds.
-    #[serde(default)]
-    pub rate_again_judged: BTreeMap<String, u64>,
+    #[serde(default, rename = "rate_again_judged")]
+    pub rate_recoveries: BTreeMap<String, u64>,
     /// Processes that ended with success, whose final counters were compared with the ledger.
     #[serde(default)]
     pub metrics_exact: u64,
@@ -348,17 +358,17 @@ pub struct Counts {
     #[serde(default)]
     pub metrics_bounded: u64,
     /// Markers in progress whose completion the store had recorded and lost in a failover.
-    #[serde(default)]
-    pub ends_lost: u64,
+    #[serde(default, rename = "ends_lost")]
+    pub completions_lost: u64,
     /// Processes that received SIGTERM while the broker was unavailable and ended with an error.
-    #[serde(default)]
-    pub left_without_broker: u64,
+    #[serde(default, rename = "left_without_broker")]
+    pub stopped_without_broker: u64,
     /// Processes that did not start because Redis was a replica.
-    #[serde(default)]
-    pub refused_to_begin: u64,
+    #[serde(default, rename = "refused_to_begin")]
+    pub refused_to_start: u64,
     /// Decreases of a committed offset because Kafka applied an earlier commit after it was frozen.
-    #[serde(default)]
-    pub commits_overtaken: u64,
+    #[serde(default, rename = "commits_overtaken")]
+    pub commits_applied_late: u64,
     /// The maximum resident memory of a consumer, in KiB.
     #[serde(default)]
     pub resident: u64,
@@ -402,15 +412,15 @@ pub fn check(ledger: &Ledger, rules: &Rules) -> Checked {
         loss::check(&mut finder, id);
         effects::check(&mut finder, id);
         handlers::check(&mut finder, id);
-        accepts::check(&mut finder, id);
+        acceptances::check(&mut finder, id);
         ends::check_id(&mut finder, id);
-        aside::check(&mut finder, id);
+        rejections::check(&mut finder, id);
     }
     effects::check_order(&mut finder);
     commits::check(&mut finder);
-    receipts::check(&mut finder);
+    settlements::check(&mut finder);
     metrics::check(&mut finder);
-    again::check(&mut finder);
+    recovery::check(&mut finder);
     bounds::check(&mut finder);
     ends::check(&mut finder);
     finder
@@ -461,7 +471,7 @@ impl<'a> Finder<'a> {
             .unwrap_or_default()
             .saturating_sub(before)..=times.max().unwrap_or_default();
         let is_relevant = |record: &&Record| match &record.what {
-            What::Fault { .. } | What::Gone { .. } | What::Stalled { .. } => {
+            What::Fault { .. } | What::ProcessEnded { .. } | What::Stalled { .. } => {
                 span.contains(&record.at)
             }
             what => what.id() == Some(id),

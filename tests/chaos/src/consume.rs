@@ -13,11 +13,11 @@ use oncegate::{
 use oncegate_testkit::servers::SENTINEL_NAME;
 
 use crate::Error;
-use crate::ledger::{Ending, Log, What};
+use crate::ledger::{HandlerEnd, Log, What};
 use crate::message::{HandlerBehavior, ID_HEADER, KEY_HEADER, Work};
 use crate::recorded::Recorded;
 use crate::sink::Sink;
-use crate::worker::{Broker, Common, Running, Worker, reconcile};
+use crate::worker::{Broker, CommonArguments, RecordedRun, Worker, reconcile};
 
 /// The handler timeout: longer than the handling of any message that ends.
 const TIMEOUT: Duration = Duration::from_secs(4);
@@ -33,7 +33,7 @@ const REPLICATED: Duration = Duration::from_millis(200);
 #[derive(Args)]
 pub struct Arguments {
     #[command(flatten)]
-    common: Common,
+    common: CommonArguments,
     /// The login for Kafka: name, password, and the file with the authority's certificate.
     #[arg(long, num_args = 3)]
     login: Option<Vec<String>>,
@@ -163,15 +163,16 @@ impl Handler for Effects {
 
     async fn handle(&self, work: Work, cx: &Context) -> Result<(), Failure> {
         let (id, attempt) = (cx.id(), cx.attempt());
-        let mut running = Running::begin(&self.log, cx, self.runs.fetch_add(1, Ordering::Relaxed));
+        let mut running =
+            RecordedRun::begin(&self.log, cx, self.runs.fetch_add(1, Ordering::Relaxed));
         let half = Duration::from_millis(work.ms) / 2;
         tokio::time::sleep(half).await;
-        running.how = Ending::Failed;
+        running.how = HandlerEnd::Failed;
         match HandlerBehavior::of(id) {
             HandlerBehavior::Fail => Err("as its id says").retry()?,
             HandlerBehavior::Panic => panic!("as its id says"),
             HandlerBehavior::Hang => {
-                running.how = Ending::Dropped;
+                running.how = HandlerEnd::Dropped;
                 std::future::pending().await
             }
             HandlerBehavior::Abort => {
@@ -180,13 +181,13 @@ impl Handler for Effects {
             }
             HandlerBehavior::Work => {}
         }
-        running.how = Ending::Dropped;
+        running.how = HandlerEnd::Dropped;
         let applied = self.sink.apply(id, attempt).await;
-        running.how = Ending::Failed;
+        running.how = HandlerEnd::Failed;
         applied.in_doubt()?.in_doubt()?;
-        running.how = Ending::Dropped;
+        running.how = HandlerEnd::Dropped;
         tokio::time::sleep(half).await;
-        running.how = Ending::Ok;
+        running.how = HandlerEnd::Ok;
         Ok(())
     }
 

@@ -217,12 +217,12 @@ mod tests {
         });
         all.write(&folder.path().join(format!("c0.1.{SCRAPE}")));
 
-        let told = format!("{:?}", find(folder.path(), &secrets).unwrap());
+        let text = format!("{:?}", find(folder.path(), &secrets).unwrap());
 
         for Secret { of, .. } in &secrets {
             assert!(
-                told.contains(&format!("{of:?}")),
-                "the one in a {of} was not found: {told}"
+                text.contains(&format!("{of:?}")),
+                "the one in a {of} was not found: {text}"
             );
         }
     }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::Error;
-use crate::ledger::{Edge, Log, Sent, What};
+use crate::ledger::{FaultEdge, Log, SentSignal, What};
 
 /// The polling interval.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
@@ -81,7 +81,7 @@ impl Fleet {
     /// Starts a consumer in the slot, if it is empty.
     ///
     /// # Errors
-    /// What the system said.
+    /// The error of the operating system.
     pub fn start(&self, slot: &mut Slot) -> Result<(), Error> {
         if slot.process.is_none() {
             slot.started += 1;
@@ -103,7 +103,7 @@ impl Fleet {
     /// Starts one in each empty slot.
     ///
     /// # Errors
-    /// What the system said.
+    /// The error of the operating system.
     pub fn start_all(&self) -> Result<(), Error> {
         (0..self.size()).try_for_each(|number| self.start(&mut self.slot(number)))
     }
@@ -122,7 +122,7 @@ impl Fleet {
     /// Records and replaces consumers that ended without a signal; skips locked slots.
     ///
     /// # Errors
-    /// What the system said.
+    /// The error of the operating system.
     pub fn replace_ended(&self) -> Result<(), Error> {
         for slot in &self.slots {
             let Ok(mut slot) = slot.try_lock() else {
@@ -138,7 +138,7 @@ impl Fleet {
                 continue;
             };
             if let Some(process) = slot.process.take() {
-                self.gone(&process.name, Sent::Nothing, status, Duration::ZERO);
+                self.record_end(&process.name, SentSignal::Nothing, status, Duration::ZERO);
             }
             self.start(&mut slot)?;
         }
@@ -148,16 +148,16 @@ impl Fleet {
     /// Kills the consumer in the slot (SIGKILL). Does nothing if the slot is empty.
     ///
     /// # Errors
-    /// What the system said.
+    /// The error of the operating system.
     pub fn kill(&self, slot: &mut Slot) -> Result<(), Error> {
         let Some(mut process) = slot.process.take() else {
             return Ok(());
         };
         let since = Instant::now();
         process.child.kill()?;
-        self.gone(
+        self.record_end(
             &process.name,
-            Sent::Kill,
+            SentSignal::Kill,
             process.child.wait()?,
             since.elapsed(),
         );
@@ -167,7 +167,7 @@ impl Fleet {
     /// Sends SIGTERM to the consumer in the slot, and waits until it has ended.
     ///
     /// # Errors
-    /// What the system said.
+    /// The error of the operating system.
     pub fn terminate(&self, slot: &mut Slot) -> Result<(), Error> {
         self.wait_until_ready(slot)?;
         slot.signal(Signal::TERM)?;
@@ -177,7 +177,7 @@ impl Fleet {
     /// Sends SIGTERM to all consumers, and waits until they have ended.
     ///
     /// # Errors
-    /// What the system said.
+    /// The error of the operating system.
     pub fn terminate_all(&self) -> Result<(), Error> {
         let mut slots: Vec<_> = (0..self.size()).map(|number| self.slot(number)).collect();
         slots
@@ -225,18 +225,23 @@ impl Fleet {
                 None => std::thread::sleep(POLL_INTERVAL),
             }
         };
-        self.gone(&process.name, Sent::Terminate, status, since.elapsed());
+        self.record_end(
+            &process.name,
+            SentSignal::Terminate,
+            status,
+            since.elapsed(),
+        );
         Ok(())
     }
 
-    fn gone(&self, name: &str, after: Sent, status: ExitStatus, took: Duration) {
+    fn record_end(&self, name: &str, after: SentSignal, status: ExitStatus, took: Duration) {
         let status = match (status.code(), status.signal()) {
             (Some(code), _) => format!("exit {code}"),
             (None, Some(signal)) => format!("signal {signal}"),
             (None, None) => status.to_string(),
         };
         let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-        self.log.write(What::Gone {
+        self.log.write(What::ProcessEnded {
             consumer: name.to_owned(),
             after,
             status,
@@ -254,7 +259,7 @@ impl Slot {
     /// Sends a signal to the consumer in it, if there is one.
     ///
     /// # Errors
-    /// What the system said.
+    /// The error of the operating system.
     pub fn signal(&self, signal: Signal) -> Result<(), Error> {
         // The process id cannot be reused before the child is waited for.
         let number = self
@@ -290,15 +295,15 @@ impl Faults {
         }
     }
 
-    /// Records the start, runs `play`, and records the end.
+    /// Records the start, runs `inject`, and records the end.
     ///
     /// # Errors
-    /// The error of `play`.
-    pub fn play<T>(
+    /// The error of `inject`.
+    pub fn record<T>(
         &self,
         kind: &str,
         target: Option<String>,
-        play: impl FnOnce() -> Result<T, Error>,
+        inject: impl FnOnce() -> Result<T, Error>,
     ) -> Result<T, Error> {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         let fault = |edge| What::Fault {
@@ -307,10 +312,10 @@ impl Faults {
             target: target.clone(),
             edge,
         };
-        self.log.write(fault(Edge::Begin));
-        let played = play();
-        self.log.write(fault(Edge::End));
-        played
+        self.log.write(fault(FaultEdge::Begin));
+        let result = inject();
+        self.log.write(fault(FaultEdge::End));
+        result
     }
 }
 
@@ -325,7 +330,7 @@ impl SinkProcess {
     /// Starts the process, and returns when it listens.
     ///
     /// # Errors
-    /// What the system said.
+    /// The error of the operating system.
     pub fn start(folder: &Path) -> Result<Self, Error> {
         let mut command = this_program(&folder.join("sink.log"))?;
         command

@@ -76,7 +76,7 @@ mod tests {
     use crate::ledger::{Log, Unique, What};
 
     #[test]
-    fn it_flows_when_there_were_enough_effects_for_a_second() {
+    fn the_rate_is_reached_after_a_second_with_enough_effects() {
         let folder = tempfile::tempdir().unwrap();
         let log = Log::open(&folder.path().join(FILE), "sink").unwrap();
         let effects = |count| {
@@ -84,7 +84,7 @@ mod tests {
                 id: "u-1".into(),
                 consumer: "c0.1".into(),
                 attempt: 1,
-                unique: Unique::Known,
+                unique: Unique::Repeated,
             })
         };
         let mut flow = Flow::over(folder.path(), 100);

@@ -11,7 +11,10 @@ use std::io;
 use std::path::Path;
 
 pub use log::{Log, now};
-pub use record::{Asked, Edge, Ending, Found, Place, Record, Sent, Settling, Unique, What};
+pub use record::{
+    FaultEdge, HandlerEnd, Lookup, Record, RejectedTo, SentSignal, SettlementKind, StoreOperation,
+    Unique, What,
+};
 
 /// All records of a run, ordered by time.
 #[derive(Clone, Debug, Default)]
@@ -34,9 +37,9 @@ pub enum Unreadable {
     /// A line is not a record.
     #[error("{path}, line {line}: {source}")]
     Line {
-        /// Which file.
+        /// The file.
         path: String,
-        /// From 1.
+        /// The number of the line, from 1.
         line: usize,
         /// The error of the parser.
         source: serde_json::Error,
@@ -133,24 +136,24 @@ mod tests {
             id: id.into(),
             consumer: "c0.1".into(),
             attempt: 2,
-            unique: Unique::Accepted,
+            unique: Unique::First,
         }
     }
 
     #[test]
-    fn what_was_written_is_read_again_but_for_a_line_that_was_cut_off() {
+    fn records_are_read_again_except_an_incomplete_last_line() {
         let folder = tempfile::tempdir().unwrap();
-        let (sink, player) = (
+        let (sink, harness) = (
             folder.path().join("sink.jsonl"),
-            folder.path().join("player.jsonl"),
+            folder.path().join("harness.jsonl"),
         );
         let fault = What::Fault {
             number: 1,
             kind: "kill-redis".into(),
             target: None,
-            edge: Edge::Begin,
+            edge: FaultEdge::Begin,
         };
-        Log::open(&player, "player")
+        Log::open(&harness, "harness")
             .unwrap()
             .write_all([What::Attempted { id: "a".into() }, fault.clone()]);
         Log::open(&sink, "sink").unwrap().write(effect("a"));
@@ -169,8 +172,8 @@ mod tests {
         assert_eq!(
             seen,
             [
-                ("player", &What::Attempted { id: "a".into() }),
-                ("player", &fault),
+                ("harness", &What::Attempted { id: "a".into() }),
+                ("harness", &fault),
                 ("sink", &effect("a"))
             ]
         );
@@ -185,7 +188,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_of_another_kind_is_named() {
+    fn an_invalid_line_is_reported_with_its_number() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("x.jsonl"), "{}\n").unwrap();
         let error = Ledger::read(folder.path()).unwrap_err().to_string();

@@ -6,6 +6,7 @@
 //! violated invariant with the history of the id.
 #![forbid(unsafe_code)]
 
+pub mod broker_client;
 pub mod check;
 pub mod consume;
 pub mod counters;
@@ -16,19 +17,18 @@ pub mod markers;
 pub mod matrix;
 pub mod message;
 pub mod mutants;
-pub mod play;
 pub mod probes;
 pub mod processors;
 pub mod recorded;
 pub mod report;
+pub mod run;
 pub mod scenario;
 pub mod schedule;
 pub mod secrets;
+pub mod servers;
 pub mod sink;
-pub mod stage;
 mod stopping;
 pub mod watch;
-pub mod wire;
 pub mod worker;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

@@ -7,16 +7,16 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, Subcommand};
-use oncegate_chaos::check::{Promise, check};
+use oncegate_chaos::check::{TestedGuarantee, check};
 use oncegate_chaos::consume;
 use oncegate_chaos::ledger::Ledger;
 use oncegate_chaos::matrix::table::Matrix;
-use oncegate_chaos::play::Taken;
 use oncegate_chaos::report::{Report, Verdict};
-use oncegate_chaos::scenario::{Director, Wish};
+use oncegate_chaos::run::ConsumerMode;
+use oncegate_chaos::scenario::{ScenarioOptions, ScenarioRunner};
 use oncegate_chaos::schedule::Lengths;
 use oncegate_chaos::worker::Broker;
-use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, probes, sink, stage};
+use oncegate_chaos::{Error, Stopping, fleet, matrix, mutants, probes, servers, sink};
 
 /// Injects faults into real servers and checks the guarantees.
 ///
@@ -84,7 +84,7 @@ struct Arguments {
     /// The guarantee; by default at most once and effectively once alternately. A run of `bare`
     /// exits with 1, since it loses messages, or with 2 if it lost none.
     #[arg(long, value_enum)]
-    guarantee: Option<Promise>,
+    guarantee: Option<TestedGuarantee>,
     /// The folder for the results; by default a new one in target/chaos.
     #[arg(long)]
     folder: Option<PathBuf>,
@@ -151,7 +151,7 @@ fn main() -> ExitCode {
 
 fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
     match arguments.command.take() {
-        None => direct(&arguments),
+        None => run_scenarios(&arguments),
         Some(Command::Check { folder }) => {
             let before = read(&folder.join("report.json"))?;
             let run = before
@@ -178,7 +178,7 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
                 sum.add(serde_json::from_slice(&text)?);
             }
             println!("{}", sum.to_markdown());
-            Ok(last_line(sum.is_right(), &sum.verdict(), None))
+            Ok(last_line(sum.passed(), &sum.verdict(), None))
         }
         Some(Command::Sum { reports }) => {
             let mut sum: Option<Report> = None;
@@ -205,7 +205,7 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
                 .join("chaos")
                 .join(format!("probes-{}", std::process::id()));
             let probed = probes::run(
-                &probes::Wish {
+                &probes::ProbeOptions {
                     probes: count,
                     side_by_side,
                     messages,
@@ -235,10 +235,10 @@ fn run(mut arguments: Arguments) -> Result<ExitCode, Error> {
     }
 }
 
-fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
+fn run_scenarios(arguments: &Arguments) -> Result<ExitCode, Error> {
     let stopping = Stopping::on_signals()?;
     // Determines the tested commit now, since it may change during the run.
-    let _ = stage::commit();
+    let _ = servers::commit();
     let now = SystemTime::now().duration_since(UNIX_EPOCH)?.as_secs();
     let folder = arguments
         .folder
@@ -250,16 +250,16 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
         } else {
             vec![arguments.name.clone()]
         };
-        let wish = matrix::Wish {
+        let options = matrix::MatrixOptions {
             steps,
             broker: arguments.broker,
-            promise: arguments.guarantee,
+            guarantee: arguments.guarantee,
             side_by_side: arguments.side_by_side,
         };
-        let (matrix, _) = matrix::run(&wish, &folder, &stopping)?;
+        let (matrix, _) = matrix::run(&options, &folder, &stopping)?;
         println!("{}", matrix.to_markdown());
         return Ok(last_line(
-            matrix.is_right(),
+            matrix.passed(),
             &matrix.verdict(),
             Some(&folder.join("matrix.md")),
         ));
@@ -273,30 +273,35 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
         let caught = mutants::run(wanted, &folder, &stopping)?;
         println!("{}", caught.to_markdown());
         return Ok(last_line(
-            caught.is_right(),
+            caught.passed(),
             &caught.verdict(),
             Some(&folder.join("mutants.md")),
         ));
     }
-    let mut director = Director::new(&folder, &stopping);
+    let mut runner = ScenarioRunner::new(&folder, &stopping);
     let report = if arguments.smoke {
         let begun = Instant::now();
-        let report = director.smoke(arguments.seed.unwrap_or(1))?;
+        let report = runner.smoke(arguments.seed.unwrap_or(1))?;
         println!(
             "chaos: the smoke run took {} s; the limit is 240 s on a machine with two free cores",
             begun.elapsed().as_secs()
         );
         report
     } else {
-        let wish = Wish {
+        let options = ScenarioOptions {
             name: arguments.name.clone(),
             brokers: arguments.broker.map_or_else(
                 || vec![Broker::Kafka, Broker::Rabbitmq],
                 |broker| vec![broker],
             ),
-            promises: arguments.guarantee.map_or_else(
-                || vec![Promise::AtMostOnce, Promise::EffectivelyOnce],
-                |promise| vec![promise],
+            guarantees: arguments.guarantee.map_or_else(
+                || {
+                    vec![
+                        TestedGuarantee::AtMostOnce,
+                        TestedGuarantee::EffectivelyOnce,
+                    ]
+                },
+                |guarantee| vec![guarantee],
             ),
             seed: arguments.seed.unwrap_or(now),
             messages: arguments.messages,
@@ -304,15 +309,15 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
             consumers: arguments.consumers.max(1),
             lengths: arguments.lengths,
             replicas: arguments.replicas,
-            taken: if arguments.in_order {
-                Taken::ByOne
+            consumer_mode: if arguments.in_order {
+                ConsumerMode::SingleActive
             } else {
-                Taken::ByAll
+                ConsumerMode::Competing
             },
         };
         match arguments.soak {
-            Some(minutes) => director.soak(&wish, Duration::from_secs(60 * minutes))?,
-            None => director.run(&wish)?,
+            Some(minutes) => runner.soak(&options, Duration::from_secs(60 * minutes))?,
+            None => runner.run(&options)?,
         }
     };
     report.write(&folder)?;
@@ -320,12 +325,12 @@ fn direct(arguments: &Arguments) -> Result<ExitCode, Error> {
 }
 
 /// Prints the last line of the output and returns the exit code.
-fn last_line(passed: bool, said: &str, told_in: Option<&Path>) -> ExitCode {
-    let place = told_in
+fn last_line(passed: bool, summary: &str, details: Option<&Path>) -> ExitCode {
+    let place = details
         .map(|path| format!(" ({})", path.display()))
         .unwrap_or_default();
     println!(
-        "chaos: {}: {said}{place}",
+        "chaos: {}: {summary}{place}",
         if passed { "PASSED" } else { "FAILED" }
     );
     if passed {
@@ -335,8 +340,8 @@ fn last_line(passed: bool, said: &str, told_in: Option<&Path>) -> ExitCode {
     }
 }
 
-/// The exit code if `bare` lost nothing, so that the harness may not detect losses.
-const BLIND: u8 = 2;
+/// The exit code if `bare` lost nothing: the harness may not detect losses.
+const CONTROL_LOST_NOTHING: u8 = 2;
 
 /// Prints the last line of the output and returns the exit code: 0 only if all invariants held.
 fn verdict(report: &Report, folder: Option<&Path>) -> ExitCode {
@@ -344,19 +349,22 @@ fn verdict(report: &Report, folder: Option<&Path>) -> ExitCode {
         .map(|folder| format!(" ({})", folder.join("report.md").display()))
         .unwrap_or_default();
     match report.verdict() {
-        Verdict::Held => {
+        Verdict::Passed => {
             println!("chaos: PASSED: {}{place}", report.line());
             ExitCode::SUCCESS
         }
-        Verdict::SeenToLose => {
-            println!("chaos: FAILED, as it must: {}{place}", report.line());
+        Verdict::LostAsExpected => {
+            println!(
+                "chaos: FAILED, as expected of bare: {}{place}",
+                report.line()
+            );
             ExitCode::FAILURE
         }
-        Verdict::Blind => {
-            println!("chaos: BLIND: {}{place}", report.line());
-            ExitCode::from(BLIND)
+        Verdict::LostNothing => {
+            println!("chaos: INCONCLUSIVE: {}{place}", report.line());
+            ExitCode::from(CONTROL_LOST_NOTHING)
         }
-        Verdict::Broken => {
+        Verdict::Violated => {
             println!("chaos: FAILED: {}{place}", report.line());
             ExitCode::FAILURE
         }

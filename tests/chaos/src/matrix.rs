@@ -6,22 +6,22 @@ pub mod consumer;
 pub(crate) mod group;
 pub mod servers;
 pub mod step;
+mod store_faults;
 pub mod table;
-mod tricks;
 
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-pub(crate) use cell::{message, play as play_cell};
+pub(crate) use cell::{message, run as run_cell};
 use consumer::Markers;
-use group::Made;
+use group::Combination;
 use servers::Servers;
 use step::{STEPS, Step};
 use table::{Cell, Matrix};
 
-use crate::check::Promise;
+use crate::check::TestedGuarantee;
 use crate::report::{Report, Run};
 use crate::worker::Broker;
 use crate::{Error, Stopping, lock};
@@ -31,27 +31,31 @@ const SIDE_BY_SIDE: usize = 12;
 
 /// The selected cells.
 #[derive(Clone, Debug, Default)]
-pub struct Wish {
+pub struct MatrixOptions {
     /// Prefixes of step names; all steps if empty.
     pub steps: Vec<String>,
     /// Only this broker.
     pub broker: Option<Broker>,
     /// Only this guarantee.
-    pub promise: Option<Promise>,
+    pub guarantee: Option<TestedGuarantee>,
     /// How many groups run in parallel.
     pub side_by_side: Option<usize>,
 }
 
 /// Every combination, in the order of the table's columns. `bare` runs only if it is selected.
-pub fn columns() -> Vec<Made> {
+pub fn columns() -> Vec<Combination> {
     let mut all = Vec::new();
-    for promise in [Promise::AtMostOnce, Promise::EffectivelyOnce, Promise::Bare] {
+    for guarantee in [
+        TestedGuarantee::AtMostOnce,
+        TestedGuarantee::EffectivelyOnce,
+        TestedGuarantee::Bare,
+    ] {
         for broker in [Broker::Kafka, Broker::Rabbitmq] {
             for markers in [Markers::Redis, Markers::Sqlite] {
-                all.push(Made {
+                all.push(Combination {
                     broker,
                     markers,
-                    promise,
+                    guarantee,
                 });
             }
         }
@@ -65,7 +69,7 @@ pub fn columns() -> Vec<Made> {
 /// # Errors
 /// No cell is selected, a server does not start, or a signal requested a stop.
 pub fn run(
-    wish: &Wish,
+    options: &MatrixOptions,
     folder: &Path,
     stopping: &Stopping,
 ) -> Result<(Matrix, Option<Report>), Error> {
@@ -77,25 +81,27 @@ pub fn run(
     let versions = servers.versions();
     let begun = Instant::now();
     let wanted = |step: &Step| {
-        wish.steps.is_empty()
-            || wish
+        options.steps.is_empty()
+            || options
                 .steps
                 .iter()
                 .any(|name| step.name.starts_with(name.as_str()))
     };
-    let made = |made: &Made| {
-        wish.broker.is_none_or(|it| it == made.broker)
-            && wish
-                .promise
-                .map_or(made.promise != Promise::Bare, |it| it == made.promise)
+    let combination = |combination: &Combination| {
+        options.broker.is_none_or(|it| it == combination.broker)
+            && options
+                .guarantee
+                .map_or(combination.guarantee != TestedGuarantee::Bare, |it| {
+                    it == combination.guarantee
+                })
     };
     let mut matrix = Matrix::default();
-    let mut due: VecDeque<(&'static Step, Made)> = VecDeque::new();
+    let mut due: VecDeque<(&'static Step, Combination)> = VecDeque::new();
     for step in STEPS.iter().filter(|step| wanted(step)) {
-        for made in columns().into_iter().filter(made) {
-            match step.absent(made) {
-                Some(why) => matrix.cells.push(Cell::absent(step, made, why)),
-                None => due.push_back((step, made)),
+        for combination in columns().into_iter().filter(combination) {
+            match step.absent(combination) {
+                Some(why) => matrix.cells.push(Cell::absent(step, combination, why)),
+                None => due.push_back((step, combination)),
             }
         }
     }
@@ -105,35 +111,35 @@ pub fn run(
     }
     let (due, done) = (Mutex::new(due), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
-        for _ in 0..wish.side_by_side.unwrap_or(SIDE_BY_SIDE) {
+        for _ in 0..options.side_by_side.unwrap_or(SIDE_BY_SIDE) {
             scope.spawn(|| {
-                while stopping.go_on().is_ok() {
-                    let Some((step, made)) = lock(&due).pop_front() else {
+                while stopping.check().is_ok() {
+                    let Some((step, combination)) = lock(&due).pop_front() else {
                         return;
                     };
-                    let folder = folder_of(folder, step, made);
+                    let folder = folder_of(folder, step, combination);
                     let since = Instant::now();
-                    let played = cell::play(&servers, step, made, &[], &folder);
+                    let result = cell::run(&servers, step, combination, &[], &folder);
                     let seconds = since.elapsed().as_secs();
-                    let cell = Cell::of(step, made, &played);
-                    let report = played.ok().map(|played| {
+                    let cell = Cell::of(step, combination, &result);
+                    let report = result.ok().map(|result| {
                         let (scenario, broker) = (
                             format!("matrix {}", step.name),
-                            made.broker.name().to_owned(),
+                            combination.broker.name().to_owned(),
                         );
                         let run = Run {
                             scenario,
                             broker,
                             seed: 0,
-                            rules: played.rules,
+                            rules: result.rules,
                             versions: versions.clone(),
                             seconds,
                             lost: 0,
                         };
-                        Report::of(run, played.checked, Default::default())
+                        Report::of(run, result.checked, Default::default())
                     });
                     // The line in the table is enough for a cell without violations.
-                    if cell.is_right() {
+                    if cell.passed() {
                         let _ = std::fs::remove_dir_all(&folder);
                     } else if let Some(report) = &report {
                         let _ = report.write(&folder);
@@ -145,13 +151,13 @@ pub fn run(
                         "chaos: {:>3}/{all} {} ({seconds} s){}",
                         done.len(),
                         cell.line(),
-                        if cell.is_right() { "" } else { " !" }
+                        if cell.passed() { "" } else { " !" }
                     );
                 }
             });
         }
     });
-    stopping.go_on()?;
+    stopping.check()?;
     let mut sum: Option<Report> = None;
     for (cell, report) in done.into_inner().unwrap_or_else(PoisonError::into_inner) {
         matrix.cells.push(cell);
@@ -172,13 +178,13 @@ pub fn run(
     Ok((matrix, sum))
 }
 
-fn folder_of(folder: &Path, step: &Step, made: Made) -> PathBuf {
-    let promise = serde_json::to_value(made.promise).unwrap_or_default();
-    let promise = promise.as_str().unwrap_or_default();
+fn folder_of(folder: &Path, step: &Step, combination: Combination) -> PathBuf {
+    let guarantee = serde_json::to_value(combination.guarantee).unwrap_or_default();
+    let guarantee = guarantee.as_str().unwrap_or_default();
     folder.join(format!(
-        "{}-{promise}-{}-{}",
+        "{}-{guarantee}-{}-{}",
         step.name,
-        made.broker.name(),
-        made.markers.name()
+        combination.broker.name(),
+        combination.markers.name()
     ))
 }

@@ -118,7 +118,7 @@ impl Messages {
     }
 
     /// The pending copies, to send after the last message.
-    pub fn left(&mut self) -> Vec<Outgoing> {
+    pub fn pending_copies(&mut self) -> Vec<Outgoing> {
         std::mem::take(&mut self.copies)
             .into_iter()
             .map(|(_, copy)| copy)
@@ -190,7 +190,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_makes_the_same_messages() {
+    fn a_seed_determines_the_messages() {
         let first = |seed| {
             Messages::new(seed, Aborts::Never, Kinds::All, 100)
                 .take(500)
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_something_of_everything() {
+    fn messages_have_all_behaviors_copies_and_keys() {
         let messages: Vec<Outgoing> = Messages::new(3, Aborts::Some, Kinds::All, 100)
             .take(5_000)
             .collect();
@@ -211,7 +211,7 @@ mod tests {
             "copies: {}",
             messages.len() - different.len()
         );
-        for fate in [
+        for behavior in [
             HandlerBehavior::Work,
             HandlerBehavior::Fail,
             HandlerBehavior::Panic,
@@ -221,8 +221,8 @@ mod tests {
             assert!(
                 messages
                     .iter()
-                    .any(|it| HandlerBehavior::of(&it.id) == fate),
-                "{fate:?}"
+                    .any(|it| HandlerBehavior::of(&it.id) == behavior),
+                "{behavior:?}"
             );
         }
         let hangs = |message: &Outgoing| HandlerBehavior::of(&message.id) == HandlerBehavior::Hang;
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_stands_before_whatever_has_its_key_and_was_sent_later() {
+    fn a_copy_precedes_later_messages_of_its_key() {
         let mut latest = std::collections::HashMap::new();
         for message in Messages::new(5, Aborts::Some, Kinds::All, 100).take(5_000) {
             if let Some(key) = message.key {

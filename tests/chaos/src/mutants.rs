@@ -1,6 +1,6 @@
 //! Mutants of oncegate: each must violate a certain invariant, or the harness is too weak.
 
-mod scene;
+mod scenarios;
 
 use std::collections::BTreeMap;
 use std::fmt::Write;
@@ -14,12 +14,12 @@ use serde::{Deserialize, Serialize};
 use crate::check::Invariant;
 use crate::matrix::servers::Servers;
 use crate::{Error, Stopping, lock};
-use scene::{Broken, Play};
+use scenarios::{RunScenario, ViolationCounts};
 
-/// How often the scene of a mutant is repeated until it is detected: a violation may depend on
+/// How often the scenario of a mutant is repeated until it is detected: a violation may depend on
 /// timing.
 const TRIES: u32 = 3;
-/// How many scenes run in parallel.
+/// How many scenarios run in parallel.
 const SIDE_BY_SIDE: usize = 6;
 
 /// A mutant.
@@ -28,154 +28,154 @@ struct Mutant {
     name: &'static str,
     /// What it does.
     text: &'static str,
-    scene: &'static str,
+    scenario: &'static str,
     /// The invariant that it must violate there; another one is not enough.
-    breaks: Invariant,
+    must_violate: Invariant,
 }
 
-const SCENES: [(&str, &str, Play); 10] = [
+const SCENARIOS: [(&str, &str, RunScenario); 10] = [
     (
         "crash-beside-copies",
-        "three crashes before the handler, copies beside them",
-        scene::crash_beside_copies,
+        "three crashes before the handler, while copies arrive",
+        scenarios::crash_beside_copies,
     ),
     (
         "crash-in-the-handler",
-        "three crashes inside the handler",
-        scene::crash_in_the_handler,
+        "three crashes in the handler",
+        scenarios::crash_in_the_handler,
     ),
     (
         "crash-before-completion",
         "three crashes before a completion is sent",
-        scene::crash_before_completion,
+        scenarios::crash_before_completion,
     ),
     (
         "killed-with-a-gap",
-        "killed while one runs and those behind it are done",
-        scene::killed_with_a_gap,
+        "the process is killed while one handler runs and later messages are settled",
+        scenarios::killed_with_a_gap,
     ),
     (
         "panics-after-effects",
         "handlers panic after their effect",
-        scene::panics_after_effects,
+        scenarios::panics_after_effects,
     ),
     (
         "late-clear",
-        "a clear arrives late, in the next run",
-        scene::late_clear,
+        "a clear is applied late, during the next run",
+        scenarios::late_clear,
     ),
     (
         "late-resolve",
-        "a resolve arrives late, in the next run",
-        scene::late_resolve,
+        "a resolve is applied late, during the next run",
+        scenarios::late_resolve,
     ),
     (
         "lost-claims",
-        "the replies to first claims are lost",
-        scene::lost_claims,
+        "the reply to the first claim of each id is lost",
+        scenarios::lost_claims,
     ),
     (
         "slow-renewal",
-        "a renewal's reply is slow, then silence",
-        scene::slow_renewal,
+        "the reply to a renewal is slow, and later requests get none",
+        scenarios::slow_renewal,
     ),
     (
         "longer-than-the-window",
-        "a crash after the effect, and again when the window is over",
-        scene::longer_than_the_window,
+        "a crash after the effect, and a redelivery after the window",
+        scenarios::longer_than_the_window,
     ),
 ];
-/// The scene that needs a proxy.
-const ANOTHER_CHANNEL: (&str, &str, Play) = (
+/// The scenario that needs a proxy.
+const ANOTHER_CHANNEL: (&str, &str, RunScenario) = (
     "another-channel",
     "connections close while handlers run, then a kill",
-    scene::another_channel,
+    scenarios::another_channel,
 );
 
 const fn mutant(
     name: &'static str,
     text: &'static str,
-    scene: &'static str,
-    breaks: Invariant,
+    scenario: &'static str,
+    must_violate: Invariant,
 ) -> Mutant {
     Mutant {
         name,
         text,
-        scene,
-        breaks,
+        scenario,
+        must_violate,
     }
 }
 
 const MUTANTS: [Mutant; 12] = [
     mutant(
         "accept-a-busy",
-        "accepts a delivery whose id another one holds",
+        "accepts a delivery whose claim is busy",
         "crash-beside-copies",
         Invariant::I9,
     ),
     mutant(
         "clear-without-comparing",
-        "clears whatever is in progress, whoever holds it",
+        "clears a marker in progress without comparing the token",
         "late-clear",
         Invariant::I4,
     ),
     mutant(
         "token-per-delivery",
-        "makes one token for a delivery, and claims with it again",
+        "uses one token for all claims of a delivery",
         "late-clear",
         Invariant::I4,
     ),
     mutant(
         "new-token-on-a-retried-claim",
-        "asks again about a claim with another token",
+        "retries a claim with another token",
         "lost-claims",
         Invariant::I14,
     ),
     mutant(
         "resolve-compares-nothing",
-        "takes `did not happen` for whatever stands there",
+        "applies `DidNotHappen` to any marker without comparing the token",
         "late-resolve",
         Invariant::I4,
     ),
     mutant(
         "unresolved-expires-with-the-window",
-        "forgets in at most once what is unresolved",
+        "lets unresolved markers expire with the window in at most once",
         "longer-than-the-window",
         Invariant::I2,
     ),
     mutant(
         "panic-is-a-failure",
-        "takes a panic for a clean failure in at most once",
+        "treats a panic as a failure without an effect in at most once",
         "panics-after-effects",
         Invariant::I2,
     ),
     mutant(
         "renewal-from-the-reply",
-        "counts a renewed lease from the reply",
+        "measures a renewed lease from the reply instead of the request",
         "slow-renewal",
         Invariant::I4,
     ),
     mutant(
         "complete-before-the-handler",
-        "writes that it is done when it is claimed",
+        "records the completion before the handler runs",
         "crash-in-the-handler",
         Invariant::I1,
     ),
     mutant(
         "accept-before-complete",
-        "accepts without waiting for the store",
+        "accepts before the store has recorded the completion",
         "crash-before-completion",
         Invariant::I9,
     ),
     mutant(
         "commit-the-highest",
-        "commits the highest settled offset",
+        "commits the highest settled offset although lower ones are unsettled",
         "killed-with-a-gap",
         Invariant::I7,
     ),
     mutant(
         "settle-on-another-channel",
-        "acknowledges by a tag of a channel that is gone",
+        "acknowledges on the new channel with a delivery tag of the lost one",
         "another-channel",
         Invariant::I1,
     ),
@@ -183,14 +183,15 @@ const MUTANTS: [Mutant; 12] = [
 
 /// The results of all mutants.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Caught {
+pub struct MutantResults {
     /// In the order of the table.
     pub mutants: Vec<Outcome>,
-    /// The violations of the unmodified code in each scene; none if it passes.
-    pub right: BTreeMap<String, BTreeMap<Invariant, usize>>,
-    /// The scenes that failed to run with the unmodified code, with the error.
-    #[serde(default)]
-    pub unplayed: BTreeMap<String, String>,
+    /// The violations of the unmodified code in each scenario; none if it passes.
+    #[serde(rename = "right")]
+    pub unmodified: BTreeMap<String, BTreeMap<Invariant, usize>>,
+    /// The scenarios that failed to run with the unmodified code, with the error.
+    #[serde(default, rename = "unplayed")]
+    pub not_run: BTreeMap<String, String>,
     /// The duration, in seconds.
     pub seconds: u64,
     /// The tested versions.
@@ -204,22 +205,24 @@ pub struct Outcome {
     pub name: String,
     /// What it does.
     pub text: String,
-    /// Its scene.
-    pub scene: String,
+    /// Its scenario.
+    #[serde(rename = "scene")]
+    pub scenario: String,
     /// The invariant that it must violate.
-    pub breaks: Invariant,
+    #[serde(rename = "breaks")]
+    pub must_violate: Invariant,
     /// The violated invariants, with counts.
     pub by: BTreeMap<Invariant, usize>,
-    /// The number of runs of the scene.
+    /// The number of runs of the scenario.
     pub tries: u32,
 }
 
-/// Runs the scene of each mutant whose name starts with `wanted`, and the same scenes with the
+/// Runs the scenario of each mutant whose name starts with `wanted`, and the same scenarios with the
 /// unmodified code.
 ///
 /// # Errors
 /// A server does not start, or a signal requested a stop.
-pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, Error> {
+pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<MutantResults, Error> {
     if !cfg!(oncegate_chaos) {
         return Err("this build has no mutants: run `cargo xtask chaos --mutants`".into());
     }
@@ -230,42 +233,44 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, E
         .iter()
         .filter(|it| it.name.starts_with(wanted))
         .collect();
-    let scenes = || SCENES.iter().chain([&ANOTHER_CHANNEL]);
-    let of_mutants = mutants.iter().map(|mutant| (mutant.scene, Some(*mutant)));
-    let of_scenes = scenes()
-        .filter(|scene| mutants.iter().any(|it| it.scene == scene.0))
-        .map(|scene| (scene.0, None));
+    let scenarios = || SCENARIOS.iter().chain([&ANOTHER_CHANNEL]);
+    let of_mutants = mutants
+        .iter()
+        .map(|mutant| (mutant.scenario, Some(*mutant)));
+    let of_scenarios = scenarios()
+        .filter(|scenario| mutants.iter().any(|it| it.scenario == scenario.0))
+        .map(|scenario| (scenario.0, None));
     let due = Mutex::new(
         of_mutants
-            .chain(of_scenes)
+            .chain(of_scenarios)
             .collect::<std::collections::VecDeque<_>>(),
     );
-    let caught = Mutex::new(Caught {
+    let caught = Mutex::new(MutantResults {
         versions: servers.versions(),
-        ..Caught::default()
+        ..MutantResults::default()
     });
     std::thread::scope(|scope| {
         for _ in 0..SIDE_BY_SIDE {
             scope.spawn(|| {
-                while stopping.go_on().is_ok() {
+                while stopping.check().is_ok() {
                     let Some((name, mutant)) = lock(&due).pop_front() else {
                         return;
                     };
-                    let Some((_, _, play)) = scenes().find(|scene| scene.0 == name) else {
+                    let Some((_, _, run)) = scenarios().find(|scenario| scenario.0 == name) else {
                         return;
                     };
-                    run_scene(&caught, name, mutant, |environment, tried| {
+                    run_scenario(&caught, name, mutant, |environment, tried| {
                         let place = folder.join(format!(
                             "{name}-{}-{tried}",
-                            mutant.map_or("right", |it| it.name)
+                            mutant.map_or("unmodified", |it| it.name)
                         ));
-                        play(&servers, environment, &place)
+                        run(&servers, environment, &place)
                     });
                 }
             });
         }
     });
-    stopping.go_on()?;
+    stopping.check()?;
     let mut caught = caught.into_inner().unwrap_or_else(PoisonError::into_inner);
     caught.seconds = begun.elapsed().as_secs();
     caught
@@ -275,34 +280,37 @@ pub fn run(wanted: &str, folder: &Path, stopping: &Stopping) -> Result<Caught, E
     Ok(caught)
 }
 
-/// Runs a scene and adds the result; repeats it until the mutant is detected.
-fn run_scene(
-    caught: &Mutex<Caught>,
-    scene: &str,
+/// Runs a scenario and adds the result; repeats it until the mutant is detected.
+fn run_scenario(
+    caught: &Mutex<MutantResults>,
+    scenario: &str,
     mutant: Option<&Mutant>,
-    play: impl Fn(&[(&str, &str)], u32) -> Result<Broken, Error>,
+    run: impl Fn(&[(&str, &str)], u32) -> Result<ViolationCounts, Error>,
 ) {
     let Some(Mutant {
-        name, text, breaks, ..
+        name,
+        text,
+        must_violate,
+        ..
     }) = mutant
     else {
-        match play(&[], 1) {
+        match run(&[], 1) {
             Ok(broken) => {
                 println!(
-                    "chaos: unmodified code, {scene}: {}",
+                    "chaos: unmodified code, {scenario}: {}",
                     if broken.is_empty() {
-                        "held".to_owned()
+                        "passed".to_owned()
                     } else {
                         invariants_text(&broken)
                     }
                 );
-                lock(caught).right.insert(scene.to_owned(), broken);
+                lock(caught).unmodified.insert(scenario.to_owned(), broken);
             }
             Err(error) => {
-                println!("chaos: unmodified code, {scene}: {error}");
+                println!("chaos: unmodified code, {scenario}: {error}");
                 lock(caught)
-                    .unplayed
-                    .insert(scene.to_owned(), error.to_string());
+                    .not_run
+                    .insert(scenario.to_owned(), error.to_string());
             }
         }
         return;
@@ -310,17 +318,17 @@ fn run_scene(
     let mut outcome = Outcome {
         name: (*name).to_owned(),
         text: (*text).to_owned(),
-        scene: scene.to_owned(),
-        breaks: *breaks,
+        scenario: scenario.to_owned(),
+        must_violate: *must_violate,
         by: BTreeMap::new(),
         tries: 0,
     };
     while !outcome.is_caught() && outcome.tries < TRIES {
         outcome.tries += 1;
-        match play(&[("ONCEGATE_MUTANT", name)], outcome.tries) {
+        match run(&[("ONCEGATE_MUTANT", name)], outcome.tries) {
             Ok(broken) => outcome.by = broken,
-            // A scene that failed to run detects nothing.
-            Err(error) => eprintln!("chaos: {name}, {scene}: {error}"),
+            // A scenario that failed to run detects nothing.
+            Err(error) => eprintln!("chaos: {name}, {scenario}: {error}"),
         }
     }
     println!(
@@ -346,7 +354,7 @@ fn invariants_text(broken: &BTreeMap<Invariant, usize>) -> String {
 impl Outcome {
     /// Whether it violated the expected invariant.
     pub fn is_caught(&self) -> bool {
-        self.by.contains_key(&self.breaks)
+        self.by.contains_key(&self.must_violate)
     }
 
     fn survived(&self) -> String {
@@ -355,29 +363,30 @@ impl Outcome {
         } else {
             format!(", although it violated {}", invariants_text(&self.by))
         };
-        format!("SURVIVED {}{else_broken}", self.breaks)
+        format!("SURVIVED {}{else_broken}", self.must_violate)
     }
 }
 
-impl Caught {
-    /// Whether all mutants were detected, and the unmodified code passed every scene.
-    pub fn is_right(&self) -> bool {
-        let right = self.unplayed.is_empty() && self.right.values().all(BTreeMap::is_empty);
-        !self.mutants.is_empty() && self.mutants.iter().all(Outcome::is_caught) && right
+impl MutantResults {
+    /// Whether all mutants were detected, and the unmodified code passed every scenario.
+    pub fn passed(&self) -> bool {
+        let unmodified_passed =
+            self.not_run.is_empty() && self.unmodified.values().all(BTreeMap::is_empty);
+        !self.mutants.is_empty() && self.mutants.iter().all(Outcome::is_caught) && unmodified_passed
     }
 
     /// A summary in one line.
     pub fn verdict(&self) -> String {
         let (all, seconds) = (self.mutants.len(), self.seconds);
         let caught = self.mutants.iter().filter(|it| it.is_caught()).count();
-        let held = self
-            .right
+        let passed = self
+            .unmodified
             .values()
             .filter(|broken| broken.is_empty())
             .count();
-        let scenes = self.right.len() + self.unplayed.len();
+        let scenarios = self.unmodified.len() + self.not_run.len();
         format!(
-            "mutants: {caught} of {all} caught; the unmodified code passed {held} of {scenes} scenes, {seconds} s"
+            "mutants: {caught} of {all} caught; the unmodified code passed {passed} of {scenarios} scenarios, {seconds} s"
         )
     }
 
@@ -392,23 +401,23 @@ impl Caught {
     /// The table.
     pub fn to_markdown(&self) -> String {
         let mut text = format!(
-            "# {}\n\n| mutant | scene | must violate | violated |\n| --- | --- | --- | --- |\n",
+            "# {}\n\n| mutant | scenario | must violate | violated |\n| --- | --- | --- | --- |\n",
             self.verdict()
         );
         for outcome in &self.mutants {
             let Outcome {
                 name,
                 text: does,
-                scene,
-                breaks,
+                scenario,
+                must_violate,
                 by,
                 tries,
             } = outcome;
-            let scene = SCENES
+            let scenario = SCENARIOS
                 .iter()
                 .chain([&ANOTHER_CHANNEL])
-                .find(|it| it.0 == scene)
-                .map_or(scene.as_str(), |it| it.1);
+                .find(|it| it.0 == scenario)
+                .map_or(scenario.as_str(), |it| it.1);
             let by = if by.is_empty() {
                 "nothing".to_owned()
             } else {
@@ -426,20 +435,24 @@ impl Caught {
             };
             let _ = writeln!(
                 text,
-                "| `{name}`: {does} | {scene} | {breaks} | {by}{again} |"
+                "| `{name}`: {does} | {scenario} | {must_violate} | {by}{again} |"
             );
         }
-        for (scene, broken) in self.right.iter().filter(|(_, broken)| !broken.is_empty()) {
+        for (scenario, broken) in self
+            .unmodified
+            .iter()
+            .filter(|(_, broken)| !broken.is_empty())
+        {
             let _ = write!(
                 text,
-                "\nThe unmodified code violated in {scene}: {}.\n",
+                "\nThe unmodified code violated in {scenario}: {}.\n",
                 invariants_text(broken)
             );
         }
-        for (scene, why) in &self.unplayed {
+        for (scenario, why) in &self.not_run {
             let _ = write!(
                 text,
-                "\nThe scene {scene} failed to run with the unmodified code: {why}.\n"
+                "\nThe scenario {scenario} failed to run with the unmodified code: {why}.\n"
             );
         }
         let versions: Vec<String> = self
@@ -457,58 +470,58 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_wrong_version_has_a_name_of_its_own_and_a_scene() {
+    fn each_mutant_has_a_unique_name_and_a_scene() {
         let names: std::collections::HashSet<&str> = MUTANTS.iter().map(|it| it.name).collect();
         assert_eq!(names.len(), 12);
         for mutant in &MUTANTS {
             assert!(
-                SCENES
+                SCENARIOS
                     .iter()
                     .chain([&ANOTHER_CHANNEL])
-                    .any(|scene| scene.0 == mutant.scene),
+                    .any(|scenario| scenario.0 == mutant.scenario),
                 "{}",
-                mutant.scene
+                mutant.scenario
             );
         }
     }
 
     #[test]
-    fn one_that_survives_and_a_right_version_that_breaks_are_red() {
+    fn a_surviving_mutant_or_a_violation_of_the_unmodified_code_fails() {
         let broken = |by: &[Invariant]| by.iter().map(|it| (*it, 2)).collect::<BTreeMap<_, _>>();
         let outcome = |by: &[Invariant]| Outcome {
             name: "accept-a-busy".into(),
             text: "accepts".into(),
-            scene: "crash-beside-copies".into(),
-            breaks: Invariant::I9,
+            scenario: "crash-beside-copies".into(),
+            must_violate: Invariant::I9,
             by: broken(by),
             tries: 1,
         };
-        let caught = |by: &[Invariant], right: &[Invariant]| Caught {
+        let caught = |by: &[Invariant], right: &[Invariant]| MutantResults {
             mutants: vec![outcome(&[Invariant::I9]), outcome(by)],
-            right: BTreeMap::from([("crash-beside-copies".to_owned(), broken(right))]),
-            ..Caught::default()
+            unmodified: BTreeMap::from([("crash-beside-copies".to_owned(), broken(right))]),
+            ..MutantResults::default()
         };
         assert!(
-            caught(&[Invariant::I1, Invariant::I9], &[]).is_right()
-                && !Caught::default().is_right()
+            caught(&[Invariant::I1, Invariant::I9], &[]).passed()
+                && !MutantResults::default().passed()
         );
         assert!(
-            !caught(&[], &[]).is_right() && caught(&[], &[]).to_markdown().contains("**nothing**")
+            !caught(&[], &[]).passed() && caught(&[], &[]).to_markdown().contains("**nothing**")
         );
         let of_another = caught(&[Invariant::I1], &[]);
         assert!(
-            !of_another.is_right() && of_another.to_markdown().contains("| I9 | **I1 × 2** |"),
+            !of_another.passed() && of_another.to_markdown().contains("| I9 | **I1 × 2** |"),
             "{}",
             of_another.to_markdown()
         );
-        assert!(!caught(&[Invariant::I9], &[Invariant::I4]).is_right());
-        let unplayed = BTreeMap::from([("late-clear".to_owned(), "no server".to_owned())]);
+        assert!(!caught(&[Invariant::I9], &[Invariant::I4]).passed());
+        let not_run = BTreeMap::from([("late-clear".to_owned(), "no server".to_owned())]);
         assert!(
-            !Caught {
-                unplayed,
+            !MutantResults {
+                not_run,
                 ..caught(&[Invariant::I9], &[])
             }
-            .is_right()
+            .passed()
         );
         assert!(
             caught(&[], &[])

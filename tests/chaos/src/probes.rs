@@ -9,15 +9,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::check::Promise;
+use crate::broker_client::BrokerClient;
+use crate::check::TestedGuarantee;
 use crate::fleet::{Fleet, SinkProcess};
 use crate::ledger::{Log, Record, What};
 use crate::message::{Outgoing, Work};
-use crate::play::{Taken, base_arguments};
+use crate::run::{ConsumerMode, base_arguments};
 use crate::schedule::LEASE;
+use crate::servers::TestServers;
 use crate::sink::FILE;
-use crate::stage::Stage;
-use crate::wire::Wire;
 use crate::worker::Broker;
 use crate::{Error, Stopping};
 
@@ -26,15 +26,15 @@ const CONSUMERS: usize = 2;
 /// The session timeout of the group.
 const SESSION: Duration = Duration::from_secs(6);
 /// How long after the last effect the missing messages count as lost.
-const SILENCE: Duration = Duration::from_secs(SESSION.as_secs() + 3 * LEASE.as_secs());
+const LOSS_TIMEOUT: Duration = Duration::from_secs(SESSION.as_secs() + 3 * LEASE.as_secs());
 /// The time limits of the first effect and of each wait.
-const START: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 const WAIT_TIMEOUT: Duration = Duration::from_secs(300);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The settings of the probes.
 #[derive(Clone, Copy, Debug)]
-pub struct Wish {
+pub struct ProbeOptions {
     /// The number of probes.
     pub probes: u64,
     /// The number of parallel probes.
@@ -49,7 +49,7 @@ pub struct Wish {
 
 /// The result of the probes.
 #[derive(Debug, Default)]
-pub struct Probed {
+pub struct ProbeResults {
     /// The number of probes.
     pub probes: u64,
     /// All published messages.
@@ -59,7 +59,7 @@ pub struct Probed {
     /// Effects after the first of their id.
     pub again: u64,
     /// The longest time without a new effect, in seconds.
-    pub longest_silence: f64,
+    pub longest_gap: f64,
     /// Lost messages, as probe and id.
     pub lost: Vec<String>,
 }
@@ -68,37 +68,41 @@ pub struct Probed {
 ///
 /// # Errors
 /// A probe could not be completed.
-pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<Probed, Error> {
-    let stage = Stage::start(Broker::Kafka)?;
+pub fn run(
+    options: &ProbeOptions,
+    folder: &Path,
+    stopping: &Stopping,
+) -> Result<ProbeResults, Error> {
+    let servers = TestServers::start(Broker::Kafka)?;
     let next = AtomicU64::new(0);
-    let worker = || -> Result<Probed, Error> {
-        let mut all = Probed::default();
+    let worker = || -> Result<ProbeResults, Error> {
+        let mut all = ProbeResults::default();
         loop {
             let number = next.fetch_add(1, Ordering::Relaxed);
-            if number >= wish.probes {
+            if number >= options.probes {
                 return Ok(all);
             }
             let one = probe(
-                wish,
-                &stage,
+                options,
+                &servers,
                 number,
                 &folder.join(format!("probe-{number}")),
                 stopping,
             )?;
             println!(
-                "probe {number}: {} lost, {} again, {:.1} s of silence at the most",
+                "probe {number}: {} lost, {} effects repeated, {:.1} s longest time without an effect",
                 one.lost.len(),
                 one.again,
-                one.longest_silence
+                one.longest_gap
             );
             all.add(one);
         }
     };
     std::thread::scope(|scope| {
-        let workers: Vec<_> = (0..wish.side_by_side.max(1))
+        let workers: Vec<_> = (0..options.side_by_side.max(1))
             .map(|_| scope.spawn(worker))
             .collect();
-        let mut all = Probed::default();
+        let mut all = ProbeResults::default();
         for worker in workers {
             all.add(worker.join().map_err(|_| "a probe panicked")??);
         }
@@ -106,13 +110,13 @@ pub fn run(wish: &Wish, folder: &Path, stopping: &Stopping) -> Result<Probed, Er
     })
 }
 
-impl Probed {
+impl ProbeResults {
     fn add(&mut self, other: Self) {
         self.probes += other.probes;
         self.messages += other.messages;
         self.kills += other.kills;
         self.again += other.again;
-        self.longest_silence = self.longest_silence.max(other.longest_silence);
+        self.longest_gap = self.longest_gap.max(other.longest_gap);
         self.lost.extend(other.lost);
     }
 
@@ -123,11 +127,11 @@ impl Probed {
             messages,
             kills,
             again,
-            longest_silence,
+            longest_gap,
             lost,
         } = self;
         let mut line = format!(
-            "{probes} probes, {messages} messages, {kills} SIGKILLs, {} lost, {again} effects again, {longest_silence:.1} s of silence at the most",
+            "{probes} probes, {messages} messages, {kills} SIGKILLs, {} lost, {again} effects repeated, {longest_gap:.1} s longest time without an effect",
             lost.len()
         );
         if !lost.is_empty() {
@@ -138,28 +142,28 @@ impl Probed {
 }
 
 fn probe(
-    wish: &Wish,
-    stage: &Stage,
+    options: &ProbeOptions,
+    servers: &TestServers,
     number: u64,
     folder: &Path,
     stopping: &Stopping,
-) -> Result<Probed, Error> {
+) -> Result<ProbeResults, Error> {
     std::fs::create_dir_all(folder)?;
-    let mut random = fastrand::Rng::with_seed(wish.seed ^ (number << 16));
+    let mut random = fastrand::Rng::with_seed(options.seed ^ (number << 16));
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
         .enable_all()
         .build()?;
-    let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
+    let log = Arc::new(Log::open(&folder.join("harness.jsonl"), "harness")?);
     let queue = format!("probe-{}-{number}", std::process::id());
     let sink = SinkProcess::start(folder)?;
-    let wire = runtime.block_on(Wire::open(
+    let client = runtime.block_on(BrokerClient::open(
         Broker::Kafka,
-        stage.url_direct(),
+        servers.url_direct(),
         &queue,
-        Taken::ByAll,
+        ConsumerMode::Competing,
     ))?;
-    let ids: Vec<String> = (0..wish.messages)
+    let ids: Vec<String> = (0..options.messages)
         .map(|number| format!("u-{number}"))
         .collect();
     let body = |random: &mut fastrand::Rng| {
@@ -177,27 +181,33 @@ fn probe(
             })
         })
         .collect();
-    runtime.block_on(wire.publish(messages?, &log))?;
-    runtime.block_on(wire.flush());
+    runtime.block_on(client.publish(messages?, &log))?;
+    runtime.block_on(client.flush());
     let fleet = Fleet::new(
         CONSUMERS,
         folder,
-        base_arguments(Promise::EffectivelyOnce, stage, folder, &queue, &sink),
+        base_arguments(
+            TestedGuarantee::EffectivelyOnce,
+            servers,
+            folder,
+            &queue,
+            &sink,
+        ),
         Arc::clone(&log),
     );
     fleet.start_all()?;
     let mut effects = Effects::of(folder)?;
-    effects.until(1, START, stopping)?;
-    for kill in 1..=wish.kills {
+    effects.until(1, START_TIMEOUT, stopping)?;
+    for kill in 1..=options.kills {
         // Spread over the messages, at random moments.
-        let share = wish.messages * kill / (wish.kills + 2);
-        effects.until(share, SILENCE, stopping)?;
+        let share = options.messages * kill / (options.kills + 2);
+        effects.until(share, LOSS_TIMEOUT, stopping)?;
         std::thread::sleep(Duration::from_millis(random.u64(0..300)));
         let mut slot = fleet.slot(random.usize(0..CONSUMERS));
         fleet.kill(&mut slot)?;
         fleet.start(&mut slot)?;
     }
-    effects.until(wish.messages, SILENCE, stopping)?;
+    effects.until(options.messages, LOSS_TIMEOUT, stopping)?;
     let missing = ids.iter().filter(|id| !effects.unique.contains(*id));
     let lost: Vec<String> = missing.map(|id| format!("probe {number}: {id}")).collect();
     fleet.terminate_all()?;
@@ -211,13 +221,13 @@ fn probe(
         ..
     } = effects;
     let again = all - unique.len() as u64;
-    let longest_silence = longest.as_secs_f64();
-    Ok(Probed {
+    let longest_gap = longest.as_secs_f64();
+    Ok(ProbeResults {
         probes: 1,
-        messages: wish.messages,
-        kills: wish.kills,
+        messages: options.messages,
+        kills: options.kills,
         again,
-        longest_silence,
+        longest_gap,
         lost,
     })
 }
@@ -267,16 +277,16 @@ impl Effects {
     }
 
     /// Waits until this many messages have had an effect, or none had its first effect for
-    /// `silence`.
-    fn until(&mut self, count: u64, silence: Duration, stopping: &Stopping) -> Result<(), Error> {
+    /// `max_gap`.
+    fn until(&mut self, count: u64, max_gap: Duration, stopping: &Stopping) -> Result<(), Error> {
         let (begun, before) = (Instant::now(), self.unique.len());
         self.last = Instant::now();
         while (self.unique.len() as u64) < count
-            && self.last.elapsed() < silence
+            && self.last.elapsed() < max_gap
             && begun.elapsed() < WAIT_TIMEOUT
         {
             std::thread::sleep(POLL_INTERVAL);
-            stopping.go_on()?;
+            stopping.check()?;
             let known = self.unique.len();
             self.read()?;
             if self.unique.len() > known {

@@ -9,7 +9,7 @@ pub struct Processors {
 
 impl Processors {
     /// The current values; none if the system has no `/proc/stat`.
-    pub fn until_now() -> Option<Self> {
+    pub fn now() -> Option<Self> {
         Self::read(&std::fs::read_to_string("/proc/stat").ok()?)
     }
 

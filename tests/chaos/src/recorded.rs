@@ -10,7 +10,7 @@ use oncegate::{
     Connect, Message, Persistence, Source, SourceError, Store, StoreError, async_trait,
 };
 
-use crate::ledger::{Asked, Log, Settling, What};
+use crate::ledger::{Log, SettlementKind, StoreOperation, What};
 use crate::message::ID_HEADER;
 
 /// A source or a store with a ledger file.
@@ -62,9 +62,9 @@ impl<S: Source> Source for Recorded<S> {
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
         self.log.write_all(settled.iter().map(|settled| {
             let (how, why) = match &settled.settlement {
-                Settlement::Accept(proof) => (Settling::Accepted, proof.as_str()),
-                Settlement::Release { .. } => (Settling::Released, "released"),
-                Settlement::Reject(reason) => (Settling::Rejected, reason.as_str()),
+                Settlement::Accept(proof) => (SettlementKind::Accepted, proof.as_str()),
+                Settlement::Release { .. } => (SettlementKind::Released, "released"),
+                Settlement::Reject(reason) => (SettlementKind::Rejected, reason.as_str()),
             };
             What::Settled {
                 id: id(&settled.delivery.message),
@@ -136,17 +136,17 @@ fn position(delivery: &Delivery) -> String {
     )
 }
 
-fn asked(ask: Ask) -> Asked {
+fn asked(ask: Ask) -> StoreOperation {
     match ask {
-        Ask::Claim => Asked::Claim,
-        Ask::Renew => Asked::Renew,
-        Ask::Complete => Asked::Complete,
-        Ask::Clear(_) | Ask::Withdraw => Asked::Clear,
-        Ask::Reject(_) => Asked::Reject,
-        Ask::Doubt => Asked::Doubt,
-        Ask::Resolve(_) => Asked::Resolve,
-        Ask::SendBack { .. } => Asked::SendBack,
-        Ask::Forget { .. } => Asked::Forget,
+        Ask::Claim => StoreOperation::Claim,
+        Ask::Renew => StoreOperation::Renew,
+        Ask::Complete => StoreOperation::Complete,
+        Ask::Clear(_) | Ask::Withdraw => StoreOperation::Clear,
+        Ask::Reject(_) => StoreOperation::Reject,
+        Ask::Doubt => StoreOperation::Doubt,
+        Ask::Resolve(_) => StoreOperation::Resolve,
+        Ask::Redrive { .. } => StoreOperation::Redrive,
+        Ask::Forget { .. } => StoreOperation::Forget,
     }
 }
 
@@ -159,7 +159,7 @@ fn verdict(answer: &Result<Verdict, StoreError>) -> String {
         Ok(Verdict::Duplicate) => "duplicate".into(),
         Ok(Verdict::Rejected { .. }) => "rejected".into(),
         Ok(Verdict::Conflict) => "conflict".into(),
-        Ok(Verdict::Kept) => "kept".into(),
+        Ok(Verdict::Applied) => "kept".into(),
         Ok(Verdict::Done { .. }) => "done".into(),
         Ok(Verdict::Lost) => "lost".into(),
         Err(StoreError::NotApplied(_)) => "not applied".into(),

@@ -7,7 +7,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::check::{Checked, Counts, Invariant, Promise, Rules, Violation};
+use crate::check::{Checked, Counts, Invariant, Rules, TestedGuarantee, Violation};
 use crate::schedule::Kind;
 
 /// The maximum number of violations that a report lists; it counts all.
@@ -54,7 +54,8 @@ pub struct Report {
     /// Recovery times by kind of fault.
     pub recovery: BTreeMap<String, Recovery>,
     /// The number of runs that checked each invariant.
-    pub looked_for: BTreeMap<Invariant, u64>,
+    #[serde(rename = "looked_for")]
+    pub runs_checking: BTreeMap<Invariant, u64>,
     /// The number of violations of each invariant.
     pub violated: BTreeMap<Invariant, u64>,
     /// The first violations with their histories.
@@ -65,24 +66,24 @@ pub struct Report {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// All invariants held.
-    Held,
+    Passed,
     /// `bare` lost messages, as expected, so the harness detects losses.
-    SeenToLose,
+    LostAsExpected,
     /// An invariant was violated.
-    Broken,
+    Violated,
     /// `bare` lost nothing in a run: the harness may not detect losses.
-    Blind,
+    LostNothing,
 }
 
 /// Only one of two reports is of `bare`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("cannot add reports of bare to others: its expected losses would count as violations")]
-pub struct Unlike;
+pub struct MixedWithBare;
 
 impl Verdict {
     /// Whether the result is the expected one.
-    pub fn is_right(self) -> bool {
-        matches!(self, Self::Held | Self::SeenToLose)
+    pub fn passed(self) -> bool {
+        matches!(self, Self::Passed | Self::LostAsExpected)
     }
 }
 
@@ -93,10 +94,11 @@ impl Report {
             lost: checked.counts.lost,
             ..run
         };
-        let looked_for = |it: &Invariant| it.applies(&run.rules) && it.was_tried(&checked.counts);
-        let looked_for = Invariant::ALL
+        let runs_checking =
+            |it: &Invariant| it.applies(&run.rules) && it.was_tried(&checked.counts);
+        let runs_checking = Invariant::ALL
             .into_iter()
-            .filter(looked_for)
+            .filter(runs_checking)
             .map(|it| (it, 1))
             .collect();
         let violated = |it: &Invariant| checked.violations_of(*it) as u64;
@@ -114,7 +116,7 @@ impl Report {
             runs: vec![run],
             counts,
             recovery,
-            looked_for,
+            runs_checking,
             violated,
             violations,
         }
@@ -123,10 +125,10 @@ impl Report {
     /// The result of all runs. `bare` is only checked for losses.
     pub fn verdict(&self) -> Verdict {
         match (self.is_of_bare(), self.violated.is_empty()) {
-            (true, _) if self.runs.iter().any(|run| run.lost == 0) => Verdict::Blind,
-            (true, _) => Verdict::SeenToLose,
-            (false, true) => Verdict::Held,
-            (false, false) => Verdict::Broken,
+            (true, _) if self.runs.iter().any(|run| run.lost == 0) => Verdict::LostNothing,
+            (true, _) => Verdict::LostAsExpected,
+            (false, true) => Verdict::Passed,
+            (false, false) => Verdict::Violated,
         }
     }
 
@@ -134,22 +136,22 @@ impl Report {
     fn is_of_bare(&self) -> bool {
         self.runs
             .iter()
-            .all(|run| run.rules.promise == Promise::Bare)
+            .all(|run| run.rules.guarantee == TestedGuarantee::Bare)
     }
 
     /// Adds another report.
     ///
     /// # Errors
-    /// [`Unlike`], and nothing is added.
-    pub fn add(&mut self, other: Self) -> Result<(), Unlike> {
+    /// [`MixedWithBare`], and nothing is added.
+    pub fn add(&mut self, other: Self) -> Result<(), MixedWithBare> {
         if self.is_of_bare() != other.is_of_bare() {
-            return Err(Unlike);
+            return Err(MixedWithBare);
         }
         let Self {
             runs,
             counts,
             recovery,
-            looked_for,
+            runs_checking,
             violated,
             violations,
         } = other;
@@ -162,7 +164,7 @@ impl Report {
                 longest_ms: sum.longest_ms.max(longest_ms),
             };
         }
-        add_all(&mut self.looked_for, looked_for);
+        add_all(&mut self.runs_checking, runs_checking);
         add_all(&mut self.violated, violated);
         self.violations.extend(violations);
         self.violations.truncate(MAX_LISTED);
@@ -176,29 +178,31 @@ impl Report {
                 "{} on {}, {}, seed {}",
                 run.scenario,
                 run.broker,
-                name(run.rules.promise),
+                name(run.rules.guarantee),
                 run.seed
             ),
             runs => format!("{} runs", runs.len()),
         };
         let counts = &self.counts;
         let faults: u64 = counts.faults.values().sum();
-        let said = match self.verdict() {
-            Verdict::Held => "held".to_owned(),
-            Verdict::SeenToLose => "bare lost messages, as expected".to_owned(),
-            Verdict::Blind => "BLIND: a run of bare lost no message".to_owned(),
-            Verdict::Broken => {
+        let text = match self.verdict() {
+            Verdict::Passed => "passed".to_owned(),
+            Verdict::LostAsExpected => "bare lost messages, as expected".to_owned(),
+            Verdict::LostNothing => {
+                "a run of bare lost no message, so the harness may not detect losses".to_owned()
+            }
+            Verdict::Violated => {
                 let broken: Vec<String> = self
                     .violated
                     .iter()
                     .map(|(invariant, times)| format!("{invariant} × {times}"))
                     .collect();
-                format!("BROKEN: {}", broken.join(", "))
+                format!("violated: {}", broken.join(", "))
             }
         };
         let extra = counts.raw_effects - counts.unique_effects;
         format!(
-            "{runs}: {} confirmed, {faults} faults, {} lost, {extra} extra effects: {said}",
+            "{runs}: {} confirmed, {faults} faults, {} lost, {extra} extra effects: {text}",
             counts.acknowledged, counts.lost
         )
     }
@@ -206,7 +210,7 @@ impl Report {
     /// Writes `report.md` and `report.json` into a folder.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The error of the file system.
     pub fn write(&self, folder: &Path) -> io::Result<()> {
         std::fs::write(folder.join("report.md"), self.to_markdown())?;
         std::fs::write(folder.join("report.json"), serde_json::to_vec_pretty(self)?)
@@ -220,7 +224,7 @@ impl Report {
         let _ = self.write_runs(&mut text);
         let explained: u64 = counts.explained.values().sum();
         let rows = [
-            ("attempted", counts.attempted, "handed to the broker"),
+            ("attempted", counts.attempted, "ids that were published"),
             (
                 "acknowledged",
                 counts.acknowledged,
@@ -281,30 +285,30 @@ impl Report {
                 "changes of the committed offsets",
             ),
             (
-                "away",
-                counts.away_ms / 1_000,
-                "s in which the store was unavailable",
+                "store unavailable",
+                counts.store_unavailable_ms / 1_000,
+                "seconds",
             ),
             (
-                "refusing",
-                counts.refusing_ms / 1_000,
-                "s in which the store refused writes",
+                "store refused writes",
+                counts.store_refusing_ms / 1_000,
+                "seconds",
             ),
             (
-                "requests meanwhile",
-                counts.away_questions,
+                "requests to an unavailable store",
+                counts.max_requests_while_unavailable,
                 "the maximum per second of one process (limit 20)",
             ),
             (
-                "growth meanwhile",
-                counts.away_growth,
+                "memory growth in an outage",
+                counts.max_growth_while_unavailable,
                 "KiB, the maximum of one process (limit 51,200)",
             ),
             ("memory", counts.resident, "KiB, the maximum of a consumer"),
             (
-                "at once",
-                counts.at_once,
-                "handlers, the maximum in one process",
+                "concurrent handlers",
+                counts.max_concurrent_handlers,
+                "the maximum in one process",
             ),
             (
                 "metrics compared",
@@ -317,34 +321,34 @@ impl Report {
                 "other processes: last written counters do not exceed the ledger",
             ),
             (
-                "commits overtaken",
-                counts.commits_overtaken,
-                "decreases after a freeze of Kafka, which applied an earlier commit late",
+                "commits applied late",
+                counts.commits_applied_late,
+                "decreases of a committed offset after a freeze of Kafka, which applied an earlier commit late",
             ),
             (
-                "left without broker",
-                counts.left_without_broker,
+                "stopped without broker",
+                counts.stopped_without_broker,
                 "processes that drained while the broker was unavailable and ended with an error",
             ),
             (
                 "refused to start",
-                counts.refused_to_begin,
+                counts.refused_to_start,
                 "processes, because Redis was a replica",
             ),
             (
-                "ends lost",
-                counts.ends_lost,
+                "completions lost",
+                counts.completions_lost,
                 "completions that Redis recorded and lost in a failover",
             ),
             (
-                "at the same time",
+                "overlapping",
                 counts.overlapping,
-                "faults that overlapped another one",
+                "faults that overlapped another fault",
             ),
             (
-                "longest fenced",
+                "longest fenced, ms",
                 counts.fenced_longest_ms,
-                "ms in which one of these ran concurrently, excluding frozen time",
+                "the longest time that a fenced handler ran concurrently, excluding frozen time",
             ),
         ];
         text += "## Counts\n\n| what | count | |\n| --- | ---: | --- |\n";
@@ -359,9 +363,10 @@ impl Report {
                 counts.acknowledged
             );
         }
-        text += "\n## Faults\n\nFirst effect: from the end of the fault, where no other lasts. Recovery: until effects come at nine tenths of the \
-                 publisher's rate for a second; judged where the machine had time to spare. Later than the bound breaks I10.\n\n\
-                 | fault | played | extra effects | judged | first effect, ms | longest recovery, ms | judged | longest of these, ms | to reach, ms |\n\
+        text += "\n## Faults\n\nFirst effect: the time from the end of the fault to the next effect, measured if no other fault lasted. Recovery: the \
+                 time until effects reach nine tenths of the publishing rate for a second; checked if the machine was not overloaded. A longer \
+                 time than the bound violates I10.\n\n\
+                 | fault | injected | extra effects | measured | longest first effect, ms | longest recovery, ms | checked | longest of these, ms | bound, ms |\n\
                  | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n";
         for (kind, times) in &counts.faults {
             let extra = counts.explained.get(kind).copied().unwrap_or_default();
@@ -372,17 +377,17 @@ impl Report {
                     .map(|recovery| recovery.longest_ms.into()),
             );
             let bound = or_none(Kind::of(kind).map(|kind| kind.recovery_bound().as_millis()));
-            let again = or_none(counts.again_ms.get(kind).map(|ms| (*ms).into()));
-            let judged = counts.again_judged.get(kind).copied().unwrap_or_default();
-            let rate = or_none(counts.rate_again_ms.get(kind).map(|ms| (*ms).into()));
-            let of_rate = counts
-                .rate_again_judged
+            let first_effect = or_none(counts.first_effect_ms.get(kind).map(|ms| (*ms).into()));
+            let measured = counts.first_effects.get(kind).copied().unwrap_or_default();
+            let rate = or_none(counts.rate_recovery_ms.get(kind).map(|ms| (*ms).into()));
+            let checked = counts
+                .rate_recoveries
                 .get(kind)
                 .copied()
                 .unwrap_or_default();
             let _ = writeln!(
                 text,
-                "| {kind} | {times} | {extra} | {judged} | {again} | {recovery} | {of_rate} | {rate} | {bound} |"
+                "| {kind} | {times} | {extra} | {measured} | {first_effect} | {recovery} | {checked} | {rate} | {bound} |"
             );
         }
         let mut pairs: Vec<(&String, &Recovery)> = self
@@ -394,28 +399,28 @@ impl Report {
             let times: u64 = pairs.iter().map(|(_, recovery)| recovery.times).sum();
             let _ = write!(
                 text,
-                "\n{times} pairs of {} kinds. Those after which recovery took longest:\n\n",
+                "\n{times} pairs of {} kinds. Those with the longest recovery:\n\n",
                 pairs.len()
             );
-            text += "| faults | played | longest recovery, ms | judged |\n| --- | ---: | ---: | ---: |\n";
+            text += "| faults | injected | longest recovery, ms | checked |\n| --- | ---: | ---: | ---: |\n";
             pairs.sort_by_key(|(_, recovery)| std::cmp::Reverse(recovery.longest_ms));
             for (what, recovery) in pairs.into_iter().take(PAIRS) {
-                let judged = counts
-                    .rate_again_judged
+                let checked = counts
+                    .rate_recoveries
                     .get(what)
                     .copied()
                     .unwrap_or_default();
                 let _ = writeln!(
                     text,
-                    "| {what} | {} | {} | {judged} |",
+                    "| {what} | {} | {} | {checked} |",
                     recovery.times, recovery.longest_ms
                 );
             }
         }
-        text += "\n## Invariants\n\n| | what must hold | looked for in | violations |\n| --- | --- | ---: | ---: |\n";
+        text += "\n## Invariants\n\n| | what must hold | checked in | violations |\n| --- | --- | ---: | ---: |\n";
         for invariant in Invariant::ALL {
             let runs = self
-                .looked_for
+                .runs_checking
                 .get(&invariant)
                 .map_or_else(|| "–".to_owned(), |runs| format!("{runs} runs"));
             let violated = self.violated.get(&invariant).copied().unwrap_or_default();
@@ -459,7 +464,7 @@ impl Report {
             writeln!(
                 text,
                 "| {scenario} | {broker} | {} | {seed} | {seconds} |",
-                name(rules.promise)
+                name(rules.guarantee)
             )?;
         }
         let versions: BTreeSet<(&String, &String)> =
@@ -472,11 +477,11 @@ impl Report {
     }
 }
 
-fn name(promise: Promise) -> &'static str {
-    match promise {
-        Promise::AtMostOnce => "at most once",
-        Promise::EffectivelyOnce => "effectively once",
-        Promise::Bare => "bare",
+fn name(guarantee: TestedGuarantee) -> &'static str {
+    match guarantee {
+        TestedGuarantee::AtMostOnce => "at most once",
+        TestedGuarantee::EffectivelyOnce => "effectively once",
+        TestedGuarantee::Bare => "bare",
     }
 }
 
@@ -502,18 +507,18 @@ fn add_counts(to: &mut Counts, from: Counts) {
     to.duplicates_stopped += from.duplicates_stopped;
     to.fenced += from.fenced;
     to.commits += from.commits;
-    to.away_ms += from.away_ms;
-    to.refusing_ms += from.refusing_ms;
+    to.store_unavailable_ms += from.store_unavailable_ms;
+    to.store_refusing_ms += from.store_refusing_ms;
     to.overlapping += from.overlapping;
     to.metrics_exact += from.metrics_exact;
     to.metrics_bounded += from.metrics_bounded;
-    to.ends_lost += from.ends_lost;
-    to.refused_to_begin += from.refused_to_begin;
-    to.left_without_broker += from.left_without_broker;
-    to.commits_overtaken += from.commits_overtaken;
+    to.completions_lost += from.completions_lost;
+    to.refused_to_start += from.refused_to_start;
+    to.stopped_without_broker += from.stopped_without_broker;
+    to.commits_applied_late += from.commits_applied_late;
     for (to, from) in [
-        (&mut to.again_ms, from.again_ms),
-        (&mut to.rate_again_ms, from.rate_again_ms),
+        (&mut to.first_effect_ms, from.first_effect_ms),
+        (&mut to.rate_recovery_ms, from.rate_recovery_ms),
     ] {
         for (kind, ms) in from {
             let longest = to.entry(kind).or_default();
@@ -522,15 +527,24 @@ fn add_counts(to: &mut Counts, from: Counts) {
     }
     for (to, from) in [
         (&mut to.fenced_longest_ms, from.fenced_longest_ms),
-        (&mut to.away_questions, from.away_questions),
-        (&mut to.away_growth, from.away_growth),
-        (&mut to.at_once, from.at_once),
+        (
+            &mut to.max_requests_while_unavailable,
+            from.max_requests_while_unavailable,
+        ),
+        (
+            &mut to.max_growth_while_unavailable,
+            from.max_growth_while_unavailable,
+        ),
+        (
+            &mut to.max_concurrent_handlers,
+            from.max_concurrent_handlers,
+        ),
         (&mut to.resident, from.resident),
     ] {
         *to = (*to).max(from);
     }
-    add_all(&mut to.again_judged, from.again_judged);
-    add_all(&mut to.rate_again_judged, from.rate_again_judged);
+    add_all(&mut to.first_effects, from.first_effects);
+    add_all(&mut to.rate_recoveries, from.rate_recoveries);
     add_all(&mut to.explained, from.explained);
     add_all(&mut to.faults, from.faults);
 }
@@ -540,21 +554,21 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::check::{Looked, Ordered, Remembers};
+    use crate::check::{CheckScope, ClaimDurability, Ordered};
 
-    fn run(promise: Promise) -> Run {
+    fn run(guarantee: TestedGuarantee) -> Run {
         let second = Duration::from_secs(1);
         let rules = Rules {
-            promise,
+            guarantee,
             order: Ordered::Not,
             lease: 2 * second,
             grace: second,
             aftermath: second,
             drain: second,
-            store: Remembers::Claims,
+            store: ClaimDurability::Kept,
             in_flight: 64,
             attempts: 0,
-            looked: Looked::Everywhere,
+            scope: CheckScope::All,
         };
         let versions = BTreeMap::from([("Redis".to_owned(), "7.0.15".to_owned())]);
         Run {
@@ -568,7 +582,7 @@ mod tests {
         }
     }
 
-    fn report(promise: Promise, lost: u64, violations: Vec<Violation>) -> Report {
+    fn report(guarantee: TestedGuarantee, lost: u64, violations: Vec<Violation>) -> Report {
         let faults = BTreeMap::from([("kill-redis".to_owned(), 2)]);
         let counts = Counts {
             acknowledged: 300,
@@ -585,11 +599,11 @@ mod tests {
                 longest_ms: 900,
             },
         )]);
-        Report::of(run(promise), Checked { counts, violations }, recovery)
+        Report::of(run(guarantee), Checked { counts, violations }, recovery)
     }
 
     fn loss() -> Violation {
-        let history = vec!["1.000000 player   confirmed".to_owned()];
+        let history = vec!["1.000000 harness  confirmed".to_owned()];
         Violation {
             invariant: Invariant::I1,
             id: Some("u-7".into()),
@@ -599,40 +613,40 @@ mod tests {
     }
 
     #[test]
-    fn only_bare_may_lose_messages_and_must() {
+    fn bare_must_lose_messages_and_no_other_guarantee_may() {
         assert_eq!(
-            report(Promise::AtMostOnce, 0, vec![]).verdict(),
-            Verdict::Held
+            report(TestedGuarantee::AtMostOnce, 0, vec![]).verdict(),
+            Verdict::Passed
         );
         assert_eq!(
-            report(Promise::AtMostOnce, 1, vec![loss()]).verdict(),
-            Verdict::Broken
+            report(TestedGuarantee::AtMostOnce, 1, vec![loss()]).verdict(),
+            Verdict::Violated
         );
         assert_eq!(
-            report(Promise::Bare, 1, vec![loss()]).verdict(),
-            Verdict::SeenToLose
+            report(TestedGuarantee::Bare, 1, vec![loss()]).verdict(),
+            Verdict::LostAsExpected
         );
-        assert_eq!(report(Promise::Bare, 0, vec![]).verdict(), Verdict::Blind);
-        assert!(!Verdict::Blind.is_right() && !Verdict::Broken.is_right());
+        assert_eq!(
+            report(TestedGuarantee::Bare, 0, vec![]).verdict(),
+            Verdict::LostNothing
+        );
+        assert!(!Verdict::LostNothing.passed() && !Verdict::Violated.passed());
     }
 
     #[test]
     fn each_run_of_bare_must_lose_messages() {
-        let mut both = report(Promise::Bare, 3, vec![loss()]);
-        both.add(report(Promise::Bare, 0, vec![])).unwrap();
-        assert_eq!(both.verdict(), Verdict::Blind);
-        assert!(both.line().contains("BLIND"), "{}", both.line());
+        let mut both = report(TestedGuarantee::Bare, 3, vec![loss()]);
+        both.add(report(TestedGuarantee::Bare, 0, vec![])).unwrap();
+        assert_eq!(both.verdict(), Verdict::LostNothing);
+        assert!(both.line().contains("lost no message"), "{}", both.line());
     }
 
     #[test]
     fn only_invariants_that_a_run_can_violate_count_as_checked() {
-        let looked_for = |looked, counts| {
-            let run = run(Promise::AtMostOnce);
+        let runs_checking = |scope, counts| {
+            let run = run(TestedGuarantee::AtMostOnce);
             let run = Run {
-                rules: Rules {
-                    looked,
-                    ..run.rules
-                },
+                rules: Rules { scope, ..run.rules },
                 ..run
             };
             Report::of(
@@ -643,18 +657,18 @@ mod tests {
                 },
                 BTreeMap::new(),
             )
-            .looked_for
+            .runs_checking
             .into_keys()
             .collect::<Vec<_>>()
         };
         use Invariant::*;
-        let again_judged = BTreeMap::from([("kill-redis".to_owned(), 1)]);
+        let first_effects = BTreeMap::from([("kill-redis".to_owned(), 1)]);
         let tried = Counts {
-            again_judged,
-            away_ms: 3_000,
+            first_effects,
+            store_unavailable_ms: 3_000,
             ..Counts::default()
         };
-        let all = looked_for(Looked::Everywhere, tried.clone());
+        let all = runs_checking(CheckScope::All, tried.clone());
         assert_eq!(
             all,
             [
@@ -662,21 +676,24 @@ mod tests {
             ]
         );
         assert_eq!(
-            looked_for(Looked::Everywhere, Counts::default()),
+            runs_checking(CheckScope::All, Counts::default()),
             [I1, I2, I4, I8, I9, I12, I13, I14, Unexpected, Exit]
         );
         assert_eq!(
-            looked_for(Looked::InTheLedger, tried),
+            runs_checking(CheckScope::LedgerOnly, tried),
             [I1, I2, I4, I8, I9, I11, I12, I14, Unexpected, Exit]
         );
     }
 
     #[test]
     fn reports_add_up() {
-        let mut sum = report(Promise::AtMostOnce, 0, vec![]);
-        sum.add(report(Promise::EffectivelyOnce, 1, vec![loss()]))
+        let mut sum = report(TestedGuarantee::AtMostOnce, 0, vec![]);
+        sum.add(report(TestedGuarantee::EffectivelyOnce, 1, vec![loss()]))
             .unwrap();
-        assert_eq!(sum.add(report(Promise::Bare, 1, vec![loss()])), Err(Unlike));
+        assert_eq!(
+            sum.add(report(TestedGuarantee::Bare, 1, vec![loss()])),
+            Err(MixedWithBare)
+        );
         assert_eq!(
             (
                 sum.counts.acknowledged,
@@ -689,28 +706,28 @@ mod tests {
         assert_eq!(
             (
                 sum.recovery["kill-redis"].times,
-                sum.looked_for[&Invariant::I2],
-                sum.looked_for[&Invariant::I1]
+                sum.runs_checking[&Invariant::I2],
+                sum.runs_checking[&Invariant::I1]
             ),
             (4, 1, 2)
         );
         assert_eq!(
             (sum.violated[&Invariant::I1], sum.verdict()),
-            (1, Verdict::Broken)
+            (1, Verdict::Violated)
         );
-        assert!(sum.line().ends_with("BROKEN: I1 × 1"), "{}", sum.line());
+        assert!(sum.line().ends_with("violated: I1 × 1"), "{}", sum.line());
     }
 
     #[test]
     fn a_report_has_all_sections_and_parses_again() {
-        let report = report(Promise::AtMostOnce, 1, vec![loss()]);
+        let report = report(TestedGuarantee::AtMostOnce, 1, vec![loss()]);
         let text = report.to_markdown();
         for part in [
             "| mixed | kafka | at most once | 7 | 60 |",
             "Redis 7.0.15",
             "| kill-redis | 2 | 0 | 0 | – | 900 | 0 | – | 5000 |",
             "### I1 u-7",
-            "player   confirmed",
+            "harness  confirmed",
         ] {
             assert!(text.contains(part), "{part:?} is not in\n{text}");
         }
@@ -723,7 +740,7 @@ mod tests {
         );
         assert!(!text.contains("95 %"));
         assert!(
-            super::tests::report(Promise::AtMostOnce, 0, vec![])
+            super::tests::report(TestedGuarantee::AtMostOnce, 0, vec![])
                 .to_markdown()
                 .contains("below 1.0e-2 (95 %)")
         );

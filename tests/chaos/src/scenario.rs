@@ -4,12 +4,14 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use crate::check::Promise;
+use crate::check::TestedGuarantee;
 use crate::message::{Aborts, Kinds};
-use crate::play::{AtOnce, Markers, Plan, Taken, Until, play};
 use crate::report::{Report, Verdict};
-use crate::schedule::{ANYWHERE, KAFKA, Kind, Lengths, RABBITMQ, WATCHED};
-use crate::stage::Stage;
+use crate::run::{ConsumerMode, FaultConcurrency, Plan, RedisSetup, RunEnd, run};
+use crate::schedule::{
+    COMMON_FAULTS, KAFKA_FAULTS, Kind, Lengths, RABBITMQ_FAULTS, SENTINEL_FAULTS,
+};
+use crate::servers::TestServers;
 use crate::worker::Broker;
 use crate::{Error, Stopping};
 
@@ -26,13 +28,13 @@ const MAX_FAILED_RUNS: u32 = 3;
 
 /// The options of the command line.
 #[derive(Clone, Debug)]
-pub struct Wish {
-    /// A fault's name, `mixed` for all that a broker knows, or `pairs` for two of these at a time.
+pub struct ScenarioOptions {
+    /// A fault's name, `mixed` for all faults of a broker, or `pairs` for two of these at a time.
     pub name: String,
     /// The brokers.
     pub brokers: Vec<Broker>,
     /// The guarantees, one run each.
-    pub promises: Vec<Promise>,
+    pub guarantees: Vec<TestedGuarantee>,
     /// The seed of messages and faults.
     pub seed: u64,
     /// The number of different messages of a run.
@@ -46,21 +48,21 @@ pub struct Wish {
     /// With Sentinels: how many replicas must acknowledge a claim.
     pub replicas: u32,
     /// Which consumers receive from a RabbitMQ queue.
-    pub taken: Taken,
+    pub consumer_mode: ConsumerMode,
 }
 
 /// Runs scenarios one after the other on servers that it keeps running.
-pub struct Director<'a> {
+pub struct ScenarioRunner<'a> {
     folder: PathBuf,
     stopping: &'a Stopping,
-    stages: HashMap<(Broker, Redis), Stage>,
+    servers: HashMap<(Broker, Redis), TestServers>,
 }
 
-/// The Redis servers of a stage.
+/// The Redis servers of a servers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum Redis {
-    One,
-    Watched,
+    Single,
+    Sentinels,
 }
 
 /// Which files of successful runs are kept.
@@ -72,50 +74,54 @@ pub enum Keep {
     Reports,
 }
 
-impl Wish {
-    fn plan(&self, broker: Broker, promise: Promise) -> Result<Plan, Error> {
-        let (mut kinds, at_once, aborts) = match self.name.as_str() {
-            "mixed" => (all(broker), AtOnce::One, Aborts::Some),
-            "pairs" => (all(broker), AtOnce::Two, Aborts::Some),
-            name => (vec![name.parse::<Kind>()?], AtOnce::One, Aborts::Never),
+impl ScenarioOptions {
+    fn plan(&self, broker: Broker, guarantee: TestedGuarantee) -> Result<Plan, Error> {
+        let (mut kinds, concurrency, aborts) = match self.name.as_str() {
+            "mixed" => (all(broker), FaultConcurrency::One, Aborts::Some),
+            "pairs" => (all(broker), FaultConcurrency::Two, Aborts::Some),
+            name => (
+                vec![name.parse::<Kind>()?],
+                FaultConcurrency::One,
+                Aborts::Never,
+            ),
         };
         // When RabbitMQ cancels a consumer, its channel keeps its unacknowledged messages, and the
         // next consumer receives later ones at once. No client can keep the order then, so this
         // fault only runs if it is selected by name.
-        if self.taken == Taken::ByOne && kinds.len() > 1 {
+        if self.consumer_mode == ConsumerMode::SingleActive && kinds.len() > 1 {
             kinds.retain(|kind| *kind != Kind::CancelConsumers);
         }
-        let watched = WATCHED.iter().any(|kind| kinds.contains(kind));
+        let sentinels = SENTINEL_FAULTS.iter().any(|kind| kinds.contains(kind));
         Ok(Plan {
             scenario: self.name.clone(),
-            promise,
+            guarantee,
             seed: self.seed,
             rate: self.rate,
             consumers: self.consumers,
             kinds,
             lengths: self.lengths,
-            until: Until::Messages(self.messages),
-            at_once,
+            until: RunEnd::Messages(self.messages),
+            concurrency,
             aborts,
             percent: None,
-            markers: if watched {
-                Markers::Watched {
+            redis: if sentinels {
+                RedisSetup::Sentinels {
                     replicas: self.replicas,
                 }
             } else {
-                Markers::One
+                RedisSetup::Single
             },
             messages: Kinds::All,
-            taken: self.taken,
+            consumer_mode: self.consumer_mode,
         })
     }
 
     /// Whether the scenario applies to this broker.
-    fn is_of(&self, broker: Broker) -> bool {
+    fn applies_to(&self, broker: Broker) -> bool {
         let other: &[Kind] = if broker == Broker::Kafka {
-            &RABBITMQ
+            &RABBITMQ_FAULTS
         } else {
-            &KAFKA
+            &KAFKA_FAULTS
         };
         !other.iter().any(|kind| kind.name() == self.name)
     }
@@ -123,21 +129,21 @@ impl Wish {
 
 /// All faults that apply to a broker.
 fn all(broker: Broker) -> Vec<Kind> {
-    let of_its_own: &[Kind] = if broker == Broker::Kafka {
-        &KAFKA
+    let of_the_broker: &[Kind] = if broker == Broker::Kafka {
+        &KAFKA_FAULTS
     } else {
-        &RABBITMQ
+        &RABBITMQ_FAULTS
     };
-    ANYWHERE.iter().chain(of_its_own).copied().collect()
+    COMMON_FAULTS.iter().chain(of_the_broker).copied().collect()
 }
 
-impl<'a> Director<'a> {
+impl<'a> ScenarioRunner<'a> {
     /// Writes the results of runs below this folder.
     pub fn new(folder: &Path, stopping: &'a Stopping) -> Self {
         Self {
             folder: folder.to_owned(),
             stopping,
-            stages: HashMap::new(),
+            servers: HashMap::new(),
         }
     }
 
@@ -145,17 +151,20 @@ impl<'a> Director<'a> {
     ///
     /// # Errors
     /// A run could not be completed.
-    pub fn run(&mut self, wish: &Wish) -> Result<Report, Error> {
-        let runs: Vec<(Broker, Promise)> = wish
+    pub fn run(&mut self, options: &ScenarioOptions) -> Result<Report, Error> {
+        let runs: Vec<(Broker, TestedGuarantee)> = options
             .brokers
             .iter()
-            .flat_map(|broker| wish.promises.iter().map(|it| (*broker, *it)))
+            .flat_map(|broker| options.guarantees.iter().map(|it| (*broker, *it)))
             .collect();
         let mut sum = None;
-        for (broker, promise) in runs.into_iter().filter(|(broker, _)| wish.is_of(*broker)) {
+        for (broker, guarantee) in runs
+            .into_iter()
+            .filter(|(broker, _)| options.applies_to(*broker))
+        {
             add(
                 &mut sum,
-                self.play(broker, &wish.plan(broker, promise)?, Keep::Everything)?,
+                self.run_plan(broker, &options.plan(broker, guarantee)?, Keep::Everything)?,
             )?;
         }
         sum.ok_or_else(|| {
@@ -164,50 +173,51 @@ impl<'a> Director<'a> {
     }
 
     /// Plays what was wished with one seed after the other, until the time is over; a run that has
-    /// begun is played to its end. What is kept are the reports, and all of runs that were not
+    /// begun is injected to its end. What is kept are the reports, and all of runs that were not
     /// right.
     ///
     /// # Errors
-    /// If a run could not be played.
-    pub fn soak(&mut self, wish: &Wish, time: Duration) -> Result<Report, Error> {
-        let (until, mut sum, mut wish) = (Instant::now() + time, None, wish.clone());
-        let mut unplayed = 0;
+    /// If a run could not be injected.
+    pub fn soak(&mut self, options: &ScenarioOptions, time: Duration) -> Result<Report, Error> {
+        let (until, mut sum, mut options) = (Instant::now() + time, None, options.clone());
+        let mut failed_runs = 0;
         loop {
-            for broker in wish
+            for broker in options
                 .brokers
                 .clone()
                 .into_iter()
-                .filter(|broker| wish.is_of(*broker))
+                .filter(|broker| options.applies_to(*broker))
             {
                 // One guarantee per round, for more seeds in the given time.
-                let promise = wish.promises[usize::try_from(wish.seed)? % wish.promises.len()];
-                match self.play(broker, &wish.plan(broker, promise)?, Keep::Reports) {
+                let guarantee =
+                    options.guarantees[usize::try_from(options.seed)? % options.guarantees.len()];
+                match self.run_plan(broker, &options.plan(broker, guarantee)?, Keep::Reports) {
                     Ok(report) => {
                         add(&mut sum, report)?;
                         // The result so far, in case the process is killed.
                         sum.iter().try_for_each(|sum| sum.write(&self.folder))?;
-                        unplayed = 0;
+                        failed_runs = 0;
                     }
                     // On an overloaded machine a server may not start in time; the run then has no
                     // result.
                     Err(error) => {
-                        self.stopping.go_on()?;
-                        unplayed += 1;
-                        if unplayed == MAX_FAILED_RUNS {
+                        self.stopping.check()?;
+                        failed_runs += 1;
+                        if failed_runs == MAX_FAILED_RUNS {
                             return Err(error);
                         }
                         println!("chaos: a run could not be completed and is not counted: {error}");
-                        self.stages.retain(|(of, _), _| *of != broker);
+                        self.servers.retain(|(of, _), _| *of != broker);
                     }
                 }
                 if let (Some(sum), true) = (sum.as_ref(), Instant::now() >= until) {
                     return Ok(Report::clone(sum));
                 }
             }
-            if sum.is_none() && unplayed == 0 {
+            if sum.is_none() && failed_runs == 0 {
                 return Err("nothing to run: this fault applies to the other broker; select it with --broker".into());
             }
-            wish.seed += 1;
+            options.seed += 1;
         }
     }
 
@@ -215,7 +225,7 @@ impl<'a> Director<'a> {
     /// under four minutes.
     ///
     /// # Errors
-    /// If a run could not be played, or the control could not be seen to lose.
+    /// If a run could not be injected, or the control could not be seen to lose.
     pub fn smoke(&self, seed: u64) -> Result<Report, Error> {
         use Kind::*;
         let on_kafka = [
@@ -229,7 +239,7 @@ impl<'a> Director<'a> {
             StrandRedis,
             FlushScripts,
         ];
-        let on_kafka: Vec<Kind> = on_kafka.into_iter().chain(KAFKA).collect();
+        let on_kafka: Vec<Kind> = on_kafka.into_iter().chain(KAFKA_FAULTS).collect();
         let on_rabbit = [
             KillConsumer,
             TerminateConsumer,
@@ -241,26 +251,34 @@ impl<'a> Director<'a> {
             ResetRedis,
             RefuseLetters,
         ];
-        let on_rabbit: Vec<Kind> = on_rabbit.into_iter().chain(RABBITMQ).collect();
+        let on_rabbit: Vec<Kind> = on_rabbit.into_iter().chain(RABBITMQ_FAULTS).collect();
         // Alternates with the seed, so that each broker is tested with each guarantee.
-        let mut promises = [Promise::AtMostOnce, Promise::EffectivelyOnce];
-        promises.rotate_left(usize::from(seed.is_multiple_of(2)));
-        let run = |broker, promise, kinds: Vec<Kind>| -> Result<Report, Error> {
-            let mut director = Director::new(&self.folder, self.stopping);
-            let until = Until::Faults(kinds.len());
-            let mut report = director.play(
+        let mut guarantees = [
+            TestedGuarantee::AtMostOnce,
+            TestedGuarantee::EffectivelyOnce,
+        ];
+        guarantees.rotate_left(usize::from(seed.is_multiple_of(2)));
+        let run = |broker, guarantee, kinds: Vec<Kind>| -> Result<Report, Error> {
+            let mut runner = ScenarioRunner::new(&self.folder, self.stopping);
+            let until = RunEnd::Faults(kinds.len());
+            let mut report = runner.run_plan(
                 broker,
-                &short(promise, seed, kinds, until),
+                &short(guarantee, seed, kinds, until),
                 Keep::Everything,
             )?;
             if broker == Broker::Rabbitmq {
-                let markers = Markers::Watched { replicas: 2 };
+                let redis = RedisSetup::Sentinels { replicas: 2 };
                 let plan = Plan {
-                    markers,
+                    redis,
                     messages: Kinds::WithoutHanging,
-                    ..short(promises[0], seed, WATCHED.to_vec(), Until::Faults(1))
+                    ..short(
+                        guarantees[0],
+                        seed,
+                        SENTINEL_FAULTS.to_vec(),
+                        RunEnd::Faults(1),
+                    )
                 };
-                report.add(director.play(
+                report.add(runner.run_plan(
                     broker,
                     &Plan {
                         scenario: "smoke-sentinels".into(),
@@ -269,12 +287,12 @@ impl<'a> Director<'a> {
                     Keep::Everything,
                 )?)?;
             }
-            director.control(broker, seed)?;
+            runner.control(broker, seed)?;
             Ok(report)
         };
         std::thread::scope(|scope| {
-            let kafka = scope.spawn(|| run(Broker::Kafka, promises[0], on_kafka));
-            let rabbit = run(Broker::Rabbitmq, promises[1], on_rabbit);
+            let kafka = scope.spawn(|| run(Broker::Kafka, guarantees[0], on_kafka));
+            let rabbit = run(Broker::Rabbitmq, guarantees[1], on_rabbit);
             let mut sum: Report = kafka
                 .join()
                 .unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
@@ -289,83 +307,83 @@ impl<'a> Director<'a> {
     /// # Errors
     /// It lost no message in any run.
     fn control(&mut self, broker: Broker, seed: u64) -> Result<(), Error> {
-        let mut told = String::new();
+        let mut text = String::new();
         for seed in seed..seed + MAX_CONTROL_RUNS {
             // Hanging messages would only extend the run.
             let plan = Plan {
                 messages: Kinds::WithoutHanging,
                 ..short(
-                    Promise::Bare,
+                    TestedGuarantee::Bare,
                     seed,
                     vec![Kind::DropReplies],
-                    Until::Faults(1),
+                    RunEnd::Faults(1),
                 )
             };
-            let control = self.play(broker, &plan, Keep::Everything)?;
-            if control.verdict() == Verdict::SeenToLose {
+            let control = self.run_plan(broker, &plan, Keep::Everything)?;
+            if control.verdict() == Verdict::LostAsExpected {
                 return Ok(());
             }
-            told = control.line();
+            text = control.line();
         }
         Err(format!(
-            "the negative control lost no message, so the harness may not detect losses: {told}"
+            "the negative control lost no message, so the harness may not detect losses: {text}"
         )
         .into())
     }
 
-    fn play(&mut self, broker: Broker, plan: &Plan, keep: Keep) -> Result<Report, Error> {
-        self.stopping.go_on()?;
+    fn run_plan(&mut self, broker: Broker, plan: &Plan, keep: Keep) -> Result<Report, Error> {
+        self.stopping.check()?;
         let begun = Instant::now();
-        let redis = if plan.markers == Markers::One {
-            Redis::One
+        let redis = if plan.redis == RedisSetup::Single {
+            Redis::Single
         } else {
-            Redis::Watched
+            Redis::Sentinels
         };
-        let stage = match self.stages.remove(&(broker, redis)) {
-            Some(stage) => stage,
+        let servers = match self.servers.remove(&(broker, redis)) {
+            Some(servers) => servers,
             None => {
-                // Both stages share the broker.
+                // Both servers share the broker.
                 let other = self
-                    .stages
+                    .servers
                     .iter()
                     .find(|((other, _), _)| *other == broker)
-                    .map(|(_, stage)| stage);
+                    .map(|(_, servers)| servers);
                 match (other, redis) {
-                    (Some(stage), Redis::Watched) => stage.with_sentinels()?,
-                    (_, Redis::One) => Stage::start(broker)?,
-                    (None, Redis::Watched) => Stage::start(broker)?.with_sentinels()?,
+                    (Some(servers), Redis::Sentinels) => servers.with_sentinels()?,
+                    (_, Redis::Single) => TestServers::start(broker)?,
+                    (None, Redis::Sentinels) => TestServers::start(broker)?.with_sentinels()?,
                 }
             }
         };
-        let stage = &*self.stages.entry((broker, redis)).or_insert(stage);
-        let promise = serde_json::to_value(plan.promise)?
+        let servers = &*self.servers.entry((broker, redis)).or_insert(servers);
+        let guarantee = serde_json::to_value(plan.guarantee)?
             .as_str()
             .unwrap_or_default()
             .to_owned();
         let folder = self.folder.join(format!(
-            "{}-{}-{promise}-{}",
+            "{}-{}-{guarantee}-{}",
             plan.scenario,
             broker.name(),
             plan.seed
         ));
         println!(
-            "chaos: {} on {}, {promise}, seed {}: {}",
+            "chaos: {} on {}, {guarantee}, seed {}: {}",
             plan.scenario,
             broker.name(),
             plan.seed,
             folder.display()
         );
-        let report = play(plan, stage, &folder, self.stopping).map_err(|error| {
+        let report = run(plan, servers, &folder, self.stopping).map_err(|error| {
             format!("{error}; the files of the run are in {}", folder.display())
         })?;
         println!("chaos: {} ({} s)", report.line(), begun.elapsed().as_secs());
         // The losses of `bare` are expected.
-        let told = if plan.promise == Promise::Bare {
+        let text = if plan.guarantee == TestedGuarantee::Bare {
             &[]
         } else {
             report.violations.as_slice()
         };
-        for violation in told {
+        for violation in text {
             println!(
                 "chaos:   {} {}: {}",
                 violation.invariant,
@@ -373,7 +391,7 @@ impl<'a> Director<'a> {
                 violation.why
             );
         }
-        if keep == Keep::Reports && report.verdict() == Verdict::Held {
+        if keep == Keep::Reports && report.verdict() == Verdict::Passed {
             std::fs::remove_dir_all(&folder)?;
             std::fs::create_dir(&folder)?;
             report.write(&folder)?;
@@ -382,22 +400,22 @@ impl<'a> Director<'a> {
     }
 }
 
-fn short(promise: Promise, seed: u64, kinds: Vec<Kind>, until: Until) -> Plan {
+fn short(guarantee: TestedGuarantee, seed: u64, kinds: Vec<Kind>, until: RunEnd) -> Plan {
     Plan {
         scenario: "smoke".into(),
-        promise,
+        guarantee,
         seed,
         rate: SMOKE_RATE,
         consumers: 2,
         kinds,
         lengths: Lengths::Short,
         until,
-        at_once: AtOnce::One,
+        concurrency: FaultConcurrency::One,
         aborts: Aborts::Never,
         percent: Some(SMOKE_PERCENT),
-        markers: Markers::One,
+        redis: RedisSetup::Single,
         messages: Kinds::All,
-        taken: Taken::ByAll,
+        consumer_mode: ConsumerMode::Competing,
     }
 }
 

@@ -77,7 +77,7 @@ pub enum Kind {
 }
 
 /// Faults of consumers and store, with any broker.
-pub const ANYWHERE: [Kind; 16] = [
+pub const COMMON_FAULTS: [Kind; 16] = [
     Kind::KillConsumer,
     Kind::FreezeConsumer,
     Kind::TerminateConsumer,
@@ -96,9 +96,9 @@ pub const ANYWHERE: [Kind; 16] = [
     Kind::RefuseLetters,
 ];
 /// Faults of Redis with Sentinels.
-pub const WATCHED: [Kind; 1] = [Kind::FailOverRedis];
+pub const SENTINEL_FAULTS: [Kind; 1] = [Kind::FailOverRedis];
 /// Faults of RabbitMQ.
-pub const RABBITMQ: [Kind; 7] = [
+pub const RABBITMQ_FAULTS: [Kind; 7] = [
     Kind::RestartRabbit,
     Kind::KillRabbit,
     Kind::CloseConnections,
@@ -108,7 +108,7 @@ pub const RABBITMQ: [Kind; 7] = [
     Kind::ResetRabbit,
 ];
 /// Faults of Kafka.
-pub const KAFKA: [Kind; 3] = [Kind::KillKafka, Kind::FreezeKafka, Kind::Rebalance];
+pub const KAFKA_FAULTS: [Kind; 3] = [Kind::KillKafka, Kind::FreezeKafka, Kind::Rebalance];
 
 /// One planned fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -309,11 +309,11 @@ impl Planned {
 impl Kind {
     /// All of them.
     pub fn all() -> impl Iterator<Item = Self> {
-        ANYWHERE
+        COMMON_FAULTS
             .into_iter()
-            .chain(WATCHED)
-            .chain(RABBITMQ)
-            .chain(KAFKA)
+            .chain(SENTINEL_FAULTS)
+            .chain(RABBITMQ_FAULTS)
+            .chain(KAFKA_FAULTS)
     }
 
     /// The kind of a fault in the fault log.
@@ -432,9 +432,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_seed_makes_the_same_schedule_and_another_one_another() {
+    fn a_seed_determines_the_schedule() {
         let first = |seed| {
-            Schedule::new(&ANYWHERE, Lengths::Full, seed)
+            Schedule::new(&COMMON_FAULTS, Lengths::Full, seed)
                 .take(50)
                 .collect::<Vec<_>>()
         };
@@ -445,14 +445,14 @@ mod tests {
     #[test]
     fn each_round_has_each_kind_once() {
         for seed in 0..20 {
-            let schedule: Vec<Kind> = Schedule::new(&RABBITMQ, Lengths::Short, seed)
-                .take(3 * RABBITMQ.len())
+            let schedule: Vec<Kind> = Schedule::new(&RABBITMQ_FAULTS, Lengths::Short, seed)
+                .take(3 * RABBITMQ_FAULTS.len())
                 .map(|it| it.kind)
                 .collect();
-            for round in schedule.chunks(RABBITMQ.len()) {
+            for round in schedule.chunks(RABBITMQ_FAULTS.len()) {
                 assert_eq!(
                     round.iter().collect::<HashSet<_>>(),
-                    RABBITMQ.iter().collect()
+                    RABBITMQ_FAULTS.iter().collect()
                 );
             }
         }
@@ -470,8 +470,8 @@ mod tests {
     }
 
     #[test]
-    fn two_faults_last_at_once_unless_one_would_wait_for_the_other_or_end_it() {
-        let go = |one: Kind, other: Kind| {
+    fn two_faults_overlap_unless_one_waits_for_or_ends_the_other() {
+        let overlaps = |one: Kind, other: Kind| {
             let both = [
                 planned(one, 1).can_overlap(&planned(other, 5), 3),
                 planned(other, 5).can_overlap(&planned(one, 1), 3),
@@ -489,7 +489,7 @@ mod tests {
             (RollingRestart, KillConsumer),
             (RefuseLetters, DarkRabbit),
         ] {
-            assert!(go(one, other), "{one}, {other}");
+            assert!(overlaps(one, other), "{one}, {other}");
         }
         for (one, other) in [
             (DarkRedis, DarkRedis),
@@ -498,7 +498,7 @@ mod tests {
             (RefuseLetters, FreezeKafka),
             (RollingRestart, FreezeConsumer),
         ] {
-            assert!(!go(one, other), "{one}, {other}");
+            assert!(!overlaps(one, other), "{one}, {other}");
         }
         assert!(
             !planned(KillConsumer, 1).can_overlap(&planned(FreezeConsumer, 4), 3),
@@ -507,17 +507,17 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_played_beside_another_comes_later() {
-        let mut schedule = Schedule::new(&ANYWHERE, Lengths::Short, 3);
+    fn a_fault_that_cannot_overlap_is_postponed() {
+        let mut schedule = Schedule::new(&COMMON_FAULTS, Lengths::Short, 3);
         let mut seen = Vec::new();
-        for _ in 0..ANYWHERE.len() * 4 {
+        for _ in 0..COMMON_FAULTS.len() * 4 {
             let first = schedule.next().unwrap();
             let second = schedule.next_beside(&first, 3).unwrap();
             assert!(first.can_overlap(&second, 3), "{first:?}, {second:?}");
             seen.extend([first.kind, second.kind]);
         }
-        // Each has its turn, though it may have to wait for it.
-        for kind in ANYWHERE {
+        // Postponed kinds are scheduled later.
+        for kind in COMMON_FAULTS {
             assert!(seen.iter().filter(|it| **it == kind).count() >= 6, "{kind}");
         }
         let mut alone = Schedule::new(&[Kind::DarkRedis], Lengths::Short, 3);

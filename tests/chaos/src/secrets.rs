@@ -48,10 +48,10 @@ pub fn find(folder: &Path, secrets: &[Secret]) -> io::Result<Vec<What>> {
             number += 1;
             // A cheap test first: few of millions of lines match.
             if holds(&line, b"Canary") {
-                let told = secrets
+                let text = secrets
                     .iter()
                     .filter(|secret| holds(&line, secret.text.as_bytes()));
-                found.extend(told.map(|secret| What::Leaked {
+                found.extend(text.map(|secret| What::Leaked {
                     secret: secret.of.to_owned(),
                     place: format!("{name}, line {number}"),
                 }));
@@ -77,14 +77,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_planted_password_is_found_wherever_it_stands() {
+    fn a_password_is_found_in_any_file() {
         let folder = tempfile::tempdir().unwrap();
         let secret = |of| Secret { of, text: canary() };
         let secrets = [secret("Redis"), secret("RabbitMQ")];
         std::fs::write(
             folder.path().join("c0.1.log"),
             format!(
-                "INFO well\nWARN redis://:{}@127.0.0.1:1 is away\n",
+                "INFO well\nWARN redis://:{}@127.0.0.1:1 is unavailable\n",
                 secrets[0].text
             ),
         )
@@ -115,12 +115,12 @@ mod tests {
         );
         assert!(
             !places.iter().any(|place| place.contains("Canary")),
-            "the finding tells it, too: {places:?}"
+            "the finding contains the password: {places:?}"
         );
     }
 
     #[test]
-    fn a_folder_without_metrics_is_not_clean_but_unknown() {
+    fn a_folder_without_metrics_is_an_error() {
         let folder = tempfile::tempdir().unwrap();
         std::fs::write(folder.path().join("c0.1.log"), "INFO well\n").unwrap();
         assert!(

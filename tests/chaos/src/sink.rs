@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::sync::{mpsc, oneshot};
 
-use crate::ledger::{Found, Log, Unique, What};
+use crate::ledger::{Log, Lookup, Unique, What};
 
 /// The ledger file of the sink.
 pub const FILE: &str = "sink.jsonl";
@@ -112,9 +112,9 @@ impl Table {
             return REFUSED;
         }
         let unique = if self.unique.insert(id.clone()) {
-            Unique::Accepted
+            Unique::First
         } else {
-            Unique::Known
+            Unique::Repeated
         };
         records.push(What::Effect {
             id,
@@ -133,11 +133,11 @@ impl Table {
             *void = attempt.max(*void);
         }
         let found = if happened {
-            Found::Happened
+            Lookup::Happened
         } else {
-            Found::Voided
+            Lookup::Voided
         };
-        records.push(What::Looked {
+        records.push(What::Reconciled {
             id: id.to_owned(),
             consumer: consumer.to_owned(),
             attempt,
@@ -168,7 +168,7 @@ impl Sink {
     /// Connects.
     ///
     /// # Errors
-    /// What the system said.
+    /// The error of the operating system.
     pub async fn connect(address: SocketAddr, consumer: &str) -> io::Result<Self> {
         let connection = tokio::net::TcpStream::connect(address).await?;
         connection.set_nodelay(true)?;
@@ -226,15 +226,15 @@ impl Sink {
         })
     }
 
-    /// Whether the effect happened; if not, it is void under this attempt and those before.
+    /// Whether the effect happened; if not, voids this attempt and earlier ones.
     ///
     /// # Errors
     /// [`NoAnswer`].
-    pub async fn find_or_void(&self, id: &str, attempt: u32) -> Result<Found, NoAnswer> {
+    pub async fn find_or_void(&self, id: &str, attempt: u32) -> Result<Lookup, NoAnswer> {
         Ok(if self.ask('F', id, attempt).await? == APPLIED {
-            Found::Happened
+            Lookup::Happened
         } else {
-            Found::Voided
+            Lookup::Voided
         })
     }
 
@@ -252,7 +252,7 @@ mod tests {
     use crate::ledger::Ledger;
 
     #[test]
-    fn the_raw_table_counts_and_the_unique_one_takes_the_first() {
+    fn all_effects_are_recorded_and_the_first_of_each_id_is_unique() {
         let folder = tempfile::tempdir().unwrap();
         let mut table = Table::over(Log::open(&folder.path().join(FILE), "sink").unwrap());
         assert_eq!(
@@ -267,7 +267,7 @@ mod tests {
                     matches!(
                         it.what,
                         What::Effect {
-                            unique: Unique::Accepted,
+                            unique: Unique::First,
                             ..
                         }
                     )
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_voided_is_refused_and_a_later_attempt_taken() {
+    fn a_voided_attempt_is_refused_and_a_later_one_applied() {
         let folder = tempfile::tempdir().unwrap();
         let mut table = Table::over(Log::open(&folder.path().join(FILE), "sink").unwrap());
         assert_eq!(
@@ -299,13 +299,13 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn requests_at_once_are_answered_each() {
+    async fn concurrent_requests_get_their_own_replies() {
         let folder = tempfile::tempdir().unwrap();
-        let (tell, told) = std::sync::mpsc::channel();
+        let (tell, text) = std::sync::mpsc::channel();
         let path = folder.path().to_owned();
         std::thread::spawn(move || serve(&path, |address| tell.send(address).unwrap()));
-        let sink = Arc::new(Sink::connect(told.recv().unwrap(), "c0").await.unwrap());
-        assert_eq!(sink.find_or_void("id-7", 1).await.unwrap(), Found::Voided);
+        let sink = Arc::new(Sink::connect(text.recv().unwrap(), "c0").await.unwrap());
+        assert_eq!(sink.find_or_void("id-7", 1).await.unwrap(), Lookup::Voided);
         let asked: Vec<_> = (0..300)
             .map(|number| {
                 let sink = Arc::clone(&sink);
@@ -320,7 +320,10 @@ mod tests {
         for (number, answered) in asked.into_iter().enumerate() {
             assert_eq!(answered.await.unwrap(), number != 7);
         }
-        assert_eq!(sink.find_or_void("id-8", 1).await.unwrap(), Found::Happened);
+        assert_eq!(
+            sink.find_or_void("id-8", 1).await.unwrap(),
+            Lookup::Happened
+        );
         assert_eq!(Ledger::read(folder.path()).unwrap().records().len(), 302);
     }
 }

@@ -28,7 +28,7 @@ impl Stopping {
     ///
     /// # Errors
     /// A signal requested a stop.
-    pub fn go_on(&self) -> Result<(), Error> {
+    pub fn check(&self) -> Result<(), Error> {
         if self.0.load(Ordering::Relaxed) {
             Err("stopped by a signal".into())
         } else {

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use crate::broker_client::BrokerClient;
 use crate::fleet::Fleet;
 use crate::ledger::{Log, What};
-use crate::wire::Wire;
 
 /// The ledger file of the samples, which grows even if nothing else happens.
 pub const FILE: &str = "watch.jsonl";
@@ -29,11 +29,11 @@ impl Watch {
     ///
     /// # Errors
     /// The file cannot be opened.
-    pub fn over(fleet: &Arc<Fleet>, wire: &Arc<Wire>, folder: &Path) -> io::Result<Self> {
-        let log = Arc::new(Log::open(&folder.join(FILE), "player")?);
+    pub fn over(fleet: &Arc<Fleet>, client: &Arc<BrokerClient>, folder: &Path) -> io::Result<Self> {
+        let log = Arc::new(Log::open(&folder.join(FILE), "harness")?);
         let over = Arc::new(AtomicBool::new(false));
         let (of_memory, of_commits) = (Arc::clone(&over), Arc::clone(&over));
-        let (fleet, wire) = (Arc::clone(fleet), Arc::clone(wire));
+        let (fleet, client) = (Arc::clone(fleet), Arc::clone(client));
         let (log_of_memory, log_of_commits) = (Arc::clone(&log), log);
         let memory = std::thread::spawn(move || {
             while !of_memory.load(Ordering::Relaxed) {
@@ -49,7 +49,7 @@ impl Watch {
             }
         });
         let commits =
-            std::thread::spawn(move || watch_commits(&wire, &log_of_commits, &of_commits));
+            std::thread::spawn(move || watch_commits(&client, &log_of_commits, &of_commits));
         Ok(Self {
             over,
             threads: vec![memory, commits],
@@ -70,14 +70,14 @@ impl Drop for Watch {
 
 /// Records each change of a committed offset. After an error it uses a new client: the old one may
 /// have lost the metadata of the broker.
-fn watch_commits(wire: &Wire, log: &Log, over: &AtomicBool) {
-    let Some(mut group) = wire.group() else {
+fn watch_commits(client: &BrokerClient, log: &Log, over: &AtomicBool) {
+    let Some(mut group) = client.group() else {
         return;
     };
     let mut known: HashMap<i32, i64> = HashMap::new();
     while !over.load(Ordering::Relaxed) {
         let Ok(committed) = group.committed() else {
-            group = wire.group().unwrap_or(group);
+            group = client.group().unwrap_or(group);
             std::thread::sleep(SAMPLE_INTERVAL);
             continue;
         };
@@ -105,13 +105,13 @@ fn anonymous_memory(status: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     #[test]
-    fn a_process_has_memory_and_one_that_is_not_there_has_none() {
+    fn a_missing_process_has_no_memory_sample() {
         assert!(super::resident(std::process::id()).is_some_and(|resident| resident > 100));
         assert_eq!(super::resident(u32::MAX), None);
     }
 
     #[test]
-    fn what_is_mapped_of_files_is_not_counted() {
+    fn mapped_files_are_not_counted() {
         let status = "Name:\toncegate-chaos\nVmRSS:\t  150000 kB\nRssAnon:\t   31000 kB\nRssFile:\t  119000 kB\n";
         assert_eq!(super::anonymous_memory(status), Some(31_000));
         assert_eq!(
@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_process_fills_is_counted() {
+    fn allocated_memory_is_counted() {
         let before = super::resident(std::process::id()).expect("this process");
         let filled = std::hint::black_box(vec![1_u8; 64 << 20]);
         let after = super::resident(std::process::id()).expect("this process");

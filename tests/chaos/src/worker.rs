@@ -13,9 +13,9 @@ use serde::{Deserialize, Serialize};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use crate::Error;
-use crate::check::Promise;
+use crate::check::TestedGuarantee;
 use crate::counters::Counters;
-use crate::ledger::{Ending, Found, Log, What};
+use crate::ledger::{HandlerEnd, Log, Lookup, What};
 use crate::sink::Sink;
 
 /// The broker of the messages.
@@ -40,7 +40,7 @@ impl Broker {
 
 /// The arguments of every consumer.
 #[derive(Debug, Args)]
-pub struct Common {
+pub struct CommonArguments {
     /// Its name in the ledger.
     #[arg(long)]
     pub name: String,
@@ -58,7 +58,7 @@ pub struct Common {
     pub from: String,
     /// The guarantee.
     #[arg(long, value_enum)]
-    pub guarantee: Promise,
+    pub guarantee: TestedGuarantee,
     /// The address of the sink.
     #[arg(long)]
     pub sink: SocketAddr,
@@ -73,13 +73,13 @@ pub struct Common {
     pub in_flight: usize,
 }
 
-impl Common {
+impl CommonArguments {
     /// The guarantee as a type of oncegate.
     pub fn guarantee(&self) -> Guarantee {
         match self.guarantee {
-            Promise::AtMostOnce => Guarantee::AtMostOnce,
-            Promise::EffectivelyOnce => Guarantee::EffectivelyOnce,
-            Promise::Bare => Guarantee::Bare,
+            TestedGuarantee::AtMostOnce => Guarantee::AtMostOnce,
+            TestedGuarantee::EffectivelyOnce => Guarantee::EffectivelyOnce,
+            TestedGuarantee::Bare => Guarantee::Bare,
         }
     }
 
@@ -127,7 +127,7 @@ impl Worker {
     ///
     /// # Errors
     /// The operating system's, or no connection to the sink.
-    pub async fn begin(common: &Common) -> Result<Self, Error> {
+    pub async fn begin(common: &CommonArguments) -> Result<Self, Error> {
         let filter =
             tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "info".into());
         tracing_subscriber::fmt()
@@ -189,15 +189,15 @@ impl Terminated {
 }
 
 /// A run of a handler. Records its end when it is dropped.
-pub struct Running<'a> {
+pub struct RecordedRun<'a> {
     log: &'a Log,
     id: &'a str,
     run: u64,
     /// How the run ended, if it is dropped now.
-    pub how: Ending,
+    pub how: HandlerEnd,
 }
 
-impl<'a> Running<'a> {
+impl<'a> RecordedRun<'a> {
     /// Records the start.
     pub fn begin(log: &'a Log, cx: &'a Context, run: u64) -> Self {
         let (id, attempt) = (cx.id(), cx.attempt());
@@ -210,15 +210,15 @@ impl<'a> Running<'a> {
             log,
             id,
             run,
-            how: Ending::Dropped,
+            how: HandlerEnd::Dropped,
         }
     }
 }
 
-impl Drop for Running<'_> {
+impl Drop for RecordedRun<'_> {
     fn drop(&mut self) {
         let how = if std::thread::panicking() {
-            Ending::Panicked
+            HandlerEnd::Panicked
         } else {
             self.how
         };
@@ -237,8 +237,8 @@ impl Drop for Running<'_> {
 pub async fn reconcile(sink: &Sink, cx: &Context) -> Result<Reconciled, Failure> {
     Ok(
         match sink.find_or_void(cx.id(), cx.attempt()).await.retry()? {
-            Found::Happened => Reconciled::Happened,
-            Found::Voided => Reconciled::DidNotHappen,
+            Lookup::Happened => Reconciled::Happened,
+            Lookup::Voided => Reconciled::DidNotHappen,
         },
     )
 }

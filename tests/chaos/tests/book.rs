@@ -3,15 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use oncegate_chaos::check::Promise;
+use oncegate_chaos::check::TestedGuarantee;
 use oncegate_chaos::matrix::columns;
 use oncegate_chaos::matrix::step::STEPS;
 use oncegate_chaos::matrix::table::{Cell, Matrix};
-use oncegate_chaos::mutants::Caught;
+use oncegate_chaos::mutants::MutantResults;
 use oncegate_chaos::report::{Report, Verdict};
 use oncegate_chaos::schedule::Kind;
 
-/// What messages do, and the player does not.
+/// The kind of aborts that messages cause; the harness does not inject it.
 const ABORT: &str = "abort";
 
 fn evidence() -> PathBuf {
@@ -32,7 +32,7 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// The folders of reports that add up.
+/// The folders of reports; each folder is summed up.
 fn groups() -> Vec<PathBuf> {
     files(&evidence().join("reliability"))
         .into_iter()
@@ -78,12 +78,12 @@ fn number(number: u64) -> String {
     text
 }
 
-fn row(broker: &str, promise: Option<Promise>, runs: &str, reports: &[Report]) -> String {
+fn row(broker: &str, guarantee: Option<TestedGuarantee>, runs: &str, reports: &[Report]) -> String {
     let sum = sum(reports);
     let counts = &sum.counts;
-    let held = reports
+    let passed = reports
         .iter()
-        .filter(|report| report.verdict() == Verdict::Held)
+        .filter(|report| report.verdict() == Verdict::Passed)
         .count();
     let faults: u64 = counts
         .faults
@@ -91,35 +91,35 @@ fn row(broker: &str, promise: Option<Promise>, runs: &str, reports: &[Report]) -
         .filter(|(kind, _)| *kind != ABORT)
         .map(|(_, times)| times)
         .sum();
-    let of = |wanted: Promise| {
+    let of = |wanted: TestedGuarantee| {
         reports
             .iter()
-            .filter(move |report| report.runs[0].rules.promise == wanted)
+            .filter(move |report| report.runs[0].rules.guarantee == wanted)
     };
-    let doubled: u64 = of(Promise::AtMostOnce)
+    let doubled: u64 = of(TestedGuarantee::AtMostOnce)
         .map(|report| report.counts.duplicated)
         .sum();
-    let again: u64 = of(Promise::EffectivelyOnce)
+    let repeated: u64 = of(TestedGuarantee::EffectivelyOnce)
         .map(|report| report.counts.raw_effects - report.counts.unique_effects)
         .sum();
-    let explained: u64 = of(Promise::EffectivelyOnce)
+    let explained: u64 = of(TestedGuarantee::EffectivelyOnce)
         .flat_map(|report| report.counts.explained.values())
         .sum();
-    let (guarantee, doubled, again) = match promise {
-        Some(Promise::AtMostOnce) => ("at most once", number(doubled), "–".to_owned()),
-        Some(Promise::EffectivelyOnce) => (
+    let (guarantee, doubled, repeated) = match guarantee {
+        Some(TestedGuarantee::AtMostOnce) => ("at most once", number(doubled), "–".to_owned()),
+        Some(TestedGuarantee::EffectivelyOnce) => (
             "effectively once",
             "–".to_owned(),
-            format!("{} of {}", number(explained), number(again)),
+            format!("{} of {}", number(explained), number(repeated)),
         ),
         _ => (
             "",
             number(doubled),
-            format!("{} of {}", number(explained), number(again)),
+            format!("{} of {}", number(explained), number(repeated)),
         ),
     };
     format!(
-        "| {broker} | {guarantee} | {runs} | {held} of {} | {} | {} | {} | {} | {doubled} | {again} |\n",
+        "| {broker} | {guarantee} | {runs} | {passed} of {} | {} | {} | {} | {} | {doubled} | {repeated} |\n",
         reports.len(),
         number(counts.acknowledged),
         number(faults),
@@ -128,18 +128,21 @@ fn row(broker: &str, promise: Option<Promise>, runs: &str, reports: &[Report]) -
     )
 }
 
-/// What became of the messages of all runs of a group.
+/// The table of the counts of all runs of a group.
 fn totals(reports: &[Report]) -> String {
     let mut table =
-        "| broker | guarantee | seeds | held | messages | faults | at once | lost | doubled, at most once | effects again, explained |\n\
+        "| broker | guarantee | seeds | passed | messages | faults | overlapping | lost | doubled, at most once | repeated effects, explained |\n\
                      | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |\n"
             .to_owned();
     for (broker, shown) in [("kafka", "Kafka"), ("rabbitmq", "RabbitMQ")] {
-        for promise in [Promise::AtMostOnce, Promise::EffectivelyOnce] {
-            let is_of = |report: &&Report| {
-                report.runs[0].broker == broker && report.runs[0].rules.promise == promise
+        for guarantee in [
+            TestedGuarantee::AtMostOnce,
+            TestedGuarantee::EffectivelyOnce,
+        ] {
+            let matches = |report: &&Report| {
+                report.runs[0].broker == broker && report.runs[0].rules.guarantee == guarantee
             };
-            let reports: Vec<Report> = reports.iter().filter(is_of).cloned().collect();
+            let reports: Vec<Report> = reports.iter().filter(matches).cloned().collect();
             if reports.is_empty() {
                 continue;
             }
@@ -147,21 +150,15 @@ fn totals(reports: &[Report]) -> String {
                 .iter()
                 .map(|report| report.runs[0].seed.to_string())
                 .collect();
-            table += &row(shown, Some(promise), &seeds.join(", "), &reports);
+            table += &row(shown, Some(guarantee), &seeds.join(", "), &reports);
         }
     }
-    table
-        + &row(
-            "together",
-            None,
-            &format!("{} runs", reports.len()),
-            reports,
-        )
+    table + &row("total", None, &format!("{} runs", reports.len()), reports)
 }
 
-/// How soon effects came after faults.
+/// The table of recovery times by fault.
 fn recovery(reports: &[Report]) -> String {
-    let mut table = "| fault | injected | first effect: judged | longest, s | nine tenths: judged | longest, s | bound, s |\n\
+    let mut table = "| fault | injected | first effect: measured | longest, s | rate: measured | longest, s | bound, s |\n\
                      | --- | ---: | ---: | ---: | ---: | ---: | ---: |\n"
         .to_owned();
     let counts = sum(reports).counts;
@@ -173,62 +170,62 @@ fn recovery(reports: &[Report]) -> String {
     };
     let is_pair = |what: &str| what.contains(" + ");
     for kind in Kind::all() {
-        let is_it = |what: &&String| !is_pair(what) && Kind::of(what) == Some(kind);
-        let played: u64 = counts
+        let is_kind = |what: &&String| !is_pair(what) && Kind::of(what) == Some(kind);
+        let injected: u64 = counts
             .faults
             .iter()
-            .filter(|(what, _)| is_it(what))
+            .filter(|(what, _)| is_kind(what))
             .map(|(_, times)| times)
             .sum();
-        if played == 0 {
+        if injected == 0 {
             continue;
         }
-        let judged: u64 = counts
-            .again_judged
+        let measured: u64 = counts
+            .first_effects
             .iter()
-            .filter(|(what, _)| is_it(what))
+            .filter(|(what, _)| is_kind(what))
             .map(|(_, times)| times)
             .sum();
         let first = counts
-            .again_ms
+            .first_effect_ms
             .iter()
-            .filter(|(what, _)| is_it(what))
+            .filter(|(what, _)| is_kind(what))
             .map(|(_, ms)| *ms)
             .max();
         let rates: u64 = counts
-            .rate_again_judged
+            .rate_recoveries
             .iter()
-            .filter(|(what, _)| is_it(what))
+            .filter(|(what, _)| is_kind(what))
             .map(|(_, times)| times)
             .sum();
         let rate = counts
-            .rate_again_ms
+            .rate_recovery_ms
             .iter()
-            .filter(|(what, _)| is_it(what))
+            .filter(|(what, _)| is_kind(what))
             .map(|(_, ms)| *ms)
             .max();
         let bound = kind.recovery_bound().as_secs();
         table += &format!(
-            "| `{kind}` | {played} | {judged} | {} | {rates} | {} | {bound} |\n",
+            "| `{kind}` | {injected} | {measured} | {} | {rates} | {} | {bound} |\n",
             seconds(first),
             seconds(rate)
         );
     }
     let pairs: u64 = counts
-        .rate_again_judged
+        .rate_recoveries
         .iter()
         .filter(|(what, _)| is_pair(what))
         .map(|(_, times)| times)
         .sum();
     if pairs > 0 {
         let longest = counts
-            .rate_again_ms
+            .rate_recovery_ms
             .iter()
             .filter(|(what, _)| is_pair(what))
             .map(|(_, ms)| *ms)
             .max();
         table += &format!(
-            "| two at once | – | – | – | {pairs} | {} | the sum of both |\n",
+            "| two faults | – | – | – | {pairs} | {} | the sum of both |\n",
             seconds(longest)
         );
     }
@@ -236,7 +233,7 @@ fn recovery(reports: &[Report]) -> String {
 }
 
 #[test]
-fn the_tables_are_what_the_reports_add_up_to() {
+fn the_tables_equal_the_sums_of_the_reports() {
     let page = page();
     let groups = groups();
     assert!(groups.len() >= 2, "{groups:?}");
@@ -267,13 +264,13 @@ fn summary(reports: &[Report]) -> String {
         _,
         lost,
         doubled,
-        again,
+        repeated,
         ..,
     ] = cells[..]
     else {
-        panic!("a row of other columns: {row}");
+        panic!("unexpected columns: {row}");
     };
-    format!("| {passed} | {messages} | {faults} | {lost} | {doubled} | {again} |\n")
+    format!("| {passed} | {messages} | {faults} | {lost} | {doubled} | {repeated} |\n")
 }
 
 #[test]
@@ -289,7 +286,9 @@ fn the_book_summarises_every_group_of_reports() {
         );
     }
     let mut matrix = Matrix::default();
-    kept("matrix").into_iter().for_each(|run| matrix.add(run));
+    read_all("matrix")
+        .into_iter()
+        .for_each(|run| matrix.add(run));
     let sum = |of: fn(&Cell) -> u64| number(matrix.cells.iter().map(of).sum());
     let (aborts, messages) = (sum(|it| it.runs), sum(|it| it.confirmed));
     for figures in [
@@ -304,7 +303,7 @@ fn the_book_summarises_every_group_of_reports() {
 }
 
 #[test]
-fn every_report_is_linked_to_by_its_folder_and_names_its_commit() {
+fn the_page_names_each_folder_of_reports_and_its_commits() {
     let page = page();
     for folder in groups() {
         let name = folder
@@ -314,7 +313,7 @@ fn every_report_is_linked_to_by_its_folder_and_names_its_commit() {
             .into_owned();
         assert!(
             page.contains(&format!("reliability/{name}/")),
-            "nothing links to {name}"
+            "the page does not name the folder {name}"
         );
         let commits: BTreeSet<String> = reports(&folder)
             .iter()
@@ -329,11 +328,11 @@ fn every_report_is_linked_to_by_its_folder_and_names_its_commit() {
     }
 }
 
-/// The files of this beginning beside the page: each of one run.
-fn kept<T: serde::de::DeserializeOwned>(beginning: &str) -> Vec<T> {
+/// The files beside the page whose names start with `prefix`, each of one run.
+fn read_all<T: serde::de::DeserializeOwned>(prefix: &str) -> Vec<T> {
     let is_one = |path: &PathBuf| {
         path.file_name()
-            .is_some_and(|name| name.to_string_lossy().starts_with(beginning))
+            .is_some_and(|name| name.to_string_lossy().starts_with(prefix))
     };
     let read = |path: PathBuf| {
         let text =
@@ -347,18 +346,18 @@ fn kept<T: serde::de::DeserializeOwned>(beginning: &str) -> Vec<T> {
         .collect()
 }
 
-/// Whether the page names the commit that this was run of.
+/// Whether the page names the tested commit.
 fn names_the_commit(versions: &BTreeMap<String, String>) -> bool {
     page().contains(versions["commit"].get(..7).expect("a hash"))
 }
 
 #[test]
-fn the_matrix_is_what_its_files_say() {
-    let runs: Vec<Matrix> = kept("matrix");
+fn the_page_has_the_results_of_each_matrix() {
+    let runs: Vec<Matrix> = read_all("matrix");
     assert!(!runs.is_empty());
     for matrix in runs {
         let verdict = matrix.verdict();
-        assert!(matrix.is_right(), "{verdict}");
+        assert!(matrix.passed(), "{verdict}");
         assert!(
             page().contains(&verdict),
             "docs/evidence/reliability.md does not say: {verdict}"
@@ -372,21 +371,19 @@ fn the_matrix_is_what_its_files_say() {
 }
 
 #[test]
-fn every_step_was_played_wherever_it_is() {
+fn every_step_was_reached_in_each_combination() {
     let mut all = Matrix::default();
-    kept("matrix").into_iter().for_each(|run| all.add(run));
+    read_all("matrix").into_iter().for_each(|run| all.add(run));
     for step in &STEPS {
-        for made in columns()
-            .into_iter()
-            .filter(|made| made.promise != Promise::Bare && step.absent(*made).is_none())
-        {
-            let played = all
-                .cells
-                .iter()
-                .any(|cell| cell.step == step.name && cell.made == made && cell.runs >= 3);
+        for combination in columns().into_iter().filter(|combination| {
+            combination.guarantee != TestedGuarantee::Bare && step.absent(*combination).is_none()
+        }) {
+            let reached = all.cells.iter().any(|cell| {
+                cell.step == step.name && cell.combination == combination && cell.runs >= 3
+            });
             assert!(
-                played,
-                "no kept run of the matrix has ended a process at {}, {made:?}",
+                reached,
+                "in no matrix file a process was aborted at {}, {combination:?}",
                 step.name
             );
         }
@@ -394,10 +391,10 @@ fn every_step_was_played_wherever_it_is() {
 }
 
 #[test]
-fn the_wrong_versions_are_what_their_file_says() {
-    let [caught]: [Caught; 1] = kept("mutants").try_into().expect("one file");
+fn the_page_has_the_results_of_the_mutants() {
+    let [caught]: [MutantResults; 1] = read_all("mutants").try_into().expect("one file");
     let (page, verdict) = (page(), caught.verdict());
-    assert!(caught.is_right(), "{verdict}");
+    assert!(caught.passed(), "{verdict}");
     assert!(
         page.contains(&verdict),
         "docs/evidence/reliability.md does not say: {verdict}"

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use oncegate_chaos::schedule::Kind;
 
-fn said(arguments: &[&str]) -> (Option<i32>, String) {
+fn text(arguments: &[&str]) -> (Option<i32>, String) {
     let output = Command::new(env!("CARGO_BIN_EXE_oncegate-chaos"))
         .args(arguments)
         .output()
@@ -13,14 +13,14 @@ fn said(arguments: &[&str]) -> (Option<i32>, String) {
     (
         output.status.code(),
         [output.stdout, output.stderr]
-            .map(|said| String::from_utf8_lossy(&said).into_owned())
+            .map(|text| String::from_utf8_lossy(&text).into_owned())
             .concat(),
     )
 }
 
 #[test]
 fn help_names_every_fault() {
-    let (code, help) = said(&["--help"]);
+    let (code, help) = text(&["--help"]);
     assert_eq!(code, Some(0));
     let words: Vec<&str> = help
         .split(|letter: char| !letter.is_alphanumeric() && letter != '-')
@@ -33,17 +33,17 @@ fn help_names_every_fault() {
 }
 
 #[test]
-fn a_fault_that_nobody_knows_is_refused_before_anything_starts() {
-    let (code, said) = said(&["kill-9"]);
+fn an_unknown_fault_is_refused_before_a_server_starts() {
+    let (code, text) = text(&["kill-9"]);
     assert_eq!(code, Some(1));
     assert!(
-        said.contains("no fault is called \"kill-9\"") && said.contains("kill-redis"),
-        "{said}"
+        text.contains("no fault is called \"kill-9\"") && text.contains("kill-redis"),
+        "{text}"
     );
     assert!(
-        said.trim_end()
+        text.trim_end()
             .lines()
             .any(|line| line.starts_with("chaos: FAILED")),
-        "{said}"
+        "{text}"
     );
 }

@@ -11,7 +11,7 @@ use crate::world::{Settings, World};
 
 on_both_brokers!(
     a_wrong_setting_is_refused_with_one_line_that_names_it,
-    a_server_that_is_not_there_is_waited_for
+    the_start_waits_for_an_unavailable_server
 );
 
 /// A reserved port without a listener.
@@ -97,7 +97,7 @@ async fn refused(setting: &str, settings: Settings<'_>) {
     );
 }
 
-async fn a_server_that_is_not_there_is_waited_for(broker: Broker) {
+async fn the_start_waits_for_an_unavailable_server(broker: Broker) {
     let world = World::new(broker).await;
     let unreachable = match broker {
         Broker::Kafka => UNREACHABLE.to_owned(),

@@ -40,12 +40,12 @@ impl Sent {
 
 /// A dead letter or an in-doubt message.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Letter {
+pub(crate) struct RejectedMessage {
     pub(crate) headers: BTreeMap<String, String>,
     pub(crate) body: String,
 }
 
-impl Letter {
+impl RejectedMessage {
     pub(crate) fn header(&self, name: &str) -> &str {
         self.headers.get(name).map_or("", String::as_str)
     }
@@ -90,10 +90,10 @@ impl Broker {
     }
 
     /// The messages in a topic or queue; leaves them there.
-    pub(crate) async fn letters(self, name: &str) -> Vec<Letter> {
+    pub(crate) async fn rejected_messages(self, name: &str) -> Vec<RejectedMessage> {
         match self {
-            Self::Kafka => kafka::letters(&self.url(), name).await,
-            Self::RabbitMq => rabbitmq::letters(&self.url(), name).await,
+            Self::Kafka => kafka::rejected_messages(&self.url(), name).await,
+            Self::RabbitMq => rabbitmq::rejected_messages(&self.url(), name).await,
         }
     }
 

@@ -14,9 +14,9 @@ on_both_brokers!(
     killed_in_a_handler_is_lost_bare,
     killed_under_load_has_no_effect_twice_at_most_once,
     killed_under_load_loses_nothing_effectively_once,
-    consumers_that_come_and_go_share_the_load_without_an_effect_twice,
-    told_to_stop_under_load_finishes_what_runs_and_loses_nothing,
-    told_to_stop_does_not_wait_for_a_handler_without_end,
+    joining_and_leaving_consumers_cause_no_second_effect,
+    sigterm_under_load_finishes_running_handlers_and_loses_nothing,
+    sigterm_does_not_wait_for_a_handler_that_never_returns,
 );
 
 /// Kills a consumer during a handler, and starts another one that settles the message.
@@ -35,16 +35,14 @@ async fn killed_in_a_handler_is_in_doubt_at_most_once(broker: Broker) {
     let world = killed(broker, "at-most-once").await;
     let second = world.consumer("at-most-once").start();
     world
-        .until("it stands in doubt", async || {
-            world.in_doubt().await.len() == 1
-        })
+        .until("it is in doubt", async || world.in_doubt().await.len() == 1)
         .await;
-    let letter = world.in_doubt().await.remove(0);
+    let rejected = world.in_doubt().await.remove(0);
     assert_eq!(
-        (letter.reason(), letter.header("oncegate-id")),
+        (rejected.reason(), rejected.header("oncegate-id")),
         ("in-doubt-interrupted", "a")
     );
-    assert_eq!(letter.body, r#"{"do":"hang"}"#);
+    assert_eq!(rejected.body, r#"{"do":"hang"}"#);
     assert_eq!(
         (world.attempts("a"), world.effected()),
         (vec![1], vec!["done".to_owned()])
@@ -122,7 +120,7 @@ async fn killed_under_load_has_no_effect_twice_at_most_once(broker: Broker) {
         .in_doubt()
         .await
         .iter()
-        .map(|letter| letter.header("id").to_owned())
+        .map(|rejected| rejected.header("id").to_owned())
         .collect();
     let effected = world.effected();
     let once: BTreeSet<String> = effected.iter().cloned().collect();
@@ -164,7 +162,7 @@ async fn killed_under_load_loses_nothing_effectively_once(broker: Broker) {
     world.end([last]).await;
 }
 
-async fn consumers_that_come_and_go_share_the_load_without_an_effect_twice(broker: Broker) {
+async fn joining_and_leaving_consumers_cause_no_second_effect(broker: Broker) {
     let world = World::new(broker).await;
     let consumer = || {
         world
@@ -192,7 +190,7 @@ async fn consumers_that_come_and_go_share_the_load_without_an_effect_twice(broke
     world.end([second, third]).await;
 }
 
-async fn told_to_stop_under_load_finishes_what_runs_and_loses_nothing(broker: Broker) {
+async fn sigterm_under_load_finishes_running_handlers_and_loses_nothing(broker: Broker) {
     const COUNT: usize = 400;
     let world = World::new(broker).await;
     world
@@ -205,7 +203,7 @@ async fn told_to_stop_under_load_finishes_what_runs_and_loses_nothing(broker: Br
     assert!(took < Duration::from_secs(10), "the drain took {took:?}");
     let (started, ended) = (world.starts().len(), world.effects().len());
     assert_eq!(started, ended, "what had started was not finished");
-    assert!(ended < COUNT, "it ended before it was told to");
+    assert!(ended < COUNT, "it ended before SIGTERM");
 
     let second = world.consumer("at-most-once").start();
     world.until_effects(COUNT).await;
@@ -219,7 +217,7 @@ async fn told_to_stop_under_load_finishes_what_runs_and_loses_nothing(broker: Br
     world.end([second]).await;
 }
 
-async fn told_to_stop_does_not_wait_for_a_handler_without_end(broker: Broker) {
+async fn sigterm_does_not_wait_for_a_handler_that_never_returns(broker: Broker) {
     let world = World::new(broker).await;
     world.publish([Sent::new("a", "hang")]).await;
     let first = world

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::broker::{Broker, Letter, Sent};
+use crate::broker::{Broker, RejectedMessage, Sent};
 use crate::on_both_brokers;
 use crate::world::World;
 
@@ -10,7 +10,7 @@ on_both_brokers!(
     one_after_the_other,
     at_the_same_time,
     whatever_the_id_looks_like,
-    with_another_body_is_a_conflict_at_most_once
+    the_same_id_with_another_body_is_a_conflict_at_most_once
 );
 
 async fn one_after_the_other(broker: Broker) {
@@ -87,7 +87,7 @@ async fn whatever_the_id_looks_like(broker: Broker) {
     world.end([consumer]).await;
 }
 
-async fn with_another_body_is_a_conflict_at_most_once(broker: Broker) {
+async fn the_same_id_with_another_body_is_a_conflict_at_most_once(broker: Broker) {
     let world = World::new(broker).await;
     let consumer = world.consumer("at-most-once").start();
     world.publish([Sent::new("a", "work")]).await;
@@ -97,16 +97,19 @@ async fn with_another_body_is_a_conflict_at_most_once(broker: Broker) {
         .await;
     world.until_settled(3).await;
     world
-        .until("it stands in the dead letters", async || {
+        .until("it is in the dead letters", async || {
             !world.dead_letters().await.is_empty()
         })
         .await;
-    let letters = world.dead_letters().await;
+    let rejected_messages = world.dead_letters().await;
     assert_eq!(
-        letters.iter().map(Letter::reason).collect::<Vec<_>>(),
+        rejected_messages
+            .iter()
+            .map(RejectedMessage::reason)
+            .collect::<Vec<_>>(),
         ["conflict"]
     );
-    assert_eq!(letters[0].body, r#"{"do":"slow","ms":0}"#);
+    assert_eq!(rejected_messages[0].body, r#"{"do":"slow","ms":0}"#);
     assert_eq!(world.effected(), ["a"]);
     world.end([consumer]).await;
 }

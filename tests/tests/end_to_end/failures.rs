@@ -1,6 +1,6 @@
 //! Handlers that fail, and messages that cannot be handled.
 
-use crate::broker::{Broker, Letter, Sent};
+use crate::broker::{Broker, RejectedMessage, Sent};
 use crate::on_both_brokers;
 use crate::world::World;
 
@@ -9,7 +9,7 @@ on_both_brokers!(
     a_panic_is_in_doubt_at_most_once,
     a_panic_runs_again_with_a_higher_attempt_effectively_once,
     a_panic_runs_again_bare,
-    what_cannot_be_handled_goes_to_the_dead_letters_and_the_rest_goes_on,
+    invalid_messages_go_to_the_dead_letters_and_the_others_are_handled,
 );
 
 async fn a_failure_clears_the_marker_and_the_message_runs_again(broker: Broker) {
@@ -44,25 +44,23 @@ async fn a_panic_is_in_doubt_at_most_once(broker: Broker) {
     let consumer = world.consumer("at-most-once").start();
     world.until_settled(2).await;
     world
-        .until("it stands in doubt", async || {
-            world.in_doubt().await.len() == 1
-        })
+        .until("it is in doubt", async || world.in_doubt().await.len() == 1)
         .await;
-    let letter = world.in_doubt().await.remove(0);
+    let rejected = world.in_doubt().await.remove(0);
     assert_eq!(
         (
-            letter.reason(),
-            letter.header("oncegate-id"),
-            letter.header("id")
+            rejected.reason(),
+            rejected.header("oncegate-id"),
+            rejected.header("id")
         ),
         ("in-doubt-panicked", "a", "a")
     );
-    assert_eq!(letter.body, r#"{"do":"panic-once"}"#);
+    assert_eq!(rejected.body, r#"{"do":"panic-once"}"#);
     assert!(
-        letter
+        rejected
             .header("oncegate-first-error")
             .contains("as the message says"),
-        "{letter:?}"
+        "{rejected:?}"
     );
     assert_eq!(
         (world.attempts("a"), world.effected()),
@@ -104,11 +102,11 @@ async fn a_panic_runs_again_bare(broker: Broker) {
     world.end([consumer]).await;
 }
 
-async fn what_cannot_be_handled_goes_to_the_dead_letters_and_the_rest_goes_on(broker: Broker) {
+async fn invalid_messages_go_to_the_dead_letters_and_the_others_are_handled(broker: Broker) {
     let world = World::new(broker).await;
     let bad = [
         Sent::raw(Some("broken".into()), "{not json"),
-        Sent::raw(Some("unknown".into()), r#"{"do":"what nobody knows"}"#),
+        Sent::raw(Some("unknown".into()), r#"{"do":"unknown action"}"#),
         Sent::raw(None, r#"{"do":"work"}"#),
         Sent::raw(Some(String::new()), r#"{"do":"slow"}"#),
         Sent::raw(Some("empty".into()), ""),
@@ -122,18 +120,18 @@ async fn what_cannot_be_handled_goes_to_the_dead_letters_and_the_rest_goes_on(br
     world.until_settled(7).await;
     assert_eq!(world.effected(), ["after", "before"]);
     world
-        .until("all stand in the dead letters", async || {
+        .until("all are in the dead letters", async || {
             world.dead_letters().await.len() == bad.len()
         })
         .await;
-    let letters = world.dead_letters().await;
+    let rejected_messages = world.dead_letters().await;
     let of = |sent: &Sent| {
-        letters
+        rejected_messages
             .iter()
-            .find(|letter| letter.body == sent.body)
-            .unwrap_or_else(|| panic!("{sent:?}: {letters:?}"))
+            .find(|rejected| rejected.body == sent.body)
+            .unwrap_or_else(|| panic!("{sent:?}: {rejected_messages:?}"))
     };
-    let reasons: Vec<&str> = bad.iter().map(of).map(Letter::reason).collect();
+    let reasons: Vec<&str> = bad.iter().map(of).map(RejectedMessage::reason).collect();
     assert_eq!(
         reasons,
         [
@@ -146,10 +144,10 @@ async fn what_cannot_be_handled_goes_to_the_dead_letters_and_the_rest_goes_on(br
     );
     assert_eq!(of(&bad[0]).header("oncegate-id"), "broken");
     assert!(
-        letters
+        rejected_messages
             .iter()
-            .all(|letter| letter.header("oncegate-origin").starts_with(&world.name)),
-        "{letters:?}"
+            .all(|rejected| rejected.header("oncegate-origin").starts_with(&world.name)),
+        "{rejected_messages:?}"
     );
     assert_eq!(world.in_doubt().await, []);
     world.end([consumer]).await;

@@ -71,7 +71,7 @@ async fn frozen_and_killed_under_load_has_no_effect_twice_at_most_once() {
         .in_doubt()
         .await
         .iter()
-        .map(|letter| letter.header("id").to_owned())
+        .map(|rejected| rejected.header("id").to_owned())
         .collect();
     let effected = world.effected();
     let once: BTreeSet<String> = effected.iter().cloned().collect();

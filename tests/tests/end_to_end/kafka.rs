@@ -10,7 +10,7 @@ use rdkafka::message::{Header, Headers, Message, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::topic_partition_list::{Offset, TopicPartitionList};
 
-use crate::broker::{Letter, Sent};
+use crate::broker::{RejectedMessage, Sent};
 use crate::process::POLL_INTERVAL;
 
 /// The partitions of a topic; several, so that copies of a message are handled concurrently.
@@ -71,7 +71,7 @@ pub(crate) async fn publish(brokers: &str, topic: &str, messages: &[Sent]) {
     }
 }
 
-pub(crate) async fn letters(brokers: &str, topic: &str) -> Vec<Letter> {
+pub(crate) async fn rejected_messages(brokers: &str, topic: &str) -> Vec<RejectedMessage> {
     on_a_thread(brokers, topic, |consumer, topic| {
         let mut left: u64 = 0;
         let mut all = TopicPartitionList::new();
@@ -93,7 +93,7 @@ pub(crate) async fn letters(brokers: &str, topic: &str) -> Vec<Letter> {
                 .headers()
                 .into_iter()
                 .flat_map(|headers| headers.iter());
-            Letter {
+            RejectedMessage {
                 headers: headers
                     .map(|it| (it.key.to_owned(), text(it.value.unwrap_or_default())))
                     .collect(),

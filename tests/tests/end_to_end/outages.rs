@@ -10,11 +10,11 @@ use crate::on_both_brokers;
 use crate::world::World;
 
 on_both_brokers!(
-    redis_stopped_and_started_again_loses_and_doubles_nothing,
-    told_to_stop_while_redis_is_away_ends_in_time
+    a_redis_restart_loses_and_doubles_nothing,
+    sigterm_while_redis_is_unavailable_ends_in_time
 );
 
-async fn redis_stopped_and_started_again_loses_and_doubles_nothing(broker: Broker) {
+async fn a_redis_restart_loses_and_doubles_nothing(broker: Broker) {
     const COUNT: usize = 400;
     let mut redis =
         RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
@@ -56,7 +56,7 @@ async fn redis_stopped_and_started_again_loses_and_doubles_nothing(broker: Broke
 }
 
 /// An effect that could not be recorded is in doubt for the next consumer.
-async fn told_to_stop_while_redis_is_away_ends_in_time(broker: Broker) {
+async fn sigterm_while_redis_is_unavailable_ends_in_time(broker: Broker) {
     const COUNT: usize = 40;
     let mut redis =
         RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
@@ -89,7 +89,7 @@ async fn told_to_stop_while_redis_is_away_ends_in_time(broker: Broker) {
         .in_doubt()
         .await
         .into_iter()
-        .map(|letter| letter.header("id").to_owned());
+        .map(|rejected| rejected.header("id").to_owned());
     assert_eq!(
         world
             .effected()

@@ -10,7 +10,7 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
 use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
 
-use crate::broker::{Letter, Sent};
+use crate::broker::{RejectedMessage, Sent};
 
 /// The suffixes of the other queues that the source declares.
 const RELATED_QUEUES: [&str; 7] = [
@@ -77,9 +77,9 @@ pub(crate) async fn publish(url: &str, queue: &str, messages: &[Sent]) {
         .expect("a clean end");
 }
 
-pub(crate) async fn letters(url: &str, queue: &str) -> Vec<Letter> {
+pub(crate) async fn rejected_messages(url: &str, queue: &str) -> Vec<RejectedMessage> {
     let (connection, channel) = open(url).await;
-    let mut letters = Vec::new();
+    let mut rejected_messages = Vec::new();
     // Unacknowledged messages return to the queue when the connection closes.
     while let Some(message) = channel
         .basic_get(queue.into(), BasicGetOptions::default())
@@ -92,7 +92,7 @@ pub(crate) async fn letters(url: &str, queue: &str) -> Vec<Letter> {
             .headers()
             .clone()
             .unwrap_or_default();
-        letters.push(Letter {
+        rejected_messages.push(RejectedMessage {
             headers: headers
                 .inner()
                 .iter()
@@ -105,7 +105,7 @@ pub(crate) async fn letters(url: &str, queue: &str) -> Vec<Letter> {
         .close(200, "OK".into())
         .await
         .expect("a clean end");
-    letters
+    rejected_messages
 }
 
 pub(crate) async fn left(url: &str, queue: &str) -> u64 {

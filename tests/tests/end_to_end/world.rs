@@ -7,7 +7,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use oncegate_tests::diary::{self, Entry, Run};
 use tempfile::TempDir;
 
-use crate::broker::{Broker, Letter, Sent};
+use crate::broker::{Broker, RejectedMessage, Sent};
 use crate::process::{POLL_INTERVAL, Process};
 
 /// The time limit of each wait.
@@ -181,15 +181,15 @@ impl World {
             .is_some_and(|marker| marker == "1" || with_fingerprint(&marker))
     }
 
-    pub(crate) async fn dead_letters(&self) -> Vec<Letter> {
+    pub(crate) async fn dead_letters(&self) -> Vec<RejectedMessage> {
         self.broker
-            .letters(&format!("{}.dead-letters", self.name))
+            .rejected_messages(&format!("{}.dead-letters", self.name))
             .await
     }
 
-    pub(crate) async fn in_doubt(&self) -> Vec<Letter> {
+    pub(crate) async fn in_doubt(&self) -> Vec<RejectedMessage> {
         self.broker
-            .letters(&format!("{}.in-doubt", self.name))
+            .rejected_messages(&format!("{}.in-doubt", self.name))
             .await
     }
 
@@ -237,7 +237,7 @@ impl World {
                 }
             }
             let doubted = self.in_doubt().await;
-            open.retain(|id| !doubted.iter().any(|letter| letter.header("id") == id));
+            open.retain(|id| !doubted.iter().any(|rejected| rejected.header("id") == id));
             open.is_empty() && self.broker.left(&self.name).await == 0
         };
         self.until("each id is done or in doubt", look).await;

@@ -78,7 +78,7 @@ async fn members_come_and_go(for_so_long: Duration) {
             leaving.push(tokio::spawn(members.remove(0).leave()));
         }
     }
-    let judged = rig
+    let outcomes_after = rig
         .until_ids_with_outcome(KEYS * each, WAIT_TIMEOUT + for_so_long * 3)
         .await;
     rig.until_committed(WAIT_TIMEOUT).await;
@@ -88,14 +88,14 @@ async fn members_come_and_go(for_so_long: Duration) {
             .map(|member| tokio::spawn(member.leave())),
     );
     for left in leaving {
-        left.await.expect("it left in good order");
+        left.await.expect("the member leaves the group");
     }
     let (seen, violations) = (offsets.end(), rig.count_violations(KEYS, each));
     println!(
-        "members: {joined} joined, {full} times {most} at once, {} messages, {violations:?}, {} offset regressions in {} looks, {judged:?} after the last change",
+        "members: {joined} joined, {full} times {most} at once, {} messages, {violations:?}, {} offset regressions in {} samples, all outcomes {outcomes_after:?} after the last change",
         KEYS * each,
         seen.regressions,
-        seen.looks
+        seen.samples
     );
     // Each member left after its handlers had ended.
     assert!(
@@ -103,17 +103,17 @@ async fn members_come_and_go(for_so_long: Duration) {
         "{}",
         rig.logs()
     );
-    assert!(seen.looks > 10 && full > 0);
+    assert!(seen.samples > 10 && full > 0);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn members_that_come_and_go_every_three_seconds() {
+async fn members_join_and_leave_every_three_seconds() {
     members_come_and_go(Duration::from_secs(30)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "five minutes: cargo xtask kafka-faults"]
-async fn long_members_that_come_and_go_every_three_seconds() {
+async fn long_members_join_and_leave_every_three_seconds() {
     members_come_and_go(Duration::from_secs(300)).await;
 }
 
@@ -170,10 +170,10 @@ async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
     }
     let (seen, violations) = (offsets.end(), rig.count_violations(KEYS, ALL));
     println!(
-        "broker {fault:?}: {} messages, {violations:?}, {} regressions in {} looks, all handled {again:?} after it was back ({handled:?} after the last was published), committed after {committed:?}",
+        "broker {fault:?}: {} messages, {violations:?}, {} regressions in {} samples, all handled {again:?} after it was back ({handled:?} after the last was published), committed after {committed:?}",
         KEYS * ALL,
         seen.regressions,
-        seen.looks
+        seen.samples
     );
     assert!(
         is_kept(&violations, 0) && seen.regressions == 0,
@@ -189,24 +189,24 @@ async fn the_broker_fails(fault: BrokerFault, soon: Duration) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broker_that_is_killed_and_comes_back() {
+async fn a_broker_is_killed_and_restarted() {
     the_broker_fails(BrokerFault::Killed, WAIT_TIMEOUT).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_broker_that_is_frozen_for_longer_than_a_session() {
+async fn a_broker_is_frozen_for_longer_than_a_session() {
     the_broker_fails(BrokerFault::Frozen(Duration::from_secs(8)), WAIT_TIMEOUT).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: cargo xtask kafka-faults"]
-async fn long_a_broker_that_is_frozen_for_twenty_seconds() {
+async fn long_a_broker_is_frozen_for_twenty_seconds() {
     the_broker_fails(BrokerFault::Frozen(Duration::from_secs(20)), RECOVERY_TIME).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: cargo xtask kafka-faults"]
-async fn long_a_broker_that_is_killed_five_times() {
+async fn long_a_broker_is_killed_five_times() {
     for _ in 0..5 {
         the_broker_fails(BrokerFault::Killed, RECOVERY_TIME).await;
     }
@@ -252,10 +252,10 @@ async fn long_one_of_three_brokers_is_killed() {
     }
     let (seen, violations) = (offsets.end(), rig.count_violations(KEYS, EACH));
     println!(
-        "one of three brokers killed, three times: {} messages, {violations:?}, {} regressions in {} looks, each key again after {again:?}",
+        "one of three brokers killed, three times: {} messages, {violations:?}, {} regressions in {} samples, each key again after {again:?}",
         KEYS * EACH,
         seen.regressions,
-        seen.looks
+        seen.samples
     );
     assert!(
         is_kept(&violations, 0) && seen.regressions == 0,
@@ -318,10 +318,10 @@ async fn a_consumer_fails(fault: ConsumerFault) {
     }
     let (seen, violations) = (offsets.end(), rig.count_violations(KEYS, EACH));
     println!(
-        "consumer {fault:?}: {} messages, {violations:?}, {} regressions in {} looks, all judged and committed after {took:?}",
+        "consumer {fault:?}: {} messages, {violations:?}, {} regressions in {} samples, all outcomes known and offsets committed after {took:?}",
         KEYS * EACH,
         seen.regressions,
-        seen.looks
+        seen.samples
     );
     assert!(
         is_kept(&violations, 16) && seen.regressions == 0,
@@ -331,18 +331,18 @@ async fn a_consumer_fails(fault: ConsumerFault) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_consumer_that_is_killed() {
+async fn a_consumer_is_killed() {
     a_consumer_fails(ConsumerFault::Killed).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_consumer_that_is_frozen_for_three_leases() {
+async fn a_consumer_is_frozen_for_three_leases() {
     a_consumer_fails(ConsumerFault::Frozen(LEASE * 3)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: cargo xtask kafka-faults"]
-async fn long_a_consumer_that_is_killed_or_frozen_ten_times() {
+async fn long_a_consumer_is_killed_or_frozen_ten_times() {
     for _ in 0..5 {
         a_consumer_fails(ConsumerFault::Killed).await;
         a_consumer_fails(ConsumerFault::Frozen(LEASE * 5)).await;
@@ -392,13 +392,13 @@ async fn a_slow_handler(takes: Duration) {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_handler_that_is_slower_than_the_poll_interval() {
+async fn a_handler_is_slower_than_the_poll_interval() {
     a_slow_handler(Duration::from_secs(9)).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 #[ignore = "long: cargo xtask kafka-faults"]
-async fn long_a_handler_that_takes_five_times_the_poll_interval() {
+async fn long_a_handler_takes_five_times_the_poll_interval() {
     a_slow_handler(Duration::from_secs(33)).await;
 }
 

@@ -60,7 +60,7 @@ async fn handle(brokers: &str, sound: u32, (poison, first): (Poison, u32)) -> Du
         .expect("a consumer");
     let ends = reader
         .fetch_watermarks(&format!("{}.dead-letters", rig.name), 0, WAIT_TIMEOUT)
-        .expect("where the dead letters end");
+        .expect("the end offset of the dead letters");
     assert_eq!(ends, (0, i64::from(first == POISON)), "dead letters");
     took
 }
@@ -69,19 +69,19 @@ async fn handle(brokers: &str, sound: u32, (poison, first): (Poison, u32)) -> Du
 async fn a_poison_message_is_dead_lettered_and_does_not_block_the_others() {
     let brokers = shared_broker();
     for poison in [Poison::Fails, Poison::Panics] {
-        Rounds::play(poison, 1, async |what| handle(&brokers, 1_000, what).await).await;
+        Rounds::measure(poison, 1, async |what| handle(&brokers, 1_000, what).await).await;
     }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "measures: cargo xtask kafka-faults"]
-async fn long_a_poisoned_message_among_ten_thousand() {
+async fn long_a_poison_message_among_ten_thousand() {
     let brokers = shared_broker();
     for poison in [Poison::Fails, Poison::Panics] {
-        Rounds::play(poison, 20, async |what| {
+        Rounds::measure(poison, 20, async |what| {
             handle(&brokers, 10_000, what).await
         })
         .await
-        .judge();
+        .assert_slowdown_limit();
     }
 }

@@ -416,16 +416,18 @@ impl Rig {
             Arc::new(AtomicBool::new(false)),
             Arc::new(Mutex::new(Seen::default())),
         );
-        let (told, into) = (stop.clone(), seen.clone());
+        let (stopping, into) = (stop.clone(), seen.clone());
         let thread = std::thread::spawn(move || {
             let asker: BaseConsumer = client(&brokers)
                 .set("group.id", &name)
                 .create()
                 .expect("a consumer");
-            while !told.load(Ordering::Relaxed) {
+            while !stopping.load(Ordering::Relaxed) {
                 if let Some(now) = committed(&asker, &name, partitions) {
-                    let mut seen = into.lock().expect("nobody panics with it");
-                    seen.looks += 1;
+                    let mut seen = into
+                        .lock()
+                        .expect("no thread panics while it holds the lock");
+                    seen.samples += 1;
                     for (partition, offset) in now {
                         let before = seen.offsets.insert(partition, offset);
                         seen.regressions +=
@@ -487,7 +489,7 @@ pub(crate) struct OffsetWatch {
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Seen {
-    pub(crate) looks: usize,
+    pub(crate) samples: usize,
     pub(crate) regressions: usize,
     offsets: BTreeMap<i32, i64>,
 }
@@ -500,7 +502,10 @@ impl OffsetWatch {
             .expect("ended once")
             .join()
             .expect("no panic");
-        self.seen.lock().expect("nobody panics with it").clone()
+        self.seen
+            .lock()
+            .expect("no thread panics while it holds the lock")
+            .clone()
     }
 }
 

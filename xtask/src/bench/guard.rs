@@ -12,7 +12,7 @@ use crate::setup;
 /// start and end of the process.
 const MESSAGES: [u64; 2] = [2_000, 12_000];
 /// The execution modes of handlers.
-const EXECUTIONS: [&str; 2] = ["in-place", "spawned"];
+const EXECUTIONS: [&str; 2] = ["inline", "spawned"];
 /// The tolerated change in percent: a larger increase fails, a larger decrease prints a hint to
 /// record it.
 const TOLERANCE_PERCENT: f64 = 10.0;
@@ -101,7 +101,7 @@ fn cost_per_message(program: &Path, handlers: &str) -> Result<Cost, Error> {
 /// Builds the program with `rustix_use_libc`, since callgrind cannot follow direct system calls.
 /// The flag needs a separate target directory, or it would rebuild the whole workspace.
 fn build() -> Result<PathBuf, Error> {
-    let directory = setup::target_directory().join("road");
+    let directory = setup::target_directory().join("instructions");
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo
         .args([
@@ -109,7 +109,7 @@ fn build() -> Result<PathBuf, Error> {
             "--quiet",
             "--release",
             "--package",
-            "oncegate-road",
+            "oncegate-bench-instructions",
         ])
         .current_dir(setup::root());
     cargo
@@ -117,7 +117,7 @@ fn build() -> Result<PathBuf, Error> {
         .env("RUSTFLAGS", "--cfg=rustix_use_libc");
     cargo.env("CARGO_PROFILE_RELEASE_DEBUG", "line-tables-only");
     setup::call(&mut cargo)?;
-    Ok(directory.join("release/oncegate-road"))
+    Ok(directory.join("release/oncegate-bench-instructions"))
 }
 
 fn count(program: &Path, handlers: &str, messages: u64) -> Result<Cost, Error> {
@@ -147,12 +147,12 @@ fn count(program: &Path, handlers: &str, messages: u64) -> Result<Cost, Error> {
 
 fn output(handlers: &str, messages: u64) -> PathBuf {
     setup::target_directory()
-        .join("road")
+        .join("instructions")
         .join(format!("callgrind.{handlers}.{messages}"))
 }
 
 fn baseline() -> PathBuf {
-    setup::root().join("benches/road/baseline.txt")
+    setup::root().join("benches/instructions/baseline.txt")
 }
 
 /// The recorded instructions of an execution mode; the file has one line for each.
@@ -220,10 +220,10 @@ mod tests {
 
     #[test]
     fn reads_the_baseline_of_each_execution_mode() {
-        let recorded = "in-place 9000\nspawned 12000\n";
+        let recorded = "inline 9000\nspawned 12000\n";
         assert_eq!(
             (
-                read(recorded, "in-place"),
+                read(recorded, "inline"),
                 read(recorded, "spawned"),
                 read("", "spawned")
             ),

@@ -175,7 +175,7 @@ fn classify(error: lapin::Error, queue: &QueueSpec) -> ConnectError {
     ConnectError::Misconfigured(SourceError::misconfigured(
         queue.setting,
         format!("the queue `{}` cannot be declared ({error})", queue.name),
-        "grant the user the permission that the reply names (configure on the queue; for a queue with a dead-letter exchange also read on the queue and write on the exchange), or create the queues and choose `Topology::Check`",
+        "grant the user all that a declaration needs (configure on the queue; for a queue with a dead-letter exchange also read on the queue and write on the exchange), or create the queues and choose `Topology::Check`",
     ))
 }
 

@@ -13,8 +13,8 @@ use crate::client::lost_consumer_probe::PROBE_INTERVAL;
 use crate::client::problem_throttle::ProblemThrottle;
 use crate::client::session::ConsumerSession;
 
-/// The longest pause before reconnecting. With the handshake, the source consumes at most about five
-/// seconds after the node is available.
+/// The longest pause before reconnecting. With the handshake, the source consumes again within about
+/// five seconds after the node is available.
 pub(crate) const MAX_RECONNECT_PAUSE: Duration = Duration::from_secs(3);
 /// The first and the longest pause while the queue does not match the settings: the broker logs an
 /// error at each attempt.

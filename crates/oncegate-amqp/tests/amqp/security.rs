@@ -174,3 +174,77 @@ async fn a_broker_that_requires_tls_and_a_client_certificate_is_consumed_from() 
     }
     connection.close(200, "OK".into()).await.expect("closed");
 }
+
+/// Each missing right ends a first start with the right that RabbitMQ names and all that are needed;
+/// the rights of the book suffice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_first_start_names_each_missing_right_and_those_of_the_book_suffice() {
+    let server = tokio::task::spawn_blocking(RabbitServer::start)
+        .await
+        .expect("no panic")
+        .expect("a server");
+    let control = |arguments: &[&str]| server.control(arguments).expect("a reply");
+    control(&["-q", "add_user", "consumer", "canary"]);
+    let permit = |rights: [&str; 3]| {
+        control(&[&["-q", "set_permissions", "consumer"][..], &rights].concat());
+    };
+    let source =
+        || RabbitMq::queue(QUEUE).url(server.url().replacen("guest:guest", "consumer:canary", 1));
+    let (all, none) = (".*", "^$");
+    // Configure, write, read; then what the reply names, and what the remedy names. RabbitMQ
+    // 3.10 names the object, and not the right.
+    for (rights, denied, remedy) in [
+        (
+            [none, all, all],
+            "access to queue",
+            "configure on the queue",
+        ),
+        (
+            [all, all, none],
+            "access to queue",
+            "also read on the queue",
+        ),
+        (
+            [all, none, all],
+            "access to exchange",
+            "write on the exchange",
+        ),
+    ] {
+        permit(rights);
+        let error = tokio::time::timeout(
+            Duration::from_secs(20),
+            source().connect(ConnectOptions::default()),
+        )
+        .await
+        .expect("it ends")
+        .expect_err("a right is missing");
+        let SourceError::Misconfigured { .. } = error else {
+            panic!("{denied}: {error}");
+        };
+        let text = error.to_string();
+        for words in [denied, remedy, "payments", "Topology::Check"] {
+            assert!(text.contains(words), "{words}: {text}");
+        }
+        assert!(!text.contains("canary"), "{text}");
+    }
+    let book = include_str!("../../../../docs/src/rabbitmq.md");
+    let line = book
+        .lines()
+        .find_map(|line| line.strip_prefix("rabbitmqctl set_permissions consumer "))
+        .expect("the line of the book");
+    let rights: Vec<&str> = line
+        .split(' ')
+        .map(|right| right.trim_matches('\''))
+        .collect();
+    permit(rights.try_into().expect("three rights"));
+    let connection = Connection::connect(&server.url(), ConnectionProperties::default())
+        .await
+        .expect("a connection");
+    let channel = connection.create_channel().await.expect("a channel");
+    channel
+        .confirm_select(ConfirmSelectOptions::default())
+        .await
+        .expect("confirms");
+    assert_consumes(source(), &channel).await;
+    connection.close(200, "OK".into()).await.expect("closed");
+}

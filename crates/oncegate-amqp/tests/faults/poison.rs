@@ -121,7 +121,7 @@ async fn poison_among(poison: Poison, sound: u32, rounds: usize) -> Rounds {
         .confirm_select(ConfirmSelectOptions::default())
         .await
         .expect("confirms");
-    let measured = Rounds::play(poison, rounds, async |what| {
+    let measured = Rounds::measure(poison, rounds, async |what| {
         handle(&server.url(), &channel, sound, what).await
     })
     .await;
@@ -142,6 +142,6 @@ async fn a_poisoned_message_among_ten_thousand() {
     for poison in [Poison::Fails, Poison::Panics] {
         poison_among(poison, 10_000, crate::RunLength::from_env().rounds.max(5))
             .await
-            .judge();
+            .assert_slowdown_limit();
     }
 }

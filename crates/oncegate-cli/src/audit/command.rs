@@ -11,7 +11,7 @@ use crate::error::CliError;
 use crate::output::{TextTable, ms, now_ms};
 
 #[derive(Args)]
-pub(crate) struct AuditArguments {
+pub(crate) struct AuditArgs {
     /// Only actions on this id
     #[arg(long)]
     id: Option<String>,
@@ -53,8 +53,8 @@ pub(crate) fn table(actions: &[AuditEntry]) -> TextTable {
     table
 }
 
-pub(crate) async fn run(context: &CliContext, arguments: AuditArguments) -> Result<(), CliError> {
-    context.has_configuration()?;
+pub(crate) async fn run(context: &CliContext, arguments: AuditArgs) -> Result<(), CliError> {
+    context.check_configured()?;
     let id = arguments
         .id
         .as_deref()

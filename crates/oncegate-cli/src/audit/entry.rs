@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum ActionStage {
-    /// It was started. If no later line follows, its result is unknown.
+    /// It was started. If the audit has no second line for it, its result is unknown.
     Begun,
     Done,
     /// Nothing was changed.
@@ -19,7 +19,7 @@ pub(crate) enum ActionStage {
 impl ActionStage {
     pub(super) fn description(self) -> &'static str {
         match self {
-            Self::Begun => "begun, end unknown",
+            Self::Begun => "begun, result unknown",
             Self::Done => "done",
             Self::NotDone => "not done",
             Self::NotSent => "not sent",
@@ -55,6 +55,9 @@ impl std::fmt::Display for MessageLocation {
     }
 }
 
+/// [`AuditEntry::after`] of a dropped message with the reason `conflict`.
+pub(crate) const DROPPED_CONFLICT: &str = "another body of this id dropped";
+
 /// One line of the audit.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct AuditEntry {
@@ -64,7 +67,7 @@ pub(crate) struct AuditEntry {
     /// The same as RFC 3339.
     pub(crate) at: String,
     pub(crate) who: String,
-    /// The command, such as `marker forget`.
+    /// The action, named by its command, such as `marker forget`.
     pub(crate) what: String,
     pub(crate) stage: ActionStage,
     /// The configured `store.scope`: services with other scopes may use the same ids.
@@ -72,7 +75,7 @@ pub(crate) struct AuditEntry {
     pub(crate) scope: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) id: Option<String>,
-    #[serde(rename = "place", skip_serializing_if = "Option::is_none", default)]
+    #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) location: Option<MessageLocation>,
     /// The state before.
     pub(crate) before: String,
@@ -107,9 +110,14 @@ pub(crate) enum AuditedAction {
 impl AuditEntry {
     /// Whether it concerns this id. Forgotten ids are recorded as hashes.
     pub(crate) fn concerns(&self, id: &MessageId) -> bool {
-        self.id
-            .as_deref()
-            .is_some_and(|it| it == id.as_str() || it == id.clone().hashed().as_str())
+        self.id.as_deref().is_some_and(|recorded| {
+            recorded == id.as_str() || recorded == id.clone().hashed().as_str()
+        })
+    }
+
+    /// Whether it dropped a message with another body than the one that used the id first.
+    pub(crate) fn dropped_a_conflict(&self) -> bool {
+        self.after == DROPPED_CONFLICT
     }
 
     /// The intended change, derived from `what` and `after`. The prefixes of `after` are part of
@@ -119,6 +127,8 @@ impl AuditEntry {
             _ if self.after.starts_with("sent to ") => AuditedAction::SentBack,
             _ if self.after.starts_with("done") => AuditedAction::Completed,
             "in-doubt resolve" if self.after.starts_with("free ") => AuditedAction::Released,
+            // Another message with this id: the first one is not affected.
+            "dead-letters drop" if self.dropped_a_conflict() => AuditedAction::Other,
             "dead-letters drop" => AuditedAction::Dropped,
             "marker forget" => AuditedAction::Forgotten,
             _ => AuditedAction::Other,

@@ -104,7 +104,6 @@ enum BulkOutcome {
 
 #[derive(Serialize)]
 struct BulkRow {
-    #[serde(rename = "place")]
     location: String,
     id: Option<String>,
     /// What commands accept in place of the id, if the message has none.
@@ -125,8 +124,8 @@ pub(crate) struct BulkReport {
     unknown_age: usize,
     /// Marker changes, for JSON output.
     markers: Vec<serde_json::Value>,
-    /// Skipped ids that have neither a doubt in their marker nor a message, and where both were
-    /// looked for.
+    /// For each skipped id whose marker is not in doubt and that has no message: why, with the store
+    /// and destinations that were searched.
     not_found: Vec<String>,
 }
 
@@ -285,7 +284,7 @@ impl BulkReport {
         let json = serde_json::json!({
             "action": command.name, "changed": confirm.yes, "done": self.done, "left": self.left, "without_age": self.unknown_age,
             "markers": self.markers, "messages": self.rows, "all": self.rows.len() == self.total(), "stopped": stopped.map(ToString::to_string),
-            "not_examined": unchecked,
+            "not_checked": unchecked,
         });
         context.format.print(&json, text)
     }

@@ -168,7 +168,10 @@ impl DeadLetter {
             "in-doubt-panicked" => "its handler panicked",
             "in-doubt-timed-out" => "its handler timed out",
             "in-doubt-unreadable-marker" => "the value of its key in the store is not a marker",
-            "in-doubt-interrupted" => "the process that handled it crashed or lost its lease",
+            "in-doubt-interrupted" => {
+                "the process that handled it crashed, lost its lease, or ended before its outcome was found out; that process's log may have \
+                 the error of its handler"
+            }
             "in-doubt-too-old" => "it is older than the window, so it may have been handled before",
             _ => "the reason is unknown",
         }

@@ -57,12 +57,7 @@ pub(crate) fn destination_topic(
     config: &Config,
     destination: Destination,
 ) -> Result<String, CliError> {
-    let topic = topic(config)?;
-    let (named, suffix) = match destination {
-        Destination::DeadLetters => (config.text("kafka.dead-letters"), "dead-letters"),
-        Destination::InDoubt => (config.text("kafka.in-doubt"), "in-doubt"),
-    };
-    Ok(named.map_or_else(|| format!("{topic}.{suffix}"), str::to_owned))
+    Ok(destination.topic_or_queue(config, "kafka", &topic(config)?))
 }
 
 /// A consumer without a group: librdkafka requires a name, and nothing is subscribed or committed.

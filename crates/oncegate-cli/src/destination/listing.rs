@@ -220,7 +220,7 @@ pub(crate) async fn list(
         ""
     };
     let all = !more && unchecked.names().is_none();
-    let json = serde_json::json!({ "messages": summaries, "all": all, "without_age": unknown_age, "not_examined": unchecked });
+    let json = serde_json::json!({ "messages": summaries, "all": all, "without_age": unknown_age, "not_checked": unchecked });
     let (count, warning) = (
         messages.len(),
         if count_policy == DeliveryCountPolicy::Refused {

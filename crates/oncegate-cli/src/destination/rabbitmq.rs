@@ -8,6 +8,7 @@
 //! copy that counts from zero. It reads other queues only if the operator accepts that risk.
 
 mod properties;
+mod publish;
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -15,29 +16,22 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use lapin::message::Delivery;
-use lapin::options::{
-    BasicAckOptions, BasicGetOptions, BasicNackOptions, BasicPublishOptions, ConfirmSelectOptions,
-    QueueDeclareOptions,
-};
+use lapin::options::{BasicAckOptions, BasicGetOptions, BasicNackOptions, QueueDeclareOptions};
 use lapin::types::{AMQPValue, FieldTable};
 use lapin::{BasicProperties, Channel, Connection, ErrorKind};
 use oncegate::IdSource;
 use oncegate::marker::Token;
 use oncegate::source::headers;
 
-use self::properties::{
-    XDeath, as_message, delivery_count, ordering_key, redriven_properties, replacement_properties,
-    text,
-};
+use self::properties::{XDeath, as_message, delivery_count, ordering_key, text};
 use super::{
-    AuditedStates, Broker, CopyAge, DeadLetter, DeadLetterState, DeliveryCountPolicy, Destination,
-    PublishError, REPLACED_FROM_COUNT,
+    AuditedStates, Broker, DeadLetter, DeadLetterState, DeliveryCountPolicy, Destination,
+    REPLACED_FROM_COUNT,
 };
 use crate::CliContext;
 use crate::audit::MessageLocation;
 use crate::config::Config;
 use crate::error::CliError;
-use crate::output::now_ms;
 
 /// The header with the time at which the consumer put a message into its destination, in
 /// milliseconds since 1970.
@@ -92,12 +86,7 @@ pub(crate) fn destination_queue(
     config: &Config,
     destination: Destination,
 ) -> Result<String, CliError> {
-    let queue = queue(config)?;
-    let (named, suffix) = match destination {
-        Destination::DeadLetters => (config.text("rabbitmq.dead-letters"), "dead-letters"),
-        Destination::InDoubt => (config.text("rabbitmq.in-doubt"), "in-doubt"),
-    };
-    Ok(named.map_or_else(|| format!("{queue}.{suffix}"), str::to_owned))
+    Ok(destination.topic_or_queue(config, "rabbitmq", &queue(config)?))
 }
 
 /// The type of a queue, as far as a client can detect it.
@@ -297,32 +286,6 @@ impl QueueReader {
             && self.count_policy == DeliveryCountPolicy::Refused
     }
 
-    /// Checks that copies can be published, before any message is read: requeueing may increase the
-    /// delivery count. Publishes to a queue that does not exist; the broker returns the message if
-    /// the user has write permission, and otherwise closes the channel.
-    async fn check_can_publish(&mut self) -> Result<(), CliError> {
-        let missing_queue = format!("oncegate-no-queue-{}", self.reader_id);
-        let problem = match self
-            .send(&missing_queue, b"", BasicProperties::default())
-            .await
-        {
-            Ok(()) | Err(SendError::NotAccepted) => return Ok(()),
-            Err(SendError::ChannelFailed(error)) if reply_code(&error) == Some(403) => format!(
-                "the user has no permission to publish the copies that reset the count ({error}). Let the user write to the default exchange \
-                 (rabbitmqctl set_permissions)"
-            ),
-            Err(error) => format!(
-                "whether the copies that reset the count can be published is unknown ({}). Run the command again",
-                CliError::from(error.of_copy_for(&missing_queue))
-            ),
-        };
-        Err(CliError::server(format!(
-            "RabbitMQ: reads may count towards a delivery-limit that a policy sets for `{}`, and {problem}; or, if `rabbitmqctl list_policies` \
-             shows no delivery-limit for this queue, pass --accept-delivery-counts or set rabbitmq.delivery-counts = \"accepted\"",
-            self.queue
-        )))
-    }
-
     /// The next message, up to the number that the queue had at open, including copies that replace
     /// them. If another reader receives some of them, later messages are returned instead. Skips
     /// messages that this reader redrove and that failed again.
@@ -479,87 +442,6 @@ impl QueueReader {
         dead_letter
     }
 
-    /// Publishes a copy of a message to the end of its queue, and acknowledges the original once
-    /// the copy is confirmed. A crash in between leaves both.
-    async fn replace(
-        &mut self,
-        delivery: Delivery,
-        delivery_count: Option<u64>,
-    ) -> Result<(), CliError> {
-        let queue = self.queue.clone();
-        let properties = replacement_properties(&delivery, &queue, &self.reader_id);
-        if let Err(error) = self.send(&queue, &delivery.data, properties).await {
-            let count = delivery_count.unwrap_or(0);
-            return Err(CliError::server(format!(
-                "RabbitMQ: a message in `{queue}` has delivery count {count} and could not be replaced by a copy that counts from zero: {}",
-                CliError::from(error.of_copy_for(&queue))
-            )));
-        }
-        self.unread_replacements += 1;
-        self.acknowledge(
-            delivery.delivery_tag,
-            "a message that was replaced by a copy",
-        )
-        .await
-    }
-
-    /// The channel for copies, in confirm mode.
-    async fn publish_channel(&mut self) -> lapin::Result<Channel> {
-        if let Some(channel) = &self.publish_channel {
-            return Ok(channel.clone());
-        }
-        let channel = self.connection.create_channel().await?;
-        channel
-            .confirm_select(ConfirmSelectOptions::default())
-            .await?;
-        Ok(self.publish_channel.insert(channel).clone())
-    }
-
-    pub(crate) async fn publish(
-        &mut self,
-        dead_letter: &DeadLetter,
-        age: CopyAge,
-    ) -> Result<(), PublishError> {
-        let unacked = unacked(dead_letter).map_err(PublishError::Refused)?;
-        let source_queue = self.source_queue.clone();
-        self.redriven_at_ms
-            .entry(message_digest(dead_letter))
-            .or_insert_with(now_ms);
-        self.send(
-            &source_queue,
-            dead_letter.bytes(),
-            redriven_properties(&unacked.properties, age),
-        )
-        .await
-        .map_err(|error| error.of_copy_for(&source_queue))
-    }
-
-    /// Publishes to a queue and waits for the confirmation.
-    async fn send(
-        &mut self,
-        queue: &str,
-        body: &[u8],
-        properties: BasicProperties,
-    ) -> Result<(), SendError> {
-        let channel = self.publish_channel().await.map_err(SendError::NoChannel)?;
-        let options = BasicPublishOptions {
-            mandatory: true,
-            ..BasicPublishOptions::default()
-        };
-        let published = channel.basic_publish("".into(), queue.into(), options, body, properties);
-        let confirmed =
-            tokio::time::timeout(REQUEST_TIMEOUT, async { published.await?.await }).await;
-        match confirmed {
-            // A returned message is confirmed, too.
-            Ok(Ok(answer)) => match answer.is_ack() && answer.take_message().is_none() {
-                true => Ok(()),
-                false => Err(SendError::NotAccepted),
-            },
-            Ok(Err(error)) => Err(SendError::ChannelFailed(error)),
-            Err(_) => Err(SendError::TimedOut),
-        }
-    }
-
     pub(crate) async fn remove(&self, dead_letter: &DeadLetter) -> Result<(), CliError> {
         let tag = unacked(dead_letter)?.tag;
         let message = match dead_letter.id() {
@@ -608,38 +490,6 @@ impl QueueReader {
             tokio::time::sleep(Duration::from_millis(20)).await;
         }
         Ok(())
-    }
-}
-
-/// Why RabbitMQ did not confirm a copy.
-enum SendError {
-    /// No channel in confirm mode could be opened, so that nothing was published.
-    NoChannel(lapin::Error),
-    /// The copy was returned or negatively confirmed: its queue does not exist or is full.
-    NotAccepted,
-    /// The channel failed before the confirmation arrived.
-    ChannelFailed(lapin::Error),
-    /// No confirmation arrived within [`REQUEST_TIMEOUT`].
-    TimedOut,
-}
-
-impl SendError {
-    /// The error of a copy for this queue.
-    fn of_copy_for(self, queue: &str) -> PublishError {
-        match self {
-            Self::NoChannel(error) => PublishError::Refused(CliError::server(format!(
-                "RabbitMQ: the copy for `{queue}` was not sent, since no channel could be opened: {error}"
-            ))),
-            Self::NotAccepted => PublishError::Refused(CliError::server(format!(
-                "RabbitMQ: the queue `{queue}` does not exist or is full: the copy was not accepted"
-            ))),
-            Self::ChannelFailed(error) => PublishError::Unconfirmed(CliError::server(format!(
-                "RabbitMQ: the copy for `{queue}` was not confirmed: {error}"
-            ))),
-            Self::TimedOut => PublishError::Unconfirmed(CliError::server(format!(
-                "RabbitMQ: the copy for `{queue}` was not confirmed within {REQUEST_TIMEOUT:?}"
-            ))),
-        }
     }
 }
 

@@ -27,7 +27,8 @@ const BODY_OMITTED: &str = "oncegate-body-omitted";
 #[derive(Args, Clone, Copy, Debug, Default)]
 pub(crate) struct AcceptedRisks {
     /// Send messages that may have been handled before: without a marker, and older than the
-    /// window, so that the marker may have expired
+    /// window, so that the marker may have expired. With --id also a conflict, whose id was used
+    /// for another body
     #[arg(long)]
     accept_forgotten: bool,
     /// Send messages again that an interrupted command may have sent
@@ -180,7 +181,7 @@ pub(crate) fn plan_copy(
 ) -> Result<CopyPlan, CliError> {
     let state = seen.map_or(MarkerState::Absent, ObservedMarker::state);
     if let Some(observed) = seen.filter(|_| !selected_by_id)
-        && has_other_body(message, &observed.standing.marker)
+        && has_other_body(message, &observed.stored.marker)
     {
         return skip("its id was used for another body; select it with --id to send it anyway");
     }
@@ -217,7 +218,13 @@ pub(crate) fn plan_for_state(
         MarkerState::InDoubt => skip("its id is in doubt; run `oncegate in-doubt resolve` first"),
         MarkerState::InProgress => skip("its id is being handled right now; try again later"),
         MarkerState::Unreadable => skip("its marker cannot be read"),
-        MarkerState::Absent | MarkerState::Cleared if is_conflict && !selected_by_id => skip(
+        MarkerState::Absent if is_conflict && !(selected_by_id && accepted.accept_forgotten) => {
+            skip(
+                "its id was used for another body, whose marker is absent: whether that was handled is unknown. Check its effect; give this message \
+                 another id, or drop it. --id with --accept-forgotten runs it under this id",
+            )
+        }
+        MarkerState::Cleared if is_conflict && !selected_by_id => skip(
             "its id was used for another body, which may have been handled; select it with --id to send it anyway",
         ),
         MarkerState::Rejected => Ok(NEW_COPY),

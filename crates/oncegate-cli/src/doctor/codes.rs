@@ -3,7 +3,7 @@
 /// Code and meaning.
 pub(crate) const CODES: &[(&str, &str)] = &[
     (
-        "lease-against-window",
+        "lease-not-shorter-than-window",
         "the lease is not shorter than the window",
     ),
     (
@@ -11,19 +11,19 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "the lease is too short to be renewed in time",
     ),
     (
-        "max-age-against-window",
+        "max-age-exceeds-window",
         "messages older than the window are taken as new",
     ),
     (
-        "runs-outlast-the-consumer-timeout",
+        "consumer-timeout-too-short",
         "a delivery may stay unacknowledged for longer than the consumer timeout of RabbitMQ",
     ),
     (
-        "no-scope",
+        "scope-not-configured",
         "no scope and no prefix: another service on the same Redis would skip messages",
     ),
     (
-        "audit-has-no-place",
+        "audit-directory-missing",
         "the directory of the audit file does not exist",
     ),
     (
@@ -31,17 +31,17 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "no broker is configured, so only the store is checked",
     ),
     ("store-not-configured", "no store is configured"),
-    ("store-away", "Redis is unreachable"),
+    ("store-unreachable", "Redis is unreachable"),
     (
-        "store-refuses-the-login",
+        "store-login-rejected",
         "Redis rejects the user or the password",
     ),
     (
-        "store-lacks-a-right",
+        "store-permission-missing",
         "the user lacks permission for a command or for its keys",
     ),
     (
-        "tool-lacks-a-right",
+        "tool-permission-missing",
         "the user lacks permission for a command that only `oncegate` runs",
     ),
     (
@@ -49,7 +49,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "the store cannot be used for the reason that it reports",
     ),
     (
-        "store-forgets",
+        "store-volatile",
         "the store is volatile: the memory of a process, or an SQLite file on a file system in memory",
     ),
     (
@@ -57,15 +57,21 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "there is no SQLite file yet: store.url may name a wrong path, or a volume is not mounted",
     ),
     ("store-too-old", "Redis is older than 7.0"),
-    ("store-is-a-replica", "the configured server is a replica"),
+    ("store-is-replica", "the configured server is a replica"),
     (
-        "store-is-a-cluster-node",
+        "store-is-cluster-node",
         "the configured server is one node of a Cluster",
     ),
-    ("store-evicts", "Redis evicts keys when its memory is full"),
-    ("store-keeps-no-file", "Redis has no append-only file"),
     (
-        "store-cannot-write-its-file",
+        "store-evicts-keys",
+        "Redis evicts keys when its memory is full",
+    ),
+    (
+        "store-without-append-only-file",
+        "Redis has no append-only file",
+    ),
+    (
+        "store-append-only-file-error",
         "Redis cannot write its append-only file",
     ),
     (
@@ -73,7 +79,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "Redis uses more than 80 % of its memory",
     ),
     (
-        "store-too-small",
+        "store-memory-too-small",
         "Redis has less memory than `gate.rate` needs",
     ),
     (
@@ -84,9 +90,12 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "too-few-replicas",
         "fewer replicas are connected than claims wait for",
     ),
-    ("kafka-away", "Kafka is unreachable or refuses the request"),
     (
-        "kafka-lacks-a-right",
+        "kafka-unreachable",
+        "Kafka is unreachable or refuses the request",
+    ),
+    (
+        "kafka-permission-missing",
         "the user lacks permission to describe a topic, read the consumed one, or use the group",
     ),
     ("topic-missing", "the consumed topic does not exist"),
@@ -99,7 +108,7 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "the in-doubt topic does not exist; advice if the consumer creates it",
     ),
     (
-        "topic-not-described",
+        "topic-config-not-readable",
         "the user may not read the configuration of a topic",
     ),
     (
@@ -107,32 +116,32 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "the topic keeps messages for longer than the window",
     ),
     (
-        "dead-letters-expire",
+        "dead-letter-topic-limited-retention",
         "a dead-letter or in-doubt topic deletes messages by time or size",
     ),
     (
-        "dead-letters-compacted",
+        "dead-letter-topic-compacted",
         "a dead-letter or in-doubt topic is compacted",
     ),
     (
-        "dead-letters-refused",
+        "dead-letter-topic-min-insync-replicas",
         "a dead-letter or in-doubt topic needs more in-sync replicas than it has",
     ),
     (
-        "dead-letters-too-small",
+        "dead-letter-topic-max-message-bytes",
         "a dead-letter or in-doubt topic has a smaller message limit than the consumed topic",
     ),
     (
-        "dead-letters-have-one-copy",
+        "dead-letter-topic-one-replica",
         "a dead-letter or in-doubt topic has one replica",
     ),
-    ("rabbitmq-away", "RabbitMQ is unreachable"),
+    ("rabbitmq-unreachable", "RabbitMQ is unreachable"),
     (
-        "rabbitmq-refuses-the-login",
+        "rabbitmq-login-rejected",
         "RabbitMQ rejects the user or the password",
     ),
     (
-        "rabbitmq-refuses-the-virtual-host",
+        "rabbitmq-virtual-host-rejected",
         "the virtual host does not exist, or the user has no permission for it",
     ),
     (
@@ -148,11 +157,11 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "the in-doubt queue does not exist; advice if the consumer declares it",
     ),
     (
-        "queue-cannot-be-used",
+        "queue-permission-missing",
         "the user has no permission for a queue",
     ),
     (
-        "queue-not-compared",
+        "queue-arguments-not-checked",
         "the user may not configure a queue, so its arguments cannot be compared",
     ),
     (
@@ -160,24 +169,24 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "a queue is deleted when the broker restarts",
     ),
     (
-        "queue-deletes-itself",
+        "queue-auto-deleted",
         "a queue is deleted with its last consumer or connection",
     ),
     ("queue-expires", "a queue has a message TTL or expires"),
     (
-        "queue-has-a-length-limit",
+        "queue-length-limit",
         "a queue drops or refuses messages when it is full",
     ),
     (
-        "dead-letters-dropped-when-read",
+        "dead-letter-queue-delivery-limit",
         "a dead-letter or in-doubt quorum queue counts reads towards a delivery limit",
     ),
     (
-        "queue-drops-what-it-gives-up",
+        "queue-without-dead-letter-exchange",
         "messages over the delivery limit are not dead-lettered",
     ),
     (
-        "queue-has-other-arguments",
+        "queue-arguments-differ",
         "a queue has arguments that oncegate does not declare",
     ),
 ];

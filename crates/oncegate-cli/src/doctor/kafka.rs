@@ -115,7 +115,7 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             }
             Some(Err(MetadataError::Forbidden(remedy, reply))) => {
                 findings.error(
-                    "kafka-lacks-a-right",
+                    "kafka-permission-missing",
                     format!("Kafka topic {name}"),
                     reply,
                     remedy,
@@ -123,7 +123,12 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             }
             Some(Err(MetadataError::Unavailable(error))) => {
                 let remedy = "start it, or correct kafka.brokers, and kafka.properties if it requires TLS or SASL";
-                findings.error("kafka-away", format!("Kafka at {brokers}"), error, remedy);
+                findings.error(
+                    "kafka-unreachable",
+                    format!("Kafka at {brokers}"),
+                    error,
+                    remedy,
+                );
                 return Ok(());
             }
             None => {}
@@ -165,7 +170,7 @@ fn check_topics(
                 "it accepts messages of {limit} bytes, and the consumed topic accepts {consumed_limit}: larger messages are dead-lettered without their body"
             );
             findings.warning(
-                "dead-letters-too-small",
+                "dead-letter-topic-max-message-bytes",
                 format!("Kafka topic {name}"),
                 what,
                 format!("set max.message.bytes={consumed_limit} for it"),
@@ -207,9 +212,12 @@ async fn check_permissions(
     let mut note = |permission: Permission, at: String, what: &str, remedy: String| match permission
     {
         Permission::Granted => {}
-        Permission::Denied(code) => {
-            findings.error("kafka-lacks-a-right", at, format!("{what}: {code}"), remedy)
-        }
+        Permission::Denied(code) => findings.error(
+            "kafka-permission-missing",
+            at,
+            format!("{what}: {code}"),
+            remedy,
+        ),
         Permission::Unknown(why) => unknown.push(format!(
             "{at}: the permissions of the user cannot be determined ({why})"
         )),
@@ -362,7 +370,7 @@ async fn describe(
                 );
             }
             Err(why) => findings.warning(
-                "topic-not-described",
+                "topic-config-not-readable",
                 format!("Kafka topic {name}"),
                 format!("its configuration cannot be read ({why})"),
                 "grant DescribeConfigs on it",
@@ -433,7 +441,7 @@ fn check_destination_topic(
     if !limits.is_empty() {
         let what = format!("it deletes unprocessed messages ({})", limits.join(", "));
         findings.error(
-            "dead-letters-expire",
+            "dead-letter-topic-limited-retention",
             &at,
             what,
             alter("retention.ms=-1,retention.bytes=-1"),
@@ -446,7 +454,7 @@ fn check_destination_topic(
     {
         let what = format!("it keeps only the last message of each key (cleanup.policy={policy})");
         findings.error(
-            "dead-letters-compacted",
+            "dead-letter-topic-compacted",
             &at,
             what,
             alter("cleanup.policy=delete"),
@@ -462,7 +470,7 @@ fn check_destination_topic(
             topic.replicas
         );
         findings.error(
-            "dead-letters-refused",
+            "dead-letter-topic-min-insync-replicas",
             &at,
             what,
             alter(&format!("min.insync.replicas={}", topic.replicas)),
@@ -471,7 +479,7 @@ fn check_destination_topic(
         let what = "it has one replica: the loss of one disk loses its messages";
         findings.add(
             Severity::Advice,
-            "dead-letters-have-one-copy",
+            "dead-letter-topic-one-replica",
             &at,
             what,
             match replicas(topic.brokers) {

@@ -21,13 +21,13 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
             let reply = failure.to_string();
             if reply.contains("ACCESS_REFUSED") || reply.contains("access-refused") {
                 let remedy = "correct the user and password in rabbitmq.url; `guest` may only connect from the host of the broker";
-                findings.error("rabbitmq-refuses-the-login", at, reply, remedy);
+                findings.error("rabbitmq-login-rejected", at, reply, remedy);
             } else if reply.contains("NOT_ALLOWED") || reply.contains("not-allowed") {
                 let remedy = "configure an existing virtual host, and grant the user permissions: rabbitmqctl set_permissions";
-                findings.error("rabbitmq-refuses-the-virtual-host", at, reply, remedy);
+                findings.error("rabbitmq-virtual-host-rejected", at, reply, remedy);
             } else {
                 findings.error(
-                    "rabbitmq-away",
+                    "rabbitmq-unreachable",
                     at,
                     reply,
                     "start it, or correct rabbitmq.url or the TLS settings",
@@ -119,7 +119,7 @@ async fn check_queue(
         }
         Err(error) => {
             findings.error(
-                "queue-cannot-be-used",
+                "queue-permission-missing",
                 at,
                 error.to_string(),
                 "grant the user configure, write and read permissions",
@@ -152,7 +152,7 @@ async fn check_queue(
                     QueueTopology::Declared => Severity::Error,
                     QueueTopology::Required => Severity::Advice,
                 };
-                findings.add(severity, "queue-not-compared", at, what, remedy);
+                findings.add(severity, "queue-arguments-not-checked", at, what, remedy);
                 return Ok(());
             }
             (ArgumentComparison::Differs(mismatch), _) => mismatches.push(mismatch),
@@ -242,13 +242,13 @@ async fn compare_arguments(
 fn add_plain_quorum(role: &QueueRole, at: String, findings: &mut DoctorFindings) {
     match role {
         QueueRole::Destination => findings.warning(
-            "dead-letters-dropped-when-read",
+            "dead-letter-queue-delivery-limit",
             at,
             "it is a quorum queue with the default delivery limit: since RabbitMQ 4.0 it drops messages after 20 reads",
             format!("{REDECLARE} with x-delivery-limit=2147483647"),
         ),
         QueueRole::Consumed { dead_letters } => findings.warning(
-            "queue-drops-what-it-gives-up",
+            "queue-without-dead-letter-exchange",
             at,
             "it is a quorum queue without a dead-letter exchange: since RabbitMQ 4.0 it drops messages after 20 deliveries",
             format!("set dead-letter-exchange \"\" and dead-letter-routing-key {dead_letters} by a policy, or redeclare it"),
@@ -278,7 +278,7 @@ fn add_mismatch(
         }
         ("auto_delete" | "exclusive", _) => {
             findings.error(
-                "queue-deletes-itself",
+                "queue-auto-deleted",
                 at,
                 format!("it is deleted with its last consumer or its connection ({reply})"),
                 REDECLARE,
@@ -295,7 +295,7 @@ fn add_mismatch(
         ("x-max-length" | "x-max-length-bytes", _) => {
             let what = format!("it drops or refuses messages when it is full ({reply})");
             findings.error(
-                "queue-has-a-length-limit",
+                "queue-length-limit",
                 at,
                 what,
                 format!("{REDECLARE} without it"),
@@ -304,7 +304,7 @@ fn add_mismatch(
         ("x-delivery-limit", QueueRole::Destination) if is_quorum => {
             let what = format!("each read counts, and it drops messages over the limit ({reply})");
             findings.error(
-                "dead-letters-dropped-when-read",
+                "dead-letter-queue-delivery-limit",
                 at,
                 what,
                 format!("{REDECLARE} with x-delivery-limit=2147483647"),
@@ -318,11 +318,11 @@ fn add_mismatch(
             let remedy = format!(
                 "set dead-letter-exchange \"\" and dead-letter-routing-key {dead_letters} by a policy, or redeclare it"
             );
-            findings.warning("queue-drops-what-it-gives-up", at, what, remedy);
+            findings.warning("queue-without-dead-letter-exchange", at, what, remedy);
         }
         _ => {
             let remedy = "check that none of its arguments loses messages, and set rabbitmq.topology = \"check\" (`Topology::Check`)";
-            findings.warning("queue-has-other-arguments", at, reply.clone(), remedy);
+            findings.warning("queue-arguments-differ", at, reply.clone(), remedy);
         }
     }
 }

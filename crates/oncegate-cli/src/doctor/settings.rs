@@ -25,7 +25,7 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
     let (lease, window, max_age) = (config.lease(), config.window(), config.max_age());
     if lease >= window {
         findings.error(
-            "lease-against-window",
+            "lease-not-shorter-than-window",
             "gate.lease",
             format!(
                 "the lease ({}) is not shorter than the window ({})",
@@ -48,7 +48,7 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
     }
     if max_age > window {
         findings.error(
-            "max-age-against-window",
+            "max-age-exceeds-window",
             "gate.max-age",
             format!(
                 "messages up to an age of {} are taken as new, and ids are forgotten after {}",
@@ -65,7 +65,7 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
     let consumer_timeout = config.consumer_timeout();
     if config.has("rabbitmq.url") && longest_unacknowledged > consumer_timeout / 10 * 9 {
         findings.error(
-            "runs-outlast-the-consumer-timeout",
+            "consumer-timeout-too-short",
             "gate.handler-timeout",
             format!(
                 "a delivery may stay unacknowledged for {}, with every inline retry and a wait of two leases, and RabbitMQ closes the \
@@ -80,7 +80,7 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
     if !config.has("store.scope") && !config.has("store.prefix") {
         findings.add(
             Severity::Advice,
-            "no-scope",
+            "scope-not-configured",
             "store.scope",
             "two services on one Redis without a scope or a prefix of their own skip each other's messages",
             "if another service may share this Redis, give each a scope: `.scope(\"ledger\")` in the consumer, store.scope here",
@@ -93,7 +93,7 @@ pub(super) fn check(config: &Config, findings: &mut DoctorFindings) -> Result<()
         && !directory.is_dir()
     {
         findings.error(
-            "audit-has-no-place",
+            "audit-directory-missing",
             "audit.file",
             format!(
                 "the directory {} does not exist, so audited commands fail",

@@ -65,7 +65,7 @@ pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFin
 fn add_volatile(config: &Config, at: &str, why: String, findings: &mut DoctorFindings) {
     findings.add(
         volatile_store_severity(config),
-        "store-forgets",
+        "store-volatile",
         at,
         why,
         "set store.url to a file on a local disk",

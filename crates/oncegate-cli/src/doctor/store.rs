@@ -24,10 +24,10 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
         // The preflight below names the missing commands.
         Err(error) if is_permission_error(&error.to_string()) => {
             check_rights(&redis, config, findings).await?;
-            if !findings.has("store-lacks-a-right") {
+            if !findings.has("store-permission-missing") {
                 let what = "the user may not run INFO, so durability and memory cannot be checked";
                 findings.warning(
-                    "store-lacks-a-right",
+                    "store-permission-missing",
                     "Redis",
                     what,
                     "ACL SETUSER <user> +info",
@@ -38,19 +38,15 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
         Err(error) => {
             let unavailable = is_unavailable(&error);
             add_store_error(error, findings);
-            if unavailable || findings.has("store-refuses-the-login") {
+            if unavailable || findings.has("store-login-rejected") {
                 return Ok(());
             }
         }
     }
     // Avoid a second finding for the same cause.
-    if [
-        "store-too-old",
-        "store-is-a-cluster-node",
-        "store-is-a-replica",
-    ]
-    .iter()
-    .any(|code| findings.has(code))
+    if ["store-too-old", "store-is-cluster-node", "store-is-replica"]
+        .iter()
+        .any(|code| findings.has(code))
     {
         return Ok(());
     }
@@ -88,11 +84,11 @@ async fn check_rights(
         )
     });
     if lacks_right {
-        findings.amend("store-lacks-a-right", tool_commands, grant);
+        findings.amend("store-permission-missing", tool_commands, grant);
     } else if let Some(tool_commands) = tool_commands {
         findings.add(
             Severity::Advice,
-            "tool-lacks-a-right",
+            "tool-permission-missing",
             "Redis",
             format!(
                 "the user may not run {}: {tool_commands}",
@@ -120,14 +116,14 @@ fn add_store_error(error: StoreError, findings: &mut DoctorFindings) {
     let text = oncegate_config::with_store_keys(&error.to_string());
     if is_unavailable(&error) {
         findings.error(
-            "store-away",
+            "store-unreachable",
             "Redis",
             text,
             "start it, or correct store.url",
         );
     } else if text.contains("rejected the user or the password") {
         findings.error(
-            "store-refuses-the-login",
+            "store-login-rejected",
             "Redis",
             text,
             "correct the user and password in store.url",
@@ -140,7 +136,7 @@ fn add_store_error(error: StoreError, findings: &mut DoctorFindings) {
                 "grant the user the permissions that the book lists under \"Stores\"".to_owned(),
             ),
         };
-        findings.error("store-lacks-a-right", "Redis", what, remedy);
+        findings.error("store-permission-missing", "Redis", what, remedy);
     } else if !findings.has("store-unusable") {
         findings.error(
             "store-unusable",
@@ -162,7 +158,7 @@ fn check_server(
     let volatile_severity = volatile_store_severity(config);
     if server.field("cluster_enabled") == Some("1") && config.has("store.url") {
         findings.error(
-            "store-is-a-cluster-node",
+            "store-is-cluster-node",
             &at,
             "it is a node of a Cluster and serves only part of the keys",
             "list its nodes in store.cluster",
@@ -185,7 +181,7 @@ fn check_server(
     if server.field("role") != Some("master") {
         let what = "it is a replica: it accepts no writes and lags behind its primary";
         findings.error(
-            "store-is-a-replica",
+            "store-is-replica",
             &at,
             what,
             "set store.url to the primary, or store.sentinels to the Sentinels",
@@ -200,7 +196,7 @@ fn check_server(
         );
         findings.add(
             volatile_severity,
-            "store-evicts",
+            "store-evicts-keys",
             &at,
             what,
             "CONFIG SET maxmemory-policy noeviction, and the same in redis.conf",
@@ -210,7 +206,7 @@ fn check_server(
         let what = "it has no append-only file: a crash loses markers since the last snapshot, or all of them";
         findings.add(
             volatile_severity,
-            "store-keeps-no-file",
+            "store-without-append-only-file",
             &at,
             what,
             "CONFIG SET appendonly yes, and the same in redis.conf",
@@ -218,7 +214,7 @@ fn check_server(
     } else if server.field("aof_last_write_status") == Some("err") {
         let what = "it cannot write its append-only file and rejects writes until it can";
         findings.error(
-            "store-cannot-write-its-file",
+            "store-append-only-file-error",
             &at,
             what,
             "check that its disk is not full",
@@ -304,7 +300,7 @@ fn check_memory(
                 bytes(limit)
             );
             findings.warning(
-                "store-too-small",
+                "store-memory-too-small",
                 at,
                 what,
                 "give it more (`oncegate plan` estimates it), shorten the window, or use a Cluster",

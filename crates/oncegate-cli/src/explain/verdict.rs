@@ -20,15 +20,17 @@ pub(crate) enum HandlingVerdict {
     HandledWithDuplicates,
     InProgress,
     /// Its lease expired, and no delivery claimed it since.
-    #[serde(rename = "left-by-its-holder")]
     Abandoned,
     InDoubt,
     DeadLettered,
+    /// The only dead letter has another body than the message that used the id first, and the
+    /// marker of that message is absent.
+    Conflict,
     /// An operator dropped it.
     Dropped,
     /// An operator sent it back, and it was not handled since.
     SentBack,
-    /// It failed, and will run again.
+    /// It failed, and will run again if the broker still has its message.
     WillRunAgain,
     /// The topic has messages with this id, and nothing else is known.
     NotRecorded,
@@ -39,7 +41,6 @@ pub(crate) enum HandlingVerdict {
     /// The value under its key is not a marker.
     UnreadableMarker,
     /// The store could not be read.
-    #[serde(rename = "not-seen")]
     StoreUnreadable,
 }
 
@@ -65,9 +66,12 @@ impl HandlingVerdict {
             Self::Abandoned => "abandoned by its holder",
             Self::InDoubt => "in doubt",
             Self::DeadLettered => "not handled; in the dead letters",
+            Self::Conflict => "unknown; another body with this id is in the dead letters",
             Self::Dropped => "not handled; dropped by an operator",
             Self::SentBack => "sent back by an operator; not handled yet",
-            Self::WillRunAgain => "not handled yet; will run again",
+            Self::WillRunAgain => {
+                "not recorded as handled; will run again if its message is in the broker"
+            }
             Self::NotRecorded => "not recorded as handled; the topic has messages with this id",
             Self::Unknown => "unknown",
             Self::Unchecked => "unknown; not everything was checked",
@@ -80,28 +84,31 @@ impl HandlingVerdict {
 /// The verdict and its explanation.
 pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
     let Some(marker) = &evidence.marker else {
-        let text = "The store could not be read, and only the store records what was handled. Other findings are listed below.";
+        let text = "The store could not be read, and only the store records which ids were handled. Dead letters, messages in doubt and audited actions are listed below.";
         return (HandlingVerdict::StoreUnreadable, text.into());
     };
     // Messages from another source belong to another consumer.
-    let first_pending = |messages: &[DeadLetter]| {
+    let pending = |messages: &[DeadLetter], with: &dyn Fn(&DeadLetter) -> bool| {
         messages
             .iter()
-            .find(|message| message.state.is_pending() && message.other_source.is_none())
+            .find(|it| it.state.is_pending() && it.other_source.is_none() && with(it))
             .cloned()
     };
-    let (dead, doubt) = (
-        first_pending(&evidence.dead_letters),
-        first_pending(&evidence.in_doubt),
+    // A conflict is another message with the id: it proves nothing about the first message.
+    let (conflict, own, doubt) = (
+        pending(&evidence.dead_letters, &is_conflict),
+        pending(&evidence.dead_letters, &|it| !is_conflict(it)),
+        pending(&evidence.in_doubt, &|_| true),
     );
+    let dead = pending(&evidence.dead_letters, &|_| true);
     let (verdict, mut text) = match marker.state {
         MarkerState::Done => handled(evidence, dead.as_ref(), doubt.as_ref()),
         MarkerState::InProgress => (
             HandlingVerdict::InProgress,
-            "A consumer is handling it right now. Every other message with this id waits until that ends; none is accepted before."
+            "A consumer is handling it right now. Other messages with this id wait until it has finished."
                 .into(),
         ),
-        MarkerState::Lapsed => (HandlingVerdict::Abandoned, lapsed(&marker.text, dead.as_ref())),
+        MarkerState::Lapsed => (HandlingVerdict::Abandoned, lapsed(&marker.text, own.as_ref())),
         MarkerState::InDoubt => (HandlingVerdict::InDoubt, in_doubt(evidence, doubt.as_ref())),
         MarkerState::Unreadable => (
             HandlingVerdict::UnreadableMarker,
@@ -110,12 +117,26 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
                 None => marker.text.clone(),
             },
         ),
-        MarkerState::Rejected | MarkerState::Absent | MarkerState::Cleared => match (dead, doubt) {
-            (Some(message), _) => (HandlingVerdict::DeadLettered, dead_lettered(evidence, &message, marker.state)),
-            (None, Some(message)) => (HandlingVerdict::InDoubt, in_doubt(evidence, Some(&message))),
-            (None, None) => without_messages(evidence, marker.state),
+        MarkerState::Rejected | MarkerState::Absent | MarkerState::Cleared => match (own, doubt, &conflict) {
+            (Some(message), ..) => (HandlingVerdict::DeadLettered, dead_lettered(evidence, &message, marker.state)),
+            (None, Some(message), _) => (HandlingVerdict::InDoubt, in_doubt(evidence, Some(&message))),
+            (None, None, Some(_)) if marker.state == MarkerState::Absent => (HandlingVerdict::Conflict, first_use_unknown(evidence)),
+            (None, None, _) => without_messages(evidence, marker.state),
         },
     };
+    let elsewhere = evidence.dead_letters.iter().chain(&evidence.in_doubt);
+    if let Some((message, source)) = elsewhere
+        .filter(|it| it.state.is_pending())
+        .find_map(|it| Some((it, it.other_source.as_ref()?)))
+    {
+        text.push_str(&format!(
+            " A message with this id in {} was consumed from {source}, which is not configured here, so this verdict does not cover it.",
+            message.location
+        ));
+    }
+    if let Some(conflict) = conflict.filter(|_| marker.state != MarkerState::Done) {
+        text.push_str(&other_body(&conflict));
+    }
     if evidence
         .actions
         .iter()
@@ -206,7 +227,7 @@ fn handled(
             " Before that it may have run more than once, if a run was interrupted: this consumer does not guarantee at most once.",
         );
     }
-    text.push_str(" Not twice, because every further message with this id finds the marker and is accepted without a run, until the marker expires.");
+    text.push_str(" Every further message with this id is accepted without calling the handler, until the marker expires.");
     match (copies, dead.map(DeadLetter::reason)) {
         (2.., _) => text.push_str(&format!(" The topic has {copies} messages with this id outside the destinations: one was handled, the others are duplicates.")),
         (_, Some("conflict")) => {}
@@ -218,12 +239,12 @@ fn handled(
             text.push_str(" Another message had the same id and ANOTHER BODY. It was not handled and is dead-lettered: its producer used the id twice.");
         }
         Some(_) => text.push_str(
-            " Its dead letter was handled after all: `oncegate dead-letters drop` drops it.",
+            " A dead letter with this id remains although the id was handled: `oncegate dead-letters drop` drops it.",
         ),
         None => {}
     }
     if doubt.is_some() {
-        text.push_str(" That settles its message in doubt: `oncegate in-doubt resolve --happened` removes it.");
+        text.push_str(" Its message in doubt is therefore resolved: `oncegate in-doubt resolve --happened` removes it.");
     }
     (
         if copies > 1 {
@@ -254,6 +275,27 @@ fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>) -> String {
               another reader may hold it), so a delivery may still reconcile it, or an operator runs `oncegate in-doubt resolve`."
             .into(),
     }
+}
+
+fn is_conflict(message: &DeadLetter) -> bool {
+    message.reason() == "conflict"
+}
+
+/// The text if only a conflict proves that the id was used: the marker existed when the other body
+/// was received.
+fn first_use_unknown(evidence: &Evidence) -> String {
+    format!(
+        "Whether it was handled is unknown: the id was used by a message whose marker is absent (markers expire after the window of {}).",
+        evidence.window_description
+    )
+}
+
+fn other_body(conflict: &DeadLetter) -> String {
+    format!(
+        " Another message had the same id and ANOTHER BODY: it was not handled and is in {}. Its producer used the id twice. Send it again with \
+         an id of its own, or drop it; `oncegate dead-letters redrive` would run it under this id, and reports what is needed.",
+        conflict.location
+    )
 }
 
 fn lapsed(marker: &str, dead: Option<&DeadLetter>) -> String {
@@ -292,7 +334,7 @@ fn dead_lettered(evidence: &Evidence, message: &DeadLetter, state: MarkerState) 
     {
         text.push_str(&format!(
             " That was longer ago than the window of {}: whether another message with its id was handled before or since is unknown. \
-             Find out; `oncegate dead-letters redrive` reports what is needed to send it.",
+             Check its effect; `oncegate dead-letters redrive` reports what is needed to send it.",
             evidence.window_description
         ));
     } else {
@@ -393,13 +435,25 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
         ),
         MarkerState::Cleared => (
             HandlingVerdict::WillRunAgain,
-            "An attempt failed without a recorded effect. Its message is still in the broker and will run again.".into(),
+            "An attempt failed without a recorded effect. Its message will run again if it is still in the broker. The configured dead \
+             letters do not show it: if it was dead-lettered, it was removed without this tool, or another reader holds it on RabbitMQ."
+                .into(),
         ),
         _ => {
             let forgotten = last
                 .filter(|(_, action)| *action == AuditedAction::Forgotten)
                 .map(|(entry, _)| format!("{} forgot it on {}; before, it was {}. ", entry.who, entry.at, entry.before))
                 .unwrap_or_default();
+            let conflict = evidence.actions.iter().find(|it| it.dropped_a_conflict());
+            if let Some(entry) = conflict.filter(|_| forgotten.is_empty()) {
+                let text = format!(
+                    "{} {} dropped a message with this id and another body on {}.",
+                    first_use_unknown(evidence),
+                    entry.who,
+                    entry.at
+                );
+                return (HandlingVerdict::Unknown, text);
+            }
             let copies = copies(evidence).unwrap_or(0);
             if copies > 0 {
                 let text = format!(
@@ -416,7 +470,8 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
             }
             let text = format!(
                 "{forgotten}Nothing is known about this id: no message with it was ever claimed, or it waits for a retry because its attempts \
-                 failed without an effect (the consumer's log names them), or it was handled longer ago than the window. Check also that \
+                 failed without an effect (the consumer's log names them), or its dead letter was removed without this tool or is held by another \
+                 reader, or it was handled longer ago than the window. Check also that \
                  the scope and the prefix are those of the consumer."
             );
             (HandlingVerdict::Unknown, text)

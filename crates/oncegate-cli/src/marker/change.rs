@@ -26,13 +26,21 @@ pub(crate) struct ChangeArgs {
     why: Option<String>,
 }
 
+impl ChangeArgs {
+    /// Reads the marker of the id.
+    async fn marker<'a>(&self, context: &'a CliContext) -> Result<ObservedMarker<'a>, CliError> {
+        let id = config::id(&context.config, &self.id)?;
+        ObservedMarker::look(context, &MarkerStore::of(&context.config)?, id).await
+    }
+}
+
 /// The marker of an id, as it was read.
 pub(crate) struct ObservedMarker<'a> {
     context: &'a CliContext,
     pub(crate) markers: MarkerStore,
     pub(crate) id: MessageId,
     pub(crate) key: Key,
-    pub(crate) standing: MarkerWithExpiry,
+    pub(crate) stored: MarkerWithExpiry,
 }
 
 impl<'a> ObservedMarker<'a> {
@@ -42,23 +50,23 @@ impl<'a> ObservedMarker<'a> {
         id: MessageId,
     ) -> Result<Self, CliError> {
         let key = config::key(&context.config, &id)?;
-        let standing = markers.look(&context.config, &key).await?;
+        let stored = markers.look(&context.config, &key).await?;
         Ok(Self {
             context,
             markers: markers.clone(),
             id,
             key,
-            standing,
+            stored,
         })
     }
 
     pub(crate) fn state(&self) -> MarkerState {
-        description::state(&self.standing)
+        description::state(&self.stored)
     }
 
     /// State and attempt in one line, for the audit.
     pub(crate) fn summary(&self) -> String {
-        match description::attempt(&self.standing.marker) {
+        match description::attempt(&self.stored.marker) {
             Some(attempt) => format!("{}, attempt {attempt}", self.state().word()),
             None => self.state().word().to_owned(),
         }
@@ -72,7 +80,7 @@ impl<'a> ObservedMarker<'a> {
     /// The store failed, or the marker changed meanwhile and nothing was written.
     pub(crate) async fn apply(&self, ask: Ask, known: u32) -> Result<(), CliError> {
         match self.markers.apply(self.operation(ask, known)).await? {
-            Verdict::Kept | Verdict::Done { .. } => Ok(()),
+            Verdict::Applied | Verdict::Done { .. } => Ok(()),
             _ => Err(CliError::incomplete(format!(
                 "{}: the marker changed since it was read; nothing was written; run the command again",
                 self.id
@@ -91,13 +99,13 @@ impl<'a> ObservedMarker<'a> {
     }
 
     fn operation(&self, ask: Ask, known: u32) -> Operation {
-        let hold = match self.standing.marker {
+        let hold = match self.stored.marker {
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
             _ => None,
         };
         let config = &self.context.config;
         let mut terms = config::terms(config, hold.and_then(|hold| hold.fingerprint));
-        let frees = matches!(ask, Ask::SendBack { .. } | Ask::Forget { .. });
+        let frees = matches!(ask, Ask::Redrive { .. } | Ask::Forget { .. });
         if frees {
             // Bare treats any marker as a duplicate, so the marker is deleted.
             terms.guarantee = config.guarantee();
@@ -123,21 +131,16 @@ fn fence_above(known: u32) -> u32 {
 }
 
 pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(), CliError> {
-    let marker = ObservedMarker::look(
-        context,
-        &MarkerStore::of(&context.config)?,
-        config::id(&context.config, &change.id)?,
-    )
-    .await?;
+    let marker = change.marker(context).await?;
     let id = &marker.id;
-    let seen = marker.standing.marker;
+    let seen = marker.stored.marker;
     let (ask, consequence) = match marker.state() {
         MarkerState::Done => (
             Ask::Forget { seen },
             "was handled, and would be handled AGAIN if a message with this id came",
         ),
         MarkerState::Rejected => (
-            Ask::SendBack {
+            Ask::Redrive {
                 seen,
                 effect: Effect::Unknown,
             },
@@ -179,12 +182,7 @@ pub(crate) async fn forget(context: &CliContext, change: ChangeArgs) -> Result<(
 }
 
 pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result<(), CliError> {
-    let marker = ObservedMarker::look(
-        context,
-        &MarkerStore::of(&context.config)?,
-        config::id(&context.config, &change.id)?,
-    )
-    .await?;
+    let marker = change.marker(context).await?;
     let id = &marker.id;
     match marker.state() {
         MarkerState::Absent | MarkerState::Cleared | MarkerState::Lapsed | MarkerState::InDoubt => {
@@ -254,11 +252,8 @@ async fn run(
         String::new()
     };
     if !change.yes {
-        let description = MarkerDescription::of(
-            marker.key.as_str(),
-            &marker.standing,
-            context.config.window(),
-        );
+        let description =
+            MarkerDescription::of(marker.key.as_str(), &marker.stored, context.config.window());
         let text = format!(
             "{}\n{what}: {} {consequence}. It would be {after}.{notice}",
             description.to_text(),
@@ -276,7 +271,7 @@ async fn run(
     } else {
         marker.id.clone()
     };
-    let attempt = description::attempt(&marker.standing.marker).max((known > 0).then_some(known));
+    let attempt = description::attempt(&marker.stored.marker).max((known > 0).then_some(known));
     let action = PlannedAction {
         what,
         id: Some(id.to_string()),

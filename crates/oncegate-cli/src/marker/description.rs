@@ -4,10 +4,11 @@ use std::time::Duration;
 
 use oncegate::Key;
 use oncegate::marker::{Attempts, Doubt, Effect, Guarantee, Hold, Marker};
-use oncegate::store::{Listed, MarkerWithExpiry};
+use oncegate::store::{ListedKey, MarkerWithExpiry};
 use serde::Serialize;
 
 use crate::config::Config;
+use crate::marker_store::UnreadableValue;
 use crate::output::{duration_text, ms, now_ms, utc_text};
 
 /// The state of a marker.
@@ -75,15 +76,15 @@ pub(crate) struct MarkerDescription {
 }
 
 impl MarkerDescription {
-    pub(crate) fn of(key: &str, standing: &MarkerWithExpiry, window: Duration) -> Self {
-        let age = standing.age();
-        let state = state(standing);
-        let hold = match standing.marker {
+    pub(crate) fn of(key: &str, stored: &MarkerWithExpiry, window: Duration) -> Self {
+        let age = stored.age();
+        let state = state(stored);
+        let hold = match stored.marker {
             Marker::InProgress(hold) | Marker::InDoubt(hold, _) => Some(hold),
             _ => None,
         };
-        let by_window = || window.checked_sub(standing.expires_in?);
-        let fingerprint = match standing.marker {
+        let by_window = || window.checked_sub(stored.expires_in?);
+        let fingerprint = match stored.marker {
             Marker::Done(it)
             | Marker::Rejected {
                 fingerprint: it, ..
@@ -93,24 +94,24 @@ impl MarkerDescription {
         Self {
             key: key.to_owned(),
             state,
-            text: describe(standing),
-            attempts: attempts(&standing.marker).map(Attempts::spent),
-            crashes: attempts(&standing.marker).map(|it| it.crashes),
-            fence: attempt(&standing.marker),
+            text: describe(stored),
+            attempts: attempts(&stored.marker).map(Attempts::spent),
+            crashes: attempts(&stored.marker).map(|it| it.crashes),
+            fence: attempt(&stored.marker),
             claim: hold.map(|hold| claim(&hold)),
             guarantee: hold.map(|hold| guarantee_name(hold.guarantee)),
             written_at_ms: age
                 .or_else(by_window)
                 .map(|age| now_ms().saturating_sub(ms(age))),
             lease_ms: hold.map(|hold| ms(hold.lease)),
-            expires_in_ms: standing.expires_in.map(ms),
+            expires_in_ms: stored.expires_in.map(ms),
             fingerprint: fingerprint.map(|it| format!("{:018}", it.get())),
         }
     }
 
-    pub(crate) fn of_listed(listed: &Listed, window: Duration) -> Self {
-        match &listed.standing {
-            Ok(standing) => Self::of(&listed.name, standing, window),
+    pub(crate) fn of_listed(listed: &ListedKey, window: Duration) -> Self {
+        match &listed.marker {
+            Ok(stored) => Self::of(&listed.name, stored, window),
             Err(error) => Self::unreadable(&listed.name, error.to_string()),
         }
     }
@@ -176,7 +177,7 @@ impl MarkerDescription {
 }
 
 /// What is under the key of a marker that cannot be read, and the remedy.
-pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &str) -> String {
+pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &UnreadableValue) -> String {
     let (at, remedy) = match config.store_kind() {
         Ok(Some(oncegate_config::StoreKind::Sqlite(_))) => (
             format!("row {}", key.as_str()),
@@ -189,6 +190,15 @@ pub(crate) fn foreign_value_text(config: &Config, key: &Key, value: &str) -> Str
                  the next message with this id is handled then, even if it was handled before"
             );
             (format!("key {key}"), remedy)
+        }
+    };
+    let value = match value {
+        UnreadableValue::Foreign(value) => value,
+        UnreadableValue::NewerRelease(error) => {
+            return format!(
+                "The {at} has an {error}. Consumers of this release send each message with this id to the in-doubt destination. Whether it was \
+                 handled is known to the newer release."
+            );
         }
     };
     format!(
@@ -215,9 +225,9 @@ fn attempts(marker: &Marker) -> Option<Attempts> {
 }
 
 /// The state of a marker.
-pub(crate) fn state(standing: &MarkerWithExpiry) -> MarkerState {
-    let overdue = |hold: &Hold| standing.age().is_some_and(|age| age > hold.lease);
-    match standing.marker {
+pub(crate) fn state(stored: &MarkerWithExpiry) -> MarkerState {
+    let overdue = |hold: &Hold| stored.age().is_some_and(|age| age > hold.lease);
+    match stored.marker {
         Marker::Absent => MarkerState::Absent,
         Marker::Cleared { .. } => MarkerState::Cleared,
         Marker::InProgress(hold) if overdue(&hold) => MarkerState::Lapsed,
@@ -229,10 +239,10 @@ pub(crate) fn state(standing: &MarkerWithExpiry) -> MarkerState {
 }
 
 /// Whether a consumer is reconciling it now.
-pub(crate) fn is_being_reconciled(standing: &MarkerWithExpiry) -> bool {
-    match standing.marker {
+pub(crate) fn is_being_reconciled(stored: &MarkerWithExpiry) -> bool {
+    match stored.marker {
         Marker::InDoubt(hold, Doubt::Reconciling) => {
-            standing.age().is_none_or(|age| age <= hold.lease)
+            stored.age().is_none_or(|age| age <= hold.lease)
         }
         _ => false,
     }
@@ -250,16 +260,16 @@ fn guarantee_name(guarantee: Guarantee) -> &'static str {
     }
 }
 
-fn describe(standing: &MarkerWithExpiry) -> String {
-    let since = |hold: &Hold| match standing.age() {
+fn describe(stored: &MarkerWithExpiry) -> String {
+    let since = |hold: &Hold| match stored.age() {
         Some(age) => format!("{} ago", duration_text(age)),
         None => format!(
             "at an unknown time, for a lease of {}",
             duration_text(hold.lease)
         ),
     };
-    let overdue = |hold: &Hold| standing.age().and_then(|age| age.checked_sub(hold.lease));
-    match standing.marker {
+    let overdue = |hold: &Hold| stored.age().and_then(|age| age.checked_sub(hold.lease));
+    match stored.marker {
         Marker::Absent => {
             "The store has no marker for this id: it was never claimed, or its first attempt failed without an effect, or it was forgotten, or the \
              marker expired."
@@ -298,7 +308,7 @@ fn describe(standing: &MarkerWithExpiry) -> String {
             hold.attempts.number,
             hold.attempts.crashes,
             since(&hold),
-            match (doubt, is_being_reconciled(standing)) {
+            match (doubt, is_being_reconciled(stored)) {
                 (Doubt::Reconciling, true) => "A consumer is reconciling it.",
                 (Doubt::Reconciling, false) => "The lease of the reconciling consumer has expired.",
                 (Doubt::Waiting, _) => "It waits for a delivery that reconciles it, or for an operator: `oncegate in-doubt resolve`.",

@@ -27,13 +27,13 @@ const COMMANDS: [&[&str]; 5] = [
 /// Commands that report what they could not check.
 const REPORTS: [&[&str]; 2] = [&["explain", "a"], &["doctor"]];
 
-fn refuses(cli: &TestCli, words: &str) {
+fn assert_rejected(cli: &TestCli, words: &str) {
     for command in COMMANDS {
         cli.run(command).exits_with(2).prints(words);
     }
     for command in REPORTS {
-        let said = cli.run(command).prints(words);
-        assert_ne!(said.code, 0, "{said:?}");
+        let output = cli.run(command).prints(words);
+        assert_ne!(output.code, 0, "{output:?}");
     }
 }
 
@@ -56,11 +56,11 @@ async fn kafka_settings_are_rejected_like_in_a_consumer() {
         cli.configure(&format!(
             "{brokers}password = \"canary\"\nproperties = {{ \"{property}\" = \"{value}\" }}\n"
         ));
-        refuses(&cli, &words);
+        assert_rejected(&cli, &words);
         assert!(!format!("{:?}", cli.run(COMMANDS[0])).contains("canary"));
     }
     cli.configure("[kafka]\nbrokers = \"http://x\"\ntopic = \"t\"\n");
-    refuses(&cli, "kafka.brokers: `http://x` begins with http://");
+    assert_rejected(&cli, "kafka.brokers: `http://x` begins with http://");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -77,25 +77,25 @@ async fn rabbitmq_settings_are_rejected_like_in_a_consumer() {
             .expect_err("it is refused")
             .to_string();
         cli.configure(&format!("[rabbitmq]\nurl = \"{url}\"\nqueue = \"q\"\n"));
-        refuses(&cli, &words);
+        assert_rejected(&cli, &words);
     }
     cli.configure("[rabbitmq]\nurl = \"amqp://guest:canary@127.0.0.1:1/%2f\"\nqueue = \"q\"\n");
-    let said = cli
+    let output = cli
         .run(COMMANDS[0])
         .exits_with(3)
         .prints("amqp://guest@127.0.0.1:1/%2f")
         .prints("check that RabbitMQ is running");
-    assert!(!said.err.contains("canary"), "{said:?}");
+    assert!(!output.err.contains("canary"), "{output:?}");
     cli.configure(&format!(
         "[rabbitmq]\nurl = \"{}\"\nqueue = \"q\"\n",
         rabbitmq().replace("guest:guest", "guest:canary")
     ));
-    let said = cli
+    let output = cli
         .run(COMMANDS[0])
         .exits_with(3)
         .prints("ACCESS_REFUSED")
         .prints("check the user and the password");
-    assert!(!said.err.contains("canary"), "{said:?}");
+    assert!(!output.err.contains("canary"), "{output:?}");
 }
 
 /// Nested AMQP tables in wire format: a name of one character, `F`, a length, and the content.
@@ -111,28 +111,28 @@ fn nested(depth: usize) -> Vec<u8> {
 
 /// A proxy that turns the text under `nested` into a table (both have a length) and `@@@@` into
 /// bytes that are not UTF-8.
-fn spoiling() -> (Proxy, String) {
+fn corrupting_proxy() -> (Proxy, String) {
     let url = rabbitmq();
     let at = url.rfind(':').expect("a port") + 1;
     let port: String = url[at..].chars().take_while(char::is_ascii_digit).collect();
     let proxy = Proxy::to(port.parse().expect("a port")).expect("a free port");
-    proxy.inject_faults(|passing| {
-        if let Some(found) = passing.windows(7).position(|seven| seven == b"nestedS") {
-            passing[found + 6] = b'F';
+    proxy.inject_faults(|bytes| {
+        if let Some(found) = bytes.windows(7).position(|seven| seven == b"nestedS") {
+            bytes[found + 6] = b'F';
         }
-        while let Some(found) = passing.windows(4).position(|four| four == b"@@@@") {
-            passing[found..found + 4].fill(0xff);
+        while let Some(found) = bytes.windows(4).position(|four| four == b"@@@@") {
+            bytes[found..found + 4].fill(0xff);
         }
         RequestFault::Pass
     });
-    let by_proxy = url.replacen(&format!(":{port}"), &format!(":{}", proxy.port()), 1);
-    (proxy, by_proxy)
+    let proxy_url = url.replacen(&format!(":{port}"), &format!(":{}", proxy.port()), 1);
+    (proxy, proxy_url)
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn list_and_redrive_tolerate_unreadable_headers() {
     let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
-    let (name, (_proxy, url)) = (&fixture.cli.name, spoiling());
+    let (name, (_proxy, url)) = (&fixture.cli.name, corrupting_proxy());
     let body = r#"{"card":"works"}"#;
     for (id, odd, value) in [
         (

@@ -95,7 +95,7 @@ impl TestCli {
 
     pub(crate) fn write(&self, name: &str, text: &str) -> PathBuf {
         let path = self.path(name);
-        std::fs::write(&path, text).expect("the directory is ours");
+        std::fs::write(&path, text).expect("the directory is writable");
         path
     }
 

@@ -112,36 +112,36 @@ fn passwords_are_read_from_files_and_variables_and_never_shown() {
     );
     let hidden = ["redis://user:***@host:1", "amqp://me:***@host/x"];
     for arguments in [&["config", "print"][..], &["config", "print", "--json"]] {
-        let said = cli
+        let output = cli
             .run(arguments)
             .exits_with(0)
             .prints(hidden[0])
             .prints(hidden[1])
             .prints("sasl.username");
-        assert!(!said.out.contains("s3cr"), "{said:?}");
+        assert!(!output.out.contains("s3cr"), "{output:?}");
     }
-    let said = cli
+    let output = cli
         .run_with(
             &["config", "print"],
             &[("ONCEGATE_STORE_URL", "redis://:an@0ther@host2:2")],
         )
         .exits_with(0);
     assert!(
-        said.out.contains("redis://:***@host2:2") && said.out.contains("ONCEGATE_STORE_URL"),
-        "the variable wins: {said:?}"
+        output.out.contains("redis://:***@host2:2") && output.out.contains("ONCEGATE_STORE_URL"),
+        "a variable overrides the file: {output:?}"
     );
     let properties = "sasl.username=you,ssl.key.password=s3cret,sasl.password=s3cret";
-    let said = cli
+    let output = cli
         .run_with(
             &["config", "print"],
             &[("ONCEGATE_KAFKA_PROPERTIES", properties)],
         )
         .exits_with(0);
     assert!(
-        said.out.contains("you")
-            && said.out.contains("ONCEGATE_KAFKA_PROPERTIES")
-            && !said.out.contains("s3cr"),
-        "{said:?}"
+        output.out.contains("you")
+            && output.out.contains("ONCEGATE_KAFKA_PROPERTIES")
+            && !output.out.contains("s3cr"),
+        "{output:?}"
     );
     let named = cli.path("url").display().to_string();
     cli.run_with(
@@ -160,8 +160,8 @@ fn passwords_are_read_from_files_and_variables_and_never_shown() {
         "oncegate.toml",
         "[store]\nurl = \"redis://:s3cret@host\" x\n",
     );
-    let said = cli.run(&["config", "check"]).exits_with(2).prints("line 2");
-    assert!(!said.err.contains("s3cret"), "{said:?}");
+    let output = cli.run(&["config", "check"]).exits_with(2).prints("line 2");
+    assert!(!output.err.contains("s3cret"), "{output:?}");
 }
 
 #[test]
@@ -193,8 +193,11 @@ fn every_listed_key_can_be_set() {
             "oncegate.toml",
             &format!("[{section}]\n{name} = {}\n", value(key)),
         );
-        let said = cli.run(&["config", "print"]);
-        assert!(said.code == 0 && said.out.contains(key), "{key}: {said:?}");
+        let output = cli.run(&["config", "print"]);
+        assert!(
+            output.code == 0 && output.out.contains(key),
+            "{key}: {output:?}"
+        );
         if let Some(variable) = known["variable"].as_str() {
             cli.write("oncegate.toml", "");
             let text = value(key)
@@ -211,7 +214,7 @@ fn every_listed_key_can_be_set() {
 #[test]
 fn an_empty_operator_name_is_ignored() {
     let cli = TestCli::on_sqlite();
-    std::fs::write(cli.path("markers.db"), "").expect("the directory is ours");
+    std::fs::write(cli.path("markers.db"), "").expect("the directory is writable");
     let complete = |id, more: &[&str], variables: &[(&str, &str)]| {
         let arguments = [&["marker", "complete", id, "--yes"], more].concat();
         cli.run_with(&arguments, variables).exits_with(0);
@@ -231,7 +234,7 @@ fn an_empty_operator_name_is_ignored() {
     let actions = cli.json(&["audit", "--id", "c"]);
     let (who, file) = (
         actions[0]["who"].as_str().expect("a text"),
-        std::fs::metadata(cli.path("oncegate.toml")).expect("our file"),
+        std::fs::metadata(cli.path("oncegate.toml")).expect("the metadata"),
     );
     let uid = std::os::unix::fs::MetadataExt::uid(&file);
     assert!(who.starts_with(&format!("uid-{uid}@")), "{actions}");
@@ -308,15 +311,15 @@ fn check_refuses_what_the_consumer_refuses() {
         ),
         ("url = \"sqlite::memory:\"", "store.url: "),
     ] {
-        let said = check(&file("", store, "")).exits_with(2).prints(says);
-        assert!(!said.err.contains("s3cr"), "{said:?}");
+        let output = check(&file("", store, "")).exits_with(2).prints(says);
+        assert!(!output.err.contains("s3cr"), "{output:?}");
     }
     check(&file(at_most_once, "url = \"memory:\"", ""))
         .exits_with(2)
         .prints("gate.guarantee: at most once requires a durable store");
     let source = |section: &str| {
         check(&format!(
-            "[gate]\nid = \"message-id\"\n[store]\n{redis}\n{section}"
+            "[gate]\nid = \"header id\"\n[store]\n{redis}\n{section}"
         ))
     };
     let rabbitmq = "[rabbitmq]\nqueue = \"q\"\n";
@@ -337,13 +340,19 @@ fn check_refuses_what_the_consumer_refuses() {
             "rabbitmq.ca-certificate: ",
         ),
     ] {
-        let said = source(&format!("{rabbitmq}{more}"))
+        let output = source(&format!("{rabbitmq}{more}"))
             .exits_with(2)
             .prints(says);
-        assert!(!said.err.contains("s3cr"), "{said:?}");
+        assert!(!output.err.contains("s3cr"), "{output:?}");
     }
     let kafka = "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\ngroup = \"g\"\n";
     source(kafka).exits_with(0);
+    for (id, broker) in [("message-id", kafka), ("position", rabbitmq)] {
+        cli.write("oncegate.toml", &format!("[gate]\nid = \"{id}\"\n{broker}"));
+        cli.run(&["config", "check"])
+            .exits_with(2)
+            .prints(&format!("gate.id: {id} reads "));
+    }
     for (more, says) in [
         ("in-doubt = \"t\"\n", "kafka.in-doubt: "),
         ("stalled-after = \"1ms\"\n", "kafka.stalled-after: "),
@@ -368,7 +377,10 @@ fn check_refuses_what_the_consumer_refuses() {
     check(&file("", redis, log))
         .exits_with(2)
         .prints("log.filter: ");
-    assert!(!cli.path("x.db").exists(), "it is not opened");
+    assert!(
+        !cli.path("x.db").exists(),
+        "the check does not open the SQLite file"
+    );
 }
 
 #[test]
@@ -380,7 +392,7 @@ fn missing_consumer_settings_are_named() {
         cli.run(&["config", "check", "--consumer"])
     };
     let store = "[store]\nurl = \"redis://x\"\n";
-    let gate = "[gate]\nid = \"message-id\"\n";
+    let gate = "[gate]\nid = \"header id\"\n";
     let kafka = "[kafka]\nbrokers = \"x:1\"\ntopic = \"t\"\n";
     let rabbitmq = "[rabbitmq]\nqueue = \"q\"\n";
     for (text, says) in [
@@ -426,7 +438,7 @@ fn the_command_line_is_validated() {
 
 /// The file name may come from the environment, which the user does not see.
 #[test]
-fn a_missing_file_names_what_selects_it() {
+fn the_error_for_a_missing_file_names_the_option_and_the_variable() {
     let cli = TestCli::at("redis://127.0.0.1:1");
     for output in [
         cli.run(&["--config", "op/sd.toml", "audit"]),
@@ -443,7 +455,7 @@ fn a_missing_file_names_what_selects_it() {
 #[test]
 fn an_empty_configuration_is_an_error() {
     let cli = TestCli::at("redis://127.0.0.1:1");
-    std::fs::remove_file(cli.path("oncegate.toml")).expect("it was there");
+    std::fs::remove_file(cli.path("oncegate.toml")).expect("the file exists");
     for command in [
         &["doctor"][..],
         &["config", "check"],
@@ -451,15 +463,15 @@ fn an_empty_configuration_is_an_error() {
         &["explain", "x"],
         &["audit"],
     ] {
-        let said = cli
+        let output = cli
             .run(command)
             .exits_with(2)
             .prints("nothing is configured: the current directory has no oncegate.toml")
             .prints("ONCEGATE_STORE_URL");
         assert_eq!(
-            (said.out.as_str(), said.err.lines().count()),
+            (output.out.as_str(), output.err.lines().count()),
             ("", 1),
-            "{said:?}"
+            "{output:?}"
         );
     }
     for command in [
@@ -467,11 +479,11 @@ fn an_empty_configuration_is_an_error() {
         &["dead-letters", "list"],
         &["in-doubt", "list"],
     ] {
-        let said = cli.run(command).exits_with(2);
+        let output = cli.run(command).exits_with(2);
         assert_eq!(
-            (said.out.as_str(), said.err.lines().count()),
+            (output.out.as_str(), output.err.lines().count()),
             ("", 1),
-            "{said:?}"
+            "{output:?}"
         );
     }
     cli.run(&["doctor", "--list"]).exits_with(0);
@@ -485,7 +497,7 @@ fn an_empty_configuration_is_an_error() {
         "[kafka]\nbrokers = \"127.0.0.1:1\"\n[rabbitmq]\nurl = \"amqp://127.0.0.1:1\"\n",
     );
     let found = cli.run(&["doctor", "--json"]).exits_with(2).json();
-    let missing: Vec<&str> = found["not_examined"]
+    let missing: Vec<&str> = found["not_checked"]
         .as_array()
         .expect("a list")
         .iter()

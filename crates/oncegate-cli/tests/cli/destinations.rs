@@ -1,19 +1,13 @@
 //! Reading and changing dead letters and messages in doubt of a real consumer, on both brokers.
 
-use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::time::Instant;
+mod delivery_counts;
 
-use lapin::BasicProperties;
-use lapin::types::AMQPValue;
-use oncegate::{
-    Connect, ConnectOptions, Context, Failure, Guarantee, Handler, RabbitMq, Reconciled, Source,
-};
-use oncegate_testkit::servers::RabbitServer;
+use std::sync::Arc;
+
+use oncegate::{Context, Failure, Guarantee, Handler, Reconciled};
 use serde_json::Value;
 
-use crate::cli::TestCli;
-use crate::fixture::{Broker, BrokerFixture, PATIENCE, PaymentProvider, publish_properties};
+use crate::fixture::{Broker, BrokerFixture, PaymentProvider};
 
 /// Creates a test for each scenario and broker.
 macro_rules! on_both_brokers {
@@ -40,7 +34,7 @@ on_both_brokers!(
     dead_letters_are_listed_redriven_and_charged_once,
     dropped_messages_are_not_listed_again,
     messages_in_doubt_are_resolved_either_way,
-    redrive_skips_handled_and_doubtful_messages,
+    redrive_skips_handled_and_in_doubt_messages,
     ids_without_a_marker_are_redriven,
     messages_without_an_id_are_named_by_a_handle,
     both_errors_of_a_message_in_doubt_are_shown,
@@ -70,10 +64,10 @@ async fn messages_without_an_id_are_named_by_a_handle(broker: Broker) {
     fixture.publish(&[("a", "declined")]).await;
     fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
     let listed = fixture.json(&["dead-letters", "list"]).await;
-    let letters = listed["messages"].as_array().expect("a list");
-    let handles: Vec<&str> = letters
+    let dead_letters = listed["messages"].as_array().expect("a list");
+    let handles: Vec<&str> = dead_letters
         .iter()
-        .filter_map(|letter| letter["handle"].as_str())
+        .filter_map(|dead_letter| dead_letter["handle"].as_str())
         .collect();
     assert!(
         handles.len() == 2 && handles[0] != handles[1],
@@ -148,18 +142,20 @@ async fn both_errors_of_a_message_in_doubt_are_shown(broker: Broker) {
             .prints("the provider is down");
     }
     let listed = fixture.json(&["in-doubt", "list"]).await;
-    let letter = &listed["messages"][0];
+    let dead_letter = &listed["messages"][0];
     assert_eq!(
-        letter["reason_text"], "its handler reported that it may have happened",
-        "{letter}"
+        dead_letter["reason_text"], "its handler reported that it may have happened",
+        "{dead_letter}"
     );
     for (name, error) in [
         ("first_error", "no answer from the provider"),
         ("last_error", "the provider is down"),
     ] {
         assert!(
-            letter[name].as_str().is_some_and(|it| it.contains(error)),
-            "{letter}"
+            dead_letter[name]
+                .as_str()
+                .is_some_and(|it| it.contains(error)),
+            "{dead_letter}"
         );
     }
     fixture.end().await;
@@ -313,9 +309,9 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
     );
 
     let audit = fixture.json(&["audit", "--id", "b"]).await;
-    let act = &audit[0];
+    let action = &audit[0];
     assert_eq!(
-        (&act["who"], &act["what"], &act["stage"]),
+        (&action["who"], &action["what"], &action["stage"]),
         (
             &"ann".into(),
             &"dead-letters redrive".into(),
@@ -324,13 +320,13 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
         "{audit}"
     );
     assert_eq!(
-        (&act["before"], &act["why"]),
+        (&action["before"], &action["why"]),
         (
             &"dead-lettered, rejected, attempt 1".into(),
             &"the card was mended".into()
         )
     );
-    assert_eq!(act["place"]["broker"], fixture.broker_name());
+    assert_eq!(action["location"]["broker"], fixture.broker_name());
     fixture.end().await;
 }
 
@@ -360,7 +356,7 @@ async fn dropped_messages_are_not_listed_again(broker: Broker) {
         .await;
     match broker {
         Broker::Kafka => {
-            assert_eq!(ids(&everything), ["a", "b"], "nothing can be deleted there");
+            assert_eq!(ids(&everything), ["a", "b"], "Kafka keeps dropped messages");
             let states: Vec<&Value> = everything["messages"]
                 .as_array()
                 .expect("a list")
@@ -386,7 +382,10 @@ async fn dropped_messages_are_not_listed_again(broker: Broker) {
     let again = fixture
         .json(&["dead-letters", "redrive", "--all", "--yes"])
         .await;
-    assert_eq!(again["done"], 1, "the other one alone: {again}");
+    assert_eq!(
+        again["done"], 1,
+        "only the message that was not dropped: {again}"
+    );
     fixture.end().await;
 }
 
@@ -451,7 +450,7 @@ async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
     assert_eq!(
         fixture.charged(),
         ["no"],
-        "what happened is not charged again"
+        "an effect that happened is not repeated"
     );
     fixture
         .run(&["in-doubt", "resolve", "no", "--did-not-happen", "--yes"])
@@ -464,13 +463,17 @@ async fn messages_in_doubt_are_resolved_either_way(broker: Broker) {
         .as_array()
         .expect("a list")
         .iter()
-        .map(|act| act["after"].to_string())
+        .map(|action| action["after"].to_string())
         .collect();
-    assert_eq!(what.len(), 4, "the marker and the letter of each: {what:?}");
+    assert_eq!(
+        what.len(),
+        4,
+        "one action for the marker and one for the message of each id: {what:?}"
+    );
     fixture.end().await;
 }
 
-async fn redrive_skips_handled_and_doubtful_messages(broker: Broker) {
+async fn redrive_skips_handled_and_in_doubt_messages(broker: Broker) {
     let fixture = fixture(broker).await;
     fixture
         .publish(&[("done", "declined"), ("doubt", "silent")])
@@ -496,19 +499,19 @@ async fn redrive_skips_handled_and_doubtful_messages(broker: Broker) {
             &headers,
         )
         .await;
-    let said = fixture
+    let output = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1);
-    let said = said
+    let output = output
         .prints("would be a duplicate")
         .prints("`oncegate in-doubt resolve` first")
         .prints("0 redriven, 2 left");
-    assert!(!said.out.contains("sent to"), "{said:?}");
+    assert!(!output.out.contains("sent to"), "{output:?}");
     assert_eq!(
         ids(&fixture.json(&["dead-letters", "list"]).await),
         ["done", "doubt"],
-        "both are still there"
+        "skipped messages stay in the destination"
     );
     assert_eq!(
         fixture.json(&["marker", "show", "done"]).await["state"],
@@ -542,253 +545,6 @@ async fn reading_joins_no_group_and_commits_no_offset_on_kafka() {
     fixture.end().await;
 }
 
-/// How RabbitMQ counts reads: a classic queue counts nothing, a quorum queue of 3.10 counts each
-/// one.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn counting_queues_are_read_only_with_an_unreachable_limit() {
-    let fixture = fixture(Broker::RabbitMq).await;
-    let name = fixture.cli.name.clone();
-    let counted = async |queue: &str, extra: &[&str]| {
-        let settings = fixture
-            .settings()
-            .replace(crate::fixture::COUNTS_ACCEPTED, "");
-        fixture
-            .cli
-            .configure(&format!("{settings}dead-letters = \"{queue}\"\n"));
-        fixture
-            .publish_to(queue, "x", "{}", &[("oncegate-id", "x")])
-            .await;
-        for _ in 0..2 {
-            let arguments: Vec<&str> = ["dead-letters", "list", "--json"]
-                .into_iter()
-                .chain(extra.iter().copied())
-                .collect();
-            let said = fixture.run(&arguments).await;
-            if said.code != 0 {
-                said.exits_with(3).prints("--accept-delivery-counts");
-                return None;
-            }
-            assert_eq!(ids(&said.json()), ["x"]);
-            fixture.until(queue, 1).await;
-        }
-        let taken = crate::fixture::take_all(queue).await;
-        assert_eq!(taken.len(), 1, "{taken:?}");
-        Some(taken[0].2)
-    };
-    let (classic, limited) = (format!("{name}.classic"), format!("{name}.limited"));
-    crate::fixture::declare(&classic, &[("x-queue-type", "classic")], None).await;
-    crate::fixture::declare(&limited, &[("x-queue-type", "quorum")], Some(5)).await;
-    assert_eq!(counted(&classic, &[]).await, Some(0));
-    // The header comes from another queue.
-    let table: BTreeMap<_, _> = [
-        ("oncegate-id".into(), crate::fixture::text("z")),
-        ("x-delivery-count".into(), AMQPValue::LongLongInt(9)),
-    ]
-    .into();
-    let properties = BasicProperties::default().with_headers(table.into());
-    publish_properties(&crate::fixture::rabbitmq(), &classic, "{}", properties).await;
-    let listed = fixture.json(&["dead-letters", "list"]).await;
-    assert_eq!(
-        (ids(&listed), &listed["messages"][0]["delivery_count"]),
-        (vec!["z".to_owned()], &Value::Null),
-        "{listed}"
-    );
-    assert_eq!(
-        counted(&limited, &[]).await,
-        None,
-        "what is dropped after five looks is not looked into"
-    );
-    crate::fixture::take_all(&limited).await;
-    assert_eq!(
-        counted(&limited, &["--accept-delivery-counts"]).await,
-        Some(2)
-    );
-    assert_eq!(
-        counted(&format!("{name}.dead-letters"), &[]).await,
-        Some(2),
-        "towards a limit of two thousand million"
-    );
-    for queue in [classic, limited] {
-        crate::fixture::delete(&queue).await;
-    }
-    fixture.end().await;
-}
-
-/// Where the default queue type is quorum, a declaration without arguments matches a quorum queue.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_quorum_queue_by_default_is_not_taken_for_a_classic_one() {
-    let server = tokio::task::spawn_blocking(RabbitServer::start)
-        .await
-        .expect("no panic")
-        .expect("a server");
-    for arguments in [
-        &["add_vhost", "quorum", "--default-queue-type", "quorum"][..],
-        &["set_permissions", "-p", "quorum", "guest", ".*", ".*", ".*"],
-    ] {
-        server.control(arguments).expect("a virtual host");
-    }
-    let url = server.url().replace("%2f", "quorum");
-    crate::fixture::declare_at(&url, "payments.dead-letters", &[], None).await;
-    let cli = TestCli::new();
-    cli.configure(&format!(
-        "[rabbitmq]\nurl = \"{url}\"\nqueue = \"payments\"\n"
-    ));
-    cli.run(&["dead-letters", "list"])
-        .exits_with(3)
-        .prints("may drop messages")
-        .prints("--accept-delivery-counts");
-}
-
-/// A policy may set a limit that no client can see.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn reading_never_exceeds_the_delivery_limit_of_a_policy() {
-    let server = tokio::task::spawn_blocking(RabbitServer::start)
-        .await
-        .expect("no panic")
-        .expect("a server");
-    let source: Box<dyn Source> = Box::new(
-        RabbitMq::queue("payments")
-            .url(server.url())
-            .connect(ConnectOptions::default())
-            .await
-            .expect("the queues are declared"),
-    );
-    source
-        .close(Instant::now() + PATIENCE)
-        .await
-        .expect("a clean end");
-    let limit = [
-        "-q",
-        "set_policy",
-        "limit",
-        "dead-letters",
-        r#"{"delivery-limit": 5}"#,
-        "--apply-to",
-        "queues",
-    ];
-    server.control(&limit).expect("a policy");
-    let cli = TestCli::new();
-    cli.configure(&format!(
-        "[gate]\nid = \"header payment-id\"\n[rabbitmq]\nurl = \"{}\"\nqueue = \"payments\"\n",
-        server.url()
-    ));
-    for id in ["x", "y"] {
-        let headers = [
-            ("payment-id", id),
-            ("oncegate-id", id),
-            ("oncegate-reason", "refused"),
-            ("oncegate-attempts", "5"),
-            ("oncegate-crashes", "1"),
-            ("oncegate-fence", "6"),
-        ];
-        let table: BTreeMap<_, _> = headers
-            .iter()
-            .map(|(name, value)| ((*name).into(), crate::fixture::text(value)))
-            .collect();
-        let properties = BasicProperties::default()
-            .with_headers(table.into())
-            .with_timestamp(1_000)
-            .with_message_id("m".into());
-        publish_properties(
-            &server.url(),
-            "payments.dead-letters",
-            r#"{"card":"works"}"#,
-            properties,
-        )
-        .await;
-    }
-    let first = cli.json(&["dead-letters", "show", "x"])[0].clone();
-    for look in 0..20 {
-        let mut seen = ids(&cli.json(&["dead-letters", "list"]));
-        seen.sort_unstable();
-        assert_eq!(seen, ["x", "y"], "at look {look}");
-    }
-    let explanation = cli.json(&["explain", "x"]);
-    assert_eq!(
-        (&explanation["verdict"], &explanation["not_examined"]),
-        (&"dead-lettered".into(), &serde_json::json!([])),
-        "{explanation}"
-    );
-    let (message, last) = (
-        &explanation["dead_letters"][0],
-        cli.json(&["dead-letters", "show", "x", "--body"])[0].clone(),
-    );
-    assert_eq!(
-        (&message["attempts"], &message["crashes"], &message["fence"],),
-        (&5.into(), &1.into(), &6.into()),
-        "{message}"
-    );
-    cli.run(&["dead-letters", "list"])
-        .exits_with(0)
-        .prints("ATTEMPTS  CRASHES  FENCE");
-    let named = |message: &Value| -> BTreeMap<String, String> {
-        let headers = message["headers"].as_array().expect("a list").iter();
-        let text = |it: &Value| it.as_str().expect("a text").to_owned();
-        headers
-            .map(|it| (text(&it[0]), text(&it[1])))
-            .filter(|(name, _)| {
-                !["x-delivery-count", "oncegate-replaced-by"].contains(&name.as_str())
-            })
-            .collect()
-    };
-    assert_eq!(
-        (named(&last), &last["from_ms"], &last["body"]),
-        (
-            named(&first),
-            &first["from_ms"],
-            &r#"{"card":"works"}"#.into()
-        ),
-        "a copy is the letter"
-    );
-    // A user without write permission cannot replace messages: the queue is reported as not
-    // checked.
-    server
-        .control(&[
-            "-q",
-            "set_permissions",
-            "guest",
-            ".*",
-            "^(?!amq.default$).*$",
-            ".*",
-        ])
-        .expect("rights");
-    let blind = cli.run(&["explain", "x", "--json"]).exits_with(3).json();
-    assert_eq!(
-        (&blind["verdict"], &blind["dead_letters"]),
-        (&"unchecked".into(), &Value::Null),
-        "{blind}"
-    );
-    assert_eq!(
-        blind["not_examined"][0]["where"], "the dead-letter destination on rabbitmq",
-        "{blind}"
-    );
-    cli.run(&["explain", "x"])
-        .exits_with(3)
-        .prints("x: unknown; not everything was checked; not checked: the dead-letter destination on rabbitmq");
-    cli.run(&["dead-letters", "list"])
-        .exits_with(3)
-        .prints("Not checked: the dead-letter destination on rabbitmq")
-        .prints("the user has no permission to publish")
-        .prints("list_policies");
-    let listed = cli
-        .run(&["dead-letters", "list", "--json"])
-        .exits_with(3)
-        .json();
-    assert_eq!(
-        (&listed["all"], &listed["not_examined"][0]["where"]),
-        (&false.into(), &blind["not_examined"][0]["where"]),
-        "{listed}"
-    );
-    server
-        .control(&["-q", "set_permissions", "guest", ".*", ".*", ".*"])
-        .expect("rights");
-    assert_eq!(
-        ids(&cli.json(&["dead-letters", "list"])).len(),
-        2,
-        "what was not looked at was not counted"
-    );
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_message_stays_if_its_copy_is_refused() {
     let fixture = fixture(Broker::RabbitMq).await;
@@ -797,26 +553,27 @@ async fn a_message_stays_if_its_copy_is_refused() {
         .await;
     fixture.consume(PaymentProvider::Judges, 0, 2, 0).await;
     crate::fixture::delete(&fixture.cli.name).await;
-    let said = fixture
+    let output = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(3);
-    said.prints("does not exist or is full")
+    output
+        .prints("does not exist or is full")
         .prints("0 redriven, 1 left");
     fixture.until_there_are(2, ".dead-letters").await;
-    let act = fixture.json(&["audit"]).await[0].clone();
+    let action = fixture.json(&["audit"]).await[0].clone();
     assert_eq!(
-        act["stage"], "not-sent",
-        "its marker was freed, and no copy stands"
+        action["stage"], "not-sent",
+        "its marker was released, and no copy was published"
     );
     // Either may be first.
-    let first = act["id"].as_str().expect("an id");
+    let first = action["id"].as_str().expect("an id");
     assert_eq!(
         fixture.json(&["marker", "show", first]).await["state"],
         "cleared"
     );
     // The consumer declares the queue again; no message is lost.
-    crate::fixture::declare_as_the_source_does(&fixture.cli.name).await;
+    crate::fixture::declare_like_the_source(&fixture.cli.name).await;
     fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
@@ -830,7 +587,7 @@ async fn a_message_stays_if_its_copy_is_refused() {
 async fn messages_without_body_are_skipped_and_copies_keep_their_partition() {
     let fixture = fixture(Broker::Kafka).await;
     let name = fixture.cli.name.clone();
-    let set_aside =
+    let publish_dead_letter =
         |id: &'static str, partition: i32, omitted: &'static [(&'static str, &'static str)]| {
             let (fixture, name, origin) = (
                 &fixture,
@@ -854,21 +611,22 @@ async fn messages_without_body_are_skipped_and_copies_keep_their_partition() {
                     .await;
             }
         };
-    set_aside("large", 0, &[("oncegate-body-omitted", "2000000")]).await;
-    set_aside("first", 0, &[]).await;
-    set_aside("second", 1, &[]).await;
-    set_aside("gone", 9, &[]).await;
-    let said = fixture
+    publish_dead_letter("large", 0, &[("oncegate-body-omitted", "2000000")]).await;
+    publish_dead_letter("first", 0, &[]).await;
+    publish_dead_letter("second", 1, &[]).await;
+    publish_dead_letter("gone", 9, &[]).await;
+    let output = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1);
-    let said = said
+    let output = output
         .prints("body of 2000000 bytes")
         .prints("3 redriven, 1 left");
     assert!(
-        said.out
+        output
+            .out
             .contains(&format!("complete message is {name}/0/7")),
-        "it says where the whole one is: {said:?}"
+        "the output names the complete message: {output:?}"
     );
     assert_eq!(
         ids(&fixture.json(&["dead-letters", "list"]).await),
@@ -896,7 +654,7 @@ async fn messages_without_body_are_skipped_and_copies_keep_their_partition() {
     );
     assert!(
         partition("gone").is_some(),
-        "to another one, where its own is gone: {sent}"
+        "sent to another partition, since its own does not exist: {sent}"
     );
     fixture.end().await;
 }
@@ -1000,7 +758,11 @@ async fn ids_without_a_marker_are_redriven(broker: Broker) {
     let ours = headers.iter().filter(|name| {
         name.starts_with("oncegate-") || (name.starts_with("x-") && **name != "x-delivery-count")
     });
-    assert_eq!(ours.count(), 0, "it begins anew: {copy}");
+    assert_eq!(
+        ours.count(),
+        0,
+        "the copy has no header of earlier deliveries: {copy}"
+    );
     fixture.cli.configure(&fixture.settings());
     let left = if broker == Broker::Kafka { 1 } else { 0 };
     fixture.consume(PaymentProvider::Works, 1, left, 0).await;

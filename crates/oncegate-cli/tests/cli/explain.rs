@@ -33,7 +33,7 @@ async fn explains_each_outcome(broker: Broker) {
         .publish(&[("twice", "works"), ("charged", "another card")])
         .await;
     fixture.consume(PaymentProvider::Judges, 2, 2, 1).await;
-    let told = async |id: &str, verdict: &str, words: &[&str]| {
+    let assert_explained = async |id: &str, verdict: &str, words: &[&str]| {
         let explanation = fixture.json(&["explain", id]).await;
         assert_eq!(explanation["verdict"], verdict, "{explanation}");
         for word in words {
@@ -44,19 +44,22 @@ async fn explains_each_outcome(broker: Broker) {
         }
         explanation
     };
-    let twice = told(
+    let twice = assert_explained(
         "twice",
         "handled",
-        &["Not twice, because", "duplicate leaves no trace"],
+        &[
+            "accepted without calling the handler",
+            "duplicate leaves no trace",
+        ],
     )
     .await;
     assert!(
         twice["dead_letters"].as_array().is_some_and(Vec::is_empty),
         "{twice}"
     );
-    let charged = told("charged", "handled", &["ANOTHER BODY", "conflict"]).await;
+    let charged = assert_explained("charged", "handled", &["ANOTHER BODY", "conflict"]).await;
     assert_eq!(charged["dead_letters"][0]["reason"], "conflict");
-    let declined = told(
+    let declined = assert_explained(
         "declined",
         "dead-lettered",
         &[
@@ -73,7 +76,7 @@ async fn explains_each_outcome(broker: Broker) {
         ),
         (&"rejected".into(), &"waiting".into())
     );
-    let silent = told(
+    let silent = assert_explained(
         "silent",
         "in-doubt",
         &[
@@ -84,12 +87,25 @@ async fn explains_each_outcome(broker: Broker) {
     )
     .await;
     assert_eq!(silent["in_doubt"][0]["reason"], "in-doubt-handler-reported");
-    told(
+    assert_explained(
         "nobody",
         "unknown",
-        &["Nothing is known about this id", "scope and the prefix"],
+        &[
+            "Nothing is known about this id",
+            "removed without this tool",
+            "scope and the prefix",
+        ],
     )
     .await;
+    // What remains of a message whose attempts are exhausted, if its dead letter was purged.
+    write_marker(&fixture.cli, "purged", Some("v1 c 5 0 0 u")).await;
+    assert_explained(
+        "purged",
+        "will-run-again",
+        &["if it is still in the broker", "removed without this tool"],
+    )
+    .await;
+    write_marker(&fixture.cli, "purged", None).await;
     if broker == Broker::Kafka {
         let copies = fixture.json(&["explain", "twice", "--copies"]).await;
         assert_eq!(
@@ -148,7 +164,7 @@ async fn explains_each_outcome(broker: Broker) {
         ])
         .await
         .exits_with(0);
-    told(
+    assert_explained(
         "declined",
         "sent-back",
         &["ann sent it back", "dead-letters redrive"],
@@ -166,7 +182,7 @@ async fn explains_each_outcome(broker: Broker) {
         ])
         .await
         .exits_with(0);
-    told(
+    assert_explained(
         "silent",
         "handled",
         &["bob recorded that", "in-doubt resolve"],
@@ -185,7 +201,7 @@ async fn explains_each_outcome(broker: Broker) {
             if broker == Broker::Kafka { 1 } else { 0 },
         )
         .await;
-    told("declined", "handled", &["ann"]).await;
+    assert_explained("declined", "handled", &["ann"]).await;
     fixture
         .run(&["explain", "declined"])
         .await
@@ -197,7 +213,7 @@ async fn explains_each_outcome(broker: Broker) {
         .run(&["marker", "forget", "twice", "--yes", "--as", "cleo"])
         .await
         .exits_with(0);
-    told("twice", "unknown", &["cleo forgot it", "it was done"]).await;
+    assert_explained("twice", "unknown", &["cleo forgot it", "it was done"]).await;
     fixture.end().await;
 }
 
@@ -216,18 +232,19 @@ async fn explains_dropped_messages_and_names_what_was_not_checked() {
         "oncegate.toml",
         &format!("[store]\nurl = \"redis://127.0.0.1:1\"\n{settings}"),
     );
-    let said = fixture.run(&["explain", "a", "--json"]).await.exits_with(3);
-    let explanation = said.json();
-    assert_eq!(explanation["verdict"], "not-seen");
+    let output = fixture.run(&["explain", "a", "--json"]).await.exits_with(3);
+    let explanation = output.json();
+    assert_eq!(explanation["verdict"], "store-unreadable");
     assert!(
-        explanation["not_examined"]
+        explanation["not_checked"]
             .as_array()
             .is_some_and(|parts| parts.len() == 2),
         "the store and its audit: {explanation}"
     );
     cli.configure(&settings.replace(&cli.name, "no-such-queue"));
-    let said = fixture.run(&["explain", "a"]).await.exits_with(3);
-    said.prints("dropped by an operator")
+    let output = fixture.run(&["explain", "a"]).await.exits_with(3);
+    output
+        .prints("dropped by an operator")
         .prints("`no-such-queue.dead-letters` does not exist");
     fixture.end().await;
 }
@@ -276,15 +293,15 @@ fn plan_refuses_impossible_numbers() {
     }
 }
 
-/// Without a marker the tool must not invent what happened.
+/// Without a marker an old action proves nothing about later deliveries.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn actions_older_than_the_window_prove_nothing() {
+async fn explain_ignores_actions_older_than_the_window() {
     let fixture = Arc::new(BrokerFixture::on(Broker::Kafka).await);
     fixture
         .publish(&[("a", "declined"), ("b", "declined"), ("c", "declined")])
         .await;
     fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
-    let told = async |id: &str, verdict: &str, words: &str| {
+    let assert_explained = async |id: &str, verdict: &str, words: &str| {
         let explanation = fixture.json(&["explain", id]).await;
         assert_eq!(explanation["verdict"], verdict, "{explanation}");
         assert!(
@@ -310,8 +327,8 @@ async fn actions_older_than_the_window_prove_nothing() {
         .run(&["dead-letters", "drop", "--id", "b", "--yes", "--as", "bob"])
         .await
         .exits_with(0);
-    told("a", "sent-back", "ann sent it back").await;
-    told("b", "dropped", "bob dropped it").await;
+    assert_explained("a", "sent-back", "ann sent it back").await;
+    assert_explained("b", "dropped", "bob dropped it").await;
     for id in ["a", "b", "c"] {
         write_marker(&fixture.cli, id, None).await;
     }
@@ -321,9 +338,9 @@ async fn actions_older_than_the_window_prove_nothing() {
             .settings()
             .replace("[kafka]", "dedup-window = \"1ms\"\n[kafka]"),
     );
-    told("a", "unknown", "longer ago than the window of 1 ms").await;
-    told("b", "unknown", "longer ago than the window of 1 ms").await;
-    told(
+    assert_explained("a", "unknown", "longer ago than the window of 1 ms").await;
+    assert_explained("b", "unknown", "longer ago than the window of 1 ms").await;
+    assert_explained(
         "c",
         "dead-lettered",
         "was handled before or since is unknown",
@@ -334,7 +351,7 @@ async fn actions_older_than_the_window_prove_nothing() {
 
 /// The last of several actions on one id decides.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_last_action_decides() {
+async fn explain_uses_the_last_action() {
     let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
     fixture
         .publish(&[("a", "declined"), ("b", "declined")])
@@ -357,7 +374,7 @@ async fn the_last_action_decides() {
     let gone = explanation("b").await;
     assert_eq!(
         gone["verdict"], "dead-lettered",
-        "it was sent back, and is not on its way any more: {gone}"
+        "its copy was rejected again: {gone}"
     );
     // Completed by an operator, forgotten, then handled.
     let says = |explanation: &serde_json::Value| {
@@ -377,7 +394,7 @@ async fn the_last_action_decides() {
         .exits_with(0);
     assert!(
         says(&explanation("c").await).contains("dora forgot it"),
-        "and that is not lost with the id"
+        "the audit keeps the action by the hash of the id"
     );
     fixture.cli.ask("c", Ask::Claim, 1, 0, terms()).await;
     fixture
@@ -393,7 +410,7 @@ async fn the_last_action_decides() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn dead_letters_are_no_duplicates_and_control_characters_are_not_printed() {
+async fn dead_letters_are_not_counted_as_duplicates_and_control_characters_are_replaced() {
     let fixture = Arc::new(BrokerFixture::on(Broker::Kafka).await);
     // One payment, and another one with its id.
     fixture
@@ -424,14 +441,14 @@ async fn dead_letters_are_no_duplicates_and_control_characters_are_not_printed()
             &headers,
         )
         .await;
-    let said = fixture
+    let output = fixture
         .run(&["explain", "b", "--as", "\u{1b}[2J"])
         .await
         .exits_with(0)
         .prints("[2Jgone");
     assert!(
-        !said.out.contains('\u{1b}') && !said.out.contains("\nb: handled"),
-        "{said:?}"
+        !output.out.contains('\u{1b}') && !output.out.contains("\nb: handled"),
+        "{output:?}"
     );
     fixture.end().await;
 }
@@ -441,17 +458,17 @@ async fn explain_claims_only_the_configured_guarantee() {
     let cli = TestCli::new();
     cli.run(&["marker", "complete", "a", "--yes"]).exits_with(0);
     cli.ask("b", Ask::Complete, 1, 1, terms()).await;
-    let said = cli
+    let output = cli
         .run(&["explain", "b"])
         .exits_with(0)
         .prints("may have run more than once");
-    assert!(!said.out.contains("handled, once"), "{said:?}");
+    assert!(!output.out.contains("handled, once"), "{output:?}");
     cli.configure("[gate]\nguarantee = \"at-most-once\"\n");
-    let said = cli
+    let output = cli
         .run(&["explain", "b"])
         .exits_with(0)
         .prints("b: handled, once");
-    assert!(!said.out.contains("more than once"), "{said:?}");
+    assert!(!output.out.contains("more than once"), "{output:?}");
     cli.configure("[kafka]\nbrokers = \"127.0.0.1:1\"\n");
     cli.run(&["explain", "b"])
         .exits_with(2)
@@ -486,7 +503,7 @@ async fn explain_ignores_actions_of_other_scopes() {
     let audit = cli.json(&["audit", "--id", "order-1"]);
     assert_eq!(
         audit[0]["scope"], "ledger",
-        "the audit itself tells of all: {audit}"
+        "`audit` shows all scopes: {audit}"
     );
     cli.run(&["marker", "complete", "order-2", "--yes", "--as", "bob"])
         .exits_with(0);
@@ -499,10 +516,11 @@ async fn explain_ignores_actions_of_other_scopes() {
         ("", vec!["cleo"]),
     ] {
         let audit = cli.json(&["audit", "--scope", scope]);
-        let acts = audit.as_array().expect("a list");
+        let actions = audit.as_array().expect("a list");
         assert_eq!(
-            acts.iter()
-                .map(|act| act["who"].as_str().expect("a name"))
+            actions
+                .iter()
+                .map(|action| action["who"].as_str().expect("a name"))
                 .collect::<Vec<_>>(),
             who,
             "{scope:?}: {audit}"
@@ -514,7 +532,7 @@ async fn explain_ignores_actions_of_other_scopes() {
 #[test]
 fn an_unknown_number_is_explained_with_its_id() {
     let cli = TestCli::on_sqlite();
-    std::fs::write(cli.path("markers.db"), "").expect("the directory is ours");
+    std::fs::write(cli.path("markers.db"), "").expect("the directory is writable");
     cli.configure("[gate]\nid = \"json /id\"\n");
     cli.run(&["marker", "complete", "7", "--yes"]).exits_with(0);
     cli.run(&["explain", "7.0"]).exits_with(0).prints(
@@ -527,7 +545,7 @@ fn an_unknown_number_is_explained_with_its_id() {
         ("8.0", "message-id"),
     ] {
         cli.configure(&format!("[gate]\nid = \"{source}\"\n"));
-        let said = cli.run(&["explain", id]).exits_with(0);
-        assert!(!said.out.contains("JSON number"), "{said:?}");
+        let output = cli.run(&["explain", id]).exits_with(0);
+        assert!(!output.out.contains("JSON number"), "{output:?}");
     }
 }

@@ -1,31 +1,32 @@
 //! A topic or queue of its own, and a consumer that charges payments from it.
 
+mod brokers;
+
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use lapin::BasicProperties;
 use lapin::options::{
-    BasicGetOptions, BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions,
-    QueueDeleteOptions,
+    BasicPublishOptions, ConfirmSelectOptions, QueueDeclareOptions, QueueDeleteOptions,
 };
-use lapin::types::{AMQPValue, FieldTable};
-use lapin::{BasicProperties, Channel, Connection, ConnectionProperties};
-use oncegate::{
-    Connect, ConnectOptions, Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka,
-    RabbitMq, Source, Store,
-};
+use lapin::types::FieldTable;
+use oncegate::{Consumer, Context, Failure, Guarantee, Handler, IdSource, Kafka, RabbitMq, Store};
 use oncegate_testkit::operations::SECOND;
-use rdkafka::ClientConfig;
-use rdkafka::admin::{AdminClient, AdminOptions, NewTopic, TopicReplication};
-use rdkafka::client::DefaultClientContext;
+use rdkafka::admin::{AdminOptions, NewTopic, TopicReplication};
 use rdkafka::consumer::{BaseConsumer, Consumer as _};
 use rdkafka::message::{Header, OwnedHeaders};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 
+pub(crate) use brokers::{
+    admin, bodies, config, create_topics, declare, declare_at, declare_like_the_source, delete,
+    groups, kafka, open, publish_properties, rabbitmq, take_all, text,
+};
+
 use crate::cli::{CommandOutput, TestCli};
 
-/// Generous, since other tests share the machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+/// The time limit of each wait: long, since other tests share the machine.
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// The body limit of the consumer, in bytes.
 pub(crate) const BODY_LIMIT: usize = 10_000;
@@ -71,7 +72,7 @@ impl Handler for Charge {
             _ => {
                 self.charged
                     .lock()
-                    .expect("nobody panicked")
+                    .expect("the lock is not poisoned")
                     .push(cx.id().to_owned());
                 Ok(())
             }
@@ -104,15 +105,15 @@ impl BrokerFixture {
                 let keeping = |name| {
                     NewTopic::new(name, 2, TopicReplication::Fixed(1)).set("retention.ms", "-1")
                 };
-                let aside = [format!("{name}.dead-letters"), format!("{name}.in-doubt")];
+                let destinations = [format!("{name}.dead-letters"), format!("{name}.in-doubt")];
                 create_topics(&[
                     NewTopic::new(name, 2, TopicReplication::Fixed(1)),
-                    keeping(&aside[0]),
-                    keeping(&aside[1]),
+                    keeping(&destinations[0]),
+                    keeping(&destinations[1]),
                 ])
                 .await;
             }
-            Broker::RabbitMq => declare_as_the_source_does(name).await,
+            Broker::RabbitMq => declare_like_the_source(name).await,
         }
         fixture.cli.configure(&fixture.settings());
         fixture
@@ -159,7 +160,7 @@ impl BrokerFixture {
         };
         tokio::task::spawn_blocking(run)
             .await
-            .expect("no panic inside")
+            .expect("the task does not panic")
     }
 
     pub(crate) async fn json(self: &Arc<Self>, arguments: &[&str]) -> serde_json::Value {
@@ -198,7 +199,7 @@ impl BrokerFixture {
                     })
                     .collect();
                 for sent in sent {
-                    sent.await.expect("an answer").expect("it is taken");
+                    sent.await.expect("an answer").expect("confirmed");
                 }
             }
             Broker::RabbitMq => {
@@ -276,7 +277,10 @@ impl BrokerFixture {
                     .key(key)
                     .payload(body)
                     .headers(written);
-                producer.send(record, PATIENCE).await.expect("it is taken");
+                producer
+                    .send(record, TEST_TIMEOUT)
+                    .await
+                    .expect("confirmed");
             }
             Broker::RabbitMq => {
                 let table: BTreeMap<_, _> = headers
@@ -303,7 +307,7 @@ impl BrokerFixture {
         in_doubt: u64,
     ) {
         let until = async {
-            let begun = Instant::now();
+            let started = Instant::now();
             loop {
                 let is = (
                     self.charged().len(),
@@ -314,7 +318,7 @@ impl BrokerFixture {
                     return;
                 }
                 assert!(
-                    begun.elapsed() < PATIENCE,
+                    started.elapsed() < TEST_TIMEOUT,
                     "{is:?}, not {:?}",
                     (charged, dead_letters, in_doubt)
                 );
@@ -400,7 +404,10 @@ impl BrokerFixture {
     }
 
     pub(crate) fn charged(&self) -> Vec<String> {
-        self.charged.lock().expect("nobody panicked").clone()
+        self.charged
+            .lock()
+            .expect("the lock is not poisoned")
+            .clone()
     }
 
     /// The number of messages in the topic or queue with this suffix; on RabbitMQ without
@@ -418,14 +425,14 @@ impl BrokerFixture {
                     .expect("a consumer");
                 let ends = (0..2).map(|partition| {
                     consumer
-                        .fetch_watermarks(&name, partition, PATIENCE)
+                        .fetch_watermarks(&name, partition, TEST_TIMEOUT)
                         .expect("watermarks")
                 });
                 ends.map(|(low, high)| u64::try_from(high - low).expect("not negative"))
                     .sum()
             })
             .await
-            .expect("no panic inside"),
+            .expect("the task does not panic"),
             Broker::RabbitMq => {
                 let (connection, channel) = open().await;
                 let passive = QueueDeclareOptions {
@@ -454,13 +461,16 @@ impl BrokerFixture {
 
     /// Like [`Self::until_there_are`], by name.
     pub(crate) async fn until(&self, name: &str, count: u64) {
-        let begun = Instant::now();
+        let started = Instant::now();
         loop {
             let is = self.count_in(name.to_owned()).await;
             if is == count {
                 return;
             }
-            assert!(begun.elapsed() < PATIENCE, "{is} in {name}, not {count}");
+            assert!(
+                started.elapsed() < TEST_TIMEOUT,
+                "{is} in {name}, not {count}"
+            );
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -492,252 +502,4 @@ impl BrokerFixture {
             }
         }
     }
-}
-
-/// The queue and its destinations.
-pub(crate) async fn declare_as_the_source_does(queue: &str) {
-    let source = RabbitMq::queue(queue)
-        .url(rabbitmq())
-        .connect(ConnectOptions::default())
-        .await
-        .expect("the queues are declared");
-    let source: Box<dyn Source> = Box::new(source);
-    source
-        .close(Instant::now() + PATIENCE)
-        .await
-        .expect("a clean end");
-}
-
-pub(crate) async fn create_topics(topics: &[NewTopic<'_>]) {
-    let created = admin()
-        .create_topics(
-            topics,
-            &AdminOptions::new().operation_timeout(Some(PATIENCE)),
-        )
-        .await;
-    created
-        .expect("Kafka answers")
-        .into_iter()
-        .for_each(|topic| drop(topic.expect("a topic that is new")));
-    let names: Vec<String> = topics.iter().map(|topic| topic.name.to_owned()).collect();
-    // The broker confirms the creation of a topic before metadata requests find it.
-    let asked = tokio::task::spawn_blocking(move || {
-        let consumer: BaseConsumer = config()
-            .set("group.id", "counting")
-            .create()
-            .expect("a consumer");
-        let begun = Instant::now();
-        for name in names {
-            while consumer
-                .fetch_watermarks(&name, 1, Duration::from_secs(5))
-                .is_err()
-            {
-                assert!(
-                    begun.elapsed() < PATIENCE,
-                    "the new topic {name} is not there"
-                );
-                std::thread::sleep(Duration::from_millis(50));
-            }
-        }
-    });
-    asked.await.expect("no panic inside");
-}
-
-pub(crate) fn kafka() -> String {
-    oncegate_testkit::kafka_brokers().expect("ONCEGATE_KAFKA is set")
-}
-
-pub(crate) fn rabbitmq() -> String {
-    oncegate_testkit::rabbitmq_url().expect("ONCEGATE_RABBITMQ is set")
-}
-
-pub(crate) fn config() -> ClientConfig {
-    let mut config = ClientConfig::new();
-    config.set("bootstrap.servers", kafka());
-    config
-}
-
-pub(crate) fn admin() -> AdminClient<DefaultClientContext> {
-    config().create().expect("an admin client")
-}
-
-/// Publishes a persistent message to a queue at this URL, and waits for its confirmation.
-pub(crate) async fn publish_properties(
-    url: &str,
-    queue: &str,
-    body: &str,
-    properties: BasicProperties,
-) {
-    let (connection, channel) = open_at(url).await;
-    channel
-        .confirm_select(ConfirmSelectOptions::default())
-        .await
-        .expect("confirms");
-    let (options, properties) = (
-        BasicPublishOptions::default(),
-        properties.with_delivery_mode(2),
-    );
-    let published = channel.basic_publish(
-        "".into(),
-        queue.into(),
-        options,
-        body.as_bytes(),
-        properties,
-    );
-    assert!(
-        published
-            .await
-            .expect("a channel")
-            .await
-            .expect("an answer")
-            .is_ack()
-    );
-    connection
-        .close(200, "OK".into())
-        .await
-        .expect("a clean end");
-}
-
-pub(crate) fn text(text: &str) -> AMQPValue {
-    AMQPValue::LongString(text.into())
-}
-
-pub(crate) async fn open() -> (Connection, Channel) {
-    open_at(&rabbitmq()).await
-}
-
-async fn open_at(url: &str) -> (Connection, Channel) {
-    let connection = Connection::connect(url, ConnectionProperties::default())
-        .await
-        .expect("RabbitMQ answers");
-    let channel = connection.create_channel().await.expect("a channel");
-    (connection, channel)
-}
-
-/// Consumes all messages of a queue: body, redelivered flag and delivery count.
-pub(crate) async fn take_all(queue: &str) -> Vec<(String, bool, i64)> {
-    let (connection, channel) = open().await;
-    let mut all = Vec::new();
-    while let Some(message) = channel
-        .basic_get(queue.into(), BasicGetOptions { no_ack: true })
-        .await
-        .expect("the queue")
-    {
-        let delivery = message.delivery;
-        let headers = delivery.properties.headers().clone().unwrap_or_default();
-        let count = headers
-            .inner()
-            .get("x-delivery-count")
-            .and_then(|it| it.as_long_long_int())
-            .unwrap_or(0);
-        all.push((
-            String::from_utf8_lossy(&delivery.data).into_owned(),
-            delivery.redelivered,
-            count,
-        ));
-    }
-    connection
-        .close(200, "OK".into())
-        .await
-        .expect("a clean end");
-    all
-}
-
-/// Declares a durable queue with these arguments and delivery limit.
-pub(crate) async fn declare(queue: &str, arguments: &[(&str, &str)], limit: Option<i32>) {
-    declare_at(&rabbitmq(), queue, arguments, limit).await;
-}
-
-pub(crate) async fn declare_at(
-    url: &str,
-    queue: &str,
-    arguments: &[(&str, &str)],
-    limit: Option<i32>,
-) {
-    let (connection, channel) = open_at(url).await;
-    let mut table = FieldTable::default();
-    for (name, value) in arguments {
-        table.insert((*name).into(), AMQPValue::LongString((*value).into()));
-    }
-    if let Some(limit) = limit {
-        table.insert("x-delivery-limit".into(), AMQPValue::LongInt(limit));
-    }
-    let durable = QueueDeclareOptions {
-        durable: true,
-        ..QueueDeclareOptions::default()
-    };
-    channel
-        .queue_declare(queue.into(), durable, table)
-        .await
-        .expect("a new queue");
-    connection
-        .close(200, "OK".into())
-        .await
-        .expect("a clean end");
-}
-
-pub(crate) async fn delete(queue: &str) {
-    let (connection, channel) = open().await;
-    channel
-        .queue_delete(queue.into(), QueueDeleteOptions::default())
-        .await
-        .expect("deleting is idempotent");
-    connection
-        .close(200, "OK".into())
-        .await
-        .expect("a clean end");
-}
-
-/// The bodies in a topic with two partitions, up to its current end.
-pub(crate) async fn bodies(topic: &str) -> Vec<Option<Vec<u8>>> {
-    use rdkafka::message::Message;
-    let topic = topic.to_owned();
-    let read = tokio::task::spawn_blocking(move || {
-        let consumer: BaseConsumer = config()
-            .set("group.id", "counting")
-            .set("enable.auto.commit", "false")
-            .create()
-            .expect("a consumer");
-        let mut assigned = rdkafka::TopicPartitionList::new();
-        let mut left = 0;
-        for partition in 0..2 {
-            let (low, high) = consumer
-                .fetch_watermarks(&topic, partition, PATIENCE)
-                .expect("watermarks");
-            left += high - low;
-            assigned
-                .add_partition_offset(&topic, partition, rdkafka::Offset::Beginning)
-                .expect("an offset");
-        }
-        consumer.assign(&assigned).expect("assigned");
-        let mut bodies = Vec::new();
-        while left > 0 {
-            let message = consumer
-                .poll(PATIENCE)
-                .expect("a message in time")
-                .expect("a message");
-            bodies.push(message.payload().map(<[u8]>::to_vec));
-            left -= 1;
-        }
-        bodies
-    });
-    read.await.expect("no panic inside")
-}
-
-/// The names of all groups on Kafka.
-pub(crate) async fn groups() -> Vec<String> {
-    let listed = tokio::task::spawn_blocking(|| {
-        let consumer: BaseConsumer = config()
-            .set("group.id", "counting")
-            .create()
-            .expect("a consumer");
-        let list = consumer
-            .fetch_group_list(None, PATIENCE)
-            .expect("the groups");
-        list.groups()
-            .iter()
-            .map(|group| group.name().to_owned())
-            .collect()
-    });
-    listed.await.expect("no panic inside")
 }

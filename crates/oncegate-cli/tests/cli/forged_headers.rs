@@ -35,7 +35,7 @@ const FORGED: [(&str, &str); 6] = [
 ];
 
 /// A fixture in which `victim` is rejected and its dead letter was dropped.
-async fn with_a_rejected_victim(broker: Broker) -> Arc<BrokerFixture> {
+async fn fixture_with_rejected_victim(broker: Broker) -> Arc<BrokerFixture> {
     let fixture = Arc::new(BrokerFixture::on(broker).await);
     fixture.publish(&[("victim", "declined")]).await;
     fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
@@ -47,11 +47,11 @@ async fn with_a_rejected_victim(broker: Broker) -> Arc<BrokerFixture> {
     fixture
 }
 
-async fn is_still_rejected(fixture: &Arc<BrokerFixture>) {
+async fn assert_victim_is_rejected(fixture: &Arc<BrokerFixture>) {
     assert_eq!(
         fixture.json(&["marker", "show", "victim"]).await["state"],
         "rejected",
-        "the marker of another id was sent back"
+        "the marker of another id was released"
     );
 }
 
@@ -66,7 +66,7 @@ fn values(listed: &Value, name: &str) -> Vec<Value> {
 }
 
 async fn redrive_ignores_a_forged_id(broker: Broker) {
-    let fixture = with_a_rejected_victim(broker).await;
+    let fixture = fixture_with_rejected_victim(broker).await;
     let name = fixture.cli.name.clone();
     fixture.publish_with(&name, BODY, &FORGED).await;
     let large = "x".repeat(BODY_LIMIT + 1);
@@ -108,20 +108,20 @@ async fn redrive_ignores_a_forged_id(broker: Broker) {
             .await)
         .len(),
         2,
-        "nothing is sent in the year 2100"
+        "a forged time in the future is ignored"
     );
     fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(0)
         .prints("2 redriven");
-    is_still_rejected(&fixture).await;
+    assert_victim_is_rejected(&fixture).await;
     fixture.end().await;
 }
 
 /// Too large for the gate, so that oncegate wrote no id: the id comes from the producer.
 async fn redrive_skips_another_body_under_a_rejected_id(broker: Broker) {
-    let fixture = with_a_rejected_victim(broker).await;
+    let fixture = fixture_with_rejected_victim(broker).await;
     let large = "x".repeat(BODY_LIMIT + 1);
     fixture
         .publish_to(
@@ -139,13 +139,14 @@ async fn redrive_skips_another_body_under_a_rejected_id(broker: Broker) {
             0,
         )
         .await;
-    let said = fixture
+    let output = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1);
-    said.prints("its id was used for another body; select it with --id")
+    output
+        .prints("its id was used for another body; select it with --id")
         .prints("0 redriven, 1 left");
-    is_still_rejected(&fixture).await;
+    assert_victim_is_rejected(&fixture).await;
     fixture
         .run(&["dead-letters", "redrive", "--id", "victim", "--yes"])
         .await
@@ -156,9 +157,9 @@ async fn redrive_skips_another_body_under_a_rejected_id(broker: Broker) {
 
 async fn explain_ignores_forged_ids_of_copies(broker: Broker) {
     if broker == Broker::RabbitMq {
-        return; // A queue keeps nothing that could be counted.
+        return; // A queue keeps no consumed messages to count.
     }
-    let fixture = with_a_rejected_victim(broker).await;
+    let fixture = fixture_with_rejected_victim(broker).await;
     fixture
         .publish_to(&fixture.cli.name, "another", BODY, &FORGED)
         .await;
@@ -214,14 +215,14 @@ async fn broker_dead_letters(
     publish_properties(&rabbitmq(), name, BODY, properties).await;
     if by == DeathCause::Rejection {
         let (connection, channel) = open().await;
-        let taken = channel
+        let message = channel
             .basic_get(name.as_str().into(), BasicGetOptions::default())
             .await
             .expect("the queue")
             .expect("a message");
         channel
             .basic_reject(
-                taken.delivery.delivery_tag,
+                message.delivery.delivery_tag,
                 BasicRejectOptions { requeue: false },
             )
             .await
@@ -235,7 +236,7 @@ async fn broker_dead_letters(
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn redrive_ignores_forged_headers_of_rabbitmq_dead_letters() {
-    let fixture = with_a_rejected_victim(Broker::RabbitMq).await;
+    let fixture = fixture_with_rejected_victim(Broker::RabbitMq).await;
     let name = fixture.cli.name.clone();
     let origin = [("oncegate-origin", text("theirs"))];
     broker_dead_letters(&fixture, "expired", DeathCause::Expiration, &origin).await;
@@ -289,7 +290,7 @@ async fn redrive_ignores_forged_headers_of_rabbitmq_dead_letters() {
         .await
         .exits_with(0)
         .prints("4 redriven");
-    is_still_rejected(&fixture).await;
+    assert_victim_is_rejected(&fixture).await;
     fixture.consume(PaymentProvider::Works, 4, 0, 0).await;
     let mut charged = fixture.charged();
     charged.sort();

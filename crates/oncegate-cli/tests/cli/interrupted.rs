@@ -14,7 +14,7 @@ on_both_brokers!(
     a_redrive_survives_sigkill_at_each_step,
     sigterm_ends_a_redrive_after_the_current_message,
     a_resolve_survives_sigkill_before_its_audit_line,
-    a_sent_message_that_was_not_removed_is_not_sent_again_blindly,
+    a_sent_message_that_was_not_removed_is_deduplicated,
 );
 
 /// A fixture whose Redis is behind a proxy.
@@ -40,12 +40,12 @@ async fn kill_at(
     matches: RequestMatch,
     arguments: &[&str],
 ) {
-    let (met, mut meets) = tokio::sync::mpsc::unbounded_channel();
+    let (matched_tx, mut matched_rx) = tokio::sync::mpsc::unbounded_channel();
     proxy.inject_faults(move |request| {
         if !matches(request) {
             return RequestFault::Pass;
         }
-        let _ = met.send(());
+        let _ = matched_tx.send(());
         // Longer than the test.
         RequestFault::Delay(std::time::Duration::from_secs(3_600))
     });
@@ -55,11 +55,11 @@ async fn kill_at(
         .stdout(Stdio::null())
         .spawn()
         .expect("the program was built");
-    tokio::time::timeout(crate::fixture::PATIENCE, meets.recv())
+    tokio::time::timeout(crate::fixture::TEST_TIMEOUT, matched_rx.recv())
         .await
-        .expect("it comes to that")
+        .expect("the program sends the request in time")
         .expect("the proxy runs");
-    program.kill().expect("it runs still");
+    program.kill().expect("it is running");
     program.wait().expect("it ended");
     proxy.pass();
 }
@@ -82,9 +82,9 @@ async fn sigterm_ends_a_redrive_after_the_current_message(broker: Broker) {
         .publish(&[("a", "declined"), ("b", "declined"), ("c", "declined")])
         .await;
     fixture.consume(PaymentProvider::Judges, 0, 3, 0).await;
-    let (met, mut meets) = tokio::sync::mpsc::unbounded_channel();
+    let (matched_tx, mut matched_rx) = tokio::sync::mpsc::unbounded_channel();
     proxy.inject_faults(move |request| {
-        if !records_sent(request) || met.send(()).is_err() {
+        if !records_sent(request) || matched_tx.send(()).is_err() {
             return RequestFault::Pass;
         }
         // The signal arrives after the copy and before the removal of a message.
@@ -97,16 +97,16 @@ async fn sigterm_ends_a_redrive_after_the_current_message(broker: Broker) {
         .stderr(Stdio::piped())
         .spawn()
         .expect("the program was built");
-    tokio::time::timeout(crate::fixture::PATIENCE, meets.recv())
+    tokio::time::timeout(crate::fixture::TEST_TIMEOUT, matched_rx.recv())
         .await
-        .expect("it comes to that")
+        .expect("the program sends the request in time")
         .expect("the proxy runs");
-    drop(meets);
-    let told = Command::new("kill")
+    drop(matched_rx);
+    let assert_explained = Command::new("kill")
         .args(["-TERM", &program.id().to_string()])
         .status()
         .expect("there is a kill");
-    assert!(told.success());
+    assert!(assert_explained.success());
     let ended = tokio::task::spawn_blocking(|| program.wait_with_output().expect("it ended"))
         .await
         .expect("no panic");
@@ -169,11 +169,12 @@ async fn a_redrive_survives_sigkill_at_each_step(broker: Broker) {
     // Without a marker, a message that may have been sent is not sent again without a flag; with a
     // marker that records no effect, it is.
     write_marker(&fixture.cli, "c", None).await;
-    let said = fixture
+    let output = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1);
-    said.prints("an interrupted command may have sent it")
+    output
+        .prints("an interrupted command may have sent it")
         .prints("2 redriven, 1 left");
     let left = if broker == Broker::Kafka { 3 } else { 1 };
     fixture.consume(PaymentProvider::Works, 3, left, 0).await;
@@ -236,7 +237,7 @@ async fn a_resolve_survives_sigkill_before_its_audit_line(broker: Broker) {
 
 /// The reply to the last audit line is lost: on RabbitMQ the message stays, though the audit
 /// records that it was sent.
-async fn a_sent_message_that_was_not_removed_is_not_sent_again_blindly(broker: Broker) {
+async fn a_sent_message_that_was_not_removed_is_deduplicated(broker: Broker) {
     let (fixture, proxy) = fixture(broker).await;
     fixture.publish(&[("a", "declined")]).await;
     fixture.consume(PaymentProvider::Judges, 0, 1, 0).await;
@@ -261,7 +262,7 @@ async fn a_sent_message_that_was_not_removed_is_not_sent_again_blindly(broker: B
         .await;
     match broker {
         Broker::Kafka => {
-            assert_eq!(waits, [""; 0], "the audit alone says what became of it");
+            assert_eq!(waits, [""; 0], "the audit records that it was redriven");
             again.exits_with(0).prints("0 redriven, 0 left");
         }
         Broker::RabbitMq => {

@@ -33,14 +33,14 @@ fn keys(what: &str) -> [BTreeSet<&'static str>; 2] {
     if !row.contains("as in lists") {
         return of_row;
     }
-    let [always, perhaps] = of_row;
-    let [listed, perhaps_listed] = keys("an entry of `messages`");
-    [&always | &listed, &perhaps | &perhaps_listed]
+    let [required, optional] = of_row;
+    let [listed, optional_listed] = keys("an entry of `messages`");
+    [&required | &listed, &optional | &optional_listed]
 }
 
 #[track_caller]
-fn has_the_shape(value: &Value, what: &str) {
-    let [always, perhaps] = keys(what);
+fn assert_shape(value: &Value, what: &str) {
+    let [required, optional] = keys(what);
     let has: BTreeSet<&str> = value
         .as_object()
         .unwrap_or_else(|| panic!("no object: {value}"))
@@ -48,14 +48,14 @@ fn has_the_shape(value: &Value, what: &str) {
         .map(String::as_str)
         .collect();
     assert!(
-        always.is_subset(&has),
+        required.is_subset(&has),
         "{what} lacks {:?}: {value}",
-        always.difference(&has)
+        required.difference(&has)
     );
-    let known: BTreeSet<&str> = always.union(&perhaps).copied().collect();
+    let known: BTreeSet<&str> = required.union(&optional).copied().collect();
     assert!(
         has.is_subset(&known),
-        "{what} has {:?}, which the book does not know: {value}",
+        "{what} has {:?}, which the book does not document: {value}",
         has.difference(&known)
     );
 }
@@ -68,27 +68,27 @@ async fn the_book_documents_every_json_output() {
         .await;
     fixture.consume(PaymentProvider::Judges, 1, 1, 1).await;
     for id in ["a", "b", "c", "nobody"] {
-        has_the_shape(
+        assert_shape(
             &fixture.json(&["explain", id, "--copies"]).await,
             "`explain`",
         );
-        has_the_shape(
+        assert_shape(
             &fixture.json(&["marker", "show", id]).await,
             "`marker show`",
         );
     }
-    has_the_shape(&fixture.json(&["marker", "list"]).await, "`marker list`");
+    assert_shape(&fixture.json(&["marker", "list"]).await, "`marker list`");
     for destination in ["dead-letters", "in-doubt"] {
         let list = fixture.json(&[destination, "list"]).await;
-        has_the_shape(&list, "`dead-letters list`, `in-doubt list`");
-        has_the_shape(&list["messages"][0], "an entry of `messages`");
+        assert_shape(&list, "`dead-letters list`, `in-doubt list`");
+        assert_shape(&list["messages"][0], "an entry of `messages`");
         let id = if destination == "in-doubt" { "b" } else { "a" };
-        has_the_shape(
+        assert_shape(
             &fixture.json(&[destination, "show", id, "--body"]).await[0],
             "`dead-letters show`, `in-doubt show`",
         );
     }
-    let acts: [(&[&str], &str); 6] = [
+    let actions: [(&[&str], &str); 6] = [
         (
             &["dead-letters", "redrive", "--id", "a"],
             "`dead-letters redrive`, `drop`, `in-doubt resolve`",
@@ -108,36 +108,36 @@ async fn the_book_documents_every_json_output() {
             "`marker forget`, `complete`",
         ),
     ];
-    for (act, shape) in acts {
-        let name = act[..2].join(" ");
-        let shown: Vec<&str> = act.iter().copied().chain(["--json"]).collect();
+    for (action, shape) in actions {
+        let name = action[..2].join(" ");
+        let shown: Vec<&str> = action.iter().copied().chain(["--json"]).collect();
         let shown = fixture.run(&shown).await.json();
-        let done: Vec<&str> = act.iter().copied().chain(["--yes"]).collect();
+        let done: Vec<&str> = action.iter().copied().chain(["--yes"]).collect();
         let done = fixture.json(&done).await;
-        for (said, did) in [(&shown, false), (&done, act[2] != "nobody")] {
-            has_the_shape(said, shape);
+        for (output, changed) in [(&shown, false), (&done, action[2] != "nobody")] {
+            assert_shape(output, shape);
             assert_eq!(
-                (&said["action"], &said["changed"]),
-                (&name.as_str().into(), &did.into()),
-                "{said}"
+                (&output["action"], &output["changed"]),
+                (&name.as_str().into(), &changed.into()),
+                "{output}"
             );
-            for message in said["messages"].as_array().into_iter().flatten() {
-                has_the_shape(message, "an entry of `messages` after a change");
+            for message in output["messages"].as_array().into_iter().flatten() {
+                assert_shape(message, "an entry of `messages` after a change");
             }
         }
     }
-    for act in fixture.json(&["audit"]).await.as_array().expect("a list") {
-        has_the_shape(act, "an entry of `audit`");
+    for action in fixture.json(&["audit"]).await.as_array().expect("a list") {
+        assert_shape(action, "an entry of `audit`");
     }
     let doctor = fixture.run(&["doctor", "--json"]).await.json();
-    has_the_shape(&doctor, "`doctor`");
-    has_the_shape(&doctor["findings"][0], "an entry of `findings`");
+    assert_shape(&doctor, "`doctor`");
+    assert_shape(&doctor["findings"][0], "an entry of `findings`");
     let failed = fixture
         .run(&["dead-letters", "redrive", "--json"])
         .await
         .exits_with(2)
         .json();
-    has_the_shape(&failed, "a command that failed");
+    assert_shape(&failed, "a command that failed");
     assert_eq!(failed["code"], 2);
     fixture.end().await;
 }

@@ -8,7 +8,7 @@ use oncegate::marker::{Ask, Attempts, Effect, Guarantee, Marker, Terms, Verdict}
 use crate::cli::{TestCli, terms};
 
 /// One id in each state.
-pub(crate) async fn one_of_each(cli: &TestCli) {
+pub(crate) async fn write_one_marker_per_state(cli: &TestCli) {
     let body = Terms {
         fingerprint: Some(Fingerprint::new(42)),
         ..terms()
@@ -39,8 +39,8 @@ pub(crate) async fn one_of_each(cli: &TestCli) {
         .await;
 }
 
-/// State and description of each, and of an id that never existed.
-pub(crate) const TOLD: [(&str, &str, &str); 7] = [
+/// The id, state and a part of the description of each marker, and of an id without a marker.
+pub(crate) const MARKER_STATES: [(&str, &str, &str); 7] = [
     ("never", "absent", "never claimed"),
     (
         "held",
@@ -65,8 +65,8 @@ pub(crate) const TOLD: [(&str, &str, &str); 7] = [
 #[tokio::test]
 async fn each_marker_state_is_described() {
     let cli = TestCli::new();
-    one_of_each(&cli).await;
-    for (id, state, words) in TOLD {
+    write_one_marker_per_state(&cli).await;
+    for (id, state, words) in MARKER_STATES {
         let shown = cli.json(&["marker", "show", id]);
         assert_eq!(shown["state"], state, "{shown}");
         assert!(
@@ -88,7 +88,7 @@ async fn each_marker_state_is_described() {
 #[tokio::test]
 async fn markers_are_listed_by_state_without_internal_keys() {
     let cli = TestCli::new();
-    one_of_each(&cli).await;
+    write_one_marker_per_state(&cli).await;
     let keys = |listed: &serde_json::Value| {
         let mut keys: Vec<String> = listed["markers"]
             .as_array()
@@ -121,7 +121,7 @@ async fn markers_are_listed_by_state_without_internal_keys() {
     assert_eq!(
         keys(&cli.json(&["marker", "list"])),
         ["ledger|handled"],
-        "another scope's marker is another one"
+        "markers of other scopes are not listed"
     );
     assert_eq!(
         keys(&cli.json(&["marker", "list", "--every-scope"])).len(),
@@ -132,7 +132,7 @@ async fn markers_are_listed_by_state_without_internal_keys() {
 #[tokio::test]
 async fn forget_previews_and_audits() {
     let cli = TestCli::new();
-    one_of_each(&cli).await;
+    write_one_marker_per_state(&cli).await;
     cli.run(&["marker", "forget", "handled"])
         .exits_with(4)
         .prints("would be handled AGAIN")
@@ -140,7 +140,7 @@ async fn forget_previews_and_audits() {
     assert_eq!(
         cli.json(&["marker", "show", "handled"])["state"],
         "done",
-        "showing changes nothing"
+        "a preview changes nothing"
     );
     // The fence continues above the last attempt, which a done marker does not store.
     for (id, fence) in [("handled", 1_000_000), ("refused", 1)] {
@@ -174,30 +174,35 @@ async fn forget_previews_and_audits() {
         .exits_with(0)
         .prints("nothing to do");
     let audit = cli.json(&["audit"]);
-    let acts = audit.as_array().expect("a list");
-    assert_eq!(acts.len(), 2, "{audit}");
+    let actions = audit.as_array().expect("a list");
+    assert_eq!(actions.len(), 2, "{audit}");
     let expected = [
         ("handled", "done", "cleared, attempt 1000000"),
         ("refused", "rejected, attempt 1", "cleared, attempt 1"),
     ];
-    for (act, (id, before, after)) in acts.iter().zip(expected) {
-        let said = |name: &str| act[name].as_str().unwrap_or_default().to_owned();
+    for (action, (id, before, after)) in actions.iter().zip(expected) {
+        let output = |name: &str| action[name].as_str().unwrap_or_default().to_owned();
         let hashed = oncegate::MessageId::new(id)
             .expect("an id")
             .hashed()
             .to_string();
         assert_eq!(
-            [said("who"), said("what"), said("id")],
+            [output("who"), output("what"), output("id")],
             ["ann", "marker forget", hashed.as_str()],
-            "what is forgotten is not kept"
+            "the audit has only the hash of a forgotten id"
         );
         assert_eq!(
-            [said("before"), said("after"), said("stage"), said("why")],
+            [
+                output("before"),
+                output("after"),
+                output("stage"),
+                output("why")
+            ],
             [before, after, "done", "a test"]
         );
         assert!(
-            said("at").starts_with("20") && said("at").ends_with('Z'),
-            "{act}"
+            output("at").starts_with("20") && output("at").ends_with('Z'),
+            "{action}"
         );
     }
     assert_eq!(
@@ -236,7 +241,7 @@ async fn forget_previews_and_audits() {
 #[tokio::test]
 async fn completed_ids_do_not_run() {
     let cli = TestCli::new();
-    one_of_each(&cli).await;
+    write_one_marker_per_state(&cli).await;
     cli.run(&["marker", "complete", "unknown"])
         .exits_with(4)
         .prints("would count as handled");
@@ -290,7 +295,7 @@ async fn completion_keeps_the_fingerprint_and_accepts_any_id() {
 #[tokio::test]
 async fn no_change_without_an_audit() {
     let cli = TestCli::new();
-    one_of_each(&cli).await;
+    write_one_marker_per_state(&cli).await;
     let directory = cli.path("");
     cli.configure(&format!("[audit]\nfile = \"{}\"\n", directory.display()));
     cli.run(&["marker", "forget", "handled", "--yes"])
@@ -317,7 +322,7 @@ async fn no_change_without_an_audit() {
     assert_eq!(
         cli.json(&["audit"]).as_array().map(Vec::len),
         Some(1),
-        "both lines are one act"
+        "the two lines of an action are one entry"
     );
     assert!(
         cli.store()
@@ -325,7 +330,7 @@ async fn no_change_without_an_audit() {
             .await
             .expect("Redis answers")
             .is_empty(),
-        "the file alone"
+        "only the configured file is written"
     );
 }
 
@@ -382,6 +387,18 @@ async fn unreadable_markers_are_listed_and_unchanged() {
             "{explanation}"
         );
     }
+    let () = redis::cmd("SET")
+        .arg(format!("{}newer", cli.prefix()))
+        .arg("v2 d 17")
+        .query_async(&mut plain)
+        .await
+        .expect("set");
+    let newer = cli
+        .run(&["explain", "newer"])
+        .exits_with(0)
+        .prints(&format!("The key {}newer has", cli.prefix()))
+        .prints("(record version 2, this release reads 1): upgrade oncegate here");
+    assert!(!newer.out.contains("DEL "), "not to be deleted: {newer:?}");
     let seen = cli
         .store()
         .look(&oncegate::Key::new(
@@ -443,11 +460,11 @@ async fn the_documented_permissions_suffice() {
 #[test]
 fn errors_do_not_contain_the_store_password() {
     let cli = TestCli::at("redis://:s3cret@127.0.0.1:1");
-    let said = cli
+    let output = cli
         .run(&["marker", "show", "x"])
         .exits_with(3)
         .prints("127.0.0.1:1");
-    assert!(!format!("{said:?}").contains("s3cret"), "{said:?}");
+    assert!(!format!("{output:?}").contains("s3cret"), "{output:?}");
 }
 
 /// A record expires with the window; the output names a default window.
@@ -511,7 +528,7 @@ fn a_truncated_audit_line_affects_no_other_and_the_file_is_private() {
     );
     assert_eq!(mode & 0o777, 0o600);
     let whole = std::fs::read_to_string(&file).expect("the audit");
-    std::fs::write(&file, format!("{whole}{{\"act\":\"0")).expect("the file is ours");
+    std::fs::write(&file, format!("{whole}{{\"act\":\"0")).expect("the file is writable");
     cli.run(&["marker", "complete", "b", "--yes"]).exits_with(0);
     let lines = std::fs::read_to_string(&file).expect("the audit");
     assert_eq!(
@@ -520,7 +537,7 @@ fn a_truncated_audit_line_affects_no_other_and_the_file_is_private() {
             .filter(|line| serde_json::from_str::<serde_json::Value>(line).is_ok())
             .count(),
         4,
-        "two lines an act: {lines}"
+        "two lines for each action: {lines}"
     );
     let audit = cli
         .run(&["audit", "--json"])
@@ -531,7 +548,7 @@ fn a_truncated_audit_line_affects_no_other_and_the_file_is_private() {
         .as_array()
         .expect("a list")
         .iter()
-        .map(|act| act["stage"].clone())
+        .map(|action| action["stage"].clone())
         .collect();
     assert_eq!(ends, ["done", "done"]);
 }

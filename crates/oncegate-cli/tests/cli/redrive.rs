@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use crate::cli::{TestCli, terms};
 use crate::destinations::{ids, on_both_brokers};
-use crate::fixture::{Broker, BrokerFixture, PATIENCE, PaymentProvider};
+use crate::fixture::{Broker, BrokerFixture, PaymentProvider, TEST_TIMEOUT};
 
 on_both_brokers!(
     messages_older_than_the_window_are_reconciled,
@@ -104,11 +104,11 @@ async fn messages_older_than_the_window_are_reconciled(broker: Broker) {
             &[("oncegate-first-seen", &old)],
         )
         .await;
-    let would = fixture
+    let preview = fixture
         .run(&["dead-letters", "redrive", "--all", "--dry-run"])
         .await
         .exits_with(0);
-    would
+    preview
         .prints("with its age, to be reconciled")
         .prints("1 d, the default");
     fixture
@@ -235,12 +235,12 @@ async fn messages_from_another_source_are_skipped(broker: Broker) {
             &[("oncegate-origin", origin)],
         )
         .await;
-    for act in [
+    for action in [
         &["dead-letters", "redrive", "--all"][..],
         &["dead-letters", "drop", "--all"],
         &["in-doubt", "resolve", "a", "--did-not-happen"],
     ] {
-        let arguments: Vec<&str> = act.iter().copied().chain(["--yes"]).collect();
+        let arguments: Vec<&str> = action.iter().copied().chain(["--yes"]).collect();
         fixture
             .run(&arguments)
             .await
@@ -248,11 +248,13 @@ async fn messages_from_another_source_are_skipped(broker: Broker) {
             .prints("it was consumed from theirs")
             .prints("1 left where they are");
     }
+    let explanation = fixture.json(&["explain", "a"]).await;
     assert_eq!(
-        fixture.json(&["explain", "a"]).await["verdict"],
-        "unknown",
-        "it is another consumer's"
+        explanation["verdict"], "unknown",
+        "messages of another consumer are ignored"
     );
+    let text = explanation["description"].as_str().expect("a text");
+    assert!(text.contains("was consumed from theirs"), "{text}");
     for (destination, count) in [(".dead-letters", 1), (".in-doubt", 1), ("", 0)] {
         fixture.until_there_are(count, destination).await;
     }
@@ -282,11 +284,57 @@ async fn conflicts_are_redriven_only_by_id(broker: Broker) {
         .exits_with(1)
         .prints("its id was used for another body");
     fixture.until_there_are(1, ".dead-letters").await;
+    let explanation = fixture.json(&["explain", "a"]).await;
+    assert_eq!(explanation["verdict"], "conflict", "{explanation}");
+    for words in ["is unknown", "ANOTHER BODY", "dead-letters"] {
+        let text = explanation["description"].as_str().expect("a text");
+        assert!(text.contains(words), "{words} in {text}");
+    }
     fixture
-        .run(&["dead-letters", "redrive", "--id", "a", "--dry-run"])
+        .run(&["explain", "a"])
+        .await
+        .exits_with(0)
+        .prints("a: unknown; another body with this id");
+    let redrive = ["dead-letters", "redrive", "--id", "a"];
+    fixture
+        .run(&[&redrive[..], &["--yes"]].concat())
+        .await
+        .exits_with(1)
+        .prints("whether that was handled is unknown");
+    fixture
+        .run(&[
+            "dead-letters",
+            "redrive",
+            "--all",
+            "--accept-forgotten",
+            "--yes",
+        ])
+        .await
+        .exits_with(1)
+        .prints("whether that was handled is unknown");
+    fixture
+        .run(&[&redrive[..], &["--accept-forgotten", "--dry-run"]].concat())
         .await
         .exits_with(0)
         .prints("1 would be redriven");
+    let drop = ["dead-letters", "drop", "--id", "a", "--yes", "--as", "bob"];
+    fixture.run(&drop).await.exits_with(0);
+    let explanation = fixture.json(&["explain", "a"]).await;
+    assert_eq!(explanation["verdict"], "unknown", "{explanation}");
+    assert!(
+        explanation["description"].as_str().is_some_and(
+            |text| text.contains("bob dropped a message with this id and another body")
+        ),
+        "{explanation}"
+    );
+    fixture
+        .dead_letter("dead-letters", "a", "conflict", &[])
+        .await;
+    // The first message failed without an effect, and will run again.
+    write_marker(&fixture.cli, "a", Some("v1 c 2 0 0 n")).await;
+    let explanation = fixture.json(&["explain", "a"]).await;
+    assert_eq!(explanation["verdict"], "will-run-again", "{explanation}");
+    assert!(explanation.to_string().contains("ANOTHER BODY"));
     // An expired lease is unfinished: only its own message or delivery may continue.
     let short = Terms {
         lease: std::time::Duration::from_millis(1),
@@ -301,6 +349,12 @@ async fn conflicts_are_redriven_only_by_id(broker: Broker) {
         .await
         .exits_with(1)
         .prints("another body, whose lease expired");
+    let explanation = fixture.json(&["explain", "held"]).await;
+    assert_eq!(explanation["verdict"], "abandoned");
+    assert!(
+        !explanation.to_string().contains("sends it back"),
+        "redrive refuses it: {explanation}"
+    );
     fixture.end().await;
 }
 
@@ -315,7 +369,7 @@ async fn lapsed_ids_are_redriven(broker: Broker) {
         .dead_letter("dead-letters", "a", "attempts-spent", &[])
         .await;
     let explanation = fixture.json(&["explain", "a"]).await;
-    assert_eq!(explanation["verdict"], "left-by-its-holder");
+    assert_eq!(explanation["verdict"], "abandoned");
     assert!(
         explanation["description"]
             .as_str()
@@ -346,7 +400,7 @@ async fn skipped_messages_do_not_count_towards_the_limit(broker: Broker) {
         .dead_letter("dead-letters", "better", "refused", &[])
         .await;
     for rest in [1, 0] {
-        let said = fixture
+        let output = fixture
             .run(&[
                 "dead-letters",
                 "redrive",
@@ -357,12 +411,12 @@ async fn skipped_messages_do_not_count_towards_the_limit(broker: Broker) {
                 "--json",
             ])
             .await;
-        assert_eq!(said.json()["done"], 1, "{said:?}");
-        let would = fixture
+        assert_eq!(output.json()["done"], 1, "{output:?}");
+        let preview = fixture
             .run(&["dead-letters", "redrive", "--all", "--dry-run"])
             .await
             .exits_with(0);
-        would.prints(&format!("{rest} would be redriven, 1 would be left"));
+        preview.prints(&format!("{rest} would be redriven, 1 would be left"));
     }
     fixture.end().await;
 }
@@ -376,11 +430,12 @@ async fn an_unreadable_marker_blocks_no_other_message(broker: Broker) {
     fixture
         .dead_letter("dead-letters", "good", "refused", &[])
         .await;
-    let said = fixture
+    let output = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1);
-    said.prints("the key is unchanged")
+    output
+        .prints("the key is unchanged")
         .prints("1 redriven, 1 left");
     assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["odd"]);
     fixture.end().await;
@@ -400,11 +455,11 @@ async fn without_a_store_messages_that_a_marker_may_block_are_skipped(broker: Br
         "oncegate.toml",
         &format!("{brokers}[audit]\nfile = \"{}\"\n", audit.display()),
     );
-    let said = fixture
+    let output = fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
         .exits_with(1);
-    said.prints("set store.url").prints("1 redriven, 1 left");
+    output.prints("set store.url").prints("1 redriven, 1 left");
     assert_eq!(
         ids(&fixture.json(&["dead-letters", "list"]).await),
         ["spent"]
@@ -457,12 +512,13 @@ async fn position_ids_are_not_redriven(broker: Broker) {
 
 /// The stages of all actions, and whether they failed.
 fn stages(audit: &Value) -> Vec<(&str, bool)> {
-    let acts = audit.as_array().expect("a list");
-    acts.iter()
-        .map(|act| {
+    let actions = audit.as_array().expect("a list");
+    actions
+        .iter()
+        .map(|action| {
             (
-                act["stage"].as_str().expect("a stage"),
-                act["failure"].is_string(),
+                action["stage"].as_str().expect("a stage"),
+                action["failure"].is_string(),
             )
         })
         .collect()
@@ -506,10 +562,10 @@ async fn publish_large(topic: &str, id: &str, reason: &str, bytes: usize) {
                 .key(id)
                 .payload(&body)
                 .headers(headers),
-            PATIENCE,
+            TEST_TIMEOUT,
         )
         .await
-        .expect("it is taken");
+        .expect("confirmed");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -549,7 +605,7 @@ async fn a_refused_copy_blocks_no_other_message() {
     fixture
         .dead_letter("dead-letters", "small", "refused", &[])
         .await;
-    let said = fixture
+    let output = fixture
         .run(&[
             "dead-letters",
             "redrive",
@@ -560,12 +616,13 @@ async fn a_refused_copy_blocks_no_other_message() {
         ])
         .await
         .exits_with(1);
-    said.prints("too large for the topic")
+    output
+        .prints("too large for the topic")
         .prints("1 redriven, 1 left");
     assert_eq!(
         ids(&fixture.json(&["dead-letters", "list"]).await),
         ["large"],
-        "nothing of it was done"
+        "the refused copy leaves the message"
     );
     fixture
         .run(&["in-doubt", "resolve", "doubt", "--did-not-happen", "--yes"])
@@ -577,10 +634,10 @@ async fn a_refused_copy_blocks_no_other_message() {
         "waiting"
     );
     let audit = fixture.json(&["audit"]).await;
-    let mut told = stages(&audit);
-    told.sort_unstable();
+    let mut assert_explained = stages(&audit);
+    assert_explained.sort_unstable();
     assert_eq!(
-        told,
+        assert_explained,
         [
             ("done", false),
             ("done", false),
@@ -593,18 +650,18 @@ async fn a_refused_copy_blocks_no_other_message() {
         .as_array()
         .expect("a list")
         .iter()
-        .find(|act| act["id"] == "large")
-        .expect("the act");
+        .find(|action| action["id"] == "large")
+        .expect("the action");
     assert_eq!(
         large["why"], "to see",
-        "what the operator said stays: {large}"
+        "the reason of the operator is recorded: {large}"
     );
     set_largest(&name, "1000000").await;
     let again = async |arguments: &[&str]| {
         // The broker applies the new limit after a moment.
-        let begun = std::time::Instant::now();
+        let started = std::time::Instant::now();
         while fixture.run(arguments).await.code != 0 {
-            assert!(begun.elapsed() < PATIENCE, "{arguments:?}");
+            assert!(started.elapsed() < TEST_TIMEOUT, "{arguments:?}");
         }
     };
     again(&["dead-letters", "redrive", "--all", "--yes"]).await;
@@ -614,7 +671,7 @@ async fn a_refused_copy_blocks_no_other_message() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_doubtful_message_stays_if_its_copy_is_refused_on_rabbitmq() {
+async fn an_in_doubt_message_stays_if_its_copy_is_refused_on_rabbitmq() {
     let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
     fixture.publish(&[("a", "silent")]).await;
     fixture.consume(PaymentProvider::Judges, 0, 0, 1).await;
@@ -629,7 +686,7 @@ async fn a_doubtful_message_stays_if_its_copy_is_refused_on_rabbitmq() {
         stages(&fixture.json(&["audit"]).await),
         [("done", false), ("not-sent", true)]
     );
-    crate::fixture::declare_as_the_source_does(&fixture.cli.name).await;
+    crate::fixture::declare_like_the_source(&fixture.cli.name).await;
     fixture
         .run(&["in-doubt", "resolve", "a", "--did-not-happen", "--yes"])
         .await
@@ -689,16 +746,16 @@ async fn the_rate_limit_holds() {
         .exits_with(0)
         .prints("3 dropped");
     let lines = std::fs::read_to_string(audit).expect("the audit");
-    let begun: Vec<u64> = lines
+    let started: Vec<u64> = lines
         .lines()
         .map(|line| serde_json::from_str::<Value>(line).expect("JSON"))
-        .filter(|act| act["stage"] == "begun")
-        .map(|act| act["at_ms"].as_u64().expect("a time"))
+        .filter(|action| action["stage"] == "begun")
+        .map(|action| action["at_ms"].as_u64().expect("a time"))
         .collect();
-    assert_eq!(begun.len(), 3);
+    assert_eq!(started.len(), 3);
     assert!(
-        begun[2] - begun[0] >= 1_000,
-        "two pauses of a second, the first of which may have begun a while before: {begun:?}"
+        started[2] - started[0] >= 1_000,
+        "three messages at one per second take at least 1 s: {started:?}"
     );
     fixture.end().await;
 }
@@ -721,10 +778,10 @@ async fn a_tombstone_stays_a_tombstone() {
             FutureRecord::<str, [u8]>::to(&messages)
                 .key("k")
                 .headers(headers),
-            PATIENCE,
+            TEST_TIMEOUT,
         )
         .await
-        .expect("it is taken");
+        .expect("confirmed");
     fixture
         .run(&["dead-letters", "redrive", "--all", "--yes"])
         .await
@@ -737,9 +794,9 @@ async fn a_tombstone_stays_a_tombstone() {
 
 /// A mistyped id records nothing.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ids_without_a_message_or_doubt_are_not_resolved() {
+async fn ids_that_are_not_in_doubt_are_not_resolved() {
     let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
-    for (found, hints_at_complete) in [("--happened", true), ("--did-not-happen", false)] {
+    for (found, suggests_complete) in [("--happened", true), ("--did-not-happen", false)] {
         let output = fixture
             .run(&["in-doubt", "resolve", "typo", found, "--yes"])
             .await
@@ -748,7 +805,7 @@ async fn ids_without_a_message_or_doubt_are_not_resolved() {
             .prints("Check the spelling of the id");
         assert_eq!(
             format!("{output:?}").contains("marker complete"),
-            hints_at_complete,
+            suggests_complete,
             "{found}: {output:?}"
         );
     }

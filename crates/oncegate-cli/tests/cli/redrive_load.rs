@@ -13,7 +13,7 @@ use oncegate::{Context, Failure, FailureExt, Guarantee, Handler, Reconciled};
 use serde_json::Value;
 
 use crate::destinations::on_both_brokers;
-use crate::fixture::{Broker, BrokerFixture, COUNTS_ACCEPTED, PATIENCE};
+use crate::fixture::{Broker, BrokerFixture, COUNTS_ACCEPTED, TEST_TIMEOUT};
 
 on_both_brokers!(
     dead_letters_of_unknown_outcomes_are_redriven_effectively_once,
@@ -27,19 +27,19 @@ const MESSAGES: usize = 1_000;
 /// Copies of each message in doubt.
 const COPIES: usize = 11;
 
-/// A provider that does not reply until it recovers, and books what it receives.
+/// A provider that does not reply until it recovers; then it books each charge.
 #[derive(Clone, Default)]
 struct RecoveringProvider(Arc<BookedCharges>);
 
 #[derive(Default)]
 struct BookedCharges {
-    healed: AtomicBool,
-    /// Whether it can be asked for the outcome.
-    tells: AtomicBool,
+    recovered: AtomicBool,
+    /// Whether `reconcile` can find out the outcome.
+    reports_outcome: AtomicBool,
     charges: Mutex<HashMap<String, Account>>,
 }
 
-/// The bookings of one id.
+/// The attempts of one id at the provider.
 #[derive(Clone, Debug, Default)]
 struct Account {
     /// The booked attempts.
@@ -52,7 +52,7 @@ struct Account {
 
 impl RecoveringProvider {
     fn charges(&self) -> MutexGuard<'_, HashMap<String, Account>> {
-        self.0.charges.lock().expect("nobody panicked")
+        self.0.charges.lock().expect("the lock is not poisoned")
     }
 
     fn booked(&self) -> usize {
@@ -69,7 +69,7 @@ impl Handler for RecoveringProvider {
     async fn handle(&self, _: Value, cx: &Context) -> Result<(), Failure> {
         let mut charges = self.charges();
         let account = charges.entry(cx.id().to_owned()).or_default();
-        if !self.0.healed.load(Ordering::Relaxed) {
+        if !self.0.recovered.load(Ordering::Relaxed) {
             account.unanswered = account.unanswered.max(cx.attempt());
             return Err("no answer").in_doubt();
         }
@@ -81,7 +81,7 @@ impl Handler for RecoveringProvider {
     }
 
     async fn reconcile(&self, _: Value, cx: &Context) -> Result<Reconciled, Failure> {
-        if !self.0.tells.load(Ordering::Relaxed) {
+        if !self.0.reports_outcome.load(Ordering::Relaxed) {
             return Ok(Reconciled::Unknown);
         }
         let mut charges = self.charges();
@@ -111,15 +111,15 @@ async fn fixture(broker: Broker, guarantee: Guarantee) -> Arc<BrokerFixture> {
 }
 
 async fn until(what: &str, is: impl AsyncFn() -> bool) {
-    let begun = Instant::now();
+    let started = Instant::now();
     while !is().await {
-        assert!(begun.elapsed() < PATIENCE, "{what}");
+        assert!(started.elapsed() < TEST_TIMEOUT, "{what}");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
 }
 
 /// Each id was booked once, by an attempt above every voided or unanswered one.
-fn each_was_booked_once(provider: &RecoveringProvider) {
+fn assert_each_booked_once(provider: &RecoveringProvider) {
     let charges = provider.charges();
     assert_eq!(charges.len(), MESSAGES);
     for (id, account) in charges.iter() {
@@ -138,7 +138,7 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
         fixture(broker, guarantee).await,
         RecoveringProvider::default(),
     );
-    provider.0.tells.store(true, Ordering::Relaxed);
+    provider.0.reports_outcome.store(true, Ordering::Relaxed);
     fixture.publish_many((0..MESSAGES).map(id)).await;
     fixture
         .handle(
@@ -164,7 +164,7 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
     );
     assert_eq!(provider.booked(), 0);
 
-    provider.0.healed.store(true, Ordering::Relaxed);
+    provider.0.recovered.store(true, Ordering::Relaxed);
     let redriven = fixture
         .json(&["dead-letters", "redrive", "--all", "--yes"])
         .await;
@@ -182,7 +182,7 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
             until("all are booked", all_booked),
         )
         .await;
-    each_was_booked_once(&provider);
+    assert_each_booked_once(&provider);
     let stays = if broker == Broker::Kafka {
         MESSAGES as u64
     } else {
@@ -194,7 +194,7 @@ async fn redriven(broker: Broker, guarantee: Guarantee) {
             fixture.count(".in-doubt").await
         ),
         (stays, 0),
-        "none failed again"
+        "no redriven message failed again"
     );
     fixture.end().await;
 }
@@ -227,7 +227,7 @@ async fn resolved(broker: Broker, guarantee: Guarantee) {
         .await;
     assert_eq!(provider.booked(), 0);
 
-    provider.0.healed.store(true, Ordering::Relaxed);
+    provider.0.recovered.store(true, Ordering::Relaxed);
     let ids: Vec<String> = (0..MESSAGES).map(id).collect();
     let resolve = ["in-doubt", "resolve"]
         .into_iter()
@@ -248,7 +248,7 @@ async fn resolved(broker: Broker, guarantee: Guarantee) {
             until("all are booked", all_booked),
         )
         .await;
-    each_was_booked_once(&provider);
+    assert_each_booked_once(&provider);
     let stays = if broker == Broker::Kafka { all } else { 0 };
     assert_eq!(
         (
@@ -256,7 +256,7 @@ async fn resolved(broker: Broker, guarantee: Guarantee) {
             fixture.count(".dead-letters").await
         ),
         (stays, 0),
-        "none failed again"
+        "no redriven message failed again"
     );
     fixture.end().await;
 }
@@ -275,7 +275,7 @@ struct RejectingHandler(Arc<Mutex<HashMap<String, usize>>>);
 
 impl RejectingHandler {
     fn runs(&self) -> HashMap<String, usize> {
-        self.0.lock().expect("nobody panicked").clone()
+        self.0.lock().expect("the lock is not poisoned").clone()
     }
 }
 
@@ -283,7 +283,7 @@ impl Handler for RejectingHandler {
     type Payload = Value;
 
     async fn handle(&self, _: Value, cx: &Context) -> Result<(), Failure> {
-        let mut runs = self.0.lock().expect("nobody panicked");
+        let mut runs = self.0.lock().expect("the lock is not poisoned");
         *runs.entry(cx.id().to_owned()).or_default() += 1;
         Err("declined").reject()
     }
@@ -308,7 +308,7 @@ async fn return_messages((connection, _channel): (Connection, Channel)) {
 }
 
 /// Redrives everything, and returns the reports. Kills a command that does not end.
-async fn redrive_at_once(fixture: &Arc<BrokerFixture>, commands: usize) -> Vec<Value> {
+async fn run_redrives_in_parallel(fixture: &Arc<BrokerFixture>, commands: usize) -> Vec<Value> {
     let start = |number: usize| {
         let out = fixture.cli.path(&format!("redrive-{number}.json"));
         Command::new(env!("CARGO_BIN_EXE_oncegate"))
@@ -321,18 +321,18 @@ async fn redrive_at_once(fixture: &Arc<BrokerFixture>, commands: usize) -> Vec<V
                 "--yes",
                 "--json",
             ])
-            .stdout(std::fs::File::create(out).expect("the directory is ours"))
+            .stdout(std::fs::File::create(out).expect("the directory is writable"))
             .stderr(Stdio::null())
             .spawn()
             .expect("the program was built")
     };
     let mut children: Vec<_> = (0..commands).map(start).collect();
-    let begun = Instant::now();
+    let started = Instant::now();
     while children
         .iter_mut()
         .any(|child| child.try_wait().expect("a child").is_none())
     {
-        if begun.elapsed() > PATIENCE {
+        if started.elapsed() > TEST_TIMEOUT {
             for child in &mut children {
                 let _ = child.kill();
                 let _ = child.wait();
@@ -351,8 +351,8 @@ async fn redrive_at_once(fixture: &Arc<BrokerFixture>, commands: usize) -> Vec<V
 
 /// Redrives dead letters that were read so often that they are replaced by copies, while further
 /// messages are dead-lettered and the redriven ones fail again.
-async fn redriven_with_inflow(commands: usize) {
-    const LETTERS: usize = 200;
+async fn redrive_while_messages_arrive(commands: usize) {
+    const DEAD_LETTERS: usize = 200;
     let (fixture, handler) = (
         Arc::new(BrokerFixture::on(Broker::RabbitMq).await),
         RejectingHandler::default(),
@@ -360,17 +360,17 @@ async fn redriven_with_inflow(commands: usize) {
     fixture
         .cli
         .configure(&fixture.settings().replace(COUNTS_ACCEPTED, ""));
-    fixture.publish_many((0..LETTERS).map(id)).await;
+    fixture.publish_many((0..DEAD_LETTERS).map(id)).await;
     fixture
         .handle(
             Guarantee::AtMostOnce,
             handler.clone(),
-            fixture.until_there_are(LETTERS as u64, ".dead-letters"),
+            fixture.until_there_are(DEAD_LETTERS as u64, ".dead-letters"),
         )
         .await;
     let queue = format!("{}.dead-letters", fixture.cli.name);
     // Half of them are read six times, and are behind the other half.
-    let half = LETTERS as u64 / 2;
+    let half = DEAD_LETTERS as u64 / 2;
     let others = hold(&queue, half).await;
     for _ in 0..5 {
         return_messages(hold(&queue, half).await).await;
@@ -390,9 +390,9 @@ async fn redriven_with_inflow(commands: usize) {
             }
         };
         tokio::select! {
-            () = inflow => unreachable!("it has no end"),
-            reports = redrive_at_once(&fixture, commands) => {
-                // What was sent last runs, too.
+            () = inflow => unreachable!("the loop does not end"),
+            reports = run_redrives_in_parallel(&fixture, commands) => {
+                // The messages that were redriven last run, too.
                 fixture.until_there_are(0, "").await;
                 reports
             }
@@ -401,7 +401,7 @@ async fn redriven_with_inflow(commands: usize) {
     let reports = Arc::new(Mutex::new(Vec::new()));
     let until = async {
         let ended = redriven.await;
-        *reports.lock().expect("nobody panicked") = ended;
+        *reports.lock().expect("the lock is not poisoned") = ended;
     };
     fixture
         .handle(Guarantee::AtMostOnce, handler.clone(), until)
@@ -409,7 +409,7 @@ async fn redriven_with_inflow(commands: usize) {
 
     let (runs, reports) = (
         handler.runs(),
-        reports.lock().expect("nobody panicked").clone(),
+        reports.lock().expect("the lock is not poisoned").clone(),
     );
     let repeated: Vec<_> = runs
         .iter()
@@ -421,23 +421,23 @@ async fn redriven_with_inflow(commands: usize) {
     );
     if commands == 1 {
         let is_redriven = |number: &usize| runs[&id(*number)] == 2;
-        assert_eq!((0..LETTERS).filter(is_redriven).count(), LETTERS);
+        assert_eq!((0..DEAD_LETTERS).filter(is_redriven).count(), DEAD_LETTERS);
     }
     let sent: u64 = reports
         .iter()
         .filter_map(|report| report["done"].as_u64())
         .sum();
     let again: usize = runs.values().map(|runs| runs - 1).sum();
-    assert_eq!(sent, again as u64, "each message that was sent ran");
+    assert_eq!(sent, again as u64, "each redriven message ran once");
     fixture.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_redrive_sends_each_message_once_while_others_arrive() {
-    redriven_with_inflow(1).await;
+    redrive_while_messages_arrive(1).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_redrives_at_once_end() {
-    redriven_with_inflow(2).await;
+    redrive_while_messages_arrive(2).await;
 }

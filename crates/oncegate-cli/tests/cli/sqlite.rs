@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use crate::cli::{TestCli, terms};
 use crate::fixture::{Broker, BrokerFixture, PaymentProvider};
-use crate::markers::{TOLD, one_of_each};
+use crate::markers::{MARKER_STATES, write_one_marker_per_state};
 
 /// The listed keys, in order.
 fn keys(listed: &Value) -> Vec<String> {
@@ -23,8 +23,8 @@ fn keys(listed: &Value) -> Vec<String> {
 #[tokio::test]
 async fn markers_are_shown_and_listed_as_on_redis() {
     let cli = TestCli::on_sqlite();
-    one_of_each(&cli).await;
-    for (id, state, words) in TOLD {
+    write_one_marker_per_state(&cli).await;
+    for (id, state, words) in MARKER_STATES {
         let shown = cli.json(&["marker", "show", id]);
         assert_eq!(shown["state"], state, "{shown}");
         assert!(
@@ -55,14 +55,14 @@ async fn markers_are_shown_and_listed_as_on_redis() {
 #[tokio::test]
 async fn changes_apply_to_consumers_and_are_audited_beside_the_file() {
     let cli = TestCli::on_sqlite();
-    one_of_each(&cli).await;
+    write_one_marker_per_state(&cli).await;
     cli.run(&["marker", "forget", "handled"])
         .exits_with(4)
         .prints("would be handled AGAIN");
     assert_eq!(
         cli.json(&["marker", "show", "handled"])["state"],
         "done",
-        "showing changes nothing"
+        "a preview changes nothing"
     );
     for (id, fence) in [("handled", UNKNOWN_ATTEMPT), ("refused", 1)] {
         cli.run(&["marker", "forget", id, "--yes", "--as", "ann"])
@@ -105,11 +105,11 @@ async fn changes_apply_to_consumers_and_are_audited_beside_the_file() {
         Some(2)
     );
     let lines = std::fs::read_to_string(cli.path("markers.db.audit.jsonl")).expect("the audit");
-    assert_eq!(lines.lines().count(), 10, "two lines an act");
+    assert_eq!(lines.lines().count(), 10, "two lines for each action");
     // A line that is not UTF-8 hides no other.
     let mut bytes = lines.into_bytes();
     bytes.splice(0..0, *b"{\"act\":\"\xff\"}\n");
-    std::fs::write(cli.path("markers.db.audit.jsonl"), bytes).expect("the file is ours");
+    std::fs::write(cli.path("markers.db.audit.jsonl"), bytes).expect("the file is writable");
     let audit = cli.run(&["audit", "--json"]).exits_with(1);
     assert_eq!(audit.json().as_array().map(Vec::len), Some(5));
     audit.prints("lines of the audit that cannot be read, and are not shown: 1");
@@ -173,7 +173,7 @@ async fn run_gate(
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_doubt_of_a_gate_is_resolved_without_a_broker() {
+async fn an_in_doubt_id_of_a_gate_is_resolved_without_a_broker() {
     let cli = TestCli::on_sqlite();
     for id in ["yes", "no"] {
         let in_doubt = run_gate(&cli, id, Err(Failure::InDoubt("no answer".into()))).await;
@@ -197,8 +197,8 @@ async fn a_doubt_of_a_gate_is_resolved_without_a_broker() {
     assert_eq!(
         (
             &resolved["done"],
-            &resolved["not_examined"][0]["where"],
-            &resolved["not_examined"][0]["why"]
+            &resolved["not_checked"][0]["where"],
+            &resolved["not_checked"][0]["why"]
         ),
         (
             &1.into(),
@@ -248,14 +248,14 @@ async fn explain_and_resolve_work_with_a_consumer_on_sqlite() {
         .await;
     fixture.consume(PaymentProvider::Judges, 1, 1, 2).await;
     let verdict = async |id: &str| fixture.json(&["explain", id]).await["verdict"].clone();
-    for (id, told) in [
+    for (id, assert_explained) in [
         ("charged", "handled"),
         ("declined", "dead-lettered"),
         ("yes", "in-doubt"),
         ("no", "in-doubt"),
         ("x", "unknown"),
     ] {
-        assert_eq!(verdict(id).await, told, "{id}");
+        assert_eq!(verdict(id).await, assert_explained, "{id}");
     }
     fixture
         .run(&[

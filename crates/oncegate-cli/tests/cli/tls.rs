@@ -11,7 +11,7 @@ use oncegate::{Connect, ConnectOptions, RabbitMq, Source};
 use oncegate_testkit::servers::{RabbitOptions, RabbitServer};
 
 use crate::cli::TestCli;
-use crate::fixture::PATIENCE;
+use crate::fixture::TEST_TIMEOUT;
 
 const QUEUE: &str = "payments";
 
@@ -30,7 +30,7 @@ async fn prepare(server: &RabbitServer) {
             .expect("the queues are declared"),
     );
     source
-        .close(Instant::now() + PATIENCE)
+        .close(Instant::now() + TEST_TIMEOUT)
         .await
         .expect("a clean end");
 
@@ -98,8 +98,8 @@ async fn a_broker_with_a_private_ca_is_read_and_redriven() {
         "[rabbitmq]\nurl = \"{}\"\nqueue = \"{QUEUE}\"\n",
         server.url()
     );
-    let trusts = format!("ca-certificate = \"{}\"\n", authority.display());
-    let shows = format!(
+    let ca_setting = format!("ca-certificate = \"{}\"\n", authority.display());
+    let client_setting = format!(
         "client-certificate = \"{}\"\nclient-key = \"{}\"\n",
         certificate.display(),
         key.display()
@@ -110,7 +110,7 @@ async fn a_broker_with_a_private_ca_is_read_and_redriven() {
         .exits_with(3)
         .prints("UnknownIssuer")
         .prints("rabbitmq.ca-certificate");
-    cli.configure(&format!("{rabbitmq}{trusts}"));
+    cli.configure(&format!("{rabbitmq}{ca_setting}"));
     cli.run(&["dead-letters", "list"])
         .exits_with(3)
         .prints("amqps://guest@localhost")
@@ -119,12 +119,12 @@ async fn a_broker_with_a_private_ca_is_read_and_redriven() {
     cli.run(&["dead-letters", "list"])
         .exits_with(2)
         .prints("rabbitmq.ca-certificate: nowhere.pem");
-    cli.configure(&format!("{rabbitmq}{trusts}client-key = \"x\"\n"));
+    cli.configure(&format!("{rabbitmq}{ca_setting}client-key = \"x\"\n"));
     cli.run(&["config", "check"])
         .exits_with(2)
         .prints("rabbitmq.client-key requires rabbitmq.client-certificate");
 
-    cli.configure(&format!("{rabbitmq}{trusts}{shows}"));
+    cli.configure(&format!("{rabbitmq}{ca_setting}{client_setting}"));
     cli.run(&["doctor"])
         .prints("Checked the settings, Redis, RabbitMQ");
     assert_eq!(

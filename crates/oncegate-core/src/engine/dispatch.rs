@@ -18,7 +18,6 @@ use super::entry::{
 use super::{Engine, Mode};
 
 use crate::boot_time::BootTime;
-use crate::builder::age;
 use crate::context::Context;
 use crate::decode::Decode;
 use crate::driver::{DriverCommand, OnRelease};
@@ -30,6 +29,7 @@ use crate::lease::Lease;
 use crate::lifecycle::{ClaimTries, Event, Freshness, History, Isolation, Settlement, Stage};
 use crate::marker::{Ask, Guarantee, Operation, Terms};
 use crate::message::Message;
+use crate::message_age::age;
 use crate::ordering::KeyState;
 use crate::renewals::LostLease;
 use crate::run::{RunResult, panic_text};
@@ -218,18 +218,18 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         None
     }
 
-    /// [`Event::Slot`], or [`Event::LeaseOver`] if the lease expired while the delivery waited. The
+    /// [`Event::MayRun`], or [`Event::LeaseOver`] if the lease expired while the delivery waited. The
     /// limit for renewals starts now, so that the time spent waiting does not shorten it.
     fn check_lease_before_run(&self, entry: &InFlightEntry) -> Event {
         let Some(lease) = &entry.lease else {
-            return Event::Slot;
+            return Event::MayRun;
         };
         let now = BootTime::now();
         if !lease.is_live(now) {
             return Event::LeaseOver;
         }
         lease.hold_until(now + self.longest_hold);
-        Event::Slot
+        Event::MayRun
     }
 
     /// Applies an event to a delivery and executes the resulting commands, until the next event must
@@ -414,10 +414,10 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                     && let Some(isolation) = self.policy.isolation(grant.attempts)
                 {
                     if !self.suspects.admit(slot, isolation) {
-                        return Some(Event::OthersRunApart);
+                        return Some(Event::IsolationFull);
                     }
                     self.reporter
-                        .runs_apart(entry, grant.attempts, self.policy.crashes);
+                        .runs_apart(entry, grant.attempts, self.policy.max_crashes);
                     return None;
                 }
                 // While its completion, which was lost, was unanswered, another delivery may have taken
@@ -441,7 +441,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 self.alarms
                     .push(Reverse((Instant::now() + after, slot, entry.turn)));
             }
-            DriverCommand::AwaitTurn => {
+            DriverCommand::AwaitIsolation => {
                 self.release_lease(slot, entry);
                 let isolation = self.policy.isolation(entry.in_flight.driver().attempts);
                 if self

@@ -93,6 +93,7 @@ impl Reporter {
             failure_history.map(|it| it.crashes),
         );
         let is_unreadable_marker = reason == Reason::InDoubt(DoubtCause::UnreadableMarker);
+        let is_interrupted = reason == Reason::InDoubt(DoubtCause::Interrupted);
         let (reason, origin) = (reason.as_str(), &settled.delivery.message.origin);
         macro_rules! warn {
             ($text:literal) => {
@@ -101,7 +102,13 @@ impl Reporter {
         }
         if is_unreadable_marker {
             warn!(
-                "message in doubt, sending it to the in-doubt queue: its marker is unreadable; check whether the message took effect, delete the key that `oncegate explain` shows, then run `oncegate in-doubt resolve`"
+                "message in doubt, sending it to the in-doubt queue: its marker is unreadable; check whether the message took effect; upgrade oncegate here if a newer release wrote the marker, otherwise delete the key that `oncegate explain` shows; then run `oncegate in-doubt resolve`"
+            );
+        } else if is_interrupted {
+            // A marker has no room for errors, so the cause that the other process saw is not known
+            // here.
+            warn!(
+                "message in doubt, sending it to the in-doubt queue: another process, or an earlier delivery, ended before its outcome was found out; the log of that process may have the error of the handler; check whether the message took effect, then run `oncegate in-doubt resolve`"
             );
         } else if reason.starts_with("in-doubt") {
             warn!(
@@ -124,7 +131,7 @@ impl Reporter {
         let throttle = match finished.event {
             Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => &mut self.panicked,
             Event::Returned(Outcome::Retry | Outcome::Unknown(_)) => &mut self.failed,
-            Event::Found(_) => &mut self.reconciled,
+            Event::Reconciled(_) => &mut self.reconciled,
             _ => return,
         };
         let Some(suppressed_lines) = throttle.due(Instant::now()) else {
@@ -153,7 +160,7 @@ impl Reporter {
             Event::Returned(_) => {
                 warn!("handler failed, its outcome is unknown");
             }
-            Event::Found(finding) => {
+            Event::Reconciled(finding) => {
                 let found = match finding {
                     Some(Finding::Happened) => "happened",
                     Some(Finding::DidNotHappen) => "did not happen",

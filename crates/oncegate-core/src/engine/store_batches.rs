@@ -244,7 +244,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
         if let Some(error) = unavailable
             && let Some(suppressed_lines) = self.reporter.unavailable.due(now)
         {
-            tracing::warn!(%error, in_flight = self.entries.len(), suppressed_lines, "store unavailable, deliveries wait until it answers; check the store and its network");
+            tracing::warn!(%error, in_flight = self.entries.len(), suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
         }
         if events
             .iter()
@@ -290,7 +290,7 @@ impl<H: Handler, D: Decode> Engine<H, D> {
                 entry.claim == ClaimState::Unsent && entry.in_flight.driver().is_draining()
             });
             if unsent {
-                self.handle_event(slot, Event::NotAsked);
+                self.handle_event(slot, Event::ClaimNotSent);
             } else {
                 self.claims.push_back(slot);
             }

@@ -161,7 +161,7 @@ impl<'de> Visitor<'de> for PathReader<'_> {
         for at in 0_usize.. {
             if Some(at) == index {
                 match seq.next_element_seed(PathReader(remaining_path))? {
-                    Some(it) => found = it,
+                    Some(value) => found = value,
                     None => break,
                 }
             } else if seq.next_element::<IgnoredAny>()?.is_none() {

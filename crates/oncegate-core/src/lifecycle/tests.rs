@@ -1,10 +1,10 @@
-//! All transitions of the lifecycle, and for every stage those at the end of the lease, at an outage
-//! of the store and in a drain.
+//! Tests of all transitions of the lifecycle. The end of the lease, an outage of the store and a drain
+//! are tested in every stage.
 
 use std::time::Duration;
 
 use super::*;
-use crate::marker::Verdict as V;
+use crate::marker::{Attempts, Verdict as V};
 
 const GRANT: Grant = Grant {
     attempts: Attempts::new(1),
@@ -18,11 +18,11 @@ const HISTORY: History = History {
 fn policy(guarantee: Guarantee) -> Policy {
     Policy {
         guarantee,
-        attempts: 3,
-        crashes: 5,
-        retries: 2,
-        reconciles: 2,
-        claim_retries: 2,
+        max_attempts: 3,
+        max_crashes: 5,
+        max_inline_retries: 2,
+        max_reconciles: 2,
+        max_claim_retries: 2,
         backoff: Duration::from_millis(100),
         longest_backoff: Duration::from_secs(10),
         outage: Outage::Hold,
@@ -41,10 +41,6 @@ fn pause(tries: u32) -> Duration {
     at_most_once().pause(tries)
 }
 
-fn accepted(kind: ProofKind) -> (Stage, Action) {
-    accept(kind)
-}
-
 fn grant(attempt: u32) -> Grant {
     Grant {
         attempts: Attempts::new(attempt),
@@ -60,9 +56,9 @@ fn stages() -> Vec<Stage> {
         Claiming(HISTORY, ClaimTries(0)),
         AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Answered),
         AwaitingHolder(HISTORY, ClaimTries(1), ClaimReply::Unknown),
-        Leaving(HISTORY),
+        ClaimingInDrain(HISTORY),
         Withdrawing(GRANT, AfterWithdrawal::Release),
-        Withdrawing(GRANT, AfterWithdrawal::AwaitTurn),
+        Withdrawing(GRANT, AfterWithdrawal::AwaitIsolation),
         Withdrawing(GRANT, AfterWithdrawal::Reject),
         Ready(GRANT),
         Running(GRANT, Tries(0)),
@@ -83,7 +79,7 @@ fn stages() -> Vec<Stage> {
 }
 
 #[test]
-fn arrival_claims_or_rejects() {
+fn a_delivery_with_an_id_is_claimed_and_one_without_is_rejected() {
     let policy = at_most_once();
     assert_eq!(
         transition(Stage::New(HISTORY), Event::NoId, &policy),
@@ -100,7 +96,7 @@ fn arrival_claims_or_rejects() {
 }
 
 #[test]
-fn the_claim_is_answered() {
+fn each_verdict_on_a_claim() {
     let answer = |verdict, policy: &Policy| {
         transition(
             Stage::Claiming(HISTORY, ClaimTries(0)),
@@ -111,7 +107,7 @@ fn the_claim_is_answered() {
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
             answer(V::Granted(Attempts::new(3)), &policy),
-            (Stage::Ready(grant(3)), Action::Queue)
+            (Stage::Ready(grant(3)), Action::AwaitRun)
         );
         assert_eq!(
             answer(V::Granted(Attempts::new(4)), &policy),
@@ -122,15 +118,15 @@ fn the_claim_is_answered() {
             Action::Reconcile,
         );
         assert_eq!(answer(V::InDoubt(Attempts::new(2)), &policy), reconciling);
-        // A handler or a `reconcile` that crashes its process each time is not run for ever.
+        // A handler or a `reconcile` that crashes its process each time is not run without end.
         let crashed = |crashes| Attempts {
             crashes,
-            ..Attempts::all_forgiven(9)
+            ..Attempts::none_counted(9)
         };
-        let (last, one_more) = (crashed(policy.crashes), crashed(policy.crashes + 1));
+        let (last, one_more) = (crashed(policy.max_crashes), crashed(policy.max_crashes + 1));
         assert!(matches!(
             answer(V::Granted(last), &policy),
-            (Stage::Ready(_), Action::Queue)
+            (Stage::Ready(_), Action::AwaitRun)
         ));
         assert!(matches!(
             answer(V::InDoubt(last), &policy),
@@ -152,10 +148,7 @@ fn the_claim_is_answered() {
             answer(V::InDoubt(one_more), &policy),
             sent_to_the_in_doubt_queue
         );
-        assert_eq!(
-            answer(V::Duplicate, &policy),
-            accepted(ProofKind::Duplicate)
-        );
+        assert_eq!(answer(V::Duplicate, &policy), accept(ProofKind::Duplicate));
         assert_eq!(answer(V::Conflict, &policy), reject(Reason::Conflict));
         assert_eq!(
             answer(V::Rejected { attempt: 2 }, &policy),
@@ -175,21 +168,21 @@ fn the_claim_is_answered() {
 }
 
 #[test]
-fn an_id_of_another_holder_is_claimed_again_with_backoff_then_released_and_never_accepted() {
+fn the_claim_of_an_id_that_another_holder_has_is_repeated_and_then_the_delivery_released() {
     let policy = at_most_once();
     let busy = Event::Answer(V::Busy {
         remaining: Duration::ZERO,
     });
     let mut stage = Stage::Claiming(HISTORY, ClaimTries(0));
-    for _ in 0..policy.claim_retries {
-        let (waiting, step) = transition(stage, busy, &policy);
-        assert_eq!(step, Action::Wake(CLOCK_MARGIN));
-        let (claiming, step) = transition(waiting, Event::Woke, &policy);
-        assert_eq!(step, Action::Ask(Ask::Claim)); // the same token
+    for _ in 0..policy.max_claim_retries {
+        let (waiting, action) = transition(stage, busy, &policy);
+        assert_eq!(action, Action::Wake(CLOCK_MARGIN));
+        let (claiming, action) = transition(waiting, Event::Woke, &policy);
+        assert_eq!(action, Action::Ask(Ask::Claim)); // the same token
         stage = claiming;
     }
     // Redelivered at the end of the holder's lease, or earlier.
-    let pause = policy.pause(policy.claim_retries);
+    let pause = policy.pause(policy.max_claim_retries);
     for (remaining, after) in [
         (Duration::ZERO, Duration::ZERO),
         (pause / 2, pause / 2),
@@ -203,7 +196,7 @@ fn an_id_of_another_holder_is_claimed_again_with_backoff_then_released_and_never
 }
 
 #[test]
-fn attempts_are_bounded_by_the_marker_and_by_the_source() {
+fn max_attempts_counts_the_attempts_of_the_marker_and_the_failures_of_the_delivery() {
     let policy = effectively_once();
     for (attempt, failures, spent) in [
         (1, 0, false),
@@ -217,7 +210,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
             failures,
         };
         let (stage, _) = transition(
-            Stage::Running(grant, Tries(policy.retries)),
+            Stage::Running(grant, Tries(policy.max_inline_retries)),
             Event::Returned(Outcome::Retry),
             &policy,
         );
@@ -228,18 +221,18 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         );
     }
     // A redriven message has all of `max_attempts` again, however high its attempt number.
-    let sent_back = V::Granted(Attempts {
+    let redriven = V::Granted(Attempts {
         number: 9,
         base: 8,
         crashes: 0,
     });
-    let (stage, step) = transition(
+    let (stage, action) = transition(
         Stage::Claiming(HISTORY, ClaimTries(0)),
-        Event::Answer(sent_back),
+        Event::Answer(redriven),
         &policy,
     );
     assert!(
-        matches!(stage, Stage::Ready(_)) && step == Action::Queue,
+        matches!(stage, Stage::Ready(_)) && action == Action::AwaitRun,
         "{stage:?}"
     );
     let failed_too_often = History {
@@ -256,7 +249,7 @@ fn attempts_are_bounded_by_the_marker_and_by_the_source() {
         "the id may have been freed for another copy: {stage:?}"
     );
     assert_eq!(
-        transition(stage, Event::Answer(V::Kept), &policy),
+        transition(stage, Event::Answer(V::Applied), &policy),
         reject(Reason::AttemptsSpent)
     );
 }
@@ -277,23 +270,23 @@ fn only_a_run_that_failed_counts_as_a_failure() {
         (Stage::Clearing(grant, ..) | Stage::Withdrawing(grant, _), _) => grant.failures,
         other => panic!("{other:?}"),
     };
-    let last_try = Stage::Running(grant, Tries(policy.retries));
+    let last_inline_try = Stage::Running(grant, Tries(policy.max_inline_retries));
     for outcome in [Outcome::Retry, Outcome::Unknown(DoubtCause::Panicked)] {
-        assert_eq!(failures(last_try, Event::Returned(outcome)), 2);
+        assert_eq!(failures(last_inline_try, Event::Returned(outcome)), 2);
     }
     let busy = Event::Answer(V::Busy {
         remaining: Duration::ZERO,
     });
     assert_eq!(
         failures(
-            Stage::Claiming(history, ClaimTries(policy.claim_retries)),
+            Stage::Claiming(history, ClaimTries(policy.max_claim_retries)),
             busy
         ),
         1,
         "another delivery held the id"
     );
     assert_eq!(
-        failures(last_try, Event::LeaseOver),
+        failures(last_inline_try, Event::LeaseOver),
         1,
         "the marker counts the takeover"
     );
@@ -305,13 +298,13 @@ fn only_a_run_that_failed_counts_as_a_failure() {
         assert_eq!(
             failures(waiting, Event::Drain),
             1,
-            "a shutdown is no failure"
+            "a shutdown does not count as a failure"
         );
     }
 }
 
 #[test]
-fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
+fn at_most_once_an_old_message_whose_marker_is_absent_is_in_doubt() {
     let old = Stage::Claiming(
         History {
             failures: 0,
@@ -329,13 +322,13 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
     );
     assert_eq!(
         transition(old, granted, &effectively_once()),
-        (Stage::Ready(GRANT), Action::Queue)
+        (Stage::Ready(GRANT), Action::AwaitRun)
     );
-    // Redriven by a tool that found no marker. After a crash, the crash is the likelier cause.
+    // An operator redrove the id when it had no marker. After a crash, the crash is the likelier cause.
     for (crashes, cause) in [(0, DoubtCause::TooOld), (1, DoubtCause::Interrupted)] {
         let attempts = Attempts {
             crashes,
-            ..Attempts::all_forgiven(6)
+            ..Attempts::none_counted(6)
         };
         let reconciling = Stage::Reconciling(
             Grant {
@@ -353,7 +346,7 @@ fn an_old_message_whose_marker_is_absent_is_in_doubt_at_most_once() {
 }
 
 #[test]
-fn the_handler_returns() {
+fn each_outcome_of_a_handler() {
     let returned = |outcome, policy: &Policy| {
         transition(
             Stage::Running(GRANT, Tries(0)),
@@ -363,7 +356,7 @@ fn the_handler_returns() {
     };
     for policy in [at_most_once(), effectively_once()] {
         assert_eq!(
-            transition(Stage::Ready(GRANT), Event::Slot, &policy),
+            transition(Stage::Ready(GRANT), Event::MayRun, &policy),
             (Stage::Running(GRANT, Tries(0)), Action::Run)
         );
         assert_eq!(
@@ -451,12 +444,12 @@ fn an_unknown_outcome_is_never_retried_inline() {
 }
 
 #[test]
-fn a_doubt_is_reconciled() {
+fn each_result_of_reconcile() {
     let policy = at_most_once();
     let reconciling = |tries| Stage::Reconciling(GRANT, Tries(tries), DoubtCause::HandlerReported);
     let doubting = Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reconcile);
     assert_eq!(
-        transition(doubting, Event::Answer(V::Kept), &policy),
+        transition(doubting, Event::Answer(V::Applied), &policy),
         (reconciling(0), Action::Reconcile)
     );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
@@ -465,13 +458,13 @@ fn a_doubt_is_reconciled() {
             Action::Ask(Ask::Resolve(finding)),
         );
         assert_eq!(
-            transition(reconciling(0), Event::Found(Some(finding)), &policy),
+            transition(reconciling(0), Event::Reconciled(Some(finding)), &policy),
             resolving
         );
     }
     let paused = Stage::ReconcilePausing(GRANT, Tries(1), DoubtCause::HandlerReported);
     assert_eq!(
-        transition(reconciling(0), Event::Found(None), &policy),
+        transition(reconciling(0), Event::Reconciled(None), &policy),
         (paused, Action::Wake(pause(0)))
     );
     assert_eq!(
@@ -480,7 +473,7 @@ fn a_doubt_is_reconciled() {
     );
     let ending_the_lease = Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reject);
     assert_eq!(
-        transition(reconciling(1), Event::Found(None), &policy),
+        transition(reconciling(1), Event::Reconciled(None), &policy),
         (ending_the_lease, Action::Ask(Ask::Doubt))
     );
     assert_eq!(
@@ -488,7 +481,7 @@ fn a_doubt_is_reconciled() {
         (ending_the_lease, Action::Ask(Ask::Doubt))
     );
     assert_eq!(
-        transition(ending_the_lease, Event::Answer(V::Kept), &policy),
+        transition(ending_the_lease, Event::Answer(V::Applied), &policy),
         reject(Reason::InDoubt(DoubtCause::HandlerReported))
     );
     let happened = transition(
@@ -496,18 +489,18 @@ fn a_doubt_is_reconciled() {
         Event::Answer(V::Done { marker_lost: false }),
         &policy,
     );
-    assert_eq!(happened, accepted(ProofKind::Resolved));
+    assert_eq!(happened, accept(ProofKind::Resolved));
     let after_it_did_not = |grant| {
         transition(
             Stage::Resolving(grant, Finding::DidNotHappen),
-            Event::Answer(V::Kept),
+            Event::Answer(V::Applied),
             &policy,
         )
     };
     assert_eq!(after_it_did_not(GRANT), release(pause(1), 0));
     let after_the_last = Grant {
         attempts: Attempts {
-            number: policy.attempts,
+            number: policy.max_attempts,
             base: 0,
             crashes: 0,
         },
@@ -518,7 +511,7 @@ fn a_doubt_is_reconciled() {
         (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim)
     );
     let after_a_crash = Grant {
-        attempts: Attempts::all_forgiven(2),
+        attempts: Attempts::none_counted(2),
         ..GRANT
     };
     assert_eq!(
@@ -528,7 +521,7 @@ fn a_doubt_is_reconciled() {
 }
 
 #[test]
-fn a_delivery_is_settled_after_the_verdict() {
+fn a_delivery_is_settled_when_the_store_has_recorded_its_outcome() {
     let policy = at_most_once();
     for marker_lost in [false, true] {
         assert_eq!(
@@ -537,11 +530,11 @@ fn a_delivery_is_settled_after_the_verdict() {
                 Event::Answer(V::Done { marker_lost }),
                 &policy
             ),
-            accepted(ProofKind::Completed)
+            accept(ProofKind::Completed)
         );
     }
     let after = Duration::from_secs(3);
-    for verdict in [V::Kept, V::Lost] {
+    for verdict in [V::Applied, V::Lost] {
         assert_eq!(
             transition(
                 Stage::Clearing(GRANT, Effect::Nothing, after),
@@ -554,7 +547,7 @@ fn a_delivery_is_settled_after_the_verdict() {
     assert_eq!(
         transition(
             Stage::Rejecting(GRANT, Reason::Refused, Effect::Nothing),
-            Event::Answer(V::Kept),
+            Event::Answer(V::Applied),
             &policy
         ),
         reject(Reason::Refused)
@@ -562,7 +555,7 @@ fn a_delivery_is_settled_after_the_verdict() {
 }
 
 #[test]
-fn a_lost_marker_is_claimed_again_with_a_new_token() {
+fn after_a_lost_claim_the_id_is_claimed_again_with_a_new_token() {
     let claiming_again = (Stage::Claiming(HISTORY, ClaimTries(0)), Action::NewClaim);
     for stage in [
         Stage::Completing(GRANT),
@@ -609,7 +602,7 @@ fn only_effectively_once_with_pass_through_runs_without_the_gate() {
     let ungated = Stage::Ungated(HISTORY);
     assert_eq!(
         transition(ungated, Event::Returned(Outcome::Done), &through),
-        accepted(ProofKind::PassedWithoutGate)
+        accept(ProofKind::PassedWithoutGate)
     );
     assert_eq!(
         transition(ungated, Event::Returned(Outcome::Reject), &through),
@@ -624,7 +617,7 @@ fn only_effectively_once_with_pass_through_runs_without_the_gate() {
         release(pause(0), 1)
     );
     let last = History {
-        failures: through.attempts - 1,
+        failures: through.max_attempts - 1,
         ..HISTORY
     };
     assert_eq!(
@@ -648,7 +641,7 @@ fn a_completion_is_repeated_after_the_end_of_the_lease() {
 }
 
 #[test]
-fn lease_over_in_every_stage() {
+fn the_end_of_the_lease_in_every_stage() {
     use Stage::*;
     for stage in stages() {
         for policy in [at_most_once(), effectively_once()] {
@@ -678,24 +671,24 @@ fn lease_over_in_every_stage() {
 }
 
 #[test]
-fn store_outage_in_every_stage_repeats_the_operation_with_the_same_token() {
+fn an_unanswered_operation_in_every_stage_is_repeated_with_the_same_token() {
     use Stage::*;
     for stage in stages() {
-        let (after, step) = transition(stage, Event::Unavailable, &at_most_once());
+        let (after, action) = transition(stage, Event::Unavailable, &at_most_once());
         match stage {
             Claiming(..) => assert!(matches!(
-                (after, step),
+                (after, action),
                 (AwaitingHolder(_, _, ClaimReply::Unknown), Action::Wake(_))
             )),
-            Leaving(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
+            ClaimingInDrain(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
             | Clearing(..) | Rejecting(..) => {
-                assert_eq!((after, step), (stage, Action::Wake(pause(3))));
-                let (woken, step) = transition(after, Event::Woke, &at_most_once());
+                assert_eq!((after, action), (stage, Action::Wake(pause(3))));
+                let (woken, action) = transition(after, Event::Woke, &at_most_once());
                 assert_eq!(woken, stage);
-                assert!(matches!(step, Action::Ask(_)), "{stage:?}: {step:?}");
+                assert!(matches!(action, Action::Ask(_)), "{stage:?}: {action:?}");
             }
             _ => assert_eq!(
-                (after, step),
+                (after, action),
                 (stage, Action::Wait),
                 "no operation was sent"
             ),
@@ -704,7 +697,7 @@ fn store_outage_in_every_stage_repeats_the_operation_with_the_same_token() {
 }
 
 #[test]
-fn drain_in_every_stage_releases_deliveries_that_have_not_started() {
+fn a_drain_in_every_stage_releases_deliveries_whose_handler_has_not_started() {
     use Stage::*;
     for stage in stages() {
         let expected = match stage {
@@ -717,9 +710,9 @@ fn drain_in_every_stage_releases_deliveries_that_have_not_started() {
                 ),
                 Action::Ask(Ask::Doubt),
             ),
-            Claiming(..) => (Leaving(HISTORY), Action::Wait),
+            Claiming(..) => (ClaimingInDrain(HISTORY), Action::Wait),
             AwaitingHolder(_, _, ClaimReply::Unknown) => {
-                (Leaving(HISTORY), Action::Ask(Ask::Claim))
+                (ClaimingInDrain(HISTORY), Action::Ask(Ask::Claim))
             }
             Ready(_) => (
                 Withdrawing(GRANT, AfterWithdrawal::Release),
@@ -745,7 +738,7 @@ fn drain_in_every_stage_releases_deliveries_that_have_not_started() {
 }
 
 #[test]
-fn the_end_of_the_drain_in_every_stage_records_running_handlers_as_unknown() {
+fn the_drain_timeout_in_every_stage_records_running_handlers_as_unknown() {
     use Stage::*;
     let bare = policy(Guarantee::Bare);
     let released_in_doubt = |cause| {
@@ -785,13 +778,13 @@ fn the_end_of_the_drain_in_every_stage_records_running_handlers_as_unknown() {
 }
 
 #[test]
-fn the_end_of_the_drain_records_the_outcome_of_a_handler_timeout_and_releases_at_once() {
+fn the_drain_timeout_records_the_same_as_a_handler_timeout_and_releases_at_once() {
     let timed_out = Event::Returned(Outcome::Unknown(DoubtCause::TimedOut));
     for policy in [at_most_once(), effectively_once(), policy(Guarantee::Bare)] {
         let running = Stage::Running(GRANT, Tries(0));
         let (stage, asked) = transition(running, Event::DrainOver, &policy);
         assert_eq!(asked, transition(running, timed_out, &policy).1);
-        let (_, settled) = transition(stage, Event::Answer(V::Kept), &policy);
+        let (_, settled) = transition(stage, Event::Answer(V::Applied), &policy);
         let (after, failures) = match policy.guarantee {
             Guarantee::AtMostOnce => (Duration::ZERO, 0),
             Guarantee::EffectivelyOnce | Guarantee::Bare => (Duration::ZERO, 1),
@@ -803,17 +796,17 @@ fn the_end_of_the_drain_records_the_outcome_of_a_handler_timeout_and_releases_at
     }
     // The last attempt, too: the next claim dead-letters it without a run.
     let policy = effectively_once();
-    let last = Stage::Running(grant(policy.attempts), Tries(0));
+    let last = Stage::Running(grant(policy.max_attempts), Tries(0));
     let (stage, _) = transition(last, Event::DrainOver, &policy);
     assert!(matches!(stage, Stage::Clearing(_, Effect::Unknown, _)));
 }
 
 #[test]
-fn nothing_is_started_after_the_end_of_the_drain() {
+fn no_run_starts_after_the_drain_timeout() {
     let answers = [
         Event::Answer(V::Granted(Attempts::new(2))),
         Event::Answer(V::InDoubt(Attempts::new(2))),
-        Event::Answer(V::Kept),
+        Event::Answer(V::Applied),
         Event::Answer(V::Done { marker_lost: false }),
         Event::Answer(V::Lost),
         Event::Answer(V::Duplicate),
@@ -821,7 +814,7 @@ fn nothing_is_started_after_the_end_of_the_drain() {
         Event::UnreadableMarker,
         Event::Woke,
         Event::LeaseOver,
-        Event::Slot,
+        Event::MayRun,
     ];
     let through = Policy {
         outage: Outage::PassThrough,
@@ -831,10 +824,10 @@ fn nothing_is_started_after_the_end_of_the_drain() {
         for stage in stages() {
             let (stage, _) = transition(stage, Event::DrainOver, &policy);
             for event in answers {
-                let (_, step) = transition(stage, event, &policy);
+                let (_, action) = transition(stage, event, &policy);
                 assert!(
-                    !matches!(step, Action::Run | Action::Reconcile | Action::Queue),
-                    "{stage:?} {event:?}: {step:?}"
+                    !matches!(action, Action::Run | Action::Reconcile | Action::AwaitRun),
+                    "{stage:?} {event:?}: {action:?}"
                 );
             }
         }
@@ -842,10 +835,10 @@ fn nothing_is_started_after_the_end_of_the_drain() {
 }
 
 #[test]
-fn a_draining_delivery_withdraws_its_claim() {
+fn a_claim_that_is_granted_in_a_drain_is_withdrawn() {
     let answer = |verdict| {
         transition(
-            Stage::Leaving(HISTORY),
+            Stage::ClaimingInDrain(HISTORY),
             Event::Answer(verdict),
             &at_most_once(),
         )
@@ -855,14 +848,18 @@ fn a_draining_delivery_withdraws_its_claim() {
         answer(V::Granted(Attempts::new(2))),
         (withdrawing, Action::Ask(Ask::Withdraw))
     );
-    for verdict in [V::Kept, V::Lost] {
+    for verdict in [V::Applied, V::Lost] {
         assert_eq!(
             transition(withdrawing, Event::Answer(verdict), &at_most_once()),
             release(Duration::ZERO, 0)
         );
     }
     assert_eq!(
-        transition(Stage::Leaving(HISTORY), Event::NotAsked, &at_most_once()),
+        transition(
+            Stage::ClaimingInDrain(HISTORY),
+            Event::ClaimNotSent,
+            &at_most_once()
+        ),
         release(Duration::ZERO, 0)
     );
     let through = Policy {
@@ -870,11 +867,15 @@ fn a_draining_delivery_withdraws_its_claim() {
         ..effectively_once()
     };
     assert_eq!(
-        transition(Stage::Leaving(HISTORY), Event::Unavailable, &through),
+        transition(
+            Stage::ClaimingInDrain(HISTORY),
+            Event::Unavailable,
+            &through
+        ),
         release(Duration::ZERO, 0),
         "it does not wait for the store"
     );
-    assert_eq!(answer(V::Duplicate), accepted(ProofKind::Duplicate));
+    assert_eq!(answer(V::Duplicate), accept(ProofKind::Duplicate));
     let released_in_doubt = (
         Stage::Doubting(grant(2), DoubtCause::Interrupted, AfterDoubt::ReleaseAtOnce),
         Action::Ask(Ask::Doubt),
@@ -892,18 +893,18 @@ fn a_draining_delivery_withdraws_its_claim() {
 }
 
 #[test]
-fn a_delivery_that_waits_until_it_may_run_apart_holds_no_claim() {
+fn a_delivery_that_waits_for_isolation_holds_no_claim() {
     let policy = effectively_once();
-    let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::AwaitTurn);
+    let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::AwaitIsolation);
     assert_eq!(
-        transition(Stage::Ready(GRANT), Event::OthersRunApart, &policy),
+        transition(Stage::Ready(GRANT), Event::IsolationFull, &policy),
         (withdrawing, Action::Ask(Ask::Withdraw))
     );
     let waiting = Stage::New(HISTORY);
-    for verdict in [V::Kept, V::Lost] {
+    for verdict in [V::Applied, V::Lost] {
         assert_eq!(
             transition(withdrawing, Event::Answer(verdict), &policy),
-            (waiting, Action::AwaitTurn)
+            (waiting, Action::AwaitIsolation)
         );
     }
     // With a new token: a delayed withdrawal must not match it.
@@ -914,10 +915,10 @@ fn a_delivery_that_waits_until_it_may_run_apart_holds_no_claim() {
 }
 
 #[test]
-fn a_settled_delivery_stays_settled() {
+fn no_event_changes_a_settled_delivery() {
     for event in [
         Event::Woke,
-        Event::Answer(V::Kept),
+        Event::Answer(V::Applied),
         Event::LeaseOver,
         Event::Drain,
         Event::DrainOver,
@@ -932,28 +933,28 @@ fn a_settled_delivery_stays_settled() {
 }
 
 #[test]
-fn nothing_is_accepted_without_a_verdict() {
+fn no_delivery_is_accepted_without_a_verdict() {
     let events = [
         Event::Arrived,
         Event::NoId,
         Event::UnusableId,
         Event::Unavailable,
-        Event::NotAsked,
-        Event::Slot,
-        Event::OthersRunApart,
+        Event::ClaimNotSent,
+        Event::MayRun,
+        Event::IsolationFull,
         Event::LeaseOver,
         Event::Woke,
         Event::Drain,
         Event::DrainOver,
         Event::StopNow,
         Event::Returned(Outcome::Done),
-        Event::Found(Some(Finding::Happened)),
+        Event::Reconciled(Some(Finding::Happened)),
         Event::CannotReconcile,
         Event::Answer(V::Busy {
             remaining: Duration::ZERO,
         }),
         Event::Answer(V::Lost),
-        Event::Answer(V::Kept),
+        Event::Answer(V::Applied),
         Event::Answer(V::Rejected { attempt: 2 }),
         Event::Answer(V::Conflict),
     ];
@@ -962,9 +963,9 @@ fn nothing_is_accepted_without_a_verdict() {
         .filter(|stage| !matches!(stage, Stage::Ungated(_)))
     {
         for event in events {
-            let (_, step) = transition(stage, event, &at_most_once());
+            let (_, action) = transition(stage, event, &at_most_once());
             assert!(
-                !matches!(step, Action::Settle(Settlement::Accept(_))),
+                !matches!(action, Action::Settle(Settlement::Accept(_))),
                 "{stage:?} {event:?}"
             );
         }

@@ -1,4 +1,4 @@
-//! All transitions of a marker.
+//! Tests of all transitions of a marker.
 
 use std::time::Duration;
 
@@ -7,12 +7,14 @@ use crate::id::{Key, MessageId};
 
 const LEASE: Duration = Duration::from_secs(30);
 const WINDOW: Duration = Duration::from_secs(3600);
-const ALIVE: Age = Age::Of(Duration::from_secs(1));
-const OVER: Age = Age::Of(Duration::from_secs(31));
+/// The age of a marker whose lease has not ended, and of one whose lease has.
+const VALID: Age = Age::Of(Duration::from_secs(1));
+const EXPIRED: Age = Age::Of(Duration::from_secs(31));
+/// The token of the operation, and that of another claim.
 const OWN: Token = Token(1);
 const OTHER: Token = Token(2);
-const AMO: Guarantee = Guarantee::AtMostOnce;
-const EO: Guarantee = Guarantee::EffectivelyOnce;
+const AT_MOST_ONCE: Guarantee = Guarantee::AtMostOnce;
+const EFFECTIVELY_ONCE: Guarantee = Guarantee::EffectivelyOnce;
 
 fn operation(guarantee: Guarantee, ask: Ask, attempt: u32) -> Operation {
     let terms = Terms {
@@ -35,7 +37,7 @@ fn with_body(mut operation: Operation, body: u64) -> Operation {
     operation
 }
 
-/// The second attempt, one of which counts: the first one after it was recorded as in doubt.
+/// Two attempts, of which one counts: the second one was granted to reconcile the first.
 const DOUBTED_ONCE: Attempts = Attempts {
     number: 2,
     base: 1,
@@ -45,7 +47,7 @@ const NOTHING: Effect = Effect::Nothing;
 const UNKNOWN: Effect = Effect::Unknown;
 
 fn hold(guarantee: Guarantee, token: Token, attempts: Attempts, earlier: Effect) -> Hold {
-    let horizon = if guarantee == AMO {
+    let horizon = if guarantee == AT_MOST_ONCE {
         UNRESOLVED_AT_MOST_ONCE
     } else {
         WINDOW
@@ -65,8 +67,8 @@ fn running(guarantee: Guarantee, token: Token, attempt: u32) -> Marker {
     Marker::InProgress(hold(guarantee, token, Attempts::new(attempt), NOTHING))
 }
 
-fn doubted(token: Token, attempts: Attempts, doubt: Doubt) -> Marker {
-    Marker::InDoubt(hold(AMO, token, attempts, UNKNOWN), doubt)
+fn in_doubt_marker(token: Token, attempts: Attempts, doubt: Doubt) -> Marker {
+    Marker::InDoubt(hold(AT_MOST_ONCE, token, attempts, UNKNOWN), doubt)
 }
 
 fn cleared(attempts: Attempts, effect: Effect) -> Marker {
@@ -89,7 +91,7 @@ fn write(marker: Marker) -> Change {
 }
 
 /// Checks rows of (marker, age, change, verdict) for one operation.
-fn rows(operation: &Operation, rows: &[(Marker, Age, Change, Verdict)]) {
+fn check(operation: &Operation, rows: &[(Marker, Age, Change, Verdict)]) {
     for (marker, age, change, verdict) in rows {
         assert_eq!(
             apply(*marker, *age, operation),
@@ -104,7 +106,7 @@ fn rows(operation: &Operation, rows: &[(Marker, Age, Change, Verdict)]) {
 fn claim() {
     use Change::Keep;
     use Marker::*;
-    for guarantee in [AMO, EO] {
+    for guarantee in [AT_MOST_ONCE, EFFECTIVELY_ONCE] {
         let granted = |attempts, earlier| {
             let hold = hold(guarantee, OWN, attempts, earlier);
             (write(InProgress(hold)), Verdict::Granted(attempts))
@@ -124,48 +126,48 @@ fn claim() {
         let busy = |seconds| Verdict::Busy {
             remaining: Duration::from_secs(seconds),
         };
-        let taken = |attempts| {
+        let granted_in_doubt = |attempts| {
             (
-                write(doubted(OWN, attempts, Doubt::Reconciling)),
+                write(in_doubt_marker(OWN, attempts, Doubt::Reconciling)),
                 Verdict::InDoubt(attempts),
             )
         };
         let (waiting, crashed) = (
-            taken(Attempts {
+            granted_in_doubt(Attempts {
                 number: 3,
                 base: 1,
                 crashes: 0,
             }),
-            taken(Attempts {
+            granted_in_doubt(Attempts {
                 number: 3,
                 base: 1,
                 crashes: 1,
             }),
         );
-        let own = doubted(OWN, DOUBTED_ONCE, Doubt::Reconciling);
-        rows(
+        let own = in_doubt_marker(OWN, DOUBTED_ONCE, Doubt::Reconciling);
+        check(
             &operation(guarantee, Ask::Claim, 0),
             &[
-                (Absent, ALIVE, first.0, first.1),
+                (Absent, VALID, first.0, first.1),
                 (
                     cleared(Attempts::new(3), NOTHING),
-                    ALIVE,
+                    VALID,
                     fourth.0,
                     fourth.1,
                 ),
                 (
-                    cleared(Attempts::all_forgiven(7), NOTHING),
-                    ALIVE,
+                    cleared(Attempts::none_counted(7), NOTHING),
+                    VALID,
                     redriven.0,
                     redriven.1,
                 ), // redriven by an operator
                 (
                     running(guarantee, OWN, 4),
-                    OVER,
+                    EXPIRED,
                     write(running(guarantee, OWN, 4)),
                     fourth.1,
                 ), // renewed, the same attempt
-                (running(guarantee, OTHER, 1), ALIVE, Keep, busy(29)),
+                (running(guarantee, OTHER, 1), VALID, Keep, busy(29)),
                 (running(guarantee, OTHER, 1), Age::Of(LEASE), Keep, busy(0)), // until the lease ends
                 (
                     running(guarantee, OTHER, 1),
@@ -173,27 +175,27 @@ fn claim() {
                     write(running(guarantee, OTHER, 1)),
                     busy(30),
                 ),
-                (own, ALIVE, write(own), Verdict::InDoubt(DOUBTED_ONCE)),
+                (own, VALID, write(own), Verdict::InDoubt(DOUBTED_ONCE)),
                 (
-                    doubted(OTHER, Attempts::new(2), Doubt::Reconciling),
-                    ALIVE,
+                    in_doubt_marker(OTHER, Attempts::new(2), Doubt::Reconciling),
+                    VALID,
                     Keep,
                     busy(29),
                 ),
                 (
-                    doubted(OTHER, Attempts::new(2), Doubt::Waiting),
-                    ALIVE,
+                    in_doubt_marker(OTHER, Attempts::new(2), Doubt::Waiting),
+                    VALID,
                     waiting.0,
                     waiting.1,
                 ),
                 (
-                    doubted(OTHER, Attempts::new(2), Doubt::Reconciling),
-                    OVER,
+                    in_doubt_marker(OTHER, Attempts::new(2), Doubt::Reconciling),
+                    EXPIRED,
                     crashed.0,
                     crashed.1,
                 ),
-                (rejected(3), ALIVE, Keep, Verdict::Rejected { attempt: 3 }),
-                (Done(None), ALIVE, Keep, Verdict::Duplicate),
+                (rejected(3), VALID, Keep, Verdict::Rejected { attempt: 3 }),
+                (Done(None), VALID, Keep, Verdict::Duplicate),
             ],
         );
     }
@@ -208,14 +210,18 @@ fn an_ended_lease_is_taken_over_or_in_doubt_by_the_stricter_guarantee() {
         crashes: 1,
     };
     let in_doubt = (
-        write(doubted(OWN, attempts, Doubt::Reconciling)),
+        write(in_doubt_marker(OWN, attempts, Doubt::Reconciling)),
         Verdict::InDoubt(attempts),
     );
-    for (record, claimant) in [(AMO, AMO), (AMO, EO), (EO, AMO)] {
+    for (record, claimant) in [
+        (AT_MOST_ONCE, AT_MOST_ONCE),
+        (AT_MOST_ONCE, EFFECTIVELY_ONCE),
+        (EFFECTIVELY_ONCE, AT_MOST_ONCE),
+    ] {
         assert_eq!(
             apply(
                 running(record, OTHER, 1),
-                OVER,
+                EXPIRED,
                 &operation(claimant, Ask::Claim, 0)
             ),
             in_doubt,
@@ -227,11 +233,20 @@ fn an_ended_lease_is_taken_over_or_in_doubt_by_the_stricter_guarantee() {
         base: 1,
         crashes: 1,
     };
-    let taken = apply(running(EO, OTHER, 1), OVER, &operation(EO, Ask::Claim, 0));
+    let taken = apply(
+        running(EFFECTIVELY_ONCE, OTHER, 1),
+        EXPIRED,
+        &operation(EFFECTIVELY_ONCE, Ask::Claim, 0),
+    );
     assert_eq!(
         taken,
         (
-            write(Marker::InProgress(hold(EO, OWN, attempts, UNKNOWN))),
+            write(Marker::InProgress(hold(
+                EFFECTIVELY_ONCE,
+                OWN,
+                attempts,
+                UNKNOWN
+            ))),
             Verdict::Granted(attempts)
         )
     );
@@ -239,19 +254,23 @@ fn an_ended_lease_is_taken_over_or_in_doubt_by_the_stricter_guarantee() {
 
 #[test]
 fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
-    let left_behind = cleared(Attempts::new(1), UNKNOWN);
+    let unknown = cleared(Attempts::new(1), UNKNOWN);
     let in_doubt = (
-        write(doubted(OWN, DOUBTED_ONCE, Doubt::Reconciling)),
+        write(in_doubt_marker(OWN, DOUBTED_ONCE, Doubt::Reconciling)),
         Verdict::InDoubt(DOUBTED_ONCE),
     );
     assert_eq!(
-        apply(left_behind, OVER, &operation(AMO, Ask::Claim, 0)),
+        apply(unknown, EXPIRED, &operation(AT_MOST_ONCE, Ask::Claim, 0)),
         in_doubt
     );
     // Effectively once runs the id again. A second run without an effect does not resolve the first.
-    let second = Marker::InProgress(hold(EO, OWN, Attempts::new(2), UNKNOWN));
+    let second = Marker::InProgress(hold(EFFECTIVELY_ONCE, OWN, Attempts::new(2), UNKNOWN));
     assert_eq!(
-        apply(left_behind, OVER, &operation(EO, Ask::Claim, 0)),
+        apply(
+            unknown,
+            EXPIRED,
+            &operation(EFFECTIVELY_ONCE, Ask::Claim, 0)
+        ),
         (write(second), Verdict::Granted(Attempts::new(2)))
     );
     for ask in [
@@ -260,18 +279,22 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
         Ask::Reject(NOTHING),
         Ask::Reject(UNKNOWN),
     ] {
-        let still_unknown = (write(cleared(Attempts::new(2), UNKNOWN)), Verdict::Kept);
+        let still_unknown = (write(cleared(Attempts::new(2), UNKNOWN)), Verdict::Applied);
         assert_eq!(
-            apply(second, ALIVE, &operation(EO, ask, 2)),
+            apply(second, VALID, &operation(EFFECTIVELY_ONCE, ask, 2)),
             still_unknown,
             "{ask:?}"
         );
     }
     // An attempt 1 that is not the first: the record was lost, and an operator redrove the id.
-    let first = Marker::InProgress(hold(EO, OWN, Attempts::new(1), UNKNOWN));
-    let kept = (write(cleared(Attempts::new(1), UNKNOWN)), Verdict::Kept);
+    let first = Marker::InProgress(hold(EFFECTIVELY_ONCE, OWN, Attempts::new(1), UNKNOWN));
+    let kept = (write(cleared(Attempts::new(1), UNKNOWN)), Verdict::Applied);
     assert_eq!(
-        apply(first, ALIVE, &operation(EO, Ask::Clear(NOTHING), 1)),
+        apply(
+            first,
+            VALID,
+            &operation(EFFECTIVELY_ONCE, Ask::Clear(NOTHING), 1)
+        ),
         kept
     );
 }
@@ -279,17 +302,17 @@ fn an_unknown_outcome_stays_unknown_after_a_change_of_guarantee() {
 #[test]
 fn a_claim_with_another_body() {
     let body = |number| Some(Fingerprint::new(number));
-    let claim = with_body(operation(AMO, Ask::Claim, 0), 7);
+    let claim = with_body(operation(AT_MOST_ONCE, Ask::Claim, 0), 7);
     let other = Hold {
         fingerprint: body(8),
-        ..hold(AMO, OTHER, Attempts::new(1), NOTHING)
+        ..hold(AT_MOST_ONCE, OTHER, Attempts::new(1), NOTHING)
     };
-    rows(
+    check(
         &claim,
         &[
             (
                 Marker::InProgress(other),
-                ALIVE,
+                VALID,
                 Change::Keep,
                 Verdict::Busy {
                     remaining: Duration::from_secs(29),
@@ -298,13 +321,13 @@ fn a_claim_with_another_body() {
             // Does not wait for a holder that may never claim again.
             (
                 Marker::InProgress(other),
-                OVER,
+                EXPIRED,
                 Change::Keep,
                 Verdict::Conflict,
             ),
             (
                 Marker::InDoubt(other, Doubt::Waiting),
-                ALIVE,
+                VALID,
                 Change::Keep,
                 Verdict::Conflict,
             ),
@@ -313,40 +336,43 @@ fn a_claim_with_another_body() {
                     attempt: 1,
                     fingerprint: body(8),
                 },
-                ALIVE,
+                VALID,
                 Change::Keep,
                 Verdict::Conflict,
             ),
             (
                 Marker::Done(body(8)),
-                ALIVE,
+                VALID,
                 Change::Keep,
                 Verdict::Conflict,
             ),
             (
                 Marker::Done(body(7)),
-                ALIVE,
+                VALID,
                 Change::Keep,
                 Verdict::Duplicate,
             ),
-            (Marker::Done(None), ALIVE, Change::Keep, Verdict::Duplicate), // a bare `1` matches any body
+            (Marker::Done(None), VALID, Change::Keep, Verdict::Duplicate), // a bare `1` matches any body
         ],
     );
 }
 
 #[test]
-fn only_grants_count_towards_max_attempts() {
-    let (mut marker, claim) = (running(AMO, OTHER, 1), operation(AMO, Ask::Claim, 0));
+fn crashes_and_reconciliations_do_not_count_towards_max_attempts() {
+    let (mut marker, claim) = (
+        running(AT_MOST_ONCE, OTHER, 1),
+        operation(AT_MOST_ONCE, Ask::Claim, 0),
+    );
     for copy in 1..=100 {
-        let Verdict::InDoubt(attempts) = apply(marker, OVER, &claim).1 else {
+        let Verdict::InDoubt(attempts) = apply(marker, EXPIRED, &claim).1 else {
             panic!("in doubt")
         };
         assert_eq!(
             (attempts.number, attempts.spent()),
             (1 + copy, 0),
-            "a crash spends nothing either"
+            "a crash does not count, either"
         );
-        marker = doubted(Token(2 + u128::from(copy)), attempts, Doubt::Waiting);
+        marker = in_doubt_marker(Token(2 + u128::from(copy)), attempts, Doubt::Waiting);
     }
 }
 
@@ -355,8 +381,8 @@ fn not_owned() -> Vec<Marker> {
     let holders = [(OTHER, 1), (OWN, 2)];
     let held = holders.into_iter().flat_map(|(token, attempt)| {
         [
-            running(AMO, token, attempt),
-            doubted(token, Attempts::new(attempt), Doubt::Waiting),
+            running(AT_MOST_ONCE, token, attempt),
+            in_doubt_marker(token, Attempts::new(attempt), Doubt::Waiting),
         ]
     });
     held.chain([
@@ -369,10 +395,10 @@ fn not_owned() -> Vec<Marker> {
 }
 
 /// Checks that the verdict is `Lost` on every marker of another claim, except where `but` applies.
-fn is_lost_except(ask: Ask, guarantee: Guarantee, but: impl Fn(&Marker) -> bool) {
+fn check_lost_except(ask: Ask, guarantee: Guarantee, but: impl Fn(&Marker) -> bool) {
     for marker in not_owned().into_iter().filter(|marker| !but(marker)) {
         assert_eq!(
-            apply(marker, ALIVE, &operation(guarantee, ask, 1)),
+            apply(marker, VALID, &operation(guarantee, ask, 1)),
             (Change::Keep, Verdict::Lost),
             "{ask:?} on {marker:?}"
         );
@@ -386,41 +412,41 @@ fn is_free(marker: &Marker) -> bool {
 #[test]
 fn renew() {
     for owned in [
-        running(AMO, OWN, 1),
-        doubted(OWN, Attempts::new(1), Doubt::Reconciling),
+        running(AT_MOST_ONCE, OWN, 1),
+        in_doubt_marker(OWN, Attempts::new(1), Doubt::Reconciling),
     ] {
-        rows(
-            &operation(AMO, Ask::Renew, 1),
-            &[(owned, OVER, write(owned), Verdict::Kept)],
+        check(
+            &operation(AT_MOST_ONCE, Ask::Renew, 1),
+            &[(owned, EXPIRED, write(owned), Verdict::Applied)],
         );
     }
-    is_lost_except(Ask::Renew, AMO, |_| false);
+    check_lost_except(Ask::Renew, AT_MOST_ONCE, |_| false);
 }
 
 #[test]
 fn complete() {
     let done = |marker_lost| (write(Marker::Done(None)), Verdict::Done { marker_lost });
-    let complete = operation(AMO, Ask::Complete, 1);
+    let complete = operation(AT_MOST_ONCE, Ask::Complete, 1);
     for known in [
-        running(AMO, OWN, 1),
-        doubted(OWN, Attempts::new(1), Doubt::Waiting),
-        doubted(OTHER, Attempts::new(5), Doubt::Reconciling),
+        running(AT_MOST_ONCE, OWN, 1),
+        in_doubt_marker(OWN, Attempts::new(1), Doubt::Waiting),
+        in_doubt_marker(OTHER, Attempts::new(5), Doubt::Reconciling),
     ] {
-        assert_eq!(apply(known, OVER, &complete), done(false), "{known:?}");
+        assert_eq!(apply(known, EXPIRED, &complete), done(false), "{known:?}");
     }
     for lost in [Marker::Absent, cleared(Attempts::new(4), NOTHING)] {
-        assert_eq!(apply(lost, ALIVE, &complete), done(true), "{lost:?}");
+        assert_eq!(apply(lost, VALID, &complete), done(true), "{lost:?}");
     }
-    rows(
+    check(
         &complete,
         &[(
             Marker::Done(None),
-            ALIVE,
+            VALID,
             Change::Keep,
             Verdict::Done { marker_lost: false },
         )],
     );
-    is_lost_except(Ask::Complete, AMO, |marker| {
+    check_lost_except(Ask::Complete, AT_MOST_ONCE, |marker| {
         !matches!(marker, Marker::InProgress(_) | Marker::Rejected { .. })
     });
 }
@@ -428,62 +454,67 @@ fn complete() {
 #[test]
 fn clear() {
     for (guarantee, effect, attempt, change) in [
-        (AMO, Effect::Nothing, 1, Change::Delete),
-        (EO, Effect::Nothing, 1, Change::Delete),
+        (AT_MOST_ONCE, Effect::Nothing, 1, Change::Delete),
+        (EFFECTIVELY_ONCE, Effect::Nothing, 1, Change::Delete),
         (
-            AMO,
+            AT_MOST_ONCE,
             Effect::Nothing,
             2,
             write(cleared(Attempts::new(2), NOTHING)),
         ),
         (
-            EO,
+            EFFECTIVELY_ONCE,
             Effect::Unknown,
             1,
             write(cleared(Attempts::new(1), UNKNOWN)),
         ),
         (
-            EO,
+            EFFECTIVELY_ONCE,
             Effect::Unknown,
             3,
             write(cleared(Attempts::new(3), UNKNOWN)),
         ),
     ] {
         let marker = running(guarantee, OWN, attempt);
-        rows(
+        check(
             &operation(guarantee, Ask::Clear(effect), attempt),
-            &[(marker, OVER, change, Verdict::Kept)],
+            &[(marker, EXPIRED, change, Verdict::Applied)],
         );
     }
-    let unknown = operation(AMO, Ask::Clear(Effect::Unknown), 1);
-    rows(
+    let unknown = operation(AT_MOST_ONCE, Ask::Clear(Effect::Unknown), 1);
+    check(
         &unknown,
-        &[(running(AMO, OWN, 1), ALIVE, Change::Keep, Verdict::Lost)],
+        &[(
+            running(AT_MOST_ONCE, OWN, 1),
+            VALID,
+            Change::Keep,
+            Verdict::Lost,
+        )],
     ); // an unknown outcome is recorded as in doubt, never cleared
     for marker in [Marker::Absent, cleared(Attempts::new(1), NOTHING)] {
-        rows(
-            &operation(AMO, Ask::Clear(Effect::Nothing), 1),
-            &[(marker, ALIVE, Change::Keep, Verdict::Kept)],
+        check(
+            &operation(AT_MOST_ONCE, Ask::Clear(Effect::Nothing), 1),
+            &[(marker, VALID, Change::Keep, Verdict::Applied)],
         );
     }
-    is_lost_except(Ask::Clear(Effect::Nothing), AMO, is_free);
+    check_lost_except(Ask::Clear(Effect::Nothing), AT_MOST_ONCE, is_free);
 }
 
 #[test]
 fn withdraw() {
-    for guarantee in [AMO, EO] {
+    for guarantee in [AT_MOST_ONCE, EFFECTIVELY_ONCE] {
         let ask = |attempt| operation(guarantee, Ask::Withdraw, attempt);
-        rows(
+        check(
             &ask(1),
             &[(
                 running(guarantee, OWN, 1),
-                OVER,
+                EXPIRED,
                 Change::Delete,
-                Verdict::Kept,
+                Verdict::Applied,
             )],
         );
-        // As if it had not been granted: neither the budget nor what is unknown of earlier attempts
-        // changes.
+        // As if the attempt had not been granted: neither the count of attempts nor an unknown outcome of
+        // earlier ones changes.
         for earlier in [NOTHING, UNKNOWN] {
             let granted = Marker::InProgress(hold(
                 guarantee,
@@ -495,7 +526,7 @@ fn withdraw() {
                 },
                 earlier,
             ));
-            let before = cleared(
+            let withdrawn = cleared(
                 Attempts {
                     number: 4,
                     base: 2,
@@ -503,19 +534,19 @@ fn withdraw() {
                 },
                 earlier,
             );
-            rows(
+            check(
                 &ask(4),
                 &[
-                    (granted, OVER, write(before), Verdict::Kept),
-                    (before, ALIVE, Change::Keep, Verdict::Kept),
+                    (granted, EXPIRED, write(withdrawn), Verdict::Applied),
+                    (withdrawn, VALID, Change::Keep, Verdict::Applied),
                 ],
             );
         }
-        rows(
+        check(
             &ask(1),
-            &[(Marker::Absent, ALIVE, Change::Keep, Verdict::Kept)],
+            &[(Marker::Absent, VALID, Change::Keep, Verdict::Applied)],
         );
-        is_lost_except(Ask::Withdraw, guarantee, is_free);
+        check_lost_except(Ask::Withdraw, guarantee, is_free);
     }
 }
 
@@ -523,39 +554,44 @@ fn withdraw() {
 fn reject() {
     for effect in [Effect::Nothing, Effect::Unknown] {
         let ask = Ask::Reject(effect);
-        rows(
-            &operation(AMO, ask, 1),
+        check(
+            &operation(AT_MOST_ONCE, ask, 1),
             &[(
-                running(AMO, OWN, 1),
-                OVER,
+                running(AT_MOST_ONCE, OWN, 1),
+                EXPIRED,
                 write(rejected(1)),
-                Verdict::Kept,
+                Verdict::Applied,
             )],
         );
-        rows(
-            &operation(EO, ask, 2),
+        check(
+            &operation(EFFECTIVELY_ONCE, ask, 2),
             &[(
-                running(EO, OWN, 2),
-                OVER,
+                running(EFFECTIVELY_ONCE, OWN, 2),
+                EXPIRED,
                 write(cleared(Attempts::new(2), effect)),
-                Verdict::Kept,
+                Verdict::Applied,
             )],
         );
-        is_lost_except(ask, AMO, |_| false);
-        is_lost_except(ask, EO, is_free);
+        check_lost_except(ask, AT_MOST_ONCE, |_| false);
+        check_lost_except(ask, EFFECTIVELY_ONCE, is_free);
     }
-    rows(
-        &operation(EO, Ask::Reject(Effect::Nothing), 1),
-        &[(running(EO, OWN, 1), OVER, Change::Delete, Verdict::Kept)],
+    check(
+        &operation(EFFECTIVELY_ONCE, Ask::Reject(Effect::Nothing), 1),
+        &[(
+            running(EFFECTIVELY_ONCE, OWN, 1),
+            EXPIRED,
+            Change::Delete,
+            Verdict::Applied,
+        )],
     );
     // The run may still have an effect: a run after a redrive needs a higher attempt number.
-    rows(
-        &operation(EO, Ask::Reject(Effect::Unknown), 1),
+    check(
+        &operation(EFFECTIVELY_ONCE, Ask::Reject(Effect::Unknown), 1),
         &[(
-            running(EO, OWN, 1),
-            OVER,
+            running(EFFECTIVELY_ONCE, OWN, 1),
+            EXPIRED,
             write(cleared(Attempts::new(1), UNKNOWN)),
-            Verdict::Kept,
+            Verdict::Applied,
         )],
     );
 }
@@ -564,109 +600,114 @@ fn reject() {
 fn doubt() {
     let waiting = |attempts, earlier| {
         write(Marker::InDoubt(
-            hold(AMO, OWN, attempts, earlier),
+            hold(AT_MOST_ONCE, OWN, attempts, earlier),
             Doubt::Waiting,
         ))
     };
-    let ask = operation(AMO, Ask::Doubt, 1);
-    rows(
+    let ask = operation(AT_MOST_ONCE, Ask::Doubt, 1);
+    check(
         &ask,
         &[
             (
-                running(AMO, OWN, 1),
-                OVER,
+                running(AT_MOST_ONCE, OWN, 1),
+                EXPIRED,
                 waiting(Attempts::new(1), NOTHING),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             (
-                doubted(OWN, Attempts::new(1), Doubt::Reconciling),
-                OVER,
+                in_doubt_marker(OWN, Attempts::new(1), Doubt::Reconciling),
+                EXPIRED,
                 waiting(Attempts::new(1), UNKNOWN),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             (
                 Marker::Absent,
-                ALIVE,
-                waiting(Attempts::all_forgiven(1), UNKNOWN),
-                Verdict::Kept,
+                VALID,
+                waiting(Attempts::none_counted(1), UNKNOWN),
+                Verdict::Applied,
             ),
             (
                 cleared(Attempts::new(1), NOTHING),
-                ALIVE,
+                VALID,
                 waiting(Attempts::new(1), UNKNOWN),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             (
                 cleared(Attempts::new(0), NOTHING),
-                ALIVE,
+                VALID,
                 waiting(Attempts::new(1), UNKNOWN),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             // The attempt number never decreases.
             (
                 cleared(Attempts::new(3), NOTHING),
-                ALIVE,
+                VALID,
                 waiting(Attempts::new(3), UNKNOWN),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             // Delayed or repeated: the outcome was determined since, or an operator has freed the id.
             (
                 cleared(DOUBTED_ONCE, NOTHING),
-                ALIVE,
+                VALID,
                 Change::Keep,
                 Verdict::Lost,
             ),
             (
-                cleared(Attempts::all_forgiven(1), NOTHING),
-                ALIVE,
+                cleared(Attempts::none_counted(1), NOTHING),
+                VALID,
                 Change::Keep,
                 Verdict::Lost,
             ),
         ],
     );
-    is_lost_except(Ask::Doubt, AMO, is_free);
+    check_lost_except(Ask::Doubt, AT_MOST_ONCE, is_free);
 }
 
 #[test]
 fn resolve() {
-    let owned = doubted(OWN, Attempts::new(1), Doubt::Reconciling);
-    let happened = operation(AMO, Ask::Resolve(Finding::Happened), 1);
-    rows(
+    let owned = in_doubt_marker(OWN, Attempts::new(1), Doubt::Reconciling);
+    let happened = operation(AT_MOST_ONCE, Ask::Resolve(Finding::Happened), 1);
+    check(
         &happened,
         &[(
             owned,
-            OVER,
+            EXPIRED,
             write(Marker::Done(None)),
             Verdict::Done { marker_lost: false },
         )],
     );
-    let did_not = operation(AMO, Ask::Resolve(Finding::DidNotHappen), 1);
-    rows(
+    let did_not = operation(AT_MOST_ONCE, Ask::Resolve(Finding::DidNotHappen), 1);
+    check(
         &did_not,
         &[(
             owned,
-            OVER,
+            EXPIRED,
             write(cleared(Attempts::new(1), NOTHING)),
-            Verdict::Kept,
+            Verdict::Applied,
         )],
     );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
-        is_lost_except(Ask::Resolve(finding), AMO, |_| false);
-        rows(
-            &operation(AMO, Ask::Resolve(finding), 1),
-            &[(running(AMO, OWN, 1), ALIVE, Change::Keep, Verdict::Lost)],
+        check_lost_except(Ask::Resolve(finding), AT_MOST_ONCE, |_| false);
+        check(
+            &operation(AT_MOST_ONCE, Ask::Resolve(finding), 1),
+            &[(
+                running(AT_MOST_ONCE, OWN, 1),
+                VALID,
+                Change::Keep,
+                Verdict::Lost,
+            )],
         );
     }
 }
 
 #[test]
-fn send_back() {
-    let in_doubt = doubted(OTHER, DOUBTED_ONCE, Doubt::Waiting);
+fn redrive() {
+    let in_doubt = in_doubt_marker(OTHER, DOUBTED_ONCE, Doubt::Waiting);
     let (unknown, known) = (
         cleared(Attempts::new(5), UNKNOWN),
         cleared(Attempts::new(5), NOTHING),
     );
-    let freed = |number, effect| cleared(Attempts::all_forgiven(number), effect);
+    let freed = |number, effect| cleared(Attempts::none_counted(number), effect);
     // The crashes are reset, so that the message runs again before it is dead-lettered for them.
     let crashed = Attempts {
         number: 12,
@@ -674,70 +715,90 @@ fn send_back() {
         crashes: 11,
     };
     for (guarantee, seen, stated, free) in [
-        (AMO, rejected(5), UNKNOWN, Some(freed(5, NOTHING))),
-        (AMO, rejected(5), NOTHING, Some(freed(5, NOTHING))),
-        (EO, unknown, UNKNOWN, Some(freed(5, UNKNOWN))),
-        (EO, unknown, NOTHING, Some(freed(5, NOTHING))),
-        (EO, known, UNKNOWN, Some(freed(5, NOTHING))),
+        (AT_MOST_ONCE, rejected(5), UNKNOWN, Some(freed(5, NOTHING))),
+        (AT_MOST_ONCE, rejected(5), NOTHING, Some(freed(5, NOTHING))),
+        (EFFECTIVELY_ONCE, unknown, UNKNOWN, Some(freed(5, UNKNOWN))),
+        (EFFECTIVELY_ONCE, unknown, NOTHING, Some(freed(5, NOTHING))),
+        (EFFECTIVELY_ONCE, known, UNKNOWN, Some(freed(5, NOTHING))),
         (
-            EO,
+            EFFECTIVELY_ONCE,
             cleared(crashed, UNKNOWN),
             UNKNOWN,
             Some(freed(12, UNKNOWN)),
         ),
         (
-            AMO,
-            doubted(OTHER, crashed, Doubt::Waiting),
+            AT_MOST_ONCE,
+            in_doubt_marker(OTHER, crashed, Doubt::Waiting),
             NOTHING,
             Some(freed(12, NOTHING)),
         ),
-        (AMO, in_doubt, NOTHING, Some(freed(2, NOTHING))),
-        (AMO, in_doubt, UNKNOWN, None), // freed only if the operator states that nothing happened
-        (EO, running(EO, OTHER, 5), UNKNOWN, Some(freed(5, UNKNOWN))),
-        (AMO, running(EO, OTHER, 5), UNKNOWN, None),
-        (EO, running(AMO, OTHER, 5), UNKNOWN, None),
+        (AT_MOST_ONCE, in_doubt, NOTHING, Some(freed(2, NOTHING))),
+        (AT_MOST_ONCE, in_doubt, UNKNOWN, None), // freed only if the operator states that nothing happened
         (
-            AMO,
-            running(AMO, OTHER, 5),
+            EFFECTIVELY_ONCE,
+            running(EFFECTIVELY_ONCE, OTHER, 5),
+            UNKNOWN,
+            Some(freed(5, UNKNOWN)),
+        ),
+        (
+            AT_MOST_ONCE,
+            running(EFFECTIVELY_ONCE, OTHER, 5),
+            UNKNOWN,
+            None,
+        ),
+        (
+            EFFECTIVELY_ONCE,
+            running(AT_MOST_ONCE, OTHER, 5),
+            UNKNOWN,
+            None,
+        ),
+        (
+            AT_MOST_ONCE,
+            running(AT_MOST_ONCE, OTHER, 5),
             NOTHING,
             Some(freed(5, NOTHING)),
         ),
-        (AMO, Marker::Absent, UNKNOWN, Some(freed(0, UNKNOWN))),
-        (AMO, Marker::Done(None), NOTHING, None), // freed with `Forget`, not with `SendBack`
+        (
+            AT_MOST_ONCE,
+            Marker::Absent,
+            UNKNOWN,
+            Some(freed(0, UNKNOWN)),
+        ),
+        (AT_MOST_ONCE, Marker::Done(None), NOTHING, None), // freed with `Forget`, not with `Redrive`
     ] {
-        let ask = Ask::SendBack {
+        let ask = Ask::Redrive {
             seen,
             effect: stated,
         };
         let expected = free.map_or((Change::Keep, Verdict::Lost), |free| {
-            (write(free), Verdict::Kept)
+            (write(free), Verdict::Applied)
         });
-        rows(
+        check(
             &operation(guarantee, ask, 0),
-            &[(seen, OVER, expected.0, expected.1)],
+            &[(seen, EXPIRED, expected.0, expected.1)],
         );
-        is_lost_except(ask, guarantee, |marker| {
+        check_lost_except(ask, guarantee, |marker| {
             *marker == seen || Some(*marker) == free
         });
         if let Some(free) = free {
             // Repeated after a lost reply. The dead letter may have a higher attempt number than
             // the marker.
-            rows(
+            check(
                 &operation(guarantee, ask, 0),
-                &[(free, OVER, write(free), Verdict::Kept)],
+                &[(free, EXPIRED, write(free), Verdict::Applied)],
             );
             let Marker::Cleared { effect, .. } = free else {
                 panic!("{free:?} is not cleared")
             };
-            rows(
+            check(
                 &operation(guarantee, ask, 99),
-                &[(seen, OVER, write(freed(99, effect)), Verdict::Kept)],
+                &[(seen, EXPIRED, write(freed(99, effect)), Verdict::Applied)],
             );
         }
         if let Marker::InProgress(_) = seen {
-            rows(
+            check(
                 &operation(guarantee, ask, 0),
-                &[(seen, ALIVE, Change::Keep, Verdict::Lost)],
+                &[(seen, VALID, Change::Keep, Verdict::Lost)],
             ); // a running message is not redriven
         }
     }
@@ -748,46 +809,54 @@ fn forget() {
     let seen = Marker::Done(None);
     let free = |number| {
         (
-            write(cleared(Attempts::all_forgiven(number), NOTHING)),
-            Verdict::Kept,
+            write(cleared(Attempts::none_counted(number), NOTHING)),
+            Verdict::Applied,
         )
     };
     assert_eq!(
-        apply(seen, ALIVE, &operation(AMO, Ask::Forget { seen }, 7)),
+        apply(
+            seen,
+            VALID,
+            &operation(AT_MOST_ONCE, Ask::Forget { seen }, 7)
+        ),
         free(7),
-        "the operator knows the attempt"
+        "the operator knows the attempt number"
     );
     assert_eq!(
-        apply(seen, ALIVE, &operation(AMO, Ask::Forget { seen }, 0)),
+        apply(
+            seen,
+            VALID,
+            &operation(AT_MOST_ONCE, Ask::Forget { seen }, 0)
+        ),
         free(UNKNOWN_ATTEMPT),
-        "the attempt is unknown"
+        "the attempt number is unknown"
     );
-    let repeated = operation(AMO, Ask::Forget { seen }, 7);
-    rows(
+    let repeated = operation(AT_MOST_ONCE, Ask::Forget { seen }, 7);
+    check(
         &repeated,
         &[(
-            cleared(Attempts::all_forgiven(7), NOTHING),
-            ALIVE,
+            cleared(Attempts::none_counted(7), NOTHING),
+            VALID,
             free(7).0,
-            Verdict::Kept,
+            Verdict::Applied,
         )],
     ); // after a lost reply
-    is_lost_except(Ask::Forget { seen }, AMO, |marker| *marker == seen);
+    check_lost_except(Ask::Forget { seen }, AT_MOST_ONCE, |marker| *marker == seen);
     for other in [
         rejected(1),
-        doubted(OWN, Attempts::new(1), Doubt::Waiting),
-        running(AMO, OTHER, 1),
+        in_doubt_marker(OWN, Attempts::new(1), Doubt::Waiting),
+        running(AT_MOST_ONCE, OTHER, 1),
     ] {
-        rows(
-            &operation(AMO, Ask::Forget { seen: other }, 0),
-            &[(other, ALIVE, Change::Keep, Verdict::Lost)],
+        check(
+            &operation(AT_MOST_ONCE, Ask::Forget { seen: other }, 0),
+            &[(other, VALID, Change::Keep, Verdict::Lost)],
         );
     }
 }
 
 #[test]
-fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict_or_leads_to_a_new_claim() {
-    for guarantee in [AMO, EO] {
+fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict() {
+    for guarantee in [AT_MOST_ONCE, EFFECTIVELY_ONCE] {
         for (marker, ask) in [
             (Marker::Absent, Ask::Claim),
             (cleared(Attempts::new(1), NOTHING), Ask::Claim),
@@ -798,13 +867,13 @@ fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict_or_leads_to_a_n
             (Marker::Absent, Ask::Doubt),
         ] {
             let asked = operation(guarantee, ask, 1);
-            let (change, first) = apply(marker, ALIVE, &asked);
+            let (change, first) = apply(marker, VALID, &asked);
             let after = match change {
                 Change::Write(marker, _) => marker,
                 Change::Delete => Marker::Absent,
                 Change::Keep => marker,
             };
-            let (_, second) = apply(after, ALIVE, &asked);
+            let (_, second) = apply(after, VALID, &asked);
             assert_eq!(first, second, "{ask:?} on {marker:?}");
         }
     }
@@ -813,19 +882,19 @@ fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict_or_leads_to_a_n
 #[test]
 fn bare_writes_at_the_claim_and_deletes_after_a_failure() {
     let bare = |ask| operation(Guarantee::Bare, ask, 1);
-    rows(
+    check(
         &bare(Ask::Claim),
         &[(
             Marker::Absent,
-            ALIVE,
+            VALID,
             write(Marker::Done(None)),
             Verdict::Granted(Attempts::new(1)),
         )],
     );
-    for marker in [Marker::Done(None), running(AMO, OTHER, 1)] {
-        rows(
+    for marker in [Marker::Done(None), running(AT_MOST_ONCE, OTHER, 1)] {
+        check(
             &bare(Ask::Claim),
-            &[(marker, ALIVE, Change::Keep, Verdict::Duplicate)],
+            &[(marker, VALID, Change::Keep, Verdict::Duplicate)],
         );
     }
     for ask in [
@@ -834,16 +903,16 @@ fn bare_writes_at_the_claim_and_deletes_after_a_failure() {
         Ask::Reject(Effect::Unknown),
         Ask::Doubt,
     ] {
-        rows(
+        check(
             &bare(ask),
-            &[(Marker::Done(None), ALIVE, Change::Delete, Verdict::Kept)],
+            &[(Marker::Done(None), VALID, Change::Delete, Verdict::Applied)],
         );
     }
-    rows(
+    check(
         &bare(Ask::Complete),
         &[(
             Marker::Done(None),
-            ALIVE,
+            VALID,
             Change::Keep,
             Verdict::Done { marker_lost: false },
         )],

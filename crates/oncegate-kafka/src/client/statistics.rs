@@ -50,6 +50,6 @@ mod tests {
         assert!(!is_up(
             r#", "cgrp": { "state": "wait-broker-transport", "join_state": "steady" }"#
         ));
-        assert!(is_up("") && is_coordinator_up(b"cut o"));
+        assert!(is_up("") && is_coordinator_up(b"incomplete"));
     }
 }

@@ -9,7 +9,7 @@ use oncegate_core::{Limit, Source};
 use rdkafka::Message;
 use rdkafka::message::{BorrowedMessage, Header, OwnedHeaders};
 
-use crate::stage::*;
+use crate::fixture::*;
 
 /// Rejects the first messages of a topic.
 async fn reject_all(topic: &Topic, count: usize) {
@@ -362,7 +362,7 @@ async fn a_deleted_dead_letter_topic_is_waited_for_and_not_created_again() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
+async fn forged_headers_are_stripped_from_every_dead_letter() {
     const LIMIT: usize = 10;
     let topic = Topic::new(1).await;
     for body in [&[b'x'; LIMIT + 1][..], b"no id", b"in doubt"] {
@@ -396,12 +396,12 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
     }
     topic.await_commit(0, 3).await;
     close(source).await;
-    let mut letters = topic.read(topic.dead_letters(), 2, text_headers).await;
-    letters.extend(topic.read(topic.in_doubt(), 1, text_headers).await);
-    let reasons: Vec<_> = letters
+    let mut published = topic.read(topic.dead_letters(), 2, text_headers).await;
+    published.extend(topic.read(topic.in_doubt(), 1, text_headers).await);
+    let reasons: Vec<_> = published
         .iter()
-        .map(|letter| {
-            letter
+        .map(|headers| {
+            headers
                 .iter()
                 .find(|(name, _)| name == "oncegate-reason")
                 .cloned()
@@ -416,8 +416,8 @@ async fn forged_headers_are_stripped_on_every_way_into_the_dead_letters() {
             "{reasons:?}"
         );
     }
-    for letter in letters {
-        let names: Vec<&str> = letter.iter().map(|(name, _)| name.as_str()).collect();
+    for headers in published {
+        let names: Vec<&str> = headers.iter().map(|(name, _)| name.as_str()).collect();
         assert_eq!(
             names,
             [

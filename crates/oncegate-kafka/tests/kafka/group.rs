@@ -9,7 +9,7 @@ use oncegate_core::{Delivery, Incoming, Limit, Source};
 use oncegate_kafka::{KafkaSource, KafkaStatus};
 use tokio::sync::watch;
 
-use crate::stage::*;
+use crate::fixture::*;
 
 /// How often each partition and offset was accepted.
 type Accepted = Arc<Mutex<HashMap<(u32, i64), usize>>>;
@@ -38,7 +38,7 @@ async fn accept_all(mut source: KafkaSource, accepted: Accepted, mut leave: watc
     close(source).await;
 }
 
-async fn until(accepted: &Accepted, count: usize) {
+async fn wait_until_accepted(accepted: &Accepted, count: usize) {
     let end = Instant::now() + BOUND;
     while accepted.lock().expect("no panic").len() < count {
         assert!(
@@ -83,14 +83,14 @@ async fn join_and_leave(strategy: &str) {
     };
     let total = PARTITIONS as usize * EACH;
     let first = member().await;
-    until(&accepted, total / 6).await;
+    wait_until_accepted(&accepted, total / 6).await;
     let second = member().await;
-    until(&accepted, total / 2).await;
+    wait_until_accepted(&accepted, total / 2).await;
     let third = member().await;
-    until(&accepted, total * 2 / 3).await;
+    wait_until_accepted(&accepted, total * 2 / 3).await;
     first.0.send(()).expect("a member");
     first.1.await.expect("left");
-    until(&accepted, total).await;
+    wait_until_accepted(&accepted, total).await;
     for (leave, left) in [second, third] {
         leave.send(()).expect("a member");
         left.await.expect("left");
@@ -174,19 +174,19 @@ async fn a_revocation_is_announced_and_waits_for_in_flight_deliveries() {
     });
     // The second member gets one of the two partitions.
     let epoch = revocation(&mut first).await;
-    let (leaving, staying): (Vec<_>, Vec<_>) =
+    let (of_revoked, of_kept): (Vec<_>, Vec<_>) =
         held.drain(..).partition(|it| it.receipt.epoch == epoch);
-    assert_eq!((leaving.len(), staying.len()), (20, 20));
-    let partition = leaving[0].receipt.partition as i32;
+    assert_eq!((of_revoked.len(), of_kept.len()), (20, 20));
+    let partition = of_revoked[0].receipt.partition as i32;
     // Settled while the rebalance waits, so it is committed before the other member has the
     // partition.
-    accept(&mut first, leaving).await;
+    accept(&mut first, of_revoked).await;
     let mut second = second.await.expect("a source");
     topic.await_commit(partition, 20).await;
     let next = receive(&mut second, 5).await;
     assert_eq!(offsets(&next), [20, 21, 22, 23, 24]);
     accept(&mut second, next).await;
-    accept(&mut first, staying).await;
+    accept(&mut first, of_kept).await;
     close(first).await;
     close(second).await;
     assert_eq!(
@@ -275,7 +275,7 @@ async fn errors_that_affect_every_client_end_the_source() {
     let kafka = topic
         .source()
         .property("group.protocol", "consumer")
-        .property("group.remote.assignor", "nobody's");
+        .property("group.remote.assignor", "no-such-assignor");
     let mut source = kafka
         .status(status.clone())
         .connect(ConnectOptions::default())

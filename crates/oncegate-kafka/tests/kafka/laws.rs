@@ -7,7 +7,7 @@ use oncegate_testkit::laws::source::{Destination, TestQueue};
 use rdkafka::Message as _;
 use rdkafka::message::{Header, Headers, OwnedHeaders};
 
-use crate::stage::Topic;
+use crate::fixture::Topic;
 
 #[async_trait]
 impl TestQueue for Topic {

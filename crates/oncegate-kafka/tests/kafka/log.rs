@@ -12,7 +12,7 @@ use oncegate_kafka::{KafkaSource, TopicCreation};
 use oncegate_testkit::servers::KafkaServer;
 use rdkafka::message::OwnedHeaders;
 
-use crate::stage::*;
+use crate::fixture::*;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_log_that_was_truncated_below_the_committed_offset_commits_lower() {
@@ -70,12 +70,12 @@ async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothin
     let mut server = tokio::task::spawn_blocking(|| KafkaServer::start().expect("a broker"))
         .await
         .expect("a broker");
-    let whole = Topic::at(server.brokers(), 1).await;
-    whole.send_numbers(0, 50).await;
-    let mut of_whole = open(&whole).await;
-    let all = receive(&mut of_whole, 50).await;
-    accept(&mut of_whole, all).await;
-    whole.await_commit(0, 50).await;
+    let emptied = Topic::at(server.brokers(), 1).await;
+    emptied.send_numbers(0, 50).await;
+    let mut emptied_source = open(&emptied).await;
+    let all = receive(&mut emptied_source, 50).await;
+    accept(&mut emptied_source, all).await;
+    emptied.await_commit(0, 50).await;
     let truncated = TruncatedTopic::of(server.brokers()).await;
     let mut truncated_source = open(&truncated.topic).await;
     let held = truncated.settle_some(&mut truncated_source).await;
@@ -86,27 +86,27 @@ async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothin
             .join("data")
             .join(format!("{}-0", topic.name))
     };
-    let (whole_log, truncated_log) = (log(&whole), log(&truncated.topic));
+    let (emptied_log, truncated_log) = (log(&emptied), log(&truncated.topic));
     let again = tokio::task::spawn_blocking(move || {
         server.stop();
-        cut(&whole_log, 0);
-        cut(&truncated_log, TruncatedTopic::TRUNCATED_AT);
+        truncate_log(&emptied_log, 0);
+        truncate_log(&truncated_log, TruncatedTopic::TRUNCATED_AT);
         server.start_again().expect("the broker again");
         server
     });
     let server = again.await.expect("the broker again");
-    whole.send_numbers(0, 10).await;
+    emptied.send_numbers(0, 10).await;
     truncated.topic.send_numbers(0, TruncatedTopic::NEW).await;
 
-    let mut again = gather(&mut of_whole, 0..10).await;
-    settle_until(&mut of_whole, &whole, &mut again, |_| false, 0).await;
-    let mut anew = truncated.receive_again(&mut truncated_source).await;
+    let mut again = receive_offsets(&mut emptied_source, 0..10).await;
+    settle_until(&mut emptied_source, &emptied, &mut again, |_| false, 0).await;
+    let mut received_again = truncated.receive_again(&mut truncated_source).await;
     // Deliveries from before the truncation: their settlements are stale.
     accept(&mut truncated_source, held).await;
     settle_until(
         &mut truncated_source,
         &truncated.topic,
-        &mut anew,
+        &mut received_again,
         |offset| offset != TruncatedTopic::RELEASED,
         TruncatedTopic::RELEASED,
     )
@@ -114,16 +114,26 @@ async fn a_log_that_is_truncated_while_it_is_read_commits_lower_and_skips_nothin
     // Longer than librdkafka waits before it commits stored offsets.
     tokio::time::sleep(Duration::from_secs(2)).await;
     assert_eq!(
-        (whole.committed(0).await, truncated.topic.committed(0).await),
+        (
+            emptied.committed(0).await,
+            truncated.topic.committed(0).await
+        ),
         (Some(0), Some(TruncatedTopic::RELEASED))
     );
-    settle_until(&mut of_whole, &whole, &mut again, |offset| offset < 4, 4).await;
-    close(of_whole).await;
-    assert_eq!(whole.committed(0).await, Some(4));
+    settle_until(
+        &mut emptied_source,
+        &emptied,
+        &mut again,
+        |offset| offset < 4,
+        4,
+    )
+    .await;
+    close(emptied_source).await;
+    assert_eq!(emptied.committed(0).await, Some(4));
     settle_until(
         &mut truncated_source,
         &truncated.topic,
-        &mut anew,
+        &mut received_again,
         |_| true,
         TruncatedTopic::TRUNCATED_AT + TruncatedTopic::NEW as i64,
     )
@@ -185,12 +195,12 @@ impl TruncatedTopic {
     /// Receives all unsettled messages that are left and the new ones; and settled ones, if
     /// librdkafka seeks to the beginning.
     async fn receive_again(&self, source: &mut KafkaSource) -> BTreeMap<i64, Delivery> {
-        let anew = gather(
+        let received = receive_offsets(
             source,
             Self::RELEASED..Self::TRUNCATED_AT + Self::NEW as i64,
         )
         .await;
-        for (offset, delivery) in &anew {
+        for (offset, delivery) in &received {
             let number = if *offset < Self::TRUNCATED_AT {
                 *offset
             } else {
@@ -198,13 +208,13 @@ impl TruncatedTopic {
             };
             assert_eq!(delivery.message.body, number.to_string(), "at {offset}");
         }
-        anew
+        received
     }
 }
 
 /// Receives until all of these offsets have arrived; of a redelivered one the later delivery
 /// counts.
-async fn gather(source: &mut KafkaSource, offsets: Range<i64>) -> BTreeMap<i64, Delivery> {
+async fn receive_offsets(source: &mut KafkaSource, offsets: Range<i64>) -> BTreeMap<i64, Delivery> {
     let mut found = BTreeMap::new();
     while !offsets.clone().all(|offset| found.contains_key(&offset)) {
         found.extend(
@@ -266,7 +276,7 @@ async fn settle_until(
 
 /// Removes all messages from this offset on from the directory of a partition. A batch must start
 /// at the offset.
-fn cut(log: &Path, offset: i64) {
+fn truncate_log(log: &Path, offset: i64) {
     for file in std::fs::read_dir(log).expect("a log") {
         let path = file.expect("a file").path();
         match path.extension().and_then(|it| it.to_str()) {
@@ -288,7 +298,9 @@ fn cut(log: &Path, offset: i64) {
 fn batch_position(segment: &[u8], offset: i64) -> usize {
     let mut at = 0;
     loop {
-        let head = segment.get(at..at + 12).expect("a batch that starts there");
+        let head = segment
+            .get(at..at + 12)
+            .expect("a batch starts at the offset");
         if i64::from_be_bytes(head[..8].try_into().expect("8 bytes")) == offset {
             return at;
         }
@@ -297,7 +309,7 @@ fn batch_position(segment: &[u8], offset: i64) -> usize {
 }
 
 /// Receives and accepts until the source fails.
-async fn failure(source: &mut KafkaSource) -> (Vec<i64>, SourceError) {
+async fn accept_until_failure(source: &mut KafkaSource) -> (Vec<i64>, SourceError) {
     let mut seen = Vec::new();
     let failed = tokio::time::timeout(BOUND, async {
         loop {
@@ -354,7 +366,7 @@ async fn a_damaged_batch_ends_the_source_and_is_never_skipped() {
     };
     for _ in 0..2 {
         let mut source = open().await;
-        let (seen, error) = failure(&mut source).await;
+        let (seen, error) = accept_until_failure(&mut source).await;
         assert!(seen.iter().all(|offset| *offset < 2), "{seen:?}");
         let text = error.to_string();
         assert!(
@@ -389,12 +401,12 @@ async fn a_damaged_batch_ends_the_source_and_is_never_skipped() {
     }
 }
 
-/// Changes the bytes that are found in a file.
-fn damage(file: &Path, what: &[u8]) {
+/// Overwrites these bytes in a file.
+fn damage(file: &Path, bytes_to_damage: &[u8]) {
     let bytes = std::fs::read(file).expect("a log");
     let at = bytes
-        .windows(what.len())
-        .position(|it| it == what)
+        .windows(bytes_to_damage.len())
+        .position(|it| it == bytes_to_damage)
         .expect("the message");
     let mut file = std::fs::OpenOptions::new()
         .write(true)
@@ -402,5 +414,6 @@ fn damage(file: &Path, what: &[u8]) {
         .expect("a log");
     file.seek(SeekFrom::Start(at as u64))
         .expect("the file is long enough");
-    file.write_all(&vec![b'#'; what.len()]).expect("damaged");
+    file.write_all(&vec![b'#'; bytes_to_damage.len()])
+        .expect("damaged");
 }

@@ -1,6 +1,7 @@
 //! The Kafka source on a real broker, whose address is in `ONCEGATE_KAFKA`.
 
 mod dead_letters;
+mod fixture;
 mod group;
 mod laws;
 mod log;
@@ -12,6 +13,5 @@ mod outage;
 mod positions;
 mod seeking;
 mod settling;
-mod stage;
 mod transactions;
 mod watch;

@@ -5,16 +5,16 @@ use std::time::SystemTime;
 use oncegate_core::source::{Connect, ConnectOptions};
 use rdkafka::message::{Header, OwnedHeaders};
 
-use crate::stage::*;
+use crate::fixture::*;
 
 #[tokio::test(flavor = "multi_thread")]
-async fn nulls_and_odd_header_names_are_read_as_they_are() {
+async fn null_values_and_header_names_that_are_not_utf8_are_read_unchanged() {
     let topic = Topic::new(1).await;
     topic.send(None, None, OwnedHeaders::new()).await;
     topic.send(Some(b""), Some(b""), OwnedHeaders::new()).await;
-    let odd = OwnedHeaders::new()
+    let headers = OwnedHeaders::new()
         .insert(Header {
-            key: unread(&[b'a', 0xff]),
+            key: invalid_utf8(&[b'a', 0xff]),
             value: Some(&[0_u8, 0xff][..]),
         })
         .insert(Header {
@@ -25,7 +25,7 @@ async fn nulls_and_odd_header_names_are_read_as_they_are() {
             key: "empty",
             value: Some(&[][..]),
         });
-    topic.send(Some(b"key"), Some(b"body"), odd).await;
+    topic.send(Some(b"key"), Some(b"body"), headers).await;
 
     let mut source = topic.open().await;
     let deliveries = receive(&mut source, 3).await;
@@ -81,7 +81,7 @@ async fn nulls_and_odd_header_names_are_read_as_they_are() {
 
 /// A header name that the Rust producers cannot send.
 #[allow(unsafe_code)]
-fn unread(name: &[u8]) -> &str {
+fn invalid_utf8(name: &[u8]) -> &str {
     // SAFETY: the client reads only its pointer and length; nothing uses it as text.
     unsafe { std::str::from_utf8_unchecked(name) }
 }
@@ -150,7 +150,7 @@ async fn a_large_backlog_is_read_completely_with_small_receives() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_body_of_ten_megabytes_is_rejected_whole_and_later_messages_are_delivered() {
+async fn a_body_of_ten_megabytes_is_rejected_with_its_body_and_later_messages_are_delivered() {
     const LARGE: usize = 10 << 20;
     let topic = Topic::of_large_messages().await;
     topic
@@ -236,7 +236,7 @@ async fn a_message_without_a_timestamp_has_none() {
         .send_as_of(Some(1), None, Some(b"1970"), OwnedHeaders::new())
         .await;
     topic
-        .send_as_of(Some(-1), None, Some(b"no time at all"), OwnedHeaders::new())
+        .send_as_of(Some(-1), None, Some(b"no timestamp"), OwnedHeaders::new())
         .await;
     let mut source = topic.open().await;
     let deliveries = receive(&mut source, 2).await;

@@ -17,7 +17,7 @@ use rdkafka::{ClientConfig, Message, Offset, TopicPartitionList};
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use crate::stage::*;
+use crate::fixture::*;
 
 /// The id of the target cluster: `oncegate-kafka-2` in base64.
 const TARGET_CLUSTER: &str = "b25jZWdhdGUta2Fma2EtMg";
@@ -78,12 +78,12 @@ impl Runs {
 }
 
 /// A consumer that runs until it is stopped.
-struct Running {
+struct RunningConsumer {
     stop: oneshot::Sender<()>,
     task: JoinHandle<Result<(), Error>>,
 }
 
-impl Running {
+impl RunningConsumer {
     fn start(topic: &Topic, store: &MemoryStore, runs: &Runs) -> Self {
         let consumer = Consumer::builder()
             .source(source(topic))
@@ -124,8 +124,8 @@ async fn send(topic: &Topic, ids: std::ops::Range<usize>) {
     }
 }
 
-/// Waits until this is true.
-async fn until<F: Future<Output = bool>>(what: &str, condition: impl Fn() -> F) {
+/// Waits until the condition is true; otherwise fails with the text `what`.
+async fn wait_until<F: Future<Output = bool>>(what: &str, condition: impl Fn() -> F) {
     let end = Instant::now() + BOUND;
     while !condition().await {
         assert!(Instant::now() < end, "{what}");
@@ -197,7 +197,7 @@ fn committed_offset(key: Option<&[u8]>, value: Option<&[u8]>, name: &str) -> Opt
 }
 
 /// Checks that the group continued at `translated` and that committed offsets never decreased.
-async fn assert_never_back(topic: &Topic, translated: i64, last: i64) {
+async fn assert_commits_never_decrease(topic: &Topic, translated: i64, last: i64) {
     let offsets = committed_offsets(topic).await;
     assert!(
         offsets.is_sorted() && offsets.contains(&translated) && offsets.last() == Some(&last),
@@ -211,7 +211,7 @@ async fn a_group_that_fails_over_to_a_mirrored_topic_continues_at_the_translated
     let (mut source_cluster, target_cluster) = two_clusters();
     let (store, runs) = (MemoryStore::new(), Runs::default());
     let topic = Topic::at(source_cluster.brokers(), 1).await;
-    let running = Running::start(&topic, &store, &runs);
+    let running = RunningConsumer::start(&topic, &store, &runs);
     send(&topic, 0..80).await;
     topic.await_commit(0, 80).await;
     running.stop().await;
@@ -222,12 +222,12 @@ async fn a_group_that_fails_over_to_a_mirrored_topic_continues_at_the_translated
     let mut mirror = blocking(|| {
         MirrorMakerServer::start(&source_cluster, &target_cluster, &topic.name, &topic.name)
     });
-    until("no offset was translated", || async {
+    wait_until("no offset was translated", || async {
         replica.committed(0).await.is_some_and(|offset| offset > 0)
     })
     .await;
     send(&topic, 80..100).await;
-    until("not all was copied", || async {
+    wait_until("not all was copied", || async {
         replica.end_of(&replica.name).await == 60
     })
     .await;
@@ -246,11 +246,11 @@ async fn a_group_that_fails_over_to_a_mirrored_topic_continues_at_the_translated
         .expect("a source");
     assert_eq!(offsets(&receive(&mut first, 1).await), [translated]);
     close(first).await;
-    let running = Running::start(&replica, &store, &runs);
+    let running = RunningConsumer::start(&replica, &store, &runs);
     replica.await_commit(0, 60).await;
     running.stop().await;
     runs.assert_each_once(100);
-    assert_never_back(&replica, translated, 60).await;
+    assert_commits_never_decrease(&replica, translated, 60).await;
     let (_, metadata) = replica.committed_with(0).await.expect("an offset");
     assert!(metadata.contains(TARGET_CLUSTER), "{metadata}");
 }
@@ -263,7 +263,7 @@ async fn a_running_consumer_whose_brokers_become_those_of_the_mirror_continues_a
     let (mut source_cluster, mut target_cluster) = two_clusters();
     let (store, runs) = (MemoryStore::new(), Runs::default());
     let topic = Topic::at(source_cluster.brokers(), 1).await;
-    let running = Running::start(&topic, &store, &runs);
+    let running = RunningConsumer::start(&topic, &store, &runs);
     send(&topic, 0..80).await;
     topic.await_commit(0, 80).await;
     let (_, metadata) = topic.committed_with(0).await.expect("an offset");
@@ -282,5 +282,5 @@ async fn a_running_consumer_whose_brokers_become_those_of_the_mirror_continues_a
     topic.await_reset(0, 60).await;
     running.stop().await;
     runs.assert_each_once(100);
-    assert_never_back(&topic, translated, 60).await;
+    assert_commits_never_decrease(&topic, translated, 60).await;
 }

@@ -6,9 +6,9 @@ use oncegate_core::SourceError;
 use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_kafka::{Kafka, TopicCreation};
 
-use crate::stage::*;
+use crate::fixture::*;
 
-async fn refusal(kafka: Kafka) -> (String, String) {
+async fn connect_error(kafka: Kafka) -> (String, String) {
     let opened = tokio::time::timeout(BOUND, kafka.connect(ConnectOptions::default()))
         .await
         .expect("an answer in time");
@@ -25,7 +25,7 @@ async fn refusal(kafka: Kafka) -> (String, String) {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_missing_topic_is_named_with_a_remedy() {
     let topic = Topic::alone(1).await;
-    let (setting, text) = refusal(
+    let (setting, text) = connect_error(
         Kafka::topic("oncegate-test-nowhere")
             .brokers(&topic.brokers)
             .group("g"),
@@ -39,7 +39,7 @@ async fn a_missing_topic_is_named_with_a_remedy() {
         "{text}"
     );
 
-    let (setting, text) = refusal(topic.source()).await;
+    let (setting, text) = connect_error(topic.source()).await;
     assert_eq!(setting, "dead_letters");
     assert!(
         text.contains(&topic.dead_letters()) && text.contains("create_topics"),
@@ -89,7 +89,7 @@ async fn a_dead_letter_topic_with_limited_retention_is_rejected_unless_accepted(
         ("cleanup.policy", "compact"),
     ] {
         let topic = Topic::with_dead_letters(&[config]).await;
-        let (setting, text) = refusal(topic.source()).await;
+        let (setting, text) = connect_error(topic.source()).await;
         assert_eq!(setting, "dead_letters");
         let command = format!(
             "--entity-type topics --entity-name {} --add-config {}=",
@@ -118,25 +118,25 @@ async fn a_dead_letter_topic_with_limited_retention_is_rejected_unless_accepted(
         .create(&topic.dead_letters(), 1, &[("retention.ms", "-1")])
         .await;
     topic.create(&topic.in_doubt(), 1, &[]).await;
-    assert_eq!(refusal(topic.source()).await.0, "in_doubt");
+    assert_eq!(connect_error(topic.source()).await.0, "in_doubt");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn an_invalid_property_is_named_without_its_value() {
     let topic = Topic::new(1).await;
     assert_eq!(
-        refusal(topic.source().property("no.such.property", "1"))
+        connect_error(topic.source().property("no.such.property", "1"))
             .await
             .0,
         "no.such.property"
     );
     assert_eq!(
-        refusal(topic.source().property("enable.auto.commit", "true"))
+        connect_error(topic.source().property("enable.auto.commit", "true"))
             .await
             .0,
         "enable.auto.commit"
     );
-    let (_, text) = refusal(
+    let (_, text) = connect_error(
         topic
             .source()
             .property("ssl.key.pem", "secret-canary")

@@ -9,7 +9,7 @@ use oncegate_core::{
 use rdkafka::message::OwnedHeaders;
 use tokio::sync::watch;
 
-use crate::stage::*;
+use crate::fixture::*;
 
 /// Handled messages: partition and offset, in order.
 type HandledMessages = Vec<(i32, i64)>;

@@ -8,7 +8,7 @@ use oncegate_core::{Delivery, Limit, Source};
 use oncegate_kafka::TopicCreation;
 use oncegate_testkit::servers::KafkaServer;
 
-use crate::stage::*;
+use crate::fixture::*;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_source_recovers_from_an_outage_and_closes_during_one() {

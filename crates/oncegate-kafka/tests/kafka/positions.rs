@@ -1,4 +1,5 @@
-//! Where a group continues if the log has changed.
+//! Where a group starts or continues after a change of its topic: expired messages, a truncated log,
+//! an added partition, or a recreated topic.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -7,10 +8,10 @@ use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Incoming, Limit, Source, SourceError};
 use oncegate_kafka::{KafkaSource, KafkaStatus, OutOfRange, StartAt};
 
-use crate::stage::*;
+use crate::fixture::*;
 
 /// The setting and the text of the error that a source ends with, before it delivers anything.
-async fn refusal(source: &mut KafkaSource) -> (String, String) {
+async fn error_before_any_delivery(source: &mut KafkaSource) -> (String, String) {
     let (setting, text, incoming) = end_of(source).await;
     assert!(incoming.is_empty(), "received {incoming:?} before {text}");
     (setting, text)
@@ -46,7 +47,7 @@ async fn end_of(source: &mut KafkaSource) -> (String, String, Vec<Incoming>) {
 }
 
 /// A topic of 20 messages, of which the first 12 were removed, and whose group has committed 5.
-async fn removed() -> Topic {
+async fn topic_with_expired_messages() -> Topic {
     let topic = Topic::new(1).await;
     topic.send_numbers(0, 20).await;
     topic.commit(5).await;
@@ -63,13 +64,13 @@ async fn start_at_error_ends_a_group_without_an_offset() {
         .connect(ConnectOptions::default())
         .await
         .expect("a source");
-    assert_eq!(refusal(&mut source).await.0, "start");
+    assert_eq!(error_before_any_delivery(&mut source).await.0, "start");
     close(source).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_group_whose_messages_expired_continues_at_the_earliest_one() {
-    let (topic, status) = (removed().await, KafkaStatus::new());
+    let (topic, status) = (topic_with_expired_messages().await, KafkaStatus::new());
     let mut source = topic
         .source()
         .status(status.clone())
@@ -83,7 +84,7 @@ async fn a_group_whose_messages_expired_continues_at_the_earliest_one() {
     while status.messages_expired() != 7 {
         assert!(
             Instant::now() < end,
-            "{} were missed",
+            "{} expired",
             status.messages_expired()
         );
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -147,14 +148,14 @@ async fn messages_that_expire_in_the_prefetch_queue_are_counted() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn expired_messages_end_the_source_with_out_of_range_error() {
-    let topic = removed().await;
+    let topic = topic_with_expired_messages().await;
     let mut source = topic
         .source()
         .out_of_range(OutOfRange::Error)
         .connect(ConnectOptions::default())
         .await
         .expect("a source");
-    let (setting, text) = refusal(&mut source).await;
+    let (setting, text) = error_before_any_delivery(&mut source).await;
     assert_eq!(setting, "out_of_range");
     assert!(
         text.contains(&format!("offset 5 of {}/0", topic.name)),
@@ -175,7 +176,7 @@ async fn a_truncated_log_ends_the_source_with_out_of_range_error() {
         .connect(ConnectOptions::default())
         .await
         .expect("a source");
-    let (setting, text) = refusal(&mut source).await;
+    let (setting, text) = error_before_any_delivery(&mut source).await;
     assert_eq!(setting, "out_of_range");
     assert!(
         text.contains(&format!("offset 50 of {}/0", topic.name)),
@@ -264,12 +265,12 @@ async fn a_recreated_topic_that_is_longer_than_before_is_read_completely() {
 
 /// Whether this metadata names a topic id, as 16 bytes in base64, and the cluster.
 fn is_identity(metadata: &str, cluster_id: &str) -> bool {
-    let sign = |it: char| it.is_ascii_alphanumeric() || "-_+/".contains(it);
+    let is_base64 = |it: char| it.is_ascii_alphanumeric() || "-_+/".contains(it);
     let ids = metadata
         .strip_prefix("topic-id=")
         .and_then(|ids| ids.split_once(" cluster-id="));
     ids.is_some_and(|(topic, cluster)| {
-        topic.len() == 22 && topic.chars().all(sign) && cluster == cluster_id
+        topic.len() == 22 && topic.chars().all(is_base64) && cluster == cluster_id
     })
 }
 
@@ -316,7 +317,7 @@ async fn an_offset_of_another_topic_id_without_a_cluster_id_ends_the_source_with
         .connect(ConnectOptions::default())
         .await
         .expect("a source");
-    let (setting, text) = refusal(&mut source).await;
+    let (setting, text) = error_before_any_delivery(&mut source).await;
     assert_eq!(setting, "out_of_range");
     assert!(
         text.contains(&format!(

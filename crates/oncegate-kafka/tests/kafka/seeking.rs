@@ -13,7 +13,7 @@ use rdkafka::mocking::MockCluster;
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use rdkafka::types::{RDKafkaApiKey, RDKafkaRespErr};
 
-use crate::stage::*;
+use crate::fixture::*;
 
 const PARTITIONS: i32 = 3;
 

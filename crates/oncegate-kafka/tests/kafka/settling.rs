@@ -7,7 +7,7 @@ use oncegate_core::source::{Connect, ConnectOptions};
 use rdkafka::Message;
 use rdkafka::message::{Header, OwnedHeaders};
 
-use crate::stage::*;
+use crate::fixture::*;
 
 #[tokio::test(flavor = "multi_thread")]
 async fn accepted_deliveries_are_committed() {
@@ -165,7 +165,7 @@ async fn a_rejected_delivery_is_published_before_it_is_committed() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_body_over_the_limit_is_rejected_whole_and_never_delivered() {
+async fn a_body_over_the_limit_is_rejected_with_its_body_and_never_delivered() {
     let topic = Topic::new(1).await;
     topic
         .send(None, Some(&[b'x'; 101]), OwnedHeaders::new())
@@ -219,11 +219,11 @@ async fn a_receive_with_limit_zero_delivers_nothing() {
     let first = receive(&mut source, 1).await.remove(0);
     release(&mut source, first, Duration::ZERO).await;
     let mut incoming = Vec::new();
-    let asked = tokio::time::timeout(
+    let received = tokio::time::timeout(
         Duration::from_millis(500),
         source.receive(Limit { count: 0, bytes: 0 }, &mut incoming),
     );
-    assert!(asked.await.is_err() && incoming.is_empty());
+    assert!(received.await.is_err() && incoming.is_empty());
     let mut all = offsets(&receive(&mut source, 3).await);
     all.sort_unstable();
     assert_eq!(all, [0, 1, 2]);

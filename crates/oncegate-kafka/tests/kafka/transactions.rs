@@ -7,7 +7,7 @@ use oncegate_kafka::KafkaStatus;
 use rdkafka::ClientConfig;
 use rdkafka::producer::{FutureProducer, FutureRecord, Producer};
 
-use crate::stage::*;
+use crate::fixture::*;
 
 struct Writer(FutureProducer);
 

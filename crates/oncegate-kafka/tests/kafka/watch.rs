@@ -7,7 +7,7 @@ use oncegate_core::source::{Connect, ConnectOptions};
 use oncegate_core::{Delivery, Limit, Source};
 use oncegate_kafka::{BlockedBy, KafkaStatus, PartitionStatus};
 
-use crate::stage::*;
+use crate::fixture::*;
 
 /// Waits until the status of the only partition matches.
 async fn wait_for_status(
@@ -78,8 +78,8 @@ async fn the_status_shows_the_blocker_with_its_offset_and_age() {
         Some(BlockedBy::Consumer)
     );
     assert!(
-        partition.to_string().contains("/0 at 2, ")
-            && partition.to_string().contains("waiting for 2 since "),
+        partition.to_string().contains("/0: committable 2, ")
+            && partition.to_string().contains("blocked by 2 for "),
         "{partition}"
     );
 

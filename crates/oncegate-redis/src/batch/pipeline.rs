@@ -129,8 +129,8 @@ impl OperationBatch<'_> {
             .flat_map(BatchCommand::operations)
             .map(|index| &self.operations[*index]);
         operations
-            .filter(|it| is_at_most_once_claim(it))
-            .map(|it| &it.terms)
+            .filter(|operation| is_at_most_once_claim(operation))
+            .map(|operation| &operation.terms)
     }
 
     /// Checks the server after a reconnect, before at-most-once claims are sent to it. Returns the

@@ -8,12 +8,13 @@ use redis::aio::MultiplexedConnection;
 
 use crate::support::*;
 
-const FOREIGN: &str = "unreadable: another program wrote this key, or the value is truncated";
-const GIVE: &str = "in doubt: set a separate key prefix with Redis::prefix, or delete the key";
-const WRONG: &str = "unreadable: Redis replied WRONGTYPE";
-const GIVE_ANYHOW: &str =
+const UNREADABLE: &str = "unreadable: another program wrote this key, or the value is truncated";
+const IN_DOUBT_UNREADABLE: &str =
+    "in doubt: set a separate key prefix with Redis::prefix, or delete the key";
+const WRONG_TYPE: &str = "unreadable: Redis replied WRONGTYPE";
+const IN_DOUBT_WRONG_TYPE: &str =
     "in doubt: another program uses this key; set a separate key prefix with Redis::prefix";
-const LATER: &str = "refused: a newer release wrote this marker";
+const NEWER_RELEASE: &str = "unreadable: a newer release wrote this marker";
 const DUPLICATE: &str = "`duplicate`";
 
 /// The scope of the consumer.
@@ -40,24 +41,29 @@ const ROWS: &[Row] = &[
         "duplicate",
         DUPLICATE,
     ),
-    ("an empty value", &[&["SET", "KEY", ""]], FOREIGN, GIVE),
+    (
+        "an empty value",
+        &[&["SET", "KEY", ""]],
+        UNREADABLE,
+        IN_DOUBT_UNREADABLE,
+    ),
     (
         "a word of another program, such as `processing`",
         &[&["SET", "KEY", "processing"]],
-        FOREIGN,
-        GIVE,
+        UNREADABLE,
+        IN_DOUBT_UNREADABLE,
     ),
     (
         "a truncated marker",
         &[&["SET", "KEY", "v1 p 0000000000000000000000000000"]],
-        FOREIGN,
-        GIVE,
+        UNREADABLE,
+        IN_DOUBT_UNREADABLE,
     ),
     (
         "a marker with trailing bytes",
         &[&["SET", "KEY", "v1 c 1 2"]],
-        FOREIGN,
-        GIVE,
+        UNREADABLE,
+        IN_DOUBT_UNREADABLE,
     ),
     (
         "bytes that are not UTF-8",
@@ -66,17 +72,27 @@ const ROWS: &[Row] = &[
             &["SETBIT", "KEY", "7", "1"],
             &["SETBIT", "KEY", "8", "1"],
         ],
-        FOREIGN,
-        GIVE,
+        UNREADABLE,
+        IN_DOUBT_UNREADABLE,
     ),
     (
         "a marker of a later version",
         &[&["SET", "KEY", "v2 p x"]],
-        LATER,
-        "the consumer ends: upgrade oncegate here",
+        NEWER_RELEASE,
+        "in doubt: upgrade oncegate here",
     ),
-    ("a list", &[&["RPUSH", "KEY", "1"]], WRONG, GIVE_ANYHOW),
-    ("a hash", &[&["HSET", "KEY", "1", "1"]], WRONG, GIVE_ANYHOW),
+    (
+        "a list",
+        &[&["RPUSH", "KEY", "1"]],
+        WRONG_TYPE,
+        IN_DOUBT_WRONG_TYPE,
+    ),
+    (
+        "a hash",
+        &[&["HSET", "KEY", "1", "1"]],
+        WRONG_TYPE,
+        IN_DOUBT_WRONG_TYPE,
+    ),
 ];
 
 fn line((input, _, answer, seen): &Row) -> String {
@@ -137,7 +153,7 @@ async fn each_value_gets_its_answer_and_is_unchanged() {
         assert_eq!(
             dump(&mut raw, &key).await,
             before,
-            "{input}: it was changed"
+            "{input}: the value was changed"
         );
     }
 }
@@ -155,7 +171,7 @@ async fn the_operator_sees_the_remedy_for_each() {
         assert_eq!(
             dump(&mut raw, &key).await,
             before,
-            "{input}: it was changed"
+            "{input}: the value was changed"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! Batches, as far as they are specific to Redis; the laws test what every store must do.
+//! Batches, as far as they are specific to Redis; `laws` tests what every store must do.
 
 use oncegate_core::marker::{
     Ask, Attempts, Effect, Fingerprint, Guarantee, Marker, Terms, Token, Verdict,
@@ -32,42 +32,39 @@ async fn one_bad_key_does_not_affect_the_others() {
             .expect("an answer");
     }
     let bad = ["list", "newer", "other", "cut"];
-    for asked in [
+    for request in [
         Ask::Claim,
         Ask::Complete,
         Ask::Renew,
         Ask::Clear(Effect::Nothing),
     ] {
-        let good = format!("good-{asked:?}");
+        let good = format!("good-{request:?}");
         assert_eq!(
             ask(&store, claim(&good, 1)).await.expect("a verdict"),
             GRANTED
         );
         let mut batch = vec![operation(
             &good,
-            asked,
+            request,
             1,
             1,
             terms(Guarantee::EffectivelyOnce),
         )];
-        batch.extend(bad.map(|id| operation(id, asked, 1, 1, terms(Guarantee::EffectivelyOnce))));
+        batch.extend(bad.map(|id| operation(id, request, 1, 1, terms(Guarantee::EffectivelyOnce))));
         batch.push(claim(&format!("{good}-too"), 2));
         let answers = store.apply(&batch).await;
         assert!(answers[0].is_ok() && answers[5].is_ok(), "{answers:?}");
         for (answer, says) in answers[1..5].iter().zip([
             "WRONGTYPE",
-            "unknown record version",
+            "newer release wrote this marker (record version 2, this release reads 1)",
             "another program",
             "another program",
         ]) {
             let message = match answer {
-                Err(StoreError::Misconfigured(why)) if says == "unknown record version" => {
-                    why.to_string()
-                }
                 Err(StoreError::UnreadableMarker(why)) => why.to_string(),
-                _ => panic!("{asked:?}: {answer:?}"),
+                _ => panic!("{request:?}: {answer:?}"),
             };
-            assert!(message.contains(says), "{asked:?}: {message}");
+            assert!(message.contains(says), "{request:?}: {message}");
         }
     }
     for (id, value) in [
@@ -84,7 +81,7 @@ async fn one_bad_key_does_not_affect_the_others() {
     }
     assert!(matches!(
         store.look(&key("newer")).await,
-        Err(StoreError::Misconfigured(_))
+        Err(StoreError::UnreadableMarker(_))
     ));
 }
 
@@ -162,7 +159,7 @@ async fn order_is_kept_when_the_script_cache_is_flushed() {
 }
 
 #[tokio::test]
-async fn done_is_what_other_programs_write_and_stays_an_integer_with_a_fingerprint() {
+async fn done_markers_are_integers_with_and_without_a_fingerprint() {
     let (store, prefix) = store();
     let mut raw = client().await;
     let with = |body| Terms {
@@ -235,10 +232,10 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
         verdicts(&store, &[operation("k", Ask::Claim, 2, 0, strict)]).await,
         [doubted]
     );
-    let send_back = |seen| {
+    let redrive = |seen| {
         operation(
             "k",
-            Ask::SendBack {
+            Ask::Redrive {
                 seen,
                 effect: Effect::Nothing,
             },
@@ -247,7 +244,7 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
             strict,
         )
     };
-    assert_eq!(verdicts(&store, &[send_back(seen)]).await, [Verdict::Lost]);
+    assert_eq!(verdicts(&store, &[redrive(seen)]).await, [Verdict::Lost]);
     let seen = store.look(&key("k")).await.expect("a marker");
     let granted = Verdict::Granted(Attempts {
         number: 3,
@@ -257,9 +254,9 @@ async fn an_operator_sends_back_only_the_marker_that_was_seen() {
     assert_eq!(
         verdicts(
             &store,
-            &[send_back(seen), operation("k", Ask::Claim, 3, 0, strict)]
+            &[redrive(seen), operation("k", Ask::Claim, 3, 0, strict)]
         )
         .await,
-        [Verdict::Kept, granted]
+        [Verdict::Applied, granted]
     );
 }

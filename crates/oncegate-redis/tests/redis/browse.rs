@@ -1,4 +1,4 @@
-//! The functions for operators.
+//! Scans, reads with expiry, the audit and `INFO`, for operators.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -14,10 +14,7 @@ async fn all(store: &Redis, page: usize) -> BTreeMap<String, Result<MarkerWithEx
     let mut browse = store.browse(page).await.expect("Redis answers");
     let mut all = BTreeMap::new();
     while let Some(page) = browse.next().await.expect("Redis answers") {
-        all.extend(
-            page.into_iter()
-                .map(|listed| (listed.name, listed.standing)),
-        );
+        all.extend(page.into_iter().map(|listed| (listed.name, listed.marker)));
     }
     all
 }
@@ -49,17 +46,15 @@ async fn every_marker_is_listed_and_none_of_the_librarys_own_keys() {
     let listed = all(&odd, 7).await;
     assert_eq!(listed.len(), 31, "{:?}", listed.keys());
     assert!(listed.contains_key("ledger|id-1") && !listed.keys().any(|name| name.starts_with('!')));
-    let standing = |id: &str| *listed[id].as_ref().expect("a marker");
+    let stored = |id: &str| *listed[id].as_ref().expect("a marker");
+    assert!(matches!(stored("id-0").marker, Marker::Done(None)) && stored("id-0").age().is_none());
+    assert!(matches!(stored("id-1").marker, Marker::InProgress(_)));
     assert!(
-        matches!(standing("id-0").marker, Marker::Done(None)) && standing("id-0").age().is_none()
-    );
-    assert!(matches!(standing("id-1").marker, Marker::InProgress(_)));
-    assert!(
-        standing("id-1")
+        stored("id-1")
             .age()
             .is_some_and(|age| age < Duration::from_secs(600)),
         "{:?}",
-        standing("id-1")
+        stored("id-1")
     );
 }
 

@@ -7,11 +7,11 @@ use oncegate_testkit::servers::{
     ClusterServers, RedisOptions, RedisServer, SENTINEL_NAME, SentinelServers,
 };
 
-use crate::forms::healed;
+use crate::sentinel_and_cluster::until_answered;
 use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, complete, verdicts};
 
-/// A store with a client certificate of this server's authority, which it trusts.
-fn certified(store: Redis, server: &RedisServer) -> Redis {
+/// The store with a client certificate and the CA certificate of this server.
+fn with_client_certificate(store: Redis, server: &RedisServer) -> Redis {
     let (certificate, key) = server.client_certificate();
     store
         .timeout(5 * SECOND)
@@ -30,8 +30,8 @@ async fn misconfigured(store: &Redis) -> String {
 async fn a_server_that_requests_a_certificate_gets_it() {
     let server =
         RedisServer::start(RedisOptions::new().tls().certified_clients()).expect("a Redis");
-    let stranger = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
-    let store = certified(at(&server.url()), &server);
+    let other_server = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
+    let store = with_client_certificate(at(&server.url()), &server);
     assert_eq!(
         ask(&store, claim("k", 1)).await.expect("a verdict"),
         GRANTED
@@ -45,17 +45,19 @@ async fn a_server_that_requests_a_certificate_gets_it() {
     );
     // In either order.
     let (certificate, key) = server.client_certificate();
-    let turned = at(&server.url())
+    let reversed_order = at(&server.url())
         .client_certificate(&certificate, &key)
         .ca_certificate(server.certificate_authority());
     assert_eq!(
-        ask(&turned, claim("k", 2)).await.expect("a verdict"),
+        ask(&reversed_order, claim("k", 2))
+            .await
+            .expect("a verdict"),
         Verdict::Duplicate
     );
 
     // No certificate, and one of another authority.
     let trusting = || at(&server.url()).ca_certificate(server.certificate_authority());
-    let (others, others_key) = stranger.client_certificate();
+    let (others, others_key) = other_server.client_certificate();
     for store in [
         trusting(),
         trusting().client_certificate(others, others_key),
@@ -99,7 +101,7 @@ async fn sentinels_and_their_servers_over_tls() {
         count: 1,
         timeout: 5 * SECOND,
     };
-    let store = certified(
+    let store = with_client_certificate(
         Redis::sentinel(servers.urls(), SENTINEL_NAME),
         &servers.redis()[0],
     )
@@ -115,10 +117,13 @@ async fn sentinels_and_their_servers_over_tls() {
     let old = servers.primary();
     servers.redis_mut(old).kill();
     assert!(
-        matches!(healed(&store, claim("k", 2)).await, Verdict::Busy { .. }),
+        matches!(
+            until_answered(&store, claim("k", 2)).await,
+            Verdict::Busy { .. }
+        ),
         "the new primary knows the holder"
     );
-    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+    assert_eq!(until_answered(&store, complete("k", 1, 1)).await, DONE);
 
     let untrusted =
         misconfigured(&Redis::sentinel(servers.urls(), SENTINEL_NAME).timeout(5 * SECOND)).await;
@@ -131,7 +136,7 @@ async fn sentinels_and_their_servers_over_tls() {
 #[tokio::test(flavor = "multi_thread")]
 async fn the_nodes_of_a_cluster_over_tls() {
     let cluster = ClusterServers::start_with_tls().expect("a Cluster");
-    let store = certified(Redis::cluster(&cluster.urls()[..1]), &cluster.nodes()[0]);
+    let store = with_client_certificate(Redis::cluster(&cluster.urls()[..1]), &cluster.nodes()[0]);
     store
         .preflight(Guarantee::AtMostOnce)
         .await
@@ -146,7 +151,7 @@ async fn the_nodes_of_a_cluster_over_tls() {
         let reply = cluster.nodes()[which].command("DBSIZE").expect("a reply");
         assert!(
             reply[1..].parse::<u32>().is_ok_and(|keys| keys > 5),
-            "every node has its share: {reply}"
+            "every node has some of the keys: {reply}"
         );
     }
 }

@@ -10,7 +10,7 @@ use oncegate_redis::Redis;
 use oncegate_testkit::proxy::{Proxy, RequestFault, contains};
 use oncegate_testkit::servers::{RedisOptions, RedisServer};
 
-use crate::forms::healed;
+use crate::sentinel_and_cluster::until_answered;
 use crate::support::{DONE, GRANTED, SECOND, ask, at, claim, complete, key, operation, terms};
 
 const IDS: usize = 4_000;
@@ -20,13 +20,13 @@ const LOST_PERCENT: u8 = 5;
 /// How many ids took effect never or more than once, while replies were lost.
 struct Effects {
     skipped: usize,
-    doubled: usize,
+    repeated: usize,
     lost_replies: u64,
 }
 
 /// Runs each id through a gate until the gate reports that it ran, behind a proxy that drops
 /// replies.
-async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
+async fn run_with_lost_replies(guarantee: Guarantee) -> Effects {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let proxy = Proxy::to(server.port()).expect("a proxy");
     let seed = fastrand::u64(..);
@@ -45,7 +45,7 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
     proxy.inject_faults(move |request| {
         let about_id = contains(request, "processed:id-");
         let loses =
-            about_id && random.lock().expect("nobody panicked with it").u8(..100) < LOST_PERCENT;
+            about_id && random.lock().expect("the lock is not poisoned").u8(..100) < LOST_PERCENT;
         if loses {
             RequestFault::LoseReply
         } else {
@@ -83,39 +83,42 @@ async fn behind_lost_replies(guarantee: Guarantee) -> Effects {
     };
     Effects {
         skipped: times(|it| it == 0),
-        doubled: times(|it| it > 1),
+        repeated: times(|it| it > 1),
         lost_replies: proxy.lost_replies(),
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn of_4000_ids_none_is_skipped_or_doubled_when_replies_are_lost() {
+async fn no_id_is_skipped_or_repeated_when_replies_are_lost() {
     for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
         let Effects {
             skipped,
-            doubled,
+            repeated,
             lost_replies,
-        } = behind_lost_replies(guarantee).await;
+        } = run_with_lost_replies(guarantee).await;
         println!(
-            "{guarantee:?}: {skipped} skipped, {doubled} doubled, {lost_replies} replies lost"
+            "{guarantee:?}: {skipped} skipped, {repeated} doubled, {lost_replies} replies lost"
         );
-        assert!(lost_replies > 200, "{lost_replies} lost: the test is blind");
-        assert_eq!((skipped, doubled), (0, 0), "{guarantee:?}");
+        assert!(
+            lost_replies > 200,
+            "{lost_replies} lost: too few to prove anything"
+        );
+        assert_eq!((skipped, repeated), (0, 0), "{guarantee:?}");
     }
 }
 
 /// The control: `Guarantee::Bare` takes its own claim for a duplicate.
 #[tokio::test(flavor = "multi_thread")]
-async fn bare_skips_some_when_replies_are_lost() {
+async fn bare_skips_ids_when_replies_are_lost() {
     let Effects {
         skipped,
-        doubled,
+        repeated,
         lost_replies,
-    } = behind_lost_replies(Guarantee::Bare).await;
-    println!("Bare: {skipped} skipped, {doubled} doubled, {lost_replies} replies lost");
+    } = run_with_lost_replies(Guarantee::Bare).await;
+    println!("Bare: {skipped} skipped, {repeated} doubled, {lost_replies} replies lost");
     assert!(
         skipped > 20,
-        "{skipped} skipped of {IDS}: the test is blind"
+        "{skipped} skipped of {IDS}: too few to prove anything"
     );
 }
 
@@ -123,7 +126,7 @@ const OLDER: u128 = 1;
 const NEWER: u128 = 2;
 const CLAIMS: usize = 600;
 
-fn every(ask: Ask, token: u128, guarantee: Guarantee) -> Vec<Operation> {
+fn operations_on_all_ids(ask: Ask, token: u128, guarantee: Guarantee) -> Vec<Operation> {
     (0..CLAIMS)
         .map(|it| {
             operation(
@@ -144,14 +147,14 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let slow = Proxy::to(server.port()).expect("a proxy");
     let url = |port: u16| format!("redis://127.0.0.1:{port}");
-    let impatient = |port: u16| {
+    let short_timeout = |port: u16| {
         Redis::at(url(port))
             .timeout(Duration::from_millis(150))
             .allow_volatile_store()
     };
     let older: Vec<Redis> = (0..8)
         .map(|it| {
-            impatient(if it % 2 == 0 {
+            short_timeout(if it % 2 == 0 {
                 server.port()
             } else {
                 slow.port()
@@ -160,7 +163,10 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
         .collect();
     let newer = at(&url(server.port()));
 
-    for answer in older[0].apply(&every(Ask::Claim, OLDER, guarantee)).await {
+    for answer in older[0]
+        .apply(&operations_on_all_ids(Ask::Claim, OLDER, guarantee))
+        .await
+    {
         assert_eq!(answer.expect("a verdict"), GRANTED);
     }
     // Loads the script, so that late calls of it take effect.
@@ -185,7 +191,9 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
             Ask::Renew,
             Ask::Clear(Effect::Nothing),
         ] {
-            let answers = store.apply(&every(ask, OLDER, guarantee)).await;
+            let answers = store
+                .apply(&operations_on_all_ids(ask, OLDER, guarantee))
+                .await;
             let abandoned = answers
                 .iter()
                 .filter(|answer| matches!(answer, Err(StoreError::Unknown(_))))
@@ -203,7 +211,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
 
     // Under load: the newer claim is repeated until it holds all ids.
     let deadline = Instant::now() + 30 * SECOND;
-    let mut waiting = every(Ask::Claim, NEWER, guarantee);
+    let mut waiting = operations_on_all_ids(Ask::Claim, NEWER, guarantee);
     while !waiting.is_empty() {
         assert!(
             Instant::now() < deadline,
@@ -217,7 +225,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
         waiting.retain(|_| !granted.next().unwrap_or(false));
     }
     slow.pass();
-    settled(&server).await;
+    until_idle(&server).await;
 
     let mut changed = 0;
     for it in 0..CLAIMS {
@@ -230,7 +238,9 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
         );
     }
     if guarantee != Guarantee::Bare {
-        let ends = newer.apply(&every(Ask::Complete, NEWER, guarantee)).await;
+        let ends = newer
+            .apply(&operations_on_all_ids(Ask::Complete, NEWER, guarantee))
+            .await;
         changed += ends
             .into_iter()
             .filter(|answer| !matches!(answer, Ok(DONE)))
@@ -240,7 +250,7 @@ async fn changed_by_late_commands(guarantee: Guarantee) -> usize {
 }
 
 /// Waits until the server is idle.
-async fn settled(server: &RedisServer) {
+async fn until_idle(server: &RedisServer) {
     let clients = || {
         server
             .reply("INFO stats")
@@ -276,7 +286,7 @@ async fn no_late_command_of_an_older_claim_changes_a_newer_one() {
     // The control: Bare deletes any marker.
     let changed = changed_by_late_commands(Guarantee::Bare).await;
     println!("Bare: {changed} of {CLAIMS} newer claims lost to late commands");
-    assert!(changed > CLAIMS / 2, "{changed}: the test is blind");
+    assert!(changed > CLAIMS / 2, "{changed}: too few to prove anything");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -284,9 +294,9 @@ async fn a_late_reply_answers_no_other_request() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let proxy = Proxy::to(server.port()).expect("a proxy");
     let store = Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).timeout(SECOND / 4);
-    assert_eq!(healed(&store, claim("warm", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("warm", 1)).await, GRANTED);
     assert_eq!(
-        healed(&store, complete("done", 1, 1)).await,
+        until_answered(&store, complete("done", 1, 1)).await,
         Verdict::Done { marker_lost: true }
     );
     proxy.inject_faults(|request| {
@@ -299,20 +309,23 @@ async fn a_late_reply_answers_no_other_request() {
     let late = ask(&store, claim("late", 1)).await;
     assert!(matches!(late, Err(StoreError::Unknown(_))), "{late:?}");
     // The late reply, nil, would grant this claim.
-    assert_eq!(healed(&store, claim("done", 2)).await, Verdict::Duplicate);
+    assert_eq!(
+        until_answered(&store, claim("done", 2)).await,
+        Verdict::Duplicate
+    );
     proxy.pass();
-    assert_eq!(healed(&store, claim("late", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("late", 1)).await, GRANTED);
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_black_hole_and_a_reset_heal() {
+async fn the_store_recovers_from_lost_packets_and_a_reset() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let proxy = Proxy::to(server.port()).expect("a proxy");
     let store = Redis::at(format!("redis://127.0.0.1:{}", proxy.port())).timeout(SECOND / 4);
-    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("k", 1)).await, GRANTED);
     proxy.black_hole();
     for _ in 0..5 {
-        let asked = Instant::now();
+        let started = Instant::now();
         let dark = ask(&store, claim("dark", 1)).await;
         assert!(
             matches!(
@@ -321,13 +334,13 @@ async fn a_black_hole_and_a_reset_heal() {
             ),
             "{dark:?}"
         );
-        assert!(asked.elapsed() < 8 * SECOND, "{:?}", asked.elapsed());
+        assert!(started.elapsed() < 8 * SECOND, "{:?}", started.elapsed());
     }
     proxy.pass();
-    assert_eq!(healed(&store, claim("dark", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("dark", 1)).await, GRANTED);
     proxy.reset();
-    assert_eq!(healed(&store, complete("dark", 1, 1)).await, DONE);
-    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+    assert_eq!(until_answered(&store, complete("dark", 1, 1)).await, DONE);
+    assert_eq!(until_answered(&store, complete("k", 1, 1)).await, DONE);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -365,7 +378,7 @@ async fn a_revoked_right_is_reported_and_a_granted_one_is_used() {
 
 /// A rolling upgrade: consumers with different leases, windows and guarantees share the ids.
 #[tokio::test(flavor = "multi_thread")]
-async fn old_and_new_settings_side_by_side_run_each_id_once() {
+async fn gates_with_different_settings_run_each_id_once() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let gate = |lease: u32, window: u32, guarantee| {
         let store = at(&server.url()).allow_volatile_store();

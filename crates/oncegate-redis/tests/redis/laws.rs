@@ -22,7 +22,7 @@ mod standalone {
 }
 
 /// A store with a long timeout and a prefix of its own.
-fn apart(store: Redis) -> Redis {
+fn with_own_prefix(store: Redis) -> Redis {
     store
         .timeout(5 * SECOND)
         .prefix(format!("processed:{:032x}:", Token::random().0))
@@ -31,19 +31,21 @@ fn apart(store: Redis) -> Redis {
 #[test]
 fn all_laws_hold_behind_sentinels() {
     let servers = SentinelServers::start().expect("Redis and Sentinels");
-    laws::all(async || apart(Redis::sentinel(servers.urls(), SENTINEL_NAME)));
+    laws::all(async || with_own_prefix(Redis::sentinel(servers.urls(), SENTINEL_NAME)));
     // The same with claims that wait for a replica.
     let replica = Durability::Replicas {
         count: 1,
         timeout: 2 * SECOND,
     };
-    laws::all(async || apart(Redis::sentinel(servers.urls(), SENTINEL_NAME).durability(replica)));
+    laws::all(async || {
+        with_own_prefix(Redis::sentinel(servers.urls(), SENTINEL_NAME).durability(replica))
+    });
 }
 
 #[test]
 fn all_laws_hold_in_a_cluster() {
     let servers = ClusterServers::start().expect("a Cluster");
-    laws::all(async || apart(Redis::cluster(servers.urls())));
+    laws::all(async || with_own_prefix(Redis::cluster(servers.urls())));
 }
 
 /// The rights in the book are sufficient.
@@ -63,15 +65,15 @@ async fn all_laws_hold_for_a_user_with_the_rights_of_the_book() {
     let _: () = command
         .query_async(&mut client_of(&server.url()).await)
         .await
-        .expect("the line is right");
+        .expect("the documented line is valid");
     let url = format!("redis://oncegate:PASSWORD@127.0.0.1:{}", server.port());
-    let all = tokio::task::spawn_blocking(move || laws::all(async || apart(at(&url))));
+    let all = tokio::task::spawn_blocking(move || laws::all(async || with_own_prefix(at(&url))));
     all.await.expect("all laws hold");
 }
 
-/// A lease of zero holds within the millisecond of its claim.
+/// A lease of zero is valid within the millisecond of its claim.
 #[tokio::test]
-async fn a_lease_holds_to_its_last_millisecond() {
+async fn a_lease_is_valid_to_its_last_millisecond() {
     let (store, _) = store();
     let brief = Terms {
         lease: Duration::ZERO,
@@ -93,7 +95,7 @@ async fn a_lease_holds_to_its_last_millisecond() {
             ),
         }
     }
-    panic!("never busy in 2,000 claims that follow each other at once");
+    panic!("no claim was busy in 2,000 tries");
 }
 
 /// A request, its token, its attempt and its terms.
@@ -168,9 +170,9 @@ async fn every_marker_has_the_expiry_of_the_table() {
             &[(Ask::Claim, 1, 0, brief(lax)), (Ask::Claim, 2, 0, strict)],
         ),
     ];
-    for (id, expiry, asked) in cases {
+    for (id, expiry, requests) in cases {
         let id = id.replace([' ', ','], "-"); // an id that needs no escaping in its key
-        for (ask, token, attempt, terms) in asked {
+        for (ask, token, attempt, terms) in requests {
             verdicts(&store, &[operation(&id, *ask, *token, *attempt, *terms)]).await;
             tokio::time::sleep(Duration::from_millis(3)).await;
         }
@@ -191,7 +193,7 @@ async fn every_marker_has_the_expiry_of_the_table() {
 /// age is unknown. The next request resets the expiry to the horizon, and other claims wait for a
 /// whole lease.
 #[tokio::test]
-async fn a_marker_of_unknown_age_gets_its_horizon_again() {
+async fn a_marker_of_unknown_age_gets_a_new_expiry() {
     let (store, prefix) = store();
     let mut raw = client().await;
     let strict = terms(Guarantee::AtMostOnce);
@@ -244,16 +246,16 @@ async fn a_marker_of_unknown_age_gets_its_horizon_again() {
             "renewed",
             &hold(lax),
             operation("-", Ask::Renew, 1, 1, lax),
-            Verdict::Kept,
+            Verdict::Applied,
         ),
         (
             "my doubt",
             &doubt,
             operation("-", Ask::Claim, 1, 0, strict),
-            Verdict::InDoubt(Attempts::all_forgiven(2)),
+            Verdict::InDoubt(Attempts::none_counted(2)),
         ),
     ];
-    for (name, made, asked, expected) in cases {
+    for (name, made, request, expected) in cases {
         for (how, tamper) in [
             ("without", None),
             (
@@ -286,7 +288,7 @@ async fn a_marker_of_unknown_age_gets_its_horizon_again() {
             let changed: i64 = command.query_async(&mut raw).await.expect("an answer");
             assert_eq!(changed, 1);
 
-            assert_eq!(verdicts(&store, &[of(&asked)]).await, [expected], "{id}");
+            assert_eq!(verdicts(&store, &[of(&request)]).await, [expected], "{id}");
             assert_eq!(
                 store.look(&key(&id)).await.expect("a marker"),
                 before,
@@ -313,7 +315,7 @@ async fn a_marker_of_unknown_age_gets_its_horizon_again() {
         .await
         .expect("an answer");
     let taken = verdicts(&store, &[operation("waiting", Ask::Claim, 2, 0, strict)]).await;
-    assert_eq!(taken, [Verdict::InDoubt(Attempts::all_forgiven(2))]);
+    assert_eq!(taken, [Verdict::InDoubt(Attempts::none_counted(2))]);
     // A done marker without expiry, as other programs may write it, stays a duplicate.
     let _: () = redis::cmd("SET")
         .arg(format!("{prefix}theirs"))

@@ -32,7 +32,7 @@ async fn bounded(
 }
 
 /// Repeats an operation until the store returns a verdict.
-async fn healed(store: &Redis, operation: oncegate_core::marker::Operation) -> Verdict {
+async fn until_answered(store: &Redis, operation: oncegate_core::marker::Operation) -> Verdict {
     let deadline = Instant::now() + 30 * SECOND;
     loop {
         match bounded(store, operation.clone()).await {
@@ -48,7 +48,7 @@ async fn a_stopped_server_is_detected_at_once_and_reconnected() {
         RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EveryWrite))
             .expect("a Redis");
     let store = Redis::at(server.url());
-    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("k", 1)).await, GRANTED);
     server.stop();
     let first = bounded(&store, claim("k", 2)).await;
     assert!(
@@ -72,10 +72,10 @@ async fn a_stopped_server_is_detected_at_once_and_reconnected() {
 
     server.start_again().expect("it starts again");
     assert!(matches!(
-        healed(&store, claim("k", 2)).await,
+        until_answered(&store, claim("k", 2)).await,
         Verdict::Busy { .. }
     ));
-    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+    assert_eq!(until_answered(&store, complete("k", 1, 1)).await, DONE);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -84,7 +84,7 @@ async fn a_loading_server_applies_nothing() {
     // While loading it serves clients after every 1,024 commands, so many and slow ones are needed.
     let mut server = RedisServer::start(options.setting("key-load-delay", "250")).expect("a Redis");
     let store = at(&server.url());
-    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("k", 1)).await, GRANTED);
     let rest: Vec<_> = (0..10_000).map(|it| claim(&format!("k{it}"), it)).collect();
     assert_eq!(verdicts(&store, &rest).await, vec![GRANTED; 10_000]);
     server.kill();
@@ -106,10 +106,10 @@ async fn a_loading_server_applies_nothing() {
             Err(StoreError::Unknown(_)) => {}
             Err(error) => panic!("{error}"),
         }
-        assert!(Instant::now() < deadline, "it loads for ever");
+        assert!(Instant::now() < deadline, "the server is still loading");
         tokio::time::sleep(SECOND / 20).await;
     }
-    assert!(loading > 0, "never met it while it was loading");
+    assert!(loading > 0, "no reply LOADING");
     drop(starting.await.expect("started"));
 }
 
@@ -127,14 +127,14 @@ async fn a_server_that_starts_later_is_found() {
         "{all:?}"
     );
     server.start_again().expect("it starts again");
-    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("k", 1)).await, GRANTED);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_frozen_server_means_unknown_outcomes_and_a_reconnect() {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = Redis::at(server.url()).timeout(SECOND / 5);
-    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("k", 1)).await, GRANTED);
     server.freeze();
     let batch = [claim("a", 1), complete("k", 1, 1), complete("a", 1, 1)];
     let answers = store.apply(&batch).await;
@@ -165,21 +165,21 @@ async fn a_frozen_server_means_unknown_outcomes_and_a_reconnect() {
     }
     server.thaw();
     // Repeated with the same token, an operation of unknown outcome has the same result.
-    assert_eq!(healed(&store, claim("a", 1)).await, GRANTED);
-    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+    assert_eq!(until_answered(&store, claim("a", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, complete("k", 1, 1)).await, DONE);
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn cancelled_requests_count_as_timeouts() {
     let mut server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
-    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("k", 1)).await, GRANTED);
     server.freeze();
     for _ in 0..3 {
-        let impatient = tokio::time::timeout(SECOND / 20, ask(&store, claim("k", 1))).await;
+        let short_timeout = tokio::time::timeout(SECOND / 20, ask(&store, claim("k", 1))).await;
         assert!(
-            impatient.is_err(),
-            "a frozen server answered: {impatient:?}"
+            short_timeout.is_err(),
+            "a frozen server answered: {short_timeout:?}"
         );
     }
     let connecting = bounded(&store, claim("k", 1)).await;
@@ -188,15 +188,15 @@ async fn cancelled_requests_count_as_timeouts() {
         "{connecting:?}"
     );
     server.thaw();
-    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("k", 1)).await, GRANTED);
 }
 
 /// A proxy that forwards new connections to a server that can be changed; open connections stay.
-pub(crate) async fn name_of(first: &RedisServer) -> (String, Arc<AtomicU16>) {
+pub(crate) async fn proxy_with_changeable_target(first: &RedisServer) -> (String, Arc<AtomicU16>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let url = format!("redis://{}", listener.local_addr().expect("an address"));
-    let meant = Arc::new(AtomicU16::new(first.port()));
-    let now = meant.clone();
+    let target_port = Arc::new(AtomicU16::new(first.port()));
+    let now = target_port.clone();
     tokio::spawn(async move {
         while let Ok((mut here, _)) = listener.accept().await {
             let port = now.load(Ordering::SeqCst);
@@ -206,21 +206,21 @@ pub(crate) async fn name_of(first: &RedisServer) -> (String, Arc<AtomicU16>) {
             });
         }
     });
-    (url, meant)
+    (url, target_port)
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_moved_primary_is_found_without_a_claim() {
     let old = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let new = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    let (url, meant) = name_of(&old).await;
+    let (url, target_port) = proxy_with_changeable_target(&old).await;
     let store = at(&url);
     assert_eq!(
-        healed(&store, complete("loads the script", 1, 1)).await,
+        until_answered(&store, complete("loads the script", 1, 1)).await,
         Verdict::Done { marker_lost: true }
     );
 
-    meant.store(new.port(), Ordering::SeqCst);
+    target_port.store(new.port(), Ordering::SeqCst);
     let mut raw = client_of(&old.url()).await;
     let _: () = redis::cmd("REPLICAOF")
         .arg("127.0.0.1")
@@ -243,13 +243,13 @@ async fn a_moved_primary_is_found_without_a_claim() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_killed_connection_heals() {
+async fn a_killed_connection_is_replaced() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     let mut raw = client_of(&server.url()).await;
     for token in 1..5 {
         assert_eq!(
-            healed(&store, claim(&format!("k{token}"), token)).await,
+            until_answered(&store, claim(&format!("k{token}"), token)).await,
             GRANTED
         );
         let _: i64 = redis::cmd("CLIENT")
@@ -288,7 +288,7 @@ async fn a_full_server_applies_nothing_but_renewals() {
     let server = RedisServer::start(RedisOptions::new()).expect("a Redis");
     let store = at(&server.url());
     let mut raw = client_of(&server.url()).await;
-    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("k", 1)).await, GRANTED);
     let config = |value: &'static str| {
         redis::cmd("CONFIG")
             .arg("SET")
@@ -305,9 +305,9 @@ async fn a_full_server_applies_nothing_but_renewals() {
         );
     }
     let renew = operation("k", Ask::Renew, 1, 1, terms(Guarantee::EffectivelyOnce));
-    assert_eq!(healed(&store, renew).await, Verdict::Kept);
+    assert_eq!(until_answered(&store, renew).await, Verdict::Applied);
     let _: () = config("0").query_async(&mut raw).await.expect("an answer");
-    assert_eq!(healed(&store, complete("k", 1, 1)).await, DONE);
+    assert_eq!(until_answered(&store, complete("k", 1, 1)).await, DONE);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -355,7 +355,7 @@ async fn a_replica_and_too_few_replicas_apply_nothing() {
         .query_async(&mut raw)
         .await
         .expect("an answer");
-    assert_eq!(healed(&store, claim("k", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("k", 1)).await, GRANTED);
 }
 
 #[test]
@@ -381,7 +381,7 @@ fn renewals_connect_on_a_runtime_of_their_own() {
         runtime()
             .block_on(ask(&*renewals, renew.clone()))
             .expect("a verdict"),
-        Verdict::Kept
+        Verdict::Applied
     );
     // The runtime was dropped with the driver of the connection, which reconnects on the next
     // runtime.
@@ -392,7 +392,7 @@ fn renewals_connect_on_a_runtime_of_their_own() {
             answer => answer,
         }
     });
-    assert_eq!(verdict.expect("a verdict"), Verdict::Kept);
+    assert_eq!(verdict.expect("a verdict"), Verdict::Applied);
     assert_eq!(
         first
             .block_on(ask(&store, complete("k", 1, 1)))
@@ -402,13 +402,13 @@ fn renewals_connect_on_a_runtime_of_their_own() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_full_disk_is_reported_and_heals() {
+async fn a_full_disk_is_reported_until_it_has_room() {
     let options = RedisOptions::new()
         .persistence(RedisPersistence::EverySecond)
         .disk_may_fill();
     let server = RedisServer::start(options).expect("a Redis");
     let store = at(&server.url());
-    assert_eq!(healed(&store, claim("held", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, claim("held", 1)).await, GRANTED);
     server.fill_disk().expect("it is full");
     // Redis acknowledges the first write that does not fit into the file.
     let deadline = Instant::now() + 30 * SECOND;
@@ -436,6 +436,6 @@ async fn a_full_disk_is_reported_and_heals() {
     );
 
     server.free_disk().expect("there is room");
-    assert_eq!(healed(&store, complete("held", 1, 1)).await, DONE);
-    assert_eq!(healed(&store, claim("new", 1)).await, GRANTED);
+    assert_eq!(until_answered(&store, complete("held", 1, 1)).await, DONE);
+    assert_eq!(until_answered(&store, claim("new", 1)).await, GRANTED);
 }

@@ -10,8 +10,8 @@ use oncegate_testkit::servers::{
     RedisOptions, RedisPersistence, RedisServer, SENTINEL_NAME, SentinelServers,
 };
 
-use crate::forms::healed;
-use crate::outages::name_of;
+use crate::outages::proxy_with_changeable_target;
+use crate::sentinel_and_cluster::until_answered;
 use crate::support::{
     DONE, GRANTED, SECOND, ask, at, claim, client_of, complete, key, operation, rights, terms,
     verdicts,
@@ -43,12 +43,12 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
         primary.port()
     ))
     .durability(ONE_REPLICA);
-    let doubtful = Terms {
+    let short_lease_terms = Terms {
         lease: Duration::from_millis(1),
         ..terms(Guarantee::AtMostOnce)
     };
     let abandoned = Operation {
-        terms: doubtful,
+        terms: short_lease_terms,
         ..claim("abandoned", 1)
     };
     assert_eq!(
@@ -67,14 +67,14 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
     assert_eq!(verdicts(&store, &[complete("done", 1, 1)]).await, [DONE]);
 
     replica.freeze();
-    let mut asked: Vec<Operation> = (0..20).map(|it| claim(&format!("new{it}"), it)).collect();
+    let mut requests: Vec<Operation> = (0..20).map(|it| claim(&format!("new{it}"), it)).collect();
     // A repeated claim and a doubt that is taken over: both let something run.
-    asked.push(claim("own", 1));
-    asked.push(Operation {
+    requests.push(claim("own", 1));
+    requests.push(Operation {
         token: oncegate_core::marker::Token(2),
         ..abandoned
     });
-    for (operation, answer) in asked.iter().zip(store.apply(&asked).await) {
+    for (operation, answer) in requests.iter().zip(store.apply(&requests).await) {
         let is_expected = matches!(&answer, Err(StoreError::Unknown(why)) if why.to_string().contains("0 of the 1 required replicas"));
         assert!(is_expected, "{operation:?}: {answer:?}");
     }
@@ -89,8 +89,8 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
         ask(&store, renewal(Guarantee::EffectivelyOnce))
             .await
             .expect("a verdict"),
-        Verdict::Kept,
-        "it may run again"
+        Verdict::Applied,
+        "effectively once renews without waiting"
     );
     // Verdicts that let nothing run are returned, and other operations do not wait for replicas.
     let answers = store
@@ -105,15 +105,15 @@ async fn nothing_is_granted_while_the_replica_is_stopped() {
     );
 
     replica.thaw();
-    for operation in &asked[..21] {
+    for operation in &requests[..21] {
         assert_eq!(
-            healed(&store, operation.clone()).await,
+            until_answered(&store, operation.clone()).await,
             GRANTED,
             "the same token is the same claim: {operation:?}"
         );
     }
     assert!(matches!(
-        healed(&store, asked[21].clone()).await,
+        until_answered(&store, requests[21].clone()).await,
         Verdict::InDoubt { .. }
     ));
 }
@@ -171,7 +171,7 @@ async fn failover(durability: Durability) -> (usize, usize) {
     servers.redis_mut(old).kill();
     servers.wait_for_failover(old).expect("a failover");
     // The store finds the new primary by itself.
-    healed(&store, complete("found", 1, 1)).await;
+    until_answered(&store, complete("found", 1, 1)).await;
     let new = servers.primary();
     let mut raw = client_of(&servers.redis()[new].url()).await;
     let mut lost = 0;
@@ -198,20 +198,23 @@ async fn a_failover_loses_no_grant_that_a_replica_acknowledged() {
     // The control: without replicas the failover loses the grants after the cut.
     let (granted, lost) = failover(Durability::Primary).await;
     println!("without: {lost} of {granted} grants lost");
-    assert!(lost > 1_000, "{lost} of {granted} lost: the test is blind");
+    assert!(
+        lost > 1_000,
+        "{lost} of {granted} lost: too few to prove anything"
+    );
 }
 
 /// Claims without enough replicas were not granted, so losing them is not a loss of data.
 #[tokio::test(flavor = "multi_thread")]
 async fn at_most_once_continues_after_a_failover_that_lost_no_grant() {
     let (mut primary, replica) = with_replica();
-    let (url, meant) = name_of(&primary).await;
+    let (url, target_port) = proxy_with_changeable_target(&primary).await;
     let store = at(&url).durability(ONE_REPLICA);
     let strict = |id| Operation {
         terms: terms(Guarantee::AtMostOnce),
         ..claim(id, 1)
     };
-    assert_eq!(healed(&store, strict("known")).await, GRANTED);
+    assert_eq!(until_answered(&store, strict("known")).await, GRANTED);
     // The replica becomes a separate primary.
     assert_eq!(replica.command("REPLICAOF NO ONE").expect("a reply"), "+OK");
     for _ in 0..3 {
@@ -223,11 +226,11 @@ async fn at_most_once_continues_after_a_failover_that_lost_no_grant() {
     }
     let _third =
         RedisServer::start(RedisOptions::new().replica_of(replica.port())).expect("a Redis");
-    meant.store(replica.port(), Ordering::SeqCst);
+    target_port.store(replica.port(), Ordering::SeqCst);
     primary.kill();
-    assert_eq!(healed(&store, strict("new")).await, GRANTED);
+    assert_eq!(until_answered(&store, strict("new")).await, GRANTED);
     assert_eq!(
-        healed(&store, strict("known")).await,
+        until_answered(&store, strict("known")).await,
         GRANTED,
         "the same claim"
     );

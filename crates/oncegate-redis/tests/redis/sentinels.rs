@@ -33,17 +33,17 @@ async fn sentinel(behaviour: SentinelBehaviour) -> (String, Arc<AtomicU32>) {
         "redis://one:{PASSWORD}@{}/3",
         listener.local_addr().expect("an address")
     );
-    let asked = Arc::new(AtomicU32::new(0));
-    let counts = asked.clone();
+    let queries = Arc::new(AtomicU32::new(0));
+    let counter = queries.clone();
     tokio::spawn(async move {
         while let Ok((client, _)) = listener.accept().await {
-            tokio::spawn(talk(client, behaviour, counts.clone()));
+            tokio::spawn(talk(client, behaviour, counter.clone()));
         }
     });
-    (url, asked)
+    (url, queries)
 }
 
-async fn talk(mut client: TcpStream, behaviour: SentinelBehaviour, asked: Arc<AtomicU32>) {
+async fn talk(mut client: TcpStream, behaviour: SentinelBehaviour, queries: Arc<AtomicU32>) {
     let mut request = vec![0; 4096];
     let mut logged_in = false;
     while let Ok(length @ 1..) = client.read(&mut request).await {
@@ -66,7 +66,7 @@ async fn talk(mut client: TcpStream, behaviour: SentinelBehaviour, asked: Arc<At
                 _ if !is("get-master-addr-by-name") => "+OK\r\n".into(),
                 SentinelBehaviour::UnknownName => "*-1\r\n".into(),
                 SentinelBehaviour::At(port) | SentinelBehaviour::AtAfterLogin(port) => {
-                    asked.fetch_add(1, Ordering::SeqCst);
+                    queries.fetch_add(1, Ordering::SeqCst);
                     let port = port.to_string();
                     format!("*2\r\n$9\r\n127.0.0.1\r\n${}\r\n{port}\r\n", port.len())
                 }
@@ -103,11 +103,11 @@ async fn a_sentinel_that_names_an_old_primary_is_skipped() {
         .command(&format!("REPLICAOF 127.0.0.1 {}", primary.port()))
         .expect("a reply");
     for old in [unused_port().await, replica.port()] {
-        let ((stale, _), (right, asked)) = (
+        let ((stale, _), (current, queries)) = (
             sentinel(SentinelBehaviour::At(old)).await,
             sentinel(SentinelBehaviour::At(primary.port())).await,
         );
-        let store = Redis::sentinel([stale, right], "mymaster").timeout(5 * SECOND);
+        let store = Redis::sentinel([stale, current], "mymaster").timeout(5 * SECOND);
         let first = store.look(&key("k")).await;
         assert!(matches!(first, Err(StoreError::NotApplied(_))), "{first:?}");
         assert!(matches!(store.look(&key("k")).await, Ok(Marker::Absent)));
@@ -116,23 +116,26 @@ async fn a_sentinel_that_names_an_old_primary_is_skipped() {
             GRANTED
         );
         // The Sentinel that named the primary is queried first from now on.
-        let again = asked.load(Ordering::SeqCst);
+        let before = queries.load(Ordering::SeqCst);
         primary
             .command("CLIENT KILL TYPE normal SKIPME yes")
             .expect("a reply");
-        assert_eq!(crate::forms::healed(&store, claim("k", 1)).await, GRANTED);
-        assert!(asked.load(Ordering::SeqCst) > again);
+        assert_eq!(
+            crate::sentinel_and_cluster::until_answered(&store, claim("k", 1)).await,
+            GRANTED
+        );
+        assert!(queries.load(Ordering::SeqCst) > before);
         primary.command("FLUSHALL").expect("a reply");
     }
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_name_is_unknown_only_if_every_sentinel_reports_it() {
-    let ((stranger, _), gone) = (
+    let ((other_server, _), unreachable) = (
         sentinel(SentinelBehaviour::UnknownName).await,
         format!("redis://127.0.0.1:{}", unused_port().await),
     );
-    for urls in [[&stranger, &gone], [&gone, &stranger]] {
+    for urls in [[&other_server, &unreachable], [&unreachable, &other_server]] {
         let answer = ask(&Redis::sentinel(urls, "mymaster"), claim("k", 1)).await;
         assert!(
             matches!(answer, Err(StoreError::NotApplied(_))),
@@ -140,7 +143,7 @@ async fn a_name_is_unknown_only_if_every_sentinel_reports_it() {
         );
     }
     let answer = ask(
-        &Redis::sentinel([&stranger, &stranger], "mymaster"),
+        &Redis::sentinel([&other_server, &other_server], "mymaster"),
         claim("k", 1),
     )
     .await;

@@ -1,4 +1,4 @@
-//! Wrong settings are reported in one line, without secrets.
+//! Invalid settings are reported in one line, without secrets.
 
 use std::net::TcpListener;
 use std::time::Duration;
@@ -138,7 +138,7 @@ async fn a_wrong_password() {
 #[tokio::test(flavor = "multi_thread")]
 async fn only_the_configured_authority_is_trusted() {
     let server = RedisServer::start(RedisOptions::new().tls().password(SECRET)).expect("a Redis");
-    let stranger = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
+    let other_server = RedisServer::start(RedisOptions::new().tls()).expect("a Redis");
     let trusting = at(&server.url()).ca_certificate(server.certificate_authority());
     assert_eq!(
         ask(&trusting, claim("k", 1)).await.expect("a verdict"),
@@ -158,7 +158,7 @@ async fn only_the_configured_authority_is_trusted() {
 
     for untrusted in [
         at(&server.url()),
-        at(&server.url()).ca_certificate(stranger.certificate_authority()),
+        at(&server.url()).ca_certificate(other_server.certificate_authority()),
     ] {
         let line = misconfigured(&untrusted).await;
         assert!(
@@ -407,10 +407,10 @@ async fn persistence_is_read_from_the_server() {
     );
 
     let volatile = RedisServer::start(RedisOptions::new()).expect("a Redis");
-    let forgets = at(&volatile.url()).persistence().await;
+    let volatile_persistence = at(&volatile.url()).persistence().await;
     assert!(
-        matches!(&forgets, Ok(Persistence::Volatile(why)) if why.contains("appendonly yes")),
-        "{forgets:?}"
+        matches!(&volatile_persistence, Ok(Persistence::Volatile(why)) if why.contains("appendonly yes")),
+        "{volatile_persistence:?}"
     );
     let accepted = at(&volatile.url())
         .allow_volatile_store()
@@ -423,7 +423,7 @@ async fn persistence_is_read_from_the_server() {
 }
 
 /// A server with the user of the book, without some rights.
-fn without(missing: &[&str]) -> (RedisServer, Redis) {
+fn server_without_rights(missing: &[&str]) -> (RedisServer, Redis) {
     let server = RedisServer::start(RedisOptions::new().persistence(RedisPersistence::EverySecond))
         .expect("a Redis");
     let line = rights("+wait")
@@ -468,7 +468,7 @@ async fn a_missing_right_fails_at_start() {
     ];
     for (missing, refused) in rows {
         for guarantee in GUARANTEES {
-            let (server, store) = without(missing);
+            let (server, store) = server_without_rights(missing);
             let result = store.preflight(guarantee).await;
             match &result {
                 Ok(()) => assert!(!refused.contains(&guarantee), "{missing:?}, {guarantee:?}"),
@@ -500,7 +500,7 @@ async fn a_missing_right_fails_at_start() {
                     store
                         .preflight(guarantee)
                         .await
-                        .expect("nothing is missing any more");
+                        .expect("the printed command grants all rights");
                 }
                 other => panic!("{missing:?}, {guarantee:?}: {other:?}"),
             }
@@ -511,7 +511,7 @@ async fn a_missing_right_fails_at_start() {
         timeout: std::time::Duration::from_millis(100),
     };
     for (missing, refused) in [(&["+wait"][..], true), (&[], false)] {
-        let (_server, store) = without(missing);
+        let (_server, store) = server_without_rights(missing);
         let result = store
             .durability(replicas)
             .preflight(Guarantee::EffectivelyOnce)
@@ -523,7 +523,7 @@ async fn a_missing_right_fails_at_start() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn missing_access_to_keys_fails_at_start() {
-    let (_server, store) = without(&[]);
+    let (_server, store) = server_without_rights(&[]);
     for guarantee in GUARANTEES {
         let result = store.clone().prefix("mine:").preflight(guarantee).await;
         assert!(
@@ -561,7 +561,7 @@ async fn a_server_that_rejects_writes_temporarily_does_not_fail_at_start() {
         at(&server.url())
             .preflight(guarantee)
             .await
-            .expect("it heals by itself");
+            .expect("a transient error is not a failure at start");
     }
 }
 
@@ -596,7 +596,7 @@ async fn a_numbered_database() {
 /// A missing right that the guarantee does not need is a warning.
 #[tokio::test]
 async fn undetectable_losses_are_a_warning_at_start() {
-    let (_server, store) = without(&["+info"]);
+    let (_server, store) = server_without_rights(&["+info"]);
     let logged = Lines::default();
     let writer = logged.clone();
     let subscriber = tracing_subscriber::fmt()
@@ -607,7 +607,7 @@ async fn undetectable_losses_are_a_warning_at_start() {
     store
         .preflight(Guarantee::EffectivelyOnce)
         .await
-        .expect("it can do without");
+        .expect("effectively once starts without INFO");
     let lines = logged.text();
     assert!(
         lines

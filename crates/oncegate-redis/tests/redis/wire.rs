@@ -59,8 +59,9 @@ impl Monitor {
             if command.contains("end-of-monitor") {
                 return commands;
             }
-            let looks = command.contains("!canary") || command.starts_with("\"INFO\"");
-            if !looks && !command.starts_with("\"HELLO\"") && !command.starts_with("\"CLIENT\"") {
+            let is_check = command.contains("!canary") || command.starts_with("\"INFO\"");
+            if !is_check && !command.starts_with("\"HELLO\"") && !command.starts_with("\"CLIENT\"")
+            {
                 commands.push((
                     client.rsplit(' ').next().unwrap_or_default().to_owned(),
                     command.to_owned(),
@@ -78,7 +79,7 @@ async fn bare_sends_set_nx_and_del() {
         window: 86_400 * SECOND,
         ..terms(Guarantee::Bare)
     };
-    let ask = |asked| operation("order-1", asked, 5, 1, bare);
+    let ask = |request| operation("order-1", request, 5, 1, bare);
     let mut monitor = Monitor::of(server.port());
 
     assert_eq!(verdicts(&store, &[ask(Ask::Claim)]).await, [GRANTED]);
@@ -93,7 +94,7 @@ async fn bare_sends_set_nx_and_del() {
 
     assert_eq!(
         verdicts(&store, &[ask(Ask::Complete), ask(Ask::Renew)]).await,
-        [DONE, Verdict::Kept]
+        [DONE, Verdict::Applied]
     );
     assert_eq!(monitor.commands(), Vec::<String>::new());
 
@@ -108,12 +109,12 @@ async fn bare_sends_set_nx_and_del() {
             seen: Marker::Done(None),
         },
     ];
-    for asked in failures {
-        assert_eq!(verdicts(&store, &[ask(asked)]).await, [Verdict::Kept]);
+    for request in failures {
+        assert_eq!(verdicts(&store, &[ask(request)]).await, [Verdict::Applied]);
         assert_eq!(
             monitor.commands(),
             [r#""DEL" "processed:order-1""#],
-            "{asked:?}"
+            "{request:?}"
         );
     }
     assert_eq!(

@@ -60,8 +60,8 @@ async fn all_markers_except_expired_ones_are_listed_by_pages() {
     assert!(pages >= 3, "{pages}");
     let keys: Vec<&str> = found.iter().map(|(key, _)| key.as_str()).collect();
     assert_eq!(keys, ["id-0", "id-1", "id-2", "id-4", "id-5", "id-6"]);
-    for (key, standing) in &found {
-        match standing {
+    for (key, stored) in &found {
+        match stored {
             Ok((Marker::InProgress(_), left)) => assert!(key != "id-5" && !left.is_zero(), "{key}"),
             Err(error) => assert!(
                 key == "id-5" && error.to_string().contains("id-5"),

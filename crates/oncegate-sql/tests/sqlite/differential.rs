@@ -35,7 +35,7 @@ async fn sqlite_agrees_with_marker_apply() {
         "Duplicate",
         "Rejected",
         "Conflict",
-        "Kept",
+        "Applied",
         "Done",
         "Lost",
     ] {
@@ -231,7 +231,7 @@ fn choose(random: &mut Random, model: &HashMap<Key, Entry>) -> Operation {
             } else {
                 marker
             };
-            Ask::SendBack {
+            Ask::Redrive {
                 seen,
                 effect: random.pick(&[Effect::Nothing, Effect::Unknown]),
             }

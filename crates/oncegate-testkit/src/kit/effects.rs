@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Counts the effects of a handler by id. Use it in place of the database or provider of your
+/// Counts the effects of a handler by id. Use it instead of the database or provider of your
 /// handler. Clones share the counts.
 #[derive(Clone, Debug, Default)]
 pub struct Effects(Arc<Mutex<BTreeMap<String, usize>>>);

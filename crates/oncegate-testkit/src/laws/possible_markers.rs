@@ -7,14 +7,26 @@
 use std::time::{Duration, Instant};
 
 use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
+use oncegate_core::{Store, StoreError};
 
-use super::fixtures::SLACK;
+use super::fixtures::{SLACK, answers};
 
 /// A time interval, for example between a request and its reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Span {
     pub(crate) from: Instant,
     pub(crate) to: Instant,
+}
+
+/// The results of one batch, and the span between its request and its reply.
+pub(crate) async fn timed_answers(
+    store: &dyn Store,
+    operations: &[Operation],
+) -> (Vec<Result<Verdict, StoreError>>, Span) {
+    let from = Instant::now();
+    let answers = answers(store, operations).await;
+    let to = Instant::now();
+    (answers, Span { from, to })
 }
 
 /// One possible marker.

@@ -183,10 +183,13 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
         Marker::InDoubt(hold, Doubt::Waiting) => {
             let mut setup = setup_cleared(
                 key,
-                Attempts::all_forgiven(hold.attempts.base),
+                Attempts::none_counted(hold.attempts.base),
                 Effect::Nothing,
             );
-            setup.push((claimant_of(&hold).operation(Ask::Doubt, key), Verdict::Kept));
+            setup.push((
+                claimant_of(&hold).operation(Ask::Doubt, key),
+                Verdict::Applied,
+            ));
             setup
         }
         Marker::InDoubt(hold, Doubt::Reconciling) => {
@@ -195,12 +198,12 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
                 base,
                 crashes,
             } = hold.attempts;
-            let mut setup = setup_cleared(key, Attempts::all_forgiven(base - 1), Effect::Nothing);
+            let mut setup = setup_cleared(key, Attempts::none_counted(base - 1), Effect::Nothing);
             setup.push((
                 setup_claimant(number - 1)
                     .body(hold.fingerprint)
                     .operation(Ask::Doubt, key),
-                Verdict::Kept,
+                Verdict::Applied,
             ));
             setup.push((
                 claimant_of(&hold).claim(key),
@@ -224,7 +227,7 @@ pub(crate) fn setup_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
             ));
             setup.push((
                 setup_claimant(attempt).operation(Ask::Reject(Effect::Nothing), key),
-                Verdict::Kept,
+                Verdict::Applied,
             ));
             setup
         }
@@ -252,31 +255,31 @@ fn setup_before_claim(key: &Key, hold: &Hold) -> Vec<ExpectedVerdict> {
 
 fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<ExpectedVerdict> {
     let Attempts { number, base, .. } = attempts;
-    let send_back = |effect| Ask::SendBack {
+    let redrive = |effect| Ask::Redrive {
         seen: Marker::Absent,
         effect,
     };
     if number == base {
         return vec![(
-            Claimant::new(EFFECTIVELY_ONCE, SETUP, base).operation(send_back(effect), key),
-            Verdict::Kept,
+            Claimant::new(EFFECTIVELY_ONCE, SETUP, base).operation(redrive(effect), key),
+            Verdict::Applied,
         )];
     }
     match effect {
         Effect::Nothing => vec![
             (
                 Claimant::new(EFFECTIVELY_ONCE, SETUP, base)
-                    .operation(send_back(Effect::Nothing), key),
-                Verdict::Kept,
+                    .operation(redrive(Effect::Nothing), key),
+                Verdict::Applied,
             ),
             (
                 Claimant::new(AT_MOST_ONCE, SETUP, number).operation(Ask::Doubt, key),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
             (
                 Claimant::new(AT_MOST_ONCE, SETUP, number)
                     .operation(Ask::Resolve(Finding::DidNotHappen), key),
-                Verdict::Kept,
+                Verdict::Applied,
             ),
         ],
         Effect::Unknown => {
@@ -292,7 +295,7 @@ fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<ExpectedV
             setup.push((effectively_once.claim(key), Verdict::Granted(attempts)));
             setup.push((
                 effectively_once.operation(Ask::Clear(Effect::Unknown), key),
-                Verdict::Kept,
+                Verdict::Applied,
             ));
             setup
         }
@@ -303,9 +306,9 @@ fn setup_cleared(key: &Key, attempts: Attempts, effect: Effect) -> Vec<ExpectedV
 /// key is absent, or freed or claimed by `PROBE`.
 pub(crate) fn probe_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdict> {
     let probe = Claimant::new(EFFECTIVELY_ONCE, PROBE, 0).lease(LONG);
-    let send_back = |seen| {
+    let redrive = |seen| {
         probe.operation(
-            Ask::SendBack {
+            Ask::Redrive {
                 seen,
                 effect: Effect::Nothing,
             },
@@ -318,17 +321,20 @@ pub(crate) fn probe_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
         // fields; the doubt can be sent back.
         Marker::InProgress(hold) => vec![
             (
-                send_back(Marker::InDoubt(hold, Doubt::Waiting)),
+                redrive(Marker::InDoubt(hold, Doubt::Waiting)),
                 Verdict::Lost,
             ),
             (
-                send_back(Marker::InDoubt(hold, Doubt::Reconciling)),
+                redrive(Marker::InDoubt(hold, Doubt::Reconciling)),
                 Verdict::Lost,
             ),
-            (claimant_of(&hold).operation(Ask::Doubt, key), Verdict::Kept),
             (
-                send_back(Marker::InDoubt(hold, Doubt::Waiting)),
-                Verdict::Kept,
+                claimant_of(&hold).operation(Ask::Doubt, key),
+                Verdict::Applied,
+            ),
+            (
+                redrive(Marker::InDoubt(hold, Doubt::Waiting)),
+                Verdict::Applied,
             ),
         ],
         Marker::Done(_) => {
@@ -336,21 +342,21 @@ pub(crate) fn probe_operations(key: &Key, marker: &Marker) -> Vec<ExpectedVerdic
                 (probe.claim(key), Verdict::Duplicate),
                 (
                     probe.operation(Ask::Forget { seen: *marker }, key),
-                    Verdict::Kept,
+                    Verdict::Applied,
                 ),
             ]
         }
         Marker::InDoubt(..) | Marker::Rejected { .. } | Marker::Cleared { .. } => {
-            let operation = send_back(*marker);
+            let operation = redrive(*marker);
             match marker::freed(&operation) {
-                // Sending back is also `Kept` if the marker already is the result.
+                // A redrive is also `Applied` if the marker already is the result.
                 Some(freed) if freed != *marker => {
                     vec![
-                        (send_back(freed), Verdict::Lost),
-                        (operation, Verdict::Kept),
+                        (redrive(freed), Verdict::Lost),
+                        (operation, Verdict::Applied),
                     ]
                 }
-                _ => vec![(operation, Verdict::Kept)],
+                _ => vec![(operation, Verdict::Applied)],
             }
         }
     }

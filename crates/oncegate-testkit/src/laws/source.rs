@@ -41,7 +41,7 @@ pub trait TestQueue: Send + Sync {
 
     /// The time limit for one step of a law. A consumer group may need 30 s until it reassigns the
     /// partitions of a closed consumer.
-    fn patience(&self) -> Duration {
+    fn step_timeout(&self) -> Duration {
         Duration::from_secs(60)
     }
 }

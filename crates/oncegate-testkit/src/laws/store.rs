@@ -43,7 +43,7 @@ macro_rules! __each_store_law {
             a_rejected_id_stays_rejected
             a_done_id_is_a_duplicate
             another_body_waits_for_the_first
-            another_body_conflicts_with_what_was_first
+            another_body_conflicts_with_an_in_doubt_rejected_or_done_id
             a_missing_fingerprint_matches_any_body
             all_fingerprints_are_distinguished
             the_holder_renews
@@ -58,7 +58,7 @@ macro_rules! __each_store_law {
             clearing_a_free_marker_changes_nothing
             a_rejection_is_kept_in_at_most_once
             rejecting_clears_in_effectively_once
-            the_holder_doubts
+            the_holder_marks_the_id_in_doubt
             a_free_marker_can_be_doubted
             a_doubt_is_resolved_by_its_finding
             sending_back_requires_the_expected_marker

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::Command;
 
 use super::ServerError;
-use super::server::write;
+use super::server::{run_program, write};
 
 /// The certificate of the authority.
 pub(crate) const AUTHORITY: &str = "authority.crt";
@@ -26,8 +26,8 @@ const CURVE: [&str; 5] = [
     "-nodes",
 ];
 
-/// The extensions of the server's and the client's certificate: TLS libraries refuse the certificate
-/// of an authority in their place.
+/// The extensions of the server's and the client's certificate: without them `openssl` makes
+/// certificates of authorities, which TLS libraries refuse for servers and clients.
 const SERVER: &str = "subjectAltName=DNS:localhost,IP:127.0.0.1\nbasicConstraints=critical,CA:FALSE\nextendedKeyUsage=serverAuth\n";
 const CLIENT: &str = "basicConstraints=critical,CA:FALSE\nextendedKeyUsage=clientAuth\n";
 
@@ -106,23 +106,8 @@ fn openssl(
     command: &str,
     arguments: &[&str],
 ) -> Result<(), ServerError> {
-    let run = Command::new("openssl")
-        .arg(command)
-        .args(arguments)
-        .current_dir(directory)
-        .output();
-    let output = run.map_err(|source| ServerError::Io {
-        server,
-        action: "run openssl".into(),
-        source,
-    })?;
-    if output.status.success() {
-        return Ok(());
-    }
-    Err(ServerError::ProgramFailed {
-        server,
-        program: format!("openssl {command}"),
-        output: String::from_utf8_lossy(&output.stderr).into_owned(),
-        advice: ADVICE,
-    })
+    let mut openssl = Command::new("openssl");
+    openssl.arg(command).args(arguments).current_dir(directory);
+    run_program(server, &mut openssl, &format!("openssl {command}"), ADVICE)?;
+    Ok(())
 }

@@ -1,12 +1,12 @@
 //! Six Redis servers as one Cluster: three primaries, and a replica of each.
 
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::ServerError;
 use super::port::free_ports;
-use super::process::POLL_INTERVAL;
 use super::redis::{RedisOptions, RedisPersistence, RedisServer};
-use super::{ServerError, io};
+use super::server::{run_program, wait_until};
 
 const NAME: &str = "Redis Cluster";
 const ADVICE: &str =
@@ -27,11 +27,11 @@ impl ClusterServers {
     /// # Errors
     /// [`ServerError`] if a node does not start or the cluster does not form.
     pub fn start() -> Result<Self, ServerError> {
-        let nodes = bus_ports()?
+        let nodes = free_ports::<6>(NAME)?
             .into_iter()
             .map(|bus| node(RedisOptions::new(), bus))
             .collect::<Result<Vec<_>, _>>()?;
-        Self::join(nodes, RedisServer::port, &[])
+        Self::create(nodes, RedisServer::port, &[])
     }
 
     /// The same with TLS between the nodes and to clients, and with required client certificates.
@@ -49,7 +49,7 @@ impl ClusterServers {
                 bus,
             )
         };
-        let [first, rest @ ..] = bus_ports()?;
+        let [first, rest @ ..] = free_ports::<6>(NAME)?;
         let mut nodes = vec![over_tls(RedisOptions::new().tls(), first)?];
         for bus in rest {
             let options = RedisOptions::new().tls_from(nodes[0].directory());
@@ -58,7 +58,7 @@ impl ClusterServers {
         let (certificate, key) = nodes[0].client_certificate();
         let files = [nodes[0].certificate_authority(), certificate, key]
             .map(|file| file.display().to_string());
-        Self::join(
+        Self::create(
             nodes,
             RedisServer::tls_port,
             &[
@@ -68,30 +68,20 @@ impl ClusterServers {
     }
 
     /// Makes a Cluster of the nodes at these ports.
-    fn join(
+    fn create(
         nodes: Vec<RedisServer>,
         port: impl Fn(&RedisServer) -> u16,
         arguments: &[&str],
     ) -> Result<Self, ServerError> {
         let addresses = nodes.iter().map(|node| format!("127.0.0.1:{}", port(node)));
-        let create = Command::new("redis-cli")
+        let mut command = Command::new("redis-cli");
+        command
             .args(arguments)
             .args(["--cluster", "create"])
             .args(addresses)
-            .args(["--cluster-replicas", "1", "--cluster-yes"])
-            .output()
-            .map_err(|source| io(NAME, "run redis-cli", source))?;
-        if !create.status.success() {
-            let output = String::from_utf8_lossy(&create.stdout).into_owned();
-            return Err(ServerError::ProgramFailed {
-                server: NAME,
-                program: "redis-cli --cluster create".into(),
-                output,
-                advice: ADVICE,
-            });
-        }
-        let cluster = Self { nodes };
-        cluster.wait("the nodes to agree", |it| {
+            .args(["--cluster-replicas", "1", "--cluster-yes"]);
+        run_program(NAME, &mut command, "redis-cli --cluster create", ADVICE)?;
+        let nodes_agree = || {
             let is_complete = |node: &RedisServer| {
                 node.reply("CLUSTER INFO").is_ok_and(|reply| {
                     reply.contains("cluster_state:ok") && reply.contains("cluster_known_nodes:6")
@@ -99,9 +89,8 @@ impl ClusterServers {
                     .reply("CLUSTER SLOTS")
                     .is_ok_and(|reply| reply.matches("127.0.0.1").count() == 6)
             };
-            it.nodes.iter().all(is_complete)
-                && it
-                    .nodes
+            nodes.iter().all(is_complete)
+                && nodes
                     .iter()
                     .filter(|node| {
                         node.reply("INFO replication")
@@ -109,8 +98,15 @@ impl ClusterServers {
                     })
                     .count()
                     == 3
-        })?;
-        Ok(cluster)
+        };
+        wait_until(
+            NAME,
+            "the nodes to agree",
+            FORMATION_TIMEOUT,
+            ADVICE,
+            nodes_agree,
+        )?;
+        Ok(Self { nodes })
     }
 
     /// The nodes' addresses.
@@ -139,11 +135,11 @@ impl ClusterServers {
             .collect()
     }
 
-    /// The index of the primary that serves a hash slot, according to that primary.
+    /// The index of the primary that serves a hash slot, as that primary reports it.
     ///
     /// # Panics
     /// If no primary reports the slot.
-    pub fn serves(&self, slot: u16) -> usize {
+    pub fn primary_of_slot(&self, slot: u16) -> usize {
         self.primaries()
             .into_iter()
             .find(|which| {
@@ -157,27 +153,6 @@ impl ClusterServers {
             })
             .expect("a primary serves the slot")
     }
-
-    fn wait(&self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), ServerError> {
-        let deadline = Instant::now() + FORMATION_TIMEOUT;
-        while !done(self) {
-            if Instant::now() >= deadline {
-                let reason = format!("waited for {what} for {FORMATION_TIMEOUT:?}");
-                return Err(ServerError::DidNotStart {
-                    server: NAME,
-                    reason,
-                    log: String::new(),
-                    advice: ADVICE,
-                });
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        }
-        Ok(())
-    }
-}
-
-fn bus_ports() -> Result<[u16; 6], ServerError> {
-    free_ports().map_err(|source| io(NAME, "find free ports", source))
 }
 
 fn node(options: RedisOptions, bus: u16) -> Result<RedisServer, ServerError> {

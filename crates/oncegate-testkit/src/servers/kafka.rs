@@ -6,12 +6,11 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use super::ServerError;
-use super::certificates;
 use super::kafka_distribution::fetch_kafka;
-use super::kafka_doors::{self, KafkaDoor, KafkaUser};
+use super::kafka_listeners::{self, KafkaListener, KafkaUser};
 use super::port::free_ports;
-use super::server::{Server, ServerKind, temporary_directory, write};
+use super::server::{Server, ServerKind, run_program, temporary_directory, write};
+use super::{ServerError, io};
 
 /// The default cluster id: `oncegate-kafka-1` in base64.
 pub(crate) const CLUSTER_ID: &str = "b25jZWdhdGUta2Fma2EtMQ";
@@ -27,8 +26,8 @@ pub type KafkaServer = Server<Kafka>;
 #[derive(Debug)]
 pub struct Kafka {
     port: u16,
-    /// The ports of the other listeners, if it has any.
-    doors: Vec<(KafkaDoor, u16)>,
+    /// The listeners with TLS and their ports; empty unless the broker is secured.
+    listeners: Vec<(KafkaListener, u16)>,
     /// The user of the listener with a login.
     user: Option<KafkaUser>,
     class_path: PathBuf,
@@ -65,7 +64,7 @@ impl KafkaServer {
         Self::start_with(cluster_id, None)
     }
 
-    /// Starts a broker with every [`KafkaDoor`]; the tools of a test use the plain one. Its
+    /// Starts a broker with every [`KafkaListener`]; the tools of a test use the plain one. Its
     /// certificate is for `localhost` and 127.0.0.1. Needs `openssl`.
     ///
     /// # Errors
@@ -75,7 +74,7 @@ impl KafkaServer {
     }
 
     fn start_with(cluster_id: &str, user: Option<KafkaUser>) -> Result<Self, ServerError> {
-        let [controller] = free_ports().map_err(|source| io("find free ports", source))?;
+        let [controller] = free_ports(Kafka::NAME)?;
         Self::start_in(
             &Quorum {
                 controllers: vec![controller],
@@ -89,12 +88,11 @@ impl KafkaServer {
     /// Starts one node of several, which answers when a majority has started.
     pub(crate) fn start_in(quorum: &Quorum, user: Option<KafkaUser>) -> Result<Self, ServerError> {
         let class_path = fetch_kafka()?.join("*");
-        let [port, tls, mutual, login] =
-            free_ports().map_err(|source| io("find free ports", source))?;
-        let doors = user
+        let [port, tls, mutual, login] = free_ports(Kafka::NAME)?;
+        let listeners = user
             .as_ref()
             .map(|_| {
-                KafkaDoor::SECURED
+                KafkaListener::SECURED
                     .into_iter()
                     .zip([tls, mutual, login])
                     .collect()
@@ -108,15 +106,15 @@ impl KafkaServer {
         let directory = temporary_directory(Kafka::NAME)?;
         let kafka = Kafka {
             port,
-            doors,
+            listeners,
             user,
             class_path,
             heap,
         };
         let mut properties = kafka.properties(quorum, directory.path());
         if let Some(user) = &kafka.user {
-            kafka_doors::make_certificates(Kafka::NAME, directory.path())?;
-            properties += &kafka_doors::properties(user, directory.path());
+            kafka_listeners::make_certificates(Kafka::NAME, directory.path())?;
+            properties += &kafka_listeners::properties(user, directory.path());
         }
         write(Kafka::NAME, &directory.path().join(PROPERTIES), &properties)?;
         kafka.format(directory.path(), &quorum.cluster_id)?;
@@ -128,32 +126,21 @@ impl KafkaServer {
         format!("127.0.0.1:{}", self.kind().port)
     }
 
-    /// Its address at one of its listeners.
+    /// Its address at a listener.
     ///
     /// # Panics
     /// If it does not have the listener: [`KafkaServer::start_secured`] starts all, the other
     /// functions only the plain one.
-    pub fn brokers_by(&self, door: KafkaDoor) -> String {
-        let Kafka { port, doors, .. } = self.kind();
-        let found = doors
+    pub fn brokers_at(&self, listener: KafkaListener) -> String {
+        let Kafka {
+            port, listeners, ..
+        } = self.kind();
+        let found = listeners
             .iter()
-            .find(|(it, _)| *it == door)
+            .find(|(it, _)| *it == listener)
             .map(|(_, port)| port)
-            .or((door == KafkaDoor::Plain).then_some(port));
+            .or((listener == KafkaListener::Plain).then_some(port));
         format!("localhost:{}", found.expect("this broker has the listener"))
-    }
-
-    /// The certificate of the authority that signed the certificate of a secured broker.
-    pub fn certificate_authority(&self) -> PathBuf {
-        self.directory().join(certificates::AUTHORITY)
-    }
-
-    /// A certificate and its key for clients of [`KafkaDoor::MutualTls`].
-    pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
-        (
-            self.directory().join(certificates::CLIENT_CERTIFICATE),
-            self.directory().join(certificates::CLIENT_KEY),
-        )
     }
 
     /// The port on 127.0.0.1. Only [`take_port_of`](Self::take_port_of) changes it.
@@ -169,8 +156,8 @@ impl KafkaServer {
     /// [`ServerError::Io`] if the broker's properties cannot be read or written.
     pub fn take_port_of(&mut self, other: &Self) -> Result<(), ServerError> {
         let path = self.directory().join(PROPERTIES);
-        let written =
-            std::fs::read_to_string(&path).map_err(|source| io("read the properties", source))?;
+        let written = std::fs::read_to_string(&path)
+            .map_err(|source| io(Kafka::NAME, "read the properties", source))?;
         let (own, taken) = (self.brokers(), other.brokers());
         write(Kafka::NAME, &path, &written.replace(&own, &taken))?;
         self.kind_mut().port = other.port();
@@ -182,7 +169,7 @@ impl ServerKind for Kafka {
     const NAME: &'static str = "Kafka";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs what it needs (Debian's package is default-jre-headless)";
-    const START_PATIENCE: Duration = Duration::from_secs(90);
+    const START_TIMEOUT: Duration = Duration::from_secs(90);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = self.java();
@@ -214,16 +201,9 @@ impl Kafka {
             .args(["kafka.tools.StorageTool", "format", "-t", cluster_id, "-c"])
             .arg(directory.join(PROPERTIES));
         command.args(self.user.iter().flat_map(KafkaUser::scram));
-        let output = command.output().map_err(|source| io("run java", source))?;
-        if output.status.success() {
-            return Ok(());
-        }
-        Err(ServerError::ProgramFailed {
-            server: Self::NAME,
-            program: "kafka.tools.StorageTool format".into(),
-            output: String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned(),
-            advice: Self::ADVICE,
-        })
+        let shown = "java kafka.tools.StorageTool format";
+        run_program(Self::NAME, &mut command, shown, Self::ADVICE)?;
+        Ok(())
     }
 
     /// Sends an ApiVersions request, version 0, and waits for the header of the response.
@@ -258,13 +238,13 @@ impl Kafka {
         let Quorum {
             controllers, node, ..
         } = quorum;
-        let doors: Vec<(&str, u16)> = [(KafkaDoor::Plain, self.port)]
+        let listeners: Vec<(&str, u16)> = [(KafkaListener::Plain, self.port)]
             .iter()
-            .chain(&self.doors)
-            .map(|(door, port)| (door.listener(), *port))
+            .chain(&self.listeners)
+            .map(|(listener, port)| (listener.name(), *port))
             .collect();
         let at = |host: &str| {
-            doors
+            listeners
                 .iter()
                 .map(|(name, port)| format!("{name}://{host}:{port}"))
                 .collect::<Vec<_>>()
@@ -300,7 +280,7 @@ group.min.session.timeout.ms=1000
             voters = voters.join(","),
             listeners = at("127.0.0.1"),
             controller = controllers[*node],
-            advertised = at(if self.doors.is_empty() {
+            advertised = at(if self.listeners.is_empty() {
                 "127.0.0.1"
             } else {
                 "localhost"
@@ -309,13 +289,5 @@ group.min.session.timeout.ms=1000
             replicas = controllers.len(),
             in_sync = controllers.len() / 2 + 1,
         )
-    }
-}
-
-fn io(action: &str, source: std::io::Error) -> ServerError {
-    ServerError::Io {
-        server: Kafka::NAME,
-        action: action.into(),
-        source,
     }
 }

@@ -3,10 +3,10 @@
 use super::kafka::{CLUSTER_ID, Quorum};
 use super::port::free_ports;
 use super::server::ServerKind;
-use super::{Kafka, KafkaServer, ServerError, io};
+use super::{Kafka, KafkaServer, ServerError};
 
 /// Three brokers that are also controllers: topics have three replicas, and one node may fail.
-/// Takes some 900 MB of memory. Dropping it stops them.
+/// Takes about 900 MB of memory. Dropping it stops them.
 pub struct KafkaServers {
     nodes: Vec<KafkaServer>,
 }
@@ -17,8 +17,7 @@ impl KafkaServers {
     /// # Errors
     /// [`ServerError`] if one does not start.
     pub fn start() -> Result<Self, ServerError> {
-        let controllers: [u16; 3] =
-            free_ports().map_err(|source| io(Kafka::NAME, "find free ports", source))?;
+        let controllers: [u16; 3] = free_ports(Kafka::NAME)?;
         // Started in parallel, because a node answers only after a majority has started.
         let nodes = std::thread::scope(|scope| {
             let starting = (0..controllers.len()).map(|node| {

@@ -4,8 +4,8 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::server::{ServerKind, temporary_directory, write};
-use super::{Kafka, ServerError};
+use super::server::{ServerKind, run_program, temporary_directory, write};
+use super::{Kafka, ServerError, io};
 
 const VERSION: &str = "4.3.0";
 
@@ -33,7 +33,8 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
     );
     let project = temporary_directory(Kafka::NAME)?;
     write(Kafka::NAME, &project.path().join("pom.xml"), &pom())?;
-    let output = Command::new("mvn")
+    let mut maven = Command::new("mvn");
+    maven
         .args([
             "-B",
             "-q",
@@ -41,22 +42,18 @@ pub fn fetch_kafka() -> Result<PathBuf, ServerError> {
             "-DincludeScope=runtime",
             "-DoutputDirectory=libs",
         ])
-        .current_dir(project.path())
-        .output()
-        .map_err(|source| io("run mvn", source))?;
-    if !output.status.success() {
-        return Err(ServerError::ProgramFailed {
-            server: Kafka::NAME,
-            program: "mvn dependency:copy-dependencies".into(),
-            output: String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned(),
-            advice: "check the network and the certificates that Java trusts; ~/.m2/settings.xml sets a mirror or proxy for Maven",
-        });
-    }
+        .current_dir(project.path());
+    run_program(
+        Kafka::NAME,
+        &mut maven,
+        "mvn dependency:copy-dependencies",
+        "check the network and the certificates that Java trusts; ~/.m2/settings.xml sets a mirror or proxy for Maven",
+    )?;
     install(&project.path().join("libs"), &libraries)?;
     if is_complete(&libraries) {
         Ok(libraries)
     } else {
-        Err(ServerError::NoBroker {
+        Err(ServerError::IncompleteDownload {
             directory: libraries,
         })
     }
@@ -81,7 +78,7 @@ fn install(fetched: &Path, libraries: &Path) -> Result<(), ServerError> {
         names.sort_by_key(|name| *name == *last_jar());
         names.iter().try_for_each(|name| install_jar(name))
     };
-    copy().map_err(|source| io("fill the cache", source))
+    copy().map_err(|source| io(Kafka::NAME, "fill the cache", source))
 }
 
 fn libraries() -> PathBuf {
@@ -127,12 +124,4 @@ fn pom() -> String {
 </project>
 "
     )
-}
-
-fn io(action: &str, source: std::io::Error) -> ServerError {
-    ServerError::Io {
-        server: Kafka::NAME,
-        action: action.into(),
-        source,
-    }
 }

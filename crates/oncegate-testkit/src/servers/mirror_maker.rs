@@ -50,7 +50,7 @@ impl ServerKind for MirrorMaker {
     const NAME: &'static str = "MirrorMaker 2";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs what it needs (Debian's package is default-jre-headless)";
-    const START_PATIENCE: Duration = Duration::from_secs(90);
+    const START_TIMEOUT: Duration = Duration::from_secs(90);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = Command::new("java");

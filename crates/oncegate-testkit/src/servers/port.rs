@@ -3,16 +3,18 @@
 use std::hash::{BuildHasher, RandomState};
 use std::net::{Ipv4Addr, TcpListener};
 
+use super::{ServerError, io};
+
 /// The range to search: below the ephemeral ports of outgoing connections (32,768 and up), so that
 /// a stopped server finds its port free when it is started again.
 const LOWEST: u16 = 10_000;
 const HIGHEST: u16 = 32_000;
 
-/// `N` different ports of 127.0.0.1 without a listener.
+/// `N` different ports of 127.0.0.1 without a listener, for this server.
 ///
 /// # Errors
-/// The last error, if nearly every port is taken.
-pub(crate) fn free_ports<const N: usize>() -> std::io::Result<[u16; N]> {
+/// [`ServerError::Io`] if nearly every port is taken.
+pub(crate) fn free_ports<const N: usize>(server: &'static str) -> Result<[u16; N], ServerError> {
     let range = u64::from(HIGHEST - LOWEST);
     let mut held: Vec<TcpListener> = Vec::with_capacity(N);
     let mut ports = [0; N];
@@ -27,7 +29,7 @@ pub(crate) fn free_ports<const N: usize>() -> std::io::Result<[u16; N]> {
                 held.push(listener);
             }
             Err(_) if refused < 1_000 => refused += 1,
-            Err(error) => return Err(error),
+            Err(source) => return Err(io(server, "find free ports", source)),
         }
     }
     Ok(ports)

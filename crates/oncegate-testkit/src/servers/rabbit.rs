@@ -3,14 +3,14 @@
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, TcpStream};
 use std::os::unix::fs::PermissionsExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use super::ServerError;
 use super::certificates;
 use super::port::free_ports;
-use super::server::{Server, ServerKind, temporary_directory, write};
+use super::server::{Server, ServerKind, run_program, temporary_directory, write};
+use super::{ServerError, io};
 
 /// The script of the server; the one on the `PATH` requires a certain user and directories.
 pub const RABBITMQ_SERVER: &str = "/usr/lib/rabbitmq/bin/rabbitmq-server";
@@ -148,13 +148,12 @@ impl RabbitServer {
     /// # Errors
     /// As [`start`](Self::start).
     pub fn start_with(options: &RabbitOptions) -> Result<Self, ServerError> {
-        let [port, distribution_port, own] =
-            free_ports().map_err(|source| io("find free ports", source))?;
+        let [port, distribution_port, own] = free_ports(Rabbit::NAME)?;
         let directory = temporary_directory(Rabbit::NAME)?;
         let cookie = directory.path().join(".erlang.cookie");
         write(Rabbit::NAME, &cookie, "ONCEGATE")?;
         std::fs::set_permissions(&cookie, std::fs::Permissions::from_mode(0o600))
-            .map_err(|source| io("protect the cookie", source))?;
+            .map_err(|source| io(Rabbit::NAME, "protect the cookie", source))?;
         let plugins = match options.transport {
             Transport::Plain => "[].\n",
             Transport::Tls => "[rabbitmq_auth_mechanism_ssl].\n",
@@ -196,21 +195,6 @@ impl RabbitServer {
         }
     }
 
-    /// The file (PEM) of the authority that signed the certificate of a node started with
-    /// [`RabbitOptions::tls`].
-    pub fn certificate_authority(&self) -> PathBuf {
-        self.directory().join(certificates::AUTHORITY)
-    }
-
-    /// The files (PEM) of a client's certificate and key, which a node started with
-    /// [`RabbitOptions::tls`] trusts.
-    pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
-        (
-            self.directory().join(certificates::CLIENT_CERTIFICATE),
-            self.directory().join(certificates::CLIENT_KEY),
-        )
-    }
-
     /// The port on 127.0.0.1. It does not change.
     pub fn port(&self) -> u16 {
         self.kind().port
@@ -224,20 +208,13 @@ impl RabbitServer {
     pub fn control(&self, arguments: &[&str]) -> Result<String, ServerError> {
         let mut command = Command::new(RABBITMQCTL);
         self.kind().set_environment(&mut command, self.directory());
-        let output = command
-            .args(arguments)
-            .output()
-            .map_err(|source| io("run rabbitmqctl", source))?;
-        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
-        if output.status.success() {
-            return Ok(printed);
-        }
-        Err(ServerError::ProgramFailed {
-            server: Rabbit::NAME,
-            program: format!("rabbitmqctl {}", arguments.join(" ")),
-            output: printed + &String::from_utf8_lossy(&output.stderr),
-            advice: "see `rabbitmqctl help`",
-        })
+        let shown = format!("rabbitmqctl {}", arguments.join(" "));
+        run_program(
+            Rabbit::NAME,
+            command.args(arguments),
+            &shown,
+            "see `rabbitmqctl help`",
+        )
     }
 }
 
@@ -245,7 +222,7 @@ impl ServerKind for Rabbit {
     const NAME: &'static str = "RabbitMQ";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is rabbitmq-server)";
-    const START_PATIENCE: Duration = Duration::from_secs(90);
+    const START_TIMEOUT: Duration = Duration::from_secs(90);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut node = Command::new(RABBITMQ_SERVER);
@@ -316,12 +293,4 @@ pub(crate) fn name_server(port: u16) -> Command {
     let mut command = Command::new("epmd");
     command.args(["-port", &port.to_string(), "-address", "127.0.0.1"]);
     command
-}
-
-fn io(action: &str, source: std::io::Error) -> ServerError {
-    ServerError::Io {
-        server: Rabbit::NAME,
-        action: action.into(),
-        source,
-    }
 }

@@ -5,10 +5,10 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use super::ServerError;
 use super::port::free_ports;
 use super::rabbit::{RabbitOptions, RabbitServer, name_server};
 use super::server::{Server, ServerKind, temporary_directory};
-use super::{ServerError, io};
 
 const NAME: &str = "RabbitMQ cluster";
 
@@ -30,7 +30,7 @@ impl ServerKind for NameServerProcess {
     const NAME: &'static str = "epmd";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is erlang-base)";
-    const START_PATIENCE: Duration = Duration::from_secs(10);
+    const START_TIMEOUT: Duration = Duration::from_secs(10);
 
     fn commands(&self, _: &Path) -> Vec<Command> {
         vec![name_server(self.port)]
@@ -47,7 +47,7 @@ impl RabbitCluster {
     /// # Errors
     /// [`ServerError`] if one does not start.
     pub fn start() -> Result<Self, ServerError> {
-        let [port] = free_ports().map_err(|source| io(NAME, "find free ports", source))?;
+        let [port] = free_ports(NAME)?;
         let name_server_process =
             Server::launch(NameServerProcess { port }, temporary_directory(NAME)?)?;
         let first = RabbitServer::start_with(&RabbitOptions::new().name_server(port))?;

@@ -8,10 +8,10 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Resource, Rlimit};
 
-use super::ServerError;
 use super::certificates;
 use super::port::free_ports;
 use super::server::{Server, ServerKind, temporary_directory};
+use super::{ServerError, io};
 
 /// A Redis server. Needs `redis-server`.
 pub type RedisServer = Server<Redis>;
@@ -150,11 +150,7 @@ impl RedisServer {
     /// # Errors
     /// [`ServerError`], with the end of the server's log, when it does not start.
     pub fn start(options: RedisOptions) -> Result<Self, ServerError> {
-        let [port, tls_port] = free_ports().map_err(|source| ServerError::Io {
-            server: Redis::NAME,
-            action: "find free ports".into(),
-            source,
-        })?;
+        let [port, tls_port] = free_ports(Redis::NAME)?;
         let directory = temporary_directory(Redis::NAME)?;
         match &options.transport {
             Transport::Plain => {}
@@ -191,20 +187,6 @@ impl RedisServer {
                 format!("rediss://{login}localhost:{tls_port}")
             }
         }
-    }
-
-    /// The certificate of the authority that signed the certificate of a server started with
-    /// [`RedisOptions::tls`].
-    pub fn certificate_authority(&self) -> PathBuf {
-        self.directory().join(certificates::AUTHORITY)
-    }
-
-    /// A certificate of the same authority for clients, and its key.
-    pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
-        (
-            self.directory().join(certificates::CLIENT_CERTIFICATE),
-            self.directory().join(certificates::CLIENT_KEY),
-        )
     }
 
     /// Prevents all files of the server from growing, like a full disk, until
@@ -301,7 +283,7 @@ impl ServerKind for Redis {
     const NAME: &'static str = "Redis";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is redis-server)";
-    const START_PATIENCE: Duration = Duration::from_secs(30);
+    const START_TIMEOUT: Duration = Duration::from_secs(30);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = match self.options.disk {
@@ -397,12 +379,8 @@ pub(crate) fn tls_settings(directory: &Path, port: u16) -> Vec<(&'static str, St
 
 fn copy_certificates(from: &Path, to: &Path) -> Result<(), ServerError> {
     for (_, file) in CERTIFICATES {
-        let copied = std::fs::copy(from.join(file), to.join(file));
-        copied.map_err(|source| ServerError::Io {
-            server: Redis::NAME,
-            action: "copy certificates".into(),
-            source,
-        })?;
+        std::fs::copy(from.join(file), to.join(file))
+            .map_err(|source| io(Redis::NAME, "copy certificates", source))?;
     }
     Ok(())
 }

@@ -2,13 +2,12 @@
 
 use std::path::Path;
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use super::ServerError;
 use super::port::free_ports;
-use super::process::POLL_INTERVAL;
 use super::redis::{RedisOptions, RedisPersistence, RedisServer, send_command, tls_settings};
-use super::server::{Server, ServerKind, temporary_directory, write};
-use super::{ServerError, io};
+use super::server::{Server, ServerKind, temporary_directory, wait_until, write};
 
 /// The name of the primary in the Sentinels' configuration.
 pub const SENTINEL_NAME: &str = "mymaster";
@@ -33,7 +32,7 @@ impl ServerKind for Sentinel {
     const NAME: &'static str = "Sentinel";
     const ADVICE: &'static str =
         "`cargo xtask setup` installs it (Debian's package is redis-server)";
-    const START_PATIENCE: Duration = Duration::from_secs(30);
+    const START_TIMEOUT: Duration = Duration::from_secs(30);
 
     fn commands(&self, directory: &Path) -> Vec<Command> {
         let mut command = Command::new("redis-server");
@@ -69,11 +68,14 @@ impl SentinelServers {
     }
 
     /// The same, with another password (letters and digits) and another `down-after-milliseconds`:
-    /// on a busy machine a live server may be silent for more than a second.
+    /// on a busy machine a live server may not answer for more than a second.
     ///
     /// # Errors
     /// [`ServerError`] if one of them does not start.
-    pub fn start_patient(password: &str, down_after: Duration) -> Result<Self, ServerError> {
+    pub fn start_with_down_after(
+        password: &str,
+        down_after: Duration,
+    ) -> Result<Self, ServerError> {
         Self::start_with_transport(Transport::Plain, RedisOptions::new(), password, down_after)
     }
 
@@ -176,7 +178,7 @@ impl SentinelServers {
         &mut self.redis[which]
     }
 
-    /// Cuts the replication links; the Sentinels and clients still reach all servers.
+    /// Disconnects both replicas from the primary; the Sentinels and clients still reach all servers.
     ///
     /// # Errors
     /// The connections'.
@@ -215,7 +217,7 @@ impl SentinelServers {
     /// # Errors
     /// [`ServerError`] if a server does not start, or replication takes more than a minute to
     /// start.
-    pub fn mend(&mut self) -> Result<(), ServerError> {
+    pub fn restore(&mut self) -> Result<(), ServerError> {
         let port = self.transport.port(&self.redis[self.primary()]);
         for server in &mut self.redis {
             let own = server.kind().options.replica_of;
@@ -270,20 +272,13 @@ impl SentinelServers {
     }
 
     fn wait(&self, what: &str, done: impl Fn(&Self) -> bool) -> Result<(), ServerError> {
-        let deadline = Instant::now() + FAILOVER_TIMEOUT;
-        while !done(self) {
-            if Instant::now() >= deadline {
-                let reason = format!("waited for {what} for {FAILOVER_TIMEOUT:?}");
-                return Err(ServerError::DidNotStart {
-                    server: Sentinel::NAME,
-                    reason,
-                    log: String::new(),
-                    advice: "check the logs of the Redis servers and Sentinels",
-                });
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        }
-        Ok(())
+        wait_until(
+            Sentinel::NAME,
+            what,
+            FAILOVER_TIMEOUT,
+            "check the logs of the Redis servers and Sentinels",
+            || done(self),
+        )
     }
 }
 
@@ -313,8 +308,7 @@ fn start_sentinel(servers: &SentinelServers) -> Result<Server<Sentinel>, ServerE
         ..
     } = servers;
     let (transport, primary, down_after) = (*transport, &redis[0], down_after.as_millis());
-    let [port, tls_port] =
-        free_ports().map_err(|source| io(Sentinel::NAME, "find free ports", source))?;
+    let [port, tls_port] = free_ports(Sentinel::NAME)?;
     let directory = temporary_directory(Sentinel::NAME)?;
     let mut settings = format!(
         "port {port}\nbind 127.0.0.1\nprotected-mode no\ndir {}\n\

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use tempfile::TempDir;
 
-use super::ServerError;
 use super::process::{POLL_INTERVAL, ProcessId};
+use super::{ServerError, certificates, io};
 
 /// How long a server may take to end after SIGTERM before SIGKILL.
 const STOP_TIMEOUT: Duration = Duration::from_secs(15);
@@ -21,7 +21,7 @@ pub trait ServerKind {
     /// The advice in the error if it does not start.
     const ADVICE: &'static str;
     /// The time limit of a start.
-    const START_PATIENCE: Duration;
+    const START_TIMEOUT: Duration;
 
     /// The programs of the server in the order of their start; the server itself is the last.
     fn commands(&self, directory: &Path) -> Vec<Command>;
@@ -74,6 +74,19 @@ impl<K: ServerKind> Server<K> {
             .as_ref()
             .expect("taken only by detach, which consumes self")
             .path()
+    }
+
+    /// The file (PEM) of the authority that signed the certificate of a server started with TLS.
+    pub fn certificate_authority(&self) -> PathBuf {
+        self.directory().join(certificates::AUTHORITY)
+    }
+
+    /// The files (PEM) of a client certificate of the same authority, and of its key.
+    pub fn client_certificate(&self) -> (PathBuf, PathBuf) {
+        (
+            self.directory().join(certificates::CLIENT_CERTIFICATE),
+            self.directory().join(certificates::CLIENT_KEY),
+        )
     }
 
     /// The process id of the server.
@@ -146,16 +159,16 @@ impl<K: ServerKind> Server<K> {
         let path = self.log_path();
         // A new file at each start, so that `answers` reads only lines of this process.
         let log = File::create(&path)
-            .map_err(|source| self.io(format!("create {}", path.display()), source))?;
+            .map_err(|source| io(K::NAME, format!("create {}", path.display()), source))?;
         for command in self.kind.commands(&directory) {
             let mut in_session = in_new_session(&command);
             let shown = format!("run {:?}", command.get_program());
             let output = log
                 .try_clone()
-                .map_err(|source| self.io("share the log".into(), source))?;
+                .map_err(|source| io(K::NAME, "share the log", source))?;
             let errors = log
                 .try_clone()
-                .map_err(|source| self.io("share the log".into(), source))?;
+                .map_err(|source| io(K::NAME, "share the log", source))?;
             in_session
                 .current_dir(&directory)
                 .stdin(Stdio::null())
@@ -163,14 +176,14 @@ impl<K: ServerKind> Server<K> {
                 .stderr(errors);
             let child = in_session
                 .spawn()
-                .map_err(|source| self.io(shown, source))?;
+                .map_err(|source| io(K::NAME, shown, source))?;
             self.children.push(child);
         }
         Ok(())
     }
 
     fn wait_until_it_answers(&mut self) -> Result<(), ServerError> {
-        let deadline = Instant::now() + K::START_PATIENCE;
+        let deadline = Instant::now() + K::START_TIMEOUT;
         loop {
             let log = self.log();
             let number = self.pid();
@@ -179,7 +192,7 @@ impl<K: ServerKind> Server<K> {
                 Ok(Some(status)) => format!("its process ended ({status})"),
                 _ if self.kind.answers(number, &log) => return Ok(()),
                 _ if Instant::now() >= deadline => {
-                    format!("no answer within {:?}", K::START_PATIENCE)
+                    format!("no answer within {:?}", K::START_TIMEOUT)
                 }
                 _ => {
                     std::thread::sleep(POLL_INTERVAL);
@@ -225,14 +238,6 @@ impl<K: ServerKind> Server<K> {
         let bytes = std::fs::read(self.log_path()).unwrap_or_default();
         String::from_utf8_lossy(&bytes).into_owned()
     }
-
-    fn io(&self, action: String, source: std::io::Error) -> ServerError {
-        ServerError::Io {
-            server: K::NAME,
-            action,
-            source,
-        }
-    }
 }
 
 impl<K: ServerKind> Drop for Server<K> {
@@ -261,18 +266,63 @@ pub(crate) fn temporary_directory(server: &'static str) -> Result<TempDir, Serve
     tempfile::Builder::new()
         .prefix("oncegate-")
         .tempdir()
-        .map_err(|source| ServerError::Io {
-            server,
-            action: "create a temporary directory".into(),
-            source,
-        })
+        .map_err(|source| io(server, "create a temporary directory", source))
 }
 
 /// Writes a file that a server reads.
 pub(crate) fn write(server: &'static str, path: &Path, contents: &str) -> Result<(), ServerError> {
-    std::fs::write(path, contents).map_err(|source| ServerError::Io {
+    std::fs::write(path, contents)
+        .map_err(|source| io(server, format!("write {}", path.display()), source))
+}
+
+/// Runs a program to its end and returns its standard output. Errors name it as `shown`.
+///
+/// # Errors
+/// [`ServerError::Io`] if it cannot be run, [`ServerError::ProgramFailed`] with its output if it
+/// fails.
+pub(crate) fn run_program(
+    server: &'static str,
+    command: &mut Command,
+    shown: &str,
+    advice: &'static str,
+) -> Result<String, ServerError> {
+    let output = command
+        .output()
+        .map_err(|source| io(server, format!("run {shown}"), source))?;
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    if output.status.success() {
+        return Ok(printed);
+    }
+    Err(ServerError::ProgramFailed {
         server,
-        action: format!("write {}", path.display()),
-        source,
+        program: shown.to_owned(),
+        output: printed + &String::from_utf8_lossy(&output.stderr),
+        advice,
     })
+}
+
+/// Polls until `done` returns true.
+///
+/// # Errors
+/// [`ServerError::DidNotStart`] with `what` after the timeout.
+pub(crate) fn wait_until(
+    server: &'static str,
+    what: &str,
+    timeout: Duration,
+    advice: &'static str,
+    done: impl Fn() -> bool,
+) -> Result<(), ServerError> {
+    let deadline = Instant::now() + timeout;
+    while !done() {
+        if Instant::now() >= deadline {
+            return Err(ServerError::DidNotStart {
+                server,
+                reason: format!("waited for {what} for {timeout:?}"),
+                log: String::new(),
+                advice,
+            });
+        }
+        std::thread::sleep(POLL_INTERVAL);
+    }
+    Ok(())
 }

@@ -71,7 +71,7 @@ impl TestQueue for Queue {
         self.memory.rejected_messages(destination).await
     }
 
-    fn patience(&self) -> Duration {
+    fn step_timeout(&self) -> Duration {
         Duration::from_secs(6)
     }
 }

@@ -4,8 +4,8 @@ use std::path::Path;
 
 use super::{read, root};
 
-/// The paths in a cell of the table: each is relative to the checkout, or to the directory of the
-/// last one that was.
+/// The paths in a cell of the table that do not exist. A path is relative to the checkout, or to the
+/// directory of the path before it.
 fn missing(cell: &str, exists: impl Fn(&Path) -> bool) -> Vec<String> {
     let mut directory = Path::new("").to_owned();
     let mut missing = Vec::new();
@@ -42,11 +42,11 @@ fn the_files_that_the_architecture_page_names_exist() {
 }
 
 #[test]
-fn a_file_that_is_missing_is_found() {
+fn a_path_that_does_not_exist_is_detected() {
     let exists = |path: &Path| {
         ["a/b.rs", "a/c.rs", "d"]
             .iter()
-            .any(|it| path == Path::new(it))
+            .any(|existing| path == Path::new(existing))
     };
     assert_eq!(
         missing("`a/b.rs`, `c.rs`; `d`", exists),

@@ -1,5 +1,5 @@
-//! The lines for `Cargo.toml` that a page shows are all that its code needs: it is compiled with
-//! just these, one package for each set of lines.
+//! The code of a page compiles with only the dependencies that the page shows. One package is compiled
+//! for each set of dependencies.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use super::{COMPILED, blocks, files, has, pages, read, root};
 /// Excerpts of the demo, which is a package of this workspace.
 const OF_THE_DEMO: &str = "examples/payments/src/charge.rs";
 
-/// A page as its blocks of lines for `Cargo.toml`, each with the Rust blocks that follow it.
+/// Splits a page into its blocks of lines for `Cargo.toml`, each with the Rust blocks after it.
 fn parts(markdown: &str) -> Vec<(String, Vec<String>)> {
     let (first, rest) = markdown
         .split_once("```toml\n")
@@ -29,7 +29,7 @@ fn the_code_of_each_page_compiles_with_the_dependencies_that_it_shows() {
         COMPILED
             .iter()
             .flat_map(|directory| files(directory, "rs"))
-            .map(|path| path.canonicalize().expect("it is there"))
+            .map(|path| path.canonicalize().expect("the file exists"))
     };
     let of_the_demo = read(&root().join(OF_THE_DEMO));
     let mut packages: BTreeMap<String, BTreeSet<PathBuf>> = BTreeMap::new();
@@ -43,7 +43,7 @@ fn the_code_of_each_page_compiles_with_the_dependencies_that_it_shows() {
                 );
                 let source = compiled()
                     .find(|path| has(&read(path), block))
-                    .expect("another test finds it");
+                    .expect("`every_rust_block_is_part_of_a_compiled_file` passes");
                 packages.entry(lines.clone()).or_default().insert(source);
             }
         }
@@ -56,18 +56,18 @@ fn the_code_of_each_page_compiles_with_the_dependencies_that_it_shows() {
     let packages: Vec<Package> = packages.collect();
     assert!(
         (5..=8).contains(&packages.len()),
-        "{} sets of dependencies: each costs time",
+        "{} sets of dependencies; each takes time to compile",
         packages.len()
     );
-    for (package, said) in packages.iter().zip(check("book", &packages)) {
+    for (package, errors) in packages.iter().zip(check("book", &packages)) {
         let names: Vec<String> = package
             .sources
             .iter()
             .map(|source| target(source))
             .collect();
         assert!(
-            said.is_empty(),
-            "with only this, {names:?} do not compile:\n{}\n{said:#?}",
+            errors.is_empty(),
+            "with only these dependencies, {names:?} do not compile:\n{}\n{errors:#?}",
             package.dependencies
         );
     }

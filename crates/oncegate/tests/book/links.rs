@@ -1,4 +1,4 @@
-//! Every page is in the book's table of contents, and every link leads somewhere.
+//! Every page is in the book's table of contents, and the target of every link exists.
 
 use std::collections::BTreeSet;
 use std::path::{Component, Path, PathBuf};
@@ -19,7 +19,7 @@ fn prose(markdown: &str) -> Vec<String> {
     lines
 }
 
-/// What the links of a page point to.
+/// The targets of the links of a page.
 fn links(markdown: &str) -> Vec<String> {
     let mut links = Vec::new();
     for line in prose(markdown) {
@@ -33,7 +33,7 @@ fn links(markdown: &str) -> Vec<String> {
     links
 }
 
-/// The names by which a page's headings are linked to, as mdBook and GitHub make them.
+/// The anchors of a page's headings, as mdBook and GitHub generate them.
 fn anchors(markdown: &str) -> BTreeSet<String> {
     let mut anchors = BTreeSet::new();
     let mut in_block = false;
@@ -43,14 +43,16 @@ fn anchors(markdown: &str) -> BTreeSet<String> {
             continue;
         };
         let heading = heading.trim_start_matches('#').trim().to_lowercase();
-        let letters = heading
+        let chars = heading
             .chars()
-            .filter(|it| it.is_alphanumeric() || "-_ ".contains(*it));
-        let name: String = letters.map(|it| if it == ' ' { '-' } else { it }).collect();
-        let again = (1..).map(|count| format!("{name}-{count}"));
+            .filter(|char| char.is_alphanumeric() || "-_ ".contains(*char));
+        let name: String = chars
+            .map(|char| if char == ' ' { '-' } else { char })
+            .collect();
+        let numbered = (1..).map(|count| format!("{name}-{count}"));
         if let Some(name) = std::iter::once(name.clone())
-            .chain(again)
-            .find(|it| !anchors.contains(it))
+            .chain(numbered)
+            .find(|anchor| !anchors.contains(anchor))
         {
             anchors.insert(name);
         }
@@ -59,23 +61,23 @@ fn anchors(markdown: &str) -> BTreeSet<String> {
 }
 
 /// A path without `.` and `..`.
-fn tidy(path: &Path) -> PathBuf {
-    let mut tidy = PathBuf::new();
+fn normalized(path: &Path) -> PathBuf {
+    let mut normalized = PathBuf::new();
     for part in path.components() {
         match part {
             Component::CurDir => {}
-            Component::ParentDir if tidy.file_name().is_some() => drop(tidy.pop()),
-            part => tidy.push(part),
+            Component::ParentDir if normalized.file_name().is_some() => drop(normalized.pop()),
+            part => normalized.push(part),
         }
     }
-    tidy
+    normalized
 }
 
-/// A file of the checkout, as the book links to it.
-const REPOSITORY: &str = "https://github.com/oncegate/oncegate/blob/main/";
+/// The prefix of links of the book to a file of the repository.
+const FILE_IN_REPOSITORY: &str = "https://github.com/oncegate/oncegate/blob/main/";
 
-/// The same for a directory.
-const DIRECTORY: &str = "https://github.com/oncegate/oncegate/tree/main/";
+/// The prefix of links of the book to a directory of the repository.
+const DIRECTORY_IN_REPOSITORY: &str = "https://github.com/oncegate/oncegate/tree/main/";
 
 /// The path and the anchor of a link.
 fn split(link: &str) -> (&str, Option<&str>) {
@@ -83,15 +85,19 @@ fn split(link: &str) -> (&str, Option<&str>) {
         .map_or((link, None), |(path, anchor)| (path, Some(anchor)))
 }
 
-/// Whether the target has this heading.
-fn without_heading(target: &Path, anchor: Option<&str>) -> Option<String> {
-    let anchor = anchor.filter(|_| target.extension().is_some_and(|it| it == "md"))?;
+/// What is wrong with the anchor of a link: the target has no such heading.
+fn missing_heading(target: &Path, anchor: Option<&str>) -> Option<String> {
+    let anchor = anchor.filter(|_| {
+        target
+            .extension()
+            .is_some_and(|extension| extension == "md")
+    })?;
     (!anchors(&read(target)).contains(anchor)).then(|| "the page has no such heading".to_owned())
 }
 
-/// Why a link of this page leads nowhere, if it does.
+/// What is wrong with a link of this page; `None` if its target exists.
 fn broken(page: &Path, link: &str) -> Option<String> {
-    if let Some(link) = [REPOSITORY, DIRECTORY]
+    if let Some(link) = [FILE_IN_REPOSITORY, DIRECTORY_IN_REPOSITORY]
         .iter()
         .find_map(|prefix| link.strip_prefix(prefix))
     {
@@ -100,7 +106,7 @@ fn broken(page: &Path, link: &str) -> Option<String> {
         if !target.exists() {
             return Some("the checkout has no such file".to_owned());
         }
-        return without_heading(&target, anchor);
+        return missing_heading(&target, anchor);
     }
     if ["https://", "http://", "mailto:"]
         .iter()
@@ -112,42 +118,45 @@ fn broken(page: &Path, link: &str) -> Option<String> {
     let target = if path.is_empty() {
         page.to_owned()
     } else {
-        tidy(&page.parent()?.join(path))
+        normalized(&page.parent()?.join(path))
     };
     if !target.exists() {
         return Some("there is no such file".to_owned());
     }
-    let book = tidy(&root()).join("docs/src");
+    let book = normalized(&root()).join("docs/src");
     if page.starts_with(&book) && !target.starts_with(&book) {
         return Some("it leads out of the book: link to the repository instead".to_owned());
     }
-    without_heading(&target, anchor)
+    missing_heading(&target, anchor)
 }
 
 #[test]
-fn every_page_is_in_the_summary_and_every_line_of_it_is_a_page() {
+fn the_summary_lists_every_page_once() {
     let book = root().join("docs/src");
     let summary = links(&read(&book.join("SUMMARY.md")));
-    let listed: BTreeSet<PathBuf> = summary.iter().map(|link| tidy(&book.join(link))).collect();
+    let listed: BTreeSet<PathBuf> = summary
+        .iter()
+        .map(|link| normalized(&book.join(link)))
+        .collect();
     assert_eq!(
         listed.len(),
         summary.len(),
-        "a page stands twice in docs/src/SUMMARY.md"
+        "docs/src/SUMMARY.md lists a page twice"
     );
-    let there: BTreeSet<PathBuf> = pages()
+    let existing: BTreeSet<PathBuf> = pages()
         .iter()
-        .map(|page| tidy(page))
+        .map(|page| normalized(page))
         .filter(|page| !page.ends_with("SUMMARY.md"))
         .collect();
     assert_eq!(
-        listed, there,
-        "docs/src/SUMMARY.md on the left, the pages that are there on the right"
+        listed, existing,
+        "pages in docs/src/SUMMARY.md on the left, existing pages on the right"
     );
 }
 
 #[test]
-fn every_link_and_anchor_leads_somewhere() {
-    let around = [
+fn the_target_and_anchor_of_every_link_exist() {
+    let top_level = [
         "README.md",
         "ARCHITECTURE.md",
         "CONTRIBUTING.md",
@@ -155,12 +164,12 @@ fn every_link_and_anchor_leads_somewhere() {
         "crates/README.md",
     ]
     .map(|name| root().join(name));
-    let beside = ["docs/evidence", "docs/contributing"]
+    let not_in_book = ["docs/evidence", "docs/contributing"]
         .into_iter()
         .flat_map(|directory| files(directory, "md"));
     let mut checked = 0;
-    for page in pages().into_iter().chain(around).chain(beside) {
-        let page = tidy(&page);
+    for page in pages().into_iter().chain(top_level).chain(not_in_book) {
+        let page = normalized(&page);
         for link in links(&read(&page)) {
             assert_eq!(broken(&page, &link), None, "{}: {link}", page.display());
             checked += 1;
@@ -169,40 +178,40 @@ fn every_link_and_anchor_leads_somewhere() {
     assert!(checked > 100, "only {checked} links were found");
 }
 
-/// What mdBook takes for HTML that is not closed, and shows to nobody.
-fn html(markdown: &str) -> Option<String> {
-    let begins_a_tag = |rest: &str| {
-        rest.starts_with(|it: char| it.is_ascii_alphabetic()) && !rest.starts_with("http")
+/// The first line with text that mdBook would take for an HTML tag, and not show.
+fn line_with_html(markdown: &str) -> Option<String> {
+    let begins_tag = |rest: &str| {
+        rest.starts_with(|char: char| char.is_ascii_alphabetic()) && !rest.starts_with("http")
     };
     prose(markdown)
         .into_iter()
-        .find(|line| line.split('<').skip(1).any(begins_a_tag))
+        .find(|line| line.split('<').skip(1).any(begins_tag))
 }
 
 #[test]
-fn what_looks_like_html_stands_in_code() {
+fn text_that_looks_like_html_is_in_code_spans() {
     for page in pages() {
         assert_eq!(
-            html(&read(&page)),
+            line_with_html(&read(&page)),
             None,
             "{}: put it between backticks",
             page.display()
         );
     }
     assert_eq!(
-        html("| a | <topic>.dead-letters |\n").as_deref(),
+        line_with_html("| a | <topic>.dead-letters |\n").as_deref(),
         Some("| a | <topic>.dead-letters |")
     );
     assert_eq!(
-        html("`<topic>` and 1 < 2 and <https://example.org>\n"),
+        line_with_html("`<topic>` and 1 < 2 and <https://example.org>\n"),
         None
     );
 }
 
 #[test]
-fn a_link_that_leads_nowhere_is_found() {
-    let page = tidy(&root().join("docs/src/promises.md"));
-    for (link, good) in [
+fn a_broken_link_is_detected() {
+    let page = normalized(&root().join("docs/src/promises.md"));
+    for (link, is_valid) in [
         ("stores.md", true),
         ("redis.md#marker-format", true),
         ("#bare", true),
@@ -227,7 +236,7 @@ fn a_link_that_leads_nowhere_is_found() {
         ("stores.md#why-redlock", false),
         ("../../README.md", false),
     ] {
-        assert_eq!(broken(&page, link).is_none(), good, "{link}");
+        assert_eq!(broken(&page, link).is_none(), is_valid, "{link}");
     }
     assert_eq!(
         links("[a](b.md) `[c](d.md)` [e](f.md#g)\n```text\n[h](i.md)\n```\n"),

@@ -7,12 +7,12 @@ use super::{read, root};
 
 const PAGE: &str = "docs/src/log-lines.md";
 
-/// Crates that do not run beside a consumer.
-const LEFT_OUT: &[&str] = &["oncegate-model", "oncegate-testkit"];
+/// Crates without code that runs in production.
+const EXCLUDED_CRATES: &[&str] = &["oncegate-model", "oncegate-testkit"];
 
-/// Lines whose whole message is a value: the crate, the message, and how the values begin. The lines
-/// of librdkafka are not documented here.
-const PASSED_ON: &[(&str, &str, &[&str])] = &[
+/// Log calls whose message is only a value: the crate, the message, and the beginnings of the values.
+/// The lines of librdkafka are not documented.
+const VALUE_MESSAGES: &[(&str, &str, &[&str])] = &[
     (
         "oncegate-amqp",
         "{warning}",
@@ -24,7 +24,7 @@ const PASSED_ON: &[(&str, &str, &[&str])] = &[
         &["the function that reads the id or the fingerprint {}"],
     ),
     ("oncegate-kafka", "{line}", &[]),
-    // The text is that of the callers of `log_error`.
+    // The callers of `log_error` pass the text.
     ("oncegate-kafka", "{what}", &[]),
     (
         "oncegate-redis",
@@ -39,7 +39,7 @@ const PASSED_ON: &[(&str, &str, &[&str])] = &[
     ),
 ];
 
-/// A line as the source has it.
+/// A log line in the source code, or a row of the page.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct LogLine {
     level: &'static str,
@@ -54,7 +54,7 @@ impl LogLine {
         }
     }
 
-    /// The row that the page needs.
+    /// The row of the page for this line.
     fn row(&self) -> String {
         let quotes = if self.message.contains('`') {
             "``"
@@ -67,37 +67,38 @@ impl LogLine {
         )
     }
 
-    /// Whether a row of this level and beginning is about this line. A beginning ends with a word.
-    fn is_of(&self, row: &LogLine) -> bool {
+    /// Whether this row documents this line: the level is the same, and the line begins with the words
+    /// of the row.
+    fn is_documented_by(&self, row: &LogLine) -> bool {
         let rest = self.message.strip_prefix(&row.message);
         self.level == row.level
-            && rest.is_some_and(|rest| !rest.starts_with(|it: char| it.is_alphanumeric()))
+            && rest.is_some_and(|rest| !rest.starts_with(|char: char| char.is_alphanumeric()))
     }
 }
 
 /// A string literal at the start of `source`, without its quotes, and with continued lines joined.
 fn literal(source: &str) -> Option<String> {
     let mut text = String::new();
-    let mut letters = source.strip_prefix('"')?.chars();
-    while let Some(letter) = letters.next() {
-        match letter {
+    let mut chars = source.strip_prefix('"')?.chars();
+    while let Some(char) = chars.next() {
+        match char {
             '"' => return Some(text),
-            '\\' => match letters.next()? {
-                '\n' => letters = letters.as_str().trim_start().chars(),
+            '\\' => match chars.next()? {
+                '\n' => chars = chars.as_str().trim_start().chars(),
                 escaped => text.push(escaped),
             },
-            letter => text.push(letter),
+            char => text.push(char),
         }
     }
     None
 }
 
-/// The arguments of a macro or function, from behind its opening parenthesis.
+/// The arguments of a macro or function call. `source` begins after the opening parenthesis.
 fn arguments(source: &str) -> Vec<&str> {
     let (mut depth, mut in_text, mut escaped, mut start) = (0, false, false, 0);
     let mut arguments = Vec::new();
-    for (at, letter) in source.char_indices() {
-        match letter {
+    for (at, char) in source.char_indices() {
+        match char {
             _ if escaped => escaped = false,
             '\\' if in_text => escaped = true,
             '"' => in_text = !in_text,
@@ -106,7 +107,7 @@ fn arguments(source: &str) -> Vec<&str> {
             ')' | ']' | '}' if depth > 0 => depth -= 1,
             ',' | ')' if depth == 0 => {
                 arguments.push(source[start..at].trim());
-                if letter == ')' {
+                if char == ')' {
                     break;
                 }
                 start = at + 1;
@@ -117,8 +118,8 @@ fn arguments(source: &str) -> Vec<&str> {
     arguments
 }
 
-/// The lines of a file, without those of its tests.
-fn lines_of(source: &str) -> Vec<LogLine> {
+/// The log lines of a file, without those of its tests.
+fn log_lines_of(source: &str) -> Vec<LogLine> {
     let code = source
         .split_once("\nmod tests {")
         .map_or(source, |(code, _)| code);
@@ -130,7 +131,7 @@ fn lines_of(source: &str) -> Vec<LogLine> {
     ] {
         for (at, _) in code.match_indices(call) {
             let before = code[..at].chars().next_back();
-            if before.is_some_and(|it| it.is_alphanumeric() || it == '_') {
+            if before.is_some_and(|char| char.is_alphanumeric() || char == '_') {
                 continue;
             }
             lines.extend(
@@ -151,13 +152,15 @@ fn rust_files(directory: &Path, into: &mut Vec<PathBuf>) {
         let path = entry.expect("an entry that can be read").path();
         if path.is_dir() {
             rust_files(&path, into);
-        } else if path.extension().is_some_and(|it| it == "rs") && !path.ends_with("tests.rs") {
+        } else if path.extension().is_some_and(|extension| extension == "rs")
+            && !path.ends_with("tests.rs")
+        {
             into.push(path);
         }
     }
 }
 
-/// The lines of all crates, each with its file.
+/// The log lines of all crates, each with its file.
 fn logged() -> Vec<(String, LogLine)> {
     let crates = root().join("crates");
     let mut logged = Vec::new();
@@ -165,7 +168,7 @@ fn logged() -> Vec<(String, LogLine)> {
         let entry = entry.expect("an entry that can be read");
         let name = entry.file_name().to_string_lossy().into_owned();
         let directory = entry.path().join("src");
-        if !directory.is_dir() || LEFT_OUT.contains(&name.as_str()) {
+        if !directory.is_dir() || EXCLUDED_CRATES.contains(&name.as_str()) {
             continue;
         }
         let mut files = Vec::new();
@@ -176,7 +179,7 @@ fn logged() -> Vec<(String, LogLine)> {
                 .strip_prefix(&crates)
                 .expect("a file of a crate")
                 .display();
-            for line in lines_of(source) {
+            for line in log_lines_of(source) {
                 let lines = resolved(&name, &sources, line);
                 logged.extend(lines.into_iter().map(|line| (file.to_string(), line)));
             }
@@ -185,7 +188,8 @@ fn logged() -> Vec<(String, LogLine)> {
     logged
 }
 
-/// The lines behind a line that is nothing but a value; any other is itself.
+/// The lines that a log call writes: several if its message is only a value, from
+/// [`VALUE_MESSAGES`].
 fn resolved(name: &str, sources: &[String], line: LogLine) -> Vec<LogLine> {
     let is_value = |word: &str| word.starts_with('{') && word.ends_with('}');
     if !line.message.split(' ').all(is_value) {
@@ -194,12 +198,12 @@ fn resolved(name: &str, sources: &[String], line: LogLine) -> Vec<LogLine> {
     if name == "oncegate-redis" && line.message == "{description}" {
         return anomalies(line.level);
     }
-    let (_, _, values) = PASSED_ON
+    let (_, _, values) = VALUE_MESSAGES
         .iter()
-        .find(|(place, message, _)| *place == name && *message == line.message)
+        .find(|(package, message, _)| *package == name && *message == line.message)
         .unwrap_or_else(|| {
             panic!(
-                "{name}: a log line is the value {}: add its texts to PASSED_ON",
+                "{name}: a log line is the value {}: add its texts to VALUE_MESSAGES",
                 line.message
             )
         });
@@ -215,7 +219,7 @@ fn resolved(name: &str, sources: &[String], line: LogLine) -> Vec<LogLine> {
         .collect()
 }
 
-/// What the Redis store has seen: lost data is an error, all else a warning.
+/// The anomalies that the Redis store logs: lost data is an error, all others are warnings.
 fn anomalies(level: &'static str) -> Vec<LogLine> {
     let source = read(&root().join("crates/oncegate-redis/src/anomaly.rs"));
     let (_, texts) = source
@@ -228,10 +232,10 @@ fn anomalies(level: &'static str) -> Vec<LogLine> {
         .split("Self::")
         .skip(1)
         .filter_map(|arm| {
-            let name = arm.split(|it: char| !it.is_alphanumeric()).next()?;
+            let name = arm.split(|char: char| !char.is_alphanumeric()).next()?;
             let is_loss = losses
                 .split("Self::")
-                .any(|it| it.split(|it: char| !it.is_alphanumeric()).next() == Some(name));
+                .any(|loss| loss.split(|char: char| !char.is_alphanumeric()).next() == Some(name));
             let text = literal(&arm[arm.find('"')?..])?;
             ((level == "error") == is_loss).then(|| LogLine::new(level, &text))
         })
@@ -247,7 +251,9 @@ fn rows(page: &str) -> Vec<LogLine> {
                 .strip_suffix(" |")?
                 .split(" | ")
                 .collect();
-            let level = ["warn", "error"].into_iter().find(|it| *it == cells[0])?;
+            let level = ["warn", "error"]
+                .into_iter()
+                .find(|level| *level == cells[0])?;
             assert!(
                 cells.len() == 4 && cells.iter().all(|cell| !cell.trim().is_empty()),
                 "{PAGE}: level, message, cause and remedy: {line}"
@@ -258,16 +264,16 @@ fn rows(page: &str) -> Vec<LogLine> {
         .collect()
 }
 
-/// What the page lacks, and which of its rows no line of the source begins with.
+/// The rows that the page lacks, and those that no log line begins with.
 fn differences(logged: &[(String, LogLine)], rows: &[LogLine]) -> (BTreeSet<String>, Vec<String>) {
     let missing = logged
         .iter()
-        .filter(|(_, line)| !rows.iter().any(|row| line.is_of(row)))
+        .filter(|(_, line)| !rows.iter().any(|row| line.is_documented_by(row)))
         .map(|(file, line)| format!("{}    (crates/{file})", line.row()))
         .collect();
     let stale = rows
         .iter()
-        .filter(|row| !logged.iter().any(|(_, line)| line.is_of(row)))
+        .filter(|row| !logged.iter().any(|(_, line)| line.is_documented_by(row)))
         .map(|row| row.row())
         .collect();
     (missing, stale)
@@ -293,7 +299,7 @@ fn the_book_lists_every_warning_and_error_of_the_log() {
 }
 
 #[test]
-fn lines_and_rows_are_found() {
+fn log_calls_and_rows_are_parsed() {
     let source = r#"
         fn one(it: &str) {
             tracing::warn!(topic = name(it, ","), %error, "one, two; {}", it);
@@ -311,7 +317,7 @@ fn lines_and_rows_are_found() {
     "#;
     // The module begins its line.
     let source = source.replace("\n        ", "\n");
-    let found = lines_of(&source);
+    let found = log_lines_of(&source);
     let expected = [
         LogLine::new("warn", "one, two; {}"),
         LogLine::new("warn", "a long line that continues"),

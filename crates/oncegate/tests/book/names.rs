@@ -1,4 +1,4 @@
-//! Two types of the workspace share a name only if they are the same idea.
+//! Types of the workspace have different names, unless they are the same idea in several crates.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -8,7 +8,7 @@ use super::{read, root};
 /// The names that more than one file may declare, with the reason.
 const SHARED: &[(&str, &[&str])] = &[
     (
-        "both stores report failures in the same way, and share no crate but the core",
+        "both stores report failures in the same way, and have no crate in common except the core",
         &["Problem", "StoreFailure"],
     ),
     (
@@ -21,15 +21,12 @@ const SHARED: &[(&str, &[&str])] = &[
         &["Broker"],
     ),
     (
-        "a rejected message and where it goes: in the memory broker, the tool and the laws",
+        "a rejected message and its queue or topic: in the memory broker, the command line and the store laws",
         &["DeadLetter", "Destination"],
     ),
+    ("the error type of each crate", &["Error"]),
     (
-        "each crate that has errors of its own has one type for them",
-        &["Error"],
-    ),
-    (
-        "examples are programs of their own, with the types of the same story",
+        "each example is a program of its own",
         &["Charge", "Payment", "Print", "Shelf", "Stock"],
     ),
     (
@@ -43,15 +40,15 @@ fn rust_files(directory: &Path, files: &mut Vec<PathBuf>) {
         .unwrap_or_else(|error| panic!("{}: {error}", directory.display()));
     for entry in entries {
         let path = entry.expect("an entry that can be read").path();
-        let is_of_tests = path
+        let is_test_module = path
             .file_stem()
             .is_some_and(|stem| stem == "tests" || stem.to_string_lossy().ends_with("_tests"));
-        if is_of_tests {
+        if is_test_module {
             continue;
         }
         if path.is_dir() {
             rust_files(&path, files);
-        } else if path.extension().is_some_and(|it| it == "rs") {
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
             files.push(path);
         }
     }
@@ -62,12 +59,12 @@ fn rust_files(directory: &Path, files: &mut Vec<PathBuf>) {
 fn declared(source: &str) -> BTreeSet<&str> {
     let mut names = BTreeSet::new();
     let mut lines = source.lines();
-    let mut is_for_tests = false;
+    let mut after_cfg_test = false;
     while let Some(line) = lines.next() {
-        if is_for_tests && line.starts_with("mod ") && line.ends_with('{') {
+        if after_cfg_test && line.starts_with("mod ") && line.ends_with('{') {
             lines.by_ref().find(|line| *line == "}");
         }
-        is_for_tests = line.starts_with("#[cfg(test)]") || line.starts_with("#[cfg(all(test");
+        after_cfg_test = line.starts_with("#[cfg(test)]") || line.starts_with("#[cfg(all(test");
         let mut words = line.split_whitespace().skip_while(|word| {
             *word == "unsafe" || word.starts_with("pub") || word.starts_with("in ")
         });
@@ -78,7 +75,7 @@ fn declared(source: &str) -> BTreeSet<&str> {
         };
         if let Some(word) = words.next().filter(|_| is_a_type) {
             let end = word
-                .find(|letter: char| !letter.is_alphanumeric() && letter != '_')
+                .find(|char: char| !char.is_alphanumeric() && char != '_')
                 .unwrap_or(word.len());
             if end > 0 {
                 names.insert(&word[..end]);
@@ -89,7 +86,7 @@ fn declared(source: &str) -> BTreeSet<&str> {
 }
 
 #[test]
-fn types_that_share_a_name_are_the_same_idea() {
+fn types_with_the_same_name_are_listed_as_the_same_idea() {
     let mut files = Vec::new();
     let crates = std::fs::read_dir(root().join("crates")).expect("the crates");
     for entry in crates {
@@ -137,7 +134,7 @@ fn types_that_share_a_name_are_the_same_idea() {
 }
 
 #[test]
-fn declarations_are_found_and_tests_are_not() {
+fn declared_types_are_found_without_those_of_test_modules() {
     let source = "\
 pub(crate) struct One<T>(T);
     enum Two {}

@@ -1,4 +1,4 @@
-//! The pages of settings and of errors name what the code has.
+//! The pages of settings and of errors list all settings and errors of the code.
 
 use std::time::Duration;
 
@@ -16,10 +16,14 @@ const BUILDERS: &[(&str, &str, &[&str])] = &[
     ),
     (
         "Gate",
-        "crates/oncegate-core/src/gate.rs",
+        "crates/oncegate-core/src/gate/builder.rs",
         &["gate.", "store.scope", "store.volatile"],
     ),
-    ("Kafka", "crates/oncegate-kafka/src/kafka.rs", &["kafka."]),
+    (
+        "Kafka",
+        "crates/oncegate-kafka/src/settings.rs",
+        &["kafka."],
+    ),
     (
         "RabbitMQ",
         "crates/oncegate-amqp/src/settings.rs",
@@ -29,40 +33,40 @@ const BUILDERS: &[(&str, &str, &[&str])] = &[
     ("SQLite", "crates/oncegate-sql/src/sqlite.rs", &["store."]),
 ];
 
-/// The public functions of a file that take a builder and give one, with their documentation up to
+/// The public functions of a file that take a builder and return one, with their documentation up to
 /// its first heading.
 fn setters(source: &str) -> Vec<(String, String)> {
     let mut setters = Vec::new();
-    let mut says: Vec<&str> = Vec::new();
+    let mut documentation: Vec<&str> = Vec::new();
     let mut lines = source.lines();
     while let Some(line) = lines.next() {
         if let Some(text) = line.strip_prefix("    ///") {
-            says.push(text.trim());
+            documentation.push(text.trim());
         } else if let Some(rest) = line.strip_prefix("    pub fn ") {
             let mut signature = rest.to_owned();
             while !signature.contains('{') {
                 signature += lines.next().expect("the rest of a signature").trim();
             }
-            let takes_one = ["(self", "(mut self"]
+            let takes_builder = ["(self", "(mut self"]
                 .iter()
-                .any(|it| signature.contains(it));
-            let gives_one = ["-> Self", "-> Builder<", "-> GateBuilder<"]
+                .any(|text| signature.contains(text));
+            let returns_builder = ["-> Self", "-> Builder<", "-> GateBuilder<"]
                 .iter()
-                .any(|it| signature.contains(it));
-            if takes_one && gives_one {
+                .any(|text| signature.contains(text));
+            if takes_builder && returns_builder {
                 let name = signature.split(['(', '<']).next().unwrap_or_default();
-                let text = says
+                let text = documentation
                     .iter()
-                    .take_while(|it| !it.starts_with("# ") && !it.starts_with("```"))
-                    .filter(|it| !it.is_empty());
+                    .take_while(|line| !line.starts_with("# ") && !line.starts_with("```"))
+                    .filter(|line| !line.is_empty());
                 setters.push((
                     name.to_owned(),
                     without_links(&text.copied().collect::<Vec<_>>().join(" ")),
                 ));
             }
-            says.clear();
+            documentation.clear();
         } else if !line.starts_with("    #[") {
-            says.clear();
+            documentation.clear();
         }
     }
     setters
@@ -87,14 +91,15 @@ fn without_links(text: &str) -> String {
 fn summary(documentation: &str) -> String {
     let mut sentences = documentation.split_inclusive(". ");
     let first = sentences.next().unwrap_or_default().trim();
-    let default = sentences.find(|it| it.starts_with("Default: "));
+    let default = sentences.find(|sentence| sentence.starts_with("Default: "));
     default.map_or_else(
         || first.to_owned(),
         |default| format!("{first} {}", default.trim()),
     )
 }
 
-/// The rows of the tables of keys: the key, and the setters that do the same in code.
+/// The rows of the tables of keys: each key of the configuration file, and the setters that do the
+/// same in code.
 fn keys(page: &str) -> Vec<(&str, Vec<&str>)> {
     let (_, section) = page
         .split_once("\n## All settings\n")
@@ -107,7 +112,7 @@ fn keys(page: &str) -> Vec<(&str, Vec<&str>)> {
         let code = cells.next().unwrap_or_default();
         let setters = code
             .split('`')
-            .filter_map(|it| it.strip_prefix('.').and_then(|it| it.strip_suffix("(…)")));
+            .filter_map(|text| text.strip_prefix('.')?.strip_suffix("(…)"));
         let key = key.trim_start_matches("| `").trim_end_matches('`');
         (key, setters.collect())
     })
@@ -131,7 +136,7 @@ fn the_book_lists_every_setting() {
                 prefixes.iter().any(|prefix| key.starts_with(prefix))
                     && setters.contains(&setter.as_str())
             });
-            let is_shared = *builder == "Gate" && consumer.iter().any(|(it, _)| it == setter);
+            let is_shared = *builder == "Gate" && consumer.iter().any(|(name, _)| name == setter);
             if is_shared {
                 let name = format!("`{setter}`");
                 assert!(
@@ -156,7 +161,7 @@ fn the_book_lists_every_setting() {
         for setter in setters {
             let exists = of_builders.iter().any(|(_, prefixes, known)| {
                 prefixes.iter().any(|prefix| key.starts_with(prefix))
-                    && known.iter().any(|(it, _)| it == setter)
+                    && known.iter().any(|(name, _)| name == setter)
             });
             assert!(
                 exists,
@@ -167,9 +172,9 @@ fn the_book_lists_every_setting() {
 }
 
 #[test]
-fn the_defaults_that_are_documented_are_those_of_the_code() {
+fn documented_defaults_equal_those_of_the_code() {
     let documented = setters(&read(&root().join("crates/oncegate-core/src/builder.rs")));
-    let lasts = |it: Duration| match (it.as_millis(), it.as_secs()) {
+    let text = |duration: Duration| match (duration.as_millis(), duration.as_secs()) {
         (ms, 0) => format!("{ms} ms"),
         (_, s) if s % 3600 == 0 => format!("{} h", s / 3600),
         (_, s) if s % 60 == 0 => format!("{} min", s / 60),
@@ -177,12 +182,12 @@ fn the_defaults_that_are_documented_are_those_of_the_code() {
     };
     let backoff = format!(
         "{} and {}",
-        lasts(defaults::BACKOFF),
-        lasts(defaults::LONGEST_BACKOFF)
+        text(defaults::BACKOFF),
+        text(defaults::LONGEST_BACKOFF)
     );
     for (setting, default) in [
-        ("dedup_window", lasts(defaults::DEDUP_WINDOW)),
-        ("lease", lasts(defaults::LEASE)),
+        ("dedup_window", text(defaults::DEDUP_WINDOW)),
+        ("lease", text(defaults::LEASE)),
         ("max_attempts", defaults::MAX_ATTEMPTS.to_string()),
         (
             "max_inline_retries",
@@ -190,7 +195,7 @@ fn the_defaults_that_are_documented_are_those_of_the_code() {
         ),
         ("backoff", backoff),
         ("max_reconciles", defaults::MAX_RECONCILES.to_string()),
-        ("handler_timeout", lasts(defaults::HANDLER_TIMEOUT)),
+        ("handler_timeout", text(defaults::HANDLER_TIMEOUT)),
         ("max_in_flight", defaults::MAX_IN_FLIGHT.to_string()),
         (
             "max_in_flight_bytes",
@@ -208,20 +213,20 @@ fn the_defaults_that_are_documented_are_those_of_the_code() {
             "max_queued_bytes",
             format!("{} MiB", defaults::MAX_QUEUED_BYTES >> 20),
         ),
-        ("drain_timeout", lasts(defaults::DRAIN_TIMEOUT)),
+        ("drain_timeout", text(defaults::DRAIN_TIMEOUT)),
     ] {
-        let (_, says) = documented
+        let (_, documentation) = documented
             .iter()
             .find(|(name, _)| name == setting)
             .unwrap_or_else(|| panic!("no setting {setting}"));
         assert!(
-            says.contains(&format!("Default: {default}.")),
-            "{setting} is {default} by default, and its documentation says: {says}"
+            documentation.contains(&format!("Default: {default}.")),
+            "{setting} is {default} by default, and its documentation is: {documentation}"
         );
     }
 }
 
-/// The variants of an enum, as its file has them.
+/// The names of the variants of an enum in a source file.
 fn variants(source: &str, name: &str) -> Vec<String> {
     let head = format!("pub enum {name} {{\n");
     let (_, body) = source
@@ -232,7 +237,7 @@ fn variants(source: &str, name: &str) -> Vec<String> {
         .unwrap_or_else(|| panic!("{name} does not end"));
     let lines = body.lines().filter_map(|line| {
         line.strip_prefix("    ")
-            .filter(|it| it.starts_with(char::is_uppercase))
+            .filter(|rest| rest.starts_with(char::is_uppercase))
     });
     lines
         .map(|line| {
@@ -276,7 +281,7 @@ fn the_book_lists_every_error_and_every_reason() {
 }
 
 #[test]
-fn setters_and_variants_are_found() {
+fn setters_keys_and_variants_are_parsed() {
     let source = "impl X {\n    /// Sets it.\n    ///\n    /// See [`Y`](Self::y), a|b.\n    ///\n    /// # Errors\n    /// None.\n    #[must_use]\n    \
                   pub fn it<T>(\n        mut self,\n        it: T,\n    ) -> Self {\n    /// No.\n    pub fn new() -> Self {\n    /// No.\n    \
                   pub fn is(&self) -> bool {\n";

@@ -1,14 +1,13 @@
-//! Packages as users have them, outside of this workspace: a test generates them, and sees what
-//! cargo says.
+//! Generates packages outside of this workspace, as users have them, and runs `cargo check` on them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The errors of each target that does not compile, in one text.
-pub(crate) type Said = BTreeMap<String, String>;
+/// The errors of each target that does not compile, as one text.
+pub(crate) type ErrorsByTarget = BTreeMap<String, String>;
 
-/// A package: its lines below `[dependencies]`, and its sources, each a target of its own.
+/// A package: the lines below `[dependencies]`, and its source files, each a target of its own.
 pub(crate) struct Package {
     pub(crate) dependencies: String,
     pub(crate) sources: Vec<PathBuf>,
@@ -21,7 +20,7 @@ pub(crate) fn root() -> PathBuf {
         .expect("the repository")
 }
 
-/// The name of the target that a source becomes.
+/// The name of the target of a source file.
 pub(crate) fn target(source: &Path) -> String {
     source
         .file_stem()
@@ -30,18 +29,18 @@ pub(crate) fn target(source: &Path) -> String {
         .to_owned()
 }
 
-/// Checks each package on its own, without the network and with the versions of this workspace, and
-/// says which targets have errors.
+/// Checks each package on its own, without the network and with the versions of this workspace.
+/// Returns the errors of each.
 ///
 /// # Panics
-/// If cargo does not come to the targets.
-pub(crate) fn check(name: &str, packages: &[Package]) -> Vec<Said> {
+/// If cargo fails before it compiles the targets.
+pub(crate) fn check(name: &str, packages: &[Package]) -> Vec<ErrorsByTarget> {
     let directory = Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
     let _ = std::fs::remove_dir_all(&directory); // of an earlier run
     let members: Vec<String> = (0..packages.len())
         .map(|number| format!("\"{name}-{number}\""))
         .collect();
-    let profile = "[profile.dev]\ndebug = \"line-tables-only\"\n"; // as here, so that what is built already is used
+    let profile = "[profile.dev]\ndebug = \"line-tables-only\"\n"; // as in this workspace, so that compiled dependencies are reused
     write(
         &directory.join("Cargo.toml"),
         &format!(
@@ -54,9 +53,12 @@ pub(crate) fn check(name: &str, packages: &[Package]) -> Vec<Said> {
         let mut manifest = format!(
             "[package]\nname = \"{name}-{number}\"\nedition = \"2024\"\nautobins = false\n"
         );
-        manifest += &format!("[dependencies]\n{}", on_this_machine(&package.dependencies));
+        manifest += &format!(
+            "[dependencies]\n{}",
+            with_local_paths(&package.dependencies)
+        );
         for source in &package.sources {
-            // With tests in it, or a program: as a test both are seen.
+            // A test target includes both tests and a `main`.
             manifest += &format!(
                 "[[test]]\nname = \"{}\"\npath = \"{}\"\n",
                 target(source),
@@ -73,9 +75,9 @@ pub(crate) fn check(name: &str, packages: &[Package]) -> Vec<Said> {
         .collect()
 }
 
-/// The lines with this checkout in place of the repository.
-fn on_this_machine(dependencies: &str) -> String {
-    let ours = |line: &str| {
+/// The dependencies, with paths of this checkout in place of the Git repository.
+fn with_local_paths(dependencies: &str) -> String {
+    let with_local_path = |line: &str| {
         let name = line.split(' ').next().unwrap_or_default();
         let path = root().join("crates").join(name);
         line.replace(
@@ -86,16 +88,16 @@ fn on_this_machine(dependencies: &str) -> String {
     dependencies
         .lines()
         .filter(|line| !line.starts_with('['))
-        .map(ours)
+        .map(with_local_path)
         .collect()
 }
 
-fn check_one(directory: &Path, package: &str) -> Said {
+fn check_one(directory: &Path, package: &str) -> ErrorsByTarget {
     let this = std::env::current_exe().expect("this test has a path");
     let target = this
         .ancestors()
         .nth(3)
-        .expect("it lies in target/<profile>/deps");
+        .expect("this test is in target/<profile>/deps");
     let mut cargo = Command::new(env!("CARGO"));
     cargo.args([
         "check",
@@ -112,14 +114,14 @@ fn check_one(directory: &Path, package: &str) -> Said {
         .current_dir(directory)
         .output()
         .expect("cargo runs");
-    let mut said = Said::new();
-    let mut came = false;
+    let mut errors = ErrorsByTarget::new();
+    let mut finished = false;
     for line in String::from_utf8_lossy(&checked.stdout).lines() {
         let Ok(message) = serde_json::from_str::<serde_json::Value>(line) else {
             continue;
         };
-        came |= message["reason"] == "build-finished";
-        let is_its_own = message["package_id"]
+        finished |= message["reason"] == "build-finished";
+        let is_of_package = message["package_id"]
             .as_str()
             .is_some_and(|id| id.contains(package));
         let (name, text) = (
@@ -127,19 +129,19 @@ fn check_one(directory: &Path, package: &str) -> Said {
             message["message"]["rendered"].as_str(),
         );
         if let (Some(name), Some(text)) = (name, text)
-            && is_its_own
+            && is_of_package
             && message["message"]["level"] == "error"
         {
-            *said.entry(name.to_owned()).or_default() += text;
+            *errors.entry(name.to_owned()).or_default() += text;
         }
     }
-    assert!(came, "{}", String::from_utf8_lossy(&checked.stderr));
+    assert!(finished, "{}", String::from_utf8_lossy(&checked.stderr));
     assert!(
-        checked.status.success() || !said.is_empty(),
+        checked.status.success() || !errors.is_empty(),
         "{}",
         String::from_utf8_lossy(&checked.stderr)
     );
-    said
+    errors
 }
 
 fn write(path: &Path, text: &str) {

@@ -1,6 +1,6 @@
-//! The macro `async_trait` on a handler, which takes a native `async fn`.
-// says: `async fn handle(&self, …)`, without `#[async_trait]`
-// says: `async fn reconcile(&self, …)`, without `#[async_trait]`
+//! The macro `async_trait` on a handler, whose methods are native `async fn`s.
+// error: `async fn handle(&self, …)`, without `#[async_trait]`
+// error: `async fn reconcile(&self, …)`, without `#[async_trait]`
 
 use oncegate::{Context, Failure, Handler, Reconciled, async_trait};
 

@@ -1,4 +1,4 @@
-//! What looks like a mistake, and is none.
+//! Correct code that resembles the mistakes.
 // compiles
 
 use oncegate::{Consumer, Context, Error, Failure, Handler, IdSource, IntoFailure, MemoryBroker, MemoryStore};
@@ -14,11 +14,11 @@ impl Handler for Print {
     }
 }
 
-/// Any future ends a consumer, whatever it comes to.
-pub async fn run(queue: MemoryBroker, told: tokio::sync::oneshot::Receiver<u32>) -> Result<(), Error> {
+/// Any future ends a consumer, whatever its output.
+pub async fn run(queue: MemoryBroker, stop: tokio::sync::oneshot::Receiver<u32>) -> Result<(), Error> {
     let consumer = || Consumer::builder().store(MemoryStore::new()).id(IdSource::message_id()).handler(Print);
     consumer().source(queue.source()).run_until(tokio::signal::ctrl_c()).await?;
-    consumer().source(queue.source()).run_until(told).await
+    consumer().source(queue.source()).run_until(stop).await
 }
 
 pub struct Declined;
@@ -37,7 +37,7 @@ impl From<Silent> for Failure {
     }
 }
 
-/// Errors of one's own that say what is known.
+/// Own errors that convert into a `Failure`.
 pub fn charge(answer: Result<Result<(), Declined>, Silent>) -> Result<(), Failure> {
     answer??;
     Ok(())

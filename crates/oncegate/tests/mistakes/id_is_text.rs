@@ -1,5 +1,5 @@
-//! The name of a header in place of where ids are read.
-// says: expected `IdSource`, found `&str`
+//! The name of a header in place of an `IdSource`.
+// error: expected `IdSource`, found `&str`
 
 use oncegate::Consumer;
 

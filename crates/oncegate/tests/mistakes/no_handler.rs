@@ -1,6 +1,6 @@
 //! A consumer that was given no handler.
-// says: `()` is not a handler
-// says: `()` says that the consumer was given no handler: call `.handler(…)`
+// error: `()` is not a handler
+// error: `()` says that the consumer was given no handler: call `.handler(…)`
 
 use oncegate::{Consumer, Error, IdSource, MemoryBroker, MemoryStore, shutdown_signal};
 

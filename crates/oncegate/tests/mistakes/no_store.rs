@@ -1,6 +1,6 @@
 //! A gate that was given no store.
-// says: `()` is not a store
-// says: `()` says that no store was given: call `.store(…)`
+// error: `()` is not a store
+// error: `()` says that no store was given: call `.store(…)`
 
 use oncegate::{Error, Gate};
 

@@ -1,6 +1,6 @@
 //! A payload that is taken by reference.
-// says: expected `String`, found `&String`
-// says: change the parameter type to match the trait
+// error: expected `String`, found `&String`
+// error: change the parameter type to match the trait
 
 use oncegate::{Context, Failure, Handler, Reconciled};
 

@@ -1,6 +1,6 @@
 //! A payload that serde cannot read.
-// says: the trait bound `Payment: serde::Deserialize
-// says: for local types consider adding `#[derive(serde::Deserialize)]` to your `Payment` type
+// error: the trait bound `Payment: serde::Deserialize
+// error: for local types consider adding `#[derive(serde::Deserialize)]` to your `Payment` type
 
 use oncegate::{Context, Failure, Handler};
 

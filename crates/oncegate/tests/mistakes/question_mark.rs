@@ -1,6 +1,6 @@
-//! `?` on an error that says nothing of the effect.
-// says: say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened
-// says: with `use oncegate::FailureExt;`
+//! `?` on an error that does not say whether the effect happened.
+// error: say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened
+// error: with `use oncegate::FailureExt;`
 
 use oncegate::{Context, Failure, Handler};
 

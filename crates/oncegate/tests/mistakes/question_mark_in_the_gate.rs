@@ -1,5 +1,5 @@
-//! The same in work that the gate guards.
-// says: say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened
+//! `?` in the work of a gate, on an error that does not say whether the effect happened.
+// error: say what is known: `.retry()?` if nothing happened, `.reject()?` if it will never work, `.in_doubt()?` if it may have happened
 
 use oncegate::{Gate, GateError, RunOutcome};
 

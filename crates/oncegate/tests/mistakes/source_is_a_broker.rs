@@ -1,6 +1,6 @@
 //! The memory broker in place of one of its sources.
-// says: `MemoryBroker` is not a source of messages
-// says: pass one of `Kafka::topic(…)`, `RabbitMq::queue(…)` and `MemoryBroker::source()`
+// error: `MemoryBroker` is not a source of messages
+// error: pass one of `Kafka::topic(…)`, `RabbitMq::queue(…)` and `MemoryBroker::source()`
 
 use oncegate::{Consumer, MemoryBroker};
 

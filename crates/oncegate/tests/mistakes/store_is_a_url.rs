@@ -1,6 +1,6 @@
 //! A URL in place of a store.
-// says: `&str` is not a store
-// says: pass one of `Redis::at(…)`, `Sqlite::file(…)` and `MemoryStore::new()`
+// error: `&str` is not a store
+// error: pass one of `Redis::at(…)`, `Sqlite::file(…)` and `MemoryStore::new()`
 
 use oncegate::Consumer;
 

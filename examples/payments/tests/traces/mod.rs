@@ -14,16 +14,16 @@ use prost::Message;
 
 use crate::{remove_queues, until};
 
-/// What was exported: the name of its service, and the span.
+/// The exported spans, each with its service name.
 type Exported = Arc<Mutex<Vec<(String, Span)>>>;
 
-/// A collector; where it listens.
+/// Starts a collector. Returns its URL.
 async fn collect(exported: Exported) -> String {
-    async fn take(State(exported): State<Exported>, body: Bytes) -> Vec<u8> {
+    async fn receive(State(exported): State<Exported>, body: Bytes) -> Vec<u8> {
         let request = ExportTraceServiceRequest::decode(body).expect("OTLP");
-        let mut exported = exported.lock().expect("nobody panicked");
+        let mut exported = exported.lock().expect("the lock is not poisoned");
         for resource in request.resource_spans {
-            let attributes = resource.resource.expect("it says what it is of").attributes;
+            let attributes = resource.resource.expect("a resource").attributes;
             let service = attributes
                 .into_iter()
                 .find(|it| it.key == "service.name")
@@ -44,7 +44,7 @@ async fn collect(exported: Exported) -> String {
         .expect("a port");
     let address = listener.local_addr().expect("an address");
     let router = axum::Router::new()
-        .route("/v1/traces", post(take))
+        .route("/v1/traces", post(receive))
         .with_state(exported);
     tokio::spawn(async move { axum::serve(listener, router).await });
     format!("http://{address}")
@@ -65,10 +65,9 @@ fn attribute(span: &Span, key: &str) -> Option<String> {
     }
 }
 
-/// A message that was handled at once, whose trace is whole: from its sending to its
-/// settlement.
-fn is_whole(spans: &[(String, Span)], sent: &Span) -> Result<(), String> {
-    let below = |parent: &Span, service: &str, name: &str, kind: SpanKind| {
+/// Checks that the trace of a message has the spans from sending to settlement.
+fn check_trace(spans: &[(String, Span)], sent: &Span) -> Result<(), String> {
+    let child = |parent: &Span, service: &str, name: &str, kind: SpanKind| {
         let found = spans.iter().find(|(of, span)| {
             (of.as_str(), span.name.as_str(), span.kind) == (service, name, kind as i32)
                 && (&span.trace_id, &span.parent_span_id) == (&parent.trace_id, &parent.span_id)
@@ -77,13 +76,13 @@ fn is_whole(spans: &[(String, Span)], sent: &Span) -> Result<(), String> {
             .map(|(_, span)| span.clone())
             .ok_or_else(|| format!("no {name} of {service}"))
     };
-    below(
+    child(
         sent,
         "payments-worker",
         "oncegate.claim",
         SpanKind::Internal,
     )?;
-    let handled = below(
+    let handled = child(
         sent,
         "payments-worker",
         "oncegate.handle",
@@ -92,18 +91,18 @@ fn is_whole(spans: &[(String, Span)], sent: &Span) -> Result<(), String> {
     if attribute(&handled, "id") != attribute(sent, "id") {
         return Err("another message was handled there".to_owned());
     }
-    below(sent, "payments-worker", "oncegate.settle", SpanKind::Client)?;
+    child(sent, "payments-worker", "oncegate.settle", SpanKind::Client)?;
     Ok(())
 }
 
-/// What comes again has a trace of its own, with a link to its sender.
-fn is_linked(spans: &[(String, Span)]) -> Result<(), String> {
+/// Checks that a duplicate has its own trace with a link to the span of the sender.
+fn check_duplicate_link(spans: &[(String, Span)]) -> Result<(), String> {
     let sent: Vec<&Span> = spans
         .iter()
         .map(|(_, span)| span)
         .filter(|span| span.name == "payments.send")
         .collect();
-    let leads_to_a_sender = |span: &Span| {
+    let links_to_sender = |span: &Span| {
         let [link] = &span.links[..] else {
             return false;
         };
@@ -114,7 +113,7 @@ fn is_linked(spans: &[(String, Span)]) -> Result<(), String> {
         })
     };
     let linked = spans.iter().any(|(of, span)| {
-        of == "payments-worker" && span.name == "oncegate.settle" && leads_to_a_sender(span)
+        of == "payments-worker" && span.name == "oncegate.settle" && links_to_sender(span)
     });
     if linked {
         Ok(())
@@ -123,7 +122,7 @@ fn is_linked(spans: &[(String, Span)]) -> Result<(), String> {
     }
 }
 
-async fn a_trace_leads_from_the_producer_to_the_worker(broker: &'static str) {
+async fn a_trace_spans_producer_and_worker(broker: &'static str) {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
     let (run_dir, name) = (
         directory.path(),
@@ -140,15 +139,15 @@ async fn a_trace_leads_from_the_producer_to_the_worker(broker: &'static str) {
     // The variables of OpenTelemetry: the endpoint, and a short delay of batches.
     variables.push(("OTEL_EXPORTER_OTLP_ENDPOINT", &collector));
     variables.push(("OTEL_BSP_SCHEDULE_DELAY", "200"));
-    let own = ["produce", "--broker", broker, "--payments", "60"];
+    let arguments = ["produce", "--broker", broker, "--payments", "60"];
     let producer_variables = variables.clone();
-    let produce = || crate::demo(&own, &producer_variables, run_dir, "sending ");
+    let produce = || crate::demo(&arguments, &producer_variables, run_dir, "sending ");
     variables.push(("ONCEGATE_ADMIN_LISTEN", "127.0.0.1:0"));
     variables.push(("OTEL_SERVICE_NAME", "payments-worker"));
-    let own_of_worker = ["work", "--guarantee", "effectively-once"];
-    let (_worker, _) = crate::demo(&own_of_worker, &variables, run_dir, "admin port http://");
+    let worker_arguments = ["work", "--guarantee", "effectively-once"];
+    let (_worker, _) = crate::demo(&worker_arguments, &variables, run_dir, "admin port http://");
     let (mut producer, _) = produce();
-    until("the producer ends, and has exported its last", async || {
+    until("the producer ends after its last export", async || {
         producer
             .0
             .try_wait()
@@ -158,9 +157,9 @@ async fn a_trace_leads_from_the_producer_to_the_worker(broker: &'static str) {
     })
     .await;
     until(
-        "a trace is whole, and what came again is linked",
+        "a trace is complete, and a duplicate is linked",
         async || {
-            let spans = exported.lock().expect("nobody panicked").clone();
+            let spans = exported.lock().expect("the lock is not poisoned").clone();
             // A client of a broker may write spans of its own.
             let is_sent = |of: &str, span: &Span| {
                 (of, span.name.as_str(), span.kind)
@@ -177,17 +176,17 @@ async fn a_trace_leads_from_the_producer_to_the_worker(broker: &'static str) {
                 .collect();
             if sent.len() < 60 {
                 return Err(format!(
-                    "{} of {} say that a message is sent",
+                    "{} of {} spans are `payments.send`",
                     sent.len(),
                     spans.len()
                 ));
             }
-            let whole: Vec<Result<(), String>> =
-                sent.iter().map(|sent| is_whole(&spans, sent)).collect();
-            if !whole.contains(&Ok(())) {
-                return Err(format!("{} spans, and {whole:?}", spans.len()));
+            let traces: Vec<Result<(), String>> =
+                sent.iter().map(|sent| check_trace(&spans, sent)).collect();
+            if !traces.contains(&Ok(())) {
+                return Err(format!("{} spans, and {traces:?}", spans.len()));
             }
-            is_linked(&spans)
+            check_duplicate_link(&spans)
         },
     )
     .await;
@@ -197,11 +196,11 @@ async fn a_trace_leads_from_the_producer_to_the_worker(broker: &'static str) {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_trace_leads_from_the_producer_to_the_worker_on_kafka() {
-    a_trace_leads_from_the_producer_to_the_worker("kafka").await;
+async fn a_trace_spans_producer_and_worker_on_kafka() {
+    a_trace_spans_producer_and_worker("kafka").await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_trace_leads_from_the_producer_to_the_worker_on_rabbitmq() {
-    a_trace_leads_from_the_producer_to_the_worker("rabbitmq").await;
+async fn a_trace_spans_producer_and_worker_on_rabbitmq() {
+    a_trace_spans_producer_and_worker("rabbitmq").await;
 }

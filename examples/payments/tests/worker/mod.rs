@@ -1,5 +1,5 @@
-//! The program that is configured by a file alone, on real brokers and a real Redis. Its file is the
-//! one that the book shows; variables say where the servers of this run are.
+//! The program `worker` with the book's worker.toml, on real brokers and Redis; variables set the
+//! servers.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// Generous, since other tests may keep the machine busy.
-const PATIENCE: Duration = Duration::from_secs(120);
+/// The time limit of each wait: long, since other tests share the machine.
+const TEST_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// What is sent: so many payments, of which about a tenth comes twice.
+/// The number of payments; about a tenth are sent twice.
 const PAYMENTS: usize = 80;
 
 /// The program, and the lines that it writes.
@@ -45,26 +45,25 @@ impl Worker {
         }
     }
 
-    /// Where its admin port is.
+    /// The address of its admin port.
     fn admin(&self) -> String {
         loop {
             let line = self
                 .errors
-                .recv_timeout(PATIENCE)
-                .expect("it says where its admin port is");
+                .recv_timeout(TEST_TIMEOUT)
+                .expect("a line with the address of the admin port");
             if let Some((_, address)) = line.split_once("admin port http://") {
                 return address.trim_end_matches("/status").to_owned();
             }
         }
     }
 
-    /// Ends it as an operator does. How often it has written of each id by then, with those of
-    /// before.
+    /// Stops it with SIGTERM. Adds the remaining handled ids to the counts.
     fn stop(mut self, mut counts: HashMap<String, usize>) -> HashMap<String, usize> {
         kill_process(Pid::from_child(&self.process), Signal::TERM).expect("it runs");
-        let ended = self.process.wait().expect("it ended");
+        let json_of = self.process.wait().expect("it ended");
         assert_eq!(
-            ended.code(),
+            json_of.code(),
             Some(0),
             "{:?}",
             self.errors.iter().collect::<Vec<_>>()
@@ -82,28 +81,28 @@ impl Drop for Worker {
 }
 
 fn lines(from: impl std::io::Read + Send + 'static) -> Receiver<String> {
-    let (tell, told) = channel();
+    let (lines_tx, lines) = channel();
     std::thread::spawn(move || {
         BufReader::new(from)
             .lines()
             .map_while(Result::ok)
-            .try_for_each(|line| tell.send(line))
+            .try_for_each(|line| lines_tx.send(line))
     });
-    told
+    lines
 }
 
 fn count(counts: &mut HashMap<String, usize>, line: &str) {
     let (id, _) = line
         .split_once(": ")
-        .unwrap_or_else(|| panic!("no line of the handler's: {line}"));
+        .unwrap_or_else(|| panic!("not a line of the handler: {line}"));
     *counts.entry(id.to_owned()).or_default() += 1;
 }
 
-/// Everything is handled once, though some of it was sent twice.
-async fn everything_is_handled_once(
+/// Each message is handled once, although some are sent twice and the worker is restarted.
+async fn each_message_is_handled_once(
     broker: &str,
     produce: impl Fn(&str) -> Command,
-    sent_first: bool,
+    send_before_start: bool,
 ) {
     let name = format!("worker-{broker}-{}", std::process::id());
     let (kafka, rabbitmq) = (
@@ -119,7 +118,7 @@ async fn everything_is_handled_once(
             String::from_utf8_lossy(&sent.stderr)
         );
     };
-    if sent_first {
+    if send_before_start {
         send();
     }
     let start = || {
@@ -140,24 +139,23 @@ async fn everything_is_handled_once(
     };
     let worker = start();
     worker.admin();
-    if !sent_first {
+    if !send_before_start {
         send();
     }
-    // It is told to stop in the midst of its work: what it has begun it finishes, and the next goes
-    // on with the rest.
+    // Stopped after the first message: it drains, and the next worker handles the rest.
     let mut counts = HashMap::new();
     count(
         &mut counts,
         &worker
             .out
-            .recv_timeout(PATIENCE)
+            .recv_timeout(TEST_TIMEOUT)
             .expect("it handles something"),
     );
     let mut counts = worker.stop(counts);
     let worker = start();
     let admin = worker.admin();
-    let begun = Instant::now();
-    let ask = async |path: &str| {
+    let started = Instant::now();
+    let query = async |path: &str| {
         reqwest::get(format!("http://{admin}/{path}"))
             .await
             .expect("it answers")
@@ -166,19 +164,19 @@ async fn everything_is_handled_once(
         match worker.out.recv_timeout(Duration::from_millis(100)) {
             Ok(line) => count(&mut counts, &line),
             Err(RecvTimeoutError::Timeout) => {
-                let metrics = ask("metrics").await.text().await.expect("text");
-                let said = |outcome: &str| {
+                let metrics = query("metrics").await.text().await.expect("text");
+                let output = |outcome: &str| {
                     metrics.lines().any(|it| {
                         it.starts_with(&format!(
                             "oncegate_deliveries_total{{outcome=\"{outcome}\"}}"
                         ))
                     })
                 };
-                if counts.len() == PAYMENTS && said("duplicate") {
+                if counts.len() == PAYMENTS && output("duplicate") {
                     break;
                 }
                 assert!(
-                    begun.elapsed() < PATIENCE,
+                    started.elapsed() < TEST_TIMEOUT,
                     "{} of {PAYMENTS}: {metrics}",
                     counts.len()
                 );
@@ -188,8 +186,8 @@ async fn everything_is_handled_once(
             }
         }
     }
-    assert_eq!(ask("ready").await.status(), 200);
-    let status = ask("status").await.text().await.expect("text");
+    assert_eq!(query("ready").await.status(), 200);
+    let status = query("status").await.text().await.expect("text");
     assert!(
         status.contains(&name) && status.contains(&format!("\"broker\":\"{broker}\"")),
         "{status}"
@@ -219,21 +217,21 @@ fn produce(broker: &'static str, run_dir: &Path) -> impl Fn(&str) -> Command {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_program_that_is_wired_from_a_file_handles_everything_once_on_kafka() {
+async fn a_configured_worker_handles_each_message_once_on_kafka() {
     let run_dir = tempfile::tempdir().expect("a directory");
-    // It creates the topic.
-    everything_is_handled_once("kafka", produce("kafka", run_dir.path()), true).await;
+    // The producer creates the topic.
+    each_message_is_handled_once("kafka", produce("kafka", run_dir.path()), true).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_program_that_is_wired_from_a_file_handles_everything_once_on_rabbitmq() {
+async fn a_configured_worker_handles_each_message_once_on_rabbitmq() {
     let run_dir = tempfile::tempdir().expect("a directory");
     // The program declares the queue.
-    everything_is_handled_once("rabbitmq", produce("rabbitmq", run_dir.path()), false).await;
+    each_message_is_handled_once("rabbitmq", produce("rabbitmq", run_dir.path()), false).await;
 }
 
 #[test]
-fn a_program_that_lacks_something_ends_with_one_line_that_names_it() {
+fn a_misconfigured_worker_fails_with_one_line_that_names_the_setting() {
     for (variable, value, says) in [
         ("ONCEGATE_STORE_URL", "nothing", "store.url is not valid"),
         ("ONCEGATE_GATE_LEASE", "72h", "gate.lease: "),
@@ -250,16 +248,16 @@ fn a_program_that_lacks_something_ends_with_one_line_that_names_it() {
             (variable, value),
         ];
         let mut worker = Worker::start(&variables);
-        let ended = worker.process.wait().expect("it ended");
-        let said: Vec<String> = worker.errors.iter().collect();
-        assert_eq!(ended.code(), Some(1), "{said:?}");
-        let told: Vec<&String> = said
+        let json_of = worker.process.wait().expect("it ended");
+        let output: Vec<String> = worker.errors.iter().collect();
+        assert_eq!(json_of.code(), Some(1), "{output:?}");
+        let lines: Vec<&String> = output
             .iter()
             .filter(|line| line.starts_with("Error: "))
             .collect();
         assert!(
-            told.len() == 1 && told[0].contains(says),
-            "no {says:?} in {said:?}"
+            lines.len() == 1 && lines[0].contains(says),
+            "no {says:?} in {output:?}"
         );
     }
 }

@@ -4,7 +4,7 @@ use std::collections::{HashMap, HashSet, VecDeque};
 
 use super::faults::Renewals;
 use super::{Finder, Invariant, micros};
-use crate::ledger::{Asked, Ending, What};
+use crate::ledger::{HandlerEnd, StoreOperation, What};
 
 /// How long after the start of an outage a reply may still be read on a busy machine, in
 /// microseconds. A disk that was just filled may also have room in its last block for a moment.
@@ -19,10 +19,10 @@ const MAX_GROWTH: u64 = 50 * 1_024;
 const SECOND: u64 = 1_000_000;
 
 pub(super) fn check(finder: &mut Finder<'_>) {
-    work_at_once(finder);
-    let away: Vec<(u64, u64)> = finder.windows.store_outages().collect();
-    for (from, to) in away {
-        finder.checked.counts.away_ms += (to - from) / 1_000;
+    concurrent_handlers(finder);
+    let outages: Vec<(u64, u64)> = finder.windows.store_outages().collect();
+    for (from, to) in outages {
+        finder.checked.counts.store_unavailable_ms += (to - from) / 1_000;
         handlers(finder, from, to, Renewals::Refused);
         requests(finder, from, to);
         memory(finder, from, to);
@@ -31,7 +31,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     // handler may start.
     let refuses: Vec<(u64, u64, Renewals)> = finder.windows.store_refusals().collect();
     for (from, to, renewals) in refuses {
-        finder.checked.counts.refusing_ms += (to - from) / 1_000;
+        finder.checked.counts.store_refusing_ms += (to - from) / 1_000;
         handlers(finder, from, to, renewals);
     }
     let resident = finder
@@ -47,13 +47,13 @@ pub(super) fn check(finder: &mut Finder<'_>) {
 
 /// Checks the number of concurrent handlers in a process. Handlers that are being cancelled do not
 /// count: their successors start when they are cancelled, not when they have ended.
-fn work_at_once(finder: &mut Finder<'_>) {
+fn concurrent_handlers(finder: &mut Finder<'_>) {
     let mut cancelled: HashMap<(&str, u64), u64> = HashMap::new();
     let ledger = finder.ledger;
     for record in ledger.records() {
         if let What::Ended {
             run,
-            how: Ending::Dropped,
+            how: HandlerEnd::Dropped,
             ..
         } = record.what
         {
@@ -62,14 +62,14 @@ fn work_at_once(finder: &mut Finder<'_>) {
     }
     let mut running: HashMap<&str, HashSet<u64>> = HashMap::new();
     let mut most: HashMap<&str, usize> = HashMap::new();
-    let may = finder.rules.in_flight as usize;
+    let limit = finder.rules.in_flight as usize;
     for record in ledger.records() {
         match record.what {
             What::Started { run, .. } => {
                 let now = running.entry(&record.by).or_default();
                 now.insert(run);
                 let mut count = now.len();
-                if count > may {
+                if count > limit {
                     let ends = |run: &&u64| {
                         cancelled
                             .get(&(record.by.as_str(), **run))
@@ -86,9 +86,9 @@ fn work_at_once(finder: &mut Finder<'_>) {
     }
     for (consumer, most) in most {
         let counts = &mut finder.checked.counts;
-        counts.at_once = counts.at_once.max(most as u64);
-        if most > may {
-            let why = format!("{consumer} ran {most} handlers at once; max_in_flight is {may}");
+        counts.max_concurrent_handlers = counts.max_concurrent_handlers.max(most as u64);
+        if most > limit {
+            let why = format!("{consumer} ran {most} handlers at once; max_in_flight is {limit}");
             finder.report_violation(Invariant::I11, None, why);
         }
     }
@@ -110,7 +110,7 @@ fn handlers(finder: &mut Finder<'_>, from: u64, to: u64, renewals: Renewals) {
         let late = record.at - from;
         let did = match &record.what {
             What::Answered {
-                ask: Asked::Claim,
+                ask: StoreOperation::Claim,
                 verdict,
                 ..
             } if verdict.starts_with("granted") => "was granted a claim",
@@ -141,7 +141,7 @@ fn requests(finder: &mut Finder<'_>, from: u64, to: u64) {
     let ledger = finder.ledger;
     for record in ledger.between(from, to) {
         let What::Answered {
-            ask: Asked::Claim,
+            ask: StoreOperation::Claim,
             verdict,
             ..
         } = &record.what
@@ -162,7 +162,9 @@ fn requests(finder: &mut Finder<'_>, from: u64, to: u64) {
             times.pop_front();
         }
         let counts = &mut finder.checked.counts;
-        counts.away_questions = counts.away_questions.max(times.len() as u64);
+        counts.max_requests_while_unavailable = counts
+            .max_requests_while_unavailable
+            .max(times.len() as u64);
         if times.len() == MAX_REQUESTS + 1 {
             let why = format!(
                 "{} sent more than {MAX_REQUESTS} requests per second to an unavailable store",
@@ -187,7 +189,7 @@ fn memory(finder: &mut Finder<'_>, from: u64, to: u64) {
         }
         let growth = resident.saturating_sub(first[consumer.as_str()]);
         let counts = &mut finder.checked.counts;
-        counts.away_growth = counts.away_growth.max(growth);
+        counts.max_growth_while_unavailable = counts.max_growth_while_unavailable.max(growth);
         if growth > MAX_GROWTH {
             finder.report_violation(
                 Invariant::I11,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::faults::FREEZE_KAFKA;
 use super::{Finder, Invariant};
-use crate::ledger::{Settling, What};
+use crate::ledger::{SettlementKind, What};
 
 /// How long after a broker is resumed it may still apply an outdated commit: the client gave it up
 /// and sent a later one on another connection, and the broker reads both. Observed: 2.1 seconds on
@@ -25,7 +25,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
         match &record.what {
             // Recorded before the source settles it, so before any commit.
             What::Settled {
-                how: Settling::Accepted | Settling::Rejected,
+                how: SettlementKind::Accepted | SettlementKind::Rejected,
                 position,
                 ..
             } => {
@@ -39,7 +39,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                 }
             }
             // Offsets of the deleted topic have no meaning in the recreated one.
-            What::MadeAnew => {
+            What::TopicRecreated => {
                 settled.clear();
                 before_recreation = std::mem::take(&mut committed);
             }
@@ -61,7 +61,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                         .is_some_and(|at| *at > woken && at + OBSERVATION_DELAY < record.at)
                 };
                 if offset < before && woken.is_some_and(|woken| !reassigned(woken)) {
-                    finder.checked.counts.commits_overtaken += 1;
+                    finder.checked.counts.commits_applied_late += 1;
                     // The next member starts here and commits these offsets again; they were
                     // settled.
                     settled.extend((*offset..*before).map(|again| (*partition, again)));

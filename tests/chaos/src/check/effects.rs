@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use super::ends::REPLICATION_LAG;
-use super::{Finder, Invariant, Ordered, Promise, Remembers, micros};
-use crate::ledger::{Asked, Record, Unique, What};
+use super::{ClaimDurability, Finder, Invariant, Ordered, TestedGuarantee, micros};
+use crate::ledger::{Record, StoreOperation, Unique, What};
 
 /// One effect at the sink.
 struct Applied<'a> {
@@ -18,7 +18,7 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     let applied: Vec<Applied<'_>> = finder.history(id).filter_map(applied).collect();
     let unique = applied
         .iter()
-        .filter(|it| it.unique == Unique::Accepted)
+        .filter(|it| it.unique == Unique::First)
         .count();
     let refused = finder
         .history(id)
@@ -30,7 +30,7 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     counts.unique_effects += unique as u64;
     counts.refused += refused as u64;
     counts.duplicated += u64::from(applied.len() > 1);
-    if applied.len() > 1 && finder.rules.store == Remembers::Claims {
+    if applied.len() > 1 && finder.rules.store == ClaimDurability::Kept {
         finder.report_violation(
             Invariant::I2,
             Some(id),
@@ -50,13 +50,13 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
                     again.consumer, before.consumer
                 );
                 // If a failover may lose claims, a second effect only needs a cause.
-                let invariant = if finder.rules.store == Remembers::NotAll {
+                let invariant = if finder.rules.store == ClaimDurability::MayBeLost {
                     Invariant::I2
                 } else {
                     Invariant::I3
                 };
                 finder.report_violation(
-                    if finder.rules.promise == Promise::AtMostOnce {
+                    if finder.rules.guarantee == TestedGuarantee::AtMostOnce {
                         invariant
                     } else {
                         Invariant::I3
@@ -86,7 +86,7 @@ fn cause(
         (start_time(finder, id, before), before),
         (start_time(finder, id, again), again),
     ];
-    if rules.store == Remembers::NotAll {
+    if rules.store == ClaimDurability::MayBeLost {
         let from = runs[0].0.min(runs[1].0);
         let cause = windows.cause(
             from,
@@ -99,7 +99,7 @@ fn cause(
     runs.sort_by_key(|(start_time, _)| *start_time);
     let [(from, first), (to, _)] = runs;
     let recorded = |record: &&Record| {
-        let done = matches!(&record.what, What::Answered { ask: Asked::Complete, verdict, .. } if verdict == "done");
+        let done = matches!(&record.what, What::Answered { ask: StoreOperation::Complete, verdict, .. } if verdict == "done");
         done && record.by == first.consumer
             && (from..to).contains(&record.at)
             && !windows.may_lose(record.at, REPLICATION_LAG)
@@ -131,7 +131,7 @@ pub(super) fn check_order(finder: &mut Finder<'_>) {
     for record in finder.ledger.records() {
         let What::Effect {
             id,
-            unique: Unique::Accepted,
+            unique: Unique::First,
             ..
         } = &record.what
         else {

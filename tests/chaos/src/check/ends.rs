@@ -1,7 +1,7 @@
 //! I8, I13, I14, and how processes end.
 
 use super::{FREEZE_KAFKA, Finder, Invariant};
-use crate::ledger::{Asked, Place, Record, Sent, What};
+use crate::ledger::{Record, RejectedTo, SentSignal, StoreOperation, What};
 use oncegate::defaults::STOP_TIMEOUT;
 use std::time::Duration;
 
@@ -37,7 +37,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     let bound = (finder.rules.drain + STOP_TIMEOUT).as_millis() + 1_000;
     for record in finder.ledger.records() {
         match &record.what {
-            What::Left { count } if *count > 0 => {
+            What::Unsettled { count } if *count > 0 => {
                 finder.report_violation(
                     Invariant::I14,
                     None,
@@ -46,7 +46,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
             }
             // The failover lost the recorded completion, and no delivery claims the id again.
             What::Marker { id, .. } if completion_lost(finder, id) => {
-                finder.checked.counts.ends_lost += 1
+                finder.checked.counts.completions_lost += 1
             }
             // The message is in the in-doubt queue; no consumer reconciles it.
             What::Marker { id, record }
@@ -69,20 +69,20 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                 finder.report_violation(Invariant::I8, None, line.clone())
             }
             // A message made it abort, whatever signal it received.
-            What::Gone {
+            What::ProcessEnded {
                 consumer, status, ..
             } if status == ABORTED && finder.windows.aborted(consumer).is_some() => {}
             // A consumer with at most once refuses to start on a replica.
-            What::Gone {
-                after: Sent::Nothing,
+            What::ProcessEnded {
+                after: SentSignal::Nothing,
                 status,
                 ..
             } if status == REFUSED && finder.windows.was_active(DEMOTE, record.at, START_TIME) => {
-                finder.checked.counts.refused_to_begin += 1;
+                finder.checked.counts.refused_to_start += 1;
             }
-            What::Gone {
+            What::ProcessEnded {
                 consumer,
-                after: Sent::Nothing,
+                after: SentSignal::Nothing,
                 status,
                 ..
             } => {
@@ -93,9 +93,9 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                     format!("{consumer} ended without a signal: {status}: {error}"),
                 );
             }
-            What::Gone {
+            What::ProcessEnded {
                 consumer,
-                after: Sent::Terminate,
+                after: SentSignal::Terminate,
                 status,
                 took_ms,
             } => {
@@ -113,7 +113,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
                     && status == REFUSED
                     && took.as_millis() <= bound + LEAVE_TIME.as_millis()
                 {
-                    finder.checked.counts.left_without_broker += 1;
+                    finder.checked.counts.stopped_without_broker += 1;
                 } else if status != "exit 0" {
                     finder.report_violation(
                         Invariant::Exit,
@@ -141,7 +141,7 @@ pub(super) fn check_id(finder: &mut Finder<'_>, id: &str) {
         match &record.what {
             What::Received { .. } => received += 1,
             What::Answered {
-                ask: Asked::Claim,
+                ask: StoreOperation::Claim,
                 verdict,
                 ..
             } if verdict == "busy" && received == 1 && !has_other_verdict => {
@@ -152,7 +152,7 @@ pub(super) fn check_id(finder: &mut Finder<'_>, id: &str) {
                 return finder.report_violation(Invariant::I14, Some(id), why);
             }
             What::Answered {
-                ask: Asked::Claim,
+                ask: StoreOperation::Claim,
                 verdict,
                 ..
             } if matches!(verdict.as_str(), "unknown" | "not applied" | "busy") => {}
@@ -164,7 +164,7 @@ pub(super) fn check_id(finder: &mut Finder<'_>, id: &str) {
 
 /// The error with which a consumer ended.
 fn error_of(finder: &Finder<'_>, consumer: &str) -> String {
-    let said = |record: &Record| match &record.what {
+    let text = |record: &Record| match &record.what {
         What::Failed { error } if record.by == consumer => Some(error.clone()),
         _ => None,
     };
@@ -172,7 +172,7 @@ fn error_of(finder: &Finder<'_>, consumer: &str) -> String {
         .ledger
         .records()
         .iter()
-        .find_map(said)
+        .find_map(text)
         .unwrap_or_else(|| "no error was logged".into())
 }
 
@@ -181,8 +181,8 @@ fn is_in_doubt(finder: &Finder<'_>, id: &str) -> bool {
     finder.history(id).any(|record| {
         matches!(
             record.what,
-            What::Aside {
-                place: Place::InDoubt,
+            What::Rejected {
+                place: RejectedTo::InDoubt,
                 ..
             }
         )
@@ -193,7 +193,7 @@ fn is_in_doubt(finder: &Finder<'_>, id: &str) -> bool {
 fn completion_lost(finder: &Finder<'_>, id: &str) -> bool {
     let recorded = |record: &&Record| match &record.what {
         What::Answered { ask, verdict, .. } => {
-            *ask != Asked::Claim && matches!(verdict.as_str(), "done" | "kept")
+            *ask != StoreOperation::Claim && matches!(verdict.as_str(), "done" | "kept")
         }
         _ => false,
     };

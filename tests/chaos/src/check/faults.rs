@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::time::Duration;
 
 use super::{Rules, micros};
-use crate::ledger::{Edge, Ledger, Sent, What};
+use crate::ledger::{FaultEdge, Ledger, SentSignal, What};
 
 /// The kind of the fault that freezes a consumer.
 pub(crate) const FREEZE: &str = "freeze-consumer";
@@ -83,7 +83,7 @@ impl Windows {
                     number,
                     kind,
                     target,
-                    edge: Edge::Begin,
+                    edge: FaultEdge::Begin,
                 } => {
                     open.insert(*number, windows.len());
                     windows.push(Window {
@@ -95,7 +95,7 @@ impl Windows {
                 }
                 What::Fault {
                     number,
-                    edge: Edge::End,
+                    edge: FaultEdge::End,
                     ..
                 } => {
                     if let Some(index) = open.remove(number) {
@@ -115,14 +115,14 @@ impl Windows {
                     kind: ABORT.to_owned(),
                     target: Some(record.by.clone()),
                 }),
-                What::Gone {
+                What::ProcessEnded {
                     consumer,
                     after,
                     took_ms,
                     ..
                 } => {
                     gone.entry(consumer.clone()).or_insert(record.at);
-                    if *after != Sent::Nothing {
+                    if *after != SentSignal::Nothing {
                         let since = record
                             .at
                             .saturating_sub(micros(Duration::from_millis(*took_ms)));
@@ -146,7 +146,7 @@ impl Windows {
     }
 
     /// When a process ended; the end of the ledger if no end is recorded.
-    pub(super) fn gone(&self, consumer: &str) -> u64 {
+    pub(super) fn end_of_process(&self, consumer: &str) -> u64 {
         self.aborted(consumer)
             .or_else(|| self.gone.get(consumer).copied())
             .unwrap_or(self.last)
@@ -201,10 +201,10 @@ impl Windows {
     ) -> Option<&str> {
         let own =
             |window: &&Window| window.target.as_deref() == Some(consumer) && window.kind != STALL;
-        let meanwhile = |window: &&Window, felt: Duration| {
-            window.from <= to && window.to.saturating_add(micros(felt)) >= from
+        let meanwhile = |window: &&Window, aftermath: Duration| {
+            window.from <= to && window.to.saturating_add(micros(aftermath)) >= from
         };
-        let played = || {
+        let own_fault = || {
             self.all
                 .iter()
                 .filter(own)
@@ -267,7 +267,7 @@ impl Windows {
             };
             times.copied().find_map(shortly_before)
         };
-        let found = played()
+        let found = own_fault()
             .or_else(stalled)
             .or_else(ended_by_fault)
             .or_else(affects_store)
@@ -373,12 +373,12 @@ impl Windows {
     /// The time within this interval, in microseconds, in which any consumer was stalled.
     pub(super) fn stalled(&self, from: u64, to: u64) -> u64 {
         let stalls = self.all.iter().filter(|window| window.kind == STALL);
-        let mut stretches: Vec<(u64, u64)> = stalls
+        let mut intervals: Vec<(u64, u64)> = stalls
             .map(|window| (window.from.max(from), window.to.min(to)))
             .collect();
-        stretches.sort_unstable();
+        intervals.sort_unstable();
         let (mut stalled, mut at) = (0, from);
-        for (begin, end) in stretches {
+        for (begin, end) in intervals {
             stalled += end.saturating_sub(begin.max(at));
             at = at.max(end);
         }
@@ -413,18 +413,18 @@ impl Windows {
     /// The time within this interval, in microseconds, in which a consumer was neither frozen nor
     /// stalled.
     pub(super) fn awake(&self, consumer: &str, from: u64, to: u64) -> u64 {
-        let stood = |window: &&Window| window.kind == FREEZE || window.kind == STALL;
+        let paused = |window: &&Window| window.kind == FREEZE || window.kind == STALL;
         let of_it = |window: &&Window| window.target.as_deref() == Some(consumer);
-        let mut stretches: Vec<(u64, u64)> = self
+        let mut intervals: Vec<(u64, u64)> = self
             .all
             .iter()
-            .filter(stood)
+            .filter(paused)
             .filter(of_it)
             .map(|window| (window.from, window.to))
             .collect();
-        stretches.sort_unstable();
+        intervals.sort_unstable();
         let (mut awake, mut at) = (0, from);
-        for (begin, end) in stretches {
+        for (begin, end) in intervals {
             awake += begin.min(to).saturating_sub(at);
             at = at.max(end.min(to));
         }

@@ -79,7 +79,7 @@ fn runs<'a>(finder: &Finder<'a>, id: &str) -> Vec<Run<'a>> {
         let to = history
             .clone()
             .find(ends)
-            .map_or_else(|| finder.windows.gone(&record.by), |end| end.at);
+            .map_or_else(|| finder.windows.end_of_process(&record.by), |end| end.at);
         Run {
             by: &record.by,
             attempt,

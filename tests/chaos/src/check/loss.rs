@@ -1,7 +1,7 @@
 //! I1, and the counts of Jepsen's `total-queue`.
 
 use super::{Finder, Invariant};
-use crate::ledger::{Place, What};
+use crate::ledger::{RejectedTo, What};
 
 pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     let has = |wanted: fn(&What) -> bool| finder.history(id).any(|record| wanted(&record.what));
@@ -11,8 +11,8 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     let dead = has(|what| {
         matches!(
             what,
-            What::Aside {
-                place: Place::DeadLetters,
+            What::Rejected {
+                place: RejectedTo::DeadLetters,
                 ..
             }
         )
@@ -20,8 +20,8 @@ pub(super) fn check(finder: &mut Finder<'_>, id: &str) {
     let doubted = has(|what| {
         matches!(
             what,
-            What::Aside {
-                place: Place::InDoubt,
+            What::Rejected {
+                place: RejectedTo::InDoubt,
                 ..
             }
         )

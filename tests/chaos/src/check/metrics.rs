@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, HashMap};
 
 use super::{Finder, Invariant, Ordered};
-use crate::ledger::{Asked, Settling, What};
+use crate::ledger::{SettlementKind, StoreOperation, What};
 
 /// The counter of claim results and of settlements.
 const DELIVERIES: &str = "oncegate_deliveries_total";
@@ -30,7 +30,7 @@ pub(super) fn check(finder: &mut Finder<'_>) {
     for record in finder.ledger.records() {
         let outcome = match &record.what {
             What::Answered {
-                ask: Asked::Claim,
+                ask: StoreOperation::Claim,
                 verdict,
                 ..
             } => answer(verdict),
@@ -115,12 +115,12 @@ fn answer(verdict: &str) -> Option<&'static str> {
 }
 
 /// The outcome of a settlement.
-fn end(how: Settling, why: &str) -> &'static str {
+fn end(how: SettlementKind, why: &str) -> &'static str {
     match (how, why) {
-        (Settling::Accepted, "duplicate") => "duplicate",
-        (Settling::Accepted, _) => "completed",
-        (Settling::Released, _) => "released",
-        (Settling::Rejected, why) if why.starts_with("in-doubt") => "in_doubt",
-        (Settling::Rejected, _) => "rejected",
+        (SettlementKind::Accepted, "duplicate") => "duplicate",
+        (SettlementKind::Accepted, _) => "completed",
+        (SettlementKind::Released, _) => "released",
+        (SettlementKind::Rejected, why) if why.starts_with("in-doubt") => "in_doubt",
+        (SettlementKind::Rejected, _) => "rejected",
     }
 }

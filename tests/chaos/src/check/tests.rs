@@ -1,34 +1,36 @@
 //! Constructed ledgers that violate each invariant, and some that violate none.
 
-mod again;
-mod aside;
-mod away;
 mod commits;
+mod ledger_builder;
 mod order;
-mod story;
+mod outages;
+mod recovery;
+mod rejections;
 
 use super::*;
-use crate::ledger::{Asked, Ending, Found, Place, Sent, Settling, Unique};
-use story::Story;
+use crate::ledger::{
+    HandlerEnd, Lookup, RejectedTo, SentSignal, SettlementKind, StoreOperation, Unique,
+};
+use ledger_builder::LedgerBuilder;
 
 const RULES: Rules = Rules {
-    promise: Promise::EffectivelyOnce,
+    guarantee: TestedGuarantee::EffectivelyOnce,
     order: Ordered::ByKey,
     lease: Duration::from_secs(2),
     grace: Duration::from_millis(500),
     aftermath: Duration::from_secs(10),
     drain: Duration::from_secs(10),
-    store: Remembers::Claims,
+    store: ClaimDurability::Kept,
     in_flight: 2,
     attempts: 3,
-    looked: Looked::Everywhere,
+    scope: CheckScope::All,
 };
 const AT_MOST_ONCE: Rules = Rules {
-    promise: Promise::AtMostOnce,
+    guarantee: TestedGuarantee::AtMostOnce,
     ..RULES
 };
 const BARE: Rules = Rules {
-    promise: Promise::Bare,
+    guarantee: TestedGuarantee::Bare,
     ..RULES
 };
 
@@ -37,30 +39,30 @@ fn violation_of(invariant: Invariant, id: &str) -> Vec<(Invariant, Option<String
 }
 
 /// A consumer is frozen in a handler; another takes over; the first wakes and is cancelled.
-fn zombie(cancelled: u64) -> Story {
-    Story::default()
+fn frozen_handler(cancelled: u64) -> LedgerBuilder {
+    LedgerBuilder::default()
         .sent("u-1")
         .start(10, "c0.1", "u-1", 1)
         .fault("freeze-consumer", Some("c0.1"), 20, 5_000)
         .start(2_100, "c1.1", "u-1", 2)
-        .effect(2_150, "c1.1", "u-1", 2, Unique::Accepted)
-        .end(5_200, "c1.1", "u-1", Ending::Ok)
-        .end(cancelled, "c0.1", "u-1", Ending::Dropped)
+        .effect(2_150, "c1.1", "u-1", 2, Unique::First)
+        .end(5_200, "c1.1", "u-1", HandlerEnd::Ok)
+        .end(cancelled, "c0.1", "u-1", HandlerEnd::Dropped)
 }
 
 #[test]
-fn a_run_in_which_all_went_well_breaks_nothing() {
-    let story = || {
-        Story::default()
+fn a_run_without_faults_violates_nothing() {
+    let ledger = || {
+        LedgerBuilder::default()
             .sent("k1-1")
             .handled(10, "c0.1", "k1-1")
             .sent("k1-2")
             .handled(30, "c0.1", "k1-2")
     };
     for rules in [RULES, AT_MOST_ONCE, BARE] {
-        assert_eq!(story().breaks(&rules), []);
+        assert_eq!(ledger().violations(&rules), []);
     }
-    let counts = story().check(&RULES).counts;
+    let counts = ledger().check(&RULES).counts;
     assert_eq!(
         (
             counts.attempted,
@@ -75,7 +77,7 @@ fn a_run_in_which_all_went_well_breaks_nothing() {
 #[test]
 fn i1_a_confirmed_message_without_an_effect_is_lost() {
     let lost = || {
-        Story::default()
+        LedgerBuilder::default()
             .sent("u-1")
             .sent("u-2")
             .handled(10, "c0.1", "u-2")
@@ -84,7 +86,7 @@ fn i1_a_confirmed_message_without_an_effect_is_lost() {
     for rules in [RULES, AT_MOST_ONCE, BARE] {
         assert!(
             lost()
-                .breaks(&rules)
+                .violations(&rules)
                 .contains(&(Invariant::I1, Some("u-1".into())))
         );
         assert_eq!(lost().check(&rules).counts.lost, 1);
@@ -98,29 +100,30 @@ fn i1_a_confirmed_message_without_an_effect_is_lost() {
 }
 
 #[test]
-fn i1_what_is_set_aside_or_was_never_confirmed_is_not_lost() {
-    for place in [Place::DeadLetters, Place::InDoubt] {
-        let aside = What::Aside {
+fn i1_rejected_and_unconfirmed_messages_are_not_lost() {
+    for place in [RejectedTo::DeadLetters, RejectedTo::InDoubt] {
+        let rejected = What::Rejected {
             id: "fail-1".into(),
             place,
             reason: "attempts-spent".into(),
         };
         assert_eq!(
-            Story::default()
+            LedgerBuilder::default()
                 .sent("fail-1")
-                .at(50, "player", aside)
-                .breaks(&RULES),
+                .at(50, "harness", rejected)
+                .violations(&RULES),
             []
         );
     }
-    let unconfirmed = Story::default().at(0, "player", What::Attempted { id: "u-1".into() });
-    assert_eq!(unconfirmed.breaks(&RULES), []);
+    let unconfirmed =
+        LedgerBuilder::default().at(0, "harness", What::Attempted { id: "u-1".into() });
+    assert_eq!(unconfirmed.violations(&RULES), []);
 }
 
 #[test]
-fn an_effect_of_an_unconfirmed_message_is_recovered_and_of_an_unknown_one_unexpected() {
-    let recovered = Story::default()
-        .at(0, "player", What::Attempted { id: "u-1".into() })
+fn an_effect_of_an_unconfirmed_message_is_recovered_and_of_an_unpublished_one_unexpected() {
+    let recovered = LedgerBuilder::default()
+        .at(0, "harness", What::Attempted { id: "u-1".into() })
         .handled(10, "c0.1", "u-1")
         .check(&RULES);
     assert_eq!(
@@ -128,96 +131,103 @@ fn an_effect_of_an_unconfirmed_message_is_recovered_and_of_an_unknown_one_unexpe
         (1, 0)
     );
     assert_eq!(
-        Story::default().handled(10, "c0.1", "u-9").breaks(&RULES),
+        LedgerBuilder::default()
+            .handled(10, "c0.1", "u-9")
+            .violations(&RULES),
         violation_of(Invariant::Unexpected, "u-9")
     );
 }
 
 #[test]
-fn i2_two_effects_of_one_id_whatever_the_cause() {
-    let doubled = Story::default()
+fn i2_two_effects_of_one_id_are_a_violation_despite_a_fault() {
+    let doubled = LedgerBuilder::default()
         .sent("u-1")
         .handled(10, "c0.1", "u-1")
         .fault("kill-consumer", Some("c0.1"), 30, 40)
-        .effect(3_000, "c1.1", "u-1", 2, Unique::Known);
+        .effect(3_000, "c1.1", "u-1", 2, Unique::Repeated);
     assert_eq!(
-        doubled.breaks(&AT_MOST_ONCE),
+        doubled.violations(&AT_MOST_ONCE),
         violation_of(Invariant::I2, "u-1")
     );
 }
 
 #[test]
-fn i2_an_effect_that_was_refused_is_none() {
-    let looked = What::Looked {
+fn i2_a_refused_effect_does_not_count() {
+    let looked = What::Reconciled {
         id: "u-1".into(),
         consumer: "c1.1".into(),
         attempt: 2,
-        found: Found::Voided,
+        found: Lookup::Voided,
     };
     let late = What::Refused {
         id: "u-1".into(),
         consumer: "c0.1".into(),
         attempt: 1,
     };
-    let story = Story::default()
+    let ledger = LedgerBuilder::default()
         .sent("u-1")
         .at(5, "sink", looked)
         .handled(10, "c1.1", "u-1")
         .at(90, "sink", late)
         .check(&AT_MOST_ONCE);
-    assert_eq!((story.violations, story.counts.refused), (vec![], 1));
+    assert_eq!((ledger.violations, ledger.counts.refused), (vec![], 1));
 }
 
 /// Two effects of an id, with a fault or none.
-fn run_again(fault: impl Fn(Story) -> Story) -> Story {
+fn run_again(fault: impl Fn(LedgerBuilder) -> LedgerBuilder) -> LedgerBuilder {
     fault(
-        Story::default()
+        LedgerBuilder::default()
             .sent("u-1")
             .start(10, "c0.1", "u-1", 1)
-            .effect(15, "c0.1", "u-1", 1, Unique::Accepted),
+            .effect(15, "c0.1", "u-1", 1, Unique::First),
     )
-    .end(18, "c0.1", "u-1", Ending::Dropped)
+    .end(18, "c0.1", "u-1", HandlerEnd::Dropped)
     .start(3_000, "c1.1", "u-1", 2)
-    .effect(3_010, "c1.1", "u-1", 2, Unique::Known)
-    .end(3_020, "c1.1", "u-1", Ending::Ok)
+    .effect(3_010, "c1.1", "u-1", 2, Unique::Repeated)
+    .end(3_020, "c1.1", "u-1", HandlerEnd::Ok)
 }
 
 #[test]
 fn i3_a_second_effect_needs_a_cause() {
     assert_eq!(
-        run_again(|story| story).breaks(&RULES),
+        run_again(|ledger| ledger).violations(&RULES),
         violation_of(Invariant::I3, "u-1")
     );
-    let strangers = run_again(|story| story.fault("kill-consumer", Some("c2.1"), 16, 500));
-    assert_eq!(strangers.breaks(&RULES), violation_of(Invariant::I3, "u-1"));
-    let later = run_again(|story| story.fault("kill-consumer", Some("c0.1"), 3_500, 4_000));
-    assert_eq!(later.breaks(&RULES), violation_of(Invariant::I3, "u-1"));
-    // What keeps nobody from its store and takes nothing away cannot have cut it off.
+    let other_consumer = run_again(|ledger| ledger.fault("kill-consumer", Some("c2.1"), 16, 500));
     assert_eq!(
-        run_again(|story| story.fault("refuse-letters", None, 12, 2_000)).breaks(&RULES),
+        other_consumer.violations(&RULES),
+        violation_of(Invariant::I3, "u-1")
+    );
+    let later = run_again(|ledger| ledger.fault("kill-consumer", Some("c0.1"), 3_500, 4_000));
+    assert_eq!(later.violations(&RULES), violation_of(Invariant::I3, "u-1"));
+    // A fault that neither affects the store nor revokes deliveries cannot interrupt a run.
+    assert_eq!(
+        run_again(|ledger| ledger.fault("refuse-letters", None, 12, 2_000)).violations(&RULES),
         violation_of(Invariant::I3, "u-1")
     );
     assert_eq!(
-        run_again(|story| story.fault("rebalance", None, 12, 2_000)).breaks(&RULES),
+        run_again(|ledger| ledger.fault("rebalance", None, 12, 2_000)).violations(&RULES),
         violation_of(Invariant::I3, "u-1")
     );
     assert_eq!(
-        run_again(|story| story.at(2_400, "c0.1", What::Stalled { ms: 400 })).breaks(&RULES),
+        run_again(|ledger| ledger.at(2_400, "c0.1", What::Stalled { ms: 400 })).violations(&RULES),
         violation_of(Invariant::I3, "u-1")
     );
-    let long_before = Story::default().fault("kill-redis", None, 0, 1).sent("u-1");
-    let long_before = Story(
+    let long_before = LedgerBuilder::default()
+        .fault("kill-redis", None, 0, 1)
+        .sent("u-1");
+    let long_before = LedgerBuilder(
         long_before
             .0
             .into_iter()
-            .chain(run_again(|story| story).0.into_iter().map(|mut record| {
+            .chain(run_again(|ledger| ledger).0.into_iter().map(|mut record| {
                 record.at += 20_000_000;
                 record
             }))
             .collect(),
     );
     assert_eq!(
-        long_before.breaks(&RULES),
+        long_before.violations(&RULES),
         violation_of(Invariant::I3, "u-1")
     );
 }
@@ -225,34 +235,35 @@ fn i3_a_second_effect_needs_a_cause() {
 #[test]
 fn i3_a_fault_of_its_consumer_or_of_a_server_is_a_cause() {
     let killed =
-        run_again(|story| story.fault("kill-consumer", Some("c0.1"), 16, 500)).check(&RULES);
+        run_again(|ledger| ledger.fault("kill-consumer", Some("c0.1"), 16, 500)).check(&RULES);
     assert_eq!(
         (killed.violations, killed.counts.explained["kill-consumer"]),
         (vec![], 1)
     );
     assert_eq!(
-        run_again(|story| story.fault("dark-redis", None, 12, 2_000)).breaks(&RULES),
+        run_again(|ledger| ledger.fault("dark-redis", None, 12, 2_000)).violations(&RULES),
         []
     );
     assert_eq!(
-        run_again(|story| story.at(2_400, "c0.1", What::Stalled { ms: 2_300 })).breaks(&RULES),
+        run_again(|ledger| ledger.at(2_400, "c0.1", What::Stalled { ms: 2_300 }))
+            .violations(&RULES),
         []
     );
-    // Of those that have no consumer of their own: the one that was told to end meanwhile, and what
-    // was taken away from it.
-    let ended = run_again(|story| {
-        story.fault("rebalance", None, 12, 2_900).gone(
+    // A fault without a target explains the runs of consumers that it ended, and those whose
+    // deliveries were revoked.
+    let ended = run_again(|ledger| {
+        ledger.fault("rebalance", None, 12, 2_900).process_ended(
             2_000,
             "c0.1",
-            Sent::Terminate,
+            SentSignal::Terminate,
             "exit 0",
             1_900,
         )
     });
     assert_eq!(ended.check(&RULES).counts.explained["rebalance"], 1);
     let revoked = |by| {
-        run_again(|story| {
-            story.fault("kill-consumer", Some("c2.1"), 12, 900).at(
+        run_again(|ledger| {
+            ledger.fault("kill-consumer", Some("c2.1"), 12, 900).at(
                 1_000,
                 by,
                 What::Revoked { epoch: 3 },
@@ -264,76 +275,80 @@ fn i3_a_fault_of_its_consumer_or_of_a_server_is_a_cause() {
         1
     );
     assert_eq!(
-        revoked("c1.1").breaks(&RULES),
+        revoked("c1.1").violations(&RULES),
         violation_of(Invariant::I3, "u-1")
     );
 }
 
 #[test]
-fn i3_no_fault_explains_an_effect_after_an_end_that_was_recorded() {
+fn i3_no_fault_explains_an_effect_after_a_recorded_completion() {
     let recorded = |at| {
-        run_again(|story| {
-            story.fault("kill-redis", None, 12, 2_000).answer(
+        run_again(|ledger| {
+            ledger.fault("kill-redis", None, 12, 2_000).answer(
                 at,
                 "c0.1",
                 "u-1",
-                Asked::Complete,
+                StoreOperation::Complete,
                 "done",
             )
         })
     };
     assert_eq!(
-        recorded(2_990).breaks(&RULES),
+        recorded(2_990).violations(&RULES),
         violation_of(Invariant::I3, "u-1")
     );
-    assert_eq!(recorded(3_010).breaks(&RULES), []);
-    let of_another = run_again(|story| {
-        story.fault("kill-redis", None, 12, 2_000).answer(
+    assert_eq!(recorded(3_010).violations(&RULES), []);
+    let of_another = run_again(|ledger| {
+        ledger.fault("kill-redis", None, 12, 2_000).answer(
             20,
             "c1.1",
             "u-1",
-            Asked::Complete,
+            StoreOperation::Complete,
             "done",
         )
     });
-    assert_eq!(of_another.breaks(&RULES), []);
+    assert_eq!(of_another.violations(&RULES), []);
 }
 
 #[test]
-fn i3_two_unique_effects_are_one_too_many() {
-    let story = Story::default()
+fn i3_two_unique_effects_are_a_violation() {
+    let ledger = LedgerBuilder::default()
         .sent("u-1")
         .fault("kill-redis", None, 0, 5)
         .start(10, "c0.1", "u-1", 1)
         .start(50, "c1.1", "u-1", 2);
-    let twice = story.effect(15, "c0.1", "u-1", 1, Unique::Accepted).effect(
+    let twice = ledger.effect(15, "c0.1", "u-1", 1, Unique::First).effect(
         55,
         "c1.1",
         "u-1",
         2,
-        Unique::Accepted,
+        Unique::First,
     );
-    let twice = twice
-        .end(49, "c0.1", "u-1", Ending::Dropped)
-        .end(58, "c1.1", "u-1", Ending::Ok);
-    assert_eq!(twice.breaks(&RULES), violation_of(Invariant::I3, "u-1"));
+    let twice =
+        twice
+            .end(49, "c0.1", "u-1", HandlerEnd::Dropped)
+            .end(58, "c1.1", "u-1", HandlerEnd::Ok);
+    assert_eq!(twice.violations(&RULES), violation_of(Invariant::I3, "u-1"));
 }
 
 #[test]
-fn i4_two_handlers_at_once() {
-    let beside = Story::default()
+fn i4_two_concurrent_handlers_with_leases_are_a_violation() {
+    let beside = LedgerBuilder::default()
         .sent("u-1")
         .start(10, "c0.1", "u-1", 1)
         .start(20, "c1.1", "u-1", 2)
-        .end(30, "c0.1", "u-1", Ending::Dropped)
-        .effect(40, "c1.1", "u-1", 2, Unique::Accepted)
-        .end(50, "c1.1", "u-1", Ending::Ok);
-    assert_eq!(beside.breaks(&RULES), violation_of(Invariant::I4, "u-1"));
+        .end(30, "c0.1", "u-1", HandlerEnd::Dropped)
+        .effect(40, "c1.1", "u-1", 2, Unique::First)
+        .end(50, "c1.1", "u-1", HandlerEnd::Ok);
+    assert_eq!(
+        beside.violations(&RULES),
+        violation_of(Invariant::I4, "u-1")
+    );
 }
 
 #[test]
-fn i4_a_zombie_that_is_not_cancelled_in_time_is_one_too_many() {
-    let right = zombie(5_100).check(&RULES);
+fn i4_a_frozen_handler_must_be_cancelled_within_the_grace_time() {
+    let right = frozen_handler(5_100).check(&RULES);
     assert_eq!(
         (
             right.violations,
@@ -343,15 +358,15 @@ fn i4_a_zombie_that_is_not_cancelled_in_time_is_one_too_many() {
         (vec![], 1, 100)
     );
     assert_eq!(
-        zombie(5_900).breaks(&RULES),
+        frozen_handler(5_900).violations(&RULES),
         violation_of(Invariant::I4, "u-1")
     );
 }
 
 #[test]
-fn i4_an_attempt_that_does_not_rise_is_no_fence() {
-    let story = Story(
-        zombie(5_100)
+fn i4_the_attempt_of_a_takeover_must_be_higher() {
+    let ledger = LedgerBuilder(
+        frozen_handler(5_100)
             .0
             .into_iter()
             .map(|mut record| {
@@ -362,67 +377,76 @@ fn i4_an_attempt_that_does_not_rise_is_no_fence() {
             })
             .collect(),
     );
-    assert_eq!(story.breaks(&RULES), violation_of(Invariant::I4, "u-1"));
-}
-
-#[test]
-fn i4_a_handler_ends_with_its_process() {
-    let story = |gone| {
-        Story::default()
-            .sent("u-1")
-            .fault("kill-consumer", Some("c0.1"), 15, 40)
-            .start(10, "c0.1", "u-1", 1)
-            .gone(gone, "c0.1", Sent::Kill, "signal 9", 1)
-            .start(2_100, "c1.1", "u-1", 2)
-            .effect(2_150, "c1.1", "u-1", 2, Unique::Accepted)
-            .end(2_200, "c1.1", "u-1", Ending::Ok)
-    };
-    assert_eq!(story(16).breaks(&RULES), []);
     assert_eq!(
-        story(3_000).breaks(&RULES),
+        ledger.violations(&RULES),
         violation_of(Invariant::I4, "u-1")
     );
 }
 
 #[test]
-fn i13_a_secret_that_was_told() {
+fn i4_a_handler_ends_with_its_process() {
+    let ledger = |gone| {
+        LedgerBuilder::default()
+            .sent("u-1")
+            .fault("kill-consumer", Some("c0.1"), 15, 40)
+            .start(10, "c0.1", "u-1", 1)
+            .process_ended(gone, "c0.1", SentSignal::Kill, "signal 9", 1)
+            .start(2_100, "c1.1", "u-1", 2)
+            .effect(2_150, "c1.1", "u-1", 2, Unique::First)
+            .end(2_200, "c1.1", "u-1", HandlerEnd::Ok)
+    };
+    assert_eq!(ledger(16).violations(&RULES), []);
+    assert_eq!(
+        ledger(3_000).violations(&RULES),
+        violation_of(Invariant::I4, "u-1")
+    );
+}
+
+#[test]
+fn i13_a_leaked_secret_is_a_violation() {
     let leaked = What::Leaked {
         secret: "Redis".into(),
         place: "c0.1.log, line 3".into(),
     };
     assert_eq!(
-        Story::default().at(9, "player", leaked).breaks(&BARE),
+        LedgerBuilder::default()
+            .at(9, "harness", leaked)
+            .violations(&BARE),
         [(Invariant::I13, None)]
     );
 }
 
 #[test]
-fn i8_a_refused_acknowledgement() {
-    let story = Story::default().at(
+fn i8_a_refused_acknowledgement_is_a_violation() {
+    let ledger = LedgerBuilder::default().at(
         5,
-        "player",
+        "harness",
         What::ChannelRefused {
             line: "PRECONDITION_FAILED - unknown delivery tag 7".into(),
         },
     );
-    assert_eq!(story.breaks(&RULES), [(Invariant::I8, None)]);
+    assert_eq!(ledger.violations(&RULES), [(Invariant::I8, None)]);
 }
 
 #[test]
-fn i8_a_delivery_that_is_settled_twice() {
+fn i8_a_delivery_settled_twice_is_a_violation() {
     let settled = || What::Settled {
         id: "u-1".into(),
         position: "0/1".into(),
-        how: Settling::Released,
+        how: SettlementKind::Released,
         why: "released".into(),
     };
-    let once = || Story::default().sent("u-1").handled(10, "c0.1", "u-1");
+    let once = || {
+        LedgerBuilder::default()
+            .sent("u-1")
+            .handled(10, "c0.1", "u-1")
+    };
     assert_eq!(
-        once().at(30, "c0.1", settled()).breaks(&RULES),
+        once().at(30, "c0.1", settled()).violations(&RULES),
         violation_of(Invariant::I8, "u-1")
     );
     assert_eq!(
-        once().at(30, "c1.1", settled()).breaks(&RULES),
+        once().at(30, "c1.1", settled()).violations(&RULES),
         violation_of(Invariant::I8, "u-1")
     );
     let again = What::Received {
@@ -433,29 +457,32 @@ fn i8_a_delivery_that_is_settled_twice() {
         once()
             .at(30, "c0.1", again)
             .at(31, "c0.1", settled())
-            .breaks(&RULES),
+            .violations(&RULES),
         []
     );
 }
 
 #[test]
-fn i2_where_a_failover_may_forget_a_second_effect_has_its_cause() {
+fn i2_if_a_failover_may_lose_claims_a_second_effect_needs_a_cause() {
     let forgets = Rules {
-        store: Remembers::NotAll,
+        store: ClaimDurability::MayBeLost,
         ..AT_MOST_ONCE
     };
     let twice = || {
-        Story::default()
+        LedgerBuilder::default()
             .sent("u-1")
             .handled(10, "c0.1", "u-1")
             .handled(4_000, "c1.1", "u-1")
     };
     let twice = || {
-        Story(twice().0.into_iter().filter(|it| it.by != "sink").collect())
-            .effect(15, "c0.1", "u-1", 1, Unique::Accepted)
-            .effect(4_005, "c1.1", "u-1", 1, Unique::Known)
+        LedgerBuilder(twice().0.into_iter().filter(|it| it.by != "sink").collect())
+            .effect(15, "c0.1", "u-1", 1, Unique::First)
+            .effect(4_005, "c1.1", "u-1", 1, Unique::Repeated)
     };
-    assert_eq!(twice().breaks(&forgets), violation_of(Invariant::I2, "u-1"));
+    assert_eq!(
+        twice().violations(&forgets),
+        violation_of(Invariant::I2, "u-1")
+    );
     let explained = twice()
         .fault("fail-over-redis", None, 20, 3_000)
         .check(&forgets);
@@ -469,31 +496,34 @@ fn i2_where_a_failover_may_forget_a_second_effect_has_its_cause() {
     assert_eq!(
         twice()
             .fault("fail-over-redis", None, 20, 3_000)
-            .breaks(&AT_MOST_ONCE),
+            .violations(&AT_MOST_ONCE),
         violation_of(Invariant::I2, "u-1")
     );
 }
 
 #[test]
-fn i14_an_end_that_a_failover_lost_leaves_its_marker() {
+fn i14_a_marker_may_remain_in_progress_if_a_failover_lost_its_completion() {
     let left = |done: u64| {
         let marker = What::Marker {
             id: "u-1".into(),
             record: "v1 p 00ff 1 2000 86400000 e -".into(),
         };
-        Story::default()
+        LedgerBuilder::default()
             .sent("u-1")
             .handled(done - 10, "c0.1", "u-1")
             .fault("fail-over-redis", None, 5_000, 8_000)
-            .at(20_000, "player", marker)
+            .at(20_000, "harness", marker)
     };
     for lost in [4_000, 7_000] {
         let checked = left(lost).check(&RULES);
-        assert_eq!((checked.violations, checked.counts.ends_lost), (vec![], 1));
+        assert_eq!(
+            (checked.violations, checked.counts.completions_lost),
+            (vec![], 1)
+        );
     }
     for kept in [3_900, 8_100] {
         assert_eq!(
-            left(kept).breaks(&RULES),
+            left(kept).violations(&RULES),
             violation_of(Invariant::I14, "u-1")
         );
     }
@@ -514,9 +544,9 @@ fn counted(last: bool, outcomes: &[(&str, u64)]) -> What {
 }
 
 #[test]
-fn i12_counters_that_are_not_what_the_ledger_has() {
+fn i12_counters_must_equal_the_ledger() {
     let says = |last, outcomes: &[(&str, u64)]| {
-        Story::default()
+        LedgerBuilder::default()
             .sent("u-1")
             .handled(10, "c0.1", "u-1")
             .at(99, "c0.1", counted(last, outcomes))
@@ -531,9 +561,9 @@ fn i12_counters_that_are_not_what_the_ledger_has() {
         wrong(true, &[("first", 1), ("completed", 1), ("busy", 1)]),
         1
     );
-    // It was abandoned at the end of a stop, and nobody has read the answer.
+    // A reply for a delivery that was abandoned at the end of a drain is not counted.
     assert_eq!(wrong(true, &[("completed", 1), ("dropped", 1)]), 0);
-    // What a killed process counted last is gone; what it had not seen it cannot have counted.
+    // A killed process loses its last counts, but never counts more than the ledger has.
     assert_eq!(wrong(false, &[]), 0);
     assert_eq!(wrong(false, &[("first", 1)]), 0);
     assert_eq!(wrong(false, &[("first", 2)]), 1);
@@ -547,16 +577,15 @@ fn i12_counters_that_are_not_what_the_ledger_has() {
     let counts = says(true, &[("first", 1), ("completed", 1)]).counts;
     assert_eq!((counts.metrics_exact, counts.metrics_bounded), (1, 0));
     assert_eq!(says(false, &[]).counts.metrics_bounded, 1);
-    // In order, what failed and rests counts as released, and is not settled.
-    let rests = [("first", 1), ("completed", 1), ("released", 7)];
-    assert_eq!(wrong(true, &rests), 0);
-    let story = Story::default().sent("u-1").handled(10, "c0.1", "u-1").at(
-        99,
-        "c0.1",
-        counted(true, &rests),
-    );
+    // With ordering, a failed message that backs off counts as released and is not settled.
+    let backing_off = [("first", 1), ("completed", 1), ("released", 7)];
+    assert_eq!(wrong(true, &backing_off), 0);
+    let ledger = LedgerBuilder::default()
+        .sent("u-1")
+        .handled(10, "c0.1", "u-1")
+        .at(99, "c0.1", counted(true, &backing_off));
     assert_eq!(
-        story.breaks(&Rules {
+        ledger.violations(&Rules {
             order: Ordered::Not,
             ..RULES
         }),
@@ -566,20 +595,23 @@ fn i12_counters_that_are_not_what_the_ledger_has() {
 
 #[test]
 fn i9_busy_is_never_accepted() {
-    let busy = |story: Story| {
-        story
-            .sent("u-1")
-            .handled(10, "c0.1", "u-1")
-            .answer(12, "c1.1", "u-1", Asked::Claim, "busy")
+    let busy = |ledger: LedgerBuilder| {
+        ledger.sent("u-1").handled(10, "c0.1", "u-1").answer(
+            12,
+            "c1.1",
+            "u-1",
+            StoreOperation::Claim,
+            "busy",
+        )
     };
     assert_eq!(
-        busy(Story::default())
+        busy(LedgerBuilder::default())
             .accept(13, "c1.1", "u-1", "duplicate")
-            .breaks(&RULES),
+            .violations(&RULES),
         violation_of(Invariant::I9, "u-1")
     );
-    let later = busy(Story::default())
-        .answer(90, "c1.1", "u-1", Asked::Claim, "duplicate")
+    let later = busy(LedgerBuilder::default())
+        .answer(90, "c1.1", "u-1", StoreOperation::Claim, "duplicate")
         .accept(91, "c1.1", "u-1", "duplicate");
     let later = later.check(&RULES);
     assert_eq!(
@@ -594,87 +626,89 @@ fn i9_busy_is_never_accepted() {
 
 #[test]
 fn i9_one_verdict_is_not_enough_for_two_acceptances() {
-    let twice = Story::default()
+    let twice = LedgerBuilder::default()
         .sent("u-1")
         .handled(10, "c0.1", "u-1")
         .accept(40, "c0.1", "u-1", "completed");
-    assert_eq!(twice.breaks(&RULES), violation_of(Invariant::I9, "u-1"));
-    let of_another = Story::default()
+    assert_eq!(twice.violations(&RULES), violation_of(Invariant::I9, "u-1"));
+    let of_another = LedgerBuilder::default()
         .sent("u-1")
         .handled(10, "c0.1", "u-1")
         .accept(40, "c1.1", "u-1", "completed");
     assert_eq!(
-        of_another.breaks(&RULES),
+        of_another.violations(&RULES),
         violation_of(Invariant::I9, "u-1")
     );
-    let ungated = Story::default()
+    let ungated = LedgerBuilder::default()
         .sent("u-1")
         .handled(10, "c0.1", "u-1")
         .accept(40, "c1.1", "u-1", "passed_without_gate");
-    assert_eq!(ungated.breaks(&RULES), violation_of(Invariant::I9, "u-1"));
+    assert_eq!(
+        ungated.violations(&RULES),
+        violation_of(Invariant::I9, "u-1")
+    );
 }
 
 #[test]
-fn i14_what_is_left_and_what_is_left_in_progress() {
+fn i14_unsettled_messages_and_markers_in_progress_are_violations() {
     let left = |count| {
-        Story::default().sent("u-1").handled(10, "c0.1", "u-1").at(
-            99,
-            "player",
-            What::Left { count },
-        )
+        LedgerBuilder::default()
+            .sent("u-1")
+            .handled(10, "c0.1", "u-1")
+            .at(99, "harness", What::Unsettled { count })
     };
-    assert_eq!(left(0).breaks(&RULES), []);
-    assert_eq!(left(3).breaks(&RULES), [(Invariant::I14, None)]);
+    assert_eq!(left(0).violations(&RULES), []);
+    assert_eq!(left(3).violations(&RULES), [(Invariant::I14, None)]);
     let marker = |record: &str| {
         let marker = What::Marker {
             id: "u-1".into(),
             record: record.into(),
         };
-        Story::default()
+        LedgerBuilder::default()
             .sent("u-1")
             .handled(10, "c0.1", "u-1")
-            .at(99, "player", marker)
+            .at(99, "harness", marker)
     };
     assert_eq!(
-        marker("v1 p 00ff 1 2000 86400000 e -").breaks(&RULES),
+        marker("v1 p 00ff 1 2000 86400000 e -").violations(&RULES),
         violation_of(Invariant::I14, "u-1")
     );
     assert_eq!(
-        marker("v1 r 00ff 2 2000 86400000 a -").breaks(&AT_MOST_ONCE),
+        marker("v1 r 00ff 2 2000 86400000 a -").violations(&AT_MOST_ONCE),
         violation_of(Invariant::I14, "u-1")
     );
-    let for_a_person = |record: &str| {
-        let aside = What::Aside {
+    let with_in_doubt_message = |record: &str| {
+        let rejected = What::Rejected {
             id: "u-1".into(),
-            place: Place::InDoubt,
+            place: RejectedTo::InDoubt,
             reason: "in-doubt-interrupted".into(),
         };
         let marker = What::Marker {
             id: "u-1".into(),
             record: record.into(),
         };
-        Story::default()
+        LedgerBuilder::default()
             .sent("u-1")
-            .at(98, "player", aside)
-            .at(99, "player", marker)
+            .at(98, "harness", rejected)
+            .at(99, "harness", marker)
     };
     assert_eq!(
-        for_a_person("v1 r 00ff 7 2000 86400000 a -").breaks(&AT_MOST_ONCE),
+        with_in_doubt_message("v1 r 00ff 7 2000 86400000 a -").violations(&AT_MOST_ONCE),
         []
     );
     assert_eq!(
-        for_a_person("v1 p 00ff 7 2000 86400000 a -").breaks(&AT_MOST_ONCE),
+        with_in_doubt_message("v1 p 00ff 7 2000 86400000 a -").violations(&AT_MOST_ONCE),
         violation_of(Invariant::I14, "u-1")
     );
-    for at_rest in ["v1 c 3", "v1 x -", "v1 w 00ff 1 2000 86400000 a -"] {
-        assert_eq!(marker(at_rest).breaks(&AT_MOST_ONCE), [], "{at_rest}");
+    for unheld in ["v1 c 3", "v1 x -", "v1 w 00ff 1 2000 86400000 a -"] {
+        assert_eq!(marker(unheld).violations(&AT_MOST_ONCE), [], "{unheld}");
     }
 }
 
 #[test]
-fn i14_busy_where_nobody_else_can_hold_it() {
-    let received = |story: Story, by| {
-        story.at(
+fn i14_busy_without_another_holder_is_a_violation() {
+    let received = |ledger: LedgerBuilder, by| {
+        ledger.at(
             3,
             by,
             What::Received {
@@ -683,39 +717,43 @@ fn i14_busy_where_nobody_else_can_hold_it() {
             },
         )
     };
-    let busy = |story: Story| {
-        let story = story
-            .answer(5, "c0.1", "u-1", Asked::Claim, "unknown")
-            .answer(9, "c0.1", "u-1", Asked::Claim, "busy");
-        story
-            .breaks(&RULES)
+    let busy = |ledger: LedgerBuilder| {
+        let ledger = ledger
+            .answer(5, "c0.1", "u-1", StoreOperation::Claim, "unknown")
+            .answer(9, "c0.1", "u-1", StoreOperation::Claim, "busy");
+        ledger
+            .violations(&RULES)
             .into_iter()
             .filter(|(invariant, _)| *invariant == Invariant::I14)
             .count()
     };
-    let sent = || received(Story::default().sent("u-1"), "c0.1");
+    let sent = || received(LedgerBuilder::default().sent("u-1"), "c0.1");
     assert_eq!(busy(sent()), 1);
-    assert_eq!(busy(received(sent(), "c1.1")), 0, "another has it");
-    assert_eq!(busy(received(sent(), "c0.1")), 0, "it came twice");
     assert_eq!(
-        busy(sent().answer(4, "c0.1", "u-1", Asked::Claim, "granted 1")),
+        busy(received(sent(), "c1.1")),
         0,
-        "its own attempt, of which it knows"
+        "another consumer received it"
+    );
+    assert_eq!(busy(received(sent(), "c0.1")), 0, "it was delivered twice");
+    assert_eq!(
+        busy(sent().answer(4, "c0.1", "u-1", StoreOperation::Claim, "granted 1")),
+        0,
+        "its own granted claim"
     );
     assert_eq!(
-        busy(sent().answer(4, "c0.1", "u-1", Asked::Clear, "unknown")),
+        busy(sent().answer(4, "c0.1", "u-1", StoreOperation::Clear, "unknown")),
         0,
-        "that was to be cleared"
+        "a clear without a reply"
     );
 }
 
 #[test]
-fn faults_at_the_same_time_are_counted() {
+fn overlapping_faults_are_counted() {
     let overlapping = |from| {
-        let story = Story::default()
+        let ledger = LedgerBuilder::default()
             .fault("dark-redis", None, 1_000, 3_000)
             .fault("kill-consumer", Some("c0.1"), from, 3_500);
-        story
+        ledger
             .fault("kill-redis", None, 9_000, 9_500)
             .check(&RULES)
             .counts
@@ -725,36 +763,39 @@ fn faults_at_the_same_time_are_counted() {
 }
 
 #[test]
-fn a_consumer_ends_only_when_told_to_well_and_in_time() {
+fn a_consumer_ends_only_after_sigterm_with_exit_0_within_its_drain() {
     let ended = |after, status: &str, took| {
-        Story::default()
-            .gone(20_000, "c0.1", after, status, took)
-            .breaks(&RULES)
+        LedgerBuilder::default()
+            .process_ended(20_000, "c0.1", after, status, took)
+            .violations(&RULES)
     };
-    assert_eq!(ended(Sent::Kill, "signal 9", 1), []);
-    assert_eq!(ended(Sent::Terminate, "exit 0", 13_000), []);
+    assert_eq!(ended(SentSignal::Kill, "signal 9", 1), []);
+    assert_eq!(ended(SentSignal::Terminate, "exit 0", 13_000), []);
     assert_eq!(
-        ended(Sent::Terminate, "exit 0", 13_001),
+        ended(SentSignal::Terminate, "exit 0", 13_001),
         [(Invariant::Exit, None)]
     );
     assert_eq!(
-        ended(Sent::Terminate, "exit 1", 10),
+        ended(SentSignal::Terminate, "exit 1", 10),
         [(Invariant::Exit, None)]
     );
     assert_eq!(
-        ended(Sent::Nothing, "exit 0", 10),
+        ended(SentSignal::Nothing, "exit 0", 10),
         [(Invariant::Exit, None)]
     );
 }
 
 #[test]
-fn a_consumer_that_drains_while_its_broker_is_away_may_end_with_an_error() {
+fn a_consumer_that_drains_while_its_broker_is_unavailable_may_end_with_an_error() {
     let ended = |kind, at, took| {
-        let story = Story::default()
+        let ledger = LedgerBuilder::default()
             .fault(kind, None, 1_000, 20_000)
-            .gone(at, "c0.1", Sent::Terminate, "exit 1", took)
+            .process_ended(at, "c0.1", SentSignal::Terminate, "exit 1", took)
             .check(&RULES);
-        (story.violations.len(), story.counts.left_without_broker)
+        (
+            ledger.violations.len(),
+            ledger.counts.stopped_without_broker,
+        )
     };
     assert_eq!(
         (
@@ -774,21 +815,21 @@ fn a_consumer_that_drains_while_its_broker_is_away_may_end_with_an_error() {
 }
 
 #[test]
-fn a_consumer_that_drains_right_after_its_broker_was_frozen_may_not_get_to_leave_its_group() {
+fn a_consumer_that_drains_just_after_a_freeze_of_kafka_may_fail_to_leave_its_group() {
     let ended = |kind, at, error: &str| {
-        let story = Story::default().fault(kind, None, 1_000, 9_000).at(
+        let ledger = LedgerBuilder::default().fault(kind, None, 1_000, 9_000).at(
             at,
             "c0.1",
             What::Failed {
                 error: error.into(),
             },
         );
-        let story = story
-            .gone(at, "c0.1", Sent::Terminate, "exit 1", 10_000)
+        let ledger = ledger
+            .process_ended(at, "c0.1", SentSignal::Terminate, "exit 1", 10_000)
             .check(&RULES);
         (
-            story.violations.first().map(|it| it.why.clone()),
-            story.counts.left_without_broker,
+            ledger.violations.first().map(|it| it.why.clone()),
+            ledger.counts.stopped_without_broker,
         )
     };
     let stays = "the broker cannot be used: did not leave the group in time; messages that were settled last may be redelivered";
@@ -807,13 +848,13 @@ fn a_consumer_that_drains_right_after_its_broker_was_frozen_may_not_get_to_leave
 }
 
 #[test]
-fn a_consumer_may_refuse_to_begin_on_a_replica_and_on_nothing_else() {
+fn a_consumer_may_refuse_to_start_only_on_a_replica() {
     let ended = |kind, at, status: &str| {
-        let story = Story::default()
+        let ledger = LedgerBuilder::default()
             .fault(kind, None, 1_000, 5_000)
-            .gone(at, "c0.2", Sent::Nothing, status, 0)
+            .process_ended(at, "c0.2", SentSignal::Nothing, status, 0)
             .check(&RULES);
-        (story.violations.len(), story.counts.refused_to_begin)
+        (ledger.violations.len(), ledger.counts.refused_to_start)
     };
     assert_eq!(
         (
@@ -832,14 +873,14 @@ fn a_consumer_may_refuse_to_begin_on_a_replica_and_on_nothing_else() {
 }
 
 #[test]
-fn a_consumer_that_a_message_makes_abort_is_the_cause_of_what_it_had_begun() {
-    let story = |aborts: bool| {
-        let story = Story::default()
+fn an_abort_by_a_message_explains_repeated_effects_of_its_process() {
+    let ledger = |aborts: bool| {
+        let ledger = LedgerBuilder::default()
             .sent("u-1")
             .start(10, "c0.1", "u-1", 1)
-            .effect(15, "c0.1", "u-1", 1, Unique::Accepted);
-        let story = if aborts {
-            story.at(
+            .effect(15, "c0.1", "u-1", 1, Unique::First);
+        let ledger = if aborts {
+            ledger.at(
                 16,
                 "c0.1",
                 What::Aborting {
@@ -847,17 +888,17 @@ fn a_consumer_that_a_message_makes_abort_is_the_cause_of_what_it_had_begun() {
                 },
             )
         } else {
-            story
+            ledger
         };
-        story
+        ledger
             .start(2_100, "c1.1", "u-1", 2)
-            .effect(2_150, "c1.1", "u-1", 2, Unique::Known)
-            .end(2_200, "c1.1", "u-1", Ending::Ok)
-            .gone(9_000, "c0.1", Sent::Nothing, "signal 6", 0)
+            .effect(2_150, "c1.1", "u-1", 2, Unique::Repeated)
+            .end(2_200, "c1.1", "u-1", HandlerEnd::Ok)
+            .process_ended(9_000, "c0.1", SentSignal::Nothing, "signal 6", 0)
     };
-    assert_eq!(story(true).breaks(&RULES), []);
-    let without: Vec<Invariant> = story(false)
-        .breaks(&RULES)
+    assert_eq!(ledger(true).violations(&RULES), []);
+    let without: Vec<Invariant> = ledger(false)
+        .violations(&RULES)
         .into_iter()
         .map(|(invariant, _)| invariant)
         .collect();
@@ -865,11 +906,11 @@ fn a_consumer_that_a_message_makes_abort_is_the_cause_of_what_it_had_begun() {
 }
 
 #[test]
-fn bare_is_held_to_nothing_but_what_it_must_be_seen_to_break() {
-    let story = Story::default()
+fn bare_is_only_checked_for_losses() {
+    let ledger = LedgerBuilder::default()
         .sent("u-1")
         .handled(10, "c0.1", "u-1")
         .handled(12, "c1.1", "u-1")
-        .at(99, "player", What::Left { count: 1 });
-    assert_eq!(story.breaks(&BARE), []);
+        .at(99, "harness", What::Unsettled { count: 1 });
+    assert_eq!(ledger.violations(&BARE), []);
 }

@@ -14,7 +14,7 @@ pub struct Record {
     /// The same by the wall clock, in milliseconds since 1970.
     #[serde(rename = "w")]
     pub wall: u64,
-    /// The process that wrote it: `player` (the harness), `sink`, or the name of a consumer.
+    /// The process that wrote it: `harness` (the harness), `sink`, or the name of a consumer.
     pub by: String,
     /// The event.
     #[serde(flatten)]
@@ -27,19 +27,19 @@ pub struct Record {
 pub enum What {
     /// A message was published; its confirmation is pending.
     Attempted {
-        /// The message's.
+        /// The id of the message.
         id: String,
     },
     /// The broker confirmed a message.
     Confirmed {
-        /// The message's.
+        /// The id of the message.
         id: String,
     },
     /// The sink applied an effect.
     Effect {
-        /// The message's.
+        /// The id of the message.
         id: String,
-        /// Who asked for it.
+        /// The consumer that requested it.
         consumer: String,
         /// The attempt that the store had granted.
         attempt: u32,
@@ -48,27 +48,27 @@ pub enum What {
     },
     /// The sink refused an effect: its attempt was voided before.
     Refused {
-        /// The message's.
+        /// The id of the message.
         id: String,
-        /// Who asked for it.
+        /// The consumer that requested it.
         consumer: String,
         /// The attempt that the store had granted.
         attempt: u32,
     },
     /// `reconcile` asked the sink whether an effect happened, and voided the attempt if not.
-    Looked {
-        /// The message's.
+    Reconciled {
+        /// The id of the message.
         id: String,
-        /// Who asked.
+        /// The consumer that asked.
         consumer: String,
         /// If it did not happen, attempts up to this number are void.
         attempt: u32,
         /// The reply of the sink.
-        found: Found,
+        found: Lookup,
     },
     /// A source returned a delivery.
     Received {
-        /// The message's.
+        /// The id of the message.
         id: String,
         /// Partition and offset, or the delivery tag.
         position: String,
@@ -81,16 +81,16 @@ pub enum What {
     },
     /// The store replied to an operation.
     Answered {
-        /// The message's.
+        /// The id of the message.
         id: String,
         /// The operation.
-        ask: Asked,
+        ask: StoreOperation,
         /// The verdict or error.
         verdict: String,
     },
     /// A handler was started.
     Started {
-        /// The message's.
+        /// The id of the message.
         id: String,
         /// The attempt that the store had granted.
         attempt: u32,
@@ -99,21 +99,21 @@ pub enum What {
     },
     /// A handler ended.
     Ended {
-        /// The message's.
+        /// The id of the message.
         id: String,
-        /// The handler's.
+        /// The number of the run in this process.
         run: u64,
-        /// How.
-        how: Ending,
+        /// The kind of end.
+        how: HandlerEnd,
     },
     /// A delivery was settled.
     Settled {
-        /// The message's.
+        /// The id of the message.
         id: String,
         /// Partition and offset, or the delivery tag.
         position: String,
-        /// How.
-        how: Settling,
+        /// The kind of end.
+        how: SettlementKind,
         /// The proof of an acceptance, or the reason of a rejection.
         why: String,
     },
@@ -125,7 +125,7 @@ pub enum What {
     },
     /// A message makes a consumer abort: its process ends with SIGABRT.
     Aborting {
-        /// The message's.
+        /// The id of the message.
         id: String,
     },
     /// The consumer ended with this error.
@@ -142,14 +142,14 @@ pub enum What {
         /// The affected consumer; none for a fault of a server.
         target: Option<String>,
         /// Whether it started or ended.
-        edge: Edge,
+        edge: FaultEdge,
     },
     /// A consumer process has ended.
-    Gone {
+    ProcessEnded {
         /// Its name.
         consumer: String,
         /// The signal that the harness sent.
-        after: Sent,
+        after: SentSignal,
         /// The exit status: `exit 0`, `signal 9`.
         status: String,
         /// The time since the signal, in milliseconds.
@@ -166,23 +166,23 @@ pub enum What {
         idle: u64,
     },
     /// A message is in the dead letters or the in-doubt queue after the run.
-    Aside {
-        /// The message's.
+    Rejected {
+        /// The id of the message.
         id: String,
         /// The destination.
-        place: Place,
+        place: RejectedTo,
         /// The reason header.
         reason: String,
     },
     /// A marker in the store after the run that is not done.
     Marker {
-        /// The message's.
+        /// The id of the message.
         id: String,
         /// The marker in the format of the store.
         record: String,
     },
     /// The messages that were not settled at the end of the run.
-    Left {
+    Unsettled {
         /// The number, as the broker reports it.
         count: u64,
     },
@@ -194,7 +194,7 @@ pub enum What {
         offset: i64,
     },
     /// The topic was deleted and recreated: its offsets start again at 0.
-    MadeAnew,
+    TopicRecreated,
     /// The memory of a consumer.
     Sampled {
         /// Its name.
@@ -228,15 +228,15 @@ pub enum What {
 #[serde(rename_all = "kebab-case")]
 pub enum Unique {
     /// It was the first.
-    Accepted,
+    First,
     /// The id had an effect before.
-    Known,
+    Repeated,
 }
 
 /// The reply of the sink to `reconcile`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Found {
+pub enum Lookup {
     /// It happened.
     Happened,
     /// It did not happen, and the attempt is voided.
@@ -246,7 +246,7 @@ pub enum Found {
 /// The operations of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Asked {
+pub enum StoreOperation {
     /// [`Ask::Claim`](oncegate::marker::Ask::Claim).
     Claim,
     /// [`Ask::Renew`](oncegate::marker::Ask::Renew).
@@ -263,14 +263,14 @@ pub enum Asked {
     Resolve,
     /// [`Ask::Forget`](oncegate::marker::Ask::Forget).
     Forget,
-    /// [`Ask::SendBack`](oncegate::marker::Ask::SendBack).
-    SendBack,
+    /// [`Ask::Redrive`](oncegate::marker::Ask::Redrive).
+    Redrive,
 }
 
 /// How a handler ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Ending {
+pub enum HandlerEnd {
     /// It returned success.
     Ok,
     /// It returned a failure.
@@ -284,19 +284,19 @@ pub enum Ending {
 /// How a delivery was settled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Settling {
+pub enum SettlementKind {
     /// Acknowledged.
     Accepted,
     /// Returned for redelivery.
     Released,
-    /// Sent to the dead letters or the in-doubt queue.
+    /// SentSignal to the dead letters or the in-doubt queue.
     Rejected,
 }
 
 /// The start or the end of a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Edge {
+pub enum FaultEdge {
     /// The start.
     Begin,
     /// The end.
@@ -306,7 +306,7 @@ pub enum Edge {
 /// The signal that a consumer received before it ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Sent {
+pub enum SentSignal {
     /// SIGKILL.
     Kill,
     /// SIGTERM.
@@ -318,7 +318,7 @@ pub enum Sent {
 /// The destination of a rejected message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Place {
+pub enum RejectedTo {
     /// The dead letters.
     DeadLetters,
     /// The in-doubt queue.
@@ -333,23 +333,23 @@ impl What {
             | Self::Confirmed { id }
             | Self::Effect { id, .. }
             | Self::Refused { id, .. }
-            | Self::Looked { id, .. }
+            | Self::Reconciled { id, .. }
             | Self::Received { id, .. }
             | Self::Answered { id, .. }
             | Self::Started { id, .. }
             | Self::Ended { id, .. }
             | Self::Settled { id, .. }
             | Self::Aborting { id }
-            | Self::Aside { id, .. }
+            | Self::Rejected { id, .. }
             | Self::Marker { id, .. } => Some(id),
-            Self::MadeAnew
+            Self::TopicRecreated
             | Self::Revoked { .. }
             | Self::Stalled { .. }
             | Self::Recovered { .. }
             | Self::Fault { .. }
-            | Self::Gone { .. }
+            | Self::ProcessEnded { .. }
             | Self::Failed { .. }
-            | Self::Left { .. }
+            | Self::Unsettled { .. }
             | Self::Committed { .. }
             | Self::Sampled { .. }
             | Self::Counted { .. }
@@ -369,13 +369,13 @@ impl fmt::Display for Record {
             self.at % 1_000_000,
             self.by
         )?;
-        let said = serde_json::to_value(&self.what).map_err(|_| fmt::Error)?;
-        let what = said
+        let fields = serde_json::to_value(&self.what).map_err(|_| fmt::Error)?;
+        let what = fields
             .get("what")
             .and_then(|what| what.as_str())
             .unwrap_or_default();
         write!(f, "{what}")?;
-        for (name, value) in said
+        for (name, value) in fields
             .as_object()
             .into_iter()
             .flatten()
@@ -395,12 +395,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_reads_as_a_line_of_a_history() {
+    fn a_record_is_formatted_as_one_line() {
         let effect = What::Effect {
             id: "a".into(),
             consumer: "c0.1".into(),
             attempt: 2,
-            unique: Unique::Accepted,
+            unique: Unique::First,
         };
         let record = Record {
             at: 12_000_345,
@@ -410,7 +410,7 @@ mod tests {
         };
         assert_eq!(
             record.to_string(),
-            "12.000345 sink     effect attempt=2 consumer=c0.1 unique=accepted"
+            "12.000345 sink     effect attempt=2 consumer=c0.1 unique=first"
         );
     }
 }

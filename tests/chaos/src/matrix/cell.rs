@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use rustix::process::Signal;
 
-use super::group::{Consumer, Group, Made, said};
+use super::group::{Combination, Consumer, Group, status_text};
 use super::servers::Servers;
 use super::step::{Step, Trigger};
 use crate::Error;
 use crate::check::{Checked, Rules};
-use crate::ledger::{Ledger, Settling, What};
+use crate::ledger::{Ledger, SettlementKind, What};
 use crate::message::{Outgoing, Work};
 
 /// The time limit until a process reaches its step.
@@ -20,7 +20,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(120);
 const ABORTED: &str = "signal 6";
 
 /// The result of a cell.
-pub(crate) struct Played {
+pub(crate) struct CellResult {
     pub(crate) checked: Checked,
     pub(crate) rules: Rules,
     /// The number of runs in which a process aborted at the step.
@@ -30,14 +30,14 @@ pub(crate) struct Played {
 }
 
 /// Runs the cell with these environment variables and the one that arms the step.
-pub(crate) fn play(
+pub(crate) fn run(
     servers: &Servers,
     step: &Step,
-    made: Made,
+    combination: Combination,
     environment: &[(&str, &str)],
     folder: &Path,
-) -> Result<Played, Error> {
-    let mut group = Group::open(servers, made, folder)?;
+) -> Result<CellResult, Error> {
+    let mut group = Group::open(servers, combination, folder)?;
     match step.trigger {
         // The queue must exist: the consumers only check it.
         Trigger::DrainWhileSomethingIsHeld => {
@@ -79,7 +79,7 @@ pub(crate) fn play(
         trigger_step(&mut group, &consumer, step.trigger)?;
         match group.ended(&mut consumer, STEP_TIMEOUT)? {
             Some(status) => {
-                let how = said(status);
+                let how = status_text(status);
                 let log = std::fs::read_to_string(folder.join(format!("{}.log", consumer.name)))?;
                 if how == ABORTED
                     && log
@@ -107,7 +107,7 @@ pub(crate) fn play(
     let last = group.start("z0", environment, &[])?;
     group.drain(vec![last], environment)?;
     let rules = group.rules();
-    Ok(Played {
+    Ok(CellResult {
         checked: group.check(&rules)?,
         rules,
         seen,
@@ -128,7 +128,7 @@ fn trigger_step(group: &mut Group<'_>, consumer: &Consumer, trigger: Trigger) ->
                 && match &record.what {
                     What::Started { id, .. } => trigger == Trigger::Drain && id.starts_with("u-"),
                     What::Settled {
-                        how: Settling::Released,
+                        how: SettlementKind::Released,
                         id,
                         ..
                     } => waits && id.starts_with("fail-"),

@@ -11,13 +11,13 @@ use oncegate::{
     Sqlite, Store, Topology, fault,
 };
 
-use super::tricks::{FaultyStore, Timed, Trick};
+use super::store_faults::{FaultyStore, StallRecorder, StoreFault};
 use crate::Error;
-use crate::ledger::{Ending, Log};
+use crate::ledger::{HandlerEnd, Log};
 use crate::message::{ID_HEADER, Work};
 use crate::recorded::Recorded;
 use crate::sink::Sink;
-use crate::worker::{Broker, Common, Running, Worker, reconcile};
+use crate::worker::{Broker, CommonArguments, RecordedRun, Worker, reconcile};
 
 /// The handler timeout: longer than the handling of any message of a cell.
 const TIMEOUT: Duration = Duration::from_secs(8);
@@ -36,7 +36,7 @@ pub enum Markers {
 #[derive(Debug, Args)]
 pub struct Arguments {
     #[command(flatten)]
-    common: Common,
+    common: CommonArguments,
     /// The kind of the marker store.
     #[arg(long, value_enum)]
     markers: Markers,
@@ -59,8 +59,8 @@ pub struct Arguments {
     #[arg(long, value_enum, default_value_t = RejectedBy::Consumer)]
     rejects: RejectedBy,
     /// The network fault between the consumer and its store.
-    #[arg(long, value_enum, default_value_t = Trick::None)]
-    trick: Trick,
+    #[arg(long, value_enum, default_value_t = StoreFault::None)]
+    store_fault: StoreFault,
 }
 
 /// Consumes until SIGTERM, then drains. Ends at once when its standard input ends, since its parent
@@ -131,7 +131,7 @@ async fn consume(source: impl Connect, arguments: &Arguments, worker: Worker) ->
         Markers::Redis => Arc::new(Redis::at(&arguments.store)),
         Markers::Sqlite => Arc::new(Sqlite::file(&arguments.store)),
     };
-    let store = Arc::new(Timed::new(store, Arc::clone(&log)));
+    let store = Arc::new(StallRecorder::new(store, Arc::clone(&log)));
     let mut builder = Consumer::builder();
     if arguments.markers == Markers::Sqlite {
         // Its file is on a memory file system. Only processes crash here, not the machine.
@@ -140,7 +140,7 @@ async fn consume(source: impl Connect, arguments: &Arguments, worker: Worker) ->
     let consumer = builder
         .source(Recorded::new(source, Arc::clone(&log)))
         .store(Recorded::new(
-            FaultyStore::new(store, arguments.trick),
+            FaultyStore::new(store, arguments.store_fault),
             Arc::clone(&log),
         ))
         .handler(Effects {
@@ -190,28 +190,29 @@ impl Handler for Effects {
             *runs += 1;
             *runs == 1
         };
-        let mut running = Running::begin(&self.log, cx, self.runs.fetch_add(1, Ordering::Relaxed));
-        running.how = Ending::Failed;
+        let mut running =
+            RecordedRun::begin(&self.log, cx, self.runs.fetch_add(1, Ordering::Relaxed));
+        running.how = HandlerEnd::Failed;
         match (id.split_once('-').map_or(id, |(before, _)| before), first) {
             ("fail", _) | ("once", true) => Err("as its id says").retry()?,
             ("refuse", _) => Err("as its id says").reject()?,
             ("panic", _) | ("trip", true) => panic!("as its id says"),
             _ => {}
         }
-        running.how = Ending::Dropped;
+        running.how = HandlerEnd::Dropped;
         let half = Duration::from_millis(work.ms) / 2;
         tokio::time::sleep(half).await;
         fault::point("effect.before");
         let applied = self.sink.apply(id, attempt).await;
         fault::point("effect.after");
-        running.how = Ending::Failed;
+        running.how = HandlerEnd::Failed;
         applied.in_doubt()?.in_doubt()?;
         if id.starts_with("late-") {
             panic!("after its effect, as its id says");
         }
-        running.how = Ending::Dropped;
+        running.how = HandlerEnd::Dropped;
         tokio::time::sleep(half).await;
-        running.how = Ending::Ok;
+        running.how = HandlerEnd::Ok;
         Ok(())
     }
 

@@ -16,12 +16,12 @@ use rustix::process::{Pid, Signal, kill_process};
 use super::consumer::Markers;
 use super::servers::Servers;
 use crate::Error;
-use crate::check::{Checked, Looked, Ordered, Promise, Remembers, Rules, check};
+use crate::broker_client::BrokerClient;
+use crate::check::{CheckScope, Checked, ClaimDurability, Ordered, Rules, TestedGuarantee, check};
 use crate::fleet::SinkProcess;
-use crate::ledger::{Edge, Ledger, Log, Sent, What};
+use crate::ledger::{FaultEdge, Ledger, Log, SentSignal, What};
 use crate::message::Outgoing;
-use crate::play::Taken;
-use crate::wire::Wire;
+use crate::run::ConsumerMode;
 use crate::worker::Broker;
 
 /// The lease.
@@ -48,19 +48,20 @@ const WAIT_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// The broker, store and guarantee of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Made {
+pub struct Combination {
     /// The broker.
     pub broker: Broker,
     /// The marker store.
     pub markers: Markers,
     /// The guarantee.
-    pub promise: Promise,
+    #[serde(rename = "promise")]
+    pub guarantee: TestedGuarantee,
 }
 
 /// A running group.
 pub(crate) struct Group<'a> {
     servers: &'a Servers,
-    pub(crate) made: Made,
+    pub(crate) combination: Combination,
     folder: PathBuf,
     name: String,
     /// The directory of the SQLite file, if possible on a memory file system: a slow disk would
@@ -70,7 +71,7 @@ pub(crate) struct Group<'a> {
     arguments: Vec<String>,
     log: Arc<Log>,
     sink: SinkProcess,
-    wire: Wire,
+    client: BrokerClient,
     faults: AtomicU64,
     ids: Mutex<BTreeSet<String>>,
 }
@@ -102,7 +103,11 @@ impl Consumer {
 
 impl<'a> Group<'a> {
     /// Creates a group with its own topic or queue; its files are in the folder.
-    pub(crate) fn open(servers: &'a Servers, made: Made, folder: &Path) -> Result<Self, Error> {
+    pub(crate) fn open(
+        servers: &'a Servers,
+        combination: Combination,
+        folder: &Path,
+    ) -> Result<Self, Error> {
         std::fs::create_dir_all(folder)?;
         // A number, since folder names may be too long; unique, since groups must not share a
         // queue.
@@ -112,31 +117,31 @@ impl<'a> Group<'a> {
             std::process::id(),
             NEXT.fetch_add(1, Ordering::Relaxed)
         );
-        let log = Arc::new(Log::open(&folder.join("player.jsonl"), "player")?);
+        let log = Arc::new(Log::open(&folder.join("harness.jsonl"), "harness")?);
         let sink = SinkProcess::start(folder)?;
-        let wire = servers.runtime.block_on(Wire::open(
-            made.broker,
-            &servers.url(made.broker),
+        let client = servers.runtime.block_on(BrokerClient::open(
+            combination.broker,
+            &servers.url(combination.broker),
             &name,
-            Taken::ByAll,
+            ConsumerMode::Competing,
         ))?;
         let memory = crate::in_memory()?;
-        let store = match made.markers {
+        let store = match combination.markers {
             Markers::Redis => servers.redis(),
             Markers::Sqlite => memory.path().join(FILE).display().to_string(),
         };
-        let promise = serde_json::to_value(made.promise)?
+        let guarantee = serde_json::to_value(combination.guarantee)?
             .as_str()
             .unwrap_or_default()
             .to_owned();
         let arguments = [
             ("folder", folder.display().to_string()),
-            ("broker", made.broker.name().to_owned()),
-            ("url", servers.url(made.broker)),
+            ("broker", combination.broker.name().to_owned()),
+            ("url", servers.url(combination.broker)),
             ("from", name.clone()),
-            ("markers", made.markers.name().to_owned()),
+            ("markers", combination.markers.name().to_owned()),
             ("store", store),
-            ("guarantee", promise),
+            ("guarantee", guarantee),
             ("sink", sink.address().to_string()),
             ("lease-ms", LEASE.as_millis().to_string()),
             ("drain-ms", DRAIN.as_millis().to_string()),
@@ -149,20 +154,20 @@ impl<'a> Group<'a> {
         let (faults, ids) = (AtomicU64::new(1), Mutex::default());
         let group = Self {
             servers,
-            made,
+            combination,
             folder: folder.to_owned(),
             name,
             memory,
             arguments,
             log,
             sink,
-            wire,
+            client,
             faults,
             ids,
         };
         // Kafka confirms the creation of a topic before its metadata is available.
         let until = Instant::now() + WAIT_TIMEOUT;
-        while made.broker == Broker::Kafka && group.left().is_none() {
+        while combination.broker == Broker::Kafka && group.unsettled().is_none() {
             if Instant::now() > until {
                 return Err(format!(
                     "Kafka has no metadata of the topic {} after {WAIT_TIMEOUT:?}",
@@ -223,8 +228,8 @@ impl<'a> Group<'a> {
             .unwrap_or_else(PoisonError::into_inner)
             .extend(messages.iter().map(|message| message.id.clone()));
         self.servers.runtime.block_on(async {
-            self.wire.publish(messages, &self.log).await?;
-            self.wire.flush().await;
+            self.client.publish(messages, &self.log).await?;
+            self.client.flush().await;
             Ok(())
         })
     }
@@ -279,21 +284,21 @@ impl<'a> Group<'a> {
             target: Some(consumer.name.clone()),
             edge,
         };
-        let gone = What::Gone {
+        let gone = What::ProcessEnded {
             consumer: consumer.name.clone(),
-            after: Sent::Kill,
-            status: said(status),
+            after: SentSignal::Kill,
+            status: status_text(status),
             took_ms: 0,
         };
         self.log
-            .write_all([fault(Edge::Begin), gone, fault(Edge::End)]);
+            .write_all([fault(FaultEdge::Begin), gone, fault(FaultEdge::End)]);
         self.note_commits();
     }
 
     /// Records the committed offsets. Ignores errors, since they are recorded again at the end.
     fn note_commits(&self) {
         let committed = self
-            .wire
+            .client
             .group()
             .and_then(|group| group.committed().ok())
             .unwrap_or_default();
@@ -315,7 +320,7 @@ impl<'a> Group<'a> {
     /// Waits until all messages are settled.
     pub(crate) fn until_done(&self, timeout: Duration) -> Result<(), Error> {
         let until = Instant::now() + timeout;
-        while self.left() != Some(0) {
+        while self.unsettled() != Some(0) {
             if Instant::now() > until {
                 return Err(format!(
                     "{} still has unsettled messages after {timeout:?}",
@@ -331,8 +336,10 @@ impl<'a> Group<'a> {
     /// Deletes the topic and creates it again.
     pub(crate) fn recreate_topic(&self) -> Result<(), Error> {
         self.note_commits();
-        self.log.write(What::MadeAnew);
-        self.servers.runtime.block_on(self.wire.recreate_topic())?;
+        self.log.write(What::TopicRecreated);
+        self.servers
+            .runtime
+            .block_on(self.client.recreate_topic())?;
         std::thread::sleep(MADE);
         Ok(())
     }
@@ -340,7 +347,7 @@ impl<'a> Group<'a> {
     /// Waits until a consumer has declared its queue, and ends the consumer.
     pub(crate) fn declared(&mut self, mut consumer: Consumer) -> Result<(), Error> {
         let until = Instant::now() + WAIT_TIMEOUT;
-        while self.left().is_none() {
+        while self.unsettled().is_none() {
             if Instant::now() > until {
                 return Err(format!(
                     "the queue {} was not declared within {WAIT_TIMEOUT:?}",
@@ -357,10 +364,10 @@ impl<'a> Group<'a> {
             .ended(&mut consumer, WAIT_TIMEOUT)?
             .ok_or("the consumer did not end after SIGTERM")?;
         let took_ms = u64::try_from(since.elapsed().as_millis())?;
-        self.log.write(What::Gone {
+        self.log.write(What::ProcessEnded {
             consumer: consumer.name.clone(),
-            after: Sent::Terminate,
-            status: said(status),
+            after: SentSignal::Terminate,
+            status: status_text(status),
             took_ms,
         });
         Ok(())
@@ -386,17 +393,17 @@ impl<'a> Group<'a> {
                     return Err(format!("{} did not end after SIGTERM", consumer.name).into());
                 };
                 let took_ms = u64::try_from(since.elapsed().as_millis())?;
-                self.log.write(What::Gone {
+                self.log.write(What::ProcessEnded {
                     consumer: consumer.name.clone(),
-                    after: Sent::Terminate,
-                    status: said(status),
+                    after: SentSignal::Terminate,
+                    status: status_text(status),
                     took_ms,
                 });
             }
-            let left = self.settled_left();
+            let left = self.unsettled_at_end();
             if left == Some(0) || Instant::now() > until {
                 // Without a reply of the broker the count is unknown, not 0.
-                self.log.write(What::Left {
+                self.log.write(What::Unsettled {
                     count: left.unwrap_or(u64::MAX),
                 });
                 break;
@@ -419,15 +426,15 @@ impl<'a> Group<'a> {
         Ok(())
     }
 
-    fn left(&self) -> Option<u64> {
-        self.servers.runtime.block_on(self.wire.left()).ok()
+    fn unsettled(&self) -> Option<u64> {
+        self.servers.runtime.block_on(self.client.unsettled()).ok()
     }
 
     /// The number of unsettled messages; polls, because queues update their counts with a delay.
-    fn settled_left(&self) -> Option<u64> {
+    fn unsettled_at_end(&self) -> Option<u64> {
         let mut left = None;
         for _ in 0..8 {
-            left = self.left();
+            left = self.unsettled();
             if left == Some(0) {
                 break;
             }
@@ -442,9 +449,12 @@ impl<'a> Group<'a> {
             self.sink.check_running()?;
             for consumer in consumers.iter_mut() {
                 if let Some(status) = consumer.child.try_wait()? {
-                    return Err(
-                        format!("{} ended by itself: {}", consumer.name, said(status)).into(),
-                    );
+                    return Err(format!(
+                        "{} ended by itself: {}",
+                        consumer.name,
+                        status_text(status)
+                    )
+                    .into());
                 }
             }
             let written = written(&self.folder)?;
@@ -452,7 +462,7 @@ impl<'a> Group<'a> {
                 (seen, since) = (written, Instant::now());
             }
             if since.elapsed() > QUIET_TIME {
-                if self.left() == Some(0) {
+                if self.unsettled() == Some(0) {
                     return Ok(());
                 }
                 since = Instant::now();
@@ -467,8 +477,8 @@ impl<'a> Group<'a> {
         let rejected = self
             .servers
             .runtime
-            .block_on(self.wire.rejected_messages())?;
-        let record = |message: crate::wire::RejectedMessage| What::Aside {
+            .block_on(self.client.rejected_messages())?;
+        let record = |message: crate::broker_client::RejectedMessage| What::Rejected {
             id: message.id,
             place: message.place,
             reason: message.reason,
@@ -502,7 +512,7 @@ impl<'a> Group<'a> {
         self.servers.runtime.block_on(async {
             for id in ids {
                 let key = scope.key(&MessageId::new(&id).ok_or("an id")?);
-                let marker = match self.made.markers {
+                let marker = match self.combination.markers {
                     Markers::Redis => redis.look(&key).await?,
                     Markers::Sqlite => file.look(&key).await?,
                 };
@@ -522,22 +532,22 @@ impl<'a> Group<'a> {
 
     /// The rules by which the group is checked.
     pub(crate) fn rules(&self) -> Rules {
-        let order = if self.made.broker == Broker::Kafka {
+        let order = if self.combination.broker == Broker::Kafka {
             Ordered::ByKey
         } else {
             Ordered::Not
         };
         Rules {
-            promise: self.made.promise,
+            guarantee: self.combination.guarantee,
             order,
             lease: LEASE,
             grace: GRACE,
             aftermath: AFTERMATH,
             drain: DRAIN,
-            store: Remembers::Claims,
+            store: ClaimDurability::Kept,
             in_flight: IN_FLIGHT,
             attempts: 0,
-            looked: Looked::InTheLedger,
+            scope: CheckScope::LedgerOnly,
         }
     }
 
@@ -548,7 +558,7 @@ impl<'a> Group<'a> {
 }
 
 /// The exit status as text.
-pub(crate) fn said(status: ExitStatus) -> String {
+pub(crate) fn status_text(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit {code}"),
         (None, Some(signal)) => format!("signal {signal}"),

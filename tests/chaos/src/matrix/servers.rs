@@ -65,16 +65,16 @@ impl Servers {
     /// # Errors
     /// The log cannot be read.
     pub fn refused_acknowledgements(&self) -> Result<Vec<String>, Error> {
-        let said = std::fs::read(self.rabbit.directory().join("server.log"))?;
-        Ok(crate::stage::refused_acknowledgements(
-            &String::from_utf8_lossy(&said),
+        let text = std::fs::read(self.rabbit.directory().join("server.log"))?;
+        Ok(crate::servers::refused_acknowledgements(
+            &String::from_utf8_lossy(&text),
         ))
     }
 
     /// The versions of the servers and the tested commit.
     pub fn versions(&self) -> BTreeMap<String, String> {
-        let told = self.redis.reply("INFO server").unwrap_or_default();
-        let redis = told
+        let text = self.redis.reply("INFO server").unwrap_or_default();
+        let redis = text
             .lines()
             .find_map(|line| line.strip_prefix("redis_version:"))
             .unwrap_or("unknown")
@@ -96,7 +96,7 @@ impl Servers {
                     .to_owned(),
             )
         });
-        let commit = crate::stage::commit().to_owned();
+        let commit = crate::servers::commit().to_owned();
         let named = [
             ("Redis", redis),
             ("RabbitMQ", rabbit),

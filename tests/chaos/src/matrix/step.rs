@@ -1,8 +1,8 @@
 //! The steps of the delivery lifecycle at which a process aborts.
 
 use super::consumer::Markers;
-use super::group::Made;
-use crate::check::Promise;
+use super::group::Combination;
+use crate::check::TestedGuarantee;
 use crate::worker::Broker;
 
 /// A crash point in oncegate or in the handler.
@@ -48,8 +48,8 @@ enum Only {
     Sqlite,
 }
 
-const OFTEN: [u32; 3] = [1, 2, 4];
-const SELDOM: [u32; 3] = [1, 1, 1];
+const SEVERAL_PASSES: [u32; 3] = [1, 2, 4];
+const FIRST_PASS: [u32; 3] = [1, 1, 1];
 
 const fn step(
     name: &'static str,
@@ -71,393 +71,393 @@ const fn step(
 pub const STEPS: [Step; 56] = [
     step(
         "delivery",
-        "a delivery has come in, and nothing was asked",
-        OFTEN,
+        "a delivery was received, and nothing was sent to the store",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "claim.before",
         "before a claim is sent",
-        OFTEN,
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "claim.after",
-        "a claim was carried out, its reply unread",
-        OFTEN,
+        "the store applied a claim, and its reply was not read",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "handler.before",
-        "claimed, before the handler",
-        OFTEN,
+        "the claim is granted, before the handler starts",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "effect.before",
-        "inside the handler, before its effect",
-        OFTEN,
+        "in the handler, before its effect",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "effect.after",
-        "inside the handler, after its effect",
-        OFTEN,
+        "in the handler, after its effect",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "handler.after",
-        "after the handler",
-        OFTEN,
+        "after the handler returned",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "renew.before",
         "before a renewal is sent",
-        SELDOM,
+        FIRST_PASS,
         Trigger::Work,
         Only::NotBare,
     ),
     step(
         "renew.after",
-        "a renewal was carried out, its reply unread",
-        SELDOM,
+        "the store applied a renewal, and its reply was not read",
+        FIRST_PASS,
         Trigger::Work,
         Only::NotBare,
     ),
     step(
         "complete.before",
         "before a completion is sent",
-        OFTEN,
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "complete.after",
-        "a completion was carried out, its reply unread",
-        OFTEN,
+        "the store applied a completion, and its reply was not read",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "clear.before",
-        "before an id is freed for another attempt",
-        SELDOM,
+        "before an id is cleared for another attempt",
+        FIRST_PASS,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "clear.after",
-        "it was freed, the reply unread",
-        SELDOM,
+        "the store cleared an id, and its reply was not read",
+        FIRST_PASS,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "reject.before",
-        "before an id is kept from running",
-        SELDOM,
+        "before an id is recorded as rejected",
+        FIRST_PASS,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "reject.after",
-        "it was, the reply unread",
-        SELDOM,
+        "the store recorded a rejection, and its reply was not read",
+        FIRST_PASS,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "doubt.before",
-        "before an id is put in doubt",
-        SELDOM,
+        "before an id is recorded as in doubt",
+        FIRST_PASS,
         Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "doubt.after",
-        "it is in doubt, the reply unread",
-        SELDOM,
+        "the store recorded a doubt, and its reply was not read",
+        FIRST_PASS,
         Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "reconcile.before",
         "before `reconcile`",
-        SELDOM,
+        FIRST_PASS,
         Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "reconcile.found",
-        "inside `reconcile`, when it has found out",
-        SELDOM,
+        "in `reconcile`, after the sink replied",
+        FIRST_PASS,
         Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "reconcile.after",
-        "after `reconcile`",
-        SELDOM,
+        "after `reconcile` returned",
+        FIRST_PASS,
         Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "resolve.before",
-        "before what was found is written",
-        SELDOM,
+        "before the result of `reconcile` is sent to the store",
+        FIRST_PASS,
         Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "resolve.after",
-        "it was written, the reply unread",
-        SELDOM,
+        "the store recorded the result of `reconcile`, and its reply was not read",
+        FIRST_PASS,
         Trigger::Work,
         Only::AtMostOnce,
     ),
     step(
         "sqlite.commit.before",
-        "inside SQLite's transaction",
-        OFTEN,
+        "in a SQLite transaction, before its commit",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Sqlite,
     ),
     step(
         "sqlite.commit.after",
-        "SQLite has committed, nobody was told",
-        OFTEN,
+        "SQLite committed, and the verdicts were not returned",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Sqlite,
     ),
     step(
         "settle.before",
-        "before a verdict goes to the source",
-        OFTEN,
+        "before a settlement is passed to the source",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "settle.after",
-        "the source has it",
-        OFTEN,
+        "the source has the settlement",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Everywhere,
     ),
     step(
         "kafka.assign.before",
-        "the group gives it partitions, before it takes them over",
-        SELDOM,
+        "the group assigned partitions, before `assign` is called",
+        FIRST_PASS,
         Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.assign.after",
-        "it has taken them over, nothing of them was read",
-        SELDOM,
+        "`assign` was called, and no message was read",
+        FIRST_PASS,
         Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.commit.before",
         "before an offset is stored for the commit",
-        OFTEN,
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.commit.stored",
-        "stored, not committed",
-        OFTEN,
+        "an offset was stored and not committed",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.commit.sent",
-        "the first of an assignment is on its way, not confirmed",
-        SELDOM,
+        "the first commit of an assignment was sent and not confirmed",
+        FIRST_PASS,
         Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.commit.confirmed",
-        "Kafka has committed it, nobody was told",
-        SELDOM,
+        "Kafka confirmed a commit, before the consumer records it",
+        FIRST_PASS,
         Trigger::Work,
         Only::Kafka,
     ),
     step(
-        "kafka.letter.before",
+        "kafka.dead-letter.before",
         "before a dead letter is published",
-        SELDOM,
+        FIRST_PASS,
         Trigger::Work,
         Only::Kafka,
     ),
     step(
-        "kafka.letter.confirmed",
-        "it stands, its message is not settled",
-        SELDOM,
+        "kafka.dead-letter.confirmed",
+        "a dead letter is confirmed, and its message is not settled",
+        FIRST_PASS,
         Trigger::Work,
         Only::Kafka,
     ),
     step(
-        "kafka.letter.settled",
-        "its message is settled, not committed",
-        SELDOM,
+        "kafka.dead-letter.settled",
+        "the message of a dead letter is settled, and its offset is not committed",
+        FIRST_PASS,
         Trigger::Work,
         Only::Kafka,
     ),
     step(
         "kafka.seek.before",
-        "a topic was made anew, before its beginning is sought",
-        SELDOM,
+        "the topic was recreated, before the seek to its beginning",
+        FIRST_PASS,
         Trigger::TopicRecreated,
         Only::Kafka,
     ),
     step(
         "kafka.seek.after",
-        "it was sought, nothing of it was read",
-        SELDOM,
+        "after the seek in a recreated topic, and no message was read",
+        FIRST_PASS,
         Trigger::TopicRecreated,
         Only::Kafka,
     ),
     step(
         "kafka.unassign.before",
-        "drained, before it gives its partitions back",
-        SELDOM,
+        "drained, before partitions are unassigned",
+        FIRST_PASS,
         Trigger::Drain,
         Only::Kafka,
     ),
     step(
         "kafka.unassign.after",
-        "it has given them back, and not left the group",
-        SELDOM,
+        "partitions are unassigned, and the consumer has not left the group",
+        FIRST_PASS,
         Trigger::Drain,
         Only::Kafka,
     ),
     step(
         "amqp.consume.before",
-        "the queues are there, before it asks to consume",
-        SELDOM,
+        "the queues exist, before `basic.consume`",
+        FIRST_PASS,
         Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.consume.after",
-        "the broker sends, nothing of it was read",
-        SELDOM,
+        "after `basic.consume`, and no delivery was read",
+        FIRST_PASS,
         Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.ack.before",
         "before acknowledgements are written",
-        OFTEN,
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.ack.rejected",
-        "a delivery was rejected, the acknowledgements beside it are not written",
-        SELDOM,
+        "`basic.reject` was written, and acknowledgements of the same batch were not",
+        FIRST_PASS,
         Trigger::RejectedByTheQueue,
         Only::RabbitMq,
     ),
     step(
         "amqp.ack.after",
-        "they were handed to the connection",
-        OFTEN,
+        "acknowledgements were passed to the connection",
+        SEVERAL_PASSES,
         Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.letter.before",
         "before a dead letter is published",
-        SELDOM,
+        FIRST_PASS,
         Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.letter.confirmed",
-        "it stands, its message is not acknowledged",
-        SELDOM,
+        "a dead letter is confirmed, and its message is not acknowledged",
+        FIRST_PASS,
         Trigger::Work,
         Only::RabbitMq,
     ),
     step(
         "amqp.cancel.before",
-        "told to drain, before it cancels its consumer",
-        SELDOM,
+        "the drain has begun, before `basic.cancel`",
+        FIRST_PASS,
         Trigger::Drain,
         Only::RabbitMq,
     ),
     step(
         "amqp.cancel.after",
-        "the broker sends no more, what it sent is not settled",
-        SELDOM,
+        "after `basic.cancel`, and its deliveries are not settled",
+        FIRST_PASS,
         Trigger::Drain,
         Only::RabbitMq,
     ),
     step(
         "amqp.delay.before",
-        "before a copy is published to wait",
-        SELDOM,
+        "before a delayed copy is published",
+        FIRST_PASS,
         Trigger::DrainWhileSomethingWaits,
         Only::RabbitMq,
     ),
     step(
         "amqp.delay.confirmed",
-        "the copy stands, its message is not acknowledged",
-        SELDOM,
+        "a delayed copy is confirmed, and its message is not acknowledged",
+        FIRST_PASS,
         Trigger::DrainWhileSomethingWaits,
         Only::RabbitMq,
     ),
     step(
         "amqp.back.before",
-        "before what was not settled is handed back",
-        SELDOM,
+        "before unsettled deliveries are requeued",
+        FIRST_PASS,
         Trigger::DrainWhileSomethingIsHeld,
         Only::RabbitMq,
     ),
     step(
         "amqp.back.rejected",
-        "what has failed is handed back, the rest is not",
-        SELDOM,
+        "failed deliveries are requeued, and the others are not",
+        FIRST_PASS,
         Trigger::DrainWhileSomethingIsHeld,
         Only::RabbitMq,
     ),
     step(
         "amqp.back.after",
-        "all is handed back, the channel is open",
-        SELDOM,
+        "all deliveries are requeued, and the channel is open",
+        FIRST_PASS,
         Trigger::DrainWhileSomethingIsHeld,
         Only::RabbitMq,
     ),
     step(
         "drain.begun",
-        "told to drain, handlers run",
-        SELDOM,
+        "the drain has begun, and handlers run",
+        FIRST_PASS,
         Trigger::Drain,
         Only::Everywhere,
     ),
     step(
         "drain.closing",
         "drained, before the source is closed",
-        SELDOM,
+        FIRST_PASS,
         Trigger::Drain,
         Only::Everywhere,
     ),
     step(
         "drain.closed",
-        "the source is closed, the process has not ended",
-        SELDOM,
+        "the source is closed, and the process has not ended",
+        FIRST_PASS,
         Trigger::Drain,
         Only::Everywhere,
     ),
@@ -465,16 +465,18 @@ pub const STEPS: [Step; 56] = [
 
 impl Step {
     /// Why the step does not exist in this combination; none if it does.
-    pub fn absent(&self, made: Made) -> Option<&'static str> {
+    pub fn absent(&self, combination: Combination) -> Option<&'static str> {
         match self.only {
-            Only::NotBare if made.promise == Promise::Bare => Some("bare holds nothing"),
-            Only::AtMostOnce if made.promise != Promise::AtMostOnce => {
-                Some("it is not put in doubt: it runs again")
+            Only::NotBare if combination.guarantee == TestedGuarantee::Bare => {
+                Some("bare has no leases")
             }
-            Only::Kafka if made.broker != Broker::Kafka => Some("it is a step of Kafka's"),
-            Only::RabbitMq if made.broker != Broker::Rabbitmq => Some("it is a step of RabbitMQ's"),
-            Only::Sqlite if made.markers != Markers::Sqlite => {
-                Some("Redis has no commit: before and after each command are steps of their own")
+            Only::AtMostOnce if combination.guarantee != TestedGuarantee::AtMostOnce => {
+                Some("only at most once records doubts; otherwise the message runs again")
+            }
+            Only::Kafka if combination.broker != Broker::Kafka => Some("a step of Kafka"),
+            Only::RabbitMq if combination.broker != Broker::Rabbitmq => Some("a step of RabbitMQ"),
+            Only::Sqlite if combination.markers != Markers::Sqlite => {
+                Some("Redis has no transactions here; its commands have steps of their own")
             }
             _ => None,
         }
@@ -506,7 +508,7 @@ mod tests {
     }
 
     #[test]
-    fn each_step_has_a_name_of_its_own_which_stands_in_the_code_it_is_about() {
+    fn each_step_is_a_crash_point_in_the_code() {
         let mut code = String::new();
         for folder in ["../../crates", "src/matrix"] {
             sources(
@@ -519,7 +521,7 @@ mod tests {
         for name in names {
             assert!(
                 code.contains(&format!("\"{name}\"")),
-                "no point is called {name}"
+                "no crash point has the name {name}"
             );
         }
     }
@@ -537,7 +539,7 @@ mod tests {
     }
 
     #[test]
-    fn each_point_in_the_code_is_a_step() {
+    fn each_crash_point_in_the_code_is_a_step() {
         let mut code = String::new();
         for folder in ["../../crates", "src/matrix"] {
             sources(
@@ -552,11 +554,14 @@ mod tests {
                 && points.contains("drain.closed"),
             "{points:?}"
         );
-        let forgotten: Vec<&str> = points
+        let missing: Vec<&str> = points
             .into_iter()
             .filter(|name| Step::named(name).is_none())
             .collect();
-        assert!(forgotten.is_empty(), "no process is ended at {forgotten:?}");
+        assert!(
+            missing.is_empty(),
+            "crash points without a step: {missing:?}"
+        );
     }
 
     #[test]
@@ -564,20 +569,20 @@ mod tests {
         let exists = |step: &Step| {
             crate::matrix::columns()
                 .into_iter()
-                .any(|made| step.absent(made).is_none())
+                .any(|combination| step.absent(combination).is_none())
         };
         assert!(STEPS.iter().all(exists));
-        for made in crate::matrix::columns() {
+        for combination in crate::matrix::columns() {
             let of = |beginning: &str| {
-                STEPS
-                    .iter()
-                    .any(|step| step.name.starts_with(beginning) && step.absent(made).is_none())
+                STEPS.iter().any(|step| {
+                    step.name.starts_with(beginning) && step.absent(combination).is_none()
+                })
             };
             assert_eq!(
                 (of("kafka."), of("amqp.")),
                 (
-                    made.broker == Broker::Kafka,
-                    made.broker == Broker::Rabbitmq
+                    combination.broker == Broker::Kafka,
+                    combination.broker == Broker::Rabbitmq
                 )
             );
         }

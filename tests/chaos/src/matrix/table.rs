@@ -7,12 +7,12 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use super::cell::Played;
-use super::group::Made;
+use super::cell::CellResult;
+use super::group::Combination;
 use super::step::{STEPS, Step};
 use super::{columns, consumer::Markers};
 use crate::Error;
-use crate::check::Promise;
+use crate::check::TestedGuarantee;
 use crate::worker::Broker;
 
 /// All cells.
@@ -36,7 +36,8 @@ pub struct Cell {
     /// The step's name.
     pub step: String,
     /// The combination of broker, store and guarantee.
-    pub made: Made,
+    #[serde(rename = "made")]
+    pub combination: Combination,
     /// Why the cell does not exist.
     pub absent: Option<String>,
     /// The number of aborts at the step.
@@ -55,18 +56,18 @@ pub struct Cell {
 
 impl Cell {
     /// A cell that does not exist.
-    pub(crate) fn absent(step: &Step, made: Made, why: &str) -> Self {
+    pub(crate) fn absent(step: &Step, combination: Combination, why: &str) -> Self {
         Self {
             absent: Some(why.to_owned()),
-            ..Self::empty(step, made)
+            ..Self::empty(step, combination)
         }
     }
 
-    fn empty(step: &Step, made: Made) -> Self {
+    fn empty(step: &Step, combination: Combination) -> Self {
         let (step, wrong) = (step.name.to_owned(), Vec::new());
         Self {
             step,
-            made,
+            combination,
             absent: None,
             runs: 0,
             confirmed: 0,
@@ -78,11 +79,15 @@ impl Cell {
     }
 
     /// The result of a run.
-    pub(crate) fn of(step: &Step, made: Made, played: &Result<Played, Error>) -> Self {
-        let mut cell = Self::empty(step, made);
-        match played {
+    pub(crate) fn of(
+        step: &Step,
+        combination: Combination,
+        result: &Result<CellResult, Error>,
+    ) -> Self {
+        let mut cell = Self::empty(step, combination);
+        match result {
             Err(error) => cell.wrong.push(error.to_string()),
-            Ok(Played {
+            Ok(CellResult {
                 checked,
                 seen,
                 missed,
@@ -91,14 +96,14 @@ impl Cell {
                 let counts = &checked.counts;
                 (cell.runs, cell.confirmed, cell.lost) =
                     (u64::from(*seen), counts.acknowledged, counts.lost);
-                cell.doubled = if made.promise == Promise::AtMostOnce {
+                cell.doubled = if combination.guarantee == TestedGuarantee::AtMostOnce {
                     counts.duplicated
                 } else {
                     0
                 };
                 cell.explained = counts.explained.values().sum();
                 cell.wrong.clone_from(missed);
-                let told = |it: &crate::check::Violation| {
+                let text = |it: &crate::check::Violation| {
                     format!(
                         "{} {}: {}",
                         it.invariant,
@@ -106,14 +111,14 @@ impl Cell {
                         it.why
                     )
                 };
-                cell.wrong.extend(checked.violations.iter().map(told));
+                cell.wrong.extend(checked.violations.iter().map(text));
             }
         }
         cell
     }
 
     /// Whether no invariant was violated and all processes aborted at the step.
-    pub fn is_right(&self) -> bool {
+    pub fn passed(&self) -> bool {
         self.wrong.is_empty() && (self.absent.is_some() || self.runs >= 3)
     }
 
@@ -134,26 +139,26 @@ impl Cell {
             .unwrap_or_default();
         format!(
             "{step}, {}: ended {runs} times, {lost} lost, {doubled} doubled, {explained} extra effects explained{wrong}",
-            named(self.made)
+            named(self.combination)
         )
     }
 }
 
 /// The combination as text.
-fn named(made: Made) -> String {
-    let promise = match made.promise {
-        Promise::AtMostOnce => "at most once",
-        Promise::EffectivelyOnce => "effectively once",
-        Promise::Bare => "bare",
+fn named(combination: Combination) -> String {
+    let guarantee = match combination.guarantee {
+        TestedGuarantee::AtMostOnce => "at most once",
+        TestedGuarantee::EffectivelyOnce => "effectively once",
+        TestedGuarantee::Bare => "bare",
     };
-    let broker = if made.broker == Broker::Kafka {
+    let broker = if combination.broker == Broker::Kafka {
         "Kafka"
     } else {
         "RabbitMQ"
     };
     format!(
-        "{promise}, {broker}, {}",
-        if made.markers == Markers::Redis {
+        "{guarantee}, {broker}, {}",
+        if combination.markers == Markers::Redis {
             "Redis"
         } else {
             "SQLite"
@@ -168,7 +173,7 @@ impl Matrix {
         self.cells.sort_by_key(|cell| {
             (
                 at(&cell.step),
-                columns().iter().position(|it| *it == cell.made),
+                columns().iter().position(|it| *it == cell.combination),
             )
         });
     }
@@ -179,7 +184,7 @@ impl Matrix {
             match self
                 .cells
                 .iter_mut()
-                .find(|it| it.step == cell.step && it.made == cell.made)
+                .find(|it| it.step == cell.step && it.combination == cell.combination)
             {
                 None => self.cells.push(cell),
                 Some(sum) => {
@@ -200,19 +205,21 @@ impl Matrix {
 
     /// Whether every cell passed, RabbitMQ refused no acknowledgement, and `bare` lost messages if
     /// it ran.
-    pub fn is_right(&self) -> bool {
+    pub fn passed(&self) -> bool {
         !self.cells.is_empty()
-            && self.cells.iter().all(Cell::is_right)
+            && self.cells.iter().all(Cell::passed)
             && self.refused.is_empty()
-            && !self.is_blind()
+            && !self.bare_lost_nothing()
     }
 
     /// Whether `bare` ran and lost nothing in any cell.
-    fn is_blind(&self) -> bool {
+    fn bare_lost_nothing(&self) -> bool {
         let mut of_bare = self
             .cells
             .iter()
-            .filter(|cell| cell.made.promise == Promise::Bare && cell.absent.is_none())
+            .filter(|cell| {
+                cell.combination.guarantee == TestedGuarantee::Bare && cell.absent.is_none()
+            })
             .peekable();
         of_bare.peek().is_some() && of_bare.all(|cell| cell.lost == 0)
     }
@@ -220,14 +227,14 @@ impl Matrix {
     /// A summary in one line.
     pub fn verdict(&self) -> String {
         let sum = |of: fn(&Cell) -> u64| self.cells.iter().map(of).sum::<u64>();
-        let wrong = self.cells.iter().filter(|cell| !cell.is_right()).count();
-        let played = self
+        let wrong = self.cells.iter().filter(|cell| !cell.passed()).count();
+        let cells = self
             .cells
             .iter()
             .filter(|cell| cell.absent.is_none())
             .count();
         format!(
-            "matrix: {played} cells, {} processes ended at their step, {} messages, {} lost, {} doubled, {} extra effects explained, {wrong} cells wrong, {} acknowledgements refused, {} s{}",
+            "matrix: {cells} cells, {} processes ended at their step, {} messages, {} lost, {} doubled, {} extra effects explained, {wrong} cells wrong, {} acknowledgements refused, {} s{}",
             sum(|it| it.runs),
             sum(|it| it.confirmed),
             sum(|it| it.lost),
@@ -235,8 +242,8 @@ impl Matrix {
             sum(|it| it.explained),
             self.refused.len(),
             self.seconds,
-            if self.is_blind() {
-                "; BLIND: bare lost nothing"
+            if self.bare_lost_nothing() {
+                "; bare lost nothing, so the harness may not detect losses"
             } else {
                 ""
             }
@@ -246,7 +253,7 @@ impl Matrix {
     /// Writes `matrix.md` and `matrix.json`.
     ///
     /// # Errors
-    /// What the file system said.
+    /// The error of the file system.
     pub fn write(&self, folder: &Path) -> io::Result<()> {
         std::fs::write(folder.join("matrix.md"), self.to_markdown())?;
         std::fs::write(folder.join("matrix.json"), serde_json::to_vec_pretty(self)?)
@@ -255,13 +262,17 @@ impl Matrix {
     /// The table.
     pub fn to_markdown(&self) -> String {
         let mut text = format!("# {}\n\n", self.verdict());
-        let columns: Vec<Made> = columns()
+        let columns: Vec<Combination> = columns()
             .into_iter()
-            .filter(|made| self.cells.iter().any(|cell| cell.made == *made))
+            .filter(|combination| {
+                self.cells
+                    .iter()
+                    .any(|cell| cell.combination == *combination)
+            })
             .collect();
         text += "Each cell: processes ended there / messages lost / ids doubled / extra effects explained.\n\n| step |";
-        for made in &columns {
-            let _ = write!(text, " {} |", named(*made));
+        for combination in &columns {
+            let _ = write!(text, " {} |", named(*combination));
         }
         text += "\n| --- |";
         text += &" ---: |".repeat(columns.len());
@@ -272,11 +283,11 @@ impl Matrix {
             .filter(|step| self.cells.iter().any(|cell| cell.step == step.name))
         {
             let _ = write!(text, "| {} (`{}`) |", step.text, step.name);
-            for made in &columns {
+            for combination in &columns {
                 let cell = self
                     .cells
                     .iter()
-                    .find(|cell| cell.step == step.name && cell.made == *made);
+                    .find(|cell| cell.step == step.name && cell.combination == *combination);
                 let shown = match cell {
                     None => String::new(),
                     Some(Cell {
@@ -289,7 +300,7 @@ impl Matrix {
                         format!("n/a ({})", number + 1)
                     }
                     Some(cell) => {
-                        let mark = if cell.is_right() { "" } else { " **wrong**" };
+                        let mark = if cell.passed() { "" } else { " **wrong**" };
                         format!(
                             "{} / {} / {} / {}{mark}",
                             cell.runs, cell.lost, cell.doubled, cell.explained
@@ -303,7 +314,7 @@ impl Matrix {
         for (number, why) in (1..).zip(reasons) {
             let _ = write!(text, "\n({number}) {why}.\n");
         }
-        for cell in self.cells.iter().filter(|cell| !cell.is_right()) {
+        for cell in self.cells.iter().filter(|cell| !cell.passed()) {
             let _ = write!(text, "\n## {}\n", cell.line());
             for wrong in &cell.wrong {
                 let _ = write!(text, "\n- {wrong}");
@@ -327,7 +338,7 @@ impl Matrix {
 mod tests {
     use super::*;
 
-    fn cell(step: &str, made: Made, lost: u64) -> Cell {
+    fn cell(step: &str, combination: Combination, lost: u64) -> Cell {
         let step = Step::named(step).expect("a step");
         let wrong = if lost > 0 {
             vec!["I1 u-1: confirmed, and neither".to_owned()]
@@ -339,25 +350,25 @@ mod tests {
             confirmed: 30,
             lost,
             wrong,
-            ..Cell::empty(step, made)
+            ..Cell::empty(step, combination)
         }
     }
 
     #[test]
-    fn what_was_not_seen_to_end_is_as_wrong_as_what_was_lost() {
-        let made = columns()[0];
+    fn a_cell_with_a_missing_abort_or_a_loss_fails() {
+        let combination = columns()[0];
         let right = Matrix {
-            cells: vec![cell("claim.before", made, 0)],
+            cells: vec![cell("claim.before", combination, 0)],
             ..Matrix::default()
         };
-        assert!(right.is_right() && !Matrix::default().is_right());
+        assert!(right.passed() && !Matrix::default().passed());
         let mut lost = right.clone();
         lost.add(Matrix {
-            cells: vec![cell("claim.before", made, 1)],
+            cells: vec![cell("claim.before", combination, 1)],
             ..Matrix::default()
         });
         assert_eq!(
-            (lost.cells.len(), lost.cells[0].runs, lost.is_right()),
+            (lost.cells.len(), lost.cells[0].runs, lost.passed()),
             (1, 6, false)
         );
         assert!(
@@ -368,13 +379,13 @@ mod tests {
         );
         let unseen = Cell {
             runs: 2,
-            ..cell("claim.before", made, 0)
+            ..cell("claim.before", combination, 0)
         };
-        assert!(!unseen.is_right());
+        assert!(!unseen.passed());
     }
 
     #[test]
-    fn the_table_says_why_there_is_no_such_cell() {
+    fn the_table_says_why_a_cell_does_not_exist() {
         let columns = columns();
         let (doubt, effectively_once) = (Step::named("doubt.before").expect("a step"), columns[4]);
         let why = doubt.absent(effectively_once).expect("it is absent");
@@ -392,7 +403,7 @@ mod tests {
         let text = matrix.to_markdown();
         assert!(
             text.contains(
-                "| before an id is put in doubt (`doubt.before`) | 3 / 0 / 0 / 0 | n/a (1) |"
+                "| before an id is recorded as in doubt (`doubt.before`) | 3 / 0 / 0 / 0 | n/a (1) |"
             ),
             "{text}"
         );
@@ -401,8 +412,8 @@ mod tests {
             "{text}"
         );
         assert!(
-            text.find("claim.after").expect("it stands there")
-                < text.find("doubt.before").expect("it stands there")
+            text.find("claim.after").expect("the row exists")
+                < text.find("doubt.before").expect("the row exists")
         );
     }
 }

@@ -23,12 +23,12 @@ pub(super) struct SourceClient<S>(pub(super) Box<S>, Duration);
 
 impl<S: Source + 'static> SourceClient<S> {
     pub(super) async fn of(queue: &impl TestQueue<Source = S>) -> Self {
-        Self(Box::new(queue.source().await), queue.patience())
+        Self(Box::new(queue.source().await), queue.step_timeout())
     }
 
     /// Receives exactly this many deliveries.
     pub(super) async fn receive(&mut self, count: usize) -> Vec<Delivery> {
-        let (mut all, patience) = (Vec::new(), self.1);
+        let (mut all, step_timeout) = (Vec::new(), self.1);
         let receiving = async {
             while all.len() < count {
                 let mut incoming = Vec::new();
@@ -45,10 +45,10 @@ impl<S: Source + 'static> SourceClient<S> {
                 all.extend(incoming.into_iter().filter_map(delivery));
             }
         };
-        let in_time = tokio::time::timeout(patience, receiving).await.is_ok();
+        let in_time = tokio::time::timeout(step_timeout, receiving).await.is_ok();
         assert!(
             in_time,
-            "{} of {count} deliveries within {patience:?}: {:?}",
+            "{} of {count} deliveries within {step_timeout:?}: {:?}",
             all.len(),
             bodies(&all)
         );
@@ -159,7 +159,7 @@ pub(super) async fn rejected_messages(
     destination: Destination,
     count: usize,
 ) -> Vec<Message> {
-    let until = Instant::now() + queue.patience();
+    let until = Instant::now() + queue.step_timeout();
     loop {
         let found = queue.rejected_messages(destination).await;
         if found.len() >= count {
@@ -180,11 +180,11 @@ pub(super) async fn rejected_messages(
 pub fn accepted() -> Settlement {
     let policy = Policy {
         guarantee: Guarantee::EffectivelyOnce,
-        attempts: 5,
-        crashes: 10,
-        retries: 0,
-        reconciles: 1,
-        claim_retries: 1,
+        max_attempts: 5,
+        max_crashes: 10,
+        max_inline_retries: 0,
+        max_reconciles: 1,
+        max_claim_retries: 1,
         backoff: Duration::from_millis(1),
         longest_backoff: Duration::from_millis(1),
         outage: Outage::Hold,

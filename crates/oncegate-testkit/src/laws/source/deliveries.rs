@@ -78,7 +78,7 @@ pub async fn receive_respects_its_limit(queue: impl TestQueue) {
         let mut incoming = Vec::new();
         while incoming.is_empty() {
             let receiving = client.0.receive(limit, &mut incoming);
-            tokio::time::timeout(queue.patience(), receiving)
+            tokio::time::timeout(queue.step_timeout(), receiving)
                 .await
                 .expect("the queue has more messages")
                 .expect("receive succeeds");
@@ -145,7 +145,7 @@ pub async fn a_dropped_receive_loses_nothing(queue: impl TestQueue) {
         all
     };
     let both = async { tokio::join!(publishing, receiving).1 };
-    let all = tokio::time::timeout(queue.patience(), both)
+    let all = tokio::time::timeout(queue.step_timeout(), both)
         .await
         .expect("all messages are delivered");
     assert_eq!(bodies(&all), numbers(0..100));

@@ -80,12 +80,12 @@ pub async fn a_batch_is_answered_in_order(store: Arc<dyn Store>) {
                 2 => (claimant(9999, 0).claim(key), BUSY),
                 3 => (
                     holder.window(LONG).operation(Ask::Renew, key),
-                    Verdict::Kept,
+                    Verdict::Applied,
                 ),
                 4 => (holder.claim(key), granted(attempt)),
                 5 => (
                     holder.operation(Ask::Clear(Effect::Unknown), key),
-                    Verdict::Kept,
+                    Verdict::Applied,
                 ),
                 6 => (
                     Claimant::new(AT_MOST_ONCE, Token(it.into()), attempt + 1)
@@ -130,7 +130,7 @@ pub async fn an_invalid_operation_does_not_affect_the_others(store: Arc<dyn Stor
             &key("absent"),
         ),
         claimant(8, 1).operation(
-            Ask::SendBack {
+            Ask::Redrive {
                 seen: running(EFFECTIVELY_ONCE, Token(7), 1),
                 effect: Effect::Nothing,
             },
@@ -182,18 +182,18 @@ pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn St
         (claimant(9, 0).claim(&other), granted(1)),
         (claimant(2, 0).claim(&k), BUSY),
         (claimant(1, 0).claim(&k), granted(1)),
-        (claimant(1, 1).operation(clear, &k), Verdict::Kept),
+        (claimant(1, 1).operation(clear, &k), Verdict::Applied),
         (claimant(2, 0).claim(&k), granted(1)),
         (claimant(1, 1).operation(Ask::Complete, &k), Verdict::Lost),
         (
             claimant(2, 1).operation(Ask::Clear(Effect::Unknown), &k),
-            Verdict::Kept,
+            Verdict::Applied,
         ),
         (at_most_once(4, 0).claim(&doubt), granted(1)),
         (claimant(3, 0).claim(&k), granted(2)),
         (
             at_most_once(4, 1).operation(Ask::Doubt, &doubt),
-            Verdict::Kept,
+            Verdict::Applied,
         ),
         (claimant(3, 2).operation(Ask::Complete, &k), DONE),
         (
@@ -207,7 +207,7 @@ pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn St
         (claimant(4, 0).claim(&k), Verdict::Duplicate),
         (
             at_most_once(5, 2).operation(Ask::Resolve(Finding::DidNotHappen), &doubt),
-            Verdict::Kept,
+            Verdict::Applied,
         ),
         (claimant(9, 1).operation(Ask::Complete, &other), DONE),
         (
@@ -224,7 +224,7 @@ pub async fn operations_on_one_key_in_a_batch_keep_their_order(store: Arc<dyn St
                 },
                 &k,
             ),
-            Verdict::Kept,
+            Verdict::Applied,
         ),
         (claimant(4, 0).claim(&k), Verdict::Granted(after_forget)),
     ];
@@ -259,7 +259,7 @@ pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
     let new_doubt = hold(
         AT_MOST_ONCE,
         OWN_TOKEN,
-        Attempts::all_forgiven(1),
+        Attempts::none_counted(1),
         Effect::Unknown,
     );
     // Given marker, operation, verdict, resulting marker.
@@ -296,28 +296,28 @@ pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
             running(EFFECTIVELY_ONCE, OWN_TOKEN, 2),
             effectively_once(2),
             Ask::Clear(Effect::Nothing),
-            Verdict::Kept,
+            Verdict::Applied,
             cleared(2, Effect::Nothing),
         ),
         (
             running(AT_MOST_ONCE, OWN_TOKEN, 1),
             at_most_once(1),
             Ask::Clear(Effect::Nothing),
-            Verdict::Kept,
+            Verdict::Applied,
             Marker::Absent,
         ),
         (
             running(AT_MOST_ONCE, OWN_TOKEN, 1),
             at_most_once(1),
             Ask::Doubt,
-            Verdict::Kept,
+            Verdict::Applied,
             Marker::InDoubt(first, Doubt::Waiting),
         ),
         (
             running(AT_MOST_ONCE, OWN_TOKEN, 1),
             at_most_once(1),
             Ask::Renew,
-            Verdict::Kept,
+            Verdict::Applied,
             running(AT_MOST_ONCE, OWN_TOKEN, 1),
         ),
         (
@@ -345,7 +345,7 @@ pub async fn a_partly_applied_batch_can_be_repeated(store: Arc<dyn Store>) {
             Marker::Absent,
             at_most_once(1),
             Ask::Doubt,
-            Verdict::Kept,
+            Verdict::Applied,
             Marker::InDoubt(new_doubt, Doubt::Waiting),
         ),
     ];
@@ -401,7 +401,7 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
     let forget = Ask::Forget {
         seen: Marker::Done(None),
     };
-    let send_back = Ask::SendBack {
+    let redrive = Ask::Redrive {
         seen: rejected(4, None),
         effect: Effect::Unknown,
     };
@@ -418,14 +418,14 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
             running(EFFECTIVELY_ONCE, OWN_TOKEN, 2),
             effectively_once(2),
             Ask::Reject(Effect::Unknown),
-            Verdict::Kept,
+            Verdict::Applied,
             granted(3),
         ),
         (
             running(EFFECTIVELY_ONCE, OWN_TOKEN, 1),
             effectively_once(1),
             Ask::Clear(Effect::Unknown),
-            Verdict::Kept,
+            Verdict::Applied,
             granted(2),
         ),
         (
@@ -453,7 +453,7 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
             Marker::Done(None),
             effectively_once(4),
             forget,
-            Verdict::Kept,
+            Verdict::Applied,
             Verdict::Granted(Attempts {
                 number: 5,
                 base: 4,
@@ -463,8 +463,8 @@ pub async fn an_operation_can_be_repeated_after_a_lost_reply(store: Arc<dyn Stor
         (
             rejected(4, None),
             at_most_once(0),
-            send_back,
-            Verdict::Kept,
+            redrive,
+            Verdict::Applied,
             Verdict::Granted(Attempts {
                 number: 5,
                 base: 4,

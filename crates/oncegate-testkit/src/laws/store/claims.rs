@@ -63,7 +63,7 @@ pub async fn a_cleared_id_is_granted_its_next_attempt(store: Arc<dyn Store>) {
             crashes: 0,
         };
         let given = Marker::Cleared {
-            attempts: Attempts::all_forgiven(5),
+            attempts: Attempts::none_counted(5),
             effect: Effect::Nothing,
         };
         let becomes = Marker::InProgress(hold(guarantee, OWN_TOKEN, attempts, Effect::Nothing));
@@ -378,7 +378,7 @@ pub async fn another_body_waits_for_the_first(store: Arc<dyn Store>) {
 }
 
 /// Another body conflicts with an id that is in doubt, rejected or done.
-pub async fn another_body_conflicts_with_what_was_first(store: Arc<dyn Store>) {
+pub async fn another_body_conflicts_with_an_in_doubt_rejected_or_done_id(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         let (claimant, ask) = claim(guarantee);
@@ -470,6 +470,6 @@ pub async fn all_fingerprints_are_distinguished(store: Arc<dyn Store>) {
             },
             &done,
         );
-        assert_eq!(verdicts(&*store, &[forget]).await, [Verdict::Kept]);
+        assert_eq!(verdicts(&*store, &[forget]).await, [Verdict::Applied]);
     }
 }

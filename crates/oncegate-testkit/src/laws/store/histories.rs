@@ -15,8 +15,8 @@ use proptest::sample::select;
 use proptest::strategy::ValueTree;
 use tokio::task::JoinSet;
 
-use crate::laws::fixtures::{LONG, answers, key};
-use crate::laws::possible_markers::{PossibleMarkers, Span, UnexpectedVerdict};
+use crate::laws::fixtures::{LONG, key};
+use crate::laws::possible_markers::{PossibleMarkers, UnexpectedVerdict, timed_answers};
 use crate::laws::random::{repeat, runner, seeds};
 use crate::laws::rows::probe_operations;
 
@@ -85,7 +85,7 @@ fn has_all_verdicts(seen: &HashSet<&'static str>) -> bool {
         "Duplicate",
         "Rejected",
         "Conflict",
-        "Kept",
+        "Applied",
         "Done",
         "Lost",
     ];
@@ -137,7 +137,7 @@ struct PlannedOperation {
 enum AskChoice {
     This(Ask),
     ForgetCurrent,
-    SendBackCurrent(Effect),
+    RedriveCurrent(Effect),
 }
 
 #[derive(Clone, Debug)]
@@ -180,8 +180,8 @@ fn random_operation() -> impl Strategy<Value = PlannedOperation> {
         2 => Just(AskChoice::This(Ask::Doubt)),
         1 => one_of(&[Ask::Resolve(Finding::Happened), Ask::Resolve(Finding::DidNotHappen)]),
         1 => prop_oneof![2 => Just(AskChoice::ForgetCurrent), 1 => one_of(&[Ask::Forget { seen: Marker::Done(None) }])],
-        2 => select(vec![Effect::Nothing, Effect::Unknown]).prop_map(AskChoice::SendBackCurrent),
-        1 => one_of(&[Ask::SendBack { seen: Marker::Absent, effect: Effect::Unknown }]),
+        2 => select(vec![Effect::Nothing, Effect::Unknown]).prop_map(AskChoice::RedriveCurrent),
+        1 => one_of(&[Ask::Redrive { seen: Marker::Absent, effect: Effect::Unknown }]),
     ];
     let by = prop_oneof![2 => Just(TokenChoice::Holder), 1 => (0..4u128).prop_map(|token| TokenChoice::Any(Token(token)))];
     let attempt = prop_oneof![13 => Just(AttemptChoice::OfHolder), 2 => Just(AttemptChoice::Next), 1 => Just(AttemptChoice::Last)];
@@ -228,7 +228,7 @@ impl PlannedOperation {
         let ask = match &self.ask {
             AskChoice::This(ask) => *ask,
             AskChoice::ForgetCurrent => Ask::Forget { seen: marker },
-            AskChoice::SendBackCurrent(effect) => Ask::SendBack {
+            AskChoice::RedriveCurrent(effect) => Ask::Redrive {
                 seen: marker,
                 effect: *effect,
             },
@@ -333,12 +333,7 @@ async fn send_batch(
         .iter()
         .map(|(_, operation)| operation.clone())
         .collect();
-    let from = Instant::now();
-    let answers = answers(store, &operations).await;
-    let during = Span {
-        from,
-        to: Instant::now(),
-    };
+    let (answers, during) = timed_answers(store, &operations).await;
     let mut seen = Vec::with_capacity(answers.len());
     for ((key, operation), answer) in batch.into_iter().zip(answers) {
         let verdict = answer.map_err(|error| format!("{error}, to {operation:?}"))?;
@@ -365,7 +360,7 @@ fn name(verdict: Verdict) -> &'static str {
         Verdict::Duplicate => "Duplicate",
         Verdict::Rejected { .. } => "Rejected",
         Verdict::Conflict => "Conflict",
-        Verdict::Kept => "Kept",
+        Verdict::Applied => "Applied",
         Verdict::Done { .. } => "Done",
         Verdict::Lost => "Lost",
     }

@@ -57,7 +57,7 @@ pub async fn the_holder_renews(store: Arc<dyn Store>) {
                 "renew: own token",
                 given,
                 own_operation(guarantee, Ask::Renew, 2),
-                Verdict::Kept,
+                Verdict::Applied,
                 given,
             ));
             rows.extend(on_other_terms(Ask::Renew).map(|operation| {
@@ -65,7 +65,7 @@ pub async fn the_holder_renews(store: Arc<dyn Store>) {
                     "renew: own token, on other terms",
                     given,
                     operation,
-                    Verdict::Kept,
+                    Verdict::Applied,
                     given,
                 )
             }));
@@ -177,7 +177,7 @@ pub async fn clearing_a_first_attempt_deletes_it(store: Arc<dyn Store>) {
                 "clear: in progress, own token, nothing happened, attempt 1",
                 given,
                 operation,
-                Verdict::Kept,
+                Verdict::Applied,
                 Marker::Absent,
             ));
         }
@@ -195,7 +195,7 @@ pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
             name,
             running(guarantee, OWN_TOKEN, attempt),
             operation,
-            Verdict::Kept,
+            Verdict::Applied,
             cleared(attempt, effect),
         )
     };
@@ -221,7 +221,7 @@ pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
             "withdraw: in progress, own token, attempt 1",
             first,
             own_operation(guarantee, Ask::Withdraw, 1),
-            Verdict::Kept,
+            Verdict::Applied,
             Marker::Absent,
         ));
         // In at most once an unknown outcome is not granted.
@@ -246,7 +246,7 @@ pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
                 "withdraw: in progress, own token, attempt > 1",
                 given,
                 own_operation(guarantee, Ask::Withdraw, 4),
-                Verdict::Kept,
+                Verdict::Applied,
                 becomes,
             ));
         }
@@ -256,7 +256,7 @@ pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
                 "withdraw: absent, cleared",
                 given,
                 operation,
-                Verdict::Kept,
+                Verdict::Applied,
                 given,
             )
         }));
@@ -290,7 +290,7 @@ pub async fn clearing_a_free_marker_changes_nothing(store: Arc<dyn Store>) {
                     "clear: absent, cleared",
                     given,
                     operation,
-                    Verdict::Kept,
+                    Verdict::Applied,
                     given,
                 )
             }));
@@ -311,7 +311,7 @@ pub async fn a_rejection_is_kept_in_at_most_once(store: Arc<dyn Store>) {
                     "reject: in progress, own token, at most once",
                     given,
                     operation,
-                    Verdict::Kept,
+                    Verdict::Applied,
                     rejected(attempt, fingerprint),
                 ));
             }
@@ -339,7 +339,7 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
             name,
             running(guarantee, OWN_TOKEN, attempt),
             own_operation(guarantee, Ask::Reject(effect), attempt),
-            Verdict::Kept,
+            Verdict::Applied,
             becomes,
         )
     };
@@ -358,7 +358,7 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
                 "reject: absent, cleared, effectively once",
                 given,
                 operation,
-                Verdict::Kept,
+                Verdict::Applied,
                 given,
             )
         }));
@@ -368,7 +368,7 @@ pub async fn rejecting_clears_in_effectively_once(store: Arc<dyn Store>) {
 
 /// The holder doubts an id that it ran or reconciled: then no consumer reconciles it, and the other
 /// fields of the hold are unchanged.
-pub async fn the_holder_doubts(store: Arc<dyn Store>) {
+pub async fn the_holder_marks_the_id_in_doubt(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         let operation = own_operation(guarantee, Ask::Doubt, 2);
@@ -385,7 +385,7 @@ pub async fn the_holder_doubts(store: Arc<dyn Store>) {
                 "doubt: own token",
                 given,
                 operation,
-                Verdict::Kept,
+                Verdict::Applied,
                 becomes,
             ));
             rows.extend(on_other_terms(Ask::Doubt).map(|operation| {
@@ -393,7 +393,7 @@ pub async fn the_holder_doubts(store: Arc<dyn Store>) {
                     "doubt: own token, on other terms",
                     given,
                     operation,
-                    Verdict::Kept,
+                    Verdict::Applied,
                     becomes,
                 )
             }));
@@ -403,7 +403,7 @@ pub async fn the_holder_doubts(store: Arc<dyn Store>) {
             "doubt: in doubt, own token",
             reconciled(OWN_TOKEN, 2),
             operation,
-            Verdict::Kept,
+            Verdict::Applied,
             waiting,
         ));
     }
@@ -420,8 +420,8 @@ pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
         for (given, attempt, fence) in [
-            (Marker::Absent, 1, Attempts::all_forgiven(1)),
-            (Marker::Absent, 4, Attempts::all_forgiven(4)),
+            (Marker::Absent, 1, Attempts::none_counted(1)),
+            (Marker::Absent, 4, Attempts::none_counted(4)),
             (cleared(3, Effect::Nothing), 1, Attempts::new(3)),
             (cleared(3, Effect::Unknown), 3, Attempts::new(3)),
             (cleared(3, Effect::Nothing), 10, Attempts::new(10)),
@@ -432,13 +432,13 @@ pub async fn a_free_marker_can_be_doubted(store: Arc<dyn Store>) {
                 "doubt: absent, cleared",
                 given,
                 own_operation(guarantee, Ask::Doubt, attempt),
-                Verdict::Kept,
+                Verdict::Applied,
                 becomes,
             ));
         }
         // A late or repeated doubt: the operator has freed the id since.
         let freed = Marker::Cleared {
-            attempts: Attempts::all_forgiven(3),
+            attempts: Attempts::none_counted(3),
             effect: Effect::Nothing,
         };
         rows.push(row(
@@ -483,7 +483,7 @@ pub async fn a_doubt_is_resolved_by_its_finding(store: Arc<dyn Store>) {
                 "resolve: did not happen",
                 given,
                 did_not,
-                Verdict::Kept,
+                Verdict::Applied,
                 becomes,
             ));
         }
@@ -525,7 +525,7 @@ fn all_seen() -> Vec<Marker> {
         cleared(3, Effect::Unknown),
         cleared(4, Effect::Unknown),
         Marker::Cleared {
-            attempts: Attempts::all_forgiven(3),
+            attempts: Attempts::none_counted(3),
             effect: Effect::Unknown,
         },
         running(AT_MOST_ONCE, OTHER_TOKEN, 3),
@@ -578,7 +578,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
                 _ => return None,
             };
             Some(Marker::Cleared {
-                attempts: Attempts::all_forgiven(number.max(known)),
+                attempts: Attempts::none_counted(number.max(known)),
                 effect,
             })
         };
@@ -586,7 +586,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
             for seen in all_seen() {
                 let operation = own_operation(
                     guarantee,
-                    Ask::SendBack {
+                    Ask::Redrive {
                         seen,
                         effect: stated,
                     },
@@ -603,7 +603,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
                             "send back: as seen",
                             given,
                             operation,
-                            Verdict::Kept,
+                            Verdict::Applied,
                             becomes,
                         )
                     }
@@ -628,7 +628,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
         let seen = with_expired_lease(running(holder, OTHER_TOKEN, 3));
         let operation = own_operation(
             guarantee,
-            Ask::SendBack {
+            Ask::Redrive {
                 seen,
                 effect: stated.unwrap_or(Effect::Unknown),
             },
@@ -637,14 +637,14 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
         rows.push(match stated {
             Some(effect) => {
                 let becomes = Marker::Cleared {
-                    attempts: Attempts::all_forgiven(3),
+                    attempts: Attempts::none_counted(3),
                     effect,
                 };
                 row(
                     "send back: in progress, lease expired",
                     seen,
                     operation,
-                    Verdict::Kept,
+                    Verdict::Applied,
                     becomes,
                 )
             }
@@ -672,10 +672,16 @@ pub async fn forgetting_requires_the_expected_done_marker(store: Arc<dyn Store>)
                 rows.push(match given {
                     Marker::Done(_) if given == seen => {
                         let becomes = Marker::Cleared {
-                            attempts: Attempts::all_forgiven(fence),
+                            attempts: Attempts::none_counted(fence),
                             effect: Effect::Nothing,
                         };
-                        row("forget: as seen", given, operation, Verdict::Kept, becomes)
+                        row(
+                            "forget: as seen",
+                            given,
+                            operation,
+                            Verdict::Applied,
+                            becomes,
+                        )
                     }
                     _ => row(
                         "forget: anything else",
@@ -713,7 +719,7 @@ pub async fn an_unknown_outcome_stays_unknown(store: Arc<dyn Store>) {
                 "clear, reject: an earlier outcome is unknown",
                 given,
                 own_operation(guarantee, ask, 4),
-                Verdict::Kept,
+                Verdict::Applied,
                 becomes,
             )
         })
@@ -824,7 +830,7 @@ pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
             "bare: renew",
             given,
             bare(Ask::Renew),
-            Verdict::Kept,
+            Verdict::Applied,
             given,
         ));
         rows.push(row(
@@ -842,7 +848,7 @@ pub async fn bare_sets_and_deletes_a_done_marker(store: Arc<dyn Store>) {
                 "bare: failure",
                 given,
                 bare(ask),
-                Verdict::Kept,
+                Verdict::Applied,
                 Marker::Absent,
             ));
         }

@@ -192,7 +192,7 @@ async fn check_distinct_markers(store: &dyn Store, keys: Vec<Key>) {
             &every(&|it, key| claimant(it).operation(Ask::Forget { seen: seen(it) }, key)),
         )
         .await,
-        Verdict::Kept,
+        Verdict::Applied,
     );
     // All at once: all are free again, and none affects another.
     let another = |it: usize| {

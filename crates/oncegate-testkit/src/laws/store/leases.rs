@@ -107,10 +107,10 @@ pub async fn a_renewal_restarts_the_lease(store: Arc<dyn Store>) {
     assert_eq!(
         received,
         [
-            Verdict::Kept,
+            Verdict::Applied,
             granted(1),
-            Verdict::Kept,
-            Verdict::InDoubt(Attempts::all_forgiven(2))
+            Verdict::Applied,
+            Verdict::InDoubt(Attempts::none_counted(2))
         ]
     );
     let answered = Instant::now();

@@ -12,10 +12,8 @@ use oncegate_core::{Key, Store};
 use tokio::sync::Barrier;
 
 use super::concurrency::handles;
-use crate::laws::fixtures::{
-    BOTH, Claimant, HOLDER_OPERATIONS, LONG, answers, cleared, key, rejected,
-};
-use crate::laws::possible_markers::{PossibleEntry, Span};
+use crate::laws::fixtures::{BOTH, Claimant, HOLDER_OPERATIONS, LONG, cleared, key, rejected};
+use crate::laws::possible_markers::{PossibleEntry, Span, timed_answers};
 use crate::laws::random::{repeat, seeds};
 use crate::loses_replies::{LosesReplies, ReplyFault};
 
@@ -154,12 +152,7 @@ impl RandomClient {
                 .iter()
                 .map(|(index, claimant, ask)| claimant.operation(*ask, &self.keys[*index]))
                 .collect();
-            let from = Instant::now();
-            let answers = answers(store, &operations).await;
-            let during = Span {
-                from,
-                to: Instant::now(),
-            };
+            let (answers, during) = timed_answers(store, &operations).await;
             for (((index, claimant, _), operation), answer) in
                 batch.into_iter().zip(operations).zip(answers)
             {
@@ -205,7 +198,7 @@ impl RandomClient {
                 ];
                 let effect = [Effect::Nothing, Effect::Unknown][self.random.usize(..2)];
                 let ask = match self.random.usize(..8) {
-                    which @ 0..4 => Ask::SendBack {
+                    which @ 0..4 => Ask::Redrive {
                         seen: seen[which],
                         effect,
                     },

@@ -188,7 +188,7 @@ pub async fn an_operation_without_effect_does_not_extend_a_window(store: Arc<dyn
     ];
     assert_eq!(
         verdicts(&*store, &setup).await,
-        [DONE_WITH_LOST_MARKER, granted(1), Verdict::Kept]
+        [DONE_WITH_LOST_MARKER, granted(1), Verdict::Applied]
     );
     let written = Instant::now();
     let another = Claimant::new(AT_MOST_ONCE, OTHER_TOKEN, 1);
@@ -232,10 +232,10 @@ pub async fn every_write_restarts_the_window(store: Arc<dyn Store>) {
         .window(MIN_WINDOW);
     let another = Claimant::new(EFFECTIVELY_ONCE, OTHER_TOKEN, 0);
     let cases = [
-        ("renewed", Ask::Renew, Verdict::Kept),
+        ("renewed", Ask::Renew, Verdict::Applied),
         ("claimed again", Ask::Claim, granted(1)),
-        ("doubted", Ask::Doubt, Verdict::Kept),
-        ("cleared", Ask::Clear(Effect::Unknown), Verdict::Kept),
+        ("doubted", Ask::Doubt, Verdict::Applied),
+        ("cleared", Ask::Clear(Effect::Unknown), Verdict::Applied),
         ("completed", Ask::Complete, DONE),
     ];
     let all = |ask: &dyn Fn(&(&str, Ask, Verdict)) -> Operation| -> Vec<Operation> {
@@ -320,9 +320,9 @@ pub async fn the_holders_window_decides(store: Arc<dyn Store>) {
         ),
     ];
     let writes = [
-        ("renewed", Ask::Renew, Verdict::Kept),
+        ("renewed", Ask::Renew, Verdict::Applied),
         ("claimed again", Ask::Claim, granted(1)),
-        ("doubted", Ask::Doubt, Verdict::Kept),
+        ("doubted", Ask::Doubt, Verdict::Applied),
     ];
     let (mut operations, mut expected, mut all) = (Vec::new(), Vec::new(), Vec::new());
     for (change, holder, repeated, is_kept) in cases {

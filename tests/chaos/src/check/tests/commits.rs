@@ -7,8 +7,8 @@ fn committed(partition: i32, offset: i64) -> What {
 }
 
 /// Adds the settlement of a position.
-fn settled(story: Story, ms: u64, how: Settling, position: &str) -> Story {
-    story.at(
+fn settled(ledger: LedgerBuilder, ms: u64, how: SettlementKind, position: &str) -> LedgerBuilder {
+    ledger.at(
         ms,
         "c0.1",
         What::Settled {
@@ -20,9 +20,9 @@ fn settled(story: Story, ms: u64, how: Settling, position: &str) -> Story {
     )
 }
 
-fn breaks_of(story: Story, wanted: [Invariant; 2]) -> Vec<Invariant> {
-    let found = story
-        .breaks(&RULES)
+fn violations_among(ledger: LedgerBuilder, wanted: [Invariant; 2]) -> Vec<Invariant> {
+    let found = ledger
+        .violations(&RULES)
         .into_iter()
         .map(|(invariant, _)| invariant);
     found
@@ -31,29 +31,29 @@ fn breaks_of(story: Story, wanted: [Invariant; 2]) -> Vec<Invariant> {
 }
 
 #[test]
-fn i6_what_is_committed_goes_back() {
-    let done = |story| {
+fn i6_a_decreasing_committed_offset_is_a_violation() {
+    let done = |ledger| {
         settled(
-            settled(story, 5, Settling::Rejected, "1/0@1"),
+            settled(ledger, 5, SettlementKind::Rejected, "1/0@1"),
             6,
-            Settling::Rejected,
+            SettlementKind::Rejected,
             "1/1@2",
         )
     };
     let (well, back) = (
-        done(Story::default()).at(8, "player", committed(1, 1)),
-        |story: Story| story.at(10, "player", committed(1, 0)),
+        done(LedgerBuilder::default()).at(8, "harness", committed(1, 1)),
+        |ledger: LedgerBuilder| ledger.at(10, "harness", committed(1, 0)),
     );
     assert_eq!(
-        breaks_of(
-            done(Story::default()).at(8, "player", committed(1, 2)),
+        violations_among(
+            done(LedgerBuilder::default()).at(8, "harness", committed(1, 2)),
             [Invariant::I6, Invariant::I7]
         ),
         []
     );
     assert_eq!(
-        breaks_of(
-            back(well.at(9, "player", committed(1, 2))),
+        violations_among(
+            back(well.at(9, "harness", committed(1, 2))),
             [Invariant::I6, Invariant::I7]
         ),
         [Invariant::I6]
@@ -61,62 +61,67 @@ fn i6_what_is_committed_goes_back() {
 }
 
 #[test]
-fn i6_a_broker_that_was_frozen_carries_out_an_earlier_commit_late() {
+fn i6_a_thawed_broker_may_apply_an_earlier_commit_late() {
     let back = |woken: u64| {
         let both = settled(
-            settled(Story::default(), 5, Settling::Rejected, "1/0@1"),
+            settled(
+                LedgerBuilder::default(),
+                5,
+                SettlementKind::Rejected,
+                "1/0@1",
+            ),
             6,
-            Settling::Rejected,
+            SettlementKind::Rejected,
             "1/1@2",
         );
         let went = both
-            .at(9_000, "player", committed(1, 2))
-            .at(9_500, "player", committed(1, 1));
+            .at(9_000, "harness", committed(1, 2))
+            .at(9_500, "harness", committed(1, 1));
         went.fault("freeze-kafka", None, 1_000, woken).check(&RULES)
     };
-    let went_back = |woken| {
+    let violates_i6 = |woken| {
         back(woken)
             .violations
             .iter()
             .any(|it| it.invariant == Invariant::I6)
     };
     assert_eq!(
-        (went_back(5_000), back(5_000).counts.commits_overtaken),
+        (violates_i6(5_000), back(5_000).counts.commits_applied_late),
         (false, 1)
     );
-    assert!(went_back(4_000), "long before");
-    assert!(went_back(9_800), "it was frozen still");
+    assert!(violates_i6(4_000), "long before");
+    assert!(violates_i6(9_800), "Kafka was still frozen");
 }
 
 #[test]
-fn i6_after_a_commit_that_was_overtaken_the_next_member_goes_on_from_there() {
+fn i6_after_a_late_commit_the_next_member_continues_from_its_offset() {
     let both = [Invariant::I6, Invariant::I7];
     let first = || {
         let settled = ["1/0@1", "1/1@1", "1/2@1"]
             .iter()
-            .fold(Story::default(), |story, it| {
-                settled(story, 5, Settling::Rejected, it)
+            .fold(LedgerBuilder::default(), |ledger, it| {
+                settled(ledger, 5, SettlementKind::Rejected, it)
             });
         settled
-            .at(6_000, "player", committed(1, 3))
+            .at(6_000, "harness", committed(1, 3))
             .fault("freeze-kafka", None, 1_000, 5_000)
     };
-    let overtaken = || first().at(7_000, "player", committed(1, 1));
-    // Settled it was, so that it may be committed again; but only forwards.
-    let again = || overtaken().at(30_500, "player", committed(1, 2));
-    assert_eq!(breaks_of(again(), both), []);
+    let overtaken = || first().at(7_000, "harness", committed(1, 1));
+    // These offsets were settled and may be committed again, in increasing order.
+    let again = || overtaken().at(30_500, "harness", committed(1, 2));
+    assert_eq!(violations_among(again(), both), []);
     assert_eq!(
-        breaks_of(again().at(31_000, "player", committed(1, 1)), both),
+        violations_among(again().at(31_000, "harness", committed(1, 1)), both),
         [Invariant::I6]
     );
     assert_eq!(
-        breaks_of(overtaken().at(30_500, "player", committed(1, 4)), both),
+        violations_among(overtaken().at(30_500, "harness", committed(1, 4)), both),
         [Invariant::I7],
-        "nobody settled the fourth"
+        "the fourth is not settled"
     );
-    // Once the partition is assigned anew, nothing of the time before is carried out any more.
-    let received = |story: Story, ms, position: &str| {
-        story.at(
+    // After a new assignment of the partition Kafka refuses earlier commits.
+    let received = |ledger: LedgerBuilder, ms, position: &str| {
+        ledger.at(
             ms,
             "c0.1",
             What::Received {
@@ -126,64 +131,92 @@ fn i6_after_a_commit_that_was_overtaken_the_next_member_goes_on_from_there() {
         )
     };
     let assigned = |ms| {
-        received(received(first(), 4, "1/0@1"), ms, "1/3@2").at(7_000, "player", committed(1, 1))
+        received(received(first(), 4, "1/0@1"), ms, "1/3@2").at(7_000, "harness", committed(1, 1))
     };
-    assert_eq!(breaks_of(assigned(5_500), both), [Invariant::I6]);
+    assert_eq!(violations_among(assigned(5_500), both), [Invariant::I6]);
     assert_eq!(
-        breaks_of(assigned(6_500), both),
+        violations_among(assigned(6_500), both),
         [],
-        "the player may see it late"
+        "the harness may observe it late"
     );
-    assert_eq!(breaks_of(assigned(4_500), both), [], "it was frozen then");
+    assert_eq!(
+        violations_among(assigned(4_500), both),
+        [],
+        "Kafka was frozen then"
+    );
 }
 
 #[test]
-fn i7_what_is_committed_before_it_is_settled() {
-    // The second is settled, and the first is not, or too late, or only released, or on another
-    // partition.
+fn i7_a_commit_above_an_unsettled_message_is_a_violation() {
+    // The second message is settled. The first is not settled, settled too late, released, or on
+    // another partition.
     let second = || {
-        settled(Story::default(), 5, Settling::Rejected, "1/1@1").at(8, "player", committed(1, 2))
+        settled(
+            LedgerBuilder::default(),
+            5,
+            SettlementKind::Rejected,
+            "1/1@1",
+        )
+        .at(8, "harness", committed(1, 2))
     };
     let both = [Invariant::I6, Invariant::I7];
-    assert_eq!(breaks_of(second(), both), [Invariant::I7]);
+    assert_eq!(violations_among(second(), both), [Invariant::I7]);
     assert_eq!(
-        breaks_of(settled(second(), 9, Settling::Rejected, "1/0@1"), both),
+        violations_among(
+            settled(second(), 9, SettlementKind::Rejected, "1/0@1"),
+            both
+        ),
         [Invariant::I7]
     );
     assert_eq!(
-        breaks_of(settled(second(), 4, Settling::Released, "1/0@1"), both),
+        violations_among(
+            settled(second(), 4, SettlementKind::Released, "1/0@1"),
+            both
+        ),
         [Invariant::I7]
     );
     assert_eq!(
-        breaks_of(settled(second(), 4, Settling::Rejected, "2/0@1"), both),
+        violations_among(
+            settled(second(), 4, SettlementKind::Rejected, "2/0@1"),
+            both
+        ),
         [Invariant::I7]
     );
     assert_eq!(
-        breaks_of(settled(second(), 4, Settling::Rejected, "1/0@1"), both),
+        violations_among(
+            settled(second(), 4, SettlementKind::Rejected, "1/0@1"),
+            both
+        ),
         []
     );
 }
 
 #[test]
-fn i6_and_i7_begin_again_with_a_topic_that_is_made_anew() {
-    let first = |story: Story| {
-        settled(story, 5, Settling::Rejected, "1/0@1").at(8, "player", committed(1, 1))
+fn i6_and_i7_start_again_in_a_recreated_topic() {
+    let first = |ledger: LedgerBuilder| {
+        settled(ledger, 5, SettlementKind::Rejected, "1/0@1").at(8, "harness", committed(1, 1))
     };
-    let anew = |story: Story| {
-        let anew = first(story)
-            .at(9, "player", What::MadeAnew)
-            .at(12, "player", committed(1, 1));
-        anew.at(20, "player", committed(1, 2))
+    let recreated = |ledger: LedgerBuilder| {
+        let ledger =
+            first(ledger)
+                .at(9, "harness", What::TopicRecreated)
+                .at(12, "harness", committed(1, 1));
+        ledger.at(20, "harness", committed(1, 2))
     };
     let both = [Invariant::I6, Invariant::I7];
-    // What was settled before says nothing, and what was committed before is told for a while.
+    // Earlier settlements do not count, and Kafka reports the old committed offset for a while.
     assert_eq!(
-        breaks_of(anew(Story::default()), both),
+        violations_among(recreated(LedgerBuilder::default()), both),
         [Invariant::I7, Invariant::I7]
     );
-    let one = settled(anew(Story::default()), 15, Settling::Rejected, "1/0@2");
+    let one = settled(
+        recreated(LedgerBuilder::default()),
+        15,
+        SettlementKind::Rejected,
+        "1/0@2",
+    );
     assert_eq!(
-        breaks_of(settled(one, 16, Settling::Rejected, "1/1@2"), both),
+        violations_among(settled(one, 16, SettlementKind::Rejected, "1/1@2"), both),
         []
     );
 }

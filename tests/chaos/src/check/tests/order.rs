@@ -3,45 +3,48 @@
 use super::*;
 
 #[test]
-fn i5_effects_of_a_key_that_came_in_another_order() {
-    let story = || {
-        Story::default()
+fn i5_effects_of_a_key_out_of_order_are_a_violation() {
+    let ledger = || {
+        LedgerBuilder::default()
             .sent("k1-7")
             .sent("k1-9")
             .sent("k2-8")
             .handled(10, "c0.1", "k1-9")
             .handled(30, "c0.1", "k1-7")
     };
-    let story = || story().handled(50, "c0.1", "k2-8");
-    assert_eq!(story().breaks(&RULES), violation_of(Invariant::I5, "k1-7"));
+    let ledger = || ledger().handled(50, "c0.1", "k2-8");
     assert_eq!(
-        story().breaks(&Rules {
+        ledger().violations(&RULES),
+        violation_of(Invariant::I5, "k1-7")
+    );
+    assert_eq!(
+        ledger().violations(&Rules {
             order: Ordered::Not,
             ..RULES
         }),
         []
     );
-    let without_keys = Story::default()
+    let without_keys = LedgerBuilder::default()
         .sent("u-7")
         .sent("u-9")
         .handled(10, "c0.1", "u-9")
         .handled(30, "c0.1", "u-7");
-    assert_eq!(without_keys.breaks(&RULES), []);
+    assert_eq!(without_keys.violations(&RULES), []);
 }
 
 #[test]
-fn i5_in_a_queue_what_was_not_confirmed_may_stand_behind_what_was_sent_later() {
-    let story = |confirmed| {
-        let sent = |ms: u64, id: &str, story: Story| {
-            story.at(ms, "player", What::Attempted { id: id.into() })
+fn i5_in_a_queue_an_unconfirmed_message_may_follow_later_ones() {
+    let ledger = |confirmed| {
+        let sent = |ms: u64, id: &str, ledger: LedgerBuilder| {
+            ledger.at(ms, "harness", What::Attempted { id: id.into() })
         };
-        let story = sent(5, "k1-9", sent(0, "k1-7", Story::default())).at(
+        let ledger = sent(5, "k1-9", sent(0, "k1-7", LedgerBuilder::default())).at(
             confirmed,
-            "player",
+            "harness",
             What::Confirmed { id: "k1-7".into() },
         );
-        let story = story.at(6, "player", What::Confirmed { id: "k1-9".into() });
-        story
+        let ledger = ledger.at(6, "harness", What::Confirmed { id: "k1-9".into() });
+        ledger
             .handled(10, "c0.1", "k1-9")
             .handled(30, "c0.1", "k1-7")
     };
@@ -49,18 +52,21 @@ fn i5_in_a_queue_what_was_not_confirmed_may_stand_behind_what_was_sent_later() {
         order: Ordered::ByKeyOfAQueue,
         ..RULES
     };
-    assert_eq!(story(3).breaks(&queue), violation_of(Invariant::I5, "k1-7"));
-    assert_eq!(story(7).breaks(&queue), []);
     assert_eq!(
-        story(7).breaks(&RULES),
+        ledger(3).violations(&queue),
+        violation_of(Invariant::I5, "k1-7")
+    );
+    assert_eq!(ledger(7).violations(&queue), []);
+    assert_eq!(
+        ledger(7).violations(&RULES),
         violation_of(Invariant::I5, "k1-7"),
-        "a log has one order"
+        "a Kafka partition keeps the order"
     );
     // A queue has no offsets.
     let committed = || {
-        Story::default().at(
+        LedgerBuilder::default().at(
             0,
-            "player",
+            "harness",
             What::Committed {
                 partition: 0,
                 offset: 7,
@@ -69,7 +75,7 @@ fn i5_in_a_queue_what_was_not_confirmed_may_stand_behind_what_was_sent_later() {
     };
     assert_eq!(
         (
-            committed().breaks(&queue),
+            committed().violations(&queue),
             committed().check(&RULES).violations.is_empty()
         ),
         (vec![], false)

@@ -1,0 +1,333 @@
+//! One run of work through a gate.
+
+use std::future::Future;
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use tracing::Instrument;
+
+use super::{Gate, GateError, GateInner, RunOutcome, WhenHeld};
+use crate::boot_time::BootTime;
+use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
+use crate::handler::Failure;
+use crate::id::MessageId;
+use crate::lease::Lease;
+use crate::lifecycle::{
+    ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Reason, Settlement, Stage,
+};
+use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
+use crate::run::{BoundedEnd, bounded, caught};
+use crate::settings::{MAX_DURATION, Settings};
+use crate::slots::Slot;
+use crate::spans;
+use crate::store::StoreError;
+
+/// How many operations in a row the store may leave unanswered before a run is abandoned.
+const MAX_UNANSWERED: u32 = 5;
+
+/// The longest pause between two claims of a run that waits for another holder.
+const MAX_POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// One call of [`Gate::run`].
+pub(super) struct GuardedRun<'a, T> {
+    gate: &'a Gate,
+    id: MessageId,
+    slot: Slot,
+    driver: LifecycleDriver,
+    lease: Option<Arc<Lease>>,
+    result: Option<T>,
+    failure: Option<Failure>,
+    store_error: Option<StoreError>,
+}
+
+impl<'a, T> GuardedRun<'a, T> {
+    pub(super) fn new(gate: &'a Gate, id: MessageId) -> Self {
+        let slot = gate
+            .0
+            .slots
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert(());
+        let history = History {
+            failures: 0,
+            freshness: Freshness::Fresh,
+        };
+        Self {
+            gate,
+            id,
+            slot,
+            driver: LifecycleDriver::new(history, OnRelease::ReturnToSource),
+            lease: None,
+            result: None,
+            failure: None,
+            store_error: None,
+        }
+    }
+
+    pub(super) async fn run<W: Future<Output = Result<T, Failure>>>(
+        mut self,
+        mut work: impl FnMut() -> W,
+    ) -> Result<RunOutcome<T>, GateError> {
+        let policy = self.gate.0.policy;
+        let give_up_at = match self.gate.0.when_held {
+            WhenHeld::Wait(at_most) => Instant::now() + at_most.min(MAX_DURATION),
+            WhenHeld::Skip | WhenHeld::GiveUp => Instant::now(),
+        };
+        let mut event = Event::Arrived;
+        let mut unanswered = 0;
+        loop {
+            let stage_before = self.driver.stage();
+            self.gate.0.outcomes.happened(event);
+            event = match self.driver.handle(event, &policy, |_| Token::random()) {
+                DriverCommand::Apply(ask) => self.apply(ask).await,
+                DriverCommand::AwaitRun if self.lease_is_over() => Event::LeaseOver,
+                DriverCommand::AwaitRun => Event::MayRun,
+                // The part of the work before its first await may panic, too.
+                DriverCommand::Run => self.run_work(async { work().await }).await,
+                DriverCommand::Reconcile => Event::CannotReconcile,
+                DriverCommand::Wake(after)
+                    if matches!(
+                        self.driver.stage(),
+                        Stage::AwaitingHolder(_, _, ClaimReply::Answered)
+                    ) =>
+                {
+                    let left = give_up_at.saturating_duration_since(Instant::now());
+                    tokio::time::sleep(after.min(left).min(MAX_POLL_INTERVAL)).await;
+                    if left.is_zero() {
+                        Event::Drain
+                    } else {
+                        Event::Woke
+                    }
+                }
+                DriverCommand::Wake(after) => {
+                    tokio::time::sleep(after).await;
+                    if self.driver.stage().waits_on_lease() && self.lease_is_over() {
+                        Event::LeaseOver
+                    } else {
+                        Event::Woke
+                    }
+                }
+                DriverCommand::Settle(settlement) => {
+                    return self.result_of(stage_before, settlement);
+                }
+                // `Abandon` follows `StopNow`. The others do not occur: a gate has no ordering keys, and
+                // does not isolate ids whose runs crash.
+                DriverCommand::Hold { .. }
+                | DriverCommand::AwaitIsolation
+                | DriverCommand::Nothing
+                | DriverCommand::Abandon => {
+                    return Err(self.no_result());
+                }
+            };
+            unanswered = if event == Event::Unavailable {
+                unanswered + 1
+            } else if event == Event::Woke {
+                unanswered
+            } else {
+                0
+            };
+            if unanswered > MAX_UNANSWERED {
+                event = Event::StopNow;
+            }
+        }
+    }
+
+    /// Applies an operation to the store. Starts to renew the lease that it grants.
+    async fn apply(&mut self, ask: Ask) -> Event {
+        if !self.gate.0.may_send().await {
+            let unavailable =
+                || StoreError::NotApplied("the store did not answer the last operation".into());
+            self.store_error.get_or_insert_with(unavailable);
+            return Event::Unavailable;
+        }
+        let GateInner {
+            store,
+            settings,
+            renewals,
+            ..
+        } = &*self.gate.0;
+        let Settings {
+            guarantee,
+            lease,
+            dedup_window,
+            ..
+        } = *settings;
+        let terms = Terms {
+            guarantee,
+            lease,
+            window: dedup_window,
+            fingerprint: None,
+        };
+        let (token, attempt) = (self.driver.token, self.driver.attempts.number);
+        let operation = Operation {
+            key: settings.scope.key(&self.id),
+            ask,
+            token,
+            attempt,
+            terms,
+        };
+        let sent = BootTime::now();
+        let span = spans::operation(&ask, Some(&self.id), attempt, None);
+        let answer = store
+            .apply(std::slice::from_ref(&operation))
+            .instrument(span.clone())
+            .await
+            .pop();
+        match answer {
+            Some(Ok(verdict)) => {
+                self.gate.0.breaker().answered(Instant::now());
+                spans::end_operation(span, &verdict, None);
+                if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
+                    && guarantee != Guarantee::Bare
+                {
+                    let lease = Arc::new(Lease::new(
+                        &operation,
+                        attempts.number,
+                        sent,
+                        sent + settings.longest_hold(),
+                    ));
+                    renewals.start_renewing(std::iter::once((self.slot.index, lease.clone())));
+                    self.lease = Some(lease);
+                }
+                Event::Answer(verdict)
+            }
+            // The store answered, and a retry does not help.
+            Some(Err(error @ (StoreError::UnreadableMarker(_) | StoreError::Misconfigured(_)))) => {
+                self.gate.0.breaker().answered(Instant::now());
+                self.store_error = Some(error);
+                Event::StopNow
+            }
+            unanswered => {
+                self.gate.0.breaker().not_answered(Instant::now());
+                let no_verdict = || StoreError::Unknown("the store returned no verdict".into());
+                self.store_error =
+                    Some(unanswered.and_then(Result::err).unwrap_or_else(no_verdict));
+                Event::Unavailable
+            }
+        }
+    }
+
+    fn lease_is_over(&self) -> bool {
+        self.lease
+            .as_ref()
+            .is_some_and(|lease| !lease.is_live(BootTime::now()))
+    }
+
+    async fn run_work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {
+        let lease = self.lease.clone();
+        let span = tracing::debug_span!("oncegate.handle", id = %self.id, attempt = self.driver.attempts.number, outcome = tracing::field::Empty);
+        let work = std::pin::pin!(caught(work));
+        let ended = bounded(
+            work,
+            &span,
+            Instant::now(),
+            self.gate.0.settings.handler_timeout,
+            lease.as_deref(),
+        )
+        .await;
+        let outcome = match ended {
+            BoundedEnd::Completed(Ok(value)) => {
+                self.result = Some(value);
+                Outcome::Done
+            }
+            BoundedEnd::Completed(Err(failure)) => {
+                let outcome = match &failure {
+                    Failure::Retry(_) => Outcome::Retry,
+                    Failure::Reject(_) => Outcome::Reject,
+                    Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::HandlerReported),
+                };
+                self.failure = Some(failure);
+                outcome
+            }
+            BoundedEnd::Panicked(failure) => self.unknown_outcome(failure, DoubtCause::Panicked),
+            BoundedEnd::TimedOut => {
+                self.unknown_outcome("the work timed out".into(), DoubtCause::TimedOut)
+            }
+            BoundedEnd::LeaseOver => {
+                self.failure = Some(Failure::InDoubt("the lease was lost".into()));
+                return Event::LeaseOver;
+            }
+        };
+        span.record("outcome", tracing::field::debug(&outcome));
+        Event::Returned(outcome)
+    }
+
+    fn unknown_outcome(&mut self, failure: String, cause: DoubtCause) -> Outcome {
+        self.failure = Some(Failure::InDoubt(failure.into()));
+        Outcome::Unknown(cause)
+    }
+
+    fn result_of(
+        mut self,
+        stage_before: Stage,
+        settlement: Settlement,
+    ) -> Result<RunOutcome<T>, GateError> {
+        self.gate.0.outcomes.settled(&settlement);
+        let (id, guarantee) = (self.id.clone(), self.gate.0.settings.guarantee);
+        let doubt = |failure: Option<Failure>| {
+            let why = failure.map_or_else(
+                || "an earlier run was interrupted".into(),
+                |failure| failure.to_string(),
+            );
+            // With another guarantee the id runs again by itself, and there is nothing to resolve.
+            GateError::InDoubt(if guarantee == Guarantee::AtMostOnce {
+                format!(
+                    "{why}; id {id}: check whether it happened, then run `oncegate in-doubt resolve {id} --happened` or \
+                     `oncegate in-doubt resolve {id} --did-not-happen`"
+                )
+            } else {
+                format!("{why}; id {id}")
+            })
+        };
+        match settlement {
+            Settlement::Accept(_) => Ok(self
+                .result
+                .take()
+                .map_or(RunOutcome::AlreadyDone, RunOutcome::Executed)),
+            Settlement::Release { .. }
+                if matches!(
+                    stage_before,
+                    Stage::Claiming(..) | Stage::AwaitingHolder(..)
+                ) =>
+            {
+                match self.gate.0.when_held {
+                    WhenHeld::Skip => Ok(RunOutcome::HeldElsewhere),
+                    WhenHeld::GiveUp | WhenHeld::Wait(_) => Err(GateError::HeldElsewhere),
+                }
+            }
+            Settlement::Release { .. } => match self.failure.take() {
+                Some(failure @ (Failure::Retry(_) | Failure::Reject(_))) => {
+                    Err(GateError::Failed(failure))
+                }
+                failure => Err(doubt(failure)),
+            },
+            Settlement::Reject(Reason::InDoubt(_)) => Err(doubt(self.failure.take())),
+            Settlement::Reject(reason) => match self.failure.take() {
+                Some(failure) => Err(GateError::Failed(failure)),
+                None => Err(GateError::Refused(reason.as_str())),
+            },
+        }
+    }
+
+    /// The error of an abandoned run.
+    fn no_result(mut self) -> GateError {
+        match (&self.result, self.store_error.take()) {
+            (None, Some(error)) if self.failure.is_none() => GateError::Store(error),
+            _ => GateError::NotRecorded,
+        }
+    }
+}
+
+impl<T> Drop for GuardedRun<'_, T> {
+    /// Stops renewing the lease. If the caller dropped the future while the work ran, the lease then
+    /// ends without a recorded outcome.
+    fn drop(&mut self) {
+        self.gate.0.renewals.stop(std::iter::once(self.slot.index));
+        self.gate
+            .0
+            .slots
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(self.slot);
+    }
+}

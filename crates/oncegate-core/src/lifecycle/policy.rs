@@ -1,0 +1,89 @@
+//! The settings that the lifecycle depends on.
+
+use std::time::Duration;
+
+use super::Grant;
+use crate::marker::{Attempts, Guarantee};
+
+/// What the consumer does while its store is unavailable.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Outage {
+    /// Receive nothing until the store is available again.
+    #[default]
+    Hold,
+    /// Effectively once only: run handlers without the gate, which is at least once during the
+    /// outage, and count these runs.
+    PassThrough,
+}
+
+/// The settings that [`transition`](super::transition) depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Policy {
+    /// The guarantee.
+    pub guarantee: Guarantee,
+    /// The maximum number of attempts before a message is dead-lettered.
+    pub max_attempts: u32,
+    /// The maximum number of crashes before a message is dead-lettered.
+    pub max_crashes: u32,
+    /// The maximum number of inline retries within one attempt.
+    pub max_inline_retries: u32,
+    /// The maximum number of `reconcile` calls.
+    pub max_reconciles: u32,
+    /// How often the claim of an id that another holder has is repeated before its delivery is
+    /// released.
+    pub max_claim_retries: u32,
+    /// The first pause before a retry; it doubles.
+    pub backoff: Duration,
+    /// The longest pause before a retry.
+    pub longest_backoff: Duration,
+    /// What to do while the store is unavailable.
+    pub outage: Outage,
+}
+
+/// How often the pause before a retry doubles at most, so that its factor fits into a `u32`.
+const MAX_DOUBLINGS: u32 = 20;
+
+impl Policy {
+    /// The pause before the retry that follows this number of tries: the first pause, doubled for
+    /// each try, up to the longest.
+    pub fn pause(&self, tries: u32) -> Duration {
+        self.backoff
+            .saturating_mul(1 << tries.min(MAX_DOUBLINGS))
+            .min(self.longest_backoff)
+    }
+
+    /// How a message is isolated from others, because it may be what crashes processes.
+    ///
+    /// `None` after a single crash: any message that was in flight then may be the cause. A message
+    /// runs alone if its next crash would dead-letter it.
+    pub fn isolation(&self, attempts: Attempts) -> Option<Isolation> {
+        match attempts.crashes {
+            0 | 1 => None,
+            crashes if crashes >= self.max_crashes => Some(Isolation::Alone),
+            2 => Some(Isolation::Group),
+            _ => Some(Isolation::GrowingGroup),
+        }
+    }
+
+    /// Whether this attempt is the last one.
+    pub(super) fn is_last_attempt(&self, grant: Grant) -> bool {
+        grant.spent() >= self.max_attempts
+    }
+
+    /// Whether more processes crashed while they held the id than the policy allows.
+    pub(super) fn has_too_many_crashes(&self, attempts: Attempts) -> bool {
+        attempts.crashes > self.max_crashes
+    }
+}
+
+/// How a message runs that may be what crashes processes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Isolation {
+    /// Together with a few other such messages only.
+    Group,
+    /// Together with other such messages only: as many as have finished without a crash.
+    GrowingGroup,
+    /// Alone in its process.
+    Alone,
+}

@@ -1,0 +1,119 @@
+//! How a delivery ends at its broker, and why.
+
+use std::time::Duration;
+
+use super::DoubtCause;
+
+/// How a delivery is settled at the broker.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub enum Settlement {
+    /// Acknowledged: it is not redelivered.
+    Accept(Proof),
+    /// Redelivered, after this delay at the earliest.
+    Release {
+        /// The minimum delay of the redelivery.
+        after: Duration,
+        /// How many attempts have failed so far. The redelivery carries this number.
+        failures: u32,
+    },
+    /// Sent to the dead-letter queue or the in-doubt queue.
+    Reject(Reason),
+}
+
+/// Proves that a delivery may be accepted. Only [`transition`](super::transition) creates one, from a verdict of the
+/// store or from a run without the gate.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub struct Proof(pub(super) ProofKind);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum ProofKind {
+    Completed,
+    Duplicate,
+    Resolved,
+    PassedWithoutGate,
+}
+
+impl Proof {
+    /// What the proof is based on, as metrics and logs name it.
+    pub fn as_str(&self) -> &'static str {
+        match self.0 {
+            ProofKind::Completed => "completed",
+            ProofKind::Duplicate => "duplicate",
+            ProofKind::Resolved => "resolved",
+            ProofKind::PassedWithoutGate => "passed_without_gate",
+        }
+    }
+}
+
+/// Why a delivery was rejected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Reason {
+    /// It has no id.
+    MissingId,
+    /// The value where its id is read from cannot be an id, or there are two different values.
+    UnusableId,
+    /// Its payload does not parse.
+    Unreadable,
+    /// Its id was used for another body.
+    Conflict,
+    /// The handler rejected it.
+    Refused,
+    /// It failed `max_attempts` times.
+    AttemptsSpent,
+    /// More than `max_crashes` processes crashed while they handled it.
+    CrashesSpent,
+    /// It was rejected before and has not been redriven since.
+    RejectedBefore,
+    /// It is larger than the source's limit.
+    TooLarge,
+    /// It could not be determined whether the effect happened.
+    InDoubt(DoubtCause),
+}
+
+impl Reason {
+    /// All reasons, in the order of the enum.
+    pub const ALL: [Self; 15] = [
+        Self::MissingId,
+        Self::UnusableId,
+        Self::Unreadable,
+        Self::Conflict,
+        Self::Refused,
+        Self::AttemptsSpent,
+        Self::CrashesSpent,
+        Self::RejectedBefore,
+        Self::TooLarge,
+        Self::InDoubt(DoubtCause::HandlerReported),
+        Self::InDoubt(DoubtCause::Panicked),
+        Self::InDoubt(DoubtCause::TimedOut),
+        Self::InDoubt(DoubtCause::Interrupted),
+        Self::InDoubt(DoubtCause::TooOld),
+        Self::InDoubt(DoubtCause::UnreadableMarker),
+    ];
+
+    /// The reason as headers, metrics and logs name it.
+    pub fn as_str(&self) -> &'static str {
+        match self {
+            Self::MissingId => "missing-id",
+            Self::UnusableId => "unusable-id",
+            Self::Unreadable => "unreadable",
+            Self::Conflict => "conflict",
+            Self::Refused => "refused",
+            Self::AttemptsSpent => "attempts-spent",
+            Self::CrashesSpent => "crashes-spent",
+            Self::RejectedBefore => "rejected-before",
+            Self::TooLarge => "too-large",
+            Self::InDoubt(DoubtCause::HandlerReported) => "in-doubt-handler-reported",
+            Self::InDoubt(DoubtCause::Panicked) => "in-doubt-panicked",
+            Self::InDoubt(DoubtCause::TimedOut) => "in-doubt-timed-out",
+            Self::InDoubt(DoubtCause::Interrupted) => "in-doubt-interrupted",
+            Self::InDoubt(DoubtCause::TooOld) => "in-doubt-too-old",
+            Self::InDoubt(DoubtCause::UnreadableMarker) => "in-doubt-unreadable-marker",
+        }
+    }
+
+    /// Whether the message goes to the in-doubt queue, for an operator to resolve, and not to the
+    /// dead-letter queue.
+    pub fn is_in_doubt(&self) -> bool {
+        matches!(self, Self::InDoubt(_))
+    }
+}

@@ -1,0 +1,168 @@
+//! The operations on a marker, and their results.
+
+use std::time::Duration;
+
+use super::{Attempts, Fingerprint, Guarantee, Marker, Token};
+use crate::id::Key;
+
+/// One request to a store: atomic on its key, and safe to repeat after a lost reply.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Operation {
+    /// The key.
+    pub key: Key,
+    /// What to do.
+    pub ask: Ask,
+    /// The token of the claim. A marker belongs to the operation if token and attempt are equal.
+    pub token: Token,
+    /// The number of the granted attempt; 0 in a claim. In [`Ask::Redrive`] and [`Ask::Forget`] the
+    /// highest attempt number that the operator knows of, 0 if none: every later attempt has a
+    /// higher one.
+    pub attempt: u32,
+    /// The terms of the claim.
+    pub terms: Terms,
+}
+
+/// The kind of an [`Operation`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Ask {
+    /// Claims the id.
+    Claim,
+    /// Renews the lease.
+    Renew,
+    /// Records that the effect happened.
+    Complete,
+    /// Records a failure, and frees the id for another attempt.
+    Clear(Effect),
+    /// The handler was not started: frees the id as if the attempt had not been granted.
+    Withdraw,
+    /// Records that the message is dead-lettered: in at most once the id does not run again until
+    /// it is redriven.
+    Reject(Effect),
+    /// Records that it is unknown whether the effect happened.
+    Doubt,
+    /// Records what `reconcile` or an operator found out.
+    Resolve(Finding),
+    /// An operator redrives an id that was rejected, failed too often, or is in doubt: a
+    /// compare-and-set, applied if the marker is still the one that was seen. The number of the
+    /// last attempt is kept, and all of `max_attempts` are left. The next claim is granted; in at
+    /// most once it is in doubt if an earlier effect is unknown.
+    Redrive {
+        /// The marker as the operator read it.
+        seen: Marker,
+        /// [`Effect::Nothing`]: the operator states that nothing happened and nothing still can.
+        /// Otherwise an unknown effect stays unknown, and a marker in doubt is not freed.
+        effect: Effect,
+    },
+    /// An operator frees a done id, to be handled again: a compare-and-set, applied if the marker
+    /// is still the one that was seen.
+    Forget {
+        /// The marker as the operator read it.
+        seen: Marker,
+    },
+}
+
+/// The number that [`Ask::Forget`] assumes for the last attempt if the operator does not know it,
+/// because a done marker does not contain it. Higher than any `max_attempts` in use.
+pub const UNKNOWN_ATTEMPT: u32 = 1_000_000;
+
+/// What one or more attempts may have done.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Effect {
+    /// Nothing happened, and nothing still can.
+    Nothing,
+    /// Something may have happened, or still can: the next attempt needs a higher number.
+    Unknown,
+}
+
+impl Effect {
+    /// [`Effect::Unknown`] if either is.
+    pub const fn and(self, other: Self) -> Self {
+        match self {
+            Self::Nothing => other,
+            Self::Unknown => Self::Unknown,
+        }
+    }
+}
+
+/// What `reconcile` or an operator found out about an unknown outcome.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Finding {
+    /// The effect happened.
+    Happened,
+    /// The effect did not happen, and nothing still can.
+    DidNotHappen,
+}
+
+/// The terms of a claim: the settings of its consumer that the store needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Terms {
+    /// The guarantee.
+    pub guarantee: Guarantee,
+    /// How long a claim is valid without renewal.
+    pub lease: Duration,
+    /// How long a done id is remembered.
+    pub window: Duration,
+    /// The fingerprint of the body, if bodies are compared.
+    pub fingerprint: Option<Fingerprint>,
+}
+
+/// How long an unresolved marker is kept in at most once: ten years. Its expiry would let the id
+/// run again although its outcome is unknown.
+pub const UNRESOLVED_AT_MOST_ONCE: Duration = Duration::from_secs(3650 * 24 * 3600);
+
+impl Terms {
+    /// How long an unresolved marker is kept.
+    pub fn horizon(&self) -> Duration {
+        match self.guarantee {
+            Guarantee::AtMostOnce => UNRESOLVED_AT_MOST_ONCE,
+            Guarantee::EffectivelyOnce | Guarantee::Bare => self.window,
+        }
+    }
+}
+
+/// A store's answer to one [`Operation`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Verdict {
+    /// The claim is granted, as this attempt.
+    Granted(Attempts),
+    /// The claim is granted to reconcile, as this attempt: it is unknown whether the effect
+    /// happened.
+    InDoubt(Attempts),
+    /// Another claim holds the id.
+    Busy {
+        /// The time until the lease of that claim ends.
+        remaining: Duration,
+    },
+    /// The id was handled before.
+    Duplicate,
+    /// The id was dead-lettered before, and must not run.
+    Rejected {
+        /// The number of its last attempt, which dead letters carry as the fencing token.
+        attempt: u32,
+    },
+    /// The same id was used for another body.
+    Conflict,
+    /// The operation was applied: renewed, cleared, withdrawn, rejected, recorded as in doubt,
+    /// resolved, redriven or forgotten. Or it had been applied before.
+    Applied,
+    /// The id is recorded as done.
+    Done {
+        /// Whether the marker was absent or cleared: the store lost data, or the window was too
+        /// short.
+        marker_lost: bool,
+    },
+    /// The marker does not belong to the claim any more. The claimant drops the handler, does not
+    /// accept, and claims again.
+    Lost,
+}
+
+/// How a store changes the value of a key. Every write restarts the expiry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Change {
+    /// Not at all: the marker and its expiry stay unchanged.
+    Keep,
+    /// Write this marker with this time to live.
+    Write(Marker, Duration),
+    /// Delete the key.
+    Delete,
+}

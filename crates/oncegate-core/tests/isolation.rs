@@ -1,0 +1,482 @@
+//! Messages that crash their process, and the isolation of messages that may have crashed one, in
+//! thousands of interleavings of crashes, drains and revocations.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use oncegate_core::lifecycle::Reason;
+use oncegate_core::marker::{self, Age, Change, Marker, Operation, Verdict};
+use oncegate_core::source::{
+    Connect, ConnectOptions, Incoming, Limit, Settled, Source, SourceError,
+};
+use oncegate_core::*;
+use tokio::sync::Notify;
+use tokio::task::JoinSet;
+
+/// How many random schedules are tested.
+const RUNS: u64 = 3_000;
+/// How many of them are tested at the same time; each waits most of the time.
+const CONCURRENT_RUNS: usize = 48;
+/// The maximum number of crashes, drains and revocations that no handler causes.
+const FAULTS: u64 = 3;
+/// More than a message counts that crashes no process itself: two crashes before it runs in a group
+/// of at most three, one in that group, one in a group of two, and one for each fault.
+const MAX_CRASHES: u32 = 4 + FAULTS as u32;
+/// The body of a message whose handler crashes its process.
+const CRASHES: &str = "crashes its process";
+
+/// A pseudo-random generator (xorshift): the same numbers for the same seed.
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        (self.0 >> 11) % end
+    }
+}
+
+/// The state that the processes of one test share.
+struct Fixture {
+    broker: MemoryBroker,
+    /// Each marker with the process that wrote it.
+    markers: Mutex<HashMap<Key, (Marker, u32)>>,
+    ended_processes: Mutex<HashSet<u32>>,
+    handled: Mutex<HashSet<String>>,
+    started_processes: Mutex<u32>,
+}
+
+fn fixture() -> Arc<Fixture> {
+    Arc::new(Fixture {
+        broker: MemoryBroker::new("q"),
+        markers: Mutex::default(),
+        ended_processes: Mutex::default(),
+        handled: Mutex::default(),
+        started_processes: Mutex::default(),
+    })
+}
+
+/// Writes the marker of an id during whose handling this many processes crashed.
+fn mark_crashed(fixture: &Fixture, id: &str, crashes: u32) {
+    let attempts = marker::Attempts {
+        number: crashes + 1,
+        base: crashes,
+        crashes,
+    };
+    let marker = Marker::Cleared {
+        attempts,
+        effect: marker::Effect::Unknown,
+    };
+    let key = Key::new(&MessageId::new(id).expect("an id"));
+    lock(&fixture.markers).insert(key, (marker, 0));
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The store of one process. A lease ends when its holder's process ends.
+struct ProcessStore {
+    fixture: Arc<Fixture>,
+    process: u32,
+}
+
+#[async_trait]
+impl Store for ProcessStore {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        tokio::task::yield_now().await;
+        let (mut markers, ended) = (
+            lock(&self.fixture.markers),
+            lock(&self.fixture.ended_processes),
+        );
+        let mut answers = Vec::new();
+        for operation in operations {
+            let (marker, writer) = markers
+                .get(&operation.key)
+                .copied()
+                .unwrap_or((Marker::Absent, self.process));
+            let age = if ended.contains(&writer) {
+                Duration::from_secs(1_000_000)
+            } else {
+                Duration::ZERO
+            };
+            let (change, verdict) = marker::apply(marker, Age::Of(age), operation);
+            match change {
+                Change::Keep => {}
+                Change::Write(marker, _) => {
+                    markers.insert(operation.key.clone(), (marker, self.process));
+                }
+                Change::Delete => drop(markers.remove(&operation.key)),
+            }
+            answers.push(Ok(verdict));
+        }
+        answers
+    }
+}
+
+/// A source whose deliveries can be revoked.
+struct Revocable {
+    source: MemorySource,
+    epoch: u64,
+    revoke: Arc<Notify>,
+}
+
+#[async_trait]
+impl Connect for Revocable {
+    type Source = Self;
+
+    async fn connect(self, _: ConnectOptions) -> Result<Self, SourceError> {
+        Ok(self)
+    }
+}
+
+#[async_trait]
+impl Source for Revocable {
+    async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
+        let before = into.len();
+        tokio::select! {
+            biased;
+            () = self.revoke.notified() => {
+                into.push(Incoming::Revoked(self.epoch));
+                self.epoch += 1;
+            }
+            received = self.source.receive(limit, into) => received?,
+        }
+        for it in &mut into[before..] {
+            if let Incoming::Delivery(delivery) = it {
+                delivery.receipt.epoch = self.epoch;
+            }
+        }
+        Ok(())
+    }
+
+    async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
+        self.source.settle(settled).await
+    }
+
+    async fn stop(&mut self) {
+        self.source.stop().await;
+    }
+
+    async fn close(self: Box<Self>, _deadline: Instant) -> Result<(), SourceError> {
+        Ok(())
+    }
+}
+
+/// Cause a crash, a drain and a revocation in one process.
+#[derive(Clone, Default)]
+struct Triggers {
+    crash: Arc<Notify>,
+    drain: Arc<Notify>,
+    revoke: Arc<Notify>,
+}
+
+/// Fails every third run, and crashes its process for the body [`CRASHES`].
+struct Work {
+    fixture: Arc<Fixture>,
+    triggers: Triggers,
+    takes: Duration,
+    runs: AtomicU32,
+}
+
+impl Handler for Work {
+    type Payload = Raw;
+
+    async fn handle(&self, payload: Raw, cx: &Context) -> Result<(), Failure> {
+        // An inline retry, too, may crash the process.
+        if self.runs.fetch_add(1, Ordering::Relaxed).is_multiple_of(3) {
+            return Err("not yet").retry();
+        }
+        if payload.0 == CRASHES.as_bytes() {
+            self.triggers.crash.notify_one();
+            std::future::pending::<()>().await;
+        }
+        tokio::time::sleep(self.takes).await;
+        lock(&self.fixture.handled).insert(cx.id().to_string());
+        Ok(())
+    }
+}
+
+/// Runs one process after the other, until everything is settled.
+async fn processes(
+    fixture: Arc<Fixture>,
+    triggers: Triggers,
+    in_flight: usize,
+    order: Order,
+    takes: Duration,
+) {
+    loop {
+        let process = {
+            let mut started = lock(&fixture.started_processes);
+            *started += 1;
+            *started
+        };
+        let source = Revocable {
+            source: fixture.broker.source(),
+            epoch: 0,
+            revoke: triggers.revoke.clone(),
+        };
+        let handler = Work {
+            fixture: fixture.clone(),
+            triggers: triggers.clone(),
+            takes,
+            runs: AtomicU32::new(process),
+        };
+        let consumer = Consumer::builder()
+            .source(source)
+            .store(ProcessStore {
+                fixture: fixture.clone(),
+                process,
+            })
+            .handler(handler);
+        let consumer = consumer
+            .id(IdSource::header("id"))
+            .decode(RawBytes)
+            .order(order)
+            .max_in_flight(in_flight);
+        let consumer = consumer
+            .max_crashes(MAX_CRASHES)
+            .max_attempts(100)
+            .backoff(Duration::from_millis(1), Duration::from_millis(2));
+        let drain = triggers.drain.clone();
+        tokio::select! {
+            ended = consumer.run_until(async move { drain.notified().await }) => ended.expect("a clean end"),
+            () = triggers.crash.notified() => {}
+        }
+        lock(&fixture.ended_processes).insert(process);
+    }
+}
+
+async fn test_schedule(seed: u64) {
+    let mut random = Random(seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
+    let fixture = fixture();
+    let messages = 2 + random.below(9);
+    let crashing = random.below(messages + 2); // in some schedules there is none
+    for number in 0..messages {
+        let body = if number == crashing { CRASHES } else { "works" };
+        fixture.broker.publish(
+            Message::new(body)
+                .with_header("id", format!("m{number}"))
+                .with_key(format!("k{}", number % 3)),
+        );
+    }
+    let order = if random.below(3) == 0 {
+        Order::ByKey
+    } else {
+        Order::Unordered
+    };
+    let (in_flight, takes) = (
+        1 + random.below(9) as usize,
+        Duration::from_millis(random.below(4)),
+    );
+    let triggers: Vec<Triggers> = (0..=random.below(2)).map(|_| Triggers::default()).collect();
+    let mut tasks = JoinSet::new();
+    for triggers in &triggers {
+        tasks.spawn(processes(
+            fixture.clone(),
+            triggers.clone(),
+            in_flight,
+            order,
+            takes,
+        ));
+    }
+    let faults = async {
+        for _ in 0..FAULTS {
+            tokio::time::sleep(Duration::from_micros(random.below(9_000))).await;
+            let triggers = &triggers[random.below(triggers.len() as u64) as usize];
+            [&triggers.crash, &triggers.drain, &triggers.revoke][random.below(3) as usize]
+                .notify_one();
+        }
+    };
+    let all = async { tokio::join!(faults, fixture.broker.drained()) };
+    let settled = tokio::time::timeout(Duration::from_secs(60), async {
+        tokio::select! {
+            _ = all => {}
+            Some(ended) = tasks.join_next() => panic!("seed {seed}: a process ended: {ended:?}"),
+        }
+    })
+    .await;
+    assert!(
+        settled.is_ok(),
+        "seed {seed}: {} messages are not settled",
+        fixture.broker.unsettled()
+    );
+    let dead_letters: Vec<(String, Reason)> = fixture
+        .broker
+        .dead_letters()
+        .into_iter()
+        .map(|dead_letter| (text(&dead_letter.message), dead_letter.reason))
+        .collect();
+    let expected = if crashing < messages {
+        vec![(format!("m{crashing}"), Reason::CrashesSpent)]
+    } else {
+        vec![]
+    };
+    assert_eq!(dead_letters, expected, "seed {seed}");
+    let handled = lock(&fixture.handled).len() as u64;
+    assert_eq!(handled, messages - expected.len() as u64, "seed {seed}");
+}
+
+fn text(message: &Message) -> String {
+    String::from_utf8_lossy(message.headers.last("id").unwrap_or_default()).into_owned()
+}
+
+#[test]
+fn of_random_schedules_only_the_message_that_crashes_processes_is_dead_lettered() {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .expect("a runtime");
+    let runs = match std::env::var("ONCEGATE_SEED") {
+        Ok(seed) => seed.parse().map(|seed| seed..seed + 1).expect("a number"),
+        Err(_) => 0..RUNS,
+    };
+    runtime.block_on(async {
+        let mut running = JoinSet::new();
+        for seed in runs {
+            if running.len() >= CONCURRENT_RUNS {
+                running
+                    .join_next()
+                    .await
+                    .expect("some are running")
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
+            }
+            running.spawn(test_schedule(seed));
+        }
+        while let Some(over) = running.join_next().await {
+            over.unwrap_or_else(|panic| std::panic::resume_unwind(panic.into_panic()));
+        }
+    });
+}
+
+/// For the id `isolated`, publishes another message, and checks that it is not claimed before this run
+/// ends.
+struct ChecksNoOtherClaim(Arc<Fixture>);
+
+impl Handler for ChecksNoOtherClaim {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        if cx.id() == "isolated" {
+            self.0
+                .broker
+                .publish(Message::new("works").with_header("id", "other"));
+            while self.0.broker.delivered() < 2 {
+                tokio::task::yield_now().await;
+            }
+            // The consumer runs on the same thread: it would send a claim in this time.
+            for _ in 0..100 {
+                tokio::task::yield_now().await;
+            }
+            assert_eq!(
+                lock(&self.0.markers).len(),
+                1,
+                "the other message was claimed"
+            );
+        }
+        lock(&self.0.handled).insert(cx.id().to_string());
+        Ok(())
+    }
+}
+
+/// The duration of one run in milliseconds, much longer than the pauses of a consumer that waits for
+/// claims.
+const RUN_MS: u128 = 10_000;
+
+/// Records the maximum number of handlers that ran at the same time.
+#[derive(Clone, Default)]
+struct Concurrency {
+    now: Arc<AtomicU32>,
+    most: Arc<AtomicU32>,
+}
+
+impl Handler for Concurrency {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
+        let now = self.now.fetch_add(1, Ordering::Relaxed) + 1;
+        self.most.fetch_max(now, Ordering::Relaxed);
+        tokio::time::sleep(Duration::from_millis(RUN_MS as u64)).await;
+        self.now.fetch_sub(1, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
+/// Runs 32 messages, at most 16 at a time, that count these numbers of crashes in turn. Returns the
+/// maximum number of concurrent handlers, and the time that all took, in units of one run.
+async fn run_after_crashes(crashes: &[u32]) -> (u32, u128) {
+    let fixture = fixture();
+    for (number, crashes) in (0..32).zip(crashes.iter().cycle()) {
+        let id = format!("{crashes}-crashes-{number}");
+        mark_crashed(&fixture, &id, *crashes);
+        let message = Message::new("works").with_header("id", id);
+        fixture.broker.publish(message);
+    }
+    let handler = Concurrency::default();
+    let store = ProcessStore {
+        fixture: fixture.clone(),
+        process: 1,
+    };
+    let consumer = Consumer::builder()
+        .source(fixture.broker.source())
+        .store(store)
+        .handler(handler.clone())
+        .id(IdSource::header("id"))
+        .decode(RawBytes)
+        .max_in_flight(16);
+    let all = fixture.broker.clone();
+    let began = tokio::time::Instant::now();
+    consumer
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
+    assert!(fixture.broker.dead_letters().is_empty());
+    (
+        handler.most.load(Ordering::Relaxed),
+        began.elapsed().as_millis() / RUN_MS,
+    )
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_two_crashes_messages_run_in_groups_and_after_three_in_groups_that_grow() {
+    let mut all = Vec::new();
+    for crashes in [&[1][..], &[2], &[3], &[10], &[2, 2, 2, 3], &[10, 2, 2]] {
+        all.push(run_after_crashes(crashes).await);
+    }
+    assert_eq!(all, [(16, 2), (16, 4), (16, 6), (1, 32), (16, 4), (11, 17)]);
+}
+
+#[tokio::test]
+async fn nothing_else_is_claimed_while_a_message_runs_alone() {
+    let fixture = fixture();
+    mark_crashed(&fixture, "isolated", 2);
+    fixture
+        .broker
+        .publish(Message::new("works").with_header("id", "isolated"));
+    let consumer = Consumer::builder()
+        .source(fixture.broker.source())
+        .store(ProcessStore {
+            fixture: fixture.clone(),
+            process: 1,
+        });
+    let consumer = consumer
+        .handler(ChecksNoOtherClaim(fixture.clone()))
+        .id(IdSource::header("id"))
+        .decode(RawBytes)
+        .max_attempts(2);
+    let all = fixture.broker.clone();
+    consumer
+        .run_until(async move { all.drained().await })
+        .await
+        .expect("a clean end");
+    assert!(
+        fixture.broker.dead_letters().is_empty(),
+        "{:?}",
+        fixture.broker.dead_letters()
+    );
+    assert_eq!(lock(&fixture.handled).len(), 2);
+}

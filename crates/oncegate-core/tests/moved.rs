@@ -1,7 +1,0 @@
-//! A delivery is moved when it is settled: settling it twice does not compile.
-
-#[test]
-fn settling_a_delivery_twice_does_not_compile() {
-    let cases = trybuild::TestCases::new();
-    cases.compile_fail("tests/moved/*.rs");
-}

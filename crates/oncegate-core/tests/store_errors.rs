@@ -1,0 +1,253 @@
+//! A store that refuses operations, and values under a key that another program wrote.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use oncegate_core::lifecycle::{DoubtCause, Reason};
+use oncegate_core::marker::{Ask, Operation, Verdict};
+use oncegate_core::*;
+use tokio::sync::Notify;
+use tracing_subscriber::fmt::MakeWriter;
+
+/// Longer than any test may take, so that a test fails if it waits for the drain timeout.
+const LONG_DRAIN: Duration = Duration::from_secs(3600);
+
+/// A memory store that is shared with another program, and whose user may lose its permissions.
+/// Another program has written the keys `unreadable…`, and writes `overwritten…` after the claim.
+#[derive(Clone, Default)]
+struct SharedStore {
+    store: MemoryStore,
+    refuses: Arc<AtomicBool>,
+    refused_claims: Arc<AtomicU32>,
+}
+
+#[async_trait]
+impl Store for SharedStore {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let mut answers = Vec::new();
+        for operation in operations {
+            let key = operation.key.as_str();
+            let is_unreadable = key.starts_with("unreadable")
+                || key.starts_with("overwritten") && operation.ask != Ask::Claim;
+            answers.push(if self.refuses.load(Ordering::SeqCst) {
+                self.refused_claims
+                    .fetch_add(u32::from(operation.ask == Ask::Claim), Ordering::SeqCst);
+                Err(StoreError::Misconfigured(
+                    "NOPERM: let the user run SET".into(),
+                ))
+            } else if is_unreadable {
+                Err(StoreError::UnreadableMarker(
+                    "another program wrote this key".into(),
+                ))
+            } else {
+                self.store
+                    .apply(std::slice::from_ref(operation))
+                    .await
+                    .remove(0)
+            });
+        }
+        answers
+    }
+}
+
+/// For the ids `waiting…`, runs until `may_end`; the second handler that starts notifies `both_run`.
+#[derive(Clone, Default)]
+struct Waiting {
+    started: Arc<AtomicU32>,
+    both_run: Arc<Notify>,
+    may_end: Arc<Notify>,
+    ended: Arc<AtomicU32>,
+}
+
+impl Handler for Waiting {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        if cx.id().starts_with("waiting") {
+            let may_end = self.may_end.notified();
+            if self.started.fetch_add(1, Ordering::SeqCst) == 1 {
+                self.both_run.notify_one();
+            }
+            may_end.await;
+        }
+        self.ended.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+}
+
+fn message(id: &str) -> Message {
+    Message::new("x").with_header("id", id)
+}
+
+fn consumer(
+    broker: &MemoryBroker,
+    store: SharedStore,
+    handler: Waiting,
+) -> Builder<MemorySource, SharedStore, Waiting, RawBytes> {
+    let consumer = Consumer::builder()
+        .source(broker.source())
+        .store(store)
+        .id(IdSource::header("id"))
+        .decode(RawBytes);
+    consumer.handler(handler).drain_timeout(LONG_DRAIN)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended() {
+    let (broker, store, handler) = (
+        MemoryBroker::new("q"),
+        SharedStore::default(),
+        Waiting::default(),
+    );
+    for id in ["waiting-a", "waiting-b"] {
+        broker.publish(message(id));
+    }
+    let running = tokio::spawn(
+        consumer(&broker, store.clone(), handler.clone()).run_until(std::future::pending::<()>()),
+    );
+    handler.both_run.notified().await;
+    store.refuses.store(true, Ordering::SeqCst);
+    for number in 0..50 {
+        broker.publish(message(&format!("new-{number}")));
+    }
+    while store.refused_claims.load(Ordering::SeqCst) == 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert!(!running.is_finished(), "running handlers may finish");
+    handler.may_end.notify_waiters();
+    let ended = tokio::time::timeout(Duration::from_secs(20), running)
+        .await
+        .expect("before the drain timeout")
+        .expect("no panic");
+    assert!(
+        matches!(ended, Err(Error::Store(StoreError::Misconfigured(_)))),
+        "{ended:?}"
+    );
+    assert_eq!(
+        (
+            handler.started.load(Ordering::SeqCst),
+            handler.ended.load(Ordering::SeqCst)
+        ),
+        (2, 2)
+    );
+    assert_eq!(broker.unsettled(), 52, "nothing is lost");
+    let claims = store.refused_claims.load(Ordering::SeqCst);
+    assert!(claims <= 50, "{claims} claims for 50 messages");
+}
+
+/// Because `oncegate in-doubt resolve` refuses an id whose marker is unreadable.
+#[tokio::test]
+async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(|| LOG.make_writer())
+        .finish();
+    let _guard = tracing::subscriber::set_default(subscriber);
+    // A log callsite that another test registers at the same time does not see this subscriber.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    tracing::callsite::rebuild_interest_cache();
+    let broker = MemoryBroker::new("q");
+    broker.publish(message("unreadable-1"));
+    let all = broker.clone();
+    let consumer = consumer(&broker, SharedStore::default(), Waiting::default())
+        .guarantee(Guarantee::EffectivelyOnce);
+    let run = consumer.run_until(async move { all.drained().await });
+    tokio::time::timeout(Duration::from_secs(20), run)
+        .await
+        .expect("it is settled")
+        .expect("a clean end");
+    let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
+    let line = log
+        .lines()
+        .find(|line| line.contains("message in doubt, sending it to the in-doubt queue"))
+        .expect("the line");
+    let (delete, resolve) = (line.find("delete the key"), line.find("in-doubt resolve"));
+    assert!(delete.is_some() && delete < resolve, "{line}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_unreadable_marker_affects_only_its_id() {
+    for guarantee in [Guarantee::AtMostOnce, Guarantee::EffectivelyOnce] {
+        let (broker, handler) = (MemoryBroker::new("q"), Waiting::default());
+        for id in [
+            "a",
+            "unreadable-1",
+            "b",
+            "overwritten-1",
+            "c",
+            "unreadable-2",
+        ] {
+            broker.publish(message(id));
+        }
+        let all = broker.clone();
+        let consumer = consumer(&broker, SharedStore::default(), handler.clone())
+            .guarantee(guarantee)
+            .allow_volatile_store();
+        let run = consumer.run_until(async move { all.drained().await });
+        tokio::time::timeout(Duration::from_secs(20), run)
+            .await
+            .expect("the others are handled")
+            .expect("a clean end");
+        let mut in_doubt: Vec<_> = broker
+            .in_doubt()
+            .into_iter()
+            .map(|message| {
+                (
+                    message.reason,
+                    message.failure_history.expect("a failure history"),
+                )
+            })
+            .collect();
+        in_doubt.sort_by_key(|(_, failure_history)| failure_history.id.clone());
+        for (reason, failure_history) in &in_doubt {
+            assert_eq!(*reason, Reason::InDoubt(DoubtCause::UnreadableMarker));
+            assert_eq!(
+                failure_history.last_error.as_deref(),
+                Some("another program wrote this key"),
+                "{failure_history:?}"
+            );
+        }
+        let ids: Vec<_> = in_doubt
+            .into_iter()
+            .filter_map(|(_, failure_history)| failure_history.id)
+            .collect();
+        assert_eq!(
+            ids,
+            ["overwritten-1", "unreadable-1", "unreadable-2"],
+            "{guarantee:?}"
+        );
+        assert_eq!(
+            handler.ended.load(Ordering::SeqCst),
+            4,
+            "a, b, c and overwritten-1, whose completion was not recorded"
+        );
+    }
+}
+
+#[tokio::test]
+async fn a_gate_reports_an_unreadable_marker_at_once_and_other_ids_run() {
+    let gate = Gate::builder()
+        .store(SharedStore::default())
+        .open()
+        .await
+        .expect("a gate");
+    let unreadable = tokio::time::timeout(
+        Duration::from_secs(20),
+        gate.run("unreadable", || async { Ok(()) }),
+    )
+    .await
+    .expect("at once");
+    assert!(
+        matches!(
+            unreadable,
+            Err(GateError::Store(StoreError::UnreadableMarker(_)))
+        ),
+        "{unreadable:?}"
+    );
+    assert!(matches!(
+        gate.run("another", || async { Ok(7) }).await,
+        Ok(RunOutcome::Executed(7))
+    ));
+}
