@@ -316,7 +316,7 @@ async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), PublishFai
         mandatory: true,
         ..BasicPublishOptions::default()
     };
-    fault_point(copy, "amqp.delay.before", "amqp.letter.before");
+    fault_point(copy, "amqp.delay.before", "amqp.dead-letter.before");
     let publishing = channel.basic_publish(
         "".into(),
         copy.destination.clone(),
@@ -336,7 +336,7 @@ async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), PublishFai
     };
     match confirm {
         Ok(Confirmation::Ack(None)) => {
-            fault_point(copy, "amqp.delay.confirmed", "amqp.letter.confirmed");
+            fault_point(copy, "amqp.delay.confirmed", "amqp.dead-letter.confirmed");
             Ok(())
         }
         Ok(Confirmation::Ack(Some(returned)) | Confirmation::Nack(Some(returned))) => not_enqueued(

@@ -297,14 +297,14 @@ impl ConsumerSession {
         // First, because requeued messages would be delivered to this consumer again, and closing the
         // channel would count them.
         self.cancel().await;
-        fault::point("amqp.back.before");
+        fault::point("amqp.requeue.before");
         let mut rejected = 0;
         for tag in self.deliveries.take_failed_tags() {
             rejected += 1;
             self.channel
                 .basic_reject(tag, BasicRejectOptions { requeue: true })
                 .await?;
-            fault::point("amqp.back.rejected");
+            fault::point("amqp.requeue.rejected");
         }
         // Tag 0 with `multiple` means all unacknowledged deliveries.
         self.channel
@@ -316,7 +316,7 @@ impl ConsumerSession {
                 },
             )
             .await?;
-        fault::point("amqp.back.after");
+        fault::point("amqp.requeue.after");
         let mut close_delay = CloseDelay::default();
         close_delay.acks_sent(rejected);
         close_delay.wait().await;

@@ -43,13 +43,13 @@ fn cpu_seconds(process: u32) -> f64 {
 }
 
 /// Measures the rate and the CPU time of a run.
-struct Measurement {
+struct RateMeasurement {
     started: Instant,
     client: f64,
     broker: f64,
 }
 
-impl Measurement {
+impl RateMeasurement {
     fn start(server: &RabbitServer) -> Self {
         Self {
             started: Instant::now(),
@@ -172,9 +172,9 @@ async fn wait_for_acks(status: &RabbitMqStatus) {
 }
 
 /// Rejects every message.
-struct RejectingHandler;
+struct AlwaysRejectingHandler;
 
-impl Handler for RejectingHandler {
+impl Handler for AlwaysRejectingHandler {
     type Payload = Raw;
 
     async fn handle(&self, _: Raw, _: &Context) -> Result<(), Failure> {
@@ -190,7 +190,7 @@ async fn reject_with_consumer(source: RabbitMq, status: &RabbitMqStatus) {
         .id(IdSource::message_id())
         // The prefetch is capped at twice this.
         .max_in_flight(2_000)
-        .handler(RejectingHandler);
+        .handler(AlwaysRejectingHandler);
     consumer
         .run_until(wait_for_acks(status))
         .await
@@ -235,7 +235,7 @@ async fn dead_letters_a_second_beside_a_bare_publisher() {
         };
         for prefetch in [PREFETCHES; ROUNDS].into_iter().flatten() {
             let name = format!("{name}, {prefetch}");
-            let measurement = Measurement::start(&server);
+            let measurement = RateMeasurement::start(&server);
             publish_all(
                 &channel,
                 DEAD_LETTERS,
@@ -249,7 +249,7 @@ async fn dead_letters_a_second_beside_a_bare_publisher() {
                 publish_all(&channel, QUEUE, &FieldTable::default(), 2_000).await;
                 let status = RabbitMqStatus::new();
                 let source = source().prefetch(prefetch).status(status.clone());
-                let measurement = Measurement::start(&server);
+                let measurement = RateMeasurement::start(&server);
                 if by == "source" {
                     reject_with_source(source, &status).await;
                 } else {

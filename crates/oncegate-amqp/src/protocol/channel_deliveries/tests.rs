@@ -255,7 +255,7 @@ fn failed_deliveries_are_rejected_when_the_channel_closes() {
 
 /// The unacknowledged deliveries at the broker. Like RabbitMQ it refuses an unknown tag.
 #[derive(Default)]
-struct Broker {
+struct SettlingBroker {
     unacked: BTreeSet<u64>,
     /// Deliveries whose message may be removed: accepted, or their copy is confirmed.
     removable: BTreeSet<u64>,
@@ -263,7 +263,7 @@ struct Broker {
     rejected: BTreeSet<u64>,
 }
 
-impl Broker {
+impl SettlingBroker {
     fn apply(&mut self, frames: AckFrames) {
         for tag in frames.rejected {
             assert!(self.unacked.remove(&tag), "406: unknown delivery tag {tag}");
@@ -294,7 +294,8 @@ fn in_any_history_exactly_the_settled_deliveries_are_acknowledged_once() {
     for seed in 0..300 {
         let mut random = fastrand::Rng::with_seed(seed);
         let settings = if seed % 2 == 0 { &by_queue } else { &published };
-        let (mut channel, mut broker) = (ChannelDeliveries::new(EPOCH, 64), Broker::default());
+        let (mut channel, mut broker) =
+            (ChannelDeliveries::new(EPOCH, 64), SettlingBroker::default());
         let (mut time, mut next_tag) = (time(), 1);
         let (mut handled, mut copies) = (Vec::new(), BTreeMap::new());
         for step in 0..600 {
