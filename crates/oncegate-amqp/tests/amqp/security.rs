@@ -245,6 +245,6 @@ async fn a_first_start_names_each_missing_right_and_those_of_the_book_suffice() 
         .confirm_select(ConfirmSelectOptions::default())
         .await
         .expect("confirms");
-    consumes(source(), &channel).await;
+    assert_consumes(source(), &channel).await;
     connection.close(200, "OK".into()).await.expect("closed");
 }

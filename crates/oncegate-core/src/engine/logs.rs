@@ -1,0 +1,282 @@
+//! Throttled log lines about single messages.
+
+use std::time::{Duration, Instant};
+
+use super::entry::InFlightEntry;
+use crate::id::MessageId;
+use crate::lifecycle::{DoubtCause, Event, Outcome, Reason, Settlement};
+use crate::log_throttle::LogThrottle;
+use crate::marker::{Attempts, Finding};
+use crate::message::{Message, Origin};
+use crate::run::RunResult;
+use crate::source::Settled;
+use crate::store::StoreError;
+
+/// One throttle for each kind of log line.
+pub(super) struct Logs {
+    unavailable: LogThrottle,
+    late_completions_full: LogThrottle,
+    queue_full: LogThrottle,
+    unknown_age: LogThrottle,
+    rejected: LogThrottle,
+    in_doubt: LogThrottle,
+    panicked: LogThrottle,
+    failed: LogThrottle,
+    reconciled: LogThrottle,
+    taken_over: LogThrottle,
+    runs_apart: LogThrottle,
+    held_elsewhere: LogThrottle,
+    lease_lost: LogThrottle,
+}
+
+/// The maximum number of lines of one kind per second.
+const LINES: u32 = 10;
+
+impl Logs {
+    pub(super) fn new() -> Self {
+        let [
+            unavailable,
+            late_completions_full,
+            queue_full,
+            unknown_age,
+            failed,
+        ] = [10, 10, 10, 600, 1].map(|seconds| LogThrottle::every(Duration::from_secs(seconds)));
+        let [
+            rejected,
+            in_doubt,
+            panicked,
+            reconciled,
+            taken_over,
+            runs_apart,
+            held_elsewhere,
+            lease_lost,
+        ] = std::array::from_fn(|_| LogThrottle::up_to(LINES, Duration::from_secs(1)));
+        Self {
+            unavailable,
+            late_completions_full,
+            queue_full,
+            unknown_age,
+            rejected,
+            in_doubt,
+            panicked,
+            failed,
+            reconciled,
+            taken_over,
+            runs_apart,
+            held_elsewhere,
+            lease_lost,
+        }
+    }
+
+    /// A message was rejected, and an operator has to inspect it.
+    pub(super) fn rejected(&mut self, settled: &Settled, destination: Option<String>) {
+        let Settlement::Reject(reason) = settled.settlement else {
+            return;
+        };
+        let throttle = if reason.is_in_doubt() {
+            &mut self.in_doubt
+        } else {
+            &mut self.rejected
+        };
+        let Some(suppressed_lines) = throttle.due(Instant::now()) else {
+            return;
+        };
+        let failure_history = settled.failure_history.as_deref();
+        let first = failure_history.and_then(|it| it.first_error.as_deref());
+        let last = failure_history.and_then(|it| it.last_error.as_deref());
+        let (error, last_error) = (
+            first.or(last),
+            last.filter(|_| last != first && first.is_some()),
+        );
+        let (id, attempts, crashes) = (
+            failure_history.and_then(|it| it.id.as_deref()),
+            failure_history.map(|it| it.attempts),
+            failure_history.map(|it| it.crashes),
+        );
+        let is_unreadable_marker = reason == Reason::InDoubt(DoubtCause::UnreadableMarker);
+        let is_interrupted = reason == Reason::InDoubt(DoubtCause::Interrupted);
+        let (reason, origin) = (reason.as_str(), &settled.delivery.message.origin);
+        macro_rules! warn {
+            ($text:literal) => {
+                tracing::warn!(reason, id, attempts, crashes, error, last_error, %origin, destination, suppressed_lines, $text)
+            };
+        }
+        if is_unreadable_marker {
+            warn!(
+                "message in doubt, sending it to the in-doubt queue: its marker is unreadable; check whether the message took effect; upgrade oncegate here if a newer release wrote the marker, otherwise delete the key that `oncegate explain` shows; then run `oncegate in-doubt resolve`"
+            );
+        } else if is_interrupted {
+            // A marker has no room for errors, so the cause that the other process saw is not known
+            // here.
+            warn!(
+                "message in doubt, sending it to the in-doubt queue: another process, or an earlier delivery, ended before its outcome was found out; the log of that process may have the error of the handler; check whether the message took effect, then run `oncegate in-doubt resolve`"
+            );
+        } else if reason.starts_with("in-doubt") {
+            warn!(
+                "message in doubt, sending it to the in-doubt queue: check whether it took effect, then run `oncegate in-doubt resolve`"
+            );
+        } else {
+            warn!("message rejected, sending it to the dead letters");
+        }
+    }
+
+    /// A handler or `reconcile` ended, and not with success.
+    #[cold]
+    pub(super) fn run_failed(&mut self, entry: &InFlightEntry, finished: &RunResult) {
+        let throttle = match finished.event {
+            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => &mut self.panicked,
+            Event::Returned(Outcome::Retry | Outcome::Unknown(_)) => &mut self.failed,
+            Event::Reconciled(_) => &mut self.reconciled,
+            _ => return,
+        };
+        let Some(suppressed_lines) = throttle.due(Instant::now()) else {
+            return;
+        };
+        let (id, attempt) = (entry.id().map(MessageId::as_str), entry.attempt());
+        let (origin, error) = (&entry.in_flight.message().origin, finished.error.as_deref());
+        macro_rules! warn {
+            ($text:literal) => {
+                tracing::warn!(id, attempt, error, %origin, suppressed_lines, $text)
+            };
+        }
+        match finished.event {
+            Event::Returned(Outcome::Retry) => {
+                warn!("handler failed without an effect, the message is retried");
+            }
+            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => {
+                tracing::error!(id, attempt, error, %origin, suppressed_lines, "handler panicked, its outcome is unknown");
+            }
+            Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)) => {
+                warn!("handler timed out, its outcome is unknown");
+            }
+            Event::Returned(_) => {
+                warn!("handler failed, its outcome is unknown");
+            }
+            Event::Reconciled(finding) => {
+                let found = match finding {
+                    Some(Finding::Happened) => "happened",
+                    Some(Finding::DidNotHappen) => "did not happen",
+                    None => "unknown",
+                };
+                tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconcile ended");
+            }
+            _ => {}
+        }
+    }
+
+    /// A message has no timestamp, so that `max_age` is not checked, in at most once.
+    pub(super) fn unknown_age(&mut self, message: &Message) {
+        if let Some(suppressed_lines) = self.unknown_age.due(Instant::now()) {
+            tracing::warn!(
+                origin = %message.origin,
+                suppressed_lines,
+                "message without a timestamp: max_age is not checked, so a copy older than the dedup window would run again; \
+                 set a timestamp in the producer (RabbitMQ: the property `timestamp`, in seconds)"
+            );
+        }
+    }
+
+    /// The consumer receives nothing: one blocked ordering key now blocks all others.
+    pub(super) fn queue_full(&mut self, waiting: usize, bytes: usize) {
+        if let Some(suppressed_lines) = self.queue_full.due(Instant::now()) {
+            tracing::warn!(
+                waiting,
+                bytes,
+                suppressed_lines,
+                "queue limit reached, receiving is paused: too many deliveries wait behind others of their key or partition; see which messages fail, or raise `max_queued` or `max_queued_bytes`"
+            );
+        }
+    }
+
+    /// The store did not answer.
+    pub(super) fn unavailable(&mut self, error: &StoreError, in_flight: usize) {
+        if let Some(suppressed_lines) = self.unavailable.due(Instant::now()) {
+            tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
+        }
+    }
+
+    /// The completion of a message that was handled without the gate is not kept.
+    pub(super) fn late_completions_full(&mut self) {
+        if let Some(suppressed_lines) = self.late_completions_full.due(Instant::now()) {
+            tracing::warn!(
+                suppressed_lines,
+                "completion not recorded: too many messages were handled without the gate; a redelivery of this one runs again"
+            );
+        }
+    }
+
+    /// The claim of a message took over from a process that crashed or lost its lease.
+    pub(super) fn taken_over(&mut self, entry: &InFlightEntry, attempts: Attempts) {
+        if let Some(suppressed_lines) = self.taken_over.due(Instant::now()) {
+            let (id, origin) = id_and_origin(entry);
+            let Attempts {
+                number: attempt,
+                crashes,
+                ..
+            } = attempts;
+            tracing::info!(
+                id,
+                attempt,
+                crashes,
+                %origin,
+                suppressed_lines,
+                "message taken over: the process that handled it crashed or lost its lease"
+            );
+        }
+    }
+
+    /// The lease of a message ended while its handler or `reconcile` ran.
+    pub(super) fn lease_lost(&mut self, entry: &InFlightEntry) {
+        if let Some(suppressed_lines) = self.lease_lost.due(Instant::now()) {
+            let (id, origin) = id_and_origin(entry);
+            let attempt = entry.attempt();
+            tracing::warn!(
+                id,
+                attempt,
+                %origin,
+                suppressed_lines,
+                "lease lost, the handler is dropped and its outcome is unknown: the process or the store was paused for longer than the lease, and another consumer may handle the message; use a longer lease"
+            );
+        }
+    }
+
+    /// A message starts to run apart from others.
+    pub(super) fn runs_apart(
+        &mut self,
+        entry: &InFlightEntry,
+        attempts: Attempts,
+        max_crashes: u32,
+    ) {
+        if let Some(suppressed_lines) = self.runs_apart.due(Instant::now()) {
+            let (id, origin) = id_and_origin(entry);
+            let Attempts {
+                number: attempt,
+                crashes,
+                ..
+            } = attempts;
+            tracing::warn!(
+                id,
+                attempt,
+                crashes,
+                max_crashes,
+                %origin,
+                suppressed_lines,
+                "possible crash loop: processes crashed while they handled this message; it runs alone or in a group, and no other message is claimed until this ends"
+            );
+        }
+    }
+
+    /// A message waits because another delivery holds its id.
+    pub(super) fn held_elsewhere(&mut self, entry: &InFlightEntry, remaining: Duration) {
+        if let Some(suppressed_lines) = self.held_elsewhere.due(Instant::now()) {
+            let (id, origin) = id_and_origin(entry);
+            tracing::info!(id, ?remaining, %origin, suppressed_lines, "message waits: another delivery holds the lease of its id, or its process crashed");
+        }
+    }
+}
+
+/// The fields by which a log line names a message.
+fn id_and_origin(entry: &InFlightEntry) -> (Option<&str>, &Origin) {
+    let id = entry.id().map(MessageId::as_str);
+    (id, &entry.in_flight.message().origin)
+}
