@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
@@ -15,13 +15,14 @@ use crate::boot_time::BootTime;
 use crate::context::SharedDelivery;
 use crate::fault;
 use crate::id::Scope;
+use crate::internal::Lock;
 use crate::log_throttle::LogThrottle;
 use crate::marker::{Token, Verdict};
 use crate::store::{Store, StoreError};
 
 /// The leases that are renewed, by the slab index of their delivery.
 pub(crate) struct Renewals {
-    held: Mutex<Vec<Option<Arc<SharedDelivery>>>>,
+    held: Lock<Vec<Option<Arc<SharedDelivery>>>>,
     /// Closed when the last handle is dropped, which ends the thread at once. Each thread has a
     /// runtime, and threads that end late use up the file descriptors of a process that starts
     /// many consumers.
@@ -53,7 +54,7 @@ impl Renewals {
     ) -> std::io::Result<Arc<Self>> {
         let (alive, dropped) = oneshot::channel();
         let renewals = Arc::new(Self {
-            held: Mutex::default(),
+            held: Lock::default(),
             _alive: alive,
         });
         let weak = Arc::downgrade(&renewals);
@@ -110,7 +111,7 @@ impl Renewals {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Option<Arc<SharedDelivery>>>> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
+        self.held.lock()
     }
 
     /// The leases with less than two thirds left, and those that have ended, which are removed.
@@ -315,7 +316,7 @@ mod tests {
     async fn the_renewals_end_at_once_when_the_last_handle_is_dropped() {
         let (alive, dropped) = oneshot::channel();
         let renewals = Arc::new(Renewals {
-            held: Mutex::default(),
+            held: Lock::default(),
             _alive: alive,
         });
         let (weak, (over, _lost)) = (Arc::downgrade(&renewals), unbounded_channel());
@@ -342,7 +343,7 @@ mod tests {
         let (unblock, wait) = std::sync::mpsc::channel::<()>();
         blocked.spawn(async move { wait.recv() });
         let patience = Duration::from_secs(1);
-        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        static LOG: std::sync::Mutex<Vec<u8>> = std::sync::Mutex::new(Vec::new());
         let subscriber = tracing_subscriber::fmt()
             .with_writer(|| LOG.make_writer())
             .finish();
@@ -364,7 +365,7 @@ mod tests {
 
     #[test]
     fn failed_renewals_are_logged_once_in_ten_seconds() {
-        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        static LOG: std::sync::Mutex<Vec<u8>> = std::sync::Mutex::new(Vec::new());
         let subscriber = tracing_subscriber::fmt()
             .with_ansi(false)
             .with_writer(|| LOG.make_writer())

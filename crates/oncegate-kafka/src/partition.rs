@@ -1,83 +1,532 @@
-//! The status of one partition.
+//! A partition that is assigned to this member: what may be committed of it, and where it is read
+//! from. [`Partition::apply`] decides both, as a table of states and events, without clock, I/O,
+//! locks and librdkafka. Its caller performs the action that it returns.
 
-use std::fmt;
-use std::sync::Arc;
-use std::time::Duration;
+use std::ops::Range;
+use std::time::Instant;
 
-/// The status of one partition that is assigned to this member.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PartitionStatus {
-    /// The topic.
-    pub topic: Arc<str>,
-    /// The partition.
-    pub partition: i32,
-    /// The offset to commit next: every offset below it is settled. `None` while the group's offset
-    /// is unknown.
-    pub committable: Option<i64>,
-    /// The last stable offset, as polled from the broker every few seconds.
-    pub log_end: Option<i64>,
-    /// The number of offsets between `committable` and `log_end`.
-    pub lag: Option<u64>,
-    /// Deliveries that the consumer has not settled yet.
-    pub handed_out: usize,
-    /// Deliveries that were released and wait for their delay.
-    pub delayed: usize,
-    /// The message that blocks commits; `None` if everything that was read is settled.
-    pub blocker: Option<Blocker>,
+mod log_identity;
+mod offsets;
+mod start;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use log_identity::{LogIdentity, PositionIds, TopicIdentity, TopicMatch};
+use offsets::DeliveredOffsets;
+use start::LOG_START;
+pub(crate) use start::{CommittedOffset, StartPosition};
+
+/// Maximum number of offset gaps that are kept until the log start offset is known.
+const MAX_GAPS: usize = 1_000;
+
+/// An assigned partition.
+///
+/// Each assignment has a number, its *assignment epoch*, which is in the receipts of its deliveries
+/// ([`Receipt::epoch`](oncegate_core::Receipt::epoch)), so that a settlement never counts for another
+/// assignment. If the log is truncated or the topic recreated, the assignment ends and another one
+/// starts, because offsets of the two differ in meaning.
+#[derive(Debug)]
+pub(crate) struct Partition {
+    epoch: u64,
+    state: AssignmentState,
+    start: StartPosition,
+    log: LogIdentity,
+    offsets: DeliveredOffsets,
+    position_trust: PositionTrust,
+    /// The offset of the last commit, or the one at which the assignment has started.
+    last_commit: Option<i64>,
+    next_commit: NextCommit,
+    /// Deliveries that the consumer has and has not settled or released.
+    handed_out: usize,
+    /// Offset gaps whose expired messages are not counted yet.
+    gaps: Vec<Range<i64>>,
+    /// How many gaps have come since the last [`PartitionEvent::LogStart`].
+    new_gaps: u64,
+    /// The offset that was to be committed at the last [`PartitionEvent::CommitDue`], and since when.
+    committable_since: Option<(i64, Instant)>,
 }
 
-/// The lowest unsettled message of a partition. No offset above it is committed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Blocker {
-    /// The offset. `kcat -C -t <topic> -p <partition> -o <offset> -c 1 -J` shows the message with
-    /// its id.
-    pub offset: i64,
-    /// For how long it has blocked commits.
-    pub since: Duration,
-    /// The step that the message waits for.
-    pub blocked_by: BlockedBy,
+/// Something that happened to a partition.
+#[derive(Clone, Debug)]
+pub(crate) enum PartitionEvent {
+    /// librdkafka returned the record at `offset`. If the log was truncated, the next assignment has
+    /// the epoch `next_epoch`.
+    Fetched { offset: i64, next_epoch: u64 },
+    /// librdkafka reports its position, which is above transaction markers too; `None` before it has
+    /// read anything.
+    PositionReported(Option<i64>),
+    /// librdkafka's position is too high: it counts errors as messages, and does not decrease when a
+    /// log is truncated. `fallback` is the right one if nothing was read.
+    PositionWrong { fallback: Option<i64> },
+    /// librdkafka has accepted a seek.
+    Sought,
+    /// The log starts at this offset, and the group has no committed offset.
+    StartFound(i64),
+    /// The log start offset; `None` while librdkafka does not know it.
+    LogStart(Option<i64>),
+    /// The topic was deleted and created again, unless this assignment is one of the new topic.
+    TopicRecreated {
+        identity: Option<TopicIdentity>,
+        next_epoch: u64,
+    },
+    /// A part of the log is unreadable, or the start position is an error.
+    Halted,
+    /// A delivery was handed to the consumer.
+    HandedOut,
+    /// A delivery of this assignment is settled.
+    Settled(i64),
+    /// A delivery of this assignment was released.
+    Released,
+    /// Offsets are committed now.
+    CommitDue(Instant),
+    /// A commit failed. It is repeated at this time.
+    CommitFailed { retry_at: Instant },
+    /// The broker has committed this offset, for this or an earlier assignment.
+    CommitConfirmed(i64),
+    /// The partition is being revoked.
+    Revoked,
 }
 
-/// The step that an unsettled message waits for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BlockedBy {
-    /// It was read, and the consumer has not taken it yet.
-    Queue,
-    /// The consumer has it: it waits for its key, its claim or its handler, or its dead letter is
-    /// not confirmed yet.
-    Consumer,
-    /// It was released, and waits for its delay.
-    Delay {
-        /// How many attempts have failed.
-        failures: u32,
+/// What the caller has to do.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum PartitionAction {
+    Nothing,
+    /// Hand the record out. If the log was truncated below the committed offset, that was
+    /// `truncated_from`.
+    Deliver {
+        truncated_from: Option<i64>,
+    },
+    /// The assignment `ended`, and another one has started: drop its records that were not handed
+    /// out, and report the revocation.
+    Restart {
+        ended: u64,
+        cause: RestartCause,
+    },
+    /// As for a restart, without another assignment.
+    Withdraw,
+    /// Seek to this offset.
+    Seek(i64),
+    /// Keep the delivery until its delay is over.
+    Hold,
+    /// Count these expired messages.
+    CountExpired(Vec<ExpiredGap>),
+    /// Log that messages may have expired.
+    WarnOfGaps {
+        count: u64,
+        last: Range<i64>,
+    },
+    Commit {
+        offset: i64,
+        mode: SendMode,
     },
 }
 
-/// One line: `payments/3: committable 1042, lag 17, blocked by 1042 for 12s (Consumer)`.
-impl fmt::Display for PartitionStatus {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}/{}", self.topic, self.partition)?;
-        match self.committable {
-            Some(offset) => write!(f, ": committable {offset}")?,
-            None => f.write_str(": committable unknown")?,
+/// Why an assignment was replaced by another one.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum RestartCause {
+    Recreated,
+    /// The log was truncated below `expected`, and the record is handed out under the new epoch.
+    Truncated {
+        expected: i64,
+    },
+    /// The log was truncated below `expected`. The record is read again after a seek to a lower
+    /// unsettled offset: if it were handed out now, the offsets in between would count as settled.
+    TruncatedAboveUnsettled {
+        expected: i64,
+    },
+}
+
+/// Messages that expired before they were read, in a gap between two offsets.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct ExpiredGap {
+    /// From the expected offset to that of the next message.
+    pub(crate) gap: Range<i64>,
+    pub(crate) log_start: i64,
+    pub(crate) expired: u64,
+}
+
+/// The state of an assignment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum AssignmentState {
+    /// Messages are read and handed out.
+    Active,
+    /// No message is read before librdkafka has sought to the start of the assignment.
+    Seeking,
+    /// No more messages are read, so no offset above the last one read is committed. Those read before
+    /// are handed out.
+    Halted,
+    /// Settlements count; nothing is handed out.
+    Revoking,
+}
+
+/// Whether librdkafka's position in a partition can be used.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PositionTrust {
+    /// Not yet: it may be left from an earlier assignment, until librdkafka reports that it has no
+    /// position, or a message arrives.
+    Unconfirmed,
+    Trusted,
+    /// No: it is too high, and no seek has corrected it yet.
+    Wrong,
+}
+
+/// How the next offset is committed. librdkafka commits a stored offset only if it is above the
+/// committed one; if the log was truncated below that, it would commit no offset of this assignment.
+/// So the first commit of each assignment is immediate, and so is the repetition of a failed one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum NextCommit {
+    Immediate,
+    /// Immediate from this time on; stored until then.
+    ImmediateFrom(Instant),
+    Stored,
+}
+
+/// How an offset is committed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum SendMode {
+    /// librdkafka commits it within `auto.commit.interval.ms`, if it is above the committed one.
+    Stored,
+    /// A commit request is sent at once, also for an offset below the committed one.
+    Immediate,
+}
+
+impl Partition {
+    pub(crate) fn new(epoch: u64, start: StartPosition, log: LogIdentity) -> Self {
+        let mut partition = Self {
+            epoch,
+            state: AssignmentState::Active,
+            start,
+            log,
+            offsets: DeliveredOffsets::default(),
+            position_trust: PositionTrust::Unconfirmed,
+            last_commit: None,
+            next_commit: NextCommit::Immediate,
+            handed_out: 0,
+            gaps: Vec::new(),
+            new_gaps: 0,
+            committable_since: None,
+        };
+        if start == StartPosition::Recreated {
+            // Committed at once: the next owner of the partition must not start at an offset of the
+            // deleted topic.
+            partition.start_at(LOG_START);
         }
-        if let Some(lag) = self.lag {
-            write!(f, ", lag {lag}")?;
+        partition
+    }
+
+    /// Handles an event.
+    pub(crate) fn apply(&mut self, event: PartitionEvent) -> PartitionAction {
+        use AssignmentState as S;
+        use PartitionAction as A;
+        use PartitionEvent as E;
+        match (self.state, event) {
+            (S::Active, E::Fetched { offset, .. }) if self.offsets.end() <= Some(offset) => {
+                self.deliver(offset)
+            }
+            (S::Active, E::Fetched { offset, next_epoch }) => {
+                self.restart_truncated(offset, next_epoch)
+            }
+            // Its next owner reads the record, or this one does after the seek.
+            (S::Seeking | S::Halted | S::Revoking, E::Fetched { .. }) => A::Nothing,
+
+            (S::Active, E::PositionReported(position)) => self.position_reported(position),
+            (S::Active, E::PositionWrong { fallback }) => self.position_wrong(fallback),
+            (S::Active | S::Seeking, E::Sought) => self.sought(),
+            (_, E::PositionReported(_) | E::PositionWrong { .. } | E::Sought) => A::Nothing,
+
+            (S::Active, E::StartFound(offset)) => self.start_at(offset),
+            (_, E::StartFound(_)) => A::Nothing,
+            (_, E::LogStart(Some(log_start))) => self.count_expired(log_start),
+            (_, E::LogStart(None)) => self.warn_of_gaps(),
+
+            (S::Revoking, E::TopicRecreated { .. }) => A::Nothing,
+            (_, E::TopicRecreated { identity, .. }) if !self.is_outdated(identity.as_ref()) => {
+                A::Nothing
+            }
+            (
+                _,
+                E::TopicRecreated {
+                    identity,
+                    next_epoch,
+                },
+            ) => self.restart_recreated(identity, next_epoch),
+
+            (_, E::HandedOut) => self.count_handed_out(1, A::Nothing),
+            (_, E::Settled(offset)) => self.settle(offset),
+            (S::Revoking, E::Released) => self.count_handed_out(-1, A::Nothing),
+            (_, E::Released) => self.count_handed_out(-1, A::Hold),
+
+            (_, E::CommitDue(now)) => self.commit(now),
+            (_, E::CommitFailed { retry_at }) => {
+                self.commit_next(NextCommit::ImmediateFrom(retry_at))
+            }
+            // A retried commit of an earlier assignment, which the broker handled after the lower
+            // commit of this one. librdkafka would commit nothing until that offset is reached, and a
+            // crash would skip messages. For two commits of the same assignment, librdkafka repeats the
+            // later one itself.
+            (_, E::CommitConfirmed(offset))
+                if self.last_commit.is_some_and(|last| last < offset) =>
+            {
+                self.commit_next(NextCommit::Immediate)
+            }
+            (_, E::CommitConfirmed(_)) => A::Nothing,
+
+            (S::Active, E::Halted) => self.enter(S::Halted, A::Nothing),
+            (_, E::Halted) => A::Nothing,
+            (_, E::Revoked) => self.enter(S::Revoking, A::Withdraw),
         }
-        match self.blocker {
-            Some(Blocker {
-                offset,
-                since,
-                blocked_by,
-            }) => write!(
-                f,
-                ", blocked by {offset} for {}s ({blocked_by:?})",
-                since.as_secs()
-            ),
-            None => Ok(()),
+    }
+
+    fn enter(&mut self, state: AssignmentState, action: PartitionAction) -> PartitionAction {
+        self.state = state;
+        action
+    }
+
+    fn count_handed_out(&mut self, change: isize, action: PartitionAction) -> PartitionAction {
+        self.handed_out = self.handed_out.saturating_add_signed(change);
+        action
+    }
+
+    fn settle(&mut self, offset: i64) -> PartitionAction {
+        let change = if self.offsets.settle(offset) { -1 } else { 0 };
+        self.count_handed_out(change, PartitionAction::Nothing)
+    }
+
+    fn commit_next(&mut self, next: NextCommit) -> PartitionAction {
+        self.next_commit = next;
+        PartitionAction::Nothing
+    }
+
+    fn position_reported(&mut self, position: Option<i64>) -> PartitionAction {
+        match (self.position_trust, position) {
+            (PositionTrust::Trusted, Some(offset)) => self.advance_to(offset),
+            (PositionTrust::Unconfirmed, None) => self.position_trust = PositionTrust::Trusted,
+            _ => {}
+        }
+        PartitionAction::Nothing
+    }
+
+    fn position_wrong(&mut self, fallback: Option<i64>) -> PartitionAction {
+        self.position_trust = PositionTrust::Wrong;
+        let target = self.offsets.end().or(fallback);
+        target.map_or(PartitionAction::Nothing, PartitionAction::Seek)
+    }
+
+    fn sought(&mut self) -> PartitionAction {
+        self.position_trust = PositionTrust::Unconfirmed;
+        self.enter(AssignmentState::Active, PartitionAction::Nothing)
+    }
+
+    /// Delivers the record at this offset, which is not below the last one.
+    fn deliver(&mut self, offset: i64) -> PartitionAction {
+        let expected = self.position();
+        let truncated_from = expected.filter(|expected| offset < *expected);
+        if let Some(expected) = truncated_from {
+            self.log.ids = self.log.ids.after_truncation(offset, expected);
+        } else if let Some(expected) = expected.filter(|expected| *expected < offset) {
+            self.add_gap(expected..offset);
+        }
+        self.start_at(offset);
+        self.offsets.deliver(offset);
+        if self.position_trust == PositionTrust::Unconfirmed {
+            self.position_trust = PositionTrust::Trusted;
+        }
+        PartitionAction::Deliver { truncated_from }
+    }
+
+    /// Restarts at the record at this offset, which is below the last one, or at the lowest unsettled
+    /// offset if that is lower.
+    fn restart_truncated(&mut self, offset: i64, next_epoch: u64) -> PartitionAction {
+        let expected = self.offsets.end().unwrap_or(offset);
+        let unsettled = self.offsets.lowest().filter(|lowest| *lowest < offset);
+        let start = unsettled.unwrap_or(offset);
+        let mut log = std::mem::take(&mut self.log);
+        log.ids = log.ids.after_truncation(offset, expected);
+        let gaps = std::mem::take(&mut self.gaps);
+        let new_gaps = self.new_gaps;
+        let ended = self.restart(next_epoch, StartPosition::Committed(start), log);
+        (self.gaps, self.new_gaps) = (gaps, new_gaps);
+        self.start_at(start);
+        let cause = if unsettled.is_some() {
+            self.state = AssignmentState::Seeking;
+            RestartCause::TruncatedAboveUnsettled { expected }
+        } else {
+            self.offsets.deliver(offset);
+            self.position_trust = PositionTrust::Wrong;
+            RestartCause::Truncated { expected }
+        };
+        PartitionAction::Restart { ended, cause }
+    }
+
+    /// Restarts at the beginning of the new topic, after a seek.
+    fn restart_recreated(
+        &mut self,
+        identity: Option<TopicIdentity>,
+        next_epoch: u64,
+    ) -> PartitionAction {
+        let ids = PositionIds::RECREATED;
+        let log = LogIdentity { identity, ids };
+        let ended = self.restart(next_epoch, StartPosition::Recreated, log);
+        let cause = RestartCause::Recreated;
+        self.enter(
+            AssignmentState::Seeking,
+            PartitionAction::Restart { ended, cause },
+        )
+    }
+
+    /// Starts another assignment, and returns the epoch of the one that has ended.
+    fn restart(&mut self, epoch: u64, start: StartPosition, log: LogIdentity) -> u64 {
+        std::mem::replace(self, Self::new(epoch, start, log)).epoch
+    }
+
+    /// Starts at this offset, so that every offset below it counts as settled. Does nothing after the
+    /// start.
+    fn start_at(&mut self, offset: i64) -> PartitionAction {
+        if self.offsets.end().is_none() {
+            self.offsets.advance_to(offset);
+            self.last_commit = Some(offset);
+        }
+        PartitionAction::Nothing
+    }
+
+    /// The log was read up to this offset: every message below it was delivered, and the remaining
+    /// offsets are gaps, such as transaction markers.
+    fn advance_to(&mut self, offset: i64) {
+        if self.offsets.end().is_none() {
+            let expected = self.start.offset().unwrap_or(offset);
+            if offset < expected {
+                return;
+            }
+            if expected < offset {
+                self.add_gap(expected..offset);
+            }
+            self.start_at(expected);
+        }
+        self.offsets.advance_to(offset);
+    }
+
+    /// Keeps a gap between two offsets: compacted records, transaction markers, or messages that
+    /// expired before they were read.
+    fn add_gap(&mut self, gap: Range<i64>) {
+        self.new_gaps += 1;
+        if self.gaps.len() < MAX_GAPS {
+            self.gaps.push(gap);
+        }
+    }
+
+    /// Warns of the gaps that have come while the log start offset is unknown.
+    fn warn_of_gaps(&mut self) -> PartitionAction {
+        match (std::mem::take(&mut self.new_gaps), self.gaps.last()) {
+            (count @ 1.., Some(last)) => PartitionAction::WarnOfGaps {
+                count,
+                last: last.clone(),
+            },
+            _ => PartitionAction::Nothing,
+        }
+    }
+
+    /// Counts the offsets of the gaps that are below the log start offset. If that is above the next
+    /// message, all of the gap counts, so that no loss is unreported.
+    fn count_expired(&mut self, log_start: i64) -> PartitionAction {
+        self.new_gaps = 0;
+        let expired = self.gaps.drain(..).filter_map(|gap| {
+            let expired = u64::try_from(log_start.min(gap.end) - gap.start).unwrap_or(0);
+            let counted = ExpiredGap {
+                gap,
+                log_start,
+                expired,
+            };
+            (expired > 0).then_some(counted)
+        });
+        PartitionAction::CountExpired(expired.collect())
+    }
+
+    /// Commits the lowest unsettled offset, or the one after the last, unless it was committed before.
+    fn commit(&mut self, now: Instant) -> PartitionAction {
+        let Some(offset) = self.offsets.position() else {
+            return PartitionAction::Nothing;
+        };
+        if self
+            .committable_since
+            .is_none_or(|(before, _)| before != offset)
+        {
+            self.committable_since = Some((offset, now));
+        }
+        let mode = match self.next_commit {
+            NextCommit::Immediate => SendMode::Immediate,
+            NextCommit::ImmediateFrom(time) if time <= now => SendMode::Immediate,
+            _ if self.last_commit >= Some(offset) => return PartitionAction::Nothing,
+            _ => SendMode::Stored,
+        };
+        if mode == SendMode::Immediate {
+            self.next_commit = NextCommit::Stored;
+        }
+        self.last_commit = Some(offset);
+        PartitionAction::Commit { offset, mode }
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    pub(crate) fn state(&self) -> AssignmentState {
+        self.state
+    }
+
+    pub(crate) fn log(&self) -> &LogIdentity {
+        &self.log
+    }
+
+    pub(crate) fn handed_out(&self) -> usize {
+        self.handed_out
+    }
+
+    pub(crate) fn has_gaps(&self) -> bool {
+        !self.gaps.is_empty()
+    }
+
+    /// The offset of the next message; `None` if it is unknown.
+    pub(crate) fn position(&self) -> Option<i64> {
+        self.offsets.end().or(self.start.offset())
+    }
+
+    /// The offset to commit next; `None` if it is unknown.
+    pub(crate) fn committable(&self) -> Option<i64> {
+        self.offsets.position().or(self.start.offset())
+    }
+
+    /// The lowest unsettled offset, and since when it has blocked commits, as of the last
+    /// [`PartitionEvent::CommitDue`]. One that became the lowest after that has not waited yet.
+    pub(crate) fn blocked_by(&self) -> Option<(i64, Option<Instant>)> {
+        let lowest = self.offsets.lowest()?;
+        let since = self
+            .committable_since
+            .filter(|(offset, _)| *offset == lowest);
+        Some((lowest, since.map(|(_, since)| since)))
+    }
+
+    /// The number of offsets from the lowest unsettled one to the last one, settled or not.
+    pub(crate) fn span(&self) -> usize {
+        self.offsets.span()
+    }
+
+    /// Where to seek before anything is read; `None` if no seek is needed.
+    pub(crate) fn pending_seek(&self) -> Option<i64> {
+        let target = self.offsets.end().unwrap_or(LOG_START);
+        (self.state == AssignmentState::Seeking).then_some(target)
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_position_trusted(&self) -> bool {
+        self.position_trust == PositionTrust::Trusted
+    }
+
+    /// Whether this assignment was, or may have been, made while the topic had another id than
+    /// `current`.
+    pub(crate) fn is_outdated(&self, current: Option<&TopicIdentity>) -> bool {
+        match (&self.log.identity, current) {
+            (Some(assigned), Some(current)) => assigned.topic_id != current.topic_id,
+            (None, _) | (_, None) => true,
         }
     }
 }

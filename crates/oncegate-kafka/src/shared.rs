@@ -1,61 +1,41 @@
-//! The state that the polling thread and the consumer share: records that were read, deliveries
-//! that were handed out, and released ones.
-//!
-//! Each assignment of a partition has a number, its *assignment epoch*, which the receipts of its
-//! deliveries contain ([`Receipt::epoch`]). A settlement with another epoch is stale.
+//! The state that the polling thread and the consumer share: assigned partitions, records that were
+//! read, deliveries that were handed out, and released ones.
 //!
 //! All state is behind one lock, without atomics or cells, so no thread sees half of a change. Only
 //! the order of calls varies: `model_tests` draws random orders, and `shuttle_tests` runs the threads
-//! in many schedules.
+//! in many schedules. [`Partition`] decides what follows from an event; this module performs it.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oncegate_core::{
-    Delivery, HeadersBuilder, Incoming, Limit, Message, Origin, Position, Receipt, SourceError,
-};
+use oncegate_core::{Delivery, Incoming, Limit, Receipt, SourceError};
 use tokio::sync::Notify;
 
 use crate::client::batch::ConsumerRecord;
-use crate::watermark::{OffsetChange, OffsetOrder, Watermark};
-
-mod assignment;
-mod backlog;
-mod commits;
-mod expired;
-mod health;
-mod lock;
-mod revocation;
-mod settlement;
-mod topic_recreated;
-
-use assignment::{AssignedPartition, AssignmentState, LOG_START, PositionTrust};
-pub(crate) use assignment::{
-    IntakeResult, LogIdentity, OffsetCommit, OffsetGap, PositionIds, SendMode, StartPosition,
+use crate::partition::{
+    LogIdentity, Partition, PartitionAction, PartitionEvent, RestartCause, SendMode, StartPosition,
+    TopicIdentity,
 };
-use backlog::{Backlog, HeldMessages};
-use expired::ExpiryLog;
-pub(crate) use health::ReadProgress;
-use lock::{StateLock, StdLock};
-pub(crate) use revocation::RevocationKind;
-pub(crate) use settlement::RejectedDelivery;
 
-/// Maximum number of messages that are read ahead of the consumer.
-const MAX_READY: usize = 2_048;
-/// Maximum size of the messages that are read ahead of the consumer, in bytes.
-const MAX_READY_BYTES: usize = 32 << 20;
-/// Maximum number of held messages: released, or being published to dead-letter topics. From this
-/// number on, a partition that holds its share of them is not read.
-const MAX_HELD: usize = 10_000;
-/// Maximum size of the held messages, in bytes.
-const MAX_HELD_BYTES: usize = 128 << 20;
-/// Maximum number of messages from the lowest unsettled offset of a partition to the last one read.
-/// From this number on, the partition is not read. Each costs 8 bytes, and a crash redelivers up to
-/// this many.
-const MAX_SPAN: usize = 1 << 20;
-/// Maximum delay of a release, so that adding it to the current time cannot overflow.
-const MAX_RELEASE_DELAY: Duration = Duration::from_secs(86_400);
+mod capacity;
+mod client_health;
+mod deliveries;
+mod held_messages;
+mod lock;
+mod offset_gaps;
+mod settlement;
+mod status;
+
+pub(crate) use client_health::{ClientHealth, ReadProgress};
+use deliveries::DeliveryBuffer;
+pub(crate) use deliveries::detached;
+use lock::{StateLock, StdLock};
+use offset_gaps::GapLog;
+pub(crate) use settlement::{RejectedDelivery, count_if_stale};
+
+/// The pause before a failed commit is repeated.
+const COMMIT_RETRY_PAUSE: Duration = Duration::from_secs(1);
 
 /// The state behind one lock, and the wake-ups of both threads.
 #[derive(Default)]
@@ -83,44 +63,69 @@ pub(crate) enum SourcePhase {
 
 #[derive(Default)]
 pub(crate) struct SourceState {
-    /// The assignments, by assignment epoch.
-    assigned: HashMap<u64, AssignedPartition>,
+    /// The assigned partitions, by assignment epoch.
+    assigned: BTreeMap<u64, AssignedPartition>,
     last_epoch: u64,
-    /// Whether an error said that a topic or partition does not exist.
-    topic_may_be_missing: bool,
-    /// Deliveries that were read and not handed out yet.
-    ready: VecDeque<Delivery>,
-    ready_bytes: usize,
-    /// Average size of a message of the last batch, in bytes.
-    average_size: usize,
     /// Assignment epochs whose revocation is to be reported to the consumer.
     revoked: Vec<u64>,
-    /// Released deliveries, by the time when they are due and the number of their release.
-    released: BTreeMap<(Instant, u64), Delivery>,
-    release_count: u64,
-    /// How many dead letters are not confirmed yet.
-    publishing: usize,
-    /// The size of `released` and of the unconfirmed dead letters.
-    held: HeldMessages,
+    deliveries: DeliveryBuffer,
+    pub(crate) client: ClientHealth,
     phase: SourcePhase,
     /// The error that ends the source.
     error: Option<SourceError>,
-    /// Why the client is to be replaced, once that is requested.
-    replacement_reason: Option<String>,
-    /// How often the client was replaced.
-    replacements: u64,
-    /// Since when the client reports that it does not reach its group coordinator.
-    without_group_since: Option<Instant>,
-    /// Since when the client is suspected to have lost its broker metadata: fresh clients reach the
-    /// coordinator.
-    suspected_since: Option<Instant>,
-    /// When the client last reported whether it reaches its group coordinator.
-    reported_at: Option<Instant>,
     /// How many offsets expired before they were read.
     expired: u64,
-    progress: ReadProgress,
     /// Whether the polling thread was woken since its last wait.
     has_changed: bool,
+}
+
+/// An assigned partition, and what is reported of it.
+struct AssignedPartition {
+    topic: Arc<str>,
+    number: i32,
+    partition: Partition,
+    /// The log end that the broker returned last.
+    log_end: Option<i64>,
+    /// Whether the line about repeated ids was logged for this assignment.
+    is_repetition_logged: bool,
+    gap_log: GapLog,
+}
+
+impl AssignedPartition {
+    fn new(topic: Arc<str>, number: i32, partition: Partition) -> Self {
+        Self {
+            topic,
+            number,
+            partition,
+            log_end: None,
+            is_repetition_logged: false,
+            gap_log: GapLog::default(),
+        }
+    }
+
+    fn is(&self, topic: &str, number: i32) -> bool {
+        self.number == number && *self.topic == *topic
+    }
+}
+
+/// An offset to commit.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct OffsetCommit {
+    pub(crate) topic: Arc<str>,
+    pub(crate) partition: i32,
+    pub(crate) offset: i64,
+    pub(crate) mode: SendMode,
+    /// The topic that the offset belongs to, if it is known: the metadata of the commit.
+    pub(crate) identity: Option<TopicIdentity>,
+}
+
+/// Whether the partitions still belong to this member when they are revoked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RevocationKind {
+    /// Yes: no other member is assigned them before the revocation ends.
+    Revoked,
+    /// No: another member may be assigned them already, and a commit would overwrite its offsets.
+    Lost,
 }
 
 impl<M: StateLock> SharedState<M> {
@@ -169,34 +174,61 @@ impl<M: StateLock> SharedState<M> {
         self.wake_consumer();
     }
 
-    /// A partition was assigned to this member.
-    pub(crate) fn assign(
-        &self,
-        topic: &str,
-        partition: i32,
-        start: StartPosition,
-        log: LogIdentity,
-    ) {
-        self.lock()
-            .start_assignment(Arc::from(topic), partition, start, log);
+    /// Adds records that were read. Returns the partitions that continue at a lower offset, so that
+    /// librdkafka's position is wrong.
+    pub(crate) fn add_records(&self, records: Vec<ConsumerRecord>) -> Vec<(Arc<str>, i32)> {
+        if records.is_empty() {
+            return Vec::new();
+        }
+        let restarted = self.lock().add_records(records);
+        self.wake_consumer();
+        restarted
+    }
+
+    /// Restarts a recreated topic: ends its assignments and starts new ones, to which no records are
+    /// added before librdkafka has sought to the beginning. Partitions that were assigned after the
+    /// topic was recreated have started there. Returns the number of partitions.
+    pub(crate) fn restart_topic(&self, topic: &str, identity: Option<TopicIdentity>) -> usize {
+        let partitions = self.lock().restart_topic(topic, identity);
+        self.wake_consumer();
+        partitions
     }
 
     /// Stops handing out messages of these partitions and reports the revocation to the consumer.
     /// Returns their assignment epochs.
     pub(crate) fn revoke(&self, partitions: &[(String, i32)]) -> Vec<u64> {
-        let epochs = self.lock().revoke(partitions);
+        let mut state = self.lock();
+        let epochs: Vec<u64> = partitions
+            .iter()
+            .filter_map(|(topic, partition)| state.epoch_of(topic, *partition))
+            .collect();
+        for epoch in &epochs {
+            state.apply_to(*epoch, PartitionEvent::Revoked);
+        }
+        drop(state);
         self.wake_consumer();
         epochs
     }
 
-    /// Adds records that were read.
-    pub(crate) fn add_records(&self, records: Vec<ConsumerRecord>) -> IntakeResult {
-        if records.is_empty() {
-            return IntakeResult::default();
+    /// Ends assignments: waits for deliveries with `drain`, stores the offsets with `store`, and
+    /// removes the assignments. Both are skipped for lost partitions. Returns the number of unsettled
+    /// deliveries.
+    pub(crate) fn end_assignments(
+        &self,
+        partitions: &[(String, i32)],
+        kind: RevocationKind,
+        drain: impl FnOnce(&[u64]),
+        store: impl FnOnce(),
+    ) -> usize {
+        let epochs = self.revoke(partitions);
+        if kind == RevocationKind::Revoked {
+            drain(&epochs);
+            store();
         }
-        let intake = self.lock().add_records(records);
-        self.wake_consumer();
-        intake
+        let mut state = self.lock();
+        let unsettled = state.handed_out(&epochs);
+        state.forget(&epochs);
+        unsettled
     }
 }
 
@@ -209,163 +241,80 @@ impl SourceState {
         self.error.take()
     }
 
+    /// How many offsets expired before they were read.
+    pub(crate) fn expired(&self) -> u64 {
+        self.expired
+    }
+
     /// How many dead letters are not confirmed yet.
     pub(crate) fn publishing(&self) -> usize {
-        self.publishing
+        self.deliveries.publishing()
     }
 
-    /// How many messages may be read now, from the partitions that are not
-    /// [full](Self::full_partitions).
-    pub(crate) fn room(&self) -> usize {
-        let is_any_readable =
-            self.assigned.is_empty() || self.readable().any(|it| !self.is_full(it));
-        if self.phase != SourcePhase::Running
-            || self.ready_bytes >= MAX_READY_BYTES
-            || !is_any_readable
-        {
-            return 0;
-        }
-        let fitting = (MAX_READY_BYTES - self.ready_bytes) / self.average_size.max(1) + 1;
-        fitting.min(MAX_READY.saturating_sub(self.ready.len()))
+    /// When the next release is due.
+    pub(crate) fn next_due(&self) -> Option<Instant> {
+        let due = self.deliveries.next_due();
+        due.filter(|_| self.phase == SourcePhase::Running)
     }
 
-    /// The partitions that are not read until some of their messages are settled.
-    pub(crate) fn full_partitions(&self) -> Vec<(Arc<str>, i32)> {
-        self.readable()
-            .filter(|it| self.is_full(it))
-            .map(|it| (it.topic.clone(), it.partition))
-            .collect()
-    }
-
-    /// The partitions that are not being revoked.
-    fn readable(&self) -> impl Iterator<Item = &AssignedPartition> {
-        self.assigned
-            .values()
-            .filter(|it| it.state != AssignmentState::Revoking)
-    }
-
-    /// Whether the partition has [`MAX_SPAN`] messages from its lowest unsettled one on, or the source
-    /// holds [`MAX_HELD`] messages (or [`MAX_HELD_BYTES`]) and the partition has its share of them. A
-    /// partition with fewer is read, so that none waits for the dead letters of another.
-    ///
-    /// The assigned partitions hold at most twice the limit, plus the messages that were read or
-    /// fetched before they became full: [`MAX_READY`] messages, and for each partition
-    /// `queued.min.messages` and one fetch (`fetch.message.max.bytes`, but at least one record
-    /// batch). One fetch may have 20,000 messages of a few bytes. The dead letters of revoked
-    /// partitions are not included.
-    fn is_full(&self, partition: &AssignedPartition) -> bool {
-        let (total, own) = (
-            self.held.total(),
-            self.held.of(&partition.topic, partition.partition),
-        );
-        let has_share = |of: fn(Backlog) -> usize, limit: usize| {
-            of(total) >= limit && of(own) >= (limit / self.assigned.len()).max(1)
-        };
-        partition.watermark.span() >= MAX_SPAN
-            || has_share(|it| it.count, MAX_HELD)
-            || has_share(|it| it.bytes, MAX_HELD_BYTES)
-    }
-
-    fn start_assignment(
+    /// A partition was assigned to this member. An earlier assignment of it ends.
+    pub(crate) fn assign(
         &mut self,
-        topic: Arc<str>,
+        topic: &str,
         partition: i32,
         start: StartPosition,
         log: LogIdentity,
     ) -> u64 {
-        self.last_epoch += 1;
-        let now = Instant::now();
-        let mut watermark = Watermark::default();
-        if start == StartPosition::Recreated {
-            // Committed at once: the next owner of the partition must not start at an offset of the
-            // deleted topic.
-            watermark.start_at(LOG_START);
+        if let Some(epoch) = self.epoch_of(topic, partition) {
+            self.apply_to(epoch, PartitionEvent::Revoked);
+            self.forget(&[epoch]);
         }
-        let assigned = AssignedPartition {
-            topic,
-            partition,
-            log,
-            watermark,
-            start,
-            position_trust: PositionTrust::Unconfirmed,
-            log_end: None,
-            lowest_since: (None, now),
-            repetition_logged: false,
-            handed_out: 0,
-            state: AssignmentState::Active,
-            commit_immediately_from: Some(now),
-            expiry: ExpiryLog::default(),
-        };
-        self.assigned.insert(self.last_epoch, assigned);
+        self.last_epoch += 1;
+        let assigned = Partition::new(self.last_epoch, start, log);
+        self.assigned.insert(
+            self.last_epoch,
+            AssignedPartition::new(Arc::from(topic), partition, assigned),
+        );
         self.last_epoch
     }
 
-    /// Sets the start of a partition without a committed offset. It is committed even if the partition
-    /// is empty.
-    pub(crate) fn start_at(&mut self, topic: &str, partition: i32, offset: i64) {
-        let epoch = self.epoch_of(topic, partition);
-        if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
-            assigned.watermark.start_at(offset);
+    /// Applies an event to a partition, if it is assigned.
+    pub(crate) fn apply(
+        &mut self,
+        topic: &str,
+        partition: i32,
+        event: PartitionEvent,
+    ) -> PartitionAction {
+        match self.epoch_of(topic, partition) {
+            Some(epoch) => self.apply_to(epoch, event),
+            None => PartitionAction::Nothing,
         }
     }
 
-    fn revoke(&mut self, partitions: &[(String, i32)]) -> Vec<u64> {
-        let is_revoked = |it: &AssignedPartition| {
-            partitions
-                .iter()
-                .any(|(topic, partition)| *partition == it.partition && **topic == *it.topic)
+    fn apply_to(&mut self, epoch: u64, event: PartitionEvent) -> PartitionAction {
+        let Some(assigned) = self.assigned.get_mut(&epoch) else {
+            return PartitionAction::Nothing;
         };
-        let epochs: Vec<u64> = self
-            .assigned
-            .iter()
-            .filter(|(_, it)| is_revoked(it))
-            .map(|(epoch, _)| *epoch)
-            .collect();
-        for epoch in &epochs {
-            self.withdraw(*epoch);
-        }
-        epochs
-    }
-
-    /// Stops handing out messages of an assignment, and drops those that were not handed out.
-    fn withdraw(&mut self, epoch: u64) {
-        if let Some(assigned) = self.assigned.get_mut(&epoch) {
-            assigned.state = AssignmentState::Revoking;
-        }
-        self.ready
-            .retain(|delivery| delivery.receipt.epoch != epoch);
-        self.ready_bytes = self
-            .ready
-            .iter()
-            .map(|delivery| delivery.message.size())
-            .sum();
-        let held = &mut self.held;
-        self.released.retain(|_, delivery| {
-            let is_kept = delivery.receipt.epoch != epoch;
-            if !is_kept {
-                held.remove(delivery);
+        let action = assigned.partition.apply(event);
+        match &action {
+            PartitionAction::Withdraw => self.withdraw(epoch),
+            PartitionAction::Restart { ended, .. } => {
+                self.withdraw(*ended);
+                if let Some(it) = self.assigned.remove(&epoch) {
+                    self.last_epoch = it.partition.epoch();
+                    let restarted = AssignedPartition::new(it.topic, it.number, it.partition);
+                    self.assigned.insert(self.last_epoch, restarted);
+                }
             }
-            is_kept
-        });
-        self.revoked.push(epoch);
-    }
-
-    /// Adds no more records of a partition, because a part of its log is unreadable or its start
-    /// position is an error. So no offset above the last one read is committed.
-    pub(crate) fn halt(&mut self, topic: &str, partition: i32) {
-        let epoch = self.epoch_of(topic, partition);
-        if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
-            assigned.state = AssignmentState::Halted;
+            _ => {}
         }
+        action
     }
 
-    /// How many deliveries of these assignments are not settled or released yet.
-    pub(crate) fn handed_out(&self, epochs: &[u64]) -> usize {
-        epochs
-            .iter()
-            .filter_map(|epoch| self.assigned.get(epoch))
-            .map(|it| it.handed_out)
-            .sum()
+    /// Drops the deliveries of an assignment that were not handed out, and reports its revocation.
+    fn withdraw(&mut self, epoch: u64) {
+        self.deliveries.drop_all_of(epoch);
+        self.revoked.push(epoch);
     }
 
     /// Ends these assignments: settlements of them are stale from now on.
@@ -375,136 +324,59 @@ impl SourceState {
         }
     }
 
-    fn add_records(&mut self, records: Vec<ConsumerRecord>) -> IntakeResult {
-        let (count, mut bytes, mut intake) = (records.len(), 0, IntakeResult::default());
-        let mut last: Option<(Arc<str>, i32, u64)> = None;
-        for record in records {
-            let previous = last.as_ref().filter(|(topic, partition, _)| {
-                *partition == record.partition && *topic == record.topic
-            });
-            let epoch = match previous {
-                Some((_, _, epoch)) => *epoch,
-                // Not assigned any more: the next owner of the partition reads the record.
-                None => match self.epoch_of(&record.topic, record.partition) {
-                    Some(epoch) => epoch,
-                    None => continue,
-                },
-            };
-            let Some(epoch) = self.track_offset(epoch, &record, &mut intake) else {
-                continue;
-            };
-            last = Some((record.topic.clone(), record.partition, epoch));
-            let delivery = delivery(record, epoch);
-            bytes += delivery.message.size();
-            self.ready_bytes += delivery.message.size();
-            self.ready.push_back(delivery);
-        }
-        self.average_size = bytes / count;
-        intake
-    }
-
-    /// Handles librdkafka's position in a partition, `None` before the first read. Transaction
-    /// markers below it count as settled. Returns the offset gap if messages may have expired.
-    pub(crate) fn advance_to(
-        &mut self,
-        topic: &str,
-        partition: i32,
-        offset: Option<i64>,
-    ) -> Option<OffsetGap> {
-        let epoch = self.epoch_of(topic, partition)?;
-        let assigned = self.assigned.get_mut(&epoch)?;
-        match (assigned.position_trust, offset) {
-            (PositionTrust::Trusted, Some(offset)) => assigned.advance_to(offset),
-            (PositionTrust::Unconfirmed, None) => {
-                assigned.position_trust = PositionTrust::Trusted;
-                None
-            }
-            _ => None,
-        }
-    }
-
-    /// Ignores librdkafka's position in this partition, which is too high, until a seek succeeds.
-    /// Returns the offset to seek to: after the last message that was read, or `position` if none was
-    /// read.
-    pub(crate) fn distrust_position(
-        &mut self,
-        topic: &str,
-        partition: i32,
-        position: Option<i64>,
-    ) -> Option<i64> {
-        let epoch = self.epoch_of(topic, partition)?;
-        let assigned = self.assigned.get_mut(&epoch)?;
-        assigned.position_trust = PositionTrust::Wrong;
-        assigned.watermark.end().or(position)
-    }
-
-    /// librdkafka has accepted the seek that corrects its position.
-    pub(crate) fn seek_succeeded(&mut self, topic: &str, partition: i32) {
-        let epoch = self.epoch_of(topic, partition);
-        if let Some(assigned) = epoch.and_then(|epoch| self.assigned.get_mut(&epoch)) {
-            assigned.position_trust = PositionTrust::Unconfirmed;
-        }
-    }
-
-    /// The assignment epoch of the records that are added for this partition now.
+    /// The epoch of the partition's assignment.
     fn epoch_of(&self, topic: &str, partition: i32) -> Option<u64> {
-        let is_match = |it: &AssignedPartition| {
-            it.state == AssignmentState::Active && it.partition == partition && *it.topic == *topic
-        };
-        self.assigned
-            .iter()
-            .find(|(_, it)| is_match(it))
+        let mut all = self.assigned.iter();
+        all.find(|(_, it)| it.is(topic, partition))
             .map(|(epoch, _)| *epoch)
     }
 
-    /// Handles the offset of a record, and returns the assignment epoch of its delivery. If it is below
-    /// the last one (the log was truncated, or librdkafka reads messages again), the assignment is
-    /// revoked and another one starts at this record, or at the lowest unsettled offset if that is lower. In the
-    /// latter case the record is dropped and read again; if it were added, the offsets in between would
-    /// count as settled.
-    fn track_offset(
-        &mut self,
-        epoch: u64,
-        record: &ConsumerRecord,
-        intake: &mut IntakeResult,
-    ) -> Option<u64> {
-        let assigned = self.assigned.get_mut(&epoch)?;
-        intake.gaps.extend(assigned.record_arrived(record.offset));
-        if assigned.watermark.deliver(record.offset) == OffsetOrder::Ascending {
-            if assigned.position_trust == PositionTrust::Unconfirmed {
-                assigned.position_trust = PositionTrust::Trusted;
+    /// How many deliveries of these assignments are not settled or released yet.
+    pub(crate) fn handed_out(&self, epochs: &[u64]) -> usize {
+        let assigned = epochs.iter().filter_map(|epoch| self.assigned.get(epoch));
+        assigned.map(|it| it.partition.handed_out()).sum()
+    }
+
+    fn add_records(&mut self, records: Vec<ConsumerRecord>) -> Vec<(Arc<str>, i32)> {
+        let (mut restarted, mut current) = (Vec::new(), None);
+        self.deliveries.start_batch(records.len());
+        for record in records {
+            let epoch = match &current {
+                Some((topic, partition, epoch))
+                    if *partition == record.partition && *topic == record.topic =>
+                {
+                    *epoch
+                }
+                _ => match self.epoch_of(&record.topic, record.partition) {
+                    Some(epoch) => epoch,
+                    // Not assigned any more: the next owner of the partition reads the record.
+                    None => continue,
+                },
+            };
+            let next_epoch = self.last_epoch + 1;
+            let offset = record.offset;
+            let event = PartitionEvent::Fetched { offset, next_epoch };
+            let (truncated_from, delivered_in) = match self.apply_to(epoch, event) {
+                PartitionAction::Deliver { truncated_from } => (truncated_from, Some(epoch)),
+                PartitionAction::Restart { cause, .. } => match cause {
+                    RestartCause::Truncated { expected } => {
+                        restarted.push((record.topic.clone(), record.partition));
+                        (Some(expected), Some(next_epoch))
+                    }
+                    RestartCause::TruncatedAboveUnsettled { expected } => (Some(expected), None),
+                    RestartCause::Recreated => (None, None),
+                },
+                _ => (None, None),
+            };
+            if let Some(expected) = truncated_from {
+                report_truncation(&record, expected);
             }
-            return Some(epoch);
+            current = delivered_in.map(|epoch| (record.topic.clone(), record.partition, epoch));
+            if let Some(epoch) = delivered_in {
+                self.deliveries.add(record, epoch);
+            }
         }
-        assigned.on_truncation(assigned.watermark.end(), record.offset);
-        let unsettled = assigned
-            .watermark
-            .lowest()
-            .filter(|lowest| *lowest < record.offset);
-        self.withdraw(epoch);
-        let log = self
-            .assigned
-            .remove(&epoch)
-            .map(|it| it.log)
-            .unwrap_or_default();
-        let start = unsettled.unwrap_or(record.offset);
-        let epoch = self.start_assignment(
-            record.topic.clone(),
-            record.partition,
-            StartPosition::Committed(start),
-            log,
-        );
-        let assigned = self.assigned.get_mut(&epoch)?;
-        if unsettled.is_some() {
-            assigned.watermark.start_at(start);
-            assigned.state = AssignmentState::Seeking;
-            return None;
-        }
-        assigned.watermark.deliver(record.offset);
-        intake
-            .restarted
-            .push((record.topic.clone(), record.partition));
-        Some(epoch)
+        restarted
     }
 
     /// Hands out revocations, due releases and records within the limit; a limit of 0 returns
@@ -521,35 +393,21 @@ impl SourceState {
         if self.phase != SourcePhase::Running {
             return;
         }
-        let (now, mut count, mut bytes) = (Instant::now(), 0, 0_usize);
-        while count < limit.count {
-            let due = self
-                .released
-                .first_entry()
-                .filter(|entry| entry.key().0 <= now);
-            let next = due.as_ref().map(|entry| entry.get()).or(self.ready.front());
-            let Some(size) = next.map(|delivery| delivery.message.size()) else {
+        let (now, mut bytes) = (Instant::now(), 0_usize);
+        for count in 0..limit.count {
+            // The first delivery may exceed the limit.
+            let max_bytes = if count == 0 {
+                usize::MAX
+            } else {
+                limit.bytes.saturating_sub(bytes)
+            };
+            let Some(delivery) = self.deliveries.take_next(now, max_bytes) else {
                 break;
             };
-            if count > 0 && bytes.saturating_add(size) > limit.bytes {
-                break;
-            }
-            let released = due.map(|entry| entry.remove());
-            match &released {
-                Some(delivery) => self.held.remove(delivery),
-                None => self.ready_bytes -= size,
-            }
-            let Some(delivery) = released.or_else(|| self.ready.pop_front()) else {
-                break;
-            };
-            (count, bytes) = (count + 1, bytes + size);
-            let is_oversize = delivery.message.body.len() > body_limit;
-            if let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) {
-                assigned.handed_out += 1;
-            }
-            if is_oversize {
-                self.publishing += 1;
-                self.held.add(&delivery);
+            bytes += delivery.message.size();
+            self.apply_to(delivery.receipt.epoch, PartitionEvent::HandedOut);
+            if delivery.message.body.len() > body_limit {
+                self.deliveries.start_publishing(&delivery);
                 oversize.push(delivery);
             } else {
                 into.push(Incoming::Delivery(delivery));
@@ -557,123 +415,108 @@ impl SourceState {
         }
     }
 
-    /// When the next release is due.
-    pub(crate) fn next_due(&self) -> Option<Instant> {
-        self.released
-            .first_key_value()
-            .map(|((due, _), _)| *due)
-            .filter(|_| self.phase == SourcePhase::Running)
-    }
-
-    /// Settles a delivery.
-    pub(crate) fn accept(&mut self, receipt: &Receipt) -> SettlementEffect {
+    /// Settles a delivery. False if its assignment has ended.
+    pub(crate) fn accept(&mut self, receipt: &Receipt) -> bool {
         let Some(assigned) = self.assigned.get_mut(&receipt.epoch) else {
-            return SettlementEffect::Stale;
+            return false;
         };
         // Lossless: `position` was converted from an `i64` offset.
-        if assigned.watermark.settle(receipt.position as i64) == OffsetChange::Settled {
-            assigned.handed_out = assigned.handed_out.saturating_sub(1);
-        }
-        SettlementEffect::Applied
+        let event = PartitionEvent::Settled(receipt.position as i64);
+        assigned.partition.apply(event);
+        true
     }
 
     /// Takes a delivery back to hand it out again after a delay, unless its partition is being
-    /// revoked.
-    pub(crate) fn release(&mut self, delivery: Delivery, after: Duration) -> SettlementEffect {
+    /// revoked. False if its assignment has ended.
+    pub(crate) fn release(&mut self, delivery: Delivery, after: Duration) -> bool {
         let Some(assigned) = self.assigned.get_mut(&delivery.receipt.epoch) else {
-            return SettlementEffect::Stale;
+            return false;
         };
-        assigned.handed_out = assigned.handed_out.saturating_sub(1);
-        if assigned.state != AssignmentState::Revoking {
-            let delivery = Delivery {
-                message: detached(&delivery.message),
-                ..delivery
-            };
-            self.held.add(&delivery);
-            self.release_count += 1;
-            let due = Instant::now() + after.min(MAX_RELEASE_DELAY);
-            self.released.insert((due, self.release_count), delivery);
+        if assigned.partition.apply(PartitionEvent::Released) == PartitionAction::Hold {
+            self.deliveries.hold(delivery, after);
         }
-        SettlementEffect::Applied
+        true
     }
 
-    /// Counts a dead letter of this delivery as being published.
-    pub(crate) fn reject(&mut self, delivery: &Delivery) -> SettlementEffect {
-        if !self.assigned.contains_key(&delivery.receipt.epoch) {
-            return SettlementEffect::Stale;
+    /// Counts a dead letter of this delivery as being published. False if its assignment has ended.
+    pub(crate) fn reject(&mut self, delivery: &Delivery) -> bool {
+        let is_assigned = self.assigned.contains_key(&delivery.receipt.epoch);
+        if is_assigned {
+            self.deliveries.start_publishing(delivery);
         }
-        self.publishing += 1;
-        self.held.add(delivery);
-        SettlementEffect::Applied
+        is_assigned
     }
 
-    /// Settles a delivery whose dead letter is confirmed.
-    pub(crate) fn published(&mut self, delivery: &Delivery) -> SettlementEffect {
-        self.publishing = self.publishing.saturating_sub(1);
-        self.held.remove(delivery);
+    /// Settles a delivery whose dead letter is confirmed. False if its assignment has ended.
+    pub(crate) fn published(&mut self, delivery: &Delivery) -> bool {
+        self.deliveries.end_publishing(delivery);
         self.accept(&delivery.receipt)
     }
-}
 
-/// Whether a settlement applies to the current assignment.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum SettlementEffect {
-    Applied,
-    /// The partition is not assigned to this member any more, or in another assignment.
-    Stale,
-}
+    /// Takes the offsets to commit that were not returned before.
+    pub(crate) fn commits(&mut self) -> Vec<OffsetCommit> {
+        let now = Instant::now();
+        let commit = |it: &mut AssignedPartition| {
+            let action = it.partition.apply(PartitionEvent::CommitDue(now));
+            let PartitionAction::Commit { offset, mode } = action else {
+                return None;
+            };
+            Some(OffsetCommit {
+                topic: it.topic.clone(),
+                partition: it.number,
+                offset,
+                mode,
+                identity: it.partition.log().identity.clone(),
+            })
+        };
+        self.assigned.values_mut().filter_map(commit).collect()
+    }
 
-impl SettlementEffect {
-    /// Counts a stale settlement.
-    pub(crate) fn count(self) {
-        if self == Self::Stale {
-            metrics::counter!(crate::metric::STALE_SETTLEMENTS).increment(1);
-        }
+    /// A commit of this partition failed. It is repeated after [`COMMIT_RETRY_PAUSE`].
+    pub(crate) fn commit_again(&mut self, topic: &str, partition: i32) {
+        let retry_at = Instant::now() + COMMIT_RETRY_PAUSE;
+        self.apply(topic, partition, PartitionEvent::CommitFailed { retry_at });
+    }
+
+    fn restart_topic(&mut self, topic: &str, identity: Option<TopicIdentity>) -> usize {
+        let of_topic = self.assigned.iter().filter(|(_, it)| *it.topic == *topic);
+        let epochs: Vec<u64> = of_topic.map(|(epoch, _)| *epoch).collect();
+        let mut restart = |epoch: &u64| {
+            let event = PartitionEvent::TopicRecreated {
+                identity: identity.clone(),
+                next_epoch: self.last_epoch + 1,
+            };
+            self.apply_to(*epoch, event) != PartitionAction::Nothing
+        };
+        epochs.iter().filter(|epoch| restart(epoch)).count()
+    }
+
+    /// Whether an assignment of the topic was, or may have been, made while it had another id than
+    /// `current`.
+    pub(crate) fn is_outdated(&self, topic: &str, current: Option<&TopicIdentity>) -> bool {
+        self.readable()
+            .any(|it| *it.topic == *topic && it.partition.is_outdated(current))
+    }
+
+    /// Topic, partition and offset of each seek that must succeed before the partition is read.
+    pub(crate) fn pending_seeks(&self) -> Vec<(Arc<str>, i32, i64)> {
+        let seek = |it: &AssignedPartition| {
+            Some((it.topic.clone(), it.number, it.partition.pending_seek()?))
+        };
+        self.assigned.values().filter_map(seek).collect()
     }
 }
 
-fn delivery(record: ConsumerRecord, epoch: u64) -> Delivery {
-    let ConsumerRecord {
-        topic,
-        partition,
-        offset,
-        sent_at,
-        key,
-        headers,
-        body,
-    } = record;
-    let origin = Origin {
-        name: topic,
-        position: Position::Offset { partition, offset },
-        system: Some("kafka"),
-    };
-    Delivery {
-        message: Message {
-            origin,
-            key,
-            message_id: None,
-            headers,
-            body,
-            sent_at,
-        },
-        // Lossless: partition and offset of a delivered message are not negative.
-        receipt: Receipt {
-            epoch,
-            partition: partition as u32,
-            position: offset as u64,
-        },
-        failures: 0,
-    }
-}
-
-/// A copy of the message, so that keeping it does not keep the memory of its whole batch.
-pub(crate) fn detached(message: &Message) -> Message {
-    Message {
-        key: message.key.as_ref().map(|key| key.to_vec().into()),
-        headers: HeadersBuilder::from(&message.headers).finish(),
-        body: message.body.to_vec().into(),
-        ..message.clone()
-    }
+/// Counts and logs that the log continues at this record, below the `expected` offset.
+fn report_truncation(record: &ConsumerRecord, expected: i64) {
+    metrics::counter!(crate::metric::LOGS_TRUNCATED).increment(1);
+    tracing::error!(
+        topic = &*record.topic,
+        partition = record.partition,
+        expected,
+        offset = record.offset,
+        "log truncated: it ends below the expected offset, because the topic was recreated or the log lost its end; reading again from this offset, or from the first unsettled message below it; check the brokers' logs for an unclean leader election, and with IdSource::position(), give the consumer another .scope(…)"
+    );
 }
 
 #[cfg(test)]
@@ -681,4 +524,4 @@ mod model_tests;
 #[cfg(test)]
 mod shuttle_tests;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

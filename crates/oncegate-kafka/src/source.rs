@@ -1,24 +1,30 @@
-//! The public source: `receive`, `settle` and `close` over the state that the polling thread shares.
+//! The source: connecting, and `receive`, `settle` and `close` over the state that the polling thread
+//! shares.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use oncegate_core::lifecycle::Reason;
-use oncegate_core::source::SourceProperties;
+use oncegate_core::source::{Connect, ConnectOptions, SourceProperties};
 use oncegate_core::{
-    Delivery, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
+    Delivery, IdSource, Incoming, Limit, Order, Origin, Settled, Source, SourceError, fault,
 };
 
-use crate::dead_letters::{DeadLetters, UnpublishedDeadLetter};
-use crate::shared::{RejectedDelivery, SharedState, SourcePhase, detached};
+use crate::client::callbacks::CallbackContext;
+use crate::client::connection_errors::ConnectionErrors;
+use crate::client::dead_letters::DeadLetters;
+use crate::client::{error, poll, topics, watch};
+use crate::settings::Kafka;
+use crate::shared::{RejectedDelivery, SharedState, SourcePhase, count_if_stale};
 
 /// The first and the longest pause before a dead letter is published again.
 const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(10));
 /// The part of the time for `close` that is reserved for leaving the group.
 const LEAVE_TIME: Duration = Duration::from_millis(500);
 
-/// A member of a consumer group. Opened from [`Kafka`](crate::Kafka).
+/// A member of a consumer group. Opened from [`Kafka`].
 ///
 /// A separate thread polls the broker, so that a slow handler cannot exceed `max.poll.interval.ms`.
 /// If the source is dropped without being closed, it leaves the group on that thread, and unsettled
@@ -29,21 +35,81 @@ pub struct KafkaSource {
     body_limit: usize,
 }
 
-impl KafkaSource {
-    pub(crate) fn new(
-        shared: Arc<SharedState>,
-        dead_letters: Arc<DeadLetters>,
-        body_limit: usize,
-    ) -> Self {
-        Self {
-            shared,
-            dead_letters,
-            body_limit,
+#[async_trait]
+impl Connect for Kafka {
+    type Source = KafkaSource;
+
+    /// Refuses [`IdSource::message_id`], which Kafka messages do not have.
+    fn check_id(&self, id: &IdSource) -> Result<(), SourceError> {
+        if !id.reads_message_id() {
+            return Ok(());
         }
+        Err(SourceError::misconfigured(
+            "id",
+            "IdSource::message_id() reads a property of AMQP that Kafka messages do not have, so every message would be a dead letter",
+            "use IdSource::header(\"…\"), IdSource::key(), IdSource::json_pointer(\"/…\") or IdSource::body_hash()",
+        ))
     }
 
-    /// Takes the deliveries that are ready, without waiting.
-    fn take(&self, limit: Limit, into: &mut Vec<Incoming>) -> Result<TakenDeliveries, SourceError> {
+    /// Checks the settings, waits for a broker, checks or creates the topics, and joins the group.
+    ///
+    /// Logs a warning if the topics retain messages for longer than the dedup window. Requires a
+    /// tokio runtime, on which dead letters are published.
+    async fn connect(mut self, options: ConnectOptions) -> Result<KafkaSource, SourceError> {
+        self.window = options.dedup_window;
+        self.check()?;
+        let shared = Arc::new(SharedState::default());
+        let connection_errors = Arc::new(ConnectionErrors::new(&self.brokers));
+        let new_consumer = || {
+            CallbackContext::new(shared.clone(), &self, connection_errors.clone()).consumer(&self)
+        };
+        let first_consumer = new_consumer()?;
+        let dead_letters = DeadLetters::open(
+            self.producer_config(),
+            self.destinations.clone(),
+            connection_errors.clone(),
+        )
+        .map_err(error::from_config)?;
+        let consumer =
+            topics::check(&self, first_consumer, new_consumer, &connection_errors).await?;
+
+        poll::subscribe(&consumer, &self)?;
+        self.status.attach(&shared);
+        tracing::info!(topics = ?self.topics, group = self.group, "reading from Kafka");
+        let source = KafkaSource {
+            shared: shared.clone(),
+            dead_letters: Arc::new(dead_letters),
+            body_limit: self.body_limit,
+        };
+        let watched = self.clone();
+        spawn_thread("oncegate-kafka", move || {
+            poll::run(self, Arc::new(consumer))
+        })?;
+        spawn_thread("oncegate-kafka-watch", move || {
+            watch::run(&watched, &shared, &connection_errors)
+        })?;
+        Ok(source)
+    }
+}
+
+fn spawn_thread(name: &str, run: impl FnOnce() + Send + 'static) -> Result<(), SourceError> {
+    let spawned = std::thread::Builder::new().name(name.into()).spawn(run);
+    spawned.map(drop).map_err(|error| {
+        SourceError::Unavailable(
+            format!("cannot start a thread ({error}); check the thread limit of the process")
+                .into(),
+        )
+    })
+}
+
+impl KafkaSource {
+    /// Takes the deliveries that are ready, without waiting. Returns those with a body above the
+    /// limit, and when the next release is due.
+    fn take(
+        &self,
+        limit: Limit,
+        into: &mut Vec<Incoming>,
+    ) -> Result<(Vec<Delivery>, Option<Instant>), SourceError> {
         let mut state = self.shared.lock();
         if let Some(error) = state.take_error() {
             return Err(error);
@@ -54,28 +120,33 @@ impl KafkaSource {
                     .into(),
             ));
         }
-        let (before, mut oversize) = (into.len(), Vec::new());
+        let mut oversize = Vec::new();
         state.hand_out(limit, self.body_limit, into, &mut oversize);
         // With a limit of 0 the caller waits for revocations only.
         let next_due = state.next_due().filter(|_| limit.count > 0);
-        Ok(TakenDeliveries {
-            has_incoming: into.len() > before,
-            oversize,
-            next_due,
-        })
+        Ok((oversize, next_due))
+    }
+
+    fn publish_oversize(&self, delivery: Delivery) {
+        tracing::warn!(
+            topic = %delivery.message.origin.name,
+            partition = delivery.receipt.partition,
+            offset = delivery.receipt.position,
+            bytes = delivery.message.body.len(),
+            limit = self.body_limit,
+            "message body exceeds body_limit; rejecting the message to the dead-letter topic; raise body_limit if such messages are valid"
+        );
+        self.publish(RejectedDelivery {
+            delivery,
+            reason: Reason::TooLarge,
+            failure_history: None,
+        });
     }
 
     /// Publishes a rejected delivery until it is confirmed, then settles it.
     fn publish(&self, rejected: RejectedDelivery) {
         let (shared, dead_letters) = (self.shared.clone(), self.dead_letters.clone());
-        let delivery = Delivery {
-            message: detached(&rejected.delivery.message),
-            ..rejected.delivery
-        };
-        let mut dead_letter = UnpublishedDeadLetter::new(RejectedDelivery {
-            delivery,
-            ..rejected
-        });
+        let mut dead_letter = dead_letters.prepare(rejected);
         tokio::spawn(async move {
             let (mut pause, longest) = RETRY_PAUSES;
             fault::point("kafka.dead-letter.before");
@@ -88,72 +159,66 @@ impl KafkaSource {
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(longest);
             }
-            let RejectedDelivery {
-                delivery, reason, ..
-            } = &dead_letter.rejected;
-            metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason.as_str())
-                .increment(1);
+            let rejected = &dead_letter.rejected;
+            let reason = rejected.reason.as_str();
+            metrics::counter!(crate::metric::DEAD_LETTERS, "reason" => reason).increment(1);
             fault::point("kafka.dead-letter.confirmed");
-            let effect = shared.lock().published(delivery);
+            let is_assigned = shared.lock().published(&rejected.delivery);
             fault::point("kafka.dead-letter.settled");
-            effect.count();
+            count_if_stale(is_assigned);
             shared.wake_poller();
             shared.wake_consumer();
         });
     }
-}
 
-/// The result of [`KafkaSource::take`] in addition to the deliveries.
-struct TakenDeliveries {
-    has_incoming: bool,
-    oversize: Vec<Delivery>,
-    next_due: Option<Instant>,
+    /// Whether the condition was met before the deadline.
+    async fn wait_until(
+        &self,
+        deadline: Instant,
+        condition: impl Fn(&SharedState) -> bool,
+    ) -> bool {
+        while !condition(&self.shared) {
+            let wakeup = self.shared.wait_for_wakeup();
+            if tokio::time::timeout_at(deadline.into(), wakeup)
+                .await
+                .is_err()
+            {
+                return condition(&self.shared);
+            }
+        }
+        true
+    }
 }
 
 #[async_trait]
 impl Source for KafkaSource {
     async fn receive(&mut self, limit: Limit, into: &mut Vec<Incoming>) -> Result<(), SourceError> {
+        let before = into.len();
         loop {
-            let taken = self.take(limit, into)?;
-            let has_oversize = !taken.oversize.is_empty();
-            for delivery in taken.oversize {
-                tracing::warn!(
-                    topic = %delivery.message.origin.name,
-                    partition = delivery.receipt.partition,
-                    offset = delivery.receipt.position,
-                    bytes = delivery.message.body.len(),
-                    limit = self.body_limit,
-                    "message body exceeds body_limit; rejecting the message to the dead-letter topic; raise body_limit if such messages are valid"
-                );
-                self.publish(RejectedDelivery {
-                    delivery,
-                    reason: Reason::TooLarge,
-                    failure_history: None,
-                });
+            let (oversize, next_due) = self.take(limit, into)?;
+            let has_oversize = !oversize.is_empty();
+            for delivery in oversize {
+                self.publish_oversize(delivery);
             }
-            if taken.has_incoming {
+            if into.len() > before {
                 self.shared.wake_poller();
                 return Ok(());
             }
-            if has_oversize {
+            let wakeup = self.shared.wait_for_wakeup();
+            match next_due {
                 // Deliveries behind the rejected ones may be ready.
-                continue;
-            }
-            match taken.next_due {
+                _ if has_oversize => {}
                 // Timeout or not, the next iteration takes the ready deliveries.
-                Some(due) => {
-                    drop(tokio::time::timeout_at(due.into(), self.shared.wait_for_wakeup()).await)
-                }
-                None => self.shared.wait_for_wakeup().await,
+                Some(due) => drop(tokio::time::timeout_at(due.into(), wakeup).await),
+                None => wakeup.await,
             }
         }
     }
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
-        self.shared
-            .settle(settled)
-            .into_iter()
-            .for_each(|rejected| self.publish(rejected));
+        for rejected in self.shared.settle(settled) {
+            self.publish(rejected);
+        }
         Ok(())
     }
 
@@ -169,26 +234,21 @@ impl Source for KafkaSource {
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError> {
         self.shared.enter(SourcePhase::Stopped);
         let publish_until = deadline.checked_sub(LEAVE_TIME).unwrap_or(deadline);
-        let publishing = self
-            .wait_until(publish_until, |shared| shared.lock().publishing() == 0)
-            .await;
+        let all_published = |shared: &SharedState| shared.lock().publishing() == 0;
+        let is_published = self.wait_until(publish_until, all_published).await;
         self.shared.enter(SourcePhase::Closing);
-        let leaving = self
-            .wait_until(deadline, |shared| {
-                shared.lock().phase() == SourcePhase::Ended
-            })
-            .await;
-        match (publishing, leaving) {
-            (WaitOutcome::InTime, WaitOutcome::InTime) => Ok(()),
-            (WaitOutcome::TooLong, _) => Err(SourceError::Unavailable(
+        let has_ended = |shared: &SharedState| shared.lock().phase() == SourcePhase::Ended;
+        let has_left = self.wait_until(deadline, has_ended).await;
+        let problem = match (is_published, has_left) {
+            (true, true) => return Ok(()),
+            (false, _) => {
                 "dead letters were not confirmed in time; their messages are redelivered; check that the dead-letter topics accept messages"
-                    .into(),
-            )),
-            (_, WaitOutcome::TooLong) => Err(SourceError::Unavailable(
+            }
+            (true, false) => {
                 "did not leave the group in time; messages that were settled last may be redelivered; check the group coordinator, or raise .drain_timeout(…)"
-                    .into(),
-            )),
-        }
+            }
+        };
+        Err(SourceError::Unavailable(problem.into()))
     }
 
     fn properties(&self) -> SourceProperties {
@@ -199,35 +259,6 @@ impl Source for KafkaSource {
     }
 }
 
-/// Whether the condition of [`KafkaSource::wait_until`] was met before the deadline.
-#[derive(Clone, Copy)]
-enum WaitOutcome {
-    InTime,
-    TooLong,
-}
-
-impl KafkaSource {
-    async fn wait_until(
-        &self,
-        deadline: Instant,
-        reached: impl Fn(&SharedState) -> bool,
-    ) -> WaitOutcome {
-        while !reached(&self.shared) {
-            if tokio::time::timeout_at(deadline.into(), self.shared.wait_for_wakeup())
-                .await
-                .is_err()
-            {
-                return if reached(&self.shared) {
-                    WaitOutcome::InTime
-                } else {
-                    WaitOutcome::TooLong
-                };
-            }
-        }
-        WaitOutcome::InTime
-    }
-}
-
 impl Drop for KafkaSource {
     /// Returns at once: the polling thread leaves the group.
     fn drop(&mut self) {
@@ -235,8 +266,8 @@ impl Drop for KafkaSource {
     }
 }
 
-impl std::fmt::Debug for KafkaSource {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for KafkaSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("KafkaSource").finish_non_exhaustive()
     }
 }

@@ -1,9 +1,9 @@
-//! The status of a Kafka source.
+//! The status of a Kafka source and of its partitions.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock, Weak};
+use std::time::Duration;
 
-use crate::partition::PartitionStatus;
 use crate::shared::SharedState;
 
 /// The status of a Kafka source: the position, the lag and the blocker of each partition. Clones
@@ -40,7 +40,7 @@ impl KafkaStatus {
     /// coordinator or had a fatal error.
     pub fn clients_replaced(&self) -> u64 {
         self.shared()
-            .map_or(0, |shared| shared.lock().replacements())
+            .map_or(0, |shared| shared.lock().client.replacements())
     }
 
     /// How many messages expired before the group read them, since the source was opened. Counted
@@ -64,5 +64,83 @@ impl fmt::Debug for KafkaStatus {
         f.debug_tuple("KafkaStatus")
             .field(&self.partitions())
             .finish()
+    }
+}
+
+/// The status of one partition that is assigned to this member.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PartitionStatus {
+    /// The topic.
+    pub topic: Arc<str>,
+    /// The partition.
+    pub partition: i32,
+    /// The offset to commit next: every offset below it is settled. `None` while the group's offset
+    /// is unknown.
+    pub committable: Option<i64>,
+    /// The last stable offset, as polled from the broker every few seconds.
+    pub log_end: Option<i64>,
+    /// The number of offsets between `committable` and `log_end`.
+    pub lag: Option<u64>,
+    /// Deliveries that the consumer has not settled yet.
+    pub handed_out: usize,
+    /// Deliveries that were released and wait for their delay.
+    pub delayed: usize,
+    /// The message that blocks commits; `None` if everything that was read is settled.
+    pub blocker: Option<Blocker>,
+}
+
+/// The lowest unsettled message of a partition. No offset above it is committed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Blocker {
+    /// The offset. `kcat -C -t <topic> -p <partition> -o <offset> -c 1 -J` shows the message with
+    /// its id.
+    pub offset: i64,
+    /// For how long it has blocked commits.
+    pub since: Duration,
+    /// The step that the message waits for.
+    pub blocked_by: BlockedBy,
+}
+
+/// The step that an unsettled message waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BlockedBy {
+    /// It was read, and the consumer has not taken it yet.
+    Queue,
+    /// The consumer has it: it waits for its key, its claim or its handler, or its dead letter is
+    /// not confirmed yet.
+    Consumer,
+    /// It was released, and waits for its delay.
+    Delay {
+        /// How many attempts have failed.
+        failures: u32,
+    },
+}
+
+/// One line: `payments/3: committable 1042, lag 17, blocked by 1042 for 12s (Consumer)`.
+impl fmt::Display for PartitionStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.topic, self.partition)?;
+        match self.committable {
+            Some(offset) => write!(f, ": committable {offset}")?,
+            None => f.write_str(": committable unknown")?,
+        }
+        if let Some(lag) = self.lag {
+            write!(f, ", lag {lag}")?;
+        }
+        match self.blocker {
+            Some(Blocker {
+                offset,
+                since,
+                blocked_by,
+            }) => write!(
+                f,
+                ", blocked by {offset} for {}s ({blocked_by:?})",
+                since.as_secs()
+            ),
+            None => Ok(()),
+        }
     }
 }

@@ -1,12 +1,13 @@
 //! A queue in this process, with a dead-letter queue and an in-doubt queue.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use tokio::sync::Notify;
 
+use crate::internal::Lock;
 use crate::lifecycle::{Reason, Settlement};
 use crate::message::{HeadersBuilder, Message, Origin};
 use crate::slots::{Slot, Slots};
@@ -37,7 +38,7 @@ pub struct DeadLetter {
 #[derive(Debug)]
 struct BrokerShared {
     origin: Origin,
-    queue: Mutex<BrokerQueue>,
+    queue: Lock<BrokerQueue>,
     /// Notified when a message can be received or was settled.
     changed: Notify,
 }
@@ -79,7 +80,7 @@ impl MemoryBroker {
         };
         Self(Arc::new(BrokerShared {
             origin,
-            queue: Mutex::default(),
+            queue: Lock::default(),
             changed: Notify::new(),
         }))
     }
@@ -147,7 +148,7 @@ impl MemoryBroker {
 
 impl BrokerShared {
     fn lock(&self) -> MutexGuard<'_, BrokerQueue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 }
 

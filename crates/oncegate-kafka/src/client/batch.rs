@@ -10,7 +10,7 @@
 //!   the bindings have integers instead of the enum.
 //! - *Symptom:* rdkafka adds log lines to the main queue, where they delay rebalances. *Version:*
 //!   rdkafka 0.39.0. *Workaround:* invariant 5. *Upstream:* `docs/upstream/rust-rdkafka-log-queue.md`.
-//!   *Test:* `log_lines_do_not_delay_rebalances` in `committed_offset`. *May be removed* when the
+//!   *Test:* `log_lines_do_not_delay_rebalances` in `start_position`. *May be removed* when the
 //!   queue of the log can be chosen.
 //!
 //! # Invariants
@@ -30,7 +30,7 @@
 
 use std::ffi::{CStr, CString, c_void};
 use std::ptr::{self, NonNull};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use bytes::Bytes;
@@ -41,6 +41,8 @@ use rdkafka::consumer::{BaseConsumer, Consumer, ConsumerContext};
 use rdkafka::error::RDKafkaErrorCode;
 use rdkafka::message::BorrowedMessage;
 use rdkafka::types::RDKafkaRespErr;
+
+use super::lock;
 
 /// Maximum number of messages per read.
 pub(crate) const MAX_BATCH: usize = 256;
@@ -157,17 +159,15 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
 
     /// Forwards a partition's queue to this one. Must be called before the partition is assigned;
     /// otherwise its first messages arrive in the main queue.
-    pub(crate) fn forward_partition(&self, topic: &str, partition: i32) -> ForwardResult {
+    /// False if librdkafka has no such partition.
+    pub(crate) fn forward_partition(&self, topic: &str, partition: i32) -> bool {
         self.forward(topic, partition, self.native.as_ptr())
     }
 
     /// Stops forwarding these partitions, whose own queues then fill up to `queued.min.messages`,
     /// and forwards all others again, including the messages fetched in between.
     pub(crate) fn hold_back(&self, partitions: Vec<(Arc<str>, i32)>) {
-        let mut held_back = self
-            .held_back
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut held_back = lock(&self.held_back);
         for (topic, partition) in partitions.iter().filter(|it| !held_back.contains(it)) {
             self.forward(topic, *partition, ptr::null_mut());
         }
@@ -179,14 +179,9 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
         *held_back = partitions;
     }
 
-    fn forward(
-        &self,
-        topic: &str,
-        partition: i32,
-        to: *mut native::rd_kafka_queue_t,
-    ) -> ForwardResult {
+    fn forward(&self, topic: &str, partition: i32, to: *mut native::rd_kafka_queue_t) -> bool {
         let Ok(topic) = CString::new(topic) else {
-            return ForwardResult::NoSuchPartition;
+            return false;
         };
         // SAFETY: the client lives (invariant 1) and `topic` ends in NUL and outlives the call. The
         // returned handle is owned here and is destroyed once; the partition's queue outlives it. `to` is
@@ -198,12 +193,12 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
                 partition,
             );
             if handle.is_null() {
-                return ForwardResult::NoSuchPartition;
+                return false;
             }
             native::rd_kafka_queue_forward(handle, to);
             native::rd_kafka_queue_destroy(handle);
         }
-        ForwardResult::Forwarded
+        true
     }
 
     pub(crate) fn consumer(&self) -> &BaseConsumer<C> {
@@ -261,13 +256,6 @@ impl<C: ConsumerContext + 'static> MessageQueue<C> {
         };
         fetched.count += usize::try_from(count).unwrap_or(0);
     }
-}
-
-/// Whether the partition's queue was found.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum ForwardResult {
-    Forwarded,
-    NoSuchPartition,
 }
 
 impl<C: ConsumerContext + 'static> Drop for MessageQueue<C> {

@@ -1,9 +1,11 @@
 //! Logs that no broker can be reached, at once and then at a bounded rate.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use oncegate_core::LogThrottle;
+
+use super::lock;
 
 /// How often a lasting connection error is logged.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
@@ -38,11 +40,7 @@ impl ConnectionErrors {
     }
 
     fn is_due(&self, now: Instant) -> bool {
-        self.throttle
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .due(now)
-            .is_some()
+        lock(&self.throttle).due(now).is_some()
     }
 }
 

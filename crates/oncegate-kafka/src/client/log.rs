@@ -6,8 +6,8 @@ use rdkafka::client::ClientContext;
 use rdkafka::config::RDKafkaLogLevel;
 use rdkafka::error::{KafkaError, KafkaResult};
 
-use crate::client;
-use crate::client::connection_errors::ConnectionErrors;
+use super::connection_errors::ConnectionErrors;
+use super::error;
 
 /// A client context that forwards log lines to `tracing` and connection errors to
 /// [`ConnectionErrors`].
@@ -22,7 +22,7 @@ impl ClientContext for LogContext {
 
     fn error(&self, error: KafkaError, reason: &str) {
         match error.rdkafka_error_code() {
-            Some(code) if client::error::is_connection(code) => self.0.log(reason),
+            Some(code) if error::is_connection(code) => self.0.log(reason),
             _ => {
                 tracing::warn!(%error, reason, "kafka client error; librdkafka retries; if it persists, check the brokers' logs")
             }

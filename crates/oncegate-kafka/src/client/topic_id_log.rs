@@ -10,7 +10,7 @@
 //!   *May be removed* when librdkafka resets the position or reports the change as an event.
 //! - *Symptom:* `Offset::Beginning` of a recreated topic is the log start offset of the deleted one.
 //!   *Upstream:* `docs/upstream/librdkafka-cached-beginning.md`.
-//!   *Test:* `a_recreated_topic_starts_at_offset_0` in `context`.
+//!   *Test:* `a_recreated_topic_starts_at_offset_0` in `rebalance`.
 //!   *May be removed* when librdkafka discards the cached offset with the topic id.
 
 use rdkafka::topic_partition_list::Offset;

@@ -1,15 +1,19 @@
-//! Random histories of one partition, compared with a map of all its offsets.
+//! Random histories of one partition, compared with a map of all its offsets: what is handed out, held
+//! and counted. Those of `partition::tests` have all events of a partition.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use oncegate_core::{Headers, Receipt};
+use oncegate_core::Receipt;
 use proptest::prelude::*;
 
+use super::deliveries::delivery;
+use super::tests::assign;
 use super::*;
+use crate::partition::AssignmentState;
 
 /// An event of a random history.
 #[derive(Clone, Debug)]
-enum PartitionEvent {
+enum HistoryEvent {
     /// `count` messages are read, each after a gap of `gap` offsets.
     Read { count: u8, gap: u8 },
     /// All messages that were read are handed out.
@@ -25,8 +29,6 @@ enum PartitionEvent {
     Publish,
     /// Offsets are committed.
     Commit,
-    /// librdkafka's position advances `beyond` offsets past the last message.
-    Advance { beyond: u8 },
     /// The partition is being revoked: nothing more of it is handed out, and settlements count.
     Revoke,
     /// The assignment ends: its settlements are stale from now on. There is a last commit unless it is
@@ -36,31 +38,24 @@ enum PartitionEvent {
     Assign,
     /// The log is truncated or starts again: reading continues `below` offsets below the last one.
     Truncate { below: u8 },
-    /// The topic was recreated, or this is reported once more.
-    Recreate { is_repeated: bool },
     /// librdkafka seeks to the start position, or fails to.
     Seek { succeeds: bool },
-    /// The partition is halted.
-    Halt,
 }
 
-fn event() -> impl Strategy<Value = PartitionEvent> {
+fn event() -> impl Strategy<Value = HistoryEvent> {
     prop_oneof![
-        4 => (1..20_u8, prop_oneof![Just(0), 0..6_u8]).prop_map(|(count, gap)| PartitionEvent::Read { count, gap }),
-        3 => Just(PartitionEvent::HandOut),
-        12 => (0..60_u8).prop_map(|back| PartitionEvent::Accept { back }),
-        2 => (0..30_u8, prop::bool::weighted(0.9)).prop_map(|(back, again)| PartitionEvent::Release { back, again }),
-        1 => (0..30_u8).prop_map(|back| PartitionEvent::Reject { back }),
-        1 => Just(PartitionEvent::Publish),
-        4 => Just(PartitionEvent::Commit),
-        1 => (0..9_u8).prop_map(|beyond| PartitionEvent::Advance { beyond }),
-        1 => Just(PartitionEvent::Revoke),
-        1 => any::<bool>().prop_map(|lost| PartitionEvent::EndAssignment { lost }),
-        2 => Just(PartitionEvent::Assign),
-        1 => prop_oneof![1 => Just(u8::MAX), 3 => 1..40_u8].prop_map(|below| PartitionEvent::Truncate { below }),
-        1 => prop::bool::weighted(0.3).prop_map(|is_repeated| PartitionEvent::Recreate { is_repeated }),
-        2 => prop::bool::weighted(0.7).prop_map(|succeeds| PartitionEvent::Seek { succeeds }),
-        1 => prop_oneof![3 => Just(PartitionEvent::HandOut), 1 => Just(PartitionEvent::Halt)],
+        4 => (1..20_u8, prop_oneof![Just(0), 0..6_u8]).prop_map(|(count, gap)| HistoryEvent::Read { count, gap }),
+        3 => Just(HistoryEvent::HandOut),
+        12 => (0..60_u8).prop_map(|back| HistoryEvent::Accept { back }),
+        2 => (0..30_u8, prop::bool::weighted(0.9)).prop_map(|(back, again)| HistoryEvent::Release { back, again }),
+        1 => (0..30_u8).prop_map(|back| HistoryEvent::Reject { back }),
+        1 => Just(HistoryEvent::Publish),
+        4 => Just(HistoryEvent::Commit),
+        1 => Just(HistoryEvent::Revoke),
+        1 => any::<bool>().prop_map(|lost| HistoryEvent::EndAssignment { lost }),
+        2 => Just(HistoryEvent::Assign),
+        1 => prop_oneof![1 => Just(u8::MAX), 3 => 1..40_u8].prop_map(|below| HistoryEvent::Truncate { below }),
+        2 => prop::bool::weighted(0.7).prop_map(|succeeds| HistoryEvent::Seek { succeeds }),
     ]
 }
 
@@ -68,26 +63,21 @@ fn event() -> impl Strategy<Value = PartitionEvent> {
 #[derive(Default)]
 struct ReferenceOffsets {
     settled: BTreeMap<i64, bool>,
-    /// librdkafka's position, if it is above the last message.
-    advanced_to: i64,
     /// The start position if nothing was read.
     started: Option<i64>,
 }
 
 impl ReferenceOffsets {
+    fn unsettled(&self) -> impl Iterator<Item = i64> {
+        let unsettled = self.settled.iter().filter(|(_, settled)| !**settled);
+        unsettled.map(|(offset, _)| *offset)
+    }
+
     /// The lowest unsettled offset, or the one after the last.
     fn committable(&self) -> Option<i64> {
-        let lowest = self
-            .settled
-            .iter()
-            .find(|(_, settled)| !**settled)
-            .map(|(offset, _)| *offset);
-        lowest
-            .or(self
-                .settled
-                .keys()
-                .next_back()
-                .map(|last| (last + 1).max(self.advanced_to)))
+        self.unsettled()
+            .next()
+            .or(self.settled.keys().next_back().map(|last| last + 1))
             .or(self.started)
     }
 }
@@ -120,39 +110,22 @@ struct PartitionModel {
     unconfirmed: VecDeque<usize>,
     /// Deliveries of this assignment that were released and stay released.
     released: BTreeSet<i64>,
-    /// How often the topic was recreated, and which of these topics is assigned.
-    topic_count: u32,
-    assigned_topic: Option<u32>,
 }
 
 impl PartitionModel {
     fn new() -> Self {
         let mut state = SourceState::default();
-        let epoch = state.start_assignment(
-            Arc::from("t"),
-            0,
-            StartPosition::Committed(0),
-            LogIdentity::default(),
-        );
-        let (reference, handed_out, unconfirmed, released) = (
-            ReferenceOffsets::default(),
-            Vec::new(),
-            VecDeque::new(),
-            BTreeSet::new(),
-        );
-        let (epoch, assignment) = (Some(epoch), AssignmentState::Active);
+        let epoch = assign(&mut state, 0, StartPosition::Committed(0));
         Self {
             state,
-            epoch,
-            assignment,
-            reference,
+            epoch: Some(epoch),
+            assignment: AssignmentState::Active,
+            reference: ReferenceOffsets::default(),
             next: 0,
             committed: 0,
-            handed_out,
-            unconfirmed,
-            released,
-            topic_count: 0,
-            assigned_topic: None,
+            handed_out: Vec::new(),
+            unconfirmed: VecDeque::new(),
+            released: BTreeSet::new(),
         }
     }
 
@@ -186,18 +159,14 @@ impl PartitionModel {
         delivery(record(position as i64), epoch)
     }
 
-    /// Settlements apply to the current assignment only.
-    fn expected_effect(&self, index: usize) -> SettlementEffect {
-        if Some(self.handed_out[index].0.epoch) == self.epoch {
-            SettlementEffect::Applied
-        } else {
-            SettlementEffect::Stale
-        }
+    /// Whether a settlement of this delivery counts: those of other assignments are stale.
+    fn is_assigned(&self, index: usize) -> bool {
+        Some(self.handed_out[index].0.epoch) == self.epoch
     }
 
-    fn apply(&mut self, event: &PartitionEvent) -> Result<(), TestCaseError> {
+    fn apply(&mut self, event: &HistoryEvent) -> Result<(), TestCaseError> {
         match *event {
-            PartitionEvent::Read { count, gap } => {
+            HistoryEvent::Read { count, gap } => {
                 let (mut records, next) = (Vec::new(), self.next);
                 for _ in 0..count {
                     self.next += i64::from(gap);
@@ -212,7 +181,7 @@ impl PartitionModel {
                 self.state.add_records(records);
                 self.next = if self.is_read() { self.next } else { next };
             }
-            PartitionEvent::HandOut => {
+            HistoryEvent::HandOut => {
                 let (mut incoming, all) = (
                     Vec::new(),
                     Limit {
@@ -235,7 +204,7 @@ impl PartitionModel {
                 }
                 self.check_nothing_is_lost()?;
             }
-            PartitionEvent::Accept { back } => {
+            HistoryEvent::Accept { back } => {
                 let Some(index) = self.handed_out.len().checked_sub(1 + usize::from(back)) else {
                     return Ok(());
                 };
@@ -243,14 +212,14 @@ impl PartitionModel {
                 let (receipt, HandedOut::Out | HandedOut::Settled) = &self.handed_out[index] else {
                     return Ok(());
                 };
-                let effect = self.state.accept(receipt);
-                prop_assert_eq!(effect, self.expected_effect(index));
-                if effect == SettlementEffect::Applied {
+                let is_assigned = self.state.accept(receipt);
+                prop_assert_eq!(is_assigned, self.is_assigned(index));
+                if is_assigned {
                     self.reference.settled.insert(receipt.position as i64, true);
                 }
                 self.handed_out[index].1 = HandedOut::Settled;
             }
-            PartitionEvent::Release { back, again } => {
+            HistoryEvent::Release { back, again } => {
                 let Some(index) = self.unsettled_index(back) else {
                     return Ok(());
                 };
@@ -259,61 +228,47 @@ impl PartitionModel {
                 } else {
                     Duration::from_secs(86_400)
                 };
-                let effect = self.state.release(self.delivery(index), after);
-                prop_assert_eq!(effect, self.expected_effect(index));
+                let is_assigned = self.state.release(self.delivery(index), after);
+                prop_assert_eq!(is_assigned, self.is_assigned(index));
                 self.handed_out[index].1 = HandedOut::Released;
-                if effect == SettlementEffect::Applied && !again {
+                if is_assigned && !again {
                     self.released
                         .insert(self.handed_out[index].0.position as i64);
                 }
             }
-            PartitionEvent::Reject { back } => {
+            HistoryEvent::Reject { back } => {
                 let Some(index) = self.unsettled_index(back) else {
                     return Ok(());
                 };
-                let effect = self.state.reject(&self.delivery(index));
-                prop_assert_eq!(effect, self.expected_effect(index));
-                self.handed_out[index].1 = if effect == SettlementEffect::Applied {
+                let is_assigned = self.state.reject(&self.delivery(index));
+                prop_assert_eq!(is_assigned, self.is_assigned(index));
+                self.handed_out[index].1 = if is_assigned {
                     HandedOut::Rejected
                 } else {
                     HandedOut::Settled
                 };
-                self.unconfirmed
-                    .extend((effect == SettlementEffect::Applied).then_some(index));
+                self.unconfirmed.extend((is_assigned).then_some(index));
             }
-            PartitionEvent::Publish => {
+            HistoryEvent::Publish => {
                 let Some(index) = self.unconfirmed.pop_front() else {
                     return Ok(());
                 };
-                let effect = self.state.published(&self.delivery(index));
-                prop_assert_eq!(effect, self.expected_effect(index));
-                if effect == SettlementEffect::Applied {
+                let is_assigned = self.state.published(&self.delivery(index));
+                prop_assert_eq!(is_assigned, self.is_assigned(index));
+                if is_assigned {
                     self.reference
                         .settled
                         .insert(self.handed_out[index].0.position as i64, true);
                 }
                 self.handed_out[index].1 = HandedOut::Settled;
             }
-            PartitionEvent::Commit => self.commit()?,
-            PartitionEvent::Advance { beyond } => {
-                let is_trusted = self
-                    .state
-                    .assigned
-                    .values()
-                    .all(|it| it.position_trust == PositionTrust::Trusted);
-                self.state
-                    .advance_to("t", 0, Some(self.next + i64::from(beyond)));
-                if self.is_read() && is_trusted && !self.reference.settled.is_empty() {
-                    self.reference.advanced_to = self.next + i64::from(beyond);
-                    self.next = self.reference.advanced_to;
-                }
-            }
-            PartitionEvent::Revoke => {
-                let epochs = self.state.revoke(&[("t".to_owned(), 0)]);
-                prop_assert_eq!(epochs, Vec::from_iter(self.epoch));
+            HistoryEvent::Commit => self.commit()?,
+            HistoryEvent::Revoke => {
+                let action = self.state.apply("t", 0, PartitionEvent::Revoked);
+                prop_assert_eq!(action == PartitionAction::Withdraw, self.epoch.is_some());
                 self.assignment = AssignmentState::Revoking;
             }
-            PartitionEvent::EndAssignment { lost } => {
+            HistoryEvent::EndAssignment { lost } => {
                 let Some(epoch) = self
                     .epoch
                     .filter(|_| self.assignment == AssignmentState::Revoking)
@@ -327,20 +282,16 @@ impl PartitionModel {
                 self.start(None, AssignmentState::Revoking);
                 prop_assert_eq!(self.state.commits(), []);
             }
-            PartitionEvent::Assign => {
+            HistoryEvent::Assign => {
                 if self.epoch.is_some() {
                     return Ok(());
                 }
-                let epoch = self.state.start_assignment(
-                    Arc::from("t"),
-                    0,
-                    StartPosition::Committed(self.committed),
-                    LogIdentity::default(),
-                );
+                let start = StartPosition::Committed(self.committed);
+                let epoch = assign(&mut self.state, 0, start);
                 self.start(Some(epoch), AssignmentState::Active);
-                (self.next, self.assigned_topic) = (self.committed, None);
+                self.next = self.committed;
             }
-            PartitionEvent::Truncate { below } => {
+            HistoryEvent::Truncate { below } => {
                 let Some(last) = self
                     .reference
                     .settled
@@ -356,12 +307,7 @@ impl PartitionModel {
                 self.state.add_records(vec![record(at), record(at + 1)]);
                 // Reading continues at the lowest unsettled offset. The new records are dropped: if
                 // they were added, all offsets below them would count as settled.
-                let unsettled = self
-                    .reference
-                    .settled
-                    .iter()
-                    .find(|(_, settled)| !**settled)
-                    .map(|(offset, _)| *offset);
+                let unsettled = self.reference.unsettled().next();
                 let Some(lowest) = unsettled.filter(|lowest| *lowest < at) else {
                     self.start(Some(self.state.last_epoch), AssignmentState::Active);
                     self.reference
@@ -374,39 +320,14 @@ impl PartitionModel {
                 self.reference.started = Some(lowest);
                 self.next = lowest;
             }
-            PartitionEvent::Recreate { is_repeated } => {
-                self.topic_count += u32::from(!is_repeated);
-                let started = self
-                    .state
-                    .restart_topic("t", Some(tests::identity(&self.topic_count.to_string())));
-                let is_other_topic =
-                    self.is_handed_out() && self.assigned_topic != Some(self.topic_count);
-                prop_assert_eq!(started, usize::from(is_other_topic));
-                if is_other_topic {
-                    self.start(Some(self.state.last_epoch), AssignmentState::Seeking);
-                    self.reference.started = Some(LOG_START);
-                    (self.next, self.committed, self.assigned_topic) =
-                        (LOG_START, LOG_START, Some(self.topic_count));
-                }
-            }
-            PartitionEvent::Seek { succeeds } => {
-                let pending_seeks = self.state.pending_seeks();
-                let expected = self
-                    .epoch
-                    .filter(|_| self.assignment == AssignmentState::Seeking);
-                prop_assert_eq!(
-                    pending_seeks.iter().map(|it| it.0).collect::<Vec<_>>(),
-                    Vec::from_iter(expected)
-                );
-                if let (true, Some(epoch)) = (succeeds, expected) {
-                    self.state.seek_done(epoch);
+            HistoryEvent::Seek { succeeds } => {
+                let is_seeking =
+                    self.epoch.is_some() && self.assignment == AssignmentState::Seeking;
+                let expected = is_seeking.then_some((Arc::from("t"), 0, self.next));
+                prop_assert_eq!(self.state.pending_seeks(), Vec::from_iter(expected));
+                if succeeds && is_seeking {
+                    self.state.apply("t", 0, PartitionEvent::Sought);
                     self.assignment = AssignmentState::Active;
-                }
-            }
-            PartitionEvent::Halt => {
-                self.state.halt("t", 0);
-                if self.is_read() {
-                    self.assignment = AssignmentState::Halted;
                 }
             }
         }
@@ -426,14 +347,7 @@ impl PartitionModel {
             .map(|(receipt, _)| receipt.position as i64)
             .collect();
         held.extend(&self.released);
-        let unsettled: BTreeSet<i64> = self
-            .reference
-            .settled
-            .iter()
-            .filter(|(_, settled)| !**settled)
-            .map(|(offset, _)| *offset)
-            .collect();
-        prop_assert_eq!(held, unsettled);
+        prop_assert_eq!(held, self.reference.unsettled().collect());
         Ok(())
     }
 
@@ -447,29 +361,22 @@ impl PartitionModel {
             self.state.handed_out(&Vec::from_iter(self.epoch)),
             handed_out
         );
-        prop_assert_eq!(self.state.publishing, self.unconfirmed.len());
+        prop_assert_eq!(self.state.publishing(), self.unconfirmed.len());
         // The deliveries of all assignments belong to the one partition of this model.
-        let released: Vec<&Delivery> = self.state.released.values().collect();
-        prop_assert_eq!(
-            self.state.held.total().count,
-            released.len() + self.unconfirmed.len()
-        );
-        prop_assert_eq!(
-            self.state.held.of(&Arc::from("t"), 0),
-            self.state.held.total()
-        );
-        let sizes = released.iter().map(|it| it.message.size());
+        let deliveries = &self.state.deliveries;
+        let released = self
+            .epoch
+            .into_iter()
+            .flat_map(|it| deliveries.released_of(it));
+        let sizes: Vec<usize> = released.map(|it| it.message.size()).collect();
+        let held = deliveries.held().total();
+        prop_assert_eq!(held.count, sizes.len() + self.unconfirmed.len());
+        prop_assert_eq!(deliveries.held().of(&Arc::from("t"), 0), held);
         if self.unconfirmed.is_empty() {
-            prop_assert_eq!(self.state.held.total().bytes, sizes.sum::<usize>());
+            prop_assert_eq!(held.bytes, sizes.iter().sum::<usize>());
         }
-        prop_assert_eq!(
-            self.state.ready_bytes,
-            self.state
-                .ready
-                .iter()
-                .map(|it| it.message.size())
-                .sum::<usize>()
-        );
+        let (ready_bytes, sum) = deliveries.ready_bytes();
+        prop_assert_eq!(ready_bytes, sum);
         Ok(())
     }
 
@@ -498,15 +405,7 @@ impl PartitionModel {
 }
 
 fn record(offset: i64) -> ConsumerRecord {
-    ConsumerRecord {
-        topic: Arc::from("t"),
-        partition: 0,
-        offset,
-        sent_at: None,
-        key: None,
-        headers: Headers::default(),
-        body: "x".into(),
-    }
+    super::tests::record(0, offset)
 }
 
 proptest! {

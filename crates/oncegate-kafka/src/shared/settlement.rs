@@ -3,7 +3,7 @@
 use oncegate_core::lifecycle::{Reason, Settlement};
 use oncegate_core::{Delivery, FailureHistory, Receipt, Settled};
 
-use super::{SettlementEffect, SharedState, SourceState, StateLock};
+use super::{SharedState, SourceState, StateLock};
 
 /// A delivery that is to be published to a dead-letter topic.
 pub(crate) struct RejectedDelivery {
@@ -26,7 +26,7 @@ impl<M: StateLock> SharedState<M> {
             failure_history,
         } in settled.drain(..)
         {
-            let effect = match settlement {
+            let is_assigned = match settlement {
                 Settlement::Accept(proof) => {
                     if proof.as_str() == DUPLICATE {
                         state.check_repeated_id(&delivery);
@@ -41,22 +41,27 @@ impl<M: StateLock> SharedState<M> {
                     after,
                 ),
                 Settlement::Reject(reason) => {
-                    let effect = state.reject(&delivery);
-                    if effect == SettlementEffect::Applied {
-                        rejected.push(RejectedDelivery {
-                            delivery,
-                            reason,
-                            failure_history,
-                        });
-                    }
-                    effect
+                    let is_assigned = state.reject(&delivery);
+                    rejected.extend(is_assigned.then_some(RejectedDelivery {
+                        delivery,
+                        reason,
+                        failure_history,
+                    }));
+                    is_assigned
                 }
             };
-            effect.count();
+            count_if_stale(is_assigned);
         }
         drop(state);
         self.wake_poller();
         rejected
+    }
+}
+
+/// Counts a settlement whose assignment has ended.
+pub(crate) fn count_if_stale(is_assigned: bool) {
+    if !is_assigned {
+        metrics::counter!(crate::metric::STALE_SETTLEMENTS).increment(1);
     }
 }
 
@@ -70,16 +75,14 @@ impl SourceState {
             partition,
             position,
         } = delivery.receipt;
+        let assigned = self.assigned.get_mut(&epoch);
         // Lossless: `position` was converted from an `i64` offset.
-        let Some(assigned) = self
-            .assigned
-            .get_mut(&epoch)
-            .filter(|it| it.log.ids.may_repeat(position as i64))
-        else {
+        let may_repeat = |ids: crate::partition::PositionIds| ids.may_repeat(position as i64);
+        let Some(assigned) = assigned.filter(|it| may_repeat(it.partition.log().ids)) else {
             return;
         };
         metrics::counter!(crate::metric::IDS_REPEATED).increment(1);
-        if !std::mem::replace(&mut assigned.repetition_logged, true) {
+        if !std::mem::replace(&mut assigned.is_repetition_logged, true) {
             tracing::error!(
                 topic = &*assigned.topic,
                 partition,

@@ -19,7 +19,11 @@ const BUILDERS: &[(&str, &str, &[&str])] = &[
         "crates/oncegate-core/src/gate/builder.rs",
         &["gate.", "store.scope", "store.volatile"],
     ),
-    ("Kafka", "crates/oncegate-kafka/src/kafka.rs", &["kafka."]),
+    (
+        "Kafka",
+        "crates/oncegate-kafka/src/settings.rs",
+        &["kafka."],
+    ),
     (
         "RabbitMQ",
         "crates/oncegate-amqp/src/settings.rs",

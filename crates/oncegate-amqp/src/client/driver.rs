@@ -1,0 +1,599 @@
+//! The task behind the source: it keeps a channel open and executes settlements.
+//!
+//! It runs on a thread of its own, which no handler can block, because the connection's heartbeats
+//! depend on it.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use futures_util::future::BoxFuture;
+use oncegate_core::lifecycle::Reason;
+use oncegate_core::source::{FailureHistory, Settled, SourceError};
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use crate::client::backoff::Backoff;
+use crate::client::context::SourceContext;
+use crate::client::incoming_queue::IncomingSender;
+use crate::client::lost_consumer_probe::{LONG_PROBE_INTERVAL, PROBE_INTERVAL};
+use crate::client::open_session::{self, MAX_RECONNECT_PAUSE};
+use crate::client::publisher::{ConfirmedCopy, CopyPublisher};
+use crate::client::session::{ChannelLoss, ConsumerSession, SessionEvent};
+use crate::protocol::CurrentTime;
+use crate::protocol::channel_deliveries::{FlushMode, IntakeState, SettleAction};
+use crate::protocol::incoming;
+
+/// A channel that was open for longer than this resets the backoff. One that fails at once must not.
+const STABLE_AFTER: Duration = Duration::from_secs(2);
+/// A channel in [`PrefetchMode::OneByOne`] that was open for longer than this resets the backoff.
+const STABLE_ONE_BY_ONE_AFTER: Duration = Duration::from_secs(10);
+/// How long a channel in [`PrefetchMode::OneByOne`] is open, at least, before the prefetch is
+/// restored.
+const MIN_ONE_BY_ONE_TIME: Duration = Duration::from_secs(300);
+/// The longest pause before reconnecting after a message that the client cannot parse.
+const MAX_UNPARSABLE_PAUSE: Duration = Duration::from_secs(30);
+/// How long sending the last acknowledgements may take after the deadline.
+const LAST_ACK_TIMEOUT: Duration = Duration::from_millis(100);
+/// How long closing a channel or a connection may take.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A command from the source.
+pub(crate) enum SourceCommand {
+    /// Execute these settlements.
+    Settle(Vec<Settled>),
+    /// Accept no more deliveries.
+    Stop,
+    /// Finish the pending settlements, then close.
+    Close {
+        /// When to close even if settlements are pending.
+        deadline: Instant,
+        /// Receives the outcome.
+        done: oneshot::Sender<Result<(), SourceError>>,
+    },
+}
+
+/// The driver's ends of the channels to the source.
+pub(crate) struct DriverEndpoints {
+    pub(crate) incoming_queue: IncomingSender,
+    pub(crate) commands: UnboundedReceiver<SourceCommand>,
+    /// The epoch of the open channel ([`ChannelDeliveries::epoch`](crate::protocol::channel_deliveries::ChannelDeliveries::epoch)); 0 while no channel is open.
+    pub(crate) open_epoch: Arc<AtomicU64>,
+}
+
+/// Opens the first channel, reports the outcome, and runs until the source is closed or dropped.
+pub(crate) async fn run(
+    context: Arc<SourceContext>,
+    endpoints: DriverEndpoints,
+    mut opened: oneshot::Sender<Result<(), SourceError>>,
+) {
+    let first = tokio::select! {
+        first = open_session::open_first(&context) => first,
+        () = opened.closed() => return,
+    };
+    let session = match first {
+        Ok(session) => session,
+        Err(error) => return drop(opened.send(Err(error))),
+    };
+    endpoints
+        .open_epoch
+        .store(session.deliveries.epoch, Ordering::Release);
+    let publisher = CopyPublisher::new(Arc::clone(&context), Arc::clone(&endpoints.open_epoch));
+    let driver = AmqpDriver {
+        epoch: session.deliveries.epoch,
+        session: SessionState::Open(Box::new(session)),
+        opened_at: Instant::now(),
+        backoff: Backoff::up_to(MAX_RECONNECT_PAUSE),
+        prefetch_mode: PrefetchMode::Normal,
+        intake: IntakeState::Open,
+        closing: None,
+        context,
+        endpoints,
+        publisher,
+    };
+    let _ = opened.send(Ok(()));
+    let context = Arc::clone(&driver.context);
+    driver.run_loop().await;
+    // A closed source is not unavailable.
+    context.metrics.clear_unavailable();
+}
+
+struct AmqpDriver {
+    context: Arc<SourceContext>,
+    endpoints: DriverEndpoints,
+    publisher: CopyPublisher,
+    session: SessionState,
+    /// The epoch of the channel that is open, or was opened last.
+    epoch: u64,
+    /// When that channel was opened.
+    opened_at: Instant,
+    /// For reconnecting.
+    backoff: Backoff,
+    prefetch_mode: PrefetchMode,
+    intake: IntakeState,
+    closing: Option<CloseRequest>,
+}
+
+enum SessionState {
+    Open(Box<ConsumerSession>),
+    Opening(BoxFuture<'static, ConsumerSession>),
+    Closed,
+}
+
+/// The prefetch that the driver requests.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum PrefetchMode {
+    Normal,
+    /// A prefetch of 1 after a message that the client could not parse: such a message closes the
+    /// connection, and other unacknowledged deliveries would be redelivered each time.
+    OneByOne,
+}
+
+impl PrefetchMode {
+    fn prefetch(self, context: &SourceContext) -> u16 {
+        match self {
+            Self::Normal => context.prefetch,
+            Self::OneByOne => 1,
+        }
+    }
+}
+
+/// Why the loop of the driver ended.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum LoopExit {
+    /// All settlements are finished, or the source was dropped.
+    Finished,
+    DeadlineExceeded,
+    /// The publisher task ended, which only a bug can cause.
+    PublisherEnded,
+}
+
+struct CloseRequest {
+    deadline: Instant,
+    done: oneshot::Sender<Result<(), SourceError>>,
+}
+
+enum DriverEvent {
+    SessionOpened(Box<ConsumerSession>),
+    Session(SessionEvent),
+}
+
+impl SessionState {
+    async fn next(&mut self) -> DriverEvent {
+        match self {
+            Self::Open(session) => DriverEvent::Session(session.next_event().await),
+            Self::Opening(opening) => DriverEvent::SessionOpened(Box::new(opening.await)),
+            Self::Closed => std::future::pending().await,
+        }
+    }
+}
+
+impl AmqpDriver {
+    async fn run_loop(mut self) {
+        let exit = loop {
+            if self.is_finished() {
+                break LoopExit::Finished;
+            }
+            let deadline = self
+                .closing
+                .as_ref()
+                .map_or_else(Instant::now, |closing| closing.deadline);
+            tokio::select! {
+                biased;
+                command = self.endpoints.commands.recv(), if self.closing.is_none() => match command {
+                    Some(command) => self.execute(command).await,
+                    None => break LoopExit::Finished,
+                },
+                confirmed = self.publisher.confirmed() => match confirmed {
+                    Some(confirmed) => self.confirmed(confirmed),
+                    None => {
+                        tracing::error!(
+                            queue = &*self.context.name,
+                            "the publisher task ended, which is a bug in oncegate; closing the source; restart the consumer and report this"
+                        );
+                        break LoopExit::PublisherEnded;
+                    }
+                },
+                event = self.session.next() => self.handle_event(event),
+                () = tokio::time::sleep_until(deadline), if self.closing.is_some() => break LoopExit::DeadlineExceeded,
+            }
+            if self.can_restore_prefetch() {
+                self.prefetch_mode = PrefetchMode::Normal;
+                self.channel_lost(&ChannelLoss::ReplacedToRestorePrefetch);
+            }
+            if let SessionState::Open(session) = &mut self.session {
+                session.flush(if self.closing.is_some() {
+                    FlushMode::Immediate
+                } else {
+                    FlushMode::Batched
+                });
+                self.context
+                    .metrics
+                    .set_unacked(session.deliveries.unacked());
+            }
+            self.move_blocking_delivery();
+        };
+        self.shut_down(exit).await;
+    }
+
+    async fn execute(&mut self, command: SourceCommand) {
+        match command {
+            SourceCommand::Settle(batch) => {
+                let time = current_time();
+                batch
+                    .into_iter()
+                    .for_each(|settled| self.settle(settled, time));
+            }
+            SourceCommand::Stop => self.stop().await,
+            SourceCommand::Close { deadline, done } => {
+                self.stop().await;
+                self.closing = Some(CloseRequest { deadline, done });
+            }
+        }
+    }
+
+    fn settle(&mut self, settled: Settled, time: CurrentTime) {
+        let tag = settled.delivery.receipt.position;
+        let action = match &mut self.session {
+            SessionState::Open(session) => {
+                session
+                    .deliveries
+                    .settle(settled, self.intake, &self.context, time)
+            }
+            SessionState::Opening(_) | SessionState::Closed => SettleAction::IgnoreStale,
+        };
+        self.execute_action(tag, action);
+    }
+
+    fn execute_action(&mut self, tag: u64, action: SettleAction) {
+        let queue = &*self.context.name;
+        match action {
+            SettleAction::Nothing => {}
+            SettleAction::Publish(copy) => self.publisher.publish(*copy),
+            SettleAction::IgnoreStale => {
+                self.context.metrics.stale_settlement();
+                tracing::debug!(
+                    queue,
+                    tag,
+                    "settlement for a closed channel dropped; the delivery will be redelivered"
+                );
+            }
+            SettleAction::IgnoreRepeated => tracing::debug!(
+                queue,
+                tag,
+                "settlement ignored: the delivery is already settled"
+            ),
+        }
+    }
+
+    /// Moves a delayed delivery from memory to a delay queue if it prevents that many later ones are
+    /// acknowledged together.
+    fn move_blocking_delivery(&mut self) {
+        if let SessionState::Open(session) = &mut self.session
+            && !self.context.metrics.is_publishing_blocked()
+        {
+            let frame_max = session.frame_max();
+            let copy =
+                session
+                    .deliveries
+                    .move_blocking_delivery(&self.context, frame_max, current_time());
+            copy.into_iter()
+                .for_each(|copy| self.publisher.publish(copy));
+        }
+    }
+
+    /// Settles the originals of confirmed copies.
+    fn confirmed(&mut self, confirmed: Vec<ConfirmedCopy>) {
+        if let SessionState::Open(session) = &mut self.session {
+            for copy in confirmed {
+                session
+                    .deliveries
+                    .confirmed(copy.epoch, copy.tag, copy.cancellation.as_ref());
+            }
+        }
+    }
+
+    fn handle_event(&mut self, event: DriverEvent) {
+        match event {
+            DriverEvent::SessionOpened(session) => {
+                self.endpoints
+                    .open_epoch
+                    .store(session.deliveries.epoch, Ordering::Release);
+                tracing::info!(
+                    queue = &*self.context.name,
+                    broker = self.context.redacted_url(),
+                    "reconnected; consuming again"
+                );
+                self.context.metrics.clear_unavailable();
+                self.opened_at = Instant::now();
+                self.session = SessionState::Open(session);
+            }
+            DriverEvent::Session(SessionEvent::Delivered(deliveries)) => {
+                self.receive_deliveries(deliveries)
+            }
+            DriverEvent::Session(SessionEvent::Wake) => self.redeliver_due(),
+            DriverEvent::Session(SessionEvent::Lost(loss)) => self.channel_lost(&loss),
+        }
+    }
+
+    fn receive_deliveries(&mut self, deliveries: Vec<lapin::message::Delivery>) {
+        self.context.metrics.delivered(
+            deliveries.len(),
+            deliveries
+                .iter()
+                .filter(|delivery| delivery.redelivered)
+                .count(),
+        );
+        for delivery in deliveries {
+            self.receive_delivery(delivery);
+        }
+    }
+
+    fn receive_delivery(&mut self, raw: lapin::message::Delivery) {
+        let SessionState::Open(session) = &mut self.session else {
+            return;
+        };
+        let (time, tag) = (current_time(), raw.delivery_tag);
+        let has_invalid_utf8 = incoming::has_invalid_utf8(&raw);
+        let (delivery, original) =
+            incoming::parse_delivery(raw, &self.context, session.deliveries.epoch, time.unix);
+        session.deliveries.delivered(tag, original, time.now);
+        if self.intake == IntakeState::Stopped {
+            // Closing the channel requeues the delivery.
+            return;
+        }
+        let (queue, bytes) = (&*self.context.name, delivery.message.body.len());
+        let mut reject = |reason: Reason, history: Option<&FailureHistory>| {
+            session
+                .deliveries
+                .reject(&delivery, &reason, history, &self.context, time)
+        };
+        let action = if bytes > self.context.body_limit {
+            tracing::warn!(
+                queue,
+                bytes,
+                limit = self.context.body_limit,
+                "message body exceeds body_limit; rejecting the message to the dead letters (reason too-large); to handle it, raise body_limit and redrive it"
+            );
+            reject(Reason::TooLarge, None)
+        } else if has_invalid_utf8 {
+            tracing::warn!(
+                queue,
+                "a property, header name or routing key is not UTF-8; rejecting the message to the dead letters (reason unreadable); correct the producer: AMQP short strings are UTF-8"
+            );
+            let error = "a property, a header's name or the routing key is not UTF-8";
+            let history = FailureHistory {
+                last_error: Some(error.into()),
+                ..FailureHistory::default()
+            };
+            reject(Reason::Unreadable, Some(&history))
+        } else {
+            match incoming::remaining_delay(&delivery, &self.context, time.unix) {
+                Some(wait) => {
+                    session
+                        .deliveries
+                        .delay(delivery, wait, self.intake, &self.context, time)
+                }
+                None => return self.endpoints.incoming_queue.deliver(delivery),
+            }
+        };
+        self.execute_action(tag, action);
+    }
+
+    fn redeliver_due(&mut self) {
+        let SessionState::Open(session) = &mut self.session else {
+            return;
+        };
+        self.endpoints
+            .incoming_queue
+            .deliver_at_front(session.deliveries.take_due(Instant::now()));
+    }
+
+    /// Whether [`PrefetchMode::OneByOne`] may end. No delivery may be unacknowledged, because the
+    /// replacement of the channel would redeliver it.
+    fn can_restore_prefetch(&self) -> bool {
+        self.prefetch_mode == PrefetchMode::OneByOne
+            && self.intake == IntakeState::Open
+            && self.opened_at.elapsed() > MIN_ONE_BY_ONE_TIME
+            && matches!(&self.session, SessionState::Open(session) if session.is_idle())
+    }
+
+    /// Closes the session, reports its deliveries as revoked, and opens another session unless the
+    /// source stops.
+    fn channel_lost(&mut self, loss: &ChannelLoss) {
+        let SessionState::Open(mut session) =
+            std::mem::replace(&mut self.session, SessionState::Closed)
+        else {
+            return;
+        };
+        session.deliveries.cancel_move();
+        self.endpoints.open_epoch.store(0, Ordering::Release);
+        self.endpoints
+            .incoming_queue
+            .revoke(session.deliveries.epoch);
+        self.context.metrics.channel_lost();
+        self.context.metrics.set_unacked(0);
+        let (queue, broker) = (&*self.context.name, self.context.redacted_url());
+        match loss {
+            ChannelLoss::Broken(error) | ChannelLoss::NoDeliveries(error) => {
+                tracing::warn!(
+                    queue,
+                    broker,
+                    error,
+                    "channel lost; reconnecting; unacknowledged messages will be redelivered; if it recurs, see the log of RabbitMQ"
+                );
+            }
+            ChannelLoss::ReplacedToRestorePrefetch => tracing::info!(
+                queue,
+                broker,
+                prefetch = self.context.prefetch,
+                "reconnecting to restore the prefetch that was lowered to 1 because of an unparsable message"
+            ),
+            ChannelLoss::UnparsableFrame(error) => tracing::error!(
+                queue,
+                broker,
+                error,
+                "the client cannot parse a message at the head of the queue, which blocks the messages behind it; reconnecting with a prefetch of 1; remove the message with the management interface or another client"
+            ),
+        }
+        let closed = tokio::spawn(session.close(CLOSE_TIMEOUT));
+        if self.intake == IntakeState::Open {
+            self.epoch += 1;
+            match (loss, self.prefetch_mode) {
+                (ChannelLoss::UnparsableFrame(_), PrefetchMode::Normal) => {
+                    (self.prefetch_mode, self.backoff) =
+                        (PrefetchMode::OneByOne, Backoff::up_to(MAX_UNPARSABLE_PAUSE))
+                }
+                (_, PrefetchMode::Normal) if self.opened_at.elapsed() > STABLE_AFTER => {
+                    self.backoff = Backoff::up_to(MAX_RECONNECT_PAUSE)
+                }
+                (_, PrefetchMode::OneByOne)
+                    if self.opened_at.elapsed() > STABLE_ONE_BY_ONE_AFTER =>
+                {
+                    self.backoff.reset()
+                }
+                _ => {}
+            }
+            let prefetch = self.prefetch_mode.prefetch(&self.context);
+            // Ready messages without a delivery do not prove a lost consumer: another consumer may be
+            // the queue's single active one. The probe of the new channel runs rarely until its first
+            // delivery.
+            let probe_interval = if let ChannelLoss::NoDeliveries(_) = loss {
+                LONG_PROBE_INTERVAL
+            } else {
+                PROBE_INTERVAL
+            };
+            let opening = open_session::reopen(
+                Arc::clone(&self.context),
+                self.epoch,
+                prefetch,
+                probe_interval,
+                self.backoff.pause(),
+            );
+            let old_session_closed = self.context.preserves_order().then_some(closed);
+            self.session = SessionState::Opening(Box::pin(async move {
+                if let Some(closed) = old_session_closed {
+                    // The result does not matter: closing has a timeout, and after a panic the dropped
+                    // channel is closed.
+                    let _ = closed.await;
+                }
+                opening.await
+            }));
+        }
+    }
+
+    /// Accepts no more deliveries. Delayed ones move to delay queues, if these are used.
+    async fn stop(&mut self) {
+        self.intake = IntakeState::Stopped;
+        let delayed = match &mut self.session {
+            SessionState::Open(session) => {
+                session.stop().await;
+                session.deliveries.take_delayed()
+            }
+            opening @ SessionState::Opening(_) => {
+                *opening = SessionState::Closed;
+                return;
+            }
+            SessionState::Closed => return,
+        };
+        for (due, delivery) in delayed {
+            let SessionState::Open(session) = &mut self.session else {
+                return;
+            };
+            let (time, tag) = (current_time(), delivery.receipt.position);
+            let after = due.saturating_duration_since(time.now);
+            let action =
+                session
+                    .deliveries
+                    .delay(delivery, after, self.intake, &self.context, time);
+            self.execute_action(tag, action);
+        }
+    }
+
+    /// Whether the source requested the close and no settlement is pending. Without a channel, no
+    /// settlement is pending: the broker redelivers all unacknowledged deliveries.
+    fn is_finished(&self) -> bool {
+        self.closing.is_some()
+            && match &self.session {
+                SessionState::Open(session) => session.is_flushed(),
+                SessionState::Opening(_) | SessionState::Closed => true,
+            }
+    }
+
+    /// Sends the remaining acknowledgements, closes the connections, and reports the outcome.
+    async fn shut_down(mut self, exit: LoopExit) {
+        let finished = self.is_finished();
+        self.context.metrics.set_unacked(0);
+        self.endpoints.open_epoch.store(0, Ordering::Release);
+        match self.session {
+            SessionState::Open(mut session) => {
+                session.flush(FlushMode::Immediate);
+                if !finished {
+                    // Time to send the last acknowledgements before the channel closes.
+                    let acknowledged = async {
+                        while session.is_acknowledging() {
+                            session.next_event().await;
+                        }
+                    };
+                    let _ = tokio::time::timeout(LAST_ACK_TIMEOUT, acknowledged).await;
+                }
+                session.close(CLOSE_TIMEOUT).await;
+            }
+            SessionState::Opening(_) | SessionState::Closed => {
+                tracing::info!(
+                    queue = &*self.context.name,
+                    "closed while not connected; deliveries that were settled but not acknowledged will be redelivered"
+                );
+            }
+        }
+        self.publisher.close(CLOSE_TIMEOUT).await;
+        if let Some(closing) = self.closing.take() {
+            // The receiver is dropped if the caller no longer waits for the close.
+            let _ = closing.done.send(if finished {
+                Ok(())
+            } else {
+                Err(unfinished_close(exit))
+            });
+        }
+    }
+}
+
+/// The error of a close with unfinished settlements.
+fn unfinished_close(exit: LoopExit) -> SourceError {
+    let problem = match exit {
+        LoopExit::PublisherEnded => {
+            "the publisher task ended, which is a bug in oncegate; unsettled deliveries will be redelivered; report this"
+        }
+        LoopExit::Finished | LoopExit::DeadlineExceeded => {
+            "some settlements did not finish before the deadline; their deliveries will be redelivered; check that RabbitMQ confirms dead letters, or raise .drain_timeout(…)"
+        }
+    };
+    SourceError::Unavailable(problem.into())
+}
+
+/// Reads the clocks.
+fn current_time() -> CurrentTime {
+    CurrentTime {
+        now: Instant::now(),
+        unix: SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_close_after_the_end_of_the_publisher_reports_no_missed_deadline() {
+        let problem = |exit| unfinished_close(exit).to_string();
+        assert!(problem(LoopExit::DeadlineExceeded).contains("before the deadline"));
+        let ended = problem(LoopExit::PublisherEnded);
+        assert!(
+            ended.contains("publisher task ended") && !ended.contains("deadline"),
+            "{ended}"
+        );
+    }
+}

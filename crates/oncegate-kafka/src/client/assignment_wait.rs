@@ -1,0 +1,153 @@
+//! Logs that this member waits for partitions. After a crash the group coordinator waits for the
+//! session timeout of the crashed member, and a restarted consumer would log nothing meanwhile.
+
+use std::time::{Duration, Instant};
+
+use oncegate_core::LogThrottle;
+
+use crate::settings::{Kafka, SessionTimeout};
+use crate::shared::SourceState;
+
+/// How long an assignment may take before the wait is logged. A healthy group takes less.
+const LOG_AFTER: Duration = Duration::from_secs(5);
+/// How often a lasting wait is logged. It is normal in a group with more members than partitions.
+const LOG_INTERVAL: Duration = Duration::from_secs(600);
+
+/// Measures how long this member of the group has had no partition.
+pub(crate) struct AssignmentWait {
+    group: String,
+    topics: Vec<String>,
+    session_timeout: SessionTimeout,
+    /// Since when the client reaches its group coordinator and has no partition.
+    since: Option<Instant>,
+    throttle: LogThrottle,
+    /// Whether this wait was logged.
+    is_logged: bool,
+}
+
+/// A line to log.
+#[derive(Debug, PartialEq, Eq)]
+enum WaitLine {
+    /// No partition has been assigned for this long.
+    Waiting(Duration),
+    /// Partitions were assigned after this long.
+    Assigned(Duration),
+}
+
+impl AssignmentWait {
+    pub(crate) fn new(kafka: &Kafka) -> Self {
+        Self {
+            group: kafka.group.clone(),
+            topics: kafka.topics.clone(),
+            session_timeout: kafka.session_timeout(),
+            since: None,
+            throttle: LogThrottle::every(LOG_INTERVAL),
+            is_logged: false,
+        }
+    }
+
+    /// Logs a line if one is due.
+    pub(crate) fn check(&mut self, state: &SourceState) {
+        let assigned = state.partitions().len();
+        let line = self.line(
+            assigned,
+            state.client.without_group_since().is_none(),
+            Instant::now(),
+        );
+        let Self {
+            group,
+            topics,
+            session_timeout,
+            ..
+        } = self;
+        match line {
+            Some(WaitLine::Waiting(waited)) => tracing::info!(
+                group,
+                ?topics,
+                ?waited,
+                session_timeout = ?session_timeout.value,
+                "waiting for partitions to be assigned; the group coordinator assigns those of a crashed member only after its session timeout ({session_timeout}); a group with more members than partitions leaves some without one"
+            ),
+            Some(WaitLine::Assigned(waited)) => {
+                tracing::info!(
+                    group,
+                    ?topics,
+                    ?waited,
+                    partitions = assigned,
+                    "partitions assigned after waiting"
+                )
+            }
+            None => {}
+        }
+    }
+
+    /// The line that is due; none while the client does not reach its group coordinator, which `watch`
+    /// logs.
+    fn line(&mut self, assigned: usize, is_with_group: bool, now: Instant) -> Option<WaitLine> {
+        if assigned == 0 && is_with_group {
+            let waited = now.duration_since(*self.since.get_or_insert(now));
+            if waited < LOG_AFTER || self.throttle.due(now).is_none() {
+                return None;
+            }
+            self.is_logged = true;
+            return Some(WaitLine::Waiting(waited));
+        }
+        let waited = now.duration_since(self.since.take()?);
+        self.throttle = LogThrottle::every(LOG_INTERVAL);
+        (std::mem::take(&mut self.is_logged) && assigned > 0).then_some(WaitLine::Assigned(waited))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_long_wait_for_an_assignment_is_logged_and_so_is_its_end() {
+        let (mut wait, started) = (
+            AssignmentWait::new(&Kafka::topic("t").group("g")),
+            Instant::now(),
+        );
+        let mut line = |assigned, is_with_group, second| {
+            wait.line(
+                assigned,
+                is_with_group,
+                started + Duration::from_secs(second),
+            )
+        };
+        let (waiting, assigned) = (
+            |second| Some(WaitLine::Waiting(Duration::from_secs(second))),
+            |second| Some(WaitLine::Assigned(Duration::from_secs(second))),
+        );
+        // Nothing is logged while the client does not reach its group coordinator.
+        assert_eq!([line(0, false, 0), line(0, false, 90)], [None, None]);
+        assert_eq!(
+            [
+                line(0, true, 100),
+                line(0, true, 104),
+                line(0, true, 105),
+                line(0, true, 106)
+            ],
+            [None, None, waiting(5), None]
+        );
+        assert_eq!(
+            [line(0, true, 704), line(0, true, 705)],
+            [None, waiting(605)]
+        );
+        assert_eq!(
+            [line(3, true, 710), line(3, true, 800)],
+            [assigned(610), None]
+        );
+        // A short wait is not logged, and the next long one is.
+        assert_eq!([line(0, true, 801), line(1, true, 805)], [None, None]);
+        assert_eq!(
+            [
+                line(0, true, 806),
+                line(0, true, 811),
+                line(0, false, 812),
+                line(1, true, 820)
+            ],
+            [None, waiting(5), None, None]
+        );
+    }
+}

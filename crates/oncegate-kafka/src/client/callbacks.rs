@@ -1,0 +1,206 @@
+//! The callbacks of librdkafka: rebalances, commits, errors, statistics and log.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use oncegate_core::{SourceError, fault};
+use rdkafka::client::ClientContext;
+use rdkafka::config::RDKafkaLogLevel;
+use rdkafka::consumer::{BaseConsumer, ConsumerContext};
+use rdkafka::error::{KafkaError, KafkaResult, RDKafkaErrorCode};
+use rdkafka::topic_partition_list::{Offset, TopicPartitionList, TopicPartitionListElem};
+use rdkafka::types::RDKafkaRespErr;
+
+use super::batch::MessageQueue;
+use super::connection_errors::ConnectionErrors;
+use super::topic_ids::TopicIds;
+use super::{error, lock, log, missing_topics, statistics};
+use crate::partition::PartitionEvent;
+use crate::settings::{Kafka, OutOfRange, StartAt};
+use crate::shared::SharedState;
+
+/// The member of the consumer group.
+pub(crate) type GroupConsumer = BaseConsumer<CallbackContext>;
+
+/// The consumer's callbacks, which run on the polling thread.
+pub(crate) struct CallbackContext {
+    pub(super) shared: Arc<SharedState>,
+    pub(super) group: String,
+    pub(super) start: StartAt,
+    pub(super) out_of_range: OutOfRange,
+    /// The topic ids that this client has seen.
+    pub(super) topics: TopicIds,
+    /// The time budget for all requests of one rebalance.
+    pub(super) request_budget: Duration,
+    /// How long a revocation waits for unsettled deliveries.
+    pub(super) drain_timeout: Duration,
+    /// `None` before the client is served, and once it closes. The queue holds the consumer, so the
+    /// queue is removed before the consumer is dropped.
+    queue: Mutex<Option<Arc<MessageQueue<CallbackContext>>>>,
+    /// The last error of the whole client. `topics` reads it while it waits for a broker.
+    last_error: Mutex<Option<(RDKafkaErrorCode, String)>>,
+    pub(super) connection_errors: Arc<ConnectionErrors>,
+    /// Set once another client has replaced this one; its statistics and rebalances are ignored.
+    pub(super) is_replaced: AtomicBool,
+}
+
+impl CallbackContext {
+    pub(crate) fn new(
+        shared: Arc<SharedState>,
+        kafka: &Kafka,
+        connection_errors: Arc<ConnectionErrors>,
+    ) -> Self {
+        Self {
+            shared,
+            group: kafka.group.clone(),
+            start: kafka.start,
+            out_of_range: kafka.out_of_range_policy(),
+            topics: TopicIds::default(),
+            request_budget: kafka.rebalance_step_limit(),
+            drain_timeout: kafka.drain_timeout(),
+            queue: Mutex::default(),
+            last_error: Mutex::default(),
+            connection_errors,
+            is_replaced: AtomicBool::new(false),
+        }
+    }
+
+    /// Takes over the topic ids that the previous client has seen.
+    pub(super) fn with_topic_ids(self, topics: TopicIds) -> Self {
+        Self { topics, ..self }
+    }
+
+    /// Creates a consumer with these callbacks.
+    pub(crate) fn consumer(self, kafka: &Kafka) -> Result<GroupConsumer, SourceError> {
+        let created = kafka.consumer_config().create_with_context(self);
+        created.map_err(error::from_config)
+    }
+
+    /// The callbacks of a consumer with a state of its own.
+    #[cfg(test)]
+    pub(super) fn alone(kafka: &Kafka) -> Self {
+        let connection_errors = Arc::new(ConnectionErrors::new(&kafka.brokers));
+        Self::new(Arc::default(), kafka, connection_errors)
+    }
+
+    /// Returns and clears the last error of the whole client.
+    pub(super) fn take_last_error(&self) -> Option<(RDKafkaErrorCode, String)> {
+        lock(&self.last_error).take()
+    }
+
+    pub(super) fn queue(&self) -> Option<Arc<MessageQueue<CallbackContext>>> {
+        lock(&self.queue).clone()
+    }
+
+    pub(super) fn set_queue(&self, queue: Option<Arc<MessageQueue<CallbackContext>>>) {
+        *lock(&self.queue) = queue;
+    }
+
+    /// Forwards librdkafka's log lines.
+    pub(super) fn forward_log(&self) {
+        if let Some(queue) = self.queue() {
+            queue.forward_log();
+        }
+    }
+}
+
+impl ClientContext for CallbackContext {
+    fn log(&self, level: RDKafkaLogLevel, facility: &str, line: &str) {
+        self.topics.on_log_line(line);
+        if missing_topics::is_missing_line(facility, line) {
+            self.shared.lock().client.suspect_missing_topic(true);
+            return tracing::debug!(facility, "{line}");
+        }
+        log::line(level, facility, line);
+    }
+
+    fn stats_raw(&self, statistics_json: &[u8]) {
+        if !self.is_replaced.load(Ordering::Relaxed) {
+            let is_up = statistics::is_coordinator_up(statistics_json);
+            let mut state = self.shared.lock();
+            state.client.record_group_state(is_up, Instant::now());
+        }
+    }
+
+    fn error(&self, error: KafkaError, reason: &str) {
+        match error.rdkafka_error_code() {
+            Some(code) if error::is_connection(code) => self.connection_errors.log(reason),
+            Some(RDKafkaErrorCode::Fatal) => {
+                tracing::error!(%error, reason, group = self.group, "fatal kafka client error; the client is replaced, or the source ends if another client would fail in the same way; check the reason")
+            }
+            _ => {
+                tracing::warn!(%error, reason, group = self.group, "kafka client error; librdkafka retries; if it persists, check the brokers' logs")
+            }
+        }
+        if let Some(code) = error.rdkafka_error_code() {
+            let mut last_error = lock(&self.last_error);
+            // librdkafka reports "all brokers down" right after a rejected login, which is the cause
+            // and is kept.
+            if !(error::is_connection(code)
+                && last_error
+                    .as_ref()
+                    .is_some_and(|(last, _)| error::is_authentication(*last)))
+            {
+                *last_error = Some((code, reason.to_owned()));
+            }
+        }
+    }
+}
+
+impl ConsumerContext for CallbackContext {
+    fn rebalance(
+        &self,
+        consumer: &BaseConsumer<Self>,
+        what: RDKafkaRespErr,
+        partitions: &mut TopicPartitionList,
+    ) {
+        match what {
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS
+                if self.is_replaced.load(Ordering::Relaxed) =>
+            {
+                self.unassign(consumer, partitions);
+            }
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__ASSIGN_PARTITIONS => {
+                self.assign(consumer, partitions)
+            }
+            RDKafkaRespErr::RD_KAFKA_RESP_ERR__REVOKE_PARTITIONS => {
+                self.revoke(consumer, partitions)
+            }
+            other => {
+                tracing::error!(code = %RDKafkaErrorCode::from(other), group = self.group, "rebalance failed, unassigning all partitions; unsettled messages are redelivered after the next rebalance; check the group coordinator");
+                self.unassign(consumer, partitions);
+            }
+        }
+    }
+
+    fn commit_callback(&self, result: KafkaResult<()>, offsets: &TopicPartitionList) {
+        fault::point("kafka.commit.confirmed");
+        let commit_error = match result {
+            // There was no offset to commit.
+            Err(KafkaError::ConsumerCommit(RDKafkaErrorCode::NoOffset)) => return,
+            Err(error) => Some(error),
+            Ok(()) => None,
+        };
+        let error_of =
+            |it: &TopicPartitionListElem<'_>| commit_error.clone().or_else(|| it.error().err());
+        let (mut failures, mut state) = (Vec::new(), self.shared.lock());
+        for it in offsets.elements() {
+            match (error_of(&it), it.offset()) {
+                (Some(error), _) => {
+                    state.commit_again(it.topic(), it.partition());
+                    failures.push((error, it));
+                }
+                (None, Offset::Offset(offset)) => {
+                    let event = PartitionEvent::CommitConfirmed(offset);
+                    state.apply(it.topic(), it.partition(), event);
+                }
+                (None, _) => {}
+            }
+        }
+        drop(state);
+        if let Some((error, it)) = failures.first() {
+            tracing::warn!(%error, topic = it.topic(), partition = it.partition(), partitions = failures.len(), group = self.group, "offset commit failed, retrying; messages settled since the last commit are redelivered if the consumer stops before a commit succeeds; check the group coordinator");
+        }
+    }
+}

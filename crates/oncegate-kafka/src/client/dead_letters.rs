@@ -1,0 +1,469 @@
+//! Publishes rejected deliveries to dead-letter topics.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use oncegate_core::LogThrottle;
+use oncegate_core::lifecycle::Reason;
+use oncegate_core::source::{kept_headers, rejection_headers};
+use rdkafka::ClientConfig;
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
+use rdkafka::message::{Header, OwnedHeaders};
+use rdkafka::producer::{FutureProducer, FutureRecord, Producer as _};
+
+use super::connection_errors::ConnectionErrors;
+use super::lock;
+use super::log::LogContext;
+use crate::settings::Destinations;
+use crate::shared::{RejectedDelivery, detached};
+
+/// The header of a dead letter without its body, because the broker rejected it with the body as too
+/// large. Its value is the size of the body in bytes.
+const BODY_OMITTED: &str = "oncegate-body-omitted";
+/// The header of a dead letter without its key. Its value is the size of the key in bytes.
+const KEY_OMITTED: &str = "oncegate-key-omitted";
+/// The header of a dead letter without the message's own headers. Its value is the number of
+/// these headers.
+const HEADERS_OMITTED: &str = "oncegate-headers-omitted";
+
+/// How long a producer whose message timed out may take to fetch the metadata of its topic.
+const METADATA_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How often a failure is logged per topic.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// How long a dead letter waits for room in the queue of its producer.
+const ENQUEUE_TIMEOUT: Duration = Duration::from_secs(30);
+
+type DeadLetterProducer = FutureProducer<LogContext>;
+
+/// Publishes dead letters and in-doubt messages with idempotent producers and `acks=all`.
+pub(crate) struct DeadLetters {
+    destinations: Destinations,
+    /// Sends several messages per request.
+    batches: RestartingProducer,
+    /// Sends one message per request. The broker acknowledges a batch as a whole, so only a message
+    /// that is sent alone can be identified as the rejected one.
+    singles: RestartingProducer,
+    /// For each dead-letter topic and kind of log line.
+    throttles: Mutex<HashMap<(String, &'static str), LogThrottle>>,
+}
+
+/// A dead letter that is not confirmed yet, and how the next attempt sends it.
+pub(crate) struct UnpublishedDeadLetter {
+    pub(crate) rejected: RejectedDelivery,
+    topic: String,
+    parts: PublishedParts,
+    grouping: RequestGrouping,
+}
+
+/// Whether other messages share a request with the dead letter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RequestGrouping {
+    /// Others for the same partition may.
+    Batch,
+    /// No others, because the broker rejected a batch with this message.
+    Alone,
+}
+
+/// The parts of the message that are published.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PublishedParts {
+    /// All of it.
+    Whole,
+    /// Key and headers.
+    WithoutBody,
+    /// Only the headers that oncegate adds.
+    RejectionHeaders,
+}
+
+impl PublishedParts {
+    /// The parts to publish if these were too large; `None` if there are no fewer.
+    fn smaller(self) -> Option<Self> {
+        match self {
+            Self::Whole => Some(Self::WithoutBody),
+            Self::WithoutBody => Some(Self::RejectionHeaders),
+            Self::RejectionHeaders => None,
+        }
+    }
+}
+
+impl DeadLetters {
+    /// Starts the producers.
+    pub(crate) fn open(
+        config: ClientConfig,
+        destinations: Destinations,
+        connection_errors: Arc<ConnectionErrors>,
+    ) -> Result<Self, KafkaError> {
+        let producer = |config| RestartingProducer {
+            config,
+            connection_errors: connection_errors.clone(),
+            current: Mutex::default(),
+        };
+        let mut singles_config = config.clone();
+        singles_config.set("batch.num.messages", "1");
+        let (batches, singles) = (producer(config), producer(singles_config));
+        drop(batches.current()?);
+        Ok(Self {
+            destinations,
+            batches,
+            singles,
+            throttles: Mutex::default(),
+        })
+    }
+
+    /// A dead letter of this delivery, without the memory of the batch that it was read in.
+    pub(crate) fn prepare(&self, mut rejected: RejectedDelivery) -> UnpublishedDeadLetter {
+        let message = &mut rejected.delivery.message;
+        *message = detached(message);
+        UnpublishedDeadLetter {
+            topic: self.destination(&message.origin.name, &rejected.reason),
+            rejected,
+            parts: PublishedParts::Whole,
+            grouping: RequestGrouping::Batch,
+        }
+    }
+
+    /// The topic to which messages of `topic` are rejected.
+    pub(crate) fn destination(&self, topic: &str, reason: &Reason) -> String {
+        self.destinations.of(topic, reason)
+    }
+
+    /// Publishes one rejected delivery. On `Ok`, all in-sync replicas have it.
+    ///
+    /// The dead letter has the message's key, headers and body, and after them the headers of the
+    /// rejection. Inbound `oncegate-*` headers are removed. Invalid UTF-8 in a header name is
+    /// replaced, and a tombstone gets an empty body. The record's timestamp is the time of
+    /// publishing, so that retention and timestamp checks do not reject it; the header
+    /// `oncegate-first-seen` has the original timestamp. If the broker rejects the message as too
+    /// large, it is sent without its body, then also without key and headers. Headers name the
+    /// omitted parts; the header `oncegate-origin` has the position of the complete message.
+    ///
+    /// # Errors
+    /// The dead letter is not confirmed, and may be in the topic. Publish it again; a second copy has
+    /// no effect on processing.
+    pub(crate) async fn publish(
+        &self,
+        dead_letter: &mut UnpublishedDeadLetter,
+    ) -> Result<(), KafkaError> {
+        loop {
+            let Err(error) = self.send(dead_letter).await else {
+                return Ok(());
+            };
+            let KafkaError::MessageProduction(code) = error else {
+                return Err(error);
+            };
+            match (dead_letter.grouping, dead_letter.parts.smaller()) {
+                (RequestGrouping::Batch, _) if is_rejection(code) => {
+                    dead_letter.grouping = RequestGrouping::Alone
+                }
+                (RequestGrouping::Alone, Some(smaller))
+                    if code == RDKafkaErrorCode::MessageSizeTooLarge =>
+                {
+                    self.warn_of_size(dead_letter);
+                    dead_letter.parts = smaller;
+                }
+                _ => return Err(error),
+            }
+        }
+    }
+
+    async fn send(&self, dead_letter: &UnpublishedDeadLetter) -> Result<(), KafkaError> {
+        let (rejected, parts) = (&dead_letter.rejected, dead_letter.parts);
+        let message = &rejected.delivery.message;
+        let mut record = FutureRecord::<[u8], [u8]>::to(&dead_letter.topic)
+            .headers(dead_letter_headers(rejected, parts));
+        let body = Some(&message.body[..]).filter(|_| parts == PublishedParts::Whole);
+        record.payload = Some(body.unwrap_or_default());
+        let key = message.key.as_deref();
+        record.key = key.filter(|_| parts != PublishedParts::RejectionHeaders);
+        match dead_letter.grouping {
+            RequestGrouping::Batch => self.batches.send(record).await,
+            RequestGrouping::Alone => self.singles.send(record).await,
+        }
+    }
+
+    /// Logs that a dead letter could not be published, at most once per [`LOG_INTERVAL`] and topic.
+    pub(crate) fn warn_of_failure(&self, dead_letter: &UnpublishedDeadLetter, error: &KafkaError) {
+        let (topic, rejected) = (&dead_letter.topic, &dead_letter.rejected);
+        let Some(suppressed_lines) = self.due(topic, "failure", Instant::now()) else {
+            return;
+        };
+        let delivery = &rejected.delivery;
+        tracing::warn!(
+            topic,
+            %error,
+            origin = %delivery.message.origin.name,
+            partition = delivery.receipt.partition,
+            offset = delivery.receipt.position,
+            reason = rejected.reason.as_str(),
+            suppressed_lines,
+            "cannot publish to the dead-letter topic; its message stays in memory, no offset from it on is committed, and publishing is retried; check that the topic exists and is not compacted, its max.message.bytes, and that this client has the right Write on it"
+        );
+    }
+
+    fn warn_of_size(&self, dead_letter: &UnpublishedDeadLetter) {
+        let (topic, delivery) = (&dead_letter.topic, &dead_letter.rejected.delivery);
+        let Some(suppressed_lines) = self.due(topic, "size", Instant::now()) else {
+            return;
+        };
+        tracing::warn!(
+            topic,
+            origin = %delivery.message.origin.name,
+            partition = delivery.receipt.partition,
+            offset = delivery.receipt.position,
+            bytes = delivery.message.size(),
+            suppressed_lines,
+            "message too large for the dead-letter topic; publishing it without its body, and without key and headers if that is not enough; raise max.message.bytes of the topic to keep them"
+        );
+    }
+
+    /// The number of suppressed log lines of this kind for the topic, if one is due.
+    fn due(&self, topic: &str, line: &'static str, now: Instant) -> Option<u64> {
+        let mut throttles = lock(&self.throttles);
+        let throttle = throttles
+            .entry((topic.to_owned(), line))
+            .or_insert_with(|| LogThrottle::every(LOG_INTERVAL));
+        throttle.due(now)
+    }
+}
+
+/// Whether the broker rejected the batch, because of this message or another one of it. With any
+/// other code the outcome is unknown.
+fn is_rejection(code: RDKafkaErrorCode) -> bool {
+    use RDKafkaErrorCode as E;
+    !matches!(
+        code,
+        E::MessageTimedOut | E::QueueFull | E::PurgeQueue | E::PurgeInflight | E::Fatal
+    )
+}
+
+/// A producer that is replaced after a fatal error.
+struct RestartingProducer {
+    config: ClientConfig,
+    connection_errors: Arc<ConnectionErrors>,
+    current: Mutex<Option<DeadLetterProducer>>,
+}
+
+impl RestartingProducer {
+    async fn send(&self, record: FutureRecord<'_, [u8], [u8]>) -> Result<(), KafkaError> {
+        let (topic, producer) = (record.topic.to_owned(), self.current()?);
+        let sent = producer.send(record, ENQUEUE_TIMEOUT).await;
+        match &sent {
+            Err(_) if producer.client().fatal_error().is_some() => {
+                self.replace(&producer, "fatal error")
+            }
+            Err((KafkaError::MessageProduction(RDKafkaErrorCode::MessageTimedOut), _)) => {
+                self.replace_if_disconnected(producer, topic).await
+            }
+            _ => {}
+        }
+        sent.map(|_| ()).map_err(|(error, _)| error)
+    }
+
+    fn current(&self) -> Result<DeadLetterProducer, KafkaError> {
+        let mut producer = lock(&self.current);
+        match &*producer {
+            Some(producer) => Ok(producer.clone()),
+            None => Ok(producer
+                .insert(
+                    self.config
+                        .create_with_context(LogContext(self.connection_errors.clone()))?,
+                )
+                .clone()),
+        }
+    }
+
+    /// Replaces the producer if it cannot fetch the topic's metadata: one that has lost its broker
+    /// metadata may never connect again. If no broker is available, the new producer fails too, and the
+    /// dead letter is retried.
+    async fn replace_if_disconnected(&self, producer: DeadLetterProducer, topic: String) {
+        let fetched = tokio::task::spawn_blocking(move || {
+            let answer = producer
+                .client()
+                .fetch_metadata(Some(&topic), METADATA_TIMEOUT);
+            (
+                answer.is_ok_and(|answer| !answer.brokers().is_empty()),
+                producer,
+            )
+        });
+        if let Ok((false, producer)) = fetched.await {
+            self.replace(&producer, "cannot fetch metadata");
+            drop_on_thread(Some(producer));
+        }
+    }
+
+    /// Removes a failed producer, unless another call already has: the next publish creates a new one.
+    /// A fatal error of an idempotent producer is permanent.
+    fn replace(&self, failed: &DeadLetterProducer, reason: &str) {
+        let mut producer = lock(&self.current);
+        if producer
+            .as_ref()
+            .is_some_and(|current| current.client().native_ptr() == failed.client().native_ptr())
+        {
+            tracing::warn!(
+                reason,
+                "dead-letter producer replaced; unconfirmed dead letters are published again; if this repeats, check the brokers' logs"
+            );
+            drop_on_thread(producer.take());
+        }
+    }
+}
+
+impl Drop for RestartingProducer {
+    fn drop(&mut self) {
+        drop_on_thread(lock(&self.current).take());
+    }
+}
+
+/// Dropping a producer joins its thread, which must not block an async thread.
+fn drop_on_thread(producer: Option<DeadLetterProducer>) {
+    // If no thread can be spawned, the producer is dropped on the current thread.
+    let _ = std::thread::Builder::new()
+        .name("oncegate-kafka-drop".into())
+        .spawn(move || drop(producer));
+}
+
+/// The headers of a dead letter: the kept headers of the message, then the headers of the rejection.
+fn dead_letter_headers(rejected: &RejectedDelivery, parts: PublishedParts) -> OwnedHeaders {
+    let RejectedDelivery {
+        delivery,
+        reason,
+        failure_history,
+    } = rejected;
+    let message = &delivery.message;
+    let mut headers = OwnedHeaders::new();
+    if parts != PublishedParts::RejectionHeaders {
+        for (name, value) in kept_headers(message) {
+            headers = headers.insert(Header {
+                key: &String::from_utf8_lossy(name),
+                value,
+            });
+        }
+    }
+    let mut added = rejection_headers(delivery, reason, failure_history.as_deref());
+    added.extend(
+        (parts != PublishedParts::Whole).then(|| (BODY_OMITTED, message.body.len().to_string())),
+    );
+    if parts == PublishedParts::RejectionHeaders {
+        added.extend(
+            message
+                .key
+                .as_ref()
+                .map(|key| (KEY_OMITTED, key.len().to_string())),
+        );
+        added.push((HEADERS_OMITTED, message.headers.iter().count().to_string()));
+    }
+    added.iter().fold(headers, |headers, (name, value)| {
+        headers.insert(Header {
+            key: name,
+            value: Some(value),
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use oncegate_core::message::HeadersBuilder;
+    use oncegate_core::{Delivery, Message, Receipt};
+    use rdkafka::message::Headers;
+
+    use super::*;
+    use crate::Kafka;
+
+    #[test]
+    fn failures_are_logged_at_a_bounded_rate_per_topic() {
+        let config = Kafka::topic("t")
+            .brokers("localhost:1")
+            .group("g")
+            .producer_config();
+        let dead_letters = DeadLetters::open(
+            config,
+            Destinations::default(),
+            Arc::new(ConnectionErrors::new("b")),
+        )
+        .expect("a producer");
+        let started = Instant::now();
+        let due = |topic, second| {
+            dead_letters.due(topic, "failure", started + Duration::from_secs(second))
+        };
+        assert_eq!(
+            [
+                due("a", 0),
+                due("a", 1),
+                due("b", 1),
+                due("a", 2),
+                due("a", 10)
+            ],
+            [Some(0), None, Some(0), None, Some(2)]
+        );
+        assert_eq!(dead_letters.due("a", "size", started), Some(0));
+    }
+
+    #[test]
+    fn forged_headers_are_stripped_from_dead_letters() {
+        let mut builder = HeadersBuilder::default();
+        let forged = [
+            "oncegate-id",
+            "oncegate-id",
+            "oncegate-reason",
+            BODY_OMITTED,
+            KEY_OMITTED,
+            HEADERS_OMITTED,
+            "oncegate-rejected-at",
+        ];
+        forged
+            .iter()
+            .for_each(|name| builder.push(name.as_bytes(), Some(b"victim")));
+        builder.push(b"oncegate-id\xff", Some(b"victim"));
+        // Header names are case-sensitive.
+        builder.push(b"Oncegate-Id", Some(b"mine"));
+        let message = Message {
+            headers: builder.finish(),
+            ..Message::new("body")
+        };
+        let receipt = Receipt {
+            epoch: 1,
+            partition: 0,
+            position: 0,
+        };
+        let rejected = RejectedDelivery {
+            delivery: Delivery {
+                message,
+                receipt,
+                failures: 0,
+            },
+            reason: Reason::TooLarge,
+            failure_history: None,
+        };
+        let names = |parts| {
+            let headers = dead_letter_headers(&rejected, parts);
+            assert!(
+                headers
+                    .iter()
+                    .all(|header| header.value.is_some_and(|value| value != b"victim")),
+                "{parts:?}"
+            );
+            headers
+                .iter()
+                .map(|header| header.key.to_owned())
+                .collect::<Vec<_>>()
+        };
+        let all_names = [
+            "Oncegate-Id",
+            "oncegate-reason",
+            "oncegate-attempts",
+            "oncegate-origin",
+        ];
+        assert_eq!(names(PublishedParts::Whole), all_names);
+        assert_eq!(
+            names(PublishedParts::WithoutBody),
+            [&all_names[..], &[BODY_OMITTED]].concat()
+        );
+        assert_eq!(
+            names(PublishedParts::RejectionHeaders),
+            [&all_names[1..], &[BODY_OMITTED, HEADERS_OMITTED]].concat()
+        );
+    }
+}

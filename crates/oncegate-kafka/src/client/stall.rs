@@ -1,0 +1,201 @@
+//! Detects partitions that the client does not read although their log grows.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::shared::ReadProgress;
+
+/// How often the whole message queue must have been read before a partition counts as stalled.
+/// librdkafka fetches for all partitions when the queue is short. The first time may read only
+/// messages that were fetched before the partition had new ones, the second time reads those fetched
+/// after it had, and one check may come between the arrival of a response and its reading.
+const REQUIRED_QUEUE_READS: u32 = 3;
+/// How often the time limit of a partition is doubled at most: up to 64 times `stalled_after`.
+const MAX_DOUBLINGS: u32 = 6;
+
+/// The results of earlier checks.
+#[derive(Default)]
+pub(super) struct StallDetector {
+    /// The candidates, by assignment epoch.
+    candidates: HashMap<u64, StallCandidate>,
+    /// Partitions whose client was replaced and that have made no progress since.
+    backoffs: HashMap<(Arc<str>, i32), ReplacementBackoff>,
+}
+
+/// The backoff of a partition whose client was replaced and that has made no progress since. Its
+/// fetches may only be slow, and each replacement starts them again, so each client gets twice the
+/// time of the one before.
+#[derive(Clone, Copy, Debug, Default)]
+struct ReplacementBackoff {
+    /// The position at the last replacement.
+    position: Option<i64>,
+    /// How often the time limit is doubled.
+    doublings: u32,
+}
+
+/// A partition with unread messages that makes no progress.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct StallCandidate {
+    since: Instant,
+    position: Option<i64>,
+    /// The log end at `since`.
+    end: i64,
+    /// How often the whole message queue has been read since.
+    queue_reads: u32,
+    /// The polling thread's progress when the last of these started.
+    queue_read_start: ReadProgress,
+}
+
+impl StallCandidate {
+    /// Updates the candidate of a partition that was read to `position` and whose log ends at `end`;
+    /// `None` if all was read.
+    fn next(
+        before: Option<Self>,
+        position: Option<i64>,
+        end: i64,
+        progress: ReadProgress,
+        now: Instant,
+    ) -> Option<Self> {
+        if position.is_some_and(|position| position >= end) {
+            return None;
+        }
+        let start = Self {
+            since: now,
+            position,
+            end,
+            queue_reads: 0,
+            queue_read_start: progress,
+        };
+        let mut next = before
+            .filter(|before| before.position == position)
+            .unwrap_or(start);
+        if next.queue_read_start.is_queue_read_at(progress) {
+            (next.queue_reads, next.queue_read_start) = (next.queue_reads + 1, progress);
+        }
+        Some(next)
+    }
+
+    /// Whether the partition made no progress for `after` although its log grew and the message queue
+    /// was read completely [`REQUIRED_QUEUE_READS`] times. A log that does not grow may end with
+    /// transaction markers, and a queue that is not read for lack of room does not count.
+    fn is_stalled(&self, end: i64, now: Instant, after: Duration) -> bool {
+        end > self.end
+            && self.queue_reads >= REQUIRED_QUEUE_READS
+            && now.duration_since(self.since) >= after
+    }
+}
+
+impl StallDetector {
+    /// Checks partitions, given as assignment epoch, topic, partition and position, and returns a
+    /// description of each that is stalled. One whose log end is unknown stays a candidate.
+    pub(super) fn check(
+        &mut self,
+        partitions: Vec<(u64, Arc<str>, i32, Option<i64>)>,
+        log_ends: &HashMap<(String, i32), i64>,
+        progress: ReadProgress,
+        now: Instant,
+        stalled_after: Duration,
+    ) -> Vec<String> {
+        let (mut candidates, mut stalled) = (HashMap::new(), Vec::new());
+        for (epoch, topic, partition, position) in partitions {
+            let before = self.candidates.get(&epoch).copied();
+            let Some(end) = log_ends.get(&(topic.to_string(), partition)) else {
+                candidates.extend(before.map(|before| (epoch, before)));
+                continue;
+            };
+            let Some(next) = StallCandidate::next(before, position, *end, progress, now) else {
+                continue;
+            };
+            let time_limit = self.time_limit(&topic, partition, position, stalled_after);
+            if !next.is_stalled(*end, now, time_limit) {
+                candidates.insert(epoch, next);
+                continue;
+            }
+            // No candidate any more: the measurement starts again.
+            stalled.push(format!(
+                "no progress on {topic}/{partition} at offset {position:?} for {time_limit:?}, while its log has grown to {end}"
+            ));
+            let backoff = self.backoffs.entry((topic, partition)).or_default();
+            backoff.position = position;
+            backoff.doublings = (backoff.doublings + 1).min(MAX_DOUBLINGS);
+        }
+        self.candidates = candidates;
+        stalled
+    }
+
+    /// How long a partition that was read to `position` may make no progress. Progress since its
+    /// client was replaced resets the limit.
+    fn time_limit(
+        &mut self,
+        topic: &Arc<str>,
+        partition: i32,
+        position: Option<i64>,
+        stalled_after: Duration,
+    ) -> Duration {
+        let key = (topic.clone(), partition);
+        match self.backoffs.get(&key) {
+            None => stalled_after,
+            Some(before) if position <= before.position => {
+                stalled_after.saturating_mul(1 << before.doublings)
+            }
+            Some(_) => {
+                self.backoffs.remove(&key);
+                stalled_after
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_position_without_progress_in_a_growing_log_is_stalled() {
+        let (started, after, progress) = (
+            Instant::now(),
+            Duration::from_secs(60),
+            ReadProgress::default(),
+        );
+        let at = |seconds| started + Duration::from_secs(seconds);
+        let next = |before, at, end, now| {
+            let next = StallCandidate::next(before, at, end, progress, now)?;
+            Some(StallCandidate {
+                queue_reads: REQUIRED_QUEUE_READS,
+                ..next
+            })
+        };
+        assert_eq!(
+            next(None, Some(7), 7, started),
+            None,
+            "a partition that was read completely is no candidate"
+        );
+        let first = next(None, Some(5), 7, started)
+            .expect("a partition with unread messages is a candidate");
+        let later = next(Some(first), Some(5), 9, at(70))
+            .expect("a partition with unread messages is a candidate");
+        assert_eq!(later, first);
+        assert!(later.is_stalled(9, at(70), after));
+        assert!(
+            !later.is_stalled(9, at(59), after),
+            "the time limit is not reached"
+        );
+        assert!(
+            !later.is_stalled(7, at(70), after),
+            "the remaining offsets may be transaction markers"
+        );
+        let progressed = next(Some(first), Some(6), 9, at(70))
+            .expect("a partition with unread messages is a candidate");
+        assert!(
+            !progressed.is_stalled(12, at(80), after),
+            "a message was read"
+        );
+        let unread = next(None, None, 3, started).expect("an unread partition is a candidate");
+        assert!(
+            next(Some(unread), None, 4, at(60))
+                .expect("a partition with unread messages is a candidate")
+                .is_stalled(4, at(60), after)
+        );
+    }
+}

@@ -1,0 +1,209 @@
+//! Which topic a log belongs to, and whether its positions repeat those of an earlier topic.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// The topic that is read, and whether its positions repeat those of an earlier topic of this name.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct LogIdentity {
+    /// The ids of the topic and its cluster, if they are known.
+    pub(crate) identity: Option<TopicIdentity>,
+    pub(crate) ids: PositionIds,
+}
+
+/// Whether message ids made from positions are unique.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum PositionIds {
+    /// Each position belongs to one message.
+    #[default]
+    Unique,
+    /// The positions from `from` to below `to` may also belong to other messages: the topic was
+    /// recreated or is a replica, or its log was truncated.
+    MayRepeat { from: i64, to: i64 },
+}
+
+impl PositionIds {
+    /// The ids of a recreated topic, or of a replica on another cluster.
+    pub(crate) const RECREATED: Self = Self::MayRepeat {
+        from: super::start::LOG_START,
+        to: i64::MAX,
+    };
+
+    /// The ids of a log that was truncated at `from` after it was read to `to`.
+    pub(super) fn after_truncation(self, from: i64, to: i64) -> Self {
+        match self {
+            Self::Unique => Self::MayRepeat { from, to },
+            Self::MayRepeat {
+                from: before,
+                to: after,
+            } => Self::MayRepeat {
+                from: before.min(from),
+                to: after.max(to),
+            },
+        }
+    }
+
+    pub(crate) fn may_repeat(self, offset: i64) -> bool {
+        matches!(self, Self::MayRepeat { from, to } if (from..to).contains(&offset))
+    }
+}
+
+/// The identity of a topic, which is committed as the metadata of each offset. Kafka assigns each
+/// topic an id when it is created; a replica on another cluster has its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct TopicIdentity {
+    pub(crate) topic_id: Arc<str>,
+    /// `None` if the broker reports no cluster id.
+    pub(crate) cluster_id: Option<Arc<str>>,
+}
+
+/// How the topic with this name relates to the one that an offset was committed for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum TopicMatch {
+    /// The same topic.
+    Same,
+    /// The topic was deleted and created again, so the offset belongs to the deleted topic.
+    Recreated,
+    /// A replica on another cluster, whose mirror translated the offset.
+    Replica,
+    /// Recreated or a replica; without a cluster id the two cannot be distinguished.
+    Ambiguous,
+}
+
+impl TopicIdentity {
+    /// Compares the topic that an offset was committed for with the current topic of that name.
+    ///
+    /// Topic ids are unique across clusters, so the same id means the same topic.
+    pub(crate) fn compare(&self, current: &Self) -> TopicMatch {
+        match (&self.cluster_id, &current.cluster_id) {
+            _ if self.topic_id == current.topic_id => TopicMatch::Same,
+            (Some(committed), Some(current)) if committed == current => TopicMatch::Recreated,
+            (Some(_), Some(_)) => TopicMatch::Replica,
+            (None, _) | (_, None) => TopicMatch::Ambiguous,
+        }
+    }
+
+    /// Parses the output of [`fmt::Display`]; `None` for any other text, such as metadata that another
+    /// program committed.
+    pub(crate) fn parse(metadata: &str) -> Option<Self> {
+        let ids = metadata.strip_prefix(TOPIC_ID)?;
+        let (topic_id, cluster_id) = match ids.split_once(CLUSTER_ID) {
+            // The cluster id comes last, because it may be any text.
+            Some((topic_id, cluster_id)) => {
+                (topic_id, Some(cluster_id).filter(|it| !it.is_empty()))
+            }
+            None => (ids, None),
+        };
+        is_topic_id(topic_id).then(|| Self {
+            topic_id: Arc::from(topic_id),
+            cluster_id: cluster_id.map(Arc::from),
+        })
+    }
+}
+
+const TOPIC_ID: &str = "topic-id=";
+const CLUSTER_ID: &str = " cluster-id=";
+
+/// The format of a committed offset's metadata: `topic-id=… cluster-id=…`.
+impl fmt::Display for TopicIdentity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{TOPIC_ID}{}", self.topic_id)?;
+        self.cluster_id
+            .iter()
+            .try_for_each(|cluster_id| write!(f, "{CLUSTER_ID}{cluster_id}"))
+    }
+}
+
+/// Whether this is 16 bytes in base64 without padding, as Kafka and librdkafka print topic ids.
+fn is_topic_id(text: &str) -> bool {
+    text.len() == 22
+        && text
+            .bytes()
+            .all(|it| it.is_ascii_alphanumeric() || b"-_+/".contains(&it))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TOPIC: &str = "F2xUbUAeQcSPGv0PhIKTZg";
+    const OTHER_TOPIC: &str = "q5BZ55PYTTyxda8B1C5Amg";
+    const CLUSTER: &str = "b25jZWdhdGUta2Fma2EtMQ";
+    const OTHER_CLUSTER: &str = "b25jZWdhdGUta2Fma2EtMg";
+
+    fn identity(topic_id: &str, cluster_id: Option<&str>) -> TopicIdentity {
+        TopicIdentity {
+            topic_id: topic_id.into(),
+            cluster_id: cluster_id.map(Arc::from),
+        }
+    }
+
+    #[test]
+    fn the_same_topic_id_is_the_same_topic_on_any_cluster() {
+        for committed in [Some(CLUSTER), Some(OTHER_CLUSTER), None] {
+            for current in [Some(CLUSTER), Some(OTHER_CLUSTER), None] {
+                assert_eq!(
+                    identity(TOPIC, committed).compare(&identity(TOPIC, current)),
+                    TopicMatch::Same
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn another_topic_id_on_the_same_cluster_is_a_recreated_topic() {
+        assert_eq!(
+            identity(TOPIC, Some(CLUSTER)).compare(&identity(OTHER_TOPIC, Some(CLUSTER))),
+            TopicMatch::Recreated
+        );
+    }
+
+    #[test]
+    fn another_topic_id_on_another_cluster_is_a_replica() {
+        assert_eq!(
+            identity(TOPIC, Some(CLUSTER)).compare(&identity(OTHER_TOPIC, Some(OTHER_CLUSTER))),
+            TopicMatch::Replica
+        );
+    }
+
+    #[test]
+    fn another_topic_id_without_a_cluster_id_on_either_side_is_ambiguous() {
+        for (committed, current) in [(Some(CLUSTER), None), (None, Some(CLUSTER)), (None, None)] {
+            assert_eq!(
+                identity(TOPIC, committed).compare(&identity(OTHER_TOPIC, current)),
+                TopicMatch::Ambiguous
+            );
+        }
+    }
+
+    #[test]
+    fn metadata_is_parsed_as_it_was_written() {
+        for written in [
+            identity(TOPIC, Some(CLUSTER)),
+            identity(TOPIC, Some("any text, cluster-id=x too")),
+            identity(TOPIC, None),
+        ] {
+            assert_eq!(TopicIdentity::parse(&written.to_string()), Some(written));
+        }
+        assert_eq!(
+            TopicIdentity::parse(&format!("topic-id={TOPIC} cluster-id=")),
+            Some(identity(TOPIC, None))
+        );
+    }
+
+    #[test]
+    fn metadata_of_another_program_names_no_topic() {
+        let longer = format!("topic-id={TOPIC} by hand");
+        for metadata in [
+            "",
+            "set by hand",
+            "topic-id=",
+            "topic-id=orders",
+            "topic-id=orders cluster-id=x",
+            &longer,
+            "cluster-id=x",
+        ] {
+            assert_eq!(TopicIdentity::parse(metadata), None, "{metadata}");
+        }
+    }
+}

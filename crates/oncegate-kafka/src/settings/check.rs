@@ -1,0 +1,141 @@
+//! Rejects settings that cannot work.
+
+use std::time::Duration;
+
+use oncegate_core::SourceError;
+
+use super::{Kafka, TopicCreation, brokers, security};
+
+impl Kafka {
+    /// Rejects settings that cannot work, before connecting to a broker.
+    pub(crate) fn check(&self) -> Result<(), SourceError> {
+        let invalid = |setting: &str, problem: &str, remedy: &str| {
+            Err(SourceError::misconfigured(setting, problem, remedy))
+        };
+        if self.topics.is_empty() || self.topics.iter().any(|topic| topic.trim().is_empty()) {
+            return invalid(
+                "topic",
+                "is empty",
+                "name the topic to read: Kafka::topic(\"payments\")",
+            );
+        }
+        if let Some(pattern) = self.topics.iter().find(|topic| topic.starts_with('^')) {
+            return invalid(
+                "topic",
+                &format!("`{pattern}` is a pattern"),
+                "name each topic: Kafka::topics([\"a\", \"b\"])",
+            );
+        }
+        self.check_access()?;
+        if self.group.trim().is_empty() {
+            return invalid(
+                "group",
+                "is empty",
+                "name the consumer group: .group(\"ledger\")",
+            );
+        }
+        for topic in &self.topics {
+            for (setting, destination) in [
+                ("dead_letters", self.destinations.dead_letters(topic)),
+                ("in_doubt", self.destinations.in_doubt(topic)),
+            ] {
+                if destination.trim().is_empty() || self.topics.contains(&destination) {
+                    return invalid(
+                        setting,
+                        &format!("`{destination}` is empty, or is a topic that is read"),
+                        "name another topic",
+                    );
+                }
+            }
+        }
+        if let TopicCreation::Create {
+            partitions,
+            replication,
+        } = self.creation
+            && (partitions == 0 || replication == 0)
+        {
+            return invalid(
+                "create_topics",
+                "partitions or replication is 0",
+                "use at least 1 of each",
+            );
+        }
+        if self
+            .property_value("auto.commit.interval.ms")
+            .is_some_and(|value| value.trim().parse() == Ok(0))
+        {
+            return invalid(
+                "auto.commit.interval.ms",
+                "is 0, which disables periodic commits",
+                "use at least 1; the default is 1000",
+            );
+        }
+        if self.stalled_after < Duration::from_secs(1) {
+            return invalid(
+                "stalled_after",
+                "is below 1 s",
+                "use at least 1 s; the default is 60 s",
+            );
+        }
+        Ok(())
+    }
+
+    /// Checks what every client of these brokers needs: addresses, TLS, login and properties.
+    pub(crate) fn check_access(&self) -> Result<(), SourceError> {
+        let invalid = |setting: &str, problem: &str, remedy: &str| {
+            Err(SourceError::misconfigured(setting, problem, remedy))
+        };
+        if self.brokers.trim().is_empty() {
+            return invalid(
+                "brokers",
+                "is empty",
+                "name a broker: .brokers(\"localhost:9092\")",
+            );
+        }
+        if let Err(problem) = brokers::check(&self.brokers) {
+            return invalid(
+                "brokers",
+                &problem,
+                "write host:port, and commas between several: .brokers(\"a:9092,b:9092\")",
+            );
+        }
+        self.security.check()?;
+        self.properties
+            .iter()
+            .try_for_each(|(key, value)| security::check_property(key, value))?;
+        self.properties.iter().try_for_each(|(key, _)| {
+            forbidden_property(key).map_or(Ok(()), |remedy| {
+                invalid(key, "cannot be set as a property", remedy)
+            })
+        })
+    }
+}
+
+/// The alternative to a property that may not be set.
+fn forbidden_property(key: &str) -> Option<&'static str> {
+    match key.trim() {
+        "enable.auto.commit"
+        | "auto.commit.enable"
+        | "enable.auto.offset.store"
+        | "offset.store.method" => Some("remove it: the source commits only settled offsets"),
+        "group.id" => Some("use .group(…)"),
+        "bootstrap.servers" | "metadata.broker.list" => Some("use .brokers(…)"),
+        "auto.offset.reset" => Some("use .start(…) and .out_of_range(…)"),
+        "allow.auto.create.topics" => Some(
+            "remove it, and use .create_topics(…): topics that a broker creates by itself have limited retention",
+        ),
+        "statistics.interval.ms" => Some(
+            "remove it: the source reads the state of the group coordinator from the statistics",
+        ),
+        "enable.partition.eof" => Some(
+            "remove it: librdkafka counts each end of a partition as a message, and would skip one after a rebalance",
+        ),
+        "isolation.level" => {
+            Some("remove it: messages of an aborted transaction must not be handled")
+        }
+        "enable.idempotence" | "acks" | "request.required.acks" | "transactional.id" => {
+            Some("remove it: a dead letter is confirmed only when all in-sync replicas have it")
+        }
+        _ => None,
+    }
+}
