@@ -346,7 +346,8 @@ impl SystemModel {
     ) -> Option<Event> {
         let delivery = state.consumers[consumer_index].delivery.as_mut()?;
         match command {
-            DriverCommand::Apply(ask) => {
+            DriverCommand::Apply => {
+                let ask = delivery.driver.stage().pending_ask()?;
                 if ask == Ask::Claim && delivery.driver.attempts.number == 0 {
                     delivery.lease = LeaseState::None;
                 }
