@@ -1,8 +1,9 @@
 //! Handles messages of the memory broker with the memory store and an empty handler, on a runtime
 //! with one thread.
 //!
-//! `oncegate-bench-instructions MESSAGES [inline|spawned]`. It only runs the messages: `cargo xtask bench
-//! --guard` runs it under callgrind with few and with many messages, and divides the difference.
+//! `oncegate-bench-instructions MESSAGES [inline|spawned|fixture]`. `cargo xtask bench --guard` runs
+//! it under callgrind with few and with many messages, and divides the difference. With `fixture` it
+//! only creates and publishes the messages: the guard subtracts that cost.
 #![forbid(unsafe_code)]
 
 use std::sync::Arc;
@@ -35,12 +36,15 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
     let messages: usize = arguments
         .next()
-        .ok_or("usage: oncegate-bench-instructions MESSAGES [inline|spawned]")?
+        .ok_or("usage: oncegate-bench-instructions MESSAGES [inline|spawned|fixture]")?
         .parse()?;
-    let handlers = match arguments.next().as_deref() {
-        None | Some("inline") => Execution::Inline,
-        Some("spawned") => Execution::Spawned,
-        Some(other) => return Err(format!("`{other}` is neither `inline` nor `spawned`").into()),
+    let execution = match arguments.next().as_deref() {
+        None | Some("inline") => Some(Execution::Inline),
+        Some("spawned") => Some(Execution::Spawned),
+        Some("fixture") => None,
+        Some(other) => {
+            return Err(format!("`{other}` is none of `inline`, `spawned`, `fixture`").into());
+        }
     };
     let broker = MemoryBroker::new("messages");
     // One block of headers for all messages, as sources create it.
@@ -60,6 +64,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             ..message.clone()
         });
     }
+    let Some(execution) = execution else {
+        std::mem::forget(broker); // in the other modes the consumer drops the messages
+        return Ok(());
+    };
     let over = Arc::new(Notify::new());
     let all = over.clone();
     Consumer::builder()
@@ -67,7 +75,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .store(MemoryStore::new())
         .id(IdSource::header("id"))
         .decode(RawBytes)
-        .execution(handlers)
+        .execution(execution)
         .handler(CountDown(AtomicUsize::new(messages), over))
         .run_until(async move { all.notified().await })
         .await?;

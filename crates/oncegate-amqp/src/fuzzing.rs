@@ -1,19 +1,19 @@
 //! The parsers of bytes that a broker or a configuration sends, for the fuzz targets of this
 //! repository. No part of the API: any release may change it.
 
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use lapin::message::Delivery;
 use lapin::uri::AMQPUri;
 use oncegate_core::source::SourceError;
 
 use crate::client::frame_sanitizer;
-use crate::incoming;
-use crate::node::BrokerNode;
+use crate::client::node::BrokerNode;
+use crate::protocol::incoming;
 use crate::settings::RabbitMq;
 
 /// The character that replaces each byte of a short string that is not UTF-8.
-pub const INVALID_UTF8_MARK: char = frame_sanitizer::INVALID_UTF8_MARK;
+pub const INVALID_UTF8_MARK: char = incoming::INVALID_UTF8_MARK;
 
 /// Replaces invalid UTF-8 in frames.
 #[derive(Default)]
@@ -53,11 +53,14 @@ pub struct ParsedDelivery {
 pub fn parse_delivery(raw: Delivery, settings: RabbitMq) -> Result<ParsedDelivery, SourceError> {
     let settings = settings.check()?;
     let has_invalid_utf8 = incoming::has_invalid_utf8(&raw);
-    let (delivery, _) = incoming::parse_delivery(raw, &settings, 1);
+    let received = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    let (delivery, _) = incoming::parse_delivery(raw, &settings, 1, received);
     Ok(ParsedDelivery {
         has_invalid_utf8,
         failures: delivery.failures,
-        remaining_delay: incoming::remaining_delay(&delivery, &settings),
+        remaining_delay: incoming::remaining_delay(&delivery, &settings, received),
     })
 }
 

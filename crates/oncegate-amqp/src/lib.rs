@@ -21,35 +21,17 @@
 //!   at once.
 #![forbid(unsafe_code)]
 
-// `source` implements core's `Source` and sends commands to the `driver`, a task on a thread of its
-// own. The driver owns one `session` (a consuming channel, opened by `open_session`) with its
-// `ack_ledger` and `delay_buffer`; `incoming` converts its deliveries, and the `incoming_queue` passes
-// them to the source. The `publisher` publishes each `message_copy` on a `publish_channel`. `node`
-// parses the URLs, `connector` connects, and `client` has the workarounds.
-mod ack_ledger;
-mod backoff;
+// `source` implements core's `Source`. The decisions are in `protocol`: which delivery is acknowledged
+// when, which confirm counts, what the headers of a copy mean, which queues are declared. `client` owns
+// lapin: its `driver`, a task on a thread of its own, executes what `protocol` decides.
 mod client;
-mod connector;
-mod delay_buffer;
-mod driver;
 #[doc(hidden)]
 pub mod fuzzing;
-mod incoming;
-mod incoming_queue;
-mod message_copy;
 mod metric;
-mod node;
-mod open_session;
-mod problem_throttle;
-mod publish_channel;
-mod publisher;
-mod queue_settings;
-mod session;
+mod protocol;
 mod settings;
 mod source;
 mod status;
-mod tls;
-mod topology;
 
 pub use metric::RABBITMQ_METRICS;
 pub use settings::{QueueKind, RabbitMq, Rejects, Topology};

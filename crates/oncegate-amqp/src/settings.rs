@@ -8,11 +8,13 @@ use std::time::Duration;
 use lapin::Connection;
 use oncegate_core::source::{ConnectOptions, Order, SourceError};
 
-use crate::connector::BrokerConnector;
-use crate::node::BrokerNode;
-use crate::queue_settings::{ConsumerMode, MismatchLog, QueueSettings, queue_name};
+use crate::client::connector::BrokerConnector;
+use crate::client::context::SourceContext;
+use crate::client::declare::MismatchLog;
+use crate::client::node::BrokerNode;
+use crate::client::tls::{ClientIdentity, TlsFiles};
+use crate::protocol::queue_settings::{ConsumerMode, QueueSettings, queue_name};
 use crate::status::{RabbitMqStatus, SourceMetrics};
-use crate::tls::{ClientIdentity, TlsFiles};
 
 /// RabbitMQ's default consumer timeout.
 const CONSUMER_TIMEOUT: Duration = Duration::from_secs(30 * 60);
@@ -280,25 +282,21 @@ impl RabbitMq {
         self.clone().check().map(drop)
     }
 
-    pub(crate) fn check(self) -> Result<QueueSettings, SourceError> {
-        let dead_letters = self
-            .dead_letters
-            .unwrap_or_else(|| format!("{}.dead-letters", self.queue));
-        let in_doubt = self
-            .in_doubt
-            .unwrap_or_else(|| format!("{}.in-doubt", self.queue));
+    pub(crate) fn check(self) -> Result<SourceContext, SourceError> {
+        let or_suffix = |name: Option<String>, suffix: &str| {
+            name.unwrap_or_else(|| format!("{}.{suffix}", self.queue))
+        };
+        let dead_letters = or_suffix(self.dead_letters, "dead-letters");
+        let in_doubt = or_suffix(self.in_doubt, "in-doubt");
         let connector = BrokerConnector::new(&self.urls, self.tls)?;
-        let configured = u16::try_from(self.prefetch)
-            .ok()
-            .filter(|count| *count > 0)
-            .ok_or_else(|| {
-                let problem = format!("{} is not between 1 and 65535", self.prefetch);
-                SourceError::misconfigured(
-                    "prefetch",
-                    problem,
-                    "use at least 1 and at most 65535 unacknowledged deliveries; the default is 512",
-                )
-            })?;
+        let configured = u16::try_from(self.prefetch).unwrap_or(0);
+        if configured == 0 {
+            return Err(SourceError::misconfigured(
+                "prefetch",
+                format!("{} is not between 1 and 65535", self.prefetch),
+                "use at least 1 and at most 65535 unacknowledged deliveries; the default is 512",
+            ));
+        }
         // Without delay queues, delayed deliveries count towards the prefetch, so it is not capped.
         let cap = if self.topology == Topology::Declare {
             self.in_flight.max(1).saturating_mul(2)
@@ -306,70 +304,61 @@ impl RabbitMq {
             usize::MAX
         };
         let prefetch = u16::try_from(cap).unwrap_or(u16::MAX).min(configured);
-        if dead_letters == self.queue || in_doubt == self.queue {
-            let setting = if dead_letters == self.queue {
-                "dead_letters"
-            } else {
-                "in_doubt"
-            };
-            let problem = format!(
-                "`{}` is the consumed queue: rejected messages would be redelivered endlessly",
-                self.queue
-            );
-            return Err(SourceError::misconfigured(
-                setting,
-                problem,
-                "name another queue",
-            ));
+        for (setting, queue) in [("dead_letters", &dead_letters), ("in_doubt", &in_doubt)] {
+            if *queue == self.queue {
+                return Err(SourceError::misconfigured(
+                    setting,
+                    format!(
+                        "`{queue}` is the consumed queue: rejected messages would be redelivered endlessly"
+                    ),
+                    "name another queue",
+                ));
+            }
         }
-        if self
-            .key_header
-            .as_deref()
-            .is_some_and(|name| name.is_empty() || name.len() > 255)
-        {
-            let problem = "the name of the header is empty or longer than 255 bytes";
+        let key_header = self.key_header.as_deref();
+        if key_header.is_some_and(|name| name.is_empty() || name.len() > 255) {
             return Err(SourceError::misconfigured(
                 "key_header",
-                problem,
+                "the name of the header is empty or longer than 255 bytes",
                 "use the name of the header that has the key",
             ));
         }
         if self.consumer_timeout < Duration::from_secs(1) {
-            let problem = format!("{:?} is below 1 s", self.consumer_timeout);
             return Err(SourceError::misconfigured(
                 "consumer_timeout",
-                problem,
+                format!("{:?} is below 1 s", self.consumer_timeout),
                 "use the value of consumer_timeout in rabbitmq.conf; RabbitMQ's default is 30 minutes",
             ));
         }
         if (self.rejects, self.kind, self.topology)
             == (Rejects::ByQueue, QueueKind::Classic, Topology::Declare)
         {
-            let problem = "a classic queue is declared without a dead-letter exchange: the broker would drop rejected messages";
             return Err(SourceError::misconfigured(
                 "rejects",
-                problem,
+                "a classic queue is declared without a dead-letter exchange: the broker would drop rejected messages",
                 "choose `Rejects::Published`, or a quorum queue",
             ));
         }
-        Ok(QueueSettings {
+        Ok(SourceContext {
             metrics: SourceMetrics::new(self.status, &self.queue),
-            name: Arc::from(self.queue.as_str()),
-            queue: queue_name("queue", self.queue)?,
-            dead_letters: queue_name("dead_letters", dead_letters)?,
-            in_doubt: queue_name("in_doubt", in_doubt)?,
             connector,
-            prefetch,
-            key_header: self.key_header,
-            body_limit: self.body_limit,
-            consumer_timeout: self.consumer_timeout,
-            longest_open: self.longest_open,
-            topology: self.topology,
-            kind: self.kind,
-            consumers: self.consumers,
-            order: self.order,
-            rejects: self.rejects,
             mismatches: MismatchLog::default(),
+            settings: QueueSettings {
+                name: Arc::from(self.queue.as_str()),
+                queue: queue_name("queue", self.queue)?,
+                dead_letters: queue_name("dead_letters", dead_letters)?,
+                in_doubt: queue_name("in_doubt", in_doubt)?,
+                prefetch,
+                key_header: self.key_header,
+                body_limit: self.body_limit,
+                consumer_timeout: self.consumer_timeout,
+                longest_open: self.longest_open,
+                topology: self.topology,
+                kind: self.kind,
+                consumers: self.consumers,
+                order: self.order,
+                rejects: self.rejects,
+            },
         })
     }
 }
@@ -406,136 +395,99 @@ fn redact(url: &str) -> String {
 mod tests {
     use super::*;
 
-    fn setting(source: RabbitMq) -> String {
-        match source.check() {
-            Err(SourceError::Misconfigured { setting, .. }) => setting,
-            Err(other) => panic!("{other}"),
-            Ok(_) => "none".into(),
-        }
-    }
-
     #[test]
     fn an_invalid_setting_is_named_in_the_error() {
         let payments = || RabbitMq::queue("payments");
-        assert_eq!(setting(payments()), "none");
-        assert_eq!(setting(RabbitMq::queue("")), "queue");
-        assert_eq!(setting(RabbitMq::queue("q".repeat(241))), "queue");
-        assert_eq!(setting(payments().prefetch(0)), "prefetch");
-        assert_eq!(setting(payments().prefetch(65_536)), "prefetch");
-        assert_eq!(setting(payments().dead_letters("payments")), "dead_letters");
-        assert_eq!(setting(payments().in_doubt("payments")), "in_doubt");
-        for url in [
-            "",
-            "localhost",
-            "http://localhost",
-            "amqp:guest:secret",
-            "amqp://guest:secret@[::1]:5672/%2f?heart=1",
-        ] {
-            assert_eq!(setting(payments().url(url)), "url", "{url}");
-        }
-        assert_eq!(setting(payments().urls(Vec::<String>::new())), "url");
-        assert_eq!(
-            setting(payments().ca_certificate("/nowhere.pem")),
-            "url",
-            "a CA certificate has no effect without TLS"
-        );
-        assert_eq!(
-            setting(
-                payments()
-                    .url("amqps://broker")
-                    .ca_certificate("/nowhere.pem")
+        let with_certificate = |source: RabbitMq| source.ca_certificate("/nowhere.pem");
+        for (source, named) in [
+            (payments(), "none"),
+            (RabbitMq::queue(""), "queue"),
+            (RabbitMq::queue("q".repeat(241)), "queue"),
+            (payments().prefetch(0), "prefetch"),
+            (payments().prefetch(65_536), "prefetch"),
+            (payments().dead_letters("payments"), "dead_letters"),
+            (payments().in_doubt("payments"), "in_doubt"),
+            (payments().url(""), "url"),
+            (payments().url("localhost"), "url"),
+            (payments().url("http://localhost"), "url"),
+            (payments().url("amqp:guest:secret"), "url"),
+            (
+                payments().url("amqp://guest:secret@[::1]:5672/%2f?heart=1"),
+                "url",
             ),
-            "ca_certificate"
-        );
-        assert_eq!(setting(payments().key_header("")), "key_header");
-        assert_eq!(setting(payments().key_header("customer")), "none");
-        assert_eq!(
-            setting(payments().consumer_timeout(Duration::ZERO)),
-            "consumer_timeout"
-        );
-        assert_eq!(setting(payments().rejects(Rejects::ByQueue)), "none");
-        assert_eq!(
-            setting(
+            (payments().urls(Vec::<String>::new()), "url"),
+            // A CA certificate has no effect without TLS.
+            (with_certificate(payments()), "url"),
+            (
+                with_certificate(payments().url("amqps://broker")),
+                "ca_certificate",
+            ),
+            (payments().key_header(""), "key_header"),
+            (payments().key_header("customer"), "none"),
+            (
+                payments().consumer_timeout(Duration::ZERO),
+                "consumer_timeout",
+            ),
+            (payments().rejects(Rejects::ByQueue), "none"),
+            (
                 payments()
                     .rejects(Rejects::ByQueue)
-                    .queue_kind(QueueKind::Classic)
+                    .queue_kind(QueueKind::Classic),
+                "rejects",
             ),
-            "rejects"
-        );
-    }
-
-    fn in_flight_options(count: usize) -> ConnectOptions {
-        let mut options = ConnectOptions::default();
-        options.max_in_flight = Some(count);
-        options
+        ] {
+            let text = format!("{source:?}");
+            let found = match source.check() {
+                Err(SourceError::Misconfigured { setting, .. }) => setting,
+                Err(other) => panic!("{other}"),
+                Ok(_) => "none".into(),
+            };
+            assert_eq!(found, named, "{text}");
+        }
     }
 
     #[test]
     fn the_prefetch_is_capped_at_twice_the_deliveries_in_flight() {
-        let prefetch = |in_flight| {
-            RabbitMq::queue("payments")
-                .with_options(in_flight_options(in_flight))
-                .check()
-                .expect("settings")
-                .prefetch
-        };
-        assert_eq!(
-            [1, 8, 300, 0, usize::MAX].map(prefetch),
-            [2, 16, 512, 2, 512]
-        );
-        assert_eq!(
-            RabbitMq::queue("payments")
-                .check()
-                .expect("settings")
-                .prefetch,
-            512
-        );
-        assert_eq!(
-            RabbitMq::queue("payments")
-                .topology(Topology::Check)
-                .with_options(in_flight_options(1))
-                .check()
-                .expect("settings")
-                .prefetch,
-            512
-        );
-        assert_eq!(
-            RabbitMq::queue("payments")
-                .prefetch(1)
-                .with_options(in_flight_options(64))
-                .check()
-                .expect("settings")
-                .prefetch,
-            1
-        );
+        let payments = || RabbitMq::queue("payments");
+        for (source, in_flight, expected) in [
+            (payments(), Some(1), 2),
+            (payments(), Some(8), 16),
+            (payments(), Some(300), 512),
+            (payments(), Some(0), 2),
+            (payments(), Some(usize::MAX), 512),
+            (payments(), None, 512),
+            (payments().topology(Topology::Check), Some(1), 512),
+            (payments().prefetch(1), Some(64), 1),
+        ] {
+            let mut options = ConnectOptions::default();
+            options.max_in_flight = in_flight;
+            let settings = source.with_options(options).check().expect("settings");
+            assert_eq!(settings.prefetch, expected, "{in_flight:?}");
+        }
     }
 
     #[test]
     fn a_delivery_that_may_exceed_the_consumer_timeout_causes_a_warning() {
         let minutes = |count: u64| Duration::from_secs(60 * count);
-        let warning_for = |open, timeout| {
+        for (longest_open, timeout, warns) in [
+            (None, minutes(30), false),
+            (Some(minutes(27)), minutes(30), false),
+            (Some(minutes(28)), minutes(30), true),
+            (Some(minutes(28)), minutes(60), false),
+        ] {
             let mut options = ConnectOptions::default();
-            options.longest_open = Some(open);
-            let source = RabbitMq::queue("payments")
-                .consumer_timeout(timeout)
-                .with_options(options);
-            source.check().expect("settings").consumer_timeout_warning()
-        };
-        assert_eq!(
-            RabbitMq::queue("payments")
-                .check()
-                .expect("settings")
-                .consumer_timeout_warning(),
-            None
-        );
-        assert_eq!(warning_for(minutes(27), minutes(30)), None);
-        let warning = warning_for(minutes(28), minutes(30)).expect("a warning");
-        assert!(
-            warning.contains("RabbitMQ's consumer_timeout")
-                && warning.contains(".handler_timeout(…)"),
-            "{warning}"
-        );
-        assert_eq!(warning_for(minutes(28), minutes(60)), None);
+            options.longest_open = longest_open;
+            let source = RabbitMq::queue("payments").consumer_timeout(timeout);
+            let settings = source.with_options(options).check().expect("settings");
+            let warning = settings.consumer_timeout_warning();
+            assert_eq!(warning.is_some(), warns, "{longest_open:?}, {timeout:?}");
+            for part in ["RabbitMQ's consumer_timeout", ".handler_timeout(…)"] {
+                assert!(
+                    warning.as_ref().is_none_or(|text| text.contains(part)),
+                    "{warning:?}"
+                );
+            }
+        }
     }
 
     #[test]

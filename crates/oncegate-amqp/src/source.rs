@@ -15,9 +15,9 @@ use oncegate_core::source::{
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::sync::oneshot;
 
-use crate::driver::{self, DriverEndpoints, SourceCommand};
-use crate::incoming_queue::{IncomingReceiver, incoming_queue};
-use crate::queue_settings::QueueSettings;
+use crate::client::context::SourceContext;
+use crate::client::driver::{self, DriverEndpoints, SourceCommand};
+use crate::client::incoming_queue::{IncomingReceiver, incoming_queue};
 use crate::settings::{RabbitMq, Rejects};
 
 /// A source that consumes a RabbitMQ queue. Created by [`Connect::connect`] of a [`RabbitMq`].
@@ -30,7 +30,7 @@ pub struct RabbitMqSource {
     /// The epoch of the open channel: channels are numbered from 1. 0 while no channel is open.
     open_epoch: Arc<AtomicU64>,
     max_store_batch: usize,
-    settings: Arc<QueueSettings>,
+    context: Arc<SourceContext>,
 }
 
 #[async_trait]
@@ -52,12 +52,12 @@ impl Connect for RabbitMq {
     /// Connects, declares or checks the queues according to [`RabbitMq::topology`], and consumes.
     /// Logs a warning if a delivery may be unsettled for longer than the consumer timeout allows.
     async fn connect(self, options: ConnectOptions) -> Result<RabbitMqSource, SourceError> {
-        let settings = Arc::new(self.with_options(options).check()?);
-        if let Some(warning) = settings.consumer_timeout_warning() {
-            tracing::warn!(queue = &*settings.name, "{warning}");
+        let context = Arc::new(self.with_options(options).check()?);
+        if let Some(warning) = context.consumer_timeout_warning() {
+            tracing::warn!(queue = &*context.name, "{warning}");
         }
         // A quarter of the prefetch, so that the broker delivers more while the store has a batch.
-        let max_store_batch = usize::from(settings.prefetch / 4).clamp(1, 256);
+        let max_store_batch = usize::from(context.prefetch / 4).clamp(1, 256);
         let (incoming_queue, incoming) = incoming_queue();
         let (commands, command_receiver) = unbounded_channel();
         let open_epoch = Arc::new(AtomicU64::new(0));
@@ -71,11 +71,11 @@ impl Connect for RabbitMq {
             .enable_all()
             .build()
             .map_err(unavailable)?;
-        let driver_settings = Arc::clone(&settings);
+        let driver_context = Arc::clone(&context);
         std::thread::Builder::new()
             .name("oncegate-amqp".into())
             .spawn(move || {
-                runtime.block_on(driver::run(driver_settings, endpoints, opened));
+                runtime.block_on(driver::run(driver_context, endpoints, opened));
                 runtime.shutdown_background();
             })
             .map_err(unavailable)?;
@@ -85,7 +85,7 @@ impl Connect for RabbitMq {
             commands,
             open_epoch,
             max_store_batch,
-            settings,
+            context,
         })
     }
 }
@@ -110,11 +110,11 @@ impl Source for RabbitMqSource {
 
     fn destination(&self, _: &Origin, reason: &Reason) -> Option<String> {
         Some(match reason.is_in_doubt() {
-            true => self.settings.in_doubt.to_string(),
-            false if self.settings.rejects == Rejects::ByQueue => {
+            true => self.context.in_doubt.to_string(),
+            false if self.context.rejects == Rejects::ByQueue => {
                 "the queue's dead-letter exchange".to_owned()
             }
-            false => self.settings.dead_letters.to_string(),
+            false => self.context.dead_letters.to_string(),
         })
     }
 

@@ -436,7 +436,7 @@ async fn run<S: Connect, H: Handler, D: Decode>(
     };
     tracing::info!(guarantee = ?settings.guarantee, ?id, window = ?settings.dedup_window, lease = ?settings.lease, "consumer started");
     let source = Box::new(source) as Box<dyn Source>;
-    Engine::new(source, store, Arc::new(runner), id, settings)?
+    Engine::new(source, store, runner, id, settings)?
         .run(shutdown)
         .await
 }

@@ -67,16 +67,12 @@ impl ConsumerMetrics {
 
     /// Records that the store answered this batch after this time.
     pub(crate) fn answered(&self, operations: &[Operation], after: Duration) {
-        let count = |ask: Ask| {
-            operations
-                .iter()
-                .filter(|operation| operation.ask == ask)
-                .count()
-        };
-        for (histogram, count) in [
-            (&self.claim, count(Ask::Claim)),
-            (&self.complete, count(Ask::Complete)),
-        ] {
+        let (mut claims, mut completions) = (0, 0);
+        for operation in operations {
+            claims += usize::from(matches!(operation.ask, Ask::Claim));
+            completions += usize::from(matches!(operation.ask, Ask::Complete));
+        }
+        for (histogram, count) in [(&self.claim, claims), (&self.complete, completions)] {
             if count > 0 {
                 histogram.record_many(after, count);
             }

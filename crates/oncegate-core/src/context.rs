@@ -3,26 +3,60 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::id::MessageId;
+use crate::id::{MessageId, Scope};
 use crate::lease::Lease;
+use crate::marker::{Ask, Operation, Terms};
 use crate::message::Message;
 
 /// The context of one run of a handler: the id, the fencing token, the message itself.
 #[derive(Clone, Debug)]
-pub struct Context {
-    pub(crate) id: MessageId,
-    pub(crate) attempt: u32,
+pub struct Context(pub(crate) Arc<SharedDelivery>);
+
+/// What the engine, the context of a handler and the renewals share of one delivery.
+///
+/// It changes only while nobody shares it: a handler that keeps its context keeps the values of its
+/// own run.
+#[derive(Clone, Debug)]
+pub(crate) struct SharedDelivery {
+    /// `None` if the message has no usable id: then it never runs.
+    pub(crate) id: Option<MessageId>,
+    /// `None` in a [`Gate`](crate::Gate), and after the delivery was settled.
+    pub(crate) message: Option<Message>,
+    pub(crate) terms: Terms,
     /// How many attempts failed before, including those without an effect, which the store does not
     /// count.
     pub(crate) failures: u32,
-    pub(crate) message: Message,
-    pub(crate) lease: Option<Arc<Lease>>,
+    /// The number of the granted attempt; 0 before the grant.
+    pub(crate) attempt: u32,
+    /// `None` without a grant.
+    pub(crate) lease: Option<Lease>,
+}
+
+impl SharedDelivery {
+    /// The message of a delivery that is not settled.
+    #[inline]
+    pub(crate) fn message(&self) -> &Message {
+        self.message
+            .as_ref()
+            .expect("only settling takes the message, after the last run")
+    }
+
+    /// The operation that renews its lease; `None` without one.
+    pub(crate) fn renewal(&self, scope: &Scope) -> Option<Operation> {
+        Some(Operation {
+            key: scope.key(self.id.as_ref()?),
+            ask: Ask::Renew,
+            token: self.lease.as_ref()?.token,
+            attempt: self.attempt,
+            terms: self.terms,
+        })
+    }
 }
 
 impl Context {
     /// The idempotency key: pass it to downstream systems that deduplicate.
     pub fn id(&self) -> &str {
-        self.id.as_str()
+        self.0.id.as_ref().map_or("", MessageId::as_str)
     }
 
     /// The fencing token: the number of the granted attempt, from 1. A downstream system that refuses
@@ -32,12 +66,12 @@ impl Context {
     /// It increases after each attempt that may have had an effect. An attempt that ended with
     /// [`retry`](crate::FailureExt::retry) had none, so the next one may have the same number.
     pub fn attempt(&self) -> u32 {
-        self.attempt
+        self.0.attempt.max(1)
     }
 
     /// The message: key, headers, body, origin.
     pub fn message(&self) -> &Message {
-        &self.message
+        self.0.message()
     }
 
     /// How long the lease lasts without a renewal; zero once it is lost. Leases are renewed in the
@@ -47,8 +81,9 @@ impl Context {
     /// [`Duration::MAX`] without a lease: with [`Guarantee::Bare`](crate::Guarantee::Bare), and without
     /// the gate.
     pub fn lease_remaining(&self) -> Duration {
-        self.lease
+        self.0
+            .lease
             .as_ref()
-            .map_or(Duration::MAX, |lease| lease.remaining())
+            .map_or(Duration::MAX, Lease::remaining)
     }
 }

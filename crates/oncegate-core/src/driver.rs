@@ -35,10 +35,10 @@ pub enum OnRelease {
 /// What the owner of a delivery does next.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum DriverCommand {
-    /// Applies this to the store with the delivery's token and attempt, and reports
-    /// [`Event::Answer`] or [`Event::Unavailable`]. A claim with a new token ends the lease of the
-    /// claim before it.
-    Apply(Ask),
+    /// Applies the operation that the stage waits for, [`Stage::pending_ask`], to the store with the
+    /// delivery's token and attempt, and reports [`Event::Answer`] or [`Event::Unavailable`]. A claim
+    /// with a new token ends the lease of the claim before it.
+    Apply,
     /// Reports [`Event::MayRun`] when the handler may start, [`Event::LeaseOver`] if the lease may
     /// have ended by then, or [`Event::IsolationFull`].
     AwaitRun,
@@ -72,6 +72,7 @@ pub enum DriverCommand {
 
 impl LifecycleDriver {
     /// A delivery that was just received.
+    #[inline]
     pub fn new(history: History, on_release: OnRelease) -> Self {
         Self {
             stage: Stage::New(history),
@@ -83,11 +84,13 @@ impl LifecycleDriver {
     }
 
     /// The stage of the delivery.
+    #[inline]
     pub fn stage(&self) -> Stage {
         self.stage
     }
 
     /// Whether [`begin_drain`](Self::begin_drain) was called.
+    #[inline]
     pub fn is_draining(&self) -> bool {
         self.draining
     }
@@ -107,6 +110,7 @@ impl LifecycleDriver {
     ///
     /// `new_token` returns the token of a new claim. Its argument is the token of the previous claim,
     /// for tests that reuse it.
+    #[inline]
     pub fn handle(
         &mut self,
         event: Event,
@@ -119,6 +123,7 @@ impl LifecycleDriver {
     /// Processes an event by other rules than
     /// [`lifecycle::transition`](crate::lifecycle::transition), for a checker that verifies that it
     /// detects wrong rules.
+    #[inline]
     pub fn handle_by(
         &mut self,
         rules: impl Fn(Stage, Event, &Policy) -> (Stage, Action),
@@ -126,24 +131,19 @@ impl LifecycleDriver {
         policy: &Policy,
         mut new_token: impl FnMut(Token) -> Token,
     ) -> DriverCommand {
-        if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event {
-            self.attempts = attempts;
-        }
-        // A rejected id does not run, but the dead letter carries the fencing token of its last attempt.
-        if let Event::Answer(Verdict::Rejected { attempt }) = event {
-            self.attempts = Attempts::none_counted(attempt);
+        match event {
+            Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) => {
+                self.attempts = attempts;
+            }
+            // A rejected id does not run, but the dead letter carries the fencing token of its last
+            // attempt.
+            Event::Answer(Verdict::Rejected { attempt }) => {
+                self.attempts = Attempts::none_counted(attempt);
+            }
+            _ => {}
         }
         let command = self.advance(&rules, event, policy, &mut new_token);
-        // A draining delivery starts nothing new: if the command would wait, queue or claim, the
-        // drain is reported again.
-        let starts_something = match command {
-            DriverCommand::Apply(ask) => ask == Ask::Claim && self.attempts.number == 0,
-            DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitIsolation => {
-                true
-            }
-            _ => false,
-        };
-        if !starts_something || !self.is_draining() {
+        if !self.draining || !self.starts_something(&command) {
             return command;
         }
         match self.advance(&rules, Event::Drain, policy, &mut new_token) {
@@ -152,6 +152,43 @@ impl LifecycleDriver {
         }
     }
 
+    /// Processes an event if it leads to the expected action, which is returned; otherwise changes
+    /// nothing, and the caller passes the same event to [`handle`](Self::handle).
+    ///
+    /// For the commonest events: the compiler resolves [`transition`] where the event is a constant.
+    #[inline(always)]
+    pub(crate) fn handle_expected(
+        &mut self,
+        event: Event,
+        policy: &Policy,
+        is_expected: impl FnOnce(&Action) -> bool,
+    ) -> Option<Action> {
+        if self.draining {
+            return None;
+        }
+        let (stage, action) = transition(self.stage, event, policy);
+        if !is_expected(&action) {
+            return None;
+        }
+        self.stage = stage;
+        Some(action)
+    }
+
+    /// Whether the command would wait, queue or claim. A draining delivery starts nothing new: the
+    /// drain is reported to it again.
+    fn starts_something(&self, command: &DriverCommand) -> bool {
+        match command {
+            DriverCommand::Apply => {
+                self.attempts.number == 0 && self.stage.pending_ask() == Some(Ask::Claim)
+            }
+            DriverCommand::AwaitRun | DriverCommand::Wake(_) | DriverCommand::AwaitIsolation => {
+                true
+            }
+            _ => false,
+        }
+    }
+
+    #[inline]
     fn advance(
         &mut self,
         rules: &impl Fn(Stage, Event, &Policy) -> (Stage, Action),
@@ -164,9 +201,9 @@ impl LifecycleDriver {
         match action {
             Action::NewClaim => {
                 (self.token, self.attempts) = (new_token(self.token), Attempts::new(0));
-                DriverCommand::Apply(Ask::Claim)
+                DriverCommand::Apply
             }
-            Action::Ask(ask) => DriverCommand::Apply(ask),
+            Action::Apply => DriverCommand::Apply,
             Action::AwaitRun => DriverCommand::AwaitRun,
             Action::Run => DriverCommand::Run,
             Action::Reconcile => DriverCommand::Reconcile,
@@ -181,5 +218,58 @@ impl LifecycleDriver {
             Action::Wait => DriverCommand::Nothing,
             Action::Abandon => DriverCommand::Abandon,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lifecycle::{Freshness, Outcome};
+    use crate::settings::Settings;
+
+    /// In random histories, the express path leads to the same stage as the usual one, or changes
+    /// nothing.
+    #[test]
+    fn an_expected_action_is_that_of_the_usual_path() {
+        let policy = Settings::default().policy();
+        let events = [
+            Event::Arrived,
+            Event::Answer(Verdict::Granted(Attempts::new(1))),
+            Event::MayRun,
+            Event::Returned(Outcome::Done),
+            Event::Returned(Outcome::Retry),
+            Event::Answer(Verdict::Done { marker_lost: false }),
+            Event::Answer(Verdict::Lost),
+            Event::Unavailable,
+            Event::Woke,
+            Event::LeaseOver,
+        ];
+        let history = History {
+            failures: 0,
+            freshness: Freshness::Fresh,
+        };
+        let mut compared = 0;
+        for seed in 0..300 {
+            let mut random = fastrand::Rng::with_seed(seed);
+            let mut driver = LifecycleDriver::new(history, OnRelease::ReturnToSource);
+            for _ in 0..20 {
+                let event = events[random.usize(..events.len())];
+                if random.u8(..20) == 0 {
+                    driver.begin_drain();
+                }
+                let (before, mut express) = (driver.clone(), driver.clone());
+                let expects = random.bool();
+                let action = express.handle_expected(event, &policy, |_| expects);
+                driver.handle(event, &policy, |_| Token(1));
+                if expects && !before.draining {
+                    assert!(action.is_some());
+                    assert_eq!(express.stage(), driver.stage(), "seed {seed}, {event:?}");
+                    compared += 1;
+                } else {
+                    assert_eq!((action, express), (None, before));
+                }
+            }
+        }
+        assert!(compared > 1000, "{compared}");
     }
 }

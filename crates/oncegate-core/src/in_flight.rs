@@ -1,125 +1,175 @@
 //! One delivery in flight: its message, its stage and its history of failures.
 
+use std::sync::Arc;
+
+use crate::context::SharedDelivery;
 use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
+use crate::id::MessageId;
 use crate::lifecycle::{Event, History, Policy, Reason, Settlement, Stage};
 use crate::marker::Token;
-use crate::source::{Delivery, FailureHistory, Settled};
+use crate::message::Message;
+use crate::source::{Delivery, FailureHistory, Receipt, Settled};
 
-/// One delivery in flight. Each event consumes it, it is never copied, and it cannot be used after
-/// it was settled.
+/// One delivery in flight. An event changes it in place. It is never copied, and
+/// [`settle`](Self::settle) consumes it: it cannot be settled twice.
 #[derive(Debug)]
-pub struct InFlight(Box<InFlightInner>);
-
-/// Boxed, so that an event moves a pointer.
-#[derive(Debug)]
-struct InFlightInner {
-    delivery: Delivery,
+pub struct InFlight {
+    shared: Arc<SharedDelivery>,
+    receipt: Receipt,
     driver: LifecycleDriver,
     /// `None` until an attempt fails.
     failure_history: Option<Box<FailureHistory>>,
 }
 
-/// The result of an event for an [`InFlight`].
-#[derive(Debug)]
-pub enum Progress {
-    /// It is still in flight; this command follows, never [`DriverCommand::Settle`] or
-    /// [`DriverCommand::Abandon`].
-    InFlight(InFlight, DriverCommand),
-    /// It has a settlement, for the source.
-    Settled(Settled),
-    /// It was abandoned without a settlement, and will be redelivered.
-    Abandoned(Delivery),
-}
-
 impl InFlight {
-    /// A delivery that was just received.
-    pub fn new(delivery: Delivery, history: History, on_release: OnRelease) -> Self {
-        Self(Box::new(InFlightInner {
-            delivery,
+    /// A delivery that was just received, whose message is in `shared`.
+    #[inline(always)]
+    pub(crate) fn new(
+        shared: Arc<SharedDelivery>,
+        receipt: Receipt,
+        history: History,
+        on_release: OnRelease,
+    ) -> Self {
+        Self {
+            shared,
+            receipt,
             driver: LifecycleDriver::new(history, on_release),
             failure_history: None,
-        }))
-    }
-
-    /// Processes an event as [`LifecycleDriver::handle`] does.
-    pub fn handle(
-        self,
-        event: Event,
-        policy: &Policy,
-        new_token: impl FnMut(Token) -> Token,
-    ) -> Progress {
-        let Self(mut inner) = self;
-        match inner.driver.handle(event, policy, new_token) {
-            DriverCommand::Settle(settlement) => {
-                let InFlightInner {
-                    delivery,
-                    driver,
-                    failure_history,
-                } = *inner;
-                let attempts = driver.attempts;
-                let failure_history = matches!(settlement, Settlement::Reject(_)).then(|| {
-                    let mut failure_history = failure_history.unwrap_or_default();
-                    // The marker does not count attempts without an effect; the delivery does.
-                    let granted = attempts.spent().max(
-                        delivery
-                            .failures
-                            .saturating_add(u32::from(attempts.spent() > 0)),
-                    );
-                    failure_history.attempts = match settlement {
-                        // The handler is not run for the last grant.
-                        Settlement::Reject(Reason::CrashesSpent) => granted.saturating_sub(1),
-                        Settlement::Reject(Reason::AttemptsSpent)
-                            if granted > policy.max_attempts =>
-                        {
-                            granted - 1
-                        }
-                        _ => granted,
-                    };
-                    failure_history.crashes = attempts.crashes;
-                    failure_history.fence = attempts.number;
-                    failure_history
-                });
-                Progress::Settled(Settled {
-                    delivery,
-                    settlement,
-                    failure_history,
-                })
-            }
-            DriverCommand::Abandon => Progress::Abandoned(inner.delivery),
-            command => Progress::InFlight(Self(inner), command),
         }
     }
 
-    /// The delivery.
-    pub fn delivery(&self) -> &Delivery {
-        &self.0.delivery
+    /// Processes an event as [`LifecycleDriver::handle`] does. The caller passes the settlement of
+    /// [`DriverCommand::Settle`] to [`settle`](Self::settle).
+    #[inline]
+    pub fn handle(
+        &mut self,
+        event: Event,
+        policy: &Policy,
+        new_token: impl FnMut(Token) -> Token,
+    ) -> DriverCommand {
+        self.driver.handle(event, policy, new_token)
+    }
+
+    /// Adds the settlement, for the source.
+    pub fn settle(mut self, settlement: Settlement, policy: &Policy) -> Settled {
+        let mut settled = Vec::with_capacity(1);
+        self.settle_in_place(settlement, policy, &mut settled);
+        settled.remove(0)
+    }
+
+    /// [`settle`](Self::settle), to the end of `into`, for the slab, which drops the rest at once: a
+    /// move would copy it several times. The shared record has no message then, unless somebody shares
+    /// it.
+    #[inline(always)]
+    pub(crate) fn settle_in_place(
+        &mut self,
+        settlement: Settlement,
+        policy: &Policy,
+        into: &mut Vec<Settled>,
+    ) {
+        let (receipt, failures) = (self.receipt.take(), self.shared.failures);
+        let failure_history = match settlement {
+            Settlement::Reject(reason) => Some(self.complete_failures(reason, policy)),
+            Settlement::Accept(_) | Settlement::Release { .. } => None,
+        };
+        let own = Arc::get_mut(&mut self.shared);
+        let message = match own.and_then(|own| own.message.take()) {
+            Some(message) => message,
+            None => copy_of_message(&self.shared),
+        };
+        into.push(Settled {
+            delivery: Delivery {
+                message,
+                receipt,
+                failures,
+            },
+            settlement,
+            failure_history,
+        });
+    }
+
+    /// The failure history of a rejected delivery.
+    #[cold]
+    fn complete_failures(&mut self, reason: Reason, policy: &Policy) -> Box<FailureHistory> {
+        let attempts = self.driver.attempts;
+        // The marker does not count attempts without an effect; the delivery does.
+        let failures = self.shared.failures;
+        let granted = attempts
+            .spent()
+            .max(failures.saturating_add(u32::from(attempts.spent() > 0)));
+        let mut failure_history = self.failure_history.take().unwrap_or_default();
+        failure_history.id = self.shared.id.as_ref().map(MessageId::to_string);
+        failure_history.attempts = match reason {
+            // The handler is not run for the last grant.
+            Reason::CrashesSpent => granted.saturating_sub(1),
+            Reason::AttemptsSpent if granted > policy.max_attempts => granted - 1,
+            _ => granted,
+        };
+        failure_history.crashes = attempts.crashes;
+        failure_history.fence = attempts.number;
+        failure_history
+    }
+
+    /// What it shares with its handler and the renewals.
+    pub(crate) fn shared(&self) -> &Arc<SharedDelivery> {
+        &self.shared
+    }
+
+    /// Its shared record, to change it. Who shares it keeps the old one.
+    #[inline]
+    pub(crate) fn shared_mut(&mut self) -> &mut SharedDelivery {
+        Arc::make_mut(&mut self.shared)
+    }
+
+    /// The message.
+    pub fn message(&self) -> &Message {
+        self.shared.message()
+    }
+
+    /// The source's handle of the delivery.
+    pub fn receipt(&self) -> &Receipt {
+        &self.receipt
     }
 
     /// Its stage in the lifecycle.
+    #[inline]
     pub fn stage(&self) -> Stage {
-        self.0.driver.stage()
+        self.driver.stage()
     }
 
     /// Its stage and its claim.
+    #[inline]
     pub fn driver(&self) -> &LifecycleDriver {
-        &self.0.driver
+        &self.driver
+    }
+
+    /// Its stage and its claim, to change them.
+    #[inline]
+    pub(crate) fn driver_mut(&mut self) -> &mut LifecycleDriver {
+        &mut self.driver
     }
 
     /// From now on it starts nothing new: [`LifecycleDriver::begin_drain`].
     pub fn begin_drain(&mut self) {
-        self.0.driver.begin_drain();
+        self.driver.begin_drain();
     }
 
     /// Its backoff is over: [`LifecycleDriver::restart`].
     pub fn restart(&mut self, history: History) {
-        self.0.delivery.failures = history.failures;
-        self.0.driver.restart(history);
+        self.shared_mut().failures = history.failures;
+        self.driver.restart(history);
     }
 
     /// Updates the history of failures, which a dead letter carries in its headers.
     pub fn update_failures(&mut self, write: impl FnOnce(&mut FailureHistory)) {
-        write(self.0.failure_history.get_or_insert_default());
+        write(self.failure_history.get_or_insert_default());
     }
+}
+
+/// The message of a delivery whose handler kept its context.
+#[cold]
+fn copy_of_message(shared: &SharedDelivery) -> Message {
+    shared.message.clone().unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -128,9 +178,7 @@ mod tests {
 
     use super::*;
     use crate::lifecycle::{Freshness, Outage, Outcome};
-    use crate::marker::{Ask, Attempts, Guarantee, Verdict};
-    use crate::message::Message;
-    use crate::source::Receipt;
+    use crate::marker::{Attempts, Guarantee, Terms, Verdict};
 
     /// `max_attempts` was reached before this delivery, or is reached with it.
     #[test]
@@ -153,43 +201,45 @@ mod tests {
             Event::Answer(Verdict::Applied),
         ];
         for (number, then) in [(6, &failed[2..]), (5, &failed[..])] {
-            let delivery = Delivery {
-                message: Message::default(),
-                receipt: Receipt {
-                    epoch: 1,
-                    partition: 0,
-                    position: 0,
+            let shared = Arc::new(SharedDelivery {
+                id: None,
+                message: Some(Message::default()),
+                terms: Terms {
+                    guarantee,
+                    lease: pause,
+                    window: pause,
+                    fingerprint: None,
                 },
                 failures: 0,
+                attempt: 0,
+                lease: None,
+            });
+            let receipt = Receipt {
+                epoch: 1,
+                partition: 0,
+                position: 0,
             };
-            let mut delivery_in_flight = InFlight::new(
-                delivery,
-                History {
-                    failures: 0,
-                    freshness: Freshness::Fresh,
-                },
-                OnRelease::ReturnToSource,
-            );
-            let mut settled = None;
-            for event in [
+            let history = History {
+                failures: 0,
+                freshness: Freshness::Fresh,
+            };
+            let mut in_flight = InFlight::new(shared, receipt, history, OnRelease::ReturnToSource);
+            let settlement = [
                 Event::Arrived,
                 Event::Answer(Verdict::Granted(Attempts::new(number))),
             ]
             .iter()
             .chain(then)
-            {
-                match delivery_in_flight.handle(*event, &policy, |_| Token(1)) {
-                    Progress::InFlight(next, command) => {
-                        assert!(command != DriverCommand::Apply(Ask::Complete));
-                        delivery_in_flight = next;
+            .find_map(
+                |event| match in_flight.handle(*event, &policy, |_| Token(1)) {
+                    DriverCommand::Settle(settlement) => Some(settlement),
+                    command => {
+                        assert!(!matches!(command, DriverCommand::Hold { .. }));
+                        None
                     }
-                    Progress::Settled(it) => {
-                        settled = Some(it);
-                        break;
-                    }
-                    Progress::Abandoned(_) => panic!("the delivery was abandoned"),
-                }
-            }
+                },
+            );
+            let settled = settlement.map(|it| in_flight.settle(it, &policy));
             let settled = settled.expect("the delivery is rejected");
             let failure_history = settled
                 .failure_history

@@ -4,8 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use crate::boot_time::BootTime;
-use crate::id::Key;
-use crate::marker::{Ask, Operation, Terms, Token};
+use crate::marker::Token;
 
 /// The lease of a granted claim, shared by the engine, the run of the handler and the renewals.
 ///
@@ -13,12 +12,10 @@ use crate::marker::{Ask, Operation, Terms, Token};
 /// *sent*.
 #[derive(Debug)]
 pub(crate) struct Lease {
-    pub(crate) key: Key,
     pub(crate) token: Token,
-    pub(crate) attempt: u32,
-    pub(crate) terms: Terms,
     /// When the claim was sent.
     pub(crate) sent: BootTime,
+    pub(crate) duration: Duration,
     /// The lease is not renewed after this [`BootTime`].
     renew_until: AtomicU64,
     /// The [`BootTime`] at which the lease ends; 0 once it is lost.
@@ -26,30 +23,25 @@ pub(crate) struct Lease {
 }
 
 impl Lease {
+    #[inline]
     pub(crate) fn new(
-        operation: &Operation,
-        attempt: u32,
+        token: Token,
+        duration: Duration,
         sent: BootTime,
         renew_until: BootTime,
     ) -> Self {
-        let Operation { token, terms, .. } = *operation;
-        let (renew_until, deadline) = (AtomicU64::new(renew_until.as_micros()), AtomicU64::new(1));
-        let lease = Self {
-            key: operation.key.clone(),
+        Self {
             token,
-            attempt,
-            terms,
             sent,
-            renew_until,
-            deadline,
-        };
-        lease.extend(sent);
-        lease
+            duration,
+            renew_until: AtomicU64::new(renew_until.as_micros()),
+            deadline: AtomicU64::new((sent + duration).as_micros()),
+        }
     }
 
     /// Extends the lease from `sent`, unless it was lost.
     pub(crate) fn extend(&self, sent: BootTime) {
-        let deadline = (sent + self.terms.lease).as_micros();
+        let deadline = (sent + self.duration).as_micros();
         let _ = self
             .deadline
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, |old| {
@@ -82,14 +74,16 @@ impl Lease {
     fn deadline(&self) -> BootTime {
         BootTime::from_micros(self.deadline.load(Ordering::Acquire))
     }
+}
 
-    pub(crate) fn renewal(&self) -> Operation {
-        Operation {
-            key: self.key.clone(),
-            ask: Ask::Renew,
-            token: self.token,
-            attempt: self.attempt,
-            terms: self.terms,
+impl Clone for Lease {
+    /// The copy is renewed no more when the original is.
+    fn clone(&self) -> Self {
+        let copy = |time: &AtomicU64| AtomicU64::new(time.load(Ordering::Acquire));
+        Self {
+            renew_until: copy(&self.renew_until),
+            deadline: copy(&self.deadline),
+            ..*self
         }
     }
 }

@@ -22,6 +22,8 @@ pub mod gate;
 pub mod handler;
 pub mod id;
 pub mod in_flight;
+#[doc(hidden)]
+pub mod internal;
 mod lease;
 pub mod lifecycle;
 mod log_throttle;

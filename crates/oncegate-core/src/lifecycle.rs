@@ -21,15 +21,16 @@ pub use stage::{
     Stage, Tries,
 };
 
-use crate::marker::{Ask, Effect, Finding, Guarantee, Verdict};
+use crate::marker::{Effect, Finding, Guarantee, Verdict};
 
 /// What the owner of a delivery, the engine or the gate, does next.
 #[derive(Debug, PartialEq, Eq, Hash)]
 pub enum Action {
     /// Send a claim with a new token.
     NewClaim,
-    /// Send an operation with the token and the attempt of the current claim.
-    Ask(Ask),
+    /// Send the operation that the stage waits for, [`Stage::pending_ask`], with the token and the
+    /// attempt of the current claim.
+    Apply,
     /// Report [`Event::MayRun`] when the handler may start.
     AwaitRun,
     /// Start the handler.
@@ -51,6 +52,7 @@ pub enum Action {
 
 /// The next stage and action of a delivery. Total: an event that does not apply to a stage changes
 /// nothing and returns [`Action::Wait`].
+#[inline(always)]
 pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action) {
     use {Event::*, Stage::*, Verdict as V};
     let at_most_once = policy.guarantee == Guarantee::AtMostOnce;
@@ -109,9 +111,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             AwaitingHolder(history, ClaimTries(tries.0 + 1), ClaimReply::Unknown),
             wake(tries.0),
         ),
-        (AwaitingHolder(history, tries, _), Woke) => {
-            (Claiming(history, tries), Action::Ask(Ask::Claim))
-        }
+        (AwaitingHolder(history, tries, _), Woke) => (Claiming(history, tries), Action::Apply),
 
         // The handler: it runs only while its lease is valid.
         (Ready(grant), MayRun) => (Running(grant, Tries(0)), Action::Run),
@@ -120,9 +120,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Ready(grant), IsolationFull) => withdraw(grant, AfterWithdrawal::AwaitIsolation),
         (Withdrawing(grant, then), Answer(_)) => withdrawn(grant, then),
         (Pausing(grant, tries), Woke) => (Running(grant, tries), Action::Run),
-        (Running(grant, _), Returned(Outcome::Done)) => {
-            (Completing(grant), Action::Ask(Ask::Complete))
-        }
+        (Running(grant, _), Returned(Outcome::Done)) => (Completing(grant), Action::Apply),
         (Running(grant, tries), Returned(Outcome::Retry)) => retry_or_clear(grant, tries, policy),
         (Running(grant, _), Returned(Outcome::Reject)) => {
             rejecting(grant, Reason::Refused, Effect::Nothing)
@@ -155,10 +153,9 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         (Doubting(_, cause, AfterDoubt::Reject), Answer(V::Applied)) => {
             reject(Reason::InDoubt(cause))
         }
-        (Reconciling(grant, _, _), Reconciled(Some(finding))) => (
-            Resolving(grant, finding),
-            Action::Ask(Ask::Resolve(finding)),
-        ),
+        (Reconciling(grant, _, _), Reconciled(Some(finding))) => {
+            (Resolving(grant, finding), Action::Apply)
+        }
         // The outcome cannot be determined: end the lease, so that an operator can resolve the id at
         // once.
         (Reconciling(grant, _, cause), CannotReconcile) => doubt(grant, cause, AfterDoubt::Reject),
@@ -213,10 +210,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
 
         // The lease may have ended. A stage that records an outcome repeats its operation; a running
         // handler is dropped.
-        (Ready(grant), LeaseOver) => (
-            Claiming(grant.history(), ClaimTries(0)),
-            Action::Ask(Ask::Claim),
-        ),
+        (Ready(grant), LeaseOver) => (Claiming(grant.history(), ClaimTries(0)), Action::Apply),
         (Running(grant, _), LeaseOver) if at_most_once => {
             doubt(grant, DoubtCause::Interrupted, AfterDoubt::Release)
         }
@@ -255,13 +249,11 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
             | Clearing(..) | Rejecting(..),
             Unavailable,
         ) => (stage, wake(3)),
-        (ClaimingInDrain(_), Woke) => (stage, Action::Ask(Ask::Claim)),
-        (Withdrawing(..), Woke) => (stage, Action::Ask(Ask::Withdraw)),
-        (Doubting(..), Woke) => (stage, Action::Ask(Ask::Doubt)),
-        (Resolving(_, finding), Woke) => (stage, Action::Ask(Ask::Resolve(finding))),
-        (Completing(_), Woke) => (stage, Action::Ask(Ask::Complete)),
-        (Clearing(_, effect, _), Woke) => (stage, Action::Ask(Ask::Clear(effect))),
-        (Rejecting(_, _, effect), Woke) => (stage, Action::Ask(Ask::Reject(effect))),
+        (
+            ClaimingInDrain(_) | Withdrawing(..) | Doubting(..) | Resolving(..) | Completing(_)
+            | Clearing(..) | Rejecting(..),
+            Woke,
+        ) => (stage, Action::Apply),
 
         // The consumer drains: deliveries that have not started are released, running handlers may
         // finish.
@@ -270,7 +262,7 @@ pub fn transition(stage: Stage, event: Event, policy: &Policy) -> (Stage, Action
         }
         (Claiming(history, _), Drain) => (ClaimingInDrain(history), Action::Wait),
         (AwaitingHolder(history, _, ClaimReply::Unknown), Drain) => {
-            (ClaimingInDrain(history), Action::Ask(Ask::Claim))
+            (ClaimingInDrain(history), Action::Apply)
         }
         (ClaimingInDrain(history), Answer(V::Granted(attempts))) => {
             withdraw(history.grant(attempts), AfterWithdrawal::Release)
@@ -311,7 +303,7 @@ fn drain_over(stage: Stage, policy: &Policy) -> (Stage, Action) {
         }
         Claiming(history, _) => (ClaimingInDrain(history), Action::Wait),
         AwaitingHolder(history, _, ClaimReply::Unknown) => {
-            (ClaimingInDrain(history), Action::Ask(Ask::Claim))
+            (ClaimingInDrain(history), Action::Apply)
         }
         Ready(grant) => withdraw(grant, AfterWithdrawal::Release),
         Pausing(grant, _) => clear(grant, Effect::Nothing, Duration::ZERO),
@@ -414,14 +406,11 @@ fn reject(reason: Reason) -> (Stage, Action) {
 }
 
 fn clear(grant: Grant, effect: Effect, after: Duration) -> (Stage, Action) {
-    (
-        Stage::Clearing(grant, effect, after),
-        Action::Ask(Ask::Clear(effect)),
-    )
+    (Stage::Clearing(grant, effect, after), Action::Apply)
 }
 
 fn withdraw(grant: Grant, then: AfterWithdrawal) -> (Stage, Action) {
-    (Stage::Withdrawing(grant, then), Action::Ask(Ask::Withdraw))
+    (Stage::Withdrawing(grant, then), Action::Apply)
 }
 
 fn withdrawn(grant: Grant, then: AfterWithdrawal) -> (Stage, Action) {
@@ -434,14 +423,11 @@ fn withdrawn(grant: Grant, then: AfterWithdrawal) -> (Stage, Action) {
 }
 
 fn rejecting(grant: Grant, reason: Reason, effect: Effect) -> (Stage, Action) {
-    (
-        Stage::Rejecting(grant, reason, effect),
-        Action::Ask(Ask::Reject(effect)),
-    )
+    (Stage::Rejecting(grant, reason, effect), Action::Apply)
 }
 
 fn doubt(grant: Grant, cause: DoubtCause, then: AfterDoubt) -> (Stage, Action) {
-    (Stage::Doubting(grant, cause, then), Action::Ask(Ask::Doubt))
+    (Stage::Doubting(grant, cause, then), Action::Apply)
 }
 
 fn claim_again(grant: Grant) -> (Stage, Action) {

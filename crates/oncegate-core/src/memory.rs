@@ -3,6 +3,7 @@
 
 mod broker;
 mod done_log;
+mod key_hash;
 mod store;
 
 pub use broker::{DeadLetter, MemoryBroker, MemorySource};

@@ -51,6 +51,7 @@ outcomes!(
 
 impl Outcomes {
     /// Counts an event of a delivery.
+    #[inline]
     pub(crate) fn happened(&self, event: Event) {
         if let Event::Answer(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) = event
             && attempts.crashes > 0

@@ -2,7 +2,7 @@
 
 use std::cell::RefCell;
 use std::panic::AssertUnwindSafe;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, Weak};
 use std::time::{Duration, Instant};
 
 use futures_util::FutureExt;
@@ -12,15 +12,17 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::sync::oneshot;
 
 use crate::boot_time::BootTime;
+use crate::context::SharedDelivery;
 use crate::fault;
-use crate::lease::Lease;
+use crate::id::Scope;
+use crate::internal::Lock;
 use crate::log_throttle::LogThrottle;
 use crate::marker::{Token, Verdict};
 use crate::store::{Store, StoreError};
 
 /// The leases that are renewed, by the slab index of their delivery.
 pub(crate) struct Renewals {
-    leases: Mutex<Vec<Option<Arc<Lease>>>>,
+    held: Lock<Vec<Option<Arc<SharedDelivery>>>>,
     /// Closed when the last handle is dropped, which ends the thread at once. Each thread has a
     /// runtime, and threads that end late use up the file descriptors of a process that starts
     /// many consumers.
@@ -45,13 +47,14 @@ impl Renewals {
     /// of a consumer, is blocked. That of a gate may be driven only now and then.
     pub(crate) fn start(
         store: Arc<dyn Store>,
+        scope: Scope,
         lease: Duration,
         lost_leases: UnboundedSender<LostLease>,
         watched: Option<Handle>,
     ) -> std::io::Result<Arc<Self>> {
         let (alive, dropped) = oneshot::channel();
         let renewals = Arc::new(Self {
-            leases: Mutex::default(),
+            held: Lock::default(),
             _alive: alive,
         });
         let weak = Arc::downgrade(&renewals);
@@ -67,11 +70,16 @@ impl Renewals {
                     Err(error) => return tracing::error!(%error, "cannot start the tokio runtime that renews leases, the consumer stops; check the limits of threads and file descriptors"),
                 };
                 let store = store.for_renewals().unwrap_or(store);
+                let renewer = Renewer {
+                    store: &*store,
+                    scope,
+                    lease,
+                };
                 let blocked =
                     OptionFuture::from(watched.map(|it| report_if_blocked(it, BLOCKED_AFTER)));
                 runtime.block_on(async {
                     tokio::select! {
-                        () = renew_until_dropped(&weak, dropped, &*store, lease, &lost_leases) => {}
+                        () = renew_until_dropped(&weak, dropped, &renewer, &lost_leases) => {}
                         Some(()) = blocked => {}
                     }
                 });
@@ -81,41 +89,44 @@ impl Renewals {
         Ok(renewals)
     }
 
-    /// Starts to renew these leases.
-    pub(crate) fn start_renewing(&self, leases: impl Iterator<Item = (usize, Arc<Lease>)>) {
-        let mut renewed = self.lock();
-        for (index, lease) in leases {
-            if renewed.len() <= index {
-                renewed.resize(index + 1, None);
+    /// Stops to renew the leases of the deliveries at the indexes `ended`, and starts to renew those
+    /// of `granted`, which may reuse the same indexes.
+    pub(crate) fn update(
+        &self,
+        ended: impl Iterator<Item = usize>,
+        granted: impl Iterator<Item = (usize, Arc<SharedDelivery>)>,
+    ) {
+        let mut held = self.lock();
+        for index in ended {
+            if let Some(delivery) = held.get_mut(index) {
+                *delivery = None;
             }
-            renewed[index] = Some(lease);
+        }
+        for (index, delivery) in granted {
+            if held.len() <= index {
+                held.resize(index + 1, None);
+            }
+            held[index] = Some(delivery);
         }
     }
 
-    /// Stops renewing the leases of these deliveries.
-    pub(crate) fn stop(&self, stopped: impl Iterator<Item = usize>) {
-        let mut renewed = self.lock();
-        for index in stopped {
-            if let Some(lease) = renewed.get_mut(index) {
-                *lease = None;
-            }
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Option<Arc<Lease>>>> {
-        self.leases.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Vec<Option<Arc<SharedDelivery>>>> {
+        self.held.lock()
     }
 
     /// The leases with less than two thirds left, and those that have ended, which are removed.
-    fn due(&self, now: BootTime) -> (Vec<(usize, Arc<Lease>)>, Vec<LostLease>) {
+    fn due(&self, now: BootTime) -> (Vec<Arc<SharedDelivery>>, Vec<LostLease>) {
         let (mut due, mut ended) = (Vec::new(), Vec::new());
-        for (index, renewed) in self.lock().iter_mut().enumerate() {
-            let Some(lease) = renewed else { continue };
+        for (index, held) in self.lock().iter_mut().enumerate() {
+            let Some(delivery) = held else { continue };
+            let Some(lease) = &delivery.lease else {
+                continue;
+            };
             if !lease.is_live(now) {
                 ended.push((index, lease.token));
-                *renewed = None;
-            } else if lease.may_be_renewed(now) && lease.remaining() < lease.terms.lease * 2 / 3 {
-                due.push((index, lease.clone()));
+                *held = None;
+            } else if lease.may_be_renewed(now) && lease.remaining() < lease.duration * 2 / 3 {
+                due.push(delivery.clone());
             }
         }
         (due, ended)
@@ -145,16 +156,23 @@ async fn report_if_blocked(runtime: Handle, blocked_after: Duration) {
     }
 }
 
+/// What a renewal needs besides the leases.
+struct Renewer<'a> {
+    store: &'a dyn Store,
+    scope: Scope,
+    /// The shortest lease.
+    lease: Duration,
+}
+
 async fn renew_until_dropped(
     renewals: &Weak<Renewals>,
     dropped: oneshot::Receiver<()>,
-    store: &dyn Store,
-    lease: Duration,
+    renewer: &Renewer<'_>,
     lost_leases: &UnboundedSender<LostLease>,
 ) {
     tokio::select! {
         _ = dropped => {}
-        () = renew_at_each_tick(renewals, store, lease, lost_leases) => {}
+        () = renew_at_each_tick(renewals, renewer, lost_leases) => {}
     }
 }
 
@@ -162,10 +180,10 @@ async fn renew_until_dropped(
 /// several times before the lease ends.
 async fn renew_at_each_tick(
     renewals: &Weak<Renewals>,
-    store: &dyn Store,
-    lease: Duration,
+    renewer: &Renewer<'_>,
     lost_leases: &UnboundedSender<LostLease>,
 ) {
+    let lease = renewer.lease;
     let log = RefCell::new(RenewalLog::default());
     let tick = (lease / 24).clamp(Duration::from_millis(5), Duration::from_secs(1));
     loop {
@@ -178,10 +196,7 @@ async fn renew_at_each_tick(
         for ended in ended {
             let _ = lost_leases.send(ended); // fails only after the consumer was dropped
         }
-        let renewed = join_all(
-            due.chunks(BATCH)
-                .map(|batch| renew(store, batch, lease / 3, &log)),
-        );
+        let renewed = join_all(due.chunks(BATCH).map(|batch| renew(renewer, batch, &log)));
         let answered = AssertUnwindSafe(renewed)
             .catch_unwind()
             .await
@@ -243,22 +258,25 @@ enum StoreReply {
 /// Renews a batch. Leases that were not answered in time are retried at the next tick, until they
 /// end.
 async fn renew(
-    store: &dyn Store,
-    batch: &[(usize, Arc<Lease>)],
-    timeout: Duration,
+    renewer: &Renewer<'_>,
+    batch: &[Arc<SharedDelivery>],
     log: &RefCell<RenewalLog>,
 ) -> StoreReply {
-    let operations: Vec<_> = batch.iter().map(|(_, lease)| lease.renewal()).collect();
+    let (leases, operations): (Vec<_>, Vec<_>) = batch
+        .iter()
+        .filter_map(|it| Some((it.lease.as_ref()?, it.renewal(&renewer.scope)?)))
+        .unzip();
     fault::before(&operations);
     let sent = BootTime::now();
-    let Ok(answers) = tokio::time::timeout(timeout, store.apply(&operations)).await else {
+    let applied = renewer.store.apply(&operations);
+    let Ok(answers) = tokio::time::timeout(renewer.lease / 3, applied).await else {
         log.borrow_mut().unanswered(batch.len(), Instant::now());
         return StoreReply::Missing;
     };
     fault::after(&operations);
     let mut answered = StoreReply::Missing;
     let (mut failed, mut why) = (0, None);
-    for ((_, lease), answer) in batch.iter().zip(answers) {
+    for (lease, answer) in leases.into_iter().zip(answers) {
         match answer {
             Ok(Verdict::Applied) => lease.extend(sent),
             Ok(_) => lease.lose(),
@@ -298,13 +316,18 @@ mod tests {
     async fn the_renewals_end_at_once_when_the_last_handle_is_dropped() {
         let (alive, dropped) = oneshot::channel();
         let renewals = Arc::new(Renewals {
-            leases: Mutex::default(),
+            held: Lock::default(),
             _alive: alive,
         });
         let (weak, (over, _lost)) = (Arc::downgrade(&renewals), unbounded_channel());
         let began = tokio::time::Instant::now();
         drop(renewals);
-        renew_until_dropped(&weak, dropped, &Silent, Duration::from_secs(30), &over).await;
+        let renewer = Renewer {
+            store: &Silent,
+            scope: Scope::none(),
+            lease: Duration::from_secs(30),
+        };
+        renew_until_dropped(&weak, dropped, &renewer, &over).await;
         assert_eq!(began.elapsed(), Duration::ZERO);
     }
 
@@ -320,7 +343,7 @@ mod tests {
         let (unblock, wait) = std::sync::mpsc::channel::<()>();
         blocked.spawn(async move { wait.recv() });
         let patience = Duration::from_secs(1);
-        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        static LOG: std::sync::Mutex<Vec<u8>> = std::sync::Mutex::new(Vec::new());
         let subscriber = tracing_subscriber::fmt()
             .with_writer(|| LOG.make_writer())
             .finish();
@@ -342,7 +365,7 @@ mod tests {
 
     #[test]
     fn failed_renewals_are_logged_once_in_ten_seconds() {
-        static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+        static LOG: std::sync::Mutex<Vec<u8>> = std::sync::Mutex::new(Vec::new());
         let subscriber = tracing_subscriber::fmt()
             .with_ansi(false)
             .with_writer(|| LOG.make_writer())

@@ -1,14 +1,13 @@
 //! One run of a handler: decodes the payload, enforces the timeout and the lease, catches panics.
 
+use std::any::Any;
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{self, Poll};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use futures_util::FutureExt;
-use futures_util::future::CatchUnwind;
 use tracing::Span;
 
 use crate::boot_time::BootTime;
@@ -28,79 +27,89 @@ pub(crate) struct Runner<H, D> {
     pub(crate) timeout: Duration,
 }
 
-/// The result of a run: its event, and the text of its error.
+/// The result of a run: its event, the text of its error, and when it ended.
 #[derive(Debug)]
 pub(crate) struct RunResult {
     pub(crate) event: Event,
     pub(crate) error: Option<String>,
+    pub(crate) ended: BootTime,
+}
+
+/// When a run was started, and the reading of the clock before its first poll.
+#[derive(Clone, Copy)]
+pub(crate) struct RunClock {
+    pub(crate) began: BootTime,
+    pub(crate) now: BootTime,
 }
 
 impl RunResult {
     /// The task of the handler ended without a result.
     pub(crate) fn lost() -> Self {
-        Self::returned(
-            Outcome::Unknown(DoubtCause::Panicked),
-            Some("the handler's task ended without a result".into()),
+        let error = "the handler's task ended without a result";
+        Self::ended(
+            Event::Returned(Outcome::Unknown(DoubtCause::Panicked)),
+            Some(error.into()),
+            None,
         )
     }
 
-    fn returned(outcome: Outcome, error: Option<String>) -> Self {
+    fn ended(event: Event, error: Option<String>, span: Option<&Span>) -> Self {
+        if let Some(span) = span {
+            span.record("outcome", tracing::field::debug(&event));
+        }
+        let ended = BootTime::now();
         Self {
-            event: Event::Returned(outcome),
+            event,
             error,
+            ended,
         }
     }
 }
 
 impl<H: Handler, D: Decode> Runner<H, D> {
-    /// Runs the handler once. Its timeout counts from `began`.
-    pub(crate) async fn handle(self: Arc<Self>, cx: Context, began: Instant) -> RunResult {
-        let span = spans::handle(&cx);
-        let work = std::pin::pin!(caught(async {
-            let payload = match self.decode.decode::<H::Payload>(&cx.message) {
+    /// Runs the handler once. Its timeout counts from `clock.began`.
+    pub(crate) async fn handle(self: Arc<Self>, cx: Context, clock: RunClock) -> RunResult {
+        let span = spans::if_enabled(|| spans::handle(&cx));
+        let work = std::pin::pin!(Some(async {
+            let payload = match self.decode.decode::<H::Payload>(cx.message()) {
                 Ok(payload) => payload,
-                Err(error) => {
-                    return RunResult::returned(Outcome::Unreadable, Some(error.to_string()));
-                }
+                Err(error) => return (Outcome::Unreadable, Some(error.to_string())),
             };
             fault::point("handler.before");
             let handled = self.handler.handle(payload, &cx).await;
             fault::point("handler.after");
-            match handled {
-                Ok(()) => RunResult::returned(Outcome::Done, None),
-                Err(failure) => {
-                    let outcome = match &failure {
-                        Failure::Retry(_) => Outcome::Retry,
-                        Failure::Reject(_) => Outcome::Reject,
-                        Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::HandlerReported),
-                    };
-                    RunResult::returned(outcome, Some(failure.to_string()))
-                }
-            }
+            let Err(failure) = handled else {
+                return (Outcome::Done, None);
+            };
+            let outcome = match &failure {
+                Failure::Retry(_) => Outcome::Retry,
+                Failure::Reject(_) => Outcome::Reject,
+                Failure::InDoubt(_) => Outcome::Unknown(DoubtCause::HandlerReported),
+            };
+            (outcome, Some(failure.to_string()))
         }));
-        let finished = match bounded(work, &span, began, self.timeout, cx.lease.as_deref()).await {
-            BoundedEnd::Completed(finished) => finished,
+        let lease = cx.0.lease.as_ref();
+        let (event, error) = match bounded(work, span.as_deref(), clock, self.timeout, lease).await
+        {
+            BoundedEnd::Completed((outcome, error)) => (Event::Returned(outcome), error),
             BoundedEnd::Panicked(message) => {
-                RunResult::returned(Outcome::Unknown(DoubtCause::Panicked), Some(message))
+                let outcome = Outcome::Unknown(DoubtCause::Panicked);
+                (Event::Returned(outcome), Some(message))
             }
-            BoundedEnd::TimedOut => RunResult::returned(
-                Outcome::Unknown(DoubtCause::TimedOut),
+            BoundedEnd::TimedOut => (
+                Event::Returned(Outcome::Unknown(DoubtCause::TimedOut)),
                 Some(format!("the handler timed out after {:?}", self.timeout)),
             ),
-            BoundedEnd::LeaseOver => RunResult {
-                event: Event::LeaseOver,
-                error: Some("the lease has ended".into()),
-            },
+            BoundedEnd::LeaseOver => (Event::LeaseOver, Some("the lease has ended".into())),
         };
-        span.record("outcome", tracing::field::debug(&finished.event));
-        finished
+        RunResult::ended(event, error, span.as_deref())
     }
 
-    /// Runs `reconcile` once. Its timeout counts from `began`.
-    pub(crate) async fn reconcile(self: Arc<Self>, cx: Context, began: Instant) -> RunResult {
-        let span = spans::reconcile(&cx);
-        let work = std::pin::pin!(caught(async {
-            let payload = self.decode.decode::<H::Payload>(&cx.message)?;
+    /// Runs `reconcile` once. Its timeout counts from `clock.began`.
+    pub(crate) async fn reconcile(self: Arc<Self>, cx: Context, clock: RunClock) -> RunResult {
+        let span = spans::if_enabled(|| spans::reconcile(&cx));
+        let work = std::pin::pin!(Some(async {
+            let payload = self.decode.decode::<H::Payload>(cx.message())?;
             fault::point("reconcile.before");
             let found = self.handler.reconcile(payload, &cx).await;
             fault::point("reconcile.after");
@@ -108,8 +117,8 @@ impl<H: Handler, D: Decode> Runner<H, D> {
                 Failure::Retry(cause) | Failure::Reject(cause) | Failure::InDoubt(cause) => cause,
             })
         }));
-        let (event, error) = match bounded(work, &span, began, self.timeout, cx.lease.as_deref())
-            .await
+        let lease = cx.0.lease.as_ref();
+        let (event, error) = match bounded(work, span.as_deref(), clock, self.timeout, lease).await
         {
             BoundedEnd::Completed(Ok(Reconciled::Happened)) => {
                 (Event::Reconciled(Some(Finding::Happened)), None)
@@ -132,8 +141,7 @@ impl<H: Handler, D: Decode> Runner<H, D> {
             ),
             BoundedEnd::LeaseOver => (Event::LeaseOver, Some("the lease has ended".into())),
         };
-        span.record("outcome", tracing::field::debug(&event));
-        RunResult { event, error }
+        RunResult::ended(event, error, span.as_deref())
     }
 }
 
@@ -145,52 +153,83 @@ pub(crate) enum BoundedEnd<T> {
     LeaseOver,
 }
 
-/// A future whose panics are caught. It is pinned in place: the future of a handler may be large,
-/// and each move copies it.
-type Caught<F> = Option<CatchUnwind<AssertUnwindSafe<F>>>;
-
-pub(crate) fn caught<F: Future>(work: F) -> Caught<F> {
-    Some(AssertUnwindSafe(work).catch_unwind())
-}
-
-/// Runs a future in its span until it completes, the timeout since `began` is over, or its lease
-/// ends, and drops it. The lease is checked before each poll: after a pause of the process the
-/// future is polled before the timers fire.
+/// Runs a future in its span until it completes, the timeout since `clock.began` is over, or its
+/// lease ends, and drops it. Catches its panics. The lease is checked before each poll: after a
+/// pause of the process the future is polled before the timers fire.
 pub(crate) async fn bounded<F: Future>(
-    mut work: Pin<&mut Caught<F>>,
-    span: &Span,
-    began: Instant,
+    mut work: Pin<&mut Option<F>>,
+    span: Option<&Span>,
+    clock: RunClock,
     timeout: Duration,
     lease: Option<&Lease>,
 ) -> BoundedEnd<F::Output> {
-    let mut poll = |poller: &mut task::Context<'_>| match (work.as_mut().as_pin_mut(), lease) {
-        (None, _) => Poll::Ready(None),
-        (_, Some(lease)) if !lease.is_live(BootTime::now()) => Poll::Ready(None),
-        (Some(work), _) => span.in_scope(|| work.poll(poller)).map(Some),
+    let mut poll = |now: BootTime, poller: &mut task::Context<'_>| match lease {
+        Some(lease) if !lease.is_live(now) => Poll::Ready(BoundedEnd::LeaseOver),
+        _ => poll_caught(work.as_mut(), span, poller),
     };
     // Timers cost more than a handler that is ready at once.
-    let ended = match std::future::poll_fn(|poller| Poll::Ready(poll(poller))).await {
-        Poll::Ready(ended) => Ok(ended),
-        Poll::Pending => tokio::select! {
-            biased;
+    let first = |poller: &mut task::Context<'_>| Poll::Ready(poll(clock.now, poller));
+    let ended = match std::future::poll_fn(first).await {
+        Poll::Ready(ended) => ended,
+        Poll::Pending => {
             // A duration, not a deadline: in tests with paused time tokio's clock differs from
             // `began`'s.
-            ended = tokio::time::timeout(timeout.saturating_sub(began.elapsed()), std::future::poll_fn(poll)) => ended,
-            () = lease_end(lease) => Ok(None),
-        },
+            let left = timeout.saturating_sub(clock.began.elapsed_at(BootTime::now()));
+            let completed = std::future::poll_fn(|poller| poll(BootTime::now(), poller));
+            tokio::select! {
+                biased;
+                ended = tokio::time::timeout(left, completed) => ended.unwrap_or(BoundedEnd::TimedOut),
+                () = lease_end(lease) => BoundedEnd::LeaseOver,
+            }
+        }
     };
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| span.in_scope(|| work.set(None)))) {
-        tracing::error!(
-            panic = panic_text(panic),
-            "the handler panicked while it was dropped"
-        );
+    if work.is_some()
+        && let Err(panic) = catch_unwind(AssertUnwindSafe(|| in_span(span, || work.set(None))))
+    {
+        log_panic_of_drop(panic);
     }
-    match ended {
-        Ok(Some(Ok(value))) => BoundedEnd::Completed(value),
-        Ok(Some(Err(panic))) => BoundedEnd::Panicked(panic_text(panic)),
-        Ok(None) => BoundedEnd::LeaseOver,
-        Err(_) => BoundedEnd::TimedOut,
+    ended
+}
+
+/// Polls a future, and drops it once it is ready.
+fn poll_caught<F: Future>(
+    mut work: Pin<&mut Option<F>>,
+    span: Option<&Span>,
+    poller: &mut task::Context<'_>,
+) -> Poll<BoundedEnd<F::Output>> {
+    let mut output = None;
+    let polled = catch_unwind(AssertUnwindSafe(|| {
+        in_span(span, || {
+            if let Some(Poll::Ready(value)) = work.as_mut().as_pin_mut().map(|it| it.poll(poller)) {
+                output = Some(value);
+                work.set(None);
+            }
+        })
+    }));
+    match (output, polled) {
+        (None, Ok(())) => Poll::Pending,
+        (None, Err(panic)) => Poll::Ready(BoundedEnd::Panicked(panic_text(panic))),
+        (Some(value), Ok(())) => Poll::Ready(BoundedEnd::Completed(value)),
+        (Some(value), Err(panic)) => {
+            log_panic_of_drop(panic);
+            Poll::Ready(BoundedEnd::Completed(value))
+        }
     }
+}
+
+fn in_span<T>(span: Option<&Span>, run: impl FnOnce() -> T) -> T {
+    match span {
+        Some(span) => span.in_scope(run),
+        None => run(),
+    }
+}
+
+#[cold]
+fn log_panic_of_drop(panic: Box<dyn Any + Send>) {
+    tracing::error!(
+        panic = panic_text(panic),
+        "the handler panicked while it was dropped"
+    );
 }
 
 /// Completes when the lease ends. A renewal postpones that.
@@ -203,7 +242,8 @@ async fn lease_end(lease: Option<&Lease>) {
     }
 }
 
-pub(crate) fn panic_text(panic: Box<dyn std::any::Any + Send>) -> String {
+#[cold]
+pub(crate) fn panic_text(panic: Box<dyn Any + Send>) -> String {
     let text = panic
         .downcast_ref::<&str>()
         .copied()

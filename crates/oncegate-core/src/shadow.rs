@@ -144,7 +144,7 @@ impl fmt::Display for ShadowReport {
             .sum();
         writeln!(
             f,
-            "{} claims; the gate would have let {} through at once",
+            "{} claims; the gate would have granted {} without delay",
             self.claims(),
             self.claims().saturating_sub(stopped)
         )?;

@@ -13,7 +13,12 @@ pub(crate) struct Slot {
 pub(crate) struct Slots<T> {
     values: Vec<(u64, Option<T>)>,
     free: Vec<usize>,
-    taken: usize,
+}
+
+impl<T> Default for Slots<T> {
+    fn default() -> Self {
+        Self::new(0)
+    }
 }
 
 impl<T> Slots<T> {
@@ -22,71 +27,71 @@ impl<T> Slots<T> {
         Self {
             values: Vec::with_capacity(capacity.min(65_536)),
             free: Vec::new(),
-            taken: 0,
         }
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.taken
+        self.values.len() - self.free.len()
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.taken == 0
+        self.len() == 0
     }
 
+    #[inline(always)]
     pub(crate) fn insert(&mut self, value: T) -> Slot {
-        self.taken += 1;
-        let index = self.free.pop().unwrap_or_else(|| {
-            self.values.push((0, None));
-            self.values.len() - 1
-        });
-        self.values[index].1 = Some(value);
+        let Some(index) = self.free.pop() else {
+            self.values.push((0, Some(value)));
+            let index = self.values.len() - 1;
+            return Slot { index, serial: 0 };
+        };
+        let (serial, place) = &mut self.values[index];
+        *place = Some(value);
         Slot {
             index,
-            serial: self.values[index].0,
+            serial: *serial,
         }
     }
 
+    #[inline]
     pub(crate) fn at(&self, slot: Slot) -> Option<&T> {
-        self.values
-            .get(slot.index)
-            .filter(|(serial, _)| *serial == slot.serial)?
-            .1
-            .as_ref()
+        match self.values.get(slot.index) {
+            Some((serial, value)) if *serial == slot.serial => value.as_ref(),
+            _ => None,
+        }
     }
 
+    #[inline]
     pub(crate) fn at_mut(&mut self, slot: Slot) -> Option<&mut T> {
-        self.values
-            .get_mut(slot.index)
-            .filter(|(serial, _)| *serial == slot.serial)?
-            .1
-            .as_mut()
-    }
-
-    /// Takes a value out. Its index stays reserved until [`Slots::put_back`] or [`Slots::remove`].
-    pub(crate) fn take(&mut self, slot: Slot) -> Option<T> {
-        self.values
-            .get_mut(slot.index)
-            .filter(|(serial, _)| *serial == slot.serial)?
-            .1
-            .take()
-    }
-
-    pub(crate) fn put_back(&mut self, slot: Slot, value: T) {
-        self.values[slot.index].1 = Some(value);
+        match self.values.get_mut(slot.index) {
+            Some((serial, value)) if *serial == slot.serial => value.as_mut(),
+            _ => None,
+        }
     }
 
     /// Removes a value and frees its index.
-    pub(crate) fn remove(&mut self, slot: Slot) {
-        if let Some((serial, value)) = self
-            .values
-            .get_mut(slot.index)
-            .filter(|(serial, _)| *serial == slot.serial)
+    #[inline(always)]
+    pub(crate) fn remove(&mut self, slot: Slot) -> Option<T> {
+        let (serial, value) = self.values.get_mut(slot.index)?;
+        if *serial != slot.serial {
+            return None;
+        }
+        let removed = value.take()?;
+        *serial += 1;
+        self.free.push(slot.index);
+        Some(removed)
+    }
+
+    /// Removes a value where it is.
+    #[inline]
+    pub(crate) fn discard(&mut self, slot: Slot) {
+        if let Some((serial, value)) = self.values.get_mut(slot.index)
+            && *serial == slot.serial
+            && value.is_some()
         {
-            *serial += 1;
             *value = None;
+            *serial += 1;
             self.free.push(slot.index);
-            self.taken -= 1;
         }
     }
 
@@ -102,5 +107,23 @@ impl<T> Slots<T> {
     /// The occupied slots.
     pub(crate) fn slots(&self) -> impl Iterator<Item = Slot> {
         (0..self.values.len()).filter_map(|index| self.slot(index))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_index_is_reused_and_an_old_slot_reaches_nothing() {
+        let mut slots = Slots::new(1);
+        let first = slots.insert("a");
+        assert_eq!(slots.remove(first), Some("a"));
+        let second = slots.insert("b");
+        assert_eq!(second.index, first.index);
+        assert!(slots.at(first).is_none() && slots.at_mut(first).is_none());
+        assert_eq!(slots.remove(first), None);
+        assert_eq!((slots.at(second), slots.len()), (Some(&"b"), 1));
+        assert_eq!(slots.slots().collect::<Vec<_>>(), [second]);
     }
 }

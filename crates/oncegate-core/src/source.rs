@@ -189,6 +189,19 @@ pub struct Receipt {
     pub position: u64,
 }
 
+impl Receipt {
+    /// Moves the receipt out of a delivery that is dropped at once.
+    #[inline]
+    pub(crate) fn take(&mut self) -> Self {
+        let gone = Self {
+            epoch: 0,
+            partition: 0,
+            position: 0,
+        };
+        std::mem::replace(self, gone)
+    }
+}
+
 /// A delivery with its settlement. Only [`InFlight`](crate::in_flight::InFlight) creates it, and
 /// [`Source::settle`] consumes it.
 #[derive(Debug)]

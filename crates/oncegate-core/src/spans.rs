@@ -3,9 +3,10 @@
 use std::fmt::Debug;
 
 use tracing::field::{Empty, debug, display as as_text};
+use tracing::level_filters::LevelFilter;
 use tracing::{Span, debug_span};
 
-use crate::context::Context;
+use crate::context::{Context, SharedDelivery};
 use crate::id::MessageId;
 use crate::lifecycle::Settlement;
 use crate::marker::Ask;
@@ -38,13 +39,20 @@ macro_rules! message_span {
     };
 }
 
+/// The span, if there is a subscriber that may listen to it. A span costs a delivery more than the
+/// check.
+#[inline]
+pub(crate) fn if_enabled(span: impl FnOnce() -> Span) -> Option<Box<Span>> {
+    (LevelFilter::current() >= LevelFilter::DEBUG).then(|| Box::new(span()))
+}
+
 /// One run of the handler.
 pub(crate) fn handle(cx: &Context) -> Span {
-    let span = message_span!("oncegate.handle", "consumer", "process", &cx.message, id = %cx.id, attempt = cx.attempt, outcome = Empty);
+    let span = message_span!("oncegate.handle", "consumer", "process", cx.message(), id = %cx.id(), attempt = cx.attempt(), outcome = Empty);
     join_trace(
         &span,
-        &cx.message,
-        if cx.attempt == 1 && cx.failures == 0 {
+        cx.message(),
+        if cx.attempt() == 1 && cx.0.failures == 0 {
             TraceLink::Child
         } else {
             TraceLink::Linked
@@ -55,8 +63,8 @@ pub(crate) fn handle(cx: &Context) -> Span {
 
 /// One run of `reconcile`, for an earlier attempt.
 pub(crate) fn reconcile(cx: &Context) -> Span {
-    let span = message_span!("oncegate.reconcile", "consumer", "process", &cx.message, id = %cx.id, attempt = cx.attempt, outcome = Empty);
-    join_trace(&span, &cx.message, TraceLink::Linked);
+    let span = message_span!("oncegate.reconcile", "consumer", "process", cx.message(), id = %cx.id(), attempt = cx.attempt(), outcome = Empty);
+    join_trace(&span, cx.message(), TraceLink::Linked);
     span
 }
 
@@ -194,7 +202,7 @@ pub(crate) fn operation(
     ask: &Ask,
     id: Option<&MessageId>,
     attempt: u32,
-    delivery: Option<&Delivery>,
+    delivery: Option<&SharedDelivery>,
 ) -> Span {
     macro_rules! span {
         ($name:literal) => {
@@ -221,7 +229,7 @@ pub(crate) fn operation(
     if let Some(delivery) = delivery {
         join_trace(
             &span,
-            &delivery.message,
+            delivery.message(),
             if attempt <= 1 && delivery.failures == 0 {
                 TraceLink::Child
             } else {

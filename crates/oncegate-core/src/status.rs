@@ -1,10 +1,11 @@
 //! The status of a running consumer, for status pages and health checks.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::id::MessageId;
+use crate::internal::Lock;
 use crate::lifecycle::Stage;
 use crate::message::{Origin, Position};
 use crate::store_health::{StoreHealth, StoreSnapshot};
@@ -32,7 +33,7 @@ const MAX_OLDEST: usize = 20;
 /// }
 /// ```
 #[derive(Clone, Default)]
-pub struct ConsumerStatus(Arc<Mutex<StatusData>>);
+pub struct ConsumerStatus(Arc<Lock<StatusData>>);
 
 /// The last published status.
 #[derive(Default)]
@@ -195,7 +196,7 @@ impl ConsumerStatus {
 
     fn lock(&self) -> MutexGuard<'_, StatusData> {
         // A poisoned lock is safe: nothing panics while the data is inconsistent.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.lock()
     }
 }
 

@@ -88,7 +88,7 @@ async fn every_message_is_handled_and_the_report_counts_those_that_a_gate_would_
     );
     let lines = report.to_string();
     assert!(
-        lines.starts_with("7 claims; the gate would have let 4 through at once\n"),
+        lines.starts_with("7 claims; the gate would have granted 4 without delay\n"),
         "{lines}"
     );
     assert!(

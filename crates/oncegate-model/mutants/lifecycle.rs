@@ -5,7 +5,7 @@ use std::time::Duration;
 use oncegate_core::lifecycle::{
     Action, AfterDoubt, Event, History, Outcome, Policy, Reason, Settlement, Stage, transition,
 };
-use oncegate_core::marker::{Ask, Effect, Guarantee, Verdict};
+use oncegate_core::marker::{Effect, Guarantee, Verdict};
 
 /// The next stage and action.
 type Answer = (Stage, Action);
@@ -35,7 +35,7 @@ pub(crate) fn clears_at_the_drain_timeout(stage: Stage, event: Event, policy: &P
     match (stage, event) {
         (Stage::Running(grant, _), Event::DrainOver) => (
             Stage::Clearing(grant, Effect::Nothing, Duration::ZERO),
-            Action::Ask(Ask::Clear(Effect::Nothing)),
+            Action::Apply,
         ),
         _ => transition(stage, event, policy),
     }

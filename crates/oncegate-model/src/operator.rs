@@ -14,8 +14,8 @@ use crate::system::SystemModel;
 
 impl SystemModel {
     /// The operator's decision about a dead letter, by the marker; `None` if the command refuses. The
-    /// second value is the attempt up to which the provider must refuse requests, because the
-    /// operator states that nothing happened.
+    /// second value is the attempt up to which the provider must refuse requests: the operator
+    /// checked that nothing happened. It is `None` if the operator checked nothing.
     pub(crate) fn operator_decision(
         &self,
         state: &SystemState,
@@ -56,6 +56,7 @@ impl SystemModel {
             (ModelDestination::DeadLetters, Marker::Absent) if dead_letter.fence == 0 => {
                 Some((Operator::Publishing(dead_letter), None))
             }
+            // Without a marker there is no unknown effect to keep; only the attempt is written.
             (ModelDestination::DeadLetters, Marker::Absent) => {
                 Some((redrive(Effect::Nothing), None))
             }
@@ -143,7 +144,9 @@ impl SystemModel {
     /// The operator allows a completed id to run again, and its producer publishes it again.
     pub(crate) fn operator_forgets(&self, state: &mut SystemState) {
         let (marker, guarantee) = (state.marker, self.setup.guarantees[0]);
-        // Higher than every attempt in the audit records, so that no old request reuses one.
+        // As `oncegate marker forget`: the next multiple of `UNKNOWN_ATTEMPT` above the highest
+        // attempt, so that a late request never has the number of a new attempt. With 0, the store
+        // takes `UNKNOWN_ATTEMPT` itself.
         let attempt = state.observations.highest_attempt / UNKNOWN_ATTEMPT * UNKNOWN_ATTEMPT;
         let attempt = if attempt == 0 {
             0
@@ -174,7 +177,7 @@ impl SystemState {
     /// and all of `max_attempts` are left.
     pub(crate) fn record_freed(&mut self) {
         self.observations.highest_before_freed = self.observations.highest_attempt;
-        self.observations.freed_as_known = matches!(
+        self.observations.freed_without_effect = matches!(
             self.marker,
             Marker::Cleared {
                 effect: Effect::Nothing,

@@ -238,8 +238,8 @@ pub struct Observations {
     pub(crate) other_body: bool,
     /// The operator redrove the id, and no handler was started since.
     pub(crate) awaits_run: bool,
-    /// The operator freed the id and stated that no effect happened; no claim was granted since.
-    pub(crate) freed_as_known: bool,
+    /// The operator freed the id, its marker records no unknown effect, and no claim was granted since.
+    pub(crate) freed_without_effect: bool,
     /// The highest attempt with which a handler was started. Counted if the operator acts.
     pub(crate) highest_attempt: u32,
     /// The value of `highest_attempt` when the operator last freed the id.

@@ -247,7 +247,7 @@ impl SystemModel {
                 state.observations.redriven_not_run |= state.observations.awaits_run
                     && attempts.spent() > self.setup.attempts
                     && !rejected_for_crashes;
-                state.observations.freed_as_known = false;
+                state.observations.freed_without_effect = false;
                 if self.counts_grants() {
                     state.observations.grants += 1;
                     state.observations.spent_too_soon |= attempts.spent()
@@ -256,7 +256,7 @@ impl SystemModel {
                 }
             }
             Verdict::InDoubt(_) => {
-                state.observations.redriven_not_run |= state.observations.freed_as_known
+                state.observations.redriven_not_run |= state.observations.freed_without_effect
             }
             Verdict::Rejected { .. } => {
                 state.observations.redriven_not_run |= state.observations.awaits_run
@@ -346,7 +346,8 @@ impl SystemModel {
     ) -> Option<Event> {
         let delivery = state.consumers[consumer_index].delivery.as_mut()?;
         match command {
-            DriverCommand::Apply(ask) => {
+            DriverCommand::Apply => {
+                let ask = delivery.driver.stage().pending_ask()?;
                 if ask == Ask::Claim && delivery.driver.attempts.number == 0 {
                     delivery.lease = LeaseState::None;
                 }

@@ -454,7 +454,7 @@ impl OperationBatch<'_> {
         if moved {
             StoreFailure::not_applied(format!("Redis replied {code} {detail}"))
         } else {
-            StoreFailure::from_server_error(code, detail)
+            crate::failure::from_server_error(code, detail)
         }
     }
 

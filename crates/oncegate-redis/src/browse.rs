@@ -237,7 +237,7 @@ fn marker_with_expiry(
 ) -> Result<MarkerWithExpiry, StoreFailure> {
     let marker = match reply::success(value)? {
         Value::Nil => Marker::Absent,
-        Value::BulkString(raw) => record::decode(&raw).map_err(StoreFailure::unreadable)?,
+        Value::BulkString(raw) => record::decode(&raw).map_err(crate::failure::unreadable)?,
         _ => return Err(reply::wrong_type("GET")),
     };
     let expires_in = match reply::success(time_left)? {

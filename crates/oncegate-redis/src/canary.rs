@@ -124,7 +124,7 @@ fn reply_error(reply: &Value) -> CanaryError {
             failure,
         };
     }
-    CanaryError::Failed(StoreFailure::from_server_error(code, detail))
+    CanaryError::Failed(crate::failure::from_server_error(code, detail))
 }
 
 impl From<CanaryError> for StoreFailure {

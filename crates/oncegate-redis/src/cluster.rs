@@ -1,10 +1,11 @@
 //! The slots of a Cluster and the nodes that serve them.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use oncegate_core::internal::Lock;
 use redis::{Pipeline, Value};
 
 use crate::connection::{Endpoint, Timeouts};
@@ -45,7 +46,7 @@ pub(crate) struct SlotMap {
     /// The last slot of each range, in order, and its primary's address.
     ranges: Vec<(u16, String)>,
     /// Cache of [`key_on_node`](Self::key_on_node): a node with few slots takes thousands of tries.
-    keys: Mutex<HashMap<String, KeysByName>>,
+    keys: Lock<HashMap<String, KeysByName>>,
 }
 
 type KeysByName = HashMap<Vec<u8>, Vec<u8>>;
@@ -55,24 +56,21 @@ const MIGRATION_TTL: Duration = Duration::from_secs(60);
 
 /// The slots that are migrating, with the time of the last `ASK` redirection.
 #[derive(Default)]
-pub(crate) struct MigratingSlots(Mutex<HashMap<u16, Instant>>);
+pub(crate) struct MigratingSlots(Lock<HashMap<u16, Instant>>);
 
 impl MigratingSlots {
     pub(crate) fn add(&self, slot: u16) {
-        let mut migrating = lock(&self.0);
+        let mut migrating = self.0.lock();
         migrating.retain(|_, since| since.elapsed() < MIGRATION_TTL);
         migrating.insert(slot, Instant::now());
     }
 
     fn contains(&self, slot: u16) -> bool {
-        lock(&self.0)
+        self.0
+            .lock()
             .get(&slot)
             .is_some_and(|since| since.elapsed() < MIGRATION_TTL)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl SlotMap {
@@ -103,7 +101,7 @@ impl SlotMap {
     fn of(ranges: Vec<(u16, String)>) -> Self {
         Self {
             ranges,
-            keys: Mutex::default(),
+            keys: Lock::default(),
         }
     }
 
@@ -115,7 +113,9 @@ impl SlotMap {
         name: &[u8],
         migrating: &MigratingSlots,
     ) -> Option<Vec<u8>> {
-        let known = lock(&self.keys)
+        let known = self
+            .keys
+            .lock()
             .get(address)
             .and_then(|keys| keys.get(name))
             .cloned();
@@ -131,7 +131,8 @@ impl SlotMap {
             .filter(|key| self.owner(slot(key)) == Some(address));
         let first = serves.next()?;
         if !migrating.contains(slot(&first)) {
-            lock(&self.keys)
+            self.keys
+                .lock()
                 .entry(address.to_owned())
                 .or_default()
                 .insert(name.to_vec(), first.clone());
@@ -291,7 +292,7 @@ impl Cluster {
                     "Redis::cluster: the server is not in cluster mode; use Redis::at for a single server",
                 ))
             }
-            Some(Value::ServerError(error)) => Err(StoreFailure::from_server_error(
+            Some(Value::ServerError(error)) => Err(crate::failure::from_server_error(
                 error.code(),
                 error.details().unwrap_or_default(),
             )),
@@ -418,7 +419,8 @@ mod tests {
         assert_eq!(map.owner(slot(&key)), Some("a:1"));
         assert_ne!(map.key_on_node("b:2", b"name", &none), Some(key));
         assert_eq!(map.key_on_node("c:3", b"name", &none), None);
-        lock(&map.keys)
+        map.keys
+            .lock()
             .get_mut("a:1")
             .expect("the key is cached")
             .insert(b"name".to_vec(), b"known".to_vec());
@@ -438,7 +440,7 @@ mod tests {
             .key_on_node("a:1", b"name", &migrating)
             .expect("another slot is not migrating");
         assert_ne!(slot(&first), slot(&next));
-        for since in lock(&migrating.0).values_mut() {
+        for since in migrating.0.lock().values_mut() {
             *since = Instant::now()
                 .checked_sub(MIGRATION_TTL)
                 .expect("the machine has run for longer than MIGRATION_TTL");

@@ -51,7 +51,7 @@ pub(crate) fn check_replicas(count: u32, reply: &Value) -> Result<(), StoreFailu
             "{acknowledged} of the {count} required replicas acknowledged the write in time; check that they are connected"
         ))),
         // The writes before it may have been applied.
-        Value::ServerError(error) => Err(StoreFailure::from_server_error(
+        Value::ServerError(error) => Err(crate::failure::from_server_error(
             error.code(),
             error.details().unwrap_or_default(),
         )

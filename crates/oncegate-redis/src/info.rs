@@ -32,7 +32,7 @@ impl InfoReply {
         match reply {
             Value::BulkString(info) => Ok(Self(String::from_utf8_lossy(&info).into_owned())),
             Value::VerbatimString { text, .. } => Ok(Self(text)),
-            Value::ServerError(error) => Err(StoreFailure::from_server_error(
+            Value::ServerError(error) => Err(crate::failure::from_server_error(
                 error.code(),
                 error.details().unwrap_or_default(),
             )),

@@ -6,10 +6,11 @@
 mod snapshot;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use futures_util::future::join_all;
+use oncegate_core::internal::Lock;
 use oncegate_core::marker::{Guarantee, Terms, Token};
 use redis::{Pipeline, Value};
 
@@ -42,14 +43,14 @@ const CLOCK_TOLERANCE: Duration = Duration::from_secs(2);
 pub(crate) struct LossDetector {
     /// Identifies the counts of this process.
     process: Token,
-    state: Mutex<DetectorState>,
+    state: Lock<DetectorState>,
 }
 
 impl Default for LossDetector {
     fn default() -> Self {
         Self {
             process: Token::random(),
-            state: Mutex::default(),
+            state: Lock::default(),
         }
     }
 }
@@ -114,7 +115,7 @@ pub(crate) enum CanaryBaseline {
 
 impl LossDetector {
     fn state(&self) -> MutexGuard<'_, DetectorState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock()
     }
 
     /// Whether a check is due. The caller that gets `true` must perform it.

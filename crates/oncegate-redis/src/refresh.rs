@@ -1,12 +1,14 @@
-//! Refreshes the topology after a batch that found it stale.
+//! Fetches the slot map again, or reconnects, after a batch that found its server changed.
 
 use crate::router::Router;
 
-/// Invalidates the topology when it is dropped, if the batch found a reason. Works on drop because
+/// When it is dropped, and the batch found a reason: before the next command the slot map is fetched
+/// again (Cluster), or the connection is opened again (single server). Works on drop because
 /// a caller may cancel the batch: a renewal waits only for a part of its lease.
 pub(crate) struct TopologyRefresh<'a> {
     router: &'a Router,
-    /// Whether a server replied that it no longer serves the key, or did not reply.
+    /// Whether a server replied that it does not own the key or is no primary, or, in a Cluster, did
+    /// not reply.
     pub(crate) stale: bool,
     /// Whether the batch is not complete: it was cancelled if it is dropped in this state.
     pub(crate) unfinished: bool,
@@ -24,7 +26,8 @@ impl<'a> TopologyRefresh<'a> {
 
 impl Drop for TopologyRefresh<'_> {
     fn drop(&mut self) {
-        // For a single server the connection itself counts cancelled requests.
+        // A connection to a single server counts cancelled requests as timeouts, and reconnects after
+        // several in a row.
         if self.stale || (self.unfinished && matches!(self.router, Router::Cluster(_))) {
             self.router.invalidate();
         }

@@ -20,7 +20,7 @@ pub(crate) fn claim(reply: Value, operation: &Operation) -> Option<VerdictResult
                 Some(Ok(marker::apply(marker, Age::Unknown, operation).1))
             }
             Ok(_) => None,
-            Err(why) => Some(Err(StoreFailure::unreadable(why))),
+            Err(why) => Some(Err(crate::failure::unreadable(why))),
         },
         other => Some(Err(unexpected(&other))),
     }
@@ -64,11 +64,11 @@ pub(crate) fn verdict(value: &Value) -> VerdictResult {
         ("lost", "") => Verdict::Lost,
         ("version", _) => {
             let version = record::read_version(arguments);
-            return Err(StoreFailure::unreadable(DecodeError::UnknownVersion(
+            return Err(crate::failure::unreadable(DecodeError::UnknownVersion(
                 version,
             )));
         }
-        ("unreadable", "") => return Err(StoreFailure::unreadable(DecodeError::NotAMarker)),
+        ("unreadable", "") => return Err(crate::failure::unreadable(DecodeError::NotAMarker)),
         _ => return Err(unexpected(value)),
     })
 }
@@ -81,7 +81,7 @@ pub(crate) fn wrong_type(command: &str) -> StoreFailure {
 /// The reply, or its failure if it is an error or missing.
 pub(crate) fn success(reply: Option<Value>) -> Result<Value, StoreFailure> {
     match reply {
-        Some(Value::ServerError(error)) => Err(StoreFailure::from_server_error(
+        Some(Value::ServerError(error)) => Err(crate::failure::from_server_error(
             error.code(),
             error.details().unwrap_or_default(),
         )),

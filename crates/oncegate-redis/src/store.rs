@@ -12,7 +12,7 @@ use redis::Value;
 
 use crate::connection::{Endpoint, Timeouts};
 use crate::durability::Durability;
-use crate::failure::{Problem, StoreFailure};
+use crate::failure::Problem;
 use crate::loss_detector::LossDetector;
 use crate::preflight::PreflightRequest;
 use crate::router::{Deployment, Router};
@@ -324,7 +324,7 @@ impl Redis {
             .inspect_err(|_| self.router.invalidate())?;
         match reply::success(replies.pop())? {
             Value::Nil => Ok(Marker::Absent),
-            Value::BulkString(raw) => Ok(record::decode(&raw).map_err(StoreFailure::unreadable)?),
+            Value::BulkString(raw) => Ok(record::decode(&raw).map_err(crate::failure::unreadable)?),
             _ => Err(reply::wrong_type("GET").into()),
         }
     }

@@ -6,16 +6,18 @@ mod failure;
 mod file;
 mod marker_table;
 mod metric;
+mod recent;
 mod sweep;
 mod windows;
 mod writer_thread;
 
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use oncegate_core::internal::Lock;
 use oncegate_core::marker::{Marker, Operation, Verdict};
 use oncegate_core::store::APPLY_TIMEOUT;
 use oncegate_core::{Key, Persistence, Store, StoreError};
@@ -25,6 +27,7 @@ pub use browse::{SqliteBrowse, SqliteListed};
 use failure::StoreFailure;
 use file::FileConfig;
 pub use metric::SQLITE_METRICS;
+use recent::MergeLimits;
 use writer_thread::WriterRequest;
 
 /// Stores markers in one SQLite file, which several processes of one machine may share.
@@ -62,7 +65,7 @@ pub enum Synchronous {
 struct SqliteHandle {
     config: FileConfig,
     timeout: Duration,
-    writer: Mutex<Option<Sender<WriterRequest>>>,
+    writer: Lock<Option<Sender<WriterRequest>>>,
 }
 
 impl Sqlite {
@@ -73,6 +76,7 @@ impl Sqlite {
                 path: path.as_ref().to_owned(),
                 synchronous: Synchronous::default(),
                 busy_timeout: APPLY_TIMEOUT / 2,
+                merge: MergeLimits::default(),
             },
             APPLY_TIMEOUT,
         )
@@ -126,7 +130,7 @@ impl Sqlite {
         Self(Arc::new(SqliteHandle {
             config,
             timeout,
-            writer: Mutex::default(),
+            writer: Lock::default(),
         }))
     }
 
@@ -160,7 +164,7 @@ impl Sqlite {
 impl SqliteHandle {
     /// Sends a request to the thread; the first request starts it.
     fn submit(&self, request: WriterRequest) -> Result<(), StoreFailure> {
-        let mut writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut writer = self.writer.lock();
         let running = match writer.take() {
             Some(running) => running,
             None => writer_thread::start(self.config.clone()).map_err(|error| {

@@ -145,7 +145,7 @@ fn asked(ask: Ask) -> StoreOperation {
         Ask::Reject(_) => StoreOperation::Reject,
         Ask::Doubt => StoreOperation::Doubt,
         Ask::Resolve(_) => StoreOperation::Resolve,
-        Ask::Redrive { .. } => StoreOperation::SendBack,
+        Ask::Redrive { .. } => StoreOperation::Redrive,
         Ask::Forget { .. } => StoreOperation::Forget,
     }
 }

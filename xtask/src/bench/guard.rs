@@ -1,5 +1,5 @@
 //! Counts instructions per message with a memory broker and store. Unlike times, instruction counts
-//! are reproducible.
+//! are reproducible. What it costs to create and publish a message is subtracted.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,6 +13,8 @@ use crate::setup;
 const MESSAGES: [u64; 2] = [2_000, 12_000];
 /// The execution modes of handlers.
 const EXECUTIONS: [&str; 2] = ["inline", "spawned"];
+/// The mode that only creates and publishes the messages.
+const FIXTURE: &str = "fixture";
 /// The tolerated change in percent: a larger increase fails, a larger decrease prints a hint to
 /// record it.
 const TOLERANCE_PERCENT: f64 = 10.0;
@@ -36,12 +38,11 @@ pub(super) fn run(mode: BaselineMode) -> Result<(), Error> {
     let mut lines = String::new();
     let mut regressed = Vec::new();
     let recorded = std::fs::read_to_string(baseline()).unwrap_or_default();
+    let fixture = cost_per_message(&program, FIXTURE)?;
     for handlers in EXECUTIONS {
         let cost = cost_per_message(&program, handlers)?;
-        let Cost {
-            instructions,
-            allocations,
-        } = cost;
+        let instructions = cost.instructions - fixture.instructions;
+        let allocations = cost.allocations - fixture.allocations;
         lines += &format!("{handlers} {instructions:.0}\n");
         let before = read(&recorded, handlers);
         let change = before.map(|before| (instructions / before - 1.0) * 100.0);
@@ -50,7 +51,7 @@ pub(super) fn run(mode: BaselineMode) -> Result<(), Error> {
             |change| format!("{change:+.1} % against the baseline"),
         );
         println!(
-            "guard: {handlers}: {instructions:.0} instructions and {allocations:.1} allocations per message; {comparison}"
+            "guard: {handlers}: {instructions:.0} instructions and {allocations:.2} allocations per message; {comparison}"
         );
         match change {
             _ if mode == BaselineMode::Record => {}

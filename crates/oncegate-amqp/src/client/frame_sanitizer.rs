@@ -20,9 +20,7 @@
 
 use std::collections::BTreeMap;
 
-/// The character that replaces each byte of a short string that is not UTF-8. Two such strings may look
-/// the same, so a string with this character must not be used as an id.
-pub(crate) const INVALID_UTF8_MARK: char = '\u{1a}';
+use crate::protocol::incoming::INVALID_UTF8_MARK;
 
 /// Tables and arrays nested deeper than this stay unparsed bytes.
 const MAX_DEPTH: usize = 32;

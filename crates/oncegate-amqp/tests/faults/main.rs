@@ -4,6 +4,7 @@
 //! One of each here; `cargo xtask faults` causes ten of each at 2,000 messages a second.
 #![forbid(unsafe_code)]
 
+mod dead_letters;
 mod load;
 mod memory;
 mod poison;

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use lapin::options::BasicGetOptions;
 use oncegate::marker::{Ask, Terms};
 use rdkafka::admin::{AdminOptions, AlterConfig, ResourceSpecifier};
+use rdkafka::error::{KafkaError, RDKafkaErrorCode};
 use rdkafka::producer::{FutureProducer, FutureRecord};
 use serde_json::Value;
 
@@ -556,16 +557,21 @@ async fn publish_large(topic: &str, id: &str, reason: &str, bytes: usize) {
     }
     // Not zeros, which compression would shrink.
     let body = vec![b'x'; bytes];
-    producer
-        .send(
-            FutureRecord::to(topic)
-                .key(id)
-                .payload(&body)
-                .headers(headers),
-            TEST_TIMEOUT,
-        )
-        .await
-        .expect("confirmed");
+    let started = std::time::Instant::now();
+    loop {
+        let record = FutureRecord::to(topic)
+            .key(id)
+            .payload(&body)
+            .headers(headers.clone());
+        match producer.send(record, TEST_TIMEOUT).await {
+            Ok(_) => return,
+            // The broker applies a changed limit after a moment.
+            Err((KafkaError::MessageProduction(RDKafkaErrorCode::MessageSizeTooLarge), _))
+                if started.elapsed() < TEST_TIMEOUT => {}
+            Err((error, _)) => panic!("{error}"),
+        }
+        tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

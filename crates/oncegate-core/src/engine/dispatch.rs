@@ -1,116 +1,96 @@
-//! Executes the actions of the delivery lifecycle, from the receipt of a delivery to its
+//! Executes the commands of the delivery lifecycle, from the receipt of a delivery to its
 //! settlement.
 
-use std::cmp::Reverse;
+use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use futures_util::FutureExt;
-use futures_util::future::BoxFuture;
-
-use tracing::Span;
-
 use super::entry::{
-    AbortOnDrop, ClaimState, FinishedRun, InFlightEntry, Occupancy, RunKind, RunReport,
-    has_running_task, may_count_crash, occupies_run,
+    ClaimState, InFlightEntry, Occupancy, Phase, has_running_task, may_count_crash,
 };
-use super::{Engine, Mode};
+use super::executor::Executor;
+use super::leases::Leases;
+use super::reporter::Reporter;
+use super::runs::{FinishedRun, RunKind, RunTicket, Started};
+use super::{Clock, Engine};
 
 use crate::boot_time::BootTime;
-use crate::context::Context;
-use crate::decode::Decode;
+use crate::context::{Context, SharedDelivery};
 use crate::driver::{DriverCommand, OnRelease};
 use crate::fault;
-use crate::handler::Handler;
 use crate::id::{MessageId, NoId};
-use crate::in_flight::{InFlight, Progress};
-use crate::lease::Lease;
-use crate::lifecycle::{ClaimTries, Event, Freshness, History, Isolation, Settlement, Stage};
-use crate::marker::{Ask, Guarantee, Operation, Terms};
+use crate::in_flight::InFlight;
+use crate::lifecycle::{
+    Action, ClaimTries, Event, Freshness, Grant, History, Isolation, Outcome, Policy, Settlement,
+    Stage,
+};
+use crate::marker::{Ask, Attempts, Operation, Terms, Verdict};
 use crate::message::Message;
 use crate::message_age::age;
 use crate::ordering::KeyState;
 use crate::renewals::LostLease;
 use crate::run::{RunResult, panic_text};
-use crate::settings::{Execution, Settings};
+use crate::settings::Settings;
 use crate::slots::Slot;
 use crate::source::Delivery;
 use crate::spans;
 
-impl<H: Handler, D: Decode> Engine<H, D> {
+impl Engine {
     /// Registers a delivery that was received, and admits or queues it.
     pub(super) fn on_delivery(&mut self, delivery: Delivery) {
         fault::point("delivery");
         let (id, terms) = self.identify(&delivery.message);
-        let age = age(&delivery.message, self.wall);
-        let freshness = self.freshness(age);
-        match age {
-            None => self.warn_unknown_age(&delivery.message),
-            Some(_) if freshness == Freshness::TooOld => self.outcomes.too_old(),
-            Some(_) => {}
-        }
-        let bytes = delivery.message.size();
-        let ordering_key = self.ordering.of(&delivery);
+        let age = age(&delivery.message, self.clock.wall);
         let history = History {
             failures: delivery.failures,
-            freshness,
+            freshness: self.freshness(age),
         };
-        let on_release = if ordering_key.is_some() {
-            OnRelease::KeepPlace
-        } else {
-            OnRelease::ReturnToSource
+        self.reporter.received(
+            &delivery.message,
+            age,
+            history.freshness,
+            self.policy.guarantee,
+        );
+        let bytes = delivery.message.size();
+        let ordering_key = self.intake.ordering_key(&delivery);
+        let on_release = match ordering_key {
+            Some(_) => OnRelease::KeepPlace,
+            None => OnRelease::ReturnToSource,
         };
-        let mut in_flight = InFlight::new(delivery, history, on_release);
-        let (arrival, id_error) = match &id {
-            Ok(_) => (Event::Arrived, None),
-            Err(NoId::Missing) => (Event::NoId, Some(self.id.missing_text())),
-            Err(NoId::Unusable(error)) => (Event::UnusableId, Some(error.clone())),
+        let (arrival, id, id_error) = match id {
+            Ok(id) => (Event::Arrived, Some(id), None),
+            Err(NoId::Missing) => (Event::NoId, None, Some(self.id.missing_text())),
+            Err(NoId::Unusable(error)) => (Event::UnusableId, None, Some(error)),
         };
+        let shared = self.intake.share(SharedDelivery {
+            id,
+            message: Some(delivery.message),
+            terms,
+            failures: delivery.failures,
+            attempt: 0,
+            lease: None,
+        });
+        let mut in_flight = InFlight::new(shared, delivery.receipt, history, on_release);
         if id_error.is_some() {
             in_flight.update_failures(|failure_history| failure_history.first_error = id_error);
         }
-        let id = id.ok();
-        let entry = InFlightEntry {
+        let (slot, key_state) = self.intake.insert(InFlightEntry {
             in_flight,
-            key: id.as_ref().map(|id| self.settings.scope.key(id)),
-            id,
             arrival,
-            terms,
-            ask: Ask::Claim,
-            claim: ClaimState::Unsent,
+            occupancy: Occupancy::InFlight,
+            counted: Phase::Open,
+            claim: Cell::new(ClaimState::Unsent),
+            has_lease: false,
             ordering_key,
-            lease: None,
-            store_span: Span::none(),
+            store_span: None,
             task: None,
             began: None,
-            arrived: self.clock,
-            occupancy: Occupancy::InFlight,
+            arrived: self.clock.boot,
             turn: 0,
             bytes,
-        };
-        self.bytes += bytes;
-        let slot = self.entries.insert(Box::new(entry));
-        match ordering_key.map_or(KeyState::Acquired, |ordering_key| {
-            self.ordering.acquire(ordering_key, slot)
-        }) {
-            KeyState::Acquired => self.admit(slot),
-            KeyState::Queued => self.enqueue(slot),
-        }
-    }
-
-    /// Counts a message without a timestamp, and warns in at most once, which relies on `max_age`.
-    fn warn_unknown_age(&mut self, message: &Message) {
-        self.outcomes.unknown_age();
-        if self.policy.guarantee == Guarantee::AtMostOnce
-            && let Some(suppressed_lines) = self.reporter.unknown_age.due(Instant::now())
-        {
-            tracing::warn!(
-                origin = %message.origin,
-                suppressed_lines,
-                "message without a timestamp: max_age is not checked, so a copy older than the dedup window would run again; \
-                 set a timestamp in the producer (RabbitMQ: the property `timestamp`, in seconds)"
-            );
+        });
+        if key_state == KeyState::Acquired && !self.claim_at_once(slot) {
+            self.admit(slot);
         }
     }
 
@@ -123,47 +103,149 @@ impl<H: Handler, D: Decode> Engine<H, D> {
 
     /// The id and the terms of a message. The user's functions run here: if one panics, the id is
     /// unusable.
-    pub(super) fn identify(&self, message: &Message) -> (Result<MessageId, NoId>, Terms) {
+    fn identify(&self, message: &Message) -> (Result<MessageId, NoId>, Terms) {
+        let lease = self.leases.duration();
         let read = || {
-            (
-                self.id.read(message),
-                Terms {
-                    lease: self.lease,
-                    ..self.settings.terms(message)
-                },
-            )
+            let terms = self.settings.terms(message);
+            (self.id.read(message), Terms { lease, ..terms })
         };
-        match catch_unwind(AssertUnwindSafe(read)) {
-            Ok(id_and_terms) => id_and_terms,
-            Err(panic) => {
-                let error = format!(
-                    "the function that reads the id or the fingerprint {}",
-                    panic_text(panic)
-                );
-                tracing::error!(origin = %message.origin, "{error}");
-                let Settings {
-                    guarantee,
-                    lease,
-                    dedup_window,
-                    ..
-                } = self.settings;
-                (
-                    Err(NoId::Unusable(error)),
-                    Terms {
-                        guarantee,
-                        lease,
-                        window: dedup_window,
-                        fingerprint: None,
-                    },
-                )
-            }
+        catch_unwind(AssertUnwindSafe(read)).unwrap_or_else(|panic| {
+            let error = format!(
+                "the function that reads the id or the fingerprint {}",
+                panic_text(panic)
+            );
+            tracing::error!(origin = %message.origin, "{error}");
+            let Settings {
+                guarantee,
+                dedup_window: window,
+                ..
+            } = self.settings;
+            let terms = Terms {
+                guarantee,
+                lease,
+                window,
+                fingerprint: None,
+            };
+            (Err(NoId::Unusable(error)), terms)
+        })
+    }
+
+    /// The express path of [`admit`](Self::admit): a delivery with an id claims it. Returns whether it
+    /// did.
+    #[inline(always)]
+    fn claim_at_once(&mut self, slot: Slot) -> bool {
+        if self.drain.has_begun() {
+            return false;
         }
+        let (policy, tokens) = (&self.policy, &mut self.tokens);
+        let claimed = self.intake.update(slot, |entry| {
+            if entry.arrival != Event::Arrived {
+                return false;
+            }
+            let driver = entry.in_flight.driver_mut();
+            let claim = |action: &Action| matches!(action, Action::NewClaim);
+            let claimed = driver
+                .handle_expected(Event::Arrived, policy, claim)
+                .is_some();
+            if claimed {
+                driver.token = tokens.token();
+            }
+            claimed
+        });
+        let claimed = claimed == Some(true);
+        if claimed {
+            self.begin_operation(slot);
+        }
+        claimed
+    }
+
+    /// The express path of a grant: the handler runs at once, and if it is done on its first poll, its
+    /// completion is queued. Each step asks the same transition as
+    /// [`handle_event`](Self::handle_event), which takes over where another action follows.
+    #[inline(always)]
+    pub(super) fn on_granted(&mut self, slot: Slot, attempts: Attempts) {
+        let granted = Event::Answer(Verdict::Granted(attempts));
+        let running = self.intake.count(Phase::Running);
+        if attempts.crashes > 0 || !self.executor.may_run_at_once(running) {
+            return self.handle_event(slot, granted);
+        }
+        let (now, renew_until) = (self.clock.boot, self.clock.boot + self.longest_hold);
+        let (policy, executor) = (&self.policy, &mut self.executor);
+        let (reporter, leases, clock) = (&mut self.reporter, &mut self.leases, &mut self.clock);
+        let next = self.intake.update(slot, |entry| {
+            let driver = entry.in_flight.driver_mut();
+            let queue = |action: &Action| matches!(action, Action::AwaitRun);
+            if driver.handle_expected(granted, policy, queue).is_none() {
+                return Err(granted);
+            }
+            driver.attempts = attempts;
+            reporter.outcomes.happened(granted);
+            if let Some(lease) = &entry.in_flight.shared().lease {
+                if !lease.is_live(now) {
+                    return Err(Event::LeaseOver);
+                }
+                lease.hold_until(renew_until);
+            }
+            let run = |action: &Action| matches!(action, Action::Run);
+            let driver = entry.in_flight.driver_mut();
+            if driver.handle_expected(Event::MayRun, policy, run).is_none() {
+                return Err(Event::MayRun);
+            }
+            match start_run(entry, executor, slot, RunKind::Handle, now) {
+                Started::Finished(result) => {
+                    let event = record_run(entry, reporter, leases, clock, &result);
+                    after_run(entry, policy, event)
+                }
+                Started::Task(task) => {
+                    entry.task = Some(task);
+                    Ok(DriverCommand::Nothing)
+                }
+            }
+        });
+        self.continue_with(slot, next);
+    }
+
+    /// Continues where an express path ended: with a command, or with an event that it does not know.
+    #[inline(always)]
+    fn continue_with(&mut self, slot: Slot, next: Option<Result<DriverCommand, Event>>) {
+        let event = match next {
+            Some(Ok(DriverCommand::Apply)) => self.execute(slot, DriverCommand::Apply),
+            Some(Err(event)) => Some(event),
+            Some(Ok(_)) | None => None,
+        };
+        match event {
+            Some(event) => self.handle_event(slot, event),
+            None => self.follow_up(),
+        }
+    }
+
+    /// The express path of a recorded completion: the delivery is accepted.
+    #[inline(always)]
+    pub(super) fn on_done(&mut self, slot: Slot, marker_lost: bool) {
+        let done = Event::Answer(Verdict::Done { marker_lost });
+        if self.executor.suspects.any() {
+            return self.handle_event(slot, done);
+        }
+        let (policy, reporter) = (&self.policy, &self.reporter);
+        let settled = self.intake.update(slot, |entry| {
+            let settle = |action: &Action| matches!(action, Action::Settle(_));
+            let driver = entry.in_flight.driver_mut();
+            let settled = driver.handle_expected(done, policy, settle)?;
+            reporter.outcomes.happened(done);
+            Some(settled)
+        });
+        match settled {
+            Some(Some(Action::Settle(settlement))) => self.settle_delivery(slot, settlement),
+            Some(_) => return self.handle_event(slot, done),
+            None => {}
+        }
+        self.follow_up();
     }
 
     /// Starts the lifecycle of a delivery that was received, or that is removed from the queue.
     pub(super) fn admit(&mut self, slot: Slot) {
-        let draining = matches!(self.mode, Mode::Draining { .. });
-        let Some(entry) = self.entries.at_mut(slot) else {
+        let draining = self.drain.has_begun();
+        let Some(entry) = self.intake.at_mut(slot) else {
             return;
         };
         if draining {
@@ -179,386 +261,417 @@ impl<H: Handler, D: Decode> Engine<H, D> {
 
     /// Processes an event of one delivery, and the events that follow for others.
     pub(super) fn handle_event(&mut self, slot: Slot, event: Event) {
-        let mut next = Some((slot, event));
+        self.advance(slot, event);
+        self.follow_up();
+    }
+
+    /// Processes the events that follow for other deliveries.
+    #[inline(always)]
+    fn follow_up(&mut self) {
+        if self.follow_ups.is_empty() && self.executor.nobody_waits() {
+            return;
+        }
         // A loop, because recursion would overflow the stack: settling a delivery can start the next
         // of its ordering key, thousands of times.
-        while let Some((slot, event)) = next {
+        while let Some((slot, event)) = self.follow_ups.pop_front().or_else(|| self.next_runnable())
+        {
             self.advance(slot, event);
-            next = self.follow_ups.pop_front();
-            if next.is_none() && (self.suspects.any() || !self.awaiting_run.is_empty()) {
-                next = self.next_runnable();
-            }
         }
     }
 
-    /// The next delivery to run: a suspect if no claim or withdrawal awaits its reply, otherwise the
-    /// first of `awaiting_run`. `None` if `max_in_flight` runs are active.
+    /// The next delivery to run, if one waits for that and a run is free. A suspect starts when no
+    /// claim or withdrawal awaits its reply.
     pub(super) fn next_runnable(&mut self) -> Option<(Slot, Event)> {
-        if self.claims_sent == 0
-            && self.withdrawing == 0
-            && self.running < self.settings.max_in_flight
-        {
-            let ready = self.suspects.admitted().find_map(|slot| {
-                let entry = self.entries.at(slot)?;
-                matches!(entry.in_flight.stage(), Stage::Ready(_)).then_some((slot, entry))
-            });
-            if let Some((slot, entry)) = ready {
-                return Some((slot, self.check_lease_before_run(entry)));
-            }
+        if self.executor.nobody_waits() {
+            return None;
         }
-        while self.running < self.settings.max_in_flight {
-            let slot = self.awaiting_run.pop_front()?;
-            let Some(entry) = self.entries.at(slot) else {
-                continue;
-            };
-            if let Stage::Ready(_) = entry.in_flight.stage() {
-                return Some((slot, self.check_lease_before_run(entry)));
-            }
-        }
-        None
+        let (intake, batcher) = (&self.intake, &self.batcher);
+        let nothing_claimed =
+            || batcher.claims_sent() == 0 && intake.count(Phase::Withdrawing) == 0;
+        let is_ready = |slot| {
+            let stage = intake.at(slot).map(InFlightEntry::stage);
+            matches!(stage, Some(Stage::Ready(_)))
+        };
+        let running = intake.count(Phase::Running);
+        let slot = self
+            .executor
+            .next_runnable(running, nothing_claimed, is_ready)?;
+        Some((slot, self.check_lease_before_run(slot)?))
     }
 
     /// [`Event::MayRun`], or [`Event::LeaseOver`] if the lease expired while the delivery waited. The
     /// limit for renewals starts now, so that the time spent waiting does not shorten it.
-    fn check_lease_before_run(&self, entry: &InFlightEntry) -> Event {
-        let Some(lease) = &entry.lease else {
-            return Event::MayRun;
+    fn check_lease_before_run(&self, slot: Slot) -> Option<Event> {
+        let Some(lease) = &self.intake.at(slot)?.in_flight.shared().lease else {
+            return Some(Event::MayRun);
         };
-        let now = BootTime::now();
+        let now = self.clock.boot;
         if !lease.is_live(now) {
-            return Event::LeaseOver;
+            return Some(Event::LeaseOver);
         }
         lease.hold_until(now + self.longest_hold);
-        Event::MayRun
+        Some(Event::MayRun)
     }
 
     /// Applies an event to a delivery and executes the resulting commands, until the next event must
     /// come from outside.
-    pub(super) fn advance(&mut self, slot: Slot, event: Event) {
+    fn advance(&mut self, slot: Slot, event: Event) {
         let mut next = Some(event);
-        while let Some(event) = next.take() {
-            let Some(mut entry) = self.entries.take(slot) else {
-                return;
-            };
-            self.outcomes.happened(event);
-            if event == Event::LeaseOver && has_running_task(entry.in_flight.stage()) {
-                self.reporter.lease_lost(&entry);
-            }
-            if entry.occupancy == Occupancy::Queued {
+        while let Some(event) = next {
+            let (policy, tokens, reporter) = (&self.policy, &mut self.tokens, &mut self.reporter);
+            let command = self.intake.update(slot, |entry| {
+                reporter.event(entry, event);
                 entry.occupancy = Occupancy::InFlight;
-                self.queued -= 1;
-                self.queued_bytes -= entry.bytes;
-            }
-            self.completing -= usize::from(matches!(entry.in_flight.stage(), Stage::Completing(_)));
-            self.awaiting_holder -=
-                usize::from(matches!(entry.in_flight.stage(), Stage::AwaitingHolder(..)));
-            self.withdrawing -=
-                usize::from(matches!(entry.in_flight.stage(), Stage::Withdrawing(..)));
-            self.running -= usize::from(occupies_run(entry.in_flight.stage()));
-            let claim = (
-                entry.in_flight.driver().token,
-                entry.in_flight.driver().attempts,
-            );
-            let new_token = |_| self.tokens.token();
-            match entry.in_flight.handle(event, &self.policy, new_token) {
-                Progress::InFlight(mut in_flight, DriverCommand::Hold { after, failures }) => {
-                    self.outcomes
-                        .settled(&Settlement::Release { after, failures });
-                    let freshness = self.freshness(age(&in_flight.delivery().message, self.wall));
-                    in_flight.restart(History {
-                        failures,
-                        freshness,
-                    });
-                    entry.in_flight = in_flight;
-                    self.back_off(slot, entry, after);
+                let command = entry.in_flight.handle(event, policy, |_| tokens.token());
+                if entry.task.is_some() && !has_running_task(entry.stage()) {
+                    entry.task = None;
                 }
-                Progress::InFlight(in_flight, command) => {
-                    self.completing +=
-                        usize::from(matches!(in_flight.stage(), Stage::Completing(_)));
-                    self.awaiting_holder +=
-                        usize::from(matches!(in_flight.stage(), Stage::AwaitingHolder(..)));
-                    self.withdrawing +=
-                        usize::from(matches!(in_flight.stage(), Stage::Withdrawing(..)));
-                    self.running += usize::from(occupies_run(in_flight.stage()));
-                    entry.in_flight = in_flight;
-                    if !has_running_task(entry.in_flight.stage()) {
-                        entry.task = None;
-                    }
-                    next = self.execute(slot, &mut entry, command);
-                    let may_count_crash = may_count_crash(entry.in_flight.stage());
-                    self.entries.put_back(slot, entry);
-                    if next.is_none() && !may_count_crash {
-                        self.end_isolation(slot);
-                    }
-                }
-                Progress::Settled(mut settled) => {
-                    let (token, attempts) = claim;
-                    let InFlightEntry {
-                        id,
-                        key,
-                        terms,
-                        ordering_key,
-                        lease,
-                        task,
-                        bytes,
-                        arrived,
-                        ..
-                    } = *entry;
-                    drop(task);
-                    self.metrics
-                        .settled(self.clock.saturating_duration_since(arrived));
-                    if let Some(failure_history) = &mut settled.failure_history {
-                        failure_history.id = id.as_ref().map(MessageId::to_string);
-                    }
-                    if let Settlement::Reject(reason) = &settled.settlement {
-                        self.reporter.rejected(
-                            &settled,
-                            self.source
-                                .destination(&settled.delivery.message.origin, reason),
-                        );
-                    }
-                    spans::settle(
-                        &settled.delivery,
-                        id.as_ref(),
-                        attempts.number,
-                        &settled.settlement,
-                    )
-                    .in_scope(|| self.outcomes.settled(&settled.settlement));
-                    if let (Settlement::Accept(proof), Some(key)) = (&settled.settlement, key)
-                        && proof.as_str() == "passed_without_gate"
-                    {
-                        self.record_completion_later(Operation {
-                            key,
-                            ask: Ask::Claim,
-                            token,
-                            attempt: 0,
-                            terms,
-                        });
-                    }
-                    self.settled.push(settled);
-                    self.remove(slot, ordering_key, lease, bytes);
-                }
-                Progress::Abandoned(_) => {
-                    drop(entry.task);
-                    self.outcomes.dropped();
-                    self.remove(slot, entry.ordering_key, entry.lease, entry.bytes);
-                }
-            }
+                command
+            });
+            next = command.and_then(|command| self.execute(slot, command));
         }
-    }
-
-    /// Backs off after a failed attempt. The delivery keeps its ordering key, so that no other
-    /// message with that key overtakes it.
-    fn back_off(&mut self, slot: Slot, mut entry: Box<InFlightEntry>, after: Duration) {
-        (entry.task, entry.began) = (None, None);
-        entry.turn += 1;
-        self.release_lease(slot, &mut entry);
-        let after = self.jittered(after);
-        self.alarms
-            .push(Reverse((Instant::now() + after, slot, entry.turn)));
-        self.entries.put_back(slot, entry);
-        self.enqueue(slot);
-        self.end_isolation(slot);
-    }
-
-    /// Counts a delivery as queued, not in flight, until its next event.
-    fn enqueue(&mut self, slot: Slot) {
-        let Some(entry) = self.entries.at_mut(slot) else {
-            return;
-        };
-        entry.occupancy = Occupancy::Queued;
-        self.queued += 1;
-        self.queued_bytes += entry.bytes;
-    }
-
-    /// Queues the claim and completion of a message that was handled without the gate. They are sent
-    /// with the token of its lost claim when the store is available again.
-    fn record_completion_later(&mut self, claim: Operation) {
-        if self.late_completions.add(claim).is_err()
-            && let Some(suppressed_lines) = self.reporter.late_completions_full.due(Instant::now())
+        if self.executor.suspects.any()
+            && !self
+                .intake
+                .at(slot)
+                .is_some_and(|entry| may_count_crash(entry.stage()))
         {
-            tracing::warn!(
-                suppressed_lines,
-                "completion not recorded: too many messages were handled without the gate; a redelivery of this one runs again"
-            );
+            self.end_isolation(slot);
         }
     }
 
     /// Executes a command. Returns the event that follows immediately, if any.
-    pub(super) fn execute(
-        &mut self,
-        slot: Slot,
-        entry: &mut InFlightEntry,
-        command: DriverCommand,
-    ) -> Option<Event> {
+    #[inline(always)]
+    fn execute(&mut self, slot: Slot, command: DriverCommand) -> Option<Event> {
         match command {
-            DriverCommand::Apply(ask) => {
-                if ask == Ask::Claim && entry.attempt() == 0 {
-                    self.release_lease(slot, entry);
+            DriverCommand::Apply => self.begin_operation(slot),
+            DriverCommand::AwaitRun => return self.await_run(slot),
+            DriverCommand::Run => return self.start(slot, RunKind::Handle),
+            DriverCommand::Reconcile => return self.start(slot, RunKind::Reconcile),
+            DriverCommand::Wake(after) => self.wake(slot, after),
+            DriverCommand::AwaitIsolation => return self.await_isolation(slot),
+            DriverCommand::Hold { after, failures } => self.back_off(slot, after, failures),
+            DriverCommand::Settle(settlement) => self.settle_delivery(slot, settlement),
+            DriverCommand::Abandon => {
+                self.reporter.outcomes.dropped();
+                if self.intake.remove(slot, |entry| entry.has_lease) == Some(true) {
+                    self.leases.ended(slot);
                 }
-                if let Stage::Claiming(_, ClaimTries(0)) = entry.in_flight.stage()
-                    && entry.attempt() == 0
-                {
-                    entry.claim = ClaimState::Unsent; // it has a new token
-                }
-                entry.turn += 1; // invalidates earlier alarms, which would send the operation twice
-                entry.begin_operation(ask);
-                if ask == Ask::Claim {
-                    self.claims.push_back(slot)
-                } else {
-                    self.unsent_outcomes.push_back(slot)
-                }
-            }
-            DriverCommand::AwaitRun => {
-                if let Stage::Ready(grant) = entry.in_flight.stage()
-                    && let Some(isolation) = self.policy.isolation(grant.attempts)
-                {
-                    if !self.suspects.admit(slot, isolation) {
-                        return Some(Event::IsolationFull);
-                    }
-                    self.reporter
-                        .runs_apart(entry, grant.attempts, self.policy.max_crashes);
-                    return None;
-                }
-                // While its completion, which was lost, was unanswered, another delivery may have taken
-                // its run.
-                if self.running >= self.settings.max_in_flight {
-                    self.awaiting_run.push_back(slot);
-                    return None;
-                }
-                return Some(self.check_lease_before_run(entry));
-            }
-            DriverCommand::Run => {
-                if let Stage::Ungated(_) = entry.in_flight.stage() {
-                    self.release_lease(slot, entry);
-                }
-                return self.start(slot, entry, RunKind::Handle);
-            }
-            DriverCommand::Reconcile => return self.start(slot, entry, RunKind::Reconcile),
-            DriverCommand::Wake(after) => {
-                entry.turn += 1;
-                let after = self.jittered(after);
-                self.alarms
-                    .push(Reverse((Instant::now() + after, slot, entry.turn)));
-            }
-            DriverCommand::AwaitIsolation => {
-                self.release_lease(slot, entry);
-                let isolation = self.policy.isolation(entry.in_flight.driver().attempts);
-                if self
-                    .suspects
-                    .admit(slot, isolation.unwrap_or(Isolation::Group))
-                {
-                    return Some(Event::Arrived);
-                }
-                self.suspects.wait(slot);
             }
             DriverCommand::Nothing => {}
-            DriverCommand::Hold { .. } | DriverCommand::Settle(_) | DriverCommand::Abandon => {
-                unreachable!("a settled delivery has no command")
-            }
         }
         None
     }
 
+    /// Queues the operation that the stage of a delivery waits for.
+    #[inline]
+    fn begin_operation(&mut self, slot: Slot) {
+        let Some(entry) = self.intake.at_mut(slot) else {
+            return;
+        };
+        entry.turn += 1; // invalidates earlier alarms, which would send the operation twice
+        let (stage, attempt) = (entry.in_flight.driver().stage(), entry.attempt());
+        let is_claim = matches!(stage, Stage::Claiming(..) | Stage::ClaimingInDrain(_));
+        entry.store_span = spans::if_enabled(|| {
+            let shared = entry.in_flight.shared();
+            let ask = stage.pending_ask().unwrap_or(Ask::Claim);
+            spans::operation(&ask, shared.id.as_ref(), attempt, Some(shared))
+        });
+        if !is_claim {
+            return self.batcher.enqueue_outcome(slot);
+        }
+        if attempt == 0 {
+            if let Stage::Claiming(_, ClaimTries(0)) = stage {
+                entry.claim.set(ClaimState::Unsent); // it has a new token
+            }
+            if entry.has_lease {
+                self.release_lease(slot);
+            }
+        }
+        self.batcher.enqueue_claim(slot);
+    }
+
+    /// The claim of a delivery was granted, and its handler may start when a run is free.
+    #[inline]
+    fn await_run(&mut self, slot: Slot) -> Option<Event> {
+        let entry = self.intake.at(slot)?;
+        if let Stage::Ready(Grant { attempts, .. }) = entry.stage()
+            && let Some(isolation) = self.policy.isolation(attempts)
+        {
+            if !self.executor.suspects.admit(slot, isolation) {
+                return Some(Event::IsolationFull);
+            }
+            self.reporter
+                .logs
+                .runs_apart(entry, attempts, self.policy.max_crashes);
+            return None;
+        }
+        let running = self.intake.count(Phase::Running);
+        if self.executor.must_wait(slot, running) {
+            return None;
+        }
+        self.check_lease_before_run(slot)
+    }
+
+    fn wake(&mut self, slot: Slot, after: Duration) {
+        if let Some(entry) = self.intake.at_mut(slot) {
+            entry.turn += 1;
+            self.timers.set(slot, entry.turn, Instant::now(), after);
+        }
+    }
+
+    /// A suspect claims when it may run apart from others.
+    fn await_isolation(&mut self, slot: Slot) -> Option<Event> {
+        self.release_lease(slot);
+        let attempts = self.intake.at(slot)?.in_flight.driver().attempts;
+        let isolation = self.policy.isolation(attempts).unwrap_or(Isolation::Group);
+        if self.executor.suspects.admit(slot, isolation) {
+            return Some(Event::Arrived);
+        }
+        self.executor.suspects.wait(slot);
+        None
+    }
+
+    /// Backs off after a failed attempt. The delivery keeps its ordering key, so that no other
+    /// message with that key overtakes it.
+    fn back_off(&mut self, slot: Slot, after: Duration, failures: u32) {
+        self.reporter
+            .outcomes
+            .settled(&Settlement::Release { after, failures });
+        self.release_lease(slot);
+        let Some(entry) = self.intake.at(slot) else {
+            return;
+        };
+        let age = age(entry.in_flight.message(), self.clock.wall);
+        let freshness = self.freshness(age);
+        self.intake.update(slot, |entry| {
+            entry.in_flight.restart(History {
+                failures,
+                freshness,
+            });
+            (entry.task, entry.began) = (None, None);
+        });
+        self.wake(slot, after);
+        self.intake.enqueue(slot);
+    }
+
+    /// Passes a delivery with its settlement to the source, at the end of this iteration.
+    #[inline]
+    fn settle_delivery(&mut self, slot: Slot, settlement: Settlement) {
+        let without_gate = matches!(&settlement, Settlement::Accept(proof) if proof.as_str() == "passed_without_gate");
+        if without_gate {
+            self.record_completion_later(slot);
+        }
+        let (policy, into, leases) = (&self.policy, &mut self.settled, &mut self.leases);
+        let removed = self.intake.remove(slot, |entry| {
+            entry.task = None;
+            if entry.has_lease {
+                leases.ended(slot);
+            }
+            let in_flight = &mut entry.in_flight;
+            in_flight.settle_in_place(settlement, policy, into);
+            (in_flight.shared().clone(), entry.arrived)
+        });
+        if let (Some((shared, arrived)), Some(settled)) = (removed, self.settled.last()) {
+            let after = arrived.elapsed_at(self.clock.boot);
+            let source = &self.source;
+            self.reporter.settled(settled, &shared, after, |reason| {
+                source.destination(&settled.delivery.message.origin, reason)
+            });
+            self.intake.recycle(shared);
+        }
+    }
+
+    /// Queues the claim and completion of a message that was handled without the gate. They are sent
+    /// with the token of its lost claim when the store is available again.
+    #[cold]
+    fn record_completion_later(&mut self, slot: Slot) {
+        let Some(in_flight) = self.intake.at(slot).map(|entry| &entry.in_flight) else {
+            return;
+        };
+        let shared = in_flight.shared();
+        let Some(id) = &shared.id else { return };
+        let claim = Operation {
+            key: self.settings.scope.key(id),
+            ask: Ask::Claim,
+            token: in_flight.driver().token,
+            attempt: 0,
+            terms: shared.terms,
+        };
+        if self.batcher.late.add(claim).is_err() {
+            self.reporter.logs.late_completions_full();
+        }
+    }
+
+    /// If this delivery ran apart from others, the deliveries that wait for its end may claim.
+    #[cold]
+    fn end_isolation(&mut self, slot: Slot) {
+        let suspects = &mut self.executor.suspects;
+        if !suspects.remove(slot) {
+            return;
+        }
+        while let Some(next) = suspects.first_waiting() {
+            let driver = self.intake.at(next).map(|entry| entry.in_flight.driver());
+            let Some(driver) = driver.filter(|it| matches!(it.stage(), Stage::New(_))) else {
+                suspects.pop_waiting(); // settled, or drained
+                continue;
+            };
+            let isolation = self.policy.isolation(driver.attempts);
+            if !suspects.admit(next, isolation.unwrap_or(Isolation::Group)) {
+                return;
+            }
+            suspects.pop_waiting();
+            self.follow_ups.push_back((next, Event::Arrived));
+        }
+    }
+
     /// Drops the lease of a delivery and stops its renewal.
-    pub(super) fn release_lease(&mut self, slot: Slot, entry: &mut InFlightEntry) {
-        if entry.lease.take().is_some() {
-            self.ended_leases.push(slot.index);
+    fn release_lease(&mut self, slot: Slot) {
+        if let Some(entry) = self.intake.at_mut(slot)
+            && std::mem::take(&mut entry.has_lease)
+        {
+            entry.in_flight.shared_mut().lease = None;
+            self.leases.ended(slot);
         }
     }
 
     /// Starts the handler or `reconcile`. Returns its event if it ended on the first poll.
-    pub(super) fn start(
-        &mut self,
-        slot: Slot,
-        entry: &mut InFlightEntry,
-        kind: RunKind,
-    ) -> Option<Event> {
-        let id = entry.id.clone()?;
-        entry.turn += 1;
-        let turn = entry.turn;
-        let delivery = entry.in_flight.delivery();
-        let (message, failures) = (delivery.message.clone(), delivery.failures);
-        let cx = Context {
-            id,
-            attempt: entry.attempt().max(1),
-            failures,
-            message,
-            lease: entry.lease.clone(),
-        };
-        let began = Instant::now();
-        entry.began = Some(began);
-        let runner = self.runner.clone();
-        let mut run: BoxFuture<'static, RunResult> = match kind {
-            RunKind::Handle => Box::pin(runner.handle(cx, began)),
-            RunKind::Reconcile => Box::pin(runner.reconcile(cx, began)),
-        };
-        if self.settings.execution == Execution::Inline {
-            // The waker of this poll may be ignored: a pending future is polled again by its task.
-            if let Some(finished) = (&mut run).now_or_never() {
-                entry.record_error(&finished);
-                self.reporter.run_ended(entry, &finished);
-                self.record_runtime(entry.began.take());
-                return Some(finished.event);
+    fn start(&mut self, slot: Slot, kind: RunKind) -> Option<Event> {
+        if let Stage::Ungated(_) = self.intake.at(slot)?.stage() {
+            self.release_lease(slot);
+        }
+        let entry = self.intake.at_mut(slot)?;
+        match start_run(entry, &mut self.executor, slot, kind, self.clock.boot) {
+            Started::Finished(result) => {
+                let (reporter, leases) = (&mut self.reporter, &mut self.leases);
+                Some(record_run(
+                    entry,
+                    reporter,
+                    leases,
+                    &mut self.clock,
+                    &result,
+                ))
+            }
+            Started::Task(task) => {
+                entry.task = Some(task);
+                None
             }
         }
-        let report = RunReport {
-            sender: self.run_sender.clone(),
-            slot,
-            turn,
-            finished: None,
-        };
-        let task = tokio::spawn(async move { report.send(run.await) });
-        entry.task = Some(AbortOnDrop(task.abort_handle()));
-        self.spawned += 1;
-        None
     }
 
-    /// Records the duration of a run, and adapts the lease if `shortest_lease` is set.
-    fn record_runtime(&mut self, began: Option<Instant>) {
-        let Some(runtime) = began.map(|began| began.elapsed()) else {
-            return;
-        };
-        self.metrics.handled(runtime);
-        let Some(shortest) = self.settings.shortest_lease else {
-            return;
-        };
-        self.runtimes.record(runtime);
-        if let Some(lease) = self.runtimes.lease() {
-            self.lease = lease.clamp(shortest, self.settings.lease);
+    /// Processes the results of spawned runs. One is ignored if the turn of its delivery has changed
+    /// since.
+    pub(super) fn on_finished_runs(&mut self) {
+        let mut finished = std::mem::take(&mut self.finished);
+        self.executor.take_finished(&mut finished);
+        for FinishedRun { ticket, result } in finished.drain(..) {
+            let RunTicket { slot, turn } = ticket;
+            let (policy, reporter) = (&self.policy, &mut self.reporter);
+            let (leases, clock) = (&mut self.leases, &mut self.clock);
+            let next = self.intake.update(slot, |entry| {
+                if entry.turn != turn {
+                    return Ok(DriverCommand::Nothing);
+                }
+                if let Some(task) = entry.task.take() {
+                    task.finished();
+                }
+                let event = record_run(entry, reporter, leases, clock, &result);
+                after_run(entry, policy, event)
+            });
+            self.continue_with(slot, next);
         }
+        self.finished = finished; // reuses the allocation
     }
 
-    /// Handles the result of a spawned handler or `reconcile`; ignores it if the turn of the
-    /// delivery has changed since.
-    pub(super) fn on_run_finished(&mut self, (slot, turn, finished): FinishedRun) {
-        let Some(entry) = self.entries.at_mut(slot) else {
-            return;
-        };
-        if entry.turn != turn {
-            return;
-        }
-        entry.record_error(&finished);
-        self.reporter.run_ended(entry, &finished);
-        let began = entry.began.take();
-        self.record_runtime(began);
-        self.handle_event(slot, finished.event);
-    }
-
-    /// Handles a report of the renewal thread that a lease expired.
+    /// Processes a report of the renewal thread that a lease expired.
     pub(super) fn on_lease_lost(&mut self, (index, token): LostLease) {
-        let Some(slot) = self.entries.slot(index) else {
+        let Some(slot) = self.intake.slot(index) else {
             return;
         };
         let now = BootTime::now();
         // A delivery may have a newer lease, with another token.
-        let is_lost = |lease: &Arc<Lease>| lease.token == token && !lease.is_live(now);
-        if self
-            .entries
-            .at(slot)
-            .is_some_and(|entry| entry.lease.as_ref().is_some_and(is_lost))
-        {
+        let is_lost = self.intake.at(slot).is_some_and(|entry| {
+            let lease = entry.in_flight.shared().lease.as_ref();
+            lease.is_some_and(|lease| lease.token == token) && entry.lease_is_over(now)
+        });
+        if is_lost {
             self.handle_event(slot, Event::LeaseOver);
         }
+    }
+
+    /// Delivers the events of the alarms that are due.
+    pub(super) fn fire_alarms(&mut self) {
+        let now = Instant::now();
+        while let Some((slot, turn)) = self.timers.pop_due(now) {
+            let Some(entry) = self.intake.at(slot).filter(|entry| entry.turn == turn) else {
+                continue;
+            };
+            self.clock.boot = BootTime::now();
+            let stage = entry.stage();
+            if let Stage::New(_) = stage {
+                self.intake.resume(slot);
+            } else if stage.waits_on_lease() && entry.lease_is_over(self.clock.boot) {
+                self.handle_event(slot, Event::LeaseOver);
+            } else {
+                self.handle_event(slot, Event::Woke);
+            }
+        }
+    }
+}
+
+/// Starts a run of the handler or of `reconcile`.
+#[inline]
+fn start_run(
+    entry: &mut InFlightEntry,
+    executor: &mut Executor,
+    slot: Slot,
+    kind: RunKind,
+    now: BootTime,
+) -> Started {
+    let attempt = entry.attempt();
+    if entry.in_flight.shared().attempt != attempt {
+        entry.in_flight.shared_mut().attempt = attempt;
+    }
+    entry.turn += 1;
+    entry.began = Some(now);
+    let cx = Context(entry.in_flight.shared().clone());
+    let turn = entry.turn;
+    executor.start(kind, cx, now, RunTicket { slot, turn })
+}
+
+/// Records the result of a run. Returns its event.
+#[inline]
+fn record_run(
+    entry: &mut InFlightEntry,
+    reporter: &mut Reporter,
+    leases: &mut Leases,
+    clock: &mut Clock,
+    result: &RunResult,
+) -> Event {
+    entry.record_error(result);
+    let took = entry
+        .began
+        .take()
+        .map_or(Duration::ZERO, |began| began.elapsed_at(result.ended));
+    reporter.run_ended(entry, result, took);
+    leases.record_runtime(took);
+    clock.boot = clock.boot.max(result.ended);
+    result.event
+}
+
+/// The express path of a handler that is done: its completion follows. Otherwise its event.
+#[inline(always)]
+fn after_run(
+    entry: &mut InFlightEntry,
+    policy: &Policy,
+    event: Event,
+) -> Result<DriverCommand, Event> {
+    let done = Event::Returned(Outcome::Done);
+    let apply = |action: &Action| matches!(action, Action::Apply);
+    let driver = entry.in_flight.driver_mut();
+    if event == done && driver.handle_expected(done, policy, apply).is_some() {
+        Ok(DriverCommand::Apply)
+    } else {
+        Err(event)
     }
 }

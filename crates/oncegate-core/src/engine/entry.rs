@@ -1,43 +1,38 @@
-//! The engine's record of one delivery, and the task that runs for it.
+//! The engine's record of one delivery.
 
-use std::sync::Arc;
-use std::time::Instant;
+use std::cell::Cell;
 
-use tokio::sync::mpsc::UnboundedSender;
-use tokio::task::AbortHandle;
 use tracing::Span;
 
+use super::runs::RunningTask;
 use crate::boot_time::BootTime;
-use crate::id::{Key, MessageId};
+use crate::id::{MessageId, Scope};
 use crate::in_flight::InFlight;
-use crate::lease::Lease;
 use crate::lifecycle::{Event, Stage};
-use crate::marker::{Ask, Terms};
+use crate::marker::Operation;
 use crate::ordering::OrderingKey;
 use crate::run::RunResult;
-use crate::slots::Slot;
 use crate::spans;
 
-/// One delivery, queued or in flight.
+/// One delivery, queued or in flight: plain data in the slab of [`Intake`](super::intake::Intake).
 pub(super) struct InFlightEntry {
     pub(super) in_flight: InFlight,
-    pub(super) id: Option<MessageId>,
     /// The first event of its lifecycle, which says whether it has an id.
     pub(super) arrival: Event,
-    pub(super) key: Option<Key>,
-    pub(super) terms: Terms,
-    pub(super) ask: Ask,
-    pub(super) claim: ClaimState,
-    pub(super) ordering_key: Option<OrderingKey>,
-    pub(super) lease: Option<Arc<Lease>>,
-    /// The span of the operation that the store has not answered yet.
-    pub(super) store_span: Span,
-    pub(super) task: Option<AbortOnDrop>,
-    /// When its handler or `reconcile` started.
-    pub(super) began: Option<Instant>,
-    /// When it was received.
-    pub(super) arrived: Instant,
     pub(super) occupancy: Occupancy,
+    /// The phase that it is counted in.
+    pub(super) counted: Phase,
+    pub(super) claim: Cell<ClaimState>,
+    /// Whether a lease is registered for it with the renewals.
+    pub(super) has_lease: bool,
+    pub(super) ordering_key: Option<OrderingKey>,
+    /// The span of the operation that the store has not answered yet.
+    pub(super) store_span: Option<Box<Span>>,
+    pub(super) task: Option<RunningTask>,
+    /// When its handler or `reconcile` started.
+    pub(super) began: Option<BootTime>,
+    /// When it was received.
+    pub(super) arrived: BootTime,
     /// Counts runs and alarms, so that stale ones are ignored.
     pub(super) turn: u32,
     pub(super) bytes: usize,
@@ -60,27 +55,47 @@ pub(super) enum Occupancy {
     Queued,
 }
 
-/// The delivery of a spawned handler, the turn of its run, and the result.
-pub(super) type FinishedRun = (Slot, u32, RunResult);
+/// What the engine counts a delivery as. Each delivery is in one phase.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Phase {
+    /// [`Occupancy::Queued`].
+    Queued,
+    /// In flight, and in none of the phases below.
+    Open,
+    /// It waits before it repeats its claim.
+    AwaitingHolder,
+    /// Its grant is being withdrawn. A suspect starts when there is none.
+    Withdrawing,
+    /// It counts towards the limit of concurrent runs, in the pause between two runs, too.
+    Running,
+    /// Its handler has returned, and its completion is not answered yet. It no longer counts
+    /// towards `max_in_flight`.
+    Completing,
+}
 
-/// Which function of the handler runs.
-pub(super) enum RunKind {
-    Handle,
-    Reconcile,
+impl Phase {
+    pub(super) const COUNT: usize = 6;
+
+    #[inline]
+    fn of(occupancy: Occupancy, stage: Stage) -> Self {
+        match (occupancy, stage) {
+            (Occupancy::Queued, _) => Self::Queued,
+            (_, Stage::AwaitingHolder(..)) => Self::AwaitingHolder,
+            (_, Stage::Withdrawing(..)) => Self::Withdrawing,
+            (_, Stage::Completing(_)) => Self::Completing,
+            (_, stage) if has_running_task(stage) || stage.waits_on_lease() => Self::Running,
+            _ => Self::Open,
+        }
+    }
 }
 
 /// Whether a handler or `reconcile` may run in this stage; in any other it is dropped.
+#[inline]
 pub(super) fn has_running_task(stage: Stage) -> bool {
     matches!(
         stage,
         Stage::Running(..) | Stage::Reconciling(..) | Stage::Ungated(_)
     )
-}
-
-/// Whether a delivery in this stage counts towards the limit of concurrent runs. It does so in the
-/// pause between two runs, too.
-pub(super) fn occupies_run(stage: Stage) -> bool {
-    has_running_task(stage) || stage.waits_on_lease()
 }
 
 /// Whether a delivery in this stage holds a claim or may do so soon: a crash that another message
@@ -99,61 +114,55 @@ pub(super) fn may_count_crash(stage: Stage) -> bool {
     )
 }
 
-/// Aborts the task of a handler on drop.
-pub(super) struct AbortOnDrop(pub(super) AbortHandle);
-
-impl Drop for AbortOnDrop {
-    fn drop(&mut self) {
-        self.0.abort();
-    }
-}
-
-/// Sends the result of a spawned handler on drop, however its task ends.
-pub(super) struct RunReport {
-    pub(super) sender: UnboundedSender<FinishedRun>,
-    pub(super) slot: Slot,
-    pub(super) turn: u32,
-    pub(super) finished: Option<RunResult>,
-}
-
-impl RunReport {
-    pub(super) fn send(mut self, finished: RunResult) {
-        self.finished = Some(finished);
-    }
-}
-
-impl Drop for RunReport {
-    fn drop(&mut self) {
-        let finished = self.finished.take().unwrap_or_else(RunResult::lost);
-        let _ = self.sender.send((self.slot, self.turn, finished)); // fails only after the engine was dropped
-    }
-}
-
 impl InFlightEntry {
+    #[inline]
+    pub(super) fn stage(&self) -> Stage {
+        self.in_flight.stage()
+    }
+
+    #[inline]
+    pub(super) fn phase(&self) -> Phase {
+        Phase::of(self.occupancy, self.stage())
+    }
+
+    pub(super) fn id(&self) -> Option<&MessageId> {
+        self.in_flight.shared().id.as_ref()
+    }
+
     /// The number of the granted attempt; 0 before the grant.
+    #[inline]
     pub(super) fn attempt(&self) -> u32 {
         self.in_flight.driver().attempts.number
     }
 
-    /// Sets the next operation and opens its span.
-    pub(super) fn begin_operation(&mut self, ask: Ask) {
-        self.ask = ask;
-        let attempt = self.attempt();
-        self.store_span = spans::operation(
-            &ask,
-            self.id.as_ref(),
-            attempt,
-            Some(self.in_flight.delivery()),
-        );
+    /// The operation that its stage waits for; `None` if it waits for none.
+    #[inline]
+    pub(super) fn operation(&self, scope: &Scope) -> Option<Operation> {
+        let shared = self.in_flight.shared();
+        Some(Operation {
+            key: scope.key(shared.id.as_ref()?),
+            ask: self.stage().pending_ask()?,
+            token: self.in_flight.driver().token,
+            attempt: self.attempt(),
+            terms: shared.terms,
+        })
     }
 
-    pub(super) fn lease_is_over(&self) -> bool {
-        self.lease
-            .as_ref()
-            .is_some_and(|lease| !lease.is_live(BootTime::now()))
+    /// Ends the span of the operation that was answered.
+    #[inline]
+    pub(super) fn end_operation(&mut self, outcome: &dyn std::fmt::Debug, attempt: Option<u32>) {
+        if let Some(span) = self.store_span.take() {
+            spans::end_operation(*span, outcome, attempt);
+        }
+    }
+
+    pub(super) fn lease_is_over(&self, now: BootTime) -> bool {
+        let lease = self.in_flight.shared().lease.as_ref();
+        lease.is_some_and(|lease| !lease.is_live(now))
     }
 
     /// Records the error of a run for the headers of a dead letter, cut to 1,000 characters.
+    #[inline]
     pub(super) fn record_error(&mut self, finished: &RunResult) {
         let Some(error) = &finished.error else { return };
         let error: String = error.chars().take(1000).collect();

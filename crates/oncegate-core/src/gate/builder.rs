@@ -125,8 +125,14 @@ impl<T> GateBuilder<T> {
         preflight(&*store, &settings).await?;
         // Nothing receives lost leases: `bounded` checks the lease of its run.
         let (lost_leases, _) = unbounded_channel();
-        let renewals = Renewals::start(store.clone(), settings.lease, lost_leases, None)
-            .map_err(Error::renewal_thread)?;
+        let renewals = Renewals::start(
+            store.clone(),
+            settings.scope.clone(),
+            settings.lease,
+            lost_leases,
+            None,
+        )
+        .map_err(Error::renewal_thread)?;
         let max_claim_retries = match when_held {
             WhenHeld::Skip | WhenHeld::GiveUp => 0,
             WhenHeld::Wait(_) => u32::MAX, // the duration limits the wait

@@ -8,6 +8,7 @@ use tracing::Instrument;
 
 use super::{Gate, GateError, GateInner, RunOutcome, WhenHeld};
 use crate::boot_time::BootTime;
+use crate::context::SharedDelivery;
 use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
 use crate::handler::Failure;
 use crate::id::MessageId;
@@ -16,7 +17,7 @@ use crate::lifecycle::{
     ClaimReply, DoubtCause, Event, Freshness, History, Outcome, Reason, Settlement, Stage,
 };
 use crate::marker::{Ask, Guarantee, Operation, Terms, Token, Verdict};
-use crate::run::{BoundedEnd, bounded, caught};
+use crate::run::{BoundedEnd, RunClock, bounded};
 use crate::settings::{MAX_DURATION, Settings};
 use crate::slots::Slot;
 use crate::spans;
@@ -34,7 +35,8 @@ pub(super) struct GuardedRun<'a, T> {
     id: MessageId,
     slot: Slot,
     driver: LifecycleDriver,
-    lease: Option<Arc<Lease>>,
+    /// The grant, with its lease.
+    grant: Option<Arc<SharedDelivery>>,
     result: Option<T>,
     failure: Option<Failure>,
     store_error: Option<StoreError>,
@@ -57,7 +59,7 @@ impl<'a, T> GuardedRun<'a, T> {
             id,
             slot,
             driver: LifecycleDriver::new(history, OnRelease::ReturnToSource),
-            lease: None,
+            grant: None,
             result: None,
             failure: None,
             store_error: None,
@@ -79,7 +81,10 @@ impl<'a, T> GuardedRun<'a, T> {
             let stage_before = self.driver.stage();
             self.gate.0.outcomes.happened(event);
             event = match self.driver.handle(event, &policy, |_| Token::random()) {
-                DriverCommand::Apply(ask) => self.apply(ask).await,
+                DriverCommand::Apply => match self.driver.stage().pending_ask() {
+                    Some(ask) => self.apply(ask).await,
+                    None => return Err(self.no_result()), // does not occur
+                },
                 DriverCommand::AwaitRun if self.lease_is_over() => Event::LeaseOver,
                 DriverCommand::AwaitRun => Event::MayRun,
                 // The part of the work before its first await may panic, too.
@@ -180,14 +185,18 @@ impl<'a, T> GuardedRun<'a, T> {
                 if let Verdict::Granted(attempts) | Verdict::InDoubt(attempts) = verdict
                     && guarantee != Guarantee::Bare
                 {
-                    let lease = Arc::new(Lease::new(
-                        &operation,
-                        attempts.number,
-                        sent,
-                        sent + settings.longest_hold(),
-                    ));
-                    renewals.start_renewing(std::iter::once((self.slot.index, lease.clone())));
-                    self.lease = Some(lease);
+                    let renew_until = sent + settings.longest_hold();
+                    let grant = Arc::new(SharedDelivery {
+                        id: Some(self.id.clone()),
+                        message: None,
+                        terms,
+                        failures: 0,
+                        attempt: attempts.number,
+                        lease: Some(Lease::new(token, lease, sent, renew_until)),
+                    });
+                    let granted = std::iter::once((self.slot.index, grant.clone()));
+                    renewals.update(std::iter::empty(), granted);
+                    self.grant = Some(grant);
                 }
                 Event::Answer(verdict)
             }
@@ -208,21 +217,23 @@ impl<'a, T> GuardedRun<'a, T> {
     }
 
     fn lease_is_over(&self) -> bool {
-        self.lease
+        self.grant
             .as_ref()
+            .and_then(|grant| grant.lease.as_ref())
             .is_some_and(|lease| !lease.is_live(BootTime::now()))
     }
 
     async fn run_work(&mut self, work: impl Future<Output = Result<T, Failure>>) -> Event {
-        let lease = self.lease.clone();
+        let grant = self.grant.clone();
         let span = tracing::debug_span!("oncegate.handle", id = %self.id, attempt = self.driver.attempts.number, outcome = tracing::field::Empty);
-        let work = std::pin::pin!(caught(work));
+        let work = std::pin::pin!(Some(work));
+        let now = BootTime::now();
         let ended = bounded(
             work,
-            &span,
-            Instant::now(),
+            Some(&span),
+            RunClock { began: now, now },
             self.gate.0.settings.handler_timeout,
-            lease.as_deref(),
+            grant.as_ref().and_then(|grant| grant.lease.as_ref()),
         )
         .await;
         let outcome = match ended {
@@ -322,7 +333,8 @@ impl<T> Drop for GuardedRun<'_, T> {
     /// Stops renewing the lease. If the caller dropped the future while the work ran, the lease then
     /// ends without a recorded outcome.
     fn drop(&mut self) {
-        self.gate.0.renewals.stop(std::iter::once(self.slot.index));
+        let ended = std::iter::once(self.slot.index);
+        self.gate.0.renewals.update(ended, std::iter::empty());
         self.gate
             .0
             .slots

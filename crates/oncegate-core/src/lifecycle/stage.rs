@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::Reason;
-use crate::marker::{Attempts, Effect, Finding};
+use crate::marker::{Ask, Attempts, Effect, Finding};
 
 /// The stage of a delivery in its lifecycle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -135,8 +135,26 @@ pub enum AfterWithdrawal {
 }
 
 impl Stage {
+    /// The operation whose answer this stage waits for; `None` if it waits for none.
+    #[inline]
+    pub fn pending_ask(&self) -> Option<Ask> {
+        use Stage::*;
+        match *self {
+            Claiming(..) | ClaimingInDrain(_) => Some(Ask::Claim),
+            Withdrawing(..) => Some(Ask::Withdraw),
+            Doubting(..) => Some(Ask::Doubt),
+            Resolving(_, finding) => Some(Ask::Resolve(finding)),
+            Completing(_) => Some(Ask::Complete),
+            Clearing(_, effect, _) => Some(Ask::Clear(effect)),
+            Rejecting(_, _, effect) => Some(Ask::Reject(effect)),
+            New(_) | AwaitingHolder(..) | Ready(_) | Running(..) | Pausing(..)
+            | Reconciling(..) | ReconcilePausing(..) | Ungated(_) | Settled => None,
+        }
+    }
+
     /// Whether a delivery in this stage pauses while it holds a lease, which may end before the
     /// pause does.
+    #[inline]
     pub fn waits_on_lease(&self) -> bool {
         matches!(self, Self::Pausing(..) | Self::ReconcilePausing(..))
     }

@@ -142,7 +142,7 @@ fn each_verdict_on_a_claim() {
         );
         let sent_to_the_in_doubt_queue = (
             Stage::Doubting(grant, DoubtCause::Interrupted, AfterDoubt::Reject),
-            Action::Ask(Ask::Doubt),
+            Action::Apply,
         );
         assert_eq!(
             answer(V::InDoubt(one_more), &policy),
@@ -178,7 +178,7 @@ fn the_claim_of_an_id_that_another_holder_has_is_repeated_and_then_the_delivery_
         let (waiting, action) = transition(stage, busy, &policy);
         assert_eq!(action, Action::Wake(CLOCK_MARGIN));
         let (claiming, action) = transition(waiting, Event::Woke, &policy);
-        assert_eq!(action, Action::Ask(Ask::Claim)); // the same token
+        assert_eq!(action, Action::Apply); // the same token
         stage = claiming;
     }
     // Redelivered at the end of the holder's lease, or earlier.
@@ -317,7 +317,7 @@ fn at_most_once_an_old_message_whose_marker_is_absent_is_in_doubt() {
         transition(old, granted, &at_most_once()),
         (
             Stage::Doubting(GRANT, DoubtCause::TooOld, AfterDoubt::Reconcile),
-            Action::Ask(Ask::Doubt)
+            Action::Apply
         )
     );
     assert_eq!(
@@ -361,7 +361,7 @@ fn each_outcome_of_a_handler() {
         );
         assert_eq!(
             returned(Outcome::Done, &policy),
-            (Stage::Completing(GRANT), Action::Ask(Ask::Complete))
+            (Stage::Completing(GRANT), Action::Apply)
         );
         assert_eq!(
             returned(Outcome::Retry, &policy),
@@ -389,7 +389,7 @@ fn each_outcome_of_a_handler() {
         last,
         (
             Stage::Clearing(GRANT.failed(), Effect::Nothing, pause(2)),
-            Action::Ask(Ask::Clear(Effect::Nothing))
+            Action::Apply
         )
     );
     let bare = transition(
@@ -398,7 +398,7 @@ fn each_outcome_of_a_handler() {
         &policy(Guarantee::Bare),
     );
     assert!(
-        matches!(bare, (Stage::Clearing(..), Action::Ask(Ask::Clear(_)))),
+        matches!(bare, (Stage::Clearing(..), Action::Apply)),
         "bare deletes after any failure"
     );
 }
@@ -413,7 +413,7 @@ fn an_unknown_outcome_is_never_retried_inline() {
         let unknown = Event::Returned(Outcome::Unknown(cause));
         let doubted = (
             Stage::Doubting(GRANT, cause, AfterDoubt::Reconcile),
-            Action::Ask(Ask::Doubt),
+            Action::Apply,
         );
         assert_eq!(
             transition(Stage::Running(GRANT, Tries(0)), unknown, &at_most_once()),
@@ -421,7 +421,7 @@ fn an_unknown_outcome_is_never_retried_inline() {
         );
         let cleared = (
             Stage::Clearing(GRANT.failed(), Effect::Unknown, pause(1)),
-            Action::Ask(Ask::Clear(Effect::Unknown)),
+            Action::Apply,
         );
         assert_eq!(
             transition(
@@ -453,10 +453,7 @@ fn each_result_of_reconcile() {
         (reconciling(0), Action::Reconcile)
     );
     for finding in [Finding::Happened, Finding::DidNotHappen] {
-        let resolving = (
-            Stage::Resolving(GRANT, finding),
-            Action::Ask(Ask::Resolve(finding)),
-        );
+        let resolving = (Stage::Resolving(GRANT, finding), Action::Apply);
         assert_eq!(
             transition(reconciling(0), Event::Reconciled(Some(finding)), &policy),
             resolving
@@ -474,11 +471,11 @@ fn each_result_of_reconcile() {
     let ending_the_lease = Stage::Doubting(GRANT, DoubtCause::HandlerReported, AfterDoubt::Reject);
     assert_eq!(
         transition(reconciling(1), Event::Reconciled(None), &policy),
-        (ending_the_lease, Action::Ask(Ask::Doubt))
+        (ending_the_lease, Action::Apply)
     );
     assert_eq!(
         transition(reconciling(0), Event::CannotReconcile, &policy),
-        (ending_the_lease, Action::Ask(Ask::Doubt))
+        (ending_the_lease, Action::Apply)
     );
     assert_eq!(
         transition(ending_the_lease, Event::Answer(V::Applied), &policy),
@@ -646,17 +643,17 @@ fn the_end_of_the_lease_in_every_stage() {
     for stage in stages() {
         for policy in [at_most_once(), effectively_once()] {
             let expected = match stage {
-                Ready(_) => (Claiming(HISTORY, ClaimTries(0)), Action::Ask(Ask::Claim)),
+                Ready(_) => (Claiming(HISTORY, ClaimTries(0)), Action::Apply),
                 Running(..) if policy.guarantee == Guarantee::AtMostOnce => (
                     Doubting(GRANT, DoubtCause::Interrupted, AfterDoubt::Release),
-                    Action::Ask(Ask::Doubt),
+                    Action::Apply,
                 ),
                 Running(..) | Reconciling(..) | ReconcilePausing(..) | Ungated(_) => {
                     release(pause(0), 0)
                 }
                 Pausing(..) => (
                     Clearing(GRANT.failed(), Effect::Nothing, pause(0)),
-                    Action::Ask(Ask::Clear(Effect::Nothing)),
+                    Action::Apply,
                 ),
                 _ => (stage, Action::Wait), // no handler runs, and the store compares token and attempt of the operation
             };
@@ -685,7 +682,7 @@ fn an_unanswered_operation_in_every_stage_is_repeated_with_the_same_token() {
                 assert_eq!((after, action), (stage, Action::Wake(pause(3))));
                 let (woken, action) = transition(after, Event::Woke, &at_most_once());
                 assert_eq!(woken, stage);
-                assert!(matches!(action, Action::Ask(_)), "{stage:?}: {action:?}");
+                assert!(matches!(action, Action::Apply), "{stage:?}: {action:?}");
             }
             _ => assert_eq!(
                 (after, action),
@@ -708,19 +705,14 @@ fn a_drain_in_every_stage_releases_deliveries_whose_handler_has_not_started() {
                     DoubtCause::HandlerReported,
                     AfterDoubt::ReleaseAtOnce,
                 ),
-                Action::Ask(Ask::Doubt),
+                Action::Apply,
             ),
             Claiming(..) => (ClaimingInDrain(HISTORY), Action::Wait),
-            AwaitingHolder(_, _, ClaimReply::Unknown) => {
-                (ClaimingInDrain(HISTORY), Action::Ask(Ask::Claim))
-            }
-            Ready(_) => (
-                Withdrawing(GRANT, AfterWithdrawal::Release),
-                Action::Ask(Ask::Withdraw),
-            ),
+            AwaitingHolder(_, _, ClaimReply::Unknown) => (ClaimingInDrain(HISTORY), Action::Apply),
+            Ready(_) => (Withdrawing(GRANT, AfterWithdrawal::Release), Action::Apply),
             Pausing(..) => (
                 Clearing(GRANT, Effect::Nothing, Duration::ZERO),
-                Action::Ask(Ask::Clear(Effect::Nothing)),
+                Action::Apply,
             ),
             _ => (stage, Action::Wait),
         };
@@ -744,7 +736,7 @@ fn the_drain_timeout_in_every_stage_records_running_handlers_as_unknown() {
     let released_in_doubt = |cause| {
         (
             Doubting(GRANT, cause, AfterDoubt::ReleaseAtOnce),
-            Action::Ask(Ask::Doubt),
+            Action::Apply,
         )
     };
     for policy in [at_most_once(), effectively_once(), bare] {
@@ -757,7 +749,7 @@ fn the_drain_timeout_in_every_stage_records_running_handlers_as_unknown() {
                 }
                 Running(..) => (
                     Clearing(GRANT.failed(), Effect::Unknown, Duration::ZERO),
-                    Action::Ask(Ask::Clear(Effect::Unknown)),
+                    Action::Apply,
                 ),
                 Ungated(_) => release(Duration::ZERO, 1),
                 Reconciling(_, _, cause) => released_in_doubt(cause),
@@ -846,7 +838,7 @@ fn a_claim_that_is_granted_in_a_drain_is_withdrawn() {
     let withdrawing = Stage::Withdrawing(grant(2), AfterWithdrawal::Release);
     assert_eq!(
         answer(V::Granted(Attempts::new(2))),
-        (withdrawing, Action::Ask(Ask::Withdraw))
+        (withdrawing, Action::Apply)
     );
     for verdict in [V::Applied, V::Lost] {
         assert_eq!(
@@ -878,7 +870,7 @@ fn a_claim_that_is_granted_in_a_drain_is_withdrawn() {
     assert_eq!(answer(V::Duplicate), accept(ProofKind::Duplicate));
     let released_in_doubt = (
         Stage::Doubting(grant(2), DoubtCause::Interrupted, AfterDoubt::ReleaseAtOnce),
-        Action::Ask(Ask::Doubt),
+        Action::Apply,
     );
     assert_eq!(answer(V::InDoubt(Attempts::new(2))), released_in_doubt);
     for verdict in [
@@ -898,7 +890,7 @@ fn a_delivery_that_waits_for_isolation_holds_no_claim() {
     let withdrawing = Stage::Withdrawing(GRANT, AfterWithdrawal::AwaitIsolation);
     assert_eq!(
         transition(Stage::Ready(GRANT), Event::IsolationFull, &policy),
-        (withdrawing, Action::Ask(Ask::Withdraw))
+        (withdrawing, Action::Apply)
     );
     let waiting = Stage::New(HISTORY);
     for verdict in [V::Applied, V::Lost] {

@@ -358,7 +358,7 @@ fn a_claim_with_another_body() {
 }
 
 #[test]
-fn only_grants_count_towards_max_attempts() {
+fn crashes_and_reconciliations_do_not_count_towards_max_attempts() {
     let (mut marker, claim) = (
         running(AT_MOST_ONCE, OTHER, 1),
         operation(AT_MOST_ONCE, Ask::Claim, 0),
@@ -526,7 +526,7 @@ fn withdraw() {
                 },
                 earlier,
             ));
-            let before = cleared(
+            let withdrawn = cleared(
                 Attempts {
                     number: 4,
                     base: 2,
@@ -537,8 +537,8 @@ fn withdraw() {
             check(
                 &ask(4),
                 &[
-                    (granted, EXPIRED, write(before), Verdict::Applied),
-                    (before, VALID, Change::Keep, Verdict::Applied),
+                    (granted, EXPIRED, write(withdrawn), Verdict::Applied),
+                    (withdrawn, VALID, Change::Keep, Verdict::Applied),
                 ],
             );
         }
@@ -764,7 +764,7 @@ fn redrive() {
             UNKNOWN,
             Some(freed(0, UNKNOWN)),
         ),
-        (AT_MOST_ONCE, Marker::Done(None), NOTHING, None), // freed with `Forget`, not with `SendBack`
+        (AT_MOST_ONCE, Marker::Done(None), NOTHING, None), // freed with `Forget`, not with `Redrive`
     ] {
         let ask = Ask::Redrive {
             seen,
@@ -855,7 +855,7 @@ fn forget() {
 }
 
 #[test]
-fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict_or_leads_to_a_new_claim() {
+fn an_operation_repeated_after_a_lost_reply_has_the_same_verdict() {
     for guarantee in [AT_MOST_ONCE, EFFECTIVELY_ONCE] {
         for (marker, ask) in [
             (Marker::Absent, Ask::Claim),

@@ -1,15 +1,16 @@
 //! A queue in this process, with a dead-letter queue and an in-doubt queue.
 
 use std::collections::{BTreeMap, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use hashbrown::HashMap;
 use tokio::sync::Notify;
 
+use crate::internal::Lock;
 use crate::lifecycle::{Reason, Settlement};
 use crate::message::{HeadersBuilder, Message, Origin};
+use crate::slots::{Slot, Slots};
 use crate::source::{
     Connect, ConnectOptions, Delivery, FailureHistory, Incoming, Limit, Receipt, Settled, Source,
     SourceError, kept_headers,
@@ -37,29 +38,37 @@ pub struct DeadLetter {
 #[derive(Debug)]
 struct BrokerShared {
     origin: Origin,
-    queue: Mutex<BrokerQueue>,
+    queue: Lock<BrokerQueue>,
     /// Notified when a message can be received or was settled.
     changed: Notify,
 }
 
 #[derive(Debug, Default)]
 struct BrokerQueue {
-    ready: VecDeque<QueuedMessage>,
+    /// All messages that are not settled: ready, delayed, or delivered.
+    messages: Slots<StoredMessage>,
+    ready: VecDeque<Slot>,
     /// By due time, then in the order of their releases.
-    delayed: BTreeMap<(Instant, u64), QueuedMessage>,
+    delayed: BTreeMap<(Instant, u64), Slot>,
     releases: u64,
-    unsettled: HashMap<u64, (u64, QueuedMessage)>,
     dead_letters: Vec<DeadLetter>,
     in_doubt: Vec<DeadLetter>,
-    next_tag: u64,
     next_source: u64,
     delivered: u64,
 }
 
-#[derive(Clone, Debug)]
-struct QueuedMessage {
+#[derive(Debug)]
+struct StoredMessage {
     message: Message,
     failures: u32,
+    delivered: Option<MessageDelivery>,
+}
+
+/// The last delivery of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct MessageDelivery {
+    source: u64,
+    tag: u64,
 }
 
 impl MemoryBroker {
@@ -71,7 +80,7 @@ impl MemoryBroker {
         };
         Self(Arc::new(BrokerShared {
             origin,
-            queue: Mutex::default(),
+            queue: Lock::default(),
             changed: Notify::new(),
         }))
     }
@@ -82,10 +91,14 @@ impl MemoryBroker {
             system: message.origin.system,
             ..self.0.origin.clone()
         };
-        self.0.lock().ready.push_back(QueuedMessage {
+        let mut queue = self.0.lock();
+        let slot = queue.messages.insert(StoredMessage {
             message,
             failures: 0,
+            delivered: None,
         });
+        queue.ready.push_back(slot);
+        drop(queue);
         self.0.changed.notify_waiters();
     }
 
@@ -112,8 +125,7 @@ impl MemoryBroker {
 
     /// The number of unsettled messages: ready, delayed, or delivered.
     pub fn unsettled(&self) -> usize {
-        let queue = self.0.lock();
-        queue.ready.len() + queue.delayed.len() + queue.unsettled.len()
+        self.0.lock().messages.len()
     }
 
     /// The number of deliveries so far.
@@ -136,7 +148,7 @@ impl MemoryBroker {
 
 impl BrokerShared {
     fn lock(&self) -> MutexGuard<'_, BrokerQueue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+        self.queue.lock()
     }
 }
 
@@ -196,29 +208,28 @@ impl Source for MemorySource {
 
     async fn settle(&mut self, settled: &mut Vec<Settled>) -> Result<(), SourceError> {
         let mut queue = self.shared.lock();
-        for Settled {
-            delivery,
-            settlement,
-            failure_history,
-        } in settled.drain(..)
-        {
-            let Some((_, queued)) = queue.unsettled.remove(&delivery.receipt.position) else {
+        for it in &mut *settled {
+            let Some(slot) = queue.delivered_slot(&it.delivery.receipt) else {
                 continue;
             };
-            match settlement {
-                Settlement::Accept(_) => {}
+            match it.settlement {
+                Settlement::Accept(_) => queue.messages.discard(slot),
                 Settlement::Release { after, failures } => {
                     queue.releases += 1;
                     let due = (Instant::now() + after, queue.releases);
-                    queue
-                        .delayed
-                        .insert(due, QueuedMessage { failures, ..queued });
+                    queue.delayed.insert(due, slot);
+                    if let Some(stored) = queue.messages.at_mut(slot) {
+                        (stored.failures, stored.delivered) = (failures, None);
+                    }
                 }
                 Settlement::Reject(reason) => {
+                    let Some(stored) = queue.messages.remove(slot) else {
+                        continue;
+                    };
                     let dead_letter = DeadLetter {
-                        message: without_reserved(queued.message),
+                        message: without_reserved(stored.message),
                         reason,
-                        failure_history: failure_history.map(|failure_history| *failure_history),
+                        failure_history: it.failure_history.take().map(|it| *it),
                     };
                     if reason.is_in_doubt() {
                         queue.in_doubt.push(dead_letter)
@@ -228,6 +239,7 @@ impl Source for MemorySource {
                 }
             }
         }
+        settled.clear();
         drop(queue);
         self.shared.changed.notify_waiters();
         Ok(())
@@ -268,31 +280,39 @@ impl BrokerQueue {
         let mut bytes = 0;
         let before = into.len();
         while into.len() - before < limit.count {
-            let Some(size) = self.ready.front().map(|queued| queued.message.size()) else {
+            let next = self.ready.front().copied();
+            let Some((slot, stored)) =
+                next.and_then(|slot| Some((slot, self.messages.at_mut(slot)?)))
+            else {
                 break;
             };
+            let size = stored.message.size();
             if into.len() > before && bytes + size > limit.bytes {
                 break;
             }
-            let Some(queued) = self.ready.pop_front() else {
-                break;
-            };
+            self.ready.pop_front();
             bytes += size;
-            self.next_tag += 1;
             self.delivered += 1;
-            let receipt = Receipt {
-                epoch: source,
-                partition: 0,
-                position: self.next_tag,
-            };
+            let tag = self.delivered;
+            stored.delivered = Some(MessageDelivery { source, tag });
             into.push(Incoming::Delivery(Delivery {
-                message: queued.message.clone(),
-                receipt,
-                failures: queued.failures,
+                message: stored.message.clone(),
+                receipt: Receipt {
+                    epoch: source,
+                    partition: slot.index as u32,
+                    position: tag,
+                },
+                failures: stored.failures,
             }));
-            self.unsettled.insert(self.next_tag, (source, queued));
         }
         into.len() > before
+    }
+
+    /// The message of a delivery; `None` if it was requeued since.
+    fn delivered_slot(&self, receipt: &Receipt) -> Option<Slot> {
+        let slot = self.messages.slot(receipt.partition as usize)?;
+        let delivered = self.messages.at(slot)?.delivered?;
+        (delivered.tag == receipt.position).then_some(slot)
     }
 }
 
@@ -300,17 +320,17 @@ impl Drop for MemorySource {
     /// Requeues unsettled messages at the front, as a broker does.
     fn drop(&mut self) {
         let mut queue = self.shared.lock();
-        let mut tags: Vec<u64> = queue
-            .unsettled
-            .iter()
-            .filter(|(_, (owner, _))| *owner == self.id)
-            .map(|(tag, _)| *tag)
-            .collect();
-        tags.sort_unstable_by(|a, b| b.cmp(a));
-        for tag in tags {
-            if let Some((_, queued)) = queue.unsettled.remove(&tag) {
-                queue.ready.push_front(queued);
+        let delivered = |slot: Slot| {
+            let delivered = queue.messages.at(slot)?.delivered?;
+            (delivered.source == self.id).then_some((delivered.tag, slot))
+        };
+        let mut own: Vec<_> = queue.messages.slots().filter_map(delivered).collect();
+        own.sort_unstable();
+        for (_, slot) in own.into_iter().rev() {
+            if let Some(stored) = queue.messages.at_mut(slot) {
+                stored.delivered = None;
             }
+            queue.ready.push_front(slot);
         }
         drop(queue);
         self.shared.changed.notify_waiters();

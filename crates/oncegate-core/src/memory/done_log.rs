@@ -1,44 +1,61 @@
 //! The log of done markers, which are most of what a store remembers.
 
 use std::collections::VecDeque;
-use std::hash::BuildHasher;
-use std::time::Instant;
 
 use hashbrown::HashTable;
 
-use crate::id::Key;
+use super::key_hash::KeyHash;
 use crate::marker::Fingerprint;
 
-/// Done markers in the order in which they were written, with an index.
+/// Done markers in the order in which they were written, with an index: 24 bytes a marker (32 with a
+/// fingerprint) and 6 to 12 of the index; while the index grows, its old half in addition.
 ///
-/// The lookup of a new id needs only the index, which is small enough for the CPU cache. Each key
-/// is stored once, and entries are never moved.
+/// The lookup of a new id needs only the control bytes of the index. Entries are never moved.
 #[derive(Debug, Default)]
 pub(super) struct DoneLog {
-    index: HashTable<EntryIndex>,
+    /// The numbers of the entries, modulo 2^32: a log with more entries would take 150 GB.
+    index: HashTable<u32>,
+    entries: DoneEntries,
+}
+
+/// The entries in blocks, so that they are never moved.
+#[derive(Debug, Default)]
+struct DoneEntries {
     /// All but the last are full.
-    blocks: VecDeque<Vec<DoneEntry>>,
-    /// The number of the first entry of the first block.
-    first: u64,
+    blocks: VecDeque<Block>,
+    /// The number of the first entry of the first block, modulo 2^32.
+    first: u32,
     /// How many entries of the first block have expired.
     expired: usize,
 }
 
-/// The number of entries in a block.
+/// The number of entries in a block: 12 KiB, or 16 KiB with fingerprints.
 const BLOCK: usize = 512;
 
 #[derive(Debug)]
-struct EntryIndex {
-    hash: u64,
-    number: u64,
+struct Block {
+    entries: Vec<DoneEntry>,
+    /// As many as there are entries, or none while no entry has a fingerprint.
+    fingerprints: Vec<u64>,
 }
 
 /// An entry stays until it expires, even if its id was removed or written again.
 #[derive(Debug)]
-pub(super) struct DoneEntry {
-    key: Key,
+struct DoneEntry {
+    key: KeyHash,
+    /// In nanoseconds since the start of the store.
+    expires: u64,
+}
+
+/// Stands for an entry without a fingerprint, which are smaller.
+const NO_FINGERPRINT: u64 = u64::MAX;
+
+/// A done marker, expired or not.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct DoneMarker {
     pub(super) fingerprint: Option<Fingerprint>,
-    pub(super) expires: Instant,
+    /// In nanoseconds since the start of the store.
+    pub(super) expires: u64,
 }
 
 impl DoneLog {
@@ -47,149 +64,171 @@ impl DoneLog {
         self.index.len()
     }
 
-    /// Loads the index entries of a batch into the CPU cache. With a million ids each lookup is a
+    /// Loads the control bytes of a batch into the CPU cache. With a million ids each lookup is a
     /// cache miss; back to back, the misses overlap.
-    pub(super) fn prefetch(&self, hashes: &[u64]) {
-        let found = hashes
-            .iter()
-            .filter(|hash| self.index.find(**hash, |at| at.hash == **hash).is_some())
-            .count();
-        std::hint::black_box(found);
+    pub(super) fn prefetch(&self, keys: &[KeyHash]) {
+        for key in keys {
+            std::hint::black_box(self.index.find(key.table_hash(), |_| false));
+        }
     }
 
     /// The marker of an id, expired or not.
-    pub(super) fn find(&self, hash: u64, key: &Key) -> Option<&DoneEntry> {
-        let at = self
+    pub(super) fn find(&self, key: KeyHash) -> Option<DoneMarker> {
+        let number = self
             .index
-            .find(hash, |at| at.is_of(hash, key, &self.blocks, self.first))?;
-        at.entry(&self.blocks, self.first)
+            .find(key.table_hash(), |number| self.entries.is_of(*number, key))?;
+        self.entries.marker(*number)
     }
 
     /// Appends the marker of an id that the log does not have.
-    pub(super) fn write(
-        &mut self,
-        hash: u64,
-        key: Key,
-        fingerprint: Option<Fingerprint>,
-        expires: Instant,
-    ) {
-        if self.blocks.back().is_none_or(|block| block.len() == BLOCK) {
-            self.blocks.push_back(Vec::with_capacity(BLOCK));
-        }
-        let before = (self.blocks.len() - 1) * BLOCK;
-        let Some(block) = self.blocks.back_mut() else {
-            return;
-        };
-        let number = self.first + (before + block.len()) as u64;
-        block.push(DoneEntry {
-            key,
-            fingerprint,
-            expires,
-        });
+    pub(super) fn write(&mut self, key: KeyHash, marker: DoneMarker) {
+        let number = self.entries.push(key, marker);
         self.index
-            .insert_unique(hash, EntryIndex { hash, number }, |at| at.hash);
+            .insert_unique(key.table_hash(), number, |number| {
+                self.entries.table_hash(*number)
+            });
     }
 
     /// Removes an id.
-    pub(super) fn forget(&mut self, hash: u64, key: &Key) {
-        if let Ok(at) = self
-            .index
-            .find_entry(hash, |at| at.is_of(hash, key, &self.blocks, self.first))
-        {
-            at.remove();
+    pub(super) fn forget(&mut self, key: KeyHash) {
+        let is_same = |number: &u32| self.entries.is_of(*number, key);
+        if let Ok(found) = self.index.find_entry(key.table_hash(), is_same) {
+            found.remove();
         }
     }
 
     /// Removes expired entries, the oldest first, up to the first that has not expired.
-    pub(super) fn expire(&mut self, hasher: &impl BuildHasher, now: Instant) {
-        while let Some(oldest) = self
-            .blocks
-            .front()
-            .and_then(|block| block.get(self.expired))
-            .filter(|oldest| oldest.expires <= now)
-        {
-            let (hash, number) = (
-                hasher.hash_one(&oldest.key),
-                self.first + self.expired as u64,
-            );
-            if let Ok(at) = self.index.find_entry(hash, |at| at.number == number) {
-                at.remove();
-            }
-            self.expired += 1;
-            if self.expired == BLOCK {
-                self.blocks.pop_front();
-                (self.first, self.expired) = (self.first + BLOCK as u64, 0);
+    pub(super) fn expire(&mut self, now: u64) {
+        while let Some((number, key)) = self.entries.pop_expired(now) {
+            let is_same = |other: &u32| *other == number;
+            if let Ok(found) = self.index.find_entry(key.table_hash(), is_same) {
+                found.remove();
             }
         }
     }
 }
 
-impl EntryIndex {
-    fn is_of(&self, hash: u64, key: &Key, blocks: &VecDeque<Vec<DoneEntry>>, first: u64) -> bool {
-        self.hash == hash
-            && self
-                .entry(blocks, first)
-                .is_some_and(|entry| entry.key == *key)
+impl DoneEntries {
+    /// Appends an entry and returns its number.
+    fn push(&mut self, key: KeyHash, marker: DoneMarker) -> u32 {
+        let is_full = |block: &Block| block.entries.len() == BLOCK;
+        if self.blocks.back().is_none_or(is_full) {
+            self.blocks.push_back(Block {
+                entries: Vec::with_capacity(BLOCK),
+                fingerprints: Vec::new(),
+            });
+        }
+        let before = (self.blocks.len() - 1) * BLOCK;
+        let Some(block) = self.blocks.back_mut() else {
+            return 0; // a block was just pushed
+        };
+        let at = block.entries.len();
+        if !block.fingerprints.is_empty() || marker.fingerprint.is_some() {
+            block
+                .fingerprints
+                .reserve_exact(BLOCK - block.fingerprints.len());
+            block.fingerprints.resize(at, NO_FINGERPRINT);
+            let fingerprint = marker.fingerprint.map_or(NO_FINGERPRINT, Fingerprint::get);
+            block.fingerprints.push(fingerprint);
+        }
+        block.entries.push(DoneEntry {
+            key,
+            expires: marker.expires,
+        });
+        self.first.wrapping_add((before + at) as u32)
     }
 
-    fn entry<'a>(&self, blocks: &'a VecDeque<Vec<DoneEntry>>, first: u64) -> Option<&'a DoneEntry> {
-        let at = usize::try_from(self.number.checked_sub(first)?).ok()?;
-        blocks.get(at / BLOCK)?.get(at % BLOCK)
+    /// Removes the oldest entry if it has expired, and returns its number.
+    fn pop_expired(&mut self, now: u64) -> Option<(u32, KeyHash)> {
+        let oldest = self.blocks.front()?.entries.get(self.expired)?;
+        if oldest.expires > now {
+            return None;
+        }
+        let popped = (self.first.wrapping_add(self.expired as u32), oldest.key);
+        self.expired += 1;
+        if self.expired == BLOCK {
+            self.blocks.pop_front();
+            (self.first, self.expired) = (self.first.wrapping_add(BLOCK as u32), 0);
+        }
+        Some(popped)
+    }
+
+    fn block_of(&self, number: u32) -> Option<(&Block, usize)> {
+        let at = number.wrapping_sub(self.first) as usize;
+        Some((self.blocks.get(at / BLOCK)?, at % BLOCK))
+    }
+
+    fn is_of(&self, number: u32, key: KeyHash) -> bool {
+        self.block_of(number)
+            .and_then(|(block, at)| block.entries.get(at))
+            .is_some_and(|entry| entry.key == key)
+    }
+
+    /// The hash by which the index has this entry; every number in the index is of an entry.
+    fn table_hash(&self, number: u32) -> u64 {
+        self.block_of(number)
+            .and_then(|(block, at)| block.entries.get(at))
+            .map_or(0, |entry| entry.key.table_hash())
+    }
+
+    fn marker(&self, number: u32) -> Option<DoneMarker> {
+        let (block, at) = self.block_of(number)?;
+        Some(DoneMarker {
+            expires: block.entries.get(at)?.expires,
+            fingerprint: block
+                .fingerprints
+                .get(at)
+                .filter(|number| **number != NO_FINGERPRINT)
+                .map(|number| Fingerprint::new(*number)),
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use std::collections::HashMap;
-    use std::hash::RandomState;
-    use std::time::Duration;
 
+    use super::super::key_hash::KeyHasher;
     use super::*;
-    use crate::id::MessageId;
+    use crate::id::{Key, MessageId};
 
     fn key(number: u64) -> Key {
         Key::new(&MessageId::new(number.to_string()).expect("an id"))
     }
 
-    /// Against a map that knows each id's latest marker, with windows of one length.
+    /// Against a map that has each id's latest marker, with windows of one length. The entries'
+    /// numbers start anew at 2^32.
     #[test]
     fn the_log_agrees_with_a_map() {
-        let (hasher, start) = (RandomState::new(), Instant::now());
-        let hash = |key: &Key| hasher.hash_one(key);
         for seed in 0..6 {
+            let hasher = KeyHasher::default();
             let mut random = fastrand::Rng::with_seed(seed);
             let (mut log, mut map) = (DoneLog::default(), HashMap::new());
+            log.entries.first = 0_u32.wrapping_sub(2 * BLOCK as u32);
             let ids = random.u64(1..3 * BLOCK as u64);
             for now in 0..10 * BLOCK as u64 {
-                let (at, id) = (start + Duration::from_secs(now), key(random.u64(..ids)));
-                log.expire(&hasher, at);
-                map.retain(|_, (_, expires)| *expires > at);
+                let id = hasher.hash(&key(random.u64(..ids)));
+                log.expire(now);
+                map.retain(|_, marker: &mut DoneMarker| marker.expires > now);
                 assert_eq!(log.len(), map.len());
-                let found = log
-                    .find(hash(&id), &id)
-                    .map(|entry| (entry.fingerprint, entry.expires));
-                assert_eq!(found, map.get(&id).copied(), "seed {seed}, {now}");
-                log.forget(hash(&id), &id);
+                assert_eq!(log.find(id), map.get(&id).copied(), "seed {seed}, {now}");
+                log.forget(id);
                 map.remove(&id);
                 if random.u8(..4) > 0 {
-                    let (fingerprint, expires) = (
-                        Some(Fingerprint::new(random.u64(..9))),
-                        at + Duration::from_secs(ids / 2 + 1),
-                    );
-                    log.write(hash(&id), id.clone(), fingerprint, expires);
-                    map.insert(id, (fingerprint, expires));
+                    let marker = DoneMarker {
+                        // Blocks with fingerprints, without, and with both kinds of entries.
+                        fingerprint: (now / 700 % 2 == 0)
+                            .then(|| Fingerprint::new(random.u64(..9))),
+                        expires: now + ids / 2 + 1,
+                    };
+                    log.write(id, marker);
+                    map.insert(id, marker);
                 }
             }
-            log.expire(&hasher, start + Duration::from_secs(1 << 30));
-            assert_eq!(
-                (log.len(), log.find(hash(&key(0)), &key(0)).is_none()),
-                (0, true)
-            );
-            assert!(
-                log.blocks.len() <= 1,
-                "{} blocks are kept",
-                log.blocks.len()
-            );
+            log.expire(u64::MAX);
+            assert_eq!((log.len(), log.find(hasher.hash(&key(0)))), (0, None));
+            let blocks = log.entries.blocks.len();
+            assert!(blocks <= 1, "{blocks} blocks are kept");
         }
     }
 }

@@ -1,6 +1,7 @@
 //! For operators: markers with their expiry, and a listing of all markers. Not used while messages
 //! are processed.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use oncegate_core::marker::Marker;
@@ -11,14 +12,17 @@ use super::Sqlite;
 use super::clock::ClockReading;
 use super::failure::StoreFailure;
 use super::marker_table::{self, UnreadableRow};
+use super::recent::RecentMarkers;
 use super::writer_thread::WriterRequest;
 
-const SELECT_ONE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key FROM markers
-    WHERE key = ?1";
+const SELECT_MERGED: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key
+    FROM merged_markers WHERE key > ?1 ORDER BY key LIMIT ?2";
 
-const SELECT_PAGE: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key FROM markers
-    WHERE key > ?1
-    ORDER BY key LIMIT ?2";
+const SELECT_ONE_MERGED: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key
+    FROM merged_markers WHERE key = ?1";
+
+const SELECT_RECENT: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee, key
+    FROM recent_markers WHERE number = ?1";
 
 /// A marker and the time until it expires; no time for [`Marker::Absent`].
 pub(crate) type MarkerAndTimeLeft = (Marker, Option<Duration>);
@@ -29,35 +33,57 @@ pub(crate) struct MarkerPage {
     /// In the order of keys, without expired rows.
     rows: Vec<(String, Result<MarkerAndTimeLeft, StoreFailure>)>,
     /// The key after which the next page starts; `None` after the last page.
-    next: Option<String>,
+    pub(crate) next: Option<String>,
+}
+
+#[cfg(test)]
+impl MarkerPage {
+    pub(crate) fn keys(&self) -> impl Iterator<Item = String> {
+        self.rows.iter().map(|(key, _)| key.clone())
+    }
 }
 
 /// The marker of a key.
 pub(crate) fn marker_with_expiry(
     connection: &Connection,
+    recent: &RecentMarkers,
     now: ClockReading,
     key: &Key,
 ) -> rusqlite::Result<Result<MarkerAndTimeLeft, StoreFailure>> {
-    let found = connection
-        .prepare_cached(SELECT_ONE)?
-        .query_row([key.as_str()], |row| read_row(row, now))
-        .optional()?;
-    Ok(found.map_or(Ok((Marker::Absent, None)), |(_, marker)| marker))
+    let found = match recent.number(key.as_str()) {
+        Some(number) => connection
+            .prepare_cached(SELECT_RECENT)?
+            .query_row([number], |row| read_row(row, now)),
+        None => connection
+            .prepare_cached(SELECT_ONE_MERGED)?
+            .query_row([key.as_str()], |row| read_row(row, now)),
+    };
+    Ok(found
+        .optional()?
+        .map_or(Ok((Marker::Absent, None)), |(_, marker)| marker))
 }
 
-/// At most `limit` rows after a key, in the order of keys.
+/// At most `limit` rows after a key, in the order of keys. A recent row hides a merged one.
 pub(crate) fn read_page(
     connection: &Connection,
+    recent: &RecentMarkers,
     now: ClockReading,
     after: &str,
     limit: usize,
 ) -> rusqlite::Result<MarkerPage> {
-    let mut statement = connection.prepare_cached(SELECT_PAGE)?;
-    let read = statement.query_map(
+    let mut merged = connection.prepare_cached(SELECT_MERGED)?;
+    let read = merged.query_map(
         params![after, i64::try_from(limit).unwrap_or(i64::MAX)],
         |row| read_row(row, now),
     )?;
-    let mut rows = read.collect::<rusqlite::Result<Vec<_>>>()?;
+    let mut rows = read.collect::<rusqlite::Result<BTreeMap<_, _>>>()?;
+    let mut select_recent = connection.prepare_cached(SELECT_RECENT)?;
+    for (key, number) in recent.after(after, limit) {
+        rows.remove(key);
+        let row = select_recent.query_row([number], |row| read_row(row, now));
+        rows.extend(row.optional()?);
+    }
+    let mut rows: Vec<_> = rows.into_iter().take(limit).collect();
     let next = rows
         .last()
         .filter(|_| rows.len() == limit)

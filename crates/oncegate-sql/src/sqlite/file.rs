@@ -8,19 +8,18 @@ use rusqlite::config::DbConfig;
 use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavior};
 
 use super::Synchronous;
-use super::failure::{StoreFailure, TransactionStage};
+use super::failure::{self, StoreFailure, TransactionStage};
+use super::recent::{self, MergeLimits};
 use super::windows;
 
 /// The `application_id` of the file: `once` in ASCII.
 const APPLICATION_ID: i32 = i32::from_be_bytes(*b"once");
 
 /// The version of the schema. A file with another version is rejected and not changed.
-const VERSION: i32 = 1;
+const VERSION: i32 = 2;
 
-/// SQLite keeps the comments in the file, for readers of `.schema`.
-const TABLE: &str = "
-CREATE TABLE markers (        -- what oncegate remembers: a row per id; times in milliseconds since 1970
-    key         TEXT PRIMARY KEY, -- <id>, or <scope>|<id>
+/// The columns of a marker. SQLite keeps the comments in the file, for readers of `.schema`.
+const COLUMNS: &str = "
     expires     INTEGER NOT NULL, -- after this time the row counts as absent
     state       INTEGER NOT NULL, -- 0 done, 1 cleared, 2 in progress, 3 in doubt, 4 in doubt and reconciling, 5 rejected
     fingerprint INTEGER,          -- of the body, where bodies are compared
@@ -32,7 +31,31 @@ CREATE TABLE markers (        -- what oncegate remembers: a row per id; times in
     lease       INTEGER,          -- how long after its last write no other claim is granted, in milliseconds
     horizon     INTEGER,          -- how long the row is kept, in milliseconds; its last write was at expires - horizon
     guarantee   INTEGER           -- 0 at most once, 1 effectively once, 2 bare
-) WITHOUT ROWID, STRICT";
+";
+
+/// The tables and the view of both.
+fn schema() -> String {
+    let progress = recent::TABLE;
+    format!(
+        "
+CREATE TABLE merged_markers ( -- the markers except the latest, one row per id; times in milliseconds since 1970
+    key         TEXT PRIMARY KEY, -- <id>, or <scope>|<id>{COLUMNS}) WITHOUT ROWID, STRICT;
+CREATE TABLE recent_markers ( -- the latest markers, in the order of their first writes
+    number      INTEGER PRIMARY KEY,
+    key         TEXT NOT NULL,{COLUMNS}) STRICT;{progress};
+CREATE VIEW unmerged_markers AS -- the rows of recent_markers that are not in merged_markers yet
+    SELECT recent_markers.* FROM recent_markers, merge_progress
+    WHERE number > merged_until AND (number > cycle_end OR key > cursor);
+CREATE VIEW markers AS -- what oncegate remembers
+    SELECT key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee FROM unmerged_markers
+    UNION ALL
+    SELECT * FROM merged_markers WHERE key NOT IN (SELECT key FROM unmerged_markers);
+CREATE TRIGGER delete_marker INSTEAD OF DELETE ON markers BEGIN
+    DELETE FROM recent_markers WHERE key = old.key;
+    DELETE FROM merged_markers WHERE key = old.key;
+END"
+    )
+}
 
 /// `wal_autocheckpoint`: more than SQLite's default of 1,000, since each random id changes another page.
 const CHECKPOINT_PAGES: u32 = 4_000;
@@ -43,6 +66,9 @@ const WAL_SIZE_LIMIT: u32 = 64 << 20;
 /// The size of the page cache, in KiB.
 const CACHE_KIB: i32 = 16 << 10;
 
+/// How many prepared statements a connection keeps: more than there are.
+const STATEMENTS: usize = 64;
+
 /// The path and the connection settings of the database.
 #[derive(Clone, Debug)]
 pub(crate) struct FileConfig {
@@ -50,6 +76,7 @@ pub(crate) struct FileConfig {
     pub(crate) synchronous: Synchronous,
     /// How long to wait for locks of other processes.
     pub(crate) busy_timeout: Duration,
+    pub(crate) merge: MergeLimits,
 }
 
 impl FileConfig {
@@ -63,7 +90,7 @@ impl FileConfig {
         &self,
         stage: TransactionStage,
     ) -> impl Fn(rusqlite::Error) -> StoreFailure {
-        move |error| StoreFailure::of(error, stage, self)
+        move |error| failure::of(error, stage, self)
     }
 }
 
@@ -109,7 +136,7 @@ impl OpenDatabase {
             .busy_timeout(config.busy_timeout)
             .map_err(&to_failure)?;
         if connection.is_readonly("main").map_err(&to_failure)? {
-            return Err(StoreFailure::of(readonly_error(), stage, config));
+            return Err(failure::of(readonly_error(), stage, config));
         }
         // In a transaction: another process may be creating the table.
         let header = connection
@@ -331,9 +358,13 @@ fn version(connection: &Connection) -> rusqlite::Result<i32> {
 }
 
 fn other_version(version: i32, config: &FileConfig) -> StoreFailure {
+    let (age, remedy) = if version < VERSION {
+        ("an older", "use a new file, which has none of its ids")
+    } else {
+        ("a newer", "upgrade oncegate here")
+    };
     StoreFailure::misconfigured(format!(
-        "Sqlite::file: {} was written by a newer release (version {version}, this release supports {VERSION}): upgrade oncegate here; the \
-         file is unchanged",
+        "Sqlite::file: {} was written by {age} release (version {version}, this release supports {VERSION}): {remedy}; the file is unchanged",
         config.name()
     ))
 }
@@ -367,7 +398,7 @@ fn create(
         .ownership(config)?
         == Ownership::Unclaimed
     {
-        transaction.execute_batch(TABLE).map_err(to_failure)?;
+        transaction.execute_batch(&schema()).map_err(to_failure)?;
         transaction
             .pragma_update(None, "application_id", APPLICATION_ID)
             .map_err(to_failure)?;
@@ -388,6 +419,7 @@ fn configure(connection: &Connection, config: &FileConfig) -> rusqlite::Result<(
         Synchronous::Full => "FULL",
         Synchronous::Normal => "NORMAL",
     };
+    connection.set_prepared_statement_cache_capacity(STATEMENTS);
     connection.pragma_update(None, "synchronous", synchronous)?;
     // Only for macOS, where a plain fsync does not flush the disk's cache.
     connection.pragma_update(None, "fullfsync", "ON")?;

@@ -11,36 +11,58 @@ use rusqlite::{CachedStatement, Connection, OptionalExtension, Params, Row, para
 
 use super::clock::{ClockReading, milliseconds};
 use super::failure::StoreFailure;
+use super::recent::RecentMarkers;
 
-const SELECT: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee FROM markers
-    WHERE key = ?1";
+const SELECT_RECENT: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee
+    FROM recent_markers WHERE number = ?1";
 
-const WRITE: &str =
-    "INSERT INTO markers (key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
-    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)
-    ON CONFLICT (key) DO UPDATE SET expires = ?2, state = ?3, fingerprint = ?4, attempt = ?5, base = ?6, crashes = ?7, effect = ?8,
-        token = ?9, lease = ?10, horizon = ?11, guarantee = ?12";
+const SELECT_MERGED: &str = "SELECT expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee
+    FROM merged_markers WHERE key = ?1";
+
+const IS_MERGED: &str = "SELECT 1 FROM merged_markers WHERE key = ?1";
+
+const WRITE_RECENT: &str = "INSERT OR REPLACE INTO recent_markers
+    (number, key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
+    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
+
+/// Without the number, the first value.
+const WRITE_MERGED: &str = "INSERT OR REPLACE INTO merged_markers VALUES (?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
 
 /// Writes nothing if there is a row, expired or not.
-const WRITE_NEW: &str =
-    "INSERT INTO markers (key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
-    VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12)
-    ON CONFLICT (key) DO NOTHING";
+const WRITE_NEW_MERGED: &str = "INSERT OR IGNORE INTO merged_markers VALUES (?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
 
 /// Writes nothing unless this attempt of this claim is in progress and has not expired.
-const COMPLETE_OWN_CLAIM: &str = "UPDATE markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL, crashes = NULL,
-        effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
+const COMPLETE_RECENT_CLAIM: &str = "UPDATE recent_markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL,
+        crashes = NULL, effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
+    WHERE number = ?1 AND state = 2 AND token = ?4 AND attempt = ?5 AND expires > ?6";
+
+/// The same, by key.
+const COMPLETE_MERGED_CLAIM: &str = "UPDATE merged_markers SET expires = ?2, state = 0, fingerprint = ?3, attempt = NULL, base = NULL,
+        crashes = NULL, effect = NULL, token = NULL, lease = NULL, horizon = NULL, guarantee = NULL
     WHERE key = ?1 AND state = 2 AND token = ?4 AND attempt = ?5 AND expires > ?6";
 
-const DELETE: &str = "DELETE FROM markers WHERE key = ?1";
+const DELETE_MERGED: &str = "DELETE FROM merged_markers WHERE key = ?1";
+
+/// A row that counts as absent, and hides that in `merged_markers` until it is merged.
+const HIDE: &str =
+    "INSERT OR REPLACE INTO recent_markers (number, key, expires, state) VALUES (?1, ?2, ?3, 0)";
+
+/// Long before any row is written, by whatever width the clock has jumped.
+const EXPIRED: i64 = i64::MIN;
 
 /// The prepared statements of one transaction.
-pub(crate) struct MarkerTable<'connection> {
-    select: CachedStatement<'connection>,
-    write: CachedStatement<'connection>,
-    write_new: CachedStatement<'connection>,
-    complete_own_claim: CachedStatement<'connection>,
-    delete: CachedStatement<'connection>,
+pub(crate) struct MarkerTable<'transaction> {
+    select_recent: CachedStatement<'transaction>,
+    select_merged: CachedStatement<'transaction>,
+    is_merged: CachedStatement<'transaction>,
+    write_recent: CachedStatement<'transaction>,
+    write_merged: CachedStatement<'transaction>,
+    write_new_merged: CachedStatement<'transaction>,
+    complete_recent_claim: CachedStatement<'transaction>,
+    complete_merged_claim: CachedStatement<'transaction>,
+    delete_merged: CachedStatement<'transaction>,
+    hide: CachedStatement<'transaction>,
+    recent: &'transaction mut RecentMarkers,
     now: ClockReading,
 }
 
@@ -59,20 +81,25 @@ const ABSENT: StoredMarker = StoredMarker {
     age: Age::Of(Duration::ZERO),
 };
 
-impl<'connection> MarkerTable<'connection> {
+impl<'transaction> MarkerTable<'transaction> {
     pub(crate) fn new(
-        connection: &'connection Connection,
+        connection: &'transaction Connection,
+        recent: &'transaction mut RecentMarkers,
         now: ClockReading,
     ) -> rusqlite::Result<Self> {
-        let [select, write, write_new, complete_own_claim, delete] =
-            [SELECT, WRITE, WRITE_NEW, COMPLETE_OWN_CLAIM, DELETE]
-                .map(|sql| connection.prepare_cached(sql));
+        let prepare = |sql| connection.prepare_cached(sql);
         Ok(Self {
-            select: select?,
-            write: write?,
-            write_new: write_new?,
-            complete_own_claim: complete_own_claim?,
-            delete: delete?,
+            select_recent: prepare(SELECT_RECENT)?,
+            select_merged: prepare(SELECT_MERGED)?,
+            is_merged: prepare(IS_MERGED)?,
+            write_recent: prepare(WRITE_RECENT)?,
+            write_merged: prepare(WRITE_MERGED)?,
+            write_new_merged: prepare(WRITE_NEW_MERGED)?,
+            complete_recent_claim: prepare(COMPLETE_RECENT_CLAIM)?,
+            complete_merged_claim: prepare(COMPLETE_MERGED_CLAIM)?,
+            delete_merged: prepare(DELETE_MERGED)?,
+            hide: prepare(HIDE)?,
+            recent,
             now,
         })
     }
@@ -88,26 +115,48 @@ impl<'connection> MarkerTable<'connection> {
         if let Some(verdict) = self.apply_fast_path(operation)? {
             return Ok(Ok(verdict));
         }
-        let found = match self.read(&operation.key)? {
+        let key = &operation.key;
+        let found = match self.read(key)? {
             Ok(found) => found,
-            Err(UnreadableRow) => return Ok(Err(unreadable(operation.key.as_str()))),
+            Err(UnreadableRow) => return Ok(Err(unreadable(key.as_str()))),
         };
         let (change, verdict) = apply(found.marker, found.age, operation);
         match change {
             Change::Keep => {}
-            Change::Delete => {
-                self.delete.execute([operation.key.as_str()])?;
-            }
+            Change::Delete => self.delete(key)?,
             Change::Write(marker, time_to_live) => {
-                self.write
-                    .execute(self.now.columns(&operation.key, marker, time_to_live))?;
+                let number = self.recent_number(key);
+                let columns = self.now.columns(number, key, marker, time_to_live);
+                match number {
+                    Some(_) => self.write_recent.execute(columns)?,
+                    None => self.write_merged.execute(columns)?,
+                };
             }
         }
         Ok(Ok(verdict))
     }
 
+    /// The number of the recent row of a key, or of a new one; `None` if the row is, or will be, in
+    /// `merged_markers`.
+    fn recent_number(&mut self, key: &Key) -> Option<i64> {
+        let key = key.as_str();
+        match self.recent.number(key) {
+            None if self.recent.is_at_end(key) => None,
+            None => Some(self.recent.add(key)),
+            number => number,
+        }
+    }
+
+    fn delete(&mut self, key: &Key) -> rusqlite::Result<()> {
+        match self.recent_number(key) {
+            Some(number) => self.hide.execute(params![number, key.as_str(), EXPIRED])?,
+            None => self.delete_merged.execute([key.as_str()])?,
+        };
+        Ok(())
+    }
+
     /// Applies a claim of an absent key or the completion of an unchanged claim, the most frequent
-    /// cases, with one statement, which writes nothing in other cases.
+    /// cases, without reading a row. Writes nothing in other cases.
     fn apply_fast_path(&mut self, operation: &Operation) -> rusqlite::Result<Option<Verdict>> {
         let Operation {
             key,
@@ -140,30 +189,49 @@ impl<'connection> MarkerTable<'connection> {
             }
             _ => return Ok(None),
         };
-        let written = match (ask, apply(expected, age, operation)) {
-            (Ask::Claim, (Change::Write(marker, time_to_live), verdict)) => (
-                self.write_new
-                    .execute(self.now.columns(key, marker, time_to_live))?,
-                verdict,
-            ),
+        match (ask, apply(expected, age, operation)) {
+            (Ask::Claim, (Change::Write(marker, time_to_live), verdict)) => {
+                let text = key.as_str();
+                let is_at_end = self.recent.is_at_end(text);
+                if self.recent.number(text).is_some()
+                    || !is_at_end && self.is_merged.exists([text])?
+                {
+                    return Ok(None);
+                }
+                let number = (!is_at_end).then(|| self.recent.add(text));
+                let columns = self.now.columns(number, key, marker, time_to_live);
+                let rows = match number {
+                    Some(_) => self.write_recent.execute(columns)?,
+                    None => self.write_new_merged.execute(columns)?,
+                };
+                Ok((rows == 1).then_some(verdict))
+            }
             (_, (Change::Write(Marker::Done(fingerprint), time_to_live), verdict)) => {
                 let fingerprint = fingerprint.map(|it| it.get() as i64); // below 10^18
                 let (token, expires) = (token.0.to_be_bytes(), self.now.expires(time_to_live));
-                let values = params![
-                    key.as_str(),
-                    expires,
-                    fingerprint,
-                    token,
-                    attempt,
-                    self.now.expired_until
-                ];
-                (self.complete_own_claim.execute(values)?, verdict)
+                let expired_until = self.now.expired_until;
+                let rows = match self.recent.number(key.as_str()) {
+                    Some(number) => self.complete_recent_claim.execute(params![
+                        number,
+                        expires,
+                        fingerprint,
+                        token,
+                        attempt,
+                        expired_until
+                    ])?,
+                    None => self.complete_merged_claim.execute(params![
+                        key.as_str(),
+                        expires,
+                        fingerprint,
+                        token,
+                        attempt,
+                        expired_until
+                    ])?,
+                };
+                Ok((rows == 1).then_some(verdict))
             }
-            _ => return Ok(None),
-        };
-        Ok(Some(written)
-            .filter(|(rows, _)| *rows == 1)
-            .map(|(_, verdict)| verdict))
+            _ => Ok(None),
+        }
     }
 
     /// The marker of a key.
@@ -176,11 +244,12 @@ impl<'connection> MarkerTable<'connection> {
 
     fn read(&mut self, key: &Key) -> rusqlite::Result<Result<StoredMarker, UnreadableRow>> {
         let now = self.now;
-        let found = self
-            .select
-            .query_row([key.as_str()], |row| Ok(read(row, now)))
-            .optional()?;
-        Ok(found.unwrap_or(Ok(ABSENT)))
+        let read = |row: &Row<'_>| Ok(read(row, now));
+        let found = match self.recent.number(key.as_str()) {
+            Some(number) => self.select_recent.query_row([number], read),
+            None => self.select_merged.query_row([key.as_str()], read),
+        };
+        Ok(found.optional()?.unwrap_or(Ok(ABSENT)))
     }
 }
 
@@ -193,6 +262,7 @@ impl ClockReading {
     /// The columns of a row that is written now.
     fn columns<'key>(
         &self,
+        number: Option<i64>,
         key: &'key Key,
         marker: Marker,
         time_to_live: Duration,
@@ -235,6 +305,7 @@ impl ClockReading {
             Guarantee::Bare => 2,
         });
         (
+            number,
             key.as_str(),
             self.expires(time_to_live),
             state,
@@ -251,7 +322,7 @@ impl ClockReading {
     }
 }
 
-/// Reads a row, whose columns are those of [`SELECT`].
+/// Reads a row, whose columns are those of [`SELECT_RECENT`].
 pub(crate) fn read(row: &Row<'_>, now: ClockReading) -> Result<StoredMarker, UnreadableRow> {
     let expires: i64 = row.get(0).map_err(|_| UnreadableRow)?;
     // A done marker has no guarantee.
@@ -346,7 +417,7 @@ fn age(written: i64, now: ClockReading) -> Age {
 
 pub(crate) fn unreadable(key: &str) -> StoreFailure {
     StoreFailure::unreadable_marker(format!(
-        "the row of {} in the table markers holds no marker that this release can read: delete the row, or upgrade oncegate here; the row \
+        "the row of {} in the view markers holds no marker that this release can read: delete the row, or upgrade oncegate here; the row \
          is unchanged",
         key
     ))
@@ -359,6 +430,7 @@ mod tests {
     use oncegate_core::MessageId;
 
     use super::super::file::{FileConfig, OpenDatabase};
+    use super::super::recent::MergeLimits;
     use super::*;
 
     const LEASE: i64 = 30_000;
@@ -376,6 +448,7 @@ mod tests {
             path: directory.join("markers.db"),
             synchronous: Default::default(),
             busy_timeout: Duration::ZERO,
+            merge: MergeLimits::default(),
         };
         OpenDatabase::open(&config, None).expect("a new database opens")
     }
@@ -396,11 +469,17 @@ mod tests {
             attempt: 1,
             terms,
         };
-        let mut rows =
-            MarkerTable::new(&file.connection, now).expect("the statements are prepared");
-        rows.apply(&operation)
+        let mut recent = RecentMarkers::new(MergeLimits::default());
+        recent.synchronize(&file.connection).expect("a row");
+        let mut rows = MarkerTable::new(&file.connection, &mut recent, now)
+            .expect("the statements are prepared");
+        let verdict = rows
+            .apply(&operation)
             .expect("SQLite does not fail")
-            .expect("a verdict")
+            .expect("a verdict");
+        drop(rows);
+        recent.save(&file.connection).expect("saved");
+        verdict
     }
 
     /// A reading without jumps.
@@ -480,7 +559,7 @@ mod tests {
 
         let (file, _directory) = claimed();
         file.connection
-            .execute("UPDATE markers SET attempt = 2", [])
+            .execute("UPDATE merged_markers SET attempt = 2", [])
             .expect("the row is updated");
         assert_eq!(
             ask(&file, at(START), Ask::Complete, 1),

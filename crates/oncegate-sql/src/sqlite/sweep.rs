@@ -5,7 +5,7 @@ use rusqlite::{Connection, params};
 use super::clock::ClockReading;
 use super::metric::MARKERS_EXPIRED;
 
-/// A cursor that cycles through the keys. It needs no index of the expiry, which every write would
+/// A cursor that cycles through the merged keys. It needs no index of the expiry, which every write would
 /// have to update: a transaction scans as many rows as it has operations, and each id takes at least
 /// two operations. So one cycle ends before half as many new ids arrive as there are rows.
 #[derive(Debug, Default)]
@@ -36,7 +36,7 @@ impl ExpirySweep {
     ) -> rusqlite::Result<SweepRange> {
         let mut next = connection.prepare_cached(
             "SELECT count(*) FILTER (WHERE expires <= CASE guarantee WHEN 0 THEN ?4 ELSE ?3 END), max(key)
-                FROM (SELECT key, expires, guarantee FROM markers WHERE key > ?1 ORDER BY key LIMIT ?2)",
+                FROM (SELECT key, expires, guarantee FROM merged_markers WHERE key > ?1 ORDER BY key LIMIT ?2)",
         )?;
         next.query_row(
             params![
@@ -66,7 +66,7 @@ impl ExpirySweep {
     ) -> rusqlite::Result<()> {
         if let (1.., Some(last)) = (range.expired, &range.last) {
             let mut delete = connection.prepare_cached(
-                "DELETE FROM markers WHERE key > ?1 AND key <= ?2 AND expires <= CASE guarantee WHEN 0 THEN ?4 ELSE ?3 END",
+                "DELETE FROM merged_markers WHERE key > ?1 AND key <= ?2 AND expires <= CASE guarantee WHEN 0 THEN ?4 ELSE ?3 END",
             )?;
             let deleted = delete.execute(params![
                 self.last_key,

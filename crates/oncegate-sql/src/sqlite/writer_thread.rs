@@ -15,6 +15,7 @@ use super::clock::{ClockReading, WallClock};
 use super::failure::{StoreFailure, TransactionStage};
 use super::file::{FileConfig, FileIdentity, OpenDatabase};
 use super::marker_table::MarkerTable;
+use super::recent::RecentMarkers;
 use super::sweep::ExpirySweep;
 use super::windows;
 
@@ -91,19 +92,21 @@ pub(crate) fn start(config: FileConfig) -> std::io::Result<Sender<WriterRequest>
     Ok(sender)
 }
 
-struct WriterThread {
+pub(crate) struct WriterThread {
     config: FileConfig,
     /// Opened on first use, and again after a failure.
     file: Option<OpenDatabase>,
     /// The identity of the first opened file.
     identity: Option<FileIdentity>,
     clock: WallClock,
+    recent: RecentMarkers,
     sweep: ExpirySweep,
 }
 
 impl WriterThread {
-    fn new(config: FileConfig) -> Self {
+    pub(crate) fn new(config: FileConfig) -> Self {
         Self {
+            recent: RecentMarkers::new(config.merge),
             config,
             file: None,
             identity: None,
@@ -137,13 +140,15 @@ impl WriterThread {
                 WriterRequest::Look(key, reply) => drop(reply.send(self.look(&key))),
                 WriterRequest::LookWithExpiry(key, reply) => drop(
                     reply.send(
-                        self.read(|file, now| browse::marker_with_expiry(file, now, &key))
-                            .and_then(|found| found),
+                        self.read(|file, recent, now| {
+                            browse::marker_with_expiry(file, recent, now, &key)
+                        })
+                        .and_then(|found| found),
                     ),
                 ),
-                WriterRequest::ReadPage(after, limit, reply) => drop(
-                    reply.send(self.read(|file, now| browse::read_page(file, now, &after, limit))),
-                ),
+                WriterRequest::ReadPage(after, limit, reply) => {
+                    drop(reply.send(self.page(&after, limit)))
+                }
                 WriterRequest::Persistence(reply) => drop(reply.send(self.persistence())),
                 #[cfg(test)]
                 WriterRequest::Panic => panic!("requested by a test"),
@@ -175,12 +180,18 @@ impl WriterThread {
     }
 
     /// Applies the operations of all requests in one transaction and commits it.
-    fn apply<'a>(
+    pub(crate) fn apply<'a>(
         &mut self,
         requests: impl Iterator<Item = &'a [Operation]>,
         count: usize,
     ) -> Result<Vec<ApplyAnswers>, StoreFailure> {
-        let (file, config, clock, sweep) = self.open()?;
+        let OpenWriter {
+            file,
+            config,
+            clock,
+            recent,
+            sweep,
+        } = self.open()?;
         let working = config.failure(TransactionStage::Working);
         // Rolled back when it is dropped.
         let transaction = file.begin().map_err(&working)?;
@@ -192,7 +203,8 @@ impl WriterThread {
             clock.drop_jumps_before(longest);
         }
         let now = clock.now();
-        let mut rows = MarkerTable::new(&transaction, now).map_err(&working)?;
+        recent.synchronize(&transaction).map_err(&working)?;
+        let mut rows = MarkerTable::new(&transaction, recent, now).map_err(&working)?;
         let mut answers = Vec::new();
         let mut window = Duration::ZERO;
         for operations in requests {
@@ -206,6 +218,13 @@ impl WriterThread {
         drop(rows);
         windows::record(&transaction, window, longest).map_err(&working)?;
         let rows_to_scan = u32::try_from(count).unwrap_or(u32::MAX);
+        if recent.must_merge() {
+            recent.merge(&transaction, rows_to_scan).map_err(&working)?;
+        }
+        recent
+            .delete_merged(&transaction, rows_to_scan)
+            .map_err(&working)?;
+        recent.save(&transaction).map_err(&working)?;
         let range = sweep
             .scan(&transaction, rows_to_scan, now)
             .map_err(&working)?;
@@ -221,89 +240,127 @@ impl WriterThread {
         Ok(answers)
     }
 
-    fn look(&mut self, key: &Key) -> Result<Marker, StoreFailure> {
-        let (file, config, clock, _) = self.open()?;
-        let working = config.failure(TransactionStage::Working);
-        file.check(config)?;
-        let mut rows = MarkerTable::new(&file.connection, clock.now()).map_err(&working)?;
-        rows.look(key).map_err(&working)?
+    pub(crate) fn look(&mut self, key: &Key) -> Result<Marker, StoreFailure> {
+        self.read(|file, recent, now| MarkerTable::new(file, recent, now)?.look(key))?
+    }
+
+    /// At most `limit` rows after a key.
+    pub(crate) fn page(&mut self, after: &str, limit: usize) -> Result<MarkerPage, StoreFailure> {
+        self.read(|file, recent, now| browse::read_page(file, recent, now, after, limit))
     }
 
     /// Reads for an operator.
     fn read<T>(
         &mut self,
-        read: impl FnOnce(&Connection, ClockReading) -> rusqlite::Result<T>,
+        read: impl FnOnce(&Connection, &mut RecentMarkers, ClockReading) -> rusqlite::Result<T>,
     ) -> Result<T, StoreFailure> {
-        let (file, config, clock, _) = self.open()?;
+        let OpenWriter {
+            file,
+            config,
+            clock,
+            recent,
+            ..
+        } = self.open()?;
         file.check(config)?;
-        read(&file.connection, clock.now()).map_err(config.failure(TransactionStage::Working))
+        // All queries read the same state of the file.
+        let read_all = || {
+            let transaction = file.connection.unchecked_transaction()?;
+            recent.synchronize(&transaction)?;
+            read(&transaction, recent, clock.now())
+        };
+        let result = read_all().map_err(config.failure(TransactionStage::Working));
+        if result.is_err() {
+            self.recent.reset();
+        }
+        result
     }
 
     fn persistence(&mut self) -> Result<Persistence, StoreFailure> {
-        let (file, config, ..) = self.open()?;
+        let OpenWriter { file, config, .. } = self.open()?;
         file.check(config)?;
         file.persistence(config)
             .map_err(config.failure(TransactionStage::Working))
     }
 
-    /// Deletes expired rows and checks the clock. Frequent checks distinguish a jump from elapsed
-    /// time.
-    fn idle(&mut self) {
+    /// Merges recent markers, deletes expired rows and checks the clock. Frequent checks distinguish
+    /// a jump from elapsed time.
+    pub(crate) fn idle(&mut self) {
         let now = self.clock.now();
-        let Some(file) = &self.file else { return };
-        if let Err(failure) = sweep_next_range(file, &self.config, &mut self.sweep, now) {
-            // No caller needs this deletion; a lasting failure is returned to the next caller.
-            tracing::debug!(?failure, "cannot delete expired markers; retrying later");
+        if self.file.is_none() {
+            return;
         }
+        if let Err(failure) = self.tidy(now) {
+            // No caller needs this; a lasting failure is returned to the next caller.
+            tracing::debug!(?failure, "cannot merge or delete markers; retrying later");
+            self.recent.reset();
+        }
+    }
+
+    /// Merges the next recent markers, and deletes the expired rows of the next range, if there are
+    /// any.
+    fn tidy(&mut self, now: ClockReading) -> Result<(), StoreFailure> {
+        let OpenWriter {
+            file,
+            config,
+            recent,
+            sweep,
+            ..
+        } = self.open()?;
+        let working = config.failure(TransactionStage::Working);
+        let range = sweep
+            .scan(&file.connection, IDLE_ROWS, now)
+            .map_err(&working)?;
+        if range.expired > 0 || !recent.is_empty() {
+            let transaction = file.begin().map_err(&working)?;
+            file.check(config)?;
+            recent.synchronize(&transaction).map_err(&working)?;
+            recent.merge(&transaction, IDLE_ROWS).map_err(&working)?;
+            recent
+                .delete_merged(&transaction, 2 * IDLE_ROWS)
+                .map_err(&working)?;
+            recent.save(&transaction).map_err(&working)?;
+            sweep
+                .delete_expired(&transaction, &range, now)
+                .map_err(&working)?;
+            transaction
+                .commit()
+                .map_err(config.failure(TransactionStage::Committing))?;
+        }
+        sweep.advance(range);
+        Ok(())
     }
 
     /// Closes the database after a failure, to start from a known state. Keeps it open if its WAL was
     /// replaced: with the new WAL, ids whose markers are in the old one would be granted a second time.
-    fn close_after_failure(&mut self) {
+    pub(crate) fn close_after_failure(&mut self) {
+        self.recent.reset();
         self.file.take_if(|file| file.is_current(&self.config));
     }
 
     /// The open database and the other fields.
-    fn open(
-        &mut self,
-    ) -> Result<(&OpenDatabase, &FileConfig, &mut WallClock, &mut ExpirySweep), StoreFailure> {
+    fn open(&mut self) -> Result<OpenWriter<'_>, StoreFailure> {
         let file = match self.file.take() {
             Some(file) => file,
             None => OpenDatabase::open(&self.config, self.identity)?,
         };
         self.identity = Some(file.identity);
-        Ok((
-            self.file.insert(file),
-            &self.config,
-            &mut self.clock,
-            &mut self.sweep,
-        ))
+        Ok(OpenWriter {
+            file: self.file.insert(file),
+            config: &self.config,
+            clock: &mut self.clock,
+            recent: &mut self.recent,
+            sweep: &mut self.sweep,
+        })
     }
 }
 
-/// Scans the next range, and deletes its expired rows if there are any.
-fn sweep_next_range(
-    file: &OpenDatabase,
-    config: &FileConfig,
-    sweep: &mut ExpirySweep,
-    now: ClockReading,
-) -> Result<(), StoreFailure> {
-    let working = config.failure(TransactionStage::Working);
-    let range = sweep
-        .scan(&file.connection, IDLE_ROWS, now)
-        .map_err(&working)?;
-    if range.expired > 0 {
-        let transaction = file.begin().map_err(&working)?;
-        file.check(config)?;
-        sweep
-            .delete_expired(&transaction, &range, now)
-            .map_err(&working)?;
-        transaction
-            .commit()
-            .map_err(config.failure(TransactionStage::Committing))?;
-    }
-    sweep.advance(range);
-    Ok(())
+/// The fields of a [`WriterThread`] whose database is open.
+struct OpenWriter<'writer> {
+    file: &'writer OpenDatabase,
+    config: &'writer FileConfig,
+    clock: &'writer mut WallClock,
+    recent: &'writer mut RecentMarkers,
+    sweep: &'writer mut ExpirySweep,
 }
 
 #[cfg(test)]
@@ -311,6 +368,7 @@ mod tests {
     use oncegate_core::MessageId;
     use oncegate_core::marker::{Ask, Attempts, Guarantee, Terms, Token};
 
+    use super::super::recent::MergeLimits;
     use super::*;
 
     #[test]
@@ -320,6 +378,7 @@ mod tests {
             path: directory.path().join("markers.db"),
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
+            merge: MergeLimits::default(),
         };
         let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
         let terms = Terms {
@@ -381,16 +440,17 @@ mod tests {
             path: path.clone(),
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
+            merge: MergeLimits::default(),
         });
         writer.open().expect("a new database opens");
         let other = rusqlite::Connection::open(path).expect("the database opens");
         other
             .execute(
-                "INSERT INTO markers (key, expires, state) VALUES ('old', 1, 0)",
+                "INSERT INTO merged_markers (key, expires, state) VALUES ('old', 1, 0)",
                 [],
             )
             .expect("the statement succeeds");
-        for (version, left) in [(2, 1), (1, 0)] {
+        for (version, left) in [(3, 1), (2, 0)] {
             other
                 .pragma_update(None, "user_version", version)
                 .expect("the statement succeeds");
@@ -413,6 +473,7 @@ mod tests {
             path: path.clone(),
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
+            merge: MergeLimits::default(),
         };
         let key = |id: &str| Key::new(&MessageId::new(id).expect("an id"));
         let operation_on = |id: &str, ask, token, window| {
@@ -460,7 +521,7 @@ mod tests {
             };
             let rows = other()
                 .execute(
-                    "UPDATE markers SET expires = (unixepoch() - 60) * 1000 WHERE key LIKE ?1",
+                    "UPDATE merged_markers SET expires = (unixepoch() - 60) * 1000 WHERE key LIKE ?1",
                     [&own_keys],
                 )
                 .expect("the statement succeeds");
@@ -517,6 +578,7 @@ mod tests {
             path: path.clone(),
             synchronous: Default::default(),
             busy_timeout: IDLE_INTERVAL,
+            merge: MergeLimits::default(),
         })
         .expect("the thread starts");
         let persistence = || {

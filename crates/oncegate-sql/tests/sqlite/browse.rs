@@ -44,11 +44,17 @@ async fn all_markers_except_expired_ones_are_listed_by_pages() {
     // Expired, whether the sweep has deleted it or not.
     directory
         .raw()
-        .execute("UPDATE markers SET expires = 1 WHERE key = 'id-3'", [])
+        .execute(
+            "UPDATE merged_markers SET expires = 1 WHERE key = 'id-3'",
+            [],
+        )
         .expect("written");
     directory
         .raw()
-        .execute("UPDATE markers SET state = 99 WHERE key = 'id-5'", [])
+        .execute(
+            "UPDATE merged_markers SET state = 99 WHERE key = 'id-5'",
+            [],
+        )
         .expect("written");
     let mut browse = store.browse(2);
     let (mut found, mut pages) = (Vec::new(), 0);

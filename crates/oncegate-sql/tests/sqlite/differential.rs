@@ -174,7 +174,7 @@ fn tamper(random: &mut Random, raw: &Connection, key: &Key, entry: &mut Entry) {
     };
     let expires = now() + i64::try_from(expiry.as_millis()).expect("years");
     raw.execute(
-        "UPDATE markers SET expires = ?2 WHERE key = ?1",
+        "UPDATE merged_markers SET expires = ?2 WHERE key = ?1",
         (key.as_str(), expires),
     )
     .expect("it is there");

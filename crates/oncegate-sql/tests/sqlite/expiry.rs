@@ -33,8 +33,11 @@ async fn expired(directory: &Directory, store: &dyn Store) -> Connection {
     let operations: Vec<Operation> = ids.iter().flat_map(both).collect();
     verdicts(store, &operations).await;
     let raw = directory.raw();
-    raw.execute("UPDATE markers SET expires = 1 WHERE key > 'old'", [])
-        .expect("written");
+    raw.execute(
+        "UPDATE merged_markers SET expires = 1 WHERE key > 'old'",
+        [],
+    )
+    .expect("written");
     raw
 }
 

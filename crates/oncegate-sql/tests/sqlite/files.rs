@@ -97,19 +97,23 @@ async fn a_file_of_another_program_is_not_changed() {
         .expect("written");
     drop(raw);
 
-    let newer = directory.path().join("newer.db");
-    let raw = Connection::open(&newer).expect("it opens");
-    raw.execute_batch("CREATE TABLE markers_2 (key TEXT)")
-        .expect("written");
-    raw.pragma_update(None, "application_id", i32::from_be_bytes(*b"once"))
-        .expect("written");
-    raw.pragma_update(None, "user_version", 2).expect("written");
-    drop(raw);
+    let [older, newer] = [("older.db", 1), ("newer.db", 3)].map(|(name, version)| {
+        let file = directory.path().join(name);
+        let raw = Connection::open(&file).expect("it opens");
+        raw.execute_batch("CREATE TABLE of_another_version (key TEXT)")
+            .expect("written");
+        raw.pragma_update(None, "application_id", i32::from_be_bytes(*b"once"))
+            .expect("written");
+        raw.pragma_update(None, "user_version", version)
+            .expect("written");
+        file
+    });
 
     for (file, words) in [
         (&text, ["is not a SQLite database", "use another file"]),
         (&other, ["belongs to another program", "a separate file"]),
-        (&newer, ["newer release (version 2", "upgrade oncegate"]),
+        (&older, ["older release (version 1", "use a new file"]),
+        (&newer, ["newer release (version 3", "upgrade oncegate"]),
     ] {
         let before = std::fs::read(file).expect("it is there");
         let line = refused(file).await;
@@ -123,7 +127,7 @@ async fn a_file_of_another_program_is_not_changed() {
     let beside = std::fs::read_dir(directory.path())
         .expect("a directory")
         .count();
-    assert_eq!(beside, 3, "a log was created for a file of another program");
+    assert_eq!(beside, 4, "a log was created for a file of another program");
 }
 
 #[tokio::test]
@@ -154,7 +158,7 @@ async fn a_newer_schema_stops_an_older_release() {
     ask(&store, claim("a", 1)).await.expect("granted");
     directory
         .raw()
-        .pragma_update(None, "user_version", 2)
+        .pragma_update(None, "user_version", 3)
         .expect("written");
     let stopped = ask(&store, claim("b", 1))
         .await
@@ -303,12 +307,18 @@ async fn an_unreadable_row_does_not_affect_the_others() {
     )
     .await;
     let raw = directory.raw();
-    raw.execute("UPDATE markers SET state = 9 WHERE key = 'a'", [])
+    raw.execute("UPDATE merged_markers SET state = 9 WHERE key = 'a'", [])
         .expect("written");
-    raw.execute("UPDATE markers SET token = x'00' WHERE key = 'b'", [])
-        .expect("written");
-    raw.execute("UPDATE markers SET fingerprint = -1 WHERE key = 'c'", [])
-        .expect("written");
+    raw.execute(
+        "UPDATE merged_markers SET token = x'00' WHERE key = 'b'",
+        [],
+    )
+    .expect("written");
+    raw.execute(
+        "UPDATE merged_markers SET fingerprint = -1 WHERE key = 'c'",
+        [],
+    )
+    .expect("written");
     let answers = store
         .apply(&[
             claim("a", 2),

@@ -264,7 +264,7 @@ pub enum StoreOperation {
     /// [`Ask::Forget`](oncegate::marker::Ask::Forget).
     Forget,
     /// [`Ask::Redrive`](oncegate::marker::Ask::Redrive).
-    SendBack,
+    Redrive,
 }
 
 /// How a handler ended.

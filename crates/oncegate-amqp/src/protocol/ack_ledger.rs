@@ -139,11 +139,6 @@ impl<T> AckLedger<T> {
         self.tags.len()
     }
 
-    /// Whether every delivery is acknowledged.
-    pub(crate) fn is_empty(&self) -> bool {
-        self.tags.is_empty()
-    }
-
     fn index(&self, tag: u64) -> Option<usize> {
         self.tags.binary_search_by_key(&tag, |(tag, _)| *tag).ok()
     }
@@ -230,7 +225,7 @@ mod tests {
             (Some(3), Some(&4), 1)
         );
         assert_eq!(acks.reject(4), Some(4));
-        assert_eq!((acks.take_prefix(), acks.is_empty()), (None, true));
+        assert_eq!((acks.take_prefix(), acks.unacked()), (None, 0));
     }
 
     #[test]

@@ -5,34 +5,26 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use futures_util::future::BoxFuture;
-use oncegate_core::lifecycle::{Reason, Settlement};
-use oncegate_core::source::{Delivery, FailureHistory, Settled, SourceError};
+use oncegate_core::lifecycle::Reason;
+use oncegate_core::source::{FailureHistory, Settled, SourceError};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
-use crate::backoff::Backoff;
+use crate::client::backoff::Backoff;
+use crate::client::context::SourceContext;
+use crate::client::incoming_queue::IncomingSender;
 use crate::client::lost_consumer_probe::{LONG_PROBE_INTERVAL, PROBE_INTERVAL};
-use crate::incoming;
-use crate::incoming_queue::IncomingSender;
-use crate::message_copy::{MessageCopy, PublishCancellation};
-use crate::open_session::{self, MAX_RECONNECT_PAUSE};
-use crate::publisher::{ConfirmedCopy, CopyPublisher};
-use crate::queue_settings::QueueSettings;
-use crate::session::{ChannelLoss, ConsumerSession, FlushMode, SessionEvent, UnsettledDelivery};
-use crate::settings::Rejects;
+use crate::client::open_session::{self, MAX_RECONNECT_PAUSE};
+use crate::client::publisher::{ConfirmedCopy, CopyPublisher};
+use crate::client::session::{ChannelLoss, ConsumerSession, SessionEvent};
+use crate::protocol::CurrentTime;
+use crate::protocol::channel_deliveries::{FlushMode, IntakeState, SettleAction};
+use crate::protocol::incoming;
 
-/// The longest delay that a released delivery waits in memory, if there are delay queues.
-const MAX_IN_MEMORY_DELAY: Duration = Duration::from_secs(5);
-/// The shortest delay of a release. Without it, immediate releases would redeliver in a busy loop.
-const MIN_RELEASE_DELAY: Duration = Duration::from_millis(20);
-/// While a delayed delivery is unacknowledged, later ones cannot be acknowledged together (`multiple`).
-/// After this many single acknowledgements it moves to a delay queue. Its copy costs the broker about
-/// as much as a hundred single acknowledgements.
-const MAX_SINGLE_ACKS: usize = 256;
 /// A channel that was open for longer than this resets the backoff. One that fails at once must not.
 const STABLE_AFTER: Duration = Duration::from_secs(2);
 /// A channel in [`PrefetchMode::OneByOne`] that was open for longer than this resets the backoff.
@@ -66,47 +58,49 @@ pub(crate) enum SourceCommand {
 pub(crate) struct DriverEndpoints {
     pub(crate) incoming_queue: IncomingSender,
     pub(crate) commands: UnboundedReceiver<SourceCommand>,
-    /// The epoch of the open channel ([`ConsumerSession::epoch`]); 0 while no channel is open.
+    /// The epoch of the open channel ([`ChannelDeliveries::epoch`](crate::protocol::channel_deliveries::ChannelDeliveries::epoch)); 0 while no channel is open.
     pub(crate) open_epoch: Arc<AtomicU64>,
 }
 
 /// Opens the first channel, reports the outcome, and runs until the source is closed or dropped.
 pub(crate) async fn run(
-    settings: Arc<QueueSettings>,
+    context: Arc<SourceContext>,
     endpoints: DriverEndpoints,
     mut opened: oneshot::Sender<Result<(), SourceError>>,
 ) {
     let first = tokio::select! {
-        first = open_session::open_first(&settings) => first,
+        first = open_session::open_first(&context) => first,
         () = opened.closed() => return,
     };
     let session = match first {
         Ok(session) => session,
         Err(error) => return drop(opened.send(Err(error))),
     };
-    endpoints.open_epoch.store(session.epoch, Ordering::Release);
-    let publisher = CopyPublisher::start(Arc::clone(&settings), Arc::clone(&endpoints.open_epoch));
+    endpoints
+        .open_epoch
+        .store(session.deliveries.epoch, Ordering::Release);
+    let publisher = CopyPublisher::new(Arc::clone(&context), Arc::clone(&endpoints.open_epoch));
     let driver = AmqpDriver {
-        epoch: session.epoch,
+        epoch: session.deliveries.epoch,
         session: SessionState::Open(Box::new(session)),
         opened_at: Instant::now(),
         backoff: Backoff::up_to(MAX_RECONNECT_PAUSE),
         prefetch_mode: PrefetchMode::Normal,
         intake: IntakeState::Open,
         closing: None,
-        settings,
+        context,
         endpoints,
         publisher,
     };
     let _ = opened.send(Ok(()));
-    let settings = Arc::clone(&driver.settings);
+    let context = Arc::clone(&driver.context);
     driver.run_loop().await;
     // A closed source is not unavailable.
-    settings.metrics.clear_unavailable();
+    context.metrics.clear_unavailable();
 }
 
 struct AmqpDriver {
-    settings: Arc<QueueSettings>,
+    context: Arc<SourceContext>,
     endpoints: DriverEndpoints,
     publisher: CopyPublisher,
     session: SessionState,
@@ -137,19 +131,12 @@ enum PrefetchMode {
 }
 
 impl PrefetchMode {
-    fn prefetch(self, settings: &QueueSettings) -> u16 {
+    fn prefetch(self, context: &SourceContext) -> u16 {
         match self {
-            Self::Normal => settings.prefetch,
+            Self::Normal => context.prefetch,
             Self::OneByOne => 1,
         }
     }
-}
-
-/// Whether deliveries of the broker are passed to the source.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum IntakeState {
-    Open,
-    Stopped,
 }
 
 /// Why the loop of the driver ended.
@@ -199,10 +186,10 @@ impl AmqpDriver {
                     None => break LoopExit::Finished,
                 },
                 confirmed = self.publisher.confirmed() => match confirmed {
-                    Some(confirmed) => self.confirmed(&confirmed),
+                    Some(confirmed) => self.confirmed(confirmed),
                     None => {
                         tracing::error!(
-                            queue = &*self.settings.name,
+                            queue = &*self.context.name,
                             "the publisher task ended, which is a bug in oncegate; closing the source; restart the consumer and report this"
                         );
                         break LoopExit::PublisherEnded;
@@ -221,7 +208,9 @@ impl AmqpDriver {
                 } else {
                     FlushMode::Batched
                 });
-                self.settings.metrics.set_unacked(session.acks.unacked());
+                self.context
+                    .metrics
+                    .set_unacked(session.deliveries.unacked());
             }
             self.move_blocking_delivery();
         };
@@ -231,7 +220,10 @@ impl AmqpDriver {
     async fn execute(&mut self, command: SourceCommand) {
         match command {
             SourceCommand::Settle(batch) => {
-                batch.into_iter().for_each(|settled| self.settle(settled))
+                let time = current_time();
+                batch
+                    .into_iter()
+                    .for_each(|settled| self.settle(settled, time));
             }
             SourceCommand::Stop => self.stop().await,
             SourceCommand::Close { deadline, done } => {
@@ -241,161 +233,65 @@ impl AmqpDriver {
         }
     }
 
-    fn settle(&mut self, settled: Settled) {
-        let Settled {
-            mut delivery,
-            settlement,
-            failure_history,
-        } = settled;
-        let tag = delivery.receipt.position;
-        let session = match &mut self.session {
-            SessionState::Open(session) if session.epoch == delivery.receipt.epoch => session,
-            _ => return drop_stale_settlement(&self.settings, tag),
+    fn settle(&mut self, settled: Settled, time: CurrentTime) {
+        let tag = settled.delivery.receipt.position;
+        let action = match &mut self.session {
+            SessionState::Open(session) => {
+                session
+                    .deliveries
+                    .settle(settled, self.intake, &self.context, time)
+            }
+            SessionState::Opening(_) | SessionState::Closed => SettleAction::IgnoreStale,
         };
-        if let Settlement::Accept(_) = settlement {
-            if session.acks.settle(tag).is_none() {
-                ignore_repeated_settlement(&self.settings, tag);
+        self.execute_action(tag, action);
+    }
+
+    fn execute_action(&mut self, tag: u64, action: SettleAction) {
+        let queue = &*self.context.name;
+        match action {
+            SettleAction::Nothing => {}
+            SettleAction::Publish(copy) => self.publisher.publish(*copy),
+            SettleAction::IgnoreStale => {
+                self.context.metrics.stale_settlement();
+                tracing::debug!(
+                    queue,
+                    tag,
+                    "settlement for a closed channel dropped; the delivery will be redelivered"
+                );
             }
-            return;
-        }
-        match settlement {
-            Settlement::Accept(_) => {}
-            Settlement::Reject(reason) => {
-                self.reject(delivery, &reason, failure_history.as_deref())
-            }
-            // Released while the source stops: closing the channel requeues the delivery.
-            Settlement::Release { after, .. }
-                if after.is_zero() && self.intake == IntakeState::Stopped => {}
-            Settlement::Release { after, failures } => {
-                delivery.failures = failures;
-                self.delay(delivery, after);
-            }
+            SettleAction::IgnoreRepeated => tracing::debug!(
+                queue,
+                tag,
+                "settlement ignored: the delivery is already settled"
+            ),
         }
     }
 
-    /// Sends a delivery to the dead letters or the in-doubt queue.
-    fn reject(
-        &mut self,
-        delivery: Delivery,
-        reason: &Reason,
-        failure_history: Option<&FailureHistory>,
-    ) {
-        let SessionState::Open(session) = &mut self.session else {
-            return;
-        };
-        let tag = delivery.receipt.position;
-        if self.settings.rejects == Rejects::ByQueue && !reason.is_in_doubt() {
-            if !session.reject(tag) {
-                ignore_repeated_settlement(&self.settings, tag);
-            }
-            return;
-        }
-        let Some(unsettled) = session.acks.context(tag) else {
-            return ignore_repeated_settlement(&self.settings, tag);
-        };
-        self.publisher.publish(MessageCopy::rejected(
-            &delivery,
-            reason,
-            failure_history,
-            &unsettled.original,
-            &self.settings,
-        ));
-        session.publishing += 1;
-    }
-
-    /// Delays a delivery in memory, for at most half of the consumer timeout; or in a delay queue, if
-    /// there are delay queues and the delay is long, half of the prefetch is already delayed in memory,
-    /// or the source stops.
-    fn delay(&mut self, delivery: Delivery, after: Duration) {
-        let SessionState::Open(session) = &mut self.session else {
-            return;
-        };
-        let tag = delivery.receipt.position;
-        let Some(unsettled) = session.acks.context(tag) else {
-            return ignore_repeated_settlement(&self.settings, tag);
-        };
-        let has_delay_queues = self.settings.uses_delay_queues();
-        let fills_prefetch = session.delayed.len() >= session.prefetch / 2;
-        if has_delay_queues
-            && (after > MAX_IN_MEMORY_DELAY
-                || fills_prefetch
-                || self.intake == IntakeState::Stopped)
-        {
-            self.publisher.publish(MessageCopy::delayed(
-                &delivery,
-                after,
-                &unsettled.original,
-                &self.settings,
-            ));
-            session.publishing += 1;
-        } else {
-            // The broker closes a channel if a delivery exceeds the consumer timeout.
-            let after = after
-                .min(self.settings.consumer_timeout / 2)
-                .max(MIN_RELEASE_DELAY);
-            session.delayed.insert(Instant::now() + after, delivery);
-        }
-    }
-
-    /// Moves a delayed delivery from memory to a delay queue if [`MAX_SINGLE_ACKS`] later ones were
-    /// acknowledged one by one because of it. A single acknowledgement costs the broker several times
-    /// as much as one of many together. The original waits in memory until the copy is confirmed.
+    /// Moves a delayed delivery from memory to a delay queue if it prevents that many later ones are
+    /// acknowledged together.
     fn move_blocking_delivery(&mut self) {
-        let SessionState::Open(session) = &mut self.session else {
-            return;
-        };
-        let Some((tag, _)) = session
-            .acks
-            .blocking_tag()
-            .filter(|(_, acked_singly)| *acked_singly >= MAX_SINGLE_ACKS)
-        else {
-            return;
-        };
-        if !self.settings.uses_delay_queues() || self.settings.metrics.is_publishing_blocked() {
-            return;
-        }
-        let now = Instant::now();
-        let (Some((due, delivery)), Some(unsettled)) =
-            (session.delayed.movable(tag, now), session.acks.context(tag))
-        else {
-            return;
-        };
-        let copy = MessageCopy::delayed(
-            delivery,
-            due.saturating_duration_since(now),
-            &unsettled.original,
-            &self.settings,
-        );
-        if copy.is_lossless(&unsettled.original, session.frame_max()) {
-            let cancellation = Some(session.delayed.start_move(tag, due, now));
-            self.publisher.publish(MessageCopy {
-                cancellation,
-                ..copy
-            });
-        } else {
-            session.delayed.mark_unmovable(tag);
+        if let SessionState::Open(session) = &mut self.session
+            && !self.context.metrics.is_publishing_blocked()
+        {
+            let frame_max = session.frame_max();
+            let copy =
+                session
+                    .deliveries
+                    .move_blocking_delivery(&self.context, frame_max, current_time());
+            copy.into_iter()
+                .for_each(|copy| self.publisher.publish(copy));
         }
     }
 
-    /// Settles the original of a confirmed copy.
-    fn confirmed(&mut self, confirmed: &ConfirmedCopy) {
-        let SessionState::Open(session) = &mut self.session else {
-            return;
-        };
-        // If the copy was cancelled, the original was redelivered from memory, and its own settlement
-        // acknowledges it.
-        if session.epoch != confirmed.epoch
-            || confirmed
-                .cancellation
-                .as_ref()
-                .is_some_and(PublishCancellation::is_cancelled)
-        {
-            return;
+    /// Settles the originals of confirmed copies.
+    fn confirmed(&mut self, confirmed: Vec<ConfirmedCopy>) {
+        if let SessionState::Open(session) = &mut self.session {
+            for copy in confirmed {
+                session
+                    .deliveries
+                    .confirmed(copy.epoch, copy.tag, copy.cancellation.as_ref());
+            }
         }
-        if !session.delayed.finish_move(confirmed.tag) {
-            session.publishing = session.publishing.saturating_sub(1);
-        }
-        session.acks.settle(confirmed.tag);
     }
 
     fn handle_event(&mut self, event: DriverEvent) {
@@ -403,13 +299,13 @@ impl AmqpDriver {
             DriverEvent::SessionOpened(session) => {
                 self.endpoints
                     .open_epoch
-                    .store(session.epoch, Ordering::Release);
+                    .store(session.deliveries.epoch, Ordering::Release);
                 tracing::info!(
-                    queue = &*self.settings.name,
-                    broker = self.settings.redacted_url(),
+                    queue = &*self.context.name,
+                    broker = self.context.redacted_url(),
                     "reconnected; consuming again"
                 );
-                self.settings.metrics.clear_unavailable();
+                self.context.metrics.clear_unavailable();
                 self.opened_at = Instant::now();
                 self.session = SessionState::Open(session);
             }
@@ -422,7 +318,7 @@ impl AmqpDriver {
     }
 
     fn receive_deliveries(&mut self, deliveries: Vec<lapin::message::Delivery>) {
-        self.settings.metrics.delivered(
+        self.context.metrics.delivered(
             deliveries.len(),
             deliveries
                 .iter()
@@ -430,52 +326,59 @@ impl AmqpDriver {
                 .count(),
         );
         for delivery in deliveries {
-            let SessionState::Open(session) = &mut self.session else {
-                return;
-            };
-            let (tag, invalid_utf8) =
-                (delivery.delivery_tag, incoming::has_invalid_utf8(&delivery));
-            let (delivery, original) =
-                incoming::parse_delivery(delivery, &self.settings, session.epoch);
-            session
-                .acks
-                .delivered(tag, UnsettledDelivery::new(original));
-            if self.intake == IntakeState::Stopped {
-                // Closing the channel requeues the delivery.
-                continue;
-            }
-            let size = delivery.message.body.len();
-            if size > self.settings.body_limit {
-                tracing::warn!(
-                    queue = &*self.settings.name,
-                    bytes = size,
-                    limit = self.settings.body_limit,
-                    "message body exceeds body_limit; rejecting the message to the dead letters (reason too-large); to handle it, raise body_limit and redrive it"
-                );
-                self.reject(delivery, &Reason::TooLarge, None);
-                continue;
-            }
-            if invalid_utf8 {
-                let error = "a property, a header's name or the routing key is not UTF-8";
-                tracing::warn!(
-                    queue = &*self.settings.name,
-                    "a property, header name or routing key is not UTF-8; rejecting the message to the dead letters (reason unreadable); correct the producer: AMQP short strings are UTF-8"
-                );
-                self.reject(
-                    delivery,
-                    &Reason::Unreadable,
-                    Some(&FailureHistory {
-                        last_error: Some(error.into()),
-                        ..FailureHistory::default()
-                    }),
-                );
-                continue;
-            }
-            match incoming::remaining_delay(&delivery, &self.settings) {
-                Some(wait) => self.delay(delivery, wait),
-                None => self.endpoints.incoming_queue.deliver(delivery),
-            }
+            self.receive_delivery(delivery);
         }
+    }
+
+    fn receive_delivery(&mut self, raw: lapin::message::Delivery) {
+        let SessionState::Open(session) = &mut self.session else {
+            return;
+        };
+        let (time, tag) = (current_time(), raw.delivery_tag);
+        let has_invalid_utf8 = incoming::has_invalid_utf8(&raw);
+        let (delivery, original) =
+            incoming::parse_delivery(raw, &self.context, session.deliveries.epoch, time.unix);
+        session.deliveries.delivered(tag, original, time.now);
+        if self.intake == IntakeState::Stopped {
+            // Closing the channel requeues the delivery.
+            return;
+        }
+        let (queue, bytes) = (&*self.context.name, delivery.message.body.len());
+        let mut reject = |reason: Reason, history: Option<&FailureHistory>| {
+            session
+                .deliveries
+                .reject(&delivery, &reason, history, &self.context, time)
+        };
+        let action = if bytes > self.context.body_limit {
+            tracing::warn!(
+                queue,
+                bytes,
+                limit = self.context.body_limit,
+                "message body exceeds body_limit; rejecting the message to the dead letters (reason too-large); to handle it, raise body_limit and redrive it"
+            );
+            reject(Reason::TooLarge, None)
+        } else if has_invalid_utf8 {
+            tracing::warn!(
+                queue,
+                "a property, header name or routing key is not UTF-8; rejecting the message to the dead letters (reason unreadable); correct the producer: AMQP short strings are UTF-8"
+            );
+            let error = "a property, a header's name or the routing key is not UTF-8";
+            let history = FailureHistory {
+                last_error: Some(error.into()),
+                ..FailureHistory::default()
+            };
+            reject(Reason::Unreadable, Some(&history))
+        } else {
+            match incoming::remaining_delay(&delivery, &self.context, time.unix) {
+                Some(wait) => {
+                    session
+                        .deliveries
+                        .delay(delivery, wait, self.intake, &self.context, time)
+                }
+                None => return self.endpoints.incoming_queue.deliver(delivery),
+            }
+        };
+        self.execute_action(tag, action);
     }
 
     fn redeliver_due(&mut self) {
@@ -484,7 +387,7 @@ impl AmqpDriver {
         };
         self.endpoints
             .incoming_queue
-            .deliver_at_front(session.delayed.take_due(Instant::now()));
+            .deliver_at_front(session.deliveries.take_due(Instant::now()));
     }
 
     /// Whether [`PrefetchMode::OneByOne`] may end. No delivery may be unacknowledged, because the
@@ -504,12 +407,14 @@ impl AmqpDriver {
         else {
             return;
         };
-        session.delayed.cancel_move();
+        session.deliveries.cancel_move();
         self.endpoints.open_epoch.store(0, Ordering::Release);
-        self.endpoints.incoming_queue.revoke(session.epoch);
-        self.settings.metrics.channel_lost();
-        self.settings.metrics.set_unacked(0);
-        let (queue, broker) = (&*self.settings.name, self.settings.redacted_url());
+        self.endpoints
+            .incoming_queue
+            .revoke(session.deliveries.epoch);
+        self.context.metrics.channel_lost();
+        self.context.metrics.set_unacked(0);
+        let (queue, broker) = (&*self.context.name, self.context.redacted_url());
         match loss {
             ChannelLoss::Broken(error) | ChannelLoss::NoDeliveries(error) => {
                 tracing::warn!(
@@ -522,7 +427,7 @@ impl AmqpDriver {
             ChannelLoss::ReplacedToRestorePrefetch => tracing::info!(
                 queue,
                 broker,
-                prefetch = self.settings.prefetch,
+                prefetch = self.context.prefetch,
                 "reconnecting to restore the prefetch that was lowered to 1 because of an unparsable message"
             ),
             ChannelLoss::UnparsableFrame(error) => tracing::error!(
@@ -550,7 +455,7 @@ impl AmqpDriver {
                 }
                 _ => {}
             }
-            let prefetch = self.prefetch_mode.prefetch(&self.settings);
+            let prefetch = self.prefetch_mode.prefetch(&self.context);
             // Ready messages without a delivery do not prove a lost consumer: another consumer may be
             // the queue's single active one. The probe of the new channel runs rarely until its first
             // delivery.
@@ -560,13 +465,13 @@ impl AmqpDriver {
                 PROBE_INTERVAL
             };
             let opening = open_session::reopen(
-                Arc::clone(&self.settings),
+                Arc::clone(&self.context),
                 self.epoch,
                 prefetch,
                 probe_interval,
                 self.backoff.pause(),
             );
-            let old_session_closed = self.settings.preserves_order().then_some(closed);
+            let old_session_closed = self.context.preserves_order().then_some(closed);
             self.session = SessionState::Opening(Box::pin(async move {
                 if let Some(closed) = old_session_closed {
                     // The result does not matter: closing has a timeout, and after a panic the dropped
@@ -584,9 +489,7 @@ impl AmqpDriver {
         let delayed = match &mut self.session {
             SessionState::Open(session) => {
                 session.stop().await;
-                let (delayed, has_pending_move) = session.delayed.take_all();
-                session.publishing += usize::from(has_pending_move);
-                delayed
+                session.deliveries.take_delayed()
             }
             opening @ SessionState::Opening(_) => {
                 *opening = SessionState::Closed;
@@ -594,8 +497,17 @@ impl AmqpDriver {
             }
             SessionState::Closed => return,
         };
-        for ((due, _), delivery) in delayed {
-            self.delay(delivery, due.saturating_duration_since(Instant::now()));
+        for (due, delivery) in delayed {
+            let SessionState::Open(session) = &mut self.session else {
+                return;
+            };
+            let (time, tag) = (current_time(), delivery.receipt.position);
+            let after = due.saturating_duration_since(time.now);
+            let action =
+                session
+                    .deliveries
+                    .delay(delivery, after, self.intake, &self.context, time);
+            self.execute_action(tag, action);
         }
     }
 
@@ -612,7 +524,7 @@ impl AmqpDriver {
     /// Sends the remaining acknowledgements, closes the connections, and reports the outcome.
     async fn shut_down(mut self, exit: LoopExit) {
         let finished = self.is_finished();
-        self.settings.metrics.set_unacked(0);
+        self.context.metrics.set_unacked(0);
         self.endpoints.open_epoch.store(0, Ordering::Release);
         match self.session {
             SessionState::Open(mut session) => {
@@ -630,7 +542,7 @@ impl AmqpDriver {
             }
             SessionState::Opening(_) | SessionState::Closed => {
                 tracing::info!(
-                    queue = &*self.settings.name,
+                    queue = &*self.context.name,
                     "closed while not connected; deliveries that were settled but not acknowledged will be redelivered"
                 );
             }
@@ -660,25 +572,14 @@ fn unfinished_close(exit: LoopExit) -> SourceError {
     SourceError::Unavailable(problem.into())
 }
 
-/// Counts and drops a settlement for a closed channel. The broker would close the new channel for an
-/// acknowledgement whose delivery tag is not from that channel.
-fn drop_stale_settlement(settings: &QueueSettings, tag: u64) {
-    settings.metrics.stale_settlement();
-    tracing::debug!(
-        queue = &*settings.name,
-        tag,
-        "settlement for a closed channel dropped; the delivery will be redelivered"
-    );
-}
-
-/// Ignores a settlement for a delivery of the open channel that is settled already. The broker would
-/// close the channel for a second acknowledgement.
-fn ignore_repeated_settlement(settings: &QueueSettings, tag: u64) {
-    tracing::debug!(
-        queue = &*settings.name,
-        tag,
-        "settlement ignored: the delivery is already settled"
-    );
+/// Reads the clocks.
+fn current_time() -> CurrentTime {
+    CurrentTime {
+        now: Instant::now(),
+        unix: SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default(),
+    }
 }
 
 #[cfg(test)]

@@ -1,60 +1,62 @@
 //! Declares or checks the queues that a source needs.
 
+use std::collections::HashMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
 use lapin::options::QueueDeclareOptions;
-use lapin::types::{AMQPValue, FieldTable, ShortString};
+use lapin::types::{FieldTable, ShortString};
 use lapin::{Channel, Connection};
 use oncegate_core::source::SourceError;
 
-use crate::connector::{ConnectError, code, is_transient_refusal, reply_code};
-use crate::queue_settings::{ConsumerMode, DELAYS, QueueSettings};
-use crate::settings::{QueueKind, Topology};
+use crate::client::connector::{ConnectError, code, is_transient_refusal, reply_code};
+use crate::client::context::SourceContext;
+use crate::protocol::topology::{QueuePurpose, QueueSpec, delay_queues, named_queues};
+use crate::settings::Topology;
 
-/// A queue and the arguments to declare it with.
-struct QueueSpec {
-    purpose: QueuePurpose,
-    /// The setting that has the name of the queue.
-    setting: &'static str,
-    name: ShortString,
-    arguments: FieldTable,
+/// The queues for which the warning about other arguments was logged, with the broker's text. Queues
+/// are declared at each reconnect and with each retry of a copy, and the warning is logged once.
+#[derive(Debug, Default)]
+pub(crate) struct MismatchLog(Mutex<HashMap<ShortString, String>>);
+
+impl MismatchLog {
+    /// Whether to log that the queue has other arguments: the broker's text is new for this queue.
+    pub(crate) fn is_new(&self, queue: &ShortString, text: &str) -> bool {
+        let logged = self.lock().insert(queue.clone(), text.to_owned());
+        logged.as_deref() != Some(text)
+    }
+
+    /// Forgets the text of a queue, which has the declared arguments now.
+    pub(crate) fn clear(&self, queue: &ShortString) {
+        self.lock().remove(queue);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<ShortString, String>> {
+        // No code panics while it holds the lock.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum QueuePurpose {
-    /// The source consumes it. It must have the declared arguments: a queue with others may lose
-    /// messages, and AMQP does not report the arguments of a queue.
-    Consumed,
-    /// The source publishes dead letters or in-doubt messages to it.
-    Target,
-    /// The source publishes delayed copies to it, and the broker returns them to the consumed queue.
-    Delay,
-}
-
-/// The delivery limit of the dead-letter and in-doubt queues: operators read and requeue their messages
-/// often, and RabbitMQ 4 drops a message after 20 redeliveries by default. The maximum of the argument,
-/// because older releases have no value for "unlimited".
-const UNLIMITED_DELIVERIES: i32 = i32::MAX;
 
 /// Declares or checks the queues, by [`Topology`].
 pub(crate) async fn prepare(
     connection: &Connection,
-    settings: &QueueSettings,
+    context: &SourceContext,
 ) -> Result<(), ConnectError> {
-    if settings.topology == Topology::Trust {
+    if context.topology == Topology::Trust {
         return Ok(());
     }
     // Mutable, because an error closes the channel and `declare` opens another one.
     let mut channel = connection.create_channel().await?;
-    for queue in named_queues(settings) {
-        match settings.topology {
+    for queue in named_queues(context) {
+        match context.topology {
             Topology::Check => check(&channel, &queue).await?,
             Topology::Declare | Topology::Trust => {
-                declare(&mut channel, connection, settings, &queue).await?
+                declare(&mut channel, connection, context, &queue).await?
             }
         }
     }
-    if settings.topology == Topology::Declare {
-        for queue in delay_queues(settings) {
-            declare(&mut channel, connection, settings, &queue).await?;
+    if context.topology == Topology::Declare {
+        for queue in delay_queues(context) {
+            declare(&mut channel, connection, context, &queue).await?;
         }
     }
     channel.close(200, "OK".into()).await?;
@@ -65,18 +67,18 @@ pub(crate) async fn prepare(
 /// queue is one of the source's.
 pub(crate) async fn redeclare(
     connection: &Connection,
-    settings: &QueueSettings,
+    context: &SourceContext,
     name: &ShortString,
 ) -> Result<(), ConnectError> {
-    let queue = named_queues(settings)
+    let queue = named_queues(context)
         .into_iter()
-        .chain(delay_queues(settings))
+        .chain(delay_queues(context))
         .find(|queue| queue.name == *name);
-    let Some(queue) = queue.filter(|_| settings.topology == Topology::Declare) else {
+    let Some(queue) = queue.filter(|_| context.topology == Topology::Declare) else {
         return Ok(());
     };
     let mut channel = connection.create_channel().await?;
-    declare(&mut channel, connection, settings, &queue).await?;
+    declare(&mut channel, connection, context, &queue).await?;
     channel.close(200, "OK".into()).await?;
     Ok(())
 }
@@ -103,7 +105,7 @@ async fn check(channel: &Channel, queue: &QueueSpec) -> Result<(), ConnectError>
 async fn declare(
     channel: &mut Channel,
     connection: &Connection,
-    settings: &QueueSettings,
+    context: &SourceContext,
     queue: &QueueSpec,
 ) -> Result<(), ConnectError> {
     let options = QueueDeclareOptions {
@@ -115,7 +117,7 @@ async fn declare(
         .await
     {
         Ok(_) => {
-            settings.mismatches.clear(&queue.name);
+            context.mismatches.clear(&queue.name);
             return Ok(());
         }
         Err(error) => error,
@@ -137,7 +139,7 @@ async fn declare(
     declare_passive(channel, queue)
         .await
         .map_err(|error| classify(error, queue))?;
-    if !settings.mismatches.is_new(&queue.name, &error.to_string()) {
+    if !context.mismatches.is_new(&queue.name, &error.to_string()) {
         return Ok(());
     }
     let name = queue.name.as_str();
@@ -177,81 +179,18 @@ fn classify(error: lapin::Error, queue: &QueueSpec) -> ConnectError {
     ))
 }
 
-fn named_queues(settings: &QueueSettings) -> [QueueSpec; 3] {
-    let mut consumed = queue_arguments(settings.kind);
-    if settings.kind == QueueKind::Quorum {
-        // A message over the delivery limit (20 by default since RabbitMQ 4.0) must not be
-        // dropped.
-        dead_letter_to(&mut consumed, &settings.dead_letters, settings.kind);
-    }
-    if settings.consumers == ConsumerMode::SingleActive {
-        consumed.insert("x-single-active-consumer".into(), AMQPValue::Boolean(true));
-    }
-    let mut target_arguments = queue_arguments(settings.kind);
-    if settings.kind == QueueKind::Quorum {
-        target_arguments.insert(
-            "x-delivery-limit".into(),
-            AMQPValue::LongInt(UNLIMITED_DELIVERIES),
-        );
-    }
-    let target = |setting, name: &ShortString| QueueSpec {
-        purpose: QueuePurpose::Target,
-        setting,
-        name: name.clone(),
-        arguments: target_arguments.clone(),
-    };
-    [
-        QueueSpec {
-            purpose: QueuePurpose::Consumed,
-            setting: "queue",
-            name: settings.queue.clone(),
-            arguments: consumed,
-        },
-        target("dead_letters", &settings.dead_letters),
-        target("in_doubt", &settings.in_doubt),
-    ]
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
 
-fn delay_queues(settings: &QueueSettings) -> impl Iterator<Item = QueueSpec> {
-    DELAYS.into_iter().map(|delay| {
-        let mut arguments = queue_arguments(settings.kind);
-        // Fits an `i32`: the longest delay is ten minutes.
-        arguments.insert(
-            "x-message-ttl".into(),
-            AMQPValue::LongInt(delay.as_millis() as i32),
-        );
-        dead_letter_to(&mut arguments, &settings.queue, settings.kind);
-        QueueSpec {
-            purpose: QueuePurpose::Delay,
-            setting: "queue",
-            name: settings.delay_queue(delay),
-            arguments,
-        }
-    })
-}
-
-fn queue_arguments(kind: QueueKind) -> FieldTable {
-    let mut arguments = FieldTable::default();
-    let queue_type = match kind {
-        QueueKind::Quorum => "quorum",
-        QueueKind::Classic => "classic",
-    };
-    arguments.insert(
-        "x-queue-type".into(),
-        AMQPValue::LongString(queue_type.into()),
-    );
-    arguments
-}
-
-fn dead_letter_to(arguments: &mut FieldTable, target: &ShortString, kind: QueueKind) {
-    let mut set = |name: &str, value: &str| {
-        arguments.insert(name.into(), AMQPValue::LongString(value.into()));
-    };
-    set("x-dead-letter-exchange", "");
-    set("x-dead-letter-routing-key", target.as_str());
-    if kind == QueueKind::Quorum {
-        // At-least-once dead-lettering, which requires this overflow behaviour.
-        set("x-dead-letter-strategy", "at-least-once");
-        set("x-overflow", "reject-publish");
+    #[test]
+    fn other_arguments_of_a_queue_are_logged_once() {
+        let (log, queue) = (MismatchLog::default(), ShortString::from("q"));
+        assert!(log.is_new(&queue, "x-max-length"));
+        assert!(!log.is_new(&queue, "x-max-length"));
+        assert!(log.is_new(&"other".into(), "x-max-length"));
+        assert!(log.is_new(&queue, "x-message-ttl"));
+        log.clear(&queue);
+        assert!(log.is_new(&queue, "x-message-ttl"));
     }
 }

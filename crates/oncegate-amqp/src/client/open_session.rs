@@ -6,15 +6,15 @@ use std::time::Duration;
 use oncegate_core::source::SourceError;
 use tokio::time::Instant;
 
-use crate::backoff::Backoff;
+use crate::client::backoff::Backoff;
+use crate::client::connector::ConnectError;
+use crate::client::context::SourceContext;
 use crate::client::lost_consumer_probe::PROBE_INTERVAL;
-use crate::connector::ConnectError;
-use crate::problem_throttle::ProblemThrottle;
-use crate::queue_settings::QueueSettings;
-use crate::session::ConsumerSession;
+use crate::client::problem_throttle::ProblemThrottle;
+use crate::client::session::ConsumerSession;
 
-/// The longest pause before reconnecting. With the handshake, the source consumes at most about five
-/// seconds after the node is available.
+/// The longest pause before reconnecting. With the handshake, the source consumes again within about
+/// five seconds after the node is available.
 pub(crate) const MAX_RECONNECT_PAUSE: Duration = Duration::from_secs(3);
 /// The first and the longest pause while the queue does not match the settings: the broker logs an
 /// error at each attempt.
@@ -24,15 +24,15 @@ const MISMATCH_PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration:
 ///
 /// # Errors
 /// An error that an operator has to correct.
-pub(crate) async fn open_first(settings: &QueueSettings) -> Result<ConsumerSession, SourceError> {
+pub(crate) async fn open_first(context: &SourceContext) -> Result<ConsumerSession, SourceError> {
     let mut attempts = OpenAttempts::default();
     loop {
-        match ConsumerSession::open(settings, 1, settings.prefetch, PROBE_INTERVAL).await {
+        match ConsumerSession::open(context, 1, context.prefetch, PROBE_INTERVAL).await {
             Ok(session) => {
                 tracing::info!(
-                    queue = &*settings.name,
-                    broker = settings.redacted_url(),
-                    prefetch = settings.prefetch,
+                    queue = &*context.name,
+                    broker = context.redacted_url(),
+                    prefetch = context.prefetch,
                     "consuming"
                 );
                 return Ok(session);
@@ -40,7 +40,7 @@ pub(crate) async fn open_first(settings: &QueueSettings) -> Result<ConsumerSessi
             Err(ConnectError::Misconfigured(error) | ConnectError::QueueMismatch(error)) => {
                 return Err(error);
             }
-            Err(error @ ConnectError::Transient(_)) => attempts.wait(settings, &error).await,
+            Err(error @ ConnectError::Transient(_)) => attempts.wait(context, &error).await,
         }
     }
 }
@@ -48,7 +48,7 @@ pub(crate) async fn open_first(settings: &QueueSettings) -> Result<ConsumerSessi
 /// Opens the next channel after a pause. Retries after every error, because these settings worked
 /// before.
 pub(crate) async fn reopen(
-    settings: Arc<QueueSettings>,
+    context: Arc<SourceContext>,
     epoch: u64,
     prefetch: u16,
     probe_interval: Duration,
@@ -57,9 +57,9 @@ pub(crate) async fn reopen(
     tokio::time::sleep(pause).await;
     let mut attempts = OpenAttempts::default();
     loop {
-        match ConsumerSession::open(&settings, epoch, prefetch, probe_interval).await {
+        match ConsumerSession::open(&context, epoch, prefetch, probe_interval).await {
             Ok(session) => return session,
-            Err(error) => attempts.wait(&settings, &error).await,
+            Err(error) => attempts.wait(&context, &error).await,
         }
     }
 }
@@ -89,8 +89,8 @@ impl Default for OpenAttempts {
 
 impl OpenAttempts {
     /// Logs the error, at a limited rate, and waits until the next attempt.
-    async fn wait(&mut self, settings: &QueueSettings, error: &ConnectError) {
-        let (queue, broker, text) = (&*settings.name, settings.redacted_url(), error.to_string());
+    async fn wait(&mut self, context: &SourceContext, error: &ConnectError) {
+        let (queue, broker, text) = (&*context.name, context.redacted_url(), error.to_string());
         let (pause, is_due) = self.next(error, &text);
         if !is_due {
             tracing::debug!(

@@ -1,7 +1,7 @@
 //! Converts the broker's deliveries to the core's.
 
 use std::sync::Arc;
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
 use bytes::Bytes;
 use lapin::BasicProperties;
@@ -10,8 +10,8 @@ use lapin::types::{AMQPValue, FieldTable};
 use oncegate_core::message::{Headers, HeadersBuilder, Message, Origin, Position};
 use oncegate_core::source::{Delivery, Receipt, headers};
 
-use crate::client::frame_sanitizer::INVALID_UTF8_MARK;
-use crate::queue_settings::{DELAYS, QueueSettings};
+use crate::protocol::queue_settings::QueueSettings;
+use crate::protocol::topology::DELAYS;
 
 /// The header of a copy with the routing key of the original. The copy's own routing key is the name
 /// of its queue: a delay, dead-letter or in-doubt queue.
@@ -31,21 +31,27 @@ const MAX_DELAY: Duration = Duration::from_secs(366 * 86_400);
 /// The largest accepted number of failures. A larger one is ignored as forged and counts as 0.
 const MAX_FAILURES: u32 = 100_000;
 
+/// The character that replaces each byte of a short string that is not UTF-8. Two such strings may look
+/// the same, so a string with this character must not be used as an id.
+pub(crate) const INVALID_UTF8_MARK: char = '\u{1a}';
+
 /// The parts of a message that a copy needs in addition to the delivery.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct OriginalProperties {
     pub(crate) properties: BasicProperties,
     /// The routing key, if the key header's value is the message's key instead.
     pub(crate) routing_key: Option<Bytes>,
-    /// When the delivery was received, in milliseconds since 1970 by the system clock.
-    pub(crate) received_ms: Option<u64>,
+    /// When the delivery was received, since 1970 by the system clock.
+    pub(crate) received: Duration,
 }
 
 /// Converts a delivery, and returns the parts that a copy needs in addition. Does not copy the body.
+/// `received` is the time since 1970.
 pub(crate) fn parse_delivery(
     raw: RawDelivery,
     settings: &QueueSettings,
     epoch: u64,
+    received: Duration,
 ) -> (Delivery, OriginalProperties) {
     let RawDelivery {
         delivery_tag,
@@ -108,10 +114,7 @@ pub(crate) fn parse_delivery(
         OriginalProperties {
             properties,
             routing_key,
-            received_ms: SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .ok()
-                .and_then(|at| u64::try_from(at.as_millis()).ok()),
+            received,
         },
     )
 }
@@ -146,14 +149,16 @@ pub(crate) fn has_invalid_utf8(raw: &RawDelivery) -> bool {
 
 /// The remaining delay of a delayed copy; `None` if it is over, or if the header is missing or invalid.
 /// Without delay queues the delivery waits in memory, unacknowledged, so the result is at most the
-/// longest of [`DELAYS`].
-pub(crate) fn remaining_delay(delivery: &Delivery, settings: &QueueSettings) -> Option<Duration> {
+/// longest of [`DELAYS`]. `unix` is the time since 1970.
+pub(crate) fn remaining_delay(
+    delivery: &Delivery,
+    settings: &QueueSettings,
+    unix: Duration,
+) -> Option<Duration> {
     let text = std::str::from_utf8(delivery.message.headers.last(NOT_BEFORE)?).ok()?;
-    let until = UNIX_EPOCH.checked_add(Duration::from_millis(text.parse().ok()?))?;
-    until
-        .duration_since(SystemTime::now())
-        .ok()
-        .filter(|remaining| *remaining <= MAX_DELAY)
+    Duration::from_millis(text.parse().ok()?)
+        .checked_sub(unix)
+        .filter(|remaining| *remaining > Duration::ZERO && *remaining <= MAX_DELAY)
         .map(|remaining| {
             if settings.uses_delay_queues() {
                 remaining
@@ -254,7 +259,11 @@ fn accepted_failures(count: Option<u64>) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::client::context::SourceContext;
     use crate::{RabbitMq, Topology};
+
+    /// The time since 1970 at which the tests run.
+    const NOW: Duration = Duration::from_secs(1_800_000_000);
 
     fn raw(properties: BasicProperties) -> RawDelivery {
         let mut raw = RawDelivery::mock(7, "".into(), "a.key".into(), false, b"body".to_vec());
@@ -262,7 +271,7 @@ mod tests {
         raw
     }
 
-    fn settings() -> QueueSettings {
+    fn settings() -> SourceContext {
         let source = RabbitMq::queue("q").rejects(crate::Rejects::ByQueue);
         source.check().expect("settings")
     }
@@ -272,6 +281,7 @@ mod tests {
             raw(BasicProperties::default().with_headers(headers)),
             &settings(),
             3,
+            NOW,
         )
         .0
     }
@@ -293,7 +303,7 @@ mod tests {
             .with_message_id("m-1".into())
             .with_timestamp(1_000)
             .with_expiration("5".into());
-        let (delivery, original) = parse_delivery(raw(properties), &settings(), 3);
+        let (delivery, original) = parse_delivery(raw(properties), &settings(), 3, NOW);
         let message = &delivery.message;
         assert_eq!(
             (message.key.as_deref(), message.message_id.as_deref()),
@@ -334,6 +344,7 @@ mod tests {
             raw(BasicProperties::default().with_timestamp(u64::MAX)),
             &settings(),
             1,
+            NOW,
         )
         .0;
         assert_eq!(delivery.message.sent_at, None);
@@ -385,7 +396,7 @@ mod tests {
         assert_eq!(parse_headers(dead(deaths())).failures, 3);
         let published = RabbitMq::queue("q").check().expect("settings");
         let properties = BasicProperties::default().with_headers(dead(deaths()));
-        let (delivery, _) = parse_delivery(raw(properties), &published, 3);
+        let (delivery, _) = parse_delivery(raw(properties), &published, 3, NOW);
         assert_eq!(delivery.failures, 0, "a producer may have forged x-death");
         for (released, failures) in [(2, 3), (4, 4)] {
             let mut table = dead(deaths());
@@ -447,18 +458,13 @@ mod tests {
                     .topology(topology)
                     .check()
                     .expect("settings"),
+                NOW,
             )
         };
         let remaining = |text| remaining_under(Topology::Declare, text);
-        let now = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .expect("a clock after 1970")
-            .as_millis();
+        let now = NOW.as_millis();
         let minute = remaining((now + 60_000).to_string()).expect("the delay is not over");
-        assert!(
-            minute > Duration::from_secs(50) && minute <= Duration::from_secs(60),
-            "{minute:?}"
-        );
+        assert_eq!(minute, Duration::from_secs(60));
         for over_or_invalid in [
             (now - 1).to_string(),
             u64::MAX.to_string(),
@@ -470,14 +476,13 @@ mod tests {
         assert_eq!(
             remaining_delay(
                 &parse_headers(FieldTable::default()),
-                &RabbitMq::queue("q").check().expect("settings")
+                &RabbitMq::queue("q").check().expect("settings"),
+                NOW
             ),
             None
         );
         let day = (now + 86_400_000).to_string();
-        assert!(
-            remaining(day.clone()).expect("the delay is not over") > Duration::from_secs(80_000)
-        );
+        assert_eq!(remaining(day.clone()), Some(Duration::from_secs(86_400)));
         assert_eq!(
             remaining_under(Topology::Trust, day),
             Some(Duration::from_secs(600)),
@@ -500,6 +505,7 @@ mod tests {
                 raw(BasicProperties::default().with_headers(table)),
                 &settings,
                 1,
+                NOW,
             );
             let text = |key: Bytes| String::from_utf8(key.to_vec()).expect("text");
             (

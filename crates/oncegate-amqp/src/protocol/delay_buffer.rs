@@ -7,7 +7,7 @@ use std::time::Duration;
 use oncegate_core::source::Delivery;
 use tokio::time::Instant;
 
-use crate::message_copy::PublishCancellation;
+use crate::protocol::message_copy::PublishCancellation;
 
 /// How long the confirm of the copy may take, unless the delivery is due later. Then the copy is
 /// cancelled and the delivery is redelivered from memory: a broker with a memory alarm confirms
@@ -140,10 +140,6 @@ impl DelayBuffer {
         self.deliveries.len()
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
-        self.deliveries.is_empty()
-    }
-
     fn is_moving(&self, tag: u64) -> bool {
         self.pending_move
             .as_ref()
@@ -265,6 +261,6 @@ mod tests {
             (vec![2], true)
         );
         buffer.cancel_move();
-        assert!(buffer.is_empty() && !cancellation.is_cancelled());
+        assert!(buffer.len() == 0 && !cancellation.is_cancelled());
     }
 }

@@ -7,16 +7,17 @@ use crate::id::MessageId;
 use crate::lifecycle::{DoubtCause, Event, Outcome, Reason, Settlement};
 use crate::log_throttle::LogThrottle;
 use crate::marker::{Attempts, Finding};
-use crate::message::Origin;
+use crate::message::{Message, Origin};
 use crate::run::RunResult;
 use crate::source::Settled;
+use crate::store::StoreError;
 
 /// One throttle for each kind of log line.
-pub(super) struct Reporter {
-    pub(super) unavailable: LogThrottle,
-    pub(super) late_completions_full: LogThrottle,
-    pub(super) queue_full: LogThrottle,
-    pub(super) unknown_age: LogThrottle,
+pub(super) struct Logs {
+    unavailable: LogThrottle,
+    late_completions_full: LogThrottle,
+    queue_full: LogThrottle,
+    unknown_age: LogThrottle,
     rejected: LogThrottle,
     in_doubt: LogThrottle,
     panicked: LogThrottle,
@@ -31,7 +32,7 @@ pub(super) struct Reporter {
 /// The maximum number of lines of one kind per second.
 const LINES: u32 = 10;
 
-impl Reporter {
+impl Logs {
     pub(super) fn new() -> Self {
         let [
             unavailable,
@@ -119,15 +120,9 @@ impl Reporter {
         }
     }
 
-    /// A handler or `reconcile` ended.
-    #[inline]
-    pub(super) fn run_ended(&mut self, entry: &InFlightEntry, finished: &RunResult) {
-        if !matches!(finished.event, Event::Returned(Outcome::Done)) {
-            self.log_run(entry, finished);
-        }
-    }
-
-    fn log_run(&mut self, entry: &InFlightEntry, finished: &RunResult) {
+    /// A handler or `reconcile` ended, and not with success.
+    #[cold]
+    pub(super) fn run_failed(&mut self, entry: &InFlightEntry, finished: &RunResult) {
         let throttle = match finished.event {
             Event::Returned(Outcome::Unknown(DoubtCause::Panicked)) => &mut self.panicked,
             Event::Returned(Outcome::Retry | Outcome::Unknown(_)) => &mut self.failed,
@@ -137,11 +132,8 @@ impl Reporter {
         let Some(suppressed_lines) = throttle.due(Instant::now()) else {
             return;
         };
-        let (id, attempt) = (entry.id.as_ref().map(MessageId::as_str), entry.attempt());
-        let (origin, error) = (
-            &entry.in_flight.delivery().message.origin,
-            finished.error.as_deref(),
-        );
+        let (id, attempt) = (entry.id().map(MessageId::as_str), entry.attempt());
+        let (origin, error) = (&entry.in_flight.message().origin, finished.error.as_deref());
         macro_rules! warn {
             ($text:literal) => {
                 tracing::warn!(id, attempt, error, %origin, suppressed_lines, $text)
@@ -169,6 +161,47 @@ impl Reporter {
                 tracing::info!(id, attempt, found, error, %origin, suppressed_lines, "reconcile ended");
             }
             _ => {}
+        }
+    }
+
+    /// A message has no timestamp, so that `max_age` is not checked, in at most once.
+    pub(super) fn unknown_age(&mut self, message: &Message) {
+        if let Some(suppressed_lines) = self.unknown_age.due(Instant::now()) {
+            tracing::warn!(
+                origin = %message.origin,
+                suppressed_lines,
+                "message without a timestamp: max_age is not checked, so a copy older than the dedup window would run again; \
+                 set a timestamp in the producer (RabbitMQ: the property `timestamp`, in seconds)"
+            );
+        }
+    }
+
+    /// The consumer receives nothing: one blocked ordering key now blocks all others.
+    pub(super) fn queue_full(&mut self, waiting: usize, bytes: usize) {
+        if let Some(suppressed_lines) = self.queue_full.due(Instant::now()) {
+            tracing::warn!(
+                waiting,
+                bytes,
+                suppressed_lines,
+                "queue limit reached, receiving is paused: too many deliveries wait behind others of their key or partition; see which messages fail, or raise `max_queued` or `max_queued_bytes`"
+            );
+        }
+    }
+
+    /// The store did not answer.
+    pub(super) fn unavailable(&mut self, error: &StoreError, in_flight: usize) {
+        if let Some(suppressed_lines) = self.unavailable.due(Instant::now()) {
+            tracing::warn!(%error, in_flight, suppressed_lines, "store unavailable, requests are retried until it answers; check the store and its network");
+        }
+    }
+
+    /// The completion of a message that was handled without the gate is not kept.
+    pub(super) fn late_completions_full(&mut self) {
+        if let Some(suppressed_lines) = self.late_completions_full.due(Instant::now()) {
+            tracing::warn!(
+                suppressed_lines,
+                "completion not recorded: too many messages were handled without the gate; a redelivery of this one runs again"
+            );
         }
     }
 
@@ -244,6 +277,6 @@ impl Reporter {
 
 /// The fields by which a log line names a message.
 fn id_and_origin(entry: &InFlightEntry) -> (Option<&str>, &Origin) {
-    let id = entry.id.as_ref().map(MessageId::as_str);
-    (id, &entry.in_flight.delivery().message.origin)
+    let id = entry.id().map(MessageId::as_str);
+    (id, &entry.in_flight.message().origin)
 }

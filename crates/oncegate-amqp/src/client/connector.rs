@@ -7,10 +7,10 @@ use lapin::{Connection, ConnectionProperties, ErrorKind};
 use oncegate_core::source::SourceError;
 use oncegate_core::store::BoxError;
 
+use crate::client::context::SourceContext;
 use crate::client::handshake;
-use crate::node::{BrokerNode, BrokerNodes};
-use crate::queue_settings::QueueSettings;
-use crate::tls::TlsFiles;
+use crate::client::node::{BrokerNode, BrokerNodes};
+use crate::client::tls::TlsFiles;
 
 /// Reply codes of the broker for errors that an operator has to correct.
 pub(crate) mod code {
@@ -78,12 +78,12 @@ pub(crate) fn is_transient_refusal(error: &lapin::Error) -> bool {
 /// Connects with the source's settings. The purpose becomes part of the connection's name, which the
 /// management interface shows.
 pub(crate) async fn connect(
-    settings: &QueueSettings,
+    context: &SourceContext,
     purpose: &str,
 ) -> Result<Connection, ConnectError> {
-    settings
+    context
         .connector
-        .connect(&format!("oncegate {} ({purpose})", settings.name))
+        .connect(&format!("oncegate {} ({purpose})", context.name))
         .await
 }
 

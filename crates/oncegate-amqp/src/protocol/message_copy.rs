@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use lapin::BasicProperties;
 use lapin::protocol::basic::gen_properties;
@@ -12,8 +12,9 @@ use lapin::types::{AMQPValue, FieldTable, ShortString};
 use oncegate_core::lifecycle::Reason;
 use oncegate_core::source::{Delivery, FailureHistory, first_seen, headers, rejection_headers};
 
-use crate::incoming::{NOT_BEFORE, OriginalProperties, ROUTING_KEY};
-use crate::queue_settings::{DELAYS, QueueSettings};
+use crate::protocol::incoming::{NOT_BEFORE, OriginalProperties, ROUTING_KEY};
+use crate::protocol::queue_settings::QueueSettings;
+use crate::protocol::topology::delay_queue_step;
 
 /// The header with the names of headers that were too large for this copy or an earlier one.
 pub(crate) const DROPPED_HEADERS: &str = "oncegate-dropped-headers";
@@ -78,13 +79,15 @@ impl PublishCancellation {
 
 impl MessageCopy {
     /// A dead letter or in-doubt message: the original's properties and headers, and the headers of the
-    /// rejection. Inbound `oncegate-*` headers are removed, except [`DROPPED_HEADERS`].
+    /// rejection. Inbound `oncegate-*` headers are removed, except [`DROPPED_HEADERS`]. `unix` is the
+    /// time since 1970.
     pub(crate) fn rejected(
         delivery: &Delivery,
         reason: &Reason,
         failure_history: Option<&FailureHistory>,
         original: &OriginalProperties,
         settings: &QueueSettings,
+        unix: Duration,
     ) -> Self {
         let destination = if reason.is_in_doubt() {
             &settings.in_doubt
@@ -107,7 +110,7 @@ impl MessageCopy {
         // RabbitMQ does not record when a message was published.
         table.insert(
             REJECTED_AT.into(),
-            AMQPValue::LongString(unix_time().as_millis().to_string().into()),
+            AMQPValue::LongString(unix.as_millis().to_string().into()),
         );
         if let Some(names) = previously_dropped(&original.properties) {
             table.insert(DROPPED_HEADERS.into(), AMQPValue::LongString(names.into()));
@@ -117,12 +120,14 @@ impl MessageCopy {
     }
 
     /// A copy for the delay queue of [`delay_queue_step`]. If the delay is longer than that queue's, the
-    /// header [`NOT_BEFORE`] has the end of the delay, and the consumer delays the message again.
+    /// header [`NOT_BEFORE`] has the end of the delay, and the consumer delays the message again. `unix`
+    /// is the time since 1970.
     pub(crate) fn delayed(
         delivery: &Delivery,
         after: Duration,
         original: &OriginalProperties,
         settings: &QueueSettings,
+        unix: Duration,
     ) -> Self {
         let delay = delay_queue_step(after);
         let mut table = copied_headers(
@@ -141,19 +146,15 @@ impl MessageCopy {
                 AMQPValue::LongString(number.to_string().into()),
             );
         };
-        let now = unix_time();
         insert_number(headers::FAILURES, delivery.failures.into());
         // The earliest known time, because attempts and a delay in memory precede the copy. A time in
         // the future is replaced by the current one: a producer may have written milliseconds instead of
         // seconds.
-        let known_times = [first_seen(&delivery.message), original.received_ms];
-        let earliest = known_times.into_iter().flatten().map(u128::from).min();
-        insert_number(
-            headers::FIRST_SEEN,
-            earliest.map_or(now.as_millis(), |at| at.min(now.as_millis())),
-        );
+        let earliest = original.received.min(unix).as_millis();
+        let first_seen = first_seen(&delivery.message).map_or(earliest, u128::from);
+        insert_number(headers::FIRST_SEEN, first_seen.min(earliest));
         if after > delay {
-            insert_number(NOT_BEFORE, (now + after).as_millis());
+            insert_number(NOT_BEFORE, (unix + after).as_millis());
         }
         insert_routing_key(&mut table, delivery, original, settings);
         Self::new(
@@ -260,21 +261,6 @@ impl MessageCopy {
     }
 }
 
-/// The one of [`DELAYS`] for a copy: the shortest that is not below the delay, if it is at most twice
-/// the delay; otherwise the longest that is not above it, after which another copy waits for the
-/// remaining delay. So a message that waits for the end of a lease is redelivered within two leases,
-/// and few messages need more than two copies.
-fn delay_queue_step(after: Duration) -> Duration {
-    let [shortest, ..] = DELAYS;
-    let fits = |delay: &Duration| *delay >= after && *delay <= after * 2;
-    let shorter = DELAYS.into_iter().rfind(|delay| *delay <= after);
-    DELAYS
-        .into_iter()
-        .find(fits)
-        .or(shorter)
-        .unwrap_or(shortest)
-}
-
 /// The original's properties, with persistent delivery, without expiration and user id: an expired copy
 /// would be lost, and the broker refuses the id of another user.
 fn copied_properties(original: &BasicProperties) -> BasicProperties {
@@ -312,13 +298,6 @@ fn without(table: &FieldTable, is_dropped: impl Fn(&str) -> bool) -> FieldTable 
         kept.insert(name.clone(), value.clone());
     }
     kept
-}
-
-/// The time since 1970, by the system clock.
-fn unix_time() -> Duration {
-    SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .unwrap_or_default()
 }
 
 /// The names in the [`DROPPED_HEADERS`] of an earlier copy.
@@ -390,33 +369,60 @@ fn insert_routing_key(
 
 #[cfg(test)]
 mod tests {
-    use oncegate_core::message::Message;
+    use std::time::UNIX_EPOCH;
+
+    use oncegate_core::lifecycle::DoubtCause;
+    use oncegate_core::message::{HeadersBuilder, Message};
     use oncegate_core::source::Receipt;
 
     use super::*;
     use crate::RabbitMq;
 
-    fn original() -> OriginalProperties {
+    const HOUR: Duration = Duration::from_secs(3_600);
+    /// The time since 1970 at which the copies are made.
+    const NOW: Duration = Duration::from_secs(1_800_000_000);
+    const FRAME_MAX: u32 = 131_072;
+
+    fn text(value: impl AsRef<[u8]>) -> AMQPValue {
+        AMQPValue::LongString(value.as_ref().into())
+    }
+
+    fn with_headers(headers: &[(&str, &str)]) -> BasicProperties {
         let mut table = FieldTable::default();
-        for name in ["CC", "BCC", "x-death", "x-first-death-queue", "mine"] {
-            table.insert(name.into(), AMQPValue::LongString("v".into()));
+        for (name, value) in headers {
+            table.insert((*name).into(), text(value));
         }
-        let properties = BasicProperties::default()
-            .with_headers(table)
+        BasicProperties::default().with_headers(table)
+    }
+
+    /// A message received an hour ago.
+    fn original(properties: BasicProperties) -> OriginalProperties {
+        OriginalProperties {
+            properties,
+            routing_key: None,
+            received: NOW - HOUR,
+        }
+    }
+
+    /// Properties and headers of which some are not copied.
+    fn original_of_many() -> OriginalProperties {
+        let names = ["CC", "BCC", "x-death", "x-first-death-queue", "mine"];
+        let properties = with_headers(&names.map(|name| (name, "v")))
             .with_expiration("1000".into())
             .with_user_id("someone".into())
             .with_content_type("application/json".into())
             .with_message_id("m".into())
             .with_delivery_mode(1);
-        OriginalProperties {
-            properties,
-            routing_key: None,
-            received_ms: None,
-        }
+        original(properties)
     }
 
-    fn delivery() -> Delivery {
-        let message = Message::new("body").with_key("orders.eu");
+    fn delivery_with(headers: &[(&str, &str)]) -> Delivery {
+        let mut builder = HeadersBuilder::default();
+        for (name, value) in headers {
+            builder.push(name.as_bytes(), Some(value.as_bytes()));
+        }
+        let mut message = Message::new("body").with_key("orders.eu");
+        message.headers = builder.finish();
         Delivery {
             message,
             receipt: Receipt {
@@ -428,30 +434,43 @@ mod tests {
         }
     }
 
-    fn settings() -> QueueSettings {
-        RabbitMq::queue("orders").check().expect("settings")
+    fn rejected(delivery: &Delivery, reason: Reason, original: &OriginalProperties) -> MessageCopy {
+        let settings = RabbitMq::queue("orders").check().expect("settings");
+        MessageCopy::rejected(delivery, &reason, None, original, &settings, NOW)
+    }
+
+    fn delayed(delivery: &Delivery, after: Duration, original: &OriginalProperties) -> MessageCopy {
+        let settings = RabbitMq::queue("orders").check().expect("settings");
+        MessageCopy::delayed(delivery, after, original, &settings, NOW)
+    }
+
+    /// A copy of a message without headers of its own, with a delay in milliseconds.
+    fn delayed_for(millis: u64) -> MessageCopy {
+        let after = Duration::from_millis(millis);
+        delayed(&delivery_with(&[]), after, &original_of_many())
+    }
+
+    fn header(copy: &MessageCopy, name: &str) -> Option<AMQPValue> {
+        copy.properties
+            .headers()
+            .as_ref()?
+            .inner()
+            .get(name)
+            .cloned()
     }
 
     fn names(copy: &MessageCopy) -> Vec<&str> {
-        copy.properties
-            .headers()
-            .as_ref()
-            .expect("headers")
-            .inner()
-            .keys()
-            .map(|name| name.as_str())
-            .collect()
+        let table = copy.properties.headers().as_ref().expect("headers");
+        table.inner().keys().map(|name| name.as_str()).collect()
+    }
+
+    fn in_doubt() -> Reason {
+        Reason::InDoubt(DoubtCause::HandlerReported)
     }
 
     #[test]
     fn a_dead_letter_keeps_the_original_and_has_the_reason() {
-        let copy = MessageCopy::rejected(
-            &delivery(),
-            &Reason::Refused,
-            None,
-            &original(),
-            &settings(),
-        );
+        let copy = rejected(&delivery_with(&[]), Reason::Refused, &original_of_many());
         assert_eq!(
             (
                 copy.destination.as_str(),
@@ -461,19 +480,6 @@ mod tests {
             ),
             ("orders.dead-letters", 9, 2, &b"body"[..])
         );
-        let names = names(&copy);
-        for name in [
-            headers::REASON,
-            headers::ATTEMPTS,
-            headers::ORIGIN,
-            REJECTED_AT,
-            ROUTING_KEY,
-            "mine",
-            "x-first-death-queue",
-        ] {
-            assert!(names.contains(&name), "{name} in {names:?}");
-        }
-        assert!(!names.contains(&"CC") && !names.contains(&"BCC") && !names.contains(&"x-death"));
         let properties = &copy.properties;
         assert_eq!(
             (
@@ -484,199 +490,136 @@ mod tests {
             (&None, &None, &Some(2))
         );
         assert!(properties.content_type().is_some() && properties.message_id().is_some());
-        let doubt = MessageCopy::rejected(
-            &delivery(),
-            &Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::HandlerReported),
-            None,
-            &original(),
-            &settings(),
-        );
+        for (name, is_kept) in [
+            (headers::REASON, true),
+            (headers::ATTEMPTS, true),
+            (headers::ORIGIN, true),
+            (REJECTED_AT, true),
+            (ROUTING_KEY, true),
+            ("mine", true),
+            ("x-first-death-queue", true),
+            ("CC", false),
+            ("BCC", false),
+            ("x-death", false),
+        ] {
+            assert_eq!(header(&copy, name).is_some(), is_kept, "{name}");
+        }
+        let doubt = rejected(&delivery_with(&[]), in_doubt(), &original_of_many());
         assert_eq!(doubt.destination.as_str(), "orders.in-doubt");
     }
 
     #[test]
-    fn a_delayed_copy_has_its_failures_and_the_matching_delay_queue() {
-        let destination = |after| {
-            MessageCopy::delayed(
-                &delivery(),
-                Duration::from_millis(after),
-                &original(),
-                &settings(),
-            )
-            .destination
-            .to_string()
-        };
-        assert_eq!(destination(1), "orders.delay.1000");
-        assert_eq!(destination(5_000), "orders.delay.5000");
-        assert_eq!(destination(600_000), "orders.delay.600000");
-        assert_eq!(destination(9_000_000), "orders.delay.600000");
-        let copy = MessageCopy::delayed(
-            &delivery(),
-            Duration::from_secs(6),
-            &original(),
-            &settings(),
-        );
-        let names = names(&copy);
-        assert!(
-            names.contains(&headers::FIRST_SEEN)
-                && names.contains(&ROUTING_KEY)
-                && !names.iter().any(|name| name.starts_with("x-"))
-        );
-        let failures = copy
-            .properties
-            .headers()
-            .as_ref()
-            .and_then(|table| table.inner().get(headers::FAILURES).cloned());
-        assert_eq!(failures, Some(AMQPValue::LongString("4".into())));
+    fn a_delayed_copy_has_its_failures_the_matching_delay_queue_and_the_end_of_a_longer_delay() {
+        for (millis, queue, has_end) in [
+            (1, "orders.delay.1000", false),
+            (5_000, "orders.delay.5000", false),
+            (6_000, "orders.delay.5000", true),
+            (30_000, "orders.delay.30000", false),
+            (600_000, "orders.delay.600000", false),
+            (601_000, "orders.delay.600000", true),
+            (9_000_000, "orders.delay.600000", true),
+        ] {
+            let copy = delayed_for(millis);
+            let end = NOW.as_millis() + u128::from(millis);
+            assert_eq!(
+                (copy.destination.as_str(), header(&copy, NOT_BEFORE)),
+                (queue, has_end.then(|| text(end.to_string()))),
+                "{millis} ms"
+            );
+        }
+        let copy = delayed_for(6_000);
+        assert_eq!(header(&copy, headers::FAILURES), Some(text("4")));
+        assert!(!names(&copy).iter().any(|name| name.starts_with("x-")));
     }
 
     #[test]
     fn a_copy_keeps_the_routing_key_with_any_message_key() {
-        let copied_key = |routing_key: Option<&'static str>| {
+        for (routing_key, copied) in [
+            (None, Some("orders.eu")),
+            (Some("key.eu"), Some("key.eu")),
+            (Some("orders"), None),
+        ] {
             let original = OriginalProperties {
                 routing_key: routing_key.map(bytes::Bytes::from),
-                ..original()
+                ..original_of_many()
             };
-            let copy =
-                MessageCopy::delayed(&delivery(), Duration::from_secs(6), &original, &settings());
-            copy.properties
-                .headers()
-                .as_ref()
-                .and_then(|table| table.inner().get(ROUTING_KEY).cloned())
-        };
-        let text = |text: &str| Some(AMQPValue::LongString(text.into()));
-        assert_eq!(
+            let copy = delayed(&delivery_with(&[]), HOUR, &original);
+            assert_eq!(header(&copy, ROUTING_KEY), copied.map(text));
+        }
+    }
+
+    #[test]
+    fn a_delayed_copy_was_first_seen_when_its_original_was_received_or_earlier() {
+        let received = NOW - HOUR;
+        for (sent_at, first_seen_header, expected) in [
+            (None, None, received),
+            (Some(received - HOUR), None, received - HOUR),
+            // Milliseconds that a producer wrote as seconds.
             (
-                copied_key(None),
-                copied_key(Some("key.eu")),
-                copied_key(Some("orders"))
+                Some(Duration::from_secs(received.as_millis() as u64)),
+                None,
+                received,
             ),
-            (text("orders.eu"), text("key.eu"), None)
-        );
-    }
-
-    #[test]
-    fn a_delayed_copy_was_first_seen_when_its_original_was_received() {
-        let hour = Duration::from_secs(3_600);
-        let received = unix_time() - hour;
-        let first_seen = |sent_at: Option<Duration>, header: Option<&str>| {
-            let mut delivery = delivery();
+            (None, Some("1000"), Duration::from_secs(1)),
+            (
+                None,
+                Some("1700000000000"),
+                Duration::from_secs(1_700_000_000),
+            ),
+            (None, Some("yesterday"), received),
+        ] {
+            let headers = first_seen_header.map(|value| (headers::FIRST_SEEN, value));
+            let mut delivery = delivery_with(headers.as_slice());
             delivery.message.sent_at = sent_at.map(|at| UNIX_EPOCH + at);
-            if let Some(value) = header {
-                delivery.message = delivery.message.with_header(headers::FIRST_SEEN, value);
-            }
-            let original = OriginalProperties {
-                received_ms: Some(received.as_millis() as u64),
-                ..original()
-            };
-            let copy = MessageCopy::delayed(&delivery, hour, &original, &settings());
-            copy.properties.headers().as_ref().expect("headers").inner()[headers::FIRST_SEEN]
-                .clone()
-        };
-        let millis = |at: Duration| AMQPValue::LongString(at.as_millis().to_string().into());
-        assert_eq!(first_seen(None, None), millis(received));
-        let seconds_as_millis = Duration::from_secs(received.as_millis() as u64);
-        assert_eq!(first_seen(Some(seconds_as_millis), None), millis(received));
-        assert_eq!(
-            first_seen(Some(received - hour), None),
-            millis(received - hour)
-        );
-        assert_eq!(
-            first_seen(None, Some("1000")),
-            millis(Duration::from_secs(1))
-        );
+            let copy = delayed(&delivery, HOUR, &original(with_headers(headers.as_slice())));
+            assert_eq!(
+                header(&copy, headers::FIRST_SEEN),
+                Some(text(expected.as_millis().to_string())),
+                "{sent_at:?}, {first_seen_header:?}"
+            );
+        }
     }
 
     #[test]
-    fn a_requeued_dead_letter_starts_with_no_failures() {
-        let copies = |first_seen: &str| {
-            let mut delivery = delivery();
-            let mut table = FieldTable::default();
-            let mut builder = oncegate_core::message::HeadersBuilder::default();
-            for (name, value) in [
+    fn a_requeued_dead_letter_has_no_failures_and_keeps_when_it_was_first_seen() {
+        for (first_seen, is_kept) in [("1700000000000", true), ("yesterday", false)] {
+            let headers = [
                 (headers::FAILURES, "4"),
                 (NOT_BEFORE, "1"),
                 (headers::FIRST_SEEN, first_seen),
-            ] {
-                table.insert(name.into(), AMQPValue::LongString(value.into()));
-                builder.push(name.as_bytes(), Some(value.as_bytes()));
-            }
-            delivery.message.headers = builder.finish();
-            let original = OriginalProperties {
-                properties: BasicProperties::default().with_headers(table),
-                routing_key: None,
-                received_ms: None,
-            };
-            let copy =
-                MessageCopy::rejected(&delivery, &Reason::Refused, None, &original, &settings());
-            let delayed = MessageCopy::delayed(&delivery, Duration::ZERO, &original, &settings());
-            let delayed = delayed
-                .properties
-                .headers()
-                .as_ref()
-                .expect("headers")
-                .inner()[headers::FIRST_SEEN]
-                .clone();
-            (
-                names(&copy)
-                    .iter()
-                    .map(|name| (*name).to_owned())
-                    .collect::<Vec<_>>(),
-                delayed,
-            )
-        };
-        let (names, delayed) = copies("1700000000000");
-        assert!(
-            !names
-                .iter()
-                .any(|name| name == headers::FAILURES || name == NOT_BEFORE),
-            "{names:?}"
-        );
-        assert!(
-            names.iter().any(|name| name == headers::FIRST_SEEN),
-            "{names:?}"
-        );
-        assert_eq!(delayed, AMQPValue::LongString("1700000000000".into()));
-        let (names, delayed) = copies("yesterday");
-        assert!(
-            !names.iter().any(|name| name == headers::FIRST_SEEN),
-            "{names:?}"
-        );
-        assert_ne!(delayed, AMQPValue::LongString("yesterday".into()));
+            ];
+            let original = original(with_headers(&headers));
+            let copy = rejected(&delivery_with(&headers), Reason::Refused, &original);
+            assert_eq!(
+                (header(&copy, headers::FAILURES), header(&copy, NOT_BEFORE)),
+                (None, None)
+            );
+            assert_eq!(
+                header(&copy, headers::FIRST_SEEN).is_some(),
+                is_kept,
+                "{first_seen}"
+            );
+        }
     }
 
     #[test]
     fn forged_headers_are_stripped_from_dead_letters() {
-        let mut table = FieldTable::default();
-        let mut builder = oncegate_core::message::HeadersBuilder::default();
-        for name in OWN_HEADERS.into_iter().chain([
+        let others = [
             "oncegate-body-omitted",
             "oncegate-of-a-later-release",
             "x-death",
-        ]) {
-            table.insert(name.into(), AMQPValue::LongString("victim".into()));
-            builder.push(name.as_bytes(), Some(b"victim"));
-        }
+        ];
+        let mut forged: Vec<_> = OWN_HEADERS
+            .into_iter()
+            .chain(others)
+            .map(|name| (name, "victim"))
+            .collect();
+        let delivery = delivery_with(&forged);
         // Header names are case-sensitive.
-        table.insert("Oncegate-Id".into(), AMQPValue::LongString("mine".into()));
-        let delivery = Delivery {
-            message: Message {
-                headers: builder.finish(),
-                ..delivery().message
-            },
-            ..delivery()
-        };
-        let original = OriginalProperties {
-            properties: BasicProperties::default().with_headers(table),
-            routing_key: None,
-            received_ms: None,
-        };
-        for reason in [
-            Reason::MissingId,
-            Reason::TooLarge,
-            Reason::InDoubt(oncegate_core::lifecycle::DoubtCause::HandlerReported),
-        ] {
-            let copy = MessageCopy::rejected(&delivery, &reason, None, &original, &settings());
+        forged.push(("Oncegate-Id", "mine"));
+        let original = original(with_headers(&forged));
+        for reason in [Reason::MissingId, Reason::TooLarge, in_doubt()] {
+            let copy = rejected(&delivery, reason, &original);
             let own_headers = [
                 headers::ATTEMPTS,
                 DROPPED_HEADERS,
@@ -686,189 +629,85 @@ mod tests {
                 ROUTING_KEY,
             ];
             assert_eq!(names(&copy), [&["Oncegate-Id"], &own_headers[..]].concat());
-            let table = copy.properties.headers().as_ref().expect("headers").inner();
-            let forged: Vec<_> = table
-                .iter()
-                .filter(|(_, value)| **value == AMQPValue::LongString("victim".into()))
+            let forged: Vec<_> = names(&copy)
+                .into_iter()
+                .filter(|name| header(&copy, name) == Some(text("victim")))
                 .collect();
             // Kept, even if a producer wrote it: redrive does not move a message with this header.
-            assert_eq!(
-                forged
-                    .iter()
-                    .map(|(name, _)| name.as_str())
-                    .collect::<Vec<_>>(),
-                [DROPPED_HEADERS],
-                "{reason:?}"
-            );
+            assert_eq!(forged, [DROPPED_HEADERS]);
         }
     }
 
     #[test]
     fn names_of_dropped_headers_accumulate_over_copies() {
-        let mut table = FieldTable::default();
-        table.insert(
-            DROPPED_HEADERS.into(),
-            AMQPValue::LongString("first".into()),
-        );
-        table.insert(
-            "second".into(),
-            AMQPValue::LongString("s".repeat(130_000).into()),
-        );
-        let original = OriginalProperties {
-            properties: BasicProperties::default().with_headers(table),
-            routing_key: None,
-            received_ms: None,
-        };
+        let large = "s".repeat(130_000);
+        let original = original(with_headers(&[
+            (DROPPED_HEADERS, "first"),
+            ("second", &large),
+        ]));
         for mut copy in [
-            MessageCopy::rejected(&delivery(), &Reason::Refused, None, &original, &settings()),
-            MessageCopy::delayed(&delivery(), Duration::ZERO, &original, &settings()),
+            rejected(&delivery_with(&[]), Reason::Refused, &original),
+            delayed(&delivery_with(&[]), Duration::ZERO, &original),
         ] {
-            copy.drop_oversized_headers(131_072);
-            let dropped = copy.properties.headers().as_ref().expect("headers").inner()
-                [DROPPED_HEADERS]
-                .clone();
-            assert_eq!(dropped, AMQPValue::LongString("first, second".into()));
+            copy.drop_oversized_headers(FRAME_MAX);
+            assert_eq!(header(&copy, DROPPED_HEADERS), Some(text("first, second")));
         }
     }
 
     #[test]
     fn the_largest_headers_are_dropped_first() {
-        let mut table = FieldTable::default();
-        table.insert(
-            "huge".into(),
-            AMQPValue::LongString("h".repeat(70_000).into()),
-        );
-        table.insert(
-            "large".into(),
-            AMQPValue::LongString("l".repeat(60_000).into()),
-        );
-        table.insert("small".into(), AMQPValue::LongString("s".into()));
-        let original = OriginalProperties {
-            properties: BasicProperties::default().with_headers(table),
-            routing_key: None,
-            received_ms: None,
-        };
-        let failure_history = FailureHistory {
+        let (huge, large) = ("h".repeat(70_000), "l".repeat(60_000));
+        let original = original(with_headers(&[
+            ("huge", &huge),
+            ("large", &large),
+            ("small", "s"),
+        ]));
+        let history = FailureHistory {
             last_error: Some("é".repeat(1_000)),
             ..FailureHistory::default()
         };
-        let mut copy = MessageCopy::rejected(
-            &delivery(),
-            &Reason::Refused,
-            Some(&failure_history),
-            &original,
-            &settings(),
+        let settings = RabbitMq::queue("orders").check().expect("settings");
+        let (delivery, reason) = (delivery_with(&[]), Reason::Refused);
+        let history = Some(&history);
+        let mut copy =
+            MessageCopy::rejected(&delivery, &reason, history, &original, &settings, NOW);
+        assert_eq!(
+            header(&copy, headers::LAST_ERROR),
+            Some(text("é".repeat(500)))
         );
-        let error = copy.properties.headers().as_ref().expect("headers").inner()
-            [headers::LAST_ERROR]
-            .clone();
-        assert_eq!(error, AMQPValue::LongString("é".repeat(500).into()));
         copy.drop_oversized_headers(0);
-        assert!(names(&copy).contains(&"huge"));
-        copy.drop_oversized_headers(131_072);
-        let names = names(&copy);
-        assert!(
-            names.contains(&"large")
-                && names.contains(&"small")
-                && names.contains(&headers::REASON),
-            "{names:?}"
-        );
-        assert!(
-            !names.contains(&"huge") && names.contains(&DROPPED_HEADERS),
-            "{names:?}"
-        );
+        assert!(names(&copy).contains(&"huge"), "frame_max 0 is unlimited");
+        copy.drop_oversized_headers(FRAME_MAX);
+        for (name, is_kept) in [
+            ("huge", false),
+            ("large", true),
+            ("small", true),
+            (headers::REASON, true),
+            (DROPPED_HEADERS, true),
+        ] {
+            assert_eq!(header(&copy, name).is_some(), is_kept, "{name}");
+        }
         assert!(header_frame_size(&copy.properties) <= 131_072 - BROKER_HEADER_RESERVE);
     }
 
     #[test]
     fn a_copy_is_lossless_if_it_has_everything_that_the_producer_sent() {
-        let is_lossless = |properties: BasicProperties, frame_max| {
-            let original = OriginalProperties {
-                properties,
-                routing_key: None,
-                received_ms: None,
-            };
-            MessageCopy::delayed(&delivery(), Duration::ZERO, &original, &settings())
-                .is_lossless(&original, frame_max)
-        };
-        let with = |name: &str, bytes: usize| {
-            let mut table = FieldTable::default();
-            table.insert(name.into(), AMQPValue::LongString("v".repeat(bytes).into()));
-            BasicProperties::default().with_headers(table)
-        };
-        assert!(is_lossless(
-            BasicProperties::default().with_message_id("m".into()),
-            131_072
-        ));
-        assert!(
-            is_lossless(with("x-death", 1), 131_072)
-                && is_lossless(with("id", 120_000), 131_072)
-                && is_lossless(with("id", 999_999), 0)
-        );
-        assert!(
-            !is_lossless(with("id", 125_000), 131_072)
-                && !is_lossless(with("CC", 1), 131_072)
-                && !is_lossless(with("BCC", 1), 131_072)
-        );
-        assert!(!is_lossless(
-            BasicProperties::default().with_expiration("60000".into()),
-            131_072
-        ));
-        assert!(!is_lossless(
-            BasicProperties::default().with_user_id("someone".into()),
-            131_072
-        ));
-    }
-
-    #[test]
-    fn a_delay_longer_than_its_queue_is_written_into_a_header() {
-        let has_header = |after| {
-            let copy = MessageCopy::delayed(
-                &delivery(),
-                Duration::from_secs(after),
-                &original(),
-                &settings(),
-            );
-            names(&copy).contains(&NOT_BEFORE)
-        };
-        assert!(!has_header(600) && has_header(601));
-        assert!(
-            !has_header(30) && has_header(6),
-            "a delay of 6 s uses the queue with 5 s and the header"
-        );
-    }
-
-    #[test]
-    fn a_copy_waits_at_most_twice_its_delay_except_in_the_shortest_queue() {
-        for (after, step) in [
-            (1, 1_000),
-            (999, 1_000),
-            (1_001, 1_000),
-            (2_499, 1_000),
-            (2_500, 5_000),
-            (6_400, 5_000),
-            (10_000, 5_000),
-            (14_999, 5_000),
-            (15_000, 30_000),
-            (59_999, 30_000),
-            (60_000, 120_000),
-            (299_999, 120_000),
-            (600_000, 600_000),
-            (9_000_000, 600_000),
+        let plain = BasicProperties::default;
+        let with = |name: &str, bytes: usize| with_headers(&[(name, &"v".repeat(bytes))]);
+        for (properties, frame_max, expected) in [
+            (plain().with_message_id("m".into()), FRAME_MAX, true),
+            (with("x-death", 1), FRAME_MAX, true),
+            (with("id", 120_000), FRAME_MAX, true),
+            (with("id", 999_999), 0, true),
+            (with("id", 125_000), FRAME_MAX, false),
+            (with("CC", 1), FRAME_MAX, false),
+            (with("BCC", 1), FRAME_MAX, false),
+            (plain().with_expiration("60000".into()), FRAME_MAX, false),
+            (plain().with_user_id("someone".into()), FRAME_MAX, false),
         ] {
-            assert_eq!(
-                delay_queue_step(Duration::from_millis(after)),
-                Duration::from_millis(step),
-                "{after} ms"
-            );
-        }
-        // A message whose lease has ended in part waits for the remaining time. Both together take at
-        // most two leases.
-        for lease in [1, 3, 10, 30, 90, 400, 1_200].map(Duration::from_secs) {
-            for remaining in (1..=100).map(|percent| lease * percent / 100) {
-                let total = lease - remaining + delay_queue_step(remaining);
-                assert!(total <= lease * 2, "{remaining:?} of {lease:?}");
-            }
+            let original = original(properties);
+            let copy = delayed(&delivery_with(&[]), Duration::ZERO, &original);
+            assert_eq!(copy.is_lossless(&original, frame_max), expected);
         }
     }
 }

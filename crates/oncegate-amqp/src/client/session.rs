@@ -1,4 +1,4 @@
-//! A consuming channel: its deliveries, its acknowledgements and its delayed deliveries.
+//! A connection with a consuming channel: receives deliveries and sends acknowledgements.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,50 +14,25 @@ use oncegate_core::fault;
 use oncegate_core::source::SourceError;
 use tokio::time::Instant;
 
-use crate::ack_ledger::AckLedger;
 use crate::client::close_delay::CloseDelay;
+use crate::client::connector::{self, ConnectError, code, is_transient_refusal, reply_code};
+use crate::client::context::SourceContext;
+use crate::client::declare;
 use crate::client::lost_consumer_probe::LostConsumerProbe;
 use crate::client::stream_refusal;
-use crate::connector::{self, ConnectError, code, is_transient_refusal, reply_code};
-use crate::delay_buffer::DelayBuffer;
-use crate::incoming::OriginalProperties;
-use crate::queue_settings::{ConsumerMode, QueueSettings};
-use crate::topology;
+use crate::protocol::channel_deliveries::{AckFrames, ChannelDeliveries, FlushMode};
+use crate::protocol::close_mode::CloseMode;
+use crate::protocol::queue_settings::ConsumerMode;
 
-/// How long settled deliveries behind an unsettled one (the gap) wait to be acknowledged together with
-/// it. Then they are acknowledged one by one.
-const GAP_TIMEOUT: Duration = Duration::from_millis(100);
 /// How often the status of a channel without a consumer is checked.
 const STATUS_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 /// How long declaring the queues and consuming may take. A node that has lost its cluster accepts
 /// connections and does not answer.
 const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The data that the session keeps for an unsettled delivery.
-pub(crate) struct UnsettledDelivery {
-    /// The parts that a copy needs.
-    pub(crate) original: OriginalProperties,
-    since: Instant,
-}
-
-impl UnsettledDelivery {
-    pub(crate) fn new(original: OriginalProperties) -> Self {
-        Self {
-            original,
-            since: Instant::now(),
-        }
-    }
-}
-
 /// A connection and its consuming channel, from `basic.consume` until it is closed or lost.
 pub(crate) struct ConsumerSession {
-    /// The number of the channel: 1 for the first one of a source. Delivery tags of another channel
-    /// mean other deliveries.
-    pub(crate) epoch: u64,
-    pub(crate) acks: AckLedger<UnsettledDelivery>,
-    pub(crate) delayed: DelayBuffer,
-    /// How many copies wait for their confirms, without a delivery that moves to a delay queue.
-    pub(crate) publishing: usize,
+    pub(crate) deliveries: ChannelDeliveries,
     connection: Arc<Connection>,
     channel: Channel,
     consumer: Option<Consumer>,
@@ -65,8 +40,6 @@ pub(crate) struct ConsumerSession {
     consumer_loss: Option<ChannelLoss>,
     /// The acknowledgements that are being sent.
     acknowledging: Option<BoxFuture<'static, lapin::Result<()>>>,
-    /// Tags to reject to the queue's own dead-letter exchange.
-    rejecting: Vec<u64>,
     lost_consumer_probe: LostConsumerProbe,
     consumers: ConsumerMode,
     close_mode: CloseMode,
@@ -74,10 +47,7 @@ pub(crate) struct ConsumerSession {
     is_stopped: bool,
     /// How long a delivery may be unsettled.
     unsettled_timeout: Duration,
-    /// Since when there are settled deliveries behind an unsettled one.
-    gap_since: Option<Instant>,
     close_delay: CloseDelay,
-    pub(crate) prefetch: usize,
 }
 
 /// An event of the channel.
@@ -112,51 +82,19 @@ impl From<lapin::Error> for ChannelLoss {
     }
 }
 
-/// How the session is closed, which decides where unacknowledged messages are requeued.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum CloseMode {
-    /// Cancels the consumer and requeues unsettled deliveries by `basic.nack`.
-    Requeue,
-    /// Cancels the consumer and closes the channel: RabbitMQ requeues its messages in the order of
-    /// the queue, which it does not guarantee for one `basic.nack` of many; see `client`.
-    CloseOnly,
-    /// Consumes until the channel closes, and handles no more deliveries. RabbitMQ activates the
-    /// next consumer as soon as the active one is cancelled, before it requeues its messages.
-    StayActive,
-}
-
-impl CloseMode {
-    fn for_settings(settings: &QueueSettings) -> Self {
-        match settings.consumers {
-            _ if !settings.preserves_order() => Self::Requeue,
-            ConsumerMode::Competing => Self::CloseOnly,
-            ConsumerMode::SingleActive => Self::StayActive,
-        }
-    }
-}
-
-/// When settled deliveries behind an unsettled one are acknowledged.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum FlushMode {
-    /// Together with the unsettled one, if that is settled soon; otherwise one by one.
-    Batched,
-    /// At once, one by one.
-    Immediate,
-}
-
 impl ConsumerSession {
     /// Connects, declares or checks the queues, and consumes. `probe_interval` is the interval of the
     /// [`LostConsumerProbe`] until the first delivery.
     pub(crate) async fn open(
-        settings: &QueueSettings,
+        context: &SourceContext,
         epoch: u64,
         prefetch: u16,
         probe_interval: Duration,
     ) -> Result<Self, ConnectError> {
-        let connection = connector::connect(settings, "consumes").await?;
+        let connection = connector::connect(context, "consumes").await?;
         let opening = tokio::time::timeout(
             OPEN_TIMEOUT,
-            Self::consume(connection, settings, epoch, prefetch, probe_interval),
+            Self::consume(connection, context, epoch, prefetch, probe_interval),
         )
         .await;
         opening
@@ -170,18 +108,18 @@ impl ConsumerSession {
             })
             .inspect_err(|_| {
                 // The node accepts connections but does not serve the queue: try another one.
-                settings.connector.nodes.advance();
+                context.connector.nodes.advance();
             })
     }
 
     async fn consume(
         connection: Connection,
-        settings: &QueueSettings,
+        context: &SourceContext,
         epoch: u64,
         prefetch: u16,
         probe_interval: Duration,
     ) -> Result<Self, ConnectError> {
-        topology::prepare(&connection, settings).await?;
+        declare::prepare(&connection, context).await?;
         let channel = connection.create_channel().await?;
         // Before `basic.consume`: without a prefetch the broker sends the whole queue.
         channel
@@ -189,39 +127,33 @@ impl ConsumerSession {
             .await?;
         fault::point("amqp.consume.before");
         let consuming = channel.basic_consume(
-            settings.queue.clone(),
+            context.queue.clone(),
             "".into(),
             BasicConsumeOptions::default(),
             stream_refusal::consumer_arguments(),
         );
-        let consumer = consuming.await.map_err(|error| classify(error, settings))?;
+        let consumer = consuming.await.map_err(|error| classify(error, context))?;
         fault::point("amqp.consume.after");
         let connection = Arc::new(connection);
         let lost_consumer_probe = LostConsumerProbe::new(
             Arc::clone(&connection),
-            settings.queue.clone(),
+            context.queue.clone(),
             probe_interval,
-            settings.consumers == ConsumerMode::Competing,
+            context.consumers == ConsumerMode::Competing,
         );
         Ok(Self {
-            epoch,
-            acks: AckLedger::new(),
-            delayed: DelayBuffer::default(),
-            publishing: 0,
+            deliveries: ChannelDeliveries::new(epoch, prefetch),
             connection,
             channel,
             consumer: Some(consumer),
             consumer_loss: None,
             acknowledging: None,
-            rejecting: Vec::new(),
             lost_consumer_probe,
-            consumers: settings.consumers,
-            close_mode: CloseMode::for_settings(settings),
+            consumers: context.consumers,
+            close_mode: CloseMode::for_settings(context),
             is_stopped: false,
-            unsettled_timeout: settings.unsettled_timeout(),
-            gap_since: None,
+            unsettled_timeout: context.unsettled_timeout(),
             close_delay: CloseDelay::default(),
-            prefetch: usize::from(prefetch),
         })
     }
 
@@ -258,7 +190,7 @@ impl ConsumerSession {
                 None => SessionEvent::Lost(consumer_cancelled()),
             },
             ready = lost_consumer_probe.ready_messages(), if lost_consumer_probe.is_checking() => {
-                let has_room = self.has_room();
+                let has_room = self.deliveries.has_room();
                 if self.lost_consumer_probe.is_consumer_lost(ready, has_room) {
                     let problem = format!("the consumer receives nothing although {ready} messages are ready");
                     SessionEvent::Lost(ChannelLoss::NoDeliveries(problem))
@@ -282,66 +214,17 @@ impl ConsumerSession {
         }
     }
 
-    /// Sends the acknowledgements that are due. The settled prefix is due at once; settled deliveries
-    /// behind an unsettled one are due with [`FlushMode::Immediate`], after [`GAP_TIMEOUT`], or if they
-    /// exceed a quarter of the prefetch. One flush runs at a time, so that they are sent in order.
+    /// Sends the acknowledgements that are due. One flush runs at a time, so that they are sent in
+    /// order.
     pub(crate) fn flush(&mut self, mode: FlushMode) {
-        if self.acknowledging.is_some() || (self.acks.settled() == 0 && self.rejecting.is_empty()) {
+        if self.acknowledging.is_some() {
             return;
         }
-        let prefix = self.acks.take_prefix();
-        if prefix.is_some() {
-            self.gap_since = None;
-        }
-        let behind_gap = self.acks.settled();
-        let is_overdue = mode == FlushMode::Immediate
-            || behind_gap > self.prefetch / 4
-            || self
-                .gap_since
-                .is_some_and(|since| since.elapsed() >= GAP_TIMEOUT);
-        let singles = if behind_gap > 0 && is_overdue {
-            self.acks.take_singles()
-        } else {
-            Vec::new()
+        let Some(frames) = self.deliveries.flush(mode, Instant::now()) else {
+            return;
         };
-        self.gap_since =
-            (self.acks.settled() > 0).then(|| self.gap_since.unwrap_or_else(Instant::now));
-        if prefix.is_none() && singles.is_empty() && self.rejecting.is_empty() {
-            return;
-        }
-        let rejected = std::mem::take(&mut self.rejecting);
-        self.close_delay
-            .acks_sent(rejected.len() + usize::from(prefix.is_some()) + singles.len());
-        let channel = self.channel.clone();
-        self.acknowledging = Some(Box::pin(async move {
-            fault::point("amqp.ack.before");
-            // Rejected before the prefix is acknowledged, because the prefix may cover their tags.
-            for tag in rejected {
-                channel
-                    .basic_reject(tag, BasicRejectOptions { requeue: false })
-                    .await?;
-                fault::point("amqp.ack.rejected");
-            }
-            let frames = prefix
-                .into_iter()
-                .map(|tag| (tag, true))
-                .chain(singles.into_iter().map(|tag| (tag, false)));
-            let sent = try_join_all(
-                frames.map(|(tag, multiple)| channel.basic_ack(tag, BasicAckOptions { multiple })),
-            )
-            .await;
-            fault::point("amqp.ack.after");
-            sent.map(drop)
-        }));
-    }
-
-    /// Rejects a delivery to the queue's own dead-letter exchange; `false` if it is not unsettled.
-    pub(crate) fn reject(&mut self, tag: u64) -> bool {
-        let is_unsettled = self.acks.reject(tag).is_some();
-        if is_unsettled {
-            self.rejecting.push(tag);
-        }
-        is_unsettled
+        self.close_delay.acks_sent(frames.count());
+        self.acknowledging = Some(Box::pin(send_acks(self.channel.clone(), frames)));
     }
 
     /// The negotiated maximum size of a frame in bytes; 0 if unlimited.
@@ -352,7 +235,7 @@ impl ConsumerSession {
     /// Cancels the consumer, unless [`CloseMode::StayActive`]. Deliveries may still be settled.
     pub(crate) async fn stop(&mut self) {
         self.is_stopped = true;
-        if self.close_mode != CloseMode::StayActive {
+        if self.close_mode.cancels_at_stop() {
             self.cancel().await;
         }
     }
@@ -383,15 +266,12 @@ impl ConsumerSession {
 
     /// Whether no settlement is pending: all copies are confirmed, and all acknowledgements sent.
     pub(crate) fn is_flushed(&self) -> bool {
-        self.publishing == 0
-            && self.acknowledging.is_none()
-            && self.rejecting.is_empty()
-            && self.acks.settled() == 0
+        self.acknowledging.is_none() && self.deliveries.is_flushed()
     }
 
     /// Whether no delivery is unacknowledged.
     pub(crate) fn is_idle(&self) -> bool {
-        self.is_flushed() && self.delayed.is_empty() && self.acks.is_empty()
+        self.is_flushed() && self.deliveries.unacked() == 0
     }
 
     /// Closes the channel and the connection. The broker requeues unacknowledged messages.
@@ -400,11 +280,10 @@ impl ConsumerSession {
         if self.channel.status().connected() {
             self.close_delay.wait().await;
         }
-        // A single active consumer that was not stopped must not be cancelled: the next consumer would
-        // receive later messages before the requeued ones.
-        let requeues = self.close_mode == CloseMode::Requeue
-            && (self.is_stopped || self.consumers == ConsumerMode::Competing);
-        if requeues && !self.acks.is_empty() && self.channel.status().connected() {
+        let requeues = self
+            .close_mode
+            .requeues_before_close(self.consumers, self.is_stopped);
+        if requeues && self.deliveries.unacked() > 0 && self.channel.status().connected() {
             let _ = tokio::time::timeout(timeout, self.requeue_unsettled()).await;
         }
         let _ = tokio::time::timeout(timeout, self.channel.close(200, "OK".into())).await;
@@ -418,16 +297,14 @@ impl ConsumerSession {
         // First, because requeued messages would be delivered to this consumer again, and closing the
         // channel would count them.
         self.cancel().await;
-        fault::point("amqp.back.before");
+        fault::point("amqp.requeue.before");
         let mut rejected = 0;
-        for (_, tag) in self.delayed.take_all().0.into_keys() {
-            if self.acks.reject(tag).is_some() {
-                rejected += 1;
-                self.channel
-                    .basic_reject(tag, BasicRejectOptions { requeue: true })
-                    .await?;
-                fault::point("amqp.back.rejected");
-            }
+        for tag in self.deliveries.take_failed_tags() {
+            rejected += 1;
+            self.channel
+                .basic_reject(tag, BasicRejectOptions { requeue: true })
+                .await?;
+            fault::point("amqp.requeue.rejected");
         }
         // Tag 0 with `multiple` means all unacknowledged deliveries.
         self.channel
@@ -439,7 +316,7 @@ impl ConsumerSession {
                 },
             )
             .await?;
-        fault::point("amqp.back.after");
+        fault::point("amqp.requeue.after");
         let mut close_delay = CloseDelay::default();
         close_delay.acks_sent(rejected);
         close_delay.wait().await;
@@ -448,28 +325,19 @@ impl ConsumerSession {
 
     /// Whether the consumer would receive a ready message: it is consuming, and the prefetch has room.
     fn can_receive(&self) -> bool {
-        !self.is_stopped && self.consumer.is_some() && self.has_room()
-    }
-
-    /// Whether the prefetch has room.
-    fn has_room(&self) -> bool {
-        self.acks.unacked() < self.prefetch
+        !self.is_stopped && self.consumer.is_some() && self.deliveries.has_room()
     }
 
     /// When the channel is closed because of the delivery that has been unsettled for longest.
     fn unsettled_deadline(&self) -> Option<Instant> {
-        self.acks
-            .oldest_unsettled()?
-            .since
+        self.deliveries
+            .unsettled_since()?
             .checked_add(self.unsettled_timeout)
     }
 
     /// When the next timer of [`next_event`](Self::next_event) expires.
     fn next_wake(&self) -> Option<Instant> {
-        let gap = self
-            .gap_since
-            .filter(|_| self.acknowledging.is_none())
-            .map(|since| since + GAP_TIMEOUT);
+        let gap_due = self.deliveries.gap_due();
         let status_check = self
             .consumer
             .is_none()
@@ -479,8 +347,8 @@ impl ConsumerSession {
             .next_check()
             .filter(|_| self.can_receive());
         [
-            self.delayed.next_due(),
-            gap,
+            self.deliveries.next_due(),
+            gap_due.filter(|_| self.acknowledging.is_none()),
             status_check,
             self.unsettled_deadline(),
             probe_due,
@@ -489,6 +357,27 @@ impl ConsumerSession {
         .flatten()
         .min()
     }
+}
+
+async fn send_acks(channel: Channel, frames: AckFrames) -> lapin::Result<()> {
+    fault::point("amqp.ack.before");
+    // Before the prefix, which may cover their tags.
+    for tag in frames.rejected {
+        channel
+            .basic_reject(tag, BasicRejectOptions { requeue: false })
+            .await?;
+        fault::point("amqp.ack.rejected");
+    }
+    let prefix = frames.prefix.into_iter().map(|tag| (tag, true));
+    let singles = frames.singles.into_iter().map(|tag| (tag, false));
+    let sent = try_join_all(
+        prefix
+            .chain(singles)
+            .map(|(tag, multiple)| channel.basic_ack(tag, BasicAckOptions { multiple })),
+    )
+    .await;
+    fault::point("amqp.ack.after");
+    sent.map(drop)
 }
 
 /// All deliveries that are available without waiting, and why the consumer's stream ended, if it did:
@@ -524,11 +413,11 @@ fn consumer_cancelled() -> ChannelLoss {
     ChannelLoss::Broken("the broker cancelled the consumer (basic.cancel), for example because the queue was deleted or its leader moved to another node".into())
 }
 
-fn classify(error: lapin::Error, settings: &QueueSettings) -> ConnectError {
+fn classify(error: lapin::Error, context: &SourceContext) -> ConnectError {
     let misconfigured = |problem: &str, remedy| {
         ConnectError::Misconfigured(SourceError::misconfigured(
             "queue",
-            format!("`{}` {problem} ({error})", settings.name),
+            format!("`{}` {problem} ({error})", context.name),
             remedy,
         ))
     };
@@ -539,7 +428,7 @@ fn classify(error: lapin::Error, settings: &QueueSettings) -> ConnectError {
         Some(code::PRECONDITION_FAILED) if stream_refusal::is_refusal(&error) => {
             ConnectError::QueueMismatch(SourceError::misconfigured(
                 "queue",
-                format!("`{}` is a stream ({error})", settings.name),
+                format!("`{}` is a stream ({error})", context.name),
                 "consume a quorum or classic queue: a stream does not remove acknowledged messages and does not redeliver",
             ))
         }

@@ -1,15 +1,12 @@
 //! The validated settings of a source.
 
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use lapin::types::ShortString;
 use oncegate_core::source::{Order, SourceError};
 
-use crate::connector::BrokerConnector;
 use crate::settings::{QueueKind, Rejects, Topology};
-use crate::status::SourceMetrics;
 
 /// Which consumers of the queue receive messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +23,6 @@ pub(crate) struct QueueSettings {
     pub(crate) queue: ShortString,
     pub(crate) dead_letters: ShortString,
     pub(crate) in_doubt: ShortString,
-    pub(crate) connector: BrokerConnector,
     pub(crate) prefetch: u16,
     pub(crate) key_header: Option<String>,
     pub(crate) body_limit: usize,
@@ -38,42 +34,7 @@ pub(crate) struct QueueSettings {
     pub(crate) consumers: ConsumerMode,
     pub(crate) order: Order,
     pub(crate) rejects: Rejects,
-    pub(crate) metrics: SourceMetrics,
-    pub(crate) mismatches: MismatchLog,
 }
-
-/// The queues for which the warning about other arguments was logged, with the broker's text. Queues
-/// are declared at each reconnect and with each retry of a copy, and the warning is logged once.
-#[derive(Debug, Default)]
-pub(crate) struct MismatchLog(Mutex<HashMap<ShortString, String>>);
-
-impl MismatchLog {
-    /// Whether to log that the queue has other arguments: the broker's text is new for this queue.
-    pub(crate) fn is_new(&self, queue: &ShortString, text: &str) -> bool {
-        let logged = self.lock().insert(queue.clone(), text.to_owned());
-        logged.as_deref() != Some(text)
-    }
-
-    /// Forgets the text of a queue, which has the declared arguments now.
-    pub(crate) fn clear(&self, queue: &ShortString) {
-        self.lock().remove(queue);
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<ShortString, String>> {
-        // No code panics while it holds the lock.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// The delays of the delay queues. All messages of a queue have the same TTL, because RabbitMQ expires
-/// messages only at the head of a queue.
-pub(crate) const DELAYS: [Duration; 5] = [
-    Duration::from_secs(1),
-    Duration::from_secs(5),
-    Duration::from_secs(30),
-    Duration::from_secs(120),
-    Duration::from_secs(600),
-];
 
 impl QueueSettings {
     /// Whether `x-death` has the number of this source's rejections. With [`Rejects::ByQueue`] the
@@ -120,11 +81,6 @@ impl QueueSettings {
     pub(crate) fn preserves_order(&self) -> bool {
         self.order != Order::Unordered
     }
-
-    /// The URL of the current node, without the password.
-    pub(crate) fn redacted_url(&self) -> &str {
-        &self.connector.nodes.current().redacted_url
-    }
 }
 
 /// Checks that the name of a queue leaves room for `.delay.600000` within AMQP's 255 bytes.
@@ -145,20 +101,4 @@ pub(crate) fn queue_name(setting: &str, name: String) -> Result<ShortString, Sou
         ));
     }
     Ok(name.into())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn other_arguments_of_a_queue_are_logged_once() {
-        let (log, queue) = (MismatchLog::default(), ShortString::from("q"));
-        assert!(log.is_new(&queue, "x-max-length"));
-        assert!(!log.is_new(&queue, "x-max-length"));
-        assert!(log.is_new(&"other".into(), "x-max-length"));
-        assert!(log.is_new(&queue, "x-message-ttl"));
-        log.clear(&queue);
-        assert!(log.is_new(&queue, "x-message-ttl"));
-    }
 }

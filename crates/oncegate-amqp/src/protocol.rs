@@ -1,0 +1,26 @@
+//! The decisions of the source: plain functions and structs, without channels, clocks, I/O and async.
+//!
+//! `client` reads the clock, executes what these return, and reports what the broker replied.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+pub(crate) mod ack_ledger;
+pub(crate) mod channel_deliveries;
+pub(crate) mod close_mode;
+pub(crate) mod confirm_window;
+pub(crate) mod delay_buffer;
+pub(crate) mod incoming;
+pub(crate) mod message_copy;
+pub(crate) mod queue_settings;
+pub(crate) mod topology;
+
+/// The current time, which the caller has read.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct CurrentTime {
+    /// For delays and timeouts.
+    pub(crate) now: Instant,
+    /// The time since 1970 by the system clock, for headers.
+    pub(crate) unix: Duration,
+}

@@ -1,0 +1,93 @@
+//! How a channel is closed, which decides where unacknowledged messages are requeued.
+
+use crate::protocol::queue_settings::{ConsumerMode, QueueSettings};
+
+/// How a channel is closed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum CloseMode {
+    /// Cancels the consumer and requeues unsettled deliveries by `basic.nack`.
+    Requeue,
+    /// Cancels the consumer and closes the channel: RabbitMQ requeues its messages in the order of
+    /// the queue, which it does not guarantee for one `basic.nack` of many; see `client`.
+    CloseOnly,
+    /// Consumes until the channel closes, and handles no more deliveries. RabbitMQ activates the
+    /// next consumer as soon as the active one is cancelled, before it requeues its messages.
+    StayActive,
+}
+
+impl CloseMode {
+    pub(crate) fn for_settings(settings: &QueueSettings) -> Self {
+        match settings.consumers {
+            _ if !settings.preserves_order() => Self::Requeue,
+            ConsumerMode::Competing => Self::CloseOnly,
+            ConsumerMode::SingleActive => Self::StayActive,
+        }
+    }
+
+    /// Whether a source that stops cancels its consumer before its deliveries are settled.
+    pub(crate) fn cancels_at_stop(self) -> bool {
+        self != Self::StayActive
+    }
+
+    /// Whether unsettled deliveries are requeued one by one before the channel is closed. Not those of a
+    /// single active consumer that was not stopped: it must not be cancelled, because the next consumer
+    /// would receive later messages before the requeued ones.
+    pub(crate) fn requeues_before_close(self, consumers: ConsumerMode, was_stopped: bool) -> bool {
+        self == Self::Requeue && (was_stopped || consumers == ConsumerMode::Competing)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use oncegate_core::source::{ConnectOptions, Order};
+
+    use super::*;
+    use crate::RabbitMq;
+
+    #[test]
+    fn the_mode_follows_from_the_order_and_the_consumers() {
+        for (order, consumers, mode, requeues) in [
+            (
+                Order::Unordered,
+                ConsumerMode::Competing,
+                CloseMode::Requeue,
+                [true, true],
+            ),
+            (
+                Order::Unordered,
+                ConsumerMode::SingleActive,
+                CloseMode::Requeue,
+                [true, false],
+            ),
+            (
+                Order::ByKey,
+                ConsumerMode::Competing,
+                CloseMode::CloseOnly,
+                [false, false],
+            ),
+            (
+                Order::ByKey,
+                ConsumerMode::SingleActive,
+                CloseMode::StayActive,
+                [false, false],
+            ),
+        ] {
+            let mut options = ConnectOptions::default();
+            options.order = Some(order);
+            let source = RabbitMq::queue("orders").with_options(options);
+            let source = match consumers {
+                ConsumerMode::Competing => source,
+                ConsumerMode::SingleActive => source.single_active_consumer(),
+            };
+            let found = CloseMode::for_settings(&source.check().expect("settings"));
+            assert_eq!(found, mode, "{order:?}, {consumers:?}");
+            assert_eq!(
+                [true, false]
+                    .map(|was_stopped| found.requeues_before_close(consumers, was_stopped)),
+                requeues,
+                "{order:?}, {consumers:?}"
+            );
+            assert_eq!(found.cancels_at_stop(), mode != CloseMode::StayActive);
+        }
+    }
+}

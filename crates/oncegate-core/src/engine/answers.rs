@@ -1,0 +1,268 @@
+//! What the engine sends to the store, and what follows from the answers.
+
+use std::time::Instant;
+
+use super::Engine;
+use super::entry::ClaimState;
+use super::intake::Intake;
+use super::late::LateCompletions;
+use super::store_batcher::AnsweredBatch;
+use super::suspects::Suspects;
+use crate::boot_time::BootTime;
+use crate::id::{MessageId, Scope};
+use crate::lease::Lease;
+use crate::lifecycle::{ClaimTries, Event, Outage, Stage};
+use crate::marker::{Ask, Operation, Verdict};
+use crate::slots::Slot;
+use crate::store::{BoxError, StoreError};
+
+impl Engine {
+    /// Sends what is due to the store. While it is unavailable, messages are handled without the gate
+    /// if the user chose [`Outage::PassThrough`].
+    pub(super) fn send_batches(&mut self) {
+        if self.batcher.is_misconfigured() {
+            // A misconfigured store grants no claim.
+            for slot in self.batcher.take_claims() {
+                self.handle_event(slot, Event::StopNow);
+            }
+        }
+        if std::mem::take(&mut self.drain_started) {
+            self.drop_unsent_claims();
+        }
+        let now = Instant::now();
+        let Some(max_batches) = self.batcher.max_batches(now) else {
+            if self.policy.outage == Outage::PassThrough {
+                for slot in self.batcher.take_claims() {
+                    self.handle_event(slot, Event::Unavailable);
+                }
+            }
+            return;
+        };
+        let (intake, scope) = (&self.intake, &self.settings.scope);
+        let may_claim = claim_filter(intake, &self.executor.suspects, scope);
+        self.batcher.send(max_batches, now, may_claim, |slot| {
+            let entry = intake.at(slot)?;
+            entry.claim.set(ClaimState::Sent);
+            entry.operation(scope)
+        });
+    }
+
+    /// When something can be sent at the earliest that was not sent by now.
+    pub(super) fn next_try_at(&self) -> Option<Instant> {
+        let (suspects, scope) = (&self.executor.suspects, &self.settings.scope);
+        self.batcher
+            .next_try_at(claim_filter(&self.intake, suspects, scope))
+    }
+
+    /// Drops the claims of deliveries that drain, unless they were sent before.
+    fn drop_unsent_claims(&mut self) {
+        for slot in self.batcher.take_claims() {
+            let unsent = self.intake.at(slot).is_some_and(|entry| {
+                entry.claim.get() == ClaimState::Unsent && entry.in_flight.driver().is_draining()
+            });
+            if unsent {
+                self.handle_event(slot, Event::ClaimNotSent);
+            } else {
+                self.batcher.enqueue_claim(slot);
+            }
+        }
+    }
+
+    /// Processes the answers of one batch: first all leases, then the state of the store, then what
+    /// follows for each delivery.
+    pub(super) async fn on_batch_answered(&mut self, mut batch: AnsweredBatch) {
+        self.read_clocks();
+        let now = self.clock.monotonic;
+        let took = now.saturating_duration_since(batch.began);
+        self.reporter.metrics.answered(&batch.operations, took);
+        let replies = self.record_answers(&batch);
+        self.record_store_state(&batch, replies);
+        for (index, answer) in batch.answers.iter().enumerate() {
+            match batch.slots[index] {
+                Some(slot) => match *answer {
+                    Ok(Verdict::Granted(attempts)) => self.on_granted(slot, attempts),
+                    Ok(Verdict::Done { marker_lost }) => self.on_done(slot, marker_lost),
+                    _ => {
+                        let event = self.event_of(slot, answer);
+                        self.handle_event(slot, event);
+                    }
+                },
+                None => {
+                    let (operation, pause) =
+                        (&batch.operations[index], self.policy.longest_backoff);
+                    self.batcher.on_late_answer(operation, answer, now, pause);
+                }
+            }
+        }
+        let misconfigured = replies
+            .misconfigured
+            .and_then(|index| batch.answers.swap_remove(index).err());
+        // After the events above, which decide which of these grants are withdrawn: a suspect starts
+        // when no claim is unanswered and no grant is being withdrawn.
+        self.batcher.processed(batch);
+        if let Some((slot, event)) = self.next_runnable() {
+            self.handle_event(slot, event);
+        }
+        if let Some(error) = misconfigured
+            && self.batcher.misconfigured()
+        {
+            tracing::error!(%error, "store misconfigured, stopping: running handlers may finish; correct what the error names and start again");
+            self.begin_drain(Some(error.into())).await;
+        }
+    }
+
+    /// Registers the leases of all grants and gives up those of done ids, before any handler of the
+    /// batch runs.
+    fn record_answers(&mut self, batch: &AnsweredBatch) -> Replies {
+        let mut replies = Replies::default();
+        let operations = batch.slots.iter().zip(&batch.operations);
+        for (index, ((slot, operation), answer)) in operations.zip(&batch.answers).enumerate() {
+            let slot = *slot;
+            replies.any_delivery |= slot.is_some();
+            match (slot, answer) {
+                (Some(slot), Ok(verdict)) => {
+                    replies.any_answered = true;
+                    self.record_verdict(slot, operation, *verdict, batch.sent);
+                    continue;
+                }
+                (Some(_), Err(StoreError::UnreadableMarker(_))) => replies.any_answered = true,
+                (_, Err(StoreError::Misconfigured(_))) => replies.misconfigured = Some(index),
+                (Some(_), Err(_)) => replies.unavailable = Some(index),
+                (None, _) => {}
+            }
+            if let Some(entry) = slot.and_then(|slot| self.intake.at_mut(slot)) {
+                entry.end_operation(&"unavailable", None);
+            }
+        }
+        self.leases.update_renewals();
+        replies
+    }
+
+    #[inline]
+    fn record_verdict(
+        &mut self,
+        slot: Slot,
+        operation: &Operation,
+        verdict: Verdict,
+        sent: BootTime,
+    ) {
+        let Some(entry) = self.intake.at_mut(slot) else {
+            return;
+        };
+        match verdict {
+            Verdict::Granted(attempts) | Verdict::InDoubt(attempts) => {
+                if attempts.crashes > entry.in_flight.driver().attempts.crashes {
+                    self.reporter.logs.taken_over(entry, attempts);
+                }
+                entry.end_operation(&verdict, Some(attempts.number));
+                if self.leases.are_renewed() {
+                    let (token, duration) = (operation.token, operation.terms.lease);
+                    let lease = Lease::new(token, duration, sent, sent + self.longest_hold);
+                    let shared = entry.in_flight.shared_mut();
+                    (shared.attempt, shared.lease) = (attempts.number, Some(lease));
+                    entry.has_lease = true;
+                    self.leases.granted(slot, entry.in_flight.shared().clone());
+                }
+                return;
+            }
+            Verdict::Done { .. } => {
+                if let Some(lease) = &entry.in_flight.shared().lease
+                    && matches!(operation.ask, Ask::Complete)
+                {
+                    let age = lease.sent.elapsed_at(self.clock.boot);
+                    self.reporter.metrics.completed(age);
+                }
+                if std::mem::take(&mut entry.has_lease) {
+                    self.leases.ended(slot);
+                }
+            }
+            Verdict::Busy { remaining } => {
+                if let Stage::Claiming(_, ClaimTries(0)) = entry.stage() {
+                    self.reporter.logs.held_elsewhere(entry, remaining);
+                }
+            }
+            _ => {}
+        }
+        entry.end_operation(&verdict, None);
+    }
+
+    /// Updates the breaker and the status from the replies of a batch.
+    fn record_store_state(&mut self, batch: &AnsweredBatch, replies: Replies) {
+        let now = self.clock.monotonic;
+        for index in replies.misconfigured.into_iter().chain(replies.unavailable) {
+            if let Err(error) = &batch.answers[index] {
+                self.reporter
+                    .store_health(|health| health.failed(error, now));
+            }
+        }
+        if let Some(Err(error)) = replies.unavailable.map(|index| &batch.answers[index]) {
+            self.reporter.logs.unavailable(error, self.intake.len());
+        }
+        if replies.any_answered {
+            self.reporter.store_health(|health| health.answered(now));
+            if let Some(unavailable_for) = self.batcher.breaker.answered(now) {
+                tracing::info!(?unavailable_for, "store available again");
+            }
+        } else if replies.any_delivery {
+            self.reporter
+                .store_health(|health| health.not_answered(now));
+            self.batcher.breaker.not_answered(now);
+        }
+    }
+
+    /// The event that an answer means for its delivery.
+    #[inline]
+    fn event_of(&mut self, slot: Slot, answer: &Result<Verdict, StoreError>) -> Event {
+        match answer {
+            Ok(verdict) => Event::Answer(*verdict),
+            Err(StoreError::Misconfigured(_)) => Event::StopNow,
+            Err(StoreError::UnreadableMarker(why)) => {
+                self.report_unreadable_marker(slot, why);
+                Event::UnreadableMarker
+            }
+            Err(_) => Event::Unavailable,
+        }
+    }
+
+    /// The record under a message's key was not written by oncegate.
+    #[cold]
+    fn report_unreadable_marker(&mut self, slot: Slot, why: &BoxError) {
+        let Some(entry) = self.intake.at_mut(slot) else {
+            return;
+        };
+        let id = entry.id().map(MessageId::as_str);
+        tracing::error!(id, origin = %entry.in_flight.message().origin, error = %why, "unreadable marker: cannot tell whether this message was handled, sending it to the in-doubt queue");
+        entry
+            .in_flight
+            .update_failures(|failure_history| failure_history.last_error = Some(why.to_string()));
+    }
+}
+
+/// What the store replied to a batch. The indexes are those of the last errors.
+#[derive(Clone, Copy, Default)]
+struct Replies {
+    any_delivery: bool,
+    any_answered: bool,
+    unavailable: Option<usize>,
+    misconfigured: Option<usize>,
+}
+
+/// Which claims may be sent now: those of suspects if there are any, and none whose id has a late
+/// completion.
+fn claim_filter(
+    intake: &Intake,
+    suspects: &Suspects,
+    scope: &Scope,
+) -> impl Fn(Slot, &LateCompletions) -> bool {
+    move |slot, late| {
+        if !suspects.any() && late.is_settled() {
+            return true;
+        }
+        let Some(entry) = intake.at(slot) else {
+            return true; // settled since: it has no operation
+        };
+        let excluded = suspects.exclude(slot) && !entry.in_flight.driver().is_draining();
+        let key = || entry.id().map(|id| scope.key(id));
+        !excluded && (late.is_settled() || !key().is_some_and(|key| late.hold_back(&key)))
+    }
+}

@@ -1,0 +1,244 @@
+//! Which handlers run, and which deliveries wait for a run.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use super::runs::{FinishedRun, FinishedRuns, RunKind, RunTicket, StartRun, Started, starter};
+use super::suspects::Suspects;
+use crate::boot_time::BootTime;
+use crate::context::Context;
+use crate::decode::Decode;
+use crate::handler::Handler;
+use crate::run::Runner;
+use crate::settings::Settings;
+use crate::slots::Slot;
+
+/// Starts runs of the handler, at most `max_runs` at a time, and those of suspects apart from
+/// others.
+///
+/// A run belongs to a turn of its delivery: its result is ignored in any other.
+pub(super) struct Executor {
+    runs: Box<dyn StartRun>,
+    max_runs: usize,
+    pub(super) suspects: Suspects,
+    /// Deliveries that wait until fewer than `max_runs` are active.
+    awaiting_run: VecDeque<Slot>,
+    /// How many runs were spawned since the loop last yielded to them.
+    spawned: usize,
+    finished: Arc<FinishedRuns>,
+}
+
+impl Executor {
+    pub(super) fn new<H: Handler, D: Decode>(runner: Runner<H, D>, settings: &Settings) -> Self {
+        let finished = Arc::<FinishedRuns>::default();
+        Self {
+            runs: starter(runner, settings.execution, finished.clone()),
+            max_runs: settings.max_in_flight,
+            suspects: Suspects::new(settings.max_in_flight),
+            awaiting_run: VecDeque::new(),
+            spawned: 0,
+            finished,
+        }
+    }
+
+    /// Starts a run.
+    #[inline]
+    pub(super) fn start(
+        &mut self,
+        kind: RunKind,
+        cx: Context,
+        now: BootTime,
+        ticket: RunTicket,
+    ) -> Started {
+        let started = self.runs.start(kind, cx, now, ticket);
+        if let Started::Task(_) = started {
+            self.spawned += 1;
+        }
+        started
+    }
+
+    /// Whether runs were spawned since the last call: the loop then yields to them, so that the
+    /// operations of handlers that return at once share a batch.
+    pub(super) fn take_spawned(&mut self) -> bool {
+        std::mem::take(&mut self.spawned) > 0
+    }
+
+    /// Moves the results of spawned runs to `into`, which is empty.
+    pub(super) fn take_finished(&self, into: &mut Vec<FinishedRun>) {
+        self.finished.take(into);
+    }
+
+    /// Completes when a spawned run has ended.
+    pub(super) fn finished(&self) -> impl Future<Output = ()> + use<> {
+        let finished = self.finished.clone();
+        async move { finished.wait().await }
+    }
+
+    /// Lets a delivery wait for a run if `running` are active. Returns whether it waits.
+    #[inline]
+    pub(super) fn must_wait(&mut self, slot: Slot, running: usize) -> bool {
+        // While its completion, which was lost, was unanswered, another delivery may have taken its
+        // run.
+        let must_wait = running >= self.max_runs;
+        if must_wait {
+            self.awaiting_run.push_back(slot);
+        }
+        must_wait
+    }
+
+    /// Whether a delivery may run now, before no other.
+    #[inline]
+    pub(super) fn may_run_at_once(&self, running: usize) -> bool {
+        running < self.max_runs && self.nobody_waits()
+    }
+
+    /// Whether no delivery waits for a run.
+    #[inline]
+    pub(super) fn nobody_waits(&self) -> bool {
+        self.awaiting_run.is_empty() && !self.suspects.any()
+    }
+
+    /// The next delivery to run, if fewer than `max_runs` are active: a suspect if `suspects_may_run`
+    /// says so, otherwise the first that waits. `is_ready` tells whether a delivery still waits.
+    pub(super) fn next_runnable(
+        &mut self,
+        running: usize,
+        suspects_may_run: impl FnOnce() -> bool,
+        is_ready: impl Fn(Slot) -> bool,
+    ) -> Option<Slot> {
+        if running >= self.max_runs {
+            return None;
+        }
+        let suspect = || self.suspects.admitted().find(|slot| is_ready(*slot));
+        if let Some(slot) = suspects_may_run().then(suspect).flatten() {
+            return Some(slot);
+        }
+        while let Some(slot) = self.awaiting_run.pop_front() {
+            if is_ready(slot) {
+                return Some(slot);
+            }
+        }
+        None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::context::SharedDelivery;
+    use crate::decode::RawBytes;
+    use crate::handler::Failure;
+    use crate::id::MessageId;
+    use crate::lifecycle::{Event, Isolation, Outcome};
+    use crate::marker::{Guarantee, Terms};
+    use crate::message::Message;
+    use crate::settings::Execution;
+    use crate::slots::Slots;
+
+    /// Sleeps as many seconds as its body has bytes.
+    struct Sleeper;
+
+    impl Handler for Sleeper {
+        type Payload = serde::de::IgnoredAny;
+
+        async fn handle(&self, _: serde::de::IgnoredAny, cx: &Context) -> Result<(), Failure> {
+            let seconds = cx.message().body.len() as u64;
+            if seconds > 0 {
+                tokio::time::sleep(Duration::from_secs(seconds)).await;
+            }
+            Ok(())
+        }
+    }
+
+    fn executor(execution: Execution) -> Executor {
+        let settings = Settings {
+            execution,
+            max_in_flight: 4,
+            ..Settings::default()
+        };
+        let runner = Runner {
+            handler: Sleeper,
+            decode: RawBytes,
+            timeout: Duration::from_secs(10),
+        };
+        Executor::new(runner, &settings)
+    }
+
+    fn context(seconds: usize) -> Context {
+        Context(Arc::new(SharedDelivery {
+            id: MessageId::new("1"),
+            message: Some(Message::new(vec![0; seconds])),
+            terms: Terms {
+                guarantee: Guarantee::EffectivelyOnce,
+                lease: Duration::from_secs(1),
+                window: Duration::from_secs(1),
+                fingerprint: None,
+            },
+            failures: 0,
+            attempt: 1,
+            lease: None,
+        }))
+    }
+
+    const DONE: Event = Event::Returned(Outcome::Done);
+
+    #[tokio::test(start_paused = true)]
+    async fn an_inline_run_that_is_ready_ends_at_once_and_a_pending_one_becomes_a_task() {
+        let mut executor = executor(Execution::Inline);
+        let slot = Slots::new(1).insert(());
+        for turn in 0..3 {
+            let (ticket, now) = (RunTicket { slot, turn }, BootTime::now());
+            match executor.start(RunKind::Handle, context(0), now, ticket) {
+                Started::Finished(result) => assert_eq!(result.event, DONE),
+                Started::Task(_) => panic!("it was spawned"),
+            }
+            let Started::Task(_task) = executor.start(RunKind::Handle, context(5), now, ticket)
+            else {
+                panic!("it ended at once");
+            };
+            assert!(executor.take_spawned() && !executor.take_spawned());
+            executor.finished().await;
+            let mut finished = Vec::new();
+            executor.take_finished(&mut finished);
+            let [run] = &finished[..] else {
+                panic!("{} results", finished.len());
+            };
+            assert_eq!((run.ticket, run.result.event), (ticket, DONE));
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_dropped_task_reports_that_its_outcome_is_unknown() {
+        let mut executor = executor(Execution::Spawned);
+        let slot = Slots::new(1).insert(());
+        let (ticket, now) = (RunTicket { slot, turn: 7 }, BootTime::now());
+        let started = executor.start(RunKind::Handle, context(5), now, ticket);
+        drop(started);
+        executor.finished().await;
+        let mut finished = Vec::new();
+        executor.take_finished(&mut finished);
+        assert!(matches!(
+            finished[0].result.event,
+            Event::Returned(Outcome::Unknown(_))
+        ));
+    }
+
+    #[test]
+    fn runs_are_limited_and_a_suspect_starts_before_those_that_wait() {
+        let mut executor = executor(Execution::Inline);
+        let mut slots = Slots::new(3);
+        let [waits, settled, suspect] = [(); 3].map(|()| slots.insert(()));
+        assert!(!executor.must_wait(waits, 3) && executor.nobody_waits());
+        assert!(executor.must_wait(settled, 4) && executor.must_wait(waits, 4));
+        assert!(executor.suspects.admit(suspect, Isolation::Alone));
+        let mut next = |running, suspects: bool| {
+            executor.next_runnable(running, || suspects, |slot| slot != settled)
+        };
+        assert_eq!(next(4, true), None);
+        assert_eq!(next(3, true), Some(suspect));
+        assert_eq!(next(3, false), Some(waits));
+        assert_eq!(next(3, false), None);
+    }
+}

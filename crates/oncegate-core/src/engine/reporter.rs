@@ -1,0 +1,152 @@
+//! Metrics, status and log lines about deliveries.
+
+use std::time::{Duration, Instant};
+
+use super::entry::{InFlightEntry, Phase, has_running_task};
+use super::intake::Intake;
+use super::logs::Logs;
+use crate::boot_time::BootTime;
+use crate::consumer_metrics::{ConsumerMetrics, GaugeValues};
+use crate::context::SharedDelivery;
+use crate::lifecycle::{Event, Freshness, Outcome, Reason, Settlement};
+use crate::marker::Guarantee;
+use crate::message::Message;
+use crate::outcome::Outcomes;
+use crate::run::RunResult;
+use crate::source::Settled;
+use crate::spans;
+use crate::status::{ConsumerStatus, DeliveryState, InFlightDelivery, PUBLISH_INTERVAL};
+use crate::store_health::StoreHealth;
+
+/// Tells operators what the engine does. It only watches: nothing depends on its state.
+pub(super) struct Reporter {
+    pub(super) outcomes: Outcomes,
+    pub(super) metrics: ConsumerMetrics,
+    pub(super) logs: Logs,
+    status: Option<ConsumerStatus>,
+    /// When to publish the next status.
+    next_status_at: Instant,
+}
+
+impl Reporter {
+    pub(super) fn new(status: Option<ConsumerStatus>) -> Self {
+        Self {
+            outcomes: Outcomes::new(),
+            metrics: ConsumerMetrics::new(),
+            logs: Logs::new(),
+            status,
+            next_status_at: Instant::now(),
+        }
+    }
+
+    /// A message was received. Its age is `None` if it has no timestamp.
+    #[inline]
+    pub(super) fn received(
+        &mut self,
+        message: &Message,
+        age: Option<Duration>,
+        freshness: Freshness,
+        guarantee: Guarantee,
+    ) {
+        match (age, freshness) {
+            (None, _) => {
+                self.outcomes.unknown_age();
+                if guarantee == Guarantee::AtMostOnce {
+                    self.logs.unknown_age(message);
+                }
+            }
+            (Some(_), Freshness::TooOld) => self.outcomes.too_old(),
+            (Some(_), Freshness::Fresh) => {}
+        }
+    }
+
+    /// An event of a delivery, before it is processed.
+    #[inline]
+    pub(super) fn event(&mut self, entry: &InFlightEntry, event: Event) {
+        self.outcomes.happened(event);
+        if event == Event::LeaseOver && has_running_task(entry.stage()) {
+            self.logs.lease_lost(entry);
+        }
+    }
+
+    /// A handler or `reconcile` ended.
+    #[inline]
+    pub(super) fn run_ended(&mut self, entry: &InFlightEntry, result: &RunResult, took: Duration) {
+        self.metrics.handled(took);
+        if !matches!(result.event, Event::Returned(Outcome::Done)) {
+            self.logs.run_failed(entry, result);
+        }
+    }
+
+    /// A delivery was settled. `destination` tells where a rejected message goes.
+    #[inline]
+    pub(super) fn settled(
+        &mut self,
+        settled: &Settled,
+        shared: &SharedDelivery,
+        after: Duration,
+        destination: impl FnOnce(&Reason) -> Option<String>,
+    ) {
+        self.metrics.settled(after);
+        if let Settlement::Reject(reason) = &settled.settlement {
+            self.logs.rejected(settled, destination(reason));
+        }
+        let span = spans::if_enabled(|| {
+            let (id, attempt) = (shared.id.as_ref(), shared.attempt);
+            spans::settle(&settled.delivery, id, attempt, &settled.settlement)
+        });
+        let count = || self.outcomes.settled(&settled.settlement);
+        match span {
+            Some(span) => span.in_scope(count),
+            None => count(),
+        }
+    }
+
+    /// Updates the state of the store in the status.
+    pub(super) fn store_health(&self, update: impl FnOnce(&mut StoreHealth)) {
+        if let Some(status) = &self.status {
+            status.update_store(update);
+        }
+    }
+
+    /// When to publish the next status, if there is one.
+    pub(super) fn next_status_at(&self) -> Option<Instant> {
+        self.status.is_some().then_some(self.next_status_at)
+    }
+
+    /// Updates the gauges, and the status if it is due. Warns if the queue is full.
+    pub(super) fn observe(&mut self, now: Instant, intake: &Intake, unavailable_stores: usize) {
+        if let Some((waiting, bytes)) = intake.full_queue() {
+            self.logs.queue_full(waiting, bytes);
+        }
+        let (in_flight, waiting) = (intake.in_flight(), intake.count(Phase::Queued));
+        self.metrics.set_gauges(GaugeValues {
+            in_flight,
+            waiting,
+            awaiting_holder: intake.count(Phase::AwaitingHolder),
+            unavailable_stores,
+        });
+        let Some(status) = &self.status else { return };
+        if now < self.next_status_at {
+            return;
+        }
+        self.next_status_at = now + PUBLISH_INTERVAL;
+        let all = intake.slots().into_iter();
+        let boot = BootTime::now();
+        let all = all.filter_map(|slot| {
+            let age = intake.at(slot)?.arrived.elapsed_at(boot);
+            Some((now.checked_sub(age)?, slot))
+        });
+        status.publish(in_flight, waiting, all.collect(), |slot| {
+            let entry = intake.at(slot)?;
+            Some(InFlightDelivery {
+                id: entry.id().cloned(),
+                origin: entry.in_flight.message().origin.clone(),
+                since: Duration::ZERO,
+                state: DeliveryState::of(entry.stage()),
+                attempt: entry.attempt(),
+                crashes: entry.in_flight.driver().attempts.crashes,
+            })
+        });
+    }
+}

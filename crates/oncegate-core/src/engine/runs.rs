@@ -1,0 +1,267 @@
+//! How a run of a handler starts, and how its result comes back.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{self, Poll, Waker};
+
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+
+use crate::boot_time::BootTime;
+use crate::context::Context;
+use crate::decode::Decode;
+use crate::handler::Handler;
+use crate::run::{RunClock, RunResult, Runner};
+use crate::settings::Execution;
+use crate::slots::Slot;
+
+/// Which function of the handler runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum RunKind {
+    Handle,
+    Reconcile,
+}
+
+/// A run that was started.
+pub(super) enum Started {
+    /// It ended on its first poll.
+    Finished(RunResult),
+    Task(RunningTask),
+}
+
+/// Starts runs. It hides the types of the handler and of its future, so that the engine is not
+/// generic.
+pub(super) trait StartRun: Send {
+    /// Starts a run. With [`Execution::Inline`] it is polled once, here. The result of a task goes to
+    /// `report`.
+    fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, report: RunTicket) -> Started;
+}
+
+/// Starts the runs of one handler. The futures of `handle` are polled in places that are kept: a run
+/// that ends at once allocates nothing, and one that is spawned only its task, which is small.
+struct RunStarter<H, D, M, F> {
+    runner: Arc<Runner<H, D>>,
+    handle: M,
+    execution: Execution,
+    finished: Arc<FinishedRuns>,
+    /// The place of inline runs.
+    place: Option<RunPlace<F>>,
+    places: Arc<RunPlaces<F>>,
+}
+
+/// A place for the future of a run.
+type RunPlace<F> = Pin<Box<Option<F>>>;
+
+/// Empty places.
+struct RunPlaces<F>(Mutex<Vec<RunPlace<F>>>);
+
+/// The maximum number of empty places.
+const MAX_PLACES: usize = 256;
+
+impl<F> RunPlaces<F> {
+    fn take(&self) -> RunPlace<F> {
+        let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        place.unwrap_or_else(|| Box::pin(None))
+    }
+
+    fn put_back(&self, place: RunPlace<F>) {
+        let mut places = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if places.len() < MAX_PLACES {
+            places.push(place);
+        }
+    }
+}
+
+/// Starts the runs of this handler.
+pub(super) fn starter<H: Handler, D: Decode>(
+    runner: Runner<H, D>,
+    execution: Execution,
+    finished: Arc<FinishedRuns>,
+) -> Box<dyn StartRun> {
+    let runner = Arc::new(runner);
+    let shared = runner.clone();
+    Box::new(RunStarter {
+        runner,
+        handle: move |cx, clock| shared.clone().handle(cx, clock),
+        execution,
+        finished,
+        place: None,
+        places: Arc::new(RunPlaces(Mutex::default())),
+    })
+}
+
+impl<H, D, M, F> StartRun for RunStarter<H, D, M, F>
+where
+    H: Handler,
+    D: Decode,
+    M: Fn(Context, RunClock) -> F + Clone + Send + Unpin + 'static,
+    F: Future<Output = RunResult> + Send + 'static,
+{
+    fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, ticket: RunTicket) -> Started {
+        let report = |finished: &Arc<FinishedRuns>| RunReport {
+            to: finished.clone(),
+            ticket,
+            result: None,
+        };
+        if kind == RunKind::Reconcile {
+            let (runner, report) = (self.runner.clone(), report(&self.finished));
+            return Started::Task(RunningTask::new(tokio::spawn(async move {
+                let (began, now) = (now, BootTime::now());
+                report.send(runner.reconcile(cx, RunClock { began, now }).await);
+            })));
+        }
+        let place = self.place.take();
+        let mut place = place.unwrap_or_else(|| self.places.take());
+        let mut unstarted = None;
+        if self.execution == Execution::Inline {
+            place.set(Some((self.handle)(cx, RunClock { began: now, now })));
+            // The waker of this poll may be ignored: a pending future is polled again by its task.
+            let mut poller = task::Context::from_waker(Waker::noop());
+            let polled = place.as_mut().as_pin_mut().map(|run| run.poll(&mut poller));
+            if let Some(Poll::Ready(result)) = polled {
+                place.set(None);
+                self.place = Some(place);
+                return Started::Finished(result);
+            }
+        } else {
+            unstarted = Some((self.handle.clone(), cx, now));
+        }
+        Started::Task(RunningTask::new(tokio::spawn(SpawnedRun {
+            unstarted,
+            place: Some(place),
+            places: self.places.clone(),
+            report: Some(report(&self.finished)),
+        })))
+    }
+}
+
+/// The task of a run. Its future is in a place, so that the task is small.
+struct SpawnedRun<M, F> {
+    /// How to begin a run that was not polled yet.
+    unstarted: Option<(M, Context, BootTime)>,
+    place: Option<RunPlace<F>>,
+    places: Arc<RunPlaces<F>>,
+    report: Option<RunReport>,
+}
+
+impl<M, F> Future for SpawnedRun<M, F>
+where
+    M: Fn(Context, RunClock) -> F + Unpin,
+    F: Future<Output = RunResult>,
+{
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, poller: &mut task::Context<'_>) -> Poll<()> {
+        let this = &mut *self;
+        let Some(place) = &mut this.place else {
+            return Poll::Ready(());
+        };
+        if let Some((handle, cx, began)) = this.unstarted.take() {
+            // The task may have waited for a thread: the clock is read now.
+            let now = BootTime::now();
+            place.set(Some(handle(cx, RunClock { began, now })));
+        }
+        let Some(Poll::Ready(result)) = place.as_mut().as_pin_mut().map(|run| run.poll(poller))
+        else {
+            return Poll::Pending;
+        };
+        place.set(None); // its context is dropped before the result is reported
+        if let Some(place) = this.place.take() {
+            this.places.put_back(place);
+        }
+        if let Some(report) = this.report.take() {
+            report.send(result);
+        }
+        Poll::Ready(())
+    }
+}
+
+/// The task of a run, which is aborted on drop.
+pub(super) struct RunningTask(Option<JoinHandle<()>>);
+
+impl RunningTask {
+    fn new(task: JoinHandle<()>) -> Self {
+        Self(Some(task))
+    }
+
+    /// The run has reported its result: there is nothing to abort.
+    pub(super) fn finished(mut self) {
+        self.0 = None;
+    }
+}
+
+impl Drop for RunningTask {
+    fn drop(&mut self) {
+        if let Some(task) = &self.0 {
+            task.abort();
+        }
+    }
+}
+
+/// The delivery of a run, and the turn of the run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RunTicket {
+    pub(super) slot: Slot,
+    pub(super) turn: u32,
+}
+
+/// The result of a spawned run.
+pub(super) struct FinishedRun {
+    pub(super) ticket: RunTicket,
+    pub(super) result: RunResult,
+}
+
+/// The results of spawned runs that the engine has not processed. Cheaper than a channel: the
+/// engine takes all at once.
+#[derive(Default)]
+pub(super) struct FinishedRuns {
+    queue: Mutex<Vec<FinishedRun>>,
+    /// Notified when the queue gets its first result.
+    any: Notify,
+}
+
+impl FinishedRuns {
+    fn push(&self, run: FinishedRun) {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        queue.push(run);
+        let is_first = queue.len() == 1;
+        drop(queue);
+        if is_first {
+            self.any.notify_one();
+        }
+    }
+
+    /// Moves all results to `into`, which is empty.
+    pub(super) fn take(&self, into: &mut Vec<FinishedRun>) {
+        let mut queue = self.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        std::mem::swap(&mut *queue, into);
+    }
+
+    /// Completes when there is a result. It may complete once too often.
+    pub(super) async fn wait(&self) {
+        self.any.notified().await;
+    }
+}
+
+/// Sends the result of a spawned run on drop, however its task ends.
+struct RunReport {
+    to: Arc<FinishedRuns>,
+    ticket: RunTicket,
+    result: Option<RunResult>,
+}
+
+impl RunReport {
+    fn send(mut self, result: RunResult) {
+        self.result = Some(result);
+    }
+}
+
+impl Drop for RunReport {
+    fn drop(&mut self) {
+        self.to.push(FinishedRun {
+            ticket: self.ticket,
+            result: self.result.take().unwrap_or_else(RunResult::lost),
+        });
+    }
+}

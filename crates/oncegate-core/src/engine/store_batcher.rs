@@ -1,0 +1,407 @@
+//! Batches of operations to the store.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt;
+use futures_util::future::BoxFuture;
+use futures_util::stream::{FuturesUnordered, StreamExt};
+
+use super::late::LateCompletions;
+use crate::boot_time::BootTime;
+use crate::breaker::{Breaker, BreakerDecision};
+use crate::fault;
+use crate::marker::{Ask, Operation, Verdict};
+use crate::slots::Slot;
+use crate::source::SourceProperties;
+use crate::store::{Store, StoreError};
+
+/// The operations that are to be sent to the store, and the batches that it has not answered.
+///
+/// Outcomes, late completions and claims share one `apply`, in this order. Nothing waits for a batch
+/// to fill. While the breaker is open nothing is sent.
+pub(super) struct StoreBatcher {
+    store: Arc<dyn Store>,
+    /// The number of concurrent batches while the store answers.
+    max_batches: usize,
+    max_operations: usize,
+    /// Deliveries whose claim is to be sent.
+    claims: VecDeque<Slot>,
+    /// Deliveries with an operation other than a claim that is to be sent.
+    outcomes: VecDeque<Slot>,
+    /// Completions of messages that were handled without the gate.
+    pub(super) late: LateCompletions,
+    pub(super) breaker: Breaker,
+    /// Whether the store reported that it is misconfigured: it gets no claims any more.
+    misconfigured: bool,
+    /// Claims that were sent and are not answered. A suspect starts when there is none.
+    claims_sent: usize,
+    applies: FuturesUnordered<BoxFuture<'static, AnsweredBatch>>,
+    /// The vectors of an answered batch, to be used again.
+    spare: (Vec<Option<Slot>>, Vec<Operation>),
+}
+
+/// A batch that the store has answered.
+pub(super) struct AnsweredBatch {
+    /// The delivery of each operation; `None` for a late completion.
+    pub(super) slots: Vec<Option<Slot>>,
+    pub(super) operations: Vec<Operation>,
+    /// How many operations are claims of deliveries.
+    pub(super) claims: usize,
+    pub(super) sent: BootTime,
+    pub(super) began: Instant,
+    /// One for each operation.
+    pub(super) answers: Vec<Result<Verdict, StoreError>>,
+}
+
+impl StoreBatcher {
+    pub(super) fn new(store: Arc<dyn Store>, properties: SourceProperties) -> Self {
+        let max_batches = if properties.overlapping_batches {
+            store.parallel_applies().max(1)
+        } else {
+            1
+        };
+        Self {
+            store,
+            max_batches,
+            max_operations: properties.max_store_batch.max(1),
+            claims: VecDeque::new(),
+            outcomes: VecDeque::new(),
+            late: LateCompletions::new(),
+            breaker: Breaker::closed(),
+            misconfigured: false,
+            claims_sent: 0,
+            applies: FuturesUnordered::new(),
+            spare: Default::default(),
+        }
+    }
+
+    /// Queues the claim of a delivery.
+    #[inline]
+    pub(super) fn enqueue_claim(&mut self, slot: Slot) {
+        self.claims.push_back(slot);
+    }
+
+    /// Queues the operation of a delivery that is not a claim.
+    #[inline]
+    pub(super) fn enqueue_outcome(&mut self, slot: Slot) {
+        self.outcomes.push_back(slot);
+    }
+
+    /// Removes all claims that were not sent.
+    pub(super) fn take_claims(&mut self) -> VecDeque<Slot> {
+        std::mem::take(&mut self.claims)
+    }
+
+    /// Claims that were sent and are not answered.
+    #[inline]
+    pub(super) fn claims_sent(&self) -> usize {
+        self.claims_sent
+    }
+
+    /// The store is misconfigured. Returns whether it was not before.
+    pub(super) fn misconfigured(&mut self) -> bool {
+        !std::mem::replace(&mut self.misconfigured, true)
+    }
+
+    pub(super) fn is_misconfigured(&self) -> bool {
+        self.misconfigured
+    }
+
+    /// Whether the store has recorded all late completions that it will record.
+    pub(super) fn has_recorded_all(&self) -> bool {
+        (self.late.is_empty() || self.misconfigured) && self.applies.is_empty()
+    }
+
+    /// How many batches may be in progress now; `None` while the breaker is open.
+    pub(super) fn max_batches(&self, now: Instant) -> Option<usize> {
+        match self.breaker.decide(now) {
+            BreakerDecision::Ask => Some(self.max_batches),
+            BreakerDecision::TryOnce => Some(1),
+            BreakerDecision::Wait => None,
+        }
+    }
+
+    /// Sends what is due, in up to `max_batches` batches. `operation` returns the operation of a
+    /// delivery, or `None` if it was settled; a claim for which `may_claim` is false stays in its
+    /// order.
+    pub(super) fn send(
+        &mut self,
+        max_batches: usize,
+        now: Instant,
+        may_claim: impl Fn(Slot, &LateCompletions) -> bool,
+        mut operation: impl FnMut(Slot) -> Option<Operation>,
+    ) {
+        while self.applies.len() < max_batches {
+            let (mut slots, mut operations) = std::mem::take(&mut self.spare);
+            let outcomes = self.outcomes.len().min(self.max_operations);
+            for slot in self.outcomes.drain(..outcomes) {
+                if let Some(outcome) = operation(slot) {
+                    slots.push(Some(slot));
+                    operations.push(outcome);
+                }
+            }
+            if now >= self.late.due {
+                operations.extend(self.late.take(self.max_operations));
+                slots.resize(operations.len(), None);
+            }
+            let before_claims = operations.len();
+            let (mut left, mut held_back) = (self.max_operations, Vec::new());
+            while left > 0
+                && let Some(slot) = self.claims.pop_front()
+            {
+                if !may_claim(slot, &self.late) {
+                    held_back.push(slot);
+                    continue;
+                }
+                left -= 1;
+                if let Some(claim) = operation(slot) {
+                    slots.push(Some(slot));
+                    operations.push(claim);
+                }
+            }
+            for slot in held_back.into_iter().rev() {
+                self.claims.push_front(slot);
+            }
+            if operations.is_empty() {
+                self.spare = (slots, operations);
+                return;
+            }
+            let claims = operations.len() - before_claims;
+            self.claims_sent += claims;
+            self.applies.push(Box::pin(apply(
+                self.store.clone(),
+                slots,
+                operations,
+                claims,
+            )));
+        }
+    }
+
+    /// The next answered batch, without waiting.
+    pub(super) fn try_answered(&mut self) -> Option<AnsweredBatch> {
+        self.applies.next().now_or_never()?
+    }
+
+    /// Waits for the next answered batch.
+    pub(super) async fn answered(&mut self) -> AnsweredBatch {
+        match self.applies.next().await {
+            Some(batch) => batch,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// The answers of a batch were processed.
+    pub(super) fn processed(&mut self, batch: AnsweredBatch) {
+        let AnsweredBatch {
+            mut slots,
+            mut operations,
+            claims,
+            ..
+        } = batch;
+        self.claims_sent -= claims;
+        slots.clear();
+        operations.clear();
+        self.spare = (slots, operations);
+    }
+
+    /// When something can be sent at the earliest that was not sent by now.
+    pub(super) fn next_try_at(
+        &self,
+        may_claim: impl Fn(Slot, &LateCompletions) -> bool,
+    ) -> Option<Instant> {
+        if !self.applies.is_empty() {
+            return None;
+        }
+        let next_try = self.breaker.next_try_at();
+        let late = (!self.late.is_empty())
+            .then(|| next_try.map_or(self.late.due, |next| next.max(self.late.due)));
+        let retry = next_try.filter(|_| {
+            let may_claim = |slot: &Slot| may_claim(*slot, &self.late);
+            !self.outcomes.is_empty() || self.claims.iter().any(may_claim)
+        });
+        late.into_iter().chain(retry).min()
+    }
+
+    /// Processes the answer to an operation of a message that was handled without the gate: its
+    /// claim is followed by its completion. `longest_pause` bounds the pause after an error.
+    pub(super) fn on_late_answer(
+        &mut self,
+        operation: &Operation,
+        answer: &Result<Verdict, StoreError>,
+        now: Instant,
+        longest_pause: Duration,
+    ) {
+        match answer {
+            Ok(Verdict::Granted(attempts) | Verdict::InDoubt(attempts)) => {
+                self.late.put_back(Operation {
+                    ask: Ask::Complete,
+                    attempt: attempts.number,
+                    ..operation.clone()
+                });
+            }
+            Ok(Verdict::Duplicate | Verdict::Done { .. }) => self.late.finish(&operation.key),
+            Ok(verdict) => {
+                self.late.finish(&operation.key);
+                let key = operation.key.as_str();
+                tracing::warn!(
+                    key,
+                    ?verdict,
+                    "completion not recorded: message was handled without the gate, and a redelivery of it may run again"
+                );
+            }
+            Err(StoreError::UnreadableMarker(why)) => {
+                self.late.finish(&operation.key);
+                tracing::error!(key = operation.key.as_str(), error = %why, "completion not recorded: message was handled without the gate, and its marker is unreadable");
+            }
+            Err(_) => {
+                self.late.due = now + longest_pause.min(Duration::from_secs(1));
+                self.late.put_back(operation.clone());
+            }
+        }
+    }
+}
+
+async fn apply(
+    store: Arc<dyn Store>,
+    slots: Vec<Option<Slot>>,
+    operations: Vec<Operation>,
+    claims: usize,
+) -> AnsweredBatch {
+    let (sent, began) = (BootTime::now(), Instant::now());
+    fault::before(&operations);
+    let mut answers = store.apply(&operations).await;
+    fault::after(&operations);
+    if answers.len() != operations.len() {
+        answers.clear();
+        answers.resize_with(operations.len(), || {
+            Err(StoreError::Unknown(
+                "the store returned a different number of verdicts than operations; correct its `apply`".into(),
+            ))
+        });
+    }
+    AnsweredBatch {
+        slots,
+        operations,
+        claims,
+        sent,
+        began,
+        answers,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::{Key, MessageId};
+    use crate::marker::{Guarantee, Terms, Token};
+    use crate::memory::MemoryStore;
+    use crate::slots::Slots;
+
+    fn operation(id: usize, ask: Ask) -> Operation {
+        Operation {
+            key: Key::new(&MessageId::new(id.to_string()).expect("an id")),
+            ask,
+            token: Token(id as u128 + 1),
+            attempt: u32::from(ask != Ask::Claim),
+            terms: Terms {
+                guarantee: Guarantee::EffectivelyOnce,
+                lease: Duration::from_secs(30),
+                window: Duration::from_secs(60),
+                fingerprint: None,
+            },
+        }
+    }
+
+    fn batcher(max_store_batch: usize) -> StoreBatcher {
+        let properties = SourceProperties {
+            max_store_batch,
+            ..SourceProperties::default()
+        };
+        StoreBatcher::new(Arc::new(MemoryStore::new()), properties)
+    }
+
+    async fn sent(
+        batcher: &mut StoreBatcher,
+        may_claim: impl Fn(Slot) -> bool,
+        asks: &[Ask],
+    ) -> Vec<(usize, Ask)> {
+        let operation = |slot: Slot| Some(operation(slot.index, asks[slot.index]));
+        batcher.send(1, Instant::now(), |slot, _| may_claim(slot), operation);
+        let Some(batch) = batcher.try_answered() else {
+            return Vec::new();
+        };
+        let sent = batch.slots.iter().zip(&batch.operations);
+        let sent = sent.map(|(slot, it)| (slot.map_or(usize::MAX, |slot| slot.index), it.ask));
+        let sent = sent.collect();
+        batcher.processed(batch);
+        assert_eq!(batcher.claims_sent(), 0);
+        sent
+    }
+
+    #[tokio::test]
+    async fn outcomes_are_sent_before_claims_and_claims_keep_their_order() {
+        let (mut batcher, mut slots) = (batcher(2), Slots::new(6));
+        let asks = [
+            Ask::Claim,
+            Ask::Claim,
+            Ask::Complete,
+            Ask::Claim,
+            Ask::Complete,
+            Ask::Complete,
+        ];
+        for ask in asks {
+            let slot = slots.insert(());
+            match ask {
+                Ask::Claim => batcher.enqueue_claim(slot),
+                _ => batcher.enqueue_outcome(slot),
+            }
+        }
+        let first = sent(&mut batcher, |slot| slot.index != 0, &asks).await;
+        assert_eq!(
+            first,
+            [
+                (2, Ask::Complete),
+                (4, Ask::Complete),
+                (1, Ask::Claim),
+                (3, Ask::Claim)
+            ]
+        );
+        let second = sent(&mut batcher, |_| false, &asks).await;
+        assert_eq!(second, [(5, Ask::Complete)]);
+        assert_eq!(sent(&mut batcher, |_| true, &asks).await, [(0, Ask::Claim)]);
+        assert_eq!(sent(&mut batcher, |_| true, &asks).await, []);
+    }
+
+    #[tokio::test]
+    async fn a_late_completion_claims_completes_and_holds_back_claims_of_its_id() {
+        let mut batcher = batcher(10);
+        let claim = operation(7, Ask::Claim);
+        assert!(batcher.late.add(claim.clone()).is_ok());
+        for expected in [Ask::Claim, Ask::Complete] {
+            assert!(batcher.late.hold_back(&claim.key) && !batcher.has_recorded_all());
+            batcher.send(1, Instant::now(), |_, _| true, |_| None);
+            let batch = batcher.try_answered().expect("the memory store answers");
+            assert_eq!((batch.operations[0].ask, batch.slots[0]), (expected, None));
+            for (operation, answer) in batch.operations.iter().zip(&batch.answers) {
+                batcher.on_late_answer(operation, answer, Instant::now(), Duration::ZERO);
+            }
+            batcher.processed(batch);
+        }
+        assert!(batcher.late.is_settled() && batcher.has_recorded_all());
+    }
+
+    #[test]
+    fn an_open_breaker_sends_nothing_until_its_next_try() {
+        let (mut batcher, mut slots) = (batcher(10), Slots::new(1));
+        let now = Instant::now();
+        assert_eq!(batcher.max_batches(now), Some(1));
+        batcher.enqueue_claim(slots.insert(()));
+        batcher.breaker.not_answered(now);
+        assert_eq!(batcher.max_batches(now), None);
+        let next_try = batcher.next_try_at(|_, _| true).expect("a claim waits");
+        assert!(next_try > now && batcher.max_batches(next_try) == Some(1));
+        assert_eq!(batcher.next_try_at(|_, _| false), None);
+    }
+}

@@ -1,0 +1,79 @@
+//! When deliveries wake up.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::time::{Duration, Instant};
+
+use crate::marker::Token;
+use crate::slots::Slot;
+
+/// The alarms of deliveries that pause or back off.
+///
+/// An alarm belongs to a turn of its delivery, and the engine ignores it in any other: alarms are
+/// never removed before they are due.
+pub(super) struct Timers {
+    alarms: BinaryHeap<Reverse<(Instant, Slot, u32)>>,
+    /// The state of a pseudo-random generator (xorshift), never 0.
+    jitter: u64,
+}
+
+impl Timers {
+    pub(super) fn new() -> Self {
+        Self {
+            alarms: BinaryHeap::new(),
+            jitter: Token::random().0 as u64 | 1,
+        }
+    }
+
+    /// Sets an alarm, with 25 % jitter, so that deliveries that failed together are not retried
+    /// together.
+    pub(super) fn set(&mut self, slot: Slot, turn: u32, now: Instant, after: Duration) {
+        self.jitter ^= self.jitter << 13;
+        self.jitter ^= self.jitter >> 7;
+        self.jitter ^= self.jitter << 17;
+        let factor = 0.75 + (self.jitter >> 11) as f64 / (1u64 << 53) as f64 / 2.0;
+        self.alarms
+            .push(Reverse((now + after.mul_f64(factor), slot, turn)));
+    }
+
+    /// When the next alarm is due.
+    pub(super) fn next(&self) -> Option<Instant> {
+        self.alarms.peek().map(|Reverse((at, ..))| *at)
+    }
+
+    /// Removes the next alarm that is due: its delivery and turn.
+    pub(super) fn pop_due(&mut self, now: Instant) -> Option<(Slot, u32)> {
+        self.next().filter(|at| *at <= now)?;
+        self.alarms
+            .pop()
+            .map(|Reverse((_, slot, turn))| (slot, turn))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::slots::Slots;
+
+    #[test]
+    fn alarms_are_due_in_order_within_a_quarter_of_their_time() {
+        let (mut timers, now) = (Timers::new(), Instant::now());
+        let mut slots = Slots::new(2);
+        let (late, early) = (slots.insert(()), slots.insert(()));
+        let second = Duration::from_secs(1);
+        timers.set(late, 1, now, second * 100);
+        for turn in 0..100 {
+            timers.set(early, turn, now, second);
+        }
+        assert_eq!(timers.pop_due(now + second * 3 / 4 - second / 1000), None);
+        let mut due = Vec::new();
+        while let Some((slot, turn)) = timers.pop_due(now + second * 5 / 4) {
+            assert_eq!(slot, early);
+            due.push(turn);
+        }
+        assert_eq!(due.len(), 100);
+        assert!(!due.is_sorted(), "there is no jitter");
+        let next = timers.next().expect("the late alarm") - now;
+        assert!(next >= second * 75 && next <= second * 125, "{next:?}");
+    }
+}

@@ -1,0 +1,110 @@
+//! Why an operation has no verdict, in a form that can be cloned for many operations.
+
+use std::error::Error;
+use std::fmt;
+use std::sync::Arc;
+
+use crate::store::StoreError;
+
+/// A [`StoreError`] that is `Clone`, because one failed request fails all of its operations.
+#[derive(Clone, Debug)]
+pub enum StoreFailure {
+    /// Nothing was applied; may be repeated.
+    NotApplied(Problem),
+    /// It may have been applied; may be repeated with the same token.
+    Unknown(Problem),
+    /// The record is no marker; other keys are not affected.
+    UnreadableMarker(Problem),
+    /// Fails until an operator changes what the text names.
+    Misconfigured(Problem),
+}
+
+/// A message of one line and its source. Must not contain secrets.
+#[derive(Clone, Debug)]
+pub struct Problem {
+    text: Arc<str>,
+    source: Option<Arc<dyn Error + Send + Sync>>,
+}
+
+impl StoreFailure {
+    /// A failure that applied nothing.
+    pub fn not_applied(text: impl AsRef<str>) -> Self {
+        Self::NotApplied(Problem::new(text))
+    }
+
+    /// A failure that may have applied the operation.
+    pub fn unknown(text: impl AsRef<str>) -> Self {
+        Self::Unknown(Problem::new(text))
+    }
+
+    /// A record that is no marker.
+    pub fn unreadable_marker(text: impl AsRef<str>) -> Self {
+        Self::UnreadableMarker(Problem::new(text))
+    }
+
+    /// A failure until the configuration is changed.
+    pub fn misconfigured(text: impl AsRef<str>) -> Self {
+        Self::Misconfigured(Problem::new(text))
+    }
+
+    /// The same failure for an operation that may have been applied.
+    #[must_use]
+    pub fn possibly_applied(self) -> Self {
+        match self {
+            Self::NotApplied(problem) => Self::Unknown(problem),
+            failure => failure,
+        }
+    }
+
+    /// The failure to report after several servers failed: the first one that may be transient,
+    /// otherwise the first one that needs another configuration.
+    #[must_use]
+    pub fn prefer_retryable(self, before: Option<Self>) -> Self {
+        match (before, self) {
+            (Some(before @ Self::Misconfigured(_)), Self::Misconfigured(_)) => before,
+            (Some(before @ (Self::NotApplied(_) | Self::Unknown(_))), _) => before,
+            (_, failure) => failure,
+        }
+    }
+}
+
+impl From<StoreFailure> for StoreError {
+    fn from(failure: StoreFailure) -> Self {
+        match failure {
+            StoreFailure::NotApplied(problem) => Self::NotApplied(problem.into()),
+            StoreFailure::Unknown(problem) => Self::Unknown(problem.into()),
+            StoreFailure::UnreadableMarker(problem) => Self::UnreadableMarker(problem.into()),
+            StoreFailure::Misconfigured(problem) => Self::Misconfigured(problem.into()),
+        }
+    }
+}
+
+impl Problem {
+    /// A problem without a source.
+    pub fn new(text: impl AsRef<str>) -> Self {
+        Self {
+            text: text.as_ref().into(),
+            source: None,
+        }
+    }
+
+    /// A problem with its source.
+    pub fn of(text: impl AsRef<str>, source: impl Error + Send + Sync + 'static) -> Self {
+        Self {
+            text: text.as_ref().into(),
+            source: Some(Arc::new(source)),
+        }
+    }
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl Error for Problem {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.source.as_deref().map(|source| source as _)
+    }
+}

@@ -1,0 +1,10 @@
+//! A delivery that was released cannot be accepted too: settling consumes it.
+use oncegate_core::in_flight::InFlight;
+use oncegate_core::lifecycle::{Policy, Settlement};
+
+fn both(in_flight: InFlight, release: Settlement, accept: Settlement, policy: &Policy) {
+    let _released = in_flight.settle(release, policy);
+    let _accepted = in_flight.settle(accept, policy);
+}
+
+fn main() {}
