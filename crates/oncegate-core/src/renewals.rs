@@ -342,15 +342,15 @@ mod tests {
         let (blocked, free) = (build(), build());
         let (unblock, wait) = std::sync::mpsc::channel::<()>();
         blocked.spawn(async move { wait.recv() });
-        let patience = Duration::from_secs(1);
+        let limit = Duration::from_secs(1);
         static LOG: std::sync::Mutex<Vec<u8>> = std::sync::Mutex::new(Vec::new());
         let subscriber = tracing_subscriber::fmt()
             .with_writer(|| LOG.make_writer())
             .finish();
         let _logs = tracing::subscriber::set_default(subscriber);
         for (runtime, reports) in [(&free, 0), (&blocked, 1)] {
-            let report = report_if_blocked(runtime.handle().clone(), patience);
-            let _ = tokio::time::timeout(patience * 3, report).await;
+            let report = report_if_blocked(runtime.handle().clone(), limit);
+            let _ = tokio::time::timeout(limit * 3, report).await;
             let text = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
             assert_eq!(
                 text.matches("tokio runtime blocked").count(),

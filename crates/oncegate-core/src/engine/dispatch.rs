@@ -364,7 +364,7 @@ impl Engine {
     }
 
     /// Queues the operation that the stage of a delivery waits for.
-    #[inline]
+    #[inline(always)]
     fn begin_operation(&mut self, slot: Slot) {
         let Some(entry) = self.intake.at_mut(slot) else {
             return;
