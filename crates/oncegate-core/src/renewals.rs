@@ -44,7 +44,8 @@ const BLOCKED_AFTER: Duration = Duration::from_secs(5);
 impl Renewals {
     /// Starts the thread, which ends when the last handle is dropped. It sends each lease that has
     /// ended to `lost_leases`, which is closed if the thread fails. It reports if `watched`, the runtime
-    /// of a consumer, is blocked. That of a gate is not watched: it may be driven only now and then.
+    /// of a consumer, is blocked; `None` for a gate, whose runtime may be driven only now
+    /// and then.
     pub(crate) fn start(
         store: Arc<dyn Store>,
         scope: Scope,
@@ -89,7 +90,7 @@ impl Renewals {
         Ok(renewals)
     }
 
-    /// Stops renewing the leases of the deliveries at the indexes `ended`, and starts to renew those
+    /// Stops renewing the leases of the deliveries at the indexes `ended`, and starts renewing those
     /// of `granted`, which may reuse the same indexes.
     pub(crate) fn update(
         &self,

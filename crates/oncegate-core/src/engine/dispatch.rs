@@ -269,7 +269,7 @@ impl Engine {
     /// Processes the events that follow for other deliveries.
     #[inline(always)]
     fn follow_up(&mut self) {
-        if self.follow_ups.is_empty() && self.executor.nobody_waits() {
+        if self.follow_ups.is_empty() && self.executor.nothing_to_start() {
             return;
         }
         // A loop, because recursion would overflow the stack: settling a delivery can start the next
@@ -284,7 +284,7 @@ impl Engine {
     /// apart from others, because it may crash the process (see
     /// [`Suspects`](super::suspects::Suspects)), starts when no claim or withdrawal awaits its reply.
     pub(super) fn next_runnable(&mut self) -> Option<(Slot, Event)> {
-        if self.executor.nobody_waits() {
+        if self.executor.nothing_to_start() {
             return None;
         }
         let (intake, batcher) = (&self.intake, &self.batcher);
@@ -410,7 +410,7 @@ impl Engine {
             return None;
         }
         let running = self.intake.count(Phase::Running);
-        if self.executor.must_wait(slot, running) {
+        if self.executor.queue_if_full(slot, running) {
             return None;
         }
         self.check_lease_before_run(slot)

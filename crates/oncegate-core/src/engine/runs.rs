@@ -199,7 +199,7 @@ impl Drop for RunningTask {
     }
 }
 
-/// The delivery of a run, and the turn of the run.
+/// The delivery of a run, and its `InFlightEntry::turn` when the run started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RunTicket {
     pub(super) slot: Slot,

@@ -16,7 +16,7 @@ pub(crate) struct MergeLimits {
     /// From this number of recent markers on, transactions merge as many as they have operations. The
     /// more there are, the fewer pages a merge changes.
     pub(crate) merge_from: usize,
-    /// This number of last rows of `merged_markers`, whose pages are few, is its end.
+    /// How many of the last rows of `merged_markers` count as its end. They are in few pages.
     pub(crate) end_rows: u32,
 }
 
@@ -152,7 +152,7 @@ impl RecentMarkers {
         Ok(())
     }
 
-    /// The end may be outdated: any key may be written to either table.
+    /// An outdated end is harmless, because any key may be written to either table.
     fn look_up_end(&mut self, connection: &Connection) -> rusqlite::Result<()> {
         if self.end_known_for == 0 {
             let mut end = connection.prepare_cached(
