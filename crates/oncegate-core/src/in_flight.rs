@@ -115,7 +115,7 @@ impl InFlight {
         &self.shared
     }
 
-    /// Its shared record, to change it. Who shares it keeps the old one.
+    /// Its shared record, to change it. The others that share it keep the old one.
     #[inline]
     pub(crate) fn shared_mut(&mut self) -> &mut SharedDelivery {
         Arc::make_mut(&mut self.shared)

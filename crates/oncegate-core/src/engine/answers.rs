@@ -115,6 +115,7 @@ impl Engine {
     /// batch runs.
     fn record_answers(&mut self, batch: &AnsweredBatch) -> Replies {
         let mut replies = Replies::default();
+        let renew_until = batch.sent + self.longest_hold;
         let operations = batch.slots.iter().zip(&batch.operations);
         for (index, ((slot, operation), answer)) in operations.zip(&batch.answers).enumerate() {
             let slot = *slot;
@@ -122,7 +123,7 @@ impl Engine {
             match (slot, answer) {
                 (Some(slot), Ok(verdict)) => {
                     replies.any_answered = true;
-                    self.record_verdict(slot, operation, *verdict, batch.sent);
+                    self.record_verdict(slot, operation, *verdict, batch.sent, renew_until);
                     continue;
                 }
                 (Some(_), Err(StoreError::UnreadableMarker(_))) => replies.any_answered = true,
@@ -145,6 +146,7 @@ impl Engine {
         operation: &Operation,
         verdict: Verdict,
         sent: BootTime,
+        renew_until: BootTime,
     ) {
         let Some(entry) = self.intake.at_mut(slot) else {
             return;
@@ -157,7 +159,7 @@ impl Engine {
                 entry.end_operation(&verdict, Some(attempts.number));
                 if self.leases.are_renewed() {
                     let (token, duration) = (operation.token, operation.terms.lease);
-                    let lease = Lease::new(token, duration, sent, sent + self.longest_hold);
+                    let lease = Lease::new(token, duration, sent, renew_until);
                     let shared = entry.in_flight.shared_mut();
                     (shared.attempt, shared.lease) = (attempts.number, Some(lease));
                     entry.has_lease = true;

@@ -93,7 +93,7 @@ impl Drain {
         }
     }
 
-    /// When the drain goes on at the latest.
+    /// When the next step of the drain is due at the latest.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self.mode {
             Mode::Draining { until, .. } => Some(until),

@@ -124,8 +124,8 @@ impl StoreBatcher {
     }
 
     /// Sends what is due, in up to `max_batches` batches. `operation` returns the operation of a
-    /// delivery, or `None` if it was settled; a claim for which `may_claim` is false stays in its
-    /// order.
+    /// delivery, or `None` if it was settled; a claim for which `may_claim` is false stays
+    /// queued, in order.
     pub(super) fn send(
         &mut self,
         max_batches: usize,

@@ -311,8 +311,8 @@ mod tests {
     use super::super::writer_thread::WriterThread;
     use super::*;
 
-    const KEYS: u64 = 24;
-    const STEPS: u64 = 400;
+    const KEYS: u64 = 32;
+    const STEPS: u64 = 300;
 
     fn writer(directory: &Path) -> WriterThread {
         WriterThread::new(FileConfig {
@@ -320,7 +320,7 @@ mod tests {
             synchronous: crate::Synchronous::Normal,
             busy_timeout: Duration::from_secs(10),
             merge: MergeLimits {
-                merge_from: 4,
+                merge_from: 10,
                 end_rows: 1,
             },
         })
@@ -363,13 +363,13 @@ mod tests {
     #[test]
     fn markers_are_the_same_before_and_after_they_are_merged() {
         let mut merged_rows = 0;
-        for first in 0..6 {
+        for first in 0..4 {
             let directory = tempfile::tempdir().expect("a temporary directory");
             let mut writers = [(); 3].map(|()| writer(directory.path()));
             let mut model: BTreeMap<Key, Marker> = BTreeMap::new();
             let mut seed = first;
             for step in 0..STEPS {
-                let batch: Vec<Operation> = (0..1 + below(&mut seed, 5))
+                let batch: Vec<Operation> = (0..1 + below(&mut seed, 2))
                     .map(|_| operation(&mut seed))
                     .collect();
                 for operation in &batch {
