@@ -334,9 +334,12 @@ impl Topic {
                 .set_offset(Offset::Offset(offset))
                 .expect("an offset");
             partition.set_metadata(metadata);
-            other_consumer
-                .commit(&partitions, CommitMode::Sync)
-                .expect("committed");
+            let end = Instant::now() + BOUND;
+            // A broker that has just started has no group coordinator yet.
+            while let Err(error) = other_consumer.commit(&partitions, CommitMode::Sync) {
+                assert!(Instant::now() < end, "not committed: {error}");
+                std::thread::sleep(Duration::from_millis(50));
+            }
         });
         committed.await.expect("committed");
     }
