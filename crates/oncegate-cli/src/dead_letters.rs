@@ -210,7 +210,7 @@ struct DeadLetterSession<'a> {
 }
 
 impl DeadLetterSession<'_> {
-    /// Reads the marker and, if confirmed, releases it, publishes a copy, records the action in the
+    /// Reads the marker and, if confirmed, clears it, publishes a copy, records the action in the
     /// audit and removes the original, in this order. A crash leaves the original, or an additional
     /// copy that the gate deduplicates.
     ///
@@ -245,12 +245,12 @@ impl DeadLetterSession<'_> {
             ))
         });
         if !confirmed {
-            let released = if release.is_some() {
-                "released and "
+            let cleared = if release.is_some() {
+                "cleared and "
             } else {
                 ""
             };
-            return Ok(format!("would be {released}{after}"));
+            return Ok(format!("would be {cleared}{after}"));
         }
         rate_limiter.next().await;
         let before = marker.as_ref().map_or_else(

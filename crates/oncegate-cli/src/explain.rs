@@ -133,7 +133,7 @@ pub(crate) async fn run(context: &CliContext, explain: ExplainArgs) -> Result<()
         evidence.copies = Some(copies(context, &filter).await?);
     }
     let result = unchecked.end();
-    // A gate may be used without a broker; then there are no destinations to check.
+    // After the result, which this does not change: a gate may be used without a broker.
     if !Broker::any_configured(context) {
         unchecked.note(
             "the dead letters and messages in doubt",

@@ -41,8 +41,8 @@ pub(crate) struct ResolveArgs {
     ids: Vec<String>,
     #[command(flatten)]
     finding: FindingArgs,
-    /// Also release an id whose message is not in the in-doubt destination: the marker alone, and
-    /// nothing is sent. Check first that no other reader holds the message
+    /// Also clear the marker of an id whose message is not in the in-doubt destination; nothing is
+    /// sent. Check first that no other reader holds the message
     #[arg(long)]
     without_message: bool,
     /// Only this broker, if both are configured
@@ -182,7 +182,7 @@ struct ResolveSession<'a> {
     audit: Audit,
     finding: Finding,
     accepted: AcceptedRisks,
-    /// Whether to release ids without a message.
+    /// Whether to clear the markers of ids without a message.
     without_message: bool,
     why: Option<&'a str>,
     /// The store with the markers, for messages.
@@ -341,7 +341,7 @@ impl<'a> ResolveSession<'a> {
             Finding::DidNotHappen => {
                 let target = reader.source();
                 (
-                    format!("would be released, sent to {target} and removed"),
+                    format!("would be cleared, sent to {target} and removed"),
                     format!("sent to {target}, since it did not happen"),
                 )
             }
@@ -370,7 +370,7 @@ impl<'a> ResolveSession<'a> {
     }
 
     /// Resolves ids of which no message was read. RabbitMQ hides a message that another reader
-    /// holds, so an id is released only if the operator confirms that no message is left. An effect
+    /// holds, so a marker is cleared only if the operator confirms that no message is left. An effect
     /// that happened is recorded in any case: that sends no message and allows no run.
     async fn resolve_markers_without_messages(
         &mut self,
@@ -398,7 +398,7 @@ impl<'a> ResolveSession<'a> {
             if state != MarkerState::InDoubt {
                 let remedy = match self.finding {
                     Finding::Happened => ", or mark it done with `oncegate marker complete`",
-                    Finding::DidNotHappen => "; nothing has to be released",
+                    Finding::DidNotHappen => "; nothing has to be cleared",
                 };
                 report.note_not_found(
                     &id,
@@ -451,7 +451,7 @@ impl<'a> ResolveSession<'a> {
 }
 
 /// Checks that the id cannot have been handled since the message was found in doubt: an id without a
-/// marker may have been released and handled.
+/// marker may have been sent back and handled.
 fn check_resend(
     marker: &ObservedMarker<'_>,
     message: &DeadLetter,
@@ -467,7 +467,7 @@ fn check_resend(
         CopyAge::New => Ok(()),
         // The consumer would find it in doubt again.
         CopyAge::FirstSeen(_) => Err(CliError::incomplete(format!(
-            "skipped: its id is no longer in doubt, and may have been released and handled longer ago than the window of {}; find out, and pass \
+            "skipped: its id is no longer in doubt, and may have been sent back and handled longer ago than the window of {}; find out, and pass \
              --happened or --accept-forgotten",
             config::window_description(&context.config)
         ))),

@@ -171,15 +171,15 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// Sets the lease for handlers that run up to this long: twice as long, plus 1 s. The
-    /// lease of a longer run is renewed. A longer lease delays the redelivery after a crash, and
+    /// Sets the lease for handlers that run up to this long: twice as long, plus 1 s. A handler may
+    /// run longer, because leases are renewed. A longer lease delays the redelivery after a crash, and
     /// tolerates a longer pause of the process.
     pub fn lease_for(self, longest_run: Duration) -> Self {
         self.lease(lease_for(longest_run))
     }
 
     /// Adapts the lease to the duration of handlers: twice the 99th percentile, plus 1 s, within
-    /// these bounds, each at least 100 ms. The longest until 512 runs were measured.
+    /// these bounds, each at least 100 ms. Until 512 runs were measured, it is the longest.
     pub fn adaptive_lease(mut self, shortest: Duration, longest: Duration) -> Self {
         self.settings.lease = longest.max(shortest);
         self.settings.shortest_lease = Some(shortest);
@@ -277,7 +277,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// The maximum age of a message that counts as new when the store does not know its id.
+    /// The maximum age of a message that counts as new when the store does not know its id. An
+    /// older one is in doubt in at most once; otherwise it is handled, and counted as `too_old`.
     /// Default: half the dedup window.
     pub fn max_age(mut self, age: Duration) -> Self {
         self.settings.max_age = Some(age);
@@ -303,8 +304,8 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// Checks the settings as the consumer does before it starts. Connects to nothing. Whether the
-    /// source has such ids is checked by [`build`](Self::build).
+    /// Checks the settings as the consumer does before it starts. Connects to nothing. Whether
+    /// messages of the source can have the id is checked by [`build`](Self::build).
     ///
     /// # Errors
     /// [`Error::Misconfigured`] names the first wrong setting and its remedy.

@@ -230,7 +230,7 @@ impl Engine {
         }
     }
 
-    /// Tells operators the state.
+    /// Updates readiness, metrics and status.
     fn report(&mut self) {
         let is_open = self.batcher.breaker.next_try_at().is_some();
         self.settings

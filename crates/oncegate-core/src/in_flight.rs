@@ -57,9 +57,9 @@ impl InFlight {
         settled.remove(0)
     }
 
-    /// [`settle`](Self::settle), to the end of `into`, for the slab, which drops the rest at once: a
-    /// move would copy it several times. The shared record has no message then, unless somebody shares
-    /// it.
+    /// As [`settle`](Self::settle), but appends to `into` and leaves the rest in place for the caller to
+    /// drop, because a move would copy it several times. Moves the message out of the shared record, or
+    /// copies it if the record is shared.
     #[inline(always)]
     pub(crate) fn settle_in_place(
         &mut self,
@@ -115,7 +115,8 @@ impl InFlight {
         &self.shared
     }
 
-    /// Its shared record, to change it. Who shares it keeps the old one.
+    /// Its shared record, to change it. If it is shared, it is cloned first, and the others keep the
+    /// old one.
     #[inline]
     pub(crate) fn shared_mut(&mut self) -> &mut SharedDelivery {
         Arc::make_mut(&mut self.shared)

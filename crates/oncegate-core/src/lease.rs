@@ -77,7 +77,7 @@ impl Lease {
 }
 
 impl Clone for Lease {
-    /// The copy is renewed no more when the original is.
+    /// Later renewals of the original do not extend the copy.
     fn clone(&self) -> Self {
         let copy = |time: &AtomicU64| AtomicU64::new(time.load(Ordering::Acquire));
         Self {

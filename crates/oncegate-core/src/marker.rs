@@ -99,8 +99,8 @@ pub enum Doubt {
 pub enum Age {
     /// The time since its last write.
     Of(Duration),
-    /// Unknown, because its expiry is absent or longer than its horizon: another program changed
-    /// it.
+    /// Unknown, because its expiry is absent or later than its horizon: another program changed it,
+    /// or the clock stepped back. A claim restarts its lease.
     Unknown,
 }
 

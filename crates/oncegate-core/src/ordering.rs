@@ -9,8 +9,8 @@ use crate::message::Position;
 use crate::slots::Slot;
 use crate::source::{Delivery, Order};
 
-/// The queue of each ordering key. A delivery holds its key from its receipt to its settlement; the
-/// next one of that key waits.
+/// The queue of each ordering key. The first delivery of a key holds it until its settlement; the
+/// others wait, in the order of their receipt.
 #[derive(Debug)]
 pub(crate) struct OrderingQueues {
     order: Order,

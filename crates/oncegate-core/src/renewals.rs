@@ -44,7 +44,8 @@ const BLOCKED_AFTER: Duration = Duration::from_secs(5);
 impl Renewals {
     /// Starts the thread, which ends when the last handle is dropped. It sends each lease that has
     /// ended to `lost_leases`, which is closed if the thread fails. It reports if `watched`, the runtime
-    /// of a consumer, is blocked. That of a gate may be driven only now and then.
+    /// of a consumer, is blocked; `None` for a gate, whose runtime may be driven only now
+    /// and then.
     pub(crate) fn start(
         store: Arc<dyn Store>,
         scope: Scope,
@@ -89,7 +90,7 @@ impl Renewals {
         Ok(renewals)
     }
 
-    /// Stops to renew the leases of the deliveries at the indexes `ended`, and starts to renew those
+    /// Stops renewing the leases of the deliveries at the indexes `ended`, and starts renewing those
     /// of `granted`, which may reuse the same indexes.
     pub(crate) fn update(
         &self,
@@ -342,15 +343,15 @@ mod tests {
         let (blocked, free) = (build(), build());
         let (unblock, wait) = std::sync::mpsc::channel::<()>();
         blocked.spawn(async move { wait.recv() });
-        let patience = Duration::from_secs(1);
+        let limit = Duration::from_secs(1);
         static LOG: std::sync::Mutex<Vec<u8>> = std::sync::Mutex::new(Vec::new());
         let subscriber = tracing_subscriber::fmt()
             .with_writer(|| LOG.make_writer())
             .finish();
         let _logs = tracing::subscriber::set_default(subscriber);
         for (runtime, reports) in [(&free, 0), (&blocked, 1)] {
-            let report = report_if_blocked(runtime.handle().clone(), patience);
-            let _ = tokio::time::timeout(patience * 3, report).await;
+            let report = report_if_blocked(runtime.handle().clone(), limit);
+            let _ = tokio::time::timeout(limit * 3, report).await;
             let text = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
             assert_eq!(
                 text.matches("tokio runtime blocked").count(),

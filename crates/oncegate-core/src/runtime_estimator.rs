@@ -17,7 +17,7 @@ const BUCKETS: usize = 97;
 /// The number of runs after which the lease is computed. After each computation the counts are
 /// halved, so that recent runs count more.
 const RUNS_PER_ESTIMATE: u32 = 512;
-/// Added to twice the longest run, for a pause of the process or a slow store.
+/// Added to twice the duration of a run, for a pause of the process or a slow store.
 pub(crate) const SLACK: Duration = Duration::from_secs(1);
 
 impl RuntimeEstimator {
@@ -45,7 +45,7 @@ impl RuntimeEstimator {
         }
     }
 
-    /// The lease for the measured runs; `None` while there are too few.
+    /// The lease that suffices for 99 % of the measured runs; `None` while there are too few.
     pub(crate) fn lease(&self) -> Option<Duration> {
         self.lease
     }

@@ -89,8 +89,8 @@ pub enum DeliveryState {
     Claiming,
     /// The next try of its claim: another delivery holds its id, or the store is unavailable.
     AwaitingHolder,
-    /// A free run: fewer handlers than `max_in_flight`. In isolation, the answers to the claims that
-    /// were sent before.
+    /// The end of another handler, because `max_in_flight` run. In isolation, the answers to the
+    /// claims that were sent before.
     Ready,
     /// Its handler.
     Handling,

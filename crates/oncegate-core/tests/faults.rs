@@ -204,7 +204,7 @@ async fn a_run_without_the_gate_is_recorded_when_the_store_is_available_again() 
     assert_eq!(
         markers.marker(&key("a")).0,
         Marker::Done(None),
-        "completed before the end, with the token of the lost claim"
+        "completed before the end, with the token of the unanswered claim"
     );
     assert_eq!(handler.runs.load(Ordering::Relaxed), 1);
 }

@@ -207,7 +207,7 @@ impl Cluster {
         let (mut best, mut last_failure): (Option<SlotMap>, Option<StoreFailure>) = (None, None);
         for _ in 0..known.len() {
             let (_, node) = &known[state.next_node % known.len()];
-            // Before the query: a caller that is cancelled while this node is silent queries another
+            // Before the query: a caller that is cancelled before this node replies queries another
             // node the next time.
             state.next_node = (state.next_node + 1) % known.len();
             match self.fetch_slots(node).await {

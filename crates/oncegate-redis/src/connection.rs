@@ -24,7 +24,7 @@ pub(crate) struct Timeouts {
 }
 
 /// After this many consecutive timeouts the connection is reopened: a frozen server or a network that
-/// drops packets never closes it, and neither does redis 1.8 after a timeout. See
+/// drops packets never closes it, and neither does the crate `redis` 1.8 after a timeout. See
 /// `docs/upstream/README.md`.
 const MAX_CONSECUTIVE_TIMEOUTS: u32 = 3;
 
@@ -59,6 +59,7 @@ struct LiveConnection {
     connection: MultiplexedConnection,
     broken: Arc<AtomicBool>,
     consecutive_timeouts: Arc<AtomicU32>,
+    /// See [`PinnedConnection::is_checked`].
     checked: Arc<AtomicBool>,
 }
 
@@ -97,7 +98,7 @@ impl SharedConnection {
         }
     }
 
-    /// The host of a server with a fixed address.
+    /// The host of a server with a fixed address; otherwise empty.
     pub(crate) fn host(&self) -> &str {
         match &self.endpoint {
             Ok(Endpoint::Fixed(server)) => server.host(),
@@ -161,7 +162,6 @@ impl SharedConnection {
         if self.invalidated.swap(false, Ordering::Relaxed)
             && let Some(live) = &state.live
         {
-            // Callers that pinned the connection share this flag.
             live.broken.store(true, Ordering::Relaxed);
         }
         if let Some(live) = &state.live
@@ -296,7 +296,8 @@ impl PinnedConnection<'_> {
         }
     }
 
-    /// Whether the loss detector checked the server over this connection.
+    /// Whether [`LossDetector`](crate::loss_detector::LossDetector) has checked the server for lost
+    /// data over this connection.
     pub(crate) fn is_checked(&self) -> bool {
         self.live.checked.load(Ordering::Relaxed)
     }

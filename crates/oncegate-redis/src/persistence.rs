@@ -6,7 +6,8 @@ use crate::failure::StoreFailure;
 use crate::info::InfoReply;
 use crate::router::Router;
 
-/// The version of a server and its risks of losing data, each with the setting to change.
+/// The version of one server, and the risks of losing data of all that were inspected, each with
+/// the setting to change.
 #[derive(Debug, Default)]
 struct PersistenceReport {
     version: String,

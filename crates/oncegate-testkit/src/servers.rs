@@ -74,12 +74,12 @@ pub enum ServerError {
         /// What to do about it.
         advice: &'static str,
     },
-    /// Maven succeeded, but the broker is incomplete.
+    /// Maven succeeded, but Kafka's distribution, which it downloads, is incomplete.
     #[error(
         "Kafka: Maven succeeded, but {directory} is incomplete; remove the directory and try again"
     )]
     IncompleteDownload {
-        /// The directory of the broker.
+        /// The directory of the distribution.
         directory: PathBuf,
     },
 }

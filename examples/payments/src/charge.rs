@@ -13,7 +13,7 @@ impl Handler for Charge {
     type Payload = Payment;
 
     async fn handle(&self, payment: Payment, cx: &Context) -> Result<(), Failure> {
-        let card = self.provider.card(&payment.card).await.retry()?; // nothing happened: retry
+        let card = self.provider.card(&payment.card).await.retry()?; // nothing happened: run again
         self.provider
             .charge(card, payment.amount, cx.id(), cx.attempt())
             .await

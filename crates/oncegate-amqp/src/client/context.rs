@@ -1,4 +1,4 @@
-//! What all parts of a source share: its settings, its nodes and its metrics.
+//! What all parts of a source share.
 
 use std::ops::Deref;
 
@@ -12,6 +12,7 @@ pub(crate) struct SourceContext {
     pub(crate) settings: QueueSettings,
     pub(crate) connector: BrokerConnector,
     pub(crate) metrics: SourceMetrics,
+    /// The queues with other arguments than declared.
     pub(crate) mismatches: MismatchLog,
 }
 

@@ -126,7 +126,8 @@ impl DestinationPublisher {
                     return Ok(ChannelEnd::ClosedWhileIdle);
                 }
                 if copy.cancellation.is_some() {
-                    // Alone on the channel: the probe would take the returned message of another copy.
+                    // Alone on the channel: lapin might attach the returned message of another copy to
+                    // the confirm of the probe.
                     if window.len() > 0 {
                         self.waiting.push_front(copy);
                         break;
@@ -163,7 +164,7 @@ impl DestinationPublisher {
                 biased;
                 Some((sequence, confirm)) = confirms.next() => {
                     window.record(sequence, confirm);
-                    // All that have arrived, as the window requires.
+                    // All that have arrived, as `ConfirmWindow` requires.
                     while let Some(Some((sequence, confirm))) = confirms.next().now_or_never() {
                         window.record(sequence, confirm);
                     }
@@ -191,7 +192,8 @@ impl DestinationPublisher {
                 copy = copies.recv() => {
                     let mut next = Some(copy.ok_or(Finished)?);
                     while let Some(copy) = next {
-                        // After a loss of the consuming channel, before this grows any further.
+                        // Another epoch: the copies for the lost consuming channel are obsolete, and
+                        // would use memory.
                         if self.waiting.back().is_some_and(|last| last.epoch != copy.epoch) {
                             self.waiting.retain(|waiting| !self.context.is_obsolete(waiting));
                         }
@@ -359,15 +361,15 @@ async fn publish(channel: &Channel, copy: &MessageCopy) -> Result<(), PublishFai
 
 /// A fault point of the chaos harness, with one name for delayed copies and one for dead letters.
 #[inline(always)]
-fn fault_point(copy: &MessageCopy, delay: &str, letter: &str) {
+fn fault_point(copy: &MessageCopy, delay: &str, dead_letter: &str) {
     #[cfg(oncegate_chaos)]
     oncegate_core::fault::point(if copy.destination.as_str().contains(".delay.") {
         delay
     } else {
-        letter
+        dead_letter
     });
     #[cfg(not(oncegate_chaos))]
-    let _ = (copy, delay, letter);
+    let _ = (copy, delay, dead_letter);
 }
 
 #[cfg(test)]

@@ -75,7 +75,8 @@ impl CopyPublisher {
         }
     }
 
-    /// Publishes the copy until it is confirmed.
+    /// Publishes the copy, again until it is confirmed or
+    /// [obsolete](PublisherContext::is_obsolete).
     pub(crate) fn publish(&mut self, copy: MessageCopy) {
         let (context, tasks) = (&self.context, &mut self.tasks);
         let destination = self
@@ -137,7 +138,7 @@ impl PublisherContext {
         })
     }
 
-    /// The context of a publisher that reports to nobody.
+    /// The context of a publisher whose reports are dropped.
     #[cfg(test)]
     pub(crate) fn for_tests(source: Arc<SourceContext>, open_epoch: u64) -> Arc<Self> {
         Self::new(

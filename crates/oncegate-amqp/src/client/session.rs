@@ -69,7 +69,7 @@ pub(crate) enum ChannelLoss {
     NoDeliveries(String),
     /// The client cannot parse a frame of the broker.
     UnparsableFrame(String),
-    /// The driver replaces it by a channel with the configured prefetch.
+    /// The driver replaces it, to consume with the configured prefetch again.
     ReplacedToRestorePrefetch,
 }
 
@@ -361,7 +361,7 @@ impl ConsumerSession {
 
 async fn send_acks(channel: Channel, frames: AckFrames) -> lapin::Result<()> {
     fault::point("amqp.ack.before");
-    // Before the prefix, which may cover their tags.
+    // Before the acknowledgement with `multiple`, which may cover their tags.
     for tag in frames.rejected {
         channel
             .basic_reject(tag, BasicRejectOptions { requeue: false })

@@ -146,8 +146,6 @@ impl<T> AckLedger<T> {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::BTreeSet;
-
     use super::*;
 
     fn delivered(count: u64) -> AckLedger<u64> {
@@ -266,84 +264,5 @@ mod tests {
             (acks.unacked(), acks.blocking_tag(), acks.oldest_unsettled()),
             (1, Some((1, 100_000)), Some(&1))
         );
-    }
-
-    /// The unacknowledged tags at the broker. Like RabbitMQ it refuses an unknown tag.
-    #[derive(Default)]
-    struct AckingBroker(BTreeSet<u64>);
-
-    impl AckingBroker {
-        fn acknowledge(&mut self, tag: u64, multiple: bool, settled: &BTreeSet<u64>) {
-            assert!(self.0.contains(&tag), "406: unknown delivery tag {tag}");
-            let covered: Vec<u64> = if multiple {
-                self.0.range(..=tag).copied().collect()
-            } else {
-                vec![tag]
-            };
-            for tag in covered {
-                assert!(
-                    settled.contains(&tag),
-                    "lost message: {tag} was acknowledged and not settled"
-                );
-                self.0.remove(&tag);
-            }
-        }
-    }
-
-    #[test]
-    fn settled_in_any_order_every_tag_is_acknowledged_once() {
-        for seed in 0..300 {
-            let mut random = fastrand::Rng::with_seed(seed);
-            let (mut acks, mut broker, mut settled) =
-                (AckLedger::new(), AckingBroker::default(), BTreeSet::new());
-            let (mut open, mut next) = (Vec::new(), 1);
-            for _ in 0..400 {
-                assert_eq!(acks.unacked(), broker.0.len());
-                match random.u8(..11) {
-                    10 if !open.is_empty() => {
-                        let tag = open.swap_remove(random.usize(..open.len()));
-                        assert_eq!(acks.reject(tag), Some(()));
-                        assert!(broker.0.remove(&tag), "406: unknown delivery tag {tag}");
-                    }
-                    0..4 => {
-                        acks.delivered(next, ());
-                        broker.0.insert(next);
-                        open.push(next);
-                        next += 1;
-                    }
-                    4..8 if !open.is_empty() => {
-                        let tag = open.swap_remove(random.usize(..open.len()));
-                        assert_eq!(acks.settle(tag), Some(()));
-                        settled.insert(tag);
-                    }
-                    8 => acks
-                        .take_prefix()
-                        .into_iter()
-                        .for_each(|tag| broker.acknowledge(tag, true, &settled)),
-                    9 => {
-                        acks.take_prefix()
-                            .into_iter()
-                            .for_each(|tag| broker.acknowledge(tag, true, &settled));
-                        acks.take_singles()
-                            .into_iter()
-                            .for_each(|tag| broker.acknowledge(tag, false, &settled));
-                        assert!(broker.0.iter().all(|tag| open.contains(tag)));
-                    }
-                    _ => {}
-                }
-            }
-            for tag in open {
-                acks.settle(tag);
-                settled.insert(tag);
-            }
-            acks.take_prefix()
-                .into_iter()
-                .for_each(|tag| broker.acknowledge(tag, true, &settled));
-            assert!(
-                broker.0.is_empty() && acks.settled() == 0,
-                "seed {seed}: unacknowledged {:?}",
-                broker.0
-            );
-        }
     }
 }

@@ -260,290 +260,224 @@ fn accepted_failures(count: Option<u64>) -> u32 {
 mod tests {
     use super::*;
     use crate::client::context::SourceContext;
-    use crate::{RabbitMq, Topology};
+    use crate::{RabbitMq, Rejects, Topology};
 
     /// The time since 1970 at which the tests run.
     const NOW: Duration = Duration::from_secs(1_800_000_000);
 
-    fn raw(properties: BasicProperties) -> RawDelivery {
-        let mut raw = RawDelivery::mock(7, "".into(), "a.key".into(), false, b"body".to_vec());
+    fn text(value: impl AsRef<[u8]>) -> AMQPValue {
+        AMQPValue::LongString(value.as_ref().into())
+    }
+
+    fn table<const N: usize>(entries: [(&str, AMQPValue); N]) -> FieldTable {
+        let mut table = FieldTable::default();
+        for (name, value) in entries {
+            table.insert(name.into(), value);
+        }
+        table
+    }
+
+    fn settings(change: impl Fn(RabbitMq) -> RabbitMq) -> SourceContext {
+        change(RabbitMq::queue("q")).check().expect("settings")
+    }
+
+    fn parse_with(
+        properties: BasicProperties,
+        settings: &QueueSettings,
+    ) -> (Delivery, OriginalProperties) {
+        let body = b"body".to_vec();
+        let mut raw = RawDelivery::mock(7, "".into(), "a.key".into(), false, body);
         raw.properties = properties;
-        raw
+        parse_delivery(raw, settings, 3, NOW)
     }
 
-    fn settings() -> SourceContext {
-        let source = RabbitMq::queue("q").rejects(crate::Rejects::ByQueue);
-        source.check().expect("settings")
-    }
-
+    /// A message with these headers, to a source that leaves rejections to the queue.
     fn parse_headers(headers: FieldTable) -> Delivery {
-        parse_delivery(
-            raw(BasicProperties::default().with_headers(headers)),
-            &settings(),
-            3,
-            NOW,
-        )
-        .0
+        let settings = settings(|source| source.rejects(Rejects::ByQueue));
+        parse_with(BasicProperties::default().with_headers(headers), &settings).0
     }
 
     #[test]
     fn properties_and_headers_are_converted_to_text() {
-        let mut table = FieldTable::default();
-        table.insert("text".into(), AMQPValue::LongString("as it is".into()));
-        table.insert("bytes".into(), AMQPValue::ByteArray(vec![0xff, 0].into()));
-        table.insert("number".into(), AMQPValue::LongLongInt(-5));
-        table.insert("truth".into(), AMQPValue::Boolean(true));
-        table.insert("null".into(), AMQPValue::Void);
-        table.insert(
-            "nested".into(),
-            AMQPValue::FieldTable(FieldTable::default()),
-        );
+        let headers = table([
+            ("text", text("as it is")),
+            ("bytes", AMQPValue::ByteArray(vec![0xff, 0].into())),
+            ("number", AMQPValue::LongLongInt(-5)),
+            ("truth", AMQPValue::Boolean(true)),
+            ("null", AMQPValue::Void),
+            ("nested", AMQPValue::FieldTable(FieldTable::default())),
+        ]);
         let properties = BasicProperties::default()
-            .with_headers(table)
+            .with_headers(headers)
             .with_message_id("m-1".into())
             .with_timestamp(1_000)
             .with_expiration("5".into());
-        let (delivery, original) = parse_delivery(raw(properties), &settings(), 3, NOW);
+        let (delivery, original) = parse_with(properties, &settings(|source| source));
         let message = &delivery.message;
-        assert_eq!(
-            (message.key.as_deref(), message.message_id.as_deref()),
-            (Some(&b"a.key"[..]), Some(&b"m-1"[..]))
-        );
-        assert_eq!(
-            message.sent_at,
-            Some(UNIX_EPOCH + Duration::from_secs(1_000))
-        );
-        assert_eq!(message.headers.last("text"), Some(&b"as it is"[..]));
-        assert_eq!(message.headers.last("bytes"), Some(&[0xff, 0][..]));
-        assert_eq!(message.headers.last("number"), Some(&b"-5"[..]));
-        assert_eq!(message.headers.last("truth"), Some(&b"true"[..]));
+        for (name, value) in [
+            ("text", Some(&b"as it is"[..])),
+            ("bytes", Some(&[0xff, 0][..])),
+            ("number", Some(b"-5")),
+            ("truth", Some(b"true")),
+            ("nested", None),
+        ] {
+            assert_eq!(message.headers.last(name), value, "{name}");
+        }
         assert!(message.headers.iter().any(|it| it == (&b"null"[..], None)));
-        assert_eq!(message.headers.last("nested"), None);
-        assert_eq!(
-            delivery.receipt,
-            Receipt {
-                epoch: 3,
-                partition: 0,
-                position: 7
-            }
-        );
+        let sent_at = UNIX_EPOCH + Duration::from_secs(1_000);
         assert_eq!(
             (
-                &message.body[..],
-                &*message.origin.name,
-                message.origin.system
+                message.message_id.as_deref(),
+                message.sent_at,
+                &message.body[..]
             ),
-            (&b"body"[..], "q", Some("rabbitmq"))
+            (Some(&b"m-1"[..]), Some(sent_at), &b"body"[..])
         );
+        assert_eq!(
+            (&*message.origin.name, message.origin.system),
+            ("q", Some("rabbitmq"))
+        );
+        let (epoch, partition, position) = (3, 0, 7);
+        let receipt = Receipt {
+            epoch,
+            partition,
+            position,
+        };
+        assert_eq!((delivery.receipt, original.received), (receipt, NOW));
         assert!(original.properties.expiration().is_some());
-    }
-
-    #[test]
-    fn a_timestamp_out_of_range_is_ignored() {
-        let delivery = parse_delivery(
-            raw(BasicProperties::default().with_timestamp(u64::MAX)),
-            &settings(),
-            1,
-            NOW,
-        )
-        .0;
+        let out_of_range = BasicProperties::default().with_timestamp(u64::MAX);
+        let delivery = parse_with(out_of_range, &settings(|source| source)).0;
         assert_eq!(delivery.message.sent_at, None);
     }
 
+    fn death(queue: AMQPValue, reason: &str, count: AMQPValue) -> AMQPValue {
+        AMQPValue::FieldTable(table([
+            ("queue", queue),
+            ("reason", text(reason)),
+            ("count", count),
+        ]))
+    }
+
+    fn deaths(deaths: Vec<AMQPValue>) -> (&'static str, AMQPValue) {
+        ("x-death", AMQPValue::FieldArray(deaths.into()))
+    }
+
     #[test]
-    fn an_invalid_number_of_failures_counts_as_zero() {
-        let released = |value: AMQPValue| {
-            let mut table = FieldTable::default();
-            table.insert(headers::FAILURES.into(), value);
-            parse_headers(table).failures
+    fn the_larger_number_of_releases_and_rejections_from_this_queue_is_the_number_of_failures() {
+        let from =
+            |queue: &str, reason, count| death(text(queue), reason, AMQPValue::LongLongInt(count));
+        let three = || {
+            deaths(vec![
+                from("q", "rejected", 3),
+                from("q", "expired", 90),
+                from("another", "rejected", 80),
+            ])
         };
-        assert_eq!(released(AMQPValue::LongString("3".into())), 3);
-        assert_eq!(released(AMQPValue::LongInt(4)), 4);
-        for invalid in ["-1", "4294967295", "many", ""] {
+        let released = |count| (headers::FAILURES, AMQPValue::LongLongInt(count));
+        for (headers, failures) in [
+            (table([]), 0),
+            (table([(headers::FAILURES, text("3"))]), 3),
+            (table([(headers::FAILURES, AMQPValue::LongInt(4))]), 4),
+            (table([three()]), 3),
+            (table([three(), released(2)]), 3),
+            (table([three(), released(4)]), 4),
+            (table([deaths(vec![from("q", "rejected", i64::MAX); 3])]), 0),
+            (table([("x-death", text("not an array"))]), 0),
+            // Redeliveries after a lost connection are not failures.
+            (table([("x-delivery-count", AMQPValue::LongLongInt(50))]), 0),
+            (table([("x-acquired-count", AMQPValue::LongLongInt(50))]), 0),
+        ] {
             assert_eq!(
-                released(AMQPValue::LongString(invalid.into())),
-                0,
-                "{invalid}"
+                parse_headers(headers.clone()).failures,
+                failures,
+                "{headers:?}"
             );
         }
-        assert_eq!(parse_headers(FieldTable::default()).failures, 0);
-    }
-
-    fn death(queue: AMQPValue, reason: &str, count: AMQPValue) -> AMQPValue {
-        let mut death = FieldTable::default();
-        death.insert("queue".into(), queue);
-        death.insert("reason".into(), AMQPValue::LongString(reason.into()));
-        death.insert("count".into(), count);
-        AMQPValue::FieldTable(death)
-    }
-
-    fn dead(deaths: Vec<AMQPValue>) -> FieldTable {
-        let mut table = FieldTable::default();
-        table.insert("x-death".into(), AMQPValue::FieldArray(deaths.into()));
-        table
-    }
-
-    #[test]
-    fn rejections_from_this_queue_count_and_the_larger_number_wins() {
-        let queue = |name: &str| AMQPValue::LongString(name.into());
-        let deaths = || {
-            vec![
-                death(queue("q"), "rejected", AMQPValue::LongLongInt(3)),
-                death(queue("q"), "expired", AMQPValue::LongLongInt(90)),
-                death(queue("another"), "rejected", AMQPValue::LongLongInt(80)),
-            ]
-        };
-        assert_eq!(parse_headers(dead(deaths())).failures, 3);
-        let published = RabbitMq::queue("q").check().expect("settings");
-        let properties = BasicProperties::default().with_headers(dead(deaths()));
-        let (delivery, _) = parse_delivery(raw(properties), &published, 3, NOW);
+        let properties = BasicProperties::default().with_headers(table([three()]));
+        let (delivery, _) = parse_with(properties, &settings(|source| source));
         assert_eq!(delivery.failures, 0, "a producer may have forged x-death");
-        for (released, failures) in [(2, 3), (4, 4)] {
-            let mut table = dead(deaths());
-            table.insert(headers::FAILURES.into(), AMQPValue::LongLongInt(released));
-            assert_eq!(parse_headers(table).failures, failures);
-        }
     }
 
     #[test]
-    fn forged_counts_of_other_types_count_as_zero() {
-        let queue = || AMQPValue::LongString("q".into());
+    fn forged_counts_count_as_zero() {
+        let queue = || text("q");
         for count in [
+            text("-1"),
+            text("4294967295"),
+            text("9999999999999999999999"),
+            text("many"),
+            text(""),
             AMQPValue::LongLongInt(-7),
             AMQPValue::LongLongInt(i64::MAX),
             AMQPValue::Double(f64::INFINITY),
-            AMQPValue::LongString("9999999999999999999999".into()),
             AMQPValue::FieldTable(FieldTable::default()),
             AMQPValue::Void,
             AMQPValue::ByteArray(vec![0xff; 40].into()),
         ] {
-            assert_eq!(
-                parse_headers(dead(vec![death(queue(), "rejected", count.clone())])).failures,
-                0,
-                "{count:?}"
-            );
-            let mut own = FieldTable::default();
-            own.insert(headers::FAILURES.into(), count.clone());
-            assert_eq!(parse_headers(own).failures, 0, "{count:?}");
+            let rejected = table([deaths(vec![death(queue(), "rejected", count.clone())])]);
+            assert_eq!(parse_headers(rejected).failures, 0, "{count:?}");
+            let released = table([(headers::FAILURES, count.clone())]);
+            assert_eq!(parse_headers(released).failures, 0, "{count:?}");
         }
-        let mut ignored = FieldTable::default();
-        ignored.insert(
-            "x-death".into(),
-            AMQPValue::LongString("not an array".into()),
-        );
-        ignored.insert("x-delivery-count".into(), AMQPValue::LongLongInt(50));
-        ignored.insert("x-acquired-count".into(), AMQPValue::LongLongInt(50));
-        assert_eq!(
-            parse_headers(ignored).failures,
-            0,
-            "redeliveries after a lost connection are not failures"
-        );
-        let invalid = vec![
-            AMQPValue::Void,
-            death(AMQPValue::Boolean(true), "rejected", AMQPValue::LongInt(1)),
-        ];
-        assert_eq!(parse_headers(dead(invalid)).failures, 0);
-        let overflow = vec![death(queue(), "rejected", AMQPValue::LongLongInt(i64::MAX)); 3];
-        assert_eq!(parse_headers(dead(overflow)).failures, 0);
+        let of_no_queue = death(AMQPValue::Boolean(true), "rejected", AMQPValue::LongInt(1));
+        let invalid = table([deaths(vec![AMQPValue::Void, of_no_queue])]);
+        assert_eq!(parse_headers(invalid).failures, 0);
     }
 
     #[test]
     fn a_copy_whose_delay_is_not_over_is_delayed_again() {
-        let remaining_under = |topology, text: String| {
-            let mut table = FieldTable::default();
-            table.insert(NOT_BEFORE.into(), AMQPValue::LongString(text.into()));
-            remaining_delay(
-                &parse_headers(table),
-                &RabbitMq::queue("q")
-                    .topology(topology)
-                    .check()
-                    .expect("settings"),
-                NOW,
-            )
-        };
-        let remaining = |text| remaining_under(Topology::Declare, text);
-        let now = NOW.as_millis();
-        let minute = remaining((now + 60_000).to_string()).expect("the delay is not over");
-        assert_eq!(minute, Duration::from_secs(60));
-        for over_or_invalid in [
-            (now - 1).to_string(),
-            u64::MAX.to_string(),
-            "soon".into(),
-            String::new(),
+        let (now, day) = (NOW.as_millis(), 86_400_000);
+        let (seconds, declare, trust) = (
+            |count| Some(Duration::from_secs(count)),
+            Topology::Declare,
+            Topology::Trust,
+        );
+        for (not_before, topology, remaining) in [
+            (Some((now + 60_000).to_string()), declare, seconds(60)),
+            (Some((now + day).to_string()), declare, seconds(86_400)),
+            // A delivery must not occupy the prefetch for a day.
+            (Some((now + day).to_string()), trust, seconds(600)),
+            (Some((now - 1).to_string()), declare, None),
+            (Some(u64::MAX.to_string()), declare, None),
+            (Some("soon".into()), declare, None),
+            (Some(String::new()), declare, None),
+            (None, declare, None),
         ] {
-            assert_eq!(remaining(over_or_invalid), None);
+            let headers = not_before
+                .as_ref()
+                .map_or_else(FieldTable::default, |at| table([(NOT_BEFORE, text(at))]));
+            let settings = settings(|source| source.topology(topology));
+            let found = remaining_delay(&parse_headers(headers), &settings, NOW);
+            assert_eq!(found, remaining, "{not_before:?}, {topology:?}");
         }
-        assert_eq!(
-            remaining_delay(
-                &parse_headers(FieldTable::default()),
-                &RabbitMq::queue("q").check().expect("settings"),
-                NOW
-            ),
-            None
-        );
-        let day = (now + 86_400_000).to_string();
-        assert_eq!(remaining(day.clone()), Some(Duration::from_secs(86_400)));
-        assert_eq!(
-            remaining_under(Topology::Trust, day),
-            Some(Duration::from_secs(600)),
-            "a delivery must not occupy the prefetch for a day"
-        );
     }
 
     #[test]
     fn the_key_is_the_key_header_or_the_routing_key() {
-        let settings = RabbitMq::queue("q")
-            .key_header("customer")
-            .check()
-            .expect("settings");
-        let keys = |value: Option<AMQPValue>| {
-            let mut table = FieldTable::default();
-            if let Some(value) = value {
-                table.insert("customer".into(), value);
-            }
-            let (delivery, original) = parse_delivery(
-                raw(BasicProperties::default().with_headers(table)),
-                &settings,
-                1,
-                NOW,
-            );
-            let text = |key: Bytes| String::from_utf8(key.to_vec()).expect("text");
+        let settings = settings(|source| source.key_header("customer"));
+        for (headers, key, routing_key) in [
+            (table([("customer", text("c-1"))]), "c-1", Some("a.key")),
             (
-                delivery.message.key.map(text),
-                original.routing_key.map(text),
-            )
-        };
-        let both = |key: &str, routing_key: Option<&str>| {
-            (Some(key.to_owned()), routing_key.map(str::to_owned))
-        };
-        assert_eq!(
-            keys(Some(AMQPValue::LongString("c-1".into()))),
-            both("c-1", Some("a.key"))
-        );
-        assert_eq!(keys(Some(AMQPValue::LongInt(7))), both("7", Some("a.key")));
-        assert_eq!(keys(Some(AMQPValue::Void)), both("a.key", None));
-        assert_eq!(keys(None), both("a.key", None));
-    }
-
-    #[test]
-    fn a_delayed_copy_keeps_its_routing_key() {
-        let mut table = FieldTable::default();
-        table.insert(
-            ROUTING_KEY.into(),
-            AMQPValue::LongString("orders.eu".into()),
-        );
-        assert_eq!(
-            parse_headers(table.clone()).message.key.as_deref(),
-            Some(&b"orders.eu"[..])
-        );
-        table.insert(
-            ROUTING_KEY.into(),
-            AMQPValue::LongString("k".repeat(256).into()),
-        );
-        assert_eq!(
-            parse_headers(table).message.key.as_deref(),
-            Some(&b"a.key"[..]),
-            "a routing key is at most 255 bytes long"
-        );
+                table([("customer", AMQPValue::LongInt(7))]),
+                "7",
+                Some("a.key"),
+            ),
+            (table([("customer", AMQPValue::Void)]), "a.key", None),
+            (table([]), "a.key", None),
+            // The key of a delayed copy's original, of at most 255 bytes.
+            (table([(ROUTING_KEY, text("orders.eu"))]), "orders.eu", None),
+            (table([(ROUTING_KEY, text("k".repeat(256)))]), "a.key", None),
+        ] {
+            let properties = BasicProperties::default().with_headers(headers.clone());
+            let (delivery, original) = parse_with(properties, &settings);
+            assert_eq!(
+                (
+                    delivery.message.key.as_deref(),
+                    original.routing_key.as_deref()
+                ),
+                (Some(key.as_bytes()), routing_key.map(str::as_bytes)),
+                "{headers:?}"
+            );
+        }
     }
 }

@@ -142,6 +142,76 @@ pub(crate) fn delay_queue_step(after: Duration) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::RabbitMq;
+
+    /// The arguments of each queue as text, without its type.
+    fn arguments(kind: QueueKind, consumers: ConsumerMode) -> Vec<(String, Vec<String>)> {
+        let source = RabbitMq::queue("q").queue_kind(kind);
+        let source = match consumers {
+            ConsumerMode::Competing => source,
+            ConsumerMode::SingleActive => source.single_active_consumer(),
+        };
+        let settings = source.check().expect("settings");
+        let queues = named_queues(&settings)
+            .into_iter()
+            .chain(delay_queues(&settings).take(1));
+        let text = |value: &AMQPValue| match value {
+            AMQPValue::LongString(value) => value.to_string(),
+            AMQPValue::LongInt(value) => value.to_string(),
+            value => format!("{value:?}"),
+        };
+        let described = queues.map(|queue| {
+            let arguments = queue.arguments.inner().iter();
+            let others = arguments.filter(|(name, _)| name.as_str() != "x-queue-type");
+            let described = others.map(|(name, value)| format!("{name}={}", text(value)));
+            (queue.name.to_string(), described.collect())
+        });
+        described.collect()
+    }
+
+    #[test]
+    fn each_queue_has_the_arguments_with_which_it_loses_no_message() {
+        let dead_lettered_to = |target: &str, others: &[&str]| {
+            let target = format!("x-dead-letter-routing-key={target}");
+            let common = ["x-dead-letter-exchange=", target.as_str()];
+            let mut all = [&common[..], others].concat();
+            all.sort();
+            all.into_iter().map(str::to_owned).collect::<Vec<_>>()
+        };
+        let at_least_once = [
+            "x-dead-letter-strategy=at-least-once",
+            "x-overflow=reject-publish",
+        ];
+        let delay = ["x-message-ttl=1000"];
+        let unlimited = vec!["x-delivery-limit=2147483647".to_owned()];
+        let quorum_delay = dead_lettered_to("q", &[&at_least_once[..], &delay].concat());
+        for (kind, consumers, expected) in [
+            (
+                QueueKind::Quorum,
+                ConsumerMode::Competing,
+                [
+                    dead_lettered_to("q.dead-letters", &at_least_once),
+                    unlimited.clone(),
+                    unlimited,
+                    quorum_delay,
+                ],
+            ),
+            (
+                QueueKind::Classic,
+                ConsumerMode::SingleActive,
+                [
+                    vec!["x-single-active-consumer=Boolean(true)".to_owned()],
+                    vec![],
+                    vec![],
+                    dead_lettered_to("q", &delay),
+                ],
+            ),
+        ] {
+            let names = ["q", "q.dead-letters", "q.in-doubt", "q.delay.1000"];
+            let expected: Vec<_> = names.map(str::to_owned).into_iter().zip(expected).collect();
+            assert_eq!(arguments(kind, consumers), expected);
+        }
+    }
 
     #[test]
     fn a_copy_waits_at_most_twice_its_delay_except_in_the_shortest_queue() {

@@ -12,7 +12,7 @@ pub(crate) enum ActionStage {
     Done,
     /// Nothing was changed.
     NotDone,
-    /// The broker refused the copy, so nothing was sent. The marker may already be released.
+    /// The broker refused the copy, so nothing was sent. The marker may already be cleared.
     NotSent,
 }
 
@@ -81,8 +81,8 @@ pub(crate) struct AuditEntry {
     pub(crate) before: String,
     /// The intended state.
     pub(crate) after: String,
-    /// The highest known attempt of the id. No later action may release the id with a lower fencing
-    /// token.
+    /// The highest known attempt of the id. No later action may clear the marker with a lower
+    /// fencing token.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) attempt: Option<u32>,
     /// The reason that the operator gave.

@@ -89,13 +89,13 @@ pub(crate) fn check_complete(
 /// Checks that no marker can block a copy, where no store is configured.
 ///
 /// # Errors
-/// The marker may block it, and only the store can release it.
+/// The marker may block it, and can be cleared only in the store.
 pub(crate) fn check_without_store(message: &DeadLetter) -> Result<(), CliError> {
     let may_have_marker = CLAIMED_UNTIL_DEAD_LETTERED.contains(&message.reason())
         || matches!(message.reason(), "unreadable" | "conflict");
     if message.id().is_some() && may_have_marker {
         return skip(
-            "the marker of its id may block a copy, and no store is configured to release it; set store.url",
+            "the marker of its id may block a copy, and no store is configured in which to clear it; set store.url",
         );
     }
     Ok(())
@@ -157,7 +157,7 @@ const NEW_COPY: CopyPlan = CopyPlan {
 
 /// Whether the marker has the fingerprint of another body. Only checked for messages whose id
 /// oncegate did not write, such as those that a broker dead-lettered: their producer could
-/// otherwise release the id of another message.
+/// otherwise clear the marker of another message.
 fn has_other_body(message: &DeadLetter, marker: &Marker) -> bool {
     let fingerprint = match marker {
         Marker::Rejected { fingerprint, .. } => *fingerprint,

@@ -162,7 +162,7 @@ fn last_action(evidence: &Evidence) -> Option<(&AuditEntry, AuditedAction)> {
     done.rfind(|(_, action)| *action != AuditedAction::Other)
 }
 
-/// Whether no claim was granted since an operator released the id.
+/// Whether no claim was granted since an operator cleared the marker.
 fn nothing_ran_since(evidence: &Evidence) -> bool {
     evidence
         .marker
@@ -391,7 +391,7 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
             if nothing_ran_since(evidence) =>
         {
             let text = format!(
-                "{} released it on {}, and the audit records no copy that was sent since. Nothing ran since. Whether the broker still has \
+                "{} cleared its marker on {}, and the audit records no copy that was sent since. Nothing ran since. Whether the broker still has \
                  its message is unknown: RabbitMQ hides a message that another reader holds.",
                 entry.who, entry.at
             );

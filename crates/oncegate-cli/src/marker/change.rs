@@ -218,7 +218,7 @@ pub(crate) async fn complete(context: &CliContext, change: ChangeArgs) -> Result
 struct MarkerChange {
     what: &'static str,
     ask: Ask,
-    /// The highest known attempt of the id, if it is released.
+    /// The highest known attempt of the id, if it is freed.
     known: u32,
     after: String,
     /// How long it lasts, if the window decides it.

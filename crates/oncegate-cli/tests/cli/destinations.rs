@@ -240,7 +240,7 @@ async fn dead_letters_are_listed_redriven_and_charged_once(broker: Broker) {
         .run(&["dead-letters", "redrive", "--all", "--dry-run"])
         .await
         .exits_with(0)
-        .prints("would be released and sent to")
+        .prints("would be cleared and sent to")
         .prints("3 would be redriven");
     fixture
         .run(&["dead-letters", "redrive", "--id", "b"])
@@ -564,7 +564,7 @@ async fn a_message_stays_if_its_copy_is_refused() {
     let action = fixture.json(&["audit"]).await[0].clone();
     assert_eq!(
         action["stage"], "not-sent",
-        "its marker was released, and no copy was published"
+        "its marker was cleared, and no copy was published"
     );
     // Either may be first.
     let first = action["id"].as_str().expect("an id");

@@ -51,7 +51,7 @@ async fn assert_victim_is_rejected(fixture: &Arc<BrokerFixture>) {
     assert_eq!(
         fixture.json(&["marker", "show", "victim"]).await["state"],
         "rejected",
-        "the marker of another id was released"
+        "the marker of another id was cleared"
     );
 }
 

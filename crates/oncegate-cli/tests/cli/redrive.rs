@@ -843,9 +843,9 @@ async fn ids_that_are_not_in_doubt_are_not_resolved() {
     fixture.end().await;
 }
 
-/// RabbitMQ hides a message that another reader holds: its id is not released without it.
+/// RabbitMQ hides a message that another reader holds: its marker is not cleared without it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn ids_whose_messages_another_reader_holds_are_not_released() {
+async fn markers_of_messages_that_another_reader_holds_are_not_cleared() {
     let fixture = Arc::new(BrokerFixture::on(Broker::RabbitMq).await);
     let payments = ["a", "b", "c"].map(|id| (id, "silent"));
     fixture.publish(&payments).await;

@@ -47,7 +47,7 @@ impl Engine {
         });
     }
 
-    /// When something can be sent at the earliest that was not sent by now.
+    /// When to try again to send what could not be sent now: see `StoreBatcher::next_try_at`.
     pub(super) fn next_try_at(&self) -> Option<Instant> {
         let (suspects, scope) = (&self.executor.suspects, &self.settings.scope);
         self.batcher

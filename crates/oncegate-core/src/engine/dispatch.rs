@@ -101,8 +101,8 @@ impl Engine {
         }
     }
 
-    /// The id and the terms of a message. The user's functions run here: if one panics, the id is
-    /// unusable.
+    /// The id and the terms of a message. The user's functions for the id and the fingerprint run
+    /// here: if one panics, the id is unusable.
     fn identify(&self, message: &Message) -> (Result<MessageId, NoId>, Terms) {
         let lease = self.leases.duration();
         let read = || {
@@ -160,7 +160,7 @@ impl Engine {
     }
 
     /// The express path of a grant: the handler runs at once, and if it is done on its first poll, its
-    /// completion is queued. Each step asks the same transition as
+    /// completion is queued. Each step makes the same transition as
     /// [`handle_event`](Self::handle_event), which takes over where another action follows.
     #[inline(always)]
     pub(super) fn on_granted(&mut self, slot: Slot, attempts: Attempts) {
@@ -174,8 +174,8 @@ impl Engine {
         let (reporter, leases, clock) = (&mut self.reporter, &mut self.leases, &mut self.clock);
         let next = self.intake.update(slot, |entry| {
             let driver = entry.in_flight.driver_mut();
-            let queue = |action: &Action| matches!(action, Action::AwaitRun);
-            if driver.handle_expected(granted, policy, queue).is_none() {
+            let await_run = |action: &Action| matches!(action, Action::AwaitRun);
+            if driver.handle_expected(granted, policy, await_run).is_none() {
                 return Err(granted);
             }
             driver.attempts = attempts;
@@ -205,7 +205,8 @@ impl Engine {
         self.continue_with(slot, next);
     }
 
-    /// Continues where an express path ended: with a command, or with an event that it does not know.
+    /// Continues where an express path ended: with a command, or with an event that the path
+    /// does not process.
     #[inline(always)]
     fn continue_with(&mut self, slot: Slot, next: Option<Result<DriverCommand, Event>>) {
         let event = match next {
@@ -268,7 +269,7 @@ impl Engine {
     /// Processes the events that follow for other deliveries.
     #[inline(always)]
     fn follow_up(&mut self) {
-        if self.follow_ups.is_empty() && self.executor.nobody_waits() {
+        if self.follow_ups.is_empty() && self.executor.nothing_to_start() {
             return;
         }
         // A loop, because recursion would overflow the stack: settling a delivery can start the next
@@ -279,10 +280,11 @@ impl Engine {
         }
     }
 
-    /// The next delivery to run, if one waits for that and a run is free. A suspect starts when no
-    /// claim or withdrawal awaits its reply.
+    /// The next delivery to run, if one waits and fewer than `max_in_flight` run. One that must run
+    /// apart from others, because it may crash the process (see
+    /// [`Suspects`](super::suspects::Suspects)), starts when no claim or withdrawal awaits its reply.
     pub(super) fn next_runnable(&mut self) -> Option<(Slot, Event)> {
-        if self.executor.nobody_waits() {
+        if self.executor.nothing_to_start() {
             return None;
         }
         let (intake, batcher) = (&self.intake, &self.batcher);
@@ -391,7 +393,8 @@ impl Engine {
         self.batcher.enqueue_claim(slot);
     }
 
-    /// The claim of a delivery was granted, and its handler may start when a run is free.
+    /// The claim of a delivery was granted, and its handler may start when fewer than
+    /// `max_in_flight` run.
     #[inline]
     fn await_run(&mut self, slot: Slot) -> Option<Event> {
         let entry = self.intake.at(slot)?;
@@ -407,7 +410,7 @@ impl Engine {
             return None;
         }
         let running = self.intake.count(Phase::Running);
-        if self.executor.must_wait(slot, running) {
+        if self.executor.queue_if_full(slot, running) {
             return None;
         }
         self.check_lease_before_run(slot)
@@ -483,7 +486,7 @@ impl Engine {
     }
 
     /// Queues the claim and completion of a message that was handled without the gate. They are sent
-    /// with the token of its lost claim when the store is available again.
+    /// with the token of its unanswered claim when the store is available again.
     #[cold]
     fn record_completion_later(&mut self, slot: Slot) {
         let Some(in_flight) = self.intake.at(slot).map(|entry| &entry.in_flight) else {
@@ -659,7 +662,8 @@ fn record_run(
     result.event
 }
 
-/// The express path of a handler that is done: its completion follows. Otherwise its event.
+/// The express path of a handler that is done: returns the command to complete it. For any other
+/// event, and if the transition leads elsewhere, returns the event.
 #[inline(always)]
 fn after_run(
     entry: &mut InFlightEntry,

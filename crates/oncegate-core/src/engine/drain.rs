@@ -93,7 +93,7 @@ impl Drain {
         }
     }
 
-    /// When the drain goes on at the latest.
+    /// The deadline of the current phase of the drain.
     pub(super) fn deadline(&self) -> Option<Instant> {
         match self.mode {
             Mode::Draining { until, .. } => Some(until),

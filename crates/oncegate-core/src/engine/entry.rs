@@ -33,7 +33,8 @@ pub(super) struct InFlightEntry {
     pub(super) began: Option<BootTime>,
     /// When it was received.
     pub(super) arrived: BootTime,
-    /// Counts runs and alarms, so that stale ones are ignored.
+    /// Counts runs, alarms and operations: the results of earlier runs and earlier alarms are
+    /// ignored.
     pub(super) turn: u32,
     pub(super) bytes: usize,
 }

@@ -13,10 +13,10 @@ use crate::run::Runner;
 use crate::settings::Settings;
 use crate::slots::Slot;
 
-/// Starts runs of the handler, at most `max_runs` at a time, and those of suspects apart from
+/// Starts runs of the handler, at most `max_runs` at a time, and those of [`Suspects`] apart from
 /// others.
 ///
-/// A run belongs to a turn of its delivery: its result is ignored in any other.
+/// The result of a run is ignored if the `InFlightEntry::turn` of its delivery has changed since.
 pub(super) struct Executor {
     runs: Box<dyn StartRun>,
     max_runs: usize,
@@ -74,27 +74,28 @@ impl Executor {
         async move { finished.wait().await }
     }
 
-    /// Lets a delivery wait for a run if `running` are active. Returns whether it waits.
+    /// Queues a delivery if `running`, the number of active runs, is `max_runs`. Returns whether it
+    /// was queued.
     #[inline]
-    pub(super) fn must_wait(&mut self, slot: Slot, running: usize) -> bool {
-        // While its completion, which was lost, was unanswered, another delivery may have taken its
-        // run.
-        let must_wait = running >= self.max_runs;
-        if must_wait {
+    pub(super) fn queue_if_full(&mut self, slot: Slot, running: usize) -> bool {
+        // A delivery that completes makes room for another one. If the store then reports that its
+        // claim was lost, it claims and runs again, and there may be no room.
+        let is_full = running >= self.max_runs;
+        if is_full {
             self.awaiting_run.push_back(slot);
         }
-        must_wait
+        is_full
     }
 
-    /// Whether a delivery may run now, before no other.
+    /// Whether a delivery may run now without overtaking another.
     #[inline]
     pub(super) fn may_run_at_once(&self, running: usize) -> bool {
-        running < self.max_runs && self.nobody_waits()
+        running < self.max_runs && self.nothing_to_start()
     }
 
-    /// Whether no delivery waits for a run.
+    /// Whether no delivery waits for a run and no suspect is admitted.
     #[inline]
-    pub(super) fn nobody_waits(&self) -> bool {
+    pub(super) fn nothing_to_start(&self) -> bool {
         self.awaiting_run.is_empty() && !self.suspects.any()
     }
 
@@ -230,8 +231,8 @@ mod tests {
         let mut executor = executor(Execution::Inline);
         let mut slots = Slots::new(3);
         let [waits, settled, suspect] = [(); 3].map(|()| slots.insert(()));
-        assert!(!executor.must_wait(waits, 3) && executor.nobody_waits());
-        assert!(executor.must_wait(settled, 4) && executor.must_wait(waits, 4));
+        assert!(!executor.queue_if_full(waits, 3) && executor.nothing_to_start());
+        assert!(executor.queue_if_full(settled, 4) && executor.queue_if_full(waits, 4));
         assert!(executor.suspects.admit(suspect, Isolation::Alone));
         let mut next = |running, suspects: bool| {
             executor.next_runnable(running, || suspects, |slot| slot != settled)

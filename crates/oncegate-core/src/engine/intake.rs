@@ -13,8 +13,8 @@ use crate::source::{Delivery, Limit, Order};
 /// The slab of all deliveries that were received and not settled, and the limits for them.
 ///
 /// Each delivery counts in exactly one [`Phase`]: all changes of its stage or its occupancy go
-/// through [`insert`](Self::insert), [`update`](Self::update) and [`remove`](Self::remove). A
-/// delivery holds its ordering key from its receipt to its removal.
+/// through [`insert`](Self::insert), [`update`](Self::update) and [`remove`](Self::remove). The
+/// first delivery of an ordering key holds it until its removal; the others are queued.
 pub(super) struct Intake {
     entries: Slots<InFlightEntry>,
     counts: PhaseCounts,

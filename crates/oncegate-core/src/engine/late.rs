@@ -50,8 +50,8 @@ impl LateCompletions {
         !self.is_settled() && self.pending.contains_key(key)
     }
 
-    /// Adds the claim of a message that was handled without the gate, with the token of its lost
-    /// claim.
+    /// Adds the claim of a message that was handled without the gate, with the token of its
+    /// unanswered claim.
     ///
     /// # Errors
     /// The limit is reached: a redelivery of this message may run again.

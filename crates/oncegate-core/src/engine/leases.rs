@@ -19,7 +19,7 @@ use crate::store::Store;
 /// batch.
 ///
 /// All leases of a batch are registered before any of its handlers runs: an inline handler that
-/// blocks must not let the leases of its neighbours end.
+/// blocks must not let the other leases of the batch end.
 pub(super) struct Leases {
     /// `None` with the bare gate, which has no leases, and after the thread has failed.
     renewals: Option<Arc<Renewals>>,

@@ -18,7 +18,7 @@ use crate::spans;
 use crate::status::{ConsumerStatus, DeliveryState, InFlightDelivery, PUBLISH_INTERVAL};
 use crate::store_health::StoreHealth;
 
-/// Tells operators what the engine does. It only watches: nothing depends on its state.
+/// Updates metrics and status, and logs, what the engine does. The engine does not depend on it.
 pub(super) struct Reporter {
     pub(super) outcomes: Outcomes,
     pub(super) metrics: ConsumerMetrics,

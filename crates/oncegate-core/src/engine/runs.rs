@@ -38,37 +38,37 @@ pub(super) trait StartRun: Send {
     fn start(&mut self, kind: RunKind, cx: Context, now: BootTime, report: RunTicket) -> Started;
 }
 
-/// Starts the runs of one handler. The futures of `handle` are polled in places that are kept: a run
-/// that ends at once allocates nothing, and one that is spawned only its task, which is small.
+/// Starts the runs of one handler. The boxes for the futures of `handle` are used again: a run that
+/// ends at once allocates nothing, and one that is spawned only its task, which is small.
 struct RunStarter<H, D, M, F> {
     runner: Arc<Runner<H, D>>,
     handle: M,
     execution: Execution,
     finished: Arc<FinishedRuns>,
-    /// The place of inline runs.
-    place: Option<RunPlace<F>>,
-    places: Arc<RunPlaces<F>>,
+    /// For the next run that ends at once.
+    boxed: Option<FutureBox<F>>,
+    pool: Arc<FutureBoxPool<F>>,
 }
 
-/// A place for the future of a run.
-type RunPlace<F> = Pin<Box<Option<F>>>;
+/// The allocation for the future of a run; `None` between runs.
+type FutureBox<F> = Pin<Box<Option<F>>>;
 
-/// Empty places.
-struct RunPlaces<F>(Mutex<Vec<RunPlace<F>>>);
+/// The boxes that no run uses.
+struct FutureBoxPool<F>(Mutex<Vec<FutureBox<F>>>);
 
-/// The maximum number of empty places.
-const MAX_PLACES: usize = 256;
+/// The maximum number of boxes in the pool.
+const MAX_POOLED_BOXES: usize = 256;
 
-impl<F> RunPlaces<F> {
-    fn take(&self) -> RunPlace<F> {
-        let place = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        place.unwrap_or_else(|| Box::pin(None))
+impl<F> FutureBoxPool<F> {
+    fn take(&self) -> FutureBox<F> {
+        let boxed = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        boxed.unwrap_or_else(|| Box::pin(None))
     }
 
-    fn put_back(&self, place: RunPlace<F>) {
-        let mut places = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if places.len() < MAX_PLACES {
-            places.push(place);
+    fn put_back(&self, boxed: FutureBox<F>) {
+        let mut pool = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if pool.len() < MAX_POOLED_BOXES {
+            pool.push(boxed);
         }
     }
 }
@@ -86,8 +86,8 @@ pub(super) fn starter<H: Handler, D: Decode>(
         handle: move |cx, clock| shared.clone().handle(cx, clock),
         execution,
         finished,
-        place: None,
-        places: Arc::new(RunPlaces(Mutex::default())),
+        boxed: None,
+        pool: Arc::new(FutureBoxPool(Mutex::default())),
     })
 }
 
@@ -111,17 +111,17 @@ where
                 report.send(runner.reconcile(cx, RunClock { began, now }).await);
             })));
         }
-        let place = self.place.take();
-        let mut place = place.unwrap_or_else(|| self.places.take());
+        let boxed = self.boxed.take();
+        let mut boxed = boxed.unwrap_or_else(|| self.pool.take());
         let mut unstarted = None;
         if self.execution == Execution::Inline {
-            place.set(Some((self.handle)(cx, RunClock { began: now, now })));
+            boxed.set(Some((self.handle)(cx, RunClock { began: now, now })));
             // The waker of this poll may be ignored: a pending future is polled again by its task.
             let mut poller = task::Context::from_waker(Waker::noop());
-            let polled = place.as_mut().as_pin_mut().map(|run| run.poll(&mut poller));
+            let polled = boxed.as_mut().as_pin_mut().map(|run| run.poll(&mut poller));
             if let Some(Poll::Ready(result)) = polled {
-                place.set(None);
-                self.place = Some(place);
+                boxed.set(None);
+                self.boxed = Some(boxed);
                 return Started::Finished(result);
             }
         } else {
@@ -129,19 +129,19 @@ where
         }
         Started::Task(RunningTask::new(tokio::spawn(SpawnedRun {
             unstarted,
-            place: Some(place),
-            places: self.places.clone(),
+            boxed: Some(boxed),
+            pool: self.pool.clone(),
             report: Some(report(&self.finished)),
         })))
     }
 }
 
-/// The task of a run. Its future is in a place, so that the task is small.
+/// The task of a run. Its future is in a box, so that the task is small.
 struct SpawnedRun<M, F> {
     /// How to begin a run that was not polled yet.
     unstarted: Option<(M, Context, BootTime)>,
-    place: Option<RunPlace<F>>,
-    places: Arc<RunPlaces<F>>,
+    boxed: Option<FutureBox<F>>,
+    pool: Arc<FutureBoxPool<F>>,
     report: Option<RunReport>,
 }
 
@@ -154,21 +154,21 @@ where
 
     fn poll(mut self: Pin<&mut Self>, poller: &mut task::Context<'_>) -> Poll<()> {
         let this = &mut *self;
-        let Some(place) = &mut this.place else {
+        let Some(boxed) = &mut this.boxed else {
             return Poll::Ready(());
         };
         if let Some((handle, cx, began)) = this.unstarted.take() {
             // The task may have waited for a thread: the clock is read now.
             let now = BootTime::now();
-            place.set(Some(handle(cx, RunClock { began, now })));
+            boxed.set(Some(handle(cx, RunClock { began, now })));
         }
-        let Some(Poll::Ready(result)) = place.as_mut().as_pin_mut().map(|run| run.poll(poller))
+        let Some(Poll::Ready(result)) = boxed.as_mut().as_pin_mut().map(|run| run.poll(poller))
         else {
             return Poll::Pending;
         };
-        place.set(None); // its context is dropped before the result is reported
-        if let Some(place) = this.place.take() {
-            this.places.put_back(place);
+        boxed.set(None); // its context is dropped before the result is reported
+        if let Some(boxed) = this.boxed.take() {
+            this.pool.put_back(boxed);
         }
         if let Some(report) = this.report.take() {
             report.send(result);
@@ -199,7 +199,7 @@ impl Drop for RunningTask {
     }
 }
 
-/// The delivery of a run, and the turn of the run.
+/// The delivery of a run, and its `InFlightEntry::turn` when the run started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RunTicket {
     pub(super) slot: Slot,

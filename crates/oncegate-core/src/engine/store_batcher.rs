@@ -33,7 +33,7 @@ pub(super) struct StoreBatcher {
     /// Completions of messages that were handled without the gate.
     pub(super) late: LateCompletions,
     pub(super) breaker: Breaker,
-    /// Whether the store reported that it is misconfigured: it gets no claims any more.
+    /// Whether the store reported that it is misconfigured: then no claims are sent.
     misconfigured: bool,
     /// Claims that were sent and are not answered. A suspect starts when there is none.
     claims_sent: usize,
@@ -109,7 +109,7 @@ impl StoreBatcher {
         self.misconfigured
     }
 
-    /// Whether the store has recorded all late completions that it will record.
+    /// Whether all late completions are recorded, or cannot be because the store is misconfigured.
     pub(super) fn has_recorded_all(&self) -> bool {
         (self.late.is_empty() || self.misconfigured) && self.applies.is_empty()
     }
@@ -124,8 +124,8 @@ impl StoreBatcher {
     }
 
     /// Sends what is due, in up to `max_batches` batches. `operation` returns the operation of a
-    /// delivery, or `None` if it was settled; a claim for which `may_claim` is false stays in its
-    /// order.
+    /// delivery, or `None` if it was settled; a claim for which `may_claim` is false stays
+    /// queued, in order.
     pub(super) fn send(
         &mut self,
         max_batches: usize,
@@ -206,7 +206,8 @@ impl StoreBatcher {
         self.spare = (slots, operations);
     }
 
-    /// When something can be sent at the earliest that was not sent by now.
+    /// When to try again to send what could not be sent now; `None` if nothing waits for that, or a
+    /// batch is unanswered.
     pub(super) fn next_try_at(
         &self,
         may_claim: impl Fn(Slot, &LateCompletions) -> bool,

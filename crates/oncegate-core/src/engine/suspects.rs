@@ -6,9 +6,10 @@ use std::collections::VecDeque;
 use crate::lifecycle::Isolation;
 use crate::slots::Slot;
 
-/// The deliveries that run apart from all others, and those that wait for it.
+/// The suspects, which are deliveries that at least two processes crashed with: those that run apart
+/// from all others, and those that wait for it.
 ///
-/// While there are any, no other delivery is claimed, so that a crash is counted for these alone.
+/// While any run apart, no other delivery is claimed, so that a crash is counted for these alone.
 /// A process that crashes with n deliveries in flight leaves n suspects. After two crashes they run
 /// in groups of √n. After three, the first one runs alone, and each group that finishes doubles the
 /// size of the next: n suspects take the time of about log₂ n handlers if none of them crashes.

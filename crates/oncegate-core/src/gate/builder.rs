@@ -75,7 +75,7 @@ impl<T> GateBuilder<T> {
         self
     }
 
-    /// The maximum number of inline retries after [`Failure::Retry`]. Default: 3.
+    /// The maximum number of inline retries after [`Failure::Retry`](crate::Failure::Retry). Default: 3.
     pub fn max_inline_retries(mut self, retries: u32) -> Self {
         self.settings.max_inline_retries = retries;
         self

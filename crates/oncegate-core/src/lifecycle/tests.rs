@@ -246,7 +246,7 @@ fn max_attempts_counts_the_attempts_of_the_marker_and_the_failures_of_the_delive
     );
     assert!(
         matches!(stage, Stage::Withdrawing(_, AfterWithdrawal::Reject)),
-        "the id may have been freed for another copy: {stage:?}"
+        "an operator may have freed the id for another delivery: {stage:?}"
     );
     assert_eq!(
         transition(stage, Event::Answer(V::Applied), &policy),
@@ -925,7 +925,7 @@ fn no_event_changes_a_settled_delivery() {
 }
 
 #[test]
-fn no_delivery_is_accepted_without_a_verdict() {
+fn no_delivery_is_accepted_unless_its_id_is_done() {
     let events = [
         Event::Arrived,
         Event::NoId,

@@ -47,7 +47,7 @@ struct DoneEntry {
     expires: u64,
 }
 
-/// Stands for an entry without a fingerprint, which are smaller.
+/// The value for an entry without a fingerprint. Every fingerprint is smaller.
 const NO_FINGERPRINT: u64 = u64::MAX;
 
 /// A done marker, expired or not.
@@ -197,7 +197,7 @@ mod tests {
     }
 
     /// Against a map that has each id's latest marker, with windows of one length. The entries'
-    /// numbers start anew at 2^32.
+    /// numbers wrap around at 2^32.
     #[test]
     fn the_log_agrees_with_a_map() {
         for seed in 0..6 {

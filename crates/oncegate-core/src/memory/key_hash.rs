@@ -1,4 +1,4 @@
-//! A keyed hash that stands for a key, so that the store need not keep its text.
+//! A keyed hash, stored instead of a key, so that the store need not keep its text.
 
 use siphasher::sip128::SipHasher13;
 

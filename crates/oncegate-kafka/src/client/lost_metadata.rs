@@ -2,7 +2,8 @@
 //!
 //! # Workaround
 //! - *Symptom:* after a metadata response without brokers, a client may never connect again. A broker
-//!   that was frozen for longer than its session sends such a response. *Version:* librdkafka 2.12.1.
+//!   that was frozen for longer than `broker.session.timeout.ms` sends such a response. *Version:*
+//!   librdkafka 2.12.1.
 //! - *Workaround:* the client is replaced: the consumer by `watch` and `poll`, the client that opens
 //!   the source by `topics`, the producer by `dead_letters`.
 //! - *Upstream:* confluentinc/librdkafka#5301, with the open pull request #5303.

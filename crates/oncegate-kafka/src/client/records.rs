@@ -44,7 +44,7 @@ impl CallbackContext {
                     // part.
                     self.halt(&error.topic, error.partition, source_error);
                 }
-                // The polling thread handles the changed topic id later in this turn.
+                // The polling thread handles the changed topic id later in this turn of its loop.
                 None if error.code == RDKafkaErrorCode::AutoOffsetReset
                     && self.topics.is_change_pending(&error.topic) => {}
                 None if error.code == RDKafkaErrorCode::AutoOffsetReset => {
@@ -88,9 +88,9 @@ impl CallbackContext {
         self.shared.lock().count_expired(log_start_of);
     }
 
-    /// Seeks to the offset after the last message that was read. librdkafka's position is higher:
-    /// it counts an error as a message, and does not decrease when a log was truncated. After the
-    /// next rebalance librdkafka would resume there and skip messages.
+    /// Seeks to the offset after the last message that was read, or to `position` if none was.
+    /// librdkafka's position is higher: it counts an error as a message, and does not decrease when a
+    /// log was truncated. After the next rebalance librdkafka would resume there and skip messages.
     fn seek_after_last_read(
         &self,
         topic: &str,

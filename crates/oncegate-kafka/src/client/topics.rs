@@ -26,7 +26,7 @@ const RETRY_PAUSES: (Duration, Duration) = (Duration::from_millis(200), Duration
 /// How often a missing topic is looked up again. Not every broker knows a topic that was just created.
 const MISSING_RETRIES: u32 = 3;
 
-/// After how many failed requests the client is replaced. It may have lost its broker metadata.
+/// After how many connection failures the client is replaced. It may have lost its broker metadata.
 const FAILURES_PER_CLIENT: u32 = 3;
 
 /// Whether a topic exists.

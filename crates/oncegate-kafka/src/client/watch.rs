@@ -18,7 +18,7 @@ use crate::shared::{SharedState, SourcePhase};
 
 /// Maximum pause between two checks of the partitions.
 const CHECK_INTERVAL: Duration = Duration::from_secs(10);
-/// How long one turn waits, and so how often the thread checks whether the source closes.
+/// How long one turn of the loop waits, and so how often the thread checks whether the source closes.
 const TURN: Duration = Duration::from_millis(200);
 /// Timeout of one request.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(3);
@@ -84,8 +84,8 @@ pub(crate) fn run(kafka: &Kafka, shared: &SharedState, connection_errors: &Arc<C
                 .client
                 .suspect_lost_metadata(without_group_since, Instant::now());
         }
-        // If fresh clients reached the coordinator, the consumer's client would have been replaced
-        // before this long.
+        // No fresh client reaches the coordinator either: otherwise the consumer's client would have
+        // been replaced by now.
         if let Some(elapsed) = without_group_since.map(|at| at.elapsed()).filter(|it| {
             *it >= LOG_INTERVAL && logged_at.is_none_or(|at| at.elapsed() >= LOG_INTERVAL)
         }) {

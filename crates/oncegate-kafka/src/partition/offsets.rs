@@ -69,7 +69,7 @@ impl DeliveredOffsets {
         self.ring.front().map(|slot| slot.offset())
     }
 
-    /// The number of offsets from the lowest unsettled one to the last one, settled or not.
+    /// The number of delivered offsets from the lowest unsettled one on, settled or not.
     pub(super) fn span(&self) -> usize {
         self.ring.len()
     }

@@ -1,5 +1,6 @@
-//! Random histories of one partition, compared with a map of all its offsets: what is handed out, held
-//! and counted. Those of `partition::tests` have all events of a partition.
+//! Random histories of the state of a source with one partition, compared with a map of all offsets:
+//! what is handed out, held and counted. Those of `partition::tests` have further events, such as a
+//! recreated topic.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -36,7 +37,8 @@ enum HistoryEvent {
     EndAssignment { lost: bool },
     /// The partition is assigned again, at the committed offset.
     Assign,
-    /// The log is truncated or starts again: reading continues `below` offsets below the last one.
+    /// The log is truncated or starts again: the next record is `below` offsets below the expected
+    /// one.
     Truncate { below: u8 },
     /// librdkafka seeks to the start position, or fails to.
     Seek { succeeds: bool },
@@ -85,6 +87,7 @@ impl ReferenceOffsets {
 /// The state of a delivery that was handed out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HandedOut {
+    /// Not settled yet.
     Out,
     Settled,
     /// Released: if it is handed out again, that is another delivery.
@@ -302,11 +305,11 @@ impl PartitionModel {
                 else {
                     return Ok(());
                 };
-                // A truncation is an offset up to the last one read; the offset after that is expected.
+                // Only an offset up to the last one read shows a truncation: the next one is expected.
                 let at = (self.next - i64::from(below)).clamp(0, last);
                 self.state.add_records(vec![record(at), record(at + 1)]);
-                // Reading continues at the lowest unsettled offset. The new records are dropped: if
-                // they were added, all offsets below them would count as settled.
+                // If a lower offset is unsettled, the new records are dropped, and reading continues at
+                // that offset: if they were added, all offsets below them would count as settled.
                 let unsettled = self.reference.unsettled().next();
                 let Some(lowest) = unsettled.filter(|lowest| *lowest < at) else {
                     self.start(Some(self.state.last_epoch), AssignmentState::Active);

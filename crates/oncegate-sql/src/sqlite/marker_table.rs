@@ -25,7 +25,7 @@ const WRITE_RECENT: &str = "INSERT OR REPLACE INTO recent_markers
     (number, key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee)
     VALUES (?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
 
-/// Without the number, the first value.
+/// Has the parameters of [`WRITE_RECENT`], and does not use the first, the number.
 const WRITE_MERGED: &str = "INSERT OR REPLACE INTO merged_markers VALUES (?2, ?3, ?4, ?5, ?6, ?7, ?8, ?9, ?10, ?11, ?12, ?13)";
 
 /// Writes nothing if there is a row, expired or not.
@@ -43,11 +43,12 @@ const COMPLETE_MERGED_CLAIM: &str = "UPDATE merged_markers SET expires = ?2, sta
 
 const DELETE_MERGED: &str = "DELETE FROM merged_markers WHERE key = ?1";
 
-/// A row that counts as absent, and hides that in `merged_markers` until it is merged.
+/// Writes a recent row that counts as absent. Until it is merged, it hides the row of its key in
+/// `merged_markers`.
 const HIDE: &str =
     "INSERT OR REPLACE INTO recent_markers (number, key, expires, state) VALUES (?1, ?2, ?3, 0)";
 
-/// Long before any row is written, by whatever width the clock has jumped.
+/// An expiry in the past, however far the clock has jumped.
 const EXPIRED: i64 = i64::MIN;
 
 /// The prepared statements of one transaction.
@@ -325,7 +326,7 @@ impl ClockReading {
 /// Reads a row, whose columns are those of [`SELECT_RECENT`].
 pub(crate) fn read(row: &Row<'_>, now: ClockReading) -> Result<StoredMarker, UnreadableRow> {
     let expires: i64 = row.get(0).map_err(|_| UnreadableRow)?;
-    // A done marker has no guarantee.
+    // Only in-progress and in-doubt markers have a guarantee.
     let expired_until = if matches!(row.get(10), Ok(Some(0))) {
         now.unresolved_expired_until
     } else {

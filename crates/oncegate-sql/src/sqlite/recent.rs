@@ -16,7 +16,7 @@ pub(crate) struct MergeLimits {
     /// From this number of recent markers on, transactions merge as many as they have operations. The
     /// more there are, the fewer pages a merge changes.
     pub(crate) merge_from: usize,
-    /// This number of last rows of `merged_markers`, whose pages are few, is its end.
+    /// How many of the last rows of `merged_markers` count as its end. They are in few pages.
     pub(crate) end_rows: u32,
 }
 
@@ -152,7 +152,7 @@ impl RecentMarkers {
         Ok(())
     }
 
-    /// The end may be outdated: any key may be written to either table.
+    /// An outdated end is harmless, because any key may be written to either table.
     fn look_up_end(&mut self, connection: &Connection) -> rusqlite::Result<()> {
         if self.end_known_for == 0 {
             let mut end = connection.prepare_cached(
@@ -311,8 +311,8 @@ mod tests {
     use super::super::writer_thread::WriterThread;
     use super::*;
 
-    const KEYS: u64 = 24;
-    const STEPS: u64 = 400;
+    const KEYS: u64 = 32;
+    const STEPS: u64 = 300;
 
     fn writer(directory: &Path) -> WriterThread {
         WriterThread::new(FileConfig {
@@ -320,7 +320,7 @@ mod tests {
             synchronous: crate::Synchronous::Normal,
             busy_timeout: Duration::from_secs(10),
             merge: MergeLimits {
-                merge_from: 4,
+                merge_from: 10,
                 end_rows: 1,
             },
         })
@@ -363,13 +363,13 @@ mod tests {
     #[test]
     fn markers_are_the_same_before_and_after_they_are_merged() {
         let mut merged_rows = 0;
-        for first in 0..6 {
+        for first in 0..4 {
             let directory = tempfile::tempdir().expect("a temporary directory");
             let mut writers = [(); 3].map(|()| writer(directory.path()));
             let mut model: BTreeMap<Key, Marker> = BTreeMap::new();
             let mut seed = first;
             for step in 0..STEPS {
-                let batch: Vec<Operation> = (0..1 + below(&mut seed, 5))
+                let batch: Vec<Operation> = (0..1 + below(&mut seed, 2))
                     .map(|_| operation(&mut seed))
                     .collect();
                 for operation in &batch {

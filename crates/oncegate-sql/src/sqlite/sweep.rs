@@ -5,7 +5,7 @@ use rusqlite::{Connection, params};
 use super::clock::ClockReading;
 use super::metric::MARKERS_EXPIRED;
 
-/// A cursor that cycles through the merged keys. It needs no index of the expiry, which every write would
+/// A cursor that cycles through the keys of `merged_markers`. It needs no index of the expiry, which every write would
 /// have to update: a transaction scans as many rows as it has operations, and each id takes at least
 /// two operations. So one cycle ends before half as many new ids arrive as there are rows.
 #[derive(Debug, Default)]

@@ -1,5 +1,5 @@
-//! MirrorMaker 2, which copies topics, group offsets and their metadata from one Kafka cluster to
-//! another.
+//! MirrorMaker 2, which copies topics, and the committed offsets of groups with their metadata, from
+//! one Kafka cluster to another.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

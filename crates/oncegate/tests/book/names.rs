@@ -8,10 +8,6 @@ use super::{read, root};
 /// The names that more than one file may declare, with the reason.
 const SHARED: &[(&str, &[&str])] = &[
     (
-        "both stores report failures in the same way, and have no crate in common except the core",
-        &["Problem", "StoreFailure"],
-    ),
-    (
         "the server that the testkit starts, and its client: a test names the module",
         &["Kafka", "Redis"],
     ),

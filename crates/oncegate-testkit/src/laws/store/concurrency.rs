@@ -11,7 +11,8 @@ use crate::laws::fixtures::{
     SHORT, SLACK, TAKEN_OVER, granted, key, verdict, verdicts,
 };
 
-/// The store, and its handle for renewals if it has one: two connections, like two processes.
+/// The store and its handle for renewals: two connections, like two processes. The store twice if it
+/// has no such handle.
 pub(crate) fn handles(store: &Arc<dyn Store>) -> [Arc<dyn Store>; 2] {
     [
         store.clone(),
@@ -110,8 +111,8 @@ pub async fn of_a_hundred_simultaneous_takeovers_one_wins(store: Arc<dyn Store>)
     }
 }
 
-/// Of a hundred concurrent claims of an id in doubt exactly one takes over the doubt, and all others
-/// are busy.
+/// Of a hundred concurrent claims of an id in doubt exactly one receives [`Verdict::InDoubt`], and all
+/// others are busy.
 pub async fn of_a_hundred_simultaneous_claims_of_a_doubt_one_reconciles(store: Arc<dyn Store>) {
     for round in 0..5 {
         let key = key(format!("k{round}"));

@@ -211,8 +211,8 @@ pub async fn clearing_keeps_the_attempt(store: Arc<dyn Store>) {
     check_rows(&*store, &rows).await;
 }
 
-/// A grant whose handler was not started is withdrawn as if it had not been granted: the budget and
-/// the unknown outcome of earlier attempts are unchanged. A free marker is unchanged.
+/// A grant whose handler was not started is withdrawn as if it had not been granted: the attempts
+/// that are left and the unknown outcome of earlier ones are unchanged. A free marker is unchanged.
 pub async fn withdrawing_keeps_the_attempt_budget(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for guarantee in BOTH {
@@ -544,9 +544,9 @@ fn all_seen() -> Vec<Marker> {
     ]
 }
 
-/// An operator sends back a rejected id, an id that failed too often and, after stating the
+/// An operator redrives a rejected id, an id that failed too often and, after stating the
 /// outcome, an id in doubt, if the marker is unchanged; never one that is in progress or done. The
-/// attempt number continues above every known number, and the whole budget is available.
+/// attempt number continues above every known number, and all of `max_attempts` are left.
 pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (guarantee, stated, known) in [
@@ -593,14 +593,14 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
                     known,
                 );
                 rows.push(match freed(&seen) {
-                    // A marker in progress is not sent back; one that was sent back already is
+                    // A marker in progress is not redriven; one that was redriven already is
                     // kept.
                     Some(becomes)
                         if given == becomes
                             || (given == seen && !matches!(given, Marker::InProgress(_))) =>
                     {
                         row(
-                            "send back: as seen",
+                            "redrive: as seen",
                             given,
                             operation,
                             Verdict::Applied,
@@ -608,7 +608,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
                         )
                     }
                     _ => row(
-                        "send back: anything else",
+                        "redrive: anything else",
                         given,
                         operation,
                         Verdict::Lost,
@@ -641,7 +641,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
                     effect,
                 };
                 row(
-                    "send back: in progress, lease expired",
+                    "redrive: in progress, lease expired",
                     seen,
                     operation,
                     Verdict::Applied,
@@ -649,7 +649,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
                 )
             }
             None => row(
-                "send back: in progress, lease expired, at most once, outcome not stated",
+                "redrive: in progress, lease expired, at most once, outcome not stated",
                 seen,
                 operation,
                 Verdict::Lost,
@@ -661,7 +661,7 @@ pub async fn sending_back_requires_the_expected_marker(store: Arc<dyn Store>) {
 }
 
 /// An operator forgets a completed id, if the marker is unchanged, and nothing else. The attempt
-/// number continues above the known attempt, or above a number that no budget reaches.
+/// number continues above the known attempt, or above [`UNKNOWN_ATTEMPT`].
 pub async fn forgetting_requires_the_expected_done_marker(store: Arc<dyn Store>) {
     let mut rows = Vec::new();
     for (guarantee, known) in [(AT_MOST_ONCE, 0), (EFFECTIVELY_ONCE, 7)] {
