@@ -54,7 +54,7 @@ async fn each_order_sends_exactly_one_parcel() {
 #[should_panic(
     expected = "`order-1` happened 2 times. Its runs: attempt 1 returned Ok, then attempt 2 returned Ok"
 )]
-async fn the_kit_reports_that_effectively_once_ships_twice_after_a_crash() {
+async fn effectively_once_sends_a_second_parcel_after_a_crash() {
     let carrier = Effects::default();
     let kit = Kit::new(Ship {
         carrier: carrier.clone(),
