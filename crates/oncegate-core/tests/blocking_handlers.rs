@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Operation, Verdict};
+use oncegate_core::marker::{Ask, Effect, Operation, Verdict};
 use oncegate_core::*;
 
 /// The timeout of each step, long enough for a busy machine.
@@ -191,4 +191,128 @@ async fn a_result_after_the_end_of_the_lease_is_ignored() {
         (1, 1)
     );
     assert!(broker.dead_letters().is_empty() && broker.in_doubt().is_empty());
+}
+
+/// Records a run that starts after the end of its lease.
+fn record_late_start(events: &Events, cx: &Context) {
+    if cx.lease_remaining().is_zero() {
+        events.record("late start");
+    }
+}
+
+/// A store whose answers to renewals are lost, except those of the id `blocks`.
+struct RenewsOnlyBlocks(MemoryStore);
+
+#[async_trait]
+impl Store for RenewsOnlyBlocks {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let mut answers = self.0.apply(operations).await;
+        for (operation, answer) in operations.iter().zip(&mut answers) {
+            if operation.ask == Ask::Renew && operation.key.as_str() != "blocks" {
+                *answer = Err(StoreError::Unknown("lost by the test".into()));
+            }
+        }
+        answers
+    }
+}
+
+/// The id `blocks` blocks its thread until the other leases of its batch have ended, and then waits.
+struct BlocksThenWaits(Events);
+
+impl Handler for BlocksThenWaits {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        let Self(events) = self;
+        record_late_start(events, cx);
+        if cx.id() == "blocks" {
+            std::thread::sleep(LEASE * 5 / 4);
+            events.record("blocked");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_handler_does_not_start_if_its_lease_ended_while_another_blocked_before_its_first_wait() {
+    let (events, broker) = (
+        Events::default(),
+        broker(["blocks".to_owned(), "late".to_owned()]),
+    );
+    let consumer = consumer(
+        &broker,
+        RenewsOnlyBlocks(MemoryStore::new()),
+        BlocksThenWaits(events.clone()),
+    )
+    .execution(Execution::Inline);
+    let drained = tokio::time::timeout(TIMEOUT, consumer.run_until(broker.drained())).await;
+    drained.expect("all are settled").expect("a clean end");
+    let counts = ["blocked", "late start"].map(|event| events.count(event));
+    assert_eq!(counts, [1, 0]);
+}
+
+/// Loses the claim of the id `first` once, when it is to be completed.
+struct LosesFirstClaim(NoRenewalOfTheFirst, Events);
+
+#[async_trait]
+impl Store for LosesFirstClaim {
+    async fn apply(&self, operations: &[Operation]) -> Vec<Result<Verdict, StoreError>> {
+        let Self(store, events) = self;
+        let (mut operations, mut lost) = (operations.to_vec(), None);
+        for (index, operation) in operations.iter_mut().enumerate() {
+            match operation.ask {
+                Ask::Claim if operation.key.as_str() == "first" => events.record("claimed"),
+                Ask::Complete if operation.key.as_str() == "first" && events.count("lost") == 0 => {
+                    events.record("lost");
+                    operation.ask = Ask::Clear(Effect::Nothing);
+                    lost = Some(index);
+                }
+                _ => {}
+            }
+        }
+        let mut answers = store.apply(&operations).await;
+        if let Some(index) = lost {
+            answers[index] = Ok(Verdict::Lost);
+        }
+        answers
+    }
+}
+
+/// The id `second` runs until `first` waits for its end with a new claim, and leaves a task that
+/// blocks the thread until the lease of that claim has ended.
+struct LeavesBlockingTask(Events);
+
+impl Handler for LeavesBlockingTask {
+    type Payload = Raw;
+
+    async fn handle(&self, _: Raw, cx: &Context) -> Result<(), Failure> {
+        let Self(events) = self;
+        record_late_start(events, cx);
+        events.record(cx.id());
+        if cx.id() == "second" && events.count("second") == 1 {
+            events.until("claimed", 2).await;
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            tokio::spawn(async { std::thread::sleep(LEASE * 5 / 4) });
+        }
+        Ok(())
+    }
+}
+
+#[tokio::test]
+async fn a_handler_that_waited_for_another_does_not_start_after_the_end_of_its_lease() {
+    let events = Events::default();
+    let broker = broker(["first".to_owned(), "second".to_owned()]);
+    let store = NoRenewalOfTheFirst(MemoryStore::new());
+    let consumer = consumer(
+        &broker,
+        LosesFirstClaim(store, events.clone()),
+        LeavesBlockingTask(events.clone()),
+    )
+    .execution(Execution::Inline)
+    .max_in_flight(1);
+    let drained = tokio::time::timeout(TIMEOUT, consumer.run_until(broker.drained())).await;
+    drained.expect("all are settled").expect("a clean end");
+    let counts = ["lost", "first", "late start"].map(|event| events.count(event));
+    assert_eq!(counts, [1, 2, 0]);
 }

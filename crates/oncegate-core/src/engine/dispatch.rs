@@ -191,15 +191,12 @@ impl Engine {
             if driver.handle_expected(Event::MayRun, policy, run).is_none() {
                 return Err(Event::MayRun);
             }
-            match start_run(entry, executor, slot, RunKind::Handle, now) {
-                Started::Finished(result) => {
+            match start_run(entry, executor, slot, RunKind::Handle, clock) {
+                Some(result) => {
                     let event = record_run(entry, reporter, leases, clock, &result);
                     after_run(entry, policy, event)
                 }
-                Started::Task(task) => {
-                    entry.task = Some(task);
-                    Ok(DriverCommand::Nothing)
-                }
+                None => Ok(DriverCommand::Nothing),
             }
         });
         self.continue_with(slot, next);
@@ -303,10 +300,12 @@ impl Engine {
 
     /// [`Event::MayRun`], or [`Event::LeaseOver`] if the lease expired while the delivery waited. The
     /// limit for renewals starts now, so that the time spent waiting does not shorten it.
-    fn check_lease_before_run(&self, slot: Slot) -> Option<Event> {
+    fn check_lease_before_run(&mut self, slot: Slot) -> Option<Event> {
         let Some(lease) = &self.intake.at(slot)?.in_flight.shared().lease else {
             return Some(Event::MayRun);
         };
+        // The event that made room may have waited for a thread since the clock was read.
+        self.clock.boot = BootTime::now();
         let now = self.clock.boot;
         if !lease.is_live(now) {
             return Some(Event::LeaseOver);
@@ -544,22 +543,15 @@ impl Engine {
             self.release_lease(slot);
         }
         let entry = self.intake.at_mut(slot)?;
-        match start_run(entry, &mut self.executor, slot, kind, self.clock.boot) {
-            Started::Finished(result) => {
-                let (reporter, leases) = (&mut self.reporter, &mut self.leases);
-                Some(record_run(
-                    entry,
-                    reporter,
-                    leases,
-                    &mut self.clock,
-                    &result,
-                ))
-            }
-            Started::Task(task) => {
-                entry.task = Some(task);
-                None
-            }
-        }
+        let result = start_run(entry, &mut self.executor, slot, kind, &mut self.clock)?;
+        let (reporter, leases) = (&mut self.reporter, &mut self.leases);
+        Some(record_run(
+            entry,
+            reporter,
+            leases,
+            &mut self.clock,
+            &result,
+        ))
     }
 
     /// Processes the results of spawned runs. One is ignored if the turn of its delivery has changed
@@ -622,24 +614,31 @@ impl Engine {
     }
 }
 
-/// Starts a run of the handler or of `reconcile`.
+/// Starts a run of the handler or of `reconcile`. Returns its result if it ended on the first poll.
 #[inline]
 fn start_run(
     entry: &mut InFlightEntry,
     executor: &mut Executor,
     slot: Slot,
     kind: RunKind,
-    now: BootTime,
-) -> Started {
+    clock: &mut Clock,
+) -> Option<RunResult> {
     let attempt = entry.attempt();
     if entry.in_flight.shared().attempt != attempt {
         entry.in_flight.shared_mut().attempt = attempt;
     }
     entry.turn += 1;
-    entry.began = Some(now);
+    entry.began = Some(clock.boot);
     let cx = Context(entry.in_flight.shared().clone());
     let turn = entry.turn;
-    executor.start(kind, cx, now, RunTicket { slot, turn })
+    match executor.start(kind, cx, clock.boot, RunTicket { slot, turn }) {
+        Started::Finished(result) => Some(result),
+        Started::Task { task, now } => {
+            entry.task = Some(task);
+            clock.boot = clock.boot.max(now);
+            None
+        }
+    }
 }
 
 /// Records the result of a run. Returns its event.

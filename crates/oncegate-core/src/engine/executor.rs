@@ -51,7 +51,7 @@ impl Executor {
         ticket: RunTicket,
     ) -> Started {
         let started = self.runs.start(kind, cx, now, ticket);
-        if let Started::Task(_) = started {
+        if let Started::Task { .. } = started {
             self.spawned += 1;
         }
         started
@@ -193,9 +193,10 @@ mod tests {
             let (ticket, now) = (RunTicket { slot, turn }, BootTime::now());
             match executor.start(RunKind::Handle, context(0), now, ticket) {
                 Started::Finished(result) => assert_eq!(result.event, DONE),
-                Started::Task(_) => panic!("it was spawned"),
+                Started::Task { .. } => panic!("it was spawned"),
             }
-            let Started::Task(_task) = executor.start(RunKind::Handle, context(5), now, ticket)
+            let Started::Task { task: _task, .. } =
+                executor.start(RunKind::Handle, context(5), now, ticket)
             else {
                 panic!("it ended at once");
             };

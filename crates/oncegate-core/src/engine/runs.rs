@@ -27,7 +27,12 @@ pub(super) enum RunKind {
 pub(super) enum Started {
     /// It ended on its first poll.
     Finished(RunResult),
-    Task(RunningTask),
+    Task {
+        task: RunningTask,
+        /// The time after the first poll, which may have blocked; the time of the start if the run
+        /// was not polled.
+        now: BootTime,
+    },
 }
 
 /// Starts runs. It hides the types of the handler and of its future, so that the engine is not
@@ -106,14 +111,15 @@ where
         };
         if kind == RunKind::Reconcile {
             let (runner, report) = (self.runner.clone(), report(&self.finished));
-            return Started::Task(RunningTask::new(tokio::spawn(async move {
+            let task = RunningTask::new(tokio::spawn(async move {
                 let (began, now) = (now, BootTime::now());
                 report.send(runner.reconcile(cx, RunClock { began, now }).await);
-            })));
+            }));
+            return Started::Task { task, now };
         }
         let boxed = self.boxed.take();
         let mut boxed = boxed.unwrap_or_else(|| self.pool.take());
-        let mut unstarted = None;
+        let (mut unstarted, mut after) = (None, now);
         if self.execution == Execution::Inline {
             boxed.set(Some((self.handle)(cx, RunClock { began: now, now })));
             // The waker of this poll may be ignored: a pending future is polled again by its task.
@@ -124,15 +130,17 @@ where
                 self.boxed = Some(boxed);
                 return Started::Finished(result);
             }
+            after = BootTime::now();
         } else {
             unstarted = Some((self.handle.clone(), cx, now));
         }
-        Started::Task(RunningTask::new(tokio::spawn(SpawnedRun {
+        let task = RunningTask::new(tokio::spawn(SpawnedRun {
             unstarted,
             boxed: Some(boxed),
             pool: self.pool.clone(),
             report: Some(report(&self.finished)),
-        })))
+        }));
+        Started::Task { task, now: after }
     }
 }
 
