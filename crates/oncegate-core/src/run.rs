@@ -109,31 +109,37 @@ impl<H: Handler, D: Decode> Runner<H, D> {
     pub(crate) async fn reconcile(self: Arc<Self>, cx: Context, clock: RunClock) -> RunResult {
         let span = spans::if_enabled(|| spans::reconcile(&cx));
         let work = std::pin::pin!(Some(async {
-            let payload = self.decode.decode::<H::Payload>(cx.message())?;
-            fault::point("reconcile.before");
-            let found = self.handler.reconcile(payload, &cx).await;
-            fault::point("reconcile.after");
-            found.map_err(|failure| match failure {
-                Failure::Retry(cause) | Failure::Reject(cause) | Failure::InDoubt(cause) => cause,
-            })
+            let found = async {
+                let payload = self.decode.decode::<H::Payload>(cx.message())?;
+                fault::point("reconcile.before");
+                let found = self.handler.reconcile(payload, &cx).await;
+                fault::point("reconcile.after");
+                found.map_err(|failure| match failure {
+                    Failure::Retry(cause) | Failure::Reject(cause) | Failure::InDoubt(cause) => {
+                        cause
+                    }
+                })
+            };
+            // The error is dropped and its text is written here, because both may panic.
+            match found.await {
+                Ok(Reconciled::Happened) => (Event::Reconciled(Some(Finding::Happened)), None),
+                Ok(Reconciled::DidNotHappen) => {
+                    (Event::Reconciled(Some(Finding::DidNotHappen)), None)
+                }
+                Ok(Reconciled::Unknown) => {
+                    let text = "reconcile returned Unknown".to_owned();
+                    (Event::Reconciled(None), Some(text))
+                }
+                Err(error) if error.is::<NoReconcile>() => {
+                    (Event::CannotReconcile, Some(error.to_string()))
+                }
+                Err(error) => (Event::Reconciled(None), Some(error.to_string())),
+            }
         }));
         let lease = cx.0.lease.as_ref();
         let (event, error) = match bounded(work, span.as_deref(), clock, self.timeout, lease).await
         {
-            BoundedEnd::Completed(Ok(Reconciled::Happened)) => {
-                (Event::Reconciled(Some(Finding::Happened)), None)
-            }
-            BoundedEnd::Completed(Ok(Reconciled::DidNotHappen)) => {
-                (Event::Reconciled(Some(Finding::DidNotHappen)), None)
-            }
-            BoundedEnd::Completed(Ok(Reconciled::Unknown)) => (
-                Event::Reconciled(None),
-                Some("reconcile returned Unknown".to_owned()),
-            ),
-            BoundedEnd::Completed(Err(error)) if error.is::<NoReconcile>() => {
-                (Event::CannotReconcile, Some(error.to_string()))
-            }
-            BoundedEnd::Completed(Err(error)) => (Event::Reconciled(None), Some(error.to_string())),
+            BoundedEnd::Completed(found) => found,
             BoundedEnd::Panicked(message) => (Event::Reconciled(None), Some(message)),
             BoundedEnd::TimedOut => (
                 Event::Reconciled(None),

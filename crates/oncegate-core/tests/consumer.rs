@@ -285,6 +285,50 @@ async fn reconcile_that_finds_no_effect_leads_to_a_run_with_a_higher_attempt_num
     assert_eq!((fixture.effects(), fixture.reasons().len()), (1, 0));
 }
 
+/// An error whose text cannot be formatted.
+#[derive(Debug)]
+struct PanicsInDisplay;
+
+impl std::fmt::Display for PanicsInDisplay {
+    fn fmt(&self, _: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        panic!("the text of the error")
+    }
+}
+
+impl std::error::Error for PanicsInDisplay {}
+
+/// Its `reconcile` fails with an error whose text panics, and records the attempts.
+struct ReconcilePanicsLate(Arc<Mutex<Vec<u32>>>);
+
+impl Handler for ReconcilePanicsLate {
+    type Payload = String;
+
+    async fn handle(&self, _: String, _: &Context) -> Result<(), Failure> {
+        Err("no answer").in_doubt()
+    }
+
+    async fn reconcile(&self, _: String, cx: &Context) -> Result<Reconciled, Failure> {
+        self.0.lock().expect("no panic inside").push(cx.attempt());
+        Err(PanicsInDisplay).retry()
+    }
+}
+
+#[tokio::test]
+async fn reconcile_whose_error_panics_as_text_is_repeated_and_then_in_doubt() {
+    let (fixture, attempts) = (Fixture::new(), Arc::default());
+    fixture.publish("a", "doubt");
+    let broker = fixture.broker.clone();
+    fixture
+        .consumer(Guarantee::AtMostOnce)
+        .handler(ReconcilePanicsLate(Arc::clone(&attempts)))
+        .run_until(async move { broker.drained().await })
+        .await
+        .expect("a clean end");
+    assert_eq!(*attempts.lock().expect("no panic inside"), [1, 1]);
+    let reason = Reason::InDoubt(DoubtCause::HandlerReported);
+    assert_eq!(fixture.reasons(), [reason]);
+}
+
 #[tokio::test]
 async fn at_most_once_a_handler_that_exceeds_its_timeout_is_in_doubt() {
     let fixture = Fixture::new();
