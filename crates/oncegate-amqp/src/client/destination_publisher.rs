@@ -2,10 +2,12 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
 
 use futures_util::future::BoxFuture;
 use futures_util::stream::FuturesUnordered;
-use futures_util::{FutureExt, StreamExt};
+use futures_util::{Stream, StreamExt};
 use lapin::options::{BasicPublishOptions, ConfirmSelectOptions};
 use lapin::{Channel, Confirmation, Connection};
 use tokio::sync::mpsc::UnboundedReceiver;
@@ -165,7 +167,7 @@ impl DestinationPublisher {
                 Some((sequence, confirm)) = confirms.next() => {
                     window.record(sequence, confirm);
                     // All that have arrived, as `ConfirmWindow` requires.
-                    while let Some(Some((sequence, confirm))) = confirms.next().now_or_never() {
+                    while let Some((sequence, confirm)) = next_ready(&mut confirms) {
                         window.record(sequence, confirm);
                     }
                     progress_at = Instant::now();
@@ -303,6 +305,31 @@ fn confirm_timed_out() -> String {
     format!("no publisher confirm within {CONFIRM_TIMEOUT:?}")
 }
 
+/// The next item if one is ready, without waiting. Polls again if the stream was woken: a
+/// `FuturesUnordered` does not poll all futures if two of them are woken while they are polled, as
+/// publishing ones are.
+fn next_ready<S: Stream + Unpin>(items: &mut S) -> Option<S::Item> {
+    let flag = Arc::new(WakeFlag::default());
+    let waker = Waker::from(Arc::clone(&flag));
+    loop {
+        match items.poll_next_unpin(&mut Context::from_waker(&waker)) {
+            Poll::Ready(item) => return item,
+            Poll::Pending if flag.0.swap(false, Ordering::AcqRel) => {}
+            Poll::Pending => return None,
+        }
+    }
+}
+
+/// Whether its waker was called.
+#[derive(Default)]
+struct WakeFlag(AtomicBool);
+
+impl Wake for WakeFlag {
+    fn wake(self: Arc<Self>) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
 /// Opens a channel with publisher confirms.
 async fn open_channel(connection: &Connection) -> lapin::Result<Channel> {
     let channel = connection.create_channel().await?;
@@ -375,6 +402,8 @@ fn fault_point(copy: &MessageCopy, delay: &str, dead_letter: &str) {
 #[cfg(test)]
 mod tests {
     use std::time::Duration;
+
+    use futures_util::FutureExt;
 
     use super::*;
     use crate::RabbitMq;
@@ -467,6 +496,15 @@ mod tests {
             (publisher.isolated.len(), publisher.waiting.len()),
             (MAX_ISOLATED, 500 - MAX_ISOLATED)
         );
+    }
+
+    /// Futures that are woken while they are polled, as publishing ones are, are before a confirm.
+    #[test]
+    fn a_confirm_behind_futures_that_are_being_woken_is_ready() {
+        let publishing = || tokio::task::yield_now().map(|()| "published").boxed();
+        let confirm = std::future::ready("confirm").boxed();
+        let mut confirms = FuturesUnordered::from_iter([publishing(), publishing(), confirm]);
+        assert_eq!(next_ready(&mut confirms), Some("confirm"));
     }
 
     #[test]

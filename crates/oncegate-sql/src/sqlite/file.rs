@@ -9,6 +9,7 @@ use rusqlite::{Connection, ErrorCode, OpenFlags, Transaction, TransactionBehavio
 
 use super::Synchronous;
 use super::failure::{self, StoreFailure, TransactionStage};
+use super::marker_table::EXPIRED;
 use super::recent::{self, MergeLimits};
 use super::windows;
 
@@ -48,10 +49,11 @@ CREATE VIEW unmerged_markers AS -- the rows of recent_markers that are not in me
     WHERE number > merged_until AND (number > cycle_end OR key > cursor);
 CREATE VIEW markers AS -- what oncegate remembers
     SELECT key, expires, state, fingerprint, attempt, base, crashes, effect, token, lease, horizon, guarantee FROM unmerged_markers
+    WHERE expires > {EXPIRED}
     UNION ALL
-    SELECT * FROM merged_markers WHERE key NOT IN (SELECT key FROM unmerged_markers);
-CREATE TRIGGER delete_marker INSTEAD OF DELETE ON markers BEGIN
-    DELETE FROM recent_markers WHERE key = old.key;
+    SELECT * FROM merged_markers WHERE expires > {EXPIRED} AND key NOT IN (SELECT key FROM unmerged_markers);
+CREATE TRIGGER delete_marker INSTEAD OF DELETE ON markers BEGIN -- keeps recent rows, whose numbers processes remember
+    UPDATE recent_markers SET expires = {EXPIRED} WHERE key = old.key;
     DELETE FROM merged_markers WHERE key = old.key;
 END"
     )

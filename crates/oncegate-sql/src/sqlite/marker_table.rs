@@ -48,8 +48,8 @@ const DELETE_MERGED: &str = "DELETE FROM merged_markers WHERE key = ?1";
 const HIDE: &str =
     "INSERT OR REPLACE INTO recent_markers (number, key, expires, state) VALUES (?1, ?2, ?3, 0)";
 
-/// An expiry in the past, however far the clock has jumped.
-const EXPIRED: i64 = i64::MIN;
+/// The expiry of a deleted row: in the past, however far the clock has jumped.
+pub(super) const EXPIRED: i64 = i64::MIN;
 
 /// The prepared statements of one transaction.
 pub(crate) struct MarkerTable<'transaction> {

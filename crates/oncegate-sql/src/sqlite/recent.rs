@@ -302,8 +302,8 @@ mod tests {
     use std::path::Path;
     use std::time::Duration;
 
-    use oncegate_core::marker::{self, Age, Ask, Change, Effect, Guarantee, Marker, Operation};
-    use oncegate_core::marker::{Terms, Token};
+    use oncegate_core::marker::{self, Age, Ask, Attempts, Change, Effect, Guarantee, Marker};
+    use oncegate_core::marker::{Operation, Terms, Token, Verdict};
     use oncegate_core::{Key, MessageId};
     use rusqlite::Connection;
 
@@ -415,6 +415,67 @@ mod tests {
         assert!(merged_rows > 1000, "{merged_rows}: hardly any were merged");
     }
 
+    /// Deletes a marker as an operator does.
+    fn delete(directory: &Path, keys: &str) {
+        let raw = Connection::open(directory.join("markers.db")).expect("opens");
+        raw.execute("DELETE FROM markers WHERE key LIKE ?1", [keys])
+            .expect("deletes");
+        let shown = shown(&raw);
+        assert!(!shown.iter().any(|key| key == keys), "{shown:?}");
+    }
+
+    /// Two processes, of which one has not read the recent markers when one of them is deleted.
+    #[test]
+    fn after_an_operator_deletes_a_recent_marker_its_next_claim_is_seen_by_all_processes() {
+        let directory = tempfile::tempdir().expect("a temporary directory");
+        let claim = |writer: &mut WriterThread, id: &str, token| {
+            let claim = Operation {
+                key: Key::new(&MessageId::new(id).expect("an id")),
+                ask: Ask::Claim,
+                token: Token(token),
+                attempt: 0,
+                terms: Terms {
+                    guarantee: Guarantee::AtMostOnce,
+                    lease: Duration::from_secs(3600),
+                    window: Duration::from_secs(7200),
+                    fingerprint: None,
+                },
+            };
+            let batch: &[Operation] = &[claim];
+            let answers = writer.apply([batch].into_iter(), 1).expect("commits");
+            answers[0][0].clone().expect("a verdict")
+        };
+        let mut first = writer(directory.path());
+        for id in ["id-90", "id-91"] {
+            claim(&mut first, id, 1);
+        }
+        let mut first = writer(directory.path());
+        for id in ["id-50", "id-51", "id-52", "id-53"] {
+            claim(&mut first, id, 1);
+        }
+        let raw = Connection::open(directory.path().join("markers.db")).expect("opens");
+        let recent: u32 = raw
+            .query_row("SELECT count(*) FROM unmerged_markers", [], |row| {
+                row.get(0)
+            })
+            .expect("a number");
+        assert_eq!(recent, 4);
+        delete(directory.path(), "id-51");
+        assert_eq!(
+            listed(&mut first),
+            ["id-50", "id-52", "id-53", "id-90", "id-91"],
+            "the listing continues after the deleted marker"
+        );
+
+        for id in ["id-50", "id-9%"] {
+            delete(directory.path(), id);
+        }
+        let granted = Verdict::Granted(Attempts::new(1));
+        assert_eq!(claim(&mut writer(directory.path()), "id-50", 2), granted);
+        let second = claim(&mut first, "id-50", 3);
+        assert!(matches!(second, Verdict::Busy { .. }), "{second:?}");
+    }
+
     /// All keys, by pages.
     fn listed(writer: &mut WriterThread) -> Vec<String> {
         let (mut keys, mut after) = (Vec::new(), Some(String::new()));
@@ -429,7 +490,7 @@ mod tests {
     /// The keys that the view shows.
     fn shown(raw: &Connection) -> Vec<String> {
         let mut select = raw
-            .prepare("SELECT key FROM markers WHERE expires > 0 ORDER BY key")
+            .prepare("SELECT key FROM markers ORDER BY key")
             .expect("the view");
         let keys = select.query_map([], |row| row.get(0)).expect("rows");
         keys.collect::<Result<_, _>>().expect("texts")
