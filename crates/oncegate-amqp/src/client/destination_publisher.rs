@@ -240,7 +240,8 @@ impl DestinationPublisher {
     }
 
     /// Declares the queue again after a copy was returned or nacked, and closes the channel: a quorum
-    /// queue may refuse later copies on it after the queue has room again; see `client`.
+    /// queue may refuse later copies on it after the queue has room again; see `client`. Gives up
+    /// after [`CONFIRM_TIMEOUT`]: nothing is published meanwhile.
     async fn repair(
         &mut self,
         connection: &Connection,
@@ -248,13 +249,20 @@ impl DestinationPublisher {
         problem: &mut String,
         copies: &[Arc<MessageCopy>],
     ) {
-        if let Some(copy) = copies.first()
-            && let Err(error) =
-                declare::redeclare(connection, &self.context.source, &copy.destination).await
-        {
-            problem.push_str(&format!("; declaring the queue failed: {error}"));
+        let source = &self.context.source;
+        let repaired = tokio::time::timeout(CONFIRM_TIMEOUT, async {
+            let declared = match copies.first() {
+                Some(copy) => declare::redeclare(connection, source, &copy.destination).await,
+                None => Ok(()),
+            };
+            let _ = channel.close(200, "OK".into()).await;
+            declared
+        });
+        match repaired.await {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => problem.push_str(&format!("; declaring the queue failed: {error}")),
+            Err(_) => problem.push_str("; declaring the queue took too long"),
         }
-        let _ = channel.close(200, "OK".into()).await;
     }
 
     /// Puts the unconfirmed copies back, and sets the time of the next attempt.
