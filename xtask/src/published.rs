@@ -36,7 +36,7 @@ pub(crate) struct Arguments {
 enum Check {
     /// The public API of each library equals its `api.txt`.
     Api,
-    /// Dependencies: licences, sources, duplicates, known vulnerabilities.
+    /// Dependencies: licences, sources, wildcard versions, known vulnerabilities.
     Dependencies,
     /// The facade compiles without warnings with each combination of its features.
     Features,

@@ -14,8 +14,8 @@ pub struct Context(pub(crate) Arc<SharedDelivery>);
 
 /// What the engine, the context of a handler and the renewals share of one delivery.
 ///
-/// It changes only while nobody shares it: a handler that keeps its context keeps the values of its
-/// own run.
+/// The engine changes it only while it has the only reference: a handler that keeps its context keeps
+/// the values of its own run.
 #[derive(Clone, Debug)]
 pub(crate) struct SharedDelivery {
     /// `None` if the message has no usable id: then it never runs.

@@ -68,8 +68,8 @@ pub trait Source: Send {
 pub struct SourceProperties {
     /// The order, unless the user sets one. Default: [`Order::Unordered`]. Kafka: by key.
     pub default_order: Order,
-    /// The maximum number of deliveries in one batch to the store, at least 1. Default: 256. AMQP: a
-    /// quarter of the prefetch.
+    /// The maximum number of claims in one batch to the store, at least 1; the same maximum applies
+    /// to its outcomes and to its late completions. Default: 256. AMQP: a quarter of the prefetch.
     pub max_store_batch: usize,
     /// Whether batches to a slow store may overlap. Default: no. Kafka: yes.
     pub overlapping_batches: bool,
@@ -202,8 +202,8 @@ impl Receipt {
     }
 }
 
-/// A delivery with its settlement. Only [`InFlight`](crate::in_flight::InFlight) creates it, and
-/// [`Source::settle`] consumes it.
+/// A delivery with its settlement. In a consumer only [`InFlight`](crate::in_flight::InFlight)
+/// creates it; tests of sources do, too. [`Source::settle`] consumes it.
 #[derive(Debug)]
 pub struct Settled {
     /// The delivery, moved.
@@ -219,10 +219,11 @@ pub struct Settled {
 pub struct FailureHistory {
     /// The id, if the message has a usable one.
     pub id: Option<String>,
-    /// How many runs of the handler count towards `max_attempts`. A run that ended with its process
-    /// counts in `crashes`.
+    /// How many attempts count towards `max_attempts`. Inline retries belong to their attempt. An
+    /// attempt without a recorded outcome counts in `crashes`.
     pub attempts: u32,
-    /// How many processes crashed, or lost their lease, while they handled it.
+    /// How many leases ended without a recorded outcome: the process crashed, or lost its connection
+    /// to the store.
     pub crashes: u32,
     /// The highest known attempt number of its id; 0 if none was granted. The attempts after a redrive
     /// have higher numbers.
@@ -278,7 +279,8 @@ impl SourceError {
     }
 }
 
-/// The headers that oncegate writes on dead letters, in-doubt messages and delayed copies.
+/// The headers that oncegate writes on dead letters, in-doubt messages and delayed copies. Adapters
+/// may add others with [`PREFIX`](headers::PREFIX).
 ///
 /// A producer can set them, too, so a source copies only the [`kept_headers`] of a message to its
 /// dead letter, and adds its own.
@@ -289,10 +291,11 @@ pub mod headers {
     pub const REASON: &str = "oncegate-reason";
     /// The id of the message.
     pub const ID: &str = "oncegate-id";
-    /// How many runs of the handler count towards `max_attempts`. A run that ended with its process
-    /// counts in [`CRASHES`].
+    /// How many attempts count towards `max_attempts`. Inline retries belong to their attempt. An
+    /// attempt without a recorded outcome counts in [`CRASHES`].
     pub const ATTEMPTS: &str = "oncegate-attempts";
-    /// How many processes crashed, or lost their lease, while they handled it; left out if none.
+    /// How many leases ended without a recorded outcome: the process crashed, or lost its connection
+    /// to the store; left out if none.
     pub const CRASHES: &str = "oncegate-crashes";
     /// The number of the last granted attempt; left out if none was granted.
     pub const FENCE: &str = "oncegate-fence";
@@ -304,7 +307,8 @@ pub mod headers {
     pub const ORIGIN: &str = "oncegate-origin";
     /// How many attempts of a delayed copy failed before.
     pub const FAILURES: &str = "oncegate-failures";
-    /// When the first copy was received, in milliseconds since 1970.
+    /// The earliest known time of the message, in milliseconds since 1970: its timestamp, or, on a
+    /// delayed copy of RabbitMQ, the time of receipt if it is earlier or there is no timestamp.
     pub const FIRST_SEEN: &str = "oncegate-first-seen";
 }
 

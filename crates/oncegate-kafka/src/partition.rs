@@ -505,7 +505,7 @@ impl Partition {
         Some((lowest, since.map(|(_, since)| since)))
     }
 
-    /// The number of offsets from the lowest unsettled one to the last one, settled or not.
+    /// The number of delivered offsets from the lowest unsettled one on, settled or not.
     pub(crate) fn span(&self) -> usize {
         self.offsets.span()
     }

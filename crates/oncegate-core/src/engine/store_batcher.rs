@@ -35,7 +35,9 @@ pub(super) struct StoreBatcher {
     pub(super) breaker: Breaker,
     /// Whether the store reported that it is misconfigured: then no claims are sent.
     misconfigured: bool,
-    /// Claims that were sent and are not answered. A suspect starts when there is none.
+    /// Claims that were sent and are not answered. One of the
+    /// [`Suspects`](super::suspects::Suspects), deliveries during which two or more processes
+    /// crashed, starts when there is none.
     claims_sent: usize,
     applies: FuturesUnordered<BoxFuture<'static, AnsweredBatch>>,
     /// The vectors of an answered batch, to be used again.

@@ -1,4 +1,5 @@
-//! Types of the workspace have different names, unless they are the same idea in several crates.
+//! Types have different names, unless they are the same idea in several crates. Reads the `src` and
+//! `examples` of each crate in `crates`, and `examples/payments/src`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
