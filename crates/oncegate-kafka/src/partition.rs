@@ -69,7 +69,8 @@ pub(crate) enum PartitionEvent {
         identity: Option<TopicIdentity>,
         next_epoch: u64,
     },
-    /// A part of the log is unreadable, or the start position is an error.
+    /// The source ends with an error: a part of the log is unreadable, or, with
+    /// `OutOfRange::Error`, the committed offset is, or may be, of a deleted topic.
     Halted,
     /// A delivery was handed to the consumer.
     HandedOut,

@@ -5,7 +5,8 @@ use crate::protocol::queue_settings::{ConsumerMode, QueueSettings};
 /// How a channel is closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CloseMode {
-    /// Cancels the consumer and requeues unsettled deliveries by `basic.nack`.
+    /// Cancels the consumer and requeues unsettled deliveries: failed ones by `basic.reject`, all
+    /// others by `basic.nack`.
     Requeue,
     /// Cancels the consumer and closes the channel: RabbitMQ requeues its messages in the order of
     /// the queue, which it does not guarantee for one `basic.nack` of many; see `client`.
