@@ -222,8 +222,8 @@ pub struct FailureHistory {
     /// How many attempts count towards `max_attempts`. Inline retries belong to their attempt. An
     /// attempt without a recorded outcome counts in `crashes`.
     pub attempts: u32,
-    /// How many leases ended without a recorded outcome: the process crashed, or lost its connection
-    /// to the store.
+    /// How many leases ended without a recorded outcome: the process crashed, or lost its
+    /// connection to the store.
     pub crashes: u32,
     /// The highest known attempt number of its id; 0 if none was granted. The attempts after a redrive
     /// have higher numbers.
@@ -294,8 +294,8 @@ pub mod headers {
     /// How many attempts count towards `max_attempts`. Inline retries belong to their attempt. An
     /// attempt without a recorded outcome counts in [`CRASHES`].
     pub const ATTEMPTS: &str = "oncegate-attempts";
-    /// How many leases ended without a recorded outcome: the process crashed, or lost its connection
-    /// to the store; left out if none.
+    /// How many leases ended without a recorded outcome: the process crashed, or lost its
+    /// connection to the store; left out if none.
     pub const CRASHES: &str = "oncegate-crashes";
     /// The number of the last granted attempt; left out if none was granted.
     pub const FENCE: &str = "oncegate-fence";
