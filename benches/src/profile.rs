@@ -52,19 +52,14 @@ const PLACES: &[(&str, &[&str])] = &[
     (
         "advance and LifecycleDriver::handle",
         &[
-            "Running<H,D>>::happens",
-            "Running<H,D>>::advance",
+            "engine::dispatch",
             "LifecycleDriver::handle",
             "lifecycle::transition",
         ],
     ),
     (
         "asking the store, reading its answers",
-        &[
-            "Running<H,D>>::ask_the_store",
-            "Running<H,D>>::answered",
-            "Running<H,D>>::note",
-        ],
+        &["engine::answers", "engine::store_batcher"],
     ),
     ("the rest of oncegate", &["oncegate_"]),
 ];
