@@ -172,7 +172,7 @@ impl DeadLetter {
                 "the process that handled it crashed, lost its lease, or ended before its outcome was found out; that process's log may have \
                  the error of its handler"
             }
-            "in-doubt-too-old" => "it is older than the window, so it may have been handled before",
+            "in-doubt-too-old" => "it is older than max_age, so it may have been handled before",
             _ => "the reason is unknown",
         }
     }
@@ -306,4 +306,49 @@ pub(crate) fn is_dropped_from_copies(header: &str) -> bool {
         .iter()
         .any(|it| header.starts_with(it))
         || ["CC", "BCC"].contains(&header)
+}
+
+#[cfg(test)]
+impl DeadLetter {
+    /// A waiting message of a RabbitMQ queue with these headers.
+    pub(crate) fn with_headers(headers: &[(&str, &str)]) -> Self {
+        Self {
+            location: MessageLocation {
+                broker: "rabbitmq".into(),
+                name: "payments.in-doubt".into(),
+                ..MessageLocation::default()
+            },
+            state: DeadLetterState::Waiting,
+            headers: headers
+                .iter()
+                .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+                .collect(),
+            key: None,
+            body: None,
+            sent_ms: Some(crate::output::now_ms()),
+            rejected_at_ms: Some(crate::output::now_ms()),
+            other_source: None,
+            missing_parts: None,
+            #[cfg(feature = "rabbitmq")]
+            delivery: None,
+            raw_headers: Vec::new(),
+            extracted_id: None,
+            delivery_count: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_has_a_text_and_too_old_names_max_age() {
+        for reason in reasons().filter(|reason| *reason != NO_REASON) {
+            let message = DeadLetter::with_headers(&[(headers::REASON, reason)]);
+            assert_ne!(message.reason_text(), "the reason is unknown", "{reason}");
+        }
+        let too_old = DeadLetter::with_headers(&[(headers::REASON, "in-doubt-too-old")]);
+        assert!(too_old.reason_text().contains("older than max_age"));
+    }
 }
