@@ -125,6 +125,7 @@ async fn run_bulk(
         StopSignal::watch(),
     );
     let mut unchecked = Unchecked::default();
+    let (mut searched, mut has_match) = (Vec::new(), false);
     for broker in Broker::selected(context, filter.broker, &mut unchecked)? {
         let opened = listing::open(
             context,
@@ -146,6 +147,7 @@ async fn run_bulk(
                 && let Some(message) = stop_signal.or(reader.next()).await?
             {
                 bar.inc(1);
+                has_match |= filter.matches_id(&message);
                 if !message.state.is_pending() {
                     continue;
                 }
@@ -184,6 +186,16 @@ async fn run_bulk(
         if stopped.is_some() {
             break;
         }
+        searched.push(listing::description(Destination::DeadLetters, broker));
+    }
+    // With --limit 0, or a broker that was not checked, the message may exist.
+    if by_id
+        && !has_match
+        && stopped.is_none()
+        && unchecked.names().is_none()
+        && !report.is_full(&limits)
+    {
+        stopped = Some(filter.id_not_found(&searched));
     }
     report.finish(context, &confirm, action.command(), stopped, &unchecked)?;
     unchecked.end()

@@ -345,6 +345,19 @@ async fn dropped_messages_are_not_listed_again(broker: Broker) {
         ids(&fixture.json(&["dead-letters", "list"]).await),
         ["a", "b"]
     );
+    let not_found = format!(
+        "no message with the id nope was found in the dead-letter destination on {}",
+        fixture.broker_name()
+    );
+    for action in ["redrive", "drop"] {
+        for mode in ["--yes", "--dry-run"] {
+            fixture
+                .run(&["dead-letters", action, "--id", "nope", mode])
+                .await
+                .exits_with(1)
+                .prints(&not_found);
+        }
+    }
     fixture
         .run(&["dead-letters", "drop", "--id", "a", "--yes"])
         .await
