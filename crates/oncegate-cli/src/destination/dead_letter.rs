@@ -5,9 +5,9 @@ use oncegate::lifecycle::Reason;
 use oncegate::source::{headers, is_reserved};
 use serde::Serialize;
 
-use super::ROUTING_KEY;
 #[cfg(feature = "rabbitmq")]
 use super::rabbitmq;
+use super::{Destination, ROUTING_KEY};
 use crate::audit::MessageLocation;
 use crate::output::utc_text;
 
@@ -40,10 +40,12 @@ const HANDLE_DIGITS: usize = 16;
 /// The reason of messages without a reason header.
 const NO_REASON: &str = "unknown";
 
-/// Every reason that `--reason` accepts.
-pub(crate) fn reasons() -> impl Iterator<Item = &'static str> {
+/// Every reason of messages in this destination. The broker and other programs may put messages
+/// into either.
+pub(crate) fn reasons(destination: Destination) -> impl Iterator<Item = &'static str> {
     Reason::ALL
         .into_iter()
+        .filter(move |reason| reason.is_in_doubt() == (destination == Destination::InDoubt))
         .map(|reason| reason.as_str())
         .chain([DEAD_LETTERED_BY_BROKER, NO_REASON])
 }
@@ -344,7 +346,8 @@ mod tests {
 
     #[test]
     fn every_reason_has_a_text_and_too_old_names_max_age() {
-        for reason in reasons().filter(|reason| *reason != NO_REASON) {
+        let reasons = reasons(Destination::DeadLetters).chain(reasons(Destination::InDoubt));
+        for reason in reasons.filter(|reason| *reason != NO_REASON) {
             let message = DeadLetter::with_headers(&[(headers::REASON, reason)]);
             assert_ne!(message.reason_text(), "the reason is unknown", "{reason}");
         }

@@ -2,7 +2,6 @@
 
 use clap::Args;
 use clap::builder::PossibleValuesParser;
-use oncegate::lifecycle::Reason;
 
 use super::{Broker, DeadLetter, Destination};
 use crate::CliContext;
@@ -21,7 +20,8 @@ pub(crate) struct MessageFilter {
     #[arg(skip)]
     handle: Option<String>,
     /// Only messages with this reason; may be repeated
-    #[arg(long = "reason", value_name = "REASON", value_parser = PossibleValuesParser::new(super::reasons()))]
+    // [`restrict_reasons`] restricts the values to those of the command's destination.
+    #[arg(long = "reason", value_name = "REASON")]
     reasons: Vec<String>,
     /// Only messages older than this, such as 2h. The age counts from the time of sending; if that
     /// is unknown, from the time of dead-lettering. Messages with neither time are skipped and counted
@@ -33,6 +33,11 @@ pub(crate) struct MessageFilter {
     /// Only this broker, if both are configured
     #[arg(long)]
     pub(crate) broker: Option<Broker>,
+}
+
+/// Restricts `--reason` of a command to the reasons of its destination.
+pub(crate) fn restrict_reasons(argument: clap::Arg, destination: Destination) -> clap::Arg {
+    argument.value_parser(PossibleValuesParser::new(super::reasons(destination)))
 }
 
 impl MessageFilter {
@@ -54,22 +59,6 @@ impl MessageFilter {
             .transpose()?
             .map(|id| id.to_string());
         Ok(self)
-    }
-
-    /// Fails for a reason that no message of this destination has.
-    pub(crate) fn check_reasons(&self, destination: Destination) -> Result<(), CliError> {
-        let elsewhere = |name: &str| {
-            Reason::ALL.into_iter().any(|reason| {
-                reason.as_str() == name
-                    && reason.is_in_doubt() != (destination == Destination::InDoubt)
-            })
-        };
-        let Some(reason) = self.reasons.iter().find(|name| elsewhere(name)) else {
-            return Ok(());
-        };
-        let known: Vec<&str> = super::reasons().filter(|name| !elsewhere(name)).collect();
-        let filter = format!("--reason of a {} message", destination.name());
-        Err(CliError::unknown_value(&filter, reason, &known))
     }
 
     pub(crate) fn for_id(
