@@ -336,6 +336,7 @@ impl DeadLetterSession<'_> {
         PlannedAction {
             what,
             id: message.id().map(str::to_owned),
+            handle: message.handle(),
             location: Some(message.location.clone()),
             before,
             after,

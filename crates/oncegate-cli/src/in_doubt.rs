@@ -297,6 +297,7 @@ impl<'a> ResolveSession<'a> {
         let action = PlannedAction {
             what: COMMAND.name,
             id: Some(id.to_owned()),
+            handle: None,
             location: None,
             before: marker.summary(),
             after,
@@ -356,6 +357,7 @@ impl<'a> ResolveSession<'a> {
         let action = PlannedAction {
             what: COMMAND.name,
             id: Some(id.to_owned()),
+            handle: None,
             location,
             before: "in doubt".into(),
             after: after.clone(),

@@ -275,6 +275,7 @@ async fn run(
     let action = PlannedAction {
         what,
         id: Some(id.to_string()),
+        handle: None,
         location: None,
         before: before.clone(),
         after: after.clone(),

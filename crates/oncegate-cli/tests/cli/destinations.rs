@@ -110,6 +110,21 @@ async fn messages_without_an_id_are_named_by_a_handle(broker: Broker) {
         .exits_with(0)
         .prints("1 redriven");
     assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["a"]);
+    for (handle, action) in [
+        (handles[0], "dead-letters drop"),
+        (handles[1], "dead-letters redrive"),
+    ] {
+        let audit = fixture.json(&["audit", "--id", handle]).await;
+        assert_eq!(
+            (
+                audit.as_array().map(Vec::len),
+                &audit[0]["what"],
+                &audit[0]["handle"]
+            ),
+            (Some(1), &action.into(), &handle.into()),
+            "{audit}"
+        );
+    }
     fixture.end().await;
 }
 
