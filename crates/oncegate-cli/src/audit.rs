@@ -92,6 +92,7 @@ impl Audit {
         let PlannedAction {
             what,
             id,
+            handle,
             location,
             before,
             after,
@@ -114,6 +115,7 @@ impl Audit {
             stage,
             scope,
             id,
+            handle,
             location,
             before,
             after,

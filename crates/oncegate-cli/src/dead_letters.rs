@@ -11,7 +11,7 @@ use crate::destination::bulk::{
     BulkCommand, BulkLimits, BulkReport, ConfirmArgs, RateLimiter, StopSignal, close_reader,
     publish,
 };
-use crate::destination::filter::{FilterMatch, MessageFilter};
+use crate::destination::filter::{FilterMatch, MessageFilter, restrict_reasons};
 use crate::destination::listing::{self, ListArgs, QueueAccessArgs, ShowArgs};
 use crate::destination::redrive_policy::{self, AcceptedRisks, CopyPlan};
 use crate::destination::{Broker, CopyAge, DeadLetter, Destination, DestinationReader};
@@ -24,14 +24,17 @@ use crate::output::Unchecked;
 #[derive(Subcommand)]
 pub(crate) enum DeadLettersCommand {
     /// List pending dead letters
+    #[command(mut_arg("reasons", |it| restrict_reasons(it, Destination::DeadLetters)))]
     List(ListArgs),
     /// Show the dead letters of an id, with their headers
     Show(ShowArgs),
     /// Publish dead letters to their source again, through the gate, even if they were rejected
     /// before. Skips messages that were handled meanwhile or may have been
+    #[command(mut_arg("reasons", |it| restrict_reasons(it, Destination::DeadLetters)))]
     Redrive(RedriveArgs),
     /// Drop dead letters: RabbitMQ removes them; on Kafka they stay, and the audit records that
     /// they were dropped
+    #[command(mut_arg("reasons", |it| restrict_reasons(it, Destination::DeadLetters)))]
     Drop(BulkArgs),
 }
 
@@ -108,7 +111,6 @@ async fn run_bulk(
             "no messages are selected; pass --id, --reason, --older-than or --younger-than, or --all",
         ));
     }
-    filter.check_reasons(Destination::DeadLetters)?;
     let filter = filter.normalized(context)?;
     let (by_id, why) = (filter.id.is_some(), confirm.why.as_deref());
     let session = DeadLetterSession {
@@ -125,6 +127,7 @@ async fn run_bulk(
         StopSignal::watch(),
     );
     let mut unchecked = Unchecked::default();
+    let (mut searched, mut has_match) = (Vec::new(), false);
     for broker in Broker::selected(context, filter.broker, &mut unchecked)? {
         let opened = listing::open(
             context,
@@ -146,6 +149,7 @@ async fn run_bulk(
                 && let Some(message) = stop_signal.or(reader.next()).await?
             {
                 bar.inc(1);
+                has_match |= filter.matches_id(&message);
                 if !message.state.is_pending() {
                     continue;
                 }
@@ -184,6 +188,16 @@ async fn run_bulk(
         if stopped.is_some() {
             break;
         }
+        searched.push(listing::description(Destination::DeadLetters, broker));
+    }
+    // With --limit 0, or a broker that was not checked, the message may exist.
+    if by_id
+        && !has_match
+        && stopped.is_none()
+        && unchecked.names().is_none()
+        && !report.is_full(&limits)
+    {
+        stopped = Some(filter.id_not_found(&searched));
     }
     report.finish(context, &confirm, action.command(), stopped, &unchecked)?;
     unchecked.end()
@@ -322,6 +336,7 @@ impl DeadLetterSession<'_> {
         PlannedAction {
             what,
             id: message.id().map(str::to_owned),
+            handle: message.handle(),
             location: Some(message.location.clone()),
             before,
             after,

@@ -82,7 +82,14 @@ impl CliError {
         let suggestion = nearest(word, known.iter().copied())
             .map(|near| format!(", did you mean {near:?}?"))
             .unwrap_or_default();
-        let text = format!("{option}: {word:?} is unknown{suggestion}; known values: {known:?}");
+        let known: Vec<&str> = known
+            .iter()
+            .map(|value| if value.is_empty() { "\"\"" } else { value })
+            .collect();
+        let text = format!(
+            "{option}: {word:?} is unknown{suggestion}; known values: {}",
+            known.join(", ")
+        );
         Self {
             code: CliErrorCode::UnknownOptionValue,
             text,

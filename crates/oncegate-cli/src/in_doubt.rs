@@ -14,6 +14,7 @@ use crate::config;
 use crate::destination::bulk::{
     BulkCommand, BulkReport, ConfirmArgs, StopSignal, close_reader, publish, remove,
 };
+use crate::destination::filter::restrict_reasons;
 use crate::destination::listing::{self, ListArgs, QueueAccessArgs, ShowArgs};
 use crate::destination::redrive_policy::{self, AcceptedRisks};
 use crate::destination::{Broker, CopyAge, DeadLetter, Destination, DestinationReader};
@@ -26,6 +27,7 @@ use crate::output::Unchecked;
 #[derive(Subcommand)]
 pub(crate) enum InDoubtCommand {
     /// List pending messages in doubt
+    #[command(mut_arg("reasons", |it| restrict_reasons(it, Destination::InDoubt)))]
     List(ListArgs),
     /// Show the messages in doubt of an id, with their headers
     Show(ShowArgs),
@@ -295,6 +297,7 @@ impl<'a> ResolveSession<'a> {
         let action = PlannedAction {
             what: COMMAND.name,
             id: Some(id.to_owned()),
+            handle: None,
             location: None,
             before: marker.summary(),
             after,
@@ -354,6 +357,7 @@ impl<'a> ResolveSession<'a> {
         let action = PlannedAction {
             what: COMMAND.name,
             id: Some(id.to_owned()),
+            handle: None,
             location,
             before: "in doubt".into(),
             after: after.clone(),

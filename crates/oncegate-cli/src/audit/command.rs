@@ -12,7 +12,8 @@ use crate::output::{TextTable, ms, now_ms};
 
 #[derive(Args)]
 pub(crate) struct AuditArgs {
-    /// Only actions on this id
+    /// Only actions on this id. For a message without an id, pass what `dead-letters list` shows in
+    /// the id column
     #[arg(long)]
     id: Option<String>,
     /// Only actions by this operator
@@ -41,7 +42,7 @@ pub(crate) fn table(actions: &[AuditEntry]) -> TextTable {
             entry.who.clone(),
             entry.what.clone(),
             or_dash(entry.scope.clone()),
-            or_dash(entry.id.clone()),
+            or_dash(entry.id.clone().or_else(|| entry.handle.clone())),
             entry.before.clone(),
             entry.after.clone(),
             entry.stage.description().to_owned(),
@@ -86,7 +87,13 @@ pub(crate) async fn run(context: &CliContext, arguments: AuditArgs) -> Result<()
     )?;
     actions.retain(|entry| {
         entry.at_ms >= since
-            && id.as_ref().is_none_or(|id| entry.concerns(id))
+            && id.as_ref().is_none_or(|id| {
+                entry.concerns(id)
+                    || arguments
+                        .id
+                        .as_deref()
+                        .is_some_and(|handle| entry.concerns_handle(handle))
+            })
             && arguments.who.as_ref().is_none_or(|who| entry.who == *who)
             && arguments
                 .scope

@@ -75,6 +75,9 @@ pub(crate) struct AuditEntry {
     pub(crate) scope: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) id: Option<String>,
+    /// What commands accept in place of the id, if the message has none.
+    #[serde(skip_serializing_if = "Option::is_none", default)]
+    pub(crate) handle: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub(crate) location: Option<MessageLocation>,
     /// The state before.
@@ -115,6 +118,11 @@ impl AuditEntry {
         })
     }
 
+    /// Whether it concerns a message without an id that has this handle.
+    pub(crate) fn concerns_handle(&self, handle: &str) -> bool {
+        self.id.is_none() && self.handle.as_deref() == Some(handle)
+    }
+
     /// Whether it dropped a message with another body than the one that used the id first.
     pub(crate) fn dropped_a_conflict(&self) -> bool {
         self.after == DROPPED_CONFLICT
@@ -140,8 +148,34 @@ impl AuditEntry {
 pub(crate) struct PlannedAction {
     pub(crate) what: &'static str,
     pub(crate) id: Option<String>,
+    pub(crate) handle: Option<String>,
     pub(crate) location: Option<MessageLocation>,
     pub(crate) before: String,
     pub(crate) after: String,
     pub(crate) attempt: Option<u32>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A line as an earlier release wrote it, with more fields.
+    fn entry(more: &str) -> AuditEntry {
+        let line = format!(
+            r#"{{"action_id":"1","at_ms":1,"at":"-","who":"ann","what":"dead-letters drop","stage":"done","before":"dead-lettered","after":"dropped"{more}}}"#
+        );
+        serde_json::from_str(&line).expect("an entry")
+    }
+
+    #[test]
+    fn a_message_without_an_id_is_found_by_its_handle() {
+        let named = entry(r#","handle":"letter-1""#);
+        assert!(named.concerns_handle("letter-1") && !named.concerns_handle("letter-2"));
+        let id = MessageId::new("letter-1").expect("an id");
+        assert!(!named.concerns(&id), "a handle is not an id");
+        assert!(!entry("").concerns_handle("letter-1"));
+        assert!(entry(r#","id":"letter-1""#).concerns(&id));
+        let written = serde_json::to_string(&named).expect("JSON");
+        assert!(written.contains(r#""handle":"letter-1""#), "{written}");
+    }
 }

@@ -5,9 +5,9 @@ use oncegate::lifecycle::Reason;
 use oncegate::source::{headers, is_reserved};
 use serde::Serialize;
 
-use super::ROUTING_KEY;
 #[cfg(feature = "rabbitmq")]
 use super::rabbitmq;
+use super::{Destination, ROUTING_KEY};
 use crate::audit::MessageLocation;
 use crate::output::utc_text;
 
@@ -40,10 +40,12 @@ const HANDLE_DIGITS: usize = 16;
 /// The reason of messages without a reason header.
 const NO_REASON: &str = "unknown";
 
-/// Every reason that `--reason` accepts.
-pub(crate) fn reasons() -> impl Iterator<Item = &'static str> {
+/// Every reason of messages in this destination. The broker and other programs may put messages
+/// into either.
+pub(crate) fn reasons(destination: Destination) -> impl Iterator<Item = &'static str> {
     Reason::ALL
         .into_iter()
+        .filter(move |reason| reason.is_in_doubt() == (destination == Destination::InDoubt))
         .map(|reason| reason.as_str())
         .chain([DEAD_LETTERED_BY_BROKER, NO_REASON])
 }
@@ -172,7 +174,7 @@ impl DeadLetter {
                 "the process that handled it crashed, lost its lease, or ended before its outcome was found out; that process's log may have \
                  the error of its handler"
             }
-            "in-doubt-too-old" => "it is older than the window, so it may have been handled before",
+            "in-doubt-too-old" => "it is older than max_age, so it may have been handled before",
             _ => "the reason is unknown",
         }
     }
@@ -306,4 +308,50 @@ pub(crate) fn is_dropped_from_copies(header: &str) -> bool {
         .iter()
         .any(|it| header.starts_with(it))
         || ["CC", "BCC"].contains(&header)
+}
+
+#[cfg(test)]
+impl DeadLetter {
+    /// A waiting message of a RabbitMQ queue with these headers.
+    pub(crate) fn with_headers(headers: &[(&str, &str)]) -> Self {
+        Self {
+            location: MessageLocation {
+                broker: "rabbitmq".into(),
+                name: "payments.in-doubt".into(),
+                ..MessageLocation::default()
+            },
+            state: DeadLetterState::Waiting,
+            headers: headers
+                .iter()
+                .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()))
+                .collect(),
+            key: None,
+            body: None,
+            sent_ms: Some(crate::output::now_ms()),
+            rejected_at_ms: Some(crate::output::now_ms()),
+            other_source: None,
+            missing_parts: None,
+            #[cfg(feature = "rabbitmq")]
+            delivery: None,
+            raw_headers: Vec::new(),
+            extracted_id: None,
+            delivery_count: None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reason_has_a_text_and_too_old_names_max_age() {
+        let reasons = reasons(Destination::DeadLetters).chain(reasons(Destination::InDoubt));
+        for reason in reasons.filter(|reason| *reason != NO_REASON) {
+            let message = DeadLetter::with_headers(&[(headers::REASON, reason)]);
+            assert_ne!(message.reason_text(), "the reason is unknown", "{reason}");
+        }
+        let too_old = DeadLetter::with_headers(&[(headers::REASON, "in-doubt-too-old")]);
+        assert!(too_old.reason_text().contains("older than max_age"));
+    }
 }

@@ -2,7 +2,6 @@
 
 use clap::Args;
 use clap::builder::PossibleValuesParser;
-use oncegate::lifecycle::Reason;
 
 use super::{Broker, DeadLetter, Destination};
 use crate::CliContext;
@@ -21,7 +20,8 @@ pub(crate) struct MessageFilter {
     #[arg(skip)]
     handle: Option<String>,
     /// Only messages with this reason; may be repeated
-    #[arg(long = "reason", value_name = "REASON", value_parser = PossibleValuesParser::new(super::reasons()))]
+    // [`restrict_reasons`] restricts the values to those of the command's destination.
+    #[arg(long = "reason", value_name = "REASON")]
     reasons: Vec<String>,
     /// Only messages older than this, such as 2h. The age counts from the time of sending; if that
     /// is unknown, from the time of dead-lettering. Messages with neither time are skipped and counted
@@ -33,6 +33,11 @@ pub(crate) struct MessageFilter {
     /// Only this broker, if both are configured
     #[arg(long)]
     pub(crate) broker: Option<Broker>,
+}
+
+/// Restricts `--reason` of a command to the reasons of its destination.
+pub(crate) fn restrict_reasons(argument: clap::Arg, destination: Destination) -> clap::Arg {
+    argument.value_parser(PossibleValuesParser::new(super::reasons(destination)))
 }
 
 impl MessageFilter {
@@ -56,22 +61,6 @@ impl MessageFilter {
         Ok(self)
     }
 
-    /// Fails for a reason that no message of this destination has.
-    pub(crate) fn check_reasons(&self, destination: Destination) -> Result<(), CliError> {
-        let elsewhere = |name: &str| {
-            Reason::ALL.into_iter().any(|reason| {
-                reason.as_str() == name
-                    && reason.is_in_doubt() != (destination == Destination::InDoubt)
-            })
-        };
-        let Some(reason) = self.reasons.iter().find(|name| elsewhere(name)) else {
-            return Ok(());
-        };
-        let known: Vec<&str> = super::reasons().filter(|name| !elsewhere(name)).collect();
-        let filter = format!("--reason of a {} message", destination.name());
-        Err(CliError::unknown_value(&filter, reason, &known))
-    }
-
     pub(crate) fn for_id(
         context: &CliContext,
         id: &str,
@@ -85,13 +74,26 @@ impl MessageFilter {
         .normalized(context)
     }
 
-    /// Applies all filters except the broker.
-    pub(crate) fn matches(&self, message: &DeadLetter) -> FilterMatch {
-        let has_id = |id: &str| match message.id() {
+    /// Whether the message has the id or handle of `--id`; true without `--id`.
+    pub(crate) fn matches_id(&self, message: &DeadLetter) -> bool {
+        self.id.as_deref().is_none_or(|id| match message.id() {
             Some(message_id) => message_id == id,
             None => message.handle() == self.handle,
-        };
-        let matches_other_filters = self.id.as_deref().is_none_or(has_id)
+        })
+    }
+
+    /// The error if no message of the searched destinations has the id of `--id`.
+    pub(crate) fn id_not_found(&self, searched: &[String]) -> CliError {
+        CliError::incomplete(format!(
+            "no message with the id {} was found in {}",
+            self.handle.as_deref().unwrap_or_default(),
+            searched.join(" or ")
+        ))
+    }
+
+    /// Applies all filters except the broker.
+    pub(crate) fn matches(&self, message: &DeadLetter) -> FilterMatch {
+        let matches_other_filters = self.matches_id(message)
             && (self.reasons.is_empty()
                 || self.reasons.iter().any(|reason| message.reason() == reason));
         if !matches_other_filters {
@@ -136,5 +138,32 @@ pub(crate) fn unknown_age_note(count: usize) -> String {
     match count {
         0 => String::new(),
         _ => format!("\n{count} more were skipped: their age is unknown."),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use oncegate::source::headers;
+
+    #[test]
+    fn an_id_selects_only_its_message_and_its_absence_is_an_error() {
+        let filter = MessageFilter {
+            id: Some("pay-1".into()),
+            handle: Some("pay-1".into()),
+            ..MessageFilter::default()
+        };
+        let message = |id| DeadLetter::with_headers(&[(headers::ID, id)]);
+        assert!(filter.matches_id(&message("pay-1")) && !filter.matches_id(&message("pay-2")));
+        let failure = filter.id_not_found(&[
+            "the dead-letter destination on kafka".into(),
+            "the dead-letter destination on rabbitmq".into(),
+        ]);
+        assert_eq!(failure.code, crate::error::CliErrorCode::Incomplete);
+        assert_eq!(
+            failure.to_string(),
+            "no message with the id pay-1 was found in the dead-letter destination on kafka or the \
+             dead-letter destination on rabbitmq"
+        );
     }
 }

@@ -178,7 +178,6 @@ pub(crate) async fn list(
     destination: Destination,
     list: ListArgs,
 ) -> Result<(), CliError> {
-    list.filter.check_reasons(destination)?;
     let (filter, count_policy) = (
         list.filter.normalized(context)?,
         list.queue_access.count_policy(context),

@@ -109,7 +109,7 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
                 .into(),
         ),
         MarkerState::Lapsed => (HandlingVerdict::Abandoned, lapsed(&marker.text, own.as_ref())),
-        MarkerState::InDoubt => (HandlingVerdict::InDoubt, in_doubt(evidence, doubt.as_ref())),
+        MarkerState::InDoubt => (HandlingVerdict::InDoubt, in_doubt(evidence, doubt.as_ref(), marker.state)),
         MarkerState::Unreadable => (
             HandlingVerdict::UnreadableMarker,
             match doubt.as_ref().or(dead.as_ref()) {
@@ -119,7 +119,7 @@ pub(crate) fn of(evidence: &Evidence) -> (HandlingVerdict, String) {
         ),
         MarkerState::Rejected | MarkerState::Absent | MarkerState::Cleared => match (own, doubt, &conflict) {
             (Some(message), ..) => (HandlingVerdict::DeadLettered, dead_lettered(evidence, &message, marker.state)),
-            (None, Some(message), _) => (HandlingVerdict::InDoubt, in_doubt(evidence, Some(&message))),
+            (None, Some(message), _) => (HandlingVerdict::InDoubt, in_doubt(evidence, Some(&message), marker.state)),
             (None, None, Some(_)) if marker.state == MarkerState::Absent => (HandlingVerdict::Conflict, first_use_unknown(evidence)),
             (None, None, _) => without_messages(evidence, marker.state),
         },
@@ -256,15 +256,15 @@ fn handled(
     )
 }
 
-fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>) -> String {
+fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>, state: MarkerState) -> String {
     let why = message.map(|message| match message.errors() {
         Some(errors) => format!("{} ({errors})", message.reason_text()),
         None => message.reason_text().to_owned(),
     });
     match (message, why) {
         (Some(message), Some(why)) => format!(
-            "Its effect is unknown: {why}. It does not run again without a decision. The message waits in {} for an operator to find out \
-             and run `oncegate in-doubt resolve`.",
+            "Its effect is unknown: {why}. {} The message waits in {} for an operator to find out and run `oncegate in-doubt resolve`.",
+            what_blocks_a_message_in_doubt(evidence, message, state),
             message.location
         ),
         _ if evidence.incomplete.contains(&Destination::InDoubt) => {
@@ -274,6 +274,33 @@ fn in_doubt(evidence: &Evidence, message: Option<&DeadLetter>) -> String {
         _ => "Its effect is unknown. It does not run again without a decision; the in-doubt destination shows no message (on RabbitMQ \
               another reader may hold it), so a delivery may still reconcile it, or an operator runs `oncegate in-doubt resolve`."
             .into(),
+    }
+}
+
+/// Whether another message with the id of a message in doubt would run. Only its marker prevents
+/// that.
+fn what_blocks_a_message_in_doubt(
+    evidence: &Evidence,
+    message: &DeadLetter,
+    state: MarkerState,
+) -> String {
+    match state {
+        MarkerState::Absent
+            if redrive_policy::marker_may_have_expired(message, evidence.window) =>
+        {
+            format!(
+                "That was longer ago than the window of {}, and the store has no marker for it: another message with this id would run, and \
+                 whether one was handled before or since is unknown.",
+                evidence.window_description
+            )
+        }
+        MarkerState::Absent => {
+            "The store has no marker for it: another message with this id would run.".into()
+        }
+        MarkerState::Cleared => {
+            "Its marker is cleared: another message with this id would run.".into()
+        }
+        _ => "It does not run again without a decision.".into(),
     }
 }
 
@@ -476,5 +503,62 @@ fn without_messages(evidence: &Evidence, state: MarkerState) -> (HandlingVerdict
             );
             (HandlingVerdict::Unknown, text)
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::marker::description::MarkerDescription;
+
+    /// The explanation of a message in doubt whose marker is in this state.
+    fn explained(state: MarkerState, window: Duration) -> String {
+        let mut marker = MarkerDescription::unreadable("a", String::new());
+        marker.state = state;
+        let reason = [(headers::REASON, "in-doubt-panicked")];
+        let evidence = Evidence {
+            marker: Some(marker),
+            dead_letters: Vec::new(),
+            in_doubt: vec![DeadLetter::with_headers(&reason)],
+            copies: None,
+            incomplete: Vec::new(),
+            actions: Vec::new(),
+            guarantee: Guarantee::EffectivelyOnce,
+            window,
+            window_description: "1 d".into(),
+        };
+        let (verdict, text) = of(&evidence);
+        assert_eq!(verdict, HandlingVerdict::InDoubt, "{state:?}: {text}");
+        text
+    }
+
+    #[test]
+    fn a_message_in_doubt_blocks_its_id_only_while_its_marker_exists() {
+        let day = Duration::from_secs(86_400);
+        let (blocked, runs) = (
+            "It does not run again without a decision.",
+            "another message with this id would run",
+        );
+        for (state, is_blocked) in [
+            (MarkerState::InDoubt, true),
+            (MarkerState::Rejected, true),
+            (MarkerState::Absent, false),
+            (MarkerState::Cleared, false),
+        ] {
+            let text = explained(state, day);
+            assert_eq!(
+                (text.contains(blocked), text.contains(runs)),
+                (is_blocked, !is_blocked),
+                "{state:?}: {text}"
+            );
+            assert!(!text.contains("longer ago"), "{text}");
+        }
+        let expired = explained(MarkerState::Absent, Duration::ZERO);
+        assert!(
+            expired.contains(runs) && expired.contains("longer ago than the window of 1 d"),
+            "{expired}"
+        );
     }
 }

@@ -275,6 +275,7 @@ async fn run(
     let action = PlannedAction {
         what,
         id: Some(id.to_string()),
+        handle: None,
         location: None,
         before: before.clone(),
         after: after.clone(),
@@ -310,7 +311,7 @@ async fn audit_notice(audit: &Audit, id: &MessageId) -> String {
         _ => format!("{named} earlier actions"),
     };
     format!(
-        "\nThe audit still names it, in {actions}: \"An id has to be erased\" in the book describes how to remove them."
+        "\nThe audit still names it, in {actions}: \"Erase an id\" in the book describes how to remove them."
     )
 }
 

@@ -554,8 +554,52 @@ fn unknown_filter_values_are_rejected_with_a_suggestion() {
         .prints("did you mean \"ann\"?");
     cli.run(&["audit", "--scope", "legder"])
         .exits_with(5)
-        .prints("did you mean \"ledger\"?");
+        .prints("did you mean \"ledger\"?; known values: \"\", ledger");
     cli.run(&["audit", "--who", "ann", "--scope", "ledger"])
         .exits_with(0)
         .prints("1 shown");
+}
+
+#[test]
+fn each_destination_accepts_and_lists_only_its_own_reasons() {
+    let cli = TestCli::at("redis://127.0.0.1:1");
+    for (command, own, other) in [
+        (
+            ["dead-letters", "list"],
+            "attempts-spent",
+            "in-doubt-panicked",
+        ),
+        (
+            ["dead-letters", "redrive"],
+            "attempts-spent",
+            "in-doubt-panicked",
+        ),
+        (
+            ["dead-letters", "drop"],
+            "attempts-spent",
+            "in-doubt-panicked",
+        ),
+        (["in-doubt", "list"], "in-doubt-panicked", "attempts-spent"),
+    ] {
+        let help = cli.run(&[&command[..], &["--help"]].concat()).exits_with(0);
+        for (reason, is_listed) in [
+            (own, true),
+            ("dead-lettered-by-broker", true),
+            (other, false),
+        ] {
+            assert_eq!(help.out.contains(reason), is_listed, "{reason}: {help:?}");
+        }
+        let refused = cli
+            .run(&[&command[..], &["--reason", other]].concat())
+            .exits_with(5)
+            .prints(own);
+        assert!(
+            !refused.err.contains("[\""),
+            "a list for readers: {refused:?}"
+        );
+        // Valid, but no broker is configured.
+        cli.run(&[&command[..], &["--reason", own]].concat())
+            .exits_with(2)
+            .prints("no broker");
+    }
 }

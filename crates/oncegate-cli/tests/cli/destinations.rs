@@ -110,6 +110,21 @@ async fn messages_without_an_id_are_named_by_a_handle(broker: Broker) {
         .exits_with(0)
         .prints("1 redriven");
     assert_eq!(ids(&fixture.json(&["dead-letters", "list"]).await), ["a"]);
+    for (handle, action) in [
+        (handles[0], "dead-letters drop"),
+        (handles[1], "dead-letters redrive"),
+    ] {
+        let audit = fixture.json(&["audit", "--id", handle]).await;
+        assert_eq!(
+            (
+                audit.as_array().map(Vec::len),
+                &audit[0]["what"],
+                &audit[0]["handle"]
+            ),
+            (Some(1), &action.into(), &handle.into()),
+            "{audit}"
+        );
+    }
     fixture.end().await;
 }
 
@@ -345,6 +360,19 @@ async fn dropped_messages_are_not_listed_again(broker: Broker) {
         ids(&fixture.json(&["dead-letters", "list"]).await),
         ["a", "b"]
     );
+    let not_found = format!(
+        "no message with the id nope was found in the dead-letter destination on {}",
+        fixture.broker_name()
+    );
+    for action in ["redrive", "drop"] {
+        for mode in ["--yes", "--dry-run"] {
+            fixture
+                .run(&["dead-letters", action, "--id", "nope", mode])
+                .await
+                .exits_with(1)
+                .prints(&not_found);
+        }
+    }
     fixture
         .run(&["dead-letters", "drop", "--id", "a", "--yes"])
         .await

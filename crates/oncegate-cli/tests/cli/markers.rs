@@ -489,6 +489,8 @@ async fn actions_report_how_long_they_last() {
 
 #[tokio::test]
 async fn forgotten_ids_are_found_in_the_audit_by_id() {
+    let book = include_str!("../../../../docs/src/operating.md");
+    assert!(book.contains("\n## Erase an id\n"));
     let cli = TestCli::new();
     cli.run(&["marker", "complete", "anna@example.org", "--yes"])
         .exits_with(0);
@@ -499,7 +501,7 @@ async fn forgotten_ids_are_found_in_the_audit_by_id() {
             .collect();
         cli.run(&forget)
             .exits_with(code)
-            .prints("The audit still names it, in 1 earlier action:");
+            .prints("The audit still names it, in 1 earlier action: \"Erase an id\" in the book");
     }
     let audit = cli.json(&["audit", "--id", "anna@example.org"]);
     assert_eq!(audit.as_array().map(Vec::len), Some(2));
