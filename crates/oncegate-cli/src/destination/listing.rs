@@ -106,10 +106,10 @@ async fn open_read_only(
             unchecked.note("the audit", CliError::usage(text));
             Ok(reader)
         }
-        Err(_)
-            if broker == Broker::Rabbitmq
-                && let Err(failure) = actions(context).await =>
-        {
+        Err(error) if broker == Broker::Rabbitmq => {
+            let Err(failure) = actions(context).await else {
+                return Err(error);
+            };
             unchecked.note("the audit", failure);
             DestinationReader::open(
                 context,
