@@ -45,7 +45,7 @@ async fn receives(source: &mut KafkaSource, within: Duration) -> bool {
         let left = end.saturating_duration_since(Instant::now());
         let received = tokio::time::timeout(left, source.receive(limit, &mut incoming)).await;
         if let Ok(received) = received {
-            received.expect("it goes on reading");
+            received.expect("the source continues to receive");
         }
         if incoming
             .iter()
