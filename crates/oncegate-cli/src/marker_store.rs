@@ -138,7 +138,7 @@ impl MarkerStore {
                 Err(error @ StoreError::UnreadableMarker(_)) => (error, None),
                 looked => {
                     let (marker, expires_in) = looked?;
-                    return Ok(Ok(MarkerWithExpiry { marker, expires_in }));
+                    return Ok(Ok(MarkerWithExpiry::new(marker, expires_in)));
                 }
             },
             Self::None(never) => match *never {},
@@ -183,11 +183,9 @@ impl MarkerPages {
             #[cfg(feature = "sqlite")]
             Self::Sqlite(browse) => browse.next().await?.map(|page| {
                 let listed = page.into_iter().map(|(name, marker)| {
-                    let marker = marker.map(|(marker, left)| MarkerWithExpiry {
-                        marker,
-                        expires_in: Some(left),
-                    });
-                    ListedKey { name, marker }
+                    let marker =
+                        marker.map(|(marker, left)| MarkerWithExpiry::new(marker, Some(left)));
+                    ListedKey::new(name, marker)
                 });
                 listed.collect()
             }),

@@ -62,6 +62,7 @@ impl Error {
 
 /// A broker and its section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Broker {
     /// `[kafka]`.
     Kafka,

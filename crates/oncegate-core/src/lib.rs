@@ -13,6 +13,7 @@ mod consumer_metrics;
 pub mod context;
 pub mod decode;
 pub mod defaults;
+#[doc(hidden)]
 pub mod driver;
 mod engine;
 pub mod error;
@@ -21,6 +22,7 @@ pub mod fault;
 pub mod gate;
 pub mod handler;
 pub mod id;
+#[doc(hidden)]
 pub mod in_flight;
 #[doc(hidden)]
 pub mod internal;

@@ -216,6 +216,7 @@ pub struct Settled {
 
 /// The failures of a message, which its dead letter carries in headers.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct FailureHistory {
     /// The id, if the message has a usable one.
     pub id: Option<String>,

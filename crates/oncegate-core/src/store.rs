@@ -75,6 +75,7 @@ pub trait Store: Send + Sync {
 
 /// Whether acknowledged changes survive a crash of the store.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Persistence {
     /// They survive; the text says why.
     Durable(String),
@@ -109,6 +110,7 @@ pub const APPLY_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A marker with its expiry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct MarkerWithExpiry {
     /// The marker under the key.
     pub marker: Marker,
@@ -117,6 +119,11 @@ pub struct MarkerWithExpiry {
 }
 
 impl MarkerWithExpiry {
+    /// A marker, and the time until its key expires.
+    pub fn new(marker: Marker, expires_in: Option<Duration>) -> Self {
+        Self { marker, expires_in }
+    }
+
     /// How long ago a marker in progress or in doubt was last written, by the server's clock.
     /// `None` for other markers, which do not record it, and if another program changed the expiry.
     pub fn age(&self) -> Option<Duration> {
@@ -131,9 +138,17 @@ impl MarkerWithExpiry {
 
 /// One key of a listing.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct ListedKey {
     /// The key without its prefix: the id, after `scope|` if there is a scope.
     pub name: String,
     /// The marker, or an error if the record is not a marker that this release can read.
     pub marker: Result<MarkerWithExpiry, StoreError>,
+}
+
+impl ListedKey {
+    /// A key without its prefix, and its marker.
+    pub fn new(name: String, marker: Result<MarkerWithExpiry, StoreError>) -> Self {
+        Self { name, marker }
+    }
 }

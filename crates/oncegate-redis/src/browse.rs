@@ -71,7 +71,7 @@ impl Browse {
         let listed = names.into_iter().map(|name| {
             let marker =
                 marker_with_expiry(replies.next(), replies.next()).map_err(StoreError::from);
-            ListedKey { name, marker }
+            ListedKey::new(name, marker)
         });
         // A key may expire between `SCAN` and its read.
         let is_absent = |listed: &ListedKey| {
@@ -245,7 +245,7 @@ fn marker_with_expiry(
         Value::Int(milliseconds) => u64::try_from(milliseconds).ok().map(Duration::from_millis),
         _ => return Err(reply::wrong_type("PTTL")),
     };
-    Ok(MarkerWithExpiry { marker, expires_in })
+    Ok(MarkerWithExpiry::new(marker, expires_in))
 }
 
 /// The next cursor and the keys of a `SCAN`.

@@ -53,6 +53,7 @@ pub struct Row<M> {
 
 /// The component that rejects a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RejectedBy {
     /// The gate, which counts and logs it.
     Gate,

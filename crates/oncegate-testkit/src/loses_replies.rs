@@ -26,6 +26,7 @@ pub struct LosesReplies<P> {
 
 /// What happens to one batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum ReplyFault {
     /// It is applied and answered.
     Answered,

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 /// What happens to one request: the bytes of one read, usually one command or one pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RequestFault {
     /// It is forwarded, and so is its reply.
     Pass,

@@ -39,6 +39,7 @@ pub use server::{Detached, Server, ServerKind};
 
 /// Why a server could not be started or controlled.
 #[derive(thiserror::Error)]
+#[non_exhaustive]
 pub enum ServerError {
     /// A file, directory, port or program could not be used.
     #[error("{server}: cannot {action}: {source}")]

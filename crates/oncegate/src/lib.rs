@@ -35,8 +35,8 @@ pub use oncegate_core::{DeadLetter, MemoryBroker, MemorySource, MemoryStore};
 #[doc(hidden)]
 pub use oncegate_core::fault;
 pub use oncegate_core::{
-    context, decode, defaults, driver, error, gate, handler, id, in_flight, lifecycle, marker,
-    memory, message, metric, outcome, source, store,
+    context, decode, defaults, error, gate, handler, id, lifecycle, marker, memory, message,
+    metric, outcome, source, store,
 };
 
 #[cfg(feature = "rabbitmq")]

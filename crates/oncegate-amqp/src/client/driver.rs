@@ -363,10 +363,8 @@ impl AmqpDriver {
                 "a property, header name or routing key is not UTF-8; rejecting the message to the dead letters (reason unreadable); correct the producer: AMQP short strings are UTF-8"
             );
             let error = "a property, a header's name or the routing key is not UTF-8";
-            let history = FailureHistory {
-                last_error: Some(error.into()),
-                ..FailureHistory::default()
-            };
+            let mut history = FailureHistory::default();
+            history.last_error = Some(error.into());
             reject(Reason::Unreadable, Some(&history))
         } else {
             match incoming::remaining_delay(&delivery, &self.context, time.unix) {

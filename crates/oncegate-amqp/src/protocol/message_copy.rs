@@ -662,10 +662,8 @@ mod tests {
             ("large", &large),
             ("small", "s"),
         ]));
-        let history = FailureHistory {
-            last_error: Some("é".repeat(1_000)),
-            ..FailureHistory::default()
-        };
+        let mut history = FailureHistory::default();
+        history.last_error = Some("é".repeat(1_000));
         let settings = RabbitMq::queue("orders").check().expect("settings");
         let (delivery, reason) = (delivery_with(&[]), Reason::Refused);
         let history = Some(&history);

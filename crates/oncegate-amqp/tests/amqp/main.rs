@@ -172,14 +172,11 @@ async fn rejected_deliveries_are_in_their_queues_with_their_failure_headers() {
                 } else {
                     Reason::Refused
                 };
-                let failure_history = FailureHistory {
-                    id: Some("pay-1".into()),
-                    attempts: 2,
-                    crashes: 0,
-                    fence: 2,
-                    first_error: None,
-                    last_error: Some("no such card".into()),
-                };
+                let mut failure_history = FailureHistory::default();
+                failure_history.id = Some("pay-1".into());
+                failure_history.attempts = 2;
+                failure_history.fence = 2;
+                failure_history.last_error = Some("no such card".into());
                 Settled {
                     delivery,
                     settlement: Settlement::Reject(reason),

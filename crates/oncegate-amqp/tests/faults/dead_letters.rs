@@ -135,16 +135,15 @@ async fn reject_with_source(source: RabbitMq, status: &RabbitMqStatus) {
             .await
             .expect("in time")
             .expect("received");
+        let mut failure_history = FailureHistory::default();
+        failure_history.id = Some("n-1234567".into());
+        failure_history.attempts = 1;
+        failure_history.last_error = Some("no such order".into());
         let rejected = into.into_iter().map(|incoming| match incoming {
             Incoming::Delivery(delivery) => Settled {
                 delivery,
                 settlement: Settlement::Reject(Reason::Refused),
-                failure_history: Some(Box::new(FailureHistory {
-                    id: Some("n-1234567".into()),
-                    attempts: 1,
-                    last_error: Some("no such order".into()),
-                    ..FailureHistory::default()
-                })),
+                failure_history: Some(Box::new(failure_history.clone())),
             },
             Incoming::Revoked(epoch) => panic!("channel {epoch} was lost"),
         });

@@ -53,6 +53,7 @@ pub(super) async fn check(config: &Config, file: &Path, findings: &mut DoctorFin
     match sqlite.persistence().await {
         Ok(Persistence::Durable(_)) => {}
         Ok(Persistence::Volatile(why)) => add_volatile(config, &at, why, findings),
+        Ok(other) => add_volatile(config, &at, format!("{other:?}"), findings),
         Err(error) => findings.error(
             "store-unusable",
             at,

@@ -47,6 +47,7 @@ impl Proof {
 
 /// Why a delivery was rejected.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Reason {
     /// It has no id.
     MissingId,

@@ -65,13 +65,7 @@ async fn a_marker_is_read_with_its_expiry_and_unchanged() {
         .look_with_expiry(&key("x"))
         .await
         .expect("Redis answers");
-    assert_eq!(
-        absent,
-        MarkerWithExpiry {
-            marker: Marker::Absent,
-            expires_in: None
-        }
-    );
+    assert_eq!(absent, MarkerWithExpiry::new(Marker::Absent, None));
     ask(&store, claim("x", 1)).await.expect("a verdict");
     ask(
         &store,

@@ -18,6 +18,7 @@ pub struct Report {
 
 /// One run of the handler.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Run {
     /// The id.
     pub id: String,
@@ -29,6 +30,7 @@ pub struct Run {
 
 /// The result of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum HandlerResult {
     /// It returned `Ok`.
     Succeeded,
@@ -40,6 +42,7 @@ pub enum HandlerResult {
 
 /// One call of the handler's `reconcile`.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Reconcile {
     /// The id.
     pub id: String,

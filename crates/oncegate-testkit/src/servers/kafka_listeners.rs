@@ -11,6 +11,7 @@ const IDENTITY: &str = "server.pem";
 
 /// A listener of a [`KafkaServer`](super::KafkaServer).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum KafkaListener {
     /// Plain text, without authentication.
     Plain,

@@ -18,6 +18,7 @@ pub type RedisServer = Server<Redis>;
 
 /// The persistence of a [`RedisServer`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum RedisPersistence {
     /// None: a restarted server is empty.
     #[default]

@@ -24,14 +24,13 @@ pub async fn a_rejected_message_is_a_dead_letter_with_its_failure_history(queue:
         .await;
     let mut client = SourceClient::of(&queue).await;
     let poison = client.receive_one().await;
-    let failure_history = FailureHistory {
-        id: Some("42".into()),
-        attempts: 3,
-        crashes: 2,
-        fence: 7,
-        first_error: Some("no route".into()),
-        last_error: Some("no such card".into()),
-    };
+    let mut failure_history = FailureHistory::default();
+    failure_history.id = Some("42".into());
+    failure_history.attempts = 3;
+    failure_history.crashes = 2;
+    failure_history.fence = 7;
+    failure_history.first_error = Some("no route".into());
+    failure_history.last_error = Some("no such card".into());
     client
         .settle_with(
             poison,
