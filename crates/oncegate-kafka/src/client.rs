@@ -33,9 +33,6 @@
 //!   `docs/upstream/librdkafka-watermarks-after-error.md`. *Test:*
 //!   `a_deferred_gap_is_counted_once_when_the_log_start_is_known` in `offset_gaps`. *May be removed*
 //!   when the offset is kept.
-//! - *Symptom:* a consumer that is unsubscribed and closed at once never leaves its group. *Code:*
-//!   `poll` closes it without unsubscribing. *Upstream:*
-//!   `docs/upstream/librdkafka-unsubscribe-and-close.md`. *Test:* none. Stays: closing alone suffices.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 

@@ -138,8 +138,7 @@ fn serve_client(
     }
     commits::store(&consumer, shared);
     // The queue holds the consumer, so the queue is dropped first. Dropping the consumer then
-    // revokes its partitions, commits and leaves the group. It must not be unsubscribed before: a
-    // consumer that is closed right after that never leaves the group.
+    // revokes its partitions, commits and leaves the group.
     consumer.context().set_queue(None);
     drop(consumer);
     ClientExit::SourceClosed

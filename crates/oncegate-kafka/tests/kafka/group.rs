@@ -107,6 +107,34 @@ async fn join_and_leave(strategy: &str) {
     }
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_closed_member_leaves_the_group_at_once() {
+    const SESSION_TIMEOUT: Duration = Duration::from_secs(45);
+    let topic = Topic::new(2).await;
+    let member = async || {
+        let source = topic.source().property(
+            "session.timeout.ms",
+            SESSION_TIMEOUT.as_millis().to_string(),
+        );
+        source
+            .connect(ConnectOptions::default())
+            .await
+            .expect("a source")
+    };
+    let (mut first, mut second) = (member().await, member().await);
+    for partition in 0..2 {
+        topic.send_numbers(partition, 1).await;
+    }
+    let unsettled = tokio::join!(receive(&mut first, 1), receive(&mut second, 1));
+    first.stop().await;
+    close(first).await;
+    tokio::time::timeout(SESSION_TIMEOUT / 2, receive(&mut second, 1))
+        .await
+        .expect("the partition is assigned before the session of the first member times out");
+    drop(unsettled);
+    close(second).await;
+}
+
 /// Waits until a partition of this source is revoked, like a consumer without room for deliveries.
 async fn revocation(source: &mut KafkaSource) -> u64 {
     let revoked = tokio::time::timeout(BOUND, async {
