@@ -57,7 +57,7 @@ pub fn id(number: usize) -> String {
 
 /// A topic and its messages.
 #[derive(Clone, Debug)]
-pub struct Topic {
+pub struct BenchTopic {
     /// Its name.
     pub name: String,
     /// The number of partitions.
@@ -72,7 +72,7 @@ pub struct Topic {
     pub ids: Ids,
 }
 
-impl Topic {
+impl BenchTopic {
     /// Creates the topic, and its dead-letter and in-doubt topics, which oncegate requires.
     ///
     /// # Errors
@@ -246,14 +246,14 @@ impl KafkaSender {
 
 /// The type of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum QueueKind {
+pub enum BenchQueueKind {
     /// On one node.
     Classic,
     /// Replicated, here to one node.
     Quorum,
 }
 
-impl QueueKind {
+impl BenchQueueKind {
     /// The name of the type in RabbitMQ.
     pub fn name(self) -> &'static str {
         match self {
@@ -265,11 +265,11 @@ impl QueueKind {
 
 /// A queue and its messages.
 #[derive(Clone, Debug)]
-pub struct Queue {
+pub struct BenchQueue {
     /// Its name.
     pub name: String,
     /// The type.
-    pub kind: QueueKind,
+    pub kind: BenchQueueKind,
     /// The number of messages; their ids are in the property `message_id`.
     pub messages: usize,
     /// The size of each body in bytes.
@@ -287,7 +287,7 @@ pub enum MessagePersistence {
     InMemory,
 }
 
-impl Queue {
+impl BenchQueue {
     /// Creates and fills it; returns when all messages are confirmed.
     ///
     /// # Errors

@@ -8,9 +8,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Parser;
 use oncegate_bench::machine::Machine;
-use oncegate_bench::report::Report;
+use oncegate_bench::report::BenchReport;
 use oncegate_bench::side::{SIDE, Task};
-use oncegate_bench::stage::Stage;
+use oncegate_bench::stage::BenchServers;
 use oncegate_bench::suites::{Extent, Suite};
 use oncegate_bench::{Outcome, plot, profile};
 
@@ -73,12 +73,12 @@ fn side(arguments_text: &[String]) -> Outcome<()> {
 
 fn bench(arguments: &Arguments, arguments_text: Vec<String>) -> Outcome<()> {
     if let Some(run) = &arguments.plot {
-        let report: Report = serde_json::from_str(&std::fs::read_to_string(run)?)?;
+        let report: BenchReport = serde_json::from_str(&std::fs::read_to_string(run)?)?;
         return plot::draw(&report, &arguments.into);
     }
     if arguments.profile {
         std::fs::create_dir_all(&arguments.into)?;
-        return profile::run(&Stage::set()?, &arguments.into);
+        return profile::run(&BenchServers::set()?, &arguments.into);
     }
     let extent = if arguments.quick {
         Extent::Quick
@@ -98,8 +98,8 @@ fn bench(arguments: &Arguments, arguments_text: Vec<String>) -> Outcome<()> {
     );
     let path = arguments.into.join(format!("{run}.json"));
     std::fs::create_dir_all(&arguments.into)?;
-    let stage = Stage::set()?;
-    let mut report = Report::new(run, arguments_text, machine);
+    let stage = BenchServers::set()?;
+    let mut report = BenchReport::new(run, arguments_text, machine);
     for suite in suites {
         suite.run(&stage, extent, &mut |table| {
             println!("{table}");

@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use crate::Outcome;
-use crate::report::{Ratio, Report, Table, spread};
+use crate::report::{BenchReport, BenchTable, Ratio, spread};
 
 /// One bar: its name, length and label.
 struct Bar {
@@ -17,7 +17,7 @@ struct Bar {
 ///
 /// # Errors
 /// The directory cannot be written.
-pub fn draw(report: &Report, into: &Path) -> Outcome<()> {
+pub fn draw(report: &BenchReport, into: &Path) -> Outcome<()> {
     std::fs::create_dir_all(into)?;
     std::fs::write(into.join("tables.md"), report.markdown())?;
     for table in &report.tables {
@@ -50,7 +50,7 @@ pub fn draw(report: &Report, into: &Path) -> Outcome<()> {
     Ok(())
 }
 
-fn rates(table: &Table) -> Vec<Bar> {
+fn rates(table: &BenchTable) -> Vec<Bar> {
     let bar = |name: &String, rates: &[f64]| {
         let [middle, least, most] = spread(rates);
         Bar {
@@ -71,7 +71,7 @@ fn rates(table: &Table) -> Vec<Bar> {
         .collect()
 }
 
-fn cpu(table: &Table) -> Vec<Bar> {
+fn cpu(table: &BenchTable) -> Vec<Bar> {
     let bar = |name: &String, micros: f64| Bar {
         name: name.clone(),
         length: micros,
@@ -84,7 +84,7 @@ fn cpu(table: &Table) -> Vec<Bar> {
         .collect()
 }
 
-fn latencies(table: &Table) -> Vec<Bar> {
+fn latencies(table: &BenchTable) -> Vec<Bar> {
     let measured = table.lines.iter().filter(|line| !line.latencies.is_empty());
     let bars = measured.flat_map(|line| {
         [50.0, 99.0, 99.9].into_iter().filter_map(|percentile| {
@@ -100,7 +100,7 @@ fn latencies(table: &Table) -> Vec<Bar> {
 }
 
 /// The ratios at each prefetch.
-fn by_prefetch(report: &Report) -> Vec<Bar> {
+fn by_prefetch(report: &BenchReport) -> Vec<Bar> {
     let at_a_prefetch = |ratio: &&Ratio| {
         ratio.name.starts_with("rabbitmq_") && ratio.meaning == "Redis, inline / bare"
     };

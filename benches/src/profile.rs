@@ -6,7 +6,7 @@ use std::process::Command;
 
 use crate::Outcome;
 use crate::side::{Id, Spawned};
-use crate::stage::Stage;
+use crate::stage::BenchServers;
 
 const MESSAGES: usize = 1_000_000;
 /// Samples per second.
@@ -69,7 +69,7 @@ const PLACES: &[(&str, &[&str])] = &[
 ///
 /// # Errors
 /// `perf` cannot be run, or the broker failed.
-pub fn run(stage: &Stage, into: &Path) -> Outcome<()> {
+pub fn run(stage: &BenchServers, into: &Path) -> Outcome<()> {
     if !Command::new("perf")
         .arg("--version")
         .output()

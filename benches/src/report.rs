@@ -7,13 +7,13 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::machine::Machine;
-use crate::rounds::Row;
+use crate::rounds::SideRounds;
 use crate::side::{Measurement, ThreadTime};
 use crate::suites::{AT_MOST, REACH};
 
 /// A run: its machine and all tables.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Report {
+pub struct BenchReport {
     /// The name of its file.
     pub run: String,
     /// The arguments of the program.
@@ -27,23 +27,23 @@ pub struct Report {
     /// The median ratio of each pair.
     pub ratios: BTreeMap<String, f64>,
     /// All tables.
-    pub tables: Vec<Table>,
+    pub tables: Vec<BenchTable>,
 }
 
 /// The sides of a comparison.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Table {
+pub struct BenchTable {
     /// The title.
     pub title: String,
     /// One for each side.
-    pub lines: Vec<Line>,
+    pub lines: Vec<BenchLine>,
     /// The ratios of pairs of sides.
     pub ratios: Vec<Ratio>,
 }
 
 /// The measurements of a side.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Line {
+pub struct BenchLine {
     /// The side.
     pub name: String,
     /// Messages or commands per second, one value for each round.
@@ -79,12 +79,12 @@ pub struct Ratio {
     pub rounds: Vec<f64>,
 }
 
-impl Table {
+impl BenchTable {
     /// A table of these sides.
-    pub fn new(title: impl Into<String>, rows: &[Row]) -> Self {
+    pub fn new(title: impl Into<String>, rows: &[SideRounds]) -> Self {
         Self {
             title: title.into(),
-            lines: rows.iter().map(Line::new).collect(),
+            lines: rows.iter().map(BenchLine::new).collect(),
             ratios: Vec::new(),
         }
     }
@@ -241,8 +241,8 @@ impl Table {
     }
 }
 
-impl Line {
-    fn new(row: &Row) -> Self {
+impl BenchLine {
+    fn new(row: &SideRounds) -> Self {
         let took: Vec<_> = row
             .rounds
             .iter()
@@ -318,7 +318,7 @@ fn by_place_text(places: &[(String, f64)]) -> String {
         .join(", ")
 }
 
-impl fmt::Display for Table {
+impl fmt::Display for BenchTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(f, "\n{}", self.title)?;
         writeln!(
@@ -380,7 +380,7 @@ impl fmt::Display for Table {
     }
 }
 
-impl Report {
+impl BenchReport {
     /// A run without tables.
     pub fn new(run: String, arguments: Vec<String>, machine: Machine) -> Self {
         let (reach, ratios) = (BTreeMap::new(), BTreeMap::new());
@@ -396,7 +396,7 @@ impl Report {
     }
 
     /// Adds a table and sets the duration.
-    pub fn add(&mut self, table: Table, after: Duration) {
+    pub fn add(&mut self, table: BenchTable, after: Duration) {
         for ratio in &table.ratios {
             self.ratios
                 .insert(ratio.name.clone(), median(&ratio.rounds));
@@ -416,7 +416,7 @@ impl Report {
     pub fn markdown(&self) -> String {
         self.tables
             .iter()
-            .map(Table::markdown)
+            .map(BenchTable::markdown)
             .collect::<Vec<_>>()
             .join("\n")
     }
@@ -475,8 +475,8 @@ mod tests {
     use super::*;
     use crate::rounds::RoundResult;
 
-    fn row(name: &str, rates: &[f64]) -> Row {
-        Row {
+    fn row(name: &str, rates: &[f64]) -> SideRounds {
+        SideRounds {
             name: name.to_owned(),
             rounds: rates
                 .iter()
@@ -494,7 +494,7 @@ mod tests {
             row("bare", &[100.0, 50.0, 80.0]),
             row("gated", &[90.0, 25.0, 80.0]),
         ];
-        let table = Table::new("a table", &rows)
+        let table = BenchTable::new("a table", &rows)
             .ratio("gated", "gated", 1.0, "bare")
             .ratio("half", "gated", 0.5, "bare");
         assert_eq!(table.ratios[0].rounds, [0.9, 0.5, 1.0]);
@@ -520,8 +520,9 @@ mod tests {
     fn a_ratio_below_its_target_is_marked() {
         let shown = |rate: f64| {
             let rows = [row("bare", &[100.0]), row("memory", &[rate])];
-            let table = Table::new("a table", &rows).ratio("kafka_memory", "memory", 1.0, "bare");
-            let mut report = Report::new("a run".into(), Vec::new(), Machine::default());
+            let table =
+                BenchTable::new("a table", &rows).ratio("kafka_memory", "memory", 1.0, "bare");
+            let mut report = BenchReport::new("a run".into(), Vec::new(), Machine::default());
             report.add(table, Duration::from_secs(1));
             report.summary()
         };
@@ -540,7 +541,7 @@ mod tests {
                 latencies: vec![(99.0, *micros)],
                 ..Measurement::default()
             };
-            Row {
+            SideRounds {
                 name: name.to_owned(),
                 rounds: micros
                     .iter()
@@ -557,14 +558,14 @@ mod tests {
                 side("gated", &[gated, gated]),
                 side("trip", &[100, 200]),
             ];
-            let table = Table::new("a table", &rows).added_p99(
+            let table = BenchTable::new("a table", &rows).added_p99(
                 "latency_kafka_added_p99_ms",
                 "gated",
                 "bare",
                 "trip",
             );
             assert_eq!(table.ratios[0].rounds.len(), 2);
-            let mut report = Report::new("a run".into(), Vec::new(), Machine::default());
+            let mut report = BenchReport::new("a run".into(), Vec::new(), Machine::default());
             report.add(table, Duration::from_secs(1));
             report.summary()
         };

@@ -49,7 +49,7 @@ impl<'a> Side<'a> {
 
 /// The results of a side, one for each round.
 #[derive(Clone, Debug)]
-pub struct Row {
+pub struct SideRounds {
     /// The side.
     pub name: String,
     /// One a round.
@@ -65,10 +65,10 @@ pub fn alternate(
     rounds: usize,
     go_on: impl Fn() -> Outcome<()>,
     mut sides: Vec<Side<'_>>,
-) -> Outcome<Vec<Row>> {
-    let mut rows: Vec<Row> = sides
+) -> Outcome<Vec<SideRounds>> {
+    let mut rows: Vec<SideRounds> = sides
         .iter()
-        .map(|side| Row {
+        .map(|side| SideRounds {
             name: side.name.clone(),
             rounds: Vec::new(),
         })

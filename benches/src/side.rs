@@ -24,7 +24,7 @@ pub struct Task {
     /// What runs between source and handler.
     pub method: DedupMethod,
     /// The handler.
-    pub work: Work,
+    pub work: HandlerWork,
     /// The number of messages.
     pub messages: usize,
     /// The server processes whose CPU time is measured, too.
@@ -83,7 +83,7 @@ pub enum DedupMethod {
     /// oncegate.
     Gated {
         /// Its store.
-        store: Store,
+        store: GateStore,
         /// Whether each handler runs in its own task (the default) or inline.
         spawned: Spawned,
     },
@@ -100,7 +100,7 @@ pub enum Spawned {
 
 /// The store of oncegate.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub enum Store {
+pub enum GateStore {
     /// In memory.
     Memory {
         /// The number of other ids in the store before the first message.
@@ -122,7 +122,7 @@ pub enum Store {
 
 /// What the handler does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub enum Work {
+pub enum HandlerWork {
     /// Nothing.
     Nothing,
     /// Waits for a millisecond, as for a fast service.
@@ -150,7 +150,7 @@ impl Task {
     ///
     /// # Errors
     /// If the process cannot be started.
-    pub fn start(&self) -> crate::Outcome<Side> {
+    pub fn start(&self) -> crate::Outcome<RunningSide> {
         self.spawn(Command::new(std::env::current_exe()?))
     }
 
@@ -164,7 +164,7 @@ impl Task {
         self.spawn(command)?.finish()
     }
 
-    fn spawn(&self, mut program: Command) -> crate::Outcome<Side> {
+    fn spawn(&self, mut program: Command) -> crate::Outcome<RunningSide> {
         program
             .args([SIDE, &serde_json::to_string(self)?])
             .stdin(Stdio::null())
@@ -172,7 +172,7 @@ impl Task {
         let child = program.spawn().map_err(|error| {
             format!("{} cannot be run: {error}", program.get_program().display())
         })?;
-        Ok(Side(child))
+        Ok(RunningSide(child))
     }
 
     /// Runs the task in this process.
@@ -187,7 +187,7 @@ impl Task {
     }
 
     async fn take(&self) -> crate::Outcome<Measurement> {
-        if self.work == Work::NotesLatency {
+        if self.work == HandlerWork::NotesLatency {
             return latency::run(self).await;
         }
         match (&self.from, &self.method) {
@@ -205,9 +205,9 @@ impl Task {
 }
 
 /// A running side.
-pub struct Side(std::process::Child);
+pub struct RunningSide(std::process::Child);
 
-impl Side {
+impl RunningSide {
     /// Waits for its result.
     ///
     /// # Errors

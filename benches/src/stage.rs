@@ -12,11 +12,13 @@ use tempfile::TempDir;
 use tokio::runtime::Runtime;
 
 use crate::Outcome;
-use crate::load::{Ids, MessagePersistence, Queue, QueueKind, Topic, UncommittedTopic};
-use crate::side::{DedupMethod, Id, MessageSource, Spawned, Store, Task, Work, cpu_of};
+use crate::load::{
+    BenchQueue, BenchQueueKind, BenchTopic, Ids, MessagePersistence, UncommittedTopic,
+};
+use crate::side::{DedupMethod, GateStore, HandlerWork, Id, MessageSource, Spawned, Task, cpu_of};
 
 /// The servers of a run, and unused names of topics, queues and keys.
-pub struct Stage {
+pub struct BenchServers {
     /// The Kafka broker.
     pub kafka: KafkaServer,
     /// The RabbitMQ node.
@@ -30,7 +32,7 @@ pub struct Stage {
     stopping: Arc<AtomicBool>,
 }
 
-impl Stage {
+impl BenchServers {
     /// Starts the servers.
     ///
     /// # Errors
@@ -87,7 +89,13 @@ impl Stage {
     ///
     /// # Errors
     /// The error of the broker.
-    pub fn topic(&self, partitions: i32, messages: usize, body: usize, id: Id) -> Outcome<Topic> {
+    pub fn topic(
+        &self,
+        partitions: i32,
+        messages: usize,
+        body: usize,
+        id: Id,
+    ) -> Outcome<BenchTopic> {
         self.topic_of(Ids::InOrder, partitions, messages, body, id)
     }
 
@@ -102,8 +110,8 @@ impl Stage {
         messages: usize,
         body: usize,
         id: Id,
-    ) -> Outcome<Topic> {
-        let topic = Topic {
+    ) -> Outcome<BenchTopic> {
+        let topic = BenchTopic {
             name: self.name("topic"),
             partitions,
             messages,
@@ -123,8 +131,8 @@ impl Stage {
         &self,
         partitions: i32,
         messages: usize,
-    ) -> Outcome<(Topic, UncommittedTopic)> {
-        let topic = Topic {
+    ) -> Outcome<(BenchTopic, UncommittedTopic)> {
+        let topic = BenchTopic {
             name: self.name("topic"),
             partitions,
             messages,
@@ -142,7 +150,7 @@ impl Stage {
     ///
     /// # Errors
     /// The error of the broker.
-    pub fn create(&self, topic: &Topic) -> Outcome<()> {
+    pub fn create(&self, topic: &BenchTopic) -> Outcome<()> {
         self.runtime.block_on(topic.create(&self.kafka.brokers()))
     }
 
@@ -157,12 +165,12 @@ impl Stage {
     /// The error of the broker.
     pub fn queue(
         &self,
-        kind: QueueKind,
+        kind: BenchQueueKind,
         persistence: MessagePersistence,
         messages: usize,
         body: usize,
-    ) -> Outcome<Queue> {
-        let queue = Queue {
+    ) -> Outcome<BenchQueue> {
+        let queue = BenchQueue {
             name: self.name("queue"),
             kind,
             messages,
@@ -197,12 +205,12 @@ impl Stage {
     ///
     /// # Errors
     /// The error of the broker.
-    pub fn delete(&self, queue: &Queue) -> Outcome<()> {
+    pub fn delete(&self, queue: &BenchQueue) -> Outcome<()> {
         self.runtime.block_on(queue.delete(&self.rabbitmq.url()))
     }
 
     /// A task on a topic, in a new group.
-    pub fn on_kafka(&self, topic: &Topic, method: DedupMethod, messages: usize) -> Task {
+    pub fn on_kafka(&self, topic: &BenchTopic, method: DedupMethod, messages: usize) -> Task {
         let (brokers, group) = (self.kafka.brokers(), self.name("group"));
         let from = MessageSource::Kafka {
             brokers,
@@ -213,7 +221,7 @@ impl Stage {
         Task {
             from,
             method,
-            work: Work::Nothing,
+            work: HandlerWork::Nothing,
             messages: messages.min(topic.messages),
             servers: self.processes(),
             linger: Duration::ZERO,
@@ -221,7 +229,7 @@ impl Stage {
     }
 
     /// A task on a queue.
-    pub fn on_rabbitmq(&self, queue: &Queue, prefetch: u16, method: DedupMethod) -> Task {
+    pub fn on_rabbitmq(&self, queue: &BenchQueue, prefetch: u16, method: DedupMethod) -> Task {
         let from = MessageSource::RabbitMq {
             url: self.rabbitmq.url(),
             queue: queue.name.clone(),
@@ -230,7 +238,7 @@ impl Stage {
         Task {
             from,
             method,
-            work: Work::Nothing,
+            work: HandlerWork::Nothing,
             messages: queue.messages,
             servers: self.processes(),
             linger: Duration::ZERO,
@@ -240,7 +248,7 @@ impl Stage {
     /// oncegate with the memory store.
     pub fn memory(&self, spawned: Spawned) -> DedupMethod {
         DedupMethod::Gated {
-            store: Store::Memory { markers: 0 },
+            store: GateStore::Memory { markers: 0 },
             spawned,
         }
     }
@@ -248,7 +256,7 @@ impl Stage {
     /// oncegate with a new SQLite file.
     pub fn sqlite(&self, spawned: Spawned) -> DedupMethod {
         DedupMethod::Gated {
-            store: Store::Sqlite { file: self.file() },
+            store: GateStore::Sqlite { file: self.file() },
             spawned,
         }
     }
@@ -256,7 +264,7 @@ impl Stage {
     /// oncegate with Redis and an unused prefix.
     pub fn redis(&self, spawned: Spawned) -> DedupMethod {
         DedupMethod::Gated {
-            store: Store::Redis {
+            store: GateStore::Redis {
                 url: self.redis.url(),
                 prefix: self.name("oncegate") + ":",
             },

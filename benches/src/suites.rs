@@ -9,8 +9,8 @@ mod scaling;
 use clap::ValueEnum;
 
 use crate::Outcome;
-use crate::report::Table;
-use crate::stage::Stage;
+use crate::report::BenchTable;
+use crate::stage::BenchServers;
 
 /// A group of tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -43,9 +43,9 @@ impl Suite {
     /// The error of the first side that fails.
     pub fn run(
         self,
-        stage: &Stage,
+        stage: &BenchServers,
         extent: Extent,
-        tell: &mut dyn FnMut(Table) -> Outcome<()>,
+        tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
     ) -> Outcome<()> {
         match self {
             Self::Kafka => kafka::run(stage, extent, tell),

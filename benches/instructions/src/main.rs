@@ -18,9 +18,9 @@ use serde::de::IgnoredAny;
 use tokio::sync::Notify;
 
 /// Counts down handled messages, and notifies after the last.
-struct CountDown(AtomicUsize, Arc<Notify>);
+struct NotifyAtZero(AtomicUsize, Arc<Notify>);
 
-impl Handler for CountDown {
+impl Handler for NotifyAtZero {
     type Payload = IgnoredAny;
 
     async fn handle(&self, _: IgnoredAny, _: &Context) -> Result<(), Failure> {
@@ -76,7 +76,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .id(IdSource::header("id"))
         .decode(RawBytes)
         .execution(execution)
-        .handler(CountDown(AtomicUsize::new(messages), over))
+        .handler(NotifyAtZero(AtomicUsize::new(messages), over))
         .run_until(async move { all.notified().await })
         .await?;
     assert_eq!(

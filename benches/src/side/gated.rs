@@ -10,26 +10,28 @@ use oncegate::{
 use serde::de::IgnoredAny;
 
 use super::latency::sent_ago;
-use super::{DedupMethod, Id, Measurement, MessageSource, Meter, Spawned, Store, Task, Work};
+use super::{
+    DedupMethod, GateStore, HandlerWork, Id, Measurement, MessageSource, Meter, Spawned, Task,
+};
 use crate::Outcome;
 
 /// The handler of the task. Does not copy the body, like the plain client.
-struct Counts {
+struct MeteredHandler {
     meter: Arc<Meter>,
-    work: Work,
+    work: HandlerWork,
 }
 
-impl Handler for Counts {
+impl Handler for MeteredHandler {
     type Payload = IgnoredAny;
 
     async fn handle(&self, _: IgnoredAny, cx: &Context) -> Result<(), Failure> {
         match self.work {
-            Work::Nothing => self.meter.saw(),
-            Work::Waits => {
+            HandlerWork::Nothing => self.meter.saw(),
+            HandlerWork::Waits => {
                 tokio::time::sleep(super::kafka::WAIT).await;
                 self.meter.saw();
             }
-            Work::NotesLatency => self.meter.saw_after(sent_ago(&cx.message().body)),
+            HandlerWork::NotesLatency => self.meter.saw_after(sent_ago(&cx.message().body)),
         }
         Ok(())
     }
@@ -106,7 +108,7 @@ async fn past_the_gate(
         .decode(RawBytes)
         .execution(handlers)
         .max_in_flight(in_flight)
-        .handler(Counts {
+        .handler(MeteredHandler {
             meter: meter.clone(),
             work: task.work,
         });
@@ -116,13 +118,13 @@ async fn past_the_gate(
         tokio::time::sleep(linger).await;
     };
     match store {
-        Store::Memory { markers } => {
+        GateStore::Memory { markers } => {
             let store = MemoryStore::new();
             super::store::fill(&store, *markers).await?;
             builder.store(store).run_until(over).await?;
         }
-        Store::Sqlite { file } => builder.store(Sqlite::file(file)).run_until(over).await?,
-        Store::Redis { url, prefix } => {
+        GateStore::Sqlite { file } => builder.store(Sqlite::file(file)).run_until(over).await?,
+        GateStore::Redis { url, prefix } => {
             builder
                 .store(Redis::at(url).prefix(prefix))
                 .run_until(over)

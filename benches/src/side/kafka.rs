@@ -10,7 +10,7 @@ use rdkafka::message::{BorrowedMessage, Headers as _};
 use tokio::sync::Semaphore;
 
 use super::latency::sent_ago;
-use super::{DedupMethod, Id, Measurement, MessageSource, Meter, Task, Work};
+use super::{DedupMethod, HandlerWork, Id, Measurement, MessageSource, Meter, Task};
 use crate::Outcome;
 
 /// The time that a waiting handler waits.
@@ -46,20 +46,20 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     let consumer: StreamConsumer = config.create()?;
     consumer.subscribe(&[topic])?;
     match (&task.method, task.work) {
-        (DedupMethod::Bare, Work::Nothing) => {
+        (DedupMethod::Bare, HandlerWork::Nothing) => {
             while !meter.is_over() {
                 let message = consumer.recv().await?;
                 std::hint::black_box(message.payload());
                 meter.saw();
             }
         }
-        (DedupMethod::Bare, Work::NotesLatency) => {
+        (DedupMethod::Bare, HandlerWork::NotesLatency) => {
             while !meter.is_over() {
                 let message = consumer.recv().await?;
                 meter.saw_after(sent_ago(message.payload().unwrap_or_default()));
             }
         }
-        (DedupMethod::Bare, Work::Waits) => {
+        (DedupMethod::Bare, HandlerWork::Waits) => {
             let places = Arc::new(Semaphore::new(AT_ONCE));
             while !meter.is_over() {
                 let place = places.clone().acquire_owned().await?;
@@ -86,7 +86,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                 if super::store::is_first(&mut store, id_of(&message, *id).unwrap_or_default())
                     .await?
                 {
-                    if work == Work::Waits {
+                    if work == HandlerWork::Waits {
                         tokio::time::sleep(WAIT).await;
                     }
                     meter.saw();

@@ -7,7 +7,9 @@ use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
-use super::{DedupMethod, Measurement, MessageSource, Meter, Store, Task, gated, kafka, rabbitmq};
+use super::{
+    DedupMethod, GateStore, Measurement, MessageSource, Meter, Task, gated, kafka, rabbitmq,
+};
 use crate::Outcome;
 use crate::load::{KafkaSender, RabbitSender};
 
@@ -49,7 +51,7 @@ pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
 async fn round_trips(task: &Task, meter: &Meter) -> Outcome<()> {
     let (DedupMethod::Naive { redis: url }
     | DedupMethod::Gated {
-        store: Store::Redis { url, .. },
+        store: GateStore::Redis { url, .. },
         ..
     }) = &task.method
     else {

@@ -10,7 +10,7 @@ use lapin::types::FieldTable;
 use lapin::{Connection, ConnectionProperties};
 
 use super::latency::sent_ago;
-use super::{DedupMethod, Measurement, MessageSource, Meter, Task, Work};
+use super::{DedupMethod, HandlerWork, Measurement, MessageSource, Meter, Task};
 use crate::Outcome;
 
 pub(super) async fn run(task: &Task) -> Outcome<Measurement> {
@@ -44,7 +44,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
         )
         .await?;
     match &task.method {
-        DedupMethod::Bare if task.work == Work::Waits => {
+        DedupMethod::Bare if task.work == HandlerWork::Waits => {
             // As many at once as the prefetch allows; acknowledged in the order in which they came,
             // as oncegate does it: what is over with one frame, while the next ones go on.
             let mut running = FuturesOrdered::new();
@@ -56,7 +56,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                         let (delivery, meter) = (delivery.ok_or("the queue ended")??, meter.clone());
                         running.push_back(tokio::spawn(async move {
                             tokio::time::sleep(super::kafka::WAIT).await;
-                            handle(&meter, Work::Waits, &delivery.data);
+                            handle(&meter, HandlerWork::Waits, &delivery.data);
                             delivery.delivery_tag
                         }));
                     }
@@ -114,7 +114,7 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
                     .as_ref()
                     .map_or("", |id| id.as_str());
                 if super::store::is_first(&mut store, id.as_bytes()).await? {
-                    if task.work == Work::Waits {
+                    if task.work == HandlerWork::Waits {
                         tokio::time::sleep(super::kafka::WAIT).await;
                     }
                     meter.saw();
@@ -128,10 +128,10 @@ pub(super) async fn consume(task: &Task, meter: &Arc<Meter>) -> Outcome<()> {
     Ok(())
 }
 
-fn handle(meter: &Meter, work: Work, body: &[u8]) {
+fn handle(meter: &Meter, work: HandlerWork, body: &[u8]) {
     match work {
-        Work::NotesLatency => meter.saw_after(sent_ago(body)),
-        Work::Nothing | Work::Waits => {
+        HandlerWork::NotesLatency => meter.saw_after(sent_ago(body)),
+        HandlerWork::Nothing | HandlerWork::Waits => {
             std::hint::black_box(body);
             meter.saw();
         }

@@ -7,7 +7,7 @@ use oncegate::marker::{Ask, Guarantee, Operation, Terms, Token};
 use oncegate::{Key, MemoryStore, MessageId, Redis, Sqlite};
 use redis::aio::MultiplexedConnection;
 
-use super::{Measurement, Meter, Store, Task};
+use super::{GateStore, Measurement, Meter, Task};
 use crate::Outcome;
 
 /// The operations of each kind in one `apply`: the same number as in the consumer.
@@ -17,11 +17,11 @@ const AT_ONCE: usize = 2;
 
 /// Claims and completes new ids as fast as the store replies. Sends the completions of a batch with
 /// the claims of the next one, like a consumer under load.
-pub(super) async fn run(task: &Task, store: &Store) -> Outcome<Measurement> {
+pub(super) async fn run(task: &Task, store: &GateStore) -> Outcome<Measurement> {
     let store: Arc<dyn oncegate::Store> = match store {
-        Store::Memory { .. } => Arc::new(MemoryStore::new()),
-        Store::Sqlite { file } => Arc::new(Sqlite::file(file)),
-        Store::Redis { url, prefix } => Arc::new(
+        GateStore::Memory { .. } => Arc::new(MemoryStore::new()),
+        GateStore::Sqlite { file } => Arc::new(Sqlite::file(file)),
+        GateStore::Redis { url, prefix } => Arc::new(
             Redis::at(url)
                 .prefix(prefix)
                 .timeout(Duration::from_secs(10)),

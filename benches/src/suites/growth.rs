@@ -5,15 +5,15 @@ use oncegate_testkit::servers::{RedisOptions, RedisServer};
 use super::{Extent, ROUNDS};
 use crate::Outcome;
 use crate::load::{fill_redis, finish_redis_rehashing};
-use crate::report::Table;
-use crate::rounds::{Row, Side, alternate};
-use crate::side::{DedupMethod, Id, Measurement, Spawned, Store};
-use crate::stage::Stage;
+use crate::report::BenchTable;
+use crate::rounds::{Side, SideRounds, alternate};
+use crate::side::{DedupMethod, GateStore, Id, Measurement, Spawned};
+use crate::stage::BenchServers;
 
 pub(super) fn run(
-    stage: &Stage,
+    stage: &BenchServers,
     extent: Extent,
-    tell: &mut dyn FnMut(Table) -> Outcome<()>,
+    tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
 ) -> Outcome<()> {
     tell(partitions(stage)?)?;
     tell(memory_markers(stage, extent)?)?;
@@ -22,7 +22,7 @@ pub(super) fn run(
     Ok(())
 }
 
-fn partitions(stage: &Stage) -> Outcome<Table> {
+fn partitions(stage: &BenchServers) -> Outcome<BenchTable> {
     let messages = 500_000;
     let mut sides = Vec::new();
     for partitions in [1, 16, 64] {
@@ -41,7 +41,7 @@ fn partitions(stage: &Stage) -> Outcome<Table> {
         sides.push(Side::new(format!("memory, {partitions}"), memory));
     }
     let rows = alternate("growth, partitions", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(
+    let table = BenchTable::new(
         "Kafka, 1, 16 and 64 partitions, 100 bytes, id in a header; memory store",
         &rows,
     );
@@ -68,26 +68,26 @@ fn markers(extent: Extent) -> &'static [(usize, &'static str, &'static str)] {
 }
 
 /// The rate of each side divided by that of the first.
-fn by_markers(extent: Extent, title: &str, ratio: &str, rows: &[Row]) -> Table {
+fn by_markers(extent: Extent, title: &str, ratio: &str, rows: &[SideRounds]) -> BenchTable {
     let sides = markers(extent);
     let names = sides
         .iter()
         .map(|(_, name, _)| *name)
         .collect::<Vec<_>>()
         .join(", ");
-    let table = Table::new(format!("{title}: {names}"), rows);
+    let table = BenchTable::new(format!("{title}: {names}"), rows);
     sides[1..].iter().fold(table, |table, (_, name, short)| {
         table.ratio(&format!("{ratio}_{short}"), name, 1.0, sides[0].1)
     })
 }
 
-fn memory_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
+fn memory_markers(stage: &BenchServers, extent: Extent) -> Outcome<BenchTable> {
     let messages = 500_000;
     let topic = stage.topic(4, messages, 100, Id::Header)?;
     let topic = &topic;
     let sides = markers(extent).iter().map(|(markers, name, _)| {
         let method = DedupMethod::Gated {
-            store: Store::Memory { markers: *markers },
+            store: GateStore::Memory { markers: *markers },
             spawned: Spawned::No,
         };
         Side::new(*name, move || {
@@ -112,7 +112,7 @@ fn memory_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
 
 /// New ids in each round; their markers are removed afterwards, so that the number of markers stays
 /// constant.
-fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
+fn redis_markers(stage: &BenchServers, extent: Extent) -> Outcome<BenchTable> {
     let messages = 200_000;
     let topic = stage.topic(4, messages, 100, Id::Header)?;
     let topic = &topic;
@@ -132,7 +132,7 @@ fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
         .map(|((_, name, _), server)| {
             Side::new(*name, move || -> Outcome<Measurement> {
                 let prefix = stage.name("oncegate") + ":";
-                let store = Store::Redis {
+                let store = GateStore::Redis {
                     url: server.url(),
                     prefix: prefix.clone(),
                 };
@@ -166,7 +166,7 @@ fn redis_markers(stage: &Stage, extent: Extent) -> Outcome<Table> {
 
 /// The memory of the client with a short and a long backlog and the same number of handled
 /// messages.
-fn backlog(stage: &Stage, extent: Extent) -> Outcome<Table> {
+fn backlog(stage: &BenchServers, extent: Extent) -> Outcome<BenchTable> {
     let long = extent.pick(1_000_000, 5_000_000);
     let short = stage.topic(4, 50_000, 100, Id::Header)?;
     let long = stage.topic(4, long, 100, Id::Header)?;
@@ -185,11 +185,9 @@ fn backlog(stage: &Stage, extent: Extent) -> Outcome<Table> {
         "Kafka and Redis, backlogs of 50 k and {} M: the peak of memory",
         long.messages / 1_000_000
     );
-    Ok(
-        Table::new(title, &rows).peak_ratio(
-            "growth_rss_backlog",
-            "long backlog",
-            "backlog of 50 k",
-        ),
-    )
+    Ok(BenchTable::new(title, &rows).peak_ratio(
+        "growth_rss_backlog",
+        "long backlog",
+        "backlog of 50 k",
+    ))
 }

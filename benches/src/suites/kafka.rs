@@ -5,17 +5,19 @@ use std::time::Duration;
 use super::{Extent, ONE_BY_ONE, ROUNDS};
 use crate::Outcome;
 use crate::load::Ids;
-use crate::report::Table;
+use crate::report::BenchTable;
 use crate::rounds::{Side, alternate};
-use crate::side::{DedupMethod, Id, Measurement, MessageSource, Spawned, Store, Task, Work};
-use crate::stage::Stage;
+use crate::side::{
+    DedupMethod, GateStore, HandlerWork, Id, Measurement, MessageSource, Spawned, Task,
+};
+use crate::stage::BenchServers;
 
 const PARTITIONS: i32 = 4;
 
 pub(super) fn run(
-    stage: &Stage,
+    stage: &BenchServers,
     extent: Extent,
-    tell: &mut dyn FnMut(Table) -> Outcome<()>,
+    tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
 ) -> Outcome<()> {
     let messages = extent.pick(1_000_000, 2_000_000);
     tell(by_store(stage, extent, messages)?)?;
@@ -27,7 +29,7 @@ pub(super) fn run(
     Ok(())
 }
 
-fn by_store(stage: &Stage, extent: Extent, messages: usize) -> Outcome<Table> {
+fn by_store(stage: &BenchServers, extent: Extent, messages: usize) -> Outcome<BenchTable> {
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Header)?;
     let on =
         |method: DedupMethod, messages| stage.on_kafka(&topic, method, messages).run_in_process();
@@ -72,7 +74,7 @@ fn by_store(stage: &Stage, extent: Extent, messages: usize) -> Outcome<Table> {
         }));
     }
     let rows = alternate("Kafka, 100 bytes", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(
+    let table = BenchTable::new(
         "Kafka, 4 partitions, 100 bytes, id in a header; the handler does nothing",
         &rows,
     )
@@ -104,7 +106,7 @@ fn by_store(stage: &Stage, extent: Extent, messages: usize) -> Outcome<Table> {
         ))
 }
 
-fn by_key(stage: &Stage, messages: usize) -> Outcome<Table> {
+fn by_key(stage: &BenchServers, messages: usize) -> Outcome<BenchTable> {
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Key)?;
     let on = |method: DedupMethod| stage.on_kafka(&topic, method, messages).run_in_process();
     let sides = vec![
@@ -112,14 +114,14 @@ fn by_key(stage: &Stage, messages: usize) -> Outcome<Table> {
         Side::new("memory, inline", || on(stage.memory(Spawned::No))),
     ];
     let rows = alternate("Kafka, id as key", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(
+    let table = BenchTable::new(
         "Kafka, 4 partitions, 100 bytes, id as key; the handler does nothing",
         &rows,
     );
     Ok(table.ratio("kafka_key_memory", "memory, inline", 1.0, "bare"))
 }
 
-fn large(stage: &Stage) -> Outcome<Table> {
+fn large(stage: &BenchServers) -> Outcome<BenchTable> {
     let messages = 200_000;
     let topic = stage.topic(PARTITIONS, messages, 4096, Id::Header)?;
     let on =
@@ -139,7 +141,7 @@ fn large(stage: &Stage) -> Outcome<Table> {
         }),
     ];
     let rows = alternate("Kafka, 4 KiB", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(
+    let table = BenchTable::new(
         "Kafka, 4 partitions, 4 KiB, id in a header; the handler does nothing",
         &rows,
     );
@@ -150,12 +152,12 @@ fn large(stage: &Stage) -> Outcome<Table> {
         .ratio("kafka_4k_redis", "Redis, inline", 1.0, "bare"))
 }
 
-fn waiting(stage: &Stage) -> Outcome<Table> {
+fn waiting(stage: &BenchServers) -> Outcome<BenchTable> {
     let messages = 200_000;
     let topic = stage.topic(PARTITIONS, messages, 100, Id::Header)?;
     let on = |method: DedupMethod, messages| {
         Task {
-            work: Work::Waits,
+            work: HandlerWork::Waits,
             ..stage.on_kafka(&topic, method, messages)
         }
         .run_in_process()
@@ -177,7 +179,7 @@ fn waiting(stage: &Stage) -> Outcome<Table> {
         }),
     ];
     let rows = alternate("Kafka, 1 ms", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(
+    let table = BenchTable::new(
         "Kafka, 4 partitions, 100 bytes, id in a header; the handler waits for 1 ms",
         &rows,
     );
@@ -202,8 +204,8 @@ fn waiting(stage: &Stage) -> Outcome<Table> {
         ))
 }
 
-fn store_alone(stage: &Stage, messages: usize) -> Task {
-    let store = Store::Redis {
+fn store_alone(stage: &BenchServers, messages: usize) -> Task {
+    let store = GateStore::Redis {
         url: stage.redis.url(),
         prefix: stage.name("alone") + ":",
     };
@@ -214,7 +216,7 @@ fn store_alone(stage: &Stage, messages: usize) -> Task {
     Task {
         from: MessageSource::None,
         method,
-        work: Work::Nothing,
+        work: HandlerWork::Nothing,
         messages,
         servers: stage.processes(),
         linger: Duration::ZERO,
@@ -222,7 +224,10 @@ fn store_alone(stage: &Stage, messages: usize) -> Task {
 }
 
 /// With an empty Redis server.
-fn on_empty(stage: &Stage, run: impl FnOnce() -> Outcome<Measurement>) -> Outcome<Measurement> {
+fn on_empty(
+    stage: &BenchServers,
+    run: impl FnOnce() -> Outcome<Measurement>,
+) -> Outcome<Measurement> {
     stage.empty_redis()?;
     run()
 }

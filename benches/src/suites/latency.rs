@@ -4,20 +4,22 @@ use std::time::Duration;
 
 use super::Extent;
 use crate::Outcome;
-use crate::load::{Ids, MessagePersistence, QueueKind, Topic};
-use crate::report::Table;
+use crate::load::{BenchQueueKind, BenchTopic, Ids, MessagePersistence};
+use crate::report::BenchTable;
 use crate::rounds::{Side, alternate};
-use crate::side::{DedupMethod, Id, Measurement, MessageSource, Spawned, Store, Task, Work};
-use crate::stage::Stage;
+use crate::side::{
+    DedupMethod, GateStore, HandlerWork, Id, Measurement, MessageSource, Spawned, Task,
+};
+use crate::stage::BenchServers;
 
 /// The number of rounds.
 const ROUNDS: usize = 5;
 const ROUND_TRIP: &str = "one round trip to Redis";
 
 pub(super) fn run(
-    stage: &Stage,
+    stage: &BenchServers,
     extent: Extent,
-    tell: &mut dyn FnMut(Table) -> Outcome<()>,
+    tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
 ) -> Outcome<()> {
     let messages = extent.pick(5_000, 8_000);
     let round_trip = || Side::new(ROUND_TRIP, move || trip(stage, messages).run_in_process());
@@ -31,7 +33,7 @@ pub(super) fn run(
         round_trip(),
     ];
     let rows = alternate("latency, Kafka", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(
+    let table = BenchTable::new(
         "Latency on Kafka at 1,000 messages a second, from sending to the handler",
         &rows,
     );
@@ -50,7 +52,7 @@ pub(super) fn run(
         round_trip(),
     ];
     let rows = alternate("latency, RabbitMQ", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(
+    let table = BenchTable::new(
         "Latency on RabbitMQ (classic queue) at 1,000 messages a second, from sending to the handler",
         &rows,
     );
@@ -62,9 +64,9 @@ pub(super) fn run(
     ))
 }
 
-fn kafka(stage: &Stage, method: DedupMethod, messages: usize) -> Outcome<Measurement> {
+fn kafka(stage: &BenchServers, method: DedupMethod, messages: usize) -> Outcome<Measurement> {
     stage.empty_redis()?;
-    let topic = Topic {
+    let topic = BenchTopic {
         name: stage.name("topic"),
         partitions: 4,
         messages: usize::MAX,
@@ -74,17 +76,17 @@ fn kafka(stage: &Stage, method: DedupMethod, messages: usize) -> Outcome<Measure
     };
     stage.create(&topic)?;
     Task {
-        work: Work::NotesLatency,
+        work: HandlerWork::NotesLatency,
         ..stage.on_kafka(&topic, method, messages)
     }
     .run_in_process()
 }
 
-fn rabbitmq(stage: &Stage, method: DedupMethod, messages: usize) -> Outcome<Measurement> {
+fn rabbitmq(stage: &BenchServers, method: DedupMethod, messages: usize) -> Outcome<Measurement> {
     stage.empty_redis()?;
-    let queue = stage.queue(QueueKind::Classic, MessagePersistence::OnDisk, 0, 100)?;
+    let queue = stage.queue(BenchQueueKind::Classic, MessagePersistence::OnDisk, 0, 100)?;
     let task = Task {
-        work: Work::NotesLatency,
+        work: HandlerWork::NotesLatency,
         messages,
         ..stage.on_rabbitmq(&queue, 256, method)
     };
@@ -93,8 +95,8 @@ fn rabbitmq(stage: &Stage, method: DedupMethod, messages: usize) -> Outcome<Meas
     Ok(took)
 }
 
-fn trip(stage: &Stage, messages: usize) -> Task {
-    let store = Store::Redis {
+fn trip(stage: &BenchServers, messages: usize) -> Task {
+    let store = GateStore::Redis {
         url: stage.redis.url(),
         prefix: stage.name("trip") + ":",
     };
@@ -105,7 +107,7 @@ fn trip(stage: &Stage, messages: usize) -> Task {
     Task {
         from: MessageSource::None,
         method,
-        work: Work::NotesLatency,
+        work: HandlerWork::NotesLatency,
         messages,
         servers: stage.processes(),
         linger: Duration::ZERO,

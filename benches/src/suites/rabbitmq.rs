@@ -2,18 +2,18 @@
 
 use super::{Extent, ONE_BY_ONE, ROUNDS};
 use crate::Outcome;
-use crate::load::{MessagePersistence, QueueKind};
-use crate::report::Table;
+use crate::load::{BenchQueueKind, MessagePersistence};
+use crate::report::BenchTable;
 use crate::rounds::{Side, alternate};
-use crate::side::{DedupMethod, Measurement, Spawned, Task, Work};
-use crate::stage::Stage;
+use crate::side::{DedupMethod, HandlerWork, Measurement, Spawned, Task};
+use crate::stage::BenchServers;
 
 pub(super) fn run(
-    stage: &Stage,
+    stage: &BenchServers,
     extent: Extent,
-    tell: &mut dyn FnMut(Table) -> Outcome<()>,
+    tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
 ) -> Outcome<()> {
-    for kind in [QueueKind::Classic, QueueKind::Quorum] {
+    for kind in [BenchQueueKind::Classic, BenchQueueKind::Quorum] {
         for prefetch in extent.pick(&[1000][..], &[1, 50, 256, 1000][..]) {
             tell(by_prefetch(stage, extent, kind, *prefetch, 100)?)?;
         }
@@ -30,8 +30,8 @@ pub(super) fn run(
 
 /// Compares the sides on a queue with these settings.
 fn on(
-    stage: &Stage,
-    (kind, persistence): (QueueKind, MessagePersistence),
+    stage: &BenchServers,
+    (kind, persistence): (BenchQueueKind, MessagePersistence),
     (messages, body): (usize, usize),
     prefetch: u16,
     task: impl Fn(Task) -> Task,
@@ -44,11 +44,11 @@ fn on(
 }
 
 /// What a classic queue need not write costs it less CPU time: there is the least to hide behind.
-fn in_memory(stage: &Stage) -> Outcome<Table> {
+fn in_memory(stage: &BenchServers) -> Outcome<BenchTable> {
     let on = |method: DedupMethod| {
         on(
             stage,
-            (QueueKind::Classic, MessagePersistence::InMemory),
+            (BenchQueueKind::Classic, MessagePersistence::InMemory),
             (50_000, 100),
             1000,
             |task| Task {
@@ -68,7 +68,7 @@ fn in_memory(stage: &Stage) -> Outcome<Table> {
         sides,
     )?;
     let title = "RabbitMQ, classic queue, messages that are not persistent, prefetch 1000, 100 bytes; the handler does nothing";
-    Ok(Table::new(title, &rows).ratio(
+    Ok(BenchTable::new(title, &rows).ratio(
         "rabbitmq_classic_transient_redis",
         "Redis, inline",
         1.0,
@@ -76,7 +76,7 @@ fn in_memory(stage: &Stage) -> Outcome<Table> {
     ))
 }
 
-fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
+fn waiting(stage: &BenchServers, kind: BenchQueueKind) -> Outcome<BenchTable> {
     let on = |method: DedupMethod, messages| {
         on(
             stage,
@@ -84,7 +84,7 @@ fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
             (messages, 100),
             256,
             |task| Task {
-                work: Work::Waits,
+                work: HandlerWork::Waits,
                 method: method.clone(),
                 ..task
             },
@@ -103,7 +103,7 @@ fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
         || stage.go_on(),
         sides,
     )?;
-    let table = Table::new(
+    let table = BenchTable::new(
         format!("RabbitMQ, {kind} queue, prefetch 256, 100 bytes; the handler waits for 1 ms"),
         &rows,
     );
@@ -116,12 +116,12 @@ fn waiting(stage: &Stage, kind: QueueKind) -> Outcome<Table> {
 }
 
 fn by_prefetch(
-    stage: &Stage,
+    stage: &BenchServers,
     extent: Extent,
-    kind: QueueKind,
+    kind: BenchQueueKind,
     prefetch: u16,
     body: usize,
-) -> Outcome<Table> {
+) -> Outcome<BenchTable> {
     let messages = match prefetch {
         1 => 5_000,
         50 => 25_000,
@@ -167,7 +167,7 @@ fn by_prefetch(
         || stage.go_on(),
         sides,
     )?;
-    let table = Table::new(
+    let table = BenchTable::new(
         format!("RabbitMQ, {kind} queue, prefetch {prefetch}, {size}; the handler does nothing"),
         &rows,
     );

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use super::{Extent, ROUNDS};
 use crate::Outcome;
-use crate::report::Table;
+use crate::report::BenchTable;
 use crate::rounds::{Side, alternate};
 use crate::side::{DedupMethod, Measurement, Spawned, Task};
-use crate::stage::Stage;
+use crate::stage::BenchServers;
 
 /// So many processes.
 const PROCESSES: [usize; 3] = [1, 2, 4];
@@ -18,9 +18,9 @@ const PARTITIONS: i32 = 4;
 const FORMS: Duration = Duration::from_secs(6);
 
 pub(super) fn run(
-    stage: &Stage,
+    stage: &BenchServers,
     extent: Extent,
-    tell: &mut dyn FnMut(Table) -> Outcome<()>,
+    tell: &mut dyn FnMut(BenchTable) -> Outcome<()>,
 ) -> Outcome<()> {
     let messages = extent.pick(200_000, 400_000);
     // Messages become visible only after the group has formed, so that this time is not measured.
@@ -58,7 +58,7 @@ pub(super) fn run(
         }));
     }
     let rows = alternate("scaling", ROUNDS, || stage.go_on(), sides)?;
-    let table = Table::new(
+    let table = BenchTable::new(
         "Kafka, 4 partitions, 100 bytes, id in a header: 1, 2 and 4 processes in a group",
         &rows,
     );
