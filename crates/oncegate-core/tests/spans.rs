@@ -3,7 +3,7 @@
 use std::sync::Mutex;
 use std::time::Duration;
 
-use oncegate_core::marker::{Ask, Operation, Verdict};
+use oncegate_core::marker::{Ask, Operation, Terms, Token, Verdict};
 use oncegate_core::*;
 use tracing_subscriber::fmt::MakeWriter;
 
@@ -53,6 +53,24 @@ impl Handler for Reconciling {
     async fn reconcile(&self, _: Raw, _: &Context) -> Result<Reconciled, Failure> {
         Err("the provider does not answer").retry()
     }
+}
+
+/// Claims an id like a process that crashes before it records an outcome.
+async fn claim_without_end(store: &MemoryStore, id: &str, token: u128, lease: Duration) {
+    let claim = Operation {
+        key: Key::new(&MessageId::new(id).expect("an id")),
+        ask: Ask::Claim,
+        token: Token(token),
+        attempt: 0,
+        terms: Terms {
+            guarantee: Guarantee::EffectivelyOnce,
+            lease,
+            window: Duration::from_secs(60),
+            fingerprint: None,
+        },
+    };
+    let verdict = store.apply(&[claim]).await.remove(0).expect("a verdict");
+    assert!(matches!(verdict, Verdict::Granted(_)), "{verdict:?}");
 }
 
 async fn consume(
@@ -116,6 +134,17 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
         .run_until(async move { all.drained().await })
         .await
         .expect("a clean end");
+
+    // Another process holds pay-7 when it crashes, and two have crashed with pay-8.
+    let crashed = MemoryStore::new();
+    claim_without_end(&crashed, "pay-8", 1, Duration::from_millis(1)).await;
+    tokio::time::sleep(Duration::from_millis(5)).await;
+    claim_without_end(&crashed, "pay-8", 2, Duration::from_millis(1)).await;
+    claim_without_end(&crashed, "pay-7", 3, Duration::from_millis(200)).await;
+    for id in ["pay-7", "pay-8"] {
+        broker.publish(Message::new("work").with_header("id", id));
+    }
+    consume(Scripted, &broker, &crashed, Guarantee::EffectivelyOnce).await;
 
     let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
     let expected = [
@@ -219,6 +248,26 @@ async fn spans_of_a_delivery_have_id_attempt_and_outcome() {
     let lost = lines("WARN", "lease lost, the handler is dropped");
     assert_eq!(lost.len(), 1, "{lost:#?}");
     has(lost[0], &[r#"id="pay-6""#, "attempt=1", "origin=q"]);
+    let mut waits = lines(
+        "INFO",
+        "message waits: another delivery holds the lease of its id",
+    );
+    waits.retain(|line| line.contains("pay-7"));
+    assert_eq!(waits.len(), 1, "{waits:#?}");
+    has(waits[0], &[r#"id="pay-7""#, "remaining=", "origin=q"]);
+    let taken_over = lines("INFO", "message taken over");
+    for (id, attempt, crashes) in [("pay-7", 2, 1), ("pay-8", 3, 2)] {
+        let of_id: Vec<_> = taken_over.iter().filter(|line| line.contains(id)).collect();
+        assert_eq!(of_id.len(), 1, "{id}: {taken_over:#?}");
+        let (attempt, crashes) = (format!("attempt={attempt}"), format!("crashes={crashes}"));
+        has(of_id[0], &[&attempt, &crashes, "origin=q"]);
+    }
+    let crash_loop = lines("WARN", "possible crash loop");
+    assert_eq!(crash_loop.len(), 1, "{crash_loop:#?}");
+    has(
+        crash_loop[0],
+        &[r#"id="pay-8""#, "crashes=2", "max_crashes=10", "origin=q"],
+    );
     let failed = lines("WARN", "handler failed, its outcome is unknown");
     assert!(!failed.is_empty(), "the failure is logged: {log}");
     has(failed[0], &["id=", "attempt=1", "no answer", "origin=q"]);

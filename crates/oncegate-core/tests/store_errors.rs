@@ -80,6 +80,19 @@ fn message(id: &str) -> Message {
     Message::new("x").with_header("id", id)
 }
 
+/// Writes the log lines of this thread to `log`.
+async fn capture(log: &'static Mutex<Vec<u8>>) -> tracing::subscriber::DefaultGuard {
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(|| log.make_writer())
+        .finish();
+    let guard = tracing::subscriber::set_default(subscriber);
+    // A log callsite that another test registers at the same time does not see this subscriber.
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    tracing::callsite::rebuild_interest_cache();
+    guard
+}
+
 fn consumer(
     broker: &MemoryBroker,
     store: SharedStore,
@@ -93,8 +106,10 @@ fn consumer(
     consumer.handler(handler).drain_timeout(LONG_DRAIN)
 }
 
-#[tokio::test(flavor = "multi_thread")]
+#[tokio::test]
 async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended() {
+    static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
+    let _guard = capture(&LOG).await;
     let (broker, store, handler) = (
         MemoryBroker::new("q"),
         SharedStore::default(),
@@ -116,9 +131,10 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
     }
     assert!(!running.is_finished(), "running handlers may finish");
     handler.may_end.notify_waiters();
-    let ended = tokio::time::timeout(Duration::from_secs(20), running)
+    // Less than any timeout of a stop: nothing is waited for.
+    let ended = tokio::time::timeout(defaults::STOP_TIMEOUT, running)
         .await
-        .expect("before the drain timeout")
+        .expect("at once")
         .expect("no panic");
     assert!(
         matches!(ended, Err(Error::Store(StoreError::Misconfigured(_)))),
@@ -134,20 +150,31 @@ async fn a_misconfigured_store_stops_the_consumer_when_its_handlers_have_ended()
     assert_eq!(broker.unsettled(), 52, "nothing is lost");
     let claims = store.refused_claims.load(Ordering::SeqCst);
     assert!(claims <= 50, "{claims} claims for 50 messages");
+    let log = String::from_utf8(LOG.lock().expect("no panic").clone()).expect("text");
+    let not_recorded: Vec<&str> = log
+        .lines()
+        .filter(|line| line.contains("WARN") && line.contains("outcome not recorded"))
+        .collect();
+    assert_eq!(not_recorded.len(), 2, "{not_recorded:#?}");
+    for id in ["waiting-a", "waiting-b"] {
+        let line = not_recorded.iter().find(|line| line.contains(id));
+        let line = line.unwrap_or_else(|| panic!("{id} in {not_recorded:#?}"));
+        for part in [
+            "attempt=1",
+            r#"outcome="handled""#,
+            "origin=q",
+            "handled again",
+        ] {
+            assert!(line.contains(part), "{part} in {line}");
+        }
+    }
 }
 
 /// Because `oncegate in-doubt resolve` refuses an id whose marker is unreadable.
 #[tokio::test]
 async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
     static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
-    let subscriber = tracing_subscriber::fmt()
-        .with_ansi(false)
-        .with_writer(|| LOG.make_writer())
-        .finish();
-    let _guard = tracing::subscriber::set_default(subscriber);
-    // A log callsite that another test registers at the same time does not see this subscriber.
-    tokio::time::sleep(Duration::from_millis(50)).await;
-    tracing::callsite::rebuild_interest_cache();
+    let _guard = capture(&LOG).await;
     let broker = MemoryBroker::new("q");
     broker.publish(message("unreadable-1"));
     let all = broker.clone();
@@ -163,6 +190,7 @@ async fn the_log_says_to_delete_an_unreadable_marker_before_resolve() {
         .lines()
         .find(|line| line.contains("message in doubt, sending it to the in-doubt queue"))
         .expect("the line");
+    assert!(line.contains(r#"id="unreadable-1""#), "{line}");
     let (delete, resolve) = (line.find("delete the key"), line.find("in-doubt resolve"));
     assert!(delete.is_some() && delete < resolve, "{line}");
 }

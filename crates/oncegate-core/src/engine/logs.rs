@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use super::entry::InFlightEntry;
 use crate::id::MessageId;
-use crate::lifecycle::{DoubtCause, Event, Outcome, Reason, Settlement};
+use crate::lifecycle::{DoubtCause, Event, Outcome, Reason, Settlement, Stage};
 use crate::log_throttle::LogThrottle;
-use crate::marker::{Attempts, Finding};
+use crate::marker::{Attempts, Effect, Finding, Guarantee};
 use crate::message::{Message, Origin};
 use crate::run::RunResult;
 use crate::source::Settled;
@@ -27,10 +27,14 @@ pub(super) struct Logs {
     runs_apart: LogThrottle,
     held_elsewhere: LogThrottle,
     lease_lost: LogThrottle,
+    not_recorded: LogThrottle,
 }
 
 /// The maximum number of lines of one kind per second.
 const LINES: u32 = 10;
+/// The maximum number of lines about unrecorded outcomes per second. They occur once, at the end of a
+/// consumer, for the deliveries in flight.
+const MAX_NOT_RECORDED: u32 = 1000;
 
 impl Logs {
     pub(super) fn new() -> Self {
@@ -65,6 +69,7 @@ impl Logs {
             runs_apart,
             held_elsewhere,
             lease_lost,
+            not_recorded: LogThrottle::up_to(MAX_NOT_RECORDED, Duration::from_secs(1)),
         }
     }
 
@@ -237,6 +242,44 @@ impl Logs {
                 suppressed_lines,
                 "lease lost, the handler is dropped and its outcome is unknown: the process or the store was paused for longer than the lease, and another consumer may handle the message; use a longer lease"
             );
+        }
+    }
+
+    /// The consumer stops before the store has recorded the outcome of a message.
+    #[cold]
+    pub(super) fn not_recorded(&mut self, entry: &InFlightEntry) {
+        use Stage::*;
+        let outcome = match entry.stage() {
+            Completing(_) => "handled",
+            Clearing(_, Effect::Nothing, _) => "failed without an effect",
+            Rejecting(..) => "rejected by the handler",
+            Resolving(_, Finding::Happened) => "reconcile found that it happened",
+            Resolving(_, Finding::DidNotHappen) => "reconcile found that it did not happen",
+            Clearing(..) | Doubting(..) | Running(..) | Pausing(..) | Reconciling(..)
+            | ReconcilePausing(..) => "unknown",
+            New(_) | Claiming(..) | AwaitingHolder(..) | ClaimingInDrain(_) | Withdrawing(..)
+            | Ready(_) | Ungated(_) | Settled => return,
+        };
+        let Some(suppressed_lines) = self.not_recorded.due(Instant::now()) else {
+            return;
+        };
+        let (id, origin) = id_and_origin(entry);
+        let attempt = entry.attempt();
+        macro_rules! warn {
+            ($text:literal) => {
+                tracing::warn!(id, attempt, outcome, %origin, suppressed_lines, $text)
+            };
+        }
+        match entry.in_flight.shared().terms.guarantee {
+            Guarantee::AtMostOnce => warn!(
+                "outcome not recorded, because the consumer stops before the store answers: after the lease the message is in doubt; see the outcome here before resolving it"
+            ),
+            Guarantee::EffectivelyOnce => warn!(
+                "outcome not recorded, because the consumer stops before the store answers: after the lease the message is handled again"
+            ),
+            Guarantee::Bare => warn!(
+                "outcome not recorded, because the consumer stops before the store answers: while its key exists, the message counts as handled; delete the key if the outcome is not `handled`"
+            ),
         }
     }
 

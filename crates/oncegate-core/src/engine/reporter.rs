@@ -67,6 +67,9 @@ impl Reporter {
         if event == Event::LeaseOver && has_running_task(entry.stage()) {
             self.logs.lease_lost(entry);
         }
+        if event == Event::StopNow {
+            self.logs.not_recorded(entry);
+        }
     }
 
     /// A handler or `reconcile` ended.
