@@ -9,8 +9,9 @@ use oncegate_core::marker::{Ask, Attempts, Guarantee, Operation, Verdict};
 use redis::{Cmd, Value};
 
 use crate::durability::Durability;
-use crate::failure::StoreFailure;
+use crate::failure::{StoreFailure, denied_user, is_denied};
 use crate::loss_detector::LossDetector;
+use crate::preflight::{self, PreflightRequest};
 use crate::record;
 use crate::refresh::TopologyRefresh;
 use crate::reply;
@@ -453,9 +454,32 @@ impl OperationBatch<'_> {
         }
         if moved {
             StoreFailure::not_applied(format!("Redis replied {code} {detail}"))
+        } else if is_denied(code, detail) {
+            StoreFailure::misconfigured(format!(
+                "Redis replied {code} {detail}: {}",
+                self.grant_command(denied_user(detail))
+            ))
         } else {
             crate::failure::from_server_error(code, detail)
         }
+    }
+
+    /// The command that grants a user, by default the one in the URL, all rights of a consumer.
+    #[cold]
+    fn grant_command(&self, user: Option<&str>) -> String {
+        let login = match self.router {
+            Router::Single(connections) => connections.general.user(),
+            Router::Cluster(_) => None,
+        };
+        let request = PreflightRequest {
+            guarantee: self
+                .operations
+                .first()
+                .map_or(Guarantee::AtMostOnce, |it| it.terms.guarantee),
+            durability: self.durability,
+            prefix: self.prefix,
+        };
+        preflight::grant(user.or(login), self.router, request, std::iter::empty())
     }
 
     /// Reads one answer of `apply.lua`.

@@ -46,17 +46,25 @@ pub(crate) fn from_server_error(code: &str, detail: &str) -> StoreFailure {
         "ERR" if detail.starts_with("unknown command") => StoreFailure::misconfigured(format!(
             "{reply}: the server must support SET, GET, MGET, DEL, PTTL, PEXPIRE, EVAL and EVALSHA"
         )),
-        // The replies of Redis 7.0 and of later releases when the user of a script lacks a right.
-        "ERR"
-            if detail.contains("user executing the script can't")
-                || detail.starts_with("ACL failure in script") =>
-        {
-            from_server_error("NOPERM", detail)
-        }
+        _ if is_denied(code, detail) => from_server_error("NOPERM", detail),
         "ERR" if detail.contains("max number of clients") => StoreFailure::not_applied(reply),
         // A script may have been stopped midway; repeating it with the same token is safe.
         _ => StoreFailure::unknown(reply),
     }
+}
+
+/// Whether the user lacks a right.
+pub(crate) fn is_denied(code: &str, detail: &str) -> bool {
+    // The replies of Redis 7.0 and of later releases when the user of a script lacks a right.
+    let in_script = detail.contains("user executing the script can't")
+        || detail.starts_with("ACL failure in script");
+    code == "NOPERM" || code == "ERR" && in_script
+}
+
+/// The user that the reply to a denied command names.
+pub(crate) fn denied_user(detail: &str) -> Option<&str> {
+    let (_, user) = detail.split_once("User ")?;
+    Some(user.split_once(" has no permissions")?.0)
 }
 
 /// The failure for a value that is no marker.
@@ -77,10 +85,7 @@ pub(crate) fn unreadable(why: DecodeError) -> StoreFailure {
 
 /// The remedy for a `NOPERM` reply, with the `ACL SETUSER` command that grants what is missing.
 fn permission_remedy(detail: &str) -> String {
-    let user = detail
-        .split_once("User ")
-        .and_then(|(_, user)| user.split_once(" has no permissions"))
-        .map_or("<user>", |(user, _)| user);
+    let user = denied_user(detail).unwrap_or("<user>");
     let denied = detail
         .split_once("run the '")
         .and_then(|(_, command)| command.split_once('\''))

@@ -565,6 +565,39 @@ async fn a_server_that_rejects_writes_temporarily_does_not_fail_at_start() {
     }
 }
 
+/// The same line as at start, which can be run as it is.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_right_that_is_missing_later_is_granted_by_the_command_in_the_error() {
+    let (server, store) = server_without_rights(&[]);
+    store
+        .preflight(Guarantee::EffectivelyOnce)
+        .await
+        .expect("nothing is missing");
+    for right in ["set", "evalsha"] {
+        let deny = format!("ACL SETUSER oncegate -{right}");
+        assert_eq!(server.command(&deny).expect("a reply"), "+OK");
+        let id = format!("without-{right}");
+        let claimed = ask(&store, claim(&id, 1)).await;
+        let (denied, operation) = match claimed {
+            Ok(_) => {
+                let complete = complete(&id, 1, 1);
+                (ask(&store, complete.clone()).await, complete)
+            }
+            denied => (denied, claim(&id, 1)),
+        };
+        let Err(StoreError::Misconfigured(error)) = denied else {
+            panic!("{right}: {denied:?}")
+        };
+        let error = error.to_string();
+        let grant = error.find("ACL SETUSER").map(|at| &error[at..]);
+        let grant = grant.unwrap_or_else(|| panic!("{error}"));
+        assert_eq!(server.command(grant).expect("a reply"), "+OK", "{grant}");
+        ask(&store, operation)
+            .await
+            .unwrap_or_else(|error| panic!("{right}: {grant}: {error}"));
+    }
+}
+
 /// A database other than 0 needs one more right.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_numbered_database() {
