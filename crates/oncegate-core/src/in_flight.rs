@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::context::SharedDelivery;
 use crate::driver::{DriverCommand, LifecycleDriver, OnRelease};
 use crate::id::MessageId;
-use crate::lifecycle::{Event, History, Policy, Reason, Settlement, Stage};
+use crate::lifecycle::{DoubtCause, Event, History, Policy, Reason, Settlement, Stage};
 use crate::marker::Token;
 use crate::message::Message;
 use crate::source::{Delivery, FailureHistory, Receipt, Settled};
@@ -101,7 +101,9 @@ impl InFlight {
         failure_history.id = self.shared.id.as_ref().map(MessageId::to_string);
         failure_history.attempts = match reason {
             // The handler is not run for the last grant.
-            Reason::CrashesSpent => granted.saturating_sub(1),
+            Reason::CrashesSpent | Reason::Unreadable | Reason::InDoubt(DoubtCause::TooOld) => {
+                granted.saturating_sub(1)
+            }
             Reason::AttemptsSpent if granted > policy.max_attempts => granted - 1,
             _ => granted,
         };

@@ -225,6 +225,34 @@ async fn only_messages_without_a_usable_id_or_payload_are_dead_lettered() {
         ]
     );
     assert_eq!(fixture.effects(), 1);
+    let attempts = |reason| {
+        let mut all = fixture.broker.dead_letters().into_iter();
+        let of_reason = all.find(|dead_letter| dead_letter.reason == reason);
+        let history = of_reason.and_then(|dead_letter| dead_letter.failure_history);
+        history.map(|history| history.attempts)
+    };
+    assert_eq!(attempts(Reason::Refused), Some(1));
+    assert_eq!(
+        attempts(Reason::Unreadable),
+        Some(0),
+        "the handler was not run"
+    );
+}
+
+#[tokio::test]
+async fn at_most_once_a_message_older_than_max_age_is_in_doubt_without_an_attempt() {
+    let fixture = Fixture::new();
+    let two_days_ago = std::time::SystemTime::now() - Duration::from_secs(48 * 3600);
+    let mut message = Message::new("\"work\"").with_header("id", "old");
+    message.sent_at = Some(two_days_ago);
+    fixture.broker.publish(message);
+    fixture.drain(Guarantee::AtMostOnce).await;
+    let in_doubt = fixture.broker.in_doubt();
+    let history = in_doubt[0].failure_history.as_ref().expect("a history");
+    assert_eq!(
+        (in_doubt[0].reason, history.attempts),
+        (Reason::InDoubt(DoubtCause::TooOld), 0)
+    );
 }
 
 #[tokio::test]
