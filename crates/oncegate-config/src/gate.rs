@@ -99,12 +99,12 @@ impl Config {
     /// The first and the longest backoff, if at least one is configured.
     fn backoff(&self) -> Option<(Duration, Duration)> {
         let (first, longest) = (self.time("gate.backoff"), self.time("gate.longest-backoff"));
-        (first.or(longest)).map(|_| {
-            (
-                first.unwrap_or(defaults::BACKOFF),
-                longest.unwrap_or(defaults::LONGEST_BACKOFF),
-            )
-        })
+        first.or(longest)?;
+        let first = first.unwrap_or(defaults::BACKOFF);
+        Some((
+            first,
+            longest.unwrap_or(defaults::LONGEST_BACKOFF.max(first)),
+        ))
     }
 
     /// The id source, if it is configured.

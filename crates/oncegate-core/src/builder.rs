@@ -218,11 +218,11 @@ impl<S, T, H, D> Builder<S, T, H, D> {
         self
     }
 
-    /// The first and the longest pause before a retry; the pause doubles, with jitter. Default: 100
-    /// ms and 10 s.
+    /// The first and the longest pause before a retry, the longest at least as long as the first; the
+    /// pause doubles, with jitter. Default: 100 ms and 10 s.
     pub fn backoff(mut self, first: Duration, longest: Duration) -> Self {
         self.settings.backoff = first;
-        self.settings.longest_backoff = longest.max(first);
+        self.settings.longest_backoff = longest;
         self
     }
 

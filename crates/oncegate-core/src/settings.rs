@@ -265,6 +265,16 @@ impl Settings {
                 "set at least 1 ms",
             );
         }
+        if self.longest_backoff < self.backoff {
+            return misconfigured(
+                "backoff",
+                format!(
+                    "the longest pause, {:?}, is shorter than the first, {:?}",
+                    self.longest_backoff, self.backoff
+                ),
+                "raise the longest pause, or lower the first",
+            );
+        }
         if self.outage == Outage::PassThrough && self.guarantee != Guarantee::EffectivelyOnce {
             return misconfigured(
                 "outage",

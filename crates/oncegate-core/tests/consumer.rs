@@ -598,6 +598,10 @@ async fn the_error_of_a_wrong_setting_begins_with_its_name() {
         ("scope", base().scope("a|b")),
         ("max_queued", base().max_queued(0)),
         (
+            "backoff",
+            base().backoff(Duration::from_secs(2), Duration::from_secs(1)),
+        ),
+        (
             "adaptive_lease",
             base()
                 .adaptive_lease(Duration::from_millis(300), Duration::from_secs(1))

@@ -268,6 +268,10 @@ fn check_refuses_what_the_consumer_refuses() {
         ("lease = \"25h\"", "gate.lease: "),
         ("shortest-lease = \"60s\"", "gate.shortest-lease is longer"),
         ("backoff = \"0s\"", "gate.backoff: "),
+        (
+            "backoff = \"2s\"\nlongest-backoff = \"1s\"",
+            "gate.backoff: the longest pause, 1s, is shorter than the first, 2s",
+        ),
         ("max-age = \"48h\"", "gate.max-age: "),
         ("dedup-window = \"0s\"", "gate.dedup-window: "),
         ("handler-timeout = \"0s\"", "gate.handler-timeout: "),

@@ -81,9 +81,10 @@ impl<T> GateBuilder<T> {
         self
     }
 
-    /// The first and the longest pause before a retry. Default: 100 ms and 10 s.
+    /// The first and the longest pause before a retry, the longest at least as long as the first.
+    /// Default: 100 ms and 10 s.
     pub fn backoff(mut self, first: Duration, longest: Duration) -> Self {
-        (self.settings.backoff, self.settings.longest_backoff) = (first, longest.max(first));
+        (self.settings.backoff, self.settings.longest_backoff) = (first, longest);
         self
     }
 
