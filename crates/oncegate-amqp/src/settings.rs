@@ -10,7 +10,7 @@ use oncegate_core::source::{ConnectOptions, Order, SourceError};
 
 use crate::client::connector::BrokerConnector;
 use crate::client::context::SourceContext;
-use crate::client::declare::MismatchLog;
+use crate::client::declare::{self, MismatchLog};
 use crate::client::node::BrokerNode;
 use crate::client::tls::{ClientIdentity, TlsFiles};
 use crate::protocol::queue_settings::{ConsumerMode, QueueSettings, queue_name};
@@ -263,6 +263,23 @@ impl RabbitMq {
             .connect(name)
             .await
             .map_err(|error| SourceError::Unavailable(error.into()))
+    }
+
+    /// For tools: compares the consumed queue with these settings as the source does when it opens,
+    /// over a connection from [`client`](Self::client). Creates no queue, and changes none.
+    ///
+    /// Returns the error with which the source would refuse the queue, because it exists with other
+    /// arguments. `None` if it does not exist, if [`Topology`] is not `Declare`, or if the user may
+    /// not declare it.
+    ///
+    /// # Errors
+    /// As [`check_settings`](Self::check_settings).
+    pub async fn queue_mismatch(
+        &self,
+        connection: &Connection,
+    ) -> Result<Option<SourceError>, SourceError> {
+        let context = self.clone().check()?;
+        Ok(declare::consumed_mismatch(connection, &context).await)
     }
 
     /// Applies the settings of the consumer.

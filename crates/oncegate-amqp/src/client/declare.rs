@@ -83,6 +83,25 @@ pub(crate) async fn redeclare(
     Ok(())
 }
 
+/// The error with which a source refuses the consumed queue, if it exists with other arguments than
+/// the source declares. `None` if the source declares no queues, or nothing can be found out.
+pub(crate) async fn consumed_mismatch(
+    connection: &Connection,
+    context: &SourceContext,
+) -> Option<SourceError> {
+    if context.topology != Topology::Declare {
+        return None;
+    }
+    let [queue, ..] = named_queues(context);
+    let mut channel = connection.create_channel().await.ok()?;
+    // A queue that exists is not changed by its declaration.
+    declare_passive(&channel, &queue).await.ok()?;
+    match declare(&mut channel, connection, context, &queue).await {
+        Err(ConnectError::QueueMismatch(error)) => Some(error),
+        _ => None,
+    }
+}
+
 /// Checks that the queue exists.
 async fn check(channel: &Channel, queue: &QueueSpec) -> Result<(), ConnectError> {
     match declare_passive(channel, queue).await {

@@ -189,4 +189,8 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "queue-arguments-differ",
         "a queue has arguments that oncegate does not declare",
     ),
+    (
+        "queue-refused",
+        "the consumer refuses the consumed queue: it has another type or other arguments",
+    ),
 ];

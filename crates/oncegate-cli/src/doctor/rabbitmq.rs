@@ -3,6 +3,7 @@
 use lapin::Connection;
 use lapin::options::QueueDeclareOptions;
 use lapin::types::{AMQPValue, FieldTable};
+use oncegate::SourceError;
 
 use super::{DoctorFindings, Severity};
 use crate::config::Config;
@@ -63,6 +64,16 @@ pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Res
         ),
     ] {
         check_queue(&connection, missing, &name, &role, topology, findings).await?;
+    }
+    let mismatch = config.rabbitmq()?.queue_mismatch(&connection).await;
+    if let Ok(Some(SourceError::Misconfigured { problem, .. })) = mismatch {
+        findings.error(
+            "queue-refused",
+            format!("RabbitMQ queue {}", rabbitmq::queue(config)?),
+            format!("the consumer refuses to start: {problem}"),
+            "set rabbitmq.queue-kind and rabbitmq.consumers to what the queue has; to consume a queue with arguments of its own, set \
+             rabbitmq.topology = \"check\" and make sure that it drops no message",
+        );
     }
     let _ = connection.close(200, "OK".into()).await;
     Ok(())

@@ -173,7 +173,12 @@ async fn finds_queues_that_lose_messages() {
             .iter()
             .map(String::as_str)
             .filter(|code| {
-                !["queue-without-dead-letter-exchange", "store-not-configured"].contains(code)
+                ![
+                    "queue-without-dead-letter-exchange",
+                    "queue-refused",
+                    "store-not-configured",
+                ]
+                .contains(code)
             })
             .collect();
         assert_eq!(
@@ -235,8 +240,20 @@ async fn finds_queues_that_lose_messages() {
         "dead-letters = \"{0}.dead-letters\"\nin-doubt = \"{0}.in-doubt\"\n",
         cli.name
     );
-    with(&format!("queue = \"{without_exchange}\"\n{ours}"));
-    assert_broker_findings(cli, &[("queue-without-dead-letter-exchange", "warning")]);
+    let (refused, no_exchange) = (
+        ("queue-refused", "error"),
+        ("queue-without-dead-letter-exchange", "warning"),
+    );
+    for (queue, more, expected) in [
+        (&without_exchange, "", &[refused, no_exchange][..]),
+        (&without_exchange, "topology = \"check\"\n", &[no_exchange]),
+        (&cli.name, "", &[]),
+        (&cli.name, "queue-kind = \"classic\"\n", &[refused]),
+        (&cli.name, "consumers = \"single-active\"\n", &[refused]),
+    ] {
+        with(&format!("queue = \"{queue}\"\n{ours}{more}"));
+        assert_broker_findings(cli, expected);
+    }
     declared.push(without_exchange);
     for name in declared {
         fixture::delete(&name).await;
