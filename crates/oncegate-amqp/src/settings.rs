@@ -332,6 +332,13 @@ impl RabbitMq {
                 ));
             }
         }
+        if dead_letters == in_doubt {
+            return Err(SourceError::misconfigured(
+                "in_doubt",
+                format!("`{in_doubt}` is the dead-letter queue, too"),
+                "name another queue: dead letters are redriven, in-doubt messages resolved",
+            ));
+        }
         let key_header = self.key_header.as_deref();
         if key_header.is_some_and(|name| name.is_empty() || name.len() > 255) {
             return Err(SourceError::misconfigured(
@@ -423,6 +430,7 @@ mod tests {
             (payments().prefetch(0), "prefetch"),
             (payments().prefetch(65_536), "prefetch"),
             (payments().dead_letters("payments"), "dead_letters"),
+            (payments().dead_letters("bad").in_doubt("bad"), "in_doubt"),
             (payments().in_doubt("payments"), "in_doubt"),
             (payments().url(""), "url"),
             (payments().url("localhost"), "url"),

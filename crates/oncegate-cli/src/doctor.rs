@@ -91,6 +91,17 @@ impl DoctorFindings {
         self.add(Severity::Warning, code, at, what, remedy);
     }
 
+    /// A section of the configuration with which the consumer does not start.
+    #[cfg(any(feature = "kafka", feature = "rabbitmq"))]
+    fn refused_settings(&mut self, section: &str, error: &oncegate_config::Error) {
+        self.error(
+            "settings-refused",
+            section,
+            error.to_string(),
+            "correct it; a consumer with this configuration does not start, so its servers were not checked",
+        );
+    }
+
     /// Adds to the last finding with this code, and replaces its remedy.
     pub(crate) fn amend(&mut self, code: &str, more: Option<String>, remedy: String) {
         if let Some(finding) = self.0.iter_mut().rfind(|finding| finding.code == code) {

@@ -186,6 +186,20 @@ impl Config {
             .check()
             .map_err(|error| self.explain(error))?;
         self.check_guarantee(store)?;
+        self.check_source(broker)?;
+        #[cfg(feature = "redis")]
+        if store == StoreKind::Redis {
+            let checked = self.redis(None)?.check();
+            checked.map_err(|error| self.explain(error.into()))?;
+        }
+        crate::log_filter::parse(self.text("log.filter")).map(drop)
+    }
+
+    /// Checks the section of this broker as the consumer does at its start. Connects to nothing.
+    ///
+    /// # Errors
+    /// [`Error::Misconfigured`] names the key.
+    pub fn check_source(&self, broker: Broker) -> Result<(), Error> {
         let source = match broker {
             #[cfg(feature = "kafka")]
             Broker::Kafka => self.kafka()?.check_settings(),
@@ -194,13 +208,7 @@ impl Config {
             #[cfg(not(all(feature = "kafka", feature = "rabbitmq")))]
             _ => Ok(()),
         };
-        source.map_err(|error| Error::of_source(broker, error))?;
-        #[cfg(feature = "redis")]
-        if store == StoreKind::Redis {
-            let checked = self.redis(None)?.check();
-            checked.map_err(|error| self.explain(error.into()))?;
-        }
-        crate::log_filter::parse(self.text("log.filter")).map(drop)
+        source.map_err(|error| Error::of_source(broker, error))
     }
 
     /// Rejects settings that at most once refuses at start.

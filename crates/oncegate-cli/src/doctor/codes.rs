@@ -190,6 +190,10 @@ pub(crate) const CODES: &[(&str, &str)] = &[
         "a queue has arguments that oncegate does not declare",
     ),
     (
+        "settings-refused",
+        "the consumer refuses a setting of its broker",
+    ),
+    (
         "queue-refused",
         "the consumer refuses the consumed queue: it has another type or other arguments",
     ),

@@ -11,6 +11,10 @@ use crate::destination::{Destination, rabbitmq};
 use crate::error::CliError;
 
 pub(super) async fn check(config: &Config, findings: &mut DoctorFindings) -> Result<(), CliError> {
+    if let Err(error) = config.check_source(oncegate_config::Broker::RabbitMq) {
+        findings.refused_settings("[rabbitmq]", &error);
+        return Ok(());
+    }
     let shown = config
         .text("rabbitmq.url")
         .map(crate::show_config::without_password)

@@ -6,6 +6,9 @@ use oncegate_core::SourceError;
 
 use super::{Kafka, TopicCreation, brokers, security};
 
+/// The maximum length of a topic's name.
+const MAX_TOPIC_NAME: usize = 249;
+
 impl Kafka {
     /// Rejects settings that cannot work, before connecting to a broker.
     pub(crate) fn check(&self) -> Result<(), SourceError> {
@@ -26,25 +29,30 @@ impl Kafka {
                 "name each topic: Kafka::topics([\"a\", \"b\"])",
             );
         }
-        self.check_access()?;
-        if self.group.trim().is_empty() {
-            return invalid(
-                "group",
-                "is empty",
-                "name the consumer group: .group(\"ledger\")",
-            );
+        if let Some(problem) = self.topics.iter().find_map(|name| topic_problem(name)) {
+            return invalid("topic", &problem, "name a topic that Kafka allows");
         }
+        self.check_access()?;
         for topic in &self.topics {
-            for (setting, destination) in [
-                ("dead_letters", self.destinations.dead_letters(topic)),
-                ("in_doubt", self.destinations.in_doubt(topic)),
-            ] {
+            let dead_letters = self.destinations.dead_letters(topic);
+            let in_doubt = self.destinations.in_doubt(topic);
+            if dead_letters == in_doubt {
+                return invalid(
+                    "in_doubt",
+                    &format!("`{in_doubt}` is the dead-letter topic, too"),
+                    "name another topic: dead letters are redriven, in-doubt messages resolved",
+                );
+            }
+            for (setting, destination) in [("dead_letters", dead_letters), ("in_doubt", in_doubt)] {
                 if destination.trim().is_empty() || self.topics.contains(&destination) {
                     return invalid(
                         setting,
                         &format!("`{destination}` is empty, or is a topic that is read"),
                         "name another topic",
                     );
+                }
+                if let Some(problem) = topic_problem(&destination) {
+                    return invalid(setting, &problem, "name a topic that Kafka allows");
                 }
             }
         }
@@ -77,6 +85,14 @@ impl Kafka {
                 "use at least 1 s; the default is 60 s",
             );
         }
+        // Last: a tool has no group, and checks all others.
+        if self.group.trim().is_empty() {
+            return invalid(
+                "group",
+                "is empty",
+                "name the consumer group: .group(\"ledger\")",
+            );
+        }
         Ok(())
     }
 
@@ -107,7 +123,39 @@ impl Kafka {
             forbidden_property(key).map_or(Ok(()), |remedy| {
                 invalid(key, "cannot be set as a property", remedy)
             })
-        })
+        })?;
+        let uses_sasl = self.security.has_login()
+            || self
+                .property_value("security.protocol")
+                .is_some_and(|protocol| protocol.to_ascii_lowercase().contains("sasl"));
+        for key in ["sasl.password", "sasl.username"] {
+            if !uses_sasl && self.property_value(key).is_some() {
+                return invalid(
+                    key,
+                    "is ignored, because `security.protocol` does not use SASL",
+                    "set the properties security.protocol (SASL_SSL) and sasl.mechanism, too",
+                );
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What Kafka does not allow in the name of a topic.
+fn topic_problem(name: &str) -> Option<String> {
+    let is_allowed = |it: char| it.is_ascii_alphanumeric() || matches!(it, '.' | '_' | '-');
+    match name {
+        "." | ".." => Some(format!("`{name}` is reserved")),
+        _ if name.len() > MAX_TOPIC_NAME => Some(format!(
+            "the name of {} bytes is longer than {MAX_TOPIC_NAME}: `{}…`",
+            name.len(),
+            name.chars().take(40).collect::<String>()
+        )),
+        _ => name.chars().find(|it| !is_allowed(*it)).map(|it| {
+            format!(
+                "`{name}` has the character {it:?}; letters, digits, `.`, `_` and `-` are allowed"
+            )
+        }),
     }
 }
 

@@ -83,6 +83,10 @@ impl Security {
         self.login = Some(login);
     }
 
+    pub(crate) fn has_login(&self) -> bool {
+        self.login.is_some()
+    }
+
     pub(crate) fn disable_verification(&mut self) {
         self.tls();
         self.accepts_any_certificate = true;

@@ -61,6 +61,25 @@ fn missing_and_forbidden_settings_are_named() {
         ("dead_letters", valid_settings().dead_letters("payments")),
         ("in_doubt", valid_settings().in_doubt("")),
         (
+            "in_doubt",
+            valid_settings().dead_letters("bad").in_doubt("bad"),
+        ),
+        ("topic", kafka("a b", "b", "g")),
+        ("topic", kafka("..", "b", "g")),
+        ("topic", kafka(&"t".repeat(250), "b", "g")),
+        ("dead_letters", kafka(&"t".repeat(249), "b", "g")),
+        ("dead_letters", valid_settings().dead_letters("é")),
+        (
+            "sasl.password",
+            valid_settings().property("sasl.password", "x"),
+        ),
+        (
+            "sasl.username",
+            valid_settings()
+                .property("sasl.username", "x")
+                .property("security.protocol", "ssl"),
+        ),
+        (
             "create_topics",
             valid_settings().create_topics(without_partitions),
         ),
@@ -92,6 +111,10 @@ fn missing_and_forbidden_settings_are_named() {
         assert_eq!(setting(valid_settings().property(key, value)), key);
     }
     assert!(valid_settings().check().is_ok());
+    let with_sasl = valid_settings()
+        .property("sasl.password", "x")
+        .property("security.protocol", "SASL_PLAINTEXT");
+    assert!(with_sasl.check().is_ok());
     let with_interval = valid_settings().property("auto.commit.interval.ms", "100");
     assert!(with_interval.check().is_ok());
 }

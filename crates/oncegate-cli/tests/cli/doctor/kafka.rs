@@ -52,6 +52,22 @@ async fn finds_missing_topics() {
         "[kafka]\nbrokers = \"127.0.0.1:1\"\ntopic = \"t\"\n",
     );
     assert_broker_findings(&cli, &[("kafka-unreachable", "error")]);
+    for (settings, problem) in [
+        (
+            "topic = \"a b\"",
+            "kafka.topic: `a b` has the character ' '",
+        ),
+        (
+            "topic = \"t\"\ndead-letters = \"bad\"\nin-doubt = \"bad\"",
+            "kafka.in-doubt: `bad` is the dead-letter topic, too",
+        ),
+        ("topic = \"t\"\npassword = \"x\"", "does not use SASL"),
+    ] {
+        let text = format!("[kafka]\nbrokers = \"{}\"\n{settings}\n", fixture::kafka());
+        cli.write("oncegate.toml", &text);
+        assert_broker_findings(&cli, &[("settings-refused", "error")]);
+        cli.run(&["doctor"]).exits_with(1).prints(problem);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -59,7 +75,7 @@ async fn finds_topics_that_lose_or_reject_dead_letters() {
     let cli = TestCli::new();
     let keeping =
         |name| NewTopic::new(name, 2, TopicReplication::Fixed(1)).set("retention.ms", "-1");
-    let names: Vec<String> = (0..7).map(|n| format!("{}-{n}", cli.name)).collect();
+    let names: Vec<String> = (0..8).map(|n| format!("{}-{n}", cli.name)).collect();
     fixture::create_topics(&[
         keeping(&names[0]),
         NewTopic::new(&names[1], 2, TopicReplication::Fixed(1)).set("retention.ms", "3600000"),
@@ -68,6 +84,7 @@ async fn finds_topics_that_lose_or_reject_dead_letters() {
         keeping(&names[4]).set("min.insync.replicas", "2"),
         keeping(&names[5]).set("max.message.bytes", "1000"),
         NewTopic::new(&names[6], 2, TopicReplication::Fixed(1)).set("retention.ms", "3600000"),
+        keeping(&names[7]),
     ])
     .await;
     let with = |topic: &str, dead_letters: &str, in_doubt: &str| {
@@ -77,7 +94,7 @@ async fn finds_topics_that_lose_or_reject_dead_letters() {
         );
         cli.write("oncegate.toml", &format!("[kafka]\n{kafka}"));
     };
-    with(&names[6], &names[0], &names[0]);
+    with(&names[6], &names[0], &names[7]);
     assert_broker_findings(&cli, &[]);
     let settings = std::fs::read_to_string(cli.path("oncegate.toml")).expect("just written");
     cli.write(
@@ -101,7 +118,9 @@ async fn finds_topics_that_lose_or_reject_dead_letters() {
         assert_broker_findings(&cli, &[(code, level)]);
     }
     // An unlimited topic may be read again from the start.
-    with(&names[0], &names[0], &names[0]);
+    let unlimited = format!("{}-unlimited", cli.name);
+    fixture::create_topics(&[keeping(&unlimited)]).await;
+    with(&unlimited, &names[0], &names[7]);
     assert_broker_findings(&cli, &[("window-shorter-than-retention", "warning")]);
 }
 
