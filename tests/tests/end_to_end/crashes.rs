@@ -1,7 +1,7 @@
 //! Consumers that are killed or receive SIGTERM.
 
 use std::collections::BTreeSet;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::broker::{Broker, Sent};
 use crate::on_both_brokers;
@@ -84,6 +84,34 @@ async fn killed_in_a_handler_is_lost_bare(broker: Broker) {
         (vec![1], vec!["done".to_owned()])
     );
     assert_eq!(world.marker("a").await.as_deref(), Some("1"));
+    world.end([second]).await;
+}
+
+/// The delays of the delay queues must not postpone a message beyond the lease of its dead holder: the
+/// second consumer receives all messages as soon as the first is killed.
+#[tokio::test(flavor = "multi_thread")]
+async fn on_rabbitmq_what_a_killed_consumer_held_runs_again_within_two_leases() {
+    const LEASE: Duration = Duration::from_secs(6);
+    const HELD: usize = 40;
+    let world = World::new(Broker::RabbitMq).await;
+    let consumer = || {
+        let consumer = world.consumer("effectively-once");
+        consumer.with("lease-ms", LEASE.as_millis().to_string())
+    };
+    let doomed = consumer().start();
+    world
+        .publish((0..HELD).map(|n| Sent::new(load(n), "hang")))
+        .await;
+    world.until_starts(HELD).await;
+    let second = consumer().start();
+    doomed.kill();
+    let killed = Instant::now();
+    world.until_effects(HELD).await;
+    let took = killed.elapsed();
+    // One second for the start of a process and the handlers.
+    assert!(took < 2 * LEASE + Duration::from_secs(1), "{took:?}");
+    let attempts = (0..HELD).map(|n| world.attempts(&load(n)));
+    assert!(attempts.into_iter().all(|attempts| attempts == [1, 2]));
     world.end([second]).await;
 }
 

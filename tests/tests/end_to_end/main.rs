@@ -16,6 +16,7 @@ mod kafka;
 mod outages;
 mod process;
 mod rabbitmq;
+mod samples;
 mod world;
 
 /// Creates a test of each scenario for each broker.

@@ -1,0 +1,33 @@
+//! Runs a sample of the documentation against the servers of the tests; the argument is its name.
+#![forbid(unsafe_code)]
+
+macro_rules! samples {
+    ($($name:ident),*) => {
+        $(#[allow(dead_code, reason = "as in the documentation")]
+        mod $name {
+            include!(concat!(env!("OUT_DIR"), "/", stringify!($name), ".rs"));
+        })*
+
+        fn main() -> Result<(), Box<dyn std::error::Error>> {
+            let name = std::env::args().nth(1).unwrap_or_default();
+            match name.as_str() {
+                $(stringify!($name) => $name::main()?,)*
+                unknown => return Err(format!("no sample `{unknown}`").into()),
+            }
+            Ok(())
+        }
+    };
+}
+
+samples!(admin, coming_from, kafka, rabbitmq, trial);
+
+/// The samples expect the dead-letter and in-doubt topics to exist.
+const ONE_BROKER: oncegate::TopicCreation = oncegate::TopicCreation::Create {
+    partitions: 1,
+    replication: 1,
+};
+
+/// A variable that the tests set.
+fn variable(name: &str) -> String {
+    std::env::var(name).unwrap_or_else(|_| panic!("{name} is not set"))
+}
