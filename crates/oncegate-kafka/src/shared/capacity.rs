@@ -2,25 +2,29 @@
 
 use std::sync::Arc;
 
-use super::held_messages::Backlog;
+use oncegate_core::source::QueueLevel;
+
+use super::unconfirmed::Backlog;
 use super::{AssignedPartition, SourcePhase, SourceState};
 use crate::partition::AssignmentState;
 
-/// Maximum number of held messages: released, or being published to dead-letter topics. From this
-/// number on, a partition that holds its share of them is not read.
-pub(super) const MAX_HELD: usize = 10_000;
-/// Maximum size of the held messages, in bytes.
-pub(super) const MAX_HELD_BYTES: usize = 128 << 20;
+/// Maximum number of unconfirmed dead letters. From this number on, a partition that has its share of
+/// them is not read.
+pub(super) const MAX_UNCONFIRMED: usize = 10_000;
+/// Maximum size of the unconfirmed dead letters, in bytes.
+pub(super) const MAX_UNCONFIRMED_BYTES: usize = 128 << 20;
 /// Maximum number of messages from the lowest unsettled offset of a partition to the last one read.
 /// From this number on, the partition is not read. Each costs 8 bytes, and a crash redelivers up to
 /// this many.
 pub(super) const MAX_SPAN: usize = 1 << 20;
+
 impl SourceState {
     /// How many messages may be read now, from the partitions that are not
     /// [full](Self::full_partitions).
     pub(crate) fn room(&self) -> usize {
+        let mean = self.mean_handed_out();
         let is_any_readable =
-            self.assigned.is_empty() || self.readable().any(|it| !self.is_full(it));
+            self.assigned.is_empty() || self.readable().any(|it| !self.is_full(it, mean));
         if self.phase == SourcePhase::Running && is_any_readable {
             self.deliveries.room()
         } else {
@@ -30,8 +34,9 @@ impl SourceState {
 
     /// The partitions that are not read until some of their messages are settled.
     pub(crate) fn full_partitions(&self) -> Vec<(Arc<str>, i32)> {
+        let mean = self.mean_handed_out();
         self.readable()
-            .filter(|it| self.is_full(it))
+            .filter(|it| self.is_full(it, mean))
             .map(|it| (it.topic.clone(), it.number))
             .collect()
     }
@@ -43,23 +48,34 @@ impl SourceState {
             .filter(|it| it.partition.state() != AssignmentState::Revoking)
     }
 
-    /// Whether the partition has [`MAX_SPAN`] messages from its lowest unsettled one on, or the source
-    /// holds [`MAX_HELD`] messages (or [`MAX_HELD_BYTES`]) and the partition has its share of them. A
-    /// partition with fewer is read, so that none waits for the dead letters of another.
+    /// The mean number of deliveries of a partition that the consumer has not settled, if its queue is
+    /// half full.
+    pub(super) fn mean_handed_out(&self) -> Option<usize> {
+        let all = self.assigned.values().map(|it| it.partition.handed_out());
+        let count = self.assigned.len().max(1);
+        (self.queue_level == QueueLevel::High).then(|| all.sum::<usize>() / count)
+    }
+
+    /// Whether the partition has [`MAX_SPAN`] messages from its lowest unsettled one on, or more than
+    /// the [mean](Self::mean_handed_out) of unsettled deliveries, or the source has [`MAX_UNCONFIRMED`]
+    /// dead letters (or [`MAX_UNCONFIRMED_BYTES`]) and the partition has its share of them. A
+    /// partition with fewer is read, so that none waits for the retries or dead letters of another.
     ///
-    /// The assigned partitions hold at most twice the limit, plus the messages that were read or
+    /// The assigned partitions have at most twice the limit, plus the messages that were read or
     /// fetched before they became full: `MAX_READY` messages of `deliveries`, and for each partition
     /// `queued.min.messages` and one fetch (`fetch.message.max.bytes`, but at least one record
     /// batch). One fetch may have 20,000 messages of a few bytes. The dead letters of revoked
     /// partitions are not included.
-    pub(super) fn is_full(&self, assigned: &AssignedPartition) -> bool {
-        let held = self.deliveries.held();
-        let (total, own) = (held.total(), held.of(&assigned.topic, assigned.number));
+    pub(super) fn is_full(&self, assigned: &AssignedPartition, mean: Option<usize>) -> bool {
+        let unconfirmed = &self.deliveries.unconfirmed;
+        let own = unconfirmed.of(&assigned.topic, assigned.number);
+        let total = unconfirmed.total();
         let has_share = |of: fn(Backlog) -> usize, limit: usize| {
             of(total) >= limit && of(own) >= (limit / self.assigned.len()).max(1)
         };
         assigned.partition.span() >= MAX_SPAN
-            || has_share(|it| it.count, MAX_HELD)
-            || has_share(|it| it.bytes, MAX_HELD_BYTES)
+            || mean.is_some_and(|mean| assigned.partition.handed_out() > mean)
+            || has_share(|it| it.count, MAX_UNCONFIRMED)
+            || has_share(|it| it.bytes, MAX_UNCONFIRMED_BYTES)
     }
 }
