@@ -50,9 +50,9 @@ pub trait Source: Send {
     /// Settlements that could not be completed; their messages will be redelivered.
     async fn close(self: Box<Self>, deadline: Instant) -> Result<(), SourceError>;
 
-    /// The consumer's queue has reached another level. A source with several partitions then reads
-    /// none that has more than its share of unsettled deliveries, so that the retries of one do not
-    /// stop the others.
+    /// The consumer's queue has reached another level. At [`QueueLevel::High`] a source with several
+    /// partitions returns nothing of one that has more than its share of unsettled deliveries, so that
+    /// the retries of one do not stop the others.
     fn queue_level(&mut self, level: QueueLevel) {
         let _ = level;
     }
@@ -82,7 +82,7 @@ pub struct SourceProperties {
     /// Whether batches to a slow store may overlap. Default: no. Kafka: yes.
     pub overlapping_batches: bool,
     /// Where deliveries wait for their next attempt. Default: in the consumer, without a limit of time.
-    /// RabbitMQ: in delay queues if they wait for longer than a second.
+    /// RabbitMQ: in delay queues if they wait for longer than five seconds.
     pub retry_delays: RetryDelays,
 }
 

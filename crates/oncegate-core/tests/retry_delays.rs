@@ -283,7 +283,7 @@ async fn a_delay_is_shortened_to_the_longest_that_the_source_allows() {
 }
 
 #[tokio::test]
-async fn the_source_learns_when_half_of_the_queue_is_taken_and_when_it_is_free_again() {
+async fn the_source_learns_when_the_queue_fills_and_when_it_is_empty_again() {
     let (source, mut reported) = source(
         ["a", "b", "c"],
         RetryDelays::InConsumer {

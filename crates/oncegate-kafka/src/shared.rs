@@ -381,8 +381,8 @@ impl SourceState {
         restarted
     }
 
-    /// Hands out revocations, releases and records within the limit; a limit of 0 returns
-    /// revocations only. Deliveries with a body larger than `body_limit` go to `oversize`, to be
+    /// Hands out revocations, releases and records within the limit, but none of
+    /// [crowded](Self::crowded) assignments; a limit of 0 returns revocations only. Deliveries with a body larger than `body_limit` go to `oversize`, to be
     /// rejected.
     pub(crate) fn hand_out(
         &mut self,
@@ -396,6 +396,8 @@ impl SourceState {
             return;
         }
         let mut bytes = 0_usize;
+        let held_back = self.crowded();
+        self.deliveries.hold_back_only(&held_back);
         for count in 0..limit.count {
             // The first delivery may exceed the limit.
             let max_bytes = if count == 0 {
@@ -403,7 +405,7 @@ impl SourceState {
             } else {
                 limit.bytes.saturating_sub(bytes)
             };
-            let Some(delivery) = self.deliveries.take_next(max_bytes) else {
+            let Some(delivery) = self.deliveries.take_next(max_bytes, &held_back) else {
                 break;
             };
             bytes += delivery.message.size();

@@ -217,9 +217,13 @@ impl Intake {
     pub(super) fn queue_level(&self) -> QueueLevel {
         let queued = self.count(Phase::Queued);
         let bytes = self.counts.bytes[Phase::Queued as usize];
-        let is_half_full = queued > 0
-            && (queued >= self.limits.max_queued / 2 || bytes >= self.limits.max_queued_bytes / 2);
-        match is_half_full {
+        let Limits {
+            max_queued,
+            max_queued_bytes,
+            ..
+        } = self.limits;
+        let is_high = queued >= max_queued / 2 || bytes >= max_queued_bytes / 2;
+        match is_high && queued > 0 {
             true => QueueLevel::High,
             false => QueueLevel::Low,
         }

@@ -1,6 +1,6 @@
 //! Deliveries that are in memory and not with the consumer: read ahead, or rejected.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use oncegate_core::{Delivery, Message, Origin, Position, Receipt};
 
@@ -17,6 +17,8 @@ pub(super) struct DeliveryBuffer {
     /// Deliveries that were read or released, and not handed out yet.
     ready: VecDeque<Delivery>,
     ready_bytes: usize,
+    /// Deliveries that were ready while their assignment had more than its share of unsettled ones.
+    held_back: BTreeMap<u64, VecDeque<Delivery>>,
     /// Number and size of the messages of the last batch, for an estimate of the next one.
     last_batch: (usize, usize),
     pub(super) unconfirmed: UnconfirmedDeadLetters,
@@ -51,25 +53,50 @@ impl DeliveryBuffer {
         self.ready.push_back(delivery);
     }
 
-    /// Takes the first delivery, if it has at most `max_bytes`.
-    pub(super) fn take_next(&mut self, max_bytes: usize) -> Option<Delivery> {
-        let first = self.ready.front();
-        first.filter(|it| it.message.size() <= max_bytes)?;
-        let delivery = self.ready.pop_front()?;
-        self.ready_bytes -= delivery.message.size();
-        Some(delivery)
+    /// Deliveries of other assignments than these are ready again.
+    pub(super) fn hold_back_only(&mut self, assignments: &[u64]) {
+        let others = self.held_back.keys().filter(|it| !assignments.contains(it));
+        for epoch in Vec::from_iter(others.copied()) {
+            let deliveries = self.held_back.remove(&epoch).unwrap_or_default();
+            for delivery in deliveries.into_iter().rev() {
+                self.ready_bytes += delivery.message.size();
+                self.ready.push_front(delivery);
+            }
+        }
+    }
+
+    /// Takes the first delivery, if it has at most `max_bytes`. Those of these assignments are held
+    /// back.
+    pub(super) fn take_next(&mut self, max_bytes: usize, held_back: &[u64]) -> Option<Delivery> {
+        loop {
+            let next = self.ready.front()?;
+            let (epoch, size) = (next.receipt.epoch, next.message.size());
+            let is_held_back = held_back.contains(&epoch);
+            if size > max_bytes && !is_held_back {
+                return None;
+            }
+            let delivery = self.ready.pop_front()?;
+            self.ready_bytes -= size;
+            if !is_held_back {
+                return Some(delivery);
+            }
+            let deliveries = self.held_back.entry(epoch).or_default();
+            deliveries.push_back(delivery);
+        }
     }
 
     /// Drops the deliveries of an assignment.
     pub(super) fn drop_all_of(&mut self, epoch: u64) {
+        self.held_back.remove(&epoch);
         self.ready.retain(|it| it.receipt.epoch != epoch);
         self.ready_bytes = self.ready.iter().map(|it| it.message.size()).sum();
     }
 
     /// Whether the delivery of this offset is not handed out yet.
     pub(super) fn is_ready(&self, epoch: u64, offset: i64) -> bool {
-        let mut ready = self.ready.iter().map(|it| &it.receipt);
-        ready.any(|it| it.epoch == epoch && it.position == offset as u64)
+        let held_back = self.held_back.values().flatten();
+        let mut all = self.ready.iter().chain(held_back).map(|it| &it.receipt);
+        all.any(|it| it.epoch == epoch && it.position == offset as u64)
     }
 }
 

@@ -28,11 +28,11 @@ impl SourceState {
     pub(crate) fn read_positions(&self) -> Vec<(u64, Arc<str>, i32, Option<i64>)> {
         // Includes partitions whose seek fails repeatedly: they make no progress either. A full
         // partition is not read on purpose.
-        let mean = self.mean_handed_out();
+        let crowded = self.crowded();
         let is_read = |it: &AssignedPartition| {
             let state = it.partition.state();
             matches!(state, AssignmentState::Active | AssignmentState::Seeking)
-                && !self.is_full(it, mean)
+                && !self.is_full(it, &crowded)
         };
         self.assigned
             .iter()

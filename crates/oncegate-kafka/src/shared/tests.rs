@@ -359,24 +359,51 @@ fn a_partition_is_not_read_while_one_delivery_blocks_the_maximum_span() {
     assert_eq!(commits, [(MAX_SPAN as i64, SendMode::Immediate)]);
 }
 
-/// While half of the consumer's queue is taken, mostly by one partition, the others are read.
+/// While the consumer's queue fills, mostly with deliveries of one partition, only the others are read
+/// and handed out.
 #[test]
-fn while_the_queue_is_half_full_a_partition_with_more_than_its_share_is_not_read() {
+fn while_the_queue_fills_a_partition_with_more_than_its_share_waits() {
     let mut state = read(0..10);
     hand_out(&mut state);
     state.queue_level = QueueLevel::High;
     assert_eq!(state.full_partitions(), [], "there is no other partition");
     assign(&mut state, 1, StartPosition::Unknown);
     assert_eq!(state.full_partitions(), full_partition());
-    assert!(state.room() > 0);
-    add_records(&mut state, 1, 0..10);
-    hand_out(&mut state);
-    assert_eq!(state.full_partitions(), [], "both have their share");
-    add_records(&mut state, 0, 10..12);
-    hand_out(&mut state);
-    assert_eq!(state.full_partitions(), full_partition());
+    add_records(&mut state, 0, 10..MAX_READY as i64 + 10);
+    assert_eq!(state.room(), 0);
+    assert_eq!(hand_out(&mut state).1.len(), 0);
+    assert_eq!(state.room(), MAX_READY, "what is held back does not count");
+    let partition = state.status().remove(0);
+    assert_eq!(partition.handed_out, 10);
+
+    add_records(&mut state, 1, 0..20);
+    let of_partition_1 = hand_out(&mut state).1;
+    assert_eq!(positions(&of_partition_1), Vec::from_iter(0..20));
+    add_records(&mut state, 1, 20..22);
+    let partition_1 = vec![(Arc::from("t"), 1)];
+    assert_eq!(state.full_partitions(), partition_1);
+    let of_partition_0 = hand_out(&mut state).1;
+    assert_eq!(
+        positions(&of_partition_0),
+        Vec::from_iter(10..MAX_READY as i64 + 10),
+        "in order"
+    );
     state.queue_level = QueueLevel::Low;
     assert_eq!(state.full_partitions(), []);
+    assert_eq!(positions(&hand_out(&mut state).1), [20, 21]);
+}
+
+#[test]
+fn deliveries_that_are_held_back_are_dropped_with_their_assignment() {
+    let mut state = read(0..10);
+    assign(&mut state, 1, StartPosition::Unknown);
+    hand_out(&mut state);
+    state.queue_level = QueueLevel::High;
+    add_records(&mut state, 0, 10..20);
+    assert_eq!(hand_out(&mut state).1.len(), 0);
+    revoke(&mut state);
+    state.queue_level = QueueLevel::Low;
+    assert_eq!(hand_out(&mut state).1.len(), 0);
 }
 
 fn unconfirmed(state: &SourceState) -> Backlog {
