@@ -262,8 +262,9 @@ impl ChannelDeliveries {
         (frames.count() > 0).then_some(frames)
     }
 
-    /// The tags to reject with requeue when the channel is closed: released deliveries that failed. Since RabbitMQ 4.3 these count towards the delivery limit, and `basic.nack`, which
-    /// requeues all others, does not.
+    /// The tags to reject with requeue when the channel is closed: released deliveries that failed. Since
+    /// RabbitMQ 4.3 these count towards the delivery limit, and `basic.nack`, which requeues all others,
+    /// does not.
     pub(crate) fn take_failed_tags(&mut self) -> Vec<u64> {
         let mut failed = std::mem::take(&mut self.failed);
         failed.retain(|tag| self.acks.reject(*tag).is_some());

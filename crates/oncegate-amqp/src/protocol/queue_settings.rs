@@ -85,7 +85,7 @@ impl QueueSettings {
     pub(crate) fn retry_delays(&self) -> RetryDelays {
         if self.uses_delay_queues() {
             RetryDelays::InSource {
-                above: LONGEST_KEPT_DELAY,
+                above: LONGEST_KEPT_DELAY.min(self.consumer_timeout / 2),
                 max_kept: usize::from(self.prefetch / 2),
             }
         } else {
